@@ -1,0 +1,315 @@
+"""The base of all attention layers of this package."""
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.ops.partial_attention import accumulator_dtype
+
+
+class EfficientAttention(keras.layers.MultiHeadAttention):
+    """Base class: a `MultiHeadAttention` that never forms the attention matrix.
+
+    Constructor, projections, weight names and call are those of
+    [`keras.layers.MultiHeadAttention`](https://keras.io/api/layers/attention_layers/multi_head_attention/);
+    a subclass adds its own keyword arguments and computes the heads' outputs
+    in `attend`. This class adds:
+
+    - **Factored masks.** A query mask `(batch, query_length)`, a key mask `(batch,
+      key_length)` and a causal flag instead of a `(batch, query_length,
+      key_length)` tensor. Keras' automatic masks and the explicit `query_mask`,
+      `key_mask` and `value_mask` are honoured. What stands at masked positions is
+      never read: it may be NaN, and its gradient is zero.
+    - **Scores on request**, the dense matrix with `heads = scores @ value`.
+    - **State**, for layers that stream: see `initial_state`.
+    - Rows that see no key, or that the query mask hides, give zero heads (so the
+      output is the output projection's bias).
+
+    Args:
+        *args, **kwargs: Those of `keras.layers.MultiHeadAttention`. `attention_axes`
+            other than the sequence axis 1, `sliding_window` and
+            `flash_attention=True` are refused. `dropout` acts on the attention
+            weights where the layer has them, otherwise on the concatenated heads.
+
+    Call arguments:
+        query: `(batch, query_length, query_dim)`.
+        value: `(batch, key_length, value_dim)`.
+        key: Optional `(batch, key_length, key_dim)`; defaults to `value`.
+        query_mask: Optional boolean `(batch, query_length)`.
+        value_mask: Optional boolean `(batch, key_length)`.
+        key_mask: Optional boolean `(batch, key_length)`.
+        attention_mask: Optional mask that is the same for all queries: of shape
+            `(batch, 1, key_length)` or `(batch, 1, 1, key_length)`.
+        return_attention_scores: Whether to return `(output, scores)`; forms the
+            `(batch, heads, query_length, key_length)` matrix.
+        training: Whether to apply dropout and update statistics.
+        use_causal_mask: Whether query `t` sees keys `0..t` only.
+        state: Optional state, from `initial_state` or the previous segment's call.
+            Needs `use_causal_mask=True`.
+
+    Returns:
+        `output` `(batch, query_length, output_dim)`; `(output, scores)` with
+        `return_attention_scores`; `(output, state)` with `state`.
+
+    Raises:
+        ValueError: For arguments named above that cannot be honoured.
+    """
+
+    def __init__(self, *args, **kwargs):
+        # autocast=False: inputs reach the projections as they came (those cast
+        # them), and a state keeps its float32 under a mixed policy.
+        super().__init__(*args, autocast=False, **kwargs)
+        if self._attention_axes not in (None, (1,), [1]):
+            raise ValueError(
+                f"{type(self).__name__} attends along axis 1 only. Received: "
+                f"attention_axes={self._attention_axes}"
+            )
+        if self._sliding_window is not None:
+            raise ValueError(
+                f"{type(self).__name__} has no `sliding_window`; layers that combine "
+                "with a window have an argument `window`. Received: "
+                f"sliding_window={self._sliding_window}"
+            )
+        if kwargs.get("flash_attention"):
+            raise ValueError(
+                f"{type(self).__name__} is not softmax attention and cannot use "
+                "flash attention. Received: flash_attention=True"
+            )
+        self._flash_attention = False
+
+    def attend(self, query, key, value, query_mask, key_mask, causal, state, training):
+        """Attends over heads. The one method that a subclass has to have.
+
+        Args:
+            query: `(batch, query_length, heads, key_dim)`, projected.
+            key: `(batch, key_length, heads, key_dim)`, projected.
+            value: `(batch, key_length, heads, value_dim)`, projected.
+            query_mask: Boolean `(batch, query_length)` or `None`.
+            key_mask: Boolean `(batch, key_length)` or `None`.
+            causal: Whether query `t` sees keys `0..t` only.
+            state: Dict of tensors, or `None`.
+            training: Boolean.
+
+        Returns:
+            `(heads, state)`: `(batch, query_length, heads, value_dim)`, linear in
+            `value`, and the new state (`None` without one).
+        """
+        raise NotImplementedError
+
+    def initial_state(self, batch_size):
+        """The state before the first position, for streaming a causal sequence.
+
+        ```python
+        state = layer.initial_state(batch_size)
+        for segment in segments:  # of any length, down to a single position
+            output, state = layer(
+                segment, segment, use_causal_mask=True, state=state
+            )
+        ```
+
+        gives the same outputs as one call on the whole sequence.
+
+        Args:
+            batch_size: Rows in the batch.
+
+        Returns:
+            Flat dict of tensors, batch first; floating-point ones are float32 or
+            wider whatever the compute dtype.
+        """
+        raise ValueError(f"{type(self).__name__} does not stream.")
+
+    def build(self, query_shape, value_shape, key_shape=None):
+        for name, shape in (
+            ("query", query_shape),
+            ("value", value_shape),
+            ("key", key_shape or value_shape),
+        ):
+            if len(shape) != 3:
+                raise ValueError(
+                    f"`{name}` must have the shape (batch, length, dim). Received: "
+                    f"{name}.shape={tuple(shape)}"
+                )
+        super().build(query_shape, value_shape, key_shape)
+
+    def call(
+        self,
+        query,
+        value,
+        key=None,
+        query_mask=None,
+        value_mask=None,
+        key_mask=None,
+        attention_mask=None,
+        return_attention_scores=False,
+        training=None,
+        use_causal_mask=False,
+        state=None,
+    ):
+        self._check_state(query, value, state, use_causal_mask, return_attention_scores)
+        key = value if key is None else key
+        query_mask = None if query_mask is None else ops.cast(query_mask, "bool")
+        key_mask = self._merged_key_mask(key_mask, value_mask, attention_mask, key)
+        # Hidden positions are emptied before the projections: a NaN there would
+        # otherwise reach the kernels' gradients as 0 · NaN.
+        gate_input = query = _emptied(query, query_mask)
+        value = _emptied(value, key_mask)
+        key = _emptied(key, key_mask)
+
+        query = self._query_dense(query)
+        key = self._key_dense(key)
+        value = self._value_dense(value)
+        arguments = (query_mask, key_mask, use_causal_mask)
+        heads, new_state = self.attend(
+            query, key, value, *arguments, state, bool(training)
+        )
+        output = self._project(heads, gate_input, query_mask, training)
+        if state is not None:
+            return output, new_state
+        if return_attention_scores:
+            return output, self._scores(query, key, value, arguments)
+        return output
+
+    def _project(self, heads, gate_input, query_mask, training):
+        heads = ops.cast(heads, self.compute_dtype)
+        if query_mask is not None:
+            kept = query_mask[..., None, None]
+            heads = ops.where(kept, heads, ops.zeros_like(heads))
+        if self._use_gate:
+            heads = heads * self._gate_dense(gate_input)
+        return self._output_dense(heads)
+
+    def _scores(self, query, key, value, arguments):
+        """The matrix that `attend` applies to the values: its image of one-hots."""
+        query_mask, _, _ = arguments
+        batch, length = ops.shape(key)[:2]
+        one_hot = ops.eye(length, dtype=accumulator_dtype(value))[None, :, None, :]
+        one_hot = ops.broadcast_to(one_hot, (batch, length, self._num_heads, length))
+        scores, _ = self.attend(query, key, one_hot, *arguments, None, False)
+        if query_mask is not None:
+            kept = query_mask[..., None, None]
+            scores = ops.where(kept, scores, ops.zeros_like(scores))
+        return ops.cast(ops.transpose(scores, (0, 2, 1, 3)), self.compute_dtype)
+
+    def _merged_key_mask(self, key_mask, value_mask, attention_mask, key):
+        masks = [mask for mask in (key_mask, value_mask) if mask is not None]
+        if attention_mask is not None:
+            masks.append(self._key_mask_of(attention_mask, key))
+        merged = None
+        for mask in masks:
+            mask = ops.cast(mask, "bool")
+            merged = mask if merged is None else ops.logical_and(merged, mask)
+        return merged
+
+    def _key_mask_of(self, attention_mask, key):
+        """The key mask that a dense mask broadcasts over queries and heads."""
+        attention_mask = ops.convert_to_tensor(attention_mask)
+        shape = tuple(attention_mask.shape)
+        # (T, S), (B, T, S) or (B, H, T, S): all but the batch and S must be 1.
+        if len(shape) not in (2, 3, 4) or any(
+            s != 1 for s in shape[-2:-1] + shape[1:-2]
+        ):
+            raise ValueError(
+                f"{type(self).__name__} never forms the matrix of queries by keys, "
+                "and so cannot apply an `attention_mask` that differs between "
+                "queries. Pass a mask over keys as `key_mask` (batch, key_length), "
+                "or as `attention_mask` of shape (batch, 1, key_length); a mask over "
+                "queries as `query_mask` (batch, query_length); and "
+                "`use_causal_mask=True` for causality. Received: "
+                f"attention_mask.shape={shape}"
+            )
+        batch, length = ops.shape(key)[:2]
+        rows = 1 if len(shape) == 2 else ops.shape(attention_mask)[0]
+        return ops.broadcast_to(
+            ops.reshape(ops.cast(attention_mask, "bool"), (rows, length)),
+            (batch, length),
+        )
+
+    def _check_state(self, query, value, state, causal, return_attention_scores):
+        if state is None:
+            return
+        if not causal:
+            raise ValueError(
+                "`state` holds the past, and needs `use_causal_mask=True`. Received: "
+                "use_causal_mask=False"
+            )
+        if return_attention_scores:
+            raise ValueError(
+                "`return_attention_scores=True` and `state` exclude each other: the "
+                "keys of earlier segments are not kept. Received both."
+            )
+        lengths = query.shape[1], value.shape[1]
+        if None not in lengths and lengths[0] != lengths[1]:
+            raise ValueError(
+                "With `state`, `query` and `value` must have the same length. "
+                f"Received: query.shape={tuple(query.shape)}, "
+                f"value.shape={tuple(value.shape)}"
+            )
+        expected = set(self.initial_state(1))
+        if not isinstance(state, dict) or set(state) != expected:
+            received = sorted(state) if isinstance(state, dict) else type(state)
+            raise ValueError(
+                "`state` must be the dict that `initial_state` or the previous call "
+                f"returned, with the keys {sorted(expected)}. Received: {received}"
+            )
+
+    def compute_output_spec(
+        self,
+        query,
+        value,
+        key=None,
+        query_mask=None,
+        value_mask=None,
+        key_mask=None,
+        attention_mask=None,
+        return_attention_scores=False,
+        training=None,
+        use_causal_mask=False,
+        state=None,
+    ):
+        self._check_state(query, value, state, use_causal_mask, return_attention_scores)
+        output = keras.KerasTensor(
+            self.compute_output_shape(
+                query.shape, value.shape, None if key is None else key.shape
+            ),
+            dtype=self.compute_dtype,
+        )
+        if state is not None:
+            return output, {
+                name: keras.KerasTensor(tensor.shape, dtype=tensor.dtype)
+                for name, tensor in state.items()
+            }
+        if return_attention_scores:
+            shape = (query.shape[0], self._num_heads, query.shape[1], value.shape[1])
+            return output, keras.KerasTensor(shape, dtype=self.compute_dtype)
+        return output
+
+    def set_weights(self, weights):
+        """Sets all weights; or the projections alone, from a `MultiHeadAttention`.
+
+        Args:
+            weights: List of arrays: as many as `self.weights`, or those of a
+                `keras.layers.MultiHeadAttention` with the same projections.
+        """
+        projections = [
+            variable
+            for layer in self._flatten_layers(include_self=False)
+            if isinstance(layer, keras.layers.EinsumDense)
+            for variable in layer.weights
+        ]
+        if len(weights) == len(self.weights) or len(weights) != len(projections):
+            super().set_weights(weights)
+            return
+        for variable, weight in zip(projections, weights, strict=True):
+            variable.assign(weight)
+
+    def get_config(self):
+        config = super().get_config()
+        # Keras records the axes that it derives while building.
+        config["attention_axes"] = None
+        return config
+
+
+def _emptied(x, mask):
+    """`x` with zeros where the `(batch, length)` mask is `False`."""
+    if mask is None:
+        return x
+    return ops.where(mask[..., None], x, ops.zeros_like(x))

@@ -1,0 +1,493 @@
+"""PerformerAttention: linear attention through a feature map."""
+
+import functools
+import math
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.layers.efficient_attention import EfficientAttention
+from keras_efficient_attn.ops import feature_maps, random_features
+from keras_efficient_attn.ops.linear_attention import (
+    CHUNK_SIZE,
+    linear_attention_state,
+    mapped_linear_attention,
+)
+from keras_efficient_attn.ops.partial_attention import accumulator_dtype
+from keras_efficient_attn.ops.rotary import rotary_embedding
+from keras_efficient_attn.ops.window_attention import windowed_linear_attention
+
+RANDOM_MAPS = ("favor+", "hyperbolic", "favor++", "trigonometric")
+POLYNOMIAL_MAPS = ("taylor", "power")
+ELEMENTWISE_MAPS = ("relu", "elu", "softmax")
+FEATURE_MAPS = RANDOM_MAPS + POLYNOMIAL_MAPS + ELEMENTWISE_MAPS
+# Those whose dot products estimate exp(q·k).
+EXPONENTIAL_MAPS = RANDOM_MAPS + POLYNOMIAL_MAPS
+ROW_NORMS = ("chi", "sqrt_dim")
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class PerformerAttention(EfficientAttention):
+    """Linear attention through a feature map, a drop-in for `MultiHeadAttention`.
+
+    Softmax attention weighs key `s` for query `t` by `exp(q·k)`. Here the weight is
+    `φ(q)·φ(k)`, so that the keys can be summed up before the queries come:
+
+    ```
+    head[t] = φ(q[t]) (Σ_s φ(k[s])ᵀ v[s]) / φ(q[t])·(Σ_s φ(k[s]))
+    ```
+
+    Time and memory grow linearly with the length, and a causal layer needs a state of
+    constant size only. For the maps that estimate the exponential, `q` and `k` are
+    scaled by `key_dim^(-1/4)`, so that the weight estimates that of softmax
+    attention. The estimate's error grows with `exp(‖q + k‖²)`: a model trained with
+    softmax needs `window`, and one trained from scratch is steadier with `qk_norm`.
+
+    Args:
+        *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
+            name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the concatenated
+            heads), `use_bias`, ….
+        feature_map: Name of the map, or a callable. Defaults to `"favor+"`.
+
+            | name | map | features |
+            |---|---|---|
+            | `"favor+"` | positive random features | `num_features` |
+            | `"hyperbolic"` | both signs of each random row | `num_features`, even |
+            | `"favor++"` | optimal positive features, not causal | `num_features` |
+            | `"trigonometric"` | sines and cosines, signed | `num_features`, even |
+            | `"taylor"` | Taylor expansion of the given `order` | C(d + order, order) |
+            | `"power"` | (1 + q·k/order)^order | C(d + order, order) |
+            | `"relu"` | relu(x) + 1e-3, of a projection with `num_features` | d |
+            | `"elu"` | elu(x) + 1 | d |
+            | `"softmax"` | softmax of queries, exponential of keys | d |
+
+            A callable (function or layer) maps `(..., key_dim)` to non-negative
+            features `(..., num_features)`; register it for serialization, as any
+            custom object of Keras. A layer's weights are the layer's own and not
+            trained; give a learned map as layers before this one.
+        num_features: Features per head, for random maps and `"relu"`. Defaults to
+            `max(256, key_dim · ln(key_dim))` for the random maps, to no projection
+            for `"relu"`, and to what the callable makes of `key_dim`.
+        order: Even order of `"taylor"` and `"power"`. Defaults to 2.
+        orthogonal: Whether random rows are orthogonal in blocks of `key_dim`.
+            Defaults to `True`.
+        row_norm: `"chi"` (unbiased, the default) or `"sqrt_dim"`.
+        redraw_interval: Training calls between new draws of the projection; `None`
+            (the default) never redraws. Counted in a weight, frozen at inference and
+            when the layer is not trainable.
+        window: Number of nearest keys to attend to exactly, with the features for
+            the others under one denominator: a query sees itself and `window - 1`
+            earlier keys exactly and, if not causal, as many later ones. For maps that
+            estimate the exponential, and lengths that agree. Defaults to `None`.
+        normalize: Whether to divide by the sum of the weights. Defaults to `True`.
+        qk_norm: Whether queries and keys are RMS-normalised (without gain) before
+            scaling. Defaults to `False`.
+        temperature: Positive float; `q·k` is divided by it. Defaults to 1.
+        rotary_wavelength: Longest wavelength of rotary positions, applied to
+            queries and keys before the map, such as 10,000. Defaults to `None`: no
+            positions.
+        chunk_size: Positions a chunk; speed only. Defaults to 64.
+        **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. `seed` also
+            seeds the projection.
+
+    Call arguments:
+        As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
+        `use_causal_mask`, `return_attention_scores`, `state`.
+
+    Raises:
+        ValueError: If an argument is invalid, or given for a map that has no use for
+            it; if a polynomial map would have more features than can help; on a call
+            with `use_causal_mask` for `"favor++"`.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import PerformerAttention
+    >>> layer = PerformerAttention(num_heads=4, key_dim=32)
+    >>> x = keras.random.normal((2, 1000, 64))
+    >>> layer(x, x, use_causal_mask=True).shape
+    (2, 1000, 64)
+
+    Streaming, a token at a time, in constant memory:
+
+    >>> state = layer.initial_state(batch_size=2)
+    >>> y, state = layer(x[:, :1], x[:, :1], use_causal_mask=True, state=state)
+
+    Reference:
+        - [Choromanski et al., 2021](https://arxiv.org/abs/2009.14794)
+        - [Katharopoulos et al., 2020](https://arxiv.org/abs/2006.16236)
+    """
+
+    def __init__(
+        self,
+        *args,
+        feature_map="favor+",
+        num_features=None,
+        order=None,
+        orthogonal=True,
+        row_norm="chi",
+        redraw_interval=None,
+        window=None,
+        normalize=True,
+        qk_norm=False,
+        temperature=1.0,
+        rotary_wavelength=None,
+        chunk_size=CHUNK_SIZE,
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        self.feature_map = feature_map
+        self.num_features = num_features
+        self.order = order
+        self.orthogonal = orthogonal
+        self.row_norm = row_norm
+        self.redraw_interval = redraw_interval
+        self.window = window
+        self.normalize = normalize
+        self.qk_norm = qk_norm
+        self.temperature = temperature
+        self.rotary_wavelength = rotary_wavelength
+        self.chunk_size = chunk_size
+        self._check_arguments()
+        self._query_map, self._key_map, self._feature_dim = self._resolve_maps()
+
+    @property
+    def feature_dim(self):
+        """Number of features per head."""
+        return self._feature_dim
+
+    def build(self, query_shape, value_shape, key_shape=None):
+        super().build(query_shape, value_shape, key_shape)
+        self._projection = None
+        if not self._projection_rows:
+            return
+        self._projection_seed = keras.random.SeedGenerator(self.seed)
+        # Neither is cast to the compute dtype: assignments have to reach them.
+        self._projection = self.add_weight(
+            name="projection",
+            shape=(self._projection_rows, self._key_dim),
+            initializer=lambda shape, dtype: ops.cast(
+                self._project_draws(*self._draw()), dtype
+            ),
+            trainable=False,
+            autocast=False,
+        )
+        if self.redraw_interval is not None:
+            self._calls_since_redraw = self.add_weight(
+                name="calls_since_redraw",
+                shape=(),
+                dtype="int32",
+                initializer="zeros",
+                trainable=False,
+                autocast=False,
+            )
+
+    def redraw(self):
+        """Draws a new projection.
+
+        Raises:
+            ValueError: If the feature map has none, or the layer is not built.
+        """
+        if not self.built or self._projection is None:
+            raise ValueError(
+                "`redraw()` needs a built layer with a random feature map. Received: "
+                f"feature_map={self.feature_map!r}, built={self.built}"
+            )
+        self._projection.assign(self._project_draws(*self._draw()))
+
+    def initial_state(self, batch_size):
+        dtype = "float64" if self.compute_dtype == "float64" else "float32"
+        state = linear_attention_state(
+            batch_size, self._num_heads, self._feature_dim, self._value_dim, dtype
+        )
+        if self.window is not None:
+            rows = (batch_size, self.window)
+            state["window_key"] = ops.zeros(
+                (*rows, self._num_heads, self._key_dim), dtype
+            )
+            state["window_value"] = ops.zeros(
+                (*rows, self._num_heads, self._value_dim), dtype
+            )
+            state["window_mask"] = ops.zeros(rows, dtype)
+        if self.rotary_wavelength is not None:
+            state["position"] = ops.zeros((batch_size,), "int32")
+        return state
+
+    def attend(self, query, key, value, query_mask, key_mask, causal, state, training):
+        if causal and self.feature_map == "favor++":
+            raise ValueError(
+                "feature_map='favor++' reads the whole sequence and has no causal "
+                "form; use 'favor+' or 'hyperbolic'. Received: use_causal_mask=True"
+            )
+        dtype = accumulator_dtype(query, key, value)
+        query, key = ops.cast(query, dtype), ops.cast(key, dtype)
+        if self.qk_norm:
+            query, key = _rms_normalize(query), _rms_normalize(key)
+        position = None
+        if self.rotary_wavelength is not None:
+            state = None if state is None else dict(state)
+            position = None if state is None else state.pop("position")
+            query = self._rotate(query, position)
+            key = self._rotate(key, position)
+        query, key = query * self._input_scale, key * self._input_scale
+        arguments = dict(
+            query_map=self._query_map,
+            key_map=self._key_map,
+            num_features=self._feature_dim,
+            map_weights=self._map_weights(query, key, query_mask, key_mask, training),
+            key_mask=key_mask,
+            causal=causal,
+            state=state,
+            chunk_size=self.chunk_size,
+        )
+        if self.window is None:
+            output = "normalized" if self.normalize else "sum"
+            (heads,), state = mapped_linear_attention(
+                query, key, value, output=output, **arguments
+            )
+        else:
+            if None not in (query.shape[1], key.shape[1]):
+                self._check_window_lengths(query.shape[1], key.shape[1])
+            heads, state = windowed_linear_attention(
+                query,
+                key,
+                value,
+                window=self.window,
+                normalize=self.normalize,
+                **arguments,
+            )
+        if position is not None:
+            state["position"] = position + ops.shape(query)[1]
+        if self._dropout > 0.0:
+            heads = self._dropout_layer(heads, training=training)
+        return heads, state
+
+    def get_config(self):
+        feature_map = self.feature_map
+        if not isinstance(feature_map, str):
+            feature_map = keras.saving.serialize_keras_object(feature_map)
+        return {
+            **super().get_config(),
+            "feature_map": feature_map,
+            "num_features": self.num_features,
+            "order": self.order,
+            "orthogonal": self.orthogonal,
+            "row_norm": self.row_norm,
+            "redraw_interval": self.redraw_interval,
+            "window": self.window,
+            "normalize": self.normalize,
+            "qk_norm": self.qk_norm,
+            "temperature": self.temperature,
+            "rotary_wavelength": self.rotary_wavelength,
+            "chunk_size": self.chunk_size,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        config = dict(config)
+        if not isinstance(config.get("feature_map", ""), str):
+            config["feature_map"] = keras.saving.deserialize_keras_object(
+                config["feature_map"]
+            )
+        return super().from_config(config)
+
+    @property
+    def _input_scale(self):
+        scale = self.temperature**-0.5
+        if self.feature_map in EXPONENTIAL_MAPS:
+            scale *= self._key_dim**-0.25
+        return scale
+
+    @property
+    def _projection_rows(self):
+        """Rows of the projection, 0 for maps without one."""
+        if self.feature_map == "relu":
+            return self.num_features or 0
+        if self.feature_map not in RANDOM_MAPS:
+            return 0
+        two_sided = self.feature_map in ("hyperbolic", "trigonometric")
+        features = self.num_features or random_features.default_num_features(
+            self._key_dim
+        )
+        return features // 2 if two_sided else features
+
+    def _resolve_maps(self):
+        """The query map, the key map and the number of their features."""
+        name, rows = self.feature_map, self._projection_rows
+        if name == "favor+":
+            one = feature_maps.positive_random_features
+            return one, one, rows
+        if name == "hyperbolic":
+            one = functools.partial(
+                feature_maps.positive_random_features, hyperbolic=True
+            )
+            return one, one, 2 * rows
+        if name == "favor++":
+            one = feature_maps.optimal_positive_features
+            return one, one, rows
+        if name == "trigonometric":
+            one = feature_maps.trigonometric_features
+            return one, one, 2 * rows
+        if name in POLYNOMIAL_MAPS:
+            function = (
+                feature_maps.taylor_features
+                if name == "taylor"
+                else feature_maps.power_features
+            )
+            order = self.order or 2
+            size = feature_maps.polynomial_dimension(self._key_dim, order)
+            one = functools.partial(function, order=order)
+            return one, one, size
+        if name == "relu":
+            return (
+                feature_maps.relu_features,
+                feature_maps.relu_features,
+                rows or self._key_dim,
+            )
+        if name == "elu":
+            return feature_maps.elu_features, feature_maps.elu_features, self._key_dim
+        if name == "softmax":
+            return (
+                feature_maps.softmax_query_features,
+                feature_maps.exponential_key_features,
+                self._key_dim,
+            )
+        custom = _custom_map(name)
+        return custom, custom, self.num_features or self._key_dim
+
+    def _map_weights(self, query, key, query_mask, key_mask, training):
+        """What the feature maps read beside their input."""
+        if self._projection is None:
+            return ()
+        projection = self._current_projection(training)
+        weights = (ops.cast(projection, query.dtype),)
+        if self.feature_map == "favor++":
+            shape = feature_maps.optimal_shape(query, key, query_mask, key_mask)
+            weights += (shape[..., None, None, None],)
+        return weights
+
+    def _current_projection(self, training):
+        if self.redraw_interval is None or not (training and self.trainable):
+            return ops.convert_to_tensor(self._projection)
+        calls = ops.convert_to_tensor(self._calls_since_redraw)
+        due = calls >= self.redraw_interval
+        draws = self._draw()
+        current = ops.convert_to_tensor(self._projection)
+        projection = ops.cond(
+            due,
+            lambda: ops.cast(self._project_draws(*draws), current.dtype),
+            lambda: current,
+        )
+        self._projection.assign(projection)
+        self._calls_since_redraw.assign(ops.where(due, 1, calls + 1))
+        return projection
+
+    def _draw(self):
+        return random_features.gaussian_blocks(
+            self._projection_rows, self._key_dim, self._projection_seed
+        )
+
+    def _project_draws(self, directions, norms):
+        return random_features.random_projection(
+            directions, norms, self.orthogonal, self.row_norm
+        )
+
+    def _rotate(self, x, position):
+        steps = ops.arange(ops.shape(x)[1], dtype="int32")[None]
+        if position is not None:
+            steps = steps + position[:, None]
+        return rotary_embedding(x, steps, self.rotary_wavelength)
+
+    def _check_window_lengths(self, query_length, key_length):
+        if query_length != key_length:
+            raise ValueError(
+                "`window` needs queries and keys at the same positions. Received: "
+                f"query length {query_length}, key length {key_length}"
+            )
+
+    def _check_arguments(self):
+        name = self.feature_map
+        if not callable(name) and name not in FEATURE_MAPS:
+            raise ValueError(
+                f"`feature_map` must be one of {', '.join(FEATURE_MAPS)}, or a "
+                f"callable. Received: feature_map={name!r}"
+            )
+        for argument in ("num_features", "redraw_interval", "window"):
+            self._check_positive_int(argument, optional=True)
+        self._check_positive_int("chunk_size")
+        if name in ("hyperbolic", "trigonometric") and (self.num_features or 0) % 2:
+            raise ValueError(
+                f"`num_features` must be even for feature_map={name!r}, which makes "
+                f"two of each row. Received: num_features={self.num_features}"
+            )
+        sized = name in RANDOM_MAPS or name == "relu" or callable(name)
+        if self.num_features is not None and not sized:
+            raise ValueError(
+                f"feature_map={name!r} has no choice of `num_features`. Received: "
+                f"num_features={self.num_features}"
+            )
+        if self.order is not None and name not in POLYNOMIAL_MAPS:
+            raise ValueError(
+                f"`order` is for the feature maps {', '.join(POLYNOMIAL_MAPS)}. "
+                f"Received: order={self.order!r}, feature_map={name!r}"
+            )
+        if self.row_norm not in ROW_NORMS:
+            raise ValueError(
+                f"`row_norm` must be one of {', '.join(ROW_NORMS)}. Received: "
+                f"row_norm={self.row_norm!r}"
+            )
+        if self.redraw_interval is not None and not self._projection_rows:
+            raise ValueError(
+                f"feature_map={name!r} has no projection to redraw. Received: "
+                f"redraw_interval={self.redraw_interval}"
+            )
+        if self.window is not None and name not in EXPONENTIAL_MAPS:
+            raise ValueError(
+                "`window` joins exact weights exp(q·k) with features, which have to "
+                f"estimate them: {', '.join(EXPONENTIAL_MAPS)}. Received: "
+                f"feature_map={name!r}"
+            )
+        if not _is_positive(self.temperature):
+            raise ValueError(
+                "`temperature` must be a positive number. Received: "
+                f"temperature={self.temperature!r}"
+            )
+        if self.rotary_wavelength is not None:
+            if not _is_positive(self.rotary_wavelength):
+                raise ValueError(
+                    "`rotary_wavelength` must be a positive number or None. "
+                    f"Received: rotary_wavelength={self.rotary_wavelength!r}"
+                )
+            if self._key_dim % 2:
+                raise ValueError(
+                    "`rotary_wavelength` needs an even `key_dim`. Received: "
+                    f"key_dim={self._key_dim}"
+                )
+
+    def _check_positive_int(self, argument, optional=False):
+        received = getattr(self, argument)
+        if optional and received is None:
+            return
+        if not isinstance(received, int) or received < 1:
+            raise ValueError(
+                f"`{argument}` must be a positive integer"
+                f"{' or None' if optional else ''}. Received: {argument}={received!r}"
+            )
+
+
+def _custom_map(function):
+    """A user's map, with the log scale that the functions of this package return."""
+
+    def features(x):
+        return function(x), None
+
+    return features
+
+
+def _is_positive(number):
+    return isinstance(number, int | float) and 0 < number < math.inf
+
+
+def _rms_normalize(x):
+    mean = ops.mean(ops.square(x), axis=-1, keepdims=True)
+    return x * ops.rsqrt(mean + 1e-6)

@@ -1,0 +1,70 @@
+"""Cutting sequences of any length into groups of chunks, and back."""
+
+from keras import ops
+
+# Floats of one group of chunks, all heads together, that stay in the cache.
+GROUP_FLOATS = 2**20
+MAX_CHUNKS_IN_GROUP = 16
+
+
+def chunk_layout(length, chunk_size, floats_per_position):
+    """How `length` positions are cut: `(chunk_size, chunks in a group, groups)`.
+
+    A length below `chunk_size` that is known makes one chunk of its own size.
+
+    Args:
+        length: Positions; an int, or a scalar where it is not known yet.
+        chunk_size: Positions in a chunk.
+        floats_per_position: Floats that one position takes in the step.
+    """
+    if isinstance(length, int):
+        length = max(1, length)
+        chunk_size = min(chunk_size, length)
+    most = GROUP_FLOATS // (floats_per_position * chunk_size)
+    most = max(1, min(most, MAX_CHUNKS_IN_GROUP))
+    total = (length + chunk_size - 1) // chunk_size
+    groups = (total + most - 1) // most
+    return chunk_size, (total + groups - 1) // groups, groups
+
+
+def split_groups(x, groups, group_length):
+    """`(batch, length, ...)` padded with zeros to `(groups, batch, group, ...)`."""
+    shape = ops.shape(x)
+    x = pad_length(x, 0, groups * group_length - shape[1])
+    x = ops.reshape(x, (shape[0], groups, group_length, *shape[2:]))
+    return ops.moveaxis(x, 1, 0)
+
+
+def join_groups(y, length):
+    """`(groups, batch, group, ...)` back to `(batch, length, ...)`."""
+    shape = ops.shape(y)
+    y = ops.moveaxis(y, 0, 1)
+    y = ops.reshape(y, (shape[1], shape[0] * shape[2], *shape[3:]))
+    return y[:, :length]
+
+
+def by_head(x, chunk_size):
+    """`(batch, group, heads, ...)` as `(batch, heads, chunks, chunk_size, ...)`."""
+    batch, group, heads, *tail = ops.shape(x)
+    x = ops.reshape(x, (batch, group // chunk_size, chunk_size, heads, *tail))
+    return ops.transpose(x, (0, 3, 1, 2, *range(4, 4 + len(tail))))
+
+
+def by_position(x):
+    """`(batch, heads, chunks, chunk_size, ...)` as `(batch, group, heads, ...)`."""
+    batch, heads, chunks, chunk_size, *tail = ops.shape(x)
+    x = ops.transpose(x, (0, 2, 3, 1, *range(4, 4 + len(tail))))
+    return ops.reshape(x, (batch, chunks * chunk_size, heads, *tail))
+
+
+def pad_length(x, before, after):
+    """Zeros before and after along axis 1."""
+    if isinstance(before, int) and isinstance(after, int) and not (before or after):
+        return x
+    return ops.pad(x, [(0, 0), (before, after)] + [(0, 0)] * (len(x.shape) - 2))
+
+
+def lower_triangle(size):
+    """Boolean `(size, size)`, true on and below the diagonal."""
+    positions = ops.arange(size)
+    return positions[:, None] >= positions[None, :]

@@ -1,0 +1,310 @@
+"""Feature maps for linear attention.
+
+A map turns queries and keys into features whose dot product is their similarity.
+Every function here works on the last axis of `x` and returns `(features, log_scale)`:
+the features proper are `features * exp(log_scale)[..., None]`, where `log_scale` has
+one axis less, or is `None` for zero. Maps that grow fast return features of at most 1
+and put their size in `log_scale`; the stabiliser cancels exactly, whatever the input
+scale. Sizes: `head_dim` is `x.shape[-1]`.
+"""
+
+import itertools
+import math
+
+import numpy as np
+from keras import ops
+
+# A feature vector longer than this costs more than attending to as many keys.
+MAX_POLYNOMIAL_FEATURES = 16_384
+
+
+def positive_random_features(x, projection, hyperbolic=False):
+    """FAVOR+: positive random features of the exponential kernel.
+
+    `φ(x) = exp(ωᵢ·x − ‖x‖²/2) / √m`, so that `E[φ(q)·φ(k)] = exp(q·k)` with relative
+    root mean square error `√((exp(‖q + k‖²) − 1) / m)` for independent rows.
+
+    Args:
+        x: `(..., head_dim)`.
+        projection: `(m, head_dim)`, rows N(0, I), as `random_projection` makes.
+        hyperbolic: Whether to use `exp(±ωᵢ·x − ‖x‖²/2) / √(2m)`: twice the features
+            of the same projection, with less variance. Defaults to `False`.
+
+    Returns:
+        Features `(..., m)`, or `(..., 2m)` if `hyperbolic`, and their log scale.
+
+    Reference:
+        - [Choromanski et al., 2021](https://arxiv.org/abs/2009.14794)
+    """
+    exponents = ops.matmul(x, ops.transpose(projection))
+    if hyperbolic:
+        exponents = ops.concatenate([exponents, -exponents], axis=-1)
+    return _exponential(exponents, -0.5 * ops.sum(ops.square(x), axis=-1))
+
+
+def optimal_positive_features(x, projection, shape):
+    """FAVOR++: positive random features with less variance, given statistics.
+
+    `φ(x) = (1 − 4A)^(d/4) exp(A‖ωᵢ‖² + √(1 − 4A) ωᵢ·x − ‖x‖²/2) / √m`. Any `A < 1/8`
+    is unbiased, `A = 0` is FAVOR+; `optimal_shape` gives the best.
+
+    Args:
+        x: `(..., head_dim)`.
+        projection: `(m, head_dim)`, rows N(0, I).
+        shape: `A`, broadcastable to `x`.
+
+    Returns:
+        Features `(..., m)` and their log scale.
+
+    Reference:
+        - [Likhosherstov et al., 2022](https://arxiv.org/abs/2205.15317)
+    """
+    head_dim = x.shape[-1]
+    norms = ops.sum(ops.square(projection), axis=-1)
+    stretch = 1.0 - 4.0 * shape
+    exponents = shape * norms + ops.sqrt(stretch) * ops.matmul(
+        x, ops.transpose(projection)
+    )
+    offset = 0.25 * head_dim * ops.log(stretch)[..., 0]
+    return _exponential(exponents, offset - 0.5 * ops.sum(ops.square(x), axis=-1))
+
+
+def optimal_shape(query, key, query_mask=None, key_mask=None):
+    """The `A` of `optimal_positive_features` that minimises the mean log variance.
+
+    It depends on the mean of `‖q + k‖²` over all pairs of a sequence, so that each
+    query's features depend on every key: there is no causal form.
+
+    Args:
+        query, key: `(batch, length, heads, head_dim)`, scaled as the features are.
+        query_mask, key_mask: Optional boolean `(batch, length)`; positions that are
+            `False` do not count.
+
+    Returns:
+        `(batch, heads)`, without gradient.
+    """
+
+    def mean(x, mask):
+        if mask is None:
+            return ops.mean(x, axis=1)
+        mask = ops.cast(mask, x.dtype)[..., None, None]
+        return ops.sum(x * mask, axis=1) / ops.maximum(ops.sum(mask, axis=1), 1.0)
+
+    head_dim = query.shape[-1]
+    squares = mean(ops.sum(ops.square(query), -1, keepdims=True), query_mask) + mean(
+        ops.sum(ops.square(key), -1, keepdims=True), key_mask
+    )
+    products = mean(query, query_mask) * mean(key, key_mask)
+    norm = squares[..., 0] + 2.0 * ops.sum(products, axis=-1)
+    norm = ops.maximum(ops.stop_gradient(norm), 1e-6)
+    root = ops.sqrt(ops.square(2.0 * norm + head_dim) + 8.0 * head_dim * norm)
+    # The textbook (root - 2 norm - d) / (4 norm) loses all digits for small norms.
+    rho = 2.0 * head_dim / (root + 2.0 * norm + head_dim)
+    return (1.0 - 1.0 / rho) / 8.0
+
+
+def trigonometric_features(x, projection):
+    """Random Fourier features of the exponential kernel, for comparison.
+
+    `φ(x) = [cos(ωᵢ·x), sin(ωᵢ·x)] exp(‖x‖²/2) / √m`. Unbiased, but signed: where the
+    similarity is small, sums of estimates cancel and denominators come near zero.
+
+    Args:
+        x: `(..., head_dim)`.
+        projection: `(m, head_dim)`, rows N(0, I).
+
+    Returns:
+        Features `(..., 2m)` and their log scale.
+
+    Reference:
+        - [Rahimi & Recht, 2007](https://papers.nips.cc/paper/3182)
+    """
+    angles = ops.matmul(x, ops.transpose(projection))
+    features = ops.concatenate([ops.cos(angles), ops.sin(angles)], axis=-1)
+    log_scale = 0.5 * ops.sum(ops.square(x), axis=-1)
+    return features, log_scale - 0.5 * math.log(projection.shape[0])
+
+
+def relu_features(x, projection=None, epsilon=1e-3):
+    """Generalised ReLU attention: `relu(ωᵢ·x) / √m + ε`, or `relu(x) + ε`.
+
+    Args:
+        x: `(..., head_dim)`.
+        projection: Optional `(m, head_dim)`.
+        epsilon: Smallest feature, so that no denominator is zero. Defaults to 1e-3.
+
+    Returns:
+        Features `(..., m)` or `(..., head_dim)`, and `None`.
+
+    Reference:
+        - [Choromanski et al., 2021](https://arxiv.org/abs/2009.14794)
+    """
+    if projection is not None:
+        x = ops.matmul(x, ops.transpose(projection)) / math.sqrt(projection.shape[0])
+    return ops.relu(x) + epsilon, None
+
+
+def elu_features(x):
+    """`elu(x) + 1`, computed so that it stays positive where `elu(x)` rounds to −1.
+
+    Args:
+        x: `(..., head_dim)`.
+
+    Returns:
+        Features `(..., head_dim)` and `None`.
+
+    Reference:
+        - [Katharopoulos et al., 2020](https://arxiv.org/abs/2006.16236)
+    """
+    return ops.where(x >= 0, x + 1.0, ops.exp(ops.minimum(x, 0.0))), None
+
+
+def softmax_query_features(x):
+    """Efficient attention's queries: softmax over the features.
+
+    Args:
+        x: `(..., head_dim)`.
+
+    Returns:
+        Features `(..., head_dim)` and `None`.
+
+    Reference:
+        - [Shen et al., 2021](https://arxiv.org/abs/1812.01243)
+    """
+    return ops.softmax(x, axis=-1), None
+
+
+def exponential_key_features(x):
+    """Efficient attention's keys: `exp(x)`, normalised by the sum over the keys.
+
+    Args:
+        x: `(..., head_dim)`.
+
+    Returns:
+        Features `(..., head_dim)` and their log scale.
+    """
+    largest = ops.stop_gradient(ops.max(x, axis=-1))
+    return ops.exp(x - largest[..., None]), largest
+
+
+def taylor_features(x, order=2):
+    """Taylor expansion of the exponential kernel: `φ(q)·φ(k) = Σ_{i≤p} (q·k)^i / i!`.
+
+    Every monomial of degree up to `p`, once: `C(head_dim + p, p)` features. An even
+    order is positive everywhere; an odd one is not a kernel.
+
+    Args:
+        x: `(..., head_dim)`.
+        order: `p`, even. Defaults to 2.
+
+    Returns:
+        Features `(..., C(head_dim + p, p))` and their log scale.
+
+    Raises:
+        ValueError: If the order is odd, or the features would be too many to help.
+
+    Reference:
+        - [Arora et al., 2024](https://arxiv.org/abs/2402.18668)
+        - [Su, 2021](https://kexue.fm/archives/8601)
+    """
+    return _monomials(x, order, "taylor")
+
+
+def power_features(x, order=2):
+    """The exponential's definition at finite n: `φ(q)·φ(k) = (1 + q·k/n)^n`.
+
+    `C(head_dim + n, n)` features, as many as `taylor_features` of the same order,
+    whose error is smaller while the logits are. Zero at `q·k = −n`.
+
+    Args:
+        x: `(..., head_dim)`.
+        order: `n`, even. Defaults to 2.
+
+    Returns:
+        Features `(..., C(head_dim + n, n))` and their log scale.
+
+    Raises:
+        ValueError: If the order is odd, or the features would be too many to help.
+
+    Reference:
+        - [Su, 2021](https://kexue.fm/archives/8601)
+    """
+    return _monomials(x, order, "power")
+
+
+def polynomial_dimension(head_dim, order):
+    """Features of `taylor_features` and `power_features`; checks that they can help.
+
+    Args:
+        head_dim: Size of the queries and keys.
+        order: Even positive integer.
+
+    Returns:
+        `C(head_dim + order, order)`.
+
+    Raises:
+        ValueError: If the order is odd, or the features would be too many to help.
+    """
+    if not isinstance(order, int) or order < 2 or order % 2:
+        raise ValueError(
+            "`order` must be an even positive integer: odd orders give negative "
+            f"weights. Received: order={order!r}"
+        )
+    size = math.comb(head_dim + order, order)
+    if size > MAX_POLYNOMIAL_FEATURES:
+        raise ValueError(
+            f"A polynomial map of order n on heads of size d has C(d + n, n) features. "
+            f"Received: d={head_dim}, order={order}, which makes {size} features; "
+            f"more than {MAX_POLYNOMIAL_FEATURES} cost more than softmax attention. "
+            "Use a smaller `key_dim` or order, or random features."
+        )
+    return size
+
+
+def _exponential(exponents, offset):
+    """`exp(exponents + offset) / √m`, as features of at most 1 and a log scale."""
+    largest = ops.stop_gradient(ops.max(exponents, axis=-1))
+    log_scale = largest + offset - 0.5 * math.log(exponents.shape[-1])
+    return ops.exp(exponents - largest[..., None]), log_scale
+
+
+def _monomials(x, order, kind):
+    """Weighted monomials of degree `order` in `(1, x)`, scaled into [−1, 1].
+
+    Homogeneous, so that dividing `(1, x)` by its largest entry only moves a log scale.
+    """
+    head_dim = x.shape[-1]
+    polynomial_dimension(head_dim, order)
+    if kind == "power":
+        x = x / math.sqrt(order)
+    x = ops.concatenate([ops.ones_like(x[..., :1]), x], axis=-1)
+    largest = ops.stop_gradient(ops.max(ops.abs(x), axis=-1))
+    x = x / largest[..., None]
+    size = head_dim + 1
+    # Monomials of the next degree, sorted by their first factor i: those that may
+    # follow i are the ones whose own first factor is at least i, a suffix.
+    monomials = x
+    starts = list(range(size))
+    for _ in range(order - 1):
+        blocks = [x[..., i : i + 1] * monomials[..., starts[i] :] for i in range(size)]
+        monomials = ops.concatenate(blocks, axis=-1)
+        widths = [block.shape[-1] for block in blocks]
+        starts = [sum(widths[:i]) for i in range(size)]
+    weights = ops.convert_to_tensor(_monomial_weights(size, order, kind), x.dtype)
+    return monomials * weights, order * ops.log(largest)
+
+
+def _monomial_weights(size, order, kind):
+    """√ of each monomial's coefficient; index 0 stands for the constant 1."""
+    weights = []
+    for indices in itertools.combinations_with_replacement(range(size), order):
+        counts = np.unique(indices, return_counts=True)
+        repeats = math.prod(
+            math.factorial(int(count))
+            for index, count in zip(*counts, strict=True)
+            if kind == "power" or index != 0
+        )
+        weights.append(
+            math.sqrt((math.factorial(order) if kind == "power" else 1) / repeats)
+        )
+    return np.array(weights)

@@ -1,0 +1,52 @@
+"""A scan over chunks whose backward pass recomputes each step.
+
+`keras.ops.scan` does not train on TensorFlow under XLA, and on every backend it
+keeps all intermediate tensors of all steps for the backward pass. This scan is
+the backend's own loop; the backward pass keeps only the carry at each step and
+runs the step again.
+"""
+
+import keras
+
+
+def recompute_scan(step, carry, xs, consts=()):
+    """Runs `step` over the leading axis of `xs`, recomputing it for gradients.
+
+    ```
+    for i in range(xs[0].shape[0]):
+        carry, y = step(carry, tuple(x[i] for x in xs), consts)
+    ```
+
+    Memory for the backward pass is one carry a step, plus one step's
+    intermediates. Gradients reach `carry`, `xs` and `consts`. `step` must be a
+    pure function of its arguments: tensors it needs are passed in `consts`, never
+    captured. On JAX the compiled loop is cached by the identity of `step`, so
+    pass the same function object for the same computation.
+
+    Args:
+        step: Callable `(carry, x, consts) -> (carry, y)`; all four are tuples of
+            floating-point tensors, and `carry` keeps its shapes and dtypes.
+        carry: Tuple of tensors, the initial carry.
+        xs: Non-empty tuple of tensors with a common leading axis.
+        consts: Tuple of tensors that every step reads.
+
+    Returns:
+        `(carry, ys)`: the last carry, and the outputs stacked on a new leading
+        axis.
+
+    Raises:
+        ValueError: If the Keras backend is not TensorFlow, JAX or PyTorch.
+    """
+    backend = keras.backend.backend()
+    if backend == "jax":
+        from keras_efficient_attn.ops.recompute import jax as implementation
+    elif backend == "tensorflow":
+        from keras_efficient_attn.ops.recompute import tensorflow as implementation
+    elif backend == "torch":
+        from keras_efficient_attn.ops.recompute import torch as implementation
+    else:
+        raise ValueError(
+            "keras_efficient_attn needs the Keras backend 'tensorflow', 'jax' or "
+            f"'torch'. Received: keras.backend.backend()={backend!r}"
+        )
+    return implementation.recompute_scan(step, carry, xs, consts)

@@ -1,0 +1,129 @@
+"""`recompute_scan` for TensorFlow: two while loops behind a custom gradient.
+
+TensorFlow's own gradient of a while loop fails under XLA and stores every
+intermediate tensor; here the backward loop is written out, so neither happens.
+"""
+
+import tensorflow as tf
+
+
+def recompute_scan(step, carry, xs, consts):
+    carry_size, xs_size = len(carry), len(xs)
+
+    @tf.custom_gradient
+    def scan(*arguments):
+        # Eagerly, the tape around a custom gradient still records what happens
+        # inside; stopped gradients leave it nothing to record.
+        arguments = tuple(tf.stop_gradient(tensor) for tensor in arguments)
+        carry = arguments[:carry_size]
+        xs = arguments[carry_size : carry_size + xs_size]
+        consts = arguments[carry_size + xs_size :]
+        final_carry, ys, carries = _forward(step, carry, xs, consts)
+
+        def gradient(*upstream):
+            return _backward(
+                step, carries, xs, consts, upstream[:carry_size], upstream[carry_size:]
+            )
+
+        return (*final_carry, *ys), gradient
+
+    outputs = scan(*carry, *xs, *consts)
+    return outputs[:carry_size], outputs[carry_size:]
+
+
+def _forward(step, carry, xs, consts):
+    """Runs the loop; returns the last carry, the outputs and each step's carry."""
+    num_steps = _num_steps(xs)
+    # The first step stands outside the loop: it tells the shapes of the outputs.
+    carry_arrays = _write(_arrays(carry, num_steps), 0, carry)
+    next_carry, y = step(carry, _slice(xs, 0), consts)
+    y_arrays = _write(_arrays(y, num_steps), 0, y)
+
+    def body(i, carry, carry_arrays, y_arrays):
+        carry_arrays = _write(carry_arrays, i, carry)
+        new_carry, y = step(carry, _slice(xs, i), consts)
+        return i + 1, _like(carry, new_carry), carry_arrays, _write(y_arrays, i, y)
+
+    _, final_carry, carry_arrays, y_arrays = tf.while_loop(
+        lambda i, *_: i < num_steps,
+        body,
+        (1, _like(carry, next_carry), carry_arrays, y_arrays),
+        maximum_iterations=num_steps,
+        parallel_iterations=1,
+    )
+    return final_carry, _stack(y_arrays), _stack(carry_arrays)
+
+
+def _backward(step, carries, xs, consts, carry_gradient, ys_gradient):
+    """Runs the loop backwards, recomputing each step from its stored carry."""
+    num_steps = _num_steps(xs)
+    first_carry = _slice(carries, 0)
+
+    def body(i, carry_gradient, consts_gradient, x_arrays):
+        carry, x = _slice(carries, i), _slice(xs, i)
+        with tf.GradientTape() as tape:
+            tape.watch((carry, x, consts))
+            outputs = step(carry, x, consts)
+        carry_gradient, x_gradient, const_gradient = tape.gradient(
+            outputs,
+            (carry, x, consts),
+            (carry_gradient, _slice(ys_gradient, i)),
+            unconnected_gradients=tf.UnconnectedGradients.ZERO,
+        )
+        consts_gradient = tuple(
+            total + part
+            for total, part in zip(consts_gradient, const_gradient, strict=True)
+        )
+        return (
+            i - 1,
+            _like(first_carry, carry_gradient),
+            _like(consts, consts_gradient),
+            _write(x_arrays, i, x_gradient),
+        )
+
+    _, carry_gradient, consts_gradient, x_arrays = tf.while_loop(
+        lambda i, *_: i >= 0,
+        body,
+        (
+            num_steps - 1,
+            _like(first_carry, carry_gradient),
+            tuple(tf.zeros_like(tensor) for tensor in consts),
+            _arrays(_slice(xs, 0), num_steps),
+        ),
+        maximum_iterations=num_steps,
+        parallel_iterations=1,
+    )
+    return (*carry_gradient, *_stack(x_arrays), *consts_gradient)
+
+
+def _num_steps(xs):
+    static = xs[0].shape[0]
+    return tf.shape(xs[0])[0] if static is None else static
+
+
+def _slice(tensors, i):
+    return tuple(tensor[i] for tensor in tensors)
+
+
+def _like(references, tensors):
+    """`tensors` with the static shapes of `references`, as loop variables need."""
+    return tuple(
+        tf.ensure_shape(tensor, reference.shape)
+        for reference, tensor in zip(references, tensors, strict=True)
+    )
+
+
+def _arrays(elements, size):
+    return tuple(
+        tf.TensorArray(t.dtype, size=size, element_shape=t.shape) for t in elements
+    )
+
+
+def _write(arrays, i, tensors):
+    return tuple(
+        array.write(i, tensor) for array, tensor in zip(arrays, tensors, strict=True)
+    )
+
+
+def _stack(arrays):
+    return tuple(array.stack() for array in arrays)

@@ -1,0 +1,31 @@
+"""Rotary position embedding."""
+
+from keras import ops
+
+
+def rotary_embedding(x, positions, max_wavelength=10_000.0):
+    """Rotates pairs of channels by angles that grow with the position.
+
+    The dot product of two rotated vectors depends on their positions only through
+    the difference. Channel `i` is paired with channel `i + head_dim / 2`.
+
+    Args:
+        x: `(batch, length, heads, head_dim)`, `head_dim` even.
+        positions: `(batch, length)` or `(1, length)`, integers.
+        max_wavelength: Wavelength of the slowest pair, in positions over 2π.
+
+    Returns:
+        The rotated tensor, in the shape and dtype of `x`.
+
+    Reference:
+        - [Su et al., 2021](https://arxiv.org/abs/2104.09864)
+    """
+    half = x.shape[-1] // 2
+    exponents = ops.arange(half, dtype=x.dtype) / half
+    frequencies = ops.power(ops.cast(max_wavelength, x.dtype), -exponents)
+    angles = ops.cast(positions, x.dtype)[..., None, None] * frequencies
+    cos, sin = ops.cos(angles), ops.sin(angles)
+    first, second = x[..., :half], x[..., half:]
+    return ops.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    )
