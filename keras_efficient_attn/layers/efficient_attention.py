@@ -305,6 +305,16 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         config = super().get_config()
         # Keras records the axes that it derives while building.
         config["attention_axes"] = None
+        quantized = {
+            layer.path: layer.dtype_policy
+            for layer in self._flatten_layers(include_self=False)
+            if layer.quantization_mode is not None
+        }
+        if quantized:
+            policies = keras.dtype_policies.DTypePolicyMap(
+                default_policy=self.dtype_policy.name, policy_map=quantized
+            )
+            config["dtype"] = keras.dtype_policies.serialize(policies)
         return config
 
 

@@ -36,7 +36,7 @@ def positive_random_features(x, projection, hyperbolic=False):
     Reference:
         - [Choromanski et al., 2021](https://arxiv.org/abs/2009.14794)
     """
-    exponents = ops.matmul(x, ops.transpose(projection))
+    exponents = x @ ops.transpose(projection)
     if hyperbolic:
         exponents = ops.concatenate([exponents, -exponents], axis=-1)
     return _exponential(exponents, -0.5 * ops.sum(ops.square(x), axis=-1))
@@ -88,7 +88,7 @@ def optimal_shape(query, key, query_mask=None, key_mask=None):
         if mask is None:
             return ops.mean(x, axis=1)
         mask = ops.cast(mask, x.dtype)[..., None, None]
-        return ops.sum(x * mask, axis=1) / ops.maximum(ops.sum(mask, axis=1), 1.0)
+        return ops.sum(x * mask, axis=1) / _at_least(ops.sum(mask, axis=1), 1.0)
 
     head_dim = query.shape[-1]
     squares = mean(ops.sum(ops.square(query), -1, keepdims=True), query_mask) + mean(
@@ -96,7 +96,7 @@ def optimal_shape(query, key, query_mask=None, key_mask=None):
     )
     products = mean(query, query_mask) * mean(key, key_mask)
     norm = squares[..., 0] + 2.0 * ops.sum(products, axis=-1)
-    norm = ops.maximum(ops.stop_gradient(norm), 1e-6)
+    norm = _at_least(ops.stop_gradient(norm), 1e-6)
     root = ops.sqrt(ops.square(2.0 * norm + head_dim) + 8.0 * head_dim * norm)
     # The textbook (root - 2 norm - d) / (4 norm) loses all digits for small norms.
     rho = 2.0 * head_dim / (root + 2.0 * norm + head_dim)
@@ -119,7 +119,7 @@ def trigonometric_features(x, projection):
     Reference:
         - [Rahimi & Recht, 2007](https://papers.nips.cc/paper/3182)
     """
-    angles = ops.matmul(x, ops.transpose(projection))
+    angles = x @ ops.transpose(projection)
     features = ops.concatenate([ops.cos(angles), ops.sin(angles)], axis=-1)
     log_scale = 0.5 * ops.sum(ops.square(x), axis=-1)
     return features, log_scale - 0.5 * math.log(projection.shape[0])
@@ -140,7 +140,7 @@ def relu_features(x, projection=None, epsilon=1e-3):
         - [Choromanski et al., 2021](https://arxiv.org/abs/2009.14794)
     """
     if projection is not None:
-        x = ops.matmul(x, ops.transpose(projection)) / math.sqrt(projection.shape[0])
+        x = x @ ops.transpose(projection) / math.sqrt(projection.shape[0])
     return ops.relu(x) + epsilon, None
 
 
@@ -156,7 +156,7 @@ def elu_features(x):
     Reference:
         - [Katharopoulos et al., 2020](https://arxiv.org/abs/2006.16236)
     """
-    return ops.where(x >= 0, x + 1.0, ops.exp(ops.minimum(x, 0.0))), None
+    return ops.where(x >= 0, x + 1.0, ops.exp(-ops.relu(-x))), None
 
 
 def softmax_query_features(x):
@@ -259,6 +259,10 @@ def polynomial_dimension(head_dim, order):
             "Use a smaller `key_dim` or order, or random features."
         )
     return size
+
+
+def _at_least(x, bound):
+    return ops.where(x > bound, x, bound)
 
 
 def _exponential(exponents, offset):

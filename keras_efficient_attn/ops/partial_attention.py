@@ -20,6 +20,11 @@ def accumulator_dtype(*tensors):
     return "float64" if "float64" in dtypes else "float32"
 
 
+def larger(first, second):
+    """The elementwise maximum. `ops.maximum` turns float64 to float32 on PyTorch."""
+    return ops.where(first > second, first, second)
+
+
 def smallest_denominator(dtype):
     """Denominators below this count as zero: their squares leave the float range."""
     return 1e-290 if keras.backend.standardize_dtype(dtype) == "float64" else 1e-30

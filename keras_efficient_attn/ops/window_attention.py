@@ -175,11 +175,11 @@ def _near_step(block, window, causal):
         lowest = 0 if causal else 1 - window
         allowed = ops.logical_and(allowed, distance >= lowest)
         allowed = ops.logical_and(allowed, valid[..., None, :] > 0)
-        logits = ops.matmul(query, ops.swapaxes(key, -1, -2))
+        logits = query @ ops.swapaxes(key, -1, -2)
         logits = ops.where(allowed, logits, LOG_ZERO)
         scale = ops.max(ops.stop_gradient(logits), axis=-1)
         weights = ops.where(allowed, ops.exp(logits - scale[..., None]), 0.0)
-        numerator = ops.matmul(weights, with_ones(value, valid))
+        numerator = weights @ with_ones(value, valid)
         return carry, (by_position(numerator), by_position(scale))
 
     return step

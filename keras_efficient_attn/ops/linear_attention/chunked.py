@@ -19,7 +19,12 @@ from keras_efficient_attn.ops.chunking import (
     lower_triangle,
     split_groups,
 )
-from keras_efficient_attn.ops.partial_attention import LOG_ZERO, finish, with_ones
+from keras_efficient_attn.ops.partial_attention import (
+    LOG_ZERO,
+    finish,
+    larger,
+    with_ones,
+)
 from keras_efficient_attn.ops.recompute import recompute_scan
 
 
@@ -114,12 +119,12 @@ def _causal_step(query_map, key_map, chunk_size, output):
         key_log_weight = _total_log_weight(key_log_weight, explicit)
         value = with_ones(value, valid)
         lower = lower_triangle(chunk_size)
-        scores = ops.matmul(query, ops.swapaxes(key, -1, -2))
+        scores = query @ ops.swapaxes(key, -1, -2)
         if key_log_weight is None:
             scores = ops.where(lower, scores, 0.0)
-            local = ops.matmul(ops.swapaxes(key, -1, -2), value)
+            local = ops.swapaxes(key, -1, -2) @ value
             before, sums = _prefix_sums(sums, local)
-            numerator = ops.matmul(scores, value) + ops.matmul(query, before)
+            numerator = scores @ value + query @ before
             scale = None
         else:
             key_log_weight = ops.where(valid > 0, key_log_weight, LOG_ZERO)
@@ -128,16 +133,16 @@ def _causal_step(query_map, key_map, chunk_size, output):
             # Of the state, and of each query: what it may see, and no more.
             state_max, weights = _prefix_weights(log_scale, chunk_max)
             seen = ops.where(lower, constant[..., None, :], LOG_ZERO)
-            scale = ops.maximum(ops.max(seen, axis=-1), state_max[..., :-1, None])
+            scale = larger(ops.max(seen, axis=-1), state_max[..., :-1, None])
             shifted = key_log_weight[..., None, :] - scale[..., None]
             # Above the diagonal the shift may be large: cut before the exponential.
             shifted = ops.where(lower, shifted, LOG_ZERO)
             scores = scores * ops.where(lower, ops.exp(shifted), 0.0)
             scaled = ops.exp(key_log_weight - chunk_max[..., None])
-            local = ops.matmul(ops.swapaxes(key * scaled[..., None], -1, -2), value)
+            local = ops.swapaxes(key * scaled[..., None], -1, -2) @ value
             before, sums = _prefix_sums(sums, local, weights)
             rescale = ops.exp(state_max[..., :-1, None] - scale)[..., None]
-            numerator = ops.matmul(scores, value) + rescale * ops.matmul(query, before)
+            numerator = scores @ value + rescale * (query @ before)
             log_scale = state_max[..., -1]
         outputs = _outputs(numerator, scale, query_log_scale, output)
         return (sums, log_scale), tuple(by_position(t) for t in outputs)
@@ -167,7 +172,7 @@ def _prefix_sums(sums, local, weights=None):
         weights = ops.cast(lower_triangle(chunks + 1), local.dtype)
     states = ops.reshape(states, (batch, heads, chunks + 1, features * columns))
     states = ops.reshape(
-        ops.matmul(weights, states), (batch, heads, chunks + 1, features, columns)
+        weights @ states, (batch, heads, chunks + 1, features, columns)
     )
     return states[:, :, :-1], states[:, :, -1]
 
@@ -190,13 +195,13 @@ def _key_step(key_map):
         else:
             key_log_weight = ops.where(valid > 0, key_log_weight, LOG_ZERO)
             largest = ops.max(ops.stop_gradient(key_log_weight), axis=(2, 3))
-            largest = ops.maximum(log_scale, largest)
+            largest = larger(log_scale, largest)
             scaled = ops.exp(key_log_weight - largest[..., None, None])
             key = key * scaled[..., None]
             sums = sums * ops.exp(log_scale - largest)[..., None, None]
             log_scale = largest
         return (
-            sums + ops.matmul(ops.swapaxes(key, -1, -2), value)[:, :, 0],
+            sums + (ops.swapaxes(key, -1, -2) @ value)[:, :, 0],
             log_scale,
         ), ()
 
@@ -211,7 +216,7 @@ def _query_step(query_map, output):
         sums, log_scale, *map_weights = consts
         query = by_head(x[0], ops.shape(x[0])[1])
         query, query_log_scale = query_map(query, *map_weights)
-        numerator = ops.matmul(query, sums[:, :, None])
+        numerator = query @ sums[:, :, None]
         scale = ops.broadcast_to(log_scale[..., None, None], ops.shape(numerator)[:-1])
         outputs = _outputs(numerator, scale, query_log_scale, output)
         return carry, tuple(by_position(t) for t in outputs)

@@ -1,0 +1,92 @@
+"""The table of the contract: one entry, and a layer is held to all of it."""
+
+import dataclasses
+from collections.abc import Callable
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_efficient_attn import PerformerAttention
+from tests import dense
+
+BATCH, LENGTH, DIM, HEADS, KEY_DIM = 2, 37, 12, 2, 8
+
+
+@keras.saving.register_keras_serializable(package="tests")
+def squared_relu(x):
+    return ops.square(ops.relu(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer under contract.
+
+    Attributes:
+        name: Shown in the test's name.
+        layer: Class.
+        options: Its keyword arguments beside `num_heads` and `key_dim`. Small chunks,
+            so that a test's length has several.
+        heads: `dense.performer_heads` or its like.
+        causal: The values of `use_causal_mask` that the layer supports.
+        cross: Whether queries and keys may differ in length.
+    """
+
+    name: str
+    layer: type
+    options: dict
+    heads: Callable
+    causal: tuple = (False, True)
+    cross: bool = True
+
+    def make(self, **options):
+        arguments = {"num_heads": HEADS, "key_dim": KEY_DIM, "seed": 1}
+        return self.layer(**{**arguments, **self.options, **options})
+
+    def built(self, **options):
+        """A built layer whose biases are not zero, so that a lost one shows."""
+        layer = self.make(**options)
+        layer.build((BATCH, LENGTH, DIM), (BATCH, LENGTH, DIM))
+        random = np.random.default_rng(2)
+        for weight in layer.trainable_weights:
+            if "bias" in weight.name:
+                weight.assign(random.normal(size=weight.shape) * 0.2)
+        return layer
+
+    def expected(self, layer, *args, **kwargs):
+        return dense.layer_output(layer, self.heads, *args, **kwargs)
+
+
+def performer(name, causal=(False, True), cross=True, **options):
+    options = {"chunk_size": 2, **options}
+    return Case(name, PerformerAttention, options, dense.performer_heads, causal, cross)
+
+
+CASES = [
+    performer("favor+", num_features=16),
+    performer("favor++", num_features=16, feature_map="favor++", causal=(False,)),
+    performer(
+        "hyperbolic-rotary-norm",
+        num_features=16,
+        feature_map="hyperbolic",
+        rotary_wavelength=100.0,
+        qk_norm=True,
+        temperature=0.5,
+    ),
+    performer("taylor", feature_map="taylor"),
+    performer("elu", feature_map="elu"),
+    performer("softmax", feature_map="softmax"),
+    performer("relu-sum", feature_map="relu", num_features=6, normalize=False),
+    performer("callable", feature_map=squared_relu, temperature=2.0),
+    performer("window", num_features=16, window=5, rotary_wavelength=50.0, cross=False),
+]
+
+
+def inputs(batch=BATCH, length=LENGTH, seed=0):
+    return (
+        np.random.default_rng(seed).normal(size=(batch, length, DIM)).astype("float32")
+    )
+
+
+def ids(case):
+    return case.name

@@ -1,0 +1,34 @@
+"""Point 8: the same weights and inputs give the same outputs on every backend."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.contract import agreement
+
+# Each backend is held against the next; three comparisons tie all three together.
+NEXT = {"tensorflow": "jax", "jax": "torch", "torch": "tensorflow"}
+
+
+def test_outputs_agree_with_the_next_backend(backend, tmp_path):
+    other = NEXT[backend]
+    if importlib.util.find_spec(other) is None:
+        pytest.skip(f"{other} is not installed")
+    path = tmp_path / "outputs.npz"
+    subprocess.run(
+        [sys.executable, "-m", "tests.contract.agreement", path],
+        env={**os.environ, "KERAS_BACKEND": other},
+        cwd=Path(__file__).resolve().parents[2],
+        check=True,
+    )
+    theirs = np.load(path)
+    ours = agreement.outputs()
+    assert sorted(ours) == sorted(theirs)
+    for name, output in ours.items():
+        size = np.abs(output).max()
+        assert np.abs(output - theirs[name]).max() < 1e-5 * max(1.0, size), name

@@ -1,0 +1,145 @@
+"""Point 1: the layer stands wherever `keras.layers.MultiHeadAttention` stood."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from tests.autodiff import to_numpy
+from tests.contract.cases import BATCH, DIM, HEADS, KEY_DIM, LENGTH, inputs
+
+MultiHeadAttention = keras.layers.MultiHeadAttention
+
+
+def test_signatures_start_with_keras_own(case):
+    theirs = list(inspect.signature(MultiHeadAttention.call).parameters)
+    ours = list(inspect.signature(case.layer.call).parameters)
+    assert ours[: len(theirs)] == theirs
+    assert list(inspect.signature(case.layer.build).parameters) == list(
+        inspect.signature(MultiHeadAttention.build).parameters
+    )
+    positional = case.layer(HEADS, KEY_DIM, 5, 0.1, False, 7)
+    assert isinstance(positional, MultiHeadAttention)
+    config = positional.get_config()
+    received = [config[n] for n in ("value_dim", "dropout", "use_bias", "output_shape")]
+    assert received == [5, 0.1, False, (7,)]
+
+
+def test_num_heads_and_key_dim_are_enough(case):
+    layer, x = case.layer(num_heads=2, key_dim=4), inputs()
+    assert tuple(layer(x, x).shape) == x.shape
+
+
+def test_weights_of_multi_head_attention_load(case):
+    theirs, ours = MultiHeadAttention(HEADS, KEY_DIM), case.make()
+    for layer in (theirs, ours):
+        layer.build((BATCH, LENGTH, DIM), (BATCH, LENGTH, DIM))
+    others = [to_numpy(w) for w in ours.weights[len(theirs.weights) :]]
+    ours.set_weights(theirs.get_weights())
+    for mine, other in zip(ours.weights, theirs.weights, strict=False):
+        assert mine.path.split("/")[1:] == other.path.split("/")[1:]
+        np.testing.assert_array_equal(to_numpy(mine), to_numpy(other))
+    for mine, before in zip(ours.weights[len(theirs.weights) :], others, strict=True):
+        np.testing.assert_array_equal(to_numpy(mine), before)
+    with pytest.raises(ValueError, match="weight list of length 3"):
+        ours.set_weights(theirs.get_weights()[:3])
+
+
+def test_shapes_and_specs(setting):
+    case, causal = setting
+    layer = case.make(output_shape=6)
+    key_length = 11 if case.cross else LENGTH
+    query = keras.KerasTensor((None, LENGTH, DIM))
+    value = keras.KerasTensor((None, key_length, DIM))
+    output, scores = layer(
+        query, value, use_causal_mask=causal, return_attention_scores=True
+    )
+    assert output.shape == (None, LENGTH, 6)
+    assert scores.shape == (None, HEADS, LENGTH, key_length)
+    assert layer.compute_output_shape(query.shape, value.shape) == output.shape
+    output, scores = layer(
+        inputs(),
+        inputs(length=key_length),
+        use_causal_mask=causal,
+        return_attention_scores=True,
+    )
+    assert tuple(output.shape) == (BATCH, LENGTH, 6)
+    assert tuple(scores.shape) == (BATCH, HEADS, LENGTH, key_length)
+
+
+def test_rank_two_is_refused_with_the_argument_named(case):
+    x = inputs()[:, :, 0]
+    with pytest.raises(ValueError, match="`query` must have the shape"):
+        case.make()(x, x)
+
+
+def test_fit_compiled_with_unknown_batch_and_length(setting, backend):
+    case, causal = setting
+    layer = case.make(dropout=0.1)
+    sequence = keras.Input((None, DIM))
+    masked = keras.layers.Masking()(sequence)
+    attended = layer(masked, masked, use_causal_mask=causal)
+    model = keras.Model(sequence, keras.layers.Dense(DIM)(attended))
+    # torch.compile takes minutes a model; eager is what torch users run.
+    model.compile("adam", "mse", jit_compile=backend != "torch")
+    x = inputs()
+    before = [to_numpy(w) for w in layer.trainable_weights]
+    first = model.fit(x, 0.5 * x, epochs=3, verbose=0).history["loss"]
+    assert np.all(np.isfinite(first)) and first[-1] < first[0]
+    if not (causal and backend == "tensorflow"):
+        model.train_on_batch(x[:1, :11], x[:1, :11])
+    for weight, old in zip(layer.trainable_weights, before, strict=True):
+        # A bias on the keys moves no softmax; every kernel has to move.
+        if "kernel" in weight.path:
+            assert np.any(to_numpy(weight) != old), weight.path
+
+
+def test_subclassed_model(case):
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.attention = case.make()
+
+        def call(self, x):
+            return self.attention(x, x)
+
+    model, x = Model(), inputs()
+    expected, _ = case.expected(model.attention, x, x) if model(x) is not None else None
+    np.testing.assert_allclose(to_numpy(model(x)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_is_seeded_and_off_at_inference(case):
+    x = inputs()
+
+    def outputs(seed):
+        layer = case.make(dropout=0.5, seed=seed)
+        layer.build(x.shape, x.shape)
+        random = np.random.default_rng(0)
+        for weight in layer.trainable_weights:
+            weight.assign(random.normal(size=weight.shape) * 0.3)
+        return to_numpy(layer(x, x, training=True)), to_numpy(layer(x, x))
+
+    first, quiet = outputs(3)
+    again, _ = outputs(3)
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - quiet).max() > 1e-3
+
+
+def test_lora_and_quantisation_of_the_projections(case):
+    layer, x = case.built(), inputs()
+    expected = to_numpy(layer(x, x))
+    layer.query_dense.enable_lora(2)
+    np.testing.assert_allclose(to_numpy(layer(x, x)), expected, rtol=1e-5, atol=1e-6)
+    layer.value_dense.quantize("int8")
+    quantised = to_numpy(layer(x, x))
+    assert np.abs(quantised - expected).max() < 0.1 * np.abs(expected).max()
+
+
+def test_activity_regularizer_and_loss(case):
+    layer, x = case.make(activity_regularizer=keras.regularizers.L2(0.1)), inputs()
+    output = to_numpy(layer(x, x))
+    own = 0.1 * (output**2).sum() / BATCH
+    total = sum(float(ops.convert_to_numpy(loss)) for loss in layer.losses)
+    assert total >= own * 0.999

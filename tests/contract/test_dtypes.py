@@ -1,0 +1,66 @@
+"""Point 6: float64 is exact, half precision is near, and nothing leaves the range."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from tests.autodiff import gradient_function, to_numpy
+from tests.contract.cases import DIM, inputs
+
+
+def test_float64_is_float64_throughout(setting, backend):
+    case, causal = setting
+    wide = contextlib.nullcontext()
+    if backend == "jax":
+        import jax
+
+        wide = jax.enable_x64(True)
+    with wide:
+        layer = case.built(dtype="float64")
+        x = inputs().astype("float64")
+        output = to_numpy(layer(x, x, use_causal_mask=causal))
+        expected, _ = case.expected(layer, x, x, causal=causal)
+    assert output.dtype == "float64"
+    np.testing.assert_allclose(output, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_mixed_precision_is_near_float32(setting, dtype):
+    case, causal = setting
+    layer = case.built(dtype=f"mixed_{dtype}")
+    x = inputs()
+    output = layer(x, x, use_causal_mask=causal)
+    assert keras.backend.standardize_dtype(output.dtype) == dtype
+    assert {str(w.dtype) for w in layer.trainable_weights} == {"float32"}
+    expected, _ = case.expected(layer, x, x, causal=causal)
+    error = np.abs(to_numpy(ops.cast(output, "float32")) - expected).max()
+    # Projections round to 8 or 11 bits; kernels are at most quartic in them.
+    limit = 0.1 if dtype == "bfloat16" else 0.02
+    assert error < limit * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16", "mixed_float16"])
+def test_outputs_and_gradients_stay_finite(setting, dtype):
+    case, causal = setting
+    layer = case.make(dtype=dtype, chunk_size=64)
+    layer.build((1, 4096, DIM), (1, 4096, DIM))
+    x = inputs(batch=1, length=4096)
+
+    def loss(x, scale):
+        scaled = ops.cast(x * scale, layer.compute_dtype)
+        output = layer(scaled, scaled, use_causal_mask=causal)
+        return ops.mean(ops.cast(output, "float32"))
+
+    gradient_of = gradient_function(loss)
+    for scale in (1e-3, 1.0, 1e3):
+        scaled = ops.cast(x * np.float32(scale), layer.compute_dtype)
+        output = layer(scaled, scaled, use_causal_mask=causal)
+        if not getattr(layer, "normalize", True) and dtype == "mixed_float16":
+            # A sum over 4,096 keys is what was asked for, and is beyond 65,504.
+            continue
+        assert np.all(np.isfinite(to_numpy(ops.cast(output, "float32")))), scale
+        for gradient in gradient_of(x, np.float32(scale)):
+            assert np.all(np.isfinite(gradient)), scale

@@ -1,0 +1,73 @@
+"""Point 9: what cannot be honoured is refused, with its name and its value."""
+
+import numpy as np
+import pytest
+from keras import ops
+
+from tests.contract.cases import BATCH, LENGTH, inputs
+
+CONSTRUCTOR = [
+    ({"num_heads": 0}, "num_heads=0"),
+    ({"key_dim": -1}, "key_dim=-1"),
+    ({"value_dim": 0}, "value_dim=0"),
+    ({"attention_axes": 2}, r"attention_axes=\(2,\)"),
+    ({"sliding_window": 4}, "sliding_window=4"),
+    ({"flash_attention": True}, "flash_attention=True"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), CONSTRUCTOR, ids=str)
+def test_constructor(case, options, message):
+    with pytest.raises(ValueError, match=message):
+        case.make(**options)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(LENGTH, LENGTH), (BATCH, LENGTH, LENGTH), (BATCH, 1, LENGTH, LENGTH)],
+    ids=str,
+)
+def test_a_mask_of_queries_by_keys(case, shape):
+    x = inputs()
+    with pytest.raises(ValueError, match=r"`key_mask`.*attention_mask\.shape=\("):
+        case.make()(x, x, attention_mask=np.ones(shape, bool))
+
+
+def test_state_without_causality(causal_case):
+    layer, x = causal_case.make(), inputs()
+    with pytest.raises(ValueError, match="use_causal_mask=False"):
+        layer(x, x, state=layer.initial_state(BATCH))
+
+
+def test_state_with_scores(causal_case):
+    layer, x = causal_case.make(), inputs()
+    with pytest.raises(ValueError, match="return_attention_scores"):
+        layer(
+            x,
+            x,
+            use_causal_mask=True,
+            return_attention_scores=True,
+            state=layer.initial_state(BATCH),
+        )
+
+
+def test_state_of_something_else(causal_case):
+    layer, x = causal_case.make(), inputs()
+    with pytest.raises(ValueError, match=r"Received: \['wrong'\]"):
+        layer(x, x, use_causal_mask=True, state={"wrong": ops.zeros((BATCH, 1))})
+
+
+def test_state_with_lengths_that_differ(causal_case):
+    layer = causal_case.make()
+    with pytest.raises(ValueError, match="same length"):
+        layer(
+            inputs(length=3),
+            inputs(length=4),
+            use_causal_mask=True,
+            state=layer.initial_state(BATCH),
+        )
+
+
+def test_key_and_value_lengths_that_differ(case):
+    with pytest.raises(ValueError, match="key_shape"):
+        case.make()(inputs(), inputs(length=5), inputs(length=6))

@@ -1,0 +1,65 @@
+"""Point 7: what is saved comes back the same."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests.autodiff import to_numpy
+from tests.contract.cases import DIM, inputs
+
+
+def make_model(case, **options):
+    sequence = keras.Input((None, DIM))
+    layer = case.make(**options)
+    return keras.Model(sequence, layer(sequence, sequence))
+
+
+def test_config_round_trip(case):
+    layer = case.built()
+    config = layer.get_config()
+    restored = case.layer.from_config(config)
+    assert restored.get_config() == config
+    unbuilt = {**case.make(name=layer.name).get_config()}
+    assert unbuilt == config
+    serialized = keras.saving.serialize_keras_object(layer)
+    assert (
+        serialized["registered_name"] == f"keras_efficient_attn>{case.layer.__name__}"
+    )
+
+
+def test_whole_model_file(case, tmp_path):
+    model, x = make_model(case), inputs()
+    model.save(tmp_path / "model.keras")
+    restored = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(to_numpy(restored(x)), to_numpy(model(x)))
+
+
+def test_weights_file(case, tmp_path):
+    model, other, x = make_model(case), make_model(case, seed=9), inputs()
+    assert np.abs(to_numpy(other(x)) - to_numpy(model(x))).max() > 1e-4
+    model.save_weights(tmp_path / "model.weights.h5")
+    other.load_weights(tmp_path / "model.weights.h5")
+    np.testing.assert_array_equal(to_numpy(other(x)), to_numpy(model(x)))
+
+
+def test_quantised_model_file(case, tmp_path):
+    model, x = make_model(case), inputs()
+    model.quantize("int8")
+    expected = to_numpy(model(x))
+    model.save(tmp_path / "model.keras")
+    restored = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(to_numpy(restored(x)), expected)
+
+
+def test_saved_model_export(case, tmp_path, backend):
+    if backend == "torch":
+        pytest.skip("Keras exports no SavedModel from PyTorch")
+    tensorflow = pytest.importorskip("tensorflow")
+    model, x = make_model(case), inputs()
+    model.export(tmp_path / "exported", format="tf_saved_model", verbose=False)
+    exported = tensorflow.saved_model.load(str(tmp_path / "exported"))
+    for length in (37, 5):
+        served = exported.serve(x[:, :length]).numpy()
+        np.testing.assert_allclose(
+            served, to_numpy(model(x[:, :length])), rtol=1e-4, atol=1e-5
+        )

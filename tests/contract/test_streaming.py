@@ -1,0 +1,67 @@
+"""Point 5: the whole sequence, any segments of it and single tokens agree."""
+
+import numpy as np
+import pytest
+from keras import ops
+
+from tests.autodiff import gradients, to_numpy
+from tests.contract.cases import BATCH, LENGTH, inputs
+
+SEGMENTS = {"segments": (1, 20, 3, 13), "tokens": (1,) * LENGTH}
+
+
+def stream(layer, x, lengths, **kwargs):
+    state, outputs, start = layer.initial_state(len(x)), [], 0
+    for length in lengths:
+        piece = slice(start, start + length)
+        masks = {name: mask[:, piece] for name, mask in kwargs.items()}
+        output, state = layer(
+            x[:, piece], x[:, piece], use_causal_mask=True, state=state, **masks
+        )
+        outputs.append(output)
+        start += length
+    return ops.concatenate(outputs, axis=1), state
+
+
+@pytest.mark.parametrize("lengths", SEGMENTS.values(), ids=SEGMENTS.keys())
+def test_segments_equal_the_whole(causal_case, lengths):
+    layer, x = causal_case.built(), inputs()
+    whole = to_numpy(layer(x, x, use_causal_mask=True))
+    streamed, _ = stream(layer, x, lengths)
+    np.testing.assert_allclose(to_numpy(streamed), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_masks_travel_with_the_segments(causal_case):
+    layer, x = causal_case.built(), inputs()
+    mask = np.random.default_rng(1).random((BATCH, LENGTH)) > 0.4
+    whole = to_numpy(layer(x, x, key_mask=mask, use_causal_mask=True))
+    streamed, _ = stream(layer, x, SEGMENTS["segments"], key_mask=mask)
+    np.testing.assert_allclose(to_numpy(streamed), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_flow_through_the_state(causal_case):
+    layer, x = causal_case.built(), inputs()
+    weight = inputs(seed=3)
+
+    def whole(x):
+        return ops.sum(ops.multiply(layer(x, x, use_causal_mask=True), weight))
+
+    def segments(x):
+        return ops.sum(ops.multiply(stream(layer, x, (20, 17))[0], weight))
+
+    expected, streamed = gradients(whole, x)[0], gradients(segments, x)[0]
+    np.testing.assert_allclose(
+        streamed, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max()
+    )
+
+
+def test_the_state_keeps_its_shape_and_width(causal_case):
+    layer, x = causal_case.built(dtype="mixed_bfloat16"), inputs()
+    before = layer.initial_state(BATCH)
+    _, after = stream(layer, x, (20, 17))
+    assert set(after) == set(before)
+    for name, tensor in after.items():
+        assert tuple(tensor.shape) == tuple(before[name].shape)
+        assert tensor.shape[0] == BATCH
+        assert tensor.dtype == before[name].dtype
+        assert "float16" not in str(tensor.dtype)

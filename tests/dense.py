@@ -1,0 +1,219 @@
+"""Attention from its definition, dense, in NumPy float64: the tests' oracle.
+
+Nothing here uses the package; weights come out of the layer as arrays.
+"""
+
+import math
+
+import numpy as np
+
+
+def weigh(similarity, value, key_mask=None, causal=False, normalize=True):
+    """`(heads, weights)` of a `(batch, heads, T, S)` similarity."""
+    rows, columns = similarity.shape[-2:]
+    allowed = np.ones((1, 1, rows, columns), bool)
+    if causal:
+        allowed = np.tril(allowed)
+    if key_mask is not None:
+        allowed = allowed & np.asarray(key_mask)[:, None, None, :]
+    weights = np.where(allowed, similarity, 0.0)
+    if normalize:
+        total = weights.sum(-1, keepdims=True)
+        weights = np.where(total == 0, 0.0, weights / np.where(total == 0, 1, total))
+    return np.einsum("bhts,bshv->bthv", weights, value), weights
+
+
+def layer_output(
+    layer,
+    heads_of,
+    query,
+    value,
+    key=None,
+    query_mask=None,
+    key_mask=None,
+    causal=False,
+):
+    """What the layer's output should be; `heads_of` makes heads of q, k and v."""
+    key = value if key is None else key
+    query, key, value = (np.asarray(x, "float64") for x in (query, key, value))
+    if query_mask is not None:
+        query = np.where(np.asarray(query_mask)[..., None], query, 0.0)
+    if key_mask is not None:
+        key, value = (
+            np.where(np.asarray(key_mask)[..., None], x, 0.0) for x in (key, value)
+        )
+
+    def project(dense, x):
+        kernel, bias = (np.asarray(w, "float64") for w in dense.get_weights())
+        return np.einsum("btd,dhk->bthk", x, kernel) + bias
+
+    heads, weights = heads_of(
+        layer,
+        project(layer.query_dense, query),
+        project(layer.key_dense, key),
+        project(layer.value_dense, value),
+        query_mask=query_mask,
+        key_mask=key_mask,
+        causal=causal,
+    )
+    if query_mask is not None:
+        kept = np.asarray(query_mask)
+        heads = np.where(kept[:, :, None, None], heads, 0.0)
+        weights = np.where(kept[:, None, :, None], weights, 0.0)
+    kernel, bias = (np.asarray(w, "float64") for w in layer.output_dense.get_weights())
+    return np.einsum("bthv,hve->bte", heads, kernel) + bias, weights
+
+
+def performer_heads(
+    layer, query, key, value, query_mask=None, key_mask=None, causal=False
+):
+    """PerformerAttention's heads, from the formula of its kernel."""
+    if layer.qk_norm:
+        query, key = rms(query), rms(key)
+    if layer.rotary_wavelength is not None:
+        query, key = (rotate(x, layer.rotary_wavelength) for x in (query, key))
+    exponential = layer.feature_map in (
+        "favor+ hyperbolic favor++ trigonometric taylor power".split()
+    )
+    scale = layer.temperature**-0.5
+    scale *= layer.key_dim**-0.25 if exponential else 1.0
+    query, key = query * scale, key * scale
+    projection = None
+    for weight in layer.non_trainable_weights:
+        if weight.name == "projection":
+            projection = np.asarray(
+                weight.numpy() if hasattr(weight, "numpy") else weight
+            )
+    kernel = KERNELS[getattr(layer.feature_map, "__name__", layer.feature_map)]
+    if layer.feature_map == "favor++":
+        similarity = favor_plus_plus(query, key, projection, query_mask, key_mask)
+    else:
+        similarity = kernel(query, key, projection, layer.order or 2)
+    if layer.window is not None:
+        distance = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])[None, :]
+        exact = np.exp(dots(query, key))
+        similarity = np.where(abs(distance) < layer.window, exact, similarity)
+    return weigh(similarity, value, key_mask, causal, layer.normalize)
+
+
+def dots(query, key):
+    return np.einsum("bthd,bshd->bhts", query, key)
+
+
+def rms(x):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+
+
+def rotate(x, wavelength):
+    """Rotary positions as multiplication of complex numbers."""
+    half = x.shape[-1] // 2
+    pairs = x[..., :half] + 1j * x[..., half:]
+    frequency = wavelength ** (-np.arange(half) / half)
+    angle = np.arange(x.shape[1])[:, None, None] * frequency
+    turned = pairs * np.exp(1j * angle)
+    return np.concatenate([turned.real, turned.imag], -1)
+
+
+def squared_norm(x):
+    return (x**2).sum(-1, keepdims=True)
+
+
+def favor_plus(query, key, projection, order):
+    def features(x):
+        return np.exp(x @ projection.T - squared_norm(x) / 2)
+
+    return dots(features(query), features(key)) / len(projection)
+
+
+def hyperbolic(query, key, projection, order):
+    both = np.concatenate([projection, -projection])
+    return favor_plus(query, key, both, order)
+
+
+def favor_plus_plus(query, key, projection, query_mask, key_mask):
+    """Per sequence and head, over the pairs of positions that are not masked."""
+    batch, length, heads, dim = query.shape
+    result = np.zeros((batch, heads, length, key.shape[1]))
+    for b in range(batch):
+        rows = slice(None) if query_mask is None else np.asarray(query_mask)[b]
+        columns = slice(None) if key_mask is None else np.asarray(key_mask)[b]
+        for h in range(heads):
+            pairs = query[b, rows, h][:, None] + key[b, columns, h][None]
+            mean = (pairs**2).sum(-1).mean()
+            rho = (np.sqrt((2 * mean + dim) ** 2 + 8 * dim * mean) - 2 * mean - dim) / (
+                4 * mean
+            )
+            a = (1 - 1 / rho) / 8
+
+            def features(x, a=a):
+                exponent = a * (projection**2).sum(-1) - squared_norm(x) / 2
+                exponent = exponent + np.sqrt(1 - 4 * a) * x @ projection.T
+                return (1 - 4 * a) ** (dim / 4) * np.exp(exponent)
+
+            estimate = features(query[b, :, h]) @ features(key[b, :, h]).T
+            result[b, h] = estimate / len(projection)
+    return result
+
+
+def trigonometric(query, key, projection, order):
+    def angle(x):
+        return x @ projection.T
+
+    def size(x):
+        return np.exp(squared_norm(x)[..., 0] / 2)
+
+    difference = angle(query)[:, :, None] - angle(key)[:, None]
+    cosine = np.moveaxis(np.cos(difference).mean(-1), -1, 1)
+    return (
+        cosine
+        * np.moveaxis(size(query), -1, 1)[..., None]
+        * np.moveaxis(size(key), -1, 1)[..., None, :]
+    )
+
+
+def taylor(query, key, projection, order):
+    x = dots(query, key)
+    return sum(x**i / math.factorial(i) for i in range(order + 1))
+
+
+def power(query, key, projection, order):
+    return (1 + dots(query, key) / order) ** order
+
+
+def relu(query, key, projection, order):
+    def features(x):
+        if projection is not None:
+            x = x @ projection.T / math.sqrt(len(projection))
+        return np.maximum(x, 0) + 1e-3
+
+    return dots(features(query), features(key))
+
+
+def elu(query, key, projection, order):
+    def features(x):
+        return np.where(x > 0, x, np.expm1(np.minimum(x, 0))) + 1
+
+    return dots(features(query), features(key))
+
+
+def softmax(query, key, projection, order):
+    query = np.exp(query)
+    return dots(query / query.sum(-1, keepdims=True), np.exp(key))
+
+
+def squared_relu(query, key, projection, order):
+    return dots(np.maximum(query, 0) ** 2, np.maximum(key, 0) ** 2)
+
+
+KERNELS = {
+    "favor+": favor_plus,
+    "hyperbolic": hyperbolic,
+    "favor++": None,
+    "trigonometric": trigonometric,
+    "taylor": taylor,
+    "power": power,
+    "relu": relu,
+    "elu": elu,
+    "softmax": softmax,
+    "squared_relu": squared_relu,
+}

@@ -1,0 +1,63 @@
+"""Runs the tests on each backend, one process a backend, and prints one table.
+
+Usage: python tests/run_matrix.py [BACKEND ...] [-- PYTEST ARGUMENTS]
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+BACKENDS = ("tensorflow", "jax", "torch")
+OUTCOMES = ("passed", "failed", "skipped")
+
+
+def run_backend(backend, arguments, report):
+    """Exit status of pytest on one backend."""
+    environment = {**os.environ, "KERAS_BACKEND": backend}
+    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments]
+    root = Path(__file__).resolve().parent.parent
+    return subprocess.run(command, cwd=root, env=environment).returncode
+
+
+def count(report):
+    """Outcomes in a JUnit report; a run that wrote none has failed once."""
+    if not report.exists():
+        return {"passed": 0, "failed": 1, "skipped": 0}
+    suite = ElementTree.parse(report).getroot().find("testsuite")
+    failed = int(suite.get("failures")) + int(suite.get("errors"))
+    skipped = int(suite.get("skipped"))
+    passed = int(suite.get("tests")) - failed - skipped
+    return {"passed": passed, "failed": failed, "skipped": skipped}
+
+
+def main(arguments):
+    if "--" in arguments:
+        split = arguments.index("--")
+        backends, pytest_arguments = arguments[:split], arguments[split + 1 :]
+    else:
+        backends, pytest_arguments = arguments, []
+    rows, statuses = {}, []
+    with tempfile.TemporaryDirectory() as folder:
+        for backend in backends or BACKENDS:
+            print(f"== {backend}", flush=True)
+            report = Path(folder, f"{backend}.xml")
+            start = time.monotonic()
+            statuses.append(run_backend(backend, pytest_arguments, report))
+            rows[backend] = {**count(report), "seconds": time.monotonic() - start}
+    print(
+        f"\n{'backend':<12}" + "".join(f"{name:>9}" for name in (*OUTCOMES, "seconds"))
+    )
+    for backend, row in rows.items():
+        counts = "".join(f"{row[name]:>9}" for name in OUTCOMES)
+        print(f"{backend:<12}{counts}{row['seconds']:>9.0f}")
+    totals = {name: sum(row[name] for row in rows.values()) for name in OUTCOMES}
+    print(", ".join(f"{totals[name]} {name}" for name in OUTCOMES))
+    return max(statuses)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
