@@ -9,17 +9,19 @@ def to_numpy(x):
     return np.asarray(ops.convert_to_numpy(x))
 
 
-def gradient_function(function):
+def gradient_function(function, with_value=False):
     """A compiled callable: arrays to the gradients of the scalar `function`.
 
     Keep it for several calls: JAX and TensorFlow compile once per callable.
+    `with_value` puts the value of `function` before the gradients.
     """
     compiled = {"jax": _jax, "tensorflow": _tensorflow, "torch": _torch}
     graded = compiled[keras.backend.backend()](function)
 
     def call(*arrays):
         tensors = tuple(ops.convert_to_tensor(array) for array in arrays)
-        return [to_numpy(gradient) for gradient in graded(*tensors)]
+        results = [to_numpy(tensor) for tensor in graded(*tensors)]
+        return results if with_value else results[1:]
 
     return call
 
@@ -31,12 +33,13 @@ def gradients(function, *arrays):
 def _jax(function):
     import jax
 
-    compiled = jax.jit(
-        lambda *tensors: jax.grad(function, argnums=tuple(range(len(tensors))))(
-            *tensors
-        )
-    )
-    return compiled
+    @jax.jit
+    def graded(*tensors):
+        every = tuple(range(len(tensors)))
+        value, gradients = jax.value_and_grad(function, argnums=every)(*tensors)
+        return value, *gradients
+
+    return graded
 
 
 def _tensorflow(function):
@@ -48,7 +51,8 @@ def _tensorflow(function):
             tape.watch(tensors)
             value = function(*tensors)
         zero = tf.UnconnectedGradients.ZERO
-        return tape.gradient(value, tensors, unconnected_gradients=zero)
+        gradients = tape.gradient(value, tensors, unconnected_gradients=zero)
+        return value, *gradients
 
     return graded
 
@@ -58,6 +62,8 @@ def _torch(function):
 
     def graded(*tensors):
         tensors = [t.detach().clone().requires_grad_(True) for t in tensors]
-        return torch.autograd.grad(function(*tensors), tensors, materialize_grads=True)
+        value = function(*tensors)
+        gradients = torch.autograd.grad(value, tensors, materialize_grads=True)
+        return value.detach(), *gradients
 
     return graded

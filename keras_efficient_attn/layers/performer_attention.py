@@ -23,6 +23,8 @@ ELEMENTWISE_MAPS = ("relu", "elu", "softmax")
 FEATURE_MAPS = RANDOM_MAPS + POLYNOMIAL_MAPS + ELEMENTWISE_MAPS
 # Those whose dot products estimate exp(q·k).
 EXPONENTIAL_MAPS = RANDOM_MAPS + POLYNOMIAL_MAPS
+# Those that make two features of each row of the projection.
+TWO_SIDED_MAPS = ("hyperbolic", "trigonometric")
 ROW_NORMS = ("chi", "sqrt_dim")
 
 
@@ -305,55 +307,23 @@ class PerformerAttention(EfficientAttention):
             return self.num_features or 0
         if self.feature_map not in RANDOM_MAPS:
             return 0
-        two_sided = self.feature_map in ("hyperbolic", "trigonometric")
         features = self.num_features or random_features.default_num_features(
             self._key_dim
         )
-        return features // 2 if two_sided else features
+        return features // 2 if self.feature_map in TWO_SIDED_MAPS else features
 
     def _resolve_maps(self):
         """The query map, the key map and the number of their features."""
         name, rows = self.feature_map, self._projection_rows
-        if name == "favor+":
-            one = feature_maps.positive_random_features
-            return one, one, rows
-        if name == "hyperbolic":
-            one = functools.partial(
-                feature_maps.positive_random_features, hyperbolic=True
-            )
-            return one, one, 2 * rows
-        if name == "favor++":
-            one = feature_maps.optimal_positive_features
-            return one, one, rows
-        if name == "trigonometric":
-            one = feature_maps.trigonometric_features
-            return one, one, 2 * rows
-        if name in POLYNOMIAL_MAPS:
-            function = (
-                feature_maps.taylor_features
-                if name == "taylor"
-                else feature_maps.power_features
-            )
-            order = self.order or 2
-            size = feature_maps.polynomial_dimension(self._key_dim, order)
-            one = functools.partial(function, order=order)
-            return one, one, size
-        if name == "relu":
-            return (
-                feature_maps.relu_features,
-                feature_maps.relu_features,
-                rows or self._key_dim,
-            )
-        if name == "elu":
-            return feature_maps.elu_features, feature_maps.elu_features, self._key_dim
-        if name == "softmax":
-            return (
-                feature_maps.softmax_query_features,
-                feature_maps.exponential_key_features,
-                self._key_dim,
-            )
-        custom = _custom_map(name)
-        return custom, custom, self.num_features or self._key_dim
+        if callable(name):
+            size = self.num_features or self._key_dim
+        elif name in POLYNOMIAL_MAPS:
+            size = feature_maps.polynomial_dimension(self._key_dim, self.order or 2)
+        elif name in TWO_SIDED_MAPS:
+            size = 2 * rows
+        else:
+            size = rows or self._key_dim
+        return *_query_and_key_map(name, self.order or 2), size
 
     def _map_weights(self, query, key, query_mask, key_mask, training):
         """What the feature maps read beside their input."""
@@ -415,7 +385,7 @@ class PerformerAttention(EfficientAttention):
         for argument in ("num_features", "redraw_interval", "window"):
             self._check_positive_int(argument, optional=True)
         self._check_positive_int("chunk_size")
-        if name in ("hyperbolic", "trigonometric") and (self.num_features or 0) % 2:
+        if name in TWO_SIDED_MAPS and (self.num_features or 0) % 2:
             raise ValueError(
                 f"`num_features` must be even for feature_map={name!r}, which makes "
                 f"two of each row. Received: num_features={self.num_features}"
@@ -475,13 +445,33 @@ class PerformerAttention(EfficientAttention):
             )
 
 
-def _custom_map(function):
+@functools.cache
+def _query_and_key_map(name, order):
+    """One pair of functions per map: JAX compiles once per function object."""
+    if name == "softmax":
+        maps = feature_maps
+        return maps.softmax_query_features, maps.exponential_key_features
+    if callable(name):
+        both = functools.partial(_custom_features, name)
+    else:
+        both = {
+            "favor+": feature_maps.positive_random_features,
+            "hyperbolic": functools.partial(
+                feature_maps.positive_random_features, hyperbolic=True
+            ),
+            "favor++": feature_maps.optimal_positive_features,
+            "trigonometric": feature_maps.trigonometric_features,
+            "taylor": functools.partial(feature_maps.taylor_features, order=order),
+            "power": functools.partial(feature_maps.power_features, order=order),
+            "relu": feature_maps.relu_features,
+            "elu": feature_maps.elu_features,
+        }[name]
+    return both, both
+
+
+def _custom_features(function, x):
     """A user's map, with the log scale that the functions of this package return."""
-
-    def features(x):
-        return function(x), None
-
-    return features
+    return function(x), None
 
 
 def _is_positive(number):
@@ -489,5 +479,5 @@ def _is_positive(number):
 
 
 def _rms_normalize(x):
-    mean = ops.mean(ops.square(x), axis=-1, keepdims=True)
+    mean = ops.sum(ops.square(x), axis=-1, keepdims=True) / x.shape[-1]
     return x * ops.rsqrt(mean + 1e-6)

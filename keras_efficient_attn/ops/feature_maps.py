@@ -62,9 +62,7 @@ def optimal_positive_features(x, projection, shape):
     head_dim = x.shape[-1]
     norms = ops.sum(ops.square(projection), axis=-1)
     stretch = 1.0 - 4.0 * shape
-    exponents = shape * norms + ops.sqrt(stretch) * ops.matmul(
-        x, ops.transpose(projection)
-    )
+    exponents = shape * norms + ops.sqrt(stretch) * (x @ ops.transpose(projection))
     offset = 0.25 * head_dim * ops.log(stretch)[..., 0]
     return _exponential(exponents, offset - 0.5 * ops.sum(ops.square(x), axis=-1))
 
@@ -85,8 +83,9 @@ def optimal_shape(query, key, query_mask=None, key_mask=None):
     """
 
     def mean(x, mask):
+        # Sums, because `ops.mean` rounds float64 to float32 on PyTorch.
         if mask is None:
-            return ops.mean(x, axis=1)
+            return ops.sum(x, axis=1) / ops.cast(ops.shape(x)[1], x.dtype)
         mask = ops.cast(mask, x.dtype)[..., None, None]
         return ops.sum(x * mask, axis=1) / _at_least(ops.sum(mask, axis=1), 1.0)
 

@@ -1,5 +1,6 @@
 """Rotary position embedding."""
 
+import numpy as np
 from keras import ops
 
 
@@ -21,8 +22,8 @@ def rotary_embedding(x, positions, max_wavelength=10_000.0):
         - [Su et al., 2021](https://arxiv.org/abs/2104.09864)
     """
     half = x.shape[-1] // 2
-    exponents = ops.arange(half, dtype=x.dtype) / half
-    frequencies = ops.power(ops.cast(max_wavelength, x.dtype), -exponents)
+    frequencies = max_wavelength ** (-np.arange(half) / half)
+    frequencies = ops.convert_to_tensor(frequencies, x.dtype)
     angles = ops.cast(positions, x.dtype)[..., None, None] * frequencies
     cos, sin = ops.cos(angles), ops.sin(angles)
     first, second = x[..., :half], x[..., half:]

@@ -12,6 +12,7 @@ from keras_efficient_attn.ops.chunking import (
     pad_length,
     split_groups,
 )
+from keras_efficient_attn.ops.compiled import compiled
 from keras_efficient_attn.ops.linear_attention import mapped_linear_attention
 from keras_efficient_attn.ops.partial_attention import (
     LOG_ZERO,
@@ -25,6 +26,15 @@ from keras_efficient_attn.ops.recompute import recompute_scan
 MIN_BLOCK = 64
 
 
+@compiled(
+    "window",
+    "query_map",
+    "key_map",
+    "num_features",
+    "causal",
+    "chunk_size",
+    "normalize",
+)
 def windowed_linear_attention(
     query,
     key,

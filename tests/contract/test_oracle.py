@@ -41,28 +41,25 @@ def test_gradient_is_the_slope_of_the_dense_definition(setting):
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (5, 11), (11, 5)], ids=str)
-def test_lengths(setting, lengths):
-    case, causal = setting
+def test_lengths(case, lengths):
+    layer, causal = case.built(), case.usual
+    query, value = inputs(length=lengths[0]), inputs(length=lengths[1], seed=5)
     if lengths[0] != lengths[1] and not case.cross:
         with pytest.raises(ValueError, match="same positions"):
-            layer = case.built()
-            layer(inputs(length=lengths[0]), inputs(length=lengths[1]))
+            layer(query, value)
         return
-    layer = case.built()
-    query, value = inputs(length=lengths[0]), inputs(length=lengths[1], seed=5)
     key = inputs(length=lengths[1], seed=6)
     output = layer(query, value, key, use_causal_mask=causal)
     expected, _ = case.expected(layer, query, value, key, causal=causal)
     np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_one_head_and_other_value_dim(setting):
-    case, causal = setting
+def test_one_head_and_other_value_dim(case):
     layer = case.make(num_heads=1, value_dim=3, output_shape=5)
     x = inputs()
-    output = layer(x, x, use_causal_mask=causal)
+    output = layer(x, x, use_causal_mask=case.usual)
     assert tuple(output.shape) == (BATCH, LENGTH, 5)
-    expected, _ = case.expected(layer, x, x, causal=causal)
+    expected, _ = case.expected(layer, x, x, causal=case.usual)
     np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
 
 

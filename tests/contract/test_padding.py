@@ -2,10 +2,9 @@
 
 import keras
 import numpy as np
-import pytest
 from keras import ops
 
-from tests.autodiff import gradient_function, gradients, to_numpy
+from tests.autodiff import gradient_function, to_numpy
 from tests.contract.cases import BATCH, DIM, LENGTH, inputs
 
 LENGTHS = (LENGTH, 21)
@@ -38,60 +37,46 @@ def test_masks_are_those_of_the_dense_definition(setting):
     np.testing.assert_allclose(to_numpy(scores), weights, rtol=1e-4, atol=1e-5)
 
 
-def test_no_key_at_all_gives_zero_heads(setting):
-    case, causal = setting
-    layer, x = case.built(), inputs()
-    mask = np.zeros((BATCH, LENGTH), bool)
-
-    def loss(x):
-        return ops.sum(layer(x, x, key_mask=mask, use_causal_mask=causal) ** 2)
-
-    output = to_numpy(layer(x, x, key_mask=mask, use_causal_mask=causal))
-    bias = to_numpy(layer.output_dense.bias)
-    np.testing.assert_array_equal(output, np.broadcast_to(bias, output.shape))
-    np.testing.assert_array_equal(gradients(loss, x)[0], np.zeros_like(x))
-
-
-@pytest.mark.parametrize("filler", [1e9, np.nan], ids=["huge", "nan"])
-def test_what_stands_at_padding_is_not_read(setting, filler):
-    case, causal = setting
-    layer, x = case.built(), inputs()
-    weight = inputs(seed=3) * MASK[..., None]
-
-    def call(x):
-        return layer(x, x, query_mask=MASK, value_mask=MASK, use_causal_mask=causal)
-
-    clean = to_numpy(call(padded(x, 0)))
-    np.testing.assert_array_equal(to_numpy(call(padded(x, filler)))[MASK], clean[MASK])
-    gradient_of = gradient_function(lambda x: ops.sum(ops.multiply(call(x), weight)))
-    (gradient,) = gradient_of(padded(x, filler))
-    assert np.all(gradient[~MASK] == 0)
-    np.testing.assert_array_equal(gradient, gradient_of(padded(x, 0))[0])
-
-
-def test_padding_does_not_poison_the_weights(setting):
+def test_padding_is_not_read_and_gets_no_gradient(setting):
     case, causal = setting
     layer, x = case.built(), inputs()
     variables = layer.trainable_weights
-
-    def loss(x, *values):
-        with keras.StatelessScope(list(zip(variables, values, strict=True))):
-            output = layer(
-                x, x, query_mask=MASK, value_mask=MASK, use_causal_mask=causal
-            )
-        return ops.sum(ops.where(MASK[..., None], output, 0.0) ** 2)
-
-    gradient_of = gradient_function(loss)
     values = [to_numpy(variable) for variable in variables]
-    _, *poisoned = gradient_of(padded(x, np.nan), *values)
-    _, *clean = gradient_of(padded(x, 0), *values)
-    for gradient, expected in zip(poisoned, clean, strict=True):
-        np.testing.assert_array_equal(gradient, expected)
+    weight = inputs(seed=3) * MASK[..., None]
+
+    def call(x, mask):
+        mask = ops.greater(mask, 0.5)
+        return layer(x, x, query_mask=mask, value_mask=mask, use_causal_mask=causal)
+
+    def loss(x, mask, *values):
+        with keras.StatelessScope(list(zip(variables, values, strict=True))):
+            output = call(x, mask)
+        return ops.sum(ops.multiply(ops.where(MASK[..., None], output, 0.0), weight))
+
+    mask = MASK.astype("float32")
+    gradient_of = gradient_function(loss)
+    clean = to_numpy(call(padded(x, 0), mask))
+    for filler in (1e9, np.nan):
+        output = to_numpy(call(padded(x, filler), mask))
+        np.testing.assert_array_equal(output[MASK], clean[MASK])
+    expected, _, *expected_of_weights = gradient_of(padded(x, 0), mask, *values)
+    gradient, _, *of_weights = gradient_of(padded(x, np.nan), mask, *values)
+    assert np.all(gradient[~MASK] == 0)
+    np.testing.assert_array_equal(gradient, expected)
+    for poisoned, correct in zip(of_weights, expected_of_weights, strict=True):
+        np.testing.assert_array_equal(poisoned, correct)
+
+    # No key at all: the heads are zero, and nothing learns but the output's bias.
+    nothing = np.zeros_like(mask)
+    output = to_numpy(call(x, nothing))
+    bias = to_numpy(layer.output_dense.bias)
+    np.testing.assert_array_equal(output, np.broadcast_to(bias, output.shape))
+    gradient, *_ = gradient_of(x, nothing, *values)
+    np.testing.assert_array_equal(gradient, np.zeros_like(x))
 
 
-def test_a_padded_batch_equals_its_rows(setting):
-    case, causal = setting
-    layer, x = case.built(), inputs()
+def test_a_padded_batch_equals_its_rows(case):
+    layer, x, causal = case.built(), inputs(), case.usual
     batch = to_numpy(
         layer(x, x, query_mask=MASK, value_mask=MASK, use_causal_mask=causal)
     )

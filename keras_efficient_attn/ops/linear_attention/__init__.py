@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.ops.compiled import compiled
 from keras_efficient_attn.ops.linear_attention import chunked, reference
 from keras_efficient_attn.ops.partial_attention import LOG_ZERO, accumulator_dtype
 
@@ -121,6 +122,7 @@ def linear_attention(
     return output if state is None else (output, new_state)
 
 
+@compiled("query_map", "key_map", "num_features", "causal", "chunk_size", "output")
 def mapped_linear_attention(
     query,
     key,
