@@ -40,6 +40,11 @@ class Case:
     cross: bool = True
 
     @property
+    def sums(self):
+        """Whether outputs grow with the number of keys."""
+        return not self.options.get("normalize", True)
+
+    @property
     def usual(self):
         """`use_causal_mask` where one setting is enough."""
         return self.causal[-1]

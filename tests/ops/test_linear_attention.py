@@ -1,0 +1,180 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keras import ops
+
+from keras_efficient_attn.ops import linear_attention, linear_attention_state
+from tests import dense
+from tests.autodiff import gradients, to_numpy
+
+
+def draw(batch=2, length=50, heads=2, features=5, value_dim=3, seed=0):
+    random = np.random.default_rng(seed)
+    shape = (batch, length, heads, features)
+    query, key = (random.gamma(1.0, size=shape).astype("float32") for _ in range(2))
+    value = random.normal(size=(batch, length, heads, value_dim)).astype("float32")
+    log_weight = 50 * random.normal(size=(batch, length, heads)).astype("float32")
+    mask = random.random((batch, length)) > 0.3
+    return query, key, value, log_weight, mask
+
+
+def definition(query, key, value, log_weight, mask, causal):
+    """Dense float64, each row relative to the largest weight it may see."""
+    logs = np.log(dense.dots(query.astype("float64"), key.astype("float64")))
+    if log_weight is not None:
+        logs = logs + np.moveaxis(log_weight.astype("float64"), 1, 2)[:, :, None]
+    allowed = np.ones(logs.shape, bool)
+    if causal:
+        allowed &= np.tril(np.ones(logs.shape[-2:], bool))
+    if mask is not None:
+        allowed &= mask[:, None, None]
+    logs = np.where(allowed, logs, -np.inf)
+    largest = logs.max(-1, keepdims=True)
+    weights = np.exp(logs - np.where(np.isfinite(largest), largest, 0))
+    return dense.weigh(weights, value)[0]
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_both_implementations_equal_the_definition(weighted, masked, causal):
+    query, key, value, log_weight, mask = draw()
+    log_weight = log_weight if weighted else None
+    mask = mask if masked else None
+    arguments = dict(key_log_weight=log_weight, key_mask=mask, causal=causal)
+    correct = definition(query, key, value, log_weight, mask, causal)
+    for implementation in ("chunked", "reference"):
+        output = linear_attention(
+            query, key, value, chunk_size=2, implementation=implementation, **arguments
+        )
+        np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalize", [True, False], ids=["normalized", "sum"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_gradients_equal_those_of_the_reference(causal, normalize):
+    query, key, value, log_weight, mask = draw()
+    arrays = (query, key, value, log_weight / 50)
+
+    def loss(implementation):
+        def of(query, key, value, log_weight):
+            output = linear_attention(
+                query,
+                key,
+                value,
+                key_log_weight=log_weight,
+                key_mask=mask,
+                causal=causal,
+                normalize=normalize,
+                chunk_size=2,
+                implementation=implementation,
+            )
+            return ops.sum(ops.sin(output))
+
+        return of
+
+    reference = gradients(loss("reference"), *arrays)
+    for ours, theirs in zip(
+        gradients(loss("chunked"), *arrays), reference, strict=True
+    ):
+        limit = 1e-4 * np.abs(theirs).max()
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=limit)
+
+
+@settings(max_examples=6, deadline=None)
+@given(length=st.integers(1, 40), chunk_size=st.integers(1, 50))
+def test_chunk_size_changes_nothing(length, chunk_size):
+    query, key, value, log_weight, _ = draw(batch=1, length=length)
+    output = linear_attention(
+        query,
+        key,
+        value,
+        key_log_weight=log_weight,
+        causal=True,
+        chunk_size=chunk_size,
+    )
+    correct = definition(query, key, value, log_weight, None, True)
+    np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
+
+
+def test_a_huge_weight_later_does_not_push_out_the_past():
+    """One maximum over all keys would underflow every row before the last."""
+    query, key, value, _, _ = draw()
+    log_weight = np.zeros(key.shape[:3], "float32")
+    log_weight[:, -1] = 1e6
+    log_weight[:, 0] = -1e6
+    output = to_numpy(
+        linear_attention(
+            query, key, value, key_log_weight=log_weight, causal=True, chunk_size=4
+        )
+    )
+    correct = definition(query, key, value, log_weight, None, True)
+    np.testing.assert_allclose(output, correct, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(output[:, 0], value[:, 0], rtol=1e-5)
+    np.testing.assert_allclose(output[:, -1], value[:, -1], rtol=1e-5)
+
+
+def test_state_carries_weighted_and_unweighted_segments():
+    query, key, value, log_weight, _ = draw()
+    log_weight[:, 20:] = 0
+    state = linear_attention_state(2, 2, 5, 3)
+    first, state = linear_attention(
+        query[:, :20],
+        key[:, :20],
+        value[:, :20],
+        key_log_weight=log_weight[:, :20],
+        causal=True,
+        state=state,
+    )
+    second, state = linear_attention(
+        query[:, 20:], key[:, 20:], value[:, 20:], causal=True, state=state
+    )
+    correct = definition(query, key, value, log_weight, None, True)
+    output = np.concatenate([to_numpy(first), to_numpy(second)], axis=1)
+    np.testing.assert_allclose(output, correct, rtol=1e-4, atol=1e-5)
+    # The state is what its documentation says: sums, up to exp(log_scale).
+    scale = to_numpy(state["log_scale"]).astype("float64")
+    shifted = np.exp(log_weight.astype("float64") - scale[:, None])
+    weighted = key * shifted[..., None]
+    total = np.einsum("bshm,bshv->bhmv", weighted, value)
+    np.testing.assert_allclose(to_numpy(state["sum"]), total, rtol=1e-4, atol=1e-4)
+    total = weighted.sum(1)
+    np.testing.assert_allclose(
+        to_numpy(state["normalizer"]), total, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"value": np.zeros((2, 50, 3))}, ValueError, r"`value` must have the shape"),
+        ({"key": np.zeros((2, 50, 2, 4))}, ValueError, "heads and features"),
+        ({"value": np.zeros((2, 49, 2, 3))}, ValueError, "batch, length and heads"),
+        ({"key_mask": np.ones((2, 49))}, ValueError, r"key_mask\.shape=\(2, 49\)"),
+        ({"key_log_weight": np.ones((2, 50))}, ValueError, "key_log_weight.shape"),
+        ({"chunk_size": 0}, ValueError, "chunk_size=0"),
+        ({"implementation": "fast"}, ValueError, "implementation='fast'"),
+        ({"value": np.zeros((2, 50, 2, 3), "int32")}, TypeError, "int32"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+)
+def test_errors(changes, error, message):
+    query, key, value, _, _ = draw()
+    arguments = {"query": query, "key": key, "value": value, **changes}
+    tensors = [arguments.pop(name) for name in ("query", "key", "value")]
+    with pytest.raises(error, match=message):
+        linear_attention(*tensors, **arguments)
+
+
+def test_state_errors():
+    query, key, value, _, _ = draw()
+    state = linear_attention_state(2, 2, 5, 3)
+    with pytest.raises(ValueError, match="causal=False"):
+        linear_attention(query, key, value, state=state)
+    with pytest.raises(ValueError, match="same length"):
+        linear_attention(query[:, :9], key, value, causal=True, state=state)
+    with pytest.raises(ValueError, match="takes no `state`"):
+        linear_attention(
+            query, key, value, causal=True, state=state, implementation="reference"
+        )

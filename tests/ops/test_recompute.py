@@ -1,0 +1,131 @@
+"""The scan against a plain loop, in values, gradients and what it stores."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn.ops.recompute import recompute_scan
+from tests.autodiff import gradients, to_numpy
+
+STEPS = 7
+
+
+def step(carry, x, consts):
+    (total,), (a, b), (scale,) = carry, x, consts
+    total = ops.tanh(total @ scale + a)
+    return (total,), (total * b, ops.sum(total, axis=-1))
+
+
+def arrays():
+    random = np.random.default_rng(0)
+    shapes = [(3, 4), (STEPS, 3, 4), (STEPS, 3, 4), (4, 4)]
+    return [random.normal(size=shape).astype("float32") for shape in shapes]
+
+
+def scanned(total, a, b, scale):
+    return recompute_scan(step, (total,), (a, b), (scale,))
+
+
+def looped(total, a, b, scale):
+    """The same by hand, in NumPy float64."""
+    ys, sums = [], []
+    for i in range(len(a)):
+        total = np.tanh(total @ scale + a[i])
+        ys.append(total * b[i])
+        sums.append(total.sum(-1))
+    return total, np.stack(ys), np.stack(sums)
+
+
+@pytest.mark.parametrize("steps", [1, STEPS])
+def test_values(steps):
+    total, a, b, scale = arrays()
+    values = (total, a[:steps], b[:steps], scale)
+    (last,), (ys, sums) = scanned(*(ops.convert_to_tensor(x) for x in values))
+    expected = looped(*(x.astype("float64") for x in values))
+    for ours, theirs in zip((last, ys, sums), expected, strict=True):
+        np.testing.assert_allclose(to_numpy(ours), theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_the_slopes_of_the_loop():
+    values = arrays()
+    random = np.random.default_rng(1)
+
+    def loss(*tensors):
+        (last,), (ys, sums) = scanned(*tensors)
+        return ops.sum(last) + ops.sum(ops.sin(ys)) + ops.sum(ops.square(sums))
+
+    def loop_loss(*arrays):
+        last, ys, sums = looped(*arrays)
+        return last.sum() + np.sin(ys).sum() + (sums**2).sum()
+
+    wide = [value.astype("float64") for value in values]
+    for i, gradient in enumerate(gradients(loss, *values)):
+        direction = random.normal(size=gradient.shape)
+
+        def moved(step, i=i, direction=direction):
+            return loop_loss(*wide[:i], wide[i] + step * direction, *wide[i + 1 :])
+
+        slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
+        assert abs((gradient * direction).sum() - slope) < 1e-3 * (1 + abs(slope))
+
+
+def test_an_unused_output_costs_no_gradient():
+    values = arrays()
+
+    def loss(*tensors):
+        return ops.sum(scanned(*tensors)[0][0])
+
+    _, _, of_b, _ = gradients(loss, *values)
+    np.testing.assert_array_equal(of_b, np.zeros_like(of_b))
+
+
+def test_intermediates_are_not_stored_on_torch(backend):
+    if backend != "torch":
+        pytest.skip("counts what PyTorch's autograd saves")
+    import torch
+
+    wide = 4096
+
+    def wasteful(carry, x, consts):
+        blown_up = ops.sin(x[0][:, None] * ops.ones((1, wide)))
+        return carry, (ops.sum(blown_up * blown_up, axis=-1),)
+
+    x = torch.ones((STEPS, 8), requires_grad=True)
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _, (y,) = recompute_scan(wasteful, (), (x,))
+    assert sum(saved) < wide
+    y.sum().backward()
+    assert torch.all(torch.isfinite(x.grad))
+
+
+def test_memory_of_the_compiled_program_does_not_grow_with_the_features(backend):
+    if backend != "jax":
+        pytest.skip("reads the size of XLA's temporaries")
+    import jax
+
+    def temporaries(length):
+        def wasteful(carry, x, consts):
+            blown_up = ops.sin(x[0][:, None] * ops.ones((1, 4096)))
+            return carry, (ops.sum(blown_up * blown_up, axis=-1),)
+
+        def loss(x):
+            return ops.sum(recompute_scan(wasteful, (), (x,))[1][0])
+
+        compiled = jax.jit(jax.grad(loss)).lower(np.ones((length, 8), "float32"))
+        return compiled.compile().memory_analysis().temp_size_in_bytes
+
+    stored = 8 * 4096 * 4
+    assert temporaries(64) - temporaries(4) < 10 * stored
+
+
+def test_an_unknown_backend_is_named(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "numpy")
+    with pytest.raises(ValueError, match="'numpy'"):
+        recompute_scan(step, (), (np.zeros((1, 1)),))

@@ -1,0 +1,36 @@
+"""What importing the package does and offers."""
+
+import subprocess
+import sys
+
+import keras
+import pytest
+
+import keras_efficient_attn
+from keras_efficient_attn import layers
+
+BACKEND_MODULES = {"tensorflow": "tensorflow", "jax": "jax", "torch": "torch"}
+
+
+def test_import_loads_neither_extras_nor_other_backends(backend):
+    # Keras itself may import other backends (for its exporters): what counts is what
+    # this package adds.
+    code = (
+        "import sys, keras; before = set(sys.modules);"
+        "import keras_efficient_attn;"
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    added = set(done.stdout.split())
+    assert "keras_efficient_attn" in added
+    unwanted = {"keras_hub", "keras_nlp", "matplotlib", *BACKEND_MODULES.values()}
+    assert not added & unwanted
+
+
+@pytest.mark.parametrize("name", ["PerformerAttention"])
+def test_layers_are_registered_and_exported(name):
+    layer = getattr(layers, name)
+    assert getattr(keras_efficient_attn, name) is layer
+    registered = keras.saving.get_registered_name(layer)
+    assert registered == f"keras_efficient_attn>{name}"
