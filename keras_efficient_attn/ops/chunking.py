@@ -1,5 +1,6 @@
 """Cutting sequences of any length into groups of chunks, and back."""
 
+import keras
 from keras import ops
 
 # Floats of one group of chunks, all heads together, that stay in the cache.
@@ -7,7 +8,7 @@ GROUP_FLOATS = 2**20
 MAX_CHUNKS_IN_GROUP = 16
 
 
-def chunk_layout(length, chunk_size, floats_per_position):
+def chunk_layout(length, chunk_size, batch, floats_per_position):
     """How `length` positions are cut: `(chunk_size, chunks in a group, groups)`.
 
     A length below `chunk_size` that is known makes one chunk of its own size.
@@ -15,14 +16,20 @@ def chunk_layout(length, chunk_size, floats_per_position):
     Args:
         length: Positions; an int, or a scalar where it is not known yet.
         chunk_size: Positions in a chunk.
-        floats_per_position: Floats that one position takes in the step.
+        batch: Rows, if known.
+        floats_per_position: Floats that one position of a row takes in the step.
     """
     if isinstance(length, int):
         length = max(1, length)
         chunk_size = min(chunk_size, length)
+    if isinstance(batch, int):
+        floats_per_position *= max(1, batch)
     most = GROUP_FLOATS // (floats_per_position * chunk_size)
     most = max(1, min(most, MAX_CHUNKS_IN_GROUP))
     total = (length + chunk_size - 1) // chunk_size
+    if not isinstance(length, int) and keras.backend.backend() == "jax":
+        # JAX exports symbolic lengths, but scans only over known ones.
+        return chunk_size, total, 1
     groups = (total + most - 1) // most
     return chunk_size, (total + groups - 1) // groups, groups
 

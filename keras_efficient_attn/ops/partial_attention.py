@@ -26,7 +26,7 @@ def larger(first, second):
 
 
 def smallest_denominator(dtype):
-    """Denominators below this count as zero: their squares leave the float range."""
+    """Denominators below this count as zero: their reciprocals near the float range."""
     return 1e-290 if keras.backend.standardize_dtype(dtype) == "float64" else 1e-30
 
 
@@ -48,7 +48,10 @@ def finish(numerator, log_scale=None, normalize=True):
     if not normalize:
         return values if log_scale is None else values * ops.exp(log_scale)[..., None]
     seen = ops.abs(total) > smallest_denominator(total.dtype)
-    return ops.where(seen, values / ops.where(seen, total, 1.0), 0.0)
+    # Both are first divided by the constant that makes the denominator 1: its square,
+    # which the derivative of a quotient divides by, would leave the float range.
+    scale = ops.stop_gradient(ops.where(seen, 1.0 / ops.where(seen, total, 1.0), 0.0))
+    return (values * scale) / ops.where(seen, total * scale, 1.0)
 
 
 def merge(parts):

@@ -140,8 +140,8 @@ def _near(query, key, value, valid, window, causal):
     length = ops.shape(query)[1]
     heads, dim = query.shape[2:]
     block = max(MIN_BLOCK, window)
-    floats = (query.shape[0] or 1) * heads * (3 * block + 4 * (dim + value.shape[-1]))
-    block, blocks, groups = chunk_layout(length, block, floats)
+    floats = heads * (3 * block + 4 * (dim + value.shape[-1]))
+    block, blocks, groups = chunk_layout(length, block, query.shape[0], floats)
     total = groups * blocks * block
     after = 0 if causal else window
 

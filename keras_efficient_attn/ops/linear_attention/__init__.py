@@ -104,6 +104,8 @@ def linear_attention(
             causal=causal,
             normalize=normalize,
         )
+    if state is not None:
+        _check_state(query_features, key_features, causal)
     outputs, new_state = mapped_linear_attention(
         query_features,
         key_features,
@@ -257,6 +259,19 @@ def _as_long_as(query, *keys):
         return x[:, :length]
 
     return tuple(fit(x) for x in keys)
+
+
+def _check_state(query_features, key_features, causal):
+    if not causal:
+        raise ValueError(
+            "`state` holds the past, and needs `causal=True`. Received: causal=False"
+        )
+    lengths = query_features.shape[1], key_features.shape[1]
+    if None not in lengths and lengths[0] != lengths[1]:
+        raise ValueError(
+            "With `state`, queries and keys must have the same length. Received: "
+            f"query length {lengths[0]}, key length {lengths[1]}"
+        )
 
 
 def _check_shapes(query_features, key_features, value, key_log_weight, key_mask):

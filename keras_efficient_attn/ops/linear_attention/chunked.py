@@ -60,8 +60,8 @@ def causal_linear_attention(
     """
     length = ops.shape(query)[1]
     heads, features = state[0].shape[1:3]
-    floats = (query.shape[0] or 1) * heads * (2 * features + 3 * value.shape[-1])
-    size, chunks, groups = chunk_layout(length, chunk_size, floats)
+    floats = heads * (2 * features + 3 * value.shape[-1])
+    size, chunks, groups = chunk_layout(length, chunk_size, query.shape[0], floats)
     xs = (query, key, value, valid)
     if key_log_weight is not None:
         xs += (key_log_weight,)
@@ -86,17 +86,19 @@ def full_linear_attention(
 ):
     """As `causal_linear_attention`, each query attending to every valid key."""
     heads, features = state[0].shape[1:3]
-    floats = (query.shape[0] or 1) * heads * (features + 2 * value.shape[-1])
+    floats = heads * (features + 2 * value.shape[-1])
 
     xs = (key, value, valid)
     if key_log_weight is not None:
         xs += (key_log_weight,)
-    size, chunks, groups = chunk_layout(ops.shape(key)[1], chunk_size, floats)
+    size, chunks, groups = chunk_layout(
+        ops.shape(key)[1], chunk_size, key.shape[0], floats
+    )
     xs = tuple(split_groups(x, groups, chunks * size) for x in xs)
     state, _ = recompute_scan(_key_step(key_map), state, xs, map_weights)
 
     length = ops.shape(query)[1]
-    size, chunks, groups = chunk_layout(length, chunk_size, floats)
+    size, chunks, groups = chunk_layout(length, chunk_size, query.shape[0], floats)
     xs = (split_groups(query, groups, chunks * size),)
     step = _query_step(query_map, output)
     _, outputs = recompute_scan(step, (), xs, (*state, *map_weights))
@@ -160,7 +162,7 @@ def _prefix_weights(log_scale, chunk_max):
     maxima = ops.concatenate([log_scale[..., None], chunk_max], axis=-1)
     lower = lower_triangle(ops.shape(maxima)[-1])
     seen = ops.where(lower, maxima[..., None, :], LOG_ZERO)
-    running = ops.max(seen, axis=-1)
+    running = ops.max(seen, axis=-1, initial=LOG_ZERO)
     return running, ops.where(lower, ops.exp(seen - running[..., None]), 0.0)
 
 
@@ -194,7 +196,8 @@ def _key_step(key_map):
             log_scale = ops.zeros_like(log_scale)
         else:
             key_log_weight = ops.where(valid > 0, key_log_weight, LOG_ZERO)
-            largest = ops.max(ops.stop_gradient(key_log_weight), axis=(2, 3))
+            constant = ops.stop_gradient(key_log_weight)
+            largest = ops.max(constant, axis=(2, 3), initial=LOG_ZERO)
             largest = larger(log_scale, largest)
             scaled = ops.exp(key_log_weight - largest[..., None, None])
             key = key * scaled[..., None]

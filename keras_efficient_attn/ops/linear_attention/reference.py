@@ -2,6 +2,8 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.partial_attention import LOG_ZERO, finish
+
 
 def linear_attention(
     query_features,
@@ -18,19 +20,21 @@ def linear_attention(
     The `(query_length, key_length)` weights are formed, in the dtype of the input.
     """
     weights = ops.einsum("bthm,bshm->bhts", query_features, key_features)
-    if key_log_weight is not None:
-        shifted = ops.transpose(key_log_weight, (0, 2, 1))[:, :, None, :]
-        if normalize:
-            shifted = shifted - ops.max(shifted, axis=-1, keepdims=True)
-        weights = weights * ops.exp(shifted)
+    allowed = ops.ones_like(weights, dtype="bool")
     if key_mask is not None:
-        weights = ops.where(key_mask[:, None, None, :], weights, 0.0)
+        allowed = allowed & ops.cast(key_mask, "bool")[:, None, None, :]
     if causal:
         rows = ops.arange(ops.shape(query_features)[1])[:, None]
         columns = ops.arange(ops.shape(key_features)[1])[None, :]
-        weights = ops.where(rows >= columns, weights, 0.0)
-    output = ops.einsum("bhts,bshv->bthv", weights, value)
-    if not normalize:
-        return output
+        allowed = allowed & (rows >= columns)
+    if key_log_weight is not None:
+        logs = ops.transpose(key_log_weight, (0, 2, 1))[:, :, None, :]
+        logs = ops.where(allowed, logs, LOG_ZERO)
+        if normalize:
+            logs = logs - ops.stop_gradient(ops.max(logs, axis=-1, keepdims=True))
+        weights = weights * ops.exp(logs)
+    weights = ops.where(allowed, weights, 0.0)
+    numerator = ops.einsum("bhts,bshv->bthv", weights, value)
     total = ops.transpose(ops.sum(weights, axis=-1), (0, 2, 1))[..., None]
-    return ops.where(total == 0.0, 0.0, output / ops.where(total == 0.0, 1.0, total))
+    numerator = ops.concatenate([numerator, total], axis=-1)
+    return finish(numerator, normalize=normalize)
