@@ -83,14 +83,21 @@ def with_gradients(function):
 
 
 def linear(query, key, value):
-    from keras_efficient_attn.ops import feature_maps, linear_attention
+    from keras import ops
 
-    return linear_attention(
-        feature_maps.elu_features(query)[0],
-        feature_maps.elu_features(key)[0],
+    from keras_efficient_attn.ops.feature_maps import elu_features
+    from keras_efficient_attn.ops.linear_attention import mapped_linear_attention
+
+    (output,), _ = mapped_linear_attention(
+        query,
+        key,
         value,
+        query_map=elu_features,
+        key_map=elu_features,
+        num_features=HEAD_DIM,
         causal=True,
     )
+    return ops.cast(output, query.dtype)
 
 
 def softmax(query, key, value):

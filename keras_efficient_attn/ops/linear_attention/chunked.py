@@ -120,10 +120,9 @@ def _causal_step(query_map, key_map, chunk_size, output):
         key, key_log_weight = key_map(key, *map_weights)
         key_log_weight = _total_log_weight(key_log_weight, explicit)
         value = with_ones(value, valid)
-        lower = lower_triangle(chunk_size)
         scores = query @ ops.swapaxes(key, -1, -2)
         if key_log_weight is None:
-            scores = ops.where(lower, scores, 0.0)
+            scores = ops.tril(scores)
             local = ops.swapaxes(key, -1, -2) @ value
             before, sums = _prefix_sums(sums, local)
             numerator = scores @ value + query @ before
@@ -134,6 +133,7 @@ def _causal_step(query_map, key_map, chunk_size, output):
             chunk_max = ops.max(constant, axis=-1)
             # Of the state, and of each query: what it may see, and no more.
             state_max, weights = _prefix_weights(log_scale, chunk_max)
+            lower = lower_triangle(chunk_size)
             seen = ops.where(lower, constant[..., None, :], LOG_ZERO)
             scale = larger(ops.max(seen, axis=-1), state_max[..., :-1, None])
             shifted = key_log_weight[..., None, :] - scale[..., None]

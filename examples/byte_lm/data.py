@@ -1,0 +1,157 @@
+"""Text as bytes: where it comes from, how it is split, and how it is batched."""
+
+import bz2
+import gzip
+import hashlib
+import itertools
+import lzma
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+
+from byte_lm.errors import UsageError
+
+SPLITS = ("train", "validation", "test")
+# The usual split of enwik8: 90, 5 and 5 million of its 100 million bytes.
+HELD_OUT = 0.05
+# Excerpts that held-out text is evaluated on.
+PIECES = 16
+
+
+def load_splits(text=None):
+    """The training, validation and test bytes, as a dict of uint8 arrays.
+
+    A single file is cut in three: the first 90 % for training, then 5 % and 5 %. A
+    folder is split by file, in an order that depends on the file names only.
+
+    Args:
+        text: A file, or a folder. Defaults to the source of the Python standard
+            library.
+
+    Raises:
+        UsageError: If there is no text at that place.
+    """
+    if text is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        paths = [path for path in root.rglob("*.py") if _is_source(path, root)]
+    else:
+        root = Path(text)
+        paths = [path for path in root.rglob("*") if path.is_file()]
+    try:
+        if root.is_file():
+            splits = split_bytes(root.read_bytes())
+        elif root.is_dir():
+            splits = split_files({_name(path, root): path for path in paths})
+        else:
+            raise UsageError(f"--text {root}: no such file or folder")
+    except OSError as error:
+        raise UsageError(f"--text {root}: {error}") from error
+    if not all(splits.values()):
+        raise UsageError(
+            f"--text {root}: too little text to split into {', '.join(SPLITS)}"
+        )
+    return {name: np.frombuffer(data, np.uint8) for name, data in splits.items()}
+
+
+def split_bytes(data, held_out=HELD_OUT):
+    """One text, cut into `{"train": ..., "validation": ..., "test": ...}`."""
+    size = int(len(data) * held_out)
+    start = len(data) - 2 * size
+    pieces = data[:start], data[start : start + size], data[start + size :]
+    return dict(zip(SPLITS, pieces, strict=True))
+
+
+def split_files(paths, held_out=HELD_OUT):
+    """Whole files, joined into `{"train": ..., "validation": ..., "test": ...}`."""
+    groups = assign_files({name: path.stat().st_size for name, path in paths.items()})
+    return {
+        split: b"".join(paths[name].read_bytes() for name in names)
+        for split, names in groups.items()
+    }
+
+
+def assign_files(sizes, held_out=HELD_OUT):
+    """The file names of each split.
+
+    Files are taken in the order of their names' hashes, which mixes the folders and
+    is the same everywhere, first for the test and the validation text.
+
+    Args:
+        sizes: Bytes by file name.
+        held_out: Part of all bytes for the test, and again for validation.
+    """
+    order = sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest())
+    wanted = held_out * sum(sizes.values())
+    groups = {split: [] for split in SPLITS}
+    for name in order:
+        open_splits = (
+            split
+            for split in ("test", "validation")
+            if sum(sizes[other] for other in groups[split]) < wanted
+        )
+        groups[next(open_splits, "train")].append(name)
+    return groups
+
+
+def batches(data, length, batch, seed, first_step=0):
+    """Endless training batches; batch `k` depends on `seed` and `k` only.
+
+    Yields:
+        `(tokens, targets)`: int32 `(batch, length)`; the targets are the next bytes.
+    """
+    for step in itertools.count(first_step):
+        starts = np.random.default_rng([seed, step]).integers(
+            0, len(data) - length, size=batch
+        )
+        rows = data[starts[:, None] + np.arange(length + 1)].astype("int32")
+        yield rows[:, :-1], rows[:, 1:]
+
+
+def excerpts(data, size, pieces=PIECES):
+    """About `size` bytes: equally long pieces, spread evenly over the data.
+
+    Neighbouring files resemble each other, and the start of a text is not like the
+    rest. All of the data, if it is not longer than that.
+    """
+    if len(data) <= size:
+        return data
+    width = size // pieces
+    starts = np.arange(pieces) * (len(data) - width) // (pieces - 1)
+    return data[starts[:, None] + np.arange(width)].reshape(-1)
+
+
+def evaluation_windows(data, length):
+    """Windows that score every byte once, with at least half a window before it.
+
+    Windows overlap by half, and only the second half of each counts; of the first
+    window everything does.
+
+    Returns:
+        `(tokens, targets, weights)`: `(windows, length)` each.
+    """
+    stride = max(1, length // 2)
+    starts = np.arange(0, len(data) - length, stride)
+    rows = data[starts[:, None] + np.arange(length + 1)].astype("int32")
+    weights = np.ones((len(starts), length), "float32")
+    weights[1:, : length - stride] = 0.0
+    return rows[:, :-1], rows[:, 1:], weights
+
+
+def compressed_bits_per_byte(data):
+    """Bits per byte of gzip, bz2 and xz, each at its best, on `data`."""
+    data = bytes(data)
+    sizes = {
+        "gzip": len(gzip.compress(data, 9)),
+        "bz2": len(bz2.compress(data, 9)),
+        "xz": len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)),
+    }
+    return {name: 8 * size / len(data) for name, size in sizes.items()}
+
+
+def _is_source(path, root):
+    return "site-packages" not in path.relative_to(root).parts and path.is_file()
+
+
+def _name(path, root):
+    return path.relative_to(root).as_posix()

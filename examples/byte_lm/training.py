@@ -1,0 +1,245 @@
+"""A run: train, evaluate, sample, and leave the results."""
+
+import hashlib
+import json
+import resource
+import statistics
+import sys
+import time
+
+import keras
+
+from byte_lm import data, results
+from byte_lm.checkpoints import Checkpoints, write_text
+from byte_lm.errors import UsageError
+from byte_lm.model import BitsPerByte, build_model, is_streaming
+from byte_lm.sampling import sample
+
+# Bytes that each epoch's validation scores, and that a sample continues.
+VALIDATION_BYTES = 2**15
+PROMPT_BYTES = 256
+
+
+class Recorder(keras.callbacks.Callback):
+    """After each epoch: a row of the curve, and a checkpoint.
+
+    Args:
+        checkpoints: Where to save.
+        record: The run's record; its curve and step are kept up to date.
+    """
+
+    def __init__(self, checkpoints, record):
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.record = record
+
+    def on_train_begin(self, logs=None):
+        curve = self.record["curve"]
+        self.start = time.perf_counter() - (curve[-1]["seconds"] if curve else 0.0)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.step_seconds = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.step_start = time.perf_counter()
+
+    def on_train_batch_end(self, batch, logs=None):
+        # Reading the loss waits for the step, which may still be under way.
+        float(logs["loss"])
+        self.step_seconds.append(time.perf_counter() - self.step_start)
+
+    def on_epoch_end(self, epoch, logs=None):
+        seconds = time.perf_counter() - self.start
+        self.record["step"] = int(self.model.optimizer.iterations)
+        self.record["curve"].append(
+            {
+                "step": self.record["step"],
+                "seconds": round(seconds, 1),
+                # The first step of an epoch may compile.
+                "seconds_per_step": statistics.median(
+                    self.step_seconds[1:] or self.step_seconds
+                ),
+                "bits_per_byte": float(logs["bits_per_byte"]),
+                "val_bits_per_byte": float(logs["val_bits_per_byte"]),
+            }
+        )
+        self.checkpoints.save(self.model, self.record)
+
+
+def run(arguments, fixed):
+    """Trains a model and leaves the results in `arguments.out`.
+
+    Args:
+        arguments: The parsed arguments.
+        fixed: Those that a resumed run must share, as a dict.
+    """
+    splits = data.load_splits(arguments.text)
+    for name, split in splits.items():
+        if len(split) <= arguments.length:
+            raise UsageError(
+                f"--length {arguments.length} is too long: the {name} text has "
+                f"{len(split)} bytes, and {arguments.length + 1} are needed"
+            )
+    keras.config.set_dtype_policy(arguments.dtype)
+    keras.utils.set_random_seed(arguments.seed)
+    checkpoints = Checkpoints(arguments.out)
+    fixed = {**fixed, "text": hashlib.sha256(splits["train"]).hexdigest()}
+    if arguments.resume:
+        model, record = checkpoints.restore(lambda record: check_same(record, fixed))
+        print(f"Going on from step {record['step']} of {arguments.steps}.")
+    else:
+        refuse_used_folder(checkpoints)
+        model, record = new_model(arguments), {"step": 0, "curve": [], **fixed}
+    print(
+        f"{keras.backend.backend()} backend, {arguments.attention} attention, "
+        f"{model.count_params():,} parameters; "
+        + ", ".join(f"{len(split):,} {name}" for name, split in splits.items())
+        + " bytes",
+        flush=True,
+    )
+    train(model, splits, arguments, checkpoints, record)
+    finish(model, splits, arguments, record)
+
+
+def check_same(record, fixed):
+    """Raises `UsageError` if a checkpoint's record is of another run."""
+    for name, value in fixed.items():
+        if record.get(name) != value:
+            option = f"--{name.replace('_', '-')}"
+            received = "other text" if name == "text" else value
+            trained = "" if name == "text" else f" {record.get(name)}"
+            raise UsageError(
+                f"--resume: the run in --out was started with another {option}"
+                f"{trained}; received {received}"
+            )
+
+
+def refuse_used_folder(checkpoints):
+    """Raises `UsageError` if a run would overwrite another's checkpoints."""
+    steps = checkpoints.steps()
+    if steps:
+        raise UsageError(
+            f"{checkpoints.folder} holds a run of {steps[0]} steps: go on with it by "
+            "--resume, or start afresh by --out with another folder"
+        )
+
+
+def new_model(arguments):
+    """A compiled model, with a warm-up and then a cosine decay to zero."""
+    model = build_model(
+        arguments.attention, arguments.layers, arguments.dim, arguments.heads
+    )
+    warmup = max(1, arguments.steps // 20)
+    schedule = keras.optimizers.schedules.CosineDecay(
+        0.0,
+        max(1, arguments.steps - warmup),
+        warmup_target=arguments.learning_rate,
+        warmup_steps=warmup,
+    )
+    # Muon for the matrices of the blocks, Adam for the rest.
+    optimizer = keras.optimizers.Muon(
+        schedule,
+        exclude_layers=["logits", "bytes"],
+        weight_decay=0.1,
+        adam_weight_decay=0.0,
+        adam_beta_2=0.99,
+    )
+    model.compile(
+        optimizer,
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        weighted_metrics=[BitsPerByte()],
+    )
+    return model
+
+
+def train(model, splits, arguments, checkpoints, record):
+    """Trains from the record's step to the last."""
+    recorder = Recorder(checkpoints, record)
+    # A second round where --epoch-steps does not divide --steps.
+    while record["step"] < arguments.steps:
+        left = arguments.steps - record["step"]
+        epoch_steps = min(arguments.epoch_steps, left)
+        first_epoch = record["step"] // arguments.epoch_steps
+        model.fit(
+            data.batches(
+                splits["train"],
+                arguments.length,
+                arguments.batch,
+                arguments.seed,
+                first_step=record["step"],
+            ),
+            shuffle=False,
+            steps_per_epoch=epoch_steps,
+            initial_epoch=first_epoch,
+            epochs=first_epoch + left // epoch_steps,
+            validation_data=data.evaluation_windows(
+                excerpts(splits["validation"], VALIDATION_BYTES, arguments.length),
+                arguments.length,
+            ),
+            validation_batch_size=arguments.batch,
+            callbacks=[recorder],
+        )
+
+
+def excerpts(split, size, length):
+    """Excerpts of held-out text, none shorter than a window."""
+    return data.excerpts(split, max(size, data.PIECES * (length + 1)))
+
+
+def finish(model, splits, arguments, record):
+    """Evaluates, samples, and writes the results."""
+    test = excerpts(splits["test"], arguments.test_bytes, arguments.length)
+    tokens, targets, weights = data.evaluation_windows(test, arguments.length)
+    scored = model.evaluate(
+        tokens,
+        targets,
+        sample_weight=weights,
+        batch_size=arguments.batch,
+        return_dict=True,
+    )
+    bits = scored["bits_per_byte"]
+    baselines = data.compressed_bits_per_byte(test)
+    part = "all" if len(test) == len(splits["test"]) else f"{data.PIECES} excerpts"
+    print(
+        f"Test text ({part}, {len(test):,} bytes): {results.verdict(bits, baselines)}"
+    )
+
+    prompt = bytes(splits["test"][:PROMPT_BYTES])
+    sampled, speed = sample(
+        model,
+        prompt,
+        arguments.sample_bytes,
+        arguments.length,
+        arguments.temperature,
+        arguments.seed,
+    )
+    way = "a state" if is_streaming(model) else f"the last {arguments.length} bytes"
+    print(f"Sample after {PROMPT_BYTES} bytes of test text, from {way}:")
+    print(prompt.decode("utf-8", "replace"), end="")
+    print(f"|{sampled.decode('utf-8', 'replace')}")
+    print(f"{speed:,.0f} bytes per second")
+
+    out = arguments.out
+    model.save(out / "model.keras")
+    results.write_curve(out / "curve.csv", record["curve"])
+    title = f"{arguments.attention}, length {arguments.length}"
+    results.plot_curve(out / "curve.png", record["curve"], baselines, bits, title)
+    result = {
+        "attention": arguments.attention,
+        "bits_per_byte": bits,
+        **baselines,
+        "test_bytes": len(test),
+        "seconds_per_step": statistics.median(
+            row["seconds_per_step"] for row in record["curve"]
+        ),
+        "peak_mib": peak_mib(),
+        "sampled_bytes_per_second": speed,
+    }
+    write_text(out / "result.json", json.dumps(result, indent=2) + "\n")
+    print(f"Wrote model.keras, curve.csv, curve.png and result.json in {out}")
+
+
+def peak_mib():
+    """Peak resident memory of this process."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10

@@ -1,0 +1,189 @@
+"""Trains a byte-level language model with an attention layer of this package.
+
+    python examples/train_byte_lm.py
+    python examples/train_byte_lm.py --text enwik8 --attention softmax
+    python examples/train_byte_lm.py --compare performer softmax
+
+The text is the Python standard library's own source, or your `--text`. Keras' progress
+bar shows bits per byte. The run leaves `model.keras`, `curve.csv`, `curve.png` and
+`result.json` in `--out`, with checkpoints to go on from with `--resume`. The parts are
+in `byte_lm/`: text and batches, model, checkpoints, sampling, plot.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from byte_lm.errors import UsageError
+
+BACKENDS = ("tensorflow", "jax", "torch")
+DTYPES = ("float32", "bfloat16", "mixed_bfloat16", "float16", "mixed_float16")
+# What a resumed run has to have in common with the one that it goes on with.
+FIXED = (
+    "attention",
+    "length",
+    "layers",
+    "dim",
+    "heads",
+    "steps",
+    "epoch_steps",
+    "batch",
+    "learning_rate",
+    "dtype",
+    "seed",
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with an argument in one line, without the usage."""
+
+    def error(self, message):
+        raise UsageError(message)
+
+
+def parse_arguments(argv):
+    parser = Parser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add(
+        "--attention",
+        default="performer:feature_map=elu,qk_norm=True",
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="performer or softmax (Keras' own), with options of the layer's "
+        "constructor, such as performer:feature_map=favor+,window=64",
+    )
+    add(
+        "--compare",
+        nargs="+",
+        metavar="ATTENTION",
+        help="train each of these on the same batches, and print a table",
+    )
+    add("--text", metavar="FILE_OR_DIR", help="default: the standard library's source")
+    add("--length", type=_positive, default=1024, help="bytes per row of a batch")
+    add("--layers", type=_positive, default=2)
+    add("--dim", type=_positive, default=128)
+    add("--heads", type=_positive, default=4)
+    add("--steps", type=_positive, default=900)
+    add("--batch", type=_positive, default=2, help="rows of a batch")
+    add("--learning-rate", type=_positive_float, default=4e-3)
+    add("--dtype", choices=DTYPES, default="float32", help="Keras' dtype policy")
+    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
+    add("--seed", type=_natural, default=0)
+    add(
+        "--epoch-steps",
+        type=_positive,
+        default=50,
+        help="steps between validations, each followed by a checkpoint",
+    )
+    add(
+        "--test-bytes",
+        type=_positive,
+        default=2**18,
+        help="bytes of the test text to evaluate and to compress",
+    )
+    add("--sample-bytes", type=_at_least_two, default=400, help="bytes to sample")
+    add(
+        "--temperature",
+        type=_temperature,
+        default=0.8,
+        help="of the sample; 0 is greedy",
+    )
+    add("--out", type=Path, default=Path("runs/byte_lm"), help="folder for the results")
+    add("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    """Runs the script; returns its exit status."""
+    try:
+        arguments = parse_arguments(argv)
+        select_backend(arguments.backend)
+        # These import Keras, which reads the backend once.
+        if arguments.compare:
+            compare(arguments)
+        else:
+            from byte_lm.training import run
+
+            run(arguments, {name: getattr(arguments, name) for name in FIXED})
+    except UsageError as error:
+        print(f"train_byte_lm.py: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nInterrupted; --resume goes on from the last checkpoint.")
+        return 130
+    return 0
+
+
+def select_backend(backend):
+    """Has Keras use this backend, or the one it is configured for."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if backend is None:
+        return
+    if importlib.util.find_spec(backend) is None:
+        raise UsageError(f"--backend {backend}: {backend} is not installed")
+    os.environ["KERAS_BACKEND"] = backend
+
+
+def compare(arguments):
+    """Trains each attention in a process of its own, and prints a table.
+
+    The processes see the same batches, and neither sees the other's memory.
+    """
+    from byte_lm.model import check_attention
+    from byte_lm.results import comparison_table
+
+    for attention in arguments.compare:
+        check_attention(attention, arguments.dim, arguments.heads)
+    results = []
+    for attention in arguments.compare:
+        print(f"\n== {attention}", flush=True)
+        out = arguments.out / re.sub(r"[^\w+.=-]", "_", attention)
+        changed = {"compare": None, "attention": attention, "out": out}
+        options = {**vars(arguments), **changed}
+        command = [sys.executable, __file__, *command_line(options)]
+        if subprocess.run(command).returncode:
+            raise UsageError(f"--compare: no result from {shlex.join(command)}")
+        results.append(json.loads((out / "result.json").read_text()))
+    print("\n" + comparison_table(results))
+
+
+def command_line(options):
+    """The command-line form of parsed options."""
+    words = []
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(option)
+        elif value is not None and value is not False:
+            words += [option, str(value)]
+    return words
+
+
+def _number(convert, accept, expected):
+    def parse(text):
+        try:
+            number = convert(text)
+        except ValueError:
+            number = None
+        if number is None or not accept(number):
+            raise argparse.ArgumentTypeError(f"must be {expected}; received {text!r}")
+        return number
+
+    return parse
+
+
+_positive = _number(int, lambda n: n >= 1, "a positive integer")
+_natural = _number(int, lambda n: n >= 0, "an integer that is not negative")
+_at_least_two = _number(int, lambda n: n >= 2, "an integer of at least 2")
+_positive_float = _number(float, lambda x: 0 < x < math.inf, "a positive number")
+_temperature = _number(float, lambda x: 0 <= x < math.inf, "0 or a positive number")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

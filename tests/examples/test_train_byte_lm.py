@@ -1,0 +1,297 @@
+import csv
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from matplotlib import image
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import train_byte_lm  # noqa: E402
+from byte_lm import data  # noqa: E402
+from byte_lm.checkpoints import Checkpoints  # noqa: E402
+from byte_lm.errors import UsageError  # noqa: E402
+from byte_lm.model import (  # noqa: E402
+    BitsPerByte,
+    CausalConv,
+    HashedNGrams,
+    StreamingModel,
+    build_model,
+)
+
+STEPS = 24
+# One of the standard library's files is text enough.
+TEXT = json.decoder.__file__
+TINY = (
+    f"--length 32 --layers 1 --dim 16 --heads 2 --batch 2 --steps {STEPS} "
+    "--epoch-steps 4 --sample-bytes 5 --test-bytes 500"
+).split() + ["--text", TEXT]
+
+
+def weights_of(model):
+    return [keras.ops.convert_to_numpy(variable) for variable in model.variables]
+
+
+def assert_same_weights(folder, expected):
+    model = keras.saving.load_model(Path(folder, "model.keras"))
+    for weight, other in zip(weights_of(model), weights_of(expected), strict=True):
+        np.testing.assert_allclose(weight, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run that nothing interrupted."""
+    out = tmp_path_factory.mktemp("finished")
+    assert train_byte_lm.main([*TINY, "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def trained(finished):
+    return keras.saving.load_model(finished / "model.keras")
+
+
+# Data.
+
+
+def test_files_are_split_by_name_and_never_shared():
+    sizes = {f"folder/{i}.py": 10 + i for i in range(200)}
+    groups = data.assign_files(sizes)
+    shuffled = data.assign_files(dict(reversed(sizes.items())))
+    assert groups == shuffled
+    assert sorted(sum(groups.values(), [])) == sorted(sizes)
+    total = sum(sizes.values())
+    for split in ("validation", "test"):
+        part = sum(sizes[name] for name in groups[split]) / total
+        assert 0.05 <= part < 0.06
+
+
+def test_folder_holds_whole_files(tmp_path):
+    files = {f"{i}.txt": bytes([i]) * 100 for i in range(40)}
+    for name, contents in files.items():
+        (tmp_path / name).write_bytes(contents)
+    splits = data.load_splits(tmp_path)
+    seen = [set(split.tolist()) for split in splits.values()]
+    assert [len(split) for split in splits.values()] == [3600, 200, 200]
+    assert sum(map(len, seen)) == len(set.union(*seen)) == 40
+
+
+def test_default_text_is_the_standard_library():
+    splits = data.load_splits()
+    assert sum(map(len, splits.values())) > 5_000_000
+    assert b"import" in bytes(splits["test"])
+
+
+def test_file_is_cut_like_enwik8():
+    text = bytes(range(100)) * 10
+    splits = data.split_bytes(text)
+    assert [len(split) for split in splits.values()] == [900, 50, 50]
+    assert b"".join(splits.values()) == text
+    # The sizes that everyone reports on, without the 100 million bytes.
+    sizes = [len(split) for split in data.split_bytes(range(10**8)).values()]
+    assert sizes == [90_000_000, 5_000_000, 5_000_000]
+
+
+def test_batches_depend_on_seed_and_step_only():
+    text = np.arange(200, dtype="uint8")
+    first = data.batches(text, 16, 4, seed=3)
+    skipped = [next(first) for _ in range(6)][5]
+    tokens, targets = next(data.batches(text, 16, 4, seed=3, first_step=5))
+    np.testing.assert_array_equal(tokens, skipped[0])
+    np.testing.assert_array_equal(tokens + 1, targets)
+    other, _ = next(data.batches(text, 16, 4, seed=4, first_step=5))
+    assert (other != tokens).any()
+
+
+@pytest.mark.parametrize("length", [1, 7, 8])
+def test_evaluation_scores_each_byte_once(length):
+    text = np.arange(101, dtype="uint8")
+    tokens, targets, weights = data.evaluation_windows(text, length)
+    scored = targets[weights > 0].tolist()
+    assert scored == list(range(1, 1 + len(scored)))
+    assert len(scored) > 100 - length
+    np.testing.assert_array_equal(tokens + 1, targets)
+
+
+def test_excerpts_are_spread_over_the_text():
+    text = np.arange(250, dtype="uint8")
+    assert data.excerpts(text, 40, pieces=4).tolist() == [
+        *range(0, 10),
+        *range(80, 90),
+        *range(160, 170),
+        *range(240, 250),
+    ]
+    assert data.excerpts(text, 250) is text
+
+
+# Model.
+
+
+def test_bits_per_byte_is_the_mean_of_minus_log2():
+    generator = np.random.default_rng(0)
+    probabilities = generator.dirichlet(np.ones(256), size=(2, 5)).astype("float32")
+    targets = generator.integers(0, 256, size=(2, 5))
+    weights = np.array([[1, 0, 1, 1, 0], [1, 1, 1, 0, 0]], "float32")
+    chosen = np.take_along_axis(probabilities, targets[..., None], axis=-1)[..., 0]
+    metric = BitsPerByte()
+    metric.update_state(targets, np.log(probabilities) + 3.0, sample_weight=weights)
+    expected = np.sum(-np.log2(chosen) * weights) / weights.sum()
+    assert float(metric.result()) == pytest.approx(expected, rel=1e-5)
+    uniform = BitsPerByte()
+    uniform.update_state(targets, np.zeros((2, 5, 256)))
+    assert float(uniform.result()) == pytest.approx(math.log2(256))
+
+
+@pytest.mark.parametrize("layer", [CausalConv(), HashedNGrams(8, rows=64, width=4)])
+def test_local_layers_stream_and_are_causal(layer):
+    x = np.random.default_rng(0).integers(0, 256, size=(2, 11))
+    if isinstance(layer, CausalConv):
+        x = np.sin(x[..., None] * np.arange(1, 9)).astype("float32")
+    x = keras.ops.convert_to_tensor(x, dtype=x.dtype if x.ndim == 3 else "int32")
+    whole = keras.ops.convert_to_numpy(layer(x))
+    state = layer.initial_state(2)
+    pieces = []
+    for start, stop in ((0, 1), (1, 3), (3, 11)):
+        piece, state = layer(x[:, start:stop], state=state)
+        pieces.append(keras.ops.convert_to_numpy(piece))
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        "performer:feature_map=elu",
+        "performer:num_features=16,window=4,rotary_wavelength=100",
+    ],
+)
+def test_streaming_gives_the_logits_of_the_whole_text(attention):
+    model = build_model(attention, layers=2, dim=16, heads=2)
+    tokens = np.frombuffer(b"def attend(query, key):", np.uint8)[None].astype("int32")
+    whole = keras.ops.convert_to_numpy(model(tokens))
+    stream = StreamingModel(model)
+    states = stream.initial_states(1)
+    pieces = []
+    for start, stop in ((0, 12), (12, 13), (13, 14), (14, tokens.shape[1])):
+        inputs = {"tokens": tokens[:, start:stop], "states": states}
+        logits, states = stream(inputs)
+        pieces.append(keras.ops.convert_to_numpy(logits))
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, atol=1e-4)
+
+
+# Runs.
+
+
+def test_run_leaves_model_curve_plot_and_result(finished, trained):
+    with open(finished / "curve.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(4, STEPS + 1, 4))
+    assert float(rows[-1]["bits_per_byte"]) < float(rows[0]["bits_per_byte"]) < 9
+    assert image.imread(finished / "curve.png").ndim == 3
+    result = json.loads((finished / "result.json").read_text())
+    assert {"bits_per_byte", "gzip", "bz2", "xz"} <= set(result)
+    assert result["sampled_bytes_per_second"] > 0
+    assert Checkpoints(finished).steps() == [STEPS, STEPS - 4]
+    assert trained(np.zeros((1, 100), "int32")).shape == (1, 100, 256)
+
+
+def test_killed_run_resumes_to_the_same_weights(finished, trained, tmp_path):
+    script = EXAMPLES / "train_byte_lm.py"
+    command = [sys.executable, str(script), *TINY, "--out", str(tmp_path)]
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            while not (tmp_path / "checkpoint-4.json").exists():
+                assert process.poll() is None, (tmp_path / "log").read_text()
+                time.sleep(0.01)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    assert Checkpoints(tmp_path).steps()[0] < STEPS
+    assert train_byte_lm.main([*TINY, "--out", str(tmp_path), "--resume"]) == 0
+    assert_same_weights(tmp_path, trained)
+
+
+def test_damaged_checkpoint_is_reported_and_the_previous_used(
+    finished, trained, tmp_path, capsys
+):
+    out = shutil.copytree(finished, tmp_path / "copy")
+    newest = out / f"checkpoint-{STEPS}.keras"
+    newest.write_bytes(newest.read_bytes()[:1000])
+    assert train_byte_lm.main([*TINY, "--out", str(out), "--resume"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{newest} is damaged" in printed
+    assert f"Going on from step {STEPS - 4} of {STEPS}" in printed
+    assert_same_weights(out, trained)
+
+
+def test_no_whole_checkpoint_is_an_error(finished, tmp_path):
+    out = shutil.copytree(finished, tmp_path / "copy")
+    for path in out.glob("checkpoint-*.keras"):
+        path.write_bytes(b"")
+    with pytest.raises(UsageError, match="all checkpoints in .* are damaged"):
+        Checkpoints(out).restore()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--attention", "reformer"], "must be one of performer, softmax"),
+        (["--attention", "performer:widow=3"], "no option 'widow'; choose from"),
+        (["--attention", "performer:feature_map=cosine"], "'cosine'"),
+        (["--dim", "16", "--heads", "3"], "--dim 16 --heads 3"),
+        (["--length", "900"], "--length 900 is too long: the validation text has"),
+        (["--steps", "0"], "positive integer; received '0'"),
+        (["--learning-rate", "fast"], "positive number; received 'fast'"),
+        (["--text", "no/such/file"], "no such file or folder"),
+        (["--text", "EMPTY"], "too little text"),
+        (["--dtype", "int7"], "invalid choice: 'int7'"),
+        (["--unknown"], "--unknown"),
+        (["--resume"], "no checkpoint in"),
+        (["--compare", "softmax", "reformer"], "must be one of performer, softmax"),
+    ],
+)
+def test_bad_arguments_get_one_line(options, message, tmp_path, capsys):
+    empty = tmp_path / "empty"
+    empty.touch()
+    options = [str(empty) if option == "EMPTY" else option for option in options]
+    status = train_byte_lm.main([*TINY, "--out", str(tmp_path / "out"), *options])
+    printed = capsys.readouterr().err
+    assert status == 2
+    assert message in printed
+    assert printed.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_used_folder_and_other_arguments_are_refused(finished, capsys):
+    assert train_byte_lm.main([*TINY, "--out", str(finished)]) == 2
+    assert "holds a run of 24 steps: go on with it by --resume" in (
+        capsys.readouterr().err
+    )
+    changed = [*TINY, "--out", str(finished), "--resume", "--dim", "32"]
+    assert train_byte_lm.main(changed) == 2
+    error = capsys.readouterr().err
+    assert "another --dim 16; received 32" in error
+    assert error.count("\n") == 1
+
+
+def test_compare_prints_a_row_for_each(tmp_path, capfd):
+    options = [*TINY, "--steps", "2", "--out", str(tmp_path)]
+    compared = ["performer:num_features=8", "softmax"]
+    assert train_byte_lm.main([*options, "--compare", *compared]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    header = next(i for i, line in enumerate(lines) if line.startswith("attention "))
+    assert "peak memory" in lines[header]
+    for attention, line in zip(compared, lines[header + 1 :], strict=True):
+        name, *numbers = line.split()
+        assert name == attention
+        assert all(float(number) > 0 for number in numbers)
+        assert len(numbers) == 3
