@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import keras
 import pytest
@@ -34,3 +35,11 @@ def test_layers_are_registered_and_exported(name):
     assert getattr(keras_efficient_attn, name) is layer
     registered = keras.saving.get_registered_name(layer)
     assert registered == f"keras_efficient_attn>{name}"
+
+
+def test_the_example_of_the_readme_runs():
+    readme = Path(__file__).resolve().parent.parent / "README.md"
+    code = readme.read_text().split("```python\n")[1].split("```")[0]
+    scope = {}
+    exec(code, scope)
+    assert scope["model"].output_shape == (None, None, 256)

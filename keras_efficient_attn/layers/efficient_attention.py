@@ -19,7 +19,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
       key_length)` tensor. Keras' automatic masks and the explicit `query_mask`,
       `key_mask` and `value_mask` are honoured. What stands at masked positions is
       never read: it may be NaN, and its gradient is zero.
-    - **Scores on request**, the dense matrix with `heads = scores @ value`.
+    - **Scores on request**, the dense matrix with `heads = scores @ value`, before
+      dropout.
     - **State**, for layers that stream: see `initial_state`.
     - Rows that see no key, or that the query mask hides, give zero heads (so the
       output is the output projection's bias).
@@ -58,6 +59,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         # autocast=False: inputs reach the projections as they came (those cast
         # them), and a state keeps its float32 under a mixed policy.
         super().__init__(*args, autocast=False, **kwargs)
+        # The ninth of Keras' positional arguments.
+        flash_attention = kwargs.get("flash_attention") or args[8:9] == (True,)
         if self._attention_axes not in (None, (1,), [1]):
             raise ValueError(
                 f"{type(self).__name__} attends along axis 1 only. Received: "
@@ -69,7 +72,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
                 "with a window have an argument `window`. Received: "
                 f"sliding_window={self._sliding_window}"
             )
-        if kwargs.get("flash_attention"):
+        if flash_attention:
             raise ValueError(
                 f"{type(self).__name__} is not softmax attention and cannot use "
                 "flash attention. Received: flash_attention=True"
@@ -94,6 +97,11 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             `value`, and the new state (`None` without one).
         """
         raise NotImplementedError
+
+    @property
+    def state_names(self):
+        """Names of the tensors of the state; empty for a layer that does not stream."""
+        return ()
 
     def initial_state(self, batch_size):
         """The state before the first position, for streaming a causal sequence.
@@ -144,8 +152,11 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         use_causal_mask=False,
         state=None,
     ):
-        self._check_state(query, value, state, use_causal_mask, return_attention_scores)
         key = value if key is None else key
+        masks = (query_mask, value_mask, key_mask, attention_mask)
+        self._check_call(
+            query, value, key, masks, use_causal_mask, return_attention_scores, state
+        )
         query_mask = None if query_mask is None else ops.cast(query_mask, "bool")
         key_mask = self._merged_key_mask(key_mask, value_mask, attention_mask, key)
         # Hidden positions are emptied before the projections: a NaN there would
@@ -192,40 +203,44 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
     def _merged_key_mask(self, key_mask, value_mask, attention_mask, key):
         masks = [mask for mask in (key_mask, value_mask) if mask is not None]
         if attention_mask is not None:
-            masks.append(self._key_mask_of(attention_mask, key))
+            masks.append(_key_mask_of(attention_mask, key))
         merged = None
         for mask in masks:
             mask = ops.cast(mask, "bool")
             merged = mask if merged is None else ops.logical_and(merged, mask)
         return merged
 
-    def _key_mask_of(self, attention_mask, key):
-        """The key mask that a dense mask broadcasts over queries and heads."""
-        attention_mask = ops.convert_to_tensor(attention_mask)
-        shape = tuple(attention_mask.shape)
+    def _check_call(
+        self, query, value, key, masks, causal, return_attention_scores, state
+    ):
+        """Refuses what cannot be computed, in eager and in symbolic calls alike."""
+        names = ("query_mask", "value_mask", "key_mask")
+        for name, mask, of in zip(names, masks, (query, value, key), strict=False):
+            if mask is not None and not _may_agree(mask.shape, of.shape[:2]):
+                raise ValueError(
+                    f"`{name}` must have the shape (batch, length) = {of.shape[:2]}. "
+                    f"Received: {name}.shape={tuple(mask.shape)}"
+                )
+        if masks[3] is not None:
+            self._check_attention_mask(tuple(masks[3].shape))
+        if state is not None:
+            self._check_state(query, value, state, causal, return_attention_scores)
+
+    def _check_attention_mask(self, shape):
         # (T, S), (B, T, S) or (B, H, T, S): all but the batch and S must be 1.
-        if len(shape) not in (2, 3, 4) or any(
-            s != 1 for s in shape[-2:-1] + shape[1:-2]
-        ):
-            raise ValueError(
-                f"{type(self).__name__} never forms the matrix of queries by keys, "
-                "and so cannot apply an `attention_mask` that differs between "
-                "queries. Pass a mask over keys as `key_mask` (batch, key_length), "
-                "or as `attention_mask` of shape (batch, 1, key_length); a mask over "
-                "queries as `query_mask` (batch, query_length); and "
-                "`use_causal_mask=True` for causality. Received: "
-                f"attention_mask.shape={shape}"
-            )
-        batch, length = ops.shape(key)[:2]
-        rows = 1 if len(shape) == 2 else ops.shape(attention_mask)[0]
-        return ops.broadcast_to(
-            ops.reshape(ops.cast(attention_mask, "bool"), (rows, length)),
-            (batch, length),
+        if len(shape) in (2, 3, 4) and set(shape[-2:-1] + shape[1:-2]) == {1}:
+            return
+        raise ValueError(
+            f"{type(self).__name__} never forms the matrix of queries by keys, "
+            "and so cannot apply an `attention_mask` that differs between "
+            "queries. Pass a mask over keys as `key_mask` (batch, key_length), "
+            "or as `attention_mask` of shape (batch, 1, key_length); a mask over "
+            "queries as `query_mask` (batch, query_length); and "
+            "`use_causal_mask=True` for causality. Received: "
+            f"attention_mask.shape={shape}"
         )
 
     def _check_state(self, query, value, state, causal, return_attention_scores):
-        if state is None:
-            return
         if not causal:
             raise ValueError(
                 "`state` holds the past, and needs `use_causal_mask=True`. Received: "
@@ -236,20 +251,26 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
                 "`return_attention_scores=True` and `state` exclude each other: the "
                 "keys of earlier segments are not kept. Received both."
             )
-        lengths = query.shape[1], value.shape[1]
-        if None not in lengths and lengths[0] != lengths[1]:
+        if not _may_agree(query.shape[1:2], value.shape[1:2]):
             raise ValueError(
                 "With `state`, `query` and `value` must have the same length. "
                 f"Received: query.shape={tuple(query.shape)}, "
                 f"value.shape={tuple(value.shape)}"
             )
-        expected = set(self.initial_state(1))
-        if not isinstance(state, dict) or set(state) != expected:
+        if not isinstance(state, dict) or set(state) != set(self.state_names):
             received = sorted(state) if isinstance(state, dict) else type(state)
             raise ValueError(
                 "`state` must be the dict that `initial_state` or the previous call "
-                f"returned, with the keys {sorted(expected)}. Received: {received}"
+                f"returned, with the keys {sorted(self.state_names)}. Received: "
+                f"{received}"
             )
+        for name, tensor in state.items():
+            if not _may_agree(tensor.shape[:1], query.shape[:1]):
+                raise ValueError(
+                    "`state` must have the batch size of `query`. Received: "
+                    f"state[{name!r}].shape={tuple(tensor.shape)}, "
+                    f"query.shape={tuple(query.shape)}"
+                )
 
     def compute_output_spec(
         self,
@@ -265,7 +286,16 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         use_causal_mask=False,
         state=None,
     ):
-        self._check_state(query, value, state, use_causal_mask, return_attention_scores)
+        masks = (query_mask, value_mask, key_mask, attention_mask)
+        self._check_call(
+            query,
+            value,
+            value if key is None else key,
+            masks,
+            use_causal_mask,
+            return_attention_scores,
+            state,
+        )
         output = keras.KerasTensor(
             self.compute_output_shape(
                 query.shape, value.shape, None if key is None else key.shape
@@ -323,3 +353,19 @@ def _emptied(x, mask):
     if mask is None:
         return x
     return ops.where(mask[..., None], x, ops.zeros_like(x))
+
+
+def _may_agree(first, second):
+    """Whether two shapes are equal as far as they are known."""
+    first, second = tuple(first), tuple(second)
+    return len(first) == len(second) and all(
+        a is None or b is None or a == b for a, b in zip(first, second, strict=True)
+    )
+
+
+def _key_mask_of(attention_mask, key):
+    """The `(batch, key_length)` mask that a dense mask repeats for every query."""
+    batch, length = ops.shape(key)[:2]
+    rows = 1 if len(attention_mask.shape) == 2 else ops.shape(attention_mask)[0]
+    mask = ops.reshape(ops.cast(attention_mask, "bool"), (rows, length))
+    return ops.broadcast_to(mask, (batch, length))

@@ -63,10 +63,10 @@ class PerformerAttention(EfficientAttention):
             | `"elu"` | elu(x) + 1 | d |
             | `"softmax"` | softmax of queries, exponential of keys | d |
 
-            A callable (function or layer) maps `(..., key_dim)` to non-negative
-            features `(..., num_features)`; register it for serialization, as any
-            custom object of Keras. A layer's weights are the layer's own and not
-            trained; give a learned map as layers before this one.
+            A callable maps `(..., key_dim)` to non-negative
+            features `(..., num_features)`; it has no weights (put a learned map in
+            layers before this one), and is registered for serialization, as any
+            custom object of Keras.
         num_features: Features per head, for random maps and `"relu"`. Defaults to
             `max(256, key_dim · ln(key_dim))` for the random maps, to no projection
             for `"relu"`, and to what the callable makes of `key_dim`.
@@ -171,6 +171,8 @@ class PerformerAttention(EfficientAttention):
             initializer=lambda shape, dtype: ops.cast(
                 self._project_draws(*self._draw()), dtype
             ),
+            # Rounded rows would not be orthogonal.
+            dtype="float64" if self.variable_dtype == "float64" else "float32",
             trainable=False,
             autocast=False,
         )
@@ -197,6 +199,15 @@ class PerformerAttention(EfficientAttention):
             )
         self._projection.assign(self._project_draws(*self._draw()))
 
+    @property
+    def state_names(self):
+        names = ("sum", "normalizer", "log_scale")
+        if self.window is not None:
+            names += ("window_key", "window_value", "window_mask")
+        if self.rotary_wavelength is not None:
+            names += ("position",)
+        return names
+
     def initial_state(self, batch_size):
         dtype = "float64" if self.compute_dtype == "float64" else "float32"
         state = linear_attention_state(
@@ -216,11 +227,6 @@ class PerformerAttention(EfficientAttention):
         return state
 
     def attend(self, query, key, value, query_mask, key_mask, causal, state, training):
-        if causal and self.feature_map == "favor++":
-            raise ValueError(
-                "feature_map='favor++' reads the whole sequence and has no causal "
-                "form; use 'favor+' or 'hyperbolic'. Received: use_causal_mask=True"
-            )
         dtype = accumulator_dtype(query, key, value)
         query, key = ops.cast(query, dtype), ops.cast(key, dtype)
         if self.qk_norm:
@@ -248,8 +254,6 @@ class PerformerAttention(EfficientAttention):
                 query, key, value, output=output, **arguments
             )
         else:
-            if None not in (query.shape[1], key.shape[1]):
-                self._check_window_lengths(query.shape[1], key.shape[1])
             heads, state = windowed_linear_attention(
                 query,
                 key,
@@ -323,7 +327,7 @@ class PerformerAttention(EfficientAttention):
             size = 2 * rows
         else:
             size = rows or self._key_dim
-        return *_query_and_key_map(name, self.order or 2), size
+        return *_query_and_key_map(name, self.order or 2, size), size
 
     def _map_weights(self, query, key, query_mask, key_mask, training):
         """What the feature maps read beside their input."""
@@ -368,11 +372,22 @@ class PerformerAttention(EfficientAttention):
             steps = steps + position[:, None]
         return rotary_embedding(x, steps, self.rotary_wavelength)
 
-    def _check_window_lengths(self, query_length, key_length):
-        if query_length != key_length:
+    def _check_call(
+        self, query, value, key, masks, causal, return_attention_scores, state
+    ):
+        super()._check_call(
+            query, value, key, masks, causal, return_attention_scores, state
+        )
+        if causal and self.feature_map == "favor++":
+            raise ValueError(
+                "feature_map='favor++' reads the whole sequence and has no causal "
+                "form; use 'favor+' or 'hyperbolic'. Received: use_causal_mask=True"
+            )
+        lengths = query.shape[1], key.shape[1]
+        if self.window is not None and None not in lengths and len(set(lengths)) > 1:
             raise ValueError(
                 "`window` needs queries and keys at the same positions. Received: "
-                f"query length {query_length}, key length {key_length}"
+                f"query length {lengths[0]}, key length {lengths[1]}"
             )
 
     def _check_arguments(self):
@@ -400,6 +415,18 @@ class PerformerAttention(EfficientAttention):
             raise ValueError(
                 f"`order` is for the feature maps {', '.join(POLYNOMIAL_MAPS)}. "
                 f"Received: order={self.order!r}, feature_map={name!r}"
+            )
+        if isinstance(name, keras.Layer):
+            raise ValueError(
+                "`feature_map` must be a name or a function without weights; put a "
+                f"learned map in layers before this one. Received: feature_map={name}"
+            )
+        drawn = self.orthogonal is not True or self.row_norm != "chi"
+        if drawn and not self._projection_rows:
+            raise ValueError(
+                f"feature_map={name!r} has no projection, and no use for `orthogonal` "
+                f"and `row_norm`. Received: orthogonal={self.orthogonal!r}, "
+                f"row_norm={self.row_norm!r}"
             )
         if self.row_norm not in ROW_NORMS:
             raise ValueError(
@@ -446,13 +473,13 @@ class PerformerAttention(EfficientAttention):
 
 
 @functools.cache
-def _query_and_key_map(name, order):
+def _query_and_key_map(name, order, size):
     """One pair of functions per map: JAX compiles once per function object."""
     if name == "softmax":
         maps = feature_maps
         return maps.softmax_query_features, maps.exponential_key_features
     if callable(name):
-        both = functools.partial(_custom_features, name)
+        both = functools.partial(_custom_features, name, size)
     else:
         both = {
             "favor+": feature_maps.positive_random_features,
@@ -469,9 +496,15 @@ def _query_and_key_map(name, order):
     return both, both
 
 
-def _custom_features(function, x):
+def _custom_features(function, size, x):
     """A user's map, with the log scale that the functions of this package return."""
-    return function(x), None
+    features = function(x)
+    if features.shape[-1] != size:
+        raise ValueError(
+            f"`feature_map` must give `num_features={size}` features (by default, "
+            f"`key_dim`). Received: features of shape {tuple(features.shape)}"
+        )
+    return features, None
 
 
 def _is_positive(number):

@@ -22,14 +22,17 @@ def chunk_layout(length, chunk_size, batch, floats_per_position):
     if isinstance(length, int):
         length = max(1, length)
         chunk_size = min(chunk_size, length)
+    elif keras.backend.backend() == "jax":
+        # JAX exports symbolic lengths, but scans only over known ones: one group,
+        # whose chunk states all exist at once.
+        return chunk_size, (length + chunk_size - 1) // chunk_size, 1
+    else:
+        length = ops.maximum(length, 1)
     if isinstance(batch, int):
         floats_per_position *= max(1, batch)
     most = GROUP_FLOATS // (floats_per_position * chunk_size)
     most = max(1, min(most, MAX_CHUNKS_IN_GROUP))
     total = (length + chunk_size - 1) // chunk_size
-    if not isinstance(length, int) and keras.backend.backend() == "jax":
-        # JAX exports symbolic lengths, but scans only over known ones.
-        return chunk_size, total, 1
     groups = (total + most - 1) // most
     return chunk_size, (total + groups - 1) // groups, groups
 
@@ -53,8 +56,12 @@ def join_groups(y, length):
 def by_head(x, chunk_size):
     """`(batch, group, heads, ...)` as `(batch, heads, chunks, chunk_size, ...)`."""
     batch, group, heads, *tail = ops.shape(x)
-    x = ops.reshape(x, (batch, group // chunk_size, chunk_size, heads, *tail))
-    return ops.transpose(x, (0, 3, 1, 2, *range(4, 4 + len(tail))))
+    chunks = group // chunk_size
+    x = ops.reshape(x, (batch, chunks, chunk_size, heads, *tail))
+    x = ops.transpose(x, (0, 3, 1, 2, *range(4, 4 + len(tail))))
+    # Joining heads and chunks has PyTorch copy here, once, and not in every matmul.
+    x = ops.reshape(x, (batch, heads * chunks, chunk_size, *tail))
+    return ops.reshape(x, (batch, heads, chunks, chunk_size, *tail))
 
 
 def by_position(x):

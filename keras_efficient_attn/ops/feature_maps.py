@@ -14,6 +14,10 @@ import math
 import numpy as np
 from keras import ops
 
+# What an exponential feature is at least, relative to the largest of its vector: far
+# below rounding, but it keeps the similarity of vectors whose large features differ
+# from underflowing to nothing.
+FEATURE_FLOOR = 1e-15
 # A feature vector longer than this costs more than attending to as many keys.
 MAX_POLYNOMIAL_FEATURES = 16_384
 
@@ -176,7 +180,10 @@ def softmax_query_features(x):
 
 
 def exponential_key_features(x):
-    """Efficient attention's keys: `exp(x)`, normalised by the sum over the keys.
+    """The keys that go with `softmax_query_features`: `exp(x)`.
+
+    Efficient attention divides each feature by its own sum over the keys; here, as in
+    all linear attention of this package, one denominator divides the whole row.
 
     Args:
         x: `(..., head_dim)`.
@@ -184,8 +191,7 @@ def exponential_key_features(x):
     Returns:
         Features `(..., head_dim)` and their log scale.
     """
-    largest = ops.stop_gradient(ops.max(x, axis=-1))
-    return ops.exp(x - largest[..., None]), largest
+    return _exponential(x, 0.5 * math.log(x.shape[-1]))
 
 
 def taylor_features(x, order=2):
@@ -270,7 +276,7 @@ def _exponential(exponents, offset):
     """`exp(exponents + offset) / √m`, as features of at most 1 and a log scale."""
     largest = ops.stop_gradient(ops.max(exponents, axis=-1))
     log_scale = largest + offset - 0.5 * math.log(exponents.shape[-1])
-    return ops.exp(exponents - largest[..., None]), log_scale
+    return ops.exp(exponents - largest[..., None]) + FEATURE_FLOOR, log_scale
 
 
 def _monomials(x, order, kind):

@@ -39,6 +39,14 @@ def with_ones(value, valid):
     return ops.concatenate([value, ones], axis=-1)
 
 
+def bounded_log_weight(log_weight, key_mask=None):
+    """`log_weight` with `LOG_ZERO` for −inf and for the keys that a mask hides."""
+    if key_mask is not None:
+        kept = ops.cast(key_mask, "bool")[..., None]
+        log_weight = ops.where(kept, log_weight, LOG_ZERO)
+    return ops.where(log_weight > LOG_ZERO, log_weight, LOG_ZERO)
+
+
 def finish(numerator, log_scale=None, normalize=True):
     """The output of a `(..., value_dim + 1)` numerator: `(..., value_dim)`.
 

@@ -140,7 +140,7 @@ def _near(query, key, value, valid, window, causal):
     length = ops.shape(query)[1]
     heads, dim = query.shape[2:]
     block = max(MIN_BLOCK, window)
-    floats = heads * (3 * block + 4 * (dim + value.shape[-1]))
+    floats = heads * (3 * block + 4 * (dim + (value.shape[-1] or dim)))
     block, blocks, groups = chunk_layout(length, block, query.shape[0], floats)
     total = groups * blocks * block
     after = 0 if causal else window

@@ -1,10 +1,11 @@
 """Point 9: what cannot be honoured is refused, with its name and its value."""
 
+import keras
 import numpy as np
 import pytest
 from keras import ops
 
-from tests.contract.cases import BATCH, LENGTH, inputs
+from tests.contract.cases import BATCH, DIM, LENGTH, inputs
 
 CONSTRUCTOR = [
     ({"num_heads": 0}, "num_heads=0"),
@@ -31,6 +32,24 @@ def test_a_mask_of_queries_by_keys(case, shape):
     x = inputs()
     with pytest.raises(ValueError, match=r"`key_mask`.*attention_mask\.shape=\("):
         case.make()(x, x, attention_mask=np.ones(shape, bool))
+
+
+def test_a_mask_of_another_length(case):
+    with pytest.raises(ValueError, match=r"key_mask\.shape=\(2, 5\)"):
+        case.make()(inputs(), inputs(), key_mask=np.ones((BATCH, 5), bool))
+
+
+def test_a_state_of_another_batch_size(causal_case):
+    layer, x = causal_case.make(), inputs()
+    with pytest.raises(ValueError, match="batch size"):
+        layer(x, x, use_causal_mask=True, state=layer.initial_state(BATCH + 1))
+
+
+def test_symbolic_calls_are_checked_too(case):
+    x = keras.KerasTensor((None, LENGTH, DIM))
+    mask = keras.KerasTensor((None, LENGTH, LENGTH), dtype="bool")
+    with pytest.raises(ValueError, match="attention_mask"):
+        case.make()(x, x, attention_mask=mask)
 
 
 def test_state_without_causality(causal_case):

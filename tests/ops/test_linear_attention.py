@@ -115,6 +115,39 @@ def test_a_huge_weight_later_does_not_push_out_the_past():
     np.testing.assert_allclose(output[:, -1], value[:, -1], rtol=1e-5)
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("hidden", [slice(0, 1), slice(0, 8), slice(None)], ids=str)
+def test_a_log_weight_of_minus_infinity_hides_the_key(causal, hidden):
+    query, key, value, log_weight, _ = draw()
+    log_weight = log_weight / 50
+    log_weight[:, hidden] = -np.inf
+    correct = definition(query, key, value, log_weight, None, causal)
+    for implementation in ("chunked", "reference"):
+        output = linear_attention(
+            query,
+            key,
+            value,
+            key_log_weight=log_weight,
+            causal=causal,
+            chunk_size=4,
+            implementation=implementation,
+        )
+        np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
+
+
+def test_masked_values_are_not_read():
+    query, key, value, _, mask = draw()
+    poisoned = np.where(mask[..., None, None], value, np.nan)
+    for implementation in ("chunked", "reference"):
+        arguments = dict(key_mask=mask, implementation=implementation)
+        np.testing.assert_array_equal(
+            to_numpy(linear_attention(query, key, poisoned, **arguments)),
+            to_numpy(
+                linear_attention(query, key, value * mask[..., None, None], **arguments)
+            ),
+        )
+
+
 def test_state_carries_weighted_and_unweighted_segments():
     query, key, value, log_weight, _ = draw()
     log_weight[:, 20:] = 0

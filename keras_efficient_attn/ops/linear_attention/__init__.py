@@ -5,7 +5,11 @@ from keras import ops
 
 from keras_efficient_attn.ops.compiled import compiled
 from keras_efficient_attn.ops.linear_attention import chunked, reference
-from keras_efficient_attn.ops.partial_attention import LOG_ZERO, accumulator_dtype
+from keras_efficient_attn.ops.partial_attention import (
+    LOG_ZERO,
+    accumulator_dtype,
+    bounded_log_weight,
+)
 
 CHUNK_SIZE = 64
 
@@ -44,8 +48,9 @@ def linear_attention(
         key_features: `(batch, key_length, heads, features)`.
         value: `(batch, key_length, heads, value_dim)`.
         key_log_weight: Optional `(batch, key_length, heads)`: log weights of the keys,
-            of any size. Keys are kept relative to a running maximum, so that
-            weights like `exp(1000)` neither overflow nor push others out.
+            of any size; `-inf` hides a key. Keys are kept relative to a running
+            maximum, so that weights like `exp(1000)` neither overflow nor push
+            others out.
         key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
             What stands at other keys is not read, NaN included.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
@@ -168,13 +173,11 @@ def mapped_linear_attention(
         key = ops.where(kept, key, ops.zeros_like(key))
         value = ops.where(kept, value, ops.zeros_like(value))
         valid = ops.cast(key_mask, dtype)
-        if key_log_weight is not None:
-            key_log_weight = ops.where(kept[..., 0], key_log_weight, LOG_ZERO)
     else:
         valid = ops.ones(ops.shape(key)[:2], dtype)
     query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
     if key_log_weight is not None:
-        key_log_weight = ops.cast(key_log_weight, dtype)
+        key_log_weight = bounded_log_weight(ops.cast(key_log_weight, dtype), key_mask)
 
     if state is not None:
         sums = [state["sum"], state["normalizer"][..., None]]
@@ -188,7 +191,7 @@ def mapped_linear_attention(
     else:
         batch, heads = ops.shape(query)[0], query.shape[2]
         carry = (
-            ops.zeros((batch, heads, num_features, value.shape[-1] + 1), dtype),
+            ops.zeros((batch, heads, num_features, ops.shape(value)[-1] + 1), dtype),
             ops.full((batch, heads), LOG_ZERO, dtype),
         )
     attend = chunked.full_linear_attention

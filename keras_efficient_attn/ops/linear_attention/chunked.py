@@ -60,7 +60,7 @@ def causal_linear_attention(
     """
     length = ops.shape(query)[1]
     heads, features = state[0].shape[1:3]
-    floats = heads * (2 * features + 3 * value.shape[-1])
+    floats = heads * (2 * features + 3 * (value.shape[-1] or features))
     size, chunks, groups = chunk_layout(length, chunk_size, query.shape[0], floats)
     xs = (query, key, value, valid)
     if key_log_weight is not None:
@@ -86,7 +86,7 @@ def full_linear_attention(
 ):
     """As `causal_linear_attention`, each query attending to every valid key."""
     heads, features = state[0].shape[1:3]
-    floats = heads * (features + 2 * value.shape[-1])
+    floats = heads * (features + 2 * (value.shape[-1] or features))
 
     xs = (key, value, valid)
     if key_log_weight is not None:
@@ -119,6 +119,8 @@ def _causal_step(query_map, key_map, chunk_size, output):
         query, query_log_scale = query_map(query, *map_weights)
         key, key_log_weight = key_map(key, *map_weights)
         key_log_weight = _total_log_weight(key_log_weight, explicit)
+        if explicit:
+            valid = ops.where(explicit[0] > LOG_ZERO, valid, 0.0)
         value = with_ones(value, valid)
         scores = query @ ops.swapaxes(key, -1, -2)
         if key_log_weight is None:
@@ -191,6 +193,8 @@ def _key_step(key_map):
         )
         key, key_log_weight = key_map(key, *map_weights)
         key_log_weight = _total_log_weight(key_log_weight, explicit)
+        if explicit:
+            valid = ops.where(explicit[0] > LOG_ZERO, valid, 0.0)
         value = with_ones(value, valid)
         if key_log_weight is None:
             log_scale = ops.zeros_like(log_scale)

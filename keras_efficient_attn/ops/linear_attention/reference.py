@@ -2,7 +2,11 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.partial_attention import LOG_ZERO, finish
+from keras_efficient_attn.ops.partial_attention import (
+    LOG_ZERO,
+    bounded_log_weight,
+    finish,
+)
 
 
 def linear_attention(
@@ -22,13 +26,17 @@ def linear_attention(
     weights = ops.einsum("bthm,bshm->bhts", query_features, key_features)
     allowed = ops.ones_like(weights, dtype="bool")
     if key_mask is not None:
-        allowed = allowed & ops.cast(key_mask, "bool")[:, None, None, :]
+        kept = ops.cast(key_mask, "bool")
+        allowed = allowed & kept[:, None, None, :]
+        value = ops.where(kept[..., None, None], value, ops.zeros_like(value))
     if causal:
         rows = ops.arange(ops.shape(query_features)[1])[:, None]
         columns = ops.arange(ops.shape(key_features)[1])[None, :]
         allowed = allowed & (rows >= columns)
     if key_log_weight is not None:
-        logs = ops.transpose(key_log_weight, (0, 2, 1))[:, :, None, :]
+        logs = bounded_log_weight(key_log_weight, key_mask)
+        logs = ops.transpose(logs, (0, 2, 1))[:, :, None, :]
+        allowed = allowed & (logs > LOG_ZERO)
         logs = ops.where(allowed, logs, LOG_ZERO)
         if normalize:
             logs = logs - ops.stop_gradient(ops.max(logs, axis=-1, keepdims=True))
