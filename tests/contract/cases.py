@@ -83,7 +83,6 @@ CASES = [
         qk_norm=True,
         temperature=0.5,
     ),
-    performer("taylor", feature_map="taylor"),
     performer("elu", feature_map="elu"),
     performer("callable-sum", feature_map=squared_relu, normalize=False),
     performer("window", num_features=16, window=5, rotary_wavelength=50.0, cross=False),

@@ -181,7 +181,9 @@ def test_taylor_is_positive_everywhere():
     assert (query @ key.T).min() < -10
 
 
-@pytest.mark.parametrize("name", ["softmax", "trigonometric", "power", "relu"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "trigonometric", "taylor", "power", "relu"]
+)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_maps_outside_the_contract_equal_the_dense_definition(name, causal):
     layer = PerformerAttention(2, DIM, feature_map=name, chunk_size=4)
