@@ -64,12 +64,9 @@ class Checkpoints:
             `(model, record)`.
 
         Raises:
-            UsageError: If there is no checkpoint, or none is whole.
+            UsageError: If none is whole.
         """
-        steps = self.steps()
-        if not steps:
-            raise UsageError(f"--resume: no checkpoint in {self.folder}")
-        for step in steps:
+        for step in self.steps():
             model_path, record_path = self._paths(step)
             try:
                 record = json.loads(record_path.read_text())

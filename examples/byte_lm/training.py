@@ -84,11 +84,15 @@ def run(arguments, fixed):
     keras.utils.set_random_seed(arguments.seed)
     checkpoints = Checkpoints(arguments.out)
     fixed = {**fixed, "text": hashlib.sha256(splits["train"]).hexdigest()}
-    if arguments.resume:
+    if arguments.resume and checkpoints.steps():
         model, record = checkpoints.restore(lambda record: check_same(record, fixed))
         print(f"Going on from step {record['step']} of {arguments.steps}.")
     else:
-        refuse_used_folder(checkpoints)
+        if arguments.resume:
+            # A run may be killed before its first checkpoint.
+            print(f"No checkpoint in {checkpoints.folder} yet: starting afresh.")
+        else:
+            refuse_used_folder(checkpoints)
         model, record = new_model(arguments), {"step": 0, "curve": [], **fixed}
     print(
         f"{keras.backend.backend()} backend, {arguments.attention} attention, "
