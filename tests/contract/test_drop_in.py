@@ -132,6 +132,11 @@ def test_lora_and_quantisation_of_the_projections(case):
     layer.query_dense.enable_lora(2)
     assert layer.query_dense.lora_enabled
     np.testing.assert_allclose(to_numpy(layer(x, x)), expected, rtol=1e-5, atol=1e-6)
+    # LoRA starts at zero: moved, it has to show in the output.
+    update = layer.query_dense.lora_kernel_b
+    update.assign(np.full(update.shape, 0.5))
+    expected, unchanged = to_numpy(layer(x, x)), expected
+    assert np.abs(expected - unchanged).max() > 1e-4
     layer.value_dense.quantize("int8")
     quantised = to_numpy(layer(x, x))
     assert np.abs(quantised - expected).max() < 0.1 * np.abs(expected).max()
