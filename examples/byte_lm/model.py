@@ -1,26 +1,18 @@
 """The language model: a decoder-only Transformer over bytes, in Keras layers."""
 
-import ast
-import inspect
 import math
 
 import keras
 from keras import ops
 
 from byte_lm.errors import UsageError
-from keras_efficient_attn import PerformerAttention
+from keras_efficient_attn.layers import get_attention
 
-# The layers that `--attention` knows. All stream a state but Keras' own.
-ATTENTION_LAYERS = {
-    "performer": PerformerAttention,
-    "softmax": keras.layers.MultiHeadAttention,
-}
 NUM_BYTES = 256
 MHA = keras.layers.MultiHeadAttention
 # A prime below 2^20, and a factor that keeps `hash * factor` below 2^31.
 PRIME = 1_048_573
 HASH_FACTOR = 2_039
-VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @keras.saving.register_keras_serializable(package="byte_lm")
@@ -154,56 +146,21 @@ def make_attention(spec, dim, heads, **kwargs):
     Raises:
         UsageError: For an unknown name, or options that the layer refuses.
     """
-    name, _, text = spec.partition(":")
-    if name not in ATTENTION_LAYERS:
-        raise UsageError(
-            f"--attention must be one of {', '.join(ATTENTION_LAYERS)}, with options "
-            f"after a colon; received {name!r}"
-        )
     if dim % heads:
         raise UsageError(
             f"--dim must be a multiple of --heads; received --dim {dim} --heads {heads}"
         )
-    layer_class = ATTENTION_LAYERS[name]
-    options = {
-        "num_heads": heads,
-        "key_dim": dim // heads,
-        "use_bias": False,
-        **_parse_options(spec, text, layer_class),
-    }
     try:
-        return layer_class(**options, **kwargs)
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"--attention {spec}: {' '.join(str(error).split())}"
-        ) from error
+        return get_attention(
+            spec, num_heads=heads, key_dim=dim // heads, use_bias=False, **kwargs
+        )
+    except ValueError as error:
+        raise UsageError(f"--attention {error}") from error
 
 
 def check_attention(spec, dim, heads):
     """Raises `UsageError` if `make_attention` cannot make a layer of `spec`."""
     make_attention(spec, dim, heads)
-
-
-def _parse_options(spec, text, layer_class):
-    known = {
-        name
-        for parent in layer_class.__mro__[: layer_class.__mro__.index(MHA) + 1]
-        for name, parameter in inspect.signature(parent.__init__).parameters.items()
-        if name != "self" and parameter.kind not in VARIADIC
-    }
-    options = {}
-    for item in filter(None, text.split(",")):
-        name, _, value = item.partition("=")
-        if name not in known:
-            raise UsageError(
-                f"--attention {spec}: no option {name!r}; choose from "
-                f"{', '.join(sorted(known))}"
-            )
-        try:
-            options[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[name] = value
-    return options
 
 
 def build_model(attention, layers, dim, heads):

@@ -1,0 +1,86 @@
+"""Attention layers by name: `"performer:feature_map=elu,num_features=64"`."""
+
+import ast
+import inspect
+import re
+
+import keras
+
+from keras_efficient_attn.layers.performer_attention import PerformerAttention
+
+# Every attention layer of the package, and Keras' own.
+ATTENTION_LAYERS = {
+    "performer": PerformerAttention,
+    "softmax": keras.layers.MultiHeadAttention,
+}
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def attention_names():
+    """The names that `get_attention` knows, as a tuple."""
+    return tuple(ATTENTION_LAYERS)
+
+
+def get_attention(identifier, **defaults):
+    """The attention layer that a name stands for.
+
+    Args:
+        identifier: `"name"` or `"name:option=value,option=value"`, with a name of
+            `attention_names()` and options of the layer's constructor.
+        **defaults: Arguments of the constructor, such as `num_heads` and `key_dim`.
+            Options of the identifier come before them.
+
+    Returns:
+        A new layer.
+
+    Raises:
+        ValueError: For an unknown name or option, or options that the layer refuses.
+        TypeError: If `identifier` is not a string.
+
+    Example:
+
+    >>> from keras_efficient_attn.layers import get_attention
+    >>> get_attention("performer:feature_map=elu", num_heads=4, key_dim=16)
+    <PerformerAttention name=performer_attention, built=False>
+    """
+    if not isinstance(identifier, str):
+        raise TypeError(
+            "`identifier` must be a string, such as 'performer:feature_map=elu'. "
+            f"Received: identifier={identifier!r}"
+        )
+    name, _, text = identifier.partition(":")
+    if name not in ATTENTION_LAYERS:
+        raise ValueError(
+            f"`identifier` must be one of {', '.join(ATTENTION_LAYERS)}, with options "
+            f"after a colon. Received: identifier={identifier!r}"
+        )
+    layer_class = ATTENTION_LAYERS[name]
+    options = _parse_options(identifier, text, layer_class)
+    try:
+        return layer_class(**{**defaults, **options})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{identifier}: {' '.join(str(error).split())}") from error
+
+
+def _parse_options(identifier, text, layer_class):
+    last = layer_class.__mro__.index(keras.layers.MultiHeadAttention)
+    known = {
+        name
+        for parent in layer_class.__mro__[: last + 1]
+        for name, parameter in inspect.signature(parent.__init__).parameters.items()
+        if name != "self" and parameter.kind not in _VARIADIC
+    }
+    options = {}
+    # A comma before `option=` ends an option; others are part of a value.
+    for item in filter(None, re.split(r",(?=\w+=)", text)):
+        name, _, value = item.partition("=")
+        if name not in known:
+            raise ValueError(
+                f"{identifier}: no option {name!r}; choose from "
+                f"{', '.join(sorted(known))}"
+            )
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[name] = value
+    return options
