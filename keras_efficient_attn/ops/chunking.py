@@ -53,6 +53,11 @@ def join_groups(y, length):
     return y[:, :length]
 
 
+def columns(x):
+    """`(batch, length)` and `(batch, length, heads)` as `(batch, length, heads, 1)`."""
+    return x[:, :, None, None] if len(x.shape) == 2 else x[..., None]
+
+
 def by_head(x, chunk_size):
     """`(batch, group, heads, ...)` as `(batch, heads, chunks, chunk_size, ...)`."""
     batch, group, heads, *tail = ops.shape(x)

@@ -1,9 +1,7 @@
-"""Attention in parts: numerators and log scales that add up to one softmax.
+"""Attention in parts: sums and log scales that add up to one softmax.
 
-A part of the keys gives, for each query, `numerator = Σ w·[v, 1] / e^s` and the log
-scale `s`. The column of ones carries the denominator, so that masks and gradients
-cannot treat the two differently. Parts are brought to a common scale, added, and
-divided once.
+A part of the keys gives, for each query, `values = Σ w v / e^s`, `totals = Σ w / e^s`
+and the log scale `s`. Parts are brought to a common scale, added, and divided once.
 """
 
 import keras
@@ -25,20 +23,6 @@ def larger(first, second):
     return ops.where(first > second, first, second)
 
 
-def smallest_denominator(dtype):
-    """Denominators below this count as zero: their reciprocals near the float range."""
-    return 1e-290 if keras.backend.standardize_dtype(dtype) == "float64" else 1e-30
-
-
-def with_ones(value, valid):
-    """`[value, 1]` along the last axis, the one being 0 for keys that are not valid.
-
-    `valid` has the axes of `value` without the last, or sizes of 1 there.
-    """
-    ones = ops.broadcast_to(valid[..., None], (*ops.shape(value)[:-1], 1))
-    return ops.concatenate([value, ones], axis=-1)
-
-
 def bounded_log_weight(log_weight, key_mask=None):
     """`log_weight` with `LOG_ZERO` for −inf and for the keys that a mask hides."""
     if key_mask is not None:
@@ -47,29 +31,38 @@ def bounded_log_weight(log_weight, key_mask=None):
     return ops.where(log_weight > LOG_ZERO, log_weight, LOG_ZERO)
 
 
-def finish(numerator, log_scale=None, normalize=True):
-    """The output of a `(..., value_dim + 1)` numerator: `(..., value_dim)`.
+def reciprocal(totals):
+    """`1 / totals`, and 0 where a total counts as zero: there was no key to see."""
+    wide = keras.backend.standardize_dtype(totals.dtype) == "float64"
+    # Below this the reciprocal would near the end of the range.
+    seen = ops.abs(totals) > (1e-290 if wide else 1e-30)
+    return ops.where(seen, 1.0 / ops.where(seen, totals, 1.0), 0.0)
 
-    Normalised, a row whose denominator is zero (no key to see) is zero.
-    """
-    values, total = numerator[..., :-1], numerator[..., -1:]
-    if not normalize:
-        return values if log_scale is None else values * ops.exp(log_scale)[..., None]
-    seen = ops.abs(total) > smallest_denominator(total.dtype)
-    # Both are first divided by the constant that makes the denominator 1: its square,
-    # which the derivative of a quotient divides by, would leave the float range.
-    scale = ops.stop_gradient(ops.where(seen, 1.0 / ops.where(seen, total, 1.0), 0.0))
-    return (values * scale) / ops.where(seen, total * scale, 1.0)
+
+def divided(values, totals):
+    """`values / totals` for `(..., value_dim)` and `(...)`; no key to see gives 0."""
+    # Both are first divided by the constant that makes the total 1: its square, which
+    # the derivative of a quotient divides by, would leave the float range.
+    scale = ops.stop_gradient(reciprocal(totals))
+    totals = ops.where(scale == 0.0, 1.0, totals * scale)
+    return (values * scale[..., None]) / totals[..., None]
+
+
+def finish(values, totals, log_scale, normalize):
+    """The output of a part, or of all parts merged: `(..., value_dim)`."""
+    if normalize:
+        return divided(values, totals)
+    return values * ops.exp(log_scale)[..., None]
 
 
 def merge(parts):
-    """One `(numerator, log_scale)` from several over disjoint sets of keys.
+    """One `(values, totals, log_scale)` from several over disjoint sets of keys.
 
-    A part that saw no key has to have the numerator 0; its scale is then free.
+    A part that saw no key has to have sums of 0; its scale is then free.
     """
-    numerators, scales = zip(*parts, strict=True)
+    _, _, scales = zip(*parts, strict=True)
     largest = ops.stop_gradient(ops.max(ops.stack(scales), axis=0))
-    merged = sum(
-        numerator * ops.exp(scale - largest)[..., None] for numerator, scale in parts
-    )
-    return merged, largest
+    weights = [ops.exp(scale - largest) for scale in scales]
+    values = sum(w[..., None] * part[0] for w, part in zip(weights, parts, strict=True))
+    totals = sum(w * part[1] for w, part in zip(weights, parts, strict=True))
+    return values, totals, largest

@@ -19,7 +19,6 @@ from keras_efficient_attn.ops.partial_attention import (
     accumulator_dtype,
     finish,
     merge,
-    with_ones,
 )
 from keras_efficient_attn.ops.recompute import recompute_scan
 
@@ -127,7 +126,7 @@ def windowed_linear_attention(
         )
         after, _ = far(ops.flip(query, axis=1), delayed, None)
         parts.append(tuple(ops.flip(t, axis=1) for t in after))
-    output = finish(*merge(parts), normalize=normalize)
+    output = finish(*merge(parts), normalize)
     if state is None:
         return output, None
     names = ("window_key", "window_value", "window_mask")
@@ -168,8 +167,8 @@ def _near(query, key, value, valid, window, causal):
         split_groups(t, groups, blocks * width) for t in keys
     )
     step = _near_step(block, window, causal)
-    _, (numerator, scale) = recompute_scan(step, (), xs)
-    return join_groups(numerator, length), join_groups(scale, length)
+    _, part = recompute_scan(step, (), xs)
+    return tuple(join_groups(t, length) for t in part)
 
 
 @functools.cache
@@ -189,7 +188,7 @@ def _near_step(block, window, causal):
         logits = ops.where(allowed, logits, LOG_ZERO)
         scale = ops.max(ops.stop_gradient(logits), axis=-1)
         weights = ops.where(allowed, ops.exp(logits - scale[..., None]), 0.0)
-        numerator = weights @ with_ones(value, valid)
-        return carry, (by_position(numerator), by_position(scale))
+        part = (weights @ value, ops.sum(weights, axis=-1), scale)
+        return carry, tuple(by_position(t) for t in part)
 
     return step

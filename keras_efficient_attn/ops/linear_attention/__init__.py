@@ -12,6 +12,7 @@ from keras_efficient_attn.ops.partial_attention import (
 )
 
 CHUNK_SIZE = 64
+STATE_NAMES = ("sum", "normalizer", "log_scale")
 
 
 def given_features(features, *_):
@@ -160,8 +161,8 @@ def mapped_linear_attention(
         num_features: Size of the features.
         map_weights: Tuple of tensors the maps read.
         key_log_weight, key_mask, causal, state, chunk_size: As `linear_attention`.
-        output: `"normalized"`, `"sum"` (not divided), or `"partial"`: numerators
-            and log scales for `partial_attention.merge`.
+        output: `"normalized"`, `"sum"` (not divided), or `"partial"`: values,
+            totals and log scales for `partial_attention.merge`.
 
     Returns:
         `(outputs, state)`: a tuple of tensors in the accumulator's dtype, and the
@@ -174,32 +175,30 @@ def mapped_linear_attention(
         value = ops.where(kept, value, ops.zeros_like(value))
         valid = ops.cast(key_mask, dtype)
     else:
-        valid = ops.ones(ops.shape(key)[:2], dtype)
+        valid = None
     query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
     if key_log_weight is not None:
         key_log_weight = bounded_log_weight(ops.cast(key_log_weight, dtype), key_mask)
 
     if state is not None:
-        sums = [state["sum"], state["normalizer"][..., None]]
-        carry = (
-            ops.cast(ops.concatenate(sums, axis=-1), dtype),
-            ops.cast(state["log_scale"], dtype),
-        )
+        carry = tuple(ops.cast(state[name], dtype) for name in STATE_NAMES)
         if key_log_weight is None:
             # The state may stand at another scale than that of unweighted keys.
             key_log_weight = ops.zeros(ops.shape(key)[:3], dtype)
     else:
         batch, heads = ops.shape(query)[0], query.shape[2]
         carry = (
-            ops.zeros((batch, heads, num_features, ops.shape(value)[-1] + 1), dtype),
+            ops.zeros((batch, heads, num_features, ops.shape(value)[-1]), dtype),
+            ops.zeros((batch, heads, num_features), dtype),
             ops.full((batch, heads), LOG_ZERO, dtype),
         )
     attend = chunked.full_linear_attention
     if causal:
         attend = chunked.causal_linear_attention
-        key, value, valid, key_log_weight = _as_long_as(
-            query, key, value, valid, key_log_weight
-        )
+        if query.shape[1] is None or query.shape[1] != key.shape[1]:
+            key, value, valid, key_log_weight = _as_long_as(
+                query, key, value, valid, key_log_weight
+            )
     outputs, carry = attend(
         query,
         key,
@@ -215,12 +214,7 @@ def mapped_linear_attention(
     )
     if state is None:
         return outputs, None
-    sums, log_scale = carry
-    return outputs, {
-        "sum": sums[..., :-1],
-        "normalizer": sums[..., -1],
-        "log_scale": log_scale,
-    }
+    return outputs, dict(zip(STATE_NAMES, carry, strict=True))
 
 
 def linear_attention_state(
@@ -244,12 +238,11 @@ def linear_attention_state(
     }
 
 
-def _as_long_as(query, *keys):
+def _as_long_as(query, key, value, valid, key_log_weight):
     """Keys cut or padded with zeros (that are not valid) to the query's length."""
-    length, key_length = query.shape[1], keys[0].shape[1]
-    if length is not None and length == key_length:
-        return keys
-    length, key_length = ops.shape(query)[1], ops.shape(keys[0])[1]
+    if valid is None:
+        valid = ops.ones(ops.shape(key)[:2], key.dtype)
+    length, key_length = ops.shape(query)[1], ops.shape(key)[1]
     if isinstance(length, int) and isinstance(key_length, int):
         padding = max(length - key_length, 0)
     else:
@@ -261,7 +254,7 @@ def _as_long_as(query, *keys):
         x = ops.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (len(x.shape) - 2))
         return x[:, :length]
 
-    return tuple(fit(x) for x in keys)
+    return tuple(fit(x) for x in (key, value, valid, key_log_weight))
 
 
 def _check_state(query_features, key_features, causal):

@@ -5,7 +5,7 @@ from keras import ops
 from keras_efficient_attn.ops.partial_attention import (
     LOG_ZERO,
     bounded_log_weight,
-    finish,
+    divided,
 )
 
 
@@ -42,7 +42,7 @@ def linear_attention(
             logs = logs - ops.stop_gradient(ops.max(logs, axis=-1, keepdims=True))
         weights = weights * ops.exp(logs)
     weights = ops.where(allowed, weights, 0.0)
-    numerator = ops.einsum("bhts,bshv->bthv", weights, value)
-    total = ops.transpose(ops.sum(weights, axis=-1), (0, 2, 1))[..., None]
-    numerator = ops.concatenate([numerator, total], axis=-1)
-    return finish(numerator, normalize=normalize)
+    values = ops.einsum("bhts,bshv->bthv", weights, value)
+    if not normalize:
+        return values
+    return divided(values, ops.transpose(ops.sum(weights, axis=-1), (0, 2, 1)))

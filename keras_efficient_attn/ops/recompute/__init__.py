@@ -9,7 +9,7 @@ runs the step again.
 import keras
 
 
-def recompute_scan(step, carry, xs, consts=()):
+def recompute_scan(step, carry, xs, consts=(), gradient=None):
     """Runs `step` over the leading axis of `xs`, recomputing it for gradients.
 
     ```
@@ -29,6 +29,10 @@ def recompute_scan(step, carry, xs, consts=()):
         carry: Tuple of tensors, the initial carry.
         xs: Non-empty tuple of tensors with a common leading axis.
         consts: Tuple of tensors that every step reads.
+        gradient: Optional derivative of the step by hand, `(carry, x, consts, y,
+            carry_gradient, y_gradient) -> (carry_gradient, x_gradient,
+            consts_gradient)`. TensorFlow and PyTorch run it; JAX has no use for it,
+            since XLA simplifies the automatic one to the same operations.
 
     Returns:
         `(carry, ys)`: the last carry, and the outputs stacked on a new leading
@@ -37,6 +41,27 @@ def recompute_scan(step, carry, xs, consts=()):
     Raises:
         ValueError: If the Keras backend is not TensorFlow, JAX or PyTorch.
     """
+    return _implementation().recompute_scan(step, carry, xs, consts, gradient)
+
+
+def vector_jacobian_product(function, arguments):
+    """The value of a function, and the function from its gradient to the arguments'.
+
+    For the `gradient` of a scan, on TensorFlow and PyTorch.
+
+    Args:
+        function: Callable of tuples of tensors that returns a tuple, whose elements
+            may be `None`.
+        arguments: Tuple of tuples of tensors.
+
+    Returns:
+        `(value, pull)`: `pull(gradient)` takes a tuple like `value`, `None` standing
+        for zero, and returns tuples like `arguments`.
+    """
+    return _implementation().vector_jacobian_product(function, arguments)
+
+
+def _implementation():
     backend = keras.backend.backend()
     if backend == "jax":
         from keras_efficient_attn.ops.recompute import jax as implementation
@@ -49,4 +74,4 @@ def recompute_scan(step, carry, xs, consts=()):
             "keras_efficient_attn needs the Keras backend 'tensorflow', 'jax' or "
             f"'torch'. Received: keras.backend.backend()={backend!r}"
         )
-    return implementation.recompute_scan(step, carry, xs, consts)
+    return implementation

@@ -5,8 +5,12 @@ import functools
 import jax
 
 
+def recompute_scan(step, carry, xs, consts, _):
+    return _scan(step, carry, xs, consts)
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def recompute_scan(step, carry, xs, consts):
+def _scan(step, carry, xs, consts):
     # Inside scan the loop body is a computation of its own, so the barrier that
     # keeps XLA from merging forward and recomputed step is not needed.
     step = jax.checkpoint(step, prevent_cse=False)

@@ -7,7 +7,9 @@ intermediate tensor; here the backward loop is written out, so neither happens.
 import tensorflow as tf
 
 
-def recompute_scan(step, carry, xs, consts):
+def recompute_scan(step, carry, xs, consts, step_gradient):
+    if step_gradient is None:
+        step_gradient = _automatic(step)
     carry_size, xs_size = len(carry), len(xs)
 
     @tf.custom_gradient
@@ -21,14 +23,46 @@ def recompute_scan(step, carry, xs, consts):
         final_carry, ys, carries = _forward(step, carry, xs, consts)
 
         def gradient(*upstream):
-            return _backward(
-                step, carries, xs, consts, upstream[:carry_size], upstream[carry_size:]
-            )
+            upstream = upstream[:carry_size], upstream[carry_size:]
+            return _backward(step_gradient, carries, xs, consts, ys, *upstream)
 
         return (*final_carry, *ys), gradient
 
     outputs = scan(*carry, *xs, *consts)
     return outputs[:carry_size], outputs[carry_size:]
+
+
+def vector_jacobian_product(function, arguments):
+    with tf.GradientTape() as tape:
+        tape.watch(arguments)
+        value = function(*arguments)
+
+    def pull(gradient):
+        pairs = [
+            (v, g)
+            for v, g in zip(value, gradient, strict=True)
+            if v is not None and g is not None
+        ]
+        return tape.gradient(
+            [v for v, _ in pairs],
+            arguments,
+            [g for _, g in pairs],
+            unconnected_gradients=tf.UnconnectedGradients.ZERO,
+        )
+
+    return value, pull
+
+
+def _automatic(step):
+    def gradient(carry, x, consts, y, carry_gradient, y_gradient):
+        def flat_step(*arguments):
+            carry, y = step(*arguments)
+            return (*carry, *y)
+
+        _, pull = vector_jacobian_product(flat_step, (carry, x, consts))
+        return pull((*carry_gradient, *y_gradient))
+
+    return gradient
 
 
 def _forward(step, carry, xs, consts):
@@ -54,21 +88,19 @@ def _forward(step, carry, xs, consts):
     return final_carry, _stack(y_arrays), _stack(carry_arrays)
 
 
-def _backward(step, carries, xs, consts, carry_gradient, ys_gradient):
+def _backward(step_gradient, carries, xs, consts, ys, carry_gradient, ys_gradient):
     """Runs the loop backwards, recomputing each step from its stored carry."""
     num_steps = _num_steps(xs)
     first_carry = _slice(carries, 0)
 
     def body(i, carry_gradient, consts_gradient, x_arrays):
-        carry, x = _slice(carries, i), _slice(xs, i)
-        with tf.GradientTape() as tape:
-            tape.watch((carry, x, consts))
-            outputs = step(carry, x, consts)
-        carry_gradient, x_gradient, const_gradient = tape.gradient(
-            outputs,
-            (carry, x, consts),
-            (carry_gradient, _slice(ys_gradient, i)),
-            unconnected_gradients=tf.UnconnectedGradients.ZERO,
+        carry_gradient, x_gradient, const_gradient = step_gradient(
+            _slice(carries, i),
+            _slice(xs, i),
+            consts,
+            _slice(ys, i),
+            carry_gradient,
+            _slice(ys_gradient, i),
         )
         consts_gradient = tuple(
             total + part

@@ -1,0 +1,30 @@
+"""Features of keys, where some keys do not exist and others carry a weight."""
+
+from keras import ops
+
+from keras_efficient_attn.ops.partial_attention import LOG_ZERO
+
+
+def mapped_keys(key_map, key, rest, map_weights, masked):
+    """Features of keys, zero for those that do not exist, and log weights or `None`.
+
+    Args:
+        key_map, map_weights: As `causal_linear_attention`.
+        key: `(batch, heads, chunks, chunk_size, dim)`.
+        rest: What is known of the keys, with a last axis of 1: `valid` if `masked`,
+            then perhaps a log weight.
+        masked: Boolean.
+    """
+    key, log_weight = key_map(key, *map_weights)
+    rest = [t[..., 0] for t in rest]
+    valid = rest.pop(0) if masked else None
+    if rest:
+        (explicit,) = rest
+        seen = ops.cast(explicit > LOG_ZERO, key.dtype)
+        valid = seen if valid is None else valid * seen
+        log_weight = explicit if log_weight is None else log_weight + explicit
+    if valid is not None:
+        key = key * valid[..., None]
+        if log_weight is not None:
+            log_weight = ops.where(valid > 0, log_weight, LOG_ZERO)
+    return key, log_weight
