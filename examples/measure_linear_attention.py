@@ -2,17 +2,14 @@
 
     python examples/measure_linear_attention.py --backend jax
 
-Attention over 8 heads of size 64, feature map elu + 1, batch 1, and Keras' own
-softmax attention on the same tensors. Contestants take turns; every figure is a
-median over the rounds, and shares and ratios are within the run.
-
-Useful operations of the forward pass, per position and head: 4·64·64 for the states
-and 4·64·64 inside chunks; three times that with the backward pass.
+The operation alone, without a layer's projections: 8 heads of size 64, feature map
+elu + 1, batch 1, beside Keras' softmax attention on inputs of the same size, in turns.
+Useful operations of the forward pass, per position and head: 4·64·64 for the states and
+4·64·64 inside chunks; three times that with the backward pass.
 """
 
 import argparse
 import os
-import time
 
 HEADS, HEAD_DIM = 8, 64
 PEAK_SIZE = 2048
@@ -20,66 +17,12 @@ PEAK_SIZE = 2048
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--backend", choices=["tensorflow", "jax", "torch"], default="jax"
-    )
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384, 32768]
-    )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--softmax-up-to", type=int, default=8192, help="longest length for softmax"
-    )
+    add = parser.add_argument
+    add("--backend", choices=["tensorflow", "jax", "torch"], default="jax")
+    add("--lengths", type=int, nargs="+", default=[2**n for n in range(10, 16)])
+    add("--repeats", type=int, default=7)
+    add("--softmax-up-to", type=int, default=8192, help="longest length for softmax")
     return parser.parse_args()
-
-
-def compiled(function):
-    """The backend's usual way to run a function: XLA, a graph, or eagerly."""
-    import keras
-
-    backend = keras.backend.backend()
-    if backend == "jax":
-        import jax
-
-        jitted = jax.jit(function)
-        return lambda *tensors: jax.block_until_ready(jitted(*tensors))
-    if backend == "tensorflow":
-        import tensorflow as tf
-
-        return tf.function(function)
-    return function
-
-
-def with_gradients(function):
-    """`function` and the gradients of all its arguments for a given cotangent."""
-    import keras
-
-    backend = keras.backend.backend()
-    if backend == "jax":
-        import jax
-
-        def both(cotangent, *tensors):
-            output, pull = jax.vjp(function, *tensors)
-            return output, pull(cotangent)
-
-    elif backend == "tensorflow":
-        import tensorflow as tf
-
-        def both(cotangent, *tensors):
-            with tf.GradientTape() as tape:
-                tape.watch(tensors)
-                output = function(*tensors)
-            return output, tape.gradient(output, tensors, cotangent)
-
-    else:
-        import torch
-
-        def both(cotangent, *tensors):
-            tensors = [t.detach().requires_grad_(True) for t in tensors]
-            output = function(*tensors)
-            return output, torch.autograd.grad(output, tensors, cotangent)
-
-    return both
 
 
 def linear(query, key, value):
@@ -88,15 +31,8 @@ def linear(query, key, value):
     from keras_efficient_attn.ops.feature_maps import elu_features
     from keras_efficient_attn.ops.linear_attention import mapped_linear_attention
 
-    (output,), _ = mapped_linear_attention(
-        query,
-        key,
-        value,
-        query_map=elu_features,
-        key_map=elu_features,
-        num_features=HEAD_DIM,
-        causal=True,
-    )
+    maps = dict(query_map=elu_features, key_map=elu_features, num_features=HEAD_DIM)
+    (output,), _ = mapped_linear_attention(query, key, value, causal=True, **maps)
     return ops.cast(output, query.dtype)
 
 
@@ -106,81 +42,57 @@ def softmax(query, key, value):
     return ops.dot_product_attention(query, key, value, is_causal=True)
 
 
-def medians(contestants, rounds):
-    """Median seconds of each callable, taking turns after one round of warming up."""
-    import numpy as np
-
-    times = {name: [] for name in contestants}
-    for round_ in range(rounds + 1):
-        for name, run in contestants.items():
-            start = time.perf_counter()
-            run()
-            if round_:
-                times[name].append(time.perf_counter() - start)
-    return {name: float(np.median(values)) for name, values in times.items()}
-
-
-def measure(length, rounds, with_softmax):
-    """Seconds by contestant at one length, the matmul among them."""
+def measure(length, repeats, with_softmax):
+    """`Timing` by `(contestant, mode, dtype)` at one length, the matmul among them."""
     import numpy as np
     from keras import ops
 
-    random = np.random.default_rng(0)
+    from keras_efficient_attn import benchmark
 
-    def draw(*shape, dtype="float32"):
-        return ops.cast(random.normal(size=shape).astype("float32"), dtype)
+    contestants = [(linear, "float32"), (linear, "bfloat16")]
+    contestants += [(softmax, "float32")] if with_softmax else []
+    functions = {("matmul", "", "float32"): benchmark.compile_function(ops.matmul)}
+    for function, dtype in contestants:
+        for mode in ("forward", "train"):
+            compiled = benchmark.compile_function(function, gradients=mode == "train")
+            functions[function.__name__, mode, dtype] = compiled
 
-    square = draw(PEAK_SIZE, PEAK_SIZE)
-    product = compiled(lambda x: x @ x)
-    contestants = {"matmul": lambda: product(square)}
-    shape = (1, length, HEADS, HEAD_DIM)
-    for dtype in ("float32", "bfloat16"):
-        tensors = [draw(*shape, dtype=dtype) for _ in range(3)]
-        cotangent = draw(*shape, dtype=dtype)
-        for name, function in (("linear", linear), ("softmax", softmax)):
-            if name == "softmax" and (not with_softmax or dtype != "float32"):
-                continue
-            forward, both = compiled(function), compiled(with_gradients(function))
-            contestants[f"{name} forward {dtype}"] = lambda f=forward, t=tensors: f(*t)
-            contestants[f"{name} train {dtype}"] = (
-                lambda f=both, c=cotangent, t=tensors: f(c, *t)
-            )
-    return medians(contestants, rounds)
+    def make_inputs(key, turn):
+        name, mode, dtype = key
+        shape = (1, length, HEADS, HEAD_DIM)
+        shape = (PEAK_SIZE, PEAK_SIZE) if name == "matmul" else shape
+        count = {"": 2, "forward": 3, "train": 4}[mode]
+        rng = np.random.default_rng((length, turn))
+        draws = [rng.standard_normal(shape, dtype="float32") for _ in range(count)]
+        return tuple(ops.cast(draw, dtype) for draw in draws)
+
+    return benchmark.time_functions(functions, make_inputs=make_inputs, repeats=repeats)
 
 
 def main():
     arguments = parse_arguments()
     os.environ["KERAS_BACKEND"] = arguments.backend
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    import numpy as np
+    from keras_efficient_attn.benchmark import log_log_slope
 
-    columns = (
-        "mode",
-        "length",
-        "ms",
-        "of peak",
-        "softmax / linear",
-        "bfloat16 / float32",
-    )
-    print(f"{arguments.backend}: " + " | ".join(columns))
-    seconds = {"forward": [], "train": []}
+    print(f"{arguments.backend}: mode | length | ms | of peak | softmax | bfloat16")
+    seconds = {"forward": {}, "train": {}}
     for length in arguments.lengths:
         with_softmax = length <= arguments.softmax_up_to
-        times = measure(length, arguments.rounds, with_softmax)
-        peak = 2 * PEAK_SIZE**3 / times["matmul"]
+        timings = measure(length, arguments.repeats, with_softmax)
+        times = {key: timing.median for key, timing in timings.items()}
+        peak = 2 * PEAK_SIZE**3 / times["matmul", "", "float32"]
         for mode, passes in (("forward", 1), ("train", 3)):
-            own = times[f"linear {mode} float32"]
-            useful = passes * length * HEADS * 8 * 64 * HEAD_DIM
-            row = [mode, f"{length}", f"{1e3 * own:.1f}", f"{useful / own / peak:.1%}"]
-            ratio = times.get(f"softmax {mode} float32", np.nan) / own
-            row.append(f"{ratio:.2f}" if with_softmax else "-")
-            row.append(f"{times[f'linear {mode} bfloat16'] / own:.2f}")
+            own = seconds[mode][length] = times["linear", mode, "float32"]
+            share = passes * length * HEADS * 8 * HEAD_DIM**2 / own / peak
+            row = [mode, f"{length}", f"{1e3 * own:.1f}", f"{share:.1%}"]
+            baseline = times.get(("softmax", mode, "float32"))
+            row.append(f"{baseline / own:.2f} x" if with_softmax else "-")
+            row.append(f"{times['linear', mode, 'bfloat16'] / own:.2f} x")
             print(" | ".join(row), flush=True)
-            if length >= 4096:
-                seconds[mode].append((np.log(length), np.log(own)))
-    for mode, points in seconds.items():
-        if len(points) > 1:
-            slope = np.polyfit(*np.transpose(points), 1)[0]
+    for mode, series in seconds.items():
+        slope = log_log_slope({n: y for n, y in series.items() if n >= 4096})
+        if slope is not None:
             print(f"{mode}: slope of log time over log length from 4096: {slope:.2f}")
 
 

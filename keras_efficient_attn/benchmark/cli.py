@@ -1,0 +1,139 @@
+"""The command: arguments in, a table and files out."""
+
+import argparse
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import keras
+
+from keras_efficient_attn.benchmark.compare import run
+from keras_efficient_attn.benchmark.plots import write_plots
+from keras_efficient_attn.benchmark.report import table, write_csv, write_json
+from keras_efficient_attn.benchmark.settings import (
+    BACKENDS,
+    DTYPES,
+    MODES,
+    Settings,
+)
+from keras_efficient_attn.layers import attention_names
+
+
+class UsageError(ValueError):
+    """A bad argument, said in one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with an argument in one line, without the usage."""
+
+    def error(self, message):
+        raise UsageError(message)
+
+
+def parse_arguments(argv):
+    parser = Parser(
+        prog="python -m keras_efficient_attn.benchmark",
+        description="Which attention is fastest on this machine, at your shape.",
+        epilog="A length is given up for a contestant, and longer ones are skipped, "
+        "when it runs out of time or memory; the table says so.",
+    )
+    add = parser.add_argument
+    add(
+        "--layers",
+        nargs="+",
+        default=list(Settings.layers),
+        metavar="NAME[:OPTION=VALUE,...]",
+        help=f"{', '.join(attention_names())} (softmax is Keras' own), with options of "
+        "the constructor: performer:feature_map=favor+,num_features=64",
+    )
+    add("--lengths", nargs="+", type=_positive, default=list(Settings.lengths))
+    add("--heads", type=_positive, default=Settings.heads)
+    add("--head-dim", type=_positive, default=Settings.head_dim)
+    add("--batch", type=_positive, default=Settings.batch)
+    add("--dtype", choices=DTYPES, default=Settings.dtype, help="Keras' dtype policy")
+    add(
+        "--mode",
+        choices=MODES,
+        default=Settings.mode,
+        help="forward; train: with the gradients of inputs and weights; decode: one "
+        "position at a time after LENGTH others",
+    )
+    add("--causal", action="store_true", help="as decode and --model always are")
+    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
+    add("--repeats", type=_positive, default=Settings.repeats)
+    add(
+        "--time-limit",
+        type=_positive_float,
+        default=Settings.time_limit,
+        metavar="SECONDS",
+        help="computing time of a contestant at one length, with compilation",
+    )
+    add("--out", type=Path, metavar="DIR", help="folder for CSV, JSON and PNG files")
+    add("--peers", action="store_true", help="add public packages that are installed")
+    add("--model", action="store_true", help="a small language model, not a layer")
+    return vars(parser.parse_args(argv))
+
+
+def main(argv=None):
+    """Runs the command; returns its exit status."""
+    try:
+        arguments = parse_arguments(argv)
+        out = arguments.pop("out")
+        settings = Settings(**arguments)
+        _check_backend(settings.backend)
+        if out is not None:
+            _make_folder(out)
+    except ValueError as error:
+        message = " ".join(str(error).split())
+        print(f"benchmark: error: {message}", file=sys.stderr)
+        return 2
+    comparison = run(settings, progress=_progress_bar)
+    print("\n" + table(comparison))
+    if out is not None:
+        _write(comparison, out)
+    return 0 if comparison.complete else 130
+
+
+def _progress_bar(steps):
+    return keras.utils.Progbar(steps, unit_name="call")
+
+
+def _check_backend(backend):
+    if importlib.util.find_spec(backend) is None:
+        raise UsageError(f"--backend {backend}: {backend} is not installed")
+
+
+def _make_folder(out):
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {out}: {error.strerror}") from error
+
+
+def _write(comparison, out):
+    write_csv(comparison, out / "benchmark.csv")
+    write_json(comparison, out / "benchmark.json")
+    written = ["benchmark.csv", "benchmark.json"]
+    try:
+        written += [path.name for path in write_plots(comparison, out)]
+    except ImportError:
+        print("No pictures: matplotlib is not installed.")
+    print(f"In {out}: {', '.join(written)}")
+
+
+def _number(convert, accept, expected):
+    def parse(text):
+        try:
+            number = convert(text)
+        except ValueError:
+            number = None
+        if number is None or not accept(number):
+            raise argparse.ArgumentTypeError(f"must be {expected}; received {text!r}")
+        return number
+
+    return parse
+
+
+_positive = _number(int, lambda n: n >= 1, "a positive integer")
+_positive_float = _number(float, lambda x: 0 < x < math.inf, "a positive number")

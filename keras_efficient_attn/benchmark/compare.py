@@ -1,0 +1,302 @@
+"""Compares attention layers: one process a contestant and length, taking turns."""
+
+import time
+
+from keras_efficient_attn.benchmark import failures
+from keras_efficient_attn.benchmark.peers import available_peers
+from keras_efficient_attn.benchmark.records import Comparison, Record
+from keras_efficient_attn.benchmark.settings import MATMUL, Settings
+from keras_efficient_attn.benchmark.timing import median_and_spread, take_turns
+from keras_efficient_attn.benchmark.worker_process import (
+    WorkerDied,
+    WorkerProcess,
+    WorkerTimeout,
+)
+
+# A first call that runs out of memory or time will do so at longer lengths too.
+ENDS_THE_RACE = (failures.OUT_OF_MEMORY, failures.TIME_OUT)
+
+
+def compare(
+    layers=Settings.layers,
+    lengths=Settings.lengths,
+    *,
+    heads=Settings.heads,
+    head_dim=Settings.head_dim,
+    batch=Settings.batch,
+    dtype=Settings.dtype,
+    mode=Settings.mode,
+    causal=Settings.causal,
+    backend=Settings.backend,
+    repeats=Settings.repeats,
+    time_limit=Settings.time_limit,
+    peers=Settings.peers,
+    model=Settings.model,
+    matmul_size=Settings.matmul_size,
+    seed=Settings.seed,
+    progress=None,
+    start_worker=WorkerProcess,
+    clock=time.perf_counter,
+):
+    """Compares attention layers on this machine, at one shape and several lengths.
+
+    Every contestant runs in a process of its own for each length, so that memory is
+    that of a fresh process, and a time-out or a lack of memory ends one point only.
+    The processes compute one at a time, in turns, on new random inputs for every call.
+    With them runs a square matmul, as the measure of what the machine can do.
+
+    Args:
+        layers: Identifiers of `get_attention`: `"softmax"`,
+            `"performer:feature_map=elu"`, …. Defaults to these and
+            `"performer:feature_map=favor+"`.
+        lengths: Lengths. Defaults to 512, 1024, 2048 and 4096.
+        heads: Heads. Defaults to 8.
+        head_dim: Size of a head. Defaults to 64.
+        batch: Rows. Defaults to 1.
+        dtype: Keras dtype policy. Defaults to `"float32"`.
+        mode: `"forward"` (the default); `"train"`, with the gradients of the input and
+            every weight; or `"decode"`, one position at a time after `length` others,
+            with a key/value cache for softmax.
+        causal: Whether queries see earlier keys only. Defaults to `False`; decoding
+            and language models are causal in any case.
+        backend: Keras backend. Defaults to the current one.
+        repeats: Timed calls. Defaults to 5.
+        time_limit: Seconds of computing for a contestant at one length, compilation
+            included. After it, the contestant is not tried at longer lengths.
+            Defaults to 60.
+        peers: Whether to add installed peers: performer-pytorch, local-attention,
+            reformer-pytorch, flash-linear-attention (CUDA). Defaults to `False`.
+        model: Whether to compare small causal language models instead of layers: their
+            training step, generation or loss. Defaults to `False`.
+        matmul_size: Rows of the square matmul. Defaults to 2048, or 8192 on
+            accelerators.
+        seed: Seed of weights and inputs. Defaults to 0.
+        progress: Optional callable that makes a progress bar of a number of steps,
+            such as `keras.utils.Progbar`. Defaults to none.
+        start_worker: Makes a worker for a backend. Defaults to a process.
+        clock: Callable that gives seconds.
+
+    Returns:
+        `Comparison`. An interrupt (Ctrl-C) ends the run with what was measured.
+
+    Raises:
+        ValueError: If an argument is invalid, naming it.
+
+    Example:
+
+    ```python
+    from keras_efficient_attn import benchmark
+
+    comparison = benchmark.compare(
+        ["softmax", "performer:feature_map=elu"], [1024, 4096], causal=True
+    )
+    for record in comparison.records:
+        print(record.contestant, record.length, record.status, record.seconds)
+    ```
+    """
+    settings = Settings(
+        layers=layers,
+        lengths=lengths,
+        heads=heads,
+        head_dim=head_dim,
+        batch=batch,
+        dtype=dtype,
+        mode=mode,
+        causal=causal,
+        backend=backend,
+        repeats=repeats,
+        time_limit=time_limit,
+        peers=peers,
+        model=model,
+        matmul_size=matmul_size,
+        seed=seed,
+    )
+    return run(settings, progress, start_worker, clock)
+
+
+def run(settings, progress=None, start_worker=WorkerProcess, clock=time.perf_counter):
+    """`compare` for checked settings."""
+    names, absent = [], {}
+    if settings.peers:
+        names, absent = available_peers(settings.mode, settings.model)
+    contestants = [MATMUL, *settings.layers, *names]
+    # One step for preparing, one a repeat, and one for the checks.
+    steps = len(contestants) * len(settings.lengths) * (settings.repeats + 2)
+    bar = None if progress is None else progress(steps)
+    records, environments, ended, complete = [], {}, {}, True
+    try:
+        for length in settings.lengths:
+            points = [
+                _Point(name, length, settings, ended.get(name)) for name in contestants
+            ]
+            _race(points, settings, start_worker, clock, bar, environments)
+            records += _records(points, settings)
+            for point in points:
+                if point.over_limit or point.status in ENDS_THE_RACE:
+                    reason = "time-out" if point.over_limit else point.status
+                    ended.setdefault(point.name, f"{reason} at length {length}")
+    except KeyboardInterrupt:
+        complete = False
+    return Comparison(settings, records, environments, absent, complete)
+
+
+def _race(points, settings, start_worker, clock, bar, environments):
+    """Measures all contestants at one length."""
+
+    def step(count=1):
+        if bar is not None:
+            bar.add(count)
+
+    try:
+        for point in points:
+            if point.status == failures.OK:
+                point.worker = start_worker(point.backend)
+        for point in points:
+            if point.start(clock):
+                environments.setdefault(point.backend, point.environment)
+                point.prepare()
+            step()
+
+        def sample(point, _):
+            seconds = point.repeat()
+            step()
+            return seconds
+
+        samples = take_turns(points, settings.repeats, sample)
+        for point in points:
+            point.seconds = samples[point]
+            point.check()
+            # The turns that it was not there for, too.
+            step(settings.repeats - point.turns + 1)
+    finally:
+        for point in points:
+            point.close()
+
+
+class _Point:
+    """One contestant at one length, as the parent sees it."""
+
+    def __init__(self, name, length, settings, ended):
+        self.name, self.length = name, length
+        self.backend = settings.backend_of(name)
+        self.status = failures.SKIPPED if ended else failures.OK
+        self.detail = ended or ""
+        self.worker = self.environment = None
+        self.prepared, self.checked = {}, {}
+        self.seconds, self.turns = [], 0
+        self.over_limit = False
+        self._task = settings.task(name, length)
+        self._limit = self._remaining = settings.time_limit
+
+    def start(self, clock):
+        """Waits for the process; whether it is there."""
+        self._clock = clock
+        if self.worker is None:
+            return False
+        self.environment = self._ask(self.worker.started)
+        return self.environment is not None
+
+    def prepare(self):
+        self.prepared = self._request({"do": "prepare", "task": self._task}) or {}
+        if self.prepared and not self.prepared["finite"]:
+            self.detail = "outputs are not finite"
+
+    def repeat(self):
+        """Seconds of a call; `None` when it takes no further part."""
+        self.turns += 1
+        if self.status != failures.OK or self._remaining <= 0:
+            self.over_limit |= self._remaining <= 0
+            return None
+        reply = self._request({"do": "repeat", "turn": self.turns - 1})
+        return reply and reply["seconds"] / self.prepared["steps"]
+
+    def check(self):
+        """Errors, and what is left to say about the status."""
+        asked = self._task["contestant"] != MATMUL
+        if self.over_limit and self.seconds:
+            self.status = failures.OK
+            self.detail = f"{len(self.seconds)} repeats within {self._limit:g} s"
+        elif self.over_limit:
+            self.status = failures.TIME_OUT
+            self.detail = f"no repeat within {self._limit:g} s"
+        if self.status == failures.OK and self.worker is not None and asked:
+            self._remaining = self._limit
+            timing = self.status, self.detail, self.over_limit
+            self.checked = self._request({"do": "check"}) or {}
+            if not self.checked:
+                said = f"check: {self.status}"
+                self.status, self.detail, self.over_limit = timing
+                self.detail = f"{self.detail}; {said}".removeprefix("; ")
+
+    def close(self):
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+
+    def _request(self, message):
+        start = self._clock()
+        limit = self._remaining
+        reply = self._ask(lambda: self.worker.request(message, limit))
+        self._remaining -= self._clock() - start
+        return reply
+
+    def _ask(self, call):
+        """The reply, or `None` and a status."""
+        try:
+            reply = call()
+        except WorkerTimeout:
+            self._fail(failures.TIME_OUT, f"no reply within {self._limit:g} s")
+            self.over_limit = True
+        except WorkerDied as error:
+            status = failures.OUT_OF_MEMORY if error.killed else failures.FAILED
+            self._fail(status, str(error))
+        else:
+            if "status" not in reply:
+                return reply
+            self._fail(reply["status"], reply["detail"])
+        return None
+
+    def _fail(self, status, detail):
+        self.status, self.detail = status, detail
+        self.close()
+
+
+def _records(points, settings):
+    (matmul,) = (point for point in points if point.name == MATMUL)
+    peak = None
+    if matmul.status == failures.OK:
+        peak = matmul.prepared["operations"] / median_and_spread(matmul.seconds)[0]
+    return [_record(point, settings, peak) for point in points]
+
+
+def _record(point, settings, peak):
+    told = {
+        "contestant": point.name,
+        "backend": point.backend,
+        "mode": settings.mode,
+        "length": point.length,
+        "status": point.status,
+        "detail": point.detail,
+    }
+    if point.status != failures.OK:
+        return Record(**told)
+    prepared = point.prepared
+    median, low, high = median_and_spread(point.seconds)
+    share = None
+    if peak and prepared["operations"] and point.backend == settings.backend:
+        share = prepared["operations"] / median / peak
+    return Record(
+        **told,
+        seconds=median,
+        seconds_low=low,
+        seconds_high=high,
+        repeats=len(point.seconds),
+        compile_seconds=max(prepared["first"] - median * prepared["steps"], 0.0),
+        tokens_per_second=prepared["tokens"] / median,
+        memory_bytes=prepared["memory_bytes"],
+        memory_kind=prepared["memory_kind"],
+        execution=prepared["execution"],
+        peak_share=share,
+        error=point.checked.get("error"),
+        difference=point.checked.get("difference"),
+    )

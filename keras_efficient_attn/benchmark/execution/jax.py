@@ -1,0 +1,74 @@
+"""JAX: compiled by XLA ahead of the call, which tells what it allocates."""
+
+import jax
+import keras
+
+from keras_efficient_attn.benchmark.execution import is_float
+
+
+class Program:
+    """See `keras_efficient_attn.benchmark.execution`."""
+
+    execution = "XLA"
+
+    def __init__(self, function, trainable=(), fixed=(), gradients=False, update=None):
+        self._function = function
+        self._trainable, self._fixed = list(trainable), list(fixed)
+        self._update = update
+        self._jitted = jax.jit(self._differentiated if gradients else self._forward)
+        self._compiled = None
+
+    def __call__(self, *inputs):
+        arguments = (
+            [variable.value for variable in self._trainable],
+            [variable.value for variable in self._fixed],
+            *inputs,
+        )
+        if self._compiled is None:
+            self._compiled = self._jitted.lower(*arguments).compile()
+        return self._compiled(*arguments)
+
+    @property
+    def temporary_bytes(self):
+        """Bytes that the compiled program allocates beside inputs and outputs."""
+        return int(self._compiled.memory_analysis().temp_size_in_bytes)
+
+    def _forward(self, trainable, fixed, *inputs):
+        return self._stateless(trainable, fixed, inputs)[0]
+
+    def _differentiated(self, trainable, fixed, cotangent, *inputs):
+        floats = [x for x in inputs if is_float(x)]
+
+        def run(trainable, floats):
+            remaining = iter(floats)
+            merged = [next(remaining) if is_float(x) else x for x in inputs]
+            return self._stateless(trainable, fixed, merged)
+
+        output, pull, updated = jax.vjp(run, trainable, floats, has_aux=True)
+        of_weights, of_inputs = pull(cotangent)
+        if self._update is not None:
+            of_weights = self._update(trainable, of_weights)
+        return [output, *of_inputs, *of_weights, *updated]
+
+    def _stateless(self, trainable, fixed, inputs):
+        variables = self._trainable + self._fixed
+        values = zip(variables, [*trainable, *fixed], strict=True)
+        with keras.StatelessScope(state_mapping=list(values)) as scope:
+            outputs = self._function(*inputs)
+        return outputs, [scope.get_current_value(v) for v in self._fixed]
+
+
+def wait(outputs):
+    jax.block_until_ready(outputs)
+
+
+def peak_memory(program, inputs):
+    if jax.default_backend() == "cpu":
+        return program.temporary_bytes, "XLA temporaries"
+    wait(program(*inputs))
+    return int(jax.devices()[0].memory_stats()["peak_bytes_in_use"]), "device"
+
+
+def device():
+    first = jax.devices()[0]
+    return f"{first.platform}: {first.device_kind}"

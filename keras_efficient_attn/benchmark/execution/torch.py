@@ -1,0 +1,61 @@
+"""PyTorch: eager."""
+
+import keras
+import torch
+
+from keras_efficient_attn.benchmark.execution import is_float
+from keras_efficient_attn.benchmark.resident import peak_increase
+
+
+class Program:
+    """See `keras_efficient_attn.benchmark.execution`.
+
+    `trainable` may hold PyTorch parameters as well.
+    """
+
+    execution = "eager"
+
+    def __init__(self, function, trainable=(), fixed=(), gradients=False, update=None):
+        self._function = function
+        self._trainable = [
+            variable.value if isinstance(variable, keras.Variable) else variable
+            for variable in trainable
+        ]
+        self._update = update
+        self._run = self._differentiated if gradients else torch.no_grad()(function)
+
+    def __call__(self, *inputs):
+        return self._run(*inputs)
+
+    def _differentiated(self, cotangent, *inputs):
+        inputs = [x.detach().requires_grad_(True) if is_float(x) else x for x in inputs]
+        floats = [x for x in inputs if is_float(x)]
+        output = self._function(*inputs)
+        gradients = torch.autograd.grad(
+            output, floats + self._trainable, cotangent, materialize_grads=True
+        )
+        of_inputs, of_weights = gradients[: len(floats)], gradients[len(floats) :]
+        if self._update is not None:
+            with torch.no_grad():
+                of_weights = self._update(self._trainable, of_weights)
+        return [output.detach(), *of_inputs, *of_weights]
+
+
+def wait(outputs):
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def peak_memory(program, inputs):
+    if not torch.cuda.is_available():
+        return peak_increase(lambda: program(*inputs)), "resident increase"
+    torch.cuda.reset_peak_memory_stats()
+    program(*inputs)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated(), "device"
+
+
+def device():
+    if torch.cuda.is_available():
+        return f"gpu: {torch.cuda.get_device_name()}"
+    return "cpu"

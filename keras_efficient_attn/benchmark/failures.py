@@ -1,0 +1,49 @@
+"""What went wrong at a point, in a word and a line."""
+
+import re
+
+OUT_OF_MEMORY = "out of memory"
+TIME_OUT = "time-out"
+UNSUPPORTED = "unsupported"
+FAILED = "failed"
+SKIPPED = "skipped"
+OK = "ok"
+DETAIL_LENGTH = 300
+MEMORY_SIGNS = (
+    "out of memory",
+    "resource_exhausted",
+    "resource exhausted",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "unable to allocate",
+    "bad_alloc",
+    "oom when allocating",
+)
+
+
+def describe_failure(error, building):
+    """The failure as a dict with `status` and `detail`.
+
+    Args:
+        error: The exception.
+        building: Whether it was raised before anything could run, where a
+            `ValueError` means that the contestant refuses the combination.
+    """
+    text = _plain(str(error)) or type(error).__name__
+    status = FAILED
+    if isinstance(error, MemoryError) or any(
+        sign in f"{type(error).__name__} {text}".lower() for sign in MEMORY_SIGNS
+    ):
+        status = OUT_OF_MEMORY
+    elif isinstance(error, ValueError | NotImplementedError | AssertionError):
+        status = UNSUPPORTED
+    elif building and isinstance(error, ImportError | TypeError):
+        status = UNSUPPORTED
+    return {"status": status, "detail": text[:DETAIL_LENGTH]}
+
+
+def _plain(text):
+    """One line without the colours and the frame that Keras puts around errors."""
+    text = re.sub(r"\x1b\[\d+m", "", text)
+    text = re.sub(r"^Exception encountered when calling [^\n]*\n", "", text)
+    return " ".join(text.partition("Arguments received by")[0].split())

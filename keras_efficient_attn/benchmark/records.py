@@ -1,0 +1,123 @@
+"""What `compare` returns."""
+
+import dataclasses
+
+from keras_efficient_attn.benchmark.analysis import crossover, log_log_slope
+from keras_efficient_attn.benchmark.failures import OK
+from keras_efficient_attn.benchmark.settings import MATMUL, SOFTMAX, Settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One contestant at one length. What was not measured is `None`.
+
+    Attributes:
+        contestant: Name.
+        backend: Backend that it ran on.
+        mode: `"forward"`, `"train"` or `"decode"`.
+        length: Positions.
+        status: `"ok"`, or why there is no time: `"out of memory"`, `"time-out"`,
+            `"unsupported"`, `"failed"` or `"skipped"`.
+        detail: A line about the status, or empty.
+        seconds: Median seconds of a call; of one generated position for decoding.
+        seconds_low, seconds_high: Quartiles.
+        repeats: Timed calls.
+        compile_seconds: What the first call took longer than the median.
+        tokens_per_second: Of all rows of the batch together.
+        memory_bytes: Peak memory of a call; `memory_kind` says of which kind.
+        memory_kind: `"XLA temporaries"` (beside inputs, outputs and weights),
+            `"resident increase"` (of the process, by a call after the first), or
+            `"device"` (all of the process on the accelerator).
+        execution: `"XLA"`, `"graph"` or `"eager"`.
+        error: Relative error against softmax attention with the same weights.
+        difference: Relative difference of a peer from its definition.
+        peak_share: Useful operations per second, as a share of those of the matmul.
+    """
+
+    contestant: str
+    backend: str
+    mode: str
+    length: int
+    status: str
+    detail: str = ""
+    seconds: float | None = None
+    seconds_low: float | None = None
+    seconds_high: float | None = None
+    repeats: int = 0
+    compile_seconds: float | None = None
+    tokens_per_second: float | None = None
+    memory_bytes: int | None = None
+    memory_kind: str | None = None
+    execution: str | None = None
+    error: float | None = None
+    difference: float | None = None
+    peak_share: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """One contestant over all lengths.
+
+    Attributes:
+        contestant: Name.
+        crossover: Length from which it is faster than softmax, in words or as a
+            number between two measured ones, as text; `None` without softmax.
+        time_slope: Slope of log seconds over log length; `None` for one length.
+        memory_slope: The same of peak memory.
+    """
+
+    contestant: str
+    crossover: str | None
+    time_slope: float | None
+    memory_slope: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A finished run.
+
+    Attributes:
+        settings: The `Settings`.
+        records: List of `Record`, by length and contestant, with those of the matmul.
+        environments: Dict of backends to dicts of versions and the device.
+        absent_peers: Dict of peers that did not take part to reasons.
+        complete: `False` if the run was interrupted.
+    """
+
+    settings: Settings
+    records: list
+    environments: dict
+    absent_peers: dict
+    complete: bool = True
+
+    def contestants(self):
+        """Names in the order of the run, without the matmul."""
+        names = dict.fromkeys(record.contestant for record in self.records)
+        return [name for name in names if name != MATMUL]
+
+    def of(self, contestant):
+        """The records of a contestant, by length."""
+        return [r for r in self.records if r.contestant == contestant]
+
+    def series(self, contestant, field):
+        """Dict of lengths to a field, where it was measured."""
+        return {
+            record.length: getattr(record, field)
+            for record in self.of(contestant)
+            if record.status == OK and getattr(record, field) is not None
+        }
+
+    def summaries(self):
+        """List of `Summary`, one a contestant."""
+        softmax = self.series(SOFTMAX, "seconds")
+        return [
+            Summary(
+                name,
+                crossover(softmax, self.series(name, "seconds"))
+                if softmax and name != SOFTMAX
+                else None,
+                log_log_slope(self.series(name, "seconds")),
+                log_log_slope(self.series(name, "memory_bytes")),
+            )
+            for name in self.contestants()
+        ]

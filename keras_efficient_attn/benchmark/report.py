@@ -1,0 +1,145 @@
+"""The results as text, CSV and JSON."""
+
+import csv
+import dataclasses
+import json
+import textwrap
+from pathlib import Path
+
+from keras_efficient_attn.benchmark.failures import OK
+from keras_efficient_attn.benchmark.records import Record
+from keras_efficient_attn.benchmark.settings import MATMUL, SOFTMAX
+
+DASH = "-"
+
+
+def table(comparison):
+    """The results as lines of text: one a contestant and length, then the summary."""
+    softmax = comparison.series(SOFTMAX, "seconds")
+    per_step = "ms/token" if comparison.settings.mode == "decode" else "ms"
+    rows = [
+        (
+            "contestant",
+            "length",
+            per_step,
+            "quartiles",
+            "tokens/s",
+            "MiB",
+            "compile s",
+            "of peak",
+            "softmax/it",
+            "error",
+            "",
+        )
+    ]
+    rows += [
+        _row(record, softmax.get(record.length))
+        for name in comparison.contestants()
+        for record in comparison.of(name)
+    ]
+    lines = aligned(rows)
+    summary = [("contestant", "faster than softmax from", "time slope", "memory slope")]
+    summary += [
+        (
+            item.contestant,
+            item.crossover or DASH,
+            _format(item.time_slope, ".2f"),
+            _format(item.memory_slope, ".2f"),
+        )
+        for item in comparison.summaries()
+    ]
+    return "\n".join([*lines, "", *aligned(summary), "", *_notes(comparison)])
+
+
+def aligned(rows):
+    """Rows of words as lines, the first column to the left and others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        first, *others = zip(row, widths, strict=True)
+        cells = [first[0].ljust(first[1])]
+        cells += [cell.rjust(width) for cell, width in others]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def write_csv(comparison, path):
+    """Writes one line a record, with the names of `Record`."""
+    with open(path, "w", newline="") as file:
+        names = [field.name for field in dataclasses.fields(Record)]
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(record) for record in comparison.records)
+
+
+def write_json(comparison, path):
+    """Writes settings, versions and devices, records and summaries."""
+    summaries = [dataclasses.asdict(item) for item in comparison.summaries()]
+    content = {**dataclasses.asdict(comparison), "summaries": summaries}
+    Path(path).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _row(record, softmax_seconds):
+    if record.status != OK:
+        blanks = [DASH] * 7
+        cell = record.status
+        return (
+            record.contestant,
+            f"{record.length}",
+            cell,
+            *blanks,
+            f"({textwrap.shorten(record.detail, 100)})",
+        )
+    low, high = record.seconds_low, record.seconds_high
+    ratio = softmax_seconds and softmax_seconds / record.seconds
+    notes = [record.detail]
+    if record.difference is not None:
+        notes.append(f"differs from its definition by {record.difference:.1e}")
+    return (
+        record.contestant,
+        f"{record.length}",
+        _format(record.seconds * 1e3, ".3g"),
+        f"{_format(low * 1e3, '.3g')}-{_format(high * 1e3, '.3g')}",
+        f"{record.tokens_per_second:,.0f}",
+        _format(record.memory_bytes / 2**20, ".1f"),
+        _format(record.compile_seconds, ".2f"),
+        _format(record.peak_share, ".1%"),
+        _format(ratio, ".2f"),
+        _format(record.error, ".2e"),
+        "; ".join(filter(None, notes)),
+    )
+
+
+def _notes(comparison):
+    settings = comparison.settings
+    kind = "language model" if settings.model else "layer"
+    yield (
+        f"{kind}, {settings.mode}{', causal' if settings.causal else ''}: batch "
+        f"{settings.batch}, {settings.heads} heads of {settings.head_dim}, "
+        f"{settings.dtype}; medians and quartiles of up to {settings.repeats} turns"
+    )
+    for backend, environment in comparison.environments.items():
+        used = [r for r in comparison.records if r.backend == backend and r.execution]
+        execution = sorted({record.execution for record in used})
+        memory = sorted({record.memory_kind for record in used})
+        yield (
+            f"{backend} {environment['backend_version']} ({', '.join(execution)}), "
+            f"Keras {environment['keras']}, on {environment['device']} "
+            f"({environment['cpu_count']} cores of {environment['cpu']}); "
+            f"MiB: {', '.join(memory) or 'not measured'}"
+        )
+    peaks = [r for r in comparison.of(MATMUL) if r.status != OK]
+    for record in peaks:
+        yield f"no share of peak at {record.length}: matmul: {record.status}"
+    for peer, reason in comparison.absent_peers.items():
+        yield f"--peers: skipped {peer}: {reason}"
+    if not comparison.complete:
+        yield "Interrupted: longer lengths are missing."
+
+
+def _format(number, how):
+    if number is None:
+        return DASH
+    text = format(number, how)
+    # Large numbers in full, not as 1.23e+04.
+    return f"{number:.0f}" if how.endswith("g") and "e+" in text else text

@@ -1,0 +1,114 @@
+"""What to compare: checked once, and plain enough to be written to a file."""
+
+import dataclasses
+import math
+
+import keras
+
+from keras_efficient_attn.benchmark.peers import PEERS
+from keras_efficient_attn.layers import get_attention
+
+BACKENDS = ("tensorflow", "jax", "torch")
+MODES = ("forward", "train", "decode")
+DTYPES = ("float32", "bfloat16", "mixed_bfloat16", "float16", "mixed_float16")
+SOFTMAX = "softmax"
+MATMUL = "matmul"
+DEFAULT_LAYERS = (
+    SOFTMAX,
+    "performer:feature_map=elu",
+    "performer:feature_map=favor+",
+)
+DEFAULT_LENGTHS = (512, 1024, 2048, 4096)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The arguments of `compare`, checked.
+
+    Raises:
+        ValueError: Naming the argument and what was received.
+    """
+
+    layers: tuple = DEFAULT_LAYERS
+    lengths: tuple = DEFAULT_LENGTHS
+    heads: int = 8
+    head_dim: int = 64
+    batch: int = 1
+    dtype: str = "float32"
+    mode: str = "forward"
+    causal: bool = False
+    backend: str | None = None
+    repeats: int = 5
+    time_limit: float = 60.0
+    peers: bool = False
+    model: bool = False
+    matmul_size: int | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        # Through `object`, because the class is frozen.
+        fix = object.__setattr__
+        for name in ("layers", "lengths"):
+            fix(self, name, self._non_empty(name))
+        fix(self, "backend", self.backend or keras.backend.backend())
+        # A decoder and a language model are causal by definition.
+        fix(self, "causal", bool(self.causal or self.model or self.mode == "decode"))
+        for name in ("heads", "head_dim", "batch", "repeats"):
+            self._positive_int(name, getattr(self, name))
+        if self.matmul_size is not None:
+            self._positive_int("matmul_size", self.matmul_size)
+        for length in self.lengths:
+            self._positive_int("lengths", length)
+        fix(self, "lengths", tuple(sorted(set(self.lengths))))
+        self._one_of("dtype", DTYPES)
+        self._one_of("mode", MODES)
+        self._one_of("backend", BACKENDS)
+        limit = self.time_limit
+        if not isinstance(limit, int | float) or not 0 < limit < math.inf:
+            raise ValueError(
+                "`time_limit` must be a positive number of seconds. Received: "
+                f"time_limit={limit!r}"
+            )
+        for identifier in self.layers:
+            try:
+                get_attention(identifier, num_heads=self.heads, key_dim=self.head_dim)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"`layers`: {error}") from error
+        if len(set(self.layers)) < len(self.layers):
+            raise ValueError(
+                f"`layers` must differ from each other. Received: layers={self.layers}"
+            )
+
+    def task(self, contestant, length):
+        """What a worker has to know about one contestant at one length, as a dict."""
+        names = ("heads", "head_dim", "batch", "dtype", "mode", "causal", "model")
+        names += ("matmul_size", "seed")
+        shared = {name: getattr(self, name) for name in names}
+        return {"contestant": contestant, "length": length, **shared}
+
+    def backend_of(self, contestant):
+        """The backend that a contestant runs on: its own for a peer."""
+        return "torch" if contestant in PEERS else self.backend
+
+    def _non_empty(self, name):
+        received = getattr(self, name)
+        if isinstance(received, str | int) or not tuple(received):
+            raise ValueError(
+                f"`{name}` must be a list with at least one element. Received: "
+                f"{name}={received!r}"
+            )
+        return tuple(received)
+
+    def _positive_int(self, name, received):
+        if not isinstance(received, int) or received < 1:
+            raise ValueError(
+                f"`{name}` must be a positive integer. Received: {name}={received!r}"
+            )
+
+    def _one_of(self, name, choices):
+        received = getattr(self, name)
+        if received not in choices:
+            raise ValueError(
+                f"`{name}` must be one of {', '.join(choices)}. Received: "
+                f"{name}={received!r}"
+            )

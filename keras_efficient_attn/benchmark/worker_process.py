@@ -1,0 +1,115 @@
+"""The parent's handle of a worker: it can be asked, waited for and killed."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import keras_efficient_attn
+
+STARTUP_SECONDS = 600
+
+
+class WorkerTimeout(Exception):
+    """No reply in time."""
+
+
+class WorkerDied(Exception):
+    """The process ended. `killed` says whether by SIGKILL, as when memory runs out."""
+
+    def __init__(self, message, killed):
+        super().__init__(message)
+        self.killed = killed
+
+
+class WorkerProcess:
+    """A process with Keras on the given backend.
+
+    Args:
+        backend: Value of `KERAS_BACKEND`.
+        command: Words of the command. Defaults to this package's worker.
+    """
+
+    def __init__(self, backend, command=None):
+        if command is None:
+            command = [sys.executable, "-m", "keras_efficient_attn.benchmark.worker"]
+        self._stderr = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+            env=_environment(backend),
+        )
+        self._replies = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def started(self):
+        """Waits until the process is ready; returns its description of itself."""
+        return self._reply(STARTUP_SECONDS)
+
+    def request(self, message, timeout):
+        """Sends a dict and returns the reply.
+
+        Raises:
+            WorkerTimeout: If there is none within `timeout` seconds.
+            WorkerDied: If the process has ended.
+        """
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except (BrokenPipeError, OSError):
+            pass  # The missing reply will say that it has ended.
+        return self._reply(timeout)
+
+    def close(self):
+        """Kills the process."""
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass
+        self._stderr.close()
+
+    def _read(self):
+        try:
+            for line in self._process.stdout:
+                self._replies.put(json.loads(line))
+        except ValueError:
+            pass  # Closed while reading, or killed while writing a line.
+        self._replies.put(None)
+
+    def _reply(self, timeout):
+        try:
+            reply = self._replies.get(timeout=timeout)
+        except queue.Empty:
+            raise WorkerTimeout from None
+        if reply is None:
+            status = self._process.wait()
+            raise WorkerDied(self._last_words(status), status == -signal.SIGKILL)
+        return reply
+
+    def _last_words(self, status):
+        self._stderr.seek(0)
+        lines = self._stderr.read().strip().splitlines()
+        return f"exit status {status}" + (f": {lines[-1][:200]}" if lines else "")
+
+
+def _environment(backend):
+    root = str(Path(keras_efficient_attn.__file__).resolve().parents[1])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "KERAS_BACKEND": backend}
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    # Workers share a device: none may take all of its memory in advance.
+    environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    environment.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+    environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    return environment

@@ -1,0 +1,234 @@
+"""What one contestant computes at one length, ready to be timed."""
+
+import dataclasses
+from collections.abc import Callable
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_efficient_attn.benchmark import operations, streaming
+from keras_efficient_attn.benchmark.approximation import (
+    approximates_softmax,
+    error_against_softmax,
+)
+from keras_efficient_attn.benchmark.execution import (
+    backend_module,
+    make_program,
+)
+from keras_efficient_attn.benchmark.language_model import (
+    VOCABULARY,
+    LanguageModel,
+    gradient_descent,
+    next_token_loss,
+)
+from keras_efficient_attn.benchmark.peers import PEERS
+from keras_efficient_attn.benchmark.settings import MATMUL
+from keras_efficient_attn.layers import get_attention
+
+# Positions generated in a timed call. A call copies its state once, so that a
+# single position would mostly measure the copy of a long cache.
+DECODE_STEPS = 32
+MATMUL_SIZES = {"cpu": 2048, "accelerator": 8192}
+
+
+@dataclasses.dataclass
+class Workload:
+    """A program, its inputs, and what is known about it.
+
+    Attributes:
+        program: Callable of the inputs.
+        make_inputs: `rng -> tuple` of new inputs.
+        steps: Times per call: the seconds of a call are divided by it.
+        tokens: Tokens per step.
+        operations: Useful operations per step, or `None`.
+        error: Optional `rng -> float`: the relative error against softmax.
+        difference: Optional `rng -> float`: that of a peer from its definition.
+    """
+
+    program: Callable
+    make_inputs: Callable
+    tokens: int
+    operations: int | None = None
+    steps: int = 1
+    error: Callable | None = None
+    difference: Callable | None = None
+
+
+def build_workload(task):
+    """The workload of a task of `Settings.task`.
+
+    Raises:
+        ValueError: If the contestant cannot do what is asked.
+    """
+    keras.utils.set_random_seed(task["seed"])
+    if task["contestant"] == MATMUL:
+        return _matmul(task)
+    if task["contestant"] in PEERS:
+        return _peer(task)
+    if task["model"]:
+        return _model(task)
+    return _layer(task)
+
+
+def draw(rng, shape, dtype):
+    """Standard normal numbers as a tensor."""
+    return ops.cast(rng.standard_normal(shape, dtype="float32"), dtype)
+
+
+def _matmul(task):
+    size = task["matmul_size"]
+    if size is None:
+        on_cpu = backend_module().device().startswith("cpu")
+        size = MATMUL_SIZES["cpu" if on_cpu else "accelerator"]
+    dtype = keras.dtype_policies.get(task["dtype"]).compute_dtype
+
+    def make_inputs(rng):
+        return draw(rng, (size, size), dtype), draw(rng, (size, size), dtype)
+
+    program = make_program(ops.matmul)
+    return Workload(program, make_inputs, tokens=size, operations=2 * size**3)
+
+
+def _layer(task):
+    batch, length, causal = task["batch"], task["length"], task["causal"]
+    width = task["heads"] * task["head_dim"]
+    layer = get_attention(
+        task["contestant"],
+        num_heads=task["heads"],
+        key_dim=task["head_dim"],
+        dtype=task["dtype"],
+    )
+    layer.build((batch, length, width), (batch, length, width))
+    dtype = layer.compute_dtype
+
+    def attend(x, training=False):
+        return layer(x, x, use_causal_mask=causal, training=training)
+
+    def make_x(rng, positions=length):
+        return draw(rng, (batch, positions, width), dtype)
+
+    def error(rng):
+        x = make_x(rng)
+        output = make_program(attend, layer)(x)
+        return error_against_softmax(layer, x, output, causal)
+
+    if task["mode"] == "decode":
+        workload = _decode(
+            layer,
+            initial_state=lambda: streaming.initial_state(
+                layer, batch, length + DECODE_STEPS
+            ),
+            attend=lambda x, state: streaming.attend(layer, x, state),
+            make_tokens=make_x,
+            task=task,
+            useful=operations.decode_operations(layer, batch, length),
+        )
+    else:
+        workload = _whole_sequence(
+            attend,
+            layer,
+            lambda rng: (make_x(rng),),
+            task,
+            operations.layer_operations(layer, batch, length, causal),
+            lambda rng: (make_x(rng),),
+        )
+    workload.error = error if approximates_softmax(layer) else None
+    return workload
+
+
+def _model(task):
+    batch, length = task["batch"], task["length"]
+    model = LanguageModel(
+        task["contestant"], task["heads"], task["head_dim"], dtype=task["dtype"]
+    )
+    model.build((batch, length))
+
+    def make_tokens(rng, positions=length):
+        tokens = rng.integers(0, VOCABULARY, (batch, positions))
+        return ops.convert_to_tensor(tokens.astype("int32"))
+
+    if task["mode"] == "decode":
+        return _decode(
+            model,
+            initial_state=lambda: model.initial_state(batch, length + DECODE_STEPS),
+            attend=lambda tokens, state: model(tokens, state=state),
+            make_tokens=make_tokens,
+            task=task,
+            useful=model.decode_operations(batch, length),
+        )
+
+    def run(tokens, targets, training=False):
+        return next_token_loss(model(tokens, training=training), targets)
+
+    return _whole_sequence(
+        run,
+        model,
+        lambda rng: (make_tokens(rng), make_tokens(rng)),
+        task,
+        model.operations(batch, length),
+        lambda rng: (ops.ones((), "float32"),),
+        gradient_descent,
+    )
+
+
+def _peer(task):
+    from keras_efficient_attn.benchmark.execution.torch import Program
+    from keras_efficient_attn.benchmark.peer_modules import PeerAttention
+
+    policy = keras.dtype_policies.get(task["dtype"])
+    if policy.compute_dtype != policy.variable_dtype:
+        raise ValueError(f"peers have no mixed dtypes. Received: {task['dtype']}")
+    peer = PeerAttention(
+        task["contestant"], task["heads"], task["head_dim"], task["causal"]
+    )
+    reference = draw(np.random.default_rng(0), (1,), policy.compute_dtype)
+    peer = peer.to(reference.device, reference.dtype)
+    shape = (task["batch"], task["length"], task["heads"] * task["head_dim"])
+
+    def make_inputs(rng):
+        inputs = (draw(rng, shape, policy.compute_dtype),)
+        if task["mode"] == "forward":
+            return inputs
+        return draw(rng, shape, policy.compute_dtype), *inputs
+
+    program = Program(peer, list(peer.parameters()), gradients=task["mode"] == "train")
+    return Workload(
+        program,
+        make_inputs,
+        tokens=task["batch"] * task["length"],
+        difference=peer.difference,
+    )
+
+
+def _whole_sequence(run, layer, make_inputs, task, useful, make_cotangent, update=None):
+    tokens = task["batch"] * task["length"]
+    if task["mode"] == "forward":
+        return Workload(make_program(run, layer), make_inputs, tokens, useful)
+    program = make_program(
+        lambda *inputs: run(*inputs, training=True), layer, True, update
+    )
+    if useful is not None:
+        useful *= 1 + operations.BACKWARD
+    return Workload(
+        program,
+        lambda rng: (*make_cotangent(rng), *make_inputs(rng)),
+        tokens,
+        useful,
+    )
+
+
+def _decode(layer, initial_state, attend, make_tokens, task, useful):
+    # Only the state is an output, so that XLA drops what only outputs need.
+    fill = make_program(lambda x: attend(x, initial_state())[1], layer)
+    filled = fill(make_tokens(np.random.default_rng(task["seed"])))
+    program = make_program(
+        lambda tokens, state: streaming.generate(attend, tokens, state), layer
+    )
+    return Workload(
+        program,
+        lambda rng: (make_tokens(rng, DECODE_STEPS), filled),
+        tokens=task["batch"],
+        operations=useful,
+        steps=DECODE_STEPS,
+    )

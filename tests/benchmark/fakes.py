@@ -1,0 +1,89 @@
+"""Clocks and workers whose times are known."""
+
+from keras_efficient_attn.benchmark.failures import describe_failure
+from keras_efficient_attn.benchmark.measurement import Measurement
+
+
+class FakeClock:
+    """A clock that only moves when it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class FakeWorker:
+    """Answers from `behaviour`, a dict of contestants to functions of the length.
+
+    A function gives the seconds of a call, or raises; `log` records the requests.
+    """
+
+    def __init__(self, backend, behaviour, clock, log):
+        self.backend, self.behaviour = backend, behaviour
+        self.clock, self.log = clock, log
+
+    def started(self):
+        return {"backend": self.backend, "device": "fake"}
+
+    def request(self, message, timeout):
+        self.task = message.get("task", getattr(self, "task", None))
+        name, length = self.task["contestant"], self.task["length"]
+        self.log.append((message["do"], name, length))
+        seconds = self.behaviour[name](length)
+        if isinstance(seconds, dict):
+            return seconds
+        if message["do"] == "check":
+            return {"error": 0.25, "difference": None}
+        self.clock.sleep(seconds)
+        if message["do"] == "repeat":
+            return {"seconds": seconds}
+        return {
+            "first": seconds + 3.0,
+            "steps": 1,
+            "tokens": length,
+            "operations": 100 * length,
+            "memory_bytes": 8 * length,
+            "memory_kind": "fake",
+            "execution": "fake",
+            "finite": True,
+        }
+
+    def close(self):
+        pass
+
+
+class InProcessWorker:
+    """The worker's side of the conversation without the process."""
+
+    def __init__(self, backend):
+        self.backend = backend
+        self.measurement = None
+
+    def started(self):
+        return {
+            "backend": self.backend,
+            "backend_version": "0",
+            "keras": "0",
+            "device": "here",
+            "cpu": "some",
+            "cpu_count": 1,
+        }
+
+    def request(self, message, timeout):
+        try:
+            if message["do"] == "prepare":
+                self.measurement = Measurement(message["task"])
+                return self.measurement.prepare()
+            if message["do"] == "repeat":
+                return self.measurement.repeat(message["turn"])
+            return self.measurement.check()
+        except Exception as error:
+            return describe_failure(error, self.measurement is None)
+
+    def close(self):
+        self.measurement = None

@@ -1,0 +1,145 @@
+import csv
+import functools
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+
+import keras_efficient_attn
+from keras_efficient_attn.benchmark import cli, peers
+from keras_efficient_attn.benchmark.compare import run
+from keras_efficient_attn.benchmark.execution import backend_module
+from tests.benchmark.fakes import InProcessWorker
+
+SMALL = "--heads 2 --head-dim 4 --lengths 8 --repeats 2 --causal".split()
+FAVOR, UNSUPPORTED = "performer:num_features=16", "performer:feature_map=favor++"
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    monkeypatch.setattr(
+        cli, "run", functools.partial(run, start_worker=InProcessWorker)
+    )
+    monkeypatch.setattr(
+        "keras_efficient_attn.benchmark.workloads.MATMUL_SIZES",
+        {"cpu": 16, "accelerator": 16},
+    )
+
+
+def test_a_run_leaves_table_files_and_pictures(in_process, tmp_path, capsys):
+    layers = ["softmax", FAVOR, UNSUPPORTED]
+    out = tmp_path / "new" / "folder"
+    assert cli.main([*SMALL, "--layers", *layers, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    with open(out / "benchmark.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    content = json.loads((out / "benchmark.json").read_text())
+    names = ["matmul", *layers]
+    assert [(row["contestant"], row["length"]) for row in rows] == [
+        (name, "8") for name in names
+    ]
+    for row, record in zip(rows, content["records"], strict=True):
+        assert row.keys() == record.keys()
+        for name, value in record.items():
+            assert row[name] == ("" if value is None else str(value))
+        assert row["backend"] == keras.backend.backend()
+        if row["contestant"] == UNSUPPORTED:
+            assert row["status"] == "unsupported" and row["seconds"] == ""
+            assert "has no causal form" in row["detail"]
+        else:
+            assert row["status"] == "ok"
+            low, median, high = (
+                float(row[name]) for name in ("seconds_low", "seconds", "seconds_high")
+            )
+            assert 0 < low <= median <= high
+        assert bool(row["error"]) == (row["contestant"] == FAVOR)
+        assert bool(row["peak_share"]) == (row["status"] == "ok")
+    assert content["settings"]["lengths"] == [8]
+    assert content["settings"]["head_dim"] == 4 and content["settings"]["causal"]
+    assert [item["contestant"] for item in content["summaries"]] == layers
+    assert list(content["environments"]) == [keras.backend.backend()]
+    for name in ("time.png", "memory.png"):
+        assert name in printed
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    assert "unsupported" in printed and "faster than softmax from" in printed
+
+
+@pytest.mark.parametrize("mode", [["--mode", "decode"], ["--mode", "train", "--model"]])
+def test_other_modes(in_process, capsys, mode):
+    assert cli.main([*SMALL, *mode, "--layers", "softmax"]) == 0
+    printed = capsys.readouterr().out
+    assert "unsupported" not in printed and "failed" not in printed
+    assert mode[1] in printed
+
+
+def test_pictures_need_matplotlib_and_nothing_else_does(
+    in_process, tmp_path, capsys, monkeypatch
+):
+    for module in ("matplotlib.backends.backend_agg", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, module, None)
+    arguments = [*SMALL, "--layers", "softmax", "--out", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    assert "No pictures: matplotlib is not installed." in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "benchmark.csv",
+        "benchmark.json",
+    }
+
+
+def test_absent_peers_get_a_line(in_process, capsys, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        peers.importlib.util,
+        "find_spec",
+        lambda name: None if name in peers.PEERS.values() else found(name),
+    )
+    assert cli.main([*SMALL, "--layers", "softmax", "--peers"]) == 0
+    printed = capsys.readouterr().out
+    for peer in peers.PEERS:
+        assert f"--peers: skipped {peer}: " in printed
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--layers", "sofmax"], "sofmax"),
+        (["--layers", "performer:features=3"], "no option 'features'"),
+        (["--layers", "softmax", "softmax"], "differ"),
+        (["--lengths", "12", "x"], "'x'"),
+        (["--lengths"], "--lengths"),
+        (["--heads", "0"], "--heads"),
+        (["--dtype", "int8"], "int8"),
+        (["--mode", "fast"], "fast"),
+        (["--backend", "theano"], "theano"),
+        (["--repeats", "-1"], "--repeats"),
+        (["--time-limit", "0"], "--time-limit"),
+        (["--out", __file__], "--out"),
+        (["--no-such-option"], "--no-such-option"),
+    ],
+)
+def test_bad_arguments_get_one_line(arguments, message, capsys):
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1 and message in captured.err
+
+
+def test_a_backend_that_is_absent_gets_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["--backend", "jax"]) == 2
+    assert capsys.readouterr().err.endswith("jax is not installed\n")
+
+
+def test_the_package_does_not_import_the_benchmark():
+    root = Path(keras_efficient_attn.__file__).parent
+    for path in set(root.rglob("*.py")) - set((root / "benchmark").rglob("*.py")):
+        imports = re.findall(r"^\s*(?:from|import) .*", path.read_text(), re.MULTILINE)
+        assert not [line for line in imports if "benchmark" in line], path
+
+
+def test_the_device_has_words():
+    assert backend_module().device()

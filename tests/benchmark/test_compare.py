@@ -1,0 +1,187 @@
+import pytest
+
+from keras_efficient_attn import benchmark
+from keras_efficient_attn.benchmark.report import table
+from keras_efficient_attn.benchmark.worker_process import WorkerDied, WorkerTimeout
+from tests.benchmark.fakes import FakeClock, FakeWorker
+
+SOFTMAX, ELU, FAVOR = "softmax", "performer:feature_map=elu", "performer"
+LENGTHS = (100, 200, 400)
+
+
+class Counter:
+    """Counts the steps of the progress bar."""
+
+    def __init__(self, steps):
+        self.expected, self.done = steps, 0
+        Counter.last = self
+
+    def add(self, count):
+        assert count >= 0
+        self.done += count
+
+
+def race(behaviour, layers=(SOFTMAX, ELU), **options):
+    clock, log = FakeClock(), []
+    behaviour = {"matmul": lambda n: 0.5, **behaviour}
+    comparison = benchmark.compare(
+        layers,
+        options.pop("lengths", LENGTHS),
+        start_worker=lambda backend: FakeWorker(backend, behaviour, clock, log),
+        clock=clock,
+        progress=Counter,
+        **options,
+    )
+    assert not comparison.complete or Counter.last.done == Counter.last.expected
+    return comparison, log
+
+
+def raising(error, beyond):
+    def seconds(length):
+        if length > beyond:
+            raise error
+        return 1.0
+
+    return seconds
+
+
+def statuses(comparison, contestant):
+    return [record.status for record in comparison.of(contestant)]
+
+
+def test_contestants_take_turns_at_each_length():
+    _, log = race({SOFTMAX: lambda n: 1.0, ELU: lambda n: 1.0}, repeats=2)
+    names = ["matmul", SOFTMAX, ELU]
+    expected = []
+    for length in LENGTHS:
+        expected += [("prepare", name, length) for name in names]
+        expected += [("repeat", name, length) for name in names] * 2
+        expected += [("check", name, length) for name in names[1:]]
+    assert log == expected
+
+
+def test_figures_of_known_workloads():
+    comparison, _ = race(
+        {SOFTMAX: lambda n: 1e-5 * n**2, ELU: lambda n: 2e-3 * n}, repeats=3
+    )
+    record = comparison.of(ELU)[1]
+    assert (record.length, record.status, record.repeats) == (200, "ok", 3)
+    assert record.seconds == pytest.approx(0.4)
+    assert (record.seconds_low, record.seconds_high) == pytest.approx((0.4, 0.4))
+    assert record.compile_seconds == pytest.approx(3.0)
+    assert record.tokens_per_second == pytest.approx(500)
+    assert record.memory_bytes == 1600
+    assert record.error == 0.25
+    # 20,000 operations in 0.4 s, of a matmul with as many in 0.5 s.
+    assert record.peak_share == pytest.approx(1.25)
+    softmax, linear = comparison.summaries()
+    assert linear.time_slope == pytest.approx(1.0)
+    assert linear.memory_slope == pytest.approx(1.0)
+    assert softmax.time_slope == pytest.approx(2.0)
+    assert softmax.crossover is None
+    assert linear.crossover == "200"
+
+
+def test_a_time_out_ends_the_contestant_and_nothing_else():
+    comparison, log = race(
+        {SOFTMAX: raising(WorkerTimeout(), beyond=100), ELU: lambda n: 1.0}
+    )
+    assert statuses(comparison, SOFTMAX) == ["ok", "time-out", "skipped"]
+    assert statuses(comparison, ELU) == ["ok", "ok", "ok"]
+    assert comparison.of(SOFTMAX)[2].detail == "time-out at length 200"
+    assert ("prepare", SOFTMAX, 400) not in log
+    cells = [line.split()[2] for line in table_rows(comparison, SOFTMAX)]
+    assert cells[1:] == ["time-out", "skipped"]
+
+
+def test_over_the_limit_in_its_turns_it_keeps_what_it_has():
+    # The first call and three turns take 16 s.
+    comparison, log = race(
+        {SOFTMAX: lambda n: 4.0 * n / 100, ELU: lambda n: 1.0},
+        repeats=5,
+        time_limit=14.0,
+    )
+    first, second, third = comparison.of(SOFTMAX)
+    assert (first.status, first.repeats) == ("ok", 3)
+    assert first.detail == "3 repeats within 14 s"
+    assert second.status == third.status == "skipped"
+    assert log.count(("repeat", SOFTMAX, 100)) == 3
+    assert log.count(("repeat", ELU, 100)) == 5
+
+
+def test_a_first_call_over_the_limit_is_a_time_out():
+    comparison, _ = race({SOFTMAX: lambda n: 20.0, ELU: lambda n: 1.0}, time_limit=14.0)
+    assert statuses(comparison, SOFTMAX) == ["time-out", "skipped", "skipped"]
+
+
+@pytest.mark.parametrize("killed, status", [(True, "out of memory"), (False, "failed")])
+def test_a_dead_worker_is_a_cell(killed, status):
+    died = WorkerDied("exit status 9", killed)
+    comparison, _ = race({SOFTMAX: raising(died, beyond=200), ELU: lambda n: 1.0})
+    assert statuses(comparison, SOFTMAX) == ["ok", "ok", status]
+    assert statuses(comparison, ELU) == ["ok", "ok", "ok"]
+
+
+def test_unsupported_at_one_length_is_tried_at_the_next():
+    reply = {"status": "unsupported", "detail": "not divisible by 200"}
+    comparison, _ = race(
+        {SOFTMAX: lambda n: 1.0, ELU: lambda n: 1.0 if n % 200 == 0 else reply}
+    )
+    assert statuses(comparison, ELU) == ["unsupported", "ok", "ok"]
+    assert "not divisible by 200" in table_rows(comparison, ELU)[0]
+
+
+def test_without_the_matmul_there_is_no_share():
+    reply = {"status": "failed", "detail": "no such type"}
+    comparison, _ = race(
+        {SOFTMAX: lambda n: 1.0, ELU: lambda n: 1.0, "matmul": lambda n: reply}
+    )
+    assert {record.peak_share for record in comparison.records} == {None}
+
+
+def test_an_interrupt_keeps_the_lengths_that_are_done():
+    comparison, _ = race(
+        {SOFTMAX: raising(KeyboardInterrupt(), beyond=100), ELU: lambda n: 1.0}
+    )
+    assert not comparison.complete
+    assert {record.length for record in comparison.records} == {100}
+
+
+def test_lengths_are_sorted_and_causality_follows_the_mode():
+    comparison, _ = race(
+        {SOFTMAX: lambda n: 1.0, ELU: lambda n: 1.0},
+        lengths=[300, 100, 300],
+        mode="decode",
+    )
+    assert comparison.settings.lengths == (100, 300)
+    assert comparison.settings.causal
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"layers": []}, "`layers`"),
+        ({"layers": "softmax"}, "`layers`.*'softmax'"),
+        ({"layers": ["softmax", "softmax"]}, "`layers`"),
+        ({"layers": ["sofmax"]}, "sofmax"),
+        ({"layers": ["performer:feature_map=el"]}, "feature_map='el'"),
+        ({"lengths": [0]}, "lengths=0"),
+        ({"heads": 1.5}, "heads=1.5"),
+        ({"repeats": 0}, "repeats=0"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"mode": "backward"}, "mode='backward'"),
+        ({"backend": "numpy"}, "backend='numpy'"),
+        ({"time_limit": -1}, "time_limit=-1"),
+        ({"matmul_size": 0}, "matmul_size=0"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        benchmark.compare(**arguments)
+
+
+def table_rows(comparison, contestant):
+    # The table has the figures first, then a line about the contestant's curve.
+    comparison.environments.clear()
+    lines = table(comparison).splitlines()
+    return [line for line in lines if line.startswith(f"{contestant} ")][:-1]

@@ -1,0 +1,216 @@
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn.benchmark import compile_function, streaming
+from keras_efficient_attn.benchmark.approximation import approximates_softmax
+from keras_efficient_attn.benchmark.execution import make_program
+from keras_efficient_attn.benchmark.language_model import LanguageModel
+from keras_efficient_attn.benchmark.measurement import Measurement
+from keras_efficient_attn.benchmark.settings import MATMUL, Settings
+from keras_efficient_attn.benchmark.workloads import DECODE_STEPS, build_workload
+from keras_efficient_attn.layers import get_attention
+from tests.benchmark.fakes import FakeClock
+
+HEADS, HEAD_DIM, LENGTH = 2, 4, 12
+WIDTH = HEADS * HEAD_DIM
+ELU = "performer:feature_map=elu"
+FAVOR = "performer:feature_map=favor+,num_features=32"
+
+
+def task(contestant, **options):
+    settings = Settings(
+        layers=["softmax"], heads=HEADS, head_dim=HEAD_DIM, batch=2, **options
+    )
+    return settings.task(contestant, LENGTH)
+
+
+def to_numpy(x):
+    return np.asarray(ops.convert_to_numpy(x))
+
+
+def draws(index=0):
+    return np.random.default_rng((0, LENGTH, index))
+
+
+def build(identifier):
+    """The layer that a workload has, with the weights that its seed gives."""
+    keras.utils.set_random_seed(0)
+    layer = get_attention(identifier, num_heads=HEADS, key_dim=HEAD_DIM)
+    layer.build((2, LENGTH, WIDTH), (2, LENGTH, WIDTH))
+    return layer
+
+
+def test_gradients_are_those_of_every_argument():
+    rng = np.random.default_rng(0)
+    c, x, w = (rng.standard_normal((3, 3), "float32") for _ in range(3))
+    program = compile_function(ops.matmul, gradients=True)
+    results = program(*(ops.convert_to_tensor(a) for a in (c, x, w)))
+    for result, expected in zip(results, [x @ w, c @ w.T, x.T @ c], strict=True):
+        np.testing.assert_allclose(to_numpy(result), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("contestant", ["softmax", ELU])
+def test_training_gives_the_gradients_of_the_input_and_every_weight(contestant):
+    workload = build_workload(task(contestant, mode="train", causal=True))
+    cotangent, x = workload.make_inputs(draws())
+    results = [to_numpy(r) for r in workload.program(cotangent, x)]
+    layer = build(contestant)
+    weights = layer.trainable_variables
+    assert len(weights) == 8
+    shapes = [tuple(x.shape)] * 2 + [tuple(weight.shape) for weight in weights]
+    assert [result.shape for result in results[: len(shapes)]] == shapes
+    expected = to_numpy(layer(x, x, use_causal_mask=True))
+    np.testing.assert_allclose(results[0], expected, rtol=1e-4, atol=1e-5)
+    # The output's bias has the sum of the cotangent as its gradient.
+    np.testing.assert_allclose(
+        results[len(shapes) - 1], to_numpy(cotangent).sum((0, 1)), rtol=1e-4, atol=1e-5
+    )
+    # Along the gradient, <output, cotangent> grows by its squared length.
+    step = 1e-2 / np.linalg.norm(results[1])
+    moved = ops.convert_to_tensor(to_numpy(x) + step * results[1])
+    change = to_numpy(layer(moved, moved, use_causal_mask=True)) - expected
+    growth = np.sum(change * to_numpy(cotangent)) / step
+    np.testing.assert_allclose(growth, np.sum(results[1] ** 2), rtol=2e-2)
+
+
+def test_causal_is_causal():
+    for causal in (False, True):
+        workload = build_workload(task("softmax", causal=causal))
+        (x,) = workload.make_inputs(draws())
+        changed = to_numpy(x).copy()
+        changed[:, -1] += 10.0
+        outputs = workload.program(x), workload.program(ops.convert_to_tensor(changed))
+        first, second = (to_numpy(output)[:, :-1] for output in outputs)
+        assert np.allclose(first, second) is causal
+
+
+def test_inputs_are_new_every_time_and_the_same_for_all():
+    softmax, linear = (build_workload(task(name)) for name in ("softmax", ELU))
+    first, other = (to_numpy(softmax.make_inputs(draws(i))[0]) for i in (0, 1))
+    assert not np.any(first == other)
+    assert np.array_equal(first, to_numpy(linear.make_inputs(draws(0))[0]))
+
+
+@pytest.mark.parametrize("contestant", ["softmax", ELU, f"{FAVOR},window=3"])
+def test_decoding_is_the_sequence_one_position_at_a_time(contestant):
+    layer = build(contestant)
+    total = LENGTH + 5
+    x = keras.random.normal((2, total, WIDTH))
+
+    def run(x):
+        state = streaming.initial_state(layer, 2, total)
+        _, state = streaming.attend(layer, x[:, :LENGTH], state)
+        return streaming.generate(
+            lambda x, state: streaming.attend(layer, x, state), x[:, LENGTH:], state
+        )[0]
+
+    expected = to_numpy(layer(x, x, use_causal_mask=True))[:, LENGTH:]
+    result = to_numpy(run(x))
+    np.testing.assert_allclose(
+        result, expected.sum(1, keepdims=True), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_decoding_is_timed_per_position():
+    clock = FakeClock()
+    measurement = Measurement(task(ELU, mode="decode"), clock)
+    prepared = measurement.prepare()
+    assert (prepared["steps"], prepared["tokens"]) == (DECODE_STEPS, 2)
+    assert measurement.repeat(0) == {"seconds": 0.0}
+
+
+def test_the_language_model_streams():
+    model = LanguageModel(ELU, HEADS, HEAD_DIM)
+    model.build((2, LENGTH))
+    tokens = keras.random.randint((2, LENGTH), 0, 256)
+
+    def run(tokens):
+        state = model.initial_state(2, LENGTH)
+        _, state = model(tokens[:, :-2], state=state)
+        return streaming.generate(
+            lambda tokens, state: model(tokens, state=state), tokens[:, -2:], state
+        )[0]
+
+    expected = to_numpy(model(tokens))[:, -2:].sum(1, keepdims=True)
+    result = to_numpy(make_program(run, model)(tokens))
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_training_step_of_the_language_model():
+    workload = build_workload(task(ELU, mode="train", model=True))
+    one, tokens, targets = workload.make_inputs(draws())
+    loss, *weights = [to_numpy(r) for r in workload.program(one, tokens, targets)]
+    keras.utils.set_random_seed(0)
+    model = LanguageModel(ELU, HEADS, HEAD_DIM)
+    model.build((2, LENGTH))
+
+    def numpy_loss():
+        logits = to_numpy(model(tokens)).astype("float64")
+        right = np.take_along_axis(logits, to_numpy(targets)[..., None], -1)[..., 0]
+        return np.mean(np.log(np.exp(logits).sum(-1)) - right)
+
+    before = numpy_loss()
+    np.testing.assert_allclose(loss, before, rtol=1e-5)
+    trainable = model.trainable_variables
+    squares = 0.0
+    for variable, weight in zip(trainable, weights[: len(trainable)], strict=True):
+        gradient = (to_numpy(variable) - weight) / 1e-3
+        squares += np.sum(gradient.astype("float64") ** 2)
+        variable.assign(weight)
+    # A small step against the gradient lowers the loss by its squared length.
+    np.testing.assert_allclose(before - numpy_loss(), 1e-3 * squares, rtol=0.15)
+
+
+def test_error_is_that_against_keras_own_layer():
+    measurement = Measurement(task(FAVOR, causal=True), FakeClock())
+    workload = build_workload(task(FAVOR, causal=True))
+    (x,) = workload.make_inputs(draws())
+    layer = build(FAVOR)
+    softmax = build("softmax")
+    softmax.set_weights([to_numpy(w) for w in layer.trainable_variables])
+    exact = to_numpy(softmax(x, x, use_causal_mask=True))
+    output = to_numpy(layer(x, x, use_causal_mask=True))
+    # Fewer positions than are sampled: all of them count.
+    expected = np.linalg.norm(output - exact) / np.linalg.norm(exact)
+    checked = measurement.check()
+    np.testing.assert_allclose(checked["error"], expected, rtol=1e-3)
+    assert checked["difference"] is None
+
+
+@pytest.mark.parametrize(
+    "identifier, expected",
+    [
+        ("softmax", False),
+        (ELU, False),
+        ("performer:feature_map=relu", False),
+        (FAVOR, True),
+        (f"{FAVOR},window=3", True),
+        ("performer:feature_map=taylor", True),
+        (f"{FAVOR},qk_norm=True", False),
+        (f"{FAVOR},normalize=False", False),
+        (f"{FAVOR},temperature=2.0", False),
+        (f"{FAVOR},rotary_wavelength=100", False),
+    ],
+)
+def test_which_layers_approximate_softmax(identifier, expected):
+    layer = get_attention(identifier, num_heads=HEADS, key_dim=HEAD_DIM)
+    assert approximates_softmax(layer) is expected
+
+
+def test_the_matmul_knows_its_operations():
+    workload = build_workload(task(MATMUL, matmul_size=5))
+    x, y = workload.make_inputs(draws())
+    np.testing.assert_allclose(
+        to_numpy(workload.program(x, y)), to_numpy(x) @ to_numpy(y), rtol=1e-4
+    )
+    assert workload.operations == 250
+
+
+def test_outputs_that_are_not_finite_are_noticed():
+    measurement = Measurement(task(MATMUL, matmul_size=4), FakeClock())
+    assert measurement.prepare()["finite"]
+    inputs = measurement._workload.make_inputs
+    measurement._workload.make_inputs = lambda rng: [x * np.inf for x in inputs(rng)]
+    assert not measurement.prepare()["finite"]

@@ -1,0 +1,75 @@
+import keras
+import pytest
+
+from keras_efficient_attn.benchmark.operations import (
+    decode_operations,
+    layer_operations,
+)
+from keras_efficient_attn.layers import get_attention
+
+HEADS, HEAD_DIM, LENGTH, BATCH = 2, 8, 12, 3
+WIDTH = HEADS * HEAD_DIM
+PROJECTIONS = 4 * 2 * WIDTH * WIDTH
+
+
+def build(identifier):
+    layer = get_attention(identifier, num_heads=HEADS, key_dim=HEAD_DIM)
+    layer.build((BATCH, LENGTH, WIDTH), (BATCH, LENGTH, WIDTH))
+    return layer
+
+
+def pairs(sees):
+    return sum(sees(t, s) for t in range(LENGTH) for s in range(LENGTH))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_softmax_counts_pairs(causal):
+    seen = pairs(lambda t, s: s <= t or not causal)
+    # Each pair: a product with the key and one with the value.
+    expected = BATCH * (LENGTH * PROJECTIONS + seen * 2 * 2 * WIDTH)
+    assert layer_operations(build("softmax"), BATCH, LENGTH, causal) == expected
+
+
+def test_linear_attention_counts_features():
+    # elu: as many features as HEAD_DIM; each position adds to and reads the state.
+    expected = BATCH * LENGTH * (PROJECTIONS + HEADS * 2 * 2 * HEAD_DIM * HEAD_DIM)
+    layer = build("performer:feature_map=elu")
+    assert layer_operations(layer, BATCH, LENGTH, False) == expected
+    assert layer_operations(layer, BATCH, LENGTH, True) == expected
+
+
+@pytest.mark.parametrize("name, rows", [("favor+", 32), ("hyperbolic", 16)])
+def test_random_features_count_their_projection(name, rows):
+    layer = build(f"performer:feature_map={name},num_features=32")
+    features = 2 * 2 * HEAD_DIM * rows  # Of the query and of the key.
+    sums = 2 * 2 * 32 * HEAD_DIM
+    expected = BATCH * LENGTH * (PROJECTIONS + HEADS * (features + sums))
+    assert layer_operations(layer, BATCH, LENGTH, True) == expected
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_counts_its_pairs(causal):
+    options = "performer:feature_map=favor+,num_features=32"
+    without, with_window = build(options), build(f"{options},window=4")
+    seen = pairs(lambda t, s: abs(t - s) < 4 and (s <= t or not causal))
+    more = layer_operations(with_window, 1, LENGTH, causal) - layer_operations(
+        without, 1, LENGTH, causal
+    )
+    assert more == seen * 2 * 2 * WIDTH
+
+
+def test_decoding_counts_one_position():
+    softmax = decode_operations(build("softmax"), BATCH, LENGTH)
+    assert softmax == BATCH * (PROJECTIONS + (LENGTH + 1) * 2 * 2 * WIDTH)
+    linear = decode_operations(build("performer:feature_map=elu"), BATCH, LENGTH)
+    assert linear == BATCH * (PROJECTIONS + 4 * WIDTH * HEAD_DIM)
+
+
+def test_a_layer_without_a_count_has_none():
+    class Other(keras.layers.MultiHeadAttention):
+        pass
+
+    layer = Other(HEADS, HEAD_DIM)
+    layer.build((BATCH, LENGTH, WIDTH), (BATCH, LENGTH, WIDTH))
+    assert layer_operations(layer, BATCH, LENGTH, False) is None
+    assert decode_operations(layer, BATCH, LENGTH) is None

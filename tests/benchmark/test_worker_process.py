@@ -1,0 +1,112 @@
+import os
+import signal
+import sys
+import time
+
+import keras
+import pytest
+
+from keras_efficient_attn.benchmark import Record
+from keras_efficient_attn.benchmark.failures import describe_failure
+from keras_efficient_attn.benchmark.resident import peak_increase
+from keras_efficient_attn.benchmark.settings import MATMUL, Settings
+from keras_efficient_attn.benchmark.worker_process import (
+    WorkerDied,
+    WorkerProcess,
+    WorkerTimeout,
+)
+
+
+@pytest.fixture
+def start():
+    workers = []
+
+    def run(code):
+        words = [sys.executable, "-c", f"print('{{}}', flush=True)\ninput()\n{code}"]
+        workers.append(WorkerProcess("jax", words))
+        assert workers[-1].started() == {}
+        return workers[-1]
+
+    yield run
+    for worker in workers:
+        worker.close()
+
+
+def test_a_worker_measures_in_a_process_of_its_own():
+    backend = keras.backend.backend()
+    worker = WorkerProcess(backend)
+    try:
+        environment = worker.started()
+        assert environment["backend"] == backend
+        assert environment["keras"] == keras.__version__
+        task = Settings(matmul_size=16).task(MATMUL, 100)
+        prepared = worker.request({"do": "prepare", "task": task}, 60)
+        assert prepared["operations"] == 2 * 16**3
+        assert prepared["finite"] and prepared["first"] > 0
+        assert worker.request({"do": "repeat", "turn": 0}, 60)["seconds"] > 0
+        # A failure is a reply, and the worker lives on.
+        bad = {**task, "contestant": "no such layer"}
+        reply = worker.request({"do": "prepare", "task": bad}, 60)
+        assert "no such layer" in reply["detail"]
+        assert worker.request({"do": "repeat", "turn": 1}, 60)["seconds"] > 0
+    finally:
+        worker.close()
+
+
+def test_a_call_that_hangs_is_given_up(start):
+    worker = start("import time\ntime.sleep(1000)")
+    begin = time.monotonic()
+    with pytest.raises(WorkerTimeout):
+        worker.request({}, 0.2)
+    worker.close()
+    assert time.monotonic() - begin < 100
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker._process.pid, 0)
+
+
+def test_a_killed_worker_is_told_from_one_that_failed(start):
+    killed = start("import os\nos.kill(os.getpid(), 9)")
+    with pytest.raises(WorkerDied) as death:
+        killed.request({}, 60)
+    assert death.value.killed and f"{-signal.SIGKILL}" in str(death.value)
+    failed = start("raise SystemExit('no such device')")
+    with pytest.raises(WorkerDied, match="no such device") as death:
+        failed.request({}, 60)
+    assert not death.value.killed
+
+
+@pytest.mark.parametrize(
+    "error, building, status",
+    [
+        (MemoryError(), False, "out of memory"),
+        (RuntimeError("RESOURCE_EXHAUSTED: 40 GB"), False, "out of memory"),
+        (RuntimeError("can't allocate memory"), True, "out of memory"),
+        (ValueError("`window` needs ..."), True, "unsupported"),
+        (ImportError("fla"), True, "unsupported"),
+        (TypeError("a bug"), False, "failed"),
+        (RuntimeError("a bug"), True, "failed"),
+    ],
+)
+def test_failures_have_a_word(error, building, status):
+    assert describe_failure(error, building)["status"] == status
+
+
+def test_failures_have_a_line():
+    framed = ValueError(
+        "Exception encountered when calling Layer.call().\n\n\x1b[1mno causal\nform"
+        "\x1b[0m\n\nArguments received by Layer.call():\n  • x=1"
+    )
+    assert describe_failure(framed, False)["detail"] == "no causal form"
+
+
+def test_resident_increase_is_that_of_the_call():
+    size = 64 * 2**20
+    assert 0.95 * size < peak_increase(lambda: b"x" * size) < 2 * size
+    # Again, although the peak of the process is as high already.
+    assert 0.95 * size < peak_increase(lambda: b"x" * size) < 2 * size
+    assert peak_increase(lambda: None) < size / 8
+
+
+def test_records_are_plain():
+    record = Record("softmax", "jax", "forward", 512, "ok", seconds=1.0)
+    assert record.length == 512 and record.memory_bytes is None
