@@ -66,6 +66,12 @@ def parse_arguments(argv):
     )
     add("--text", metavar="FILE_OR_DIR", help="default: the standard library's source")
     add("--length", type=_positive, default=1024, help="bytes per row of a batch")
+    add(
+        "--evaluation-length",
+        type=_positive,
+        default=4096,
+        help="bytes per window of held-out text, half of them context",
+    )
     add("--layers", type=_positive, default=2)
     add("--dim", type=_positive, default=128)
     add("--heads", type=_positive, default=4)
@@ -87,7 +93,7 @@ def parse_arguments(argv):
         default=2**18,
         help="bytes of the test text to evaluate and to compress",
     )
-    add("--sample-bytes", type=_at_least_two, default=400, help="bytes to sample")
+    add("--sample-bytes", type=_positive, default=400, help="bytes to sample")
     add(
         "--temperature",
         type=_temperature,
@@ -180,7 +186,6 @@ def _number(convert, accept, expected):
 
 _positive = _number(int, lambda n: n >= 1, "a positive integer")
 _natural = _number(int, lambda n: n >= 0, "an integer that is not negative")
-_at_least_two = _number(int, lambda n: n >= 2, "an integer of at least 2")
 _positive_float = _number(float, lambda x: 0 < x < math.inf, "a positive number")
 _temperature = _number(float, lambda x: 0 <= x < math.inf, "0 or a positive number")
 

@@ -98,14 +98,23 @@ def batches(data, length, batch, seed, first_step=0):
     """Endless training batches; batch `k` depends on `seed` and `k` only.
 
     Yields:
-        `(tokens, targets)`: int32 `(batch, length)`; the targets are the next bytes.
+        `(inputs, targets)`: as `model_inputs`, and the next bytes, int32
+        `(batch, length)`.
     """
     for step in itertools.count(first_step):
         starts = np.random.default_rng([seed, step]).integers(
             0, len(data) - length, size=batch
         )
         rows = data[starts[:, None] + np.arange(length + 1)].astype("int32")
-        yield rows[:, :-1], rows[:, 1:]
+        yield model_inputs(rows[:, :-1]), rows[:, 1:]
+
+
+def model_inputs(tokens):
+    """Bytes `(batch, length)` as the inputs of a model: none of them is padding."""
+    return {
+        "token_ids": tokens.astype("int32"),
+        "padding_mask": np.ones(tokens.shape, "int32"),
+    }
 
 
 def excerpts(data, size, pieces=PIECES):
@@ -128,14 +137,14 @@ def evaluation_windows(data, length):
     window everything does.
 
     Returns:
-        `(tokens, targets, weights)`: `(windows, length)` each.
+        `(inputs, targets, weights)`, with `(windows, length)` tensors.
     """
     stride = max(1, length // 2)
     starts = np.arange(0, len(data) - length, stride)
     rows = data[starts[:, None] + np.arange(length + 1)].astype("int32")
     weights = np.ones((len(starts), length), "float32")
     weights[1:, : length - stride] = 0.0
-    return rows[:, :-1], rows[:, 1:], weights
+    return model_inputs(rows[:, :-1]), rows[:, 1:], weights
 
 
 def compressed_bits_per_byte(data):

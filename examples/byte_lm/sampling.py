@@ -2,79 +2,42 @@
 
 import time
 
-import keras
+import keras_hub
 import numpy as np
 
-from byte_lm.model import StreamingModel, compiled, is_streaming
+from byte_lm.data import model_inputs
 
 
-def sample(model, prompt, count, length, temperature, seed):
-    """Samples bytes after a prompt.
+def sample(model, prompt, count, temperature, seed):
+    """Samples bytes after a prompt, with KerasHub's `generate`.
 
-    A model whose layers stream reads the prompt once, and then costs the same for
-    each byte, however many came before. A model with a softmax layer reads the last
-    `length` bytes again for each byte.
+    The model's layers carry a state, so that a byte costs the same however many came
+    before; a softmax layer's state is a cache of keys and values, which grows.
 
     Args:
-        model: A language model of `build_model`.
+        model: A language model of `build_model`; its sampler is replaced.
         prompt: The bytes to continue.
         count: Number of bytes to sample.
-        length: Context of a model that does not stream.
         temperature: Divides the logits; 0 takes the likeliest byte.
         seed: Seed of the draws.
 
     Returns:
-        `(sampled, bytes_per_second)`; the time to compile and to read the prompt is
-        not counted.
+        `(sampled, bytes_per_second)`; the time to compile is not counted, that to
+        read the prompt is.
     """
-    generator = np.random.default_rng(seed)
-    next_logits = (_streamed if is_streaming(model) else _recomputed)(model, length)
-    sampled = bytearray()
-    logits = next_logits(prompt)
-    # The second shape compiles here, before the clock starts.
-    for i in range(count):
-        if i == 1:
-            start = time.perf_counter()
-        byte = _draw(logits, temperature, generator)
-        sampled.append(byte)
-        if i + 1 < count:
-            logits = next_logits(bytes([byte]))
-    seconds = time.perf_counter() - start if count > 1 else float("nan")
-    return bytes(sampled), (count - 1) / seconds
-
-
-def _streamed(model, length):
-    stream = StreamingModel(model)
-    states = stream.initial_states(1)
-    step = compiled(stream)
-
-    def next_logits(new):
-        nonlocal states
-        tokens = np.frombuffer(new, np.uint8)[None].astype("int32")
-        logits, states = step({"tokens": tokens, "states": states})
-        return keras.ops.convert_to_numpy(logits)[0, -1]
-
-    return next_logits
-
-
-def _recomputed(model, length):
-    step = compiled(model)
-    context = bytearray()
-
-    def next_logits(new):
-        context.extend(new)
-        recent = bytes(context[-length:])
-        # Zeros after the last byte keep one shape, and a causal model ignores them.
-        tokens = np.zeros((1, length), "int32")
-        tokens[0, : len(recent)] = np.frombuffer(recent, np.uint8)
-        return keras.ops.convert_to_numpy(step(tokens))[0, len(recent) - 1]
-
-    return next_logits
-
-
-def _draw(logits, temperature, generator):
-    if temperature == 0:
-        return int(np.argmax(logits))
-    logits = logits.astype("float64") / temperature
-    weights = np.exp(logits - logits.max())
-    return int(generator.choice(len(weights), p=weights / weights.sum()))
+    if temperature:
+        sampler = keras_hub.samplers.RandomSampler(seed=seed, temperature=temperature)
+    else:
+        sampler = keras_hub.samplers.GreedySampler()
+    model.compile(sampler=sampler)
+    tokens = np.zeros((1, len(prompt) + count), "uint8")
+    tokens[0, : len(prompt)] = np.frombuffer(prompt, np.uint8)
+    inputs = model_inputs(tokens)
+    inputs["padding_mask"][:, len(prompt) :] = 0
+    # The first call compiles.
+    for _ in range(2):
+        start = time.perf_counter()
+        generated = model.generate(inputs, stop_token_ids=None)
+        seconds = time.perf_counter() - start
+    sampled = np.asarray(generated["token_ids"])[0, len(prompt) :]
+    return sampled.astype("uint8").tobytes(), count / seconds

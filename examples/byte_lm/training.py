@@ -12,7 +12,7 @@ import keras
 from byte_lm import data, results
 from byte_lm.checkpoints import Checkpoints, write_text
 from byte_lm.errors import UsageError
-from byte_lm.model import BitsPerByte, build_model, is_streaming
+from byte_lm.model import BitsPerByte, build_model, check_attention
 from byte_lm.sampling import sample
 
 # Bytes that each epoch's validation scores, and that a sample continues.
@@ -73,12 +73,15 @@ def run(arguments, fixed):
         arguments: The parsed arguments.
         fixed: Those that a resumed run must share, as a dict.
     """
+    check_attention(arguments.attention, arguments.dim, arguments.heads)
     splits = data.load_splits(arguments.text)
     for name, split in splits.items():
-        if len(split) <= arguments.length:
+        option = "length" if name == "train" else "evaluation-length"
+        length = getattr(arguments, option.replace("-", "_"))
+        if len(split) <= length:
             raise UsageError(
-                f"--length {arguments.length} is too long: the {name} text has "
-                f"{len(split)} bytes, and {arguments.length + 1} are needed"
+                f"--{option} {length} is too long: the {name} text has "
+                f"{len(split)} bytes, and {length + 1} are needed"
             )
     keras.config.set_dtype_policy(arguments.dtype)
     keras.utils.set_random_seed(arguments.seed)
@@ -143,7 +146,6 @@ def new_model(arguments):
     # Muon for the matrices of the blocks, Adam for the rest.
     optimizer = keras.optimizers.Muon(
         schedule,
-        exclude_layers=["logits", "bytes"],
         weight_decay=0.1,
         adam_weight_decay=0.0,
         adam_beta_2=0.99,
@@ -159,6 +161,10 @@ def new_model(arguments):
 def train(model, splits, arguments, checkpoints, record):
     """Trains from the record's step to the last."""
     recorder = Recorder(checkpoints, record)
+    length = arguments.evaluation_length
+    validation = data.evaluation_windows(
+        excerpts(splits["validation"], VALIDATION_BYTES, length), length
+    )
     # A second round where --epoch-steps does not divide --steps.
     while record["step"] < arguments.steps:
         left = arguments.steps - record["step"]
@@ -176,13 +182,15 @@ def train(model, splits, arguments, checkpoints, record):
             steps_per_epoch=epoch_steps,
             initial_epoch=first_epoch,
             epochs=first_epoch + left // epoch_steps,
-            validation_data=data.evaluation_windows(
-                excerpts(splits["validation"], VALIDATION_BYTES, arguments.length),
-                arguments.length,
-            ),
-            validation_batch_size=arguments.batch,
+            validation_data=validation,
+            validation_batch_size=evaluation_batch(arguments),
             callbacks=[recorder],
         )
+
+
+def evaluation_batch(arguments):
+    """Rows of an evaluation batch: about as many bytes as in a training batch."""
+    return max(1, arguments.batch * arguments.length // arguments.evaluation_length)
 
 
 def excerpts(split, size, length):
@@ -192,13 +200,14 @@ def excerpts(split, size, length):
 
 def finish(model, splits, arguments, record):
     """Evaluates, samples, and writes the results."""
-    test = excerpts(splits["test"], arguments.test_bytes, arguments.length)
-    tokens, targets, weights = data.evaluation_windows(test, arguments.length)
+    length = arguments.evaluation_length
+    test = excerpts(splits["test"], arguments.test_bytes, length)
+    inputs, targets, weights = data.evaluation_windows(test, length)
     scored = model.evaluate(
-        tokens,
+        inputs,
         targets,
         sample_weight=weights,
-        batch_size=arguments.batch,
+        batch_size=evaluation_batch(arguments),
         return_dict=True,
     )
     bits = scored["bits_per_byte"]
@@ -208,23 +217,17 @@ def finish(model, splits, arguments, record):
         f"Test text ({part}, {len(test):,} bytes): {results.verdict(bits, baselines)}"
     )
 
+    out = arguments.out
+    model.save(out / "model.keras")
     prompt = bytes(splits["test"][:PROMPT_BYTES])
     sampled, speed = sample(
-        model,
-        prompt,
-        arguments.sample_bytes,
-        arguments.length,
-        arguments.temperature,
-        arguments.seed,
+        model, prompt, arguments.sample_bytes, arguments.temperature, arguments.seed
     )
-    way = "a state" if is_streaming(model) else f"the last {arguments.length} bytes"
-    print(f"Sample after {PROMPT_BYTES} bytes of test text, from {way}:")
+    print(f"Sample after {PROMPT_BYTES} bytes of test text:")
     print(prompt.decode("utf-8", "replace"), end="")
     print(f"|{sampled.decode('utf-8', 'replace')}")
     print(f"{speed:,.0f} bytes per second")
 
-    out = arguments.out
-    model.save(out / "model.keras")
     results.write_curve(out / "curve.csv", record["curve"])
     title = f"{arguments.attention}, length {arguments.length}"
     results.plot_curve(out / "curve.png", record["curve"], baselines, bits, title)

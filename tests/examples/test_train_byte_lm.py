@@ -20,20 +20,15 @@ import train_byte_lm  # noqa: E402
 from byte_lm import data  # noqa: E402
 from byte_lm.checkpoints import Checkpoints  # noqa: E402
 from byte_lm.errors import UsageError  # noqa: E402
-from byte_lm.model import (  # noqa: E402
-    BitsPerByte,
-    CausalConv,
-    HashedNGrams,
-    StreamingModel,
-    build_model,
-)
+from byte_lm.model import BitsPerByte, build_model  # noqa: E402
+from byte_lm.sampling import sample  # noqa: E402
 
 STEPS = 24
 # One of the standard library's files is text enough.
 TEXT = json.decoder.__file__
 TINY = (
-    f"--length 32 --layers 1 --dim 16 --heads 2 --batch 2 --steps {STEPS} "
-    "--epoch-steps 4 --sample-bytes 5 --test-bytes 500"
+    "--length 32 --evaluation-length 40 --layers 1 --dim 16 --heads 2 --batch 2 "
+    f"--steps {STEPS} --epoch-steps 4 --sample-bytes 5 --test-bytes 500"
 ).split() + ["--text", TEXT]
 
 
@@ -105,21 +100,22 @@ def test_batches_depend_on_seed_and_step_only():
     text = np.arange(200, dtype="uint8")
     first = data.batches(text, 16, 4, seed=3)
     skipped = [next(first) for _ in range(6)][5]
-    tokens, targets = next(data.batches(text, 16, 4, seed=3, first_step=5))
-    np.testing.assert_array_equal(tokens, skipped[0])
+    inputs, targets = next(data.batches(text, 16, 4, seed=3, first_step=5))
+    tokens = inputs["token_ids"]
+    np.testing.assert_array_equal(tokens, skipped[0]["token_ids"])
     np.testing.assert_array_equal(tokens + 1, targets)
     other, _ = next(data.batches(text, 16, 4, seed=4, first_step=5))
-    assert (other != tokens).any()
+    assert (other["token_ids"] != tokens).any()
 
 
 @pytest.mark.parametrize("length", [1, 7, 8])
 def test_evaluation_scores_each_byte_once(length):
     text = np.arange(101, dtype="uint8")
-    tokens, targets, weights = data.evaluation_windows(text, length)
+    inputs, targets, weights = data.evaluation_windows(text, length)
     scored = targets[weights > 0].tolist()
     assert scored == list(range(1, 1 + len(scored)))
     assert len(scored) > 100 - length
-    np.testing.assert_array_equal(tokens + 1, targets)
+    np.testing.assert_array_equal(inputs["token_ids"] + 1, targets)
 
 
 def test_excerpts_are_spread_over_the_text():
@@ -151,40 +147,18 @@ def test_bits_per_byte_is_the_mean_of_minus_log2():
     assert float(uniform.result()) == pytest.approx(math.log2(256))
 
 
-@pytest.mark.parametrize("layer", [CausalConv(), HashedNGrams(8, rows=64, width=4)])
-def test_local_layers_stream_and_are_causal(layer):
-    x = np.random.default_rng(0).integers(0, 256, size=(2, 11))
-    if isinstance(layer, CausalConv):
-        x = np.sin(x[..., None] * np.arange(1, 9)).astype("float32")
-    x = keras.ops.convert_to_tensor(x, dtype=x.dtype if x.ndim == 3 else "int32")
-    whole = keras.ops.convert_to_numpy(layer(x))
-    state = layer.initial_state(2)
-    pieces = []
-    for start, stop in ((0, 1), (1, 3), (3, 11)):
-        piece, state = layer(x[:, start:stop], state=state)
-        pieces.append(keras.ops.convert_to_numpy(piece))
-    np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, atol=1e-6)
-
-
 @pytest.mark.parametrize(
-    "attention",
-    [
-        "performer:feature_map=elu",
-        "performer:num_features=16,window=4,rotary_wavelength=100",
-    ],
+    "attention", ["performer:num_features=16,window=4,rotary_wavelength=100", "softmax"]
 )
-def test_streaming_gives_the_logits_of_the_whole_text(attention):
+def test_sampling_takes_the_likeliest_byte_of_the_whole_text(attention):
     model = build_model(attention, layers=2, dim=16, heads=2)
-    tokens = np.frombuffer(b"def attend(query, key):", np.uint8)[None].astype("int32")
-    whole = keras.ops.convert_to_numpy(model(tokens))
-    stream = StreamingModel(model)
-    states = stream.initial_states(1)
-    pieces = []
-    for start, stop in ((0, 12), (12, 13), (13, 14), (14, tokens.shape[1])):
-        inputs = {"tokens": tokens[:, start:stop], "states": states}
-        logits, states = stream(inputs)
-        pieces.append(keras.ops.convert_to_numpy(logits))
-    np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, atol=1e-4)
+    prompt = b"def attend(query, key):"
+    sampled, speed = sample(model, prompt, count=6, temperature=0, seed=0)
+    text = np.frombuffer(prompt + sampled, np.uint8)[None]
+    logits = keras.ops.convert_to_numpy(model(data.model_inputs(text)))
+    likeliest = logits[0, len(prompt) - 1 : -1].argmax(-1).astype("uint8")
+    assert likeliest.tobytes() == sampled
+    assert speed > 0
 
 
 # Runs.
@@ -200,7 +174,7 @@ def test_run_leaves_model_curve_plot_and_result(finished, trained):
     assert {"bits_per_byte", "gzip", "bz2", "xz"} <= set(result)
     assert result["sampled_bytes_per_second"] > 0
     assert Checkpoints(finished).steps() == [STEPS, STEPS - 4]
-    assert trained(np.zeros((1, 100), "int32")).shape == (1, 100, 256)
+    assert trained(data.model_inputs(np.zeros((1, 100)))).shape == (1, 100, 256)
 
 
 def test_killed_run_resumes_to_the_same_weights(finished, trained, tmp_path):
@@ -248,7 +222,11 @@ def test_no_whole_checkpoint_is_an_error(finished, tmp_path):
         (["--attention", "performer:widow=3"], "no option 'widow'; choose from"),
         (["--attention", "performer:feature_map=cosine"], "'cosine'"),
         (["--dim", "16", "--heads", "3"], "--dim 16 --heads 3"),
-        (["--length", "900"], "--length 900 is too long: the validation text has"),
+        (["--length", "90000"], "--length 90000 is too long: the train text has"),
+        (
+            ["--evaluation-length", "900"],
+            "--evaluation-length 900 is too long: the validation text has",
+        ),
         (["--steps", "0"], "positive integer; received '0'"),
         (["--learning-rate", "fast"], "positive number; received 'fast'"),
         (["--text", "no/such/file"], "no such file or folder"),

@@ -1,0 +1,117 @@
+"""Classifies long texts with an attention layer of this package, and with softmax.
+
+    python examples/text_classification.py
+    python examples/text_classification.py --length 16384 --batch 2
+    python examples/text_classification.py --csv reviews.csv --attention performer
+
+By default the texts are windows of the Python standard library's source files, and the
+label is the package that a file belongs to; accuracy is that on windows of files that
+were held out. `--csv` takes your own, with the columns `text` and `label`. Each
+attention trains on the same batches, and a table compares accuracy and time.
+"""
+
+import argparse
+import importlib.util
+import os
+import sys
+
+from text_classes.data import DataError, csv_file, standard_library
+
+BACKENDS = ("tensorflow", "jax", "torch")
+
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add(
+        "--attention",
+        default="performer:feature_map=elu",
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="a layer of this package, with options of its constructor",
+    )
+    add("--baseline", default="softmax", metavar="NAME", help="what to compare with")
+    add("--csv", metavar="FILE", help="texts and labels; default: standard library")
+    add("--classes", type=_positive, default=8, help="packages to tell apart")
+    add("--length", type=_positive, default=4096, help="bytes of a window")
+    add("--layers", type=_positive, default=2)
+    add("--dim", type=_positive, default=64)
+    add("--heads", type=_positive, default=4)
+    add("--steps", type=_positive, default=150)
+    add("--batch", type=_positive, default=4, help="windows of a batch")
+    add("--learning-rate", type=float, default=2e-3)
+    add("--test-windows", type=_positive, default=16, help="at most, of each class")
+    add("--seed", type=int, default=0)
+    add("--verbose", type=int, default=1, help="0: no progress bar")
+    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    """Runs the script; returns its exit status."""
+    arguments = parse_arguments(argv)
+    try:
+        select_backend(arguments.backend)
+        if arguments.csv:
+            texts = csv_file(arguments.csv)
+        else:
+            texts = standard_library(arguments.classes)
+        # This imports Keras, which reads the backend once.
+        from text_classes.training import make_model, train_and_measure
+
+        names = list(dict.fromkeys([arguments.attention, arguments.baseline]))
+        try:
+            for name in names:
+                make_model(name, len(texts.labels), arguments)
+        except ValueError as error:
+            raise DataError(str(error)) from error
+    except DataError as error:
+        print(f"text_classification.py: error: {error}", file=sys.stderr)
+        return 2
+    print(f"{len(texts.labels)} classes: {', '.join(texts.labels)}", flush=True)
+    results = []
+    for name in names:
+        print(f"\n== {name}", flush=True)
+        results.append(train_and_measure(name, texts, arguments))
+    print(f"\n{table(results, len(texts.labels), arguments)}")
+    return 0
+
+
+def select_backend(backend):
+    """Has Keras use this backend, or the one it is configured for."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if backend is None:
+        return
+    if importlib.util.find_spec(backend) is None:
+        raise DataError(f"--backend {backend}: {backend} is not installed")
+    os.environ["KERAS_BACKEND"] = backend
+
+
+def table(results, classes, arguments):
+    """The comparison, as text."""
+    width = max(len(result["attention"]) for result in results) + 2
+    lines = [
+        f"{'attention':<{width}}{'accuracy':>9}{'s/step':>9}{'training s':>12}"
+        f"{'parameters':>12}"
+    ]
+    for result in results:
+        lines.append(
+            f"{result['attention']:<{width}}{result['accuracy']:>9.1%}"
+            f"{result['seconds_per_step']:>9.3f}{result['seconds']:>12.1f}"
+            f"{result['parameters']:>12,}"
+        )
+    lines.append(
+        f"{arguments.steps} steps of {arguments.batch} windows of {arguments.length} "
+        f"bytes; {results[0]['windows']} held-out windows; chance {1 / classes:.1%}"
+    )
+    return "\n".join(lines)
+
+
+def _positive(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be positive; received {text}")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

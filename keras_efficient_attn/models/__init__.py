@@ -1,0 +1,46 @@
+"""Models on KerasHub: a backbone for every attention layer, and its tasks.
+
+Importing this module imports KerasHub; importing `keras_efficient_attn` does not.
+"""
+
+from keras_efficient_attn.models.backbone import EfficientTransformerBackbone
+from keras_efficient_attn.models.byte_tokenizer import (
+    EfficientByteTokenizer,
+    EfficientCausalLMPreprocessor,
+)
+from keras_efficient_attn.models.causal_lm import EfficientCausalLM
+from keras_efficient_attn.models.convolution import CausalConvolution
+from keras_efficient_attn.models.feed_forward import FeedForward
+from keras_efficient_attn.models.hashed_ngrams import HashedNGrams
+from keras_efficient_attn.models.masked_lm import (
+    EfficientMaskedLM,
+    EfficientMaskedLMPreprocessor,
+)
+from keras_efficient_attn.models.ngram_recall import NGramRecall
+from keras_efficient_attn.models.presets import preset_names
+from keras_efficient_attn.models.softmax_attention import SoftmaxAttention
+from keras_efficient_attn.models.text_classifier import (
+    EfficientTextClassifier,
+    EfficientTextClassifierPreprocessor,
+)
+from keras_efficient_attn.models.transformer_block import TransformerBlock
+from keras_efficient_attn.models.transformer_stack import TransformerStack
+
+__all__ = [
+    "CausalConvolution",
+    "EfficientByteTokenizer",
+    "EfficientCausalLM",
+    "EfficientCausalLMPreprocessor",
+    "EfficientMaskedLM",
+    "EfficientMaskedLMPreprocessor",
+    "EfficientTextClassifier",
+    "EfficientTextClassifierPreprocessor",
+    "EfficientTransformerBackbone",
+    "FeedForward",
+    "HashedNGrams",
+    "NGramRecall",
+    "SoftmaxAttention",
+    "TransformerBlock",
+    "TransformerStack",
+    "preset_names",
+]

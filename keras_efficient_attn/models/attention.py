@@ -1,0 +1,94 @@
+"""Attention layers for models, from names, configurations or templates."""
+
+import keras
+import keras_hub
+
+from keras_efficient_attn.layers import get_attention
+from keras_efficient_attn.models.positions import MAX_WAVELENGTH
+from keras_efficient_attn.models.softmax_attention import SoftmaxAttention
+
+# Softmax layers that become one with a state.
+STATELESS_SOFTMAX = (
+    keras.layers.MultiHeadAttention,
+    keras_hub.layers.CachedMultiHeadAttention,
+)
+
+
+def attention_spec(attention):
+    """A name, or the configuration of a layer: what JSON can hold.
+
+    Args:
+        attention: A name with options, a configuration as
+            `keras.saving.serialize_keras_object` gives it, or a layer.
+
+    Raises:
+        TypeError: For anything else.
+    """
+    if isinstance(attention, str | dict):
+        return attention
+    if isinstance(attention, keras.layers.MultiHeadAttention):
+        return keras.saving.serialize_keras_object(attention)
+    raise TypeError(
+        "`attention` must be a name such as 'performer:feature_map=elu', the "
+        "configuration of a layer, a layer that is a "
+        "`keras.layers.MultiHeadAttention`, or a list of them. Received: "
+        f"attention={attention!r}"
+    )
+
+
+def make_attention(spec, num_heads, key_dim, use_bias, rotary, name, dtype):
+    """A new layer for one block.
+
+    Args:
+        spec: A name or a configuration, as from `attention_spec`.
+        num_heads: Number of heads, for a name.
+        key_dim: Width of a head, for a name.
+        use_bias: Whether projections have biases, for a name.
+        rotary: Whether to give the layer rotary positions.
+        name: Of the layer.
+        dtype: Policy of the layer.
+
+    Raises:
+        ValueError: If the specification makes no attention layer, or one that has no
+            rotary positions where these are wanted.
+    """
+    if isinstance(spec, str):
+        layer = get_attention(
+            spec, num_heads=num_heads, key_dim=key_dim, use_bias=use_bias
+        )
+    else:
+        layer = keras.saving.deserialize_keras_object(spec)
+        if not isinstance(layer, keras.layers.MultiHeadAttention):
+            raise ValueError(
+                "`attention` must be the configuration of a layer that is a "
+                f"`keras.layers.MultiHeadAttention`. Received: attention={spec}"
+            )
+    layer_class = type(layer)
+    if layer_class in STATELESS_SOFTMAX:
+        layer_class = SoftmaxAttention
+    config = {**layer.get_config(), "name": name, "dtype": dtype}
+    if rotary:
+        if layer_class is not SoftmaxAttention and "rotary_wavelength" not in config:
+            raise ValueError(
+                f"positions='rotary' needs attention layers that rotate queries and "
+                f"keys, and {layer_class.__name__} does not. Received: "
+                f"attention={spec}"
+            )
+        if config.get("rotary_wavelength") is None:
+            config["rotary_wavelength"] = MAX_WAVELENGTH
+    return layer_class.from_config(config)
+
+
+def initial_attention_state(layer, batch_size, max_length):
+    """The state of an attention layer before the first position.
+
+    Raises:
+        ValueError: If the layer has none.
+    """
+    if isinstance(layer, SoftmaxAttention):
+        return layer.initial_state(batch_size, max_length)
+    if not hasattr(layer, "initial_state"):
+        raise ValueError(
+            f"{type(layer).__name__} does not stream, and cannot generate."
+        )
+    return layer.initial_state(batch_size)

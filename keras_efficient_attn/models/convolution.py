@@ -1,0 +1,80 @@
+"""A short convolution that tells a block the order of its inputs."""
+
+import keras
+from keras import ops
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class CausalConvolution(keras.layers.Layer):
+    """A depthwise convolution over the last positions, with a residual connection.
+
+    ```
+    y[t] = x[t] + Σ_i w[i] ⊙ x[t − kernel_size + 1 + i]
+    ```
+
+    It tells attention the order of the tokens, at any length. Its state is the last
+    `kernel_size - 1` inputs.
+
+    Args:
+        kernel_size: Number of positions, the present one included. Defaults to 4.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Call arguments:
+        x: `(batch, length, dim)`.
+        state: Optional, from `initial_state` or the previous segment's call.
+
+    Returns:
+        A tensor of the shape of `x`; `(output, state)` with `state`.
+
+    Raises:
+        ValueError: If `kernel_size` is not an integer of at least 2.
+
+    Example:
+
+    >>> layer = CausalConvolution(kernel_size=4)
+    >>> layer(keras.random.normal((2, 10, 8))).shape
+    (2, 10, 8)
+
+    Reference:
+        - [So et al., 2021](https://arxiv.org/abs/2109.08668)
+    """
+
+    def __init__(self, kernel_size=4, **kwargs):
+        super().__init__(**kwargs)
+        if not isinstance(kernel_size, int) or kernel_size < 2:
+            raise ValueError(
+                "`kernel_size` must be an integer of at least 2. Received: "
+                f"kernel_size={kernel_size!r}"
+            )
+        self.kernel_size = kernel_size
+
+    def build(self, input_shape):
+        self.kernel = self.add_weight(
+            name="kernel",
+            shape=(self.kernel_size, input_shape[-1]),
+            initializer=keras.initializers.RandomUniform(-0.5, 0.5),
+        )
+
+    def initial_state(self, batch_size):
+        """The state before the first position: `(batch, kernel_size - 1, dim)`."""
+        return ops.zeros(
+            (batch_size, self.kernel_size - 1, self.kernel.shape[-1]),
+            self.compute_dtype,
+        )
+
+    def call(self, x, state=None):
+        length = ops.shape(x)[1]
+        if state is None:
+            padded = ops.pad(x, ((0, 0), (self.kernel_size - 1, 0), (0, 0)))
+        else:
+            padded = ops.concatenate([state, x], axis=1)
+        output = x
+        for i in range(self.kernel_size):
+            output = output + self.kernel[i] * padded[:, i : i + length]
+        return output if state is None else (output, padded[:, length:])
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+    def get_config(self):
+        return {**super().get_config(), "kernel_size": self.kernel_size}

@@ -1,0 +1,114 @@
+"""The feed-forward network of a Transformer block."""
+
+import keras
+from keras import ops
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+def squared_relu(x):
+    """`relu(x)²`, of [Primer](https://arxiv.org/abs/2109.08668)."""
+    return ops.square(ops.relu(x))
+
+
+def get_activation(identifier):
+    """Keras' activation of that name, or `"squared_relu"`, or a callable."""
+    if identifier == "squared_relu":
+        return squared_relu
+    return keras.activations.get(identifier)
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class FeedForward(keras.layers.Layer):
+    """Two dense layers with an activation between, or a gated linear unit.
+
+    ```
+    y = activation(x W₁) W₂                gated=False
+    y = (activation(x W₁) ⊙ x W₃) W₂       gated=True
+    ```
+
+    Args:
+        hidden_dim: Width between the two layers.
+        activation: Name of a Keras activation, `"squared_relu"`, or a callable.
+            Defaults to `"gelu"`.
+        gated: Whether to multiply by a second projection: with `"silu"` this is
+            SwiGLU, with `"gelu"` GEGLU, with `"sigmoid"` GLU. Defaults to `False`.
+        use_bias: Whether the dense layers have biases. Defaults to `True`.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Call arguments:
+        x: `(..., dim)`.
+
+    Returns:
+        A tensor of the same shape.
+
+    Raises:
+        ValueError: If `hidden_dim` is not a positive integer, or the activation is
+            unknown.
+
+    Example:
+
+    >>> layer = FeedForward(256, activation="silu", gated=True)
+    >>> layer(keras.random.normal((2, 10, 64))).shape
+    (2, 10, 64)
+
+    Reference:
+        - [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)
+        - [Shazeer, 2020](https://arxiv.org/abs/2002.05202), the gated units
+    """
+
+    def __init__(
+        self, hidden_dim, activation="gelu", gated=False, use_bias=True, **kwargs
+    ):
+        super().__init__(**kwargs)
+        if not isinstance(hidden_dim, int) or hidden_dim < 1:
+            raise ValueError(
+                "`hidden_dim` must be a positive integer. Received: "
+                f"hidden_dim={hidden_dim!r}"
+            )
+        self.hidden_dim = hidden_dim
+        self.activation = get_activation(activation)
+        self.gated = gated
+        self.use_bias = use_bias
+
+    def build(self, input_shape):
+        def dense(name, units, shape, activation=None):
+            layer = keras.layers.Dense(
+                units,
+                activation=activation,
+                use_bias=self.use_bias,
+                dtype=self.dtype_policy,
+                name=name,
+            )
+            layer.build(shape)
+            return layer
+
+        hidden_shape = (*input_shape[:-1], self.hidden_dim)
+        self.hidden = dense("hidden", self.hidden_dim, input_shape, self.activation)
+        if self.gated:
+            self.gate = dense("gate", self.hidden_dim, input_shape)
+        self.output_dense = dense("output", input_shape[-1], hidden_shape)
+
+    def call(self, x):
+        hidden = self.hidden(x)
+        if self.gated:
+            hidden = hidden * self.gate(x)
+        return self.output_dense(hidden)
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "hidden_dim": self.hidden_dim,
+            "activation": serialize_activation(self.activation),
+            "gated": self.gated,
+            "use_bias": self.use_bias,
+        }
+
+
+def serialize_activation(activation):
+    """What `get_activation` understands, and JSON holds."""
+    if activation in (squared_relu, "squared_relu"):
+        return "squared_relu"
+    return keras.activations.serialize(keras.activations.get(activation))

@@ -1,0 +1,132 @@
+"""Embeddings of hashed n-grams."""
+
+import keras
+from keras import ops
+
+# A prime below 2^20, and a factor that keeps `hash * factor + token` below 2^31.
+PRIME = 1_048_573
+FACTOR = 2_039
+
+
+def check_orders(orders, rows):
+    """Raises `ValueError` if these are not lengths of n-grams, and values of a hash."""
+    valid = all(isinstance(order, int) and order > 0 for order in orders)
+    if not orders or not valid or len(set(orders)) < len(orders):
+        raise ValueError(
+            f"`orders` must be distinct positive integers. Received: orders={orders!r}"
+        )
+    if not isinstance(rows, int) or not 0 < rows <= PRIME:
+        raise ValueError(
+            f"`rows` must be a positive integer of at most {PRIME}. Received: "
+            f"rows={rows!r}"
+        )
+
+
+def hashed_ngrams(padded, length, orders):
+    """Hashes of the n-grams that end at each of the last `length` positions.
+
+    Args:
+        padded: Integers `(batch, at least length + max(orders) - 1)`.
+        length: Positions.
+        orders: The lengths n.
+
+    Returns:
+        For each order, in its turn, int32 `(batch, length)` below `PRIME`.
+    """
+    size = ops.shape(padded)[1]
+    hashed, by_order = 0, {}
+    for back in range(max(orders)):
+        stop = size - back
+        hashed = (hashed * FACTOR + padded[:, stop - length : stop]) % PRIME
+        by_order[back + 1] = hashed
+    return [by_order[order] for order in orders]
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class HashedNGrams(keras.layers.Layer):
+    """Embeddings of the n-grams that end at each position, added up.
+
+    An n-gram's hash picks a row of its order's table. A look-up costs next to
+    nothing beside a matrix product, and spares a byte model's blocks the learning of
+    spelling. The state is the last `max(orders) - 1` tokens.
+
+    Args:
+        dim: Width of the output.
+        orders: The lengths n of the n-grams. Defaults to `(2, 3, 4, 5, 6)`.
+        rows: Rows of each order's table, at most 1,048,573. Defaults to 16,384.
+        width: Width of a row. Defaults to 32.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Call arguments:
+        tokens: Integers `(batch, length)`, not negative and below 9,000,000.
+        state: Optional, from `initial_state` or the previous segment's call.
+
+    Returns:
+        `(batch, length, dim)`; `(output, state)` with `state`.
+
+    Raises:
+        ValueError: If `orders` are not distinct positive integers, or `rows` or
+            `width` are out of range.
+
+    Example:
+
+    >>> layer = HashedNGrams(64, orders=(2, 3), rows=1000)
+    >>> layer(keras.random.randint((2, 10), 0, 256)).shape
+    (2, 10, 64)
+
+    Reference:
+        - [Pagnoni et al., 2024](https://arxiv.org/abs/2412.09871)
+    """
+
+    def __init__(self, dim, orders=(2, 3, 4, 5, 6), rows=2**14, width=32, **kwargs):
+        super().__init__(**kwargs)
+        check_orders(orders, rows)
+        if not isinstance(width, int) or width < 1:
+            raise ValueError(
+                f"`width` must be a positive integer. Received: width={width!r}"
+            )
+        self.dim = dim
+        self.orders = tuple(orders)
+        self.rows = rows
+        self.width = width
+
+    def build(self, input_shape):
+        self.tables = self.add_weight(
+            name="embedding_tables",
+            shape=(len(self.orders) * self.rows, self.width),
+            initializer=keras.initializers.RandomNormal(stddev=0.05),
+        )
+        self.kernel = self.add_weight(
+            name="kernel", shape=(len(self.orders) * self.width, self.dim)
+        )
+
+    def initial_state(self, batch_size):
+        """The state before the first token: zeros `(batch, max(orders) - 1)`."""
+        return ops.zeros((batch_size, max(self.orders) - 1), "int32")
+
+    def call(self, tokens, state=None):
+        tokens = ops.cast(tokens, "int32")
+        batch, length = ops.shape(tokens)[:2]
+        past = self.initial_state(batch) if state is None else state
+        # 0 stands for what is before the text.
+        padded = ops.concatenate([past, tokens + 1], axis=1)
+        indices = [
+            hashes % self.rows + i * self.rows
+            for i, hashes in enumerate(hashed_ngrams(padded, length, self.orders))
+        ]
+        vectors = ops.take(self.tables, ops.stack(indices, axis=-1), axis=0)
+        vectors = ops.reshape(vectors, (batch, length, len(self.orders) * self.width))
+        output = ops.matmul(vectors, self.kernel)
+        return output if state is None else (output, padded[:, length:])
+
+    def compute_output_spec(self, tokens, state=None):
+        return keras.KerasTensor((*tokens.shape, self.dim), dtype=self.compute_dtype)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "dim": self.dim,
+            "orders": self.orders,
+            "rows": self.rows,
+            "width": self.width,
+        }

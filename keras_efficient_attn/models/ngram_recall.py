@@ -1,0 +1,175 @@
+"""What followed the present n-gram when it last occurred."""
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.models.hashed_ngrams import check_orders, hashed_ngrams
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class NGramRecall(keras.layers.Layer):
+    """Embeddings of the tokens that followed the last n-grams' earlier occurrences.
+
+    ```
+    s[t]      = the last s < t where the n tokens up to s are those up to t
+    output[t] = Σ_n embedding_n[token[s[t] + 1]], or [none] where there is no such s
+    ```
+
+    This is attention to one position, whose weights need no learning: the induction
+    head that a Transformer takes long to find, hard-wired. N-grams are compared by a
+    hash, and positions found by sorting: `N log N` in the length. The state has a
+    table of the followers by hash, of constant size.
+
+    Args:
+        vocabulary_size: Number of tokens.
+        dim: Width of the output.
+        orders: The lengths n of the n-grams. Defaults to `(2, 3, 4, 5, 6, 8)`.
+        rows: Number of values of the hash, at most 1,048,573. Defaults to 32,768.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Call arguments:
+        tokens: Integers `(batch, length)`, not negative and below `vocabulary_size`.
+        state: Optional, from `initial_state` or the previous segment's call.
+
+    Returns:
+        `(batch, length, dim)`; `(output, state)` with `state`.
+
+    Raises:
+        ValueError: If `orders` are not distinct positive integers, or `rows` is out
+            of range; on JAX, if `rows · (length + 1)` reaches 2³¹.
+
+    Example:
+
+    >>> layer = NGramRecall(256, 64, orders=(2, 4))
+    >>> layer(keras.random.randint((2, 10), 0, 256)).shape
+    (2, 10, 64)
+
+    Reference:
+        - [Akyürek et al., 2024](https://arxiv.org/abs/2401.12973), n-gram heads
+    """
+
+    def __init__(
+        self, vocabulary_size, dim, orders=(2, 3, 4, 5, 6, 8), rows=2**15, **kwargs
+    ):
+        # autocast=False: the state keeps its integers.
+        super().__init__(autocast=False, **kwargs)
+        check_orders(orders, rows)
+        self.vocabulary_size = vocabulary_size
+        self.dim = dim
+        self.orders = tuple(orders)
+        self.rows = rows
+
+    def build(self, input_shape):
+        self.tables = self.add_weight(
+            name="embedding_tables",
+            shape=(len(self.orders) * (self.vocabulary_size + 1), self.dim),
+            initializer=keras.initializers.RandomNormal(stddev=0.02),
+        )
+
+    def initial_state(self, batch_size):
+        """The state before the first token.
+
+        Returns:
+            Dict of int32 tensors: the last tokens `"recent"` `(batch, max(orders))`,
+            and `"followers"` `(batch, orders, rows)`; tokens count from 1, and 0
+            stands for none.
+        """
+        return {
+            "recent": ops.zeros((batch_size, max(self.orders)), "int32"),
+            "followers": ops.zeros((batch_size, len(self.orders), self.rows), "int32"),
+        }
+
+    def call(self, tokens, state=None):
+        tokens = ops.cast(tokens, "int32")
+        batch, length = ops.shape(tokens)[:2]
+        if state is None:
+            recent = ops.zeros((batch, max(self.orders)), "int32")
+        else:
+            recent = state["recent"]
+        # The position before the segment takes part: its follower is the first token.
+        padded = ops.concatenate([recent, tokens + 1], axis=1)
+        none = ops.zeros_like(tokens[:, :1])
+        next_tokens = ops.concatenate([tokens + 1, none], axis=1)
+        output = 0.0
+        tables = []
+        for i, hashes in enumerate(hashed_ngrams(padded, length + 1, self.orders)):
+            hashes = hashes % self.rows
+            last = _last_equal(hashes, self.rows)
+            found = ops.where(
+                last < 0,
+                0,
+                ops.take_along_axis(next_tokens, ops.maximum(last, 0), axis=1),
+            )[:, 1:]
+            if state is not None:
+                earlier = state["followers"][:, i]
+                recalled = ops.take_along_axis(earlier, hashes[:, 1:], axis=1)
+                found = ops.where(last[:, 1:] < 0, recalled, found)
+                tables.append(_updated(earlier, hashes[:, :-1], next_tokens[:, :-1]))
+            rows = found + i * (self.vocabulary_size + 1)
+            output = output + ops.take(self.tables, rows, axis=0)
+        output = ops.cast(output, self.compute_dtype)
+        if state is None:
+            return output
+        followers = ops.stack(tables, axis=1)
+        return output, {"recent": padded[:, length:], "followers": followers}
+
+    def compute_output_spec(self, tokens, state=None):
+        return keras.KerasTensor((*tokens.shape, self.dim), dtype=self.compute_dtype)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "vocabulary_size": self.vocabulary_size,
+            "dim": self.dim,
+            "orders": self.orders,
+            "rows": self.rows,
+        }
+
+
+def _sorted_positions(hashes, rows):
+    """Positions ordered by hash and, where it is the same, by position."""
+    length = ops.shape(hashes)[1]
+    dtype = "int64"
+    if keras.backend.backend() == "jax":
+        dtype = "int32"
+        if isinstance(length, int) and rows * length >= 2**31:
+            raise ValueError(
+                "`rows` times the length must stay below 2³¹ on JAX. Received: "
+                f"rows={rows}, length={length - 1}"
+            )
+    positions = ops.arange(length, dtype=dtype)
+    keys = ops.cast(hashes, dtype) * ops.cast(length, dtype) + positions
+    return ops.cast(ops.argsort(keys, axis=1), "int32")
+
+
+def _last_equal(hashes, rows):
+    """For each position, the last one before it with the same hash, or −1."""
+    order = _sorted_positions(hashes, rows)
+    hashes = ops.take_along_axis(hashes, order, axis=1)
+    same = hashes[:, 1:] == hashes[:, :-1]
+    before = ops.where(same, order[:, :-1], -1)
+    before = ops.concatenate([-ops.ones_like(order[:, :1]), before], axis=1)
+    return ops.take_along_axis(before, ops.argsort(order, axis=1), axis=1)
+
+
+def _updated(followers, hashes, next_tokens):
+    """`followers` with those of a segment, of which the last with a hash counts."""
+    batch, rows = ops.shape(followers)
+    order = _sorted_positions(hashes, rows)
+    hashes = ops.take_along_axis(hashes, order, axis=1)
+    next_tokens = ops.take_along_axis(next_tokens, order, axis=1)
+    is_last = ops.concatenate(
+        [hashes[:, 1:] != hashes[:, :-1], ops.ones_like(hashes[:, :1], dtype="bool")],
+        axis=1,
+    )
+    # The others go to a row that is cut off again.
+    hashes = ops.where(is_last, hashes, rows)
+    indices = ops.stack(
+        [ops.broadcast_to(ops.arange(batch)[:, None], ops.shape(hashes)), hashes],
+        axis=-1,
+    )
+    padded = ops.pad(followers, ((0, 0), (0, 1)))
+    updated = ops.scatter_update(
+        padded, ops.reshape(indices, (-1, 2)), ops.reshape(next_tokens, (-1,))
+    )
+    return updated[:, :rows]

@@ -1,0 +1,80 @@
+"""Residual connections by name: what stands around each sublayer of a block."""
+
+import keras
+
+from keras_efficient_attn.models.normalization import get_norm
+
+
+class Residual(keras.layers.Layer):
+    """Base of the residual connections: a norm and dropout around a sublayer.
+
+    A block calls `after(x, sublayer(before(x)))`.
+
+    Args:
+        norm: `"layer_norm"` or `"rms_norm"`.
+        epsilon: Of the norm.
+        use_bias: Whether a layer norm has an offset.
+        dropout: Rate of dropout on the sublayer's output.
+        **kwargs: Those of `keras.layers.Layer`.
+    """
+
+    def __init__(self, norm, epsilon, use_bias, dropout, **kwargs):
+        super().__init__(**kwargs)
+        self.norm = get_norm(
+            norm, epsilon, use_bias, dtype=self.dtype_policy, name="norm"
+        )
+        self.dropout = keras.layers.Dropout(
+            dropout, dtype=self.dtype_policy, name="dropout"
+        )
+
+    def build(self, input_shape):
+        self.norm.build(input_shape)
+
+    def before(self, x):
+        """The sublayer's input."""
+        raise NotImplementedError
+
+    def after(self, x, update, training=None):
+        """The connection's output, from the sublayer's output `update`."""
+        raise NotImplementedError
+
+
+class PreNormResidual(Residual):
+    """`x + f(norm(x))`; a stack of them needs a norm at its end."""
+
+    final_norm = True
+
+    def before(self, x):
+        return self.norm(x)
+
+    def after(self, x, update, training=None):
+        return x + self.dropout(update, training=training)
+
+
+class PostNormResidual(Residual):
+    """`norm(x + f(x))`, of the first Transformer."""
+
+    final_norm = False
+
+    def before(self, x):
+        return x
+
+    def after(self, x, update, training=None):
+        return self.norm(x + self.dropout(update, training=training))
+
+
+RESIDUALS = {"pre_norm": PreNormResidual, "post_norm": PostNormResidual}
+
+
+def get_residual_class(residual):
+    """The class of a residual connection.
+
+    Raises:
+        ValueError: If `residual` is not a name in `RESIDUALS`.
+    """
+    if residual not in RESIDUALS:
+        raise ValueError(
+            f"`residual` must be one of {', '.join(RESIDUALS)}. Received: "
+            f"residual={residual!r}"
+        )
+    return RESIDUALS[residual]

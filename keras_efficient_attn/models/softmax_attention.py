@@ -1,0 +1,187 @@
+"""Softmax attention with a key/value cache, to stand among streaming layers."""
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.ops.rotary import rotary_embedding
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class SoftmaxAttention(keras.layers.MultiHeadAttention):
+    """`MultiHeadAttention` with the state of this package's layers.
+
+    The state is a cache of keys and values, of the length that `initial_state` is
+    given: unlike those of the efficient layers it grows with the context, and a
+    token costs time in proportion.
+
+    Args:
+        *args, **kwargs: Those of `keras.layers.MultiHeadAttention`.
+        rotary_wavelength: Longest wavelength of rotary positions, over 2π, such as
+            10,000. Defaults to `None`: no positions.
+
+    Call arguments:
+        As `keras.layers.MultiHeadAttention`; an explicit `query_mask` has no effect
+        there, and is not an argument here.
+        state: Optional, from `initial_state` or the previous segment's call. Needs
+            `use_causal_mask=True`, and excludes masks and scores.
+
+    Returns:
+        As `keras.layers.MultiHeadAttention`; `(output, state)` with `state`.
+
+    Raises:
+        ValueError: For a `rotary_wavelength` that is not positive or with an odd
+            `key_dim`, or a call with `state` and what that excludes.
+
+    Example:
+
+    >>> layer = SoftmaxAttention(num_heads=2, key_dim=8)
+    >>> x = keras.random.normal((1, 5, 16))
+    >>> layer.build(x.shape, x.shape)
+    >>> state = layer.initial_state(batch_size=1, max_length=100)
+    >>> y, state = layer(x, x, use_causal_mask=True, state=state)
+    """
+
+    def __init__(self, *args, rotary_wavelength=None, **kwargs):
+        # autocast=False: the projections cast their inputs; a state stays as it is.
+        super().__init__(*args, autocast=False, **kwargs)
+        self.rotary_wavelength = rotary_wavelength
+        if rotary_wavelength is None:
+            return
+        if not rotary_wavelength > 0:
+            raise ValueError(
+                "`rotary_wavelength` must be a positive number or None. Received: "
+                f"rotary_wavelength={rotary_wavelength!r}"
+            )
+        if self._key_dim % 2:
+            raise ValueError(
+                "`rotary_wavelength` needs an even `key_dim`. Received: "
+                f"key_dim={self._key_dim}"
+            )
+
+    def initial_state(self, batch_size, max_length):
+        """The empty cache.
+
+        Args:
+            batch_size: Rows in the batch.
+            max_length: Positions that the cache can hold.
+
+        Returns:
+            Dict of `key` and `value`, `(batch, max_length, heads, key_dim)` and
+            `value_dim`, and `position`, the number of positions read, `(batch,)`.
+        """
+        shape = (batch_size, max_length, self._num_heads)
+        return {
+            "key": ops.zeros((*shape, self._key_dim), self.compute_dtype),
+            "value": ops.zeros((*shape, self._value_dim), self.compute_dtype),
+            "position": ops.zeros((batch_size,), "int32"),
+        }
+
+    def call(
+        self,
+        query,
+        value,
+        key=None,
+        value_mask=None,
+        key_mask=None,
+        attention_mask=None,
+        return_attention_scores=False,
+        training=None,
+        use_causal_mask=False,
+        state=None,
+    ):
+        key = value if key is None else key
+        masks = (value_mask, key_mask, attention_mask)
+        unmasked = all(mask is None for mask in masks)
+        if state is not None:
+            if not (use_causal_mask and unmasked) or return_attention_scores:
+                raise ValueError(
+                    "`state` needs `use_causal_mask=True`, and excludes masks and "
+                    f"scores. Received: use_causal_mask={use_causal_mask}, masks "
+                    f"given: {not unmasked}, "
+                    f"return_attention_scores={return_attention_scores}"
+                )
+            mask, causal_kernel = None, False
+        else:
+            # Without another mask, the backend's causal kernel forms no matrix.
+            causal_kernel = (
+                use_causal_mask and unmasked and self._sliding_window is None
+            )
+            mask = self._compute_attention_mask(
+                query,
+                value,
+                value_mask=value_mask,
+                key_mask=key_mask,
+                attention_mask=attention_mask,
+                use_causal_mask=use_causal_mask and not causal_kernel,
+            )
+        gate = self._gate_dense(query) if self._use_gate else None
+        position = None if state is None else state["position"]
+        query = self._rotate(self._query_dense(query), position)
+        key = self._rotate(self._key_dense(key), position)
+        value = self._value_dense(value)
+        if state is not None:
+            key, value, mask, state = self._extend(query, key, value, state)
+        heads, scores = self._compute_attention(
+            query,
+            key,
+            value,
+            attention_mask=mask,
+            training=training,
+            return_attention_scores=return_attention_scores,
+            use_causal_mask=causal_kernel,
+        )
+        output = self._output_dense(heads if gate is None else heads * gate)
+        if state is not None:
+            return output, state
+        return (output, scores) if return_attention_scores else output
+
+    def _extend(self, query, key, value, state):
+        """All keys and values so far, which of them queries see, and the state."""
+        start = state["position"][0]
+        length, capacity = ops.shape(query)[1], ops.shape(state["key"])[1]
+        key = ops.slice_update(state["key"], (0, start, 0, 0), key)
+        value = ops.slice_update(state["value"], (0, start, 0, 0), value)
+        steps = ops.arange(length, dtype="int32")[:, None] + start
+        distance = steps - ops.arange(capacity, dtype="int32")
+        mask = distance >= 0
+        if self._sliding_window is not None:
+            mask = ops.logical_and(mask, distance < self._sliding_window)
+        position = state["position"] + length
+        return key, value, mask[None], dict(key=key, value=value, position=position)
+
+    def _rotate(self, x, position):
+        if self.rotary_wavelength is None:
+            return x
+        steps = ops.arange(ops.shape(x)[1], dtype="int32")[None]
+        if position is not None:
+            steps = steps + position[:, None]
+        # Half precision cannot tell far positions apart.
+        wide = ops.cast(x, "float64" if self.compute_dtype == "float64" else "float32")
+        return ops.cast(rotary_embedding(wide, steps, self.rotary_wavelength), x.dtype)
+
+    def compute_output_spec(
+        self,
+        query,
+        value,
+        key=None,
+        value_mask=None,
+        key_mask=None,
+        attention_mask=None,
+        return_attention_scores=False,
+        training=None,
+        use_causal_mask=False,
+        state=None,
+    ):
+        shape = self.compute_output_shape(
+            query.shape, value.shape, None if key is None else key.shape
+        )
+        output = keras.KerasTensor(shape, dtype=self.compute_dtype)
+        if state is not None:
+            return output, state
+        if return_attention_scores:
+            shape = (query.shape[0], self._num_heads, query.shape[1], value.shape[1])
+            return output, keras.KerasTensor(shape, dtype=self.compute_dtype)
+        return output
+
+    def get_config(self):
+        return {**super().get_config(), "rotary_wavelength": self.rotary_wavelength}

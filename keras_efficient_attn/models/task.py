@@ -1,0 +1,51 @@
+"""What the tasks have in common."""
+
+import keras
+
+from keras_efficient_attn.models.presets import PresetMixin
+
+
+class TaskMixin(PresetMixin):
+    """Presets that ship with the package, any kind of data, and training that resumes.
+
+    A task that is saved as `.keras` and loaded is compiled as it was, with the state
+    of its optimizer; KerasHub's own tasks come back with a new one.
+
+    KerasHub's tasks read arrays and datasets through `tf.data` or Grain, for the
+    preprocessor. Without one there is nothing to preprocess: the model then takes
+    what `keras.Model` takes, generators and `keras.utils.PyDataset` included, and
+    needs neither.
+    """
+
+    def fit(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
+        """As `keras.Model.fit`; strings go through the preprocessor."""
+        data = dict(x=x, y=y, batch_size=batch_size, sample_weight=sample_weight)
+        if self.preprocessor is None:
+            return keras.Model.fit(self, **data, **kwargs)
+        return super().fit(**data, **kwargs)
+
+    def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
+        """As `keras.Model.evaluate`; strings go through the preprocessor."""
+        data = dict(x=x, y=y, batch_size=batch_size, sample_weight=sample_weight)
+        if self.preprocessor is None:
+            return keras.Model.evaluate(self, **data, **kwargs)
+        return super().evaluate(**data, **kwargs)
+
+    def predict(self, x, batch_size=None, **kwargs):
+        """As `keras.Model.predict`; strings go through the preprocessor."""
+        if self.preprocessor is None:
+            return keras.Model.predict(self, x, batch_size=batch_size, **kwargs)
+        return super().predict(x, batch_size=batch_size, **kwargs)
+
+    def get_compile_config(self):
+        """The arguments of `compile`, the sampler among them."""
+        config = super().get_compile_config()
+        if config and hasattr(self, "sampler"):
+            config["sampler"] = keras.saving.serialize_keras_object(self.sampler)
+        return config
+
+    def compile_from_config(self, config):
+        """Compiles as `get_compile_config` says."""
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.optimizer is not None and self.built:
+            self.optimizer.build(self.trainable_variables)

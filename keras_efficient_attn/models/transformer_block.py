@@ -1,0 +1,202 @@
+"""A Transformer block: attention, cross-attention and a feed-forward network."""
+
+import keras
+
+from keras_efficient_attn.models.attention import initial_attention_state
+from keras_efficient_attn.models.residual import get_residual_class
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class TransformerBlock(keras.layers.Layer):
+    """Sublayers in residual connections: attention, cross-attention, feed-forward.
+
+    Args:
+        attention: The self-attention layer, a `keras.layers.MultiHeadAttention`.
+        feed_forward: The layer after it.
+        causal: Whether a position sees itself and earlier ones only. Defaults to
+            `True`.
+        cross_attention: Optional layer that attends to another sequence.
+        convolution: Optional layer that the self-attention's input goes through.
+        positions: Optional layer that adds positions to the block's input.
+        residual: `"pre_norm"` (the default) or `"post_norm"`.
+        norm: `"layer_norm"` (the default) or `"rms_norm"`.
+        norm_epsilon: Of the norms. Defaults to 1e-5.
+        use_bias: Whether layer norms have offsets. Defaults to `True`.
+        dropout: Rate of dropout on each sublayer's output. Defaults to 0.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Call arguments:
+        x: `(batch, length, dim)`.
+        padding_mask: Optional `(batch, length)`, false at padding.
+        memory: `(batch, memory_length, dim)`, for `cross_attention`.
+        memory_padding_mask: Optional `(batch, memory_length)`.
+        state: Optional, from `initial_state` or the previous segment's call.
+
+    Returns:
+        A tensor of the shape of `x`; `(output, state)` with `state`.
+
+    Raises:
+        ValueError: For an unknown `residual` or `norm`.
+
+    Example:
+
+    >>> from keras_efficient_attn import PerformerAttention
+    >>> block = TransformerBlock(PerformerAttention(2, 8), FeedForward(64))
+    >>> block(keras.random.normal((2, 10, 16))).shape
+    (2, 10, 16)
+
+    Reference:
+        - [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)
+        - [Xiong et al., 2020](https://arxiv.org/abs/2002.04745), on pre-norm
+    """
+
+    def __init__(
+        self,
+        attention,
+        feed_forward,
+        causal=True,
+        cross_attention=None,
+        convolution=None,
+        positions=None,
+        residual="pre_norm",
+        norm="layer_norm",
+        norm_epsilon=1e-5,
+        use_bias=True,
+        dropout=0.0,
+        **kwargs,
+    ):
+        # autocast=False: a state keeps its float32 under a mixed policy.
+        super().__init__(autocast=False, **kwargs)
+        self.attention = attention
+        self.feed_forward = feed_forward
+        self.causal = causal
+        self.cross_attention = cross_attention
+        self.convolution = convolution
+        self.positions = positions
+        self.residual = residual
+        self.norm = norm
+        self.norm_epsilon = norm_epsilon
+        self.use_bias = use_bias
+        self.dropout = dropout
+
+        def connection(name):
+            return get_residual_class(residual)(
+                norm,
+                norm_epsilon,
+                use_bias,
+                dropout,
+                dtype=self.dtype_policy,
+                name=f"{name}_residual",
+            )
+
+        self.attention_residual = connection("attention")
+        self.cross_attention_residual = None
+        if cross_attention is not None:
+            self.cross_attention_residual = connection("cross_attention")
+        self.feed_forward_residual = connection("feed_forward")
+
+    def build(self, x_shape, memory_shape=None, **shapes):
+        for layer in (
+            self.positions,
+            self.attention_residual,
+            self.convolution,
+            self.cross_attention_residual,
+            self.feed_forward_residual,
+            self.feed_forward,
+        ):
+            if layer is not None:
+                layer.build(x_shape)
+        self.attention.build(x_shape, x_shape)
+        if self.cross_attention is not None:
+            self.cross_attention.build(x_shape, memory_shape)
+
+    def initial_state(self, batch_size, max_length):
+        """The state before the first position, a dict, batch first.
+
+        Args:
+            batch_size: Rows in the batch.
+            max_length: The longest context, for layers whose state grows with it.
+        """
+        state = {
+            "attention": initial_attention_state(self.attention, batch_size, max_length)
+        }
+        if self.convolution is not None:
+            state["convolution"] = self.convolution.initial_state(batch_size)
+        if self.positions is not None:
+            state["positions"] = self.positions.initial_state(batch_size)
+        return state
+
+    def call(
+        self,
+        x,
+        padding_mask=None,
+        memory=None,
+        memory_padding_mask=None,
+        state=None,
+        training=None,
+    ):
+        new_state = {}
+
+        def apply(name, layer, *inputs, **kwargs):
+            if state is None:
+                return layer(*inputs, **kwargs)
+            output, new_state[name] = layer(*inputs, state=state[name], **kwargs)
+            return output
+
+        if self.positions is not None:
+            x = apply("positions", self.positions, x)
+
+        h = self.attention_residual.before(x)
+        if self.convolution is not None:
+            h = apply("convolution", self.convolution, h)
+        h = apply(
+            "attention",
+            self.attention,
+            h,
+            h,
+            key_mask=padding_mask,
+            use_causal_mask=self.causal,
+            training=training,
+        )
+        x = self.attention_residual.after(x, h, training)
+
+        if self.cross_attention is not None:
+            h = self.cross_attention_residual.before(x)
+            h = self.cross_attention(
+                h, memory, key_mask=memory_padding_mask, training=training
+            )
+            x = self.cross_attention_residual.after(x, h, training)
+
+        h = self.feed_forward(self.feed_forward_residual.before(x))
+        x = self.feed_forward_residual.after(x, h, training)
+        return x if state is None else (x, new_state)
+
+    def compute_output_spec(self, x, *args, **kwargs):
+        return keras.KerasTensor(x.shape, dtype=self.compute_dtype)
+
+    def get_config(self):
+        layers = ("attention", "feed_forward", "cross_attention")
+        layers += ("convolution", "positions")
+        return {
+            **super().get_config(),
+            **{
+                name: keras.saving.serialize_keras_object(getattr(self, name))
+                for name in layers
+            },
+            "causal": self.causal,
+            "residual": self.residual,
+            "norm": self.norm,
+            "norm_epsilon": self.norm_epsilon,
+            "use_bias": self.use_bias,
+            "dropout": self.dropout,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        config = {
+            name: keras.saving.deserialize_keras_object(value)
+            if isinstance(value, dict) and name != "dtype"
+            else value
+            for name, value in config.items()
+        }
+        return super().from_config(config)

@@ -1,0 +1,113 @@
+"""A stack of Transformer blocks."""
+
+import keras
+
+from keras_efficient_attn.models.normalization import get_norm
+from keras_efficient_attn.models.residual import get_residual_class
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class TransformerStack(keras.layers.Layer):
+    """Blocks, one after the other, and a norm where their residuals need one.
+
+    Args:
+        blocks: List of `TransformerBlock`, of the same `residual` and `norm`.
+        num_recurrences: How often the blocks are applied, with the same weights.
+            Defaults to 1.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Call arguments:
+        As `TransformerBlock`; the state has an entry for each application of a block.
+
+    Returns:
+        A tensor of the shape of `x`; `(output, state)` with `state`.
+
+    Raises:
+        ValueError: If `num_recurrences` is not a positive integer.
+
+    Reference:
+        - [Dehghani et al., 2019](https://arxiv.org/abs/1807.03819), on recurrence in
+          depth
+    """
+
+    def __init__(self, blocks, num_recurrences=1, **kwargs):
+        # autocast=False: a state keeps its float32 under a mixed policy.
+        super().__init__(autocast=False, **kwargs)
+        if not isinstance(num_recurrences, int) or num_recurrences < 1:
+            raise ValueError(
+                "`num_recurrences` must be a positive integer. Received: "
+                f"num_recurrences={num_recurrences!r}"
+            )
+        self.blocks = list(blocks)
+        self.num_recurrences = num_recurrences
+        self.final_norm = None
+        first = self.blocks[0]
+        if get_residual_class(first.residual).final_norm:
+            self.final_norm = get_norm(
+                first.norm,
+                first.norm_epsilon,
+                first.use_bias,
+                dtype=self.dtype_policy,
+                name="final_norm",
+            )
+
+    def build(self, x_shape, memory_shape=None, **shapes):
+        for block in self.blocks:
+            block.build(x_shape, memory_shape)
+        if self.final_norm is not None:
+            self.final_norm.build(x_shape)
+
+    def initial_state(self, batch_size, max_length):
+        """The state before the first position, a dict, batch first."""
+        return {
+            name: block.initial_state(batch_size, max_length)
+            for name, block in self._applications()
+        }
+
+    def call(
+        self,
+        x,
+        padding_mask=None,
+        memory=None,
+        memory_padding_mask=None,
+        state=None,
+        training=None,
+    ):
+        inputs = dict(
+            padding_mask=padding_mask,
+            memory=memory,
+            memory_padding_mask=memory_padding_mask,
+            training=training,
+        )
+        new_state = {}
+        for name, block in self._applications():
+            if state is None:
+                x = block(x, **inputs)
+            else:
+                x, new_state[name] = block(x, **inputs, state=state[name])
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        return x if state is None else (x, new_state)
+
+    def compute_output_spec(self, x, *args, **kwargs):
+        return keras.KerasTensor(x.shape, dtype=self.compute_dtype)
+
+    def _applications(self):
+        """Names and blocks, in the order of computation."""
+        for recurrence in range(self.num_recurrences):
+            for i, block in enumerate(self.blocks):
+                yield f"recurrence_{recurrence}_block_{i}", block
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "blocks": [
+                keras.saving.serialize_keras_object(block) for block in self.blocks
+            ],
+            "num_recurrences": self.num_recurrences,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        blocks = keras.saving.deserialize_keras_object(config["blocks"])
+        return super().from_config({**config, "blocks": blocks})

@@ -1,0 +1,94 @@
+"""The configurations that every test of models runs over, and random weights."""
+
+import numpy as np
+
+from keras_efficient_attn.models import EfficientTransformerBackbone
+
+SIZES = dict(
+    vocabulary_size=50, num_layers=1, num_heads=2, hidden_dim=8, intermediate_dim=12
+)
+ELU = "performer:feature_map=elu,chunk_size=4"
+
+# Decoders, which generate; together they use every argument of the backbone.
+DECODERS = {
+    "defaults": dict(attention="performer:num_features=8,chunk_size=4"),
+    "mixed-rotary": dict(
+        num_layers=2,
+        attention=[ELU, "softmax"],
+        positions="rotary",
+        residual="post_norm",
+    ),
+    "bytes": dict(
+        attention=ELU,
+        convolution=3,
+        ngram_orders=(2, 3),
+        ngram_rows=64,
+        ngram_width=4,
+        recall_orders=(1, 3),
+        activation="squared_relu",
+        use_bias=False,
+        tie_embeddings=False,
+    ),
+    "recurrent": dict(
+        attention="performer:feature_map=relu,chunk_size=4",
+        num_recurrences=2,
+        positions="learned",
+        max_sequence_length=32,
+        positions_each_layer=True,
+        norm="rms_norm",
+        gated_feed_forward=True,
+        activation="silu",
+    ),
+    "softmax": dict(
+        attention="softmax:sliding_window=5",
+        positions="sinusoidal",
+        scale_embeddings=True,
+        head_dim=6,
+    ),
+}
+CASES = {
+    **DECODERS,
+    "encoder": dict(
+        num_layers=2, attention=[ELU, "softmax"], architecture="encoder", dropout=0.1
+    ),
+    "encoder-decoder": dict(
+        attention=ELU,
+        architecture="encoder_decoder",
+        cross_attention="softmax",
+        positions="sinusoidal",
+    ),
+}
+
+
+def make_backbone(name, **options):
+    """A backbone with weights that make its outputs differ between tokens."""
+    backbone = EfficientTransformerBackbone(**{**SIZES, **CASES[name], **options})
+    return randomize(backbone)
+
+
+def randomize(model, seed=0):
+    random = np.random.default_rng(seed)
+    for weight in model.trainable_weights:
+        noise = random.normal(size=weight.shape)
+        if "norm" in weight.path and weight.name in ("gamma", "scale"):
+            weight.assign(1.0 + 0.1 * noise)
+        else:
+            fan_in = weight.shape[0] if len(weight.shape) > 1 else 25
+            scale = 1.0 if "embeddings" in weight.name else fan_in**-0.5
+            weight.assign(scale * noise)
+    return model
+
+
+def inputs(name, batch=2, length=13, seed=0):
+    """Model inputs whose first row ends in padding."""
+    random = np.random.default_rng(seed)
+
+    def sequence(prefix, length):
+        mask = np.ones((batch, length), "int32")
+        mask[0, length - 3 :] = 0
+        tokens = random.integers(1, 50, (batch, length)).astype("int32") * mask
+        return {f"{prefix}token_ids": tokens, f"{prefix}padding_mask": mask}
+
+    if CASES[name].get("architecture") == "encoder_decoder":
+        return sequence("encoder_", length) | sequence("decoder_", length - 4)
+    return sequence("", length)

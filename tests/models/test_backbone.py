@@ -1,0 +1,288 @@
+"""The backbone: what it computes, for every configuration, and its errors."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn import PerformerAttention
+from keras_efficient_attn.models import (
+    CausalConvolution,
+    EfficientTransformerBackbone,
+    HashedNGrams,
+    SoftmaxAttention,
+)
+from tests.autodiff import to_numpy
+from tests.models import dense
+from tests.models.cases import CASES, DECODERS, ELU, SIZES, inputs, make_backbone
+
+
+def outputs(backbone, data):
+    """Outputs at real positions, for each sequence."""
+    result = backbone(data)
+    if not isinstance(result, dict):
+        return [to_numpy(result)[data["padding_mask"] == 1]]
+    return [
+        to_numpy(result[f"{side}_sequence_output"])[data[f"{side}_padding_mask"] == 1]
+        for side in ("encoder", "decoder")
+    ]
+
+
+def assert_close(received, expected, **tolerance):
+    for one, other in zip(received, expected, strict=True):
+        assert np.isfinite(one).all()
+        np.testing.assert_allclose(one, other, **tolerance)
+
+
+# What it computes.
+
+
+@pytest.mark.parametrize("residual", ["pre_norm", "post_norm"])
+def test_a_decoder_is_the_transformer_of_the_definition(residual):
+    backbone = make_backbone(
+        "softmax",
+        attention="softmax",
+        positions="rotary",
+        residual=residual,
+        norm="rms_norm" if residual == "post_norm" else "layer_norm",
+        gated_feed_forward=True,
+        activation="silu",
+        num_recurrences=2,
+    )
+    data = inputs("softmax")
+    x = dense.numpy(backbone.token_embedding.embeddings)[data["token_ids"]]
+    expected = dense.stack(backbone.decoder, x * np.sqrt(8), data["padding_mask"])
+    real = data["padding_mask"] == 1
+    assert_close(outputs(backbone, data), [expected[real]], rtol=1e-3, atol=1e-4)
+
+
+def test_an_encoder_decoder_is_the_transformer_of_the_definition():
+    backbone = make_backbone("encoder-decoder", attention="softmax", activation="relu")
+    data = inputs("encoder-decoder")
+    table = dense.numpy(backbone.token_embedding.embeddings)
+
+    def embed(side):
+        tokens = data[f"{side}_token_ids"]
+        return table[tokens] + dense.sinusoids(tokens.shape[1], 8)
+
+    masks = data["encoder_padding_mask"], data["decoder_padding_mask"]
+    memory = dense.stack(backbone.encoder, embed("encoder"), masks[0])
+    decoded = dense.stack(
+        backbone.decoder, embed("decoder"), masks[1], memory, masks[0]
+    )
+    expected = [memory[masks[0] == 1], decoded[masks[1] == 1]]
+    assert_close(outputs(backbone, data), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_convolution_reaches_back_and_not_forward():
+    layer = CausalConvolution(kernel_size=3)
+    x = np.random.default_rng(0).normal(size=(1, 6, 2))
+    received = to_numpy(layer(x.astype("float32")))
+    kernel = to_numpy(layer.kernel)
+    for t in range(6):
+        expected = x[0, t].copy()
+        for back in range(min(3, t + 1)):
+            expected += kernel[2 - back] * x[0, t - back]
+        np.testing.assert_allclose(received[0, t], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_ngrams_are_those_that_end_at_a_position():
+    text = np.array([[7, 1, 2, 3, 9, 1, 2, 3, 5, 3, 2]], "int32")
+
+    def equal_positions(*orders):
+        vectors = to_numpy(HashedNGrams(4, orders=orders, rows=1000)(text))[0]
+        return {
+            (i, j)
+            for j in range(text.shape[1])
+            for i in range(j)
+            if (vectors[i] == vectors[j]).all()
+        }
+
+    # "1 2" and "2 3" end at two places each, "1 2 3" at one more than once.
+    assert equal_positions(2) == {(2, 6), (3, 7)}
+    assert equal_positions(2, 3) == {(3, 7)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_padding_changes_nothing(name):
+    backbone, data = make_backbone(name), inputs(name)
+    expected = outputs(backbone, data)
+    changed = {
+        key: np.where(data[key.replace("token_ids", "padding_mask")] == 1, value, 41)
+        if key.endswith("token_ids")
+        else value
+        for key, value in data.items()
+    }
+    assert_close(outputs(backbone, changed), expected, rtol=1e-4, atol=1e-5)
+    if "token_ids" in data:
+        alone = {key: value[:1, :10] for key, value in data.items()}
+        assert_close(outputs(backbone, alone), [expected[0][:10]], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders_are_causal(name):
+    backbone, data = make_backbone(name), inputs(name)
+    data["padding_mask"] = np.ones_like(data["padding_mask"])
+    expected = to_numpy(backbone(data))
+    data["token_ids"][:, 8] += 1
+    changed = to_numpy(backbone(data))
+    np.testing.assert_allclose(changed[:, :8], expected[:, :8], rtol=1e-5, atol=1e-6)
+    assert np.abs(changed[:, 8:] - expected[:, 8:]).max(axis=(0, 2)).min() > 1e-4
+
+
+def test_recurrence_shares_weights():
+    once, twice = (make_backbone("defaults", num_recurrences=n) for n in (1, 2))
+    twice.set_weights(once.get_weights())
+    data = inputs("defaults")
+    stack = once.decoder
+    # The blocks again, from what they gave before the final norm.
+    x = once.embedding(data["token_ids"])
+    for _ in range(2):
+        for block in stack.blocks:
+            x = block(x, padding_mask=data["padding_mask"])
+    np.testing.assert_allclose(
+        to_numpy(twice(data)), to_numpy(stack.final_norm(x)), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("mixed-rotary", "mixed_bfloat16"), ("bytes", "bfloat16")]
+)
+def test_half_precision_is_near_full(name, dtype):
+    data = inputs(name)
+    expected = outputs(make_backbone(name), data)
+    half = make_backbone(name, dtype=dtype)
+    assert half.compute_dtype == "bfloat16"
+    for one, other in zip(outputs(half, data), expected, strict=True):
+        error = np.abs(one.astype("float32") - other)
+        assert np.sqrt((error**2).mean()) < 0.1 * np.abs(other).max()
+
+
+# Saving.
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_configuration_is_json_and_comes_back(name):
+    backbone = make_backbone(name)
+    config = json.loads(json.dumps(backbone.get_config()))
+    restored = EfficientTransformerBackbone.from_config(config)
+    assert json.loads(json.dumps(restored.get_config())) == config
+    shapes = [tuple(weight.shape) for weight in backbone.weights]
+    assert [tuple(weight.shape) for weight in restored.weights] == shapes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_file_comes_back(name, tmp_path):
+    backbone, data = make_backbone(name), inputs(name)
+    backbone.save(tmp_path / "model.keras")
+    restored = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(restored) is EfficientTransformerBackbone
+    assert_close(outputs(restored, data), outputs(backbone, data), rtol=1e-5, atol=1e-6)
+
+
+# Attention, however it is given.
+
+
+def test_attention_by_name_configuration_and_layer_are_the_same():
+    layer = PerformerAttention(2, 4, feature_map="elu", chunk_size=4)
+    config = keras.saving.serialize_keras_object(layer)
+    backbones = [
+        make_backbone("defaults", attention=attention)
+        for attention in (ELU, config, layer, [layer])
+    ]
+    data = inputs("defaults")
+    expected = outputs(backbones[0], data)
+    for backbone in backbones[1:]:
+        assert_close(outputs(backbone, data), expected, rtol=1e-6)
+    # The layer is a template: the blocks have their own.
+    assert not layer.built
+
+
+def test_a_list_cycles_over_the_layers():
+    backbone = make_backbone("mixed-rotary", num_layers=5, attention=[ELU, "softmax"])
+    kinds = [type(block.attention) for block in backbone.transformer_layers]
+    assert kinds == [PerformerAttention, SoftmaxAttention] * 2 + [PerformerAttention]
+    assert all(
+        block.attention.rotary_wavelength == 10_000
+        for block in backbone.transformer_layers
+    )
+
+
+def test_keras_own_softmax_gets_a_cache_and_keeps_its_options():
+    layer = keras.layers.MultiHeadAttention(2, 4, dropout=0.25, use_gate=True)
+    backbone = make_backbone("defaults", attention=layer)
+    attention = backbone.transformer_layers[0].attention
+    assert type(attention) is SoftmaxAttention
+    assert attention.get_config()["dropout"] == 0.25
+    x = np.random.default_rng(0).normal(size=(2, 7, 8)).astype("float32")
+    plain = keras.layers.MultiHeadAttention(2, 4, dropout=0.25, use_gate=True)
+    plain.build(x.shape, x.shape)
+    plain.set_weights(attention.get_weights()[: len(plain.get_weights())])
+    np.testing.assert_allclose(
+        to_numpy(attention(x, x, use_causal_mask=True)),
+        to_numpy(plain(x, x, use_causal_mask=True)),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(num_layers=0), ValueError, "num_layers"),
+        (dict(num_heads=3), ValueError, "multiple of `num_heads`"),
+        (dict(intermediate_dim=-1), ValueError, "-1"),
+        (dict(attention="nothing"), ValueError, "nothing"),
+        (dict(attention=3), TypeError, "3"),
+        (dict(attention=[]), ValueError, "attention"),
+        (
+            dict(attention=keras.saving.serialize_keras_object(keras.layers.Dense(2))),
+            ValueError,
+            "MultiHeadAttention",
+        ),
+        (dict(architecture="both"), ValueError, "both"),
+        (dict(residual="none"), ValueError, "none"),
+        (dict(norm="batch"), ValueError, "batch"),
+        (dict(activation="nothing"), ValueError, "nothing"),
+        (dict(positions="relative"), ValueError, "relative"),
+        (dict(positions="learned"), ValueError, "max_sequence_length"),
+        (dict(max_sequence_length=5), ValueError, "max_sequence_length"),
+        (dict(positions_each_layer=True), ValueError, "positions_each_layer"),
+        (dict(num_recurrences=0), ValueError, "num_recurrences"),
+        (dict(convolution=1), ValueError, "kernel_size"),
+        (dict(ngram_orders=(0,)), ValueError, "orders"),
+        (dict(ngram_orders=(2,), ngram_rows=0), ValueError, "rows"),
+    ],
+)
+def test_errors_name_what_was_received(options, error, message):
+    with pytest.raises(error, match=message):
+        EfficientTransformerBackbone(**{**SIZES, **options})
+
+
+def test_rotary_needs_a_layer_that_rotates():
+    @keras.saving.register_keras_serializable(package="tests")
+    class Plain(keras.layers.MultiHeadAttention):
+        pass
+
+    with pytest.raises(ValueError, match="Plain"):
+        make_backbone("defaults", attention=Plain(2, 4), positions="rotary")
+
+
+def test_learned_positions_end():
+    backbone = make_backbone("recurrent")
+    with pytest.raises(ValueError, match="32"):
+        backbone(inputs("recurrent", length=33))
+
+
+def test_softmax_state_excludes_masks():
+    layer = SoftmaxAttention(2, 4)
+    x = ops.ones((1, 3, 8))
+    layer.build(x.shape, x.shape)
+    state = layer.initial_state(1, 5)
+    with pytest.raises(ValueError, match="masks"):
+        layer(x, x, key_mask=ops.ones((1, 3)), use_causal_mask=True, state=state)

@@ -1,0 +1,103 @@
+"""The follower of an n-gram's last occurrence, against a search through the text."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn.models.ngram_recall import NGramRecall
+from tests.autodiff import to_numpy
+
+VOCABULARY, ORDERS = 5, (3, 1, 4)
+
+
+def text(batch=3, length=60, seed=0):
+    return np.random.default_rng(seed).integers(0, VOCABULARY, size=(batch, length))
+
+
+def make(**options):
+    options = {"orders": ORDERS, "rows": 100_003, **options}
+    layer = NGramRecall(VOCABULARY, 7, **options)
+    layer.build((None, None))
+    return layer
+
+
+def searched(layer, tokens):
+    """By comparing n-grams, from the last position back; −1 is before the text."""
+    tables = to_numpy(layer.tables).reshape(len(ORDERS), VOCABULARY + 1, 7)
+    output = np.zeros((*tokens.shape, 7))
+    for row, line in enumerate(tokens):
+        padded = [-1] * (max(ORDERS) + 1) + line.tolist()
+        start = max(ORDERS) + 1
+        for t in range(len(line)):
+            for table, n in zip(tables, ORDERS, strict=True):
+                gram = padded[start + t - n + 1 : start + t + 1]
+                follower = -1
+                for s in range(t - 1, -2, -1):
+                    if padded[start + s - n + 1 : start + s + 1] == gram:
+                        follower = line[s + 1]
+                        break
+                output[row, t] += table[follower + 1]
+    return output
+
+
+def test_output_is_that_of_a_search():
+    layer, tokens = make(), text()
+    np.testing.assert_allclose(
+        to_numpy(layer(tokens.astype("int32"))), searched(layer, tokens), atol=1e-6
+    )
+
+
+# With 7 rows hashes collide, in the text and in the state alike.
+@pytest.mark.parametrize("rows", [100_003, 7])
+@pytest.mark.parametrize("size", [1, 17])
+def test_segments_give_what_the_whole_gives(rows, size):
+    layer, tokens = make(rows=rows), text().astype("int32")
+    whole = to_numpy(layer(tokens))
+    state, pieces = layer.initial_state(len(tokens)), []
+    for start in range(0, tokens.shape[1], size):
+        piece, state = layer(tokens[:, start : start + size], state=state)
+        pieces.append(to_numpy(piece))
+    np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole)
+
+
+def test_later_tokens_change_nothing_earlier():
+    layer, tokens = make(), text().astype("int32")
+    changed = tokens.copy()
+    changed[:, 40:] = (changed[:, 40:] + 1) % VOCABULARY
+    before, after = to_numpy(layer(tokens)), to_numpy(layer(changed))
+    np.testing.assert_array_equal(before[:, :40], after[:, :40])
+    assert np.any(before[:, 40:] != after[:, 40:])
+
+
+def test_config_and_unknown_length():
+    layer = make()
+    again = NGramRecall.from_config(layer.get_config())
+    tokens = keras.Input((None,), dtype="int32")
+    model = keras.Model(tokens, again(tokens))
+    again.set_weights(layer.get_weights())
+    x = text(2, 11).astype("int32")
+    np.testing.assert_allclose(
+        model.predict(x, verbose=0), to_numpy(layer(x)), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"orders": ()}, "orders"),
+        ({"orders": (2, 2)}, "orders"),
+        ({"orders": (0,)}, "orders"),
+        ({"rows": 2**21}, "rows"),
+    ],
+)
+def test_errors_name_the_argument(options, name):
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        make(**options)
+
+
+def test_jax_refuses_lengths_whose_sort_keys_overflow(backend):
+    if backend != "jax":
+        pytest.skip("other backends sort 64-bit keys")
+    with pytest.raises(ValueError, match="`rows`"):
+        make(rows=2**20)(ops.zeros((1, 4096), "int32"))

@@ -1,0 +1,274 @@
+"""Classifier and masked language model; presets of all tasks and the backbone."""
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_efficient_attn.models import (
+    EfficientByteTokenizer,
+    EfficientCausalLM,
+    EfficientCausalLMPreprocessor,
+    EfficientMaskedLM,
+    EfficientMaskedLMPreprocessor,
+    EfficientTextClassifier,
+    EfficientTextClassifierPreprocessor,
+    EfficientTransformerBackbone,
+    SoftmaxAttention,
+    preset_names,
+)
+from tests.autodiff import to_numpy
+from tests.models.cases import CASES, inputs, make_backbone, randomize
+
+TEXTS = ["The quick brown fox", "def f(x): return x", "naïve"]
+
+
+def make_task(kind):
+    tokenizer = EfficientByteTokenizer()
+    name = "mixed-rotary" if kind is EfficientCausalLM else "encoder"
+    backbone = make_backbone(name, vocabulary_size=256)
+    if kind is EfficientCausalLM:
+        preprocessor = EfficientCausalLMPreprocessor(tokenizer, sequence_length=20)
+        return kind(backbone, preprocessor=preprocessor)
+    if kind is EfficientTextClassifier:
+        preprocessor = EfficientTextClassifierPreprocessor(
+            tokenizer, sequence_length=20
+        )
+        return randomize(kind(backbone, 3, preprocessor=preprocessor, dropout=0.1))
+    preprocessor = EfficientMaskedLMPreprocessor(
+        tokenizer, sequence_length=20, mask_selection_length=4
+    )
+    return randomize(kind(backbone, preprocessor=preprocessor))
+
+
+def task_inputs(kind):
+    data = inputs("encoder", length=20)
+    if kind is EfficientMaskedLM:
+        data["mask_positions"] = np.array([[1, 4, 0, 0], [2, 3, 9, 0]], "int32")
+    return data
+
+
+KINDS = [EfficientCausalLM, EfficientTextClassifier, EfficientMaskedLM]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_after_loading(kind, tmp_path):
+    task, data = make_task(kind), task_inputs(kind)
+    task.preprocessor = None
+    options = {}
+    if kind is EfficientCausalLM:
+        options["sampler"] = keras_hub.samplers.TopPSampler(p=0.3)
+    task.compile(keras.optimizers.AdamW(3e-3), **options)
+    shape = to_numpy(task(data)).shape[:-1]
+    task.train_on_batch(data, np.zeros(shape, "int32"))
+    task.save(tmp_path / "task.keras")
+    again = keras.saving.load_model(tmp_path / "task.keras")
+    assert isinstance(again.optimizer, keras.optimizers.AdamW)
+    saved, loaded = task.optimizer.variables, again.optimizer.variables
+    assert len(loaded) == len(saved) > 2 * len(task.trainable_variables)
+    for one, other in zip(saved, loaded, strict=True):
+        np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
+    if kind is EfficientCausalLM:
+        assert again.sampler.p == 0.3
+    again.train_on_batch(data, np.zeros(shape, "int32"))
+    assert int(again.optimizer.iterations) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_task_comes_back_from_a_preset(kind, tmp_path):
+    task, data = make_task(kind), task_inputs(kind)
+    expected = to_numpy(task(data))
+    task.save_to_preset(tmp_path)
+    # KerasHub finds the class by the backbone's; the weights are those of the task.
+    base = kind.__bases__[-1]
+    assert base.__module__.startswith("keras_hub")
+    for restored in (base.from_preset(str(tmp_path)), kind.from_preset(tmp_path)):
+        assert type(restored) is kind
+        assert type(restored.preprocessor) is kind.preprocessor_cls
+        assert restored.preprocessor.sequence_length == 20
+        np.testing.assert_allclose(
+            to_numpy(restored(data)), expected, rtol=1e-5, atol=1e-6
+        )
+    random = kind.from_preset(tmp_path, load_weights=False)
+    assert np.abs(to_numpy(random(data)) - expected).max() > 1e-3
+
+
+def test_a_task_comes_back_from_a_file(tmp_path):
+    task, data = make_task(EfficientTextClassifier), task_inputs(None)
+    task.save(tmp_path / "model.keras")
+    restored = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(
+        to_numpy(restored(data)), to_numpy(task(data)), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_backbone_comes_back_from_a_preset(name, tmp_path):
+    backbone, data = make_backbone(name), inputs(name)
+    backbone.save_to_preset(tmp_path)
+    restored = keras_hub.models.Backbone.from_preset(str(tmp_path))
+    assert type(restored) is EfficientTransformerBackbone
+    assert restored.get_config() == backbone.get_config()
+    for weight, other in zip(restored.weights, backbone.weights, strict=True):
+        assert weight.path == other.path
+        np.testing.assert_array_equal(to_numpy(weight), to_numpy(other))
+    assert set(data) == {tensor.name for tensor in restored.inputs}
+
+
+def test_a_preset_takes_another_dtype(tmp_path):
+    backbone = make_backbone("mixed-rotary")
+    backbone.save_to_preset(tmp_path)
+    half = EfficientTransformerBackbone.from_preset(tmp_path, dtype="bfloat16")
+    assert {layer.compute_dtype for layer in half.transformer_layers} == {"bfloat16"}
+    for weight, other in zip(half.weights, backbone.weights, strict=True):
+        np.testing.assert_allclose(
+            to_numpy(weight).astype("float32"), to_numpy(other), rtol=1e-2
+        )
+
+
+def test_a_quantised_backbone_comes_back(tmp_path):
+    backbone, data = make_backbone("mixed-rotary"), inputs("mixed-rotary")
+    full = to_numpy(backbone(data))
+    backbone.quantize("int8")
+    expected = to_numpy(backbone(data))
+    assert 0 < np.abs(expected - full).max() < 0.3 * np.abs(full).max()
+    backbone.save_to_preset(tmp_path)
+    backbone.save(tmp_path / "model.keras")
+    for restored in (
+        EfficientTransformerBackbone.from_preset(tmp_path),
+        keras.saving.load_model(tmp_path / "model.keras"),
+    ):
+        np.testing.assert_allclose(
+            to_numpy(restored(data)), expected, rtol=1e-4, atol=1e-5
+        )
+
+
+def test_lora_trains_queries_and_values_and_comes_back(tmp_path):
+    backbone, data = make_backbone("mixed-rotary"), inputs("mixed-rotary")
+    backbone.enable_lora(2)
+    paths = {weight.path for weight in backbone.trainable_weights}
+    assert all("/query/" in path or "/value/" in path for path in paths)
+    assert sum("lora_kernel" in path for path in paths) == 8
+    for weight in backbone.trainable_weights:
+        weight.assign(np.full(weight.shape, 0.1))
+    backbone.save_lora_weights(str(tmp_path / "weights.lora.h5"))
+    other = make_backbone("mixed-rotary")
+    before = to_numpy(other(data))
+    other.load_lora_weights(str(tmp_path / "weights.lora.h5"))
+    lora = [w for w in other.trainable_weights if "lora" in w.path]
+    assert all((to_numpy(weight) == np.float32(0.1)).all() for weight in lora)
+    assert np.abs(to_numpy(other(data)) - before).max() > 1e-3
+
+
+# What ships with the package.
+
+# Parameters in millions, and how far the count may be off by the paper's rounding
+# and, for the Transformer base, its vocabulary of "about 37,000".
+PUBLISHED = {
+    # Vaswani et al., table 3.
+    "transformer_base": (6, 65, 2.5),
+    # Al-Rfou et al., at inference, without the auxiliary heads.
+    "transformer_enwik8_12l": (12, 41, 0.5),
+    "transformer_enwik8_64l": (64, 219, 0.5),
+}
+
+
+def parameters(name, layers):
+    """Parameters of a configuration, by those of one layer and of two."""
+    one, two = (
+        EfficientTransformerBackbone.from_preset(
+            name, load_weights=False, num_layers=count
+        ).count_params()
+        for count in (1, 2)
+    )
+    return one + (two - one) * (layers - 1)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_that_the_paper_counts(name):
+    layers, millions, tolerance = PUBLISHED[name]
+    assert abs(parameters(name, layers) / 1e6 - millions) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("name", "width"), [("performer_6l", 2048), ("performer_enwik8_12l", 2048)]
+)
+def test_performers_have_the_layers_of_the_paper(name, width):
+    backbone = EfficientTransformerBackbone.from_preset(
+        name, load_weights=False, num_layers=1
+    )
+    block = backbone.transformer_layers[0]
+    shapes = {tuple(weight.shape) for weight in block.trainable_weights}
+    assert {(512, 8, 64), (8, 64, 512), (512, width), (width, 512)} <= shapes
+    # The default number of features of "favor+": 64 · ln 64, rounded up.
+    assert block.attention.feature_dim == 267
+
+
+def test_every_shipped_configuration_makes_a_model():
+    assert set(PUBLISHED) < set(preset_names())
+    for name in preset_names():
+        backbone = EfficientTransformerBackbone.from_preset(
+            name, load_weights=False, num_layers=1, vocabulary_size=10
+        )
+        tokens = np.ones((1, 3), "int32")
+        data = {tensor.name: tokens for tensor in backbone.inputs}
+        for output in keras.tree.flatten(backbone(data)):
+            assert output.shape == (1, 3, 512)
+
+
+def test_a_shipped_configuration_makes_a_task():
+    task = EfficientCausalLM.from_preset(
+        "transformer_enwik8_12l", load_weights=False, num_layers=1
+    )
+    assert type(task.preprocessor) is EfficientCausalLMPreprocessor
+    assert type(task.backbone.transformer_layers[0].attention) is SoftmaxAttention
+    with pytest.raises(ValueError, match="load_weights=False"):
+        EfficientCausalLM.from_preset("performer_6l")
+
+
+# Tasks.
+
+
+def test_a_classifier_averages_over_real_positions():
+    model, data = make_task(EfficientTextClassifier), task_inputs(None)
+    hidden = to_numpy(model.backbone(data))
+    dense = model.get_layer("logits")
+    kernel, bias = to_numpy(dense.kernel), to_numpy(dense.bias)
+    for row, mask in enumerate(data["padding_mask"]):
+        mean = hidden[row, mask == 1].mean(0)
+        np.testing.assert_allclose(
+            to_numpy(model(data))[row], mean @ kernel + bias, rtol=1e-3, atol=1e-4
+        )
+
+
+def test_a_masked_lm_masks_bytes_and_learns():
+    model = make_task(EfficientMaskedLM)
+    x, y, weights = model.preprocessor(TEXTS)
+    assert set(x) == {"token_ids", "padding_mask", "mask_positions"}
+    x = {name: to_numpy(value) for name, value in x.items()}
+    y, weights = to_numpy(y), to_numpy(weights)
+    for row, text in enumerate(TEXTS):
+        original = [253, *text.encode()][:19] + [254]
+        for position, token, weight in zip(
+            x["mask_positions"][row], y[row], weights[row], strict=True
+        ):
+            if weight:
+                assert original[position] == token
+                assert 0 < position < len(original) - 1
+    model.compile(keras.optimizers.Adam(0.03), loss="auto", weighted_metrics=[])
+    model.preprocessor = None
+    history = model.fit(x, y, sample_weight=weights, epochs=20, verbose=0).history
+    assert history["loss"][-1] < 0.7 * history["loss"][0]
+
+
+def test_tasks_refuse_other_architectures():
+    with pytest.raises(ValueError, match="encoder_decoder"):
+        EfficientTextClassifier(make_backbone("encoder-decoder"), 2)
+    with pytest.raises(ValueError, match="architecture='encoder'"):
+        EfficientMaskedLM(make_backbone("defaults"))
+
+
+def test_keras_nlp_is_the_same_library():
+    keras_nlp = pytest.importorskip("keras_nlp")
+    assert issubclass(EfficientTransformerBackbone, keras_nlp.models.Backbone)
+    assert issubclass(EfficientCausalLM, keras_nlp.models.CausalLM)
