@@ -144,12 +144,17 @@ def compare(arguments):
     from byte_lm.model import check_attention
     from byte_lm.results import comparison_table
 
+    folders = {}
     for attention in arguments.compare:
         check_attention(attention, arguments.dim, arguments.heads)
+        if attention in folders:
+            raise UsageError(f"--compare: {attention} twice")
+        # The number keeps apart what differs in other characters only.
+        name = re.sub(r"[^\w+.=-]", "_", attention)
+        folders[attention] = arguments.out / f"{len(folders) + 1}-{name}"
     results = []
-    for attention in arguments.compare:
+    for attention, out in folders.items():
         print(f"\n== {attention}", flush=True)
-        out = arguments.out / re.sub(r"[^\w+.=-]", "_", attention)
         changed = {"compare": None, "attention": attention, "out": out}
         options = {**vars(arguments), **changed}
         command = [sys.executable, __file__, *command_line(options)]

@@ -54,15 +54,15 @@ def load_splits(text=None):
     return {name: np.frombuffer(data, np.uint8) for name, data in splits.items()}
 
 
-def split_bytes(data, held_out=HELD_OUT):
+def split_bytes(data):
     """One text, cut into `{"train": ..., "validation": ..., "test": ...}`."""
-    size = int(len(data) * held_out)
+    size = int(len(data) * HELD_OUT)
     start = len(data) - 2 * size
     pieces = data[:start], data[start : start + size], data[start + size :]
     return dict(zip(SPLITS, pieces, strict=True))
 
 
-def split_files(paths, held_out=HELD_OUT):
+def split_files(paths):
     """Whole files, joined into `{"train": ..., "validation": ..., "test": ...}`."""
     groups = assign_files({name: path.stat().st_size for name, path in paths.items()})
     return {
@@ -71,7 +71,7 @@ def split_files(paths, held_out=HELD_OUT):
     }
 
 
-def assign_files(sizes, held_out=HELD_OUT):
+def assign_files(sizes):
     """The file names of each split.
 
     Files are taken in the order of their names' hashes, which mixes the folders and
@@ -82,7 +82,7 @@ def assign_files(sizes, held_out=HELD_OUT):
         held_out: Part of all bytes for the test, and again for validation.
     """
     order = sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest())
-    wanted = held_out * sum(sizes.values())
+    wanted = HELD_OUT * sum(sizes.values())
     groups = {split: [] for split in SPLITS}
     for name in order:
         open_splits = (
@@ -131,19 +131,20 @@ def excerpts(data, size, pieces=PIECES):
 
 
 def evaluation_windows(data, length):
-    """Windows that score every byte once, with at least half a window before it.
+    """Windows that score every byte but the first once.
 
-    Windows overlap by half, and only the second half of each counts; of the first
-    window everything does.
+    Windows overlap by half, and only what no window before scored counts: each byte
+    has at least half a window before it, but for those of the first window.
 
     Returns:
         `(inputs, targets, weights)`, with `(windows, length)` tensors.
     """
-    stride = max(1, length // 2)
-    starts = np.arange(0, len(data) - length, stride)
+    last = len(data) - 1 - length
+    starts = np.append(np.arange(0, last, max(1, length // 2)), last)
     rows = data[starts[:, None] + np.arange(length + 1)].astype("int32")
     weights = np.ones((len(starts), length), "float32")
-    weights[1:, : length - stride] = 0.0
+    for row, before in zip(weights[1:], length - np.diff(starts), strict=True):
+        row[:before] = 0.0
     return model_inputs(rows[:, :-1]), rows[:, 1:], weights
 
 

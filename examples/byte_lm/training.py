@@ -223,7 +223,7 @@ def finish(model, splits, arguments, record):
     sampled, speed = sample(
         model, prompt, arguments.sample_bytes, arguments.temperature, arguments.seed
     )
-    print(f"Sample after {PROMPT_BYTES} bytes of test text:")
+    print(f"Sample after {len(prompt)} bytes of test text:")
     print(prompt.decode("utf-8", "replace"), end="")
     print(f"|{sampled.decode('utf-8', 'replace')}")
     print(f"{speed:,.0f} bytes per second")

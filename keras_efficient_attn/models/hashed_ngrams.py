@@ -6,20 +6,39 @@ from keras import ops
 # A prime below 2^20, and a factor that keeps `hash * factor + token` below 2^31.
 PRIME = 1_048_573
 FACTOR = 2_039
+MAX_VOCABULARY = 9_000_000
 
 
-def check_orders(orders, rows):
-    """Raises `ValueError` if these are not lengths of n-grams, and values of a hash."""
-    valid = all(isinstance(order, int) and order > 0 for order in orders)
-    if not orders or not valid or len(set(orders)) < len(orders):
+def check_orders(orders):
+    """Raises `ValueError` if these are not lengths of n-grams."""
+    if (
+        not isinstance(orders, list | tuple)
+        or not orders
+        or not all(type(order) is int and order > 0 for order in orders)
+        or len(set(orders)) < len(orders)
+    ):
         raise ValueError(
-            f"`orders` must be distinct positive integers. Received: orders={orders!r}"
+            "`orders` must be a list of distinct positive integers. Received: "
+            f"orders={orders!r}"
         )
-    if not isinstance(rows, int) or not 0 < rows <= PRIME:
+
+
+def check_size(name, received, limit=None):
+    """Raises `ValueError` if an argument is not an integer from 1 to `limit`."""
+    if type(received) is not int or not 0 < received <= (limit or received):
         raise ValueError(
-            f"`rows` must be a positive integer of at most {PRIME}. Received: "
-            f"rows={rows!r}"
+            f"`{name}` must be a positive integer"
+            f"{f' of at most {limit:,}' if limit else ''}. Received: "
+            f"{name}={received!r}"
         )
+
+
+def state_spec(state):
+    """Symbolic tensors like those of a state."""
+    return {
+        name: keras.KerasTensor(tensor.shape, dtype=tensor.dtype)
+        for name, tensor in state.items()
+    }
 
 
 def hashed_ngrams(padded, length, orders):
@@ -80,11 +99,10 @@ class HashedNGrams(keras.layers.Layer):
 
     def __init__(self, dim, orders=(2, 3, 4, 5, 6), rows=2**14, width=32, **kwargs):
         super().__init__(**kwargs)
-        check_orders(orders, rows)
-        if not isinstance(width, int) or width < 1:
-            raise ValueError(
-                f"`width` must be a positive integer. Received: width={width!r}"
-            )
+        check_orders(orders)
+        check_size("rows", rows, PRIME)
+        check_size("width", width)
+        check_size("dim", dim)
         self.dim = dim
         self.orders = tuple(orders)
         self.rows = rows
@@ -101,13 +119,18 @@ class HashedNGrams(keras.layers.Layer):
         )
 
     def initial_state(self, batch_size):
-        """The state before the first token: zeros `(batch, max(orders) - 1)`."""
-        return ops.zeros((batch_size, max(self.orders) - 1), "int32")
+        """The state before the first token.
+
+        Returns:
+            Dict of int32 `"recent"` `(batch, max(orders) - 1)`, the last tokens; they
+            count from 1, and 0 stands for none.
+        """
+        return {"recent": ops.zeros((batch_size, max(self.orders) - 1), "int32")}
 
     def call(self, tokens, state=None):
         tokens = ops.cast(tokens, "int32")
         batch, length = ops.shape(tokens)[:2]
-        past = self.initial_state(batch) if state is None else state
+        past = (self.initial_state(batch) if state is None else state)["recent"]
         # 0 stands for what is before the text.
         padded = ops.concatenate([past, tokens + 1], axis=1)
         indices = [
@@ -117,10 +140,11 @@ class HashedNGrams(keras.layers.Layer):
         vectors = ops.take(self.tables, ops.stack(indices, axis=-1), axis=0)
         vectors = ops.reshape(vectors, (batch, length, len(self.orders) * self.width))
         output = ops.matmul(vectors, self.kernel)
-        return output if state is None else (output, padded[:, length:])
+        return output if state is None else (output, {"recent": padded[:, length:]})
 
     def compute_output_spec(self, tokens, state=None):
-        return keras.KerasTensor((*tokens.shape, self.dim), dtype=self.compute_dtype)
+        output = keras.KerasTensor((*tokens.shape, self.dim), dtype=self.compute_dtype)
+        return output if state is None else (output, state_spec(state))
 
     def get_config(self):
         return {

@@ -3,7 +3,14 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.models.hashed_ngrams import check_orders, hashed_ngrams
+from keras_efficient_attn.models.hashed_ngrams import (
+    MAX_VOCABULARY,
+    PRIME,
+    check_orders,
+    check_size,
+    hashed_ngrams,
+    state_spec,
+)
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -25,6 +32,7 @@ class NGramRecall(keras.layers.Layer):
         dim: Width of the output.
         orders: The lengths n of the n-grams. Defaults to `(2, 3, 4, 5, 6, 8)`.
         rows: Number of values of the hash, at most 1,048,573. Defaults to 32,768.
+            Of a text with many more n-grams, a part is recalled wrongly.
         **kwargs: Those of `keras.layers.Layer`.
 
     Call arguments:
@@ -35,8 +43,8 @@ class NGramRecall(keras.layers.Layer):
         `(batch, length, dim)`; `(output, state)` with `state`.
 
     Raises:
-        ValueError: If `orders` are not distinct positive integers, or `rows` is out
-            of range; on JAX, if `rows · (length + 1)` reaches 2³¹.
+        ValueError: If `orders` are not distinct positive integers, or another
+            argument is out of range.
 
     Example:
 
@@ -51,9 +59,11 @@ class NGramRecall(keras.layers.Layer):
     def __init__(
         self, vocabulary_size, dim, orders=(2, 3, 4, 5, 6, 8), rows=2**15, **kwargs
     ):
-        # autocast=False: the state keeps its integers.
-        super().__init__(autocast=False, **kwargs)
-        check_orders(orders, rows)
+        super().__init__(**kwargs)
+        check_orders(orders)
+        check_size("rows", rows, PRIME)
+        check_size("vocabulary_size", vocabulary_size, MAX_VOCABULARY)
+        check_size("dim", dim)
         self.vocabulary_size = vocabulary_size
         self.dim = dim
         self.orders = tuple(orders)
@@ -90,11 +100,11 @@ class NGramRecall(keras.layers.Layer):
         padded = ops.concatenate([recent, tokens + 1], axis=1)
         none = ops.zeros_like(tokens[:, :1])
         next_tokens = ops.concatenate([tokens + 1, none], axis=1)
-        output = 0.0
+        output = 0
         tables = []
         for i, hashes in enumerate(hashed_ngrams(padded, length + 1, self.orders)):
             hashes = hashes % self.rows
-            last = _last_equal(hashes, self.rows)
+            last = _last_equal(hashes)
             found = ops.where(
                 last < 0,
                 0,
@@ -107,14 +117,14 @@ class NGramRecall(keras.layers.Layer):
                 tables.append(_updated(earlier, hashes[:, :-1], next_tokens[:, :-1]))
             rows = found + i * (self.vocabulary_size + 1)
             output = output + ops.take(self.tables, rows, axis=0)
-        output = ops.cast(output, self.compute_dtype)
         if state is None:
             return output
         followers = ops.stack(tables, axis=1)
         return output, {"recent": padded[:, length:], "followers": followers}
 
     def compute_output_spec(self, tokens, state=None):
-        return keras.KerasTensor((*tokens.shape, self.dim), dtype=self.compute_dtype)
+        output = keras.KerasTensor((*tokens.shape, self.dim), dtype=self.compute_dtype)
+        return output if state is None else (output, state_spec(state))
 
     def get_config(self):
         return {
@@ -126,25 +136,19 @@ class NGramRecall(keras.layers.Layer):
         }
 
 
-def _sorted_positions(hashes, rows):
+def _sorted_positions(hashes):
     """Positions ordered by hash and, where it is the same, by position."""
-    length = ops.shape(hashes)[1]
-    dtype = "int64"
-    if keras.backend.backend() == "jax":
-        dtype = "int32"
-        if isinstance(length, int) and rows * length >= 2**31:
-            raise ValueError(
-                "`rows` times the length must stay below 2³¹ on JAX. Received: "
-                f"rows={rows}, length={length - 1}"
-            )
-    positions = ops.arange(length, dtype=dtype)
-    keys = ops.cast(hashes, dtype) * ops.cast(length, dtype) + positions
-    return ops.cast(ops.argsort(keys, axis=1), "int32")
+    if keras.backend.backend() == "tensorflow":
+        # Its sort does not promise to keep the order of equals.
+        length = ops.shape(hashes)[1]
+        positions = ops.arange(length, dtype="int64")
+        hashes = ops.cast(hashes, "int64") * ops.cast(length, "int64") + positions
+    return ops.cast(ops.argsort(hashes, axis=1), "int32")
 
 
-def _last_equal(hashes, rows):
+def _last_equal(hashes):
     """For each position, the last one before it with the same hash, or −1."""
-    order = _sorted_positions(hashes, rows)
+    order = _sorted_positions(hashes)
     hashes = ops.take_along_axis(hashes, order, axis=1)
     same = hashes[:, 1:] == hashes[:, :-1]
     before = ops.where(same, order[:, :-1], -1)
@@ -155,7 +159,7 @@ def _last_equal(hashes, rows):
 def _updated(followers, hashes, next_tokens):
     """`followers` with those of a segment, of which the last with a hash counts."""
     batch, rows = ops.shape(followers)
-    order = _sorted_positions(hashes, rows)
+    order = _sorted_positions(hashes)
     hashes = ops.take_along_axis(hashes, order, axis=1)
     next_tokens = ops.take_along_axis(next_tokens, order, axis=1)
     is_last = ops.concatenate(

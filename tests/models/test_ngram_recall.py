@@ -3,8 +3,8 @@
 import keras
 import numpy as np
 import pytest
-from keras import ops
 
+from keras_efficient_attn.models.hashed_ngrams import HashedNGrams
 from keras_efficient_attn.models.ngram_recall import NGramRecall
 from tests.autodiff import to_numpy
 
@@ -16,8 +16,8 @@ def text(batch=3, length=60, seed=0):
 
 
 def make(**options):
-    options = {"orders": ORDERS, "rows": 100_003, **options}
-    layer = NGramRecall(VOCABULARY, 7, **options)
+    defaults = {"vocabulary_size": VOCABULARY, "dim": 7, "orders": ORDERS}
+    layer = NGramRecall(**{**defaults, "rows": 100_003, **options})
     layer.build((None, None))
     return layer
 
@@ -88,7 +88,11 @@ def test_config_and_unknown_length():
         ({"orders": ()}, "orders"),
         ({"orders": (2, 2)}, "orders"),
         ({"orders": (0,)}, "orders"),
+        ({"orders": 3}, "orders"),
+        ({"orders": (2.0,)}, "orders"),
         ({"rows": 2**21}, "rows"),
+        ({"vocabulary_size": 0}, "vocabulary_size"),
+        ({"dim": -1}, "dim"),
     ],
 )
 def test_errors_name_the_argument(options, name):
@@ -96,8 +100,16 @@ def test_errors_name_the_argument(options, name):
         make(**options)
 
 
-def test_jax_refuses_lengths_whose_sort_keys_overflow(backend):
-    if backend != "jax":
-        pytest.skip("other backends sort 64-bit keys")
-    with pytest.raises(ValueError, match="`rows`"):
-        make(rows=2**20)(ops.zeros((1, 4096), "int32"))
+@pytest.mark.parametrize("layer_class", [NGramRecall, HashedNGrams])
+def test_symbolic_calls_with_a_state(layer_class):
+    sizes = {"vocabulary_size": 5} if layer_class is NGramRecall else {}
+    layer = layer_class(dim=7, orders=(2, 3), rows=11, **sizes)
+    state = {
+        name: keras.Input(tensor.shape[1:], dtype="int32", name=name)
+        for name, tensor in layer.initial_state(1).items()
+    }
+    output, new_state = layer(keras.Input((None,), dtype="int32"), state=state)
+    assert output.shape == (None, None, 7)
+    assert {k: v.shape for k, v in new_state.items()} == {
+        k: v.shape for k, v in state.items()
+    }

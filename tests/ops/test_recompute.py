@@ -118,11 +118,12 @@ def test_a_gradient_by_hand_is_the_one_that_runs(backend):
     np.testing.assert_allclose(double[1], 2 * single[1], rtol=1e-6)
 
 
-def test_an_unused_output_costs_no_gradient():
+@pytest.mark.parametrize("gradient", [None, step_gradient])
+def test_an_unused_output_costs_no_gradient(gradient):
     values = arrays()
 
     def loss(*tensors):
-        return ops.sum(scanned(*tensors)[0][0])
+        return ops.sum(scanned(*tensors, gradient)[0][0])
 
     _, _, of_b, _ = gradients(loss, *values)
     np.testing.assert_array_equal(of_b, np.zeros_like(of_b))
@@ -171,6 +172,22 @@ def test_memory_of_the_compiled_program_does_not_grow_with_the_features(backend)
 
     stored = 8 * 4096 * 4
     assert temporaries(64) - temporaries(4) < 10 * stored
+
+
+def test_second_derivatives_are_refused_on_tensorflow(backend):
+    if backend != "tensorflow":
+        pytest.skip("elsewhere the backend sees to it")
+    import tensorflow as tf
+
+    total, a, b, scale = (tf.constant(x) for x in arrays())
+    with tf.GradientTape() as outer:
+        outer.watch(total)
+        with tf.GradientTape() as inner:
+            inner.watch(total)
+            loss = tf.reduce_sum(tf.sin(scanned(total, a, b, scale)[1][0]))
+        slope = tf.reduce_sum(inner.gradient(loss, total) ** 2)
+    with pytest.raises(NotImplementedError, match="Second derivatives"):
+        outer.gradient(slope, total)
 
 
 def test_an_unknown_backend_is_named(monkeypatch):

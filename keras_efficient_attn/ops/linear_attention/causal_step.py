@@ -54,9 +54,7 @@ def causal_step(query_map, key_map, chunk_size, masked, output):
         query, key, value, log_weight, query_log_scale = prepare(x, map_weights)
         parts, new_carry = _chunks(carry, query, key, value, log_weight)
         values = parts["scores"] @ value + parts["far_query"] @ parts["before"]
-        outputs = _outputs(
-            values, _totals(parts), parts["scale"], query_log_scale, output
-        )
+        outputs = _outputs(values, parts, query_log_scale, output)
         return new_carry, tuple(by_position(t) for t in outputs)
 
     def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
@@ -162,15 +160,22 @@ def _totals(parts):
     return ops.sum(parts["scores"], axis=-1) + far[..., 0]
 
 
-def _outputs(values, totals, scale, query_log_scale, output):
+def _outputs(values, parts, query_log_scale, output):
     if output == "normalized":
-        return (divided(values, totals),)
-    scale = ops.zeros_like(totals) if scale is None else scale
-    if query_log_scale is not None:
-        scale = scale + query_log_scale
+        return (divided(values, _totals(parts)),)
+    scale = _total_scale(parts, query_log_scale)
     if output == "sum":
-        return (values * ops.exp(scale)[..., None],)
-    return values, totals, scale
+        return (values if scale is None else values * ops.exp(scale)[..., None],)
+    totals = _totals(parts)
+    return values, totals, ops.zeros_like(totals) if scale is None else scale
+
+
+def _total_scale(parts, query_log_scale):
+    """The log scale of the sums, or `None` for 0."""
+    scale = parts["scale"]
+    if scale is None or query_log_scale is None:
+        return query_log_scale if scale is None else scale
+    return scale + query_log_scale
 
 
 def _outputs_gradient(parts, query_log_scale, y, y_gradient, chunk_size, output):
@@ -185,13 +190,9 @@ def _outputs_gradient(parts, query_log_scale, y, y_gradient, chunk_size, output)
     if output == "normalized":
         inverse = reciprocal(_totals(parts))
         return of_y * inverse[..., None], -along[..., 0] * inverse, None
-    scale = parts["scale"]
-    if query_log_scale is not None:
-        scale = query_log_scale if scale is None else scale + query_log_scale
-        along = along[..., 0]
-    else:
-        along = None
-    return of_y if scale is None else of_y * ops.exp(scale)[..., None], None, along
+    scale = _total_scale(parts, query_log_scale)
+    of_values = of_y if scale is None else of_y * ops.exp(scale)[..., None]
+    return of_values, None, None if query_log_scale is None else along[..., 0]
 
 
 def _prefix_weights(log_scale, chunk_max):

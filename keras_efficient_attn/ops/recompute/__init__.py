@@ -17,11 +17,12 @@ def recompute_scan(step, carry, xs, consts=(), gradient=None):
         carry, y = step(carry, tuple(x[i] for x in xs), consts)
     ```
 
-    Memory for the backward pass is one carry a step, plus one step's
-    intermediates. Gradients reach `carry`, `xs` and `consts`. `step` must be a
-    pure function of its arguments: tensors it needs are passed in `consts`, never
-    captured. On JAX the compiled loop is cached by the identity of `step`, so
-    pass the same function object for the same computation.
+    Memory for the backward pass is one carry a step, plus one step's intermediates,
+    plus `xs`, and with `gradient` the outputs. Gradients reach `carry`, `xs` and
+    `consts`; second derivatives exist on JAX only. `step` must be a pure function of
+    its arguments: tensors it needs are passed in `consts`, never captured. On JAX the
+    compiled loop is cached by the identity of `step`, so pass the same function
+    object for the same computation.
 
     Args:
         step: Callable `(carry, x, consts) -> (carry, y)`; all four are tuples of

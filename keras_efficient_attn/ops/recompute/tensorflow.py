@@ -22,6 +22,7 @@ def recompute_scan(step, carry, xs, consts, step_gradient):
         consts = arguments[carry_size + xs_size :]
         final_carry, ys, carries = _forward(step, carry, xs, consts)
 
+        @_once
         def gradient(*upstream):
             upstream = upstream[:carry_size], upstream[carry_size:]
             return _backward(step_gradient, carries, xs, consts, ys, *upstream)
@@ -51,6 +52,22 @@ def vector_jacobian_product(function, arguments):
         )
 
     return value, pull
+
+
+def _once(gradient):
+    """`gradient`, which depends on more than it is given, for one derivative only."""
+
+    @tf.custom_gradient
+    def guarded(*upstream):
+        def refuse(*_):
+            raise NotImplementedError(
+                "Second derivatives through recomputed attention are not implemented "
+                "on TensorFlow."
+            )
+
+        return gradient(*upstream), refuse
+
+    return guarded
 
 
 def _automatic(step):
