@@ -29,7 +29,7 @@ def test_import_loads_neither_extras_nor_other_backends(backend):
     assert not added & unwanted
 
 
-@pytest.mark.parametrize("name", ["PerformerAttention"])
+@pytest.mark.parametrize("name", ["PerformerAttention", "SoftmaxAttention"])
 def test_layers_are_registered_and_exported(name):
     layer = getattr(layers, name)
     assert getattr(keras_efficient_attn, name) is layer

@@ -71,7 +71,11 @@ def parse_arguments(argv):
     )
     add("--out", type=Path, metavar="DIR", help="folder for CSV, JSON and PNG files")
     add("--peers", action="store_true", help="add public packages that are installed")
-    add("--model", action="store_true", help="a small language model, not a layer")
+    add(
+        "--model",
+        action="store_true",
+        help="a small language model, not a layer; needs the extra nlp",
+    )
     return vars(parser.parse_args(argv))
 
 

@@ -67,7 +67,8 @@ def compare(
         peers: Whether to add installed peers: performer-pytorch, local-attention,
             reformer-pytorch, flash-linear-attention (CUDA). Defaults to `False`.
         model: Whether to compare small causal language models instead of layers: their
-            training step, generation or loss. Defaults to `False`.
+            training step with Adam, generation or loss. Needs KerasHub, which the extra
+            `nlp` installs. Defaults to `False`.
         matmul_size: Rows of the square matmul. Defaults to 2048, or 8192 on
             accelerators.
         seed: Seed of weights and inputs. Defaults to 0.

@@ -1,117 +1,96 @@
-"""The language model of `--model`: small, causal, pre-norm."""
+"""The language model of `--model`: a small one of `keras_efficient_attn.models`."""
 
 import keras
 from keras import ops
 
-from keras_efficient_attn.benchmark import operations, streaming
-from keras_efficient_attn.layers import get_attention
+from keras_efficient_attn.benchmark import operations
+from keras_efficient_attn.models import (
+    EfficientCausalLM,
+    EfficientTransformerBackbone,
+)
 
 VOCABULARY = 256
 BLOCKS = 2
 EXPANSION = 4
 
 
-class LanguageModel(keras.layers.Layer):
-    """Embedding, blocks of attention and feed-forward, and logits.
+def make_model(attention, num_heads, head_dim, dtype):
+    """An `EfficientCausalLM` on bytes.
 
     Without positions, which none of the times depends on.
 
     Args:
-        identifier: The attention, for `get_attention`.
+        attention: Identifier of `get_attention`.
         num_heads: Heads.
         head_dim: Size of a head; the model is `num_heads · head_dim` wide.
-        **kwargs: Arguments of the layer, such as `dtype`.
+        dtype: Keras dtype policy.
     """
-
-    def __init__(self, identifier, num_heads, head_dim, **kwargs):
-        super().__init__(**kwargs)
-        width, policy = num_heads * head_dim, self.dtype_policy
-        dense = keras.layers.Dense
-        self.embedding = keras.layers.Embedding(VOCABULARY, width, dtype=policy)
-        self.attentions = [
-            get_attention(
-                identifier, num_heads=num_heads, key_dim=head_dim, dtype=policy
-            )
-            for _ in range(BLOCKS)
-        ]
-        self.expansions = [
-            dense(EXPANSION * width, "gelu", dtype=policy) for _ in range(BLOCKS)
-        ]
-        self.contractions = [dense(width, dtype=policy) for _ in range(BLOCKS)]
-        self.norms = [
-            keras.layers.LayerNormalization(dtype=policy) for _ in range(2 * BLOCKS + 1)
-        ]
-        self.logits = dense(VOCABULARY, dtype=policy)
-
-    def build(self, tokens_shape):
-        hidden = (*tokens_shape, self.embedding.output_dim)
-        self.embedding.build(tokens_shape)
-        for attention in self.attentions:
-            attention.build(hidden, hidden)
-        for expansion, contraction in zip(
-            self.expansions, self.contractions, strict=True
-        ):
-            expansion.build(hidden)
-            contraction.build((*hidden[:-1], EXPANSION * hidden[-1]))
-        for layer in (*self.norms, self.logits):
-            layer.build(hidden)
-
-    def initial_state(self, batch_size, max_length):
-        """The states of the attentions, as a list."""
-        return [
-            streaming.initial_state(attention, batch_size, max_length)
-            for attention in self.attentions
-        ]
-
-    def call(self, tokens, state=None, training=None):
-        """Logits of `tokens` `(batch, length)`; with `state`, `(logits, state)`."""
-        x = self.embedding(tokens)
-        states = []
-        for i, attention in enumerate(self.attentions):
-            normed = self.norms[2 * i](x)
-            if state is None:
-                attended = attention(
-                    normed, normed, use_causal_mask=True, training=training
-                )
-            else:
-                attended, after = streaming.attend(attention, normed, state[i])
-                states.append(after)
-            x = x + attended
-            normed = self.norms[2 * i + 1](x)
-            x = x + self.contractions[i](self.expansions[i](normed))
-        logits = self.logits(self.norms[-1](x))
-        return logits if state is None else (logits, states)
-
-    def operations(self, batch, length):
-        """Useful operations of a forward pass, or `None`."""
-        return self._sum(batch, length, operations.layer_operations, True)
-
-    def decode_operations(self, batch, length):
-        """Useful operations of one more position, or `None`."""
-        return self._sum(batch, length, operations.decode_operations)
-
-    def _sum(self, batch, length, count, *arguments):
-        counts = [count(a, batch, length, *arguments) for a in self.attentions]
-        if None in counts:
-            return None
-        positions = batch * (1 if count is operations.decode_operations else length)
-        width = self.embedding.output_dim
-        dense = BLOCKS * 4 * EXPANSION * width**2 + 2 * width * VOCABULARY
-        return sum(counts) + positions * dense
+    width = num_heads * head_dim
+    backbone = EfficientTransformerBackbone(
+        vocabulary_size=VOCABULARY,
+        num_layers=BLOCKS,
+        num_heads=num_heads,
+        hidden_dim=width,
+        intermediate_dim=EXPANSION * width,
+        attention=attention,
+        dtype=dtype,
+    )
+    return EfficientCausalLM(backbone, dtype=dtype)
 
 
-def next_token_loss(logits, targets):
-    """Mean cross-entropy in nats, in float32 or wider."""
+def make_optimizer(model):
+    """Adam for the model's weights."""
+    # The default epsilon is zero in float16.
+    optimizer = keras.optimizers.Adam(epsilon=1e-3)
+    optimizer.build(model.trainable_variables)
+    return optimizer
+
+
+def next_token_loss(model, tokens, targets, training=False):
+    """Mean cross-entropy in nats.
+
+    Without a padding mask, so that softmax attention has its causal kernel.
+    """
+    backbone = model.backbone
+    hidden = backbone.embedding(tokens, training=training)
+    hidden = backbone.decoder(hidden, training=training)
+    logits = backbone.token_embedding(hidden, reverse=True)
     return ops.mean(
-        keras.losses.sparse_categorical_crossentropy(
-            targets, ops.cast(logits, "float32"), from_logits=True
-        )
+        keras.losses.sparse_categorical_crossentropy(targets, logits, from_logits=True)
     )
 
 
-def gradient_descent(weights, gradients, learning_rate=1e-3):
-    """The weights after a step of plain gradient descent."""
-    return [
-        weight - ops.cast(learning_rate, gradient.dtype) * gradient
-        for weight, gradient in zip(weights, gradients, strict=True)
+def stream(model, tokens, state):
+    """`(logits, state)` of the next tokens of a sequence."""
+    logits, _, state = model.call_with_cache(tokens, state)
+    return logits, state
+
+
+def model_operations(model, batch, length):
+    """Useful operations of a forward pass, or `None`."""
+    counts = [
+        operations.layer_operations(attention, batch, length, causal=True)
+        for attention in _attentions(model)
     ]
+    return _with_dense(model, counts, batch * length)
+
+
+def model_decode_operations(model, batch, length):
+    """Useful operations of one more position, or `None`."""
+    counts = [
+        operations.decode_operations(attention, batch, length)
+        for attention in _attentions(model)
+    ]
+    return _with_dense(model, counts, batch)
+
+
+def _attentions(model):
+    return [block.attention for block in model.backbone.transformer_layers]
+
+
+def _with_dense(model, counts, positions):
+    if None in counts:
+        return None
+    width = model.backbone.hidden_dim
+    dense = BLOCKS * 4 * EXPANSION * width**2 + 2 * width * VOCABULARY
+    return sum(counts) + positions * dense

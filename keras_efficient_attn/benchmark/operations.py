@@ -16,7 +16,7 @@ recomputation. A backward pass counts twice the forward pass.
 
 import keras
 
-from keras_efficient_attn.layers import PerformerAttention
+from keras_efficient_attn.layers import PerformerAttention, SoftmaxAttention
 
 BACKWARD = 2
 
@@ -61,7 +61,7 @@ def _core(layer, length, causal):
     """Operations between the projections, for one row."""
     heads, key_dim, value_dim = layer.num_heads, layer.key_dim, layer.value_dim
     per_pair = 2 * heads * (key_dim + value_dim)
-    if type(layer) is keras.layers.MultiHeadAttention:
+    if type(layer) in (keras.layers.MultiHeadAttention, SoftmaxAttention):
         return per_pair * _pairs(length, length, causal)
     if isinstance(layer, PerformerAttention):
         features = 4 * heads * key_dim * _projection_rows(layer)

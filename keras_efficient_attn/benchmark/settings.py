@@ -1,6 +1,7 @@
 """What to compare: checked once, and plain enough to be written to a file."""
 
 import dataclasses
+import importlib.util
 import math
 
 import keras
@@ -68,6 +69,11 @@ class Settings:
             raise ValueError(
                 "`time_limit` must be a positive number of seconds. Received: "
                 f"time_limit={limit!r}"
+            )
+        if self.model and importlib.util.find_spec("keras_hub") is None:
+            raise ValueError(
+                "`model` needs KerasHub, which is not installed: pip install "
+                f"'keras-efficient-attn[nlp]'. Received: model={self.model}"
             )
         for identifier in self.layers:
             try:

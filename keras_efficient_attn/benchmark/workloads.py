@@ -1,6 +1,7 @@
 """What one contestant computes at one length, ready to be timed."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import keras
@@ -16,15 +17,13 @@ from keras_efficient_attn.benchmark.execution import (
     backend_module,
     make_program,
 )
-from keras_efficient_attn.benchmark.language_model import (
-    VOCABULARY,
-    LanguageModel,
-    gradient_descent,
-    next_token_loss,
-)
 from keras_efficient_attn.benchmark.peers import PEERS
 from keras_efficient_attn.benchmark.settings import MATMUL
 from keras_efficient_attn.layers import get_attention
+from keras_efficient_attn.layers.streaming import (
+    initial_attention_state,
+    with_state,
+)
 
 # Positions generated in a timed call. A call copies its state once, so that a
 # single position would mostly measure the copy of a long cache.
@@ -99,6 +98,8 @@ def _layer(task):
         key_dim=task["head_dim"],
         dtype=task["dtype"],
     )
+    if task["mode"] == "decode":
+        layer = with_state(layer)
     layer.build((batch, length, width), (batch, length, width))
     dtype = layer.compute_dtype
 
@@ -116,10 +117,10 @@ def _layer(task):
     if task["mode"] == "decode":
         workload = _decode(
             layer,
-            initial_state=lambda: streaming.initial_state(
+            initial_state=lambda: initial_attention_state(
                 layer, batch, length + DECODE_STEPS
             ),
-            attend=lambda x, state: streaming.attend(layer, x, state),
+            step=lambda x, state: layer(x, x, use_causal_mask=True, state=state),
             make_tokens=make_x,
             task=task,
             useful=operations.decode_operations(layer, batch, length),
@@ -138,37 +139,37 @@ def _layer(task):
 
 
 def _model(task):
+    # Not before it is needed: it imports KerasHub, which is an extra.
+    from keras_efficient_attn.benchmark import language_model
+
     batch, length = task["batch"], task["length"]
-    model = LanguageModel(
-        task["contestant"], task["heads"], task["head_dim"], dtype=task["dtype"]
+    model = language_model.make_model(
+        task["contestant"], task["heads"], task["head_dim"], task["dtype"]
     )
-    model.build((batch, length))
 
     def make_tokens(rng, positions=length):
-        tokens = rng.integers(0, VOCABULARY, (batch, positions))
+        tokens = rng.integers(0, language_model.VOCABULARY, (batch, positions))
         return ops.convert_to_tensor(tokens.astype("int32"))
 
     if task["mode"] == "decode":
         return _decode(
             model,
-            initial_state=lambda: model.initial_state(batch, length + DECODE_STEPS),
-            attend=lambda tokens, state: model(tokens, state=state),
+            initial_state=lambda: model.backbone.initial_state(
+                batch, length + DECODE_STEPS
+            ),
+            step=functools.partial(language_model.stream, model),
             make_tokens=make_tokens,
             task=task,
-            useful=model.decode_operations(batch, length),
+            useful=language_model.model_decode_operations(model, batch, length),
         )
-
-    def run(tokens, targets, training=False):
-        return next_token_loss(model(tokens, training=training), targets)
-
     return _whole_sequence(
-        run,
+        functools.partial(language_model.next_token_loss, model),
         model,
         lambda rng: (make_tokens(rng), make_tokens(rng)),
         task,
-        model.operations(batch, length),
+        language_model.model_operations(model, batch, length),
         lambda rng: (ops.ones((), "float32"),),
-        gradient_descent,
+        language_model.make_optimizer,
     )
 
 
@@ -201,12 +202,17 @@ def _peer(task):
     )
 
 
-def _whole_sequence(run, layer, make_inputs, task, useful, make_cotangent, update=None):
+def _whole_sequence(
+    run, layer, make_inputs, task, useful, make_cotangent, make_optimizer=None
+):
     tokens = task["batch"] * task["length"]
     if task["mode"] == "forward":
         return Workload(make_program(run, layer), make_inputs, tokens, useful)
     program = make_program(
-        lambda *inputs: run(*inputs, training=True), layer, True, update
+        functools.partial(run, training=True),
+        layer,
+        gradients=True,
+        optimizer=make_optimizer and make_optimizer(layer),
     )
     if useful is not None:
         useful *= 1 + operations.BACKWARD
@@ -218,12 +224,12 @@ def _whole_sequence(run, layer, make_inputs, task, useful, make_cotangent, updat
     )
 
 
-def _decode(layer, initial_state, attend, make_tokens, task, useful):
+def _decode(layer, initial_state, step, make_tokens, task, useful):
     # Only the state is an output, so that XLA drops what only outputs need.
-    fill = make_program(lambda x: attend(x, initial_state())[1], layer)
+    fill = make_program(lambda x: streaming.read(step, x, initial_state()), layer)
     filled = fill(make_tokens(np.random.default_rng(task["seed"])))
     program = make_program(
-        lambda tokens, state: streaming.generate(attend, tokens, state), layer
+        lambda tokens, state: streaming.generate(step, tokens, state), layer
     )
     return Workload(
         program,

@@ -8,7 +8,7 @@ import keras
 
 from keras_efficient_attn.layers.performer_attention import PerformerAttention
 
-# Every attention layer of the package, and Keras' own.
+# Every efficient layer of the package, and Keras' own.
 ATTENTION_LAYERS = {
     "performer": PerformerAttention,
     "softmax": keras.layers.MultiHeadAttention,

@@ -18,7 +18,6 @@ from keras_efficient_attn.models.masked_lm import (
 )
 from keras_efficient_attn.models.ngram_recall import NGramRecall
 from keras_efficient_attn.models.presets import preset_names
-from keras_efficient_attn.models.softmax_attention import SoftmaxAttention
 from keras_efficient_attn.models.text_classifier import (
     EfficientTextClassifier,
     EfficientTextClassifierPreprocessor,
@@ -39,7 +38,6 @@ __all__ = [
     "FeedForward",
     "HashedNGrams",
     "NGramRecall",
-    "SoftmaxAttention",
     "TransformerBlock",
     "TransformerStack",
     "preset_names",

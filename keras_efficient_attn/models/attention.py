@@ -4,8 +4,8 @@ import keras
 import keras_hub
 
 from keras_efficient_attn.layers import get_attention
+from keras_efficient_attn.layers.streaming import with_state
 from keras_efficient_attn.models.positions import MAX_WAVELENGTH
-from keras_efficient_attn.models.softmax_attention import SoftmaxAttention
 
 # Softmax layers that become one with a state.
 STATELESS_SOFTMAX = (
@@ -63,32 +63,15 @@ def make_attention(spec, num_heads, key_dim, use_bias, rotary, name, dtype):
                 "`attention` must be the configuration of a layer that is a "
                 f"`keras.layers.MultiHeadAttention`. Received: attention={spec}"
             )
-    layer_class = type(layer)
-    if layer_class in STATELESS_SOFTMAX:
-        layer_class = SoftmaxAttention
+    layer = with_state(layer, STATELESS_SOFTMAX)
     config = {**layer.get_config(), "name": name, "dtype": dtype}
     if rotary:
-        if layer_class is not SoftmaxAttention and "rotary_wavelength" not in config:
+        if "rotary_wavelength" not in config:
             raise ValueError(
                 f"positions='rotary' needs attention layers that rotate queries and "
-                f"keys, and {layer_class.__name__} does not. Received: "
+                f"keys, and {type(layer).__name__} does not. Received: "
                 f"attention={spec}"
             )
         if config.get("rotary_wavelength") is None:
             config["rotary_wavelength"] = MAX_WAVELENGTH
-    return layer_class.from_config(config)
-
-
-def initial_attention_state(layer, batch_size, max_length):
-    """The state of an attention layer before the first position.
-
-    Raises:
-        ValueError: If the layer has none.
-    """
-    if isinstance(layer, SoftmaxAttention):
-        return layer.initial_state(batch_size, max_length)
-    if not hasattr(layer, "initial_state"):
-        raise ValueError(
-            f"{type(layer).__name__} does not stream, and cannot generate."
-        )
-    return layer.initial_state(batch_size)
+    return type(layer).from_config(config)

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_efficient_attn.models.attention import initial_attention_state
+from keras_efficient_attn.layers.streaming import initial_attention_state
 from keras_efficient_attn.models.residual import get_residual_class
 
 

@@ -10,7 +10,7 @@ import keras
 import pytest
 
 import keras_efficient_attn
-from keras_efficient_attn.benchmark import cli, peers
+from keras_efficient_attn.benchmark import cli, peers, settings
 from keras_efficient_attn.benchmark.compare import run
 from keras_efficient_attn.benchmark.execution import backend_module
 from tests.benchmark.fakes import InProcessWorker
@@ -126,6 +126,18 @@ def test_bad_arguments_get_one_line(arguments, message, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1 and message in captured.err
+
+
+def test_the_language_model_without_keras_hub_gets_one_line(monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        settings.importlib.util,
+        "find_spec",
+        lambda name: None if name == "keras_hub" else found(name),
+    )
+    assert cli.main(["--model"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "keras-efficient-attn[nlp]" in error
 
 
 def test_a_backend_that_is_absent_gets_one_line(monkeypatch, capsys):

@@ -6,11 +6,14 @@ from keras import ops
 from keras_efficient_attn.benchmark import compile_function, streaming
 from keras_efficient_attn.benchmark.approximation import approximates_softmax
 from keras_efficient_attn.benchmark.execution import make_program
-from keras_efficient_attn.benchmark.language_model import LanguageModel
 from keras_efficient_attn.benchmark.measurement import Measurement
 from keras_efficient_attn.benchmark.settings import MATMUL, Settings
 from keras_efficient_attn.benchmark.workloads import DECODE_STEPS, build_workload
-from keras_efficient_attn.layers import get_attention
+from keras_efficient_attn.layers import SoftmaxAttention, get_attention
+from keras_efficient_attn.layers.streaming import (
+    initial_attention_state,
+    with_state,
+)
 from tests.benchmark.fakes import FakeClock
 
 HEADS, HEAD_DIM, LENGTH = 2, 4, 12
@@ -94,23 +97,35 @@ def test_inputs_are_new_every_time_and_the_same_for_all():
 
 
 @pytest.mark.parametrize("contestant", ["softmax", ELU, f"{FAVOR},window=3"])
-def test_decoding_is_the_sequence_one_position_at_a_time(contestant):
-    layer = build(contestant)
+def test_decoding_is_the_sequence_one_position_at_a_time(contestant, monkeypatch):
+    monkeypatch.setattr(streaming, "SEGMENT", 5)  # Two, and a rest of two.
+    layer = with_state(get_attention(contestant, num_heads=HEADS, key_dim=HEAD_DIM))
     total = LENGTH + 5
+    layer.build((2, total, WIDTH), (2, total, WIDTH))
     x = keras.random.normal((2, total, WIDTH))
 
+    def step(x, state):
+        return layer(x, x, use_causal_mask=True, state=state)
+
     def run(x):
-        state = streaming.initial_state(layer, 2, total)
-        _, state = streaming.attend(layer, x[:, :LENGTH], state)
-        return streaming.generate(
-            lambda x, state: streaming.attend(layer, x, state), x[:, LENGTH:], state
-        )[0]
+        state = initial_attention_state(layer, 2, total)
+        state = streaming.read(step, x[:, :LENGTH], state)
+        return streaming.generate(step, x[:, LENGTH:], state)[0]
 
     expected = to_numpy(layer(x, x, use_causal_mask=True))[:, LENGTH:]
-    result = to_numpy(run(x))
+    result = to_numpy(make_program(run, layer)(x))
     np.testing.assert_allclose(
         result, expected.sum(1, keepdims=True), rtol=1e-4, atol=1e-5
     )
+
+
+def test_only_keras_own_softmax_is_given_a_state():
+    softmax = get_attention("softmax:dropout=0.5", num_heads=HEADS, key_dim=HEAD_DIM)
+    streaming_softmax = with_state(softmax)
+    assert type(streaming_softmax) is SoftmaxAttention
+    assert streaming_softmax.get_config()["dropout"] == 0.5
+    performer = get_attention(ELU, num_heads=HEADS, key_dim=HEAD_DIM)
+    assert with_state(performer) is performer
 
 
 def test_decoding_is_timed_per_position():
@@ -121,46 +136,27 @@ def test_decoding_is_timed_per_position():
     assert measurement.repeat(0) == {"seconds": 0.0}
 
 
-def test_the_language_model_streams():
-    model = LanguageModel(ELU, HEADS, HEAD_DIM)
-    model.build((2, LENGTH))
-    tokens = keras.random.randint((2, LENGTH), 0, 256)
-
-    def run(tokens):
-        state = model.initial_state(2, LENGTH)
-        _, state = model(tokens[:, :-2], state=state)
-        return streaming.generate(
-            lambda tokens, state: model(tokens, state=state), tokens[:, -2:], state
-        )[0]
-
-    expected = to_numpy(model(tokens))[:, -2:].sum(1, keepdims=True)
-    result = to_numpy(make_program(run, model)(tokens))
-    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_training_step_of_the_language_model():
-    workload = build_workload(task(ELU, mode="train", model=True))
-    one, tokens, targets = workload.make_inputs(draws())
-    loss, *weights = [to_numpy(r) for r in workload.program(one, tokens, targets)]
-    keras.utils.set_random_seed(0)
-    model = LanguageModel(ELU, HEADS, HEAD_DIM)
-    model.build((2, LENGTH))
-
-    def numpy_loss():
-        logits = to_numpy(model(tokens)).astype("float64")
-        right = np.take_along_axis(logits, to_numpy(targets)[..., None], -1)[..., 0]
-        return np.mean(np.log(np.exp(logits).sum(-1)) - right)
-
-    before = numpy_loss()
-    np.testing.assert_allclose(loss, before, rtol=1e-5)
-    trainable = model.trainable_variables
-    squares = 0.0
-    for variable, weight in zip(trainable, weights[: len(trainable)], strict=True):
-        gradient = (to_numpy(variable) - weight) / 1e-3
-        squares += np.sum(gradient.astype("float64") ** 2)
-        variable.assign(weight)
-    # A small step against the gradient lowers the loss by its squared length.
-    np.testing.assert_allclose(before - numpy_loss(), 1e-3 * squares, rtol=0.15)
+def test_an_optimizer_takes_its_step():
+    layer = keras.layers.Dense(3)
+    layer.build((2, 4))
+    optimizer = keras.optimizers.SGD(learning_rate=0.5, momentum=0.9)
+    optimizer.build(layer.trainable_variables)
+    x, cotangent = keras.random.normal((2, 4)), keras.random.normal((2, 3))
+    before = [to_numpy(variable) for variable in layer.trainable_variables]
+    expected = to_numpy(layer(x))
+    gradients = to_numpy(x).T @ to_numpy(cotangent), to_numpy(cotangent).sum(0)
+    program = make_program(layer, layer, gradients=True, optimizer=optimizer)
+    output, _, *values = program(cotangent, x)
+    np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-5, atol=1e-6)
+    weights = layer.trainable_variables
+    if keras.backend.backend() == "jax":
+        # The weights, then the optimizer's iterations, learning rate and momenta.
+        assert len(values) == 2 + 4
+        weights = values[:2]
+    for weight, start, gradient in zip(weights, before, gradients, strict=True):
+        np.testing.assert_allclose(
+            to_numpy(weight), start - 0.5 * gradient, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_error_is_that_against_keras_own_layer():

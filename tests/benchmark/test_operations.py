@@ -6,6 +6,7 @@ from keras_efficient_attn.benchmark.operations import (
     layer_operations,
 )
 from keras_efficient_attn.layers import get_attention
+from keras_efficient_attn.layers.streaming import with_state
 
 HEADS, HEAD_DIM, LENGTH, BATCH = 2, 8, 12, 3
 WIDTH = HEADS * HEAD_DIM
@@ -59,7 +60,9 @@ def test_a_window_counts_its_pairs(causal):
 
 
 def test_decoding_counts_one_position():
-    softmax = decode_operations(build("softmax"), BATCH, LENGTH)
+    layer = with_state(build("softmax"))
+    layer.build((BATCH, LENGTH, WIDTH), (BATCH, LENGTH, WIDTH))
+    softmax = decode_operations(layer, BATCH, LENGTH)
     assert softmax == BATCH * (PROJECTIONS + (LENGTH + 1) * 2 * 2 * WIDTH)
     linear = decode_operations(build("performer:feature_map=elu"), BATCH, LENGTH)
     assert linear == BATCH * (PROJECTIONS + 4 * WIDTH * HEAD_DIM)

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_efficient_attn import PerformerAttention
+from keras_efficient_attn import PerformerAttention, SoftmaxAttention
 from keras_efficient_attn.models import (
     CausalConvolution,
     EfficientTransformerBackbone,
     HashedNGrams,
-    SoftmaxAttention,
 )
 from tests.autodiff import to_numpy
 from tests.models import dense

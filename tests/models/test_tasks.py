@@ -5,6 +5,7 @@ import keras_hub
 import numpy as np
 import pytest
 
+from keras_efficient_attn import SoftmaxAttention
 from keras_efficient_attn.models import (
     EfficientByteTokenizer,
     EfficientCausalLM,
@@ -14,7 +15,6 @@ from keras_efficient_attn.models import (
     EfficientTextClassifier,
     EfficientTextClassifierPreprocessor,
     EfficientTransformerBackbone,
-    SoftmaxAttention,
     preset_names,
 )
 from tests.autodiff import to_numpy

@@ -2,14 +2,17 @@
 
 Each backend has a module with
 
-- `Program(function, trainable=(), fixed=(), gradients=False, update=None)`: the
-  function compiled (JAX, TensorFlow) or as it is (PyTorch). `trainable` and `fixed` are
-  the Keras variables that it reads; they are arguments of what is compiled, so that
-  nothing is computed ahead of time. Called with tensors, it gives the function's
-  outputs. With `gradients` its first argument is the cotangent of the one output, and
-  it gives a list: the output, the gradients of all floating-point arguments, those
-  of all `trainable` variables, and the new values of `fixed` (JAX; elsewhere they are
-  assigned). `update(weights, gradients)` replaces the gradients of the variables.
+- `Program(function, trainable=(), fixed=(), gradients=False, optimizer=None)`:
+  the function compiled (JAX, TensorFlow) or as it is (PyTorch). `trainable` and
+  `fixed` are the Keras variables that it reads; they are arguments of what is
+  compiled, so that nothing is computed ahead of time. Called with tensors, it gives
+  the function's outputs. With `gradients` its first argument is the cotangent of the
+  one output, and it gives a list: the output, the gradients of all floating-point
+  arguments, those of all `trainable` variables, and the new values of `fixed` (JAX;
+  elsewhere they are assigned). With an `optimizer`, built for `trainable`, it takes a
+  step of it in place of giving the gradients of the variables: the new values of
+  `trainable`, `fixed` and the optimizer's variables are in the list (JAX; elsewhere
+  they are assigned).
 - `wait(outputs)`: returns when they have been computed.
 - `peak_memory(program, inputs)`: `(bytes, what they are)` of one call.
 - `device()`: the device, in words.
@@ -25,12 +28,12 @@ def backend_module():
     return importlib.import_module(f"{__name__}.{keras.backend.backend()}")
 
 
-def make_program(function, layer=None, gradients=False, update=None):
+def make_program(function, layer=None, gradients=False, optimizer=None):
     """A `Program` of a function that reads the weights of a layer."""
     trainable, fixed = [], []
     if layer is not None:
         trainable, fixed = layer.trainable_variables, layer.non_trainable_variables
-    return backend_module().Program(function, trainable, fixed, gradients, update)
+    return backend_module().Program(function, trainable, fixed, gradients, optimizer)
 
 
 def compile_function(function, gradients=False):

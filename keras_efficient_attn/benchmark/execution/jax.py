@@ -11,10 +11,13 @@ class Program:
 
     execution = "XLA"
 
-    def __init__(self, function, trainable=(), fixed=(), gradients=False, update=None):
+    def __init__(
+        self, function, trainable=(), fixed=(), gradients=False, optimizer=None
+    ):
         self._function = function
         self._trainable, self._fixed = list(trainable), list(fixed)
-        self._update = update
+        self._optimizer = optimizer
+        self._slots = [] if optimizer is None else optimizer.variables
         self._jitted = jax.jit(self._differentiated if gradients else self._forward)
         self._compiled = None
 
@@ -22,6 +25,7 @@ class Program:
         arguments = (
             [variable.value for variable in self._trainable],
             [variable.value for variable in self._fixed],
+            [variable.value for variable in self._slots],
             *inputs,
         )
         if self._compiled is None:
@@ -33,10 +37,10 @@ class Program:
         """Bytes that the compiled program allocates beside inputs and outputs."""
         return int(self._compiled.memory_analysis().temp_size_in_bytes)
 
-    def _forward(self, trainable, fixed, *inputs):
+    def _forward(self, trainable, fixed, slots, *inputs):
         return self._stateless(trainable, fixed, inputs)[0]
 
-    def _differentiated(self, trainable, fixed, cotangent, *inputs):
+    def _differentiated(self, trainable, fixed, slots, cotangent, *inputs):
         floats = [x for x in inputs if is_float(x)]
 
         def run(trainable, floats):
@@ -46,9 +50,11 @@ class Program:
 
         output, pull, updated = jax.vjp(run, trainable, floats, has_aux=True)
         of_weights, of_inputs = pull(cotangent)
-        if self._update is not None:
-            of_weights = self._update(trainable, of_weights)
-        return [output, *of_inputs, *of_weights, *updated]
+        if self._optimizer is not None:
+            of_weights, slots = self._optimizer.stateless_apply(
+                slots, of_weights, trainable
+            )
+        return [output, *of_inputs, *of_weights, *updated, *slots]
 
     def _stateless(self, trainable, fixed, inputs):
         variables = self._trainable + self._fixed

@@ -16,10 +16,12 @@ XLA_ERRORS = (
 class Program:
     """See `keras_efficient_attn.benchmark.execution`."""
 
-    def __init__(self, function, trainable=(), fixed=(), gradients=False, update=None):
+    def __init__(
+        self, function, trainable=(), fixed=(), gradients=False, optimizer=None
+    ):
         self._function = function
         self._trainable = [variable.value for variable in trainable]
-        self._update = update
+        self._optimizer = optimizer
         self._body = self._differentiated if gradients else function
         self._compiled = None
         self.execution = "XLA"
@@ -49,9 +51,10 @@ class Program:
         # The gradient of an embedding is a few rows; a training step needs them all.
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
         of_inputs, of_weights = gradients[: len(floats)], gradients[len(floats) :]
-        if self._update is not None:
-            of_weights = self._update(self._trainable, of_weights)
-        return [output, *of_inputs, *of_weights]
+        if self._optimizer is None:
+            return [output, *of_inputs, *of_weights]
+        self._optimizer.apply(of_weights)
+        return [output, *of_inputs]
 
 
 def wait(outputs):

@@ -15,13 +15,15 @@ class Program:
 
     execution = "eager"
 
-    def __init__(self, function, trainable=(), fixed=(), gradients=False, update=None):
+    def __init__(
+        self, function, trainable=(), fixed=(), gradients=False, optimizer=None
+    ):
         self._function = function
         self._trainable = [
             variable.value if isinstance(variable, keras.Variable) else variable
             for variable in trainable
         ]
-        self._update = update
+        self._optimizer = optimizer
         self._run = self._differentiated if gradients else torch.no_grad()(function)
 
     def __call__(self, *inputs):
@@ -35,10 +37,11 @@ class Program:
             output, floats + self._trainable, cotangent, materialize_grads=True
         )
         of_inputs, of_weights = gradients[: len(floats)], gradients[len(floats) :]
-        if self._update is not None:
-            with torch.no_grad():
-                of_weights = self._update(self._trainable, of_weights)
-        return [output.detach(), *of_inputs, *of_weights]
+        if self._optimizer is None:
+            return [output.detach(), *of_inputs, *of_weights]
+        with torch.no_grad():
+            self._optimizer.apply(list(of_weights))
+        return [output.detach(), *of_inputs]
 
 
 def wait(outputs):
