@@ -23,6 +23,7 @@ def approximates_softmax(layer):
         and not layer.qk_norm
         and layer.temperature == 1.0
         and layer.rotary_wavelength is None
+        and not layer.get_config()["use_gate"]
     )
 
 

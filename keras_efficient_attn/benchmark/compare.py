@@ -62,7 +62,8 @@ def compare(
         backend: Keras backend. Defaults to the current one.
         repeats: Timed calls. Defaults to 5.
         time_limit: Seconds of computing for a contestant at one length, compilation
-            included. After it, the contestant is not tried at longer lengths.
+            included, and as many again for the checks. After it, the contestant is
+            not tried at longer lengths.
             Defaults to 60.
         peers: Whether to add installed peers: performer-pytorch, local-attention,
             reformer-pytorch, flash-linear-attention (CUDA). Defaults to `False`.

@@ -9,6 +9,7 @@ FAILED = "failed"
 SKIPPED = "skipped"
 OK = "ok"
 DETAIL_LENGTH = 300
+REFUSALS = (ValueError, NotImplementedError, AssertionError, ImportError, TypeError)
 MEMORY_SIGNS = (
     "out of memory",
     "resource_exhausted",
@@ -26,8 +27,8 @@ def describe_failure(error, building):
 
     Args:
         error: The exception.
-        building: Whether it was raised before anything could run, where a
-            `ValueError` means that the contestant refuses the combination.
+        building: Whether nothing has been measured yet: a `ValueError` or its like
+            then means that the contestant refuses the combination.
     """
     text = _plain(str(error)) or type(error).__name__
     status = FAILED
@@ -35,9 +36,7 @@ def describe_failure(error, building):
         sign in f"{type(error).__name__} {text}".lower() for sign in MEMORY_SIGNS
     ):
         status = OUT_OF_MEMORY
-    elif isinstance(error, ValueError | NotImplementedError | AssertionError):
-        status = UNSUPPORTED
-    elif building and isinstance(error, ImportError | TypeError):
+    elif building and isinstance(error, REFUSALS):
         status = UNSUPPORTED
     return {"status": status, "detail": text[:DETAIL_LENGTH]}
 

@@ -60,6 +60,9 @@ def _projections(layer):
 def _core(layer, length, causal):
     """Operations between the projections, for one row."""
     heads, key_dim, value_dim = layer.num_heads, layer.key_dim, layer.value_dim
+    config = layer.get_config()
+    if config["use_gate"] or config.get("sliding_window") is not None:
+        return None
     per_pair = 2 * heads * (key_dim + value_dim)
     if type(layer) in (keras.layers.MultiHeadAttention, SoftmaxAttention):
         return per_pair * _pairs(length, length, causal)

@@ -107,6 +107,10 @@ class Comparison:
             if record.status == OK and getattr(record, field) is not None
         }
 
+    def is_on_softmax_backend(self, contestant):
+        """Whether times can be compared with softmax: peers have their own backend."""
+        return {r.backend for r in self.of(contestant)} == {self.settings.backend}
+
     def summaries(self):
         """List of `Summary`, one a contestant."""
         softmax = self.series(SOFTMAX, "seconds")
@@ -114,7 +118,7 @@ class Comparison:
             Summary(
                 name,
                 crossover(softmax, self.series(name, "seconds"))
-                if softmax and name != SOFTMAX
+                if softmax and name != SOFTMAX and self.is_on_softmax_backend(name)
                 else None,
                 log_log_slope(self.series(name, "seconds")),
                 log_log_slope(self.series(name, "memory_bytes")),

@@ -33,7 +33,12 @@ def table(comparison):
         )
     ]
     rows += [
-        _row(record, softmax.get(record.length))
+        _row(
+            record,
+            softmax.get(record.length)
+            if comparison.is_on_softmax_backend(name)
+            else None,
+        )
         for name in comparison.contestants()
         for record in comparison.of(name)
     ]

@@ -64,6 +64,11 @@ class Settings:
         self._one_of("dtype", DTYPES)
         self._one_of("mode", MODES)
         self._one_of("backend", BACKENDS)
+        if type(self.seed) is not int or self.seed < 0:
+            raise ValueError(
+                "`seed` must be an integer that is not negative. Received: "
+                f"seed={self.seed!r}"
+            )
         limit = self.time_limit
         if not isinstance(limit, int | float) or not 0 < limit < math.inf:
             raise ValueError(
@@ -98,7 +103,7 @@ class Settings:
 
     def _non_empty(self, name):
         received = getattr(self, name)
-        if isinstance(received, str | int) or not tuple(received):
+        if not isinstance(received, list | tuple) or not received:
             raise ValueError(
                 f"`{name}` must be a list with at least one element. Received: "
                 f"{name}={received!r}"
@@ -106,7 +111,7 @@ class Settings:
         return tuple(received)
 
     def _positive_int(self, name, received):
-        if not isinstance(received, int) or received < 1:
+        if type(received) is not int or received < 1:
             raise ValueError(
                 f"`{name}` must be a positive integer. Received: {name}={received!r}"
             )

@@ -18,19 +18,21 @@ def main():
         print(json.dumps(message), file=replies, flush=True)
 
     reply(describe_environment())
-    measurement = None
+    measurement = prepared = None
     for line in sys.stdin:
         request = json.loads(line)
         try:
             if request["do"] == "prepare":
+                measurement = prepared = None
                 measurement = Measurement(request["task"])
-                reply(measurement.prepare())
+                prepared = measurement.prepare()
+                reply(prepared)
             elif request["do"] == "repeat":
                 reply(measurement.repeat(request["turn"]))
             else:
                 reply(measurement.check())
         except Exception as error:
-            reply(describe_failure(error, building=measurement is None))
+            reply(describe_failure(error, building=prepared is None))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 from keras_efficient_attn.benchmark.failures import describe_failure
 from keras_efficient_attn.benchmark.measurement import Measurement
 
+# Steps that a call of a fake workload takes.
+STEPS = 4
+
 
 class FakeClock:
     """A clock that only moves when it is told to."""
@@ -41,10 +44,10 @@ class FakeWorker:
             return {"error": 0.25, "difference": None}
         self.clock.sleep(seconds)
         if message["do"] == "repeat":
-            return {"seconds": seconds}
+            return {"seconds": STEPS * seconds}
         return {
-            "first": seconds + 3.0,
-            "steps": 1,
+            "first": STEPS * seconds + 3.0,
+            "steps": STEPS,
             "tokens": length,
             "operations": 100 * length,
             "memory_bytes": 8 * length,

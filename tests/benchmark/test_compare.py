@@ -173,6 +173,8 @@ def test_lengths_are_sorted_and_causality_follows_the_mode():
         ({"backend": "numpy"}, "backend='numpy'"),
         ({"time_limit": -1}, "time_limit=-1"),
         ({"matmul_size": 0}, "matmul_size=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"lengths": None}, "lengths=None"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):

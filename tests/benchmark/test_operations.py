@@ -76,3 +76,10 @@ def test_a_layer_without_a_count_has_none():
     layer.build((BATCH, LENGTH, WIDTH), (BATCH, LENGTH, WIDTH))
     assert layer_operations(layer, BATCH, LENGTH, False) is None
     assert decode_operations(layer, BATCH, LENGTH) is None
+
+
+@pytest.mark.parametrize("option", ["use_gate=True", "sliding_window=4"])
+def test_layers_without_a_count_have_none(option):
+    layer = build(f"softmax:{option}")
+    assert layer_operations(layer, BATCH, LENGTH, True) is None
+    assert decode_operations(layer, BATCH, LENGTH) is None

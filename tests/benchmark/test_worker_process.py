@@ -83,6 +83,7 @@ def test_a_killed_worker_is_told_from_one_that_failed(start):
         (RuntimeError("can't allocate memory"), True, "out of memory"),
         (ValueError("`window` needs ..."), True, "unsupported"),
         (ImportError("fla"), True, "unsupported"),
+        (ValueError("shapes"), False, "failed"),
         (TypeError("a bug"), False, "failed"),
         (RuntimeError("a bug"), True, "failed"),
     ],
