@@ -9,6 +9,29 @@ from keras_efficient_attn.benchmark.failures import describe_failure
 from keras_efficient_attn.benchmark.measurement import Measurement
 
 
+class Answers:
+    """Does what requests ask for, one contestant at a time."""
+
+    def __init__(self):
+        self._measurement = None
+
+    def answer(self, request):
+        """The reply to a request, as a dict; failures are replies, too."""
+        preparing = request["do"] == "prepare"
+        try:
+            if preparing:
+                self._measurement = None
+                measurement = Measurement(request["task"])
+                prepared = measurement.prepare()
+                self._measurement = measurement
+                return prepared
+            if request["do"] == "repeat":
+                return self._measurement.repeat(request["turn"])
+            return self._measurement.check()
+        except Exception as error:
+            return describe_failure(error, building=preparing)
+
+
 def main():
     # Libraries print to the standard output; replies go where these do not.
     replies = os.fdopen(os.dup(1), "w")
@@ -18,21 +41,9 @@ def main():
         print(json.dumps(message), file=replies, flush=True)
 
     reply(describe_environment())
-    measurement = prepared = None
+    answers = Answers()
     for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            if request["do"] == "prepare":
-                measurement = prepared = None
-                measurement = Measurement(request["task"])
-                prepared = measurement.prepare()
-                reply(prepared)
-            elif request["do"] == "repeat":
-                reply(measurement.repeat(request["turn"]))
-            else:
-                reply(measurement.check())
-        except Exception as error:
-            reply(describe_failure(error, building=prepared is None))
+        reply(answers.answer(json.loads(line)))
 
 
 if __name__ == "__main__":

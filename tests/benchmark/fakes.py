@@ -1,7 +1,6 @@
 """Clocks and workers whose times are known."""
 
-from keras_efficient_attn.benchmark.failures import describe_failure
-from keras_efficient_attn.benchmark.measurement import Measurement
+from keras_efficient_attn.benchmark.worker import Answers
 
 # Steps that a call of a fake workload takes.
 STEPS = 4
@@ -65,7 +64,7 @@ class InProcessWorker:
 
     def __init__(self, backend):
         self.backend = backend
-        self.measurement = None
+        self.answers = Answers()
 
     def started(self):
         return {
@@ -78,15 +77,7 @@ class InProcessWorker:
         }
 
     def request(self, message, timeout):
-        try:
-            if message["do"] == "prepare":
-                self.measurement = Measurement(message["task"])
-                return self.measurement.prepare()
-            if message["do"] == "repeat":
-                return self.measurement.repeat(message["turn"])
-            return self.measurement.check()
-        except Exception as error:
-            return describe_failure(error, self.measurement is None)
+        return self.answers.answer(message)
 
     def close(self):
-        self.measurement = None
+        self.answers = None
