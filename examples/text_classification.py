@@ -10,18 +10,22 @@ were held out. `--csv` takes your own, with the columns `text` and `label`. Each
 attention trains on the same batches, and a table compares accuracy and time.
 """
 
-import argparse
-import importlib.util
-import os
 import sys
 
+from byte_lm.errors import UsageError
+from command_line import (
+    BACKENDS,
+    Parser,
+    natural,
+    positive,
+    positive_float,
+    select_backend,
+)
 from text_classes.data import DataError, csv_file, standard_library
-
-BACKENDS = ("tensorflow", "jax", "torch")
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add(
         "--attention",
@@ -31,16 +35,16 @@ def parse_arguments(argv):
     )
     add("--baseline", default="softmax", metavar="NAME", help="what to compare with")
     add("--csv", metavar="FILE", help="texts and labels; default: standard library")
-    add("--classes", type=_positive, default=8, help="packages to tell apart")
-    add("--length", type=_positive, default=4096, help="bytes of a window")
-    add("--layers", type=_positive, default=2)
-    add("--dim", type=_positive, default=64)
-    add("--heads", type=_positive, default=4)
-    add("--steps", type=_positive, default=150)
-    add("--batch", type=_positive, default=4, help="windows of a batch")
-    add("--learning-rate", type=float, default=2e-3)
-    add("--test-windows", type=_positive, default=16, help="at most, of each class")
-    add("--seed", type=int, default=0)
+    add("--classes", type=positive, default=8, help="packages to tell apart")
+    add("--length", type=positive, default=4096, help="bytes of a window")
+    add("--layers", type=positive, default=2)
+    add("--dim", type=positive, default=64)
+    add("--heads", type=positive, default=4)
+    add("--steps", type=positive, default=150)
+    add("--batch", type=positive, default=4, help="windows of a batch")
+    add("--learning-rate", type=positive_float, default=2e-3)
+    add("--test-windows", type=positive, default=16, help="at most, of each class")
+    add("--seed", type=natural, default=0)
     add("--verbose", type=int, default=1, help="0: no progress bar")
     add("--backend", choices=BACKENDS, help="default: as Keras is configured")
     return parser.parse_args(argv)
@@ -48,8 +52,8 @@ def parse_arguments(argv):
 
 def main(argv=None):
     """Runs the script; returns its exit status."""
-    arguments = parse_arguments(argv)
     try:
+        arguments = parse_arguments(argv)
         select_backend(arguments.backend)
         if arguments.csv:
             texts = csv_file(arguments.csv)
@@ -64,7 +68,7 @@ def main(argv=None):
                 make_model(name, len(texts.labels), arguments)
         except ValueError as error:
             raise DataError(str(error)) from error
-    except DataError as error:
+    except (DataError, UsageError) as error:
         print(f"text_classification.py: error: {error}", file=sys.stderr)
         return 2
     print(f"{len(texts.labels)} classes: {', '.join(texts.labels)}", flush=True)
@@ -74,16 +78,6 @@ def main(argv=None):
         results.append(train_and_measure(name, texts, arguments))
     print(f"\n{table(results, len(texts.labels), arguments)}")
     return 0
-
-
-def select_backend(backend):
-    """Has Keras use this backend, or the one it is configured for."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    if backend is None:
-        return
-    if importlib.util.find_spec(backend) is None:
-        raise DataError(f"--backend {backend}: {backend} is not installed")
-    os.environ["KERAS_BACKEND"] = backend
 
 
 def table(results, classes, arguments):
@@ -104,13 +98,6 @@ def table(results, classes, arguments):
         f"bytes; {results[0]['windows']} held-out windows; chance {1 / classes:.1%}"
     )
     return "\n".join(lines)
-
-
-def _positive(text):
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be positive; received {text}")
-    return number
 
 
 if __name__ == "__main__":

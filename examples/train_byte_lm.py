@@ -10,11 +10,7 @@ bar shows bits per byte. The run leaves `model.keras`, `curve.csv`, `curve.png` 
 in `byte_lm/`: text and batches, model, checkpoints, sampling, plot.
 """
 
-import argparse
-import importlib.util
 import json
-import math
-import os
 import re
 import shlex
 import subprocess
@@ -22,8 +18,16 @@ import sys
 from pathlib import Path
 
 from byte_lm.errors import UsageError
+from command_line import (
+    BACKENDS,
+    Parser,
+    natural,
+    not_negative,
+    positive,
+    positive_float,
+    select_backend,
+)
 
-BACKENDS = ("tensorflow", "jax", "torch")
 DTYPES = ("float32", "bfloat16", "mixed_bfloat16", "float16", "mixed_float16")
 # What a resumed run has to have in common with the one that it goes on with.
 FIXED = (
@@ -39,13 +43,6 @@ FIXED = (
     "dtype",
     "seed",
 )
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong with an argument in one line, without the usage."""
-
-    def error(self, message):
-        raise UsageError(message)
 
 
 def parse_arguments(argv):
@@ -65,38 +62,38 @@ def parse_arguments(argv):
         help="train each of these on the same batches, and print a table",
     )
     add("--text", metavar="FILE_OR_DIR", help="default: the standard library's source")
-    add("--length", type=_positive, default=1024, help="bytes per row of a batch")
+    add("--length", type=positive, default=1024, help="bytes per row of a batch")
     add(
         "--evaluation-length",
-        type=_positive,
+        type=positive,
         default=4096,
         help="bytes per window of held-out text, half of them context",
     )
-    add("--layers", type=_positive, default=2)
-    add("--dim", type=_positive, default=128)
-    add("--heads", type=_positive, default=4)
-    add("--steps", type=_positive, default=900)
-    add("--batch", type=_positive, default=2, help="rows of a batch")
-    add("--learning-rate", type=_positive_float, default=4e-3)
+    add("--layers", type=positive, default=2)
+    add("--dim", type=positive, default=128)
+    add("--heads", type=positive, default=4)
+    add("--steps", type=positive, default=900)
+    add("--batch", type=positive, default=2, help="rows of a batch")
+    add("--learning-rate", type=positive_float, default=4e-3)
     add("--dtype", choices=DTYPES, default="float32", help="Keras' dtype policy")
     add("--backend", choices=BACKENDS, help="default: as Keras is configured")
-    add("--seed", type=_natural, default=0)
+    add("--seed", type=natural, default=0)
     add(
         "--epoch-steps",
-        type=_positive,
+        type=positive,
         default=50,
         help="steps between validations, each followed by a checkpoint",
     )
     add(
         "--test-bytes",
-        type=_positive,
+        type=positive,
         default=2**18,
         help="bytes of the test text to evaluate and to compress",
     )
-    add("--sample-bytes", type=_positive, default=400, help="bytes to sample")
+    add("--sample-bytes", type=positive, default=400, help="bytes to sample")
     add(
         "--temperature",
-        type=_temperature,
+        type=not_negative,
         default=0.8,
         help="of the sample; 0 is greedy",
     )
@@ -124,16 +121,6 @@ def main(argv=None):
         print("\nInterrupted; --resume goes on from the last checkpoint.")
         return 130
     return 0
-
-
-def select_backend(backend):
-    """Has Keras use this backend, or the one it is configured for."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    if backend is None:
-        return
-    if importlib.util.find_spec(backend) is None:
-        raise UsageError(f"--backend {backend}: {backend} is not installed")
-    os.environ["KERAS_BACKEND"] = backend
 
 
 def compare(arguments):
@@ -174,25 +161,6 @@ def command_line(options):
         elif value is not None and value is not False:
             words += [option, str(value)]
     return words
-
-
-def _number(convert, accept, expected):
-    def parse(text):
-        try:
-            number = convert(text)
-        except ValueError:
-            number = None
-        if number is None or not accept(number):
-            raise argparse.ArgumentTypeError(f"must be {expected}; received {text!r}")
-        return number
-
-    return parse
-
-
-_positive = _number(int, lambda n: n >= 1, "a positive integer")
-_natural = _number(int, lambda n: n >= 0, "an integer that is not negative")
-_positive_float = _number(float, lambda x: 0 < x < math.inf, "a positive number")
-_temperature = _number(float, lambda x: 0 <= x < math.inf, "0 or a positive number")
 
 
 if __name__ == "__main__":

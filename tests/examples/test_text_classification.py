@@ -89,6 +89,8 @@ def test_it_learns_and_compares(table, capsys):
         ("text,label\na,b\n", [], "two labels"),
         ("a,b\nc,d\n", [], "columns text and label"),
         (None, [], "No such file"),
+        (None, ["--steps", "x"], "positive integer; received 'x'"),
+        (None, ["--learning-rate", "-1"], "positive number; received '-1'"),
         ("text,label\na,x\nb,x\nc,y\nd,y\n", ["--attention", "nothing"], "nothing"),
     ],
 )
