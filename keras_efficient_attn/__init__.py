@@ -1,5 +1,7 @@
 """Efficient attention layers for Keras 3."""
 
+import importlib
+
 from keras_efficient_attn import layers as layers
 from keras_efficient_attn import ops as ops
 from keras_efficient_attn.layers import (
@@ -17,3 +19,10 @@ __all__ = [
     "layers",
     "ops",
 ]
+
+
+def __getattr__(name):
+    # Loaded when first used: the models import KerasHub.
+    if name in ("benchmark", "models"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

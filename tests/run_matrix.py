@@ -19,6 +19,7 @@ def run_backend(backend, arguments, report):
     """Exit status of pytest on one backend."""
     environment = {**os.environ, "KERAS_BACKEND": backend}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2"]
+    command += ["--dist", "loadgroup"]
     command += [f"--junitxml={report}", *arguments]
     root = Path(__file__).resolve().parent.parent
     return subprocess.run(command, cwd=root, env=environment).returncode

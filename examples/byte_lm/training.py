@@ -14,13 +14,14 @@ from byte_lm.checkpoints import Checkpoints, write_text
 from byte_lm.errors import UsageError
 from byte_lm.model import BitsPerByte, build_model, check_attention
 from byte_lm.sampling import sample
+from step_clock import StepClock
 
 # Bytes that each epoch's validation scores, and that a sample continues.
 VALIDATION_BYTES = 2**15
 PROMPT_BYTES = 256
 
 
-class Recorder(keras.callbacks.Callback):
+class Recorder(StepClock):
     """After each epoch: a row of the curve, and a checkpoint.
 
     Args:
@@ -37,17 +38,6 @@ class Recorder(keras.callbacks.Callback):
         curve = self.record["curve"]
         self.start = time.perf_counter() - (curve[-1]["seconds"] if curve else 0.0)
 
-    def on_epoch_begin(self, epoch, logs=None):
-        self.step_seconds = []
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self.step_start = time.perf_counter()
-
-    def on_train_batch_end(self, batch, logs=None):
-        # Reading the loss waits for the step, which may still be under way.
-        float(logs["loss"])
-        self.step_seconds.append(time.perf_counter() - self.step_start)
-
     def on_epoch_end(self, epoch, logs=None):
         seconds = time.perf_counter() - self.start
         self.record["step"] = int(self.model.optimizer.iterations)
@@ -55,10 +45,7 @@ class Recorder(keras.callbacks.Callback):
             {
                 "step": self.record["step"],
                 "seconds": round(seconds, 1),
-                # The first step of an epoch may compile.
-                "seconds_per_step": statistics.median(
-                    self.step_seconds[1:] or self.step_seconds
-                ),
+                "seconds_per_step": self.median,
                 "bits_per_byte": float(logs["bits_per_byte"]),
                 "val_bits_per_byte": float(logs["val_bits_per_byte"]),
             }

@@ -1,6 +1,5 @@
 """Trains a classifier and measures it."""
 
-import statistics
 import time
 
 import keras
@@ -10,22 +9,8 @@ from keras_efficient_attn.models import (
     EfficientTextClassifier,
     EfficientTransformerBackbone,
 )
+from step_clock import StepClock
 from text_classes import data
-
-
-class StepClock(keras.callbacks.Callback):
-    """Seconds of each step."""
-
-    def on_train_begin(self, logs=None):
-        self.seconds = []
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self.start = time.perf_counter()
-
-    def on_train_batch_end(self, batch, logs=None):
-        # Reading the loss waits for the step, which may still be under way.
-        float(logs["loss"])
-        self.seconds.append(time.perf_counter() - self.start)
 
 
 def make_model(attention, num_classes, arguments):
@@ -83,7 +68,7 @@ def train_and_measure(attention, texts, arguments):
         "attention": attention,
         "accuracy": float(np.mean(logits.argmax(-1) == labels)),
         "windows": len(labels),
-        "seconds_per_step": statistics.median(clock.seconds[1:] or clock.seconds),
+        "seconds_per_step": clock.median,
         "seconds": seconds,
         "parameters": model.count_params(),
     }

@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import math
+import signal
 import sys
 from pathlib import Path
 
@@ -92,6 +93,8 @@ def main(argv=None):
         message = " ".join(str(error).split())
         print(f"benchmark: error: {message}", file=sys.stderr)
         return 2
+    # What was measured is shown and written however the run is ended.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     comparison = run(settings, progress=_progress_bar)
     print("\n" + table(comparison))
     if out is not None:

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import keras_efficient_attn
+from keras_efficient_attn.benchmark.execution import xla_dump
 
 STARTUP_SECONDS = 600
 
@@ -39,13 +40,14 @@ class WorkerProcess:
         if command is None:
             command = [sys.executable, "-m", "keras_efficient_attn.benchmark.worker"]
         self._stderr = tempfile.TemporaryFile("w+")
+        self._dump = tempfile.TemporaryDirectory()
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
-            env=_environment(backend),
+            env=_environment(backend, self._dump.name),
         )
         self._replies = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -78,6 +80,7 @@ class WorkerProcess:
         except BrokenPipeError:
             pass
         self._stderr.close()
+        self._dump.cleanup()
 
     def _read(self):
         try:
@@ -103,7 +106,7 @@ class WorkerProcess:
         return f"exit status {status}" + (f": {lines[-1][:200]}" if lines else "")
 
 
-def _environment(backend):
+def _environment(backend, dump):
     root = str(Path(keras_efficient_attn.__file__).resolve().parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "KERAS_BACKEND": backend}
@@ -112,4 +115,6 @@ def _environment(backend):
     environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     environment.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if backend == "tensorflow":
+        environment["XLA_FLAGS"] = xla_dump.environment_flags(dump)
     return environment

@@ -44,6 +44,13 @@ def test_a_worker_measures_in_a_process_of_its_own():
         assert prepared["operations"] == 2 * 16**3
         assert prepared["finite"] and prepared["first"] > 0
         assert worker.request({"do": "repeat", "turn": 0}, 60)["seconds"] > 0
+        # XLA holds the matrix of scores, and not many of its size.
+        options = dict(heads=2, head_dim=4)
+        task = Settings(layers=["softmax"], **options).task("softmax", 256)
+        prepared = worker.request({"do": "prepare", "task": task}, 60)
+        if prepared["execution"] == "XLA":
+            assert prepared["memory_kind"] == "XLA temporaries"
+            assert 1 <= prepared["memory_bytes"] / (2 * 256**2 * 4) < 5
         # A failure is a reply, and the worker lives on, with nothing to repeat.
         bad = {**task, "contestant": "no such layer"}
         reply = worker.request({"do": "prepare", "task": bad}, 60)

@@ -30,6 +30,8 @@ class Case:
         heads: `dense.performer_heads` or its like.
         causal: The values of `use_causal_mask` that the layer supports.
         cross: Whether queries and keys may differ in length.
+        variant: Whether another case stands for the layer in tests that are marked
+            `once_a_layer`: what they look at does not depend on options.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Case:
     heads: Callable
     causal: tuple = (False, True)
     cross: bool = True
+    variant: bool = False
 
     @property
     def sums(self):
@@ -67,13 +70,14 @@ class Case:
         return dense.layer_output(layer, self.heads, *args, **kwargs)
 
 
-def performer(name, causal=(False, True), cross=True, **options):
+def performer(name, causal=(False, True), cross=True, variant=True, **options):
     options = {"chunk_size": 2, **options}
-    return Case(name, PerformerAttention, options, dense.performer_heads, causal, cross)
+    heads = dense.performer_heads
+    return Case(name, PerformerAttention, options, heads, causal, cross, variant)
 
 
 CASES = [
-    performer("favor+", num_features=16),
+    performer("favor+", num_features=16, variant=False),
     performer("favor++", num_features=16, feature_map="favor++", causal=(False,)),
     performer(
         "hyperbolic-rotary-norm",
@@ -85,7 +89,14 @@ CASES = [
     ),
     performer("elu", feature_map="elu"),
     performer("callable-sum", feature_map=squared_relu, normalize=False),
-    performer("window", num_features=16, window=5, rotary_wavelength=50.0, cross=False),
+    performer(
+        "window",
+        num_features=16,
+        window=5,
+        rotary_wavelength=50.0,
+        cross=False,
+        variant=False,
+    ),
 ]
 
 
@@ -97,3 +108,11 @@ def inputs(batch=BATCH, length=LENGTH, seed=0):
 
 def ids(case):
     return case.name
+
+
+def case_of(item):
+    """The case of a collected test, or `None`."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    if "setting" in parameters:
+        return parameters["setting"][0]
+    return parameters.get("case") or parameters.get("causal_case")

@@ -1,6 +1,21 @@
 import pytest
 
-from tests.contract.cases import CASES, ids
+from tests.contract.cases import CASES, case_of, ids
+
+
+def pytest_collection_modifyitems(items):
+    """Has a process run a whole case, and leaves variants out of `once_a_layer`.
+
+    A process compiles for itself: `--dist loadgroup` keeps a case together.
+    """
+    for item in items:
+        if case_of(item) is not None:
+            item.add_marker(pytest.mark.xdist_group(case_of(item).name))
+    items[:] = [
+        item
+        for item in items
+        if item.get_closest_marker("once_a_layer") is None or not case_of(item).variant
+    ]
 
 
 @pytest.fixture(params=CASES, ids=ids)

@@ -11,6 +11,7 @@ from tests.autodiff import to_numpy
 from tests.contract.cases import BATCH, DIM, HEADS, KEY_DIM, LENGTH, inputs
 
 MultiHeadAttention = keras.layers.MultiHeadAttention
+pytestmark = pytest.mark.once_a_layer
 
 
 def test_signatures_start_with_keras_own(case):

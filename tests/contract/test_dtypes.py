@@ -46,7 +46,14 @@ def test_mixed_precision_is_near_float32(case, dtype):
     assert error < limit * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("float32", marks=pytest.mark.once_a_layer),
+        pytest.param("mixed_bfloat16", marks=pytest.mark.once_a_layer),
+        "mixed_float16",
+    ],
+)
 def test_outputs_and_gradients_stay_finite(case, dtype):
     causal = case.usual
     layer = case.make(dtype=dtype, chunk_size=64)

@@ -7,6 +7,7 @@ from keras import ops
 
 from tests.contract.cases import BATCH, DIM, LENGTH, inputs
 
+pytestmark = pytest.mark.once_a_layer
 CONSTRUCTOR = [
     ({"num_heads": 0}, "num_heads=0"),
     ({"key_dim": -1}, "key_dim=-1"),

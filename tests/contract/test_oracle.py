@@ -54,6 +54,7 @@ def test_lengths(case, lengths):
     np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.once_a_layer
 def test_one_head_and_other_value_dim(case):
     layer = case.make(num_heads=1, value_dim=3, output_shape=5)
     x = inputs()
@@ -63,6 +64,7 @@ def test_one_head_and_other_value_dim(case):
     np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.once_a_layer
 def test_gate_multiplies_the_heads(case):
     layer, x = case.make(use_gate=True), inputs()
     output = to_numpy(layer(x, x))

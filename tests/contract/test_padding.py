@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 from keras import ops
 
 from tests.autodiff import gradient_function, to_numpy
@@ -88,6 +89,7 @@ def test_a_padded_batch_equals_its_rows(case):
         )
 
 
+@pytest.mark.once_a_layer
 def test_automatic_masks_equal_explicit_ones(case):
     layer, x = case.built(), inputs()
     inputs_ = keras.Input((None, DIM))
@@ -100,6 +102,7 @@ def test_automatic_masks_equal_explicit_ones(case):
     assert np.abs(automatic - unmasked).max() > 1e-3
 
 
+@pytest.mark.once_a_layer
 def test_query_mask_reaches_the_output(case):
     layer = case.built()
     masked = keras.layers.Masking()(padded(inputs(), 0))
@@ -107,6 +110,7 @@ def test_query_mask_reaches_the_output(case):
     np.testing.assert_array_equal(to_numpy(output._keras_mask), MASK)
 
 
+@pytest.mark.once_a_layer
 def test_attention_mask_over_keys_is_a_key_mask(case):
     layer, x = case.built(), inputs()
     expected = to_numpy(layer(x, x, key_mask=MASK))

@@ -43,6 +43,7 @@ def test_whole_model_file(case, tmp_path):
     assert_same_model(restored, model, x)
 
 
+@pytest.mark.once_a_layer
 def test_weights_file(case, tmp_path):
     model, other, x = make_model(case), make_model(case, seed=9), inputs()
     assert np.abs(to_numpy(other(x)) - to_numpy(model(x))).max() > 1e-4
@@ -51,6 +52,7 @@ def test_weights_file(case, tmp_path):
     assert_same_model(other, model, x)
 
 
+@pytest.mark.once_a_layer
 def test_quantised_model_file(case, tmp_path):
     model, x = make_model(case), inputs()
     model.quantize("int8")
@@ -59,6 +61,7 @@ def test_quantised_model_file(case, tmp_path):
     assert_same_model(restored, model, x)
 
 
+@pytest.mark.once_a_layer
 def test_saved_model_export(case, tmp_path, backend):
     if backend == "torch":
         pytest.skip("Keras exports no SavedModel from PyTorch")

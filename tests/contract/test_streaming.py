@@ -55,6 +55,7 @@ def test_gradients_flow_through_the_state(causal_case):
     )
 
 
+@pytest.mark.once_a_layer
 def test_the_state_keeps_its_shape_and_width(causal_case):
     layer, x = causal_case.built(dtype="mixed_bfloat16"), inputs()
     before = layer.initial_state(BATCH)

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_efficient_attn.benchmark.execution import is_float
+from keras_efficient_attn.benchmark.execution import is_float, xla_dump
 from keras_efficient_attn.benchmark.resident import peak_increase
 
 # What TensorFlow raises where XLA has no kernel, or needs a constant it lacks.
@@ -63,6 +63,9 @@ def wait(outputs):
 
 def peak_memory(program, inputs):
     if not _on_gpu():
+        temporaries = xla_dump.temporary_bytes() if program.execution == "XLA" else None
+        if temporaries is not None:
+            return temporaries, "XLA temporaries"
         return peak_increase(lambda: wait(program(*inputs))), "resident increase"
     tf.config.experimental.reset_memory_stats("GPU:0")
     wait(program(*inputs))
