@@ -6,16 +6,20 @@ from keras_efficient_attn import layers as layers
 from keras_efficient_attn import ops as ops
 from keras_efficient_attn.layers import (
     EfficientAttention,
+    LocalAttention,
     PerformerAttention,
     SoftmaxAttention,
+    SparseAttention,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "EfficientAttention",
+    "LocalAttention",
     "PerformerAttention",
     "SoftmaxAttention",
+    "SparseAttention",
     "layers",
     "ops",
 ]

@@ -96,6 +96,64 @@ def performer_heads(
     return weigh(similarity, value, key_mask, causal, layer.normalize)
 
 
+def sparse_heads(
+    layer, query, key, value, query_mask=None, key_mask=None, causal=False
+):
+    """SparseAttention's heads, from the sets of the paper."""
+    stride, summary = layer.stride, layer.pattern_arguments["summary"]
+    allowed = np.zeros((query.shape[2], query.shape[1], key.shape[1]), bool)
+    for head, i, j in np.ndindex(allowed.shape):
+        if layer.pattern == "strided":
+            near, far = abs(i - j) <= stride, (i - j) % stride == 0
+        else:
+            near = i // stride == j // stride
+            # Summaries are counted from the end of the block.
+            far = (stride - 1 - j % stride) // summary == head % (stride // summary)
+        allowed[head, i, j] = near or far
+    return softmax_heads(layer, allowed, query, key, value, key_mask, causal)
+
+
+def local_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=False):
+    """LocalAttention's heads, from the definition of what is near."""
+    allowed = np.zeros((1, query.shape[1], key.shape[1]), bool)
+    for _, i, j in np.ndindex(allowed.shape):
+        allowed[0, i, j] = is_near(layer, i, j)
+    return softmax_heads(layer, allowed, query, key, value, key_mask, causal)
+
+
+def is_near(layer, i, j):
+    """Whether a query sees a key, of positions in the order of the sequence."""
+    if layer.window is not None:
+        return abs(i - j) < layer.window
+    if layer.grid is None:
+        first = i - i % layer.query_block
+        last = first + layer.query_block - 1
+        return first - layer.memory <= j <= last + layer.memory
+    steps = grid_steps(layer.grid, layer.query_block, layer.order)
+    return all(
+        (y // size) * size - halo <= key < (y // size) * size + size + halo
+        for y, key, size, halo in zip(
+            steps[i], steps[j], layer.query_block, layer.memory, strict=True
+        )
+    )
+
+
+def grid_steps(grid, block, order):
+    """Row and column of each pixel in the order in which an image grows."""
+    pixels = [(y, x) for y in range(grid[0]) for x in range(grid[1])]
+    if order == "block":
+        pixels.sort(key=lambda p: (p[0] // block[0], p[1] // block[1], *p))
+    return pixels
+
+
+def softmax_heads(layer, allowed, query, key, value, key_mask, causal):
+    """Softmax over the keys that a boolean `(heads, T, S)` allows."""
+    if layer.rotary_wavelength is not None:
+        query, key = (rotate(x, layer.rotary_wavelength) for x in (query, key))
+    similarity = np.exp(dots(query, key) / np.sqrt(layer.key_dim))
+    return weigh(np.where(allowed, similarity, 0.0), value, key_mask, causal)
+
+
 def dots(query, key):
     return np.einsum("bthd,bshd->bhts", query, key)
 

@@ -11,6 +11,12 @@ import keras_efficient_attn
 from keras_efficient_attn import layers
 
 BACKENDS = {"tensorflow", "jax", "torch"}
+LAYERS = [
+    "LocalAttention",
+    "PerformerAttention",
+    "SoftmaxAttention",
+    "SparseAttention",
+]
 
 
 def test_import_loads_neither_extras_nor_other_backends(backend):
@@ -32,7 +38,7 @@ def test_import_loads_neither_extras_nor_other_backends(backend):
     assert not added & unwanted
 
 
-@pytest.mark.parametrize("name", ["PerformerAttention", "SoftmaxAttention"])
+@pytest.mark.parametrize("name", LAYERS)
 def test_layers_are_registered_and_exported(name):
     layer = getattr(layers, name)
     assert getattr(keras_efficient_attn, name) is layer

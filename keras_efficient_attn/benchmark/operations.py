@@ -5,7 +5,8 @@ that the definition needs, for self-attention over `length` positions:
 
 - projections: `8 · dim · width` per position (query, key, value and output), where
   `width` is heads times head size;
-- softmax: `4 · width` per pair of a query and a key that it sees;
+- softmax: `4 · width` per pair of a query and a key that it sees; local and sparse
+  attention have no more pairs than their patterns;
 - linear attention with `m` features per head: `4 · m · width` per position (adding to
   the state and reading it), and `4 · rows · width` where a random projection with that
   many rows makes the features; with a `window`, `4 · width` per exact pair.
@@ -15,8 +16,18 @@ recomputation. A backward pass counts twice the forward pass.
 """
 
 import keras
+import numpy as np
 
-from keras_efficient_attn.layers import PerformerAttention, SoftmaxAttention
+from keras_efficient_attn.layers import (
+    LocalAttention,
+    PerformerAttention,
+    SoftmaxAttention,
+    SparseAttention,
+)
+from keras_efficient_attn.ops.sparse_attention.patterns import (
+    head_factors,
+    summary_start,
+)
 
 BACKWARD = 2
 
@@ -40,7 +51,7 @@ def layer_operations(layer, batch, length, causal):
 def decode_operations(layer, batch, length):
     """Useful operations of one more position after `length` others, or `None`."""
     before, after = (_core(layer, n, True) for n in (length, length + 1))
-    if before is None:
+    if before is None or after is None:
         return None
     return batch * (_projections(layer) + after - before)
 
@@ -71,7 +82,76 @@ def _core(layer, length, causal):
         sums = 4 * heads * value_dim * layer.feature_dim
         window = 0 if layer.window is None else min(layer.window, length)
         return (features + sums) * length + per_pair * _pairs(window, length, causal)
+    if isinstance(layer, SparseAttention):
+        pattern = layer.pattern_arguments
+        pairs = _sparse_pairs(length, causal, heads, **pattern)
+        return 2 * (key_dim + value_dim) * pairs
+    if isinstance(layer, LocalAttention):
+        pairs = _local_pairs(length, causal, **layer.pattern_arguments)
+        return None if pairs is None else per_pair * pairs
     return None
+
+
+def _sparse_pairs(length, causal, num_heads, pattern, stride, summary, heads):
+    """Pairs of the pattern of `SparseAttention`, of all heads together."""
+    i = np.arange(length)
+    # Of each query: keys of the first factor, of the second, and of both.
+    if pattern == "strided":
+        counts = np.minimum(i, stride) + 1, i // stride + 1, 1 + (i >= stride)
+        if not causal:
+            # Symmetric, and the query itself is there once.
+            counts = tuple(n + n[::-1] - 1 for n in counts)
+
+        def of_head(number):
+            return counts
+    else:
+        # The last position that can be seen, and the own block up to there.
+        last = i if causal else np.minimum(i - i % stride + stride, length) - 1
+        own = last % stride + 1
+        end = i if causal else np.full(length, length - 1)
+
+        def of_head(number):
+            start = summary_start(stride, summary, number)
+            both = np.clip(own - start, 0, summary)
+            in_last = np.clip(end % stride + 1 - start, 0, summary)
+            return own, end // stride * summary + in_last, both
+
+    total = 0
+    for near, number in head_factors(heads, num_heads):
+        first, second, both = of_head(number or 0)
+        has_far = number is not None
+        total += near * first.sum() + has_far * second.sum()
+        total -= (near and has_far) * both.sum()
+    return int(total)
+
+
+def _local_pairs(length, causal, window, query_block, memory, grid, order):
+    """Pairs of the pattern of `LocalAttention`, of one head; `None` if unknown."""
+    if window is not None:
+        return _pairs(min(window, length), length, causal)
+    if grid is None:
+        i = np.arange(length)
+        start = i - i % query_block
+        last = start + query_block - 1 + memory
+        last = i if causal else np.minimum(last, length - 1)
+        return int((last - np.maximum(start - memory, 0) + 1).sum())
+    rows, columns = grid
+    if length != rows * columns:
+        return None
+    (height, width), (above, beside) = query_block, memory
+    row, column = np.divmod(np.arange(length), columns)
+    top, left = row - row % height, column - column % width
+    right = np.minimum(left + width, columns)
+    first_row, first = np.maximum(top - above, 0), np.maximum(left - beside, 0)
+    across = np.minimum(left + width + beside, columns) - first
+    if not causal:
+        down = np.minimum(top + height + above, rows) - first_row
+        return int((down * across).sum())
+    if order == "raster":
+        return int(((row - first_row) * across + column - first + 1).sum())
+    done = (np.minimum(top + height, rows) - top) * (left - first)
+    own = (row - top) * (right - left) + column - left + 1
+    return int(((top - first_row) * across + done + own).sum())
 
 
 def _pairs(window, length, causal):

@@ -2,13 +2,17 @@
 
 from keras_efficient_attn.layers.by_name import attention_names, get_attention
 from keras_efficient_attn.layers.efficient_attention import EfficientAttention
+from keras_efficient_attn.layers.local_attention import LocalAttention
 from keras_efficient_attn.layers.performer_attention import PerformerAttention
 from keras_efficient_attn.layers.softmax_attention import SoftmaxAttention
+from keras_efficient_attn.layers.sparse_attention import SparseAttention
 
 __all__ = [
     "EfficientAttention",
+    "LocalAttention",
     "PerformerAttention",
     "SoftmaxAttention",
+    "SparseAttention",
     "attention_names",
     "get_attention",
 ]

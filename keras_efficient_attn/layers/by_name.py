@@ -6,12 +6,16 @@ import re
 
 import keras
 
+from keras_efficient_attn.layers.local_attention import LocalAttention
 from keras_efficient_attn.layers.performer_attention import PerformerAttention
+from keras_efficient_attn.layers.sparse_attention import SparseAttention
 
 # Every efficient layer of the package, and Keras' own.
 ATTENTION_LAYERS = {
     "performer": PerformerAttention,
     "softmax": keras.layers.MultiHeadAttention,
+    "sparse": SparseAttention,
+    "local": LocalAttention,
 }
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

@@ -1,5 +1,7 @@
 """What models and measurements ask of a layer that streams, softmax included."""
 
+import inspect
+
 import keras
 
 from keras_efficient_attn.layers.softmax_attention import SoftmaxAttention
@@ -26,10 +28,10 @@ def initial_attention_state(layer, batch_size, max_length):
     Raises:
         ValueError: If the layer has none.
     """
-    if isinstance(layer, SoftmaxAttention):
-        return layer.initial_state(batch_size, max_length)
     if not hasattr(layer, "initial_state"):
         raise ValueError(
             f"{type(layer).__name__} does not stream, and cannot generate."
         )
+    if "max_length" in inspect.signature(layer.initial_state).parameters:
+        return layer.initial_state(batch_size, max_length)
     return layer.initial_state(batch_size)

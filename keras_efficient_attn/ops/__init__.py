@@ -6,10 +6,26 @@ from keras_efficient_attn.ops.linear_attention import (
     linear_attention,
     linear_attention_state,
 )
+from keras_efficient_attn.ops.local_attention import (
+    local_attention,
+    local_attention_state,
+    local_pattern,
+)
+from keras_efficient_attn.ops.sparse_attention import (
+    sparse_attention,
+    sparse_attention_state,
+    sparse_pattern,
+)
 
 __all__ = [
     "feature_maps",
     "linear_attention",
     "linear_attention_state",
+    "local_attention",
+    "local_attention_state",
+    "local_pattern",
     "random_features",
+    "sparse_attention",
+    "sparse_attention_state",
+    "sparse_pattern",
 ]

@@ -61,8 +61,14 @@ def columns(x):
 def by_head(x, chunk_size):
     """`(batch, group, heads, ...)` as `(batch, heads, chunks, chunk_size, ...)`."""
     batch, group, heads, *tail = ops.shape(x)
-    chunks = group // chunk_size
-    x = ops.reshape(x, (batch, chunks, chunk_size, heads, *tail))
+    return heads_first(
+        ops.reshape(x, (batch, group // chunk_size, chunk_size, heads, *tail))
+    )
+
+
+def heads_first(x):
+    """`(batch, chunks, chunk_size, heads, ...)` as `(batch, heads, chunks, ...)`."""
+    batch, chunks, chunk_size, heads, *tail = ops.shape(x)
     x = ops.transpose(x, (0, 3, 1, 2, *range(4, 4 + len(tail))))
     # Joining heads and chunks has PyTorch copy here, once, and not in every matmul.
     x = ops.reshape(x, (batch, heads * chunks, chunk_size, *tail))
@@ -74,6 +80,40 @@ def by_position(x):
     batch, heads, chunks, chunk_size, *tail = ops.shape(x)
     x = ops.transpose(x, (0, 2, 3, 1, *range(4, 4 + len(tail))))
     return ops.reshape(x, (batch, chunks * chunk_size, heads, *tail))
+
+
+def chunk_count(length, chunk_size):
+    """Chunks that hold `length` positions: one at least, where that is known."""
+    if isinstance(length, int):
+        length = max(1, length)
+    elif keras.backend.backend() != "jax":
+        length = ops.maximum(length, 1)
+    return (length + chunk_size - 1) // chunk_size
+
+
+def overlapping_blocks(x, block, count, width):
+    """The positions `n · block .. n · block + width` of each of `count` blocks.
+
+    Args:
+        x: `(batch, length, ...)`; zeros stand for what lies behind its end.
+        block: Positions from one block's start to that of the next.
+        count: Number of blocks.
+        width: Positions of a block with what overlaps the blocks after it.
+
+    Returns:
+        `(batch, count, width, ...)`.
+    """
+    batch, length, *tail = ops.shape(x)
+    # Whole blocks, shifted by one after the other: slices, and no gather, whose
+    # gradient would add up row by row.
+    shifts = -(-width // block)
+    x = pad_length(x, 0, (count + shifts - 1) * block - length)
+    pieces = []
+    for shift in range(shifts):
+        piece = x[:, shift * block : (shift + count) * block]
+        piece = ops.reshape(piece, (batch, count, block, *tail))
+        pieces.append(piece[:, :, : width - shift * block])
+    return pieces[0] if shifts == 1 else ops.concatenate(pieces, axis=2)
 
 
 def pad_length(x, before, after):

@@ -1,28 +1,14 @@
 """Exact attention to the nearest keys, joined with features for the far ones."""
 
-import functools
-
 from keras import ops
 
-from keras_efficient_attn.ops.chunking import (
-    by_head,
-    by_position,
-    chunk_layout,
-    join_groups,
-    pad_length,
-    split_groups,
-)
+from keras_efficient_attn.ops.block_attention import attend_near, attend_recent
+from keras_efficient_attn.ops.chunking import pad_length
 from keras_efficient_attn.ops.compiled import compiled
 from keras_efficient_attn.ops.linear_attention import mapped_linear_attention
-from keras_efficient_attn.ops.partial_attention import (
-    LOG_ZERO,
-    accumulator_dtype,
-    finish,
-    merge,
-)
-from keras_efficient_attn.ops.recompute import recompute_scan
-
-MIN_BLOCK = 64
+from keras_efficient_attn.ops.local_attention.rules import SlidingWindow
+from keras_efficient_attn.ops.partial_attention import finish, merge
+from keras_efficient_attn.ops.pattern_inputs import masked_inputs
 
 
 @compiled(
@@ -76,15 +62,7 @@ def windowed_linear_attention(
         `(output, state)`: `(batch, length, heads, value_dim)` in the accumulator's
         dtype, and the new state or `None`.
     """
-    dtype = accumulator_dtype(query, key, value)
-    if key_mask is None:
-        valid = ops.ones(ops.shape(key)[:2], dtype)
-    else:
-        kept = ops.cast(key_mask, "bool")[..., None, None]
-        key = ops.where(kept, key, ops.zeros_like(key))
-        value = ops.where(kept, value, ops.zeros_like(value))
-        valid = ops.cast(key_mask, dtype)
-    query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
+    query, key, value, valid = masked_inputs(query, key, value, key_mask)
     length = ops.shape(query)[1]
 
     # Everything that has a past: the last `window` positions before this segment.
@@ -93,7 +71,7 @@ def windowed_linear_attention(
         far_state = None
     else:
         names = ("window_key", "window_value", "window_mask")
-        past = tuple(ops.cast(state[name], dtype) for name in names)
+        past = tuple(ops.cast(state[name], query.dtype) for name in names)
         far_state = {k: v for k, v in state.items() if k not in names}
     history = tuple(
         ops.concatenate([old, new], axis=1)
@@ -118,7 +96,13 @@ def windowed_linear_attention(
         )
 
     before, far_state = far(query, tuple(t[:, :length] for t in history), far_state)
-    parts = [_near(query, *history, window, causal), before]
+    rule = SlidingWindow(window, causal)
+    if state is None:
+        near = attend_near(query, key, value, valid, rule)
+    else:
+        # The rule asks for distances only: any start will do.
+        near = attend_recent(query, *(t[:, 1:] for t in history), rule, start=0)
+    parts = [near, before]
     if not causal:
         delayed = tuple(
             pad_length(ops.flip(t[:, window:], axis=1), window, 0)[:, :length]
@@ -132,63 +116,3 @@ def windowed_linear_attention(
     names = ("window_key", "window_value", "window_mask")
     recent = (t[:, length:] for t in history)
     return output, {**far_state, **dict(zip(names, recent, strict=True))}
-
-
-def _near(query, key, value, valid, window, causal):
-    """The part of the keys in the window; keys start `window` before the queries."""
-    length = ops.shape(query)[1]
-    heads, dim = query.shape[2:]
-    block = max(MIN_BLOCK, window)
-    floats = heads * (3 * block + 4 * (dim + (value.shape[-1] or dim)))
-    block, blocks, groups = chunk_layout(length, block, query.shape[0], floats)
-    total = groups * blocks * block
-    after = 0 if causal else window
-
-    def local(x):
-        """`(batch, total / block, window + block + after, ...)`: what blocks see."""
-        x = pad_length(x, 0, total + after - length)
-        shape = ops.shape(x)
-        pieces = []
-        start, stop = 0, window + block + after
-        while start < stop:
-            width = min(block, stop - start)
-            piece = pad_length(x[:, start:], 0, block)[:, :total]
-            piece = ops.reshape(piece, (shape[0], total // block, block, *shape[2:]))
-            pieces.append(piece[:, :, :width])
-            start += width
-        return ops.concatenate(pieces, axis=2)
-
-    width = window + block + after
-    keys = tuple(
-        ops.reshape(t, (ops.shape(t)[0], (total // block) * width, *ops.shape(t)[3:]))
-        for t in map(local, (key, value, valid))
-    )
-    xs = (split_groups(query, groups, blocks * block),) + tuple(
-        split_groups(t, groups, blocks * width) for t in keys
-    )
-    step = _near_step(block, window, causal)
-    _, part = recompute_scan(step, (), xs)
-    return tuple(join_groups(t, length) for t in part)
-
-
-@functools.cache
-def _near_step(block, window, causal):
-    width = window + block + (0 if causal else window)
-
-    def step(carry, x, _):
-        query, key, value, valid = x
-        query = by_head(query, block)
-        key, value, valid = (by_head(t, width) for t in (key, value, valid[..., None]))
-        distance = window + ops.arange(block)[:, None] - ops.arange(width)[None, :]
-        allowed = distance < window
-        lowest = 0 if causal else 1 - window
-        allowed = ops.logical_and(allowed, distance >= lowest)
-        allowed = ops.logical_and(allowed, valid[..., None, :] > 0)
-        logits = query @ ops.swapaxes(key, -1, -2)
-        logits = ops.where(allowed, logits, LOG_ZERO)
-        scale = ops.max(ops.stop_gradient(logits), axis=-1)
-        weights = ops.where(allowed, ops.exp(logits - scale[..., None]), 0.0)
-        part = (weights @ value, ops.sum(weights, axis=-1), scale)
-        return carry, tuple(by_position(t) for t in part)
-
-    return step

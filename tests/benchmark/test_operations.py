@@ -7,6 +7,7 @@ from keras_efficient_attn.benchmark.operations import (
 )
 from keras_efficient_attn.layers import get_attention
 from keras_efficient_attn.layers.streaming import with_state
+from keras_efficient_attn.ops import local_pattern, sparse_pattern
 
 HEADS, HEAD_DIM, LENGTH, BATCH = 2, 8, 12, 3
 WIDTH = HEADS * HEAD_DIM
@@ -57,6 +58,40 @@ def test_a_window_counts_its_pairs(causal):
         without, 1, LENGTH, causal
     )
     assert more == seen * 2 * 2 * WIDTH
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sparse:stride=5",
+        "sparse:stride=5,heads=1",
+        "sparse:stride=5,heads=split",
+        "sparse:pattern=fixed,stride=5,summary=2",
+        "sparse:pattern=fixed,stride=5,summary=2,heads=1",
+        "sparse:pattern=fixed,stride=5,summary=2,heads=split",
+        "local:window=4",
+        "local:query_block=5,memory=3",
+        "local:query_block=(2,3),memory=(1,2),grid=(3,4)",
+        "local:query_block=(2,3),memory=(1,2),grid=(3,4),order=block",
+    ],
+)
+def test_patterns_count_their_pairs(name, causal):
+    layer = build(name)
+    if name.startswith("sparse"):
+        pattern = {**layer.pattern_arguments, "num_heads": HEADS}
+        seen = sparse_pattern(LENGTH, causal=causal, **pattern).sum()
+    else:
+        arguments = layer.pattern_arguments
+        seen = HEADS * local_pattern(LENGTH, causal=causal, **arguments).sum()
+    expected = LENGTH * PROJECTIONS + seen * 2 * 2 * HEAD_DIM
+    assert layer_operations(layer, 1, LENGTH, causal) == expected
+
+
+def test_a_part_of_an_image_has_no_count():
+    layer = build("local:query_block=(2,3),grid=(4,4)")
+    assert layer_operations(layer, 1, LENGTH, True) is None
+    assert decode_operations(layer, 1, 15) is None
 
 
 def test_decoding_counts_one_position():

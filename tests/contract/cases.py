@@ -7,7 +7,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn import PerformerAttention
+from keras_efficient_attn import LocalAttention, PerformerAttention, SparseAttention
 from tests import dense
 
 BATCH, LENGTH, DIM, HEADS, KEY_DIM = 2, 37, 12, 2, 8
@@ -32,6 +32,7 @@ class Case:
         cross: Whether queries and keys may differ in length.
         variant: Whether another case stands for the layer in tests that are marked
             `once_a_layer`: what they look at does not depend on options.
+        long: Options in the place of `options` for 4,096 positions.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Case:
     causal: tuple = (False, True)
     cross: bool = True
     variant: bool = False
+    long: dict = dataclasses.field(default_factory=lambda: {"chunk_size": 64})
 
     @property
     def sums(self):
@@ -76,6 +78,22 @@ def performer(name, causal=(False, True), cross=True, variant=True, **options):
     return Case(name, PerformerAttention, options, heads, causal, cross, variant)
 
 
+def sparse(name, variant=False, **options):
+    return Case(
+        name,
+        SparseAttention,
+        options,
+        dense.sparse_heads,
+        variant=variant,
+        long={"stride": 64},
+    )
+
+
+def local(name, **options):
+    long = {"grid": (64, 64)} if "grid" in options else {}
+    return Case(name, LocalAttention, options, dense.local_heads, long=long)
+
+
 CASES = [
     performer("favor+", num_features=16, variant=False),
     performer("favor++", num_features=16, feature_map="favor++", causal=(False,)),
@@ -97,6 +115,9 @@ CASES = [
         cross=False,
         variant=False,
     ),
+    sparse("strided", stride=5, rotary_wavelength=50.0),
+    sparse("fixed", pattern="fixed", stride=6, summary=2, variant=True),
+    local("grid", query_block=(3, 2), memory=(2, 1), grid=(6, 7), order="block"),
 ]
 
 

@@ -87,7 +87,8 @@ def test_fit_compiled_with_unknown_batch_and_length(case, backend):
     model.compile("adam", "mse", jit_compile=backend != "torch")
     x = inputs()
     before = [to_numpy(w) for w in layer.trainable_weights]
-    first = model.fit(x, 0.5 * x, epochs=3, verbose=0).history["loss"]
+    # Steps enough to show through the noise of the dropout.
+    first = model.fit(x, 0.5 * x, epochs=20, verbose=0).history["loss"]
     assert np.all(np.isfinite(first)) and first[-1] < first[0]
     model.train_on_batch(x[:1, :11], x[:1, :11])
     for weight, old in zip(layer.trainable_weights, before, strict=True):

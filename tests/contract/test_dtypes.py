@@ -56,7 +56,7 @@ def test_mixed_precision_is_near_float32(case, dtype):
 )
 def test_outputs_and_gradients_stay_finite(case, dtype):
     causal = case.usual
-    layer = case.make(dtype=dtype, chunk_size=64)
+    layer = case.make(dtype=dtype, **case.long)
     layer.build((1, 4096, DIM), (1, 4096, DIM))
     x = inputs(batch=1, length=4096)
 

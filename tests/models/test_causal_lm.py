@@ -164,6 +164,21 @@ def test_generation_ends_at_stop_tokens():
         np.testing.assert_array_equal(mask, np.arange(LENGTH) < count)
 
 
+def test_patterns_generate_from_their_caches():
+    attention = [
+        "sparse:stride=3",
+        "sparse:pattern=fixed,stride=4,summary=2",
+        "local:query_block=(2,2),memory=(1,1),grid=(5,4),order=block",
+    ]
+    model, data = (
+        make_model("defaults", num_layers=3, attention=attention),
+        prompts((6, 4)),
+    )
+    model.compile(sampler=samplers.GreedySampler())
+    expected = greedy(model, data)
+    np.testing.assert_array_equal(generate(model, data)["token_ids"], expected)
+
+
 def test_the_state_grows_for_softmax_alone():
     def size(name, length):
         state = make_backbone(name).initial_state(1, length)

@@ -170,6 +170,9 @@ PUBLISHED = {
     # Al-Rfou et al., at inference, without the auxiliary heads.
     "transformer_enwik8_12l": (12, 41, 0.5),
     "transformer_enwik8_64l": (64, 219, 0.5),
+    # Child et al., table 1.
+    "sparse_enwik8_30l": (30, 95, 0.5),
+    "sparse_cifar10_128l": (128, 59, 0.5),
 }
 
 
@@ -213,7 +216,7 @@ def test_every_shipped_configuration_makes_a_model():
         tokens = np.ones((1, 3), "int32")
         data = {tensor.name: tokens for tensor in backbone.inputs}
         for output in keras.tree.flatten(backbone(data)):
-            assert output.shape == (1, 3, 512)
+            assert output.shape == (1, 3, backbone.hidden_dim)
 
 
 def test_a_shipped_configuration_makes_a_task():

@@ -1,0 +1,136 @@
+"""Models images pixel by pixel, with attention to the pixels that matter.
+
+    python examples/image_generation.py
+    python examples/image_generation.py --data photos --attention local2d softmax
+    python examples/image_generation.py --data cifar10 --attention strided
+
+Each attention trains on the same images, and a table compares bits per dimension on
+images that were held out. Samples, and completions of the upper half of held-out
+images, are written as PNG.
+
+The images are scikit-learn's handwritten digits, patches of its two photographs, or
+CIFAR-10, which is downloaded. `--data periodic` and `--data text` show which sparse
+pattern suits which data: rows that repeat themselves, or text, which does not.
+
+Names of attention: local2d (rectangles of a quarter of the image, and a quarter
+around), local1d (two rows), strided and fixed (with the length of a row for a stride),
+softmax; or any layer of this package with options of its constructor.
+"""
+
+import sys
+from pathlib import Path
+
+from byte_lm.errors import UsageError
+from command_line import (
+    BACKENDS,
+    Parser,
+    natural,
+    positive,
+    positive_float,
+    select_backend,
+)
+from images.data import SOURCES, load
+
+
+def parse_arguments(argv):
+    parser = Parser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--data", choices=SOURCES, default="digits")
+    add(
+        "--attention",
+        nargs="+",
+        default=["local2d", "strided", "fixed", "softmax"],
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="local2d, local1d, strided, fixed, softmax, or a layer with options",
+    )
+    add("--size", type=positive, default=16, help="rows and columns of a patch")
+    add("--levels", type=positive, default=32, help="levels of brightness, up to 256")
+    add("--layers", type=positive, default=3)
+    add("--dim", type=positive, default=64)
+    add("--heads", type=positive, default=4)
+    add("--steps", type=positive, default=400)
+    add("--batch", type=positive, default=16)
+    add("--learning-rate", type=positive_float, default=3e-3)
+    add("--test-images", type=positive, default=200, help="at most")
+    add("--samples", type=natural, default=8, help="of each kind; 0 writes none")
+    add("--out", default="runs/images", metavar="FOLDER", help="for the PNGs")
+    add("--seed", type=natural, default=0)
+    add("--verbose", type=int, default=1, help="0: no progress bar")
+    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
+    arguments = parser.parse_args(argv)
+    if not 2 <= arguments.levels <= 256:
+        parser.error(f"--levels must be 2 to 256; received {arguments.levels}")
+    return arguments
+
+
+def main(argv=None):
+    """Runs the script; returns its exit status."""
+    try:
+        arguments = parse_arguments(argv)
+        select_backend(arguments.backend)
+        data = load(arguments.data, arguments.size, arguments.levels, arguments.seed)
+        # This imports Keras, which reads the backend once.
+        from images.model import make_model, train_and_measure
+
+        names = list(dict.fromkeys(arguments.attention))
+        try:
+            for name in names:
+                make_model(name, data, arguments)
+        except ValueError as error:
+            raise UsageError(f"--attention {name}: {error}") from error
+    except UsageError as error:
+        message = " ".join(str(error).split())
+        print(f"image_generation.py: error: {message}", file=sys.stderr)
+        return 2
+    print(
+        f"{arguments.data}: {len(data.train)} images of {data.rows} x {data.columns} "
+        f"values, {data.levels} levels",
+        flush=True,
+    )
+    results = []
+    for name in names:
+        print(f"\n== {name}", flush=True)
+        model, result = train_and_measure(name, data, arguments)
+        results.append(result)
+        if arguments.samples and data.channels:
+            for path in write_pictures(model, name, data, arguments):
+                print(f"wrote {path}")
+    print(f"\n{table(results, data, arguments)}")
+    return 0
+
+
+def write_pictures(model, name, data, arguments):
+    """Samples, and completions under the images that they complete; returns paths."""
+    from images.model import complete
+    from images.pictures import write
+
+    folder = Path(arguments.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = "".join(c if c.isalnum() else "_" for c in name)
+    paths = [folder / f"{stem}_{kind}.png" for kind in ("samples", "completions")]
+    originals = data.test[: arguments.samples]
+    upper = originals[:, : data.length // 2]
+    seed = arguments.seed
+    write(paths[0], [complete(model, upper[:, :0], data, seed)], data)
+    write(paths[1], [originals, complete(model, upper, data, seed)], data)
+    return paths
+
+
+def table(results, data, arguments):
+    """The comparison, as text."""
+    width = max(len(result["attention"]) for result in results) + 2
+    lines = [f"{'attention':<{width}}{'bits/dim':>9}{'s/step':>9}{'parameters':>12}"]
+    for result in results:
+        lines.append(
+            f"{result['attention']:<{width}}{result['bits']:>9.3f}"
+            f"{result['seconds_per_step']:>9.3f}{result['parameters']:>12,}"
+        )
+    lines.append(
+        f"{arguments.steps} steps of {arguments.batch} images of {data.length} values; "
+        f"{results[0]['images']} held-out images"
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

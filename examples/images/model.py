@@ -1,0 +1,123 @@
+"""Trains a model of images, measures it and samples from it."""
+
+import math
+
+import keras
+import keras_hub
+import numpy as np
+
+from images.data import batches, model_inputs
+from keras_efficient_attn.models import EfficientCausalLM, EfficientTransformerBackbone
+from step_clock import StepClock
+
+NAMES = ("local2d", "local1d", "strided", "fixed", "softmax")
+
+
+def attention_name(name, images):
+    """A name with options, as `get_attention` takes it, from one of `NAMES`.
+
+    Strides and blocks are the rows of the image; other names stay as they are.
+    """
+    rows, columns = images.rows, images.columns
+    height, width = max(1, rows // 4), max(1, columns // 4)
+    return {
+        "local2d": f"local:query_block=({height},{width}),memory=({height},{width}),"
+        f"grid=({rows},{columns})",
+        "local1d": f"local:query_block={columns},memory={columns}",
+        "strided": f"sparse:pattern=strided,stride={columns}",
+        "fixed": f"sparse:pattern=fixed,stride={columns},summary={max(1, width // 2)}",
+    }.get(name, name)
+
+
+def make_model(name, images, arguments):
+    """A causal model of the values of an image, one after the other.
+
+    Raises:
+        ValueError: If the attention is unknown or its options invalid.
+    """
+    backbone = EfficientTransformerBackbone(
+        # The last token stands before an image.
+        vocabulary_size=images.levels + 1,
+        num_layers=arguments.layers,
+        num_heads=arguments.heads,
+        hidden_dim=arguments.dim,
+        intermediate_dim=4 * arguments.dim,
+        attention=attention_name(name, images),
+        positions="learned",
+        max_sequence_length=images.length + 1,
+        tie_embeddings=False,
+    )
+    model = EfficientCausalLM(backbone)
+    warmup = max(1, arguments.steps // 10)
+    schedule = keras.optimizers.schedules.CosineDecay(
+        0.0,
+        max(1, arguments.steps - warmup),
+        warmup_target=arguments.learning_rate,
+        warmup_steps=warmup,
+    )
+    model.compile(
+        keras.optimizers.AdamW(schedule, weight_decay=0.01, global_clipnorm=1.0),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[],
+    )
+    return model
+
+
+def train_and_measure(name, images, arguments):
+    """Trains one model.
+
+    Returns:
+        `(model, result)`: a dict of the attention's name, `bits` per dimension on the
+        held-out images, the number of these, `seconds_per_step` (the median, without
+        the first, which compiles) and `parameters`.
+    """
+    keras.utils.set_random_seed(arguments.seed)
+    model = make_model(name, images, arguments)
+    clock = StepClock()
+    model.fit(
+        batches(images, arguments.batch, arguments.seed),
+        steps_per_epoch=arguments.steps,
+        callbacks=[clock],
+        verbose=arguments.verbose,
+    )
+    test = images.test[: arguments.test_images]
+    nats = model.evaluate(
+        model_inputs(test, images.levels),
+        test.astype("int32"),
+        batch_size=arguments.batch,
+        verbose=0,
+    )
+    return model, {
+        "attention": name,
+        "bits": float(np.ravel(nats)[0]) / math.log(2),
+        "images": len(test),
+        "seconds_per_step": clock.median,
+        "parameters": model.count_params(),
+    }
+
+
+def complete(model, beginnings, images, seed):
+    """Images that begin as given, sampled on from there value by value.
+
+    Args:
+        model: From `train_and_measure`.
+        beginnings: Integers `(batch, given)`; none given makes whole images.
+        images: What the model was trained on.
+        seed: Of the draws.
+
+    Returns:
+        Integers `(batch, rows · columns)`.
+    """
+    sampler = keras_hub.samplers.RandomSampler(seed=seed)
+    model.compile(sampler=sampler)
+    batch, given = beginnings.shape
+    tokens = np.full((batch, images.length + 1), images.levels, "int32")
+    tokens[:, 1 : 1 + given] = beginnings
+    mask = np.zeros_like(tokens)
+    mask[:, : 1 + given] = 1
+    generated = model.generate(
+        {"token_ids": tokens, "padding_mask": mask}, stop_token_ids=None
+    )
+    values = np.asarray(generated["token_ids"])[:, 1:]
+    # The token before an image is no value.
+    return np.minimum(values, images.levels - 1)

@@ -1,0 +1,80 @@
+"""The base of layers whose queries attend to a fixed pattern of positions."""
+
+from keras import ops
+
+from keras_efficient_attn.layers.efficient_attention import EfficientAttention
+from keras_efficient_attn.ops.partial_attention import accumulator_dtype
+from keras_efficient_attn.ops.rotary import rotary_embedding
+from keras_efficient_attn.ops.weight_dropout import dropout_seed
+
+
+class PatternAttention(EfficientAttention):
+    """Base class: softmax attention over the keys of a pattern, and over no other.
+
+    A subclass computes the heads in `attend_to_pattern`; its state has the number of
+    positions read so far in `"position"`. This class adds dropout on the weights and
+    rotary positions.
+
+    Args:
+        *args, **kwargs: Those of `EfficientAttention`. `dropout` acts on the
+            normalised weights.
+        rotary_wavelength: Longest wavelength of rotary positions, over 2π, such as
+            10,000. Defaults to `None`: no positions.
+
+    Raises:
+        ValueError: For a `rotary_wavelength` that is not positive, or with an odd
+            `key_dim`.
+    """
+
+    def __init__(self, *args, rotary_wavelength=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.rotary_wavelength = rotary_wavelength
+        if rotary_wavelength is None:
+            return
+        if not isinstance(rotary_wavelength, int | float) or rotary_wavelength <= 0:
+            raise ValueError(
+                "`rotary_wavelength` must be a positive number or None. Received: "
+                f"rotary_wavelength={rotary_wavelength!r}"
+            )
+        if self._key_dim % 2:
+            raise ValueError(
+                "`rotary_wavelength` needs an even `key_dim`. Received: "
+                f"key_dim={self._key_dim}"
+            )
+
+    def attend_to_pattern(self, query, key, value, **arguments):
+        """The heads, and the new state or `None`.
+
+        Args:
+            query, key, value: `(batch, length, heads, dim)`, rotated, not scaled.
+            **arguments: `causal`, `key_mask`, `state`, `dropout` and `dropout_seed`,
+                as for `ops.local_attention`.
+        """
+        raise NotImplementedError
+
+    def attend(self, query, key, value, query_mask, key_mask, causal, state, training):
+        dtype = accumulator_dtype(query, key, value)
+        query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
+        if self.rotary_wavelength is not None:
+            start = None if state is None else state["position"]
+            query, key = self._rotate(query, start), self._rotate(key, start)
+        arguments = dict(causal=causal, key_mask=key_mask, state=state)
+        if training and self._dropout > 0.0:
+            generator = self._dropout_layer.seed_generator
+            arguments["dropout"] = self._dropout
+            arguments["dropout_seed"] = dropout_seed(generator, dtype)
+        output = self.attend_to_pattern(query, key, value, **arguments)
+        return (output, None) if state is None else output
+
+    def get_config(self):
+        return {**super().get_config(), "rotary_wavelength": self.rotary_wavelength}
+
+    @property
+    def _state_dtype(self):
+        return "float64" if self.compute_dtype == "float64" else "float32"
+
+    def _rotate(self, x, start):
+        steps = ops.arange(ops.shape(x)[1], dtype="int32")[None]
+        if start is not None:
+            steps = steps + start[:, None]
+        return rotary_embedding(x, steps, self.rotary_wavelength)

@@ -1,0 +1,269 @@
+"""Softmax attention from blocks of queries to blocks of keys, a few blocks at a time.
+
+A rule says which keys a query sees: a callable of the positions of both, integers that
+broadcast, which has nothing but operators in it, so that it works for NumPy arrays and
+for tensors alike. Rules are hashable: a compiled step belongs to each. Those over one
+axis have
+
+- `period`: positions after which the rule repeats itself;
+- `before`, `after`: how far blocks that start at multiples of `period`, and are as
+  long as one, see beyond their ends;
+- `reach`: how far back a single query can see.
+"""
+
+import functools
+
+import numpy as np
+from keras import ops
+
+from keras_efficient_attn.ops.chunking import (
+    GROUP_FLOATS,
+    chunk_count,
+    chunk_layout,
+    heads_first,
+    join_groups,
+    overlapping_blocks,
+    pad_length,
+    split_groups,
+)
+from keras_efficient_attn.ops.partial_attention import LOG_ZERO
+from keras_efficient_attn.ops.recompute import recompute_scan
+from keras_efficient_attn.ops.weight_dropout import drop
+
+MIN_BLOCK = 64
+
+
+def attend_blocks(
+    query, key, value, valid, rule, query_positions, key_positions, dropout=None
+):
+    """The part of a softmax over each block's keys.
+
+    Args:
+        query: `(batch, blocks, size, heads, dim)`, scaled.
+        key: `(batch, blocks, width, heads, dim)`.
+        value: `(batch, blocks, width, heads, value_dim)`, zero where not valid.
+        valid: `(batch, blocks, width)`, 1 for keys that exist and 0 for others.
+        rule: Which keys a query sees.
+        query_positions: What the rule reads: `(size,)`, the same in all blocks, or
+            `(blocks, size)`.
+        key_positions: `(width,)` or `(blocks, width)`.
+        dropout: `(rate, seed)` or `None`.
+
+    Returns:
+        `(values, totals, log_scale)` for `partial_attention.merge`, each of
+        `(batch, blocks, size, heads, ...)`.
+    """
+    batch, blocks, size, heads, dim = query.shape
+    blocks = ops.shape(query)[1]
+    width, value_dim = key.shape[2], value.shape[-1] or dim
+    if isinstance(size, int) and isinstance(width, int):
+        floats = heads * (2 * size * width + (size + 2 * width) * (dim + value_dim))
+        unit = max(1, MIN_BLOCK // size)
+    else:
+        # Of an unknown size: one block at a time.
+        floats, unit = GROUP_FLOATS, 1
+    unit, units, groups = chunk_layout(blocks, unit, batch, floats)
+    arrays = [query, key, value, valid]
+    shared = len(query_positions.shape) == 1
+    positions = [ops.cast(p, query.dtype) for p in (query_positions, key_positions)]
+    if not shared:
+        arrays += [position[None] for position in positions]
+    xs = [split_groups(x, groups, unit * units) for x in arrays]
+    consts = positions if shared else []
+    rate = None
+    if dropout is not None:
+        rate, seed = dropout
+        xs.append(ops.cast(ops.arange(groups), query.dtype))
+        consts.append(ops.cast(seed, query.dtype))
+    step = _block_step(rule, shared, rate)
+    part = _scan(step, tuple(xs), tuple(consts))
+    return tuple(join_groups(t, blocks) for t in part)
+
+
+def _scan(step, xs, consts):
+    """The steps' outputs; a single step is not worth a loop, nor being run again."""
+    if xs[0].shape[0] != 1:
+        return recompute_scan(step, (), xs, consts)[1]
+    _, outputs = step((), tuple(x[0] for x in xs), consts)
+    return tuple(output[None] for output in outputs)
+
+
+@functools.cache
+def _block_step(rule, shared, rate):
+    def step(carry, x, consts):
+        query, key, value, valid, *rest = x
+        query, key, value = (heads_first(t) for t in (query, key, value))
+        positions = consts[:2] if shared else rest[:2]
+        i, j = (ops.cast(p, "int32") for p in positions)
+        # (1, 1, 1 or blocks, size, width)
+        allowed = rule(i[..., :, None], j[..., None, :])
+        allowed = allowed[None, None, None] if shared else allowed[:, None]
+        allowed = ops.logical_and(allowed, valid[:, None, :, None, :] > 0)
+        dropout = None if rate is None else (rate, rest[-1], consts[-1])
+        part = softmax_part(query, key, value, allowed, dropout)
+        return carry, tuple(
+            ops.transpose(t, _BLOCKS_FIRST[: len(t.shape)]) for t in part
+        )
+
+    return step
+
+
+# From (batch, heads, blocks, size, dim).
+_BLOCKS_FIRST = (0, 2, 3, 1, 4)
+
+
+def softmax_part(query, key, value, allowed, dropout):
+    """`(values, totals, log_scale)` of matrices of queries, keys and values."""
+    logits = query @ ops.swapaxes(key, -1, -2)
+    logits = ops.where(allowed, logits, LOG_ZERO)
+    scale = ops.max(ops.stop_gradient(logits), axis=-1)
+    weights = ops.where(allowed, ops.exp(logits - scale[..., None]), 0.0)
+    totals = ops.sum(weights, axis=-1)
+    if dropout is not None:
+        weights = drop(weights, *dropout)
+    return weights @ value, totals, scale
+
+
+def attend_shared(
+    query, key, value, valid, rule, query_positions, key_positions, dropout=None
+):
+    """The part of a softmax over keys that all queries share.
+
+    Args:
+        query: `(batch, length, heads, dim)`, scaled.
+        key, value: `(batch, keys, heads, dim)`, `value` zero where not valid.
+        valid: `(batch, keys, heads)`.
+        rule: Which keys a query sees.
+        query_positions: `(length,)`.
+        key_positions: `(heads, keys)`.
+        dropout: `(rate, seed)` or `None`.
+
+    Returns:
+        `(values, totals, log_scale)`, each of `(batch, length, heads, ...)`.
+    """
+    length, heads, dim = ops.shape(query)[1], query.shape[2], query.shape[3]
+    keys = key.shape[1]
+    floats = GROUP_FLOATS // MIN_BLOCK
+    if isinstance(keys, int):
+        floats = heads * (2 * keys + dim + (value.shape[-1] or dim))
+    size, chunks, groups = chunk_layout(length, MIN_BLOCK, query.shape[0], floats)
+    positions = ops.cast(query_positions, query.dtype)[None]
+    xs = [split_groups(x, groups, size * chunks) for x in (query, positions)]
+    consts = [key, value, valid, ops.cast(key_positions, query.dtype)]
+    consts[:3] = (ops.swapaxes(t, 1, 2) for t in consts[:3])
+    rate = None
+    if dropout is not None:
+        rate, seed = dropout
+        xs.append(ops.cast(ops.arange(groups), query.dtype))
+        consts.append(ops.cast(seed, query.dtype))
+    step = _shared_step(rule, rate)
+    part = _scan(step, tuple(xs), tuple(consts))
+    return tuple(join_groups(t, length) for t in part)
+
+
+@functools.cache
+def _shared_step(rule, rate):
+    def step(carry, x, consts):
+        query, i = ops.swapaxes(x[0], 1, 2), ops.cast(x[1], "int32")
+        key, value, valid, j = consts[:4]
+        j = ops.cast(j, "int32")
+        allowed = rule(i[:, None, :, None], j[None, :, None, :])
+        allowed = ops.logical_and(allowed, valid[:, :, None, :] > 0)
+        dropout = None if rate is None else (rate, x[-1], consts[-1])
+        part = softmax_part(query, key, value, allowed, dropout)
+        return carry, tuple(ops.swapaxes(t, 1, 2) for t in part)
+
+    return step
+
+
+def attend_near(query, key, value, valid, rule, dropout=None):
+    """The part of a softmax over the keys that a rule allows around each query.
+
+    Args:
+        query: `(batch, length, heads, dim)`, scaled, from position 0 on.
+        key, value: `(batch, length, heads, dim)`, `value` zero where not valid.
+        valid: `(batch, length)`.
+        rule: Which keys a query sees.
+        dropout: `(rate, seed)` or `None`.
+
+    Returns:
+        `(values, totals, log_scale)`, each of `(batch, length, heads, ...)`.
+    """
+    before, after = rule.before, rule.after
+    block = max(MIN_BLOCK, before, after) // rule.period * rule.period
+    block = max(rule.period, block)
+    length = ops.shape(query)[1]
+    if isinstance(length, int):
+        block = min(block, chunk_count(length, rule.period) * rule.period)
+    # Congruent to the true positions, and not negative.
+    base = -(-before // rule.period) * rule.period
+    past = tuple(pad_length(t, before, 0) for t in (key, value, valid))
+    return _near(
+        query,
+        *past,
+        rule,
+        block,
+        before,
+        after,
+        lambda count: (
+            base + np.arange(block),
+            base - before + np.arange(before + block + after),
+        ),
+        dropout,
+    )
+
+
+def attend_recent(query, key, value, valid, rule, start, codes=None, dropout=None):
+    """As `attend_near`, for a causal segment of a sequence, and the keys before it.
+
+    Args:
+        query: `(batch, length, heads, dim)`, scaled.
+        key, value: `(batch, reach + length, heads, dim)`: the last `rule.reach` keys
+            before the segment, and those of the segment.
+        valid: `(batch, reach + length)`.
+        rule: Which keys a query sees.
+        start: Position of the segment's first query, an integer or a scalar.
+        codes: What stands for each position before the rule, integers `(positions,)`;
+            by default the position itself.
+        dropout: `(rate, seed)` or `None`.
+    """
+    reach, length = rule.reach, ops.shape(query)[1]
+    block = max(MIN_BLOCK, reach)
+    if isinstance(length, int):
+        block = max(1, min(block, length))
+
+    def positions(count):
+        first = start + block * ops.arange(count, dtype="int32")[:, None]
+        result = (
+            first + ops.arange(block, dtype="int32"),
+            first - reach + ops.arange(reach + block, dtype="int32"),
+        )
+        if codes is None:
+            return result
+        table, last = ops.convert_to_tensor(codes, "int32"), len(codes) - 1
+        return tuple(ops.take(table, ops.clip(p, 0, last), axis=0) for p in result)
+
+    return _near(query, key, value, valid, rule, block, reach, 0, positions, dropout)
+
+
+def _near(
+    query, key, value, valid, rule, block, before, after, make_positions, dropout
+):
+    """Attention to keys that start `before` positions before the queries."""
+    length = ops.shape(query)[1]
+    count = chunk_count(length, block)
+    query = overlapping_blocks(query, block, count, block)
+    key, value, valid = (
+        overlapping_blocks(t, block, count, before + block + after)
+        for t in (key, value, valid)
+    )
+    part = attend_blocks(
+        query, key, value, valid, rule, *make_positions(count), dropout
+    )
+    return tuple(joined(t)[:, :length] for t in part)
+
+
+def joined(x):
+    """`(batch, blocks, size, ...)` as `(batch, blocks · size, ...)`."""
+    batch, blocks, size, *tail = ops.shape(x)
+    return ops.reshape(x, (batch, blocks * size, *tail))

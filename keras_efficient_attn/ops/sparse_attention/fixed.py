@@ -1,0 +1,95 @@
+"""The fixed pattern's second factor: softmax over the summaries of all blocks.
+
+Each head has summaries of its own, `summary` positions of each block of `stride`.
+"""
+
+import numpy as np
+from keras import ops
+
+from keras_efficient_attn.ops.block_attention import attend_shared
+from keras_efficient_attn.ops.chunking import chunk_count, pad_length
+from keras_efficient_attn.ops.sparse_attention.patterns import summary_start
+
+
+def attend_summaries(query, key, value, valid, rule, summary, dropout):
+    """The part of the summaries of a whole sequence.
+
+    Args:
+        query, key, value: `(batch, length, heads, dim)`, equally long.
+        valid: `(batch, length)`.
+        rule: `Summaries`.
+        summary: Positions of a summary.
+        dropout: `(rate, seed)` or `None`.
+    """
+    stride, heads = rule.stride, query.shape[2]
+    length = ops.shape(query)[1]
+    blocks = chunk_count(length, stride)
+    valid = ops.broadcast_to(valid[..., None], ops.shape(key)[:3])
+
+    def select(x):
+        batch, _, _, *tail = ops.shape(x)
+        x = pad_length(x, 0, blocks * stride - length)
+        x = ops.reshape(x, (batch, blocks, stride, heads, *tail))
+        starts = [summary_start(stride, summary, head) for head in range(heads)]
+        x = ops.stack(
+            [x[:, :, s : s + summary, head] for head, s in enumerate(starts)], axis=3
+        )
+        return ops.reshape(x, (batch, blocks * summary, heads, *tail))
+
+    return attend_shared(
+        query,
+        *map(select, (key, value, valid)),
+        rule,
+        ops.arange(length, dtype="int32"),
+        summary_positions(blocks, stride, summary, heads),
+        dropout,
+    )
+
+
+def attend_cached_summaries(query, key, value, valid, rule, summary, start, dropout):
+    """The part of a segment over a cache of summaries that holds the segment's too."""
+    heads = query.shape[2]
+    return attend_shared(
+        query,
+        key,
+        value,
+        valid,
+        rule,
+        start + ops.arange(ops.shape(query)[1], dtype="int32"),
+        summary_positions(key.shape[1] // summary, rule.stride, summary, heads),
+        dropout,
+    )
+
+
+def write_summaries(cache, segment, stride, summary, start):
+    """A cache of summaries with what a segment has of them.
+
+    Args:
+        cache: `(batch, blocks · summary, heads, ...)`.
+        segment: `(batch, length, heads, ...)`, from position `start` on.
+        stride, summary: Positions of a block and of its summary.
+        start: Scalar.
+    """
+    length, heads = ops.shape(segment)[1], cache.shape[2]
+    blocks = cache.shape[1] // summary
+    # Where in the segment each slot's key stands.
+    steps = summary_positions(blocks, stride, summary, heads) - start
+    held = ops.logical_and(steps >= 0, steps < length)
+    steps = ops.clip(steps, 0, length - 1)
+    written = ops.stack(
+        [ops.take(segment[:, :, head], steps[head], axis=1) for head in range(heads)],
+        axis=2,
+    )
+    held = ops.reshape(
+        ops.swapaxes(held, 0, 1), (1, -1, heads) + (1,) * (len(cache.shape) - 3)
+    )
+    return ops.where(held, written, cache)
+
+
+def summary_positions(blocks, stride, summary, heads):
+    """Positions of the summaries of blocks: integers `(heads, blocks · summary)`."""
+    starts = [summary_start(stride, summary, head) for head in range(heads)]
+    inside = np.asarray(starts)[:, None, None] + np.arange(summary)
+    inside = ops.convert_to_tensor(inside, "int32")
+    first = stride * ops.arange(blocks, dtype="int32")[:, None]
+    return ops.reshape(inside + first, (heads, blocks * summary))

@@ -1,0 +1,47 @@
+"""Dropout inside recomputed steps: random bits from a counter, not from a generator.
+
+A step that is run again for its gradient has to drop the same weights again. A hash of
+each weight's number, its step's number and the call's seed gives the same bits every
+time, on every backend, without keeping them.
+"""
+
+from keras import ops
+
+
+def drop(weights, rate, step_number, seed):
+    """Weights of which a share `rate` is zero and the others are divided by the rest.
+
+    Args:
+        weights: Tensor of any shape.
+        rate: Share to drop, in `[0, 1)`.
+        step_number: Scalar float, below 2^24: another number, other bits.
+        seed: Floats `(2,)`, below 2^24, from `dropout_seed`.
+    """
+    shape = ops.shape(weights)
+    count = 1
+    for size in shape:
+        count = count * size
+    stream = ops.cast(step_number, "int32")
+    for i in range(2):
+        stream = _mixed(ops.bitwise_xor(stream, ops.cast(seed[i], "int32")))
+    numbers = ops.reshape(ops.arange(count, dtype="int32"), shape)
+    bits = _mixed(ops.bitwise_xor(_mixed(numbers), stream))
+    kept = ops.bitwise_and(bits, 0x7FFFFFFF) >= int(rate * 2**31)
+    return ops.where(kept, weights / (1.0 - rate), 0.0)
+
+
+def dropout_seed(generator, dtype):
+    """The next seed of a `keras.random.SeedGenerator`, as floats `(2,)`."""
+    seed = ops.bitwise_and(ops.cast(generator.next(), "int32"), 0xFFFFFF)
+    return ops.cast(seed, dtype)
+
+
+def _mixed(x):
+    """A permutation of the 32-bit integers in which every bit depends on all."""
+    # Multipliers and shifts of C. Wellons' `lowbias32`; products wrap round.
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, None)):
+        # `>>` copies the sign; the mask makes it the shift of an unsigned integer.
+        shifted = ops.bitwise_right_shift(x, shift)
+        x = ops.bitwise_xor(x, ops.bitwise_and(shifted, 2 ** (32 - shift) - 1))
+        x = x if factor is None else x * factor
+    return x

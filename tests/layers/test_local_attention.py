@@ -1,0 +1,119 @@
+"""What is LocalAttention's own: images."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn import LocalAttention
+from tests import dense
+from tests.autodiff import gradient_function, to_numpy
+
+BATCH, ROWS, COLUMNS, DIM = 2, 5, 4, 6
+
+
+def make(order="raster", **options):
+    options = {"grid": (ROWS, COLUMNS), **options}
+    layer = LocalAttention(
+        2, 4, query_block=(2, 3), memory=(1, 2), order=order, **options
+    )
+    return layer
+
+
+def images(seed=0):
+    shape = (BATCH, ROWS, COLUMNS, DIM)
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+def in_order(x, order):
+    """Pixels of images as a sequence, in the order in which images grow."""
+    steps = dense.grid_steps((ROWS, COLUMNS), (2, 3), order)
+    return np.stack([x[:, row, column] for row, column in steps], axis=1)
+
+
+@pytest.mark.parametrize(("order", "causal"), [("raster", False), ("block", True)])
+def test_an_image_is_the_sequence_of_its_pixels(order, causal):
+    layer, x, key = make(order, grid=None), images(), images(1)
+    mask = np.random.default_rng(1).random((BATCH, ROWS, COLUMNS)) > 0.3
+    output, scores = layer(
+        x,
+        x,
+        key,
+        query_mask=mask,
+        key_mask=mask,
+        use_causal_mask=causal,
+        return_attention_scores=True,
+    )
+    assert layer.grid == (ROWS, COLUMNS)
+    expected, weights = dense.layer_output(
+        layer,
+        dense.local_heads,
+        *(in_order(tensor, order) for tensor in (x, x, key)),
+        query_mask=in_order(mask, order),
+        key_mask=in_order(mask, order),
+        causal=causal,
+    )
+    assert tuple(output.shape) == x.shape
+    output = in_order(to_numpy(output), order)
+    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(to_numpy(scores), weights, rtol=1e-4, atol=1e-5)
+
+
+def test_images_in_a_functional_model(tmp_path):
+    inputs = keras.Input((ROWS, COLUMNS, DIM))
+    layer = make(output_shape=3)
+    model = keras.Model(inputs, layer(inputs, inputs, use_causal_mask=True))
+    assert model.output_shape == (None, ROWS, COLUMNS, 3)
+    assert layer.compute_output_shape(inputs.shape, inputs.shape) == model.output_shape
+    model.save(tmp_path / "model.keras")
+    restored = keras.saving.load_model(tmp_path / "model.keras")
+    x = images()
+    np.testing.assert_allclose(
+        to_numpy(restored(x)), to_numpy(model(x)), rtol=1e-5, atol=1e-6
+    )
+    output, scores = layer(inputs, inputs, return_attention_scores=True)
+    assert output.shape == (None, ROWS, COLUMNS, 3)
+    assert scores.shape == (None, 2, ROWS * COLUMNS, ROWS * COLUMNS)
+
+
+def test_images_of_another_size_are_refused():
+    layer, x = make(), images()
+    with pytest.raises(ValueError, match=r"`query` must be images.*\(2, 4, 4, 6\)"):
+        layer(x[:, 1:], x[:, 1:])
+    layer(x, x)
+    with pytest.raises(ValueError, match=r"`value` must be images.*\(2, 5, 3, 6\)"):
+        layer(x, x[:, :, 1:])
+    with pytest.raises(ValueError, match="grid"):
+        layer(np.ones((1, ROWS * COLUMNS + 1, DIM)), np.ones((1, 21, DIM)))
+
+
+def test_an_image_of_unknown_size_needs_a_grid():
+    inputs = keras.Input((None, None, DIM))
+    with pytest.raises(ValueError, match="`query` must be images.*`grid` None"):
+        make(grid=None)(inputs, inputs)
+
+
+def test_sequences_without_a_grid_are_refused():
+    layer, x = make(grid=None), np.ones((1, 20, DIM), "float32")
+    with pytest.raises(ValueError, match="grid=None"):
+        layer(x, x)
+
+
+def test_dropout_of_weights_is_recomputed_alike():
+    layer, x = LocalAttention(2, 4, window=3, dropout=0.5, seed=1), images()[:, 0]
+    layer.build(x.shape, x.shape)
+    # A loss that is linear in the values' bias: its gradient tells which weights
+    # were dropped when it was computed again.
+    layer.output_dense.kernel.assign(ops.ones(layer.output_dense.kernel.shape))
+    bias = layer.value_dense.bias
+
+    def loss(value):
+        with keras.StatelessScope([(bias, value)]):
+            return ops.sum(layer(x, x, training=True))
+
+    zero = np.zeros(bias.shape, "float32")
+    graded = gradient_function(loss, with_value=True)
+    first, gradient = graded(zero)
+    second, again = graded(zero + 1)
+    np.testing.assert_array_equal(gradient, again)
+    np.testing.assert_allclose(second - first, gradient.sum(), rtol=1e-4)
