@@ -52,7 +52,7 @@ def parse_arguments(argv):
         "--attention",
         default="performer:feature_map=elu,qk_norm=True",
         metavar="NAME[:OPTION=VALUE,...]",
-        help="performer or softmax (Keras' own), with options of the layer's "
+        help="performer, vq or softmax (Keras' own), with options of the layer's "
         "constructor, such as performer:feature_map=favor+,window=64",
     )
     add(

@@ -10,6 +10,7 @@ from keras_efficient_attn.layers import (
     PerformerAttention,
     SoftmaxAttention,
     SparseAttention,
+    VQAttention,
 )
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __all__ = [
     "PerformerAttention",
     "SoftmaxAttention",
     "SparseAttention",
+    "VQAttention",
     "layers",
     "ops",
 ]

@@ -154,6 +154,84 @@ def softmax_heads(layer, allowed, query, key, value, key_mask, causal):
     return weigh(np.where(allowed, similarity, 0.0), value, key_mask, causal)
 
 
+def vq_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=False):
+    """VQAttention's heads: softmax over keys, those beyond the window by their codes.
+
+    Each key is read from the layer's weights: no cache, no block, no running sum.
+    """
+    weights = {
+        weight.name: np.asarray(value, "float64")
+        for weight, value in zip(layer.weights, layer.get_weights(), strict=True)
+    }
+    if layer.qk_norm:
+        query, key = rms(query), rms(key)
+    if layer.rotary_wavelength is not None:
+        query, key = (rotate(x, layer.rotary_wavelength) for x in (query, key))
+    scale = layer.key_dim**-0.25
+    query, key = query * scale, key * scale
+    u = v = 0.0
+    if layer.relative_positions:
+        u, v = scale * weights["content_bias"], scale * weights["position_bias"]
+    sigma = None
+    if layer.assignment == "soft":
+        codes = weights["codes"]
+        sigma = np.exp(weights.get("log_sigma", np.log(layer.sigma)))
+    else:
+        codes = weights["sum"] / np.maximum(weights["count"], 1e-2)[..., None]
+    positions = 0.0
+    if layer.relative_positions:
+        kernel = weights["position_kernel"] * scale
+        frequency = 1e5 ** (-np.arange(len(kernel) // 2) / (len(kernel) // 2))
+        distance = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])[None]
+        angle = distance[..., None] * frequency
+        waves = np.concatenate([np.sin(angle), np.cos(angle)], -1)
+        r = np.einsum("tsd,dhk->tshk", waves, kernel)
+        positions = np.einsum("bthk,tshk->bhts", query + v, r)
+    similarity = vq_similarity(
+        query + u,
+        key,
+        codes,
+        sigma,
+        layer.window,
+        layer.quantize_window,
+        layer.cache,
+        positions,
+    )
+    return weigh(similarity, value, key_mask, causal)
+
+
+def vq_similarity(
+    query,
+    key,
+    codes,
+    sigma=None,
+    window=None,
+    quantize_window=False,
+    cache=True,
+    positions=0.0,
+):
+    """exp(q·k) inside the window, Σ p(c | k) exp(q·c) outside, `(batch, heads, T, S)`.
+
+    Nearest codes for `sigma=None`; `positions` are added to the logits in the window.
+    """
+    squared = ((key[:, :, :, None] - codes[None, None]) ** 2).sum(-1)
+    if sigma is None:
+        p = np.eye(codes.shape[1])[squared.argmin(-1)]
+    else:
+        exponent = -squared / (2 * np.reshape(sigma, (-1, 1)) ** 2)
+        p = np.exp(exponent - exponent.max(-1, keepdims=True))
+        p = p / p.sum(-1, keepdims=True)
+    of_codes = np.exp(np.einsum("bthd,hcd->bthc", query, codes))
+    similarity = np.einsum("bthc,bshc->bhts", of_codes, p)
+    if window is None:
+        return similarity
+    distance = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])[None]
+    if quantize_window:
+        key = np.einsum("bshc,hcd->bshd", p, codes)
+    exact = np.exp(dots(query, key) + positions)
+    return np.where(abs(distance) < window, exact, similarity * cache)
+
+
 def dots(query, key):
     return np.einsum("bthd,bshd->bhts", query, key)
 

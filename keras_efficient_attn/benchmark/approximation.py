@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.layers import PerformerAttention
+from keras_efficient_attn.layers import PerformerAttention, VQAttention
 from keras_efficient_attn.layers.performer_attention import EXPONENTIAL_MAPS
 
 SAMPLED_QUERIES = 64
@@ -14,8 +14,17 @@ def approximates_softmax(layer):
     """Whether a layer's output estimates softmax attention with the same weights.
 
     So do feature maps that estimate the exponential, as long as their weights are
-    normalised, and queries and keys enter as softmax attention has them.
+    normalised, and codes in the place of keys, where queries and keys enter as softmax
+    attention has them.
     """
+    if isinstance(layer, VQAttention):
+        return (
+            layer.cache
+            and not layer.qk_norm
+            and not layer.relative_positions
+            and layer.rotary_wavelength is None
+            and not layer.get_config()["use_gate"]
+        )
     return (
         isinstance(layer, PerformerAttention)
         and layer.feature_map in EXPONENTIAL_MAPS

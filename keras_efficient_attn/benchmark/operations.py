@@ -9,7 +9,11 @@ that the definition needs, for self-attention over `length` positions:
   attention have no more pairs than their patterns;
 - linear attention with `m` features per head: `4 · m · width` per position (adding to
   the state and reading it), and `4 · rows · width` where a random projection with that
-  many rows makes the features; with a `window`, `4 · width` per exact pair.
+  many rows makes the features; with a `window`, `4 · width` per exact pair;
+- vector quantisation with `c` codes per head: `6 · c · width` per position (finding
+  the key's code, weighing and reading the codes), with soft codes `8 · c · width` (a
+  value is added to all of them), and `4 · width` per pair in the window, half as much
+  again for relative positions.
 
 Not counted is what an implementation adds: products inside chunks, padding,
 recomputation. A backward pass counts twice the forward pass.
@@ -23,6 +27,7 @@ from keras_efficient_attn.layers import (
     PerformerAttention,
     SoftmaxAttention,
     SparseAttention,
+    VQAttention,
 )
 from keras_efficient_attn.ops.sparse_attention.patterns import (
     head_factors,
@@ -89,6 +94,16 @@ def _core(layer, length, causal):
     if isinstance(layer, LocalAttention):
         pairs = _local_pairs(length, causal, **layer.pattern_arguments)
         return None if pairs is None else per_pair * pairs
+    if isinstance(layer, VQAttention):
+        window = 0 if layer.window is None else min(layer.window, length)
+        if layer.relative_positions:
+            per_pair += 2 * heads * key_dim
+        # Finding the code and weighing it; reading, and for soft codes writing, values.
+        through_keys = 4 * key_dim if layer.cache else 2 * key_dim
+        through_values = (4 if layer.assignment == "soft" else 2) * value_dim
+        codes = through_keys + (through_values if layer.cache else 0)
+        codes *= heads * layer.num_codes
+        return codes * length + per_pair * _pairs(window, length, causal)
     return None
 
 

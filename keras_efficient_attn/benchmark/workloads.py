@@ -111,6 +111,9 @@ def _layer(task):
 
     def error(rng):
         x = make_x(rng)
+        if hasattr(layer, "calibrate"):
+            # Codes at random estimate nothing; these are fitted to other inputs.
+            layer.calibrate(make_x(rng))
         output = make_program(attend, layer)(x)
         return error_against_softmax(layer, x, output, causal)
 

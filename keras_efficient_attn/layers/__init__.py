@@ -6,6 +6,7 @@ from keras_efficient_attn.layers.local_attention import LocalAttention
 from keras_efficient_attn.layers.performer_attention import PerformerAttention
 from keras_efficient_attn.layers.softmax_attention import SoftmaxAttention
 from keras_efficient_attn.layers.sparse_attention import SparseAttention
+from keras_efficient_attn.layers.vq_attention import VQAttention
 
 __all__ = [
     "EfficientAttention",
@@ -13,6 +14,7 @@ __all__ = [
     "PerformerAttention",
     "SoftmaxAttention",
     "SparseAttention",
+    "VQAttention",
     "attention_names",
     "get_attention",
 ]

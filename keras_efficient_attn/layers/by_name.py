@@ -9,6 +9,7 @@ import keras
 from keras_efficient_attn.layers.local_attention import LocalAttention
 from keras_efficient_attn.layers.performer_attention import PerformerAttention
 from keras_efficient_attn.layers.sparse_attention import SparseAttention
+from keras_efficient_attn.layers.vq_attention import VQAttention
 
 # Every efficient layer of the package, and Keras' own.
 ATTENTION_LAYERS = {
@@ -16,6 +17,7 @@ ATTENTION_LAYERS = {
     "softmax": keras.layers.MultiHeadAttention,
     "sparse": SparseAttention,
     "local": LocalAttention,
+    "vq": VQAttention,
 }
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

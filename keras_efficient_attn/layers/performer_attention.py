@@ -13,6 +13,7 @@ from keras_efficient_attn.ops.linear_attention import (
     linear_attention_state,
     mapped_linear_attention,
 )
+from keras_efficient_attn.ops.normalization import rms_normalize
 from keras_efficient_attn.ops.partial_attention import accumulator_dtype
 from keras_efficient_attn.ops.rotary import rotary_embedding
 from keras_efficient_attn.ops.window_attention import windowed_linear_attention
@@ -230,7 +231,7 @@ class PerformerAttention(EfficientAttention):
         dtype = accumulator_dtype(query, key, value)
         query, key = ops.cast(query, dtype), ops.cast(key, dtype)
         if self.qk_norm:
-            query, key = _rms_normalize(query), _rms_normalize(key)
+            query, key = rms_normalize(query), rms_normalize(key)
         position = None
         if self.rotary_wavelength is not None:
             state = None if state is None else dict(state)
@@ -509,8 +510,3 @@ def _custom_features(function, size, x):
 
 def _is_positive(number):
     return isinstance(number, int | float) and 0 < number < math.inf
-
-
-def _rms_normalize(x):
-    mean = ops.sum(ops.square(x), axis=-1, keepdims=True) / x.shape[-1]
-    return x * ops.rsqrt(mean + 1e-6)

@@ -16,6 +16,7 @@ from keras_efficient_attn.ops.sparse_attention import (
     sparse_attention_state,
     sparse_pattern,
 )
+from keras_efficient_attn.ops.vq_attention import vq_attention, vq_attention_state
 
 __all__ = [
     "feature_maps",
@@ -28,4 +29,6 @@ __all__ = [
     "sparse_attention",
     "sparse_attention_state",
     "sparse_pattern",
+    "vq_attention",
+    "vq_attention_state",
 ]

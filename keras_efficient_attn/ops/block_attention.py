@@ -28,13 +28,22 @@ from keras_efficient_attn.ops.chunking import (
 )
 from keras_efficient_attn.ops.partial_attention import LOG_ZERO
 from keras_efficient_attn.ops.recompute import recompute_scan
+from keras_efficient_attn.ops.relative_positions import shifted_to_keys
 from keras_efficient_attn.ops.weight_dropout import drop
 
 MIN_BLOCK = 64
 
 
 def attend_blocks(
-    query, key, value, valid, rule, query_positions, key_positions, dropout=None
+    query,
+    key,
+    value,
+    valid,
+    rule,
+    query_positions,
+    key_positions,
+    dropout=None,
+    relative=None,
 ):
     """The part of a softmax over each block's keys.
 
@@ -48,6 +57,10 @@ def attend_blocks(
             `(blocks, size)`.
         key_positions: `(width,)` or `(blocks, width)`.
         dropout: `(rate, seed)` or `None`.
+        relative: `(position_query, position_key)` or `None`: queries of the shape of
+            `query`, and keys `(distances, heads, dim)`; their products are added to
+            the logits, from the block's query `i` and the distance `m` to that of key
+            `i + m`.
 
     Returns:
         `(values, totals, log_scale)` for `partial_attention.merge`, each of
@@ -63,19 +76,23 @@ def attend_blocks(
         # Of an unknown size: one block at a time.
         floats, unit = GROUP_FLOATS, 1
     unit, units, groups = chunk_layout(blocks, unit, batch, floats)
-    arrays = [query, key, value, valid]
+    arrays, consts = [query, key, value, valid], []
+    if relative is not None:
+        position_query, position_key = relative
+        arrays.append(position_query)
+        consts.append(position_key)
     shared = len(query_positions.shape) == 1
     positions = [ops.cast(p, query.dtype) for p in (query_positions, key_positions)]
     if not shared:
         arrays += [position[None] for position in positions]
     xs = [split_groups(x, groups, unit * units) for x in arrays]
-    consts = positions if shared else []
+    consts += positions if shared else []
     rate = None
     if dropout is not None:
         rate, seed = dropout
         xs.append(ops.cast(ops.arange(groups), query.dtype))
         consts.append(ops.cast(seed, query.dtype))
-    step = _block_step(rule, shared, rate)
+    step = _block_step(rule, shared, rate, relative is not None)
     part = _scan(step, tuple(xs), tuple(consts))
     return tuple(join_groups(t, blocks) for t in part)
 
@@ -89,10 +106,17 @@ def _scan(step, xs, consts):
 
 
 @functools.cache
-def _block_step(rule, shared, rate):
+def _block_step(rule, shared, rate, relative):
     def step(carry, x, consts):
         query, key, value, valid, *rest = x
         query, key, value = (heads_first(t) for t in (query, key, value))
+        of_positions = None
+        if relative:
+            position_query, *rest = rest
+            position_key, *consts = consts
+            of_positions = _products_by_key(
+                heads_first(position_query), position_key, ops.shape(key)[3]
+            )
         positions = consts[:2] if shared else rest[:2]
         i, j = (ops.cast(p, "int32") for p in positions)
         # (1, 1, 1 or blocks, size, width)
@@ -100,7 +124,7 @@ def _block_step(rule, shared, rate):
         allowed = allowed[None, None, None] if shared else allowed[:, None]
         allowed = ops.logical_and(allowed, valid[:, None, :, None, :] > 0)
         dropout = None if rate is None else (rate, rest[-1], consts[-1])
-        part = softmax_part(query, key, value, allowed, dropout)
+        part = softmax_part(query, key, value, allowed, dropout, of_positions)
         return carry, tuple(
             ops.transpose(t, _BLOCKS_FIRST[: len(t.shape)]) for t in part
         )
@@ -112,9 +136,17 @@ def _block_step(rule, shared, rate):
 _BLOCKS_FIRST = (0, 2, 3, 1, 4)
 
 
-def softmax_part(query, key, value, allowed, dropout):
+def _products_by_key(position_query, position_key, width):
+    """`(batch, heads, blocks, size, width)`, for `attend_blocks`."""
+    products = position_query @ ops.transpose(position_key, (1, 2, 0))[:, None]
+    return shifted_to_keys(products, width)
+
+
+def softmax_part(query, key, value, allowed, dropout, of_positions=None):
     """`(values, totals, log_scale)` of matrices of queries, keys and values."""
     logits = query @ ops.swapaxes(key, -1, -2)
+    if of_positions is not None:
+        logits = logits + of_positions
     logits = ops.where(allowed, logits, LOG_ZERO)
     scale = ops.max(ops.stop_gradient(logits), axis=-1)
     weights = ops.where(allowed, ops.exp(logits - scale[..., None]), 0.0)
@@ -176,7 +208,7 @@ def _shared_step(rule, rate):
     return step
 
 
-def attend_near(query, key, value, valid, rule, dropout=None):
+def attend_near(query, key, value, valid, rule, dropout=None, relative=None):
     """The part of a softmax over the keys that a rule allows around each query.
 
     Args:
@@ -185,6 +217,7 @@ def attend_near(query, key, value, valid, rule, dropout=None):
         valid: `(batch, length)`.
         rule: Which keys a query sees.
         dropout: `(rate, seed)` or `None`.
+        relative: As for `attend_blocks`, with the distances that the rule allows.
 
     Returns:
         `(values, totals, log_scale)`, each of `(batch, length, heads, ...)`.
@@ -210,10 +243,13 @@ def attend_near(query, key, value, valid, rule, dropout=None):
             base - before + np.arange(before + block + after),
         ),
         dropout,
+        relative,
     )
 
 
-def attend_recent(query, key, value, valid, rule, start, codes=None, dropout=None):
+def attend_recent(
+    query, key, value, valid, rule, start, codes=None, dropout=None, relative=None
+):
     """As `attend_near`, for a causal segment of a sequence, and the keys before it.
 
     Args:
@@ -226,6 +262,7 @@ def attend_recent(query, key, value, valid, rule, start, codes=None, dropout=Non
         codes: What stands for each position before the rule, integers `(positions,)`;
             by default the position itself.
         dropout: `(rate, seed)` or `None`.
+        relative: As for `attend_near`.
     """
     reach, length = rule.reach, ops.shape(query)[1]
     block = max(MIN_BLOCK, reach)
@@ -243,11 +280,23 @@ def attend_recent(query, key, value, valid, rule, start, codes=None, dropout=Non
         table, last = ops.convert_to_tensor(codes, "int32"), len(codes) - 1
         return tuple(ops.take(table, ops.clip(p, 0, last), axis=0) for p in result)
 
-    return _near(query, key, value, valid, rule, block, reach, 0, positions, dropout)
+    return _near(
+        query, key, value, valid, rule, block, reach, 0, positions, dropout, relative
+    )
 
 
 def _near(
-    query, key, value, valid, rule, block, before, after, make_positions, dropout
+    query,
+    key,
+    value,
+    valid,
+    rule,
+    block,
+    before,
+    after,
+    make_positions,
+    dropout,
+    relative,
 ):
     """Attention to keys that start `before` positions before the queries."""
     length = ops.shape(query)[1]
@@ -257,8 +306,12 @@ def _near(
         overlapping_blocks(t, block, count, before + block + after)
         for t in (key, value, valid)
     )
+    if relative is not None:
+        position_query, position_key = relative
+        position_query = overlapping_blocks(position_query, block, count, block)
+        relative = position_query, position_key
     part = attend_blocks(
-        query, key, value, valid, rule, *make_positions(count), dropout
+        query, key, value, valid, rule, *make_positions(count), dropout, relative
     )
     return tuple(joined(t)[:, :length] for t in part)
 

@@ -123,6 +123,16 @@ def pad_length(x, before, after):
     return ops.pad(x, [(0, 0), (before, after)] + [(0, 0)] * (len(x.shape) - 2))
 
 
+def fit_length(x, length):
+    """`x` cut, or padded with zeros, to `length` along axis 1."""
+    present = ops.shape(x)[1]
+    if isinstance(length, int) and isinstance(present, int):
+        padding = max(length - present, 0)
+    else:
+        padding = ops.maximum(length - present, 0)
+    return pad_length(x, 0, padding)[:, :length]
+
+
 def lower_triangle(size):
     """Boolean `(size, size)`, true on and below the diagonal."""
     positions = ops.arange(size)

@@ -188,6 +188,9 @@ def test_error_is_that_against_keras_own_layer():
         (f"{FAVOR},normalize=False", False),
         (f"{FAVOR},temperature=2.0", False),
         (f"{FAVOR},rotary_wavelength=100", False),
+        ("vq", False),
+        ("vq:qk_norm=False", True),
+        ("vq:qk_norm=False,relative_positions=True", False),
     ],
 )
 def test_which_layers_approximate_softmax(identifier, expected):

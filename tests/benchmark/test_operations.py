@@ -94,6 +94,19 @@ def test_a_part_of_an_image_has_no_count():
     assert decode_operations(layer, 1, 15) is None
 
 
+def test_codes_count_their_products(causal):
+    seen = pairs(lambda t, s: abs(t - s) < 4 and (s <= t or not causal))
+    # Of a key with codes, of a query with codes, and of weights with their values.
+    codes = 3 * 2 * 16 * HEAD_DIM * HEADS
+    for options, written in (("", 0), (",assignment=soft", 2 * 16 * HEAD_DIM * HEADS)):
+        layer = build(f"vq:num_codes=16,window=4{options}")
+        expected = LENGTH * (PROJECTIONS + codes + written) + seen * 2 * 2 * WIDTH
+        assert layer_operations(layer, 1, LENGTH, causal) == expected
+    layer = build("vq:num_codes=16,window=4,relative_positions=True")
+    expected = LENGTH * (PROJECTIONS + codes) + seen * 3 * 2 * WIDTH
+    assert layer_operations(layer, 1, LENGTH, causal) == expected
+
+
 def test_decoding_counts_one_position():
     layer = with_state(build("softmax"))
     layer.build((BATCH, LENGTH, WIDTH), (BATCH, LENGTH, WIDTH))

@@ -7,7 +7,12 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn import LocalAttention, PerformerAttention, SparseAttention
+from keras_efficient_attn import (
+    LocalAttention,
+    PerformerAttention,
+    SparseAttention,
+    VQAttention,
+)
 from tests import dense
 
 BATCH, LENGTH, DIM, HEADS, KEY_DIM = 2, 37, 12, 2, 8
@@ -94,6 +99,12 @@ def local(name, **options):
     return Case(name, LocalAttention, options, dense.local_heads, long=long)
 
 
+def vq(name, variant=False, **options):
+    options = {"num_codes": 8, "block_length": 4, **options}
+    long = {"block_length": 64}
+    return Case(name, VQAttention, options, dense.vq_heads, variant=variant, long=long)
+
+
 CASES = [
     performer("favor+", num_features=16, variant=False),
     performer("favor++", num_features=16, feature_map="favor++", causal=(False,)),
@@ -118,6 +129,15 @@ CASES = [
     sparse("strided", stride=5, rotary_wavelength=50.0),
     sparse("fixed", pattern="fixed", stride=6, summary=2, variant=True),
     local("grid", query_block=(3, 2), memory=(2, 1), grid=(6, 7), order="block"),
+    vq("vq", window=5, relative_positions=True),
+    vq(
+        "vq-soft",
+        variant=True,
+        window=None,
+        assignment="soft",
+        sigma=0.7,
+        learn_sigma=True,
+    ),
 ]
 
 

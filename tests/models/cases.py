@@ -30,7 +30,7 @@ DECODERS = {
         tie_embeddings=False,
     ),
     "recurrent": dict(
-        attention="performer:feature_map=relu,chunk_size=4",
+        attention="vq:num_codes=4,window=3,block_length=4",
         num_recurrences=2,
         positions="learned",
         max_sequence_length=32,

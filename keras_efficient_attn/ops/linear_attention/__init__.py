@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.ops.chunking import fit_length
 from keras_efficient_attn.ops.compiled import compiled
 from keras_efficient_attn.ops.linear_attention import chunked, reference
 from keras_efficient_attn.ops.partial_attention import (
@@ -242,19 +243,9 @@ def _as_long_as(query, key, value, valid, key_log_weight):
     """Keys cut or padded with zeros (that are not valid) to the query's length."""
     if valid is None:
         valid = ops.ones(ops.shape(key)[:2], key.dtype)
-    length, key_length = ops.shape(query)[1], ops.shape(key)[1]
-    if isinstance(length, int) and isinstance(key_length, int):
-        padding = max(length - key_length, 0)
-    else:
-        padding = ops.maximum(length - key_length, 0)
-
-    def fit(x):
-        if x is None:
-            return None
-        x = ops.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (len(x.shape) - 2))
-        return x[:, :length]
-
-    return tuple(fit(x) for x in (key, value, valid, key_log_weight))
+    length = ops.shape(query)[1]
+    keys = (key, value, valid, key_log_weight)
+    return tuple(None if x is None else fit_length(x, length) for x in keys)
 
 
 def _check_state(query_features, key_features, causal):

@@ -1,0 +1,507 @@
+"""VQAttention: softmax attention over vector-quantised keys, in linear time."""
+
+import math
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_efficient_attn.layers.codebooks import (
+    CODEBOOK_INITS,
+    MixtureCodebook,
+    MovingCodebook,
+)
+from keras_efficient_attn.layers.efficient_attention import EfficientAttention
+from keras_efficient_attn.ops.normalization import rms_normalize
+from keras_efficient_attn.ops.partial_attention import accumulator_dtype
+from keras_efficient_attn.ops.relative_positions import sinusoids, window_distances
+from keras_efficient_attn.ops.rotary import rotary_embedding
+from keras_efficient_attn.ops.vq_attention import (
+    BLOCK_LENGTH,
+    quantized_attention,
+    state_names,
+    vq_attention_state,
+)
+from keras_efficient_attn.ops.vq_attention.codebook import lloyd, look_up, plus_plus
+
+ASSIGNMENTS = ("hard", "soft")
+# Of the sinusoids of relative positions, over 2π.
+MAX_WAVELENGTH = 100_000.0
+# What one assignment has no use for, with the values that say nothing.
+HARD_ONLY = {
+    "quantize_window": False,
+    "decay": 0.99,
+    "commitment_weight": 1e-4,
+    "revive_after": 100,
+}
+SOFT_ONLY = {"sigma": 1.0, "learn_sigma": False}
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class VQAttention(EfficientAttention):
+    """Softmax attention to near keys and to the codes of far ones, in linear time.
+
+    Each head has a codebook. A query sees the keys of a window as they are, and every
+    key beyond it as its code, so that far keys can be summed up per code, by their
+    number and the mean of their values:
+
+    ```
+    w[t, s] = exp(q[t]·k[s])                     if |t − s| < window
+              Σ_c p(c | k[s]) exp(q[t]·code[c])  otherwise
+    head[t] = Σ_s w[t, s] v[s] / Σ_s w[t, s]
+    ```
+
+    Queries and keys are RMS-normalised, without gain, and scaled by `key_dim^(-1/4)`.
+    Time and memory grow linearly with the length; a causal layer needs a state of
+    constant size. The codes are
+
+    - **hard** (Transformer-VQ): `p` is 1 for the nearest code. Codes are moving
+      averages of the keys nearest to them, updated after each training call; keys
+      learn from the window and from a commitment loss, `commitment_weight` times the
+      mean over positions of `Σ_heads ‖key − code‖²`.
+    - **soft**: `p(c | k) = softmax(−‖k − code‖² / 2σ²)`, the responsibilities of a
+      Gaussian mixture. Everything is differentiable, and codes are trained as other
+      weights. As σ → 0 these are hard codes; with random codes and σ = 1 these are
+      Performer's features.
+
+    Args:
+        *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
+            name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the concatenated
+            heads), `use_bias`, ….
+        num_codes: Codes of each head. Defaults to 512.
+        window: Number of nearest keys to attend to exactly: a query sees itself and
+            `window - 1` earlier keys and, if not causal, as many later ones, by
+            their index. `None`: codes for all keys. Defaults to 128.
+        assignment: `"hard"` (the default) or `"soft"`.
+        quantize_window: Whether keys in the window become their codes too, with
+            straight-through gradients, as in Transformer-VQ. For hard codes. Defaults
+            to `False`.
+        cache: Whether keys beyond the window are seen at all. `False`, which needs
+            `quantize_window=True`, is for comparison. Defaults to `True`.
+        gradient_through_cache: Whether values (and for soft codes, keys and codes)
+            learn from queries beyond the window. Defaults to `True`.
+        sigma: Width of soft codes, in the units of scaled keys, whose norm is
+            `key_dim^(1/4)`. Defaults to 1.
+        learn_sigma: Whether each head learns its own, from `sigma` on. Defaults to
+            `False`.
+        decay: Of the moving averages of hard codes, a training call. Defaults to
+            0.99.
+        commitment_weight: Of the commitment loss, which is added in training. Defaults
+            to 1e-4.
+        codebook_init: `"first_batch"`: by k-means++ from the keys of the first
+            training call, and random until then; the default for hard codes. Or
+            `"random"`, the default for soft ones.
+        revive_after: Training calls without a key after which a hard code moves to a
+            random key of the batch, its sum and count with it; `None` never. Defaults
+            to 100.
+        relative_positions: Whether logits in the window have a term for the
+            distance, in the form of Transformer-XL, `(q + u)·k + (q + v)·r[t − s]`.
+            Defaults to `False`.
+        qk_norm: Whether queries and keys are RMS-normalised. Without, codes have
+            the place of keys of any length, as in a model trained with softmax.
+            Defaults to `True`.
+        rotary_wavelength: Longest wavelength of rotary positions, applied to
+            queries and keys before they are quantised, such as 10,000. Defaults to
+            `None`: no positions.
+        block_length: Positions in a block; speed only. Defaults to 128.
+        **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. `seed` also
+            seeds the codebook.
+
+    Call arguments:
+        As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
+        `use_causal_mask`, `return_attention_scores`, `state`. With `training=True`
+        hard codes move; masked keys have no part in it.
+
+    Raises:
+        ValueError: If an argument is invalid, or given for an assignment that has no
+            use for it.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import VQAttention
+    >>> layer = VQAttention(num_heads=4, key_dim=32, num_codes=64, window=32)
+    >>> x = keras.random.normal((2, 1000, 64))
+    >>> layer(x, x, use_causal_mask=True).shape
+    (2, 1000, 64)
+
+    In the place of trained softmax attention, without training:
+
+    >>> layer = VQAttention(num_heads=4, key_dim=32, qk_norm=False)
+    >>> layer.build(x.shape, x.shape)  # Then `layer.set_weights(...)`.
+    >>> error = layer.calibrate(x)
+
+    Reference:
+        - [Lingle, 2023](https://arxiv.org/abs/2309.16354), Transformer-VQ
+        - [Su, 2023](https://kexue.fm/archives/9862), soft codes and Performer
+    """
+
+    def __init__(
+        self,
+        *args,
+        num_codes=512,
+        window=128,
+        assignment="hard",
+        quantize_window=False,
+        cache=True,
+        gradient_through_cache=True,
+        sigma=1.0,
+        learn_sigma=False,
+        decay=0.99,
+        commitment_weight=1e-4,
+        codebook_init=None,
+        revive_after=100,
+        relative_positions=False,
+        qk_norm=True,
+        rotary_wavelength=None,
+        block_length=BLOCK_LENGTH,
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        self.num_codes = num_codes
+        self.window = window
+        self.assignment = assignment
+        self.quantize_window = quantize_window
+        self.cache = cache
+        self.gradient_through_cache = gradient_through_cache
+        self.sigma = sigma
+        self.learn_sigma = learn_sigma
+        self.decay = decay
+        self.commitment_weight = commitment_weight
+        self.codebook_init = codebook_init
+        self.revive_after = revive_after
+        self.relative_positions = relative_positions
+        self.qk_norm = qk_norm
+        self.rotary_wavelength = rotary_wavelength
+        self.block_length = block_length
+        self._check_arguments()
+
+    def build(self, query_shape, value_shape, key_shape=None):
+        super().build(query_shape, value_shape, key_shape)
+        sizes = (self._num_heads, self.num_codes, self._key_dim)
+        options = dict(seed=self.seed, dtype=self.dtype_policy, name="codebook")
+        if self.assignment == "soft":
+            self._codebook = MixtureCodebook(
+                *sizes, self.sigma, self.learn_sigma, **options
+            )
+        else:
+            init = self.codebook_init or "first_batch"
+            self._codebook = MovingCodebook(
+                *sizes, init, self.decay, self.revive_after, **options
+            )
+        self._codebook.build()
+        if not self.relative_positions:
+            return
+        heads = (self._num_heads, self._key_dim)
+        self._content_bias = self.add_weight(
+            name="content_bias", shape=heads, initializer="zeros"
+        )
+        self._position_bias = self.add_weight(
+            name="position_bias", shape=heads, initializer="zeros"
+        )
+        self._position_kernel = self.add_weight(
+            name="position_kernel",
+            shape=(self._sinusoid_dim, *heads),
+            initializer=self._kernel_initializer.__class__.from_config(
+                self._kernel_initializer.get_config()
+            ),
+        )
+
+    @property
+    def codebook(self):
+        """The codes, a tensor `(heads, codes, key_dim)`."""
+        return self._codebook.codes
+
+    @property
+    def state_names(self):
+        names = state_names(self.assignment == "soft", self.window, self.cache)
+        return names if self.rotary_wavelength is None else (*names, "position")
+
+    def initial_state(self, batch_size):
+        state = vq_attention_state(
+            batch_size,
+            self._num_heads,
+            self.num_codes,
+            self._key_dim,
+            self._value_dim,
+            soft=self.assignment == "soft",
+            window=self.window,
+            cache=self.cache,
+            dtype="float64" if self.compute_dtype == "float64" else "float32",
+        )
+        if self.rotary_wavelength is not None:
+            state["position"] = ops.zeros((batch_size,), "int32")
+        return state
+
+    def attend(self, query, key, value, query_mask, key_mask, causal, state, training):
+        dtype = accumulator_dtype(query, key, value)
+        position = None
+        if self.rotary_wavelength is not None and state is not None:
+            state = dict(state)
+            position = state.pop("position")
+        query = self._prepared(query, dtype, position)
+        key = self._prepared(key, dtype, position)
+        position_query, position_key = None, None
+        if self.relative_positions:
+            scale = self._key_dim**-0.25
+            position_query = query + scale * ops.cast(self._position_bias, dtype)
+            position_key = scale * self._position_keys(causal, dtype)
+            query = query + scale * ops.cast(self._content_bias, dtype)
+
+        soft = self.assignment == "soft"
+        learns = training and self.trainable and not soft
+        valid = None
+        if learns:
+            valid = ops.ones(ops.shape(key)[:2], dtype)
+            if key_mask is not None:
+                valid = ops.cast(key_mask, dtype)
+        codes = self._codebook.drawn_from(key, valid) if learns else self.codebook
+        heads, new_state, index = quantized_attention(
+            query,
+            key,
+            value,
+            codes,
+            sigma=self._codebook.sigma if soft else None,
+            window=self.window,
+            quantize_window=self.quantize_window,
+            cache=self.cache,
+            gradient_through_cache=self.gradient_through_cache,
+            key_mask=key_mask,
+            causal=causal,
+            position_query=position_query,
+            position_key=position_key,
+            state=state,
+            block_length=self.block_length,
+        )
+        if learns:
+            self._commit(key, ops.cast(codes, dtype), index, valid)
+            self._codebook.update(key, index, valid, codes)
+        if position is not None:
+            new_state["position"] = position + ops.shape(query)[1]
+        if self._dropout > 0.0:
+            heads = self._dropout_layer(heads, training=training)
+        return heads, new_state
+
+    def rematerialized_call(self, layer_call, *args, **kwargs):
+        """`call` as it is: rematerialised, it would update the codebook twice.
+
+        The attention recomputes itself block by block in any case.
+        """
+        return layer_call
+
+    def calibrate(self, data, key_mask=None, iterations=20):
+        """Fits the codebook by k-means to the keys that this layer makes of data.
+
+        So that the layer can take the place of trained softmax attention at once.
+
+        Args:
+            data: `(batch, length, dim)`, what the layer gets as `key` (or `value`);
+                or an iterable of such batches.
+            key_mask: Optional boolean `(batch, length)`, for a single batch.
+            iterations: Iterations of k-means after k-means++. Defaults to 20.
+
+        Returns:
+            `√(Σ‖key − code‖² / Σ‖key‖²)` of each head, as a NumPy array.
+
+        Raises:
+            ValueError: If the layer is not built, or there is no key.
+        """
+        if not self.built:
+            raise ValueError(
+                "`calibrate()` needs a built layer, whose projections make the keys. "
+                "Received: built=False"
+            )
+        batches = [data] if hasattr(data, "shape") else list(data)
+        rows = []
+        for batch in batches:
+            key = self._key_dense(ops.convert_to_tensor(batch))
+            key = self._prepared(key, accumulator_dtype(key), None)
+            key = ops.convert_to_numpy(key)
+            rows.append(
+                key.reshape(-1, *key.shape[2:])
+                if key_mask is None
+                else key[np.asarray(key_mask, "bool")]
+            )
+        keys = np.concatenate(rows) if rows else np.zeros((0,))
+        if not len(keys):
+            raise ValueError("`data` must hold at least one key. Received: none")
+        random = np.random.default_rng(self.seed)
+        keys = ops.convert_to_tensor(random.permutation(keys))
+        uniforms = random.random((self.num_codes, self._num_heads))
+        codes = plus_plus(
+            keys, ops.ones_like(keys[:, 0, 0]), ops.cast(uniforms, keys.dtype)
+        )
+        for _ in range(iterations):
+            codes, _, _ = lloyd(keys, codes)
+        _, _, error = lloyd(keys, codes)
+        self._codebook.assign(codes)
+        energy = ops.sum(ops.square(keys), axis=(0, 2)) / keys.shape[0]
+        return np.sqrt(ops.convert_to_numpy(error) / ops.convert_to_numpy(energy))
+
+    def codebook_usage(self):
+        """The share of hard codes that had a key in the last `revive_after` calls.
+
+        100 calls, where `revive_after` is `None`. A number from 0 to 1, over training
+        calls: a code that many keys chose counts for some calls longer.
+        """
+        self._check_hard("codebook_usage")
+        calls = self.revive_after or HARD_ONLY["revive_after"]
+        used = self._codebook.usage() > self._codebook.least_usage(calls)
+        return float(np.mean(used))
+
+    def codebook_entropy(self):
+        """The entropy of the codes that keys choose, in bits, averaged over heads.
+
+        At most `log2(num_codes)`. Over recent training calls.
+        """
+        self._check_hard("codebook_entropy")
+        usage = self._codebook.usage()
+        share = usage / usage.sum(-1, keepdims=True)
+        bits = share * np.log2(np.where(share > 0, share, 1.0))
+        return float(-bits.sum(-1).mean())
+
+    def quantization_error(self):
+        """`√(Σ‖key − code‖² / Σ‖key‖²)` over recent training calls, averaged."""
+        self._check_hard("quantization_error")
+        return float(self._codebook.relative_error().mean())
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_codes": self.num_codes,
+            "window": self.window,
+            "assignment": self.assignment,
+            "quantize_window": self.quantize_window,
+            "cache": self.cache,
+            "gradient_through_cache": self.gradient_through_cache,
+            "sigma": self.sigma,
+            "learn_sigma": self.learn_sigma,
+            "decay": self.decay,
+            "commitment_weight": self.commitment_weight,
+            "codebook_init": self.codebook_init,
+            "revive_after": self.revive_after,
+            "relative_positions": self.relative_positions,
+            "qk_norm": self.qk_norm,
+            "rotary_wavelength": self.rotary_wavelength,
+            "block_length": self.block_length,
+        }
+
+    @property
+    def _sinusoid_dim(self):
+        return 2 * ((self._num_heads * self._key_dim + 1) // 2)
+
+    def _prepared(self, x, dtype, position):
+        """Queries or keys, normalised, rotated and scaled."""
+        x = ops.cast(x, dtype)
+        if self.qk_norm:
+            x = rms_normalize(x)
+        if self.rotary_wavelength is not None:
+            steps = ops.arange(ops.shape(x)[1], dtype="int32")[None]
+            if position is not None:
+                steps = steps + position[:, None]
+            x = rotary_embedding(x, steps, self.rotary_wavelength)
+        return x * self._key_dim**-0.25
+
+    def _position_keys(self, causal, dtype):
+        """Of all distances in the window, `(distances, heads, key_dim)`."""
+        distances = window_distances(self.window, causal)
+        waves = sinusoids(distances, self._sinusoid_dim, MAX_WAVELENGTH)
+        kernel = ops.cast(self._position_kernel, dtype)
+        return ops.einsum("md,dhk->mhk", ops.convert_to_tensor(waves, dtype), kernel)
+
+    def _commit(self, key, codes, index, valid):
+        """Adds the loss that draws keys to their codes."""
+        if not self.commitment_weight:
+            return
+        codes = ops.stop_gradient(look_up(codes, index))
+        errors = ops.sum(ops.square(key - codes), axis=(2, 3)) * valid
+        number = ops.sum(valid)
+        mean = ops.sum(errors) / ops.where(number > 0, number, 1.0)
+        self.add_loss(self.commitment_weight * mean)
+
+    def _check_hard(self, method):
+        if self.assignment != "hard" or not self.built:
+            raise ValueError(
+                f"`{method}()` needs a built layer with hard codes. Received: "
+                f"assignment={self.assignment!r}, built={self.built}"
+            )
+
+    def _check_arguments(self):
+        for argument in ("num_codes", "block_length"):
+            _check_positive_int(argument, getattr(self, argument))
+        for argument in ("window", "revive_after"):
+            received = getattr(self, argument)
+            if received is not None:
+                _check_positive_int(argument, received, "or None")
+        if self.assignment not in ASSIGNMENTS:
+            raise ValueError(
+                f"`assignment` must be one of {', '.join(ASSIGNMENTS)}. Received: "
+                f"assignment={self.assignment!r}"
+            )
+        unused = HARD_ONLY if self.assignment == "soft" else SOFT_ONLY
+        for argument, default in unused.items():
+            if getattr(self, argument) != default:
+                raise ValueError(
+                    f"assignment={self.assignment!r} has no use for `{argument}`. "
+                    f"Received: {argument}={getattr(self, argument)!r}"
+                )
+        if self.codebook_init not in (None, *CODEBOOK_INITS):
+            raise ValueError(
+                f"`codebook_init` must be None or one of {', '.join(CODEBOOK_INITS)}. "
+                f"Received: codebook_init={self.codebook_init!r}"
+            )
+        if self.assignment == "soft" and self.codebook_init == "first_batch":
+            raise ValueError(
+                "Soft codes are trained weights: start them at random, or from data "
+                "by `calibrate`. Received: codebook_init='first_batch'"
+            )
+        for argument in ("quantize_window", "relative_positions"):
+            if getattr(self, argument) and self.window is None:
+                raise ValueError(
+                    f"`{argument}` needs a `window`. Received: {argument}=True, "
+                    "window=None"
+                )
+        if not self.cache and not self.quantize_window:
+            raise ValueError(
+                "`cache=False` leaves codes in use only with `quantize_window=True`. "
+                "Received: cache=False, quantize_window=False"
+            )
+        if not _is_number(self.sigma) or not 0 < self.sigma < math.inf:
+            raise ValueError(
+                f"`sigma` must be a positive number. Received: sigma={self.sigma!r}"
+            )
+        if not _is_number(self.decay) or not 0 < self.decay < 1:
+            raise ValueError(
+                "`decay` must be a number between 0 and 1. Received: "
+                f"decay={self.decay!r}"
+            )
+        weight = self.commitment_weight
+        if not _is_number(weight) or not 0 <= weight < math.inf:
+            raise ValueError(
+                "`commitment_weight` must be a number of at least 0. Received: "
+                f"commitment_weight={weight!r}"
+            )
+        if self.rotary_wavelength is not None:
+            wavelength = self.rotary_wavelength
+            if not _is_number(wavelength) or not 0 < wavelength < math.inf:
+                raise ValueError(
+                    "`rotary_wavelength` must be a positive number or None. "
+                    f"Received: rotary_wavelength={wavelength!r}"
+                )
+            if self._key_dim % 2:
+                raise ValueError(
+                    "`rotary_wavelength` needs an even `key_dim`. Received: "
+                    f"key_dim={self._key_dim}"
+                )
+
+
+def _check_positive_int(argument, received, alternative=""):
+    if not isinstance(received, int) or received < 1:
+        kind = f"a positive integer {alternative}".strip()
+        raise ValueError(
+            f"`{argument}` must be {kind}. Received: {argument}={received!r}"
+        )
+
+
+def _is_number(received):
+    return isinstance(received, int | float) and not isinstance(received, bool)

@@ -1,0 +1,57 @@
+"""Sums over the replicas of a model that is trained on several devices."""
+
+import sys
+
+import keras
+from keras import ops
+
+
+def sum_over_replicas(x):
+    """The sum of each replica's `x`; `x` itself where there is one replica.
+
+    On JAX, arrays span all devices, and a sum is over all of them to begin with.
+    """
+    if keras.backend.backend() == "tensorflow":
+        context = _tensorflow_context()
+        return x if context is None else context.all_reduce("SUM", x)
+    if keras.backend.backend() == "torch" and _torch_processes() > 1:
+        import torch.distributed as distributed
+
+        total = x.detach().clone()
+        distributed.all_reduce(total)
+        return total
+    return x
+
+
+def of_first_replica(x):
+    """The `x` of the first replica, on all of them."""
+    if keras.backend.backend() == "tensorflow":
+        context = _tensorflow_context()
+        if context is None:
+            return x
+        first = context.replica_id_in_sync_group == 0
+        return sum_over_replicas(ops.where(first, x, ops.zeros_like(x)))
+    if keras.backend.backend() == "torch" and _torch_processes() > 1:
+        import torch.distributed as distributed
+
+        first = x.detach().clone()
+        distributed.broadcast(first, 0)
+        return first
+    return x
+
+
+def _tensorflow_context():
+    """The context of one of several replicas, or `None`."""
+    import tensorflow as tf
+
+    context = tf.distribute.get_replica_context()
+    several = context is not None and context.num_replicas_in_sync > 1
+    return context if several else None
+
+
+def _torch_processes():
+    """Processes that train together; 1 where none were ever set up."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available():
+        return 1
+    return distributed.get_world_size() if distributed.is_initialized() else 1

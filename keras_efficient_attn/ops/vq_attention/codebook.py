@@ -1,0 +1,242 @@
+"""Codebooks: nearest codes, mixtures, moving averages, k-means.
+
+Codebooks are `(heads, codes, dim)`. What chooses codes has no gradient.
+"""
+
+from keras import ops
+
+from keras_efficient_attn.ops.chunking import (
+    by_head,
+    by_position,
+    chunk_layout,
+    join_groups,
+    split_groups,
+)
+from keras_efficient_attn.ops.compiled import compiled
+from keras_efficient_attn.ops.partial_attention import larger
+from keras_efficient_attn.ops.recompute import recompute_scan
+
+QUANTIZE_CHUNK = 128
+# Keys a code that k-means++ reads.
+KEYS_PER_CODE = 64
+# A code that fewer keys than this stand for keeps the place it has.
+MIN_COUNT = 1e-2
+
+
+def nearest_codes(key, codebook):
+    """The index of the nearest code of each key, `‖key − code‖` being least.
+
+    Args:
+        key: `(batch, length, heads, dim)`.
+        codebook: `(heads, codes, dim)`.
+
+    Returns:
+        int32 `(batch, length, heads)`.
+    """
+    key, codebook = ops.stop_gradient(key), ops.stop_gradient(codebook)
+    heads, codes = codebook.shape[:2]
+    length = ops.shape(key)[1]
+    size, chunks, groups = chunk_layout(
+        length, QUANTIZE_CHUNK, key.shape[0], heads * codes
+    )
+    xs = (split_groups(key, groups, chunks * size),)
+    _, (index,) = recompute_scan(_nearest_step, (), xs, (codebook,))
+    return ops.cast(join_groups(index, length), "int32")
+
+
+def _nearest_step(carry, x, consts):
+    (codebook,) = consts
+    key = by_head(x[0], ops.shape(x[0])[1])
+    index = ops.argmax(similarity(key, codebook[:, None]), axis=-1)
+    return carry, (by_position(ops.cast(index, key.dtype)),)
+
+
+def similarity(key, codebook):
+    """`key·code − ‖code‖²/2`, that is `−‖key − code‖²/2` but for the key's norm."""
+    products = key @ ops.swapaxes(codebook, -1, -2)
+    return products - 0.5 * ops.sum(ops.square(codebook), axis=-1)[..., None, :]
+
+
+def responsibilities(key, codebook, sigma):
+    """`p(code | key) = softmax(−‖key − code‖² / 2σ²)` over the codes.
+
+    Args:
+        key: `(..., heads, chunks, length, dim)`.
+        codebook: `(heads, codes, dim)`.
+        sigma: `(heads,)`.
+
+    Returns:
+        `(..., heads, chunks, length, codes)`.
+    """
+    exponents = similarity(key, codebook[:, None])
+    exponents = exponents / ops.square(sigma)[:, None, None, None]
+    largest = ops.stop_gradient(ops.max(exponents, axis=-1, keepdims=True))
+    weights = ops.exp(exponents - largest)
+    return weights / ops.sum(weights, axis=-1, keepdims=True)
+
+
+def look_up(codebook, index):
+    """The codes at `index` `(batch, length, heads)`: `(batch, length, heads, dim)`."""
+    heads, codes, dim = codebook.shape
+    flat = ops.reshape(codebook, (heads * codes, dim))
+    return ops.take(flat, _flat_index(index, codes), axis=0)
+
+
+def _flat_index(index, codes):
+    """Indices into the codes of all heads, one head after the other."""
+    return index + codes * ops.arange(index.shape[-1], dtype="int32")
+
+
+def straight_through(key, code):
+    """The code, with the key's gradient."""
+    return key + ops.stop_gradient(code - key)
+
+
+def code_statistics(key, index, valid, num_codes):
+    """How many keys chose each code, and their sum.
+
+    Args:
+        key: `(batch, length, heads, dim)`.
+        index: int32 `(batch, length, heads)`, their codes.
+        valid: `(batch, length)`, 0 for keys not to count.
+        num_codes: Number of codes.
+
+    Returns:
+        `(counts, sums)`: `(heads, codes)` and `(heads, codes, dim)`.
+    """
+    heads, dim = key.shape[2:]
+    weight = ops.zeros_like(key[..., :1]) + valid[:, :, None, None]
+    rows = ops.concatenate([weight, key * weight], axis=-1)
+    totals = ops.segment_sum(
+        ops.reshape(rows, (-1, dim + 1)),
+        ops.reshape(_flat_index(index, num_codes), (-1,)),
+        num_segments=heads * num_codes,
+    )
+    totals = ops.reshape(totals, (heads, num_codes, dim + 1))
+    return totals[..., 0], totals[..., 1:]
+
+
+def moved(sums, counts, batch_sums, batch_counts, decay):
+    """Exponential moving averages of the sums and counts of each code.
+
+    Both of a code fade together, so that its place `sum / count` stays while no key
+    chooses it, until the count is `MIN_COUNT`: then neither fades.
+    """
+    new_counts = decay * counts + (1.0 - decay) * batch_counts
+    new_sums = decay * sums + (1.0 - decay) * batch_sums
+    kept = new_counts > MIN_COUNT
+    return (
+        ops.where(kept[..., None], new_sums, sums),
+        ops.where(kept, new_counts, counts),
+    )
+
+
+def codes_of(sums, counts):
+    """The codes, `sum / count`."""
+    counts = larger(counts, ops.full_like(counts, MIN_COUNT))
+    return sums / counts[..., None]
+
+
+def plus_plus(keys, valid, uniforms):
+    """Codes by k-means++: keys, drawn by their squared distance to those drawn before.
+
+    Args:
+        keys: `(keys, heads, dim)`.
+        valid: `(keys,)`, 0 for keys not to draw.
+        uniforms: `(codes, heads)`, random numbers from [0, 1).
+
+    Returns:
+        `(heads, codes, dim)`.
+    """
+    keys, valid = ops.stop_gradient(keys), ops.stop_gradient(valid)
+    if isinstance(keys.shape[0], int):
+        stride = max(1, keys.shape[0] // (KEYS_PER_CODE * uniforms.shape[0]))
+        keys, valid = keys[::stride], valid[::stride]
+    weights = ops.zeros_like(keys[..., 0]) + valid[:, None]
+    first = ops.cast(ops.arange(uniforms.shape[0]) == 0, keys.dtype)
+    _, (codes,) = recompute_scan(
+        _draw_step, (weights,), (uniforms, first), (keys, valid)
+    )
+    return ops.transpose(codes, (1, 0, 2))
+
+
+def _draw_step(carry, x, consts):
+    (distance,), (uniform, first), (keys, valid) = carry, x, consts
+    # The small share decides only where every key has been drawn.
+    cumulative = ops.cumsum(distance + 1e-12 * valid[:, None], axis=0)
+    target = uniform * cumulative[-1] * (1.0 - 1e-6)
+    index = ops.sum(ops.cast(cumulative <= target, "int32"), axis=0)
+    # On PyTorch, sums of int32 are int64, which take_along_axis takes as well.
+    chosen = ops.take_along_axis(keys, index[None, :, None], axis=0)
+    new = ops.sum(ops.square(keys - chosen), axis=-1) * valid[:, None]
+    nearer = ops.where(new < distance, new, distance)
+    return (ops.where(first > 0, new, nearer),), (chosen[0],)
+
+
+@compiled()
+def drawn_once(codes, drawn, keys, valid, uniforms):
+    """The codes, if they were drawn before or there is no key; else by `plus_plus`.
+
+    Args:
+        codes: `(heads, codes, dim)`.
+        drawn: Boolean scalar.
+        keys, valid, uniforms: As `plus_plus`.
+    """
+    return ops.cond(
+        ops.logical_or(drawn, ops.sum(valid) <= 0),
+        lambda: codes,
+        lambda: plus_plus(keys, valid, uniforms),
+    )
+
+
+@compiled()
+def batch_statistics(key, index, valid, codebook):
+    """`code_statistics`, and the squared norms `(heads, 2)` of errors and of keys."""
+    counts, sums = code_statistics(key, index, valid, codebook.shape[1])
+    errors = ops.sum(ops.square(key - look_up(codebook, index)), axis=-1)
+    norms = ops.stack([errors, ops.sum(ops.square(key), axis=-1)], axis=-1)
+    return counts, sums, ops.sum(norms * valid[:, :, None, None], axis=(0, 1))
+
+
+@compiled()
+def random_keys(key, valid, uniforms):
+    """A key for each code, and whether there is one.
+
+    Args:
+        key: `(batch, length, heads, dim)`.
+        valid: `(batch, length)`, 0 for keys not to draw.
+        uniforms: `(heads, codes)`, random numbers from [0, 1).
+
+    Returns:
+        `(heads, codes, dim)`, and 1 or 0, `(heads, codes)`.
+    """
+    heads, dim = key.shape[2:]
+    keys, valid = ops.reshape(key, (-1, dim)), ops.reshape(valid, (-1,))
+    number = ops.shape(valid)[0]
+    place = ops.cast(uniforms * ops.cast(number, uniforms.dtype), "int32")
+    # Rounding may reach the end.
+    place = ops.where(place < number, place, number - 1)
+    head = ops.arange(heads, dtype="int32")[:, None]
+    return ops.take(keys, place * heads + head, axis=0), ops.take(valid, place, axis=0)
+
+
+@compiled()
+def lloyd(keys, codebook):
+    """One iteration of k-means: each code moves to the mean of the keys it is nearest.
+
+    Args:
+        keys: `(keys, heads, dim)`.
+        codebook: `(heads, codes, dim)`.
+
+    Returns:
+        `(codebook, counts, error)`: the new codes, how many keys each of the old ones
+        had, `(heads, codes)`, and the mean over keys of their squared distance to the
+        old ones, `(heads,)`.
+    """
+    index = nearest_codes(keys[None], codebook)
+    valid = ops.ones_like(keys[None, :, 0, 0])
+    counts, sums = code_statistics(keys[None], index, valid, codebook.shape[1])
+    squares = ops.sum(ops.square(keys - look_up(codebook, index)[0]), axis=-1)
+    means = sums / ops.where(counts > 0, counts, 1.0)[..., None]
+    codebook = ops.where((counts > 0)[..., None], means, codebook)
+    return codebook, counts, ops.sum(squares, axis=0) / keys.shape[0]

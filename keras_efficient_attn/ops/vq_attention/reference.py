@@ -1,0 +1,84 @@
+"""The definition of attention over vector-quantised keys: quadratic."""
+
+from keras import ops
+
+from keras_efficient_attn.ops.partial_attention import divided, larger
+from keras_efficient_attn.ops.relative_positions import window_distances
+
+
+def vq_attention(
+    query,
+    key,
+    value,
+    codebook,
+    sigma=None,
+    window=None,
+    quantize_window=False,
+    cache=True,
+    key_mask=None,
+    causal=False,
+    position_query=None,
+    position_key=None,
+):
+    """Arguments and shapes are those of `ops.vq_attention`, without the state.
+
+    The `(query_length, key_length)` weights are formed, in the dtype of the input.
+    """
+    length, key_length = ops.shape(query)[1], ops.shape(key)[1]
+    if key_mask is not None:
+        kept = ops.cast(key_mask, "bool")
+        key = ops.where(kept[..., None, None], key, ops.zeros_like(key))
+        value = ops.where(kept[..., None, None], value, ops.zeros_like(value))
+
+    if sigma is None:
+        codebook = ops.stop_gradient(ops.convert_to_tensor(codebook))
+    # p(code | key): of the nearest code 1, or the responsibilities of a mixture.
+    distances = ops.sum(
+        ops.square(key[..., None, :] - codebook[None, None]), axis=-1
+    )  # (batch, key_length, heads, codes)
+    if sigma is None:
+        nearest = ops.argmin(distances, axis=-1)
+        codes = ops.arange(codebook.shape[1], dtype="int32")
+        log_p = ops.where(ops.cast(nearest, "int32")[..., None] == codes, 0.0, -1e30)
+    else:
+        log_p = -distances / (2.0 * ops.square(sigma)[:, None])
+        log_p = log_p - ops.stop_gradient(ops.max(log_p, axis=-1, keepdims=True))
+        log_p = log_p - ops.log(ops.sum(ops.exp(log_p), axis=-1, keepdims=True))
+
+    # log Σ exp(q·c) p(c | k), for every query and key.
+    of_codes = ops.einsum("bthd,hcd->bthc", query, codebook)
+    joint = of_codes[:, :, None] + log_p[:, None]
+    largest = ops.stop_gradient(ops.max(joint, axis=-1, keepdims=True))
+    far = ops.log(ops.sum(ops.exp(joint - largest), axis=-1)) + largest[..., 0]
+    logits = ops.transpose(far, (0, 3, 1, 2))
+
+    rows = ops.arange(length, dtype="int32")[:, None]
+    distance = rows - ops.arange(key_length, dtype="int32")[None, :]
+    allowed = ops.ones((1, 1, length, key_length), "bool")
+    if window is not None:
+        near = ops.abs(distance) < window
+        if quantize_window:
+            code = ops.einsum("bshc,hcd->bshd", ops.exp(log_p), codebook)
+            key = key + ops.stop_gradient(code - key)
+        exact = ops.einsum("bthd,bshd->bhts", query, key)
+        if position_key is not None:
+            by_distance = ops.einsum("bthd,mhd->bhtm", position_query, position_key)
+            every = window_distances(window, causal)
+            index = ops.convert_to_tensor(every[0], "int32") - distance
+            index = ops.where(near, index, 0)
+            index = ops.where(index < len(every), index, 0)
+            index = ops.broadcast_to(index[None, None], ops.shape(exact))
+            exact = exact + ops.take_along_axis(by_distance, index, axis=-1)
+        logits = ops.where(near, exact, logits)
+        if not cache:
+            allowed = allowed & near
+    if key_mask is not None:
+        allowed = allowed & kept[:, None, None, :]
+    if causal:
+        allowed = allowed & (distance >= 0)
+    logits = ops.where(allowed, logits, -1e30)
+    largest = ops.stop_gradient(ops.max(logits, axis=-1, keepdims=True))
+    largest = larger(largest, ops.zeros_like(largest) - 1e29)
+    weights = ops.where(allowed, ops.exp(logits - largest), 0.0)
+    values = ops.einsum("bhts,bshv->bthv", weights, value)
+    return divided(values, ops.transpose(ops.sum(weights, axis=-1), (0, 2, 1)))

@@ -1,0 +1,372 @@
+"""Attention over quantised keys, against dense float64 softmax over these keys."""
+
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn.ops import (
+    feature_maps,
+    linear_attention,
+    vq_attention,
+    vq_attention_state,
+)
+from keras_efficient_attn.ops.vq_attention import codebook as codebooks
+from tests import dense
+from tests.autodiff import gradients, to_numpy
+
+LENGTH, CODES, DIM = 23, 6, 4
+
+
+def draw(length=LENGTH, key_length=None, seed=0):
+    random = np.random.default_rng(seed)
+    query = random.normal(size=(2, length, 2, DIM))
+    key = random.normal(size=(2, key_length or length, 2, DIM))
+    value = random.normal(size=(2, key_length or length, 2, 3))
+    codes = random.normal(size=(2, CODES, DIM))
+    mask = random.random((2, key_length or length)) > 0.3
+    return *(x.astype("float32") for x in (query, key, value, codes)), mask
+
+
+def definition(query, key, value, codes, mask, causal, **options):
+    arrays = (x.astype("float64") for x in (query, key, codes))
+    similarity = dense.vq_similarity(*arrays, **options)
+    return dense.weigh(similarity, value, mask, causal)[0]
+
+
+WINDOWS = {
+    "no-window": dict(),
+    "exact": dict(window=5),
+    "quantised": dict(window=5, quantize_window=True),
+    "no-cache": dict(window=5, quantize_window=True, cache=False),
+    "soft": dict(sigma=np.array([0.5, 1.5], "float32")),
+    "soft-window": dict(sigma=np.array([0.5, 1.5], "float32"), window=5),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("options", WINDOWS.values(), ids=WINDOWS.keys())
+def test_every_block_length_gives_the_definition(options, causal):
+    query, key, value, codes, mask = draw()
+    arguments = dict(key_mask=mask, causal=causal, **options)
+    correct = definition(query, key, value, codes, mask, causal, **options)
+    for how in (dict(block_length=4), dict(block_length=LENGTH)):
+        output = vq_attention(query, key, value, codes, **arguments, **how)
+        np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [WINDOWS["exact"], WINDOWS["soft"]], ids=str)
+def test_every_reduction_gives_the_definition(options):
+    query, key, value, codes, mask = draw()
+    arguments = dict(key_mask=mask, causal=True, **options)
+    correct = definition(query, key, value, codes, mask, True, **options)
+    for how in (
+        dict(block_length=1),
+        dict(block_length=5, reduction="scan"),
+        dict(block_length=5, reduction="matmul"),
+        dict(block_length=5, reduction="cumsum"),
+    ):
+        output = vq_attention(query, key, value, codes, **arguments, **how)
+        np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "causal"),
+    [((7, 19), True), ((7, 19), False), ((19, 7), False)],
+    ids=str,
+)
+def test_lengths_that_differ(lengths, causal):
+    query, key, value, codes, mask = draw(*lengths)
+    for options in ({}, {"window": 3}, {"window": 40}):
+        output = vq_attention(
+            query,
+            key,
+            value,
+            codes,
+            key_mask=mask,
+            causal=causal,
+            block_length=4,
+            **options,
+        )
+        correct = definition(query, key, value, codes, mask, causal, **options)
+        np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["exact", "quantised", "no-cache", "soft-window"])
+def test_gradients_are_those_of_the_definition(name):
+    options = WINDOWS[name]
+    query, key, value, codes, mask = draw()
+    weight = np.random.default_rng(1).normal(size=value.shape).astype("float32")
+
+    def loss(how):
+        def of(query, key, value, codes):
+            output = vq_attention(
+                query, key, value, codes, key_mask=mask, causal=True, **how, **options
+            )
+            return ops.sum(ops.multiply(output, weight))
+
+        return of
+
+    chunked = gradients(loss({"block_length": 4}), query, key, value, codes)
+    reference = {"implementation": "reference"}
+    expected = gradients(loss(reference), query, key, value, codes)
+    output = vq_attention(
+        query, key, value, codes, key_mask=mask, causal=True, **reference, **options
+    )
+    correct = definition(query, key, value, codes, mask, True, **options)
+    np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(chunked, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
+    if "sigma" not in options:
+        assert np.all(chunked[3] == 0)
+
+
+def test_straight_through_keys_learn_where_the_window_shows_them():
+    query, key, value, codes, _ = draw()
+    random = np.random.default_rng(1)
+    weight = random.normal(size=value.shape).astype("float32")
+    direction = random.normal(size=key.shape)
+
+    def loss(key):
+        output = vq_attention(
+            query, key, value, codes, window=5, quantize_window=True, causal=True
+        )
+        return ops.sum(ops.multiply(output, weight))
+
+    squared = ((key[:, :, :, None] - codes[None, None]) ** 2).sum(-1)
+    quantised = np.einsum("bshc,hcd->bshd", np.eye(CODES)[squared.argmin(-1)], codes)
+
+    def dense_loss(step):
+        """The codes in the window move as the keys do; those beyond it stay."""
+        far = dense.vq_similarity(query, key, codes)
+        near = np.exp(dense.dots(query, quantised + step * direction))
+        distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+        similarity = np.where(distance < 5, near, far)
+        return (dense.weigh(similarity, value, causal=True)[0] * weight).sum()
+
+    (gradient,) = gradients(loss, key)
+    slope = (dense_loss(1e-5) - dense_loss(-1e-5)) / 2e-5
+    np.testing.assert_allclose((gradient * direction).sum(), slope, rtol=1e-3)
+
+
+def test_gradients_through_the_cache_can_be_stopped():
+    query, key, value, codes, _ = draw()
+    weight = np.random.default_rng(1).normal(size=value.shape).astype("float32")
+
+    def loss(query, value):
+        output = vq_attention(
+            query,
+            key,
+            value,
+            codes,
+            window=5,
+            causal=True,
+            gradient_through_cache=False,
+            block_length=4,
+        )
+        return ops.sum(ops.multiply(output, weight))
+
+    of_query, of_value = gradients(loss, query, value)
+    similarity = dense.vq_similarity(query, key, codes, window=5)
+    weights = dense.weigh(similarity, value, causal=True)[1]
+    distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    expected = np.einsum("bhts,bthv->bshv", weights * (distance < 5), weight)
+    np.testing.assert_allclose(of_value, expected, rtol=1e-4, atol=1e-5)
+
+    def slope(step):
+        moved = query + step * weight[..., :1].astype("float64")
+        similarity = dense.vq_similarity(moved, key, codes, window=5)
+        return (dense.weigh(similarity, value, causal=True)[0] * weight).sum()
+
+    expected = (slope(1e-4) - slope(-1e-4)) / 2e-4
+    received = (of_query * weight[..., :1]).sum()
+    np.testing.assert_allclose(received, expected, rtol=1e-3)
+
+
+def test_random_soft_codes_are_performer_features():
+    query, key, value, _, mask = draw()
+    rows = np.random.default_rng(2).normal(size=(8, DIM)).astype("float32")
+    # Rows of one norm: only then is the features' exp(-‖row‖²/2) the same for all.
+    rows *= 2.0 / np.linalg.norm(rows, axis=-1, keepdims=True)
+    codes = np.stack([rows, rows])
+    output = vq_attention(
+        query,
+        key,
+        value,
+        codes,
+        sigma=np.ones(2, "float32"),
+        key_mask=mask,
+        causal=True,
+        block_length=4,
+    )
+    # FAVOR+ from its formula, every key's features divided by their sum.
+    wide = query.astype("float64"), key.astype("float64")
+    kernel = dense.favor_plus(*wide, rows, None)
+    of_key = np.exp(wide[1] @ rows.T - dense.squared_norm(wide[1]) / 2).sum(-1)
+    similarity = kernel / np.moveaxis(of_key, 1, 2)[:, :, None]
+    correct = dense.weigh(similarity, value, mask, True)[0]
+    np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-5, atol=1e-6)
+
+    # And the package's own features, in linear attention.
+    of_key, of_query = (
+        feature_maps.positive_random_features(
+            ops.convert_to_tensor(x), ops.convert_to_tensor(rows)
+        )[0]
+        for x in (key, query)
+    )
+    theirs = linear_attention(
+        of_query,
+        of_key,
+        ops.convert_to_tensor(value),
+        key_log_weight=-ops.log(ops.sum(of_key, axis=-1)),
+        key_mask=mask,
+        causal=True,
+    )
+    np.testing.assert_allclose(to_numpy(output), to_numpy(theirs), rtol=1e-5, atol=1e-6)
+
+
+def test_sharp_soft_codes_are_hard_codes():
+    query, key, value, codes, mask = draw()
+    arguments = dict(key_mask=mask, window=3, causal=True)
+    hard = vq_attention(query, key, value, codes, **arguments)
+    for sigma in (1e-2, 1e-3):
+        soft = vq_attention(
+            query, key, value, codes, sigma=np.full(2, sigma, "float32"), **arguments
+        )
+        np.testing.assert_allclose(to_numpy(soft), to_numpy(hard), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sigma", [None, 0.05], ids=["hard", "soft"])
+def test_a_code_without_keys_sets_no_scale(sigma):
+    """Queries of 1e3 point at a code that no key chose; the others still count."""
+    value = np.arange(6.0, dtype="float32").reshape(1, 6, 1, 1)
+    key = np.array([1.0, 2.0] * 3, "float32").reshape(1, 6, 1, 1)
+    query = np.full_like(key, 1e3)
+    codes = np.array([1.0, 2.0, 9.0], "float32").reshape(1, 3, 1)
+    sigma = None if sigma is None else np.full(1, sigma, "float32")
+    output = vq_attention(
+        query, key, value, codes, sigma=sigma, causal=True, block_length=2
+    )
+    # The largest key, 2, has all the weight as soon as it is seen.
+    expected = [0, 1, 1, 2, 2, 3]
+    np.testing.assert_allclose(to_numpy(output)[0, :, 0, 0], expected, atol=1e-4)
+
+
+def test_hundred_thousand_bfloat16_tokens_are_counted_one_by_one():
+    length, segment = 100_000, 20_000
+    random = np.random.default_rng(0)
+    key = np.where(random.random((1, length, 1, 1)) < 0.25, -1.0, 1.0)
+    value = random.normal(size=(1, length, 1, 1)) + 3.0
+    key, value = (ops.cast(x.astype("float32"), "bfloat16") for x in (key, value))
+    codes = np.array([-1.0, 1.0], "float32").reshape(1, 2, 1)
+    state = vq_attention_state(1, 1, 2, 1, 1)
+    starts = [*range(0, length - segment, segment)]
+    stops = [*starts[1:], length - 20]
+    pieces = list(zip(starts, stops, strict=True))
+    pieces += [(i, i + 1) for i in range(length - 20, length)]
+    for start, stop in pieces:
+        piece = slice(start, stop)
+        output, state = vq_attention(
+            key[:, piece],
+            key[:, piece],
+            value[:, piece],
+            codes,
+            causal=True,
+            state=state,
+            block_length=1000,
+        )
+    exact = to_numpy(ops.cast(value, "float32")).astype("float64").ravel()
+    positive = to_numpy(ops.cast(key, "float32")).ravel() > 0
+    counts = to_numpy(state["code_count"])[0, 0]
+    np.testing.assert_array_equal(counts, [(~positive).sum(), positive.sum()])
+    means = to_numpy(state["code_sum"])[0, 0, :, 0] / counts
+    expected = [exact[~positive].mean(), exact[positive].mean()]
+    np.testing.assert_allclose(means, expected, rtol=1e-5)
+    sign = 1.0 if positive[-1] else -1.0
+    weights = np.where(positive, np.exp(sign), np.exp(-sign))
+    correct = (weights * exact).sum() / weights.sum()
+    # The output is rounded to 8 bits, and nothing before it.
+    output = float(to_numpy(ops.cast(output, "float32"))[0, 0, 0, 0])
+    assert abs(output - correct) < correct * 2**-8
+
+
+def test_k_means_finds_separate_clusters():
+    random = np.random.default_rng(0)
+    centres = random.normal(size=(2, 5, 3)) * 50
+    members = random.integers(0, 5, 80)
+    keys = np.moveaxis(centres[:, members], 0, 1) + random.normal(size=(80, 2, 3))
+    keys = keys.astype("float32")
+    valid = (np.arange(80) % 7 > 0).astype("float32")
+    drawn = to_numpy(
+        codebooks.plus_plus(
+            ops.convert_to_tensor(np.where(valid[:, None, None] > 0, keys, 1e3)),
+            ops.convert_to_tensor(valid),
+            ops.convert_to_tensor(random.random((5, 2)).astype("float32")),
+        )
+    )
+    for head in range(2):
+        # Each is one of the keys, of a cluster of its own.
+        found = (drawn[head][:, None] == keys[valid > 0, head][None]).all(-1)
+        assert set(members[valid > 0][found.argmax(1)]) == set(range(5))
+        assert found.any(1).all()
+    codes, counts, error = codebooks.lloyd(
+        ops.convert_to_tensor(keys), ops.convert_to_tensor(drawn)
+    )
+    for head in range(2):
+        means = np.stack([keys[members == i, head].mean(0) for i in range(5)])
+        order = np.lexsort(means.T), np.lexsort(to_numpy(codes)[head].T)
+        np.testing.assert_allclose(
+            to_numpy(codes)[head][order[1]], means[order[0]], rtol=1e-4, atol=1e-4
+        )
+        distance = ((keys[:, head, None] - drawn[head][None]) ** 2).sum(-1).min(1)
+        np.testing.assert_allclose(to_numpy(error)[head], distance.mean(), rtol=1e-4)
+    assert to_numpy(counts).sum() == 2 * 80
+
+
+def test_k_means_with_fewer_keys_than_codes_draws_all_of_them():
+    keys = np.arange(4.0, dtype="float32").reshape(4, 1, 1)
+    uniforms = np.random.default_rng(0).random((9, 1)).astype("float32")
+    drawn = codebooks.plus_plus(
+        ops.convert_to_tensor(keys), ops.ones((4,)), ops.convert_to_tensor(uniforms)
+    )
+    assert set(to_numpy(drawn).ravel()) == {0.0, 1.0, 2.0, 3.0}
+
+
+def test_moving_averages_fade_together():
+    sums, counts = np.array([[[2.0], [3.0]]]), np.array([[1.0, 0.01]])
+    sums, counts = codebooks.moved(
+        *(
+            ops.convert_to_tensor(x.astype("float32"))
+            for x in (sums, counts, np.array([[[8.0], [0.0]]]), np.array([[4.0, 0.0]]))
+        ),
+        decay=0.75,
+    )
+    # 0.75 · 2 + 0.25 · 8 and 0.75 · 1 + 0.25 · 4; the other would vanish, and stays.
+    np.testing.assert_allclose(to_numpy(sums), [[[3.5], [3.0]]])
+    np.testing.assert_allclose(to_numpy(counts), [[1.75, 0.01]])
+    np.testing.assert_allclose(to_numpy(codebooks.codes_of(sums, counts))[0, 0], 2.0)
+
+
+WRONG = [
+    (dict(window=0), "window=0"),
+    (dict(block_length=-1), "block_length=-1"),
+    (dict(reduction="sum"), "reduction='sum'"),
+    (dict(implementation="fast"), "implementation='fast'"),
+    (dict(quantize_window=True), "window=None"),
+    (dict(cache=False), "window=None"),
+    (dict(window=2, quantize_window=True, sigma=np.ones(2)), "`sigma`"),
+    (dict(state={}), "causal=False"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=str)
+def test_what_cannot_be_honoured_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        vq_attention(*draw()[:4], **options)
+
+
+def test_shapes_that_do_not_agree_are_refused():
+    query, key, value, codes, _ = draw()
+    with pytest.raises(ValueError, match=r"codebook\.shape=\(6, 4\)"):
+        vq_attention(query, key, value, codes[0])
+    with pytest.raises(ValueError, match=r"value\.shape=\(2, 22, 2, 3\)"):
+        vq_attention(query, key, value[:, 1:], codes)
