@@ -6,6 +6,7 @@ from keras_efficient_attn import layers as layers
 from keras_efficient_attn import ops as ops
 from keras_efficient_attn.layers import (
     EfficientAttention,
+    FourierAttention,
     LocalAttention,
     PerformerAttention,
     SoftmaxAttention,
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EfficientAttention",
     "LocalAttention",
+    "FourierAttention",
     "PerformerAttention",
     "SoftmaxAttention",
     "SparseAttention",

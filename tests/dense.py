@@ -232,6 +232,31 @@ def vq_similarity(
     return np.where(abs(distance) < window, exact, similarity * cache)
 
 
+def fourier_heads(
+    layer, query, key, value, query_mask=None, key_mask=None, causal=False
+):
+    """FourierAttention's heads, from the formula of its kernel."""
+    weights = {
+        variable.name: np.asarray(array, "float64")
+        for variable, array in zip(layer.weights, layer.get_weights(), strict=True)
+    }
+    radius = np.exp(weights["log_radius"])
+    if layer.linear:
+        omega = weights["frequencies"]
+        angle = (radius * query) @ omega.T, (radius * key) @ omega.T
+        similarity = np.cos(angle[0][:, :, None] - angle[1][:, None]).mean(-1) ** 2
+        similarity = np.moveaxis(similarity, -1, 1)
+    else:
+        similarity = fourier_kernel(query, key, radius, layer.power)
+    return weigh(similarity, value, key_mask, causal)
+
+
+def fourier_kernel(query, key, radius, power):
+    """`Π_d (sin z_d / z_d)^power`, `(batch, heads, T, S)`. NumPy's sinc has a π."""
+    z = radius * (query[:, :, None] - key[:, None])
+    return np.moveaxis(np.prod(np.sinc(z / np.pi) ** power, axis=-1), -1, 1)
+
+
 def dots(query, key):
     return np.einsum("bthd,bshd->bhts", query, key)
 

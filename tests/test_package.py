@@ -12,10 +12,12 @@ from keras_efficient_attn import layers
 
 BACKENDS = {"tensorflow", "jax", "torch"}
 LAYERS = [
+    "FourierAttention",
     "LocalAttention",
     "PerformerAttention",
     "SoftmaxAttention",
     "SparseAttention",
+    "VQAttention",
 ]
 
 

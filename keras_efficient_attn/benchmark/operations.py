@@ -14,6 +14,8 @@ that the definition needs, for self-attention over `length` positions:
   the key's code, weighing and reading the codes), with soft codes `8 · c · width` (a
   value is added to all of them), and `4 · width` per pair in the window, half as much
   again for relative positions.
+- Fourier attention: `6 · width` per pair: difference, sine, quotient and product a
+  dimension of the key, and a value. Its linear form counts as linear attention.
 
 Not counted is what an implementation adds: products inside chunks, padding,
 recomputation. A backward pass counts twice the forward pass.
@@ -23,6 +25,7 @@ import keras
 import numpy as np
 
 from keras_efficient_attn.layers import (
+    FourierAttention,
     LocalAttention,
     PerformerAttention,
     SoftmaxAttention,
@@ -82,10 +85,13 @@ def _core(layer, length, causal):
     per_pair = 2 * heads * (key_dim + value_dim)
     if type(layer) in (keras.layers.MultiHeadAttention, SoftmaxAttention):
         return per_pair * _pairs(length, length, causal)
-    if isinstance(layer, PerformerAttention):
+    if isinstance(layer, FourierAttention) and not layer.linear:
+        per_pair = 2 * heads * (2 * key_dim + value_dim)
+        return per_pair * _pairs(length, length, causal)
+    if isinstance(layer, FourierAttention | PerformerAttention):
         features = 4 * heads * key_dim * _projection_rows(layer)
         sums = 4 * heads * value_dim * layer.feature_dim
-        window = 0 if layer.window is None else min(layer.window, length)
+        window = min(getattr(layer, "window", None) or 0, length)
         return (features + sums) * length + per_pair * _pairs(window, length, causal)
     if isinstance(layer, SparseAttention):
         pattern = layer.pattern_arguments
@@ -179,6 +185,6 @@ def _pairs(window, length, causal):
 
 def _projection_rows(layer):
     for weight in layer.non_trainable_weights:
-        if weight.name == "projection":
+        if weight.name in ("projection", "frequencies"):
             return weight.shape[0]
     return 0

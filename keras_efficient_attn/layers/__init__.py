@@ -2,6 +2,7 @@
 
 from keras_efficient_attn.layers.by_name import attention_names, get_attention
 from keras_efficient_attn.layers.efficient_attention import EfficientAttention
+from keras_efficient_attn.layers.fourier_attention import FourierAttention
 from keras_efficient_attn.layers.local_attention import LocalAttention
 from keras_efficient_attn.layers.performer_attention import PerformerAttention
 from keras_efficient_attn.layers.softmax_attention import SoftmaxAttention
@@ -11,6 +12,7 @@ from keras_efficient_attn.layers.vq_attention import VQAttention
 __all__ = [
     "EfficientAttention",
     "LocalAttention",
+    "FourierAttention",
     "PerformerAttention",
     "SoftmaxAttention",
     "SparseAttention",

@@ -6,6 +6,7 @@ import re
 
 import keras
 
+from keras_efficient_attn.layers.fourier_attention import FourierAttention
 from keras_efficient_attn.layers.local_attention import LocalAttention
 from keras_efficient_attn.layers.performer_attention import PerformerAttention
 from keras_efficient_attn.layers.sparse_attention import SparseAttention
@@ -13,6 +14,7 @@ from keras_efficient_attn.layers.vq_attention import VQAttention
 
 # Every efficient layer of the package, and Keras' own.
 ATTENTION_LAYERS = {
+    "fourier": FourierAttention,
     "performer": PerformerAttention,
     "softmax": keras.layers.MultiHeadAttention,
     "sparse": SparseAttention,

@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.key_value_cache import empty_cache, extend_cache
 from keras_efficient_attn.ops.rotary import rotary_embedding
 
 
@@ -41,6 +42,9 @@ class SoftmaxAttention(keras.layers.MultiHeadAttention):
     >>> y, state = layer(x, x, use_causal_mask=True, state=state)
     """
 
+    # Whether `initial_state` takes the number of positions to hold.
+    caches_keys = True
+
     def __init__(self, *args, rotary_wavelength=None, **kwargs):
         # autocast=False: the projections cast their inputs; a state stays as it is.
         super().__init__(*args, autocast=False, **kwargs)
@@ -69,12 +73,11 @@ class SoftmaxAttention(keras.layers.MultiHeadAttention):
             Dict of `key` and `value`, `(batch, max_length, heads, key_dim)` and
             `value_dim`, and `position`, the number of positions read, `(batch,)`.
         """
-        shape = (batch_size, max_length, self._num_heads)
-        return {
-            "key": ops.zeros((*shape, self._key_dim), self.compute_dtype),
-            "value": ops.zeros((*shape, self._value_dim), self.compute_dtype),
-            "position": ops.zeros((batch_size,), "int32"),
+        tails = {
+            "key": (self._num_heads, self._key_dim),
+            "value": (self._num_heads, self._value_dim),
         }
+        return empty_cache(batch_size, max_length, tails, self.compute_dtype)
 
     def call(
         self,
@@ -137,17 +140,14 @@ class SoftmaxAttention(keras.layers.MultiHeadAttention):
 
     def _extend(self, query, key, value, state):
         """All keys and values so far, which of them queries see, and the state."""
-        start = state["position"][0]
+        state, start = extend_cache(state, {"key": key, "value": value})
         length, capacity = ops.shape(query)[1], ops.shape(state["key"])[1]
-        key = ops.slice_update(state["key"], (0, start, 0, 0), key)
-        value = ops.slice_update(state["value"], (0, start, 0, 0), value)
         steps = ops.arange(length, dtype="int32")[:, None] + start
         distance = steps - ops.arange(capacity, dtype="int32")
         mask = distance >= 0
         if self._sliding_window is not None:
             mask = ops.logical_and(mask, distance < self._sliding_window)
-        position = state["position"] + length
-        return key, value, mask[None], dict(key=key, value=value, position=position)
+        return state["key"], state["value"], mask[None], state
 
     def _rotate(self, x, position):
         if self.rotary_wavelength is None:

@@ -82,6 +82,9 @@ class SparseAttention(PatternAttention):
         - [Child et al., 2019](https://arxiv.org/abs/1904.10509)
     """
 
+    # Whether `initial_state` takes the number of positions to hold.
+    caches_keys = True
+
     def __init__(
         self,
         *args,

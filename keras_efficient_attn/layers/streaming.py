@@ -1,7 +1,5 @@
 """What models and measurements ask of a layer that streams, softmax included."""
 
-import inspect
-
 import keras
 
 from keras_efficient_attn.layers.softmax_attention import SoftmaxAttention
@@ -32,6 +30,6 @@ def initial_attention_state(layer, batch_size, max_length):
         raise ValueError(
             f"{type(layer).__name__} does not stream, and cannot generate."
         )
-    if "max_length" in inspect.signature(layer.initial_state).parameters:
+    if getattr(layer, "caches_keys", False):
         return layer.initial_state(batch_size, max_length)
     return layer.initial_state(batch_size)

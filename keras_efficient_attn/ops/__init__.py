@@ -1,6 +1,7 @@
 """Pure functions on tensors: the algorithms of the layers, without weights."""
 
 from keras_efficient_attn.ops import feature_maps as feature_maps
+from keras_efficient_attn.ops import fourier as fourier
 from keras_efficient_attn.ops import random_features as random_features
 from keras_efficient_attn.ops.linear_attention import (
     linear_attention,
@@ -20,6 +21,7 @@ from keras_efficient_attn.ops.vq_attention import vq_attention, vq_attention_sta
 
 __all__ = [
     "feature_maps",
+    "fourier",
     "linear_attention",
     "linear_attention_state",
     "local_attention",

@@ -50,6 +50,18 @@ def test_random_features_count_their_projection(name, rows):
 
 
 @pytest.mark.parametrize("causal", [False, True])
+def test_fourier_attention_counts_pairs_or_features(causal):
+    seen = pairs(lambda t, s: s <= t or not causal)
+    # A pair: four operations a dimension of the key, and a product with the value.
+    expected = BATCH * (LENGTH * PROJECTIONS + seen * (4 + 2) * WIDTH)
+    assert layer_operations(build("fourier"), BATCH, LENGTH, causal) == expected
+    linear = build("fourier:linear=True,num_frequencies=6")
+    features = 2 * 2 * HEAD_DIM * 6 + 2 * 2 * (6 * 13) * HEAD_DIM
+    expected = BATCH * LENGTH * (PROJECTIONS + HEADS * features)
+    assert layer_operations(linear, BATCH, LENGTH, causal) == expected
+
+
+@pytest.mark.parametrize("causal", [False, True])
 def test_a_window_counts_its_pairs(causal):
     options = "performer:feature_map=favor+,num_features=32"
     without, with_window = build(options), build(f"{options},window=4")

@@ -8,11 +8,13 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn import (
+    FourierAttention,
     LocalAttention,
     PerformerAttention,
     SparseAttention,
     VQAttention,
 )
+from keras_efficient_attn.layers.streaming import initial_attention_state
 from tests import dense
 
 BATCH, LENGTH, DIM, HEADS, KEY_DIM = 2, 37, 12, 2, 8
@@ -37,7 +39,8 @@ class Case:
         cross: Whether queries and keys may differ in length.
         variant: Whether another case stands for the layer in tests that are marked
             `once_a_layer`: what they look at does not depend on options.
-        long: Options in the place of `options` for 4,096 positions.
+        long: Options in the place of `options` for a long sequence.
+        long_length: Positions of that; fewer where time grows with the square.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Case:
     cross: bool = True
     variant: bool = False
     long: dict = dataclasses.field(default_factory=lambda: {"chunk_size": 64})
+    long_length: int = 4096
 
     @property
     def sums(self):
@@ -72,6 +76,9 @@ class Case:
             if "bias" in weight.name:
                 weight.assign(random.normal(size=weight.shape) * 0.2)
         return layer
+
+    def initial_state(self, layer, batch=BATCH):
+        return initial_attention_state(layer, batch, LENGTH)
 
     def expected(self, layer, *args, **kwargs):
         return dense.layer_output(layer, self.heads, *args, **kwargs)
@@ -137,6 +144,13 @@ CASES = [
         assignment="soft",
         sigma=0.7,
         learn_sigma=True,
+    ),
+    Case(
+        "fourier",
+        FourierAttention,
+        {"radius_per": "dimension", "chunk_size": 2},
+        dense.fourier_heads,
+        long_length=256,
     ),
 ]
 

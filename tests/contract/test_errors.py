@@ -43,7 +43,12 @@ def test_a_mask_of_another_length(case):
 def test_a_state_of_another_batch_size(causal_case):
     layer, x = causal_case.make(), inputs()
     with pytest.raises(ValueError, match="batch size"):
-        layer(x, x, use_causal_mask=True, state=layer.initial_state(BATCH + 1))
+        layer(
+            x,
+            x,
+            use_causal_mask=True,
+            state=causal_case.initial_state(layer, BATCH + 1),
+        )
 
 
 def test_symbolic_calls_are_checked_too(case):
@@ -56,7 +61,7 @@ def test_symbolic_calls_are_checked_too(case):
 def test_state_without_causality(causal_case):
     layer, x = causal_case.make(), inputs()
     with pytest.raises(ValueError, match="use_causal_mask=False"):
-        layer(x, x, state=layer.initial_state(BATCH))
+        layer(x, x, state=causal_case.initial_state(layer))
 
 
 def test_state_with_scores(causal_case):
@@ -67,7 +72,7 @@ def test_state_with_scores(causal_case):
             x,
             use_causal_mask=True,
             return_attention_scores=True,
-            state=layer.initial_state(BATCH),
+            state=causal_case.initial_state(layer),
         )
 
 
@@ -84,7 +89,7 @@ def test_state_with_lengths_that_differ(causal_case):
             inputs(length=3),
             inputs(length=4),
             use_causal_mask=True,
-            state=layer.initial_state(BATCH),
+            state=causal_case.initial_state(layer),
         )
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from keras import ops
 
+from keras_efficient_attn.layers.streaming import initial_attention_state
 from tests.autodiff import gradients, to_numpy
 from tests.contract.cases import BATCH, LENGTH, inputs
 
@@ -11,7 +12,7 @@ SEGMENTS = {"segments": (1, 20, 3, 13), "tokens": (1,) * LENGTH}
 
 
 def stream(layer, x, lengths, **kwargs):
-    state, outputs, start = layer.initial_state(len(x)), [], 0
+    state, outputs, start = initial_attention_state(layer, len(x), LENGTH), [], 0
     for length in lengths:
         piece = slice(start, start + length)
         masks = {name: mask[:, piece] for name, mask in kwargs.items()}
@@ -58,7 +59,7 @@ def test_gradients_flow_through_the_state(causal_case):
 @pytest.mark.once_a_layer
 def test_the_state_keeps_its_shape_and_width(causal_case):
     layer, x = causal_case.built(dtype="mixed_bfloat16"), inputs()
-    before = layer.initial_state(BATCH)
+    before = causal_case.initial_state(layer)
     _, after = stream(layer, x, (20, 17))
     assert set(after) == set(before)
     for name, tensor in after.items():

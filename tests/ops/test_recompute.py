@@ -118,6 +118,24 @@ def test_a_gradient_by_hand_is_the_one_that_runs(backend):
     np.testing.assert_allclose(double[1], 2 * single[1], rtol=1e-6)
 
 
+def test_a_gradient_by_hand_without_a_carry():
+    def squares(carry, x, consts):
+        return carry, (x[0] * x[0] * consts[0],)
+
+    def by_hand(carry, x, consts, y, carry_gradient, y_gradient):
+        (of_y,) = y_gradient
+        of_const = ops.sum(of_y * x[0] * x[0], axis=0)
+        return (), (2 * of_y * x[0] * consts[0],), (of_const,)
+
+    def loss(x, const):
+        return ops.sum(recompute_scan(squares, (), (x,), (const,), by_hand)[1][0])
+
+    _, x, _, scale = arrays()
+    of_x, of_const = gradients(loss, x, scale[0])
+    np.testing.assert_allclose(of_x, 2 * x * scale[0], rtol=1e-5)
+    np.testing.assert_allclose(of_const, (x**2).sum((0, 1)), rtol=1e-5)
+
+
 @pytest.mark.parametrize("gradient", [None, step_gradient])
 def test_an_unused_output_costs_no_gradient(gradient):
     values = arrays()

@@ -96,7 +96,9 @@ class _Scan(torch.autograd.Function):
         xs, consts, ys = (tuple(next(saved) for _ in range(n)) for n in ctx.sizes)
         carry_size = len(upstream) - len(ys)
         of_carry, of_ys = upstream[:carry_size], upstream[carry_size:]
-        carries = list(zip(*[saved] * carry_size, strict=True))
+        carries = [
+            tuple(next(saved) for _ in range(carry_size)) for _ in range(len(xs[0]))
+        ]
         of_consts = tuple(torch.zeros_like(tensor) for tensor in consts)
         of_xs = []
         for i in reversed(range(len(carries))):

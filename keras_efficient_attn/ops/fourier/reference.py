@@ -1,0 +1,35 @@
+"""The definition of Fourier attention: quadratic, and nothing else."""
+
+from keras import ops
+
+from keras_efficient_attn.ops.fourier.kernel import sine
+from keras_efficient_attn.ops.partial_attention import LOG_ZERO, divided
+
+
+def fourier_attention(
+    query, key, value, radius, power=4, key_mask=None, causal=False, first_position=0
+):
+    """Weights `w[t, s] = Π_d (sin z_d / z_d)^power`, `z = R ∘ (q[t] − k[s])`.
+
+    Arguments and shapes are those of `ops.fourier_attention`. All pairs of queries and
+    keys with all their dimensions are formed, in the dtype of the input.
+    """
+    z = radius * (query[:, :, None] - key[:, None])
+    zero = z == 0.0
+    z = ops.where(zero, 1.0, z)
+    ratio = ops.abs(ops.where(zero, 1.0, sine(z) / z))
+    seen = ratio > 0.0
+    logs = ops.where(seen, ops.log(ops.where(seen, ratio, 1.0)), LOG_ZERO)
+    logs = power * ops.transpose(ops.sum(logs, axis=-1), (0, 3, 1, 2))
+    if key_mask is not None:
+        kept = ops.cast(key_mask, "bool")
+        logs = ops.where(kept[:, None, None, :], logs, LOG_ZERO)
+        value = ops.where(kept[..., None, None], value, ops.zeros_like(value))
+    if causal:
+        rows = ops.arange(ops.shape(query)[1])[:, None] + first_position
+        columns = ops.arange(ops.shape(key)[1])[None, :]
+        logs = ops.where(rows >= columns, logs, LOG_ZERO)
+    largest = ops.stop_gradient(ops.max(logs, axis=-1, keepdims=True))
+    weights = ops.where(logs > LOG_ZERO, ops.exp(logs - largest), 0.0)
+    values = ops.einsum("bhts,bshv->bthv", weights, value)
+    return divided(values, ops.transpose(ops.sum(weights, axis=-1), (0, 2, 1)))

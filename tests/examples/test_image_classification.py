@@ -1,0 +1,80 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import image_classification  # noqa: E402
+from image_classes import data  # noqa: E402
+
+TINY = "--layers 1 --dim 8 --heads 2 --batch 32 --epochs 4 --seeds 1 --verbose 0 "
+TINY = (TINY + "--learning-rate 0.02 --patch 4 --dropout 0").split()
+
+
+def test_digits_are_split_once_and_for_all():
+    images = data.digits()
+    assert [len(part[1]) for part in (images.train, images.test)] == [1348, 449]
+    for pixels, labels in (images.train, images.test):
+        assert pixels.shape[1:] == (8, 8, 1)
+        assert (pixels.min(), pixels.max()) == (0, 1)
+        assert set(labels) == set(range(10))
+    # No image stands on both sides.
+    every = np.concatenate([images.train[0], images.test[0]])
+    assert len(np.unique(every.reshape(len(every), -1), axis=0)) == len(every)
+
+
+def test_labels_and_channels_of_downloads_are_flattened():
+    images, labels = data.scaled(np.full((2, 3, 3, 3), 255), [[1], [0]], 255)
+    assert images.shape == (2, 3, 3, 3) and images.max() == 1
+    assert labels.tolist() == [1, 0]
+
+
+def test_distance_between_heads():
+    from image_classes.training import head_distances
+
+    maps = np.zeros((2, 3, 2, 2))
+    maps[0, 0, 0, 0], maps[0, 1, 0, 1], maps[1, 2] = 3.0, 4.0, 1.0
+    # Pairs of the first image: 5, 3, 4; of the second: 0, 2, 2.
+    mean, variance = head_distances(maps)
+    assert np.isclose(mean, 16 / 6)
+    assert np.isclose(variance, (25 + 9 + 16 + 4 + 4) / 6 - mean**2)
+
+
+def test_it_learns_and_compares(tmp_path, capsys):
+    assert image_classification.main([*TINY, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines()]
+    accuracy = {row[0]: float(row[1][:-1]) for row in rows if "%" in " ".join(row[1:2])}
+    assert set(accuracy) == {"fourier", "softmax"}
+    assert min(accuracy.values()) > 50
+    assert "chance 10.0%" in printed
+    assert (tmp_path / "attention.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--attention", "nothing"], "nothing"),
+        (["--patch", "3"], "--patch 3"),
+        (["--dim", "9"], "--dim 9 --heads 4"),
+        (["--epochs", "0"], "positive integer; received '0'"),
+    ],
+)
+def test_errors_are_one_line(tmp_path, capsys, arguments, message):
+    assert image_classification.main(["--out", str(tmp_path), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_help_needs_no_backend():
+    script = EXAMPLES / "image_classification.py"
+    done = subprocess.run(
+        [sys.executable, script, "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert "--dataset" in done.stdout

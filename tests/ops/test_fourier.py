@@ -1,0 +1,383 @@
+"""Fourier attention against its definition, the estimators against theorems."""
+
+import math
+
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn.ops import fourier
+from tests import dense
+from tests.autodiff import gradients, to_numpy
+
+LENGTH, KEYS, DIM = 11, 9, 5
+
+
+def draw(scale=1.0, dim=DIM, seed=0):
+    random = np.random.default_rng(seed)
+    query = random.normal(size=(2, LENGTH, 2, dim)) * scale
+    key = random.normal(size=(2, KEYS, 2, dim)) * scale
+    value = random.normal(size=(2, KEYS, 2, 3))
+    mask = random.random((2, KEYS)) > 0.3
+    return *(x.astype("float32") for x in (query, key, value)), mask
+
+
+def definition(query, key, value, radius, power, mask=None, causal=False):
+    """Dense float64, in log space, each row relative to its largest weight."""
+    z = radius * (query[:, :, None].astype("float64") - key[:, None])
+    logs = power * np.log(abs(np.sinc(z / np.pi))).sum(-1)
+    logs = np.moveaxis(logs, -1, 1)
+    allowed = np.ones(logs.shape, bool)
+    if causal:
+        allowed &= np.tril(np.ones(logs.shape[-2:], bool))
+    if mask is not None:
+        allowed &= mask[:, None, None]
+    logs = np.where(allowed, logs, -np.inf)
+    largest = logs.max(-1, keepdims=True)
+    weights = np.exp(logs - np.where(np.isfinite(largest), largest, 0))
+    return dense.weigh(weights, value)[0]
+
+
+@pytest.mark.parametrize("power", fourier.POWERS)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_both_implementations_equal_the_definition(power, causal):
+    query, key, value, drawn = draw()
+    radius = np.array([[0.4], [0.9]], "float32")
+    for mask in (None, drawn):
+        expected = definition(query, key, value, radius, power, mask, causal)
+        for implementation in ("tiled", "reference"):
+            output = fourier.fourier_attention(
+                query,
+                key,
+                value,
+                radius,
+                power=power,
+                key_mask=mask,
+                causal=causal,
+                chunk_size=1,
+                implementation=implementation,
+            )
+            np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("scale", "radius", "dim"), [(1.0, 2.0, 64), (3.0, 2.0, 16)], ids=str
+)
+def test_rows_whose_weights_are_zero_in_float32(scale, radius, dim):
+    query, key, value, mask = draw(scale, dim)
+    z = np.float32(radius) * (query[:, :, None] - key[:, None])
+    naive = np.prod(np.sinc(z / np.float32(np.pi)) ** 4, axis=-1)
+    assert np.all(np.median(naive, axis=2) == 0)
+    output = fourier.fourier_attention(query, key, value, radius, key_mask=mask)
+    expected = definition(query, key, value, radius, 4, mask)
+    np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("power", "scale", "radius", "causal"),
+    [
+        (2, 1.0, np.full((2, DIM), 0.5), True),
+        (4, 8.0, np.full((2, 1), 1.3), False),
+    ],
+    ids=["wide", "narrow"],
+)
+def test_gradients_are_the_slopes_of_the_definition(power, scale, radius, causal):
+    """All four arguments; the narrow kernel is one that float32 cannot hold."""
+    *arrays, mask = draw(scale)
+    arrays.append(radius * np.linspace(0.9, 1.1, radius.size).reshape(radius.shape))
+    arrays = [x.astype("float32") for x in arrays]
+    weight = np.random.default_rng(1).normal(size=(2, LENGTH, 2, 3))
+    random = np.random.default_rng(2)
+
+    def loss(*tensors):
+        output = fourier.fourier_attention(
+            *tensors, power=power, key_mask=mask, causal=causal, chunk_size=1
+        )
+        return ops.sum(ops.multiply(output, weight.astype("float32")))
+
+    received = gradients(loss, *arrays)
+    wide = [x.astype("float64") for x in arrays]
+    for i, gradient in enumerate(received):
+        direction = random.normal(size=gradient.shape)
+
+        def moved(step, i=i, direction=direction):
+            there = (*wide[:i], wide[i] + step * direction, *wide[i + 1 :])
+            return (definition(*there, power, mask, causal) * weight).sum()
+
+        slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
+        size = np.linalg.norm(gradient) * np.linalg.norm(direction)
+        assert abs((gradient * direction).sum() - slope) < 1e-4 * size
+        assert size > 0
+
+
+def test_multiples_of_pi_have_no_weight_and_no_slope():
+    """Query 0 against keys at nπ, in one dimension: the first and the last count."""
+    power = 2
+    places = np.array([0.0, 1, 2, -3, 100, 0.5]) * np.pi
+    key = places.astype("float32")[None, :, None, None]
+    query = np.zeros((1, 1, 1, 1), "float32")
+    value = np.arange(1.0, 7.0, dtype="float32")[None, :, None, None]
+    half = np.float64(2 / np.pi) ** power
+    expected = (1 + 6 * half) / (1 + half)
+    output = fourier.fourier_attention(query, key, value, 1.0, power=power)
+    np.testing.assert_allclose(to_numpy(output).item(), expected, rtol=1e-6)
+
+    def loss(query, key):
+        return ops.sum(fourier.fourier_attention(query, key, value, 1.0, power=power))
+
+    of_query, of_key = gradients(loss, query, key)
+    # d sinc^p / dz = p sinc^p (cot z − 1/z), of key 5, where cot is 0.
+    slope = -power * half / (np.pi / 2) * (6 - expected) / (1 + half)
+    np.testing.assert_allclose(of_key.ravel(), [0] * 5 + [slope], atol=2e-6)
+    np.testing.assert_allclose(of_query.item(), -slope, atol=2e-6)
+
+
+def test_weights_that_are_all_near_zero_have_finite_gradients():
+    key = (np.arange(1, 9) * np.pi).astype("float32")[None, :, None, None]
+    query = np.zeros((1, 1, 1, 1), "float32")
+
+    def loss(query, key, radius):
+        return ops.sum(fourier.fourier_attention(query, key, key, radius))
+
+    for gradient in gradients(loss, query, key, np.float32(1.0)):
+        assert np.all(np.isfinite(gradient))
+
+
+def test_a_radius_near_zero_is_uniform_attention():
+    query, key, value, mask = draw()
+    output = fourier.fourier_attention(query, key, value, 1e-4, key_mask=mask)
+    mean = np.stack([v[m].mean(0) for v, m in zip(value, mask, strict=True)])
+    expected = np.broadcast_to(mean[:, None], output.shape)
+    np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_kernel_is_even_and_knows_differences_only():
+    query, key, value, _ = draw()
+    radius = np.float32(0.7)
+    output = to_numpy(fourier.fourier_attention(query, key, value, radius))
+    for other in (
+        (-query, -key, value, radius),
+        (query, key, value, -radius),
+        (query + 2, key + 2, value, radius),
+        (query[..., ::-1], key[..., ::-1], value, radius),
+    ):
+        same = to_numpy(fourier.fourier_attention(*other))
+        np.testing.assert_allclose(same, output, rtol=1e-4, atol=1e-5)
+
+
+def test_first_position_is_where_the_queries_stand():
+    query, key, value, _ = draw()
+    whole = fourier.fourier_attention(query[:, :KEYS], key, value, 0.5, causal=True)
+    part = fourier.fourier_attention(
+        query[:, 4:KEYS], key, value, 0.5, causal=True, first_position=4
+    )
+    np.testing.assert_allclose(
+        to_numpy(part), to_numpy(whole)[:, 4:], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_pairs_are_not_stored_on_torch(backend):
+    if backend != "torch":
+        pytest.skip("counts what PyTorch's autograd saves")
+    import torch
+
+    length = 128
+    x = torch.randn((1, length, 1, 4), requires_grad=True)
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = fourier.fourier_attention(x, x, x, 0.5)
+    assert sum(saved) < length**2
+    output.sum().backward()
+    assert torch.all(torch.isfinite(x.grad)) and torch.any(x.grad != 0)
+
+
+def test_memory_of_the_compiled_program_grows_with_the_length_alone(backend):
+    if backend != "jax":
+        pytest.skip("reads the size of XLA's temporaries")
+    import jax
+
+    dim = 8
+
+    def temporaries(length):
+        def loss(x):
+            return ops.sum(fourier.fourier_attention(x, x, x, 0.5, chunk_size=1))
+
+        shape = jax.ShapeDtypeStruct((1, length, 1, dim), "float32")
+        compiled = jax.jit(jax.grad(loss)).lower(shape).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    # Long enough for a tile to be as short as it gets.
+    short, long = temporaries(2**16), temporaries(2**17)
+    assert long < 2.5 * short < 2.5 * 2**16 * dim * 4 * 100
+
+
+@pytest.mark.parametrize(
+    ("power", "fraction"), [(2, 1), (4, 2 / 3), (6, 11 / 20), (8, 151 / 315)]
+)
+def test_kernel_integral(power, fraction):
+    assert math.isclose(fourier.kernel_integral(power), fraction * math.pi)
+    z, step = np.linspace(-2000, 2000, 2_000_001, retstep=True)
+    total = (np.sinc(z / np.pi) ** power).sum() * step
+    assert math.isclose(total, fraction * math.pi, rel_tol=2e-3)
+
+
+def test_density_integrates_to_one_and_converges():
+    random = np.random.default_rng(0)
+    samples = random.normal(size=(1000, 1)).astype("float32")
+    points, step = np.linspace(-15, 15, 501, retstep=True)
+    density = to_numpy(
+        fourier.fourier_density(points[:, None].astype("float32"), samples, 4.0)
+    )
+    assert density.min() >= 0
+    assert math.isclose(density.sum() * step, 1.0, rel_tol=1e-3)
+    normal = np.exp(-(points**2) / 2) / math.sqrt(2 * math.pi)
+    # Its mean is the density's convolution with the kernel.
+    kernel = 4.0 / fourier.kernel_integral(4) * np.sinc(4 * points / np.pi) ** 4
+    mean = np.convolve(normal, kernel, "same") * step
+    deviation = np.sqrt(np.convolve(normal, kernel**2, "same") * step / len(samples))
+    assert np.abs(density - mean).max() < 5 * deviation.max()
+    # Two dimensions, a radius each: the formula, written out.
+    samples = random.normal(size=(6, 2)).astype("float32")
+    radius = np.array([0.5, 2.0], "float32")
+    z = radius * (samples[:3, None] - samples)
+    factors = radius / fourier.kernel_integral(6) * np.sinc(z / np.pi) ** 6
+    np.testing.assert_allclose(
+        to_numpy(fourier.fourier_density(samples[:3], samples, radius, power=6)),
+        factors.prod(-1).mean(-1),
+        rtol=1e-4,
+    )
+
+
+def test_regression_finds_a_function():
+    random = np.random.default_rng(0)
+    samples = random.uniform(-2, 2, size=(4000, 2)).astype("float32")
+    noise = 0.1 * random.normal(size=4000)
+    targets = np.stack([np.sin(samples[:, 0]) * samples[:, 1] + noise], -1)
+    points = random.uniform(-1, 1, size=(50, 2)).astype("float32")
+    received = to_numpy(
+        fourier.fourier_regression(points, samples, targets.astype("float32"), 8.0)
+    )
+    expected = np.sin(points[:, 0]) * points[:, 1]
+    assert np.abs(received[:, 0] - expected).max() < 0.1
+    dense_expected = definition(
+        *(x[None, :, None] for x in (points, samples, targets)), 8.0, 4
+    )
+    np.testing.assert_allclose(received, dense_expected[0, :, 0], rtol=1e-3, atol=1e-4)
+
+
+# The linear form.
+
+
+def estimates(difference, frequencies):
+    """`1/M Σ cos(ω_i·x)`, for `(pairs, dim)` and `(draws, M, dim)`."""
+    return np.cos(np.einsum("pd,nmd->pnm", difference, frequencies)).mean(-1)
+
+
+@pytest.mark.parametrize("power", fourier.POWERS)
+def test_features_are_a_square_that_estimates_the_kernel(power):
+    random = np.random.default_rng(0)
+    x, y = (random.normal(size=(7, 3)).astype("float32") for _ in range(2))
+    draws, rows = 4000, 2
+    frequencies = to_numpy(
+        fourier.kernel_frequencies(draws * rows, 3, power, orthogonal=False, seed=1)
+    )
+    # The mean of the cosine is the root of the kernel, and its variance known.
+    difference = 0.8 * (x - y)
+    cosines = estimates(difference, frequencies.reshape(draws * rows, 1, 3))
+    root = np.sinc(difference / np.pi).prod(-1) ** (power // 2)
+    twice = np.sinc(2 * difference / np.pi).prod(-1) ** (power // 2)
+    variance = (1 + twice) / 2 - root**2
+    deviation = np.sqrt(variance / (draws * rows))
+    assert np.all(np.abs(cosines.mean(1) - root) < 4.5 * deviation)
+    np.testing.assert_allclose(cosines.var(1), variance, rtol=0.1, atol=1e-3)
+    # Rows by rows they are squared; the square is off by the variance.
+    estimate = estimates(difference, frequencies.reshape(draws, rows, 3))
+    spread = (estimate**2).std(1) / math.sqrt(draws)
+    bias = (estimate**2).mean(1) - root**2
+    assert np.all(np.abs(bias - variance / rows) < 4.5 * spread)
+    first = ops.convert_to_tensor(frequencies[:rows])
+    features = [
+        to_numpy(fourier.squared_features(ops.convert_to_tensor(0.8 * t), first)[0])
+        for t in (x, y)
+    ]
+    assert features[0].shape == (7, fourier.squared_features_size(rows))
+    np.testing.assert_allclose(
+        (features[0] * features[1]).sum(-1), estimate[:, 0] ** 2, rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("dim", "radius", "power"), [(4, 0.4, 4), (16, 0.2, 2)])
+def test_the_error_of_the_linear_form_is_the_predicted_one(dim, radius, power):
+    random = np.random.default_rng(0)
+    difference = radius * math.sqrt(2) * random.normal(size=(300, dim))
+    kernel = np.sinc(difference / np.pi).prod(-1) ** power
+    for rows in (64, 256):
+        frequencies = fourier.kernel_frequencies(
+            40 * rows, dim, power, orthogonal=False, seed=2
+        )
+        frequencies = to_numpy(frequencies).reshape(40, rows, dim)
+        error = estimates(difference, frequencies) ** 2 - kernel[:, None]
+        relative = math.sqrt((error**2).mean() / (kernel**2).mean())
+        predicted = fourier.linear_error(radius, dim, rows, power)
+        assert 0.6 * predicted < relative < 1.1 * predicted
+
+
+def test_orthogonal_frequencies_have_exact_second_moments_and_less_error():
+    dim, power, radius = 8, 4, 0.3
+    frequencies = to_numpy(fourier.kernel_frequencies(24, dim, power, seed=3))
+    moments = frequencies.T @ frequencies / 24
+    np.testing.assert_allclose(moments, power / 6 * np.eye(dim), atol=1e-5)
+    random = np.random.default_rng(0)
+    difference = radius * math.sqrt(2) * random.normal(size=(2000, dim))
+    kernel = np.sinc(difference / np.pi).prod(-1) ** power
+    errors = []
+    for orthogonal in (True, False):
+        frequencies = fourier.kernel_frequencies(24, dim, power, orthogonal, seed=4)
+        estimate = estimates(difference, to_numpy(frequencies)[None])[:, 0] ** 2
+        errors.append(math.sqrt(((estimate - kernel) ** 2).mean()))
+    assert errors[0] < 0.5 * errors[1]
+
+
+def test_the_predicted_error_falls_with_the_root_of_the_frequencies():
+    one, four = (fourier.linear_error(0.2, 16, m) for m in (10, 40))
+    assert math.isclose(one, 2 * four)
+    assert fourier.linear_error(2.0, 16, 16) > 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"query": np.zeros((2, 3, 5))}, ValueError, r"`query` must have the shape"),
+        ({"key": np.zeros((2, KEYS, 2, 4))}, ValueError, "heads and head_dim"),
+        ({"value": np.zeros((2, 4, 2, 3))}, ValueError, "batch, length and heads"),
+        ({"key_mask": np.ones((2, 4))}, ValueError, r"key_mask\.shape=\(2, 4\)"),
+        ({"value": np.zeros((2, KEYS, 2, 3), "int32")}, TypeError, "int32"),
+        ({"power": 3}, ValueError, "power=3"),
+        ({"chunk_size": 0}, ValueError, "chunk_size=0"),
+        ({"implementation": "fast"}, ValueError, "implementation='fast'"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+)
+def test_errors(changes, error, message):
+    query, key, value, _ = draw()
+    arguments = {"query": query, "key": key, "value": value, "radius": 1.0, **changes}
+    tensors = [arguments.pop(name) for name in ("query", "key", "value", "radius")]
+    with pytest.raises(error, match=message):
+        fourier.fourier_attention(*tensors, **arguments)
+
+
+def test_errors_of_the_estimators():
+    x = np.zeros((4, 2), "float32")
+    with pytest.raises(ValueError, match="power=5"):
+        fourier.kernel_integral(5)
+    with pytest.raises(ValueError, match="power=1"):
+        fourier.fourier_density(x, x, 1.0, power=1)
+    with pytest.raises(ValueError, match=r"targets\.shape=\(3, 1\)"):
+        fourier.fourier_regression(x, x, np.zeros((3, 1), "float32"), 1.0)
+    with pytest.raises(ValueError, match=r"points\.shape=\(4, 1\)"):
+        fourier.fourier_density(x[:, :1], x, 1.0)
