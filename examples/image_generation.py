@@ -92,6 +92,7 @@ def main(argv=None):
         print(f"\n== {name}", flush=True)
         model, result = train_and_measure(name, data, arguments)
         results.append(result)
+        print(f"{result['bits']:.3f} bits per dimension", flush=True)
         if arguments.samples and data.channels:
             for path in write_pictures(model, name, data, arguments):
                 print(f"wrote {path}")
