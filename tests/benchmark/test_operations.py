@@ -106,6 +106,7 @@ def test_a_part_of_an_image_has_no_count():
     assert decode_operations(layer, 1, 15) is None
 
 
+@pytest.mark.parametrize("causal", [False, True])
 def test_codes_count_their_products(causal):
     seen = pairs(lambda t, s: abs(t - s) < 4 and (s <= t or not causal))
     # Of a key with codes, of a query with codes, and of weights with their values.
