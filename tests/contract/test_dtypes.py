@@ -31,6 +31,7 @@ def test_float64_is_float64_throughout(case, backend):
     np.testing.assert_allclose(output, expected, rtol=10 * limit, atol=limit)
 
 
+@pytest.mark.once_a_layer
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_mixed_precision_is_near_float32(case, dtype):
     causal = case.usual

@@ -40,6 +40,7 @@ def test_gradient_is_the_slope_of_the_dense_definition(setting):
         assert abs((gradient * direction).sum() - slope) < 1e-4 * size
 
 
+@pytest.mark.once_a_layer
 @pytest.mark.parametrize("lengths", [(1, 1), (5, 11), (11, 5)], ids=str)
 def test_lengths(case, lengths):
     layer, causal = case.built(), case.usual

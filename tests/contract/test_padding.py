@@ -76,6 +76,7 @@ def test_padding_is_not_read_and_gets_no_gradient(setting):
     np.testing.assert_array_equal(gradient, np.zeros_like(x))
 
 
+@pytest.mark.once_a_layer
 def test_a_padded_batch_equals_its_rows(case):
     layer, x, causal = case.built(), inputs(), case.usual
     batch = to_numpy(

@@ -32,6 +32,7 @@ def test_segments_equal_the_whole(causal_case, lengths):
     np.testing.assert_allclose(to_numpy(streamed), whole, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.once_a_layer
 def test_masks_travel_with_the_segments(causal_case):
     layer, x = causal_case.built(), inputs()
     mask = np.random.default_rng(1).random((BATCH, LENGTH)) > 0.4
@@ -40,6 +41,7 @@ def test_masks_travel_with_the_segments(causal_case):
     np.testing.assert_allclose(to_numpy(streamed), whole, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.once_a_layer
 def test_gradients_flow_through_the_state(causal_case):
     layer, x = causal_case.built(), inputs()
     weight = inputs(seed=3)
