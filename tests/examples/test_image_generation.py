@@ -12,7 +12,7 @@ from images import data  # noqa: E402
 
 TINY = (
     "--layers 1 --dim 16 --heads 2 --steps 60 --batch 16 --learning-rate 0.02 "
-    "--test-images 40 --samples 2 --verbose 0"
+    "--test-images 40 --samples 1 --verbose 0"
 ).split()
 
 
@@ -44,20 +44,18 @@ def test_inputs_are_the_values_before():
     assert targets.max() < images.levels
 
 
-def test_it_learns_compares_and_draws(tmp_path, capsys):
-    names = ["local2d", "fixed"]
-    arguments = [*TINY, "--attention", *names, "--out", str(tmp_path)]
+def test_it_learns_and_draws(tmp_path, capsys):
+    arguments = [*TINY, "--attention", "local2d", "--out", str(tmp_path)]
     assert image_generation.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
-    rows = {line.split()[0]: line.split() for line in lines if line}
+    (row,) = (line.split() for line in lines if line.startswith("local2d"))
     # Digits are half empty: the distribution of single values has 2.6 bits.
     values = np.bincount(data.digits().test.ravel(), minlength=17) / (297 * 64)
     entropy = -(values * np.log2(np.where(values > 0, values, 1))).sum()
-    for name in names:
-        assert 0 < float(rows[name][1]) < entropy
-        for kind in ("samples", "completions"):
-            picture = tmp_path / f"{name}_{kind}.png"
-            assert picture.read_bytes().startswith(b"\x89PNG")
+    assert 0 < float(row[1]) < entropy
+    for kind in ("samples", "completions"):
+        picture = tmp_path / f"local2d_{kind}.png"
+        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
