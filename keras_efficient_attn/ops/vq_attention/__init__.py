@@ -23,7 +23,7 @@ from keras_efficient_attn.ops.vq_attention.compressed import (
 
 BLOCK_LENGTH = 128
 REDUCTIONS = ("scan", "matmul", "cumsum")
-FASTEST_REDUCTION = "scan"
+DEFAULT_REDUCTION = "scan"
 CACHE_NAMES = ("code_sum", "code_count")
 WINDOW_NAMES = ("window_key", "window_value", "window_mask")
 
@@ -89,7 +89,7 @@ def vq_attention(
             rounding. Defaults to 128.
         reduction: How the caches before the blocks are summed, for the speed:
             `"scan"` one block after the other, or several at once by `"matmul"` or
-            `"cumsum"`. Defaults to what is fastest on the backend.
+            `"cumsum"`. Defaults to `"scan"`.
         implementation: `"chunked"` (the default) or `"reference"`, the quadratic
             definition.
 
@@ -287,7 +287,7 @@ def quantized_attention(
         sigma=sigma,
         gradient=gradient_through_cache,
         block_length=block_length,
-        reduction=reduction or FASTEST_REDUCTION,
+        reduction=reduction or DEFAULT_REDUCTION,
     )
     if window is None:
         output, new_state = _without_window(attend, query, far_keys, causal, state)
