@@ -45,8 +45,8 @@ class SparseAttention(PatternAttention):
             Defaults to 128; about the root of the length is fastest.
         summary: Positions of a block that stand for it in the fixed pattern, such as
             8 to 32. Different heads have different ones: from the block's end to its
-            start, in turn. Defaults to 1 for the strided pattern, which has no use
-            for it, and for the fixed one to `stride / 16`, at least 1.
+            start, in turn. Defaults to `stride / 16`, at least 1; and to 1 for the
+            strided pattern and `heads=0`, which have no use for it.
         heads: The paper's three ways to use the factors. `"merged"` (the default):
             every head sees both, a key of both once. `"split"`: the first half of the
             heads has factor 0, the others have factor 1. `0` or `1`: all heads have
@@ -106,8 +106,9 @@ class SparseAttention(PatternAttention):
         """The arguments of `ops.sparse_attention` and `ops.sparse_pattern`."""
         summary = self.summary
         if summary is None:
-            fixed = self.pattern == "fixed" and isinstance(self.stride, int)
-            summary = max(1, self.stride // 16) if fixed else 1
+            summarised = self.pattern == "fixed" and self.heads != 0
+            known = isinstance(self.stride, int)
+            summary = max(1, self.stride // 16) if summarised and known else 1
         return dict(
             pattern=self.pattern,
             stride=self.stride,

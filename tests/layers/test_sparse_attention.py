@@ -47,6 +47,8 @@ def test_summaries_have_a_default():
     fixed = SparseAttention(1, 4, pattern="fixed", stride=64)
     assert fixed.pattern_arguments["summary"] == 4
     assert fixed.get_config()["summary"] is None
+    near = SparseAttention(1, 4, pattern="fixed", stride=64, heads=0)
+    assert near.pattern_arguments["summary"] == 1
 
 
 class Attend(keras.layers.Layer):

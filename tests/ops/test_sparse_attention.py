@@ -334,6 +334,7 @@ def test_gradients_drop_the_same_weights():
         (dict(stride=0), "stride=0"),
         (dict(pattern="fixed", summary=9), "summary=9, stride=8"),
         (dict(summary=2), "summary=2, pattern='strided'"),
+        (dict(pattern="fixed", summary=2, heads=0), "summary=2, heads=0"),
         (dict(heads=2), "heads=2"),
         (dict(heads="split", query=heads_of(4, heads=1)), "num_heads=1"),
         (dict(query=heads_of(4)[0]), r"query.shape=\(4, 3, 4\)"),

@@ -176,6 +176,11 @@ def check_sparse_pattern(pattern, stride, summary, heads, num_heads):
         raise ValueError(
             f"`heads` must be 'merged', 'split', 0 or 1. Received: heads={heads!r}"
         )
+    if heads == 0 and summary != 1:
+        raise ValueError(
+            "`summary` is for the second factor, which heads=0 leaves out. Received: "
+            f"summary={summary}, heads=0"
+        )
     if heads == "split" and num_heads < 2:
         raise ValueError(
             f"heads='split' needs two heads at least. Received: num_heads={num_heads}"
