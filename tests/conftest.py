@@ -4,7 +4,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Tests compile thousands of small programs and run each once: compile fast.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false",
 )
 
 import keras

@@ -17,9 +17,17 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 def run_backend(backend, arguments, report):
     """Exit status of pytest on one backend."""
-    environment = {**os.environ, "KERAS_BACKEND": backend}
+    environment = {
+        **os.environ,
+        "KERAS_BACKEND": backend,
+        # What one process of JAX has compiled, the others load.
+        "JAX_COMPILATION_CACHE_DIR": str(report.with_suffix("")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2"]
-    command += ["--dist", "loadgroup"]
+    # Tests of a module share runs and what is compiled for them.
+    command += ["--dist", "loadscope"]
     command += [f"--junitxml={report}", *arguments]
     root = Path(__file__).resolve().parent.parent
     return subprocess.run(command, cwd=root, env=environment).returncode

@@ -1,5 +1,6 @@
 """Compares attention layers: one process a contestant and length, taking turns."""
 
+import math
 import time
 
 from keras_efficient_attn.benchmark import failures
@@ -299,6 +300,11 @@ def _record(point, settings, peak):
         memory_kind=prepared["memory_kind"],
         execution=prepared["execution"],
         peak_share=share,
-        error=point.checked.get("error"),
-        difference=point.checked.get("difference"),
+        error=_number(point.checked.get("error")),
+        difference=_number(point.checked.get("difference")),
     )
+
+
+def _number(value):
+    """`None` for what JSON cannot hold; the detail says that outputs are not finite."""
+    return value if value is not None and math.isfinite(value) else None

@@ -25,6 +25,8 @@ class FakeWorker:
     A function gives the seconds of a call, or raises; `log` records the requests.
     """
 
+    error = 0.25
+
     def __init__(self, backend, behaviour, clock, log):
         self.backend, self.behaviour = backend, behaviour
         self.clock, self.log = clock, log
@@ -40,7 +42,7 @@ class FakeWorker:
         if isinstance(seconds, dict):
             return seconds
         if message["do"] == "check":
-            return {"error": 0.25, "difference": None}
+            return {"error": self.error, "difference": None}
         self.clock.sleep(seconds)
         if message["do"] == "repeat":
             return {"seconds": STEPS * seconds}

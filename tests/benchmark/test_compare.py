@@ -1,7 +1,9 @@
+import math
+
 import pytest
 
 from keras_efficient_attn import benchmark
-from keras_efficient_attn.benchmark.report import table
+from keras_efficient_attn.benchmark.report import table, write_json
 from keras_efficient_attn.benchmark.worker_process import WorkerDied, WorkerTimeout
 from tests.benchmark.fakes import FakeClock, FakeWorker
 
@@ -80,6 +82,14 @@ def test_figures_of_known_workloads():
     assert softmax.time_slope == pytest.approx(2.0)
     assert softmax.crossover is None
     assert linear.crossover == "200"
+
+
+def test_an_error_that_is_no_number_is_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(FakeWorker, "error", math.nan)
+    comparison, _ = race({SOFTMAX: lambda n: 1.0, ELU: lambda n: 1.0})
+    assert comparison.of(ELU)[0].error is None
+    write_json(comparison, tmp_path / "benchmark.json")
+    assert "NaN" not in (tmp_path / "benchmark.json").read_text()
 
 
 def test_a_time_out_ends_the_contestant_and_nothing_else():

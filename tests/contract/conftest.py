@@ -4,13 +4,7 @@ from tests.contract.cases import CASES, case_of, ids
 
 
 def pytest_collection_modifyitems(items):
-    """Has a process run a whole case, and leaves variants out of `once_a_layer`.
-
-    A process compiles for itself: `--dist loadgroup` keeps a case together.
-    """
-    for item in items:
-        if case_of(item) is not None:
-            item.add_marker(pytest.mark.xdist_group(case_of(item).name))
+    """Leaves variants out of `once_a_layer`."""
     items[:] = [
         item
         for item in items
@@ -24,9 +18,13 @@ def case(request):
 
 
 def pytest_generate_tests(metafunc):
-    """Pairs `causal_case` with each of the causal settings a case supports."""
+    """Pairs a case with each causal setting it supports; a variant with its usual."""
     if "setting" in metafunc.fixturenames:
-        settings = [(case, causal) for case in CASES for causal in case.causal]
+        settings = [
+            (case, causal)
+            for case in CASES
+            for causal in ((case.usual,) if case.variant else case.causal)
+        ]
         names = [f"{c.name}-{'causal' if causal else 'full'}" for c, causal in settings]
         metafunc.parametrize("setting", settings, ids=names)
     if "causal_case" in metafunc.fixturenames:

@@ -1,12 +1,14 @@
 """Point 3: nothing of the future reaches the past, to the last bit."""
 
 import numpy as np
+import pytest
 from keras import ops
 
 from tests.autodiff import gradient_function, to_numpy
 from tests.contract.cases import LENGTH, inputs
 
 
+@pytest.mark.once_a_layer
 def test_no_gradient_reaches_the_future(causal_case):
     layer, x = causal_case.built(), inputs(batch=1)
     weight = inputs(batch=1, seed=3)

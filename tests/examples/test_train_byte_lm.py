@@ -23,8 +23,6 @@ from byte_lm.errors import UsageError  # noqa: E402
 from byte_lm.model import BitsPerByte, build_model  # noqa: E402
 from byte_lm.sampling import sample  # noqa: E402
 
-# The runs that tests share are made once, in one process.
-pytestmark = pytest.mark.xdist_group("train_byte_lm")
 STEPS = 24
 # One of the standard library's files is text enough.
 TEXT = json.decoder.__file__

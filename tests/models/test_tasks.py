@@ -127,7 +127,7 @@ def test_a_preset_takes_another_dtype(tmp_path):
 
 
 def test_a_quantised_backbone_comes_back(tmp_path):
-    backbone, data = make_backbone("mixed-rotary"), inputs("mixed-rotary")
+    backbone, data = make_backbone("mixed-rotary", num_layers=1), inputs("mixed-rotary")
     full = to_numpy(backbone(data))
     backbone.quantize("int8")
     expected = to_numpy(backbone(data))
@@ -213,10 +213,8 @@ def test_every_shipped_configuration_makes_a_model():
         backbone = EfficientTransformerBackbone.from_preset(
             name, load_weights=False, num_layers=1, vocabulary_size=10
         )
-        tokens = np.ones((1, 3), "int32")
-        data = {tensor.name: tokens for tensor in backbone.inputs}
-        for output in keras.tree.flatten(backbone(data)):
-            assert output.shape == (1, 3, backbone.hidden_dim)
+        for output in keras.tree.flatten(backbone.output):
+            assert output.shape == (None, None, backbone.hidden_dim)
 
 
 def test_a_shipped_configuration_makes_a_task():
