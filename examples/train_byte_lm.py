@@ -28,6 +28,7 @@ from command_line import (
     select_backend,
 )
 
+RESIDUALS = ("pre_norm", "post_norm", "reversible")
 DTYPES = ("float32", "bfloat16", "mixed_bfloat16", "float16", "mixed_float16")
 # What a resumed run has to have in common with the one that it goes on with.
 FIXED = (
@@ -36,6 +37,7 @@ FIXED = (
     "layers",
     "dim",
     "heads",
+    "residual",
     "steps",
     "epoch_steps",
     "batch",
@@ -52,8 +54,8 @@ def parse_arguments(argv):
         "--attention",
         default="performer:feature_map=elu,qk_norm=True",
         metavar="NAME[:OPTION=VALUE,...]",
-        help="performer, vq or softmax (Keras' own), with options of the layer's "
-        "constructor, such as performer:feature_map=favor+,window=64",
+        help="any attention layer of the package, or softmax (Keras' own), with "
+        "options of the constructor, such as performer:feature_map=favor+,window=64",
     )
     add(
         "--compare",
@@ -72,6 +74,12 @@ def parse_arguments(argv):
     add("--layers", type=positive, default=2)
     add("--dim", type=positive, default=128)
     add("--heads", type=positive, default=4)
+    add(
+        "--residual",
+        choices=RESIDUALS,
+        default="pre_norm",
+        help="reversible keeps no activations: memory is flat in --layers",
+    )
     add("--steps", type=positive, default=900)
     add("--batch", type=positive, default=2, help="rows of a batch")
     add("--learning-rate", type=positive_float, default=4e-3)

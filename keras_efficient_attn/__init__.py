@@ -5,10 +5,15 @@ import importlib
 from keras_efficient_attn import layers as layers
 from keras_efficient_attn import ops as ops
 from keras_efficient_attn.layers import (
+    ChunkedFeedForward,
+    ChunkedVocabularyLoss,
     EfficientAttention,
     FourierAttention,
     LocalAttention,
     PerformerAttention,
+    ReformerLSHAttention,
+    ReversibleBlock,
+    ReversibleStack,
     SoftmaxAttention,
     SparseAttention,
     VQAttention,
@@ -17,10 +22,15 @@ from keras_efficient_attn.layers import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "ChunkedFeedForward",
+    "ChunkedVocabularyLoss",
     "EfficientAttention",
     "LocalAttention",
     "FourierAttention",
     "PerformerAttention",
+    "ReformerLSHAttention",
+    "ReversibleBlock",
+    "ReversibleStack",
     "SoftmaxAttention",
     "SparseAttention",
     "VQAttention",

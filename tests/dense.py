@@ -378,3 +378,82 @@ KERNELS = {
     "softmax": softmax,
     "squared_relu": squared_relu,
 }
+
+
+def reformer_heads(
+    layer, query, key, value, query_mask=None, key_mask=None, causal=False
+):
+    """ReformerLSHAttention's heads: dense softmax over all that any round finds."""
+    del query, query_mask  # The keys are the queries of all that is not hidden.
+    batch, length, heads, dim = key.shape
+    kept = np.ones((batch, length), bool) if key_mask is None else np.asarray(key_mask)
+    (rotations,) = (
+        np.asarray(weight.numpy() if hasattr(weight, "numpy") else weight, "float64")
+        for weight in layer.non_trainable_weights
+        if weight.name == "rotations"
+    )
+    factors = layer.num_buckets
+    factors = (factors,) if isinstance(factors, int) else factors
+    aligned = causal if layer.aligned is None else layer.aligned
+    hashed = heads - layer.num_local_heads
+    weights = np.zeros((batch, heads, length, length))
+    for b in range(batch):
+        for h in range(heads):
+            if h < hashed:
+                rounds = [
+                    angular_buckets(key[b, :, h], rotations[r, h], factors)
+                    for r in range(layer.num_hashes)
+                ]
+                cut_aligned = aligned
+            else:
+                rounds, cut_aligned = [np.zeros(length, int)], True
+            seen = lsh_visible(rounds, kept[b], layer.bucket_size, cut_aligned)
+            scale = dim**-0.5 if layer.scale_logits else 1.0
+            weights[b, h] = shared_weights(key[b, :, h], seen, kept[b], causal, scale)
+    return np.einsum("bhts,bshv->bthv", weights, value), weights
+
+
+def angular_buckets(x, rotations, factors):
+    bucket, start, base = 0, 0, 1
+    for size in factors:
+        projected = x @ rotations[:, start : start + size // 2]
+        both = np.concatenate([projected, -projected], axis=-1)
+        bucket = bucket + base * both.argmax(-1)
+        start, base = start + size // 2, base * size
+    return bucket
+
+
+def lsh_visible(rounds, kept, chunk_size, aligned):
+    """Which keys each position finds, from lists of positions cut into chunks."""
+    length = len(kept)
+    seen = np.zeros((length, length), bool)
+    for buckets in rounds:
+        order = sorted((buckets[t], t) for t in range(length) if kept[t])
+        if aligned:
+            lists = [[t for b, t in order if b == c] for c in set(buckets)]
+        else:
+            lists = [[t for _, t in order]]
+        for positions in lists:
+            chunks = [
+                positions[i : i + chunk_size]
+                for i in range(0, len(positions), chunk_size)
+            ]
+            for i, chunk in enumerate(chunks):
+                before = chunks[i - 1] if i or not aligned else []
+                seen[np.ix_(chunk, chunk)] = True
+                seen[np.ix_(chunk, before)] = True
+    return seen
+
+
+def shared_weights(x, seen, kept, causal, scale):
+    """Attention of queries to themselves as unit keys; to itself only if alone."""
+    length = len(x)
+    position = np.arange(length)
+    other = position[:, None] > position if causal else position[:, None] != position
+    logits = scale * x @ (x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-12)).T
+    logits = np.where(seen & other, logits, -np.inf)
+    largest = logits.max(-1, keepdims=True)
+    weights = np.exp(logits - np.where(np.isfinite(largest), largest, 0.0))
+    total = weights.sum(-1, keepdims=True)
+    weights = weights / np.where(total == 0, 1.0, total)
+    return weights + np.diag((total[:, 0] == 0) & kept)

@@ -51,10 +51,10 @@ def check_attention(spec, dim, heads):
         raise UsageError(f"--attention {error}") from error
 
 
-def build_model(attention, layers, dim, heads):
+def build_model(attention, layers, dim, heads, residual="pre_norm"):
     """A causal language model from bytes to float32 logits.
 
-    Pre-norm blocks of attention and feed-forward network. The order of the bytes
+    Blocks of attention and feed-forward network. The order of the bytes
     reaches them through n-grams and short convolutions, which hold at any length, so
     that the context has no limit. Hashed n-grams spare the blocks the learning of
     spelling, and recalled ones that of looking up what was written before.
@@ -64,6 +64,7 @@ def build_model(attention, layers, dim, heads):
         layers: Number of blocks.
         dim: Width.
         heads: Attention heads of each block.
+        residual: As the backbone's. Defaults to `"pre_norm"`.
     """
     check_attention(attention, dim, heads)
     backbone = EfficientTransformerBackbone(
@@ -73,6 +74,7 @@ def build_model(attention, layers, dim, heads):
         hidden_dim=dim,
         intermediate_dim=4 * dim,
         attention=attention,
+        residual=residual,
         activation="squared_relu",
         use_bias=False,
         convolution=4,

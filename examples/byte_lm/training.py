@@ -121,7 +121,11 @@ def refuse_used_folder(checkpoints):
 def new_model(arguments):
     """A compiled model, with a warm-up and then a cosine decay to zero."""
     model = build_model(
-        arguments.attention, arguments.layers, arguments.dim, arguments.heads
+        arguments.attention,
+        arguments.layers,
+        arguments.dim,
+        arguments.heads,
+        arguments.residual,
     )
     warmup = max(1, arguments.steps // 20)
     schedule = keras.optimizers.schedules.CosineDecay(

@@ -16,6 +16,9 @@ that the definition needs, for self-attention over `length` positions:
   again for relative positions.
 - Fourier attention: `6 · width` per pair: difference, sine, quotient and product a
   dimension of the key, and a value. Its linear form counts as linear attention.
+- hashed attention: `2 · width` per rotation and position, and `4 · width` per pair of a
+  query and a key of its chunk and the one before, in each round (at most all pairs;
+  with causality, half of the own chunk). Queries and keys have one projection.
 
 Not counted is what an implementation adds: products inside chunks, padding,
 recomputation. A backward pass counts twice the forward pass.
@@ -28,6 +31,7 @@ from keras_efficient_attn.layers import (
     FourierAttention,
     LocalAttention,
     PerformerAttention,
+    ReformerLSHAttention,
     SoftmaxAttention,
     SparseAttention,
     VQAttention,
@@ -65,15 +69,11 @@ def decode_operations(layer, batch, length):
 
 
 def _projections(layer):
-    return 2 * sum(
-        kernel.shape[0] * kernel.shape[1] * kernel.shape[2]
-        for kernel in (
-            layer.query_dense.kernel,
-            layer.key_dense.kernel,
-            layer.value_dense.kernel,
-            layer.output_dense.kernel,
-        )
-    )
+    projections = [layer.query_dense, layer.value_dense, layer.output_dense]
+    if layer.key_dense is not layer.query_dense:
+        projections.append(layer.key_dense)
+    shapes = [projection.kernel.shape for projection in projections]
+    return 2 * sum(shape[0] * shape[1] * shape[2] for shape in shapes)
 
 
 def _core(layer, length, causal):
@@ -100,6 +100,8 @@ def _core(layer, length, causal):
     if isinstance(layer, LocalAttention):
         pairs = _local_pairs(length, causal, **layer.pattern_arguments)
         return None if pairs is None else per_pair * pairs
+    if isinstance(layer, ReformerLSHAttention):
+        return _hashed_core(layer, length, causal)
     if isinstance(layer, VQAttention):
         window = 0 if layer.window is None else min(layer.window, length)
         if layer.relative_positions:
@@ -173,6 +175,27 @@ def _local_pairs(length, causal, window, query_block, memory, grid, order):
     done = (np.minimum(top + height, rows) - top) * (left - first)
     own = (row - top) * (right - left) + column - left + 1
     return int(((top - first_row) * across + done + own).sum())
+
+
+def _hashed_core(layer, length, causal):
+    dense = layer.dense_length is not None and length <= layer.dense_length
+    all_pairs = _pairs(length, length, causal)
+    size = layer.bucket_size
+    seen = (
+        all_pairs
+        if dense
+        else min(all_pairs, length * (3 if causal else 4) * size // 2)
+    )
+    hashed = layer.num_heads - layer.num_local_heads
+    rounds = 1 if dense else layer.num_hashes
+    rotations = 0
+    if not dense:
+        factors = layer.num_buckets
+        rotations = (factors if isinstance(factors, int) else sum(factors)) // 2
+    in_rounds = hashed * rounds + layer.num_local_heads
+    per_head = 2 * (layer.key_dim + layer.value_dim)
+    hashing = 2 * hashed * layer.key_dim * rotations * rounds * length
+    return hashing + in_rounds * per_head * seen
 
 
 def _pairs(window, length, causal):

@@ -1,19 +1,30 @@
 """Attention layers."""
 
 from keras_efficient_attn.layers.by_name import attention_names, get_attention
+from keras_efficient_attn.layers.chunked_feed_forward import (
+    ChunkedFeedForward,
+    ChunkedVocabularyLoss,
+)
 from keras_efficient_attn.layers.efficient_attention import EfficientAttention
 from keras_efficient_attn.layers.fourier_attention import FourierAttention
 from keras_efficient_attn.layers.local_attention import LocalAttention
 from keras_efficient_attn.layers.performer_attention import PerformerAttention
+from keras_efficient_attn.layers.reformer_lsh_attention import ReformerLSHAttention
+from keras_efficient_attn.layers.reversible import ReversibleBlock, ReversibleStack
 from keras_efficient_attn.layers.softmax_attention import SoftmaxAttention
 from keras_efficient_attn.layers.sparse_attention import SparseAttention
 from keras_efficient_attn.layers.vq_attention import VQAttention
 
 __all__ = [
+    "ChunkedFeedForward",
+    "ChunkedVocabularyLoss",
     "EfficientAttention",
     "LocalAttention",
     "FourierAttention",
     "PerformerAttention",
+    "ReformerLSHAttention",
+    "ReversibleBlock",
+    "ReversibleStack",
     "SoftmaxAttention",
     "SparseAttention",
     "VQAttention",

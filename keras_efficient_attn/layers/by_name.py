@@ -9,6 +9,7 @@ import keras
 from keras_efficient_attn.layers.fourier_attention import FourierAttention
 from keras_efficient_attn.layers.local_attention import LocalAttention
 from keras_efficient_attn.layers.performer_attention import PerformerAttention
+from keras_efficient_attn.layers.reformer_lsh_attention import ReformerLSHAttention
 from keras_efficient_attn.layers.sparse_attention import SparseAttention
 from keras_efficient_attn.layers.vq_attention import VQAttention
 
@@ -16,6 +17,7 @@ from keras_efficient_attn.layers.vq_attention import VQAttention
 ATTENTION_LAYERS = {
     "fourier": FourierAttention,
     "performer": PerformerAttention,
+    "reformer": ReformerLSHAttention,
     "softmax": keras.layers.MultiHeadAttention,
     "sparse": SparseAttention,
     "local": LocalAttention,

@@ -152,8 +152,32 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         use_causal_mask=False,
         state=None,
     ):
+        return self._call(
+            query,
+            value,
+            key,
+            (query_mask, value_mask, key_mask, attention_mask),
+            return_attention_scores,
+            training,
+            use_causal_mask,
+            state,
+        )
+
+    def _call(
+        self,
+        query,
+        value,
+        key,
+        masks,
+        return_attention_scores,
+        training,
+        use_causal_mask,
+        state,
+        **options,
+    ):
+        """The call; a subclass with further call arguments has them in `attend`."""
         key = value if key is None else key
-        masks = (query_mask, value_mask, key_mask, attention_mask)
+        query_mask, value_mask, key_mask, attention_mask = masks
         self._check_call(
             query, value, key, masks, use_causal_mask, return_attention_scores, state
         )
@@ -165,19 +189,22 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         value = _emptied(value, key_mask)
         key = _emptied(key, key_mask)
 
-        query = self._query_dense(query)
-        key = self._key_dense(key)
+        query, key = self._query_and_key(query, key, query_mask, key_mask)
         value = self._value_dense(value)
         arguments = (query_mask, key_mask, use_causal_mask)
         heads, new_state = self.attend(
-            query, key, value, *arguments, state, bool(training)
+            query, key, value, *arguments, state, bool(training), **options
         )
         output = self._project(heads, gate_input, query_mask, training)
         if state is not None:
             return output, new_state
         if return_attention_scores:
-            return output, self._scores(query, key, value, arguments)
+            return output, self._scores(query, key, value, arguments, options)
         return output
+
+    def _query_and_key(self, query, key, query_mask, key_mask):
+        """Both projected, `(batch, length, heads, key_dim)`."""
+        return self._query_dense(query), self._key_dense(key)
 
     def _project(self, heads, gate_input, query_mask, training):
         heads = ops.cast(heads, self.compute_dtype)
@@ -188,13 +215,13 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             heads = heads * self._gate_dense(gate_input)
         return self._output_dense(heads)
 
-    def _scores(self, query, key, value, arguments):
+    def _scores(self, query, key, value, arguments, options):
         """The matrix that `attend` applies to the values: its image of one-hots."""
         query_mask, _, _ = arguments
         batch, length = ops.shape(key)[:2]
         one_hot = ops.eye(length, dtype=accumulator_dtype(value))[None, :, None, :]
         one_hot = ops.broadcast_to(one_hot, (batch, length, self._num_heads, length))
-        scores, _ = self.attend(query, key, one_hot, *arguments, None, False)
+        scores, _ = self.attend(query, key, one_hot, *arguments, None, False, **options)
         if query_mask is not None:
             kept = query_mask[..., None, None]
             scores = ops.where(kept, scores, ops.zeros_like(scores))

@@ -3,6 +3,7 @@
 import keras
 import keras_hub
 
+from keras_efficient_attn.layers import ChunkedFeedForward
 from keras_efficient_attn.models.attention import attention_spec, make_attention
 from keras_efficient_attn.models.convolution import CausalConvolution
 from keras_efficient_attn.models.feed_forward import (
@@ -47,12 +48,18 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
             `"encoder_decoder"`.
         cross_attention: The attention of a decoder to its encoder, as `attention`,
             one for all blocks. Defaults to `"softmax"`.
-        residual: `"pre_norm"` (the default) or `"post_norm"`.
+        residual: `"pre_norm"` (the default), `"post_norm"`, or `"reversible"`: two
+            streams, whose activations are rebuilt in the backward pass, for memory
+            that does not grow with the number of layers
+            (`keras_efficient_attn.ReversibleStack`).
         norm: `"layer_norm"` (the default) or `"rms_norm"`.
         norm_epsilon: Of the norms. Defaults to 1e-5.
         activation: Of the feed-forward networks: name of a Keras activation,
             `"squared_relu"`, or a callable. Defaults to `"gelu"`.
         gated_feed_forward: Whether they are gated linear units. Defaults to `False`.
+        feed_forward_chunk: Positions that a feed-forward network works on at once,
+            recomputed for the gradient (`keras_efficient_attn.ChunkedFeedForward`).
+            Defaults to `None`: all.
         use_bias: Whether dense layers, projections and layer norms have biases.
             Defaults to `True`.
         positions: `"sinusoidal"`, `"learned"`, `"rotary"` (inside the attention
@@ -143,6 +150,7 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         norm_epsilon=1e-5,
         activation="gelu",
         gated_feed_forward=False,
+        feed_forward_chunk=None,
         use_bias=True,
         positions=None,
         max_sequence_length=None,
@@ -178,6 +186,7 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
             "norm_epsilon": norm_epsilon,
             "activation": serialize_activation(get_activation(activation)),
             "gated_feed_forward": gated_feed_forward,
+            "feed_forward_chunk": feed_forward_chunk,
             "use_bias": use_bias,
             "positions": positions,
             "max_sequence_length": max_sequence_length,
@@ -343,14 +352,7 @@ class _Layers:
         rotary = config["positions"] == "rotary"
         return TransformerBlock(
             attention=self.attention(spec, rotary, "attention"),
-            feed_forward=FeedForward(
-                config["intermediate_dim"],
-                activation=config["activation"],
-                gated=config["gated_feed_forward"],
-                use_bias=config["use_bias"],
-                dtype=self.dtype,
-                name="feed_forward",
-            ),
+            feed_forward=self.feed_forward(),
             causal=causal,
             cross_attention=self.attention(
                 config["cross_attention"], False, "cross_attention"
@@ -366,6 +368,25 @@ class _Layers:
             dropout=config["dropout"],
             dtype=self.dtype,
             name=f"block_{i}",
+        )
+
+    def feed_forward(self):
+        config = self.config
+        layer = FeedForward(
+            config["intermediate_dim"],
+            activation=config["activation"],
+            gated=config["gated_feed_forward"],
+            use_bias=config["use_bias"],
+            dtype=self.dtype,
+            name="feed_forward",
+        )
+        if config["feed_forward_chunk"] is None:
+            return layer
+        return ChunkedFeedForward(
+            layer,
+            config["feed_forward_chunk"],
+            dtype=self.dtype,
+            name="chunked_feed_forward",
         )
 
     def attention(self, spec, rotary, name):

@@ -63,7 +63,19 @@ class PostNormResidual(Residual):
         return self.norm(x + self.dropout(update, training=training))
 
 
-RESIDUALS = {"pre_norm": PreNormResidual, "post_norm": PostNormResidual}
+class ReversibleResidual(PreNormResidual):
+    """`x1 + f(norm(x2))`: of two streams that the sublayers update in turns.
+
+    A `TransformerStack` rebuilds its activations in the backward pass from the last
+    two streams; see `keras_efficient_attn.layers.ReversibleStack`.
+    """
+
+
+RESIDUALS = {
+    "pre_norm": PreNormResidual,
+    "post_norm": PostNormResidual,
+    "reversible": ReversibleResidual,
+}
 
 
 def get_residual_class(residual):

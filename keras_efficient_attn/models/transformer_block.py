@@ -2,6 +2,7 @@
 
 import keras
 
+from keras_efficient_attn.layers.reversible_residuals import Sublayer
 from keras_efficient_attn.layers.streaming import initial_attention_state
 from keras_efficient_attn.models.residual import get_residual_class
 
@@ -18,7 +19,8 @@ class TransformerBlock(keras.layers.Layer):
         cross_attention: Optional layer that attends to another sequence.
         convolution: Optional layer that the self-attention's input goes through.
         positions: Optional layer that adds positions to the block's input.
-        residual: `"pre_norm"` (the default) or `"post_norm"`.
+        residual: `"pre_norm"` (the default), `"post_norm"`, or `"reversible"`, for
+            blocks that a `TransformerStack` calls.
         norm: `"layer_norm"` (the default) or `"rms_norm"`.
         norm_epsilon: Of the norms. Defaults to 1e-5.
         use_bias: Whether layer norms have offsets. Defaults to `True`.
@@ -36,7 +38,8 @@ class TransformerBlock(keras.layers.Layer):
         A tensor of the shape of `x`; `(output, state)` with `state`.
 
     Raises:
-        ValueError: For an unknown `residual` or `norm`.
+        ValueError: For an unknown `residual` or `norm`; on a call, for a
+            `"reversible"` one, which has two streams.
 
     Example:
 
@@ -135,41 +138,115 @@ class TransformerBlock(keras.layers.Layer):
         state=None,
         training=None,
     ):
-        new_state = {}
-
-        def apply(name, layer, *inputs, **kwargs):
-            if state is None:
-                return layer(*inputs, **kwargs)
-            output, new_state[name] = layer(*inputs, state=state[name], **kwargs)
-            return output
-
-        if self.positions is not None:
-            x = apply("positions", self.positions, x)
-
-        h = self.attention_residual.before(x)
-        if self.convolution is not None:
-            h = apply("convolution", self.convolution, h)
-        h = apply(
-            "attention",
-            self.attention,
-            h,
-            h,
-            key_mask=padding_mask,
-            use_causal_mask=self.causal,
-            training=training,
-        )
-        x = self.attention_residual.after(x, h, training)
-
-        if self.cross_attention is not None:
-            h = self.cross_attention_residual.before(x)
-            h = self.cross_attention(
-                h, memory, key_mask=memory_padding_mask, training=training
+        if self.residual == "reversible":
+            raise ValueError(
+                "A block with residual='reversible' has two streams: call the "
+                "`TransformerStack` that it belongs to. Received: a call"
             )
+        if self.positions is not None:
+            x, positions_state = self._with_positions(x, state)
+        h, new_state = self._attend(x, padding_mask, state, training)
+        x = self.attention_residual.after(x, h, training)
+        if self.cross_attention is not None:
+            h = self._attend_to_memory(x, memory, memory_padding_mask, training)
             x = self.cross_attention_residual.after(x, h, training)
-
         h = self.feed_forward(self.feed_forward_residual.before(x))
         x = self.feed_forward_residual.after(x, h, training)
-        return x if state is None else (x, new_state)
+        if state is None:
+            return x
+        if self.positions is not None:
+            new_state["positions"] = positions_state
+        return x, new_state
+
+    def sublayers(
+        self, padding_mask, memory, memory_padding_mask, state, new_state, training
+    ):
+        """What the two streams of a reversible stack go through, in turns.
+
+        Args:
+            padding_mask, memory, memory_padding_mask, training: As in a call.
+            state: The block's state, or `None`.
+            new_state: Dict that the new state is put into.
+
+        Returns:
+            List of `Sublayer`.
+        """
+
+        def attend(x, padding_mask=None):
+            if self.positions is not None:
+                x, positions_state = self._with_positions(x, state)
+                new_state["positions"] = positions_state
+            h, attention_state = self._attend(x, padding_mask, state, training)
+            new_state.update(attention_state)
+            return self.attention_residual.dropout(h, training=training)
+
+        def attend_to_memory(x, memory, memory_padding_mask=None):
+            h = self._attend_to_memory(x, memory, memory_padding_mask, training)
+            return self.cross_attention_residual.dropout(h, training=training)
+
+        def feed_forward(x):
+            h = self.feed_forward(self.feed_forward_residual.before(x))
+            return self.feed_forward_residual.dropout(h, training=training)
+
+        def sublayer(call, *layers, **tensors):
+            return Sublayer(
+                call,
+                [layer for layer in layers if layer is not None],
+                {name: x for name, x in tensors.items() if x is not None},
+            )
+
+        first = sublayer(
+            attend,
+            self.positions,
+            self.attention_residual,
+            self.convolution,
+            self.attention,
+            padding_mask=padding_mask,
+        )
+        last = sublayer(feed_forward, self.feed_forward_residual, self.feed_forward)
+        if self.cross_attention is None:
+            return [first, last]
+        middle = sublayer(
+            attend_to_memory,
+            self.cross_attention_residual,
+            self.cross_attention,
+            memory=memory,
+            memory_padding_mask=memory_padding_mask,
+        )
+        return [first, middle, last]
+
+    def _with_positions(self, x, state):
+        if state is None:
+            return self.positions(x), None
+        return self.positions(x, state=state["positions"])
+
+    def _attend(self, x, padding_mask, state, training):
+        """The self-attention's update, and the new state."""
+        new_state = {}
+        h = self.attention_residual.before(x)
+        if self.convolution is not None and state is None:
+            h = self.convolution(h)
+        elif self.convolution is not None:
+            h, new_state["convolution"] = self.convolution(
+                h, state=state["convolution"]
+            )
+        options = dict(
+            key_mask=padding_mask, use_causal_mask=self.causal, training=training
+        )
+        if state is None:
+            return self.attention(h, h, **options), new_state
+        h, new_state["attention"] = self.attention(
+            h, h, state=state["attention"], **options
+        )
+        return h, new_state
+
+    def _attend_to_memory(self, x, memory, memory_padding_mask, training):
+        return self.cross_attention(
+            self.cross_attention_residual.before(x),
+            memory,
+            key_mask=memory_padding_mask,
+            training=training,
+        )
 
     def compute_output_spec(self, x, *args, **kwargs):
         return keras.KerasTensor(x.shape, dtype=self.compute_dtype)

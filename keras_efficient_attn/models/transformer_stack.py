@@ -1,7 +1,13 @@
 """A stack of Transformer blocks."""
 
 import keras
+from keras import ops
 
+from keras_efficient_attn.layers.reversible_residuals import (
+    plain_residuals,
+    reversible_residuals,
+    stream_dtype,
+)
 from keras_efficient_attn.models.normalization import get_norm
 from keras_efficient_attn.models.residual import get_residual_class
 
@@ -9,6 +15,10 @@ from keras_efficient_attn.models.residual import get_residual_class
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class TransformerStack(keras.layers.Layer):
     """Blocks, one after the other, and a norm where their residuals need one.
+
+    With `residual="reversible"` the sublayers of all blocks update two streams in
+    turns, both of which start as `x` and whose mean is the output. In training, the
+    activations are rebuilt in the backward pass instead of kept.
 
     Args:
         blocks: List of `TransformerBlock`, of the same `residual` and `norm`.
@@ -80,14 +90,34 @@ class TransformerStack(keras.layers.Layer):
             training=training,
         )
         new_state = {}
-        for name, block in self._applications():
-            if state is None:
-                x = block(x, **inputs)
-            else:
-                x, new_state[name] = block(x, **inputs, state=state[name])
+        if self.blocks[0].residual == "reversible":
+            x, new_state = self._reversible(x, state, **inputs)
+        else:
+            for name, block in self._applications():
+                if state is None:
+                    x = block(x, **inputs)
+                else:
+                    x, new_state[name] = block(x, **inputs, state=state[name])
         if self.final_norm is not None:
             x = self.final_norm(x)
         return x if state is None else (x, new_state)
+
+    def _reversible(self, x, state, training, **inputs):
+        new_state, sublayers = {}, []
+        for name, block in self._applications():
+            new_state[name] = {}
+            sublayers += block.sublayers(
+                **inputs,
+                state=None if state is None else state[name],
+                new_state=new_state[name],
+                training=training,
+            )
+        x = ops.cast(x, stream_dtype(self))
+        if training and state is None:
+            x1, x2 = reversible_residuals(self, sublayers, x, x)
+        else:
+            x1, x2 = plain_residuals(sublayers, x, x)
+        return (x1 + x2) / 2, new_state
 
     def compute_output_spec(self, x, *args, **kwargs):
         return keras.KerasTensor(x.shape, dtype=self.compute_dtype)

@@ -3,6 +3,7 @@
 from keras_efficient_attn.ops import feature_maps as feature_maps
 from keras_efficient_attn.ops import fourier as fourier
 from keras_efficient_attn.ops import random_features as random_features
+from keras_efficient_attn.ops.cross_entropy import chunked_cross_entropy
 from keras_efficient_attn.ops.linear_attention import (
     linear_attention,
     linear_attention_state,
@@ -12,6 +13,7 @@ from keras_efficient_attn.ops.local_attention import (
     local_attention_state,
     local_pattern,
 )
+from keras_efficient_attn.ops.lsh_attention import lsh_attention, lsh_attention_state
 from keras_efficient_attn.ops.sparse_attention import (
     sparse_attention,
     sparse_attention_state,
@@ -20,6 +22,7 @@ from keras_efficient_attn.ops.sparse_attention import (
 from keras_efficient_attn.ops.vq_attention import vq_attention, vq_attention_state
 
 __all__ = [
+    "chunked_cross_entropy",
     "feature_maps",
     "fourier",
     "linear_attention",
@@ -27,6 +30,8 @@ __all__ = [
     "local_attention",
     "local_attention_state",
     "local_pattern",
+    "lsh_attention",
+    "lsh_attention_state",
     "random_features",
     "sparse_attention",
     "sparse_attention_state",

@@ -120,6 +120,21 @@ def test_codes_count_their_products(causal):
     assert layer_operations(layer, 1, LENGTH, causal) == expected
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_hashed_attention_counts_its_chunks_in_each_round(causal):
+    layer = build("reformer:bucket_size=2,num_hashes=3,num_buckets=(4,6)")
+    # Two keys of the own chunk, one of them earlier or the same, and two before it.
+    seen = LENGTH * (3 if causal else 4)
+    hashing = HEADS * 2 * HEAD_DIM * 5
+    attention = 2 * 2 * WIDTH * seen
+    expected = LENGTH * (PROJECTIONS * 3 // 4 + 3 * hashing) + 3 * attention
+    assert layer_operations(layer, BATCH, LENGTH, causal) == BATCH * expected
+    short = build("reformer:dense_length=12")
+    pairs_seen = pairs(lambda t, s: s <= t or not causal)
+    expected = LENGTH * PROJECTIONS * 3 // 4 + 2 * 2 * WIDTH * pairs_seen
+    assert layer_operations(short, BATCH, LENGTH, causal) == BATCH * expected
+
+
 def test_decoding_counts_one_position():
     layer = with_state(build("softmax"))
     layer.build((BATCH, LENGTH, WIDTH), (BATCH, LENGTH, WIDTH))

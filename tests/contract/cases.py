@@ -11,6 +11,7 @@ from keras_efficient_attn import (
     FourierAttention,
     LocalAttention,
     PerformerAttention,
+    ReformerLSHAttention,
     SparseAttention,
     VQAttention,
 )
@@ -41,6 +42,8 @@ class Case:
             `once_a_layer`: what they look at does not depend on options.
         long: Options in the place of `options` for a long sequence.
         long_length: Positions of that; fewer where time grows with the square.
+        shared_key: Whether keys have the projection of the queries.
+        smooth: Whether what rounding moves a little, moves outputs a little.
     """
 
     name: str
@@ -52,6 +55,8 @@ class Case:
     variant: bool = False
     long: dict = dataclasses.field(default_factory=lambda: {"chunk_size": 64})
     long_length: int = 4096
+    shared_key: bool = False
+    smooth: bool = True
 
     @property
     def sums(self):
@@ -112,6 +117,19 @@ def vq(name, variant=False, **options):
     return Case(name, VQAttention, options, dense.vq_heads, variant=variant, long=long)
 
 
+def reformer(name, **options):
+    return Case(
+        name,
+        ReformerLSHAttention,
+        options,
+        dense.reformer_heads,
+        cross=False,
+        long={"bucket_size": 64},
+        shared_key=True,
+        smooth=False,
+    )
+
+
 CASES = [
     performer("favor+", num_features=16, variant=False),
     performer("favor++", num_features=16, feature_map="favor++", causal=(False,)),
@@ -152,6 +170,7 @@ CASES = [
         dense.fourier_heads,
         long_length=256,
     ),
+    reformer("reformer", bucket_size=4, num_hashes=2, num_buckets=4),
 ]
 
 

@@ -45,6 +45,13 @@ DECODERS = {
         scale_embeddings=True,
         head_dim=6,
     ),
+    "reversible": dict(
+        num_layers=2,
+        attention="reformer:bucket_size=16,num_buckets=2,num_hashes=4",
+        residual="reversible",
+        positions="sinusoidal",
+        feed_forward_chunk=4,
+    ),
 }
 CASES = {
     **DECODERS,

@@ -109,6 +109,7 @@ def test_segments_give_what_the_whole_sequence_gives():
         ("mixed-rotary", lambda: samplers.TopKSampler(k=9, seed=1), (7, 12, 8)),
         ("recurrent", lambda: samplers.TopPSampler(p=0.9, seed=1), (8, 8)),
         ("softmax", lambda: samplers.RandomSampler(seed=1), (1, 5)),
+        ("reversible", samplers.GreedySampler, (9, 6)),
     ],
     ids=DECODERS,
 )

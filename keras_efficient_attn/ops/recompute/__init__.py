@@ -48,7 +48,7 @@ def recompute_scan(step, carry, xs, consts=(), gradient=None):
 def vector_jacobian_product(function, arguments):
     """The value of a function, and the function from its gradient to the arguments'.
 
-    For the `gradient` of a scan, on TensorFlow and PyTorch.
+    For backward passes by hand, where gradients are not being recorded.
 
     Args:
         function: Callable of tuples of tensors that returns a tuple, whose elements

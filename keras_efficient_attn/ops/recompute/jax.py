@@ -9,6 +9,11 @@ def recompute_scan(step, carry, xs, consts, _):
     return _scan(step, carry, xs, consts)
 
 
+def vector_jacobian_product(function, arguments):
+    value, pull = jax.vjp(function, *arguments)
+    return value, pull
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _scan(step, carry, xs, consts):
     # Inside scan the loop body is a computation of its own, so the barrier that

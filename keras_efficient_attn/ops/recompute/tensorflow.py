@@ -29,7 +29,8 @@ def recompute_scan(step, carry, xs, consts, step_gradient):
 
         return (*final_carry, *ys), gradient
 
-    outputs = scan(*carry, *xs, *consts)
+    # Variables become tensors here: inside, they would be taken for captured ones.
+    outputs = scan(*map(tf.convert_to_tensor, (*carry, *xs, *consts)))
     return outputs[:carry_size], outputs[carry_size:]
 
 

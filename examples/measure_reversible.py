@@ -1,0 +1,178 @@
+"""Measures activation memory and time of a training step, by depth.
+
+    python examples/measure_reversible.py --backend jax
+    python examples/measure_reversible.py --backend tensorflow --mode xla
+
+Each depth is measured with a `ReversibleStack` and with the same stack made by
+`reversible=False`, both of hashed attention and a feed-forward network. Memory is what
+XLA reserves for the compiled step (JAX), the tensors kept for the backward pass
+(PyTorch), or by how much the process's peak grows in two steps (TensorFlow; one process
+each).
+"""
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import time
+
+MEBI = 2**20
+
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--backend", choices=("tensorflow", "jax", "torch"), default="jax")
+    add("--mode", choices=("eager", "graph", "xla"), default="xla", help="TensorFlow")
+    add("--depths", type=int, nargs="+", default=[2, 6, 12, 24])
+    add("--batch", type=int, default=2)
+    add("--length", type=int, default=1024)
+    add("--dim", type=int, default=128)
+    add("--heads", type=int, default=4)
+    add("--repeats", type=int, default=3, help="steps, of which the median counts")
+    add("--one", help="'DEPTH KIND', in this process")
+    return parser.parse_args(argv)
+
+
+def make_stack(depth, reversible, arguments):
+    import keras
+
+    from keras_efficient_attn import (
+        ReformerLSHAttention,
+        ReversibleBlock,
+        ReversibleStack,
+    )
+
+    dim, heads = arguments.dim, arguments.heads
+
+    def block():
+        x = keras.Input((None, dim))
+        h = keras.layers.LayerNormalization()(x)
+        attention = ReformerLSHAttention(
+            heads, dim // heads, bucket_size=32, num_buckets=16, num_hashes=2
+        )
+        f = keras.Model(x, attention(h, h, use_causal_mask=True))
+        g = keras.Sequential(
+            [
+                keras.layers.LayerNormalization(),
+                keras.layers.Dense(4 * dim, "relu"),
+                keras.layers.Dense(dim),
+            ]
+        )
+        return ReversibleBlock(f, g)
+
+    stack = ReversibleStack([block() for _ in range(depth)], reversible=reversible)
+    stack.build((arguments.batch, arguments.length, dim))
+    return stack
+
+
+def measure(depth, reversible, arguments):
+    """`(bytes, seconds)` of a step."""
+    import keras
+    import numpy as np
+
+    keras.utils.set_random_seed(0)
+    stack = make_stack(depth, reversible, arguments)
+    shape = (arguments.batch, arguments.length, arguments.dim)
+    x = np.random.default_rng(0).normal(size=shape).astype("float32")
+    prepare = {"jax": on_jax, "tensorflow": on_tensorflow, "torch": on_torch}
+    memory, step = prepare[keras.backend.backend()](stack, x, arguments)
+    seconds = []
+    for _ in range(arguments.repeats):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return memory, sorted(seconds)[len(seconds) // 2]
+
+
+def on_jax(stack, x, arguments):
+    import jax
+    from keras import ops
+
+    trainable = [variable.value for variable in stack.trainable_variables]
+    others = [variable.value for variable in stack.non_trainable_variables]
+
+    def loss(trainable, x):
+        y, _ = stack.stateless_call(trainable, others, x, training=True)
+        return ops.sum(ops.square(y))
+
+    compiled = jax.jit(jax.grad(loss)).lower(trainable, x).compile()
+    step = lambda: jax.block_until_ready(compiled(trainable, x))  # noqa: E731
+    step()
+    return compiled.memory_analysis().temp_size_in_bytes, step
+
+
+def on_torch(stack, x, arguments):
+    import torch
+
+    weights = {variable.value.data_ptr() for variable in stack.variables}
+    kept = {}
+
+    def pack(tensor):
+        if tensor.data_ptr() not in weights:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    def step():
+        stack(x, training=True).square().sum().backward()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = stack(x, training=True)
+    y.square().sum().backward()
+    return sum(kept.values()), step
+
+
+def on_tensorflow(stack, x, arguments):
+    import tensorflow as tf
+
+    def gradients(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(stack(x, training=True)))
+        return tape.gradient(loss, [v.value for v in stack.trainable_variables])
+
+    if arguments.mode != "eager":
+        gradients = tf.function(gradients, jit_compile=arguments.mode == "xla")
+    x = tf.constant(x)
+    step = lambda: [g.numpy() for g in gradients(x)]  # noqa: E731
+    before = peak()
+    step()
+    step()
+    return peak() - before, step
+
+
+def peak():
+    """Of this process's resident memory, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main(argv=None):
+    arguments = parse_arguments(argv)
+    os.environ["KERAS_BACKEND"] = arguments.backend
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if arguments.one:
+        depth, kind = arguments.one.split()
+        memory, seconds = measure(int(depth), kind == "reversible", arguments)
+        print(f"{memory} {seconds}")
+        return
+    print(f"{arguments.backend}: depth | plain MiB, ms | reversible MiB, ms | time")
+    for depth in arguments.depths:
+        results = []
+        for kind in ("plain", "reversible"):
+            command = [sys.executable, __file__, *(argv or sys.argv[1:])]
+            run = subprocess.run(
+                [*command, "--one", f"{depth} {kind}"],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            if run.returncode:
+                sys.exit(run.returncode)
+            memory, seconds = map(float, run.stdout.split()[-2:])
+            results.append((memory / MEBI, seconds * 1000))
+        cells = " | ".join(f"{memory:.1f}, {ms:.0f}" for memory, ms in results)
+        ratio = results[1][1] / results[0][1]
+        print(f"{depth} | {cells} | {ratio:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

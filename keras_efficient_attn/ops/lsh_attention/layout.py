@@ -1,0 +1,130 @@
+"""Where each position stands when buckets are sorted and cut into chunks."""
+
+import collections
+
+from keras import ops
+
+from keras_efficient_attn.ops.chunking import chunk_layout
+
+# Positions and codes pass through float32 tensors, which hold integers up to here.
+MAX_LENGTH = 2**24
+
+Layout = collections.namedtuple(
+    "Layout",
+    ["token", "last_token", "slot", "code", "before", "chunks_in_tile", "tiles"],
+)
+Layout.__doc__ = """Slots of chunks, and the positions in them.
+
+Attributes:
+    token: `(batch, heads, rounds, slots)`, the position in a slot; the last position
+        where a slot is empty.
+    last_token: `(batch, heads, rounds, chunk_size)`, of the last chunk with any.
+    slot: `(batch, heads, rounds, length)`, the slot of a position; 0 if it is hidden.
+    code: `(batch, heads, rounds, length)`, a number for the chunk that a position is
+        in; -1 if it is hidden.
+    before: The code of the chunk before, whose keys a position sees too; no chunk has
+        the code where there is none.
+    chunks_in_tile: Chunks that are computed at once.
+    tiles: How often.
+"""
+
+
+def make_layout(buckets, kept, num_buckets, chunk_size, aligned, floats_per_position):
+    """Sorts positions by bucket, and cuts them into chunks.
+
+    Args:
+        buckets: Integers `(batch, heads, rounds, length)`, below `num_buckets`.
+        kept: Boolean `(batch, length)`; the others are hidden: they have a bucket of
+            their own, behind all others, which is left out. The last position has to
+            be hidden.
+        num_buckets: Number of buckets.
+        chunk_size: Slots of a chunk.
+        aligned: Whether each bucket starts a chunk. Then no position's chunk depends
+            on later positions, and the chunk before is of the same bucket.
+            Otherwise chunks run on across buckets, and the last is before the first.
+        floats_per_position: For the size of a tile.
+    """
+    batch, heads, rounds, length = ops.shape(buckets)
+    kept = kept[:, None, None, :]
+    bucket = ops.where(kept, buckets, num_buckets)
+    # Unique keys; centred at zero, they have all of the 32 bits.
+    position = ops.arange(length, dtype="int32")
+    order = ops.argsort((bucket - num_buckets // 2) * length + position, axis=-1)
+    rank = ops.argsort(order, axis=-1)
+
+    groups = num_buckets if aligned else 1
+    group = bucket if aligned else ops.where(kept, ops.zeros_like(bucket), 1)
+    starts = _count_below(
+        ops.take_along_axis(group, order, axis=-1),
+        ops.arange(groups + 1, dtype="int32"),
+    )
+    chunks = (starts[..., 1:] - starts[..., :-1] + chunk_size - 1) // chunk_size
+    first = ops.cast(ops.cumsum(chunks, axis=-1), "int32") - chunks
+
+    # From positions to slots.
+    own = ops.where(kept, group, 0)
+    within = rank - ops.take_along_axis(starts, own, axis=-1)
+    chunk = within // chunk_size
+    slot = ops.take_along_axis(first, own, axis=-1) * chunk_size + within
+    code = (chunk + 1) * groups + own
+    before = code - groups
+    if not aligned:
+        wraps = ops.logical_and(chunk == 0, chunks > 1)
+        before = ops.where(wraps, chunks, before)
+
+    # From slots to positions.
+    most = (length + groups * (chunk_size - 1)) // chunk_size
+    _, chunks_in_tile, tiles = chunk_layout(
+        most * chunk_size, chunk_size, batch, floats_per_position
+    )
+
+    def tokens(chunk):
+        """The positions in these chunks, `(batch, heads, rounds, slots)`."""
+        group = _count_below(first, chunk + 1) - 1
+        start = ops.take_along_axis(starts, group, axis=-1)
+        end = ops.take_along_axis(starts, group + 1, axis=-1)
+        skipped = chunk - ops.take_along_axis(first, group, axis=-1)
+        index = (start + skipped * chunk_size)[..., None]
+        index = index + ops.arange(chunk_size, dtype="int32")
+        filled = index < end[..., None]
+        shape = (batch, heads, rounds, ops.shape(chunk)[-1] * chunk_size)
+        index = ops.reshape(ops.where(filled, index, 0), shape)
+        token = ops.take_along_axis(order, index, axis=-1)
+        return ops.where(ops.reshape(filled, shape), token, length - 1)
+
+    last = ops.sum(chunks, axis=-1, keepdims=True)
+    last = ops.cast(last, "int32") - 1
+    return Layout(
+        token=tokens(ops.arange(tiles * chunks_in_tile, dtype="int32")),
+        last_token=tokens(ops.where(last < 0, 0, last)),
+        slot=ops.where(kept, slot, 0),
+        code=ops.where(kept, code, -1),
+        before=ops.where(kept, before, -2),
+        chunks_in_tile=chunks_in_tile,
+        tiles=tiles,
+    )
+
+
+def _count_below(ascending, values):
+    """How many elements of each row are below each value, by binary search.
+
+    Args:
+        ascending: Integers `(..., length)`, in ascending order.
+        values: Integers `(count,)` or `(..., count)`.
+
+    Returns:
+        Integers `(..., count)`.
+    """
+    length = ops.shape(ascending)[-1]
+    values = values + ops.zeros_like(ascending[..., :1])
+    steps = (length if isinstance(length, int) else MAX_LENGTH).bit_length()
+    count = ops.zeros_like(values)
+    for step in reversed(range(steps)):
+        more = count + 2**step
+        inside = more <= length
+        element = ops.take_along_axis(
+            ascending, ops.where(inside, more - 1, 0), axis=-1
+        )
+        more_below = ops.logical_and(inside, element < values)
+        count = ops.where(more_below, more, count)
+    return count

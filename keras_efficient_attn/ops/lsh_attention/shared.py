@@ -1,0 +1,61 @@
+"""What the forms of LSH attention have in common."""
+
+import math
+
+from keras import ops
+
+from keras_efficient_attn.ops.partial_attention import LOG_ZERO, divided
+
+# Added to squared norms: a vector of zeros has a unit vector of zeros.
+SQUARED_EPSILON = 1e-12
+
+
+def unit(x):
+    """`x / ‖x‖` along the last axis: the keys of these queries."""
+    squared = ops.sum(ops.square(x), axis=-1, keepdims=True)
+    return x * ops.rsqrt(squared + SQUARED_EPSILON)
+
+
+def masked_part(logits, allowed, value, dropout_mask=None):
+    """The part `(values, totals, log_scale)` of `(..., queries, keys)` logits."""
+    # Of minus infinity the exponential is 0, and fast.
+    logits = ops.where(allowed, logits, -math.inf)
+    scale = ops.max(ops.stop_gradient(logits), axis=-1)
+    scale = ops.where(scale == -math.inf, LOG_ZERO, scale)
+    weights = ops.exp(logits - scale[..., None])
+    totals = ops.sum(weights, axis=-1)
+    if dropout_mask is not None:
+        weights = weights * dropout_mask
+    return weights @ value, totals, scale
+
+
+def with_self(values, totals, own_value):
+    """Divides; a query that sees no other key has its own value."""
+    alone = (totals == 0.0)[..., None]
+    return ops.where(alone, own_value, divided(values, totals))
+
+
+def columns_of(rows, *widths):
+    """Cuts the last axis."""
+    start, parts = 0, []
+    for width in widths:
+        parts.append(rows[..., start : start + width])
+        start += width
+    return parts
+
+
+def take_rows(table, index):
+    """Rows of several tables.
+
+    Args:
+        table: `(batch, heads, length, width)`.
+        index: Integers `(batch, heads, count)`.
+
+    Returns:
+        `(batch, heads, count, width)`.
+    """
+    batch, heads, length, width = ops.shape(table)
+    offset = ops.arange(batch, dtype="int32")[:, None] * heads
+    offset = (offset + ops.arange(heads, dtype="int32")) * length
+    flat = ops.reshape(table, (batch * heads * length, width))
+    return ops.take(flat, index + offset[..., None], axis=0)

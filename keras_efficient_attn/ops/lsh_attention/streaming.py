@@ -1,0 +1,167 @@
+"""Causal LSH attention with a state: the last keys of each bucket."""
+
+import functools
+
+from keras import ops
+
+from keras_efficient_attn.ops.chunking import join_groups, split_groups
+from keras_efficient_attn.ops.lsh_attention.shared import (
+    columns_of,
+    masked_part,
+    take_rows,
+    unit,
+    with_self,
+)
+from keras_efficient_attn.ops.partial_attention import merge
+from keras_efficient_attn.ops.recompute import recompute_scan
+
+# Floats of the keys that the positions of one step find in their buckets.
+FOUND_FLOATS = 2**21
+
+
+def lsh_attention_state(
+    batch_size, num_heads, rounds, num_buckets, chunk_size, dim, value_dim, dtype
+):
+    """The state before the first position.
+
+    Returns:
+        Dict of `cache` `(batch, heads, rounds, num_buckets · 2 chunk_size + 1, dim +
+        value_dim + rounds)`: key, value and codes of the last keys of each bucket, and
+        a row for hidden positions; and `count` `(batch, heads, rounds, num_buckets)`,
+        of keys that each bucket had.
+    """
+    rows = num_buckets * 2 * chunk_size + 1
+    shape = (batch_size, num_heads, rounds)
+    return {
+        "cache": ops.concatenate(
+            [
+                ops.zeros((*shape, rows, dim + value_dim), dtype),
+                # The code of no chunk.
+                ops.full((*shape, rows, rounds), -1.0, dtype),
+            ],
+            axis=-1,
+        ),
+        "count": ops.zeros((*shape, num_buckets), dtype),
+    }
+
+
+def streamed_lsh_attention(
+    query, value, buckets, kept, state, num_buckets, chunk_size, scale, dropout
+):
+    """The causal, aligned `lsh_attention`, and the new state.
+
+    The cache has two chunks of keys for each bucket, the rank of a key in its bucket
+    telling its place.
+    """
+    batch, length, heads, dim = query.shape
+    rounds, value_dim = buckets.shape[2], value.shape[-1]
+    found = heads * rounds * 2 * chunk_size * (dim + value_dim) * (batch or 1)
+    block = max(1, min(chunk_size, FOUND_FLOATS // found))
+    if isinstance(length, int):
+        block = min(block, max(1, length))
+        steps = max(1, -(-length // block))
+    else:
+        length = ops.shape(query)[1]
+        steps = (length + block - 1) // block
+    dtype = query.dtype
+    buckets = ops.cast(ops.transpose(buckets, (0, 3, 1, 2)), dtype)
+    inputs = (query, value, buckets, ops.cast(kept, dtype))
+    xs = tuple(split_groups(t, steps, block) for t in inputs)
+    step = _step(dim, value_dim, rounds, num_buckets, chunk_size, scale)
+    consts = ()
+    if dropout is not None:
+        # Of queries in a chunk, by the keys of the cache and those of the block.
+        consts = (dropout[..., :block, :], dropout[:, :, 0, :block, :block])
+    carry = (state["cache"], state["count"])
+    (cache, count), (output,) = recompute_scan(step, carry, xs, consts)
+    return join_groups(output, length), {"cache": cache, "count": count}
+
+
+@functools.cache
+def _step(dim, value_dim, rounds, num_buckets, chunk_size, scale):
+    ring = 2 * chunk_size
+    cache_rows, width = num_buckets * ring + 1, dim + value_dim + rounds
+
+    def step(carry, x, consts):
+        cache, count = carry
+        query, value, bucket, kept = x
+        batch, block, heads = ops.shape(query)[:3]
+        query, value = (ops.transpose(t, (0, 2, 1, 3)) for t in (query, value))
+        bucket = ops.cast(ops.transpose(bucket, (0, 2, 3, 1)), "int32")
+        kept = kept > 0
+
+        # How many keys of its bucket came before each position.
+        position = ops.arange(block)
+        earlier = ops.logical_and(
+            position[:, None] > position, kept[:, None, None, None, :]
+        )
+        same = bucket[..., :, None] == bucket[..., None, :]
+        same = ops.logical_and(same, earlier)
+        rank = ops.cast(ops.take_along_axis(count, bucket, axis=-1), "int32")
+        rank = rank + ops.cast(ops.sum(ops.cast(same, "int32"), axis=-1), "int32")
+        code = (rank // chunk_size + 1) * num_buckets + bucket
+        before = code - num_buckets
+
+        def near(key_code, code, before):
+            return ops.logical_or(key_code == code, key_code == before)
+
+        # The keys of this block.
+        in_round = near(code[..., None, :], code[..., :, None], before[..., :, None])
+        seen = ops.any(ops.logical_and(in_round, same), axis=2)
+        key, scaled = unit(query), query * scale
+        logits = scaled @ ops.swapaxes(key, -1, -2)
+        parts = [masked_part(logits, seen, value, consts[1] if consts else None)]
+
+        # Those of the cache, round by round; what an earlier one has seen counts there.
+        index = bucket[..., None] * ring + ops.arange(ring, dtype="int32")
+        index = ops.reshape(index, (batch, heads * rounds, block * ring))
+        table = ops.reshape(cache, (batch, heads * rounds, cache_rows, width))
+        found = ops.reshape(
+            take_rows(table, index), (batch, heads, rounds, block, ring, width)
+        )
+        old_key, old_value, old_code = columns_of(found, dim, value_dim, rounds)
+        old_code = ops.cast(old_code, "int32")
+        for r in range(rounds):
+            seen = None
+            for other in range(r, -1, -1):
+                also = near(
+                    old_code[:, :, r, ..., other],
+                    code[:, :, other, :, None],
+                    before[:, :, other, :, None],
+                )
+                if seen is None:
+                    seen = also
+                else:
+                    seen = ops.logical_and(seen, ops.logical_not(also))
+            logits = ops.einsum("bhnd,bhnsd->bhns", scaled, old_key[:, :, r])
+            dropout = consts[0][:, :, r, :, None, :] if consts else None
+            part = masked_part(
+                logits[..., None, :], seen[..., None, :], old_value[:, :, r], dropout
+            )
+            parts.append((part[0][..., 0, :], part[1][..., 0], part[2][..., 0]))
+        values, totals, _ = merge(parts)
+        output = with_self(values, totals, value)
+        output = ops.where(kept[:, None, :, None], output, 0.0)
+
+        # Each key takes the place of the one that stood two chunks before it.
+        visible = kept[:, None, None, :]
+        place = ops.where(visible, bucket * ring + rank % ring, cache_rows - 1)
+        codes = ops.cast(ops.transpose(code, (0, 1, 3, 2)), cache.dtype)
+        codes = ops.where(kept[:, None, :, None], codes, -1.0)
+        new = ops.concatenate([key, value, codes], axis=-1)[:, :, None]
+        new = ops.broadcast_to(new, (batch, heads, rounds, block, width))
+        offset = ops.arange(batch * heads * rounds, dtype="int32") * cache_rows
+        place = place + ops.reshape(offset, (batch, heads, rounds, 1))
+        shape = ops.shape(cache)
+        cache = ops.scatter_update(
+            ops.reshape(cache, (batch * heads * rounds * cache_rows, width)),
+            ops.reshape(place, (-1, 1)),
+            ops.reshape(new, (-1, width)),
+        )
+        ones = ops.one_hot(bucket, num_buckets, dtype=count.dtype)
+        ones = ops.where(visible[..., None], ones, 0.0)
+        count = count + ops.sum(ones, axis=3)
+        output = ops.transpose(output, (0, 2, 1, 3))
+        return (ops.reshape(cache, shape), count), (output,)
+
+    return step

@@ -1,0 +1,68 @@
+"""`reversible_chain` for TensorFlow."""
+
+import tensorflow as tf
+
+from keras_efficient_attn.ops.reversible.passes import backward, forward, never
+
+
+def reversible_chain(halves, x1, x2, parameters, states, tensors):
+    sizes = 2, len(parameters), len(states), len(tensors)
+    shape = {}
+
+    @tf.custom_gradient
+    def chain(*arguments):
+        # Eagerly, the tape around a custom gradient still records what happens
+        # inside; stopped gradients leave it nothing to record.
+        arguments = [tf.stop_gradient(tensor) for tensor in arguments]
+        (x1, x2), parameters, states, tensors = _split(arguments, sizes)
+        (streams, losses, updates), before = forward(
+            halves, x1, x2, parameters, states, tensors, _branch
+        )
+        shape.update(losses=len(losses), updated=list(updates))
+
+        def gradient(*upstream):
+            of_streams, of_parameters, of_tensors = backward(
+                halves,
+                streams,
+                upstream[:2],
+                upstream[2 : 2 + len(losses)],
+                before,
+                parameters,
+                tensors,
+                _branch,
+            )
+            every = (*of_streams, *of_parameters, *[None] * len(states), *of_tensors)
+            return [None if g is None else tf.convert_to_tensor(g) for g in every]
+
+        return (*streams, *losses, *updates.values()), gradient
+
+    # Variables become tensors here: inside, they would be taken for captured ones.
+    arguments = (x1, x2, *parameters, *states, *tensors)
+    outputs = chain(*map(tf.convert_to_tensor, arguments))
+    (y1, y2), losses, values = _split(
+        outputs, (2, shape["losses"], len(shape["updated"]))
+    )
+    return y1, y2, losses, dict(zip(shape["updated"], values, strict=True))
+
+
+def _branch(function, arguments, like):
+    """`function(*arguments)`, backwards and in graphs as a branch of a conditional.
+
+    Graphs have no order but that of their data; a branch is run by itself.
+    """
+    if like is None or tf.executing_eagerly():
+        return function(*arguments)
+
+    return tf.cond(
+        never(arguments[0]),
+        lambda: tf.nest.map_structure(tf.zeros_like, like),
+        lambda: tf.nest.map_structure(tf.convert_to_tensor, function(*arguments)),
+    )
+
+
+def _split(items, sizes):
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(tuple(items[start : start + size]))
+        start += size
+    return parts

@@ -1,0 +1,62 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import reformer_duplication  # noqa: E402
+from duplication.training import Sequences  # noqa: E402
+
+
+def test_sequences_repeat_their_first_half():
+    data = Sequences(steps=3, batch=4, length=10, symbols=5, seed=1)
+    x, y, weights = data[2]
+    whole = np.concatenate([x, y[:, -1:]], axis=1)
+    np.testing.assert_array_equal(whole[:, :5], whole[:, 5:])
+    assert np.all(whole[:, 0] == 0) and set(np.unique(whole[:, 1:5])) <= set(
+        range(1, 6)
+    )
+    # What is scored is the copy, and all of it.
+    np.testing.assert_array_equal(weights, np.tile(np.arange(9) > 4, (4, 1)))
+    np.testing.assert_array_equal(y[weights == 1].reshape(4, 4), x[:, 1:5])
+    np.testing.assert_array_equal(data[2][0], x)
+    assert np.any(data[1][0] != x)
+
+
+def test_the_script_prints_its_table():
+    arguments = (
+        "--train full 2 --evaluate full 1 9 --length 12 --symbols 3 --bucket-size 4 "
+        "--buckets 2 --dim 8 --heads 2 --steps 2 --batch 2 --test-sequences 4 "
+        "--verbose 0"
+    )
+    run = subprocess.run(
+        [sys.executable, EXAMPLES / "reformer_duplication.py", *arguments.split()],
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.strip().splitlines()[-4:]
+    assert lines[0] == "| trained | full | LSH-1 | LSH-9 |"
+    rows = [line.strip("| ").split(" | ") for line in lines[2:]]
+    assert [row[0] for row in rows] == ["full", "LSH-2"]
+    assert [cell.partition(" ")[2] for cell in rows[0][1:]] == ["(100)", "(52.5)", ""]
+    for row in rows:
+        assert all(0 <= float(cell.split()[0]) <= 100 for cell in row[1:])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--length 7", "--buckets 3", "--dim 6 --heads 4", "--train some", "--steps 0"],
+)
+def test_wrong_arguments_are_one_line(arguments, capsys):
+    assert reformer_duplication.main(arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("reformer_duplication.py: error: ")
+    assert error.count("\n") == 1

@@ -1,0 +1,97 @@
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn import ChunkedFeedForward, ChunkedVocabularyLoss
+from tests.autodiff import gradient_function, to_numpy
+
+BATCH, LENGTH, DIM, CLASSES = 2, 11, 4, 23
+
+
+def inputs():
+    random = np.random.default_rng(0)
+    return random.normal(size=(BATCH, LENGTH, DIM)).astype("float32")
+
+
+def network(dropout=0.0):
+    return keras.Sequential(
+        [
+            keras.layers.Dense(7, "gelu"),
+            keras.layers.Dropout(dropout, seed=1),
+            keras.layers.Dense(3),
+        ]
+    )
+
+
+def value_and_gradients(layer, function, x):
+    variables = layer.trainable_variables
+
+    def loss(x, *values):
+        with keras.StatelessScope(list(zip(variables, values, strict=True))):
+            return ops.sum(ops.square(function(x)))
+
+    values = [to_numpy(variable) for variable in variables]
+    return gradient_function(loss, with_value=True)(x, *values)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 100])
+def test_slices_have_the_outputs_and_gradients_of_the_whole(chunk_size):
+    layer, x = ChunkedFeedForward(network(), chunk_size), inputs()
+    assert tuple(layer(x).shape) == (BATCH, LENGTH, 3)
+    expected = value_and_gradients(layer, layer.feed_forward, x)
+    received = value_and_gradients(layer, lambda x: layer(x, training=True), x)
+    for one, other in zip(received, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_fit_with_unknown_length_and_saving(backend, tmp_path):
+    sequence = keras.Input((None, DIM))
+    model = keras.Model(sequence, ChunkedFeedForward(network(), 4)(sequence))
+    model.compile("adam", "mse", jit_compile=backend != "torch")
+    losses = model.fit(inputs(), inputs()[..., :3], epochs=3, verbose=0)
+    assert losses.history["loss"][-1] < losses.history["loss"][0]
+    model.save(tmp_path / "model.keras")
+    restored = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(
+        to_numpy(restored(inputs())), to_numpy(model(inputs())), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_the_loss_is_the_cross_entropy_of_all_logits(use_bias):
+    labels = np.random.default_rng(1).integers(0, CLASSES, (BATCH, LENGTH))
+    labels, x = labels.astype("int32"), inputs()
+    layer = ChunkedVocabularyLoss(CLASSES, use_bias=use_bias, chunk_size=4)
+    assert tuple(layer(x, labels).shape) == (BATCH, LENGTH)
+    if use_bias:
+        layer.bias.assign(np.random.default_rng(2).normal(size=CLASSES))
+
+    def whole(x):
+        return keras.losses.sparse_categorical_crossentropy(
+            labels, layer.logits(x), from_logits=True
+        )
+
+    expected = value_and_gradients(layer, whole, x)
+    received = value_and_gradients(layer, lambda x: layer(x, labels), x)
+    for one, other in zip(received, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_large_logits_have_finite_losses():
+    layer = ChunkedVocabularyLoss(CLASSES, dtype="mixed_bfloat16")
+    labels = np.zeros((BATCH, LENGTH), "int32")
+    losses = layer(1000 * inputs(), labels)
+    assert keras.backend.standardize_dtype(losses.dtype) == "float32"
+    assert np.isfinite(to_numpy(losses)).all() and to_numpy(losses).min() >= 0
+
+
+def test_what_cannot_be_sliced_is_refused():
+    with pytest.raises(ValueError, match="seeds of dropout"):
+        ChunkedFeedForward(network(dropout=0.5))(inputs(), training=True)
+    with pytest.raises(ValueError, match="chunk_size=0"):
+        ChunkedFeedForward(network(), 0)
+    with pytest.raises(TypeError, match="feed_forward=3"):
+        ChunkedFeedForward(3)
+    with pytest.raises(ValueError, match="vocabulary_size=0"):
+        ChunkedVocabularyLoss(0)

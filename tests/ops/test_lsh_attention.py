@@ -1,0 +1,178 @@
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn.ops.lsh_attention import (
+    hash_buckets,
+    lsh_attention,
+    num_rotation_rows,
+)
+from tests import dense
+from tests.autodiff import gradients, to_numpy
+
+BATCH, LENGTH, HEADS, DIM, ROUNDS, BUCKETS = 2, 23, 2, 5, 3, 4
+
+
+def arrays(length=LENGTH, rounds=ROUNDS, buckets=BUCKETS, seed=0):
+    random = np.random.default_rng(seed)
+    query, value = random.normal(size=(2, BATCH, length, HEADS, DIM))
+    shape = (BATCH, HEADS, rounds, length)
+    ids = random.integers(0, buckets, shape).astype("int32")
+    return query.astype("float32"), value.astype("float32"), ids
+
+
+def expected_output(query, value, buckets, kept, chunk_size, causal, aligned, scale):
+    output = np.zeros(value.shape)
+    for b in range(len(query)):
+        for h in range(query.shape[2]):
+            seen = dense.lsh_visible(buckets[b, h], kept[b], chunk_size, aligned)
+            x = query[b, :, h].astype("float64")
+            weights = dense.shared_weights(x, seen, kept[b], causal, scale)
+            output[b, :, h] = weights @ value[b, :, h]
+    return output
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+def test_all_rounds_together_are_dense_attention_over_their_union(
+    implementation, causal, aligned
+):
+    query, value, buckets = arrays()
+    kept = np.random.default_rng(1).random((BATCH, LENGTH)) > 0.3
+    options = dict(chunk_size=3, causal=causal, aligned=aligned, scale=0.7)
+    output, _ = lsh_attention(
+        query,
+        value,
+        buckets,
+        num_buckets=BUCKETS,
+        key_mask=kept,
+        implementation=implementation,
+        **options,
+    )
+    expected = expected_output(query, value, buckets, kept, **options)
+    np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_two_chunks_are_dense_attention_whatever_the_hash(causal):
+    query, value, buckets = arrays(length=12)
+    output, _ = lsh_attention(
+        query, value, buckets, num_buckets=BUCKETS, chunk_size=6, causal=causal
+    )
+    everything, kept = np.ones((12, 12), bool), np.ones(12, bool)
+    for b in range(BATCH):
+        for h in range(HEADS):
+            weights = dense.shared_weights(
+                query[b, :, h].astype("float64"), everything, kept, causal, 1.0
+            )
+            np.testing.assert_allclose(
+                to_numpy(output)[b, :, h],
+                weights @ value[b, :, h],
+                rtol=1e-4,
+                atol=1e-5,
+            )
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_gradients_are_those_of_the_reference(aligned):
+    query, value, buckets = arrays()
+    weight = np.random.default_rng(2).normal(size=value.shape).astype("float32")
+
+    def loss(implementation):
+        def function(query, value):
+            output, _ = lsh_attention(
+                query,
+                value,
+                ops.convert_to_tensor(buckets),
+                num_buckets=BUCKETS,
+                chunk_size=3,
+                causal=aligned,
+                aligned=aligned,
+                implementation=implementation,
+            )
+            return ops.sum(ops.multiply(output, weight))
+
+        return gradients(function, query, value)
+
+    for fast, slow in zip(loss("chunked"), loss("reference"), strict=True):
+        np.testing.assert_allclose(fast, slow, rtol=1e-3, atol=1e-5)
+
+
+def test_chunks_that_run_on_across_buckets_let_the_future_through():
+    # Why `aligned` exists: bucket 0 has one more position at the end, and all
+    # chunks of bucket 1 move.
+    query, value, _ = arrays(length=8)
+    buckets = np.broadcast_to(np.int32([1, 1, 1, 1, 0, 0, 0, 0]), (2, 2, 1, 8)).copy()
+    moved = buckets.copy()
+    moved[..., -1] = 1
+    outputs = [
+        to_numpy(
+            lsh_attention(query, value, ids, num_buckets=2, chunk_size=1, causal=True)[
+                0
+            ]
+        )
+        for ids in (buckets, moved)
+    ]
+    assert np.any(outputs[0][:, :-1] != outputs[1][:, :-1])
+
+
+def test_sort_keys_beyond_31_bits():
+    query, value, buckets = arrays()
+    num_buckets = 2**32 // (LENGTH + 1) - 2
+    spread = buckets * (num_buckets // BUCKETS)
+    output, _ = lsh_attention(
+        query, value, spread, num_buckets=num_buckets, chunk_size=3
+    )
+    kept = np.ones((BATCH, LENGTH), bool)
+    expected = expected_output(query, value, buckets, kept, 3, False, False, 1.0)
+    np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="num_buckets=4294967296"):
+        lsh_attention(query, value, buckets, num_buckets=2**32, chunk_size=3)
+
+
+def test_buckets_are_the_largest_signed_projection():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(BATCH, LENGTH, HEADS, DIM)).astype("float32")
+    factors = (4, 2, 6)
+    shape = (ROUNDS, HEADS, DIM, num_rotation_rows(factors))
+    rotations = random.normal(size=shape).astype("float32")
+    buckets = to_numpy(hash_buckets(ops.convert_to_tensor(x), rotations, factors))
+    assert buckets.shape == (BATCH, HEADS, ROUNDS, LENGTH)
+    for h in range(HEADS):
+        for r in range(ROUNDS):
+            expected = dense.angular_buckets(x[:, :, h], rotations[r, h], factors)
+            np.testing.assert_array_equal(buckets[:, h, r], expected)
+    assert len(np.unique(buckets)) > 24
+
+
+@pytest.mark.parametrize("angle", [0.3, 1.2, 2.5])
+def test_two_buckets_part_vectors_with_the_probability_of_their_angle(angle):
+    rounds = 4000
+    x = np.zeros((1, 2, 1, 2), "float32")
+    x[0, :, 0] = [[1, 0], [np.cos(angle), np.sin(angle)]]
+    rotations = keras.random.normal((rounds, 1, 2, 1), seed=3)
+    buckets = to_numpy(hash_buckets(ops.convert_to_tensor(x), rotations, (2,)))[0, 0]
+    parted = np.mean(buckets[:, 0] != buckets[:, 1])
+    probability = angle / np.pi
+    deviation = np.sqrt(probability * (1 - probability) / rounds)
+    assert abs(parted - probability) < 4 * deviation
+
+
+def test_invalid_arguments():
+    query, value, buckets = arrays()
+    options = dict(num_buckets=BUCKETS, chunk_size=3)
+    with pytest.raises(ValueError, match="implementation='fast'"):
+        lsh_attention(query, value, buckets, implementation="fast", **options)
+    with pytest.raises(ValueError, match="causal=True, aligned=False"):
+        lsh_attention(query, value, buckets, causal=True, state={}, **options)
+    with pytest.raises(ValueError, match="implementation='reference' has no"):
+        lsh_attention(
+            query,
+            value,
+            buckets,
+            implementation="reference",
+            dropout_mask=np.ones((BATCH, HEADS, ROUNDS, 3, 6)),
+            **options,
+        )
