@@ -135,6 +135,8 @@ class MovingCodebook(keras.layers.Layer):
         self._usage = statistic("usage", (heads, codes), just_used)
         # Of the squared norms of errors and of keys.
         self._error = statistic("error", (heads, 2), "zeros")
+        # For gradient checkpointing, which runs the last call again.
+        self._last = statistic("last_codes", self.shape, "zeros")
         self._drawn = None
         if self.init == "first_batch":
             self._drawn = statistic("drawn", (), "zeros")
@@ -144,6 +146,11 @@ class MovingCodebook(keras.layers.Layer):
     def codes(self):
         sums, counts = (ops.convert_to_tensor(w) for w in (self._sum, self._count))
         return codes_of(sums, counts)
+
+    @property
+    def last_codes(self):
+        """The codes that the last training call used, before they moved."""
+        return ops.convert_to_tensor(self._last)
 
     def assign(self, codes):
         """Sets the codes, as if each were one key's."""
@@ -208,6 +215,7 @@ class MovingCodebook(keras.layers.Layer):
         if self.revive_after is not None:
             dead = usage < self.least_usage(self.revive_after)
             new_sum, new_count = self._revived(new_sum, new_count, dead, key, valid)
+        self._last.assign(codes)
         self._sum.assign(new_sum)
         self._count.assign(new_count)
         self._usage.assign(usage)

@@ -192,15 +192,18 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         query, key = self._query_and_key(query, key, query_mask, key_mask)
         value = self._value_dense(value)
         arguments = (query_mask, key_mask, use_causal_mask)
+        scores = None
+        if return_attention_scores:
+            # First: attending may learn, and then the weights are no longer those
+            # that made the output.
+            scores = self._scores(query, key, value, arguments, bool(training), options)
         heads, new_state = self.attend(
             query, key, value, *arguments, state, bool(training), **options
         )
         output = self._project(heads, gate_input, query_mask, training)
         if state is not None:
             return output, new_state
-        if return_attention_scores:
-            return output, self._scores(query, key, value, arguments, options)
-        return output
+        return output if scores is None else (output, scores)
 
     def _query_and_key(self, query, key, query_mask, key_mask):
         """Both projected, `(batch, length, heads, key_dim)`."""
@@ -215,8 +218,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             heads = heads * self._gate_dense(gate_input)
         return self._output_dense(heads)
 
-    def _scores(self, query, key, value, arguments, options):
-        """The matrix that `attend` applies to the values: its image of one-hots."""
+    def _scores(self, query, key, value, arguments, training, options):
+        """The matrix that `attend` will apply to the values: its image of one-hots."""
         query_mask, _, _ = arguments
         batch, length = ops.shape(key)[:2]
         one_hot = ops.eye(length, dtype=accumulator_dtype(value))[None, :, None, :]

@@ -14,7 +14,9 @@ from keras_efficient_attn.layers.codebooks import (
 from keras_efficient_attn.layers.efficient_attention import EfficientAttention
 from keras_efficient_attn.ops.normalization import rms_normalize
 from keras_efficient_attn.ops.partial_attention import accumulator_dtype
+from keras_efficient_attn.ops.recompute.replay import is_replay
 from keras_efficient_attn.ops.relative_positions import sinusoids, window_distances
+from keras_efficient_attn.ops.reversible import remembered
 from keras_efficient_attn.ops.rotary import rotary_embedding
 from keras_efficient_attn.ops.vq_attention import (
     BLOCK_LENGTH,
@@ -22,7 +24,12 @@ from keras_efficient_attn.ops.vq_attention import (
     state_names,
     vq_attention_state,
 )
-from keras_efficient_attn.ops.vq_attention.codebook import lloyd, look_up, plus_plus
+from keras_efficient_attn.ops.vq_attention.codebook import (
+    lloyd,
+    look_up,
+    nearest_codes,
+    plus_plus,
+)
 
 ASSIGNMENTS = ("hard", "soft")
 # Of the sinusoids of relative positions, over 2π.
@@ -110,7 +117,10 @@ class VQAttention(EfficientAttention):
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
         `use_causal_mask`, `return_attention_scores`, `state`. With `training=True`
-        hard codes move; masked keys have no part in it.
+        hard codes move; masked keys have no part in it. They move once when
+        `keras.remat` runs a block around the layer again, if the block calls it once;
+        on JAX, `keras.remat` around a layer that has state is an error of JAX, and on
+        TensorFlow it leaves the commitment loss without gradient.
 
     Raises:
         ValueError: If an argument is invalid, or given for an assignment that has no
@@ -249,14 +259,19 @@ class VQAttention(EfficientAttention):
             query = query + scale * ops.cast(self._content_bias, dtype)
 
         soft = self.assignment == "soft"
-        learns = training and self.trainable and not soft
-        valid = None
-        if learns:
-            valid = ops.ones(ops.shape(key)[:2], dtype)
-            if key_mask is not None:
-                valid = ops.cast(key_mask, dtype)
-        codes = self._codebook.drawn_from(key, valid) if learns else self.codebook
-        heads, new_state, index = quantized_attention(
+        learns = self._learns(training)
+        # Gradient checkpointing needs what the first run made, and made once.
+        again = learns and is_replay()
+        if again:
+            codes = self._codebook.last_codes
+        elif learns:
+            codes = self._codebook.drawn_from(key, _countable(key, key_mask))
+        else:
+            codes = self.codebook
+        # A rebuilt key may be off by rounding, which must not tip its code.
+        codes = ops.cast(codes, dtype)
+        index = None if soft else remembered(lambda: nearest_codes(key, codes))
+        heads, new_state = quantized_attention(
             query,
             key,
             value,
@@ -272,10 +287,15 @@ class VQAttention(EfficientAttention):
             position_key=position_key,
             state=state,
             block_length=self.block_length,
+            index=index,
         )
         if learns:
-            self._commit(key, ops.cast(codes, dtype), index, valid)
-            self._codebook.update(key, index, valid, codes)
+            valid = _countable(key, key_mask)
+            loss = self._commitment(key, codes, index, valid)
+            if not again:
+                if self.commitment_weight:
+                    self.add_loss(loss)
+                self._codebook.update(key, index, valid, codes)
         if position is not None:
             new_state["position"] = position + ops.shape(query)[1]
         if self._dropout > 0.0:
@@ -409,15 +429,25 @@ class VQAttention(EfficientAttention):
         kernel = ops.cast(self._position_kernel, dtype)
         return ops.einsum("md,dhk->mhk", ops.convert_to_tensor(waves, dtype), kernel)
 
-    def _commit(self, key, codes, index, valid):
-        """Adds the loss that draws keys to their codes."""
-        if not self.commitment_weight:
-            return
+    def _learns(self, training):
+        """Whether a call moves the codes."""
+        return training and self.trainable and self.assignment == "hard"
+
+    def _scores(self, query, key, value, arguments, training, options):
+        if self._learns(training):
+            # The output's codes are drawn here, if this call is the first.
+            _, key_mask, _ = arguments
+            prepared = self._prepared(key, accumulator_dtype(query, key, value), None)
+            self._codebook.drawn_from(prepared, _countable(prepared, key_mask))
+        return super()._scores(query, key, value, arguments, training, options)
+
+    def _commitment(self, key, codes, index, valid):
+        """The loss that draws keys to their codes."""
         codes = ops.stop_gradient(look_up(codes, index))
         errors = ops.sum(ops.square(key - codes), axis=(2, 3)) * valid
         number = ops.sum(valid)
         mean = ops.sum(errors) / ops.where(number > 0, number, 1.0)
-        self.add_loss(self.commitment_weight * mean)
+        return self.commitment_weight * mean
 
     def _check_hard(self, method):
         if self.assignment != "hard" or not self.built:
@@ -493,6 +523,13 @@ class VQAttention(EfficientAttention):
                     "`rotary_wavelength` needs an even `key_dim`. Received: "
                     f"key_dim={self._key_dim}"
                 )
+
+
+def _countable(key, key_mask):
+    """1 for keys that a codebook learns from, and 0 for others, `(batch, length)`."""
+    if key_mask is None:
+        return ops.ones(ops.shape(key)[:2], key.dtype)
+    return ops.cast(key_mask, key.dtype)
 
 
 def _check_positive_int(argument, received, alternative=""):

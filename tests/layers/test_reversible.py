@@ -8,6 +8,7 @@ from keras_efficient_attn import (
     ReformerLSHAttention,
     ReversibleBlock,
     ReversibleStack,
+    VQAttention,
 )
 from tests.autodiff import gradient_function, to_numpy
 
@@ -17,6 +18,9 @@ BATCH, LENGTH, DIM = 2, 11, 8
 def attention_branch(i, kind, dropout, dtype):
     layer = {
         "elu": lambda: PerformerAttention(2, 4, feature_map="elu", dtype=dtype),
+        "vq": lambda: VQAttention(
+            2, 4, num_codes=3, window=None, commitment_weight=1.0, seed=i, dtype=dtype
+        ),
         "lsh": lambda: ReformerLSHAttention(
             2,
             4,
@@ -175,6 +179,27 @@ def test_states_and_losses_count_once():
     )
     assert len(plain) == 4
     np.testing.assert_allclose(sorted(rebuilt), sorted(plain), rtol=1e-5)
+
+
+def test_codebooks_move_once_a_step(backend):
+    x, y = inputs(), inputs(seed=4)
+    trained = []
+    for reversible in (False, True):
+        sequence = keras.Input((LENGTH, DIM))
+        model = keras.Model(
+            sequence, make_stack(1, reversible, kind="vq", dropout=0.1)(sequence)
+        )
+        model.compile("sgd", "mse", jit_compile=backend != "torch")
+        start = [to_numpy(weight) for weight in model.weights]
+        for _ in range(3):
+            model.train_on_batch(x, y)
+        trained.append([to_numpy(weight) for weight in model.weights])
+    for plain, rebuilt in zip(*trained, strict=True):
+        np.testing.assert_allclose(rebuilt, plain, rtol=1e-4, atol=1e-5)
+    counts = [w for w in model.weights if w.name == "count"]
+    assert len(counts) == 1
+    (index,) = (i for i, w in enumerate(model.weights) if w is counts[0])
+    assert np.abs(trained[1][index] - start[index]).max() > 1e-2
 
 
 def test_training_curves_coincide(backend):

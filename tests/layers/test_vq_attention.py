@@ -1,5 +1,10 @@
 """What is VQAttention's own: its codebook, and how it learns."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
@@ -221,6 +226,97 @@ def test_gradient_checkpointing_updates_once():
     checkpointed = after_a_step(keras.RematScope(mode="full"))
     for name, value in plain.items():
         np.testing.assert_allclose(checkpointed[name], value, rtol=1e-5, atol=1e-6)
+
+
+class Checkpointed(keras.layers.Layer):
+    """A block around the layer, run by `keras.remat` or as it is."""
+
+    def __init__(self, remat, **options):
+        super().__init__()
+        self.remat = remat
+        self.inner = make(**options)
+
+    def build(self, shape):
+        self.inner.build(shape, shape)
+
+    def call(self, x, training=None):
+        def block(x):
+            return x + 3.0 * self.inner(x, x, training=training)
+
+        return keras.remat(block)(x) if self.remat else block(x)
+
+
+def test_checkpointing_a_block_around_the_layer_changes_nothing(backend):
+    """Neither codes, nor gradients, nor the random keys of later calls."""
+    if backend == "jax":
+        pytest.skip("keras.remat hands out no state on JAX, of any layer")
+    x = inputs()
+    # TensorFlow has no gradients of losses that are added inside keras.remat.
+    weight = 0.0 if backend == "tensorflow" else 0.5
+    after = []
+    for remat in (False, True):
+        keras.utils.set_random_seed(0)
+        block = Checkpointed(remat, revive_after=1, commitment_weight=weight)
+        sequence = keras.Input((20, DIM))
+        model = keras.Model(sequence, block(sequence))
+        model.compile(keras.optimizers.SGD(0.3), "mse", jit_compile=False)
+        for _ in range(2):
+            model.train_on_batch(x, x)
+        after.append([to_numpy(w).astype("float64") for w in model.weights])
+        count = weights(block.inner)["count"]
+        np.testing.assert_allclose(count.sum(), 2 * (5 + (40 - 5) * 0.0199), rtol=1e-3)
+    for plain, checkpointed in zip(*after, strict=True):
+        np.testing.assert_allclose(checkpointed, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_checkpointing_a_stateless_call_changes_nothing_on_jax(backend):
+    if backend != "jax":
+        pytest.skip("jax.checkpoint")
+    import jax
+
+    layer, x = built(revive_after=1), inputs()
+
+    def loss(trainable, others):
+        output, others = layer.stateless_call(trainable, others, x, x, training=True)
+        return (output**2).sum(), others
+
+    results = []
+    for function in (loss, jax.checkpoint(loss)):
+        state = [[v.value for v in layer.trainable_variables]]
+        state.append([v.value for v in layer.non_trainable_variables])
+        results.append(jax.jit(jax.value_and_grad(function, has_aux=True))(*state))
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_two_replicas_learn_as_one():
+    flags = "--xla_force_host_platform_device_count=2"
+    subprocess.run(
+        [sys.executable, "-m", "tests.layers.replicas"],
+        env={**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {flags}"},
+        cwd=Path(__file__).resolve().parents[2],
+        check=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_of_a_training_call_are_those_of_its_output(causal):
+    """The codes move in the call, and in the first one are drawn."""
+    layer, x = built(decay=0.5, output_shape=HEADS * KEY_DIM), inputs()
+    dim = HEADS * KEY_DIM
+    identity = np.eye(dim).reshape(HEADS, KEY_DIM, dim)
+    layer.output_dense.set_weights([identity, np.zeros(dim)])
+    for _ in range(2):
+        output, scores = layer(
+            x, x, use_causal_mask=causal, return_attention_scores=True, training=True
+        )
+        kernel, bias = layer.value_dense.get_weights()
+        value = np.einsum("btd,dhk->bthk", x, kernel) + bias
+        heads = np.einsum("bhts,bshk->bthk", to_numpy(scores), value)
+        np.testing.assert_allclose(
+            to_numpy(output), heads.reshape(output.shape), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_calibrated_codes_stand_for_trained_keys():

@@ -9,6 +9,11 @@ import contextlib
 _records = []
 
 
+def in_chain():
+    """Whether a half of a reversible chain is running."""
+    return bool(_records)
+
+
 def remembered(compute):
     """`compute()`; in the backward pass of a reversible chain, its first value again.
 

@@ -165,7 +165,11 @@ def vq_attention(
     )
     if implementation == "reference":
         return reference.vq_attention(query, key, value, codebook, **arguments)
-    output, new_state, _ = quantized_attention(
+    index = None
+    if arguments["sigma"] is None:
+        dtype = accumulator_dtype(query, key, value)
+        index = nearest_codes(ops.cast(key, dtype), ops.cast(codebook, dtype))
+    output, new_state = quantized_attention(
         query,
         key,
         value,
@@ -174,6 +178,7 @@ def vq_attention(
         state=state,
         block_length=block_length or BLOCK_LENGTH,
         reduction=reduction,
+        index=index,
         **arguments,
     )
     output = ops.cast(output, value.dtype)
@@ -255,13 +260,16 @@ def quantized_attention(
     state=None,
     block_length=BLOCK_LENGTH,
     reduction=None,
+    index=None,
 ):
-    """`vq_attention` for layers: also returns the codes of the keys.
+    """`vq_attention` for layers, which know the codes of the keys already.
+
+    Args:
+        index: `nearest_codes(key, codebook)`, of no use with `sigma`.
 
     Returns:
-        `(output, state, index)`: the output in the accumulator's dtype, the new state
-        or `None`, and int32 `(batch, key_length, heads)`, `None` if no key was
-        quantised.
+        `(output, state)`: the output in the accumulator's dtype, and the new state or
+        `None`.
     """
     dtype = accumulator_dtype(query, key, value)
     tensors = (query, key, value, codebook, sigma, position_query, position_key)
@@ -274,10 +282,9 @@ def quantized_attention(
         key = ops.where(kept, key, ops.zeros_like(key))
         value = ops.where(kept, value, ops.zeros_like(value))
         valid = ops.cast(key_mask, dtype)
-    codes = index = None
+    codes = None
     if sigma is None:
         codebook = ops.stop_gradient(codebook)
-        index = nearest_codes(key, codebook)
         codes = look_up(codebook, index)
     near = straight_through(key, codes) if quantize_window else key
     far_keys = (codes if sigma is None else key, value, valid, index)
@@ -304,7 +311,7 @@ def quantized_attention(
             position_query,
             position_key,
         )
-    return output, new_state, index
+    return output, new_state
 
 
 def _attend_to_codes(

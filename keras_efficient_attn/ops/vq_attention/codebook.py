@@ -23,6 +23,7 @@ KEYS_PER_CODE = 64
 MIN_COUNT = 1e-2
 
 
+@compiled()
 def nearest_codes(key, codebook):
     """The index of the nearest code of each key, `‖key − code‖` being least.
 
