@@ -6,8 +6,8 @@
 Each depth is measured with a `ReversibleStack` and with the same stack made by
 `reversible=False`, both of hashed attention and a feed-forward network. Memory is what
 XLA reserves for the compiled step (JAX), the tensors kept for the backward pass
-(PyTorch), or by how much the process's peak grows in two steps (TensorFlow; one process
-each).
+(PyTorch), or by how much the peak of a process of its own grows in two steps
+(TensorFlow). The two are timed in turns.
 """
 
 import argparse
@@ -15,9 +15,9 @@ import os
 import resource
 import subprocess
 import sys
-import time
 
 MEBI = 2**20
+KINDS = ("plain", "reversible")
 
 
 def parse_arguments(argv):
@@ -31,7 +31,7 @@ def parse_arguments(argv):
     add("--dim", type=int, default=128)
     add("--heads", type=int, default=4)
     add("--repeats", type=int, default=3, help="steps, of which the median counts")
-    add("--one", help="'DEPTH KIND', in this process")
+    add("--memory-of", help="'DEPTH KIND': only print its bytes (TensorFlow)")
     return parser.parse_args(argv)
 
 
@@ -67,23 +67,17 @@ def make_stack(depth, reversible, arguments):
     return stack
 
 
-def measure(depth, reversible, arguments):
-    """`(bytes, seconds)` of a step."""
+def prepare(depth, kind, arguments):
+    """`(memory, step)`: callables that give bytes, and run a training step."""
     import keras
     import numpy as np
 
     keras.utils.set_random_seed(0)
-    stack = make_stack(depth, reversible, arguments)
+    stack = make_stack(depth, kind == "reversible", arguments)
     shape = (arguments.batch, arguments.length, arguments.dim)
     x = np.random.default_rng(0).normal(size=shape).astype("float32")
-    prepare = {"jax": on_jax, "tensorflow": on_tensorflow, "torch": on_torch}
-    memory, step = prepare[keras.backend.backend()](stack, x, arguments)
-    seconds = []
-    for _ in range(arguments.repeats):
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
-    return memory, sorted(seconds)[len(seconds) // 2]
+    on_backend = {"jax": on_jax, "tensorflow": on_tensorflow, "torch": on_torch}
+    return on_backend[keras.backend.backend()](stack, x, arguments)
 
 
 def on_jax(stack, x, arguments):
@@ -98,29 +92,33 @@ def on_jax(stack, x, arguments):
         return ops.sum(ops.square(y))
 
     compiled = jax.jit(jax.grad(loss)).lower(trainable, x).compile()
-    step = lambda: jax.block_until_ready(compiled(trainable, x))  # noqa: E731
-    step()
-    return compiled.memory_analysis().temp_size_in_bytes, step
+    return (
+        lambda: compiled.memory_analysis().temp_size_in_bytes,
+        lambda: compiled(trainable, x),
+    )
 
 
 def on_torch(stack, x, arguments):
     import torch
 
-    weights = {variable.value.data_ptr() for variable in stack.variables}
-    kept = {}
-
-    def pack(tensor):
-        if tensor.data_ptr() not in weights:
-            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-        return tensor
-
     def step():
         stack(x, training=True).square().sum().backward()
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = stack(x, training=True)
-    y.square().sum().backward()
-    return sum(kept.values()), step
+    def memory():
+        weights = {variable.value.data_ptr() for variable in stack.variables}
+        kept = {}
+
+        def pack(tensor):
+            if tensor.data_ptr() not in weights:
+                kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = stack(x, training=True)
+        y.square().sum().backward()
+        return sum(kept.values())
+
+    return memory, step
 
 
 def on_tensorflow(stack, x, arguments):
@@ -134,11 +132,17 @@ def on_tensorflow(stack, x, arguments):
     if arguments.mode != "eager":
         gradients = tf.function(gradients, jit_compile=arguments.mode == "xla")
     x = tf.constant(x)
-    step = lambda: [g.numpy() for g in gradients(x)]  # noqa: E731
-    before = peak()
-    step()
-    step()
-    return peak() - before, step
+
+    def step():
+        return [gradient.numpy() for gradient in gradients(x)]
+
+    def memory():
+        before = peak()
+        step()
+        step()
+        return peak() - before
+
+    return memory, step
 
 
 def peak():
@@ -146,32 +150,41 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def in_a_process(depth, kind, argv):
+    """Bytes, from a process of its own."""
+    command = [sys.executable, __file__, *argv, "--memory-of", f"{depth} {kind}"]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return int(run.stdout.split()[-1])
+
+
 def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
     arguments = parse_arguments(argv)
     os.environ["KERAS_BACKEND"] = arguments.backend
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    if arguments.one:
-        depth, kind = arguments.one.split()
-        memory, seconds = measure(int(depth), kind == "reversible", arguments)
-        print(f"{memory} {seconds}")
+    if arguments.memory_of:
+        depth, kind = arguments.memory_of.split()
+        memory, _ = prepare(int(depth), kind, arguments)
+        print(memory())
         return
+    from keras_efficient_attn import benchmark
+
     print(f"{arguments.backend}: depth | plain MiB, ms | reversible MiB, ms | time")
     for depth in arguments.depths:
-        results = []
-        for kind in ("plain", "reversible"):
-            command = [sys.executable, __file__, *(argv or sys.argv[1:])]
-            run = subprocess.run(
-                [*command, "--one", f"{depth} {kind}"],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            if run.returncode:
-                sys.exit(run.returncode)
-            memory, seconds = map(float, run.stdout.split()[-2:])
-            results.append((memory / MEBI, seconds * 1000))
-        cells = " | ".join(f"{memory:.1f}, {ms:.0f}" for memory, ms in results)
-        ratio = results[1][1] / results[0][1]
-        print(f"{depth} | {cells} | {ratio:.2f}", flush=True)
+        memories, steps = [], {}
+        for kind in KINDS:
+            memory, steps[kind] = prepare(depth, kind, arguments)
+            if arguments.backend == "tensorflow":
+                memories.append(in_a_process(depth, kind, argv))
+            else:
+                memories.append(memory())
+        timings = benchmark.time_functions(steps, repeats=arguments.repeats)
+        cells = [
+            f"{memory / MEBI:.1f}, {1e3 * timings[kind].median:.0f}"
+            for kind, memory in zip(KINDS, memories, strict=True)
+        ]
+        ratio = timings["reversible"].median / timings["plain"].median
+        print(" | ".join([f"{depth}", *cells, f"{ratio:.2f}"]), flush=True)
 
 
 if __name__ == "__main__":

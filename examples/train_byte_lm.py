@@ -54,7 +54,7 @@ def parse_arguments(argv):
         "--attention",
         default="performer:feature_map=elu,qk_norm=True",
         metavar="NAME[:OPTION=VALUE,...]",
-        help="any attention layer of the package, or softmax (Keras' own), with "
+        help="any attention layer of the package, or softmax, with "
         "options of the constructor, such as performer:feature_map=favor+,window=64",
     )
     add(

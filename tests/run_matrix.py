@@ -20,6 +20,8 @@ def run_backend(backend, arguments, report):
     environment = {
         **os.environ,
         "KERAS_BACKEND": backend,
+        # The threads of two processes would wait for each other.
+        "OMP_NUM_THREADS": "1",
         # What one process of JAX has compiled, the others load.
         "JAX_COMPILATION_CACHE_DIR": str(report.with_suffix("")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -12,9 +12,14 @@ from keras_efficient_attn import layers
 
 BACKENDS = {"tensorflow", "jax", "torch"}
 LAYERS = [
+    "ChunkedFeedForward",
+    "ChunkedVocabularyLoss",
     "FourierAttention",
     "LocalAttention",
     "PerformerAttention",
+    "ReformerLSHAttention",
+    "ReversibleBlock",
+    "ReversibleStack",
     "SoftmaxAttention",
     "SparseAttention",
     "VQAttention",

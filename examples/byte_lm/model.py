@@ -6,6 +6,7 @@ import keras
 
 from byte_lm.errors import UsageError
 from keras_efficient_attn.layers import get_attention
+from keras_efficient_attn.layers.streaming import initial_attention_state, with_state
 from keras_efficient_attn.models import (
     EfficientCausalLM,
     EfficientTransformerBackbone,
@@ -46,7 +47,11 @@ def check_attention(spec, dim, heads):
             f"--dim must be a multiple of --heads; received --dim {dim} --heads {heads}"
         )
     try:
-        get_attention(spec, num_heads=heads, key_dim=dim // heads)
+        layer = get_attention(spec, num_heads=heads, key_dim=dim // heads)
+        layer, x = with_state(layer), keras.KerasTensor((1, 8, dim))
+        layer(x, x, use_causal_mask=True)
+        # Samples are streamed.
+        initial_attention_state(layer, batch_size=1, max_length=8)
     except ValueError as error:
         raise UsageError(f"--attention {error}") from error
 

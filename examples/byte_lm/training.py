@@ -91,8 +91,17 @@ def run(arguments, fixed):
         + " bytes",
         flush=True,
     )
+    make_folder(arguments.out)
     train(model, splits, arguments, checkpoints, record)
     finish(model, splits, arguments, record)
+
+
+def make_folder(folder):
+    """Makes it, or raises `UsageError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {folder}: {error.strerror}") from error
 
 
 def check_same(record, fixed):
@@ -210,6 +219,9 @@ def finish(model, splits, arguments, record):
 
     out = arguments.out
     model.save(out / "model.keras")
+    results.write_curve(out / "curve.csv", record["curve"])
+    title = f"{arguments.attention}, length {arguments.length}"
+    results.plot_curve(out / "curve.png", record["curve"], baselines, bits, title)
     prompt = bytes(splits["test"][:PROMPT_BYTES])
     sampled, speed = sample(
         model, prompt, arguments.sample_bytes, arguments.temperature, arguments.seed
@@ -219,9 +231,6 @@ def finish(model, splits, arguments, record):
     print(f"|{sampled.decode('utf-8', 'replace')}")
     print(f"{speed:,.0f} bytes per second")
 
-    results.write_curve(out / "curve.csv", record["curve"])
-    title = f"{arguments.attention}, length {arguments.length}"
-    results.plot_curve(out / "curve.png", record["curve"], baselines, bits, title)
     result = {
         "attention": arguments.attention,
         "bits_per_byte": bits,

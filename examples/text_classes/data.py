@@ -75,6 +75,8 @@ def csv_file(path):
         raise DataError(f"{path}: {error}") from error
     if not rows or not {"text", "label"} <= set(rows[0]):
         raise DataError(f"{path}: needs a header with the columns text and label")
+    if any(row["text"] is None or row["label"] is None for row in rows):
+        raise DataError(f"{path}: a row lacks its text or its label")
     labels = sorted({row["label"] for row in rows})
     # Equal texts are one text, on one side of the split.
     texts = [

@@ -252,14 +252,22 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
                     f"Received: {name}.shape={tuple(mask.shape)}"
                 )
         if masks[3] is not None:
-            self._check_attention_mask(tuple(masks[3].shape))
+            self._check_attention_mask(tuple(masks[3].shape), key.shape)
         if state is not None:
             self._check_state(query, value, state, causal, return_attention_scores)
 
-    def _check_attention_mask(self, shape):
+    def _check_attention_mask(self, shape, key_shape):
         # (T, S), (B, T, S) or (B, H, T, S): all but the batch and S must be 1.
         if len(shape) in (2, 3, 4) and set(shape[-2:-1] + shape[1:-2]) == {1}:
-            return
+            of_keys = (*(shape[:1] if len(shape) > 2 else (1,)), shape[-1])
+            shared = (1, key_shape[1])
+            if any(_may_agree(of_keys, of) for of in (key_shape[:2], shared)):
+                return
+            raise ValueError(
+                "`attention_mask` must have the keys' batch size, or 1, and their "
+                f"length. Received: attention_mask.shape={shape}, "
+                f"key.shape={tuple(key_shape)}"
+            )
         raise ValueError(
             f"{type(self).__name__} never forms the matrix of queries by keys, "
             "and so cannot apply an `attention_mask` that differs between "

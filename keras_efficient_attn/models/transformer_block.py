@@ -110,6 +110,9 @@ class TransformerBlock(keras.layers.Layer):
             if layer is not None:
                 layer.build(x_shape)
         self.attention.build(x_shape, x_shape)
+        # It refuses now what it would in the first call.
+        x = keras.KerasTensor(x_shape)
+        self.attention.compute_output_spec(x, x, use_causal_mask=self.causal)
         if self.cross_attention is not None:
             self.cross_attention.build(x_shape, memory_shape)
 

@@ -40,6 +40,12 @@ def test_a_mask_of_another_length(case):
         case.make()(inputs(), inputs(), key_mask=np.ones((BATCH, 5), bool))
 
 
+@pytest.mark.parametrize("shape", [(BATCH, 1, 5), (BATCH + 1, 1, LENGTH)], ids=str)
+def test_an_attention_mask_of_another_length_or_batch(case, shape):
+    with pytest.raises(ValueError, match=r"`attention_mask` must have the keys'"):
+        case.make()(inputs(), inputs(), attention_mask=np.ones(shape, bool))
+
+
 def test_a_state_of_another_batch_size(causal_case):
     layer, x = causal_case.make(), inputs()
     with pytest.raises(ValueError, match="batch size"):

@@ -88,6 +88,7 @@ def test_it_learns_and_compares(table, capsys):
     [
         ("text,label\na,b\n", [], "two labels"),
         ("a,b\nc,d\n", [], "columns text and label"),
+        ("text,label\na,x\nb\n", [], "a row lacks"),
         (None, [], "No such file"),
         (None, ["--steps", "x"], "positive integer; received 'x'"),
         (None, ["--learning-rate", "-1"], "positive number; received '-1'"),

@@ -220,6 +220,9 @@ def test_no_whole_checkpoint_is_an_error(finished, tmp_path):
         (["--attention", "nothing"], "must be one of fourier,"),
         (["--attention", "performer:widow=3"], "no option 'widow'; choose from"),
         (["--attention", "performer:feature_map=cosine"], "'cosine'"),
+        (["--attention", "performer:feature_map=favor++"], "has no causal form"),
+        (["--attention", "reformer:aligned=False"], "--attention"),
+        (["--out", TEXT], "File exists"),
         (["--dim", "16", "--heads", "3"], "--dim 16 --heads 3"),
         (["--length", "90000"], "--length 90000 is too long: the train text has"),
         (
