@@ -26,7 +26,8 @@ def parse_arguments(argv):
     add("--modes", nargs="+", choices=modes, default=modes)
     add("--heads", type=positive, default=4)
     add("--head-dim", type=positive, default=64)
-    add("--window", type=positive, default=128)
+    add("--window", type=positive, default=128, help="of local attention")
+    add("--summary", type=positive, default=8, help="of the fixed pattern")
     add("--softmax-up-to", type=positive, default=8192, help="longest, causal")
     add("--masked-up-to", type=positive, default=4096, help="longest, same mask")
     add("--repeats", type=positive, default=3)
@@ -41,7 +42,7 @@ def contestants(length, arguments):
     stride = 2 ** round(math.log2(length) / 2)
     names = {
         "strided": f"sparse:stride={stride}",
-        "fixed": f"sparse:pattern=fixed,stride={stride}",
+        "fixed": f"sparse:pattern=fixed,stride={stride},summary={arguments.summary}",
         "local": f"local:window={arguments.window}",
     }
     if length <= arguments.softmax_up_to:

@@ -26,7 +26,7 @@ TEXTS = ["The quick brown fox", "def f(x): return x", "naïve"]
 def make_task(kind):
     tokenizer = EfficientByteTokenizer()
     name = "mixed-rotary" if kind is EfficientCausalLM else "encoder"
-    backbone = make_backbone(name, vocabulary_size=256)
+    backbone = make_backbone(name, vocabulary_size=256, num_layers=1)
     if kind is EfficientCausalLM:
         preprocessor = EfficientCausalLMPreprocessor(tokenizer, sequence_length=20)
         return kind(backbone, preprocessor=preprocessor)
