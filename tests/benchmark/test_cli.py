@@ -62,9 +62,11 @@ def test_a_run_leaves_table_files_and_pictures(in_process, tmp_path, capsys):
     assert content["settings"]["head_dim"] == 4 and content["settings"]["causal"]
     assert [item["contestant"] for item in content["summaries"]] == layers
     assert list(content["environments"]) == [keras.backend.backend()]
-    for name in ("time.png", "memory.png"):
-        assert name in printed
-        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    # So small a call may fit into memory that the process already has.
+    measured = {"time.png": "seconds", "memory.png": "memory_bytes"}
+    for name, field in measured.items():
+        drawn = any(record[field] for record in content["records"])
+        assert (name in printed) == (out / name).exists() == drawn
     assert "unsupported" in printed and "faster than softmax from" in printed
 
 

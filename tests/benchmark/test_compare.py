@@ -1,8 +1,10 @@
+import dataclasses
 import math
 
 import pytest
 
 from keras_efficient_attn import benchmark
+from keras_efficient_attn.benchmark.plots import write_plots
 from keras_efficient_attn.benchmark.report import table, write_json
 from keras_efficient_attn.benchmark.worker_process import WorkerDied, WorkerTimeout
 from tests.benchmark.fakes import FakeClock, FakeWorker
@@ -60,6 +62,17 @@ def test_contestants_take_turns_at_each_length():
         expected += [("repeat", name, length) for name in names] * 2
         expected += [("check", name, length) for name in names[1:]]
     assert log == expected
+
+
+def test_pictures_are_drawn_of_what_was_measured(tmp_path):
+    comparison, _ = race({SOFTMAX: lambda n: 1.0, ELU: lambda n: 2.0})
+    written = write_plots(comparison, tmp_path)
+    assert [path.name for path in written] == ["time.png", "memory.png"]
+    for path in written:
+        assert path.read_bytes().startswith(b"\x89PNG")
+    without = [dataclasses.replace(r, memory_bytes=0) for r in comparison.records]
+    comparison = dataclasses.replace(comparison, records=without)
+    assert [path.name for path in write_plots(comparison, tmp_path)] == ["time.png"]
 
 
 def test_figures_of_known_workloads():
