@@ -53,6 +53,20 @@ def get_attention(identifier, **defaults):
     >>> get_attention("performer:feature_map=elu", num_heads=4, key_dim=16)
     <PerformerAttention name=performer_attention, built=False>
     """
+    layer_class, options = parse_attention(identifier)
+    try:
+        return layer_class(**{**defaults, **options})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{identifier}: {' '.join(str(error).split())}") from error
+
+
+def parse_attention(identifier):
+    """The class that a name stands for, and its options, as a dict.
+
+    Raises:
+        ValueError: For an unknown name or option.
+        TypeError: If `identifier` is not a string.
+    """
     if not isinstance(identifier, str):
         raise TypeError(
             "`identifier` must be a string, such as 'performer:feature_map=elu'. "
@@ -65,11 +79,7 @@ def get_attention(identifier, **defaults):
             f"after a colon. Received: identifier={identifier!r}"
         )
     layer_class = ATTENTION_LAYERS[name]
-    options = _parse_options(identifier, text, layer_class)
-    try:
-        return layer_class(**{**defaults, **options})
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{identifier}: {' '.join(str(error).split())}") from error
+    return layer_class, _parse_options(identifier, text, layer_class)
 
 
 def _parse_options(identifier, text, layer_class):

@@ -30,6 +30,11 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             other than the sequence axis 1, `sliding_window` and
             `flash_attention=True` are refused. `dropout` acts on the attention
             weights where the layer has them, otherwise on the concatenated heads.
+        num_key_value_heads: Number of heads of keys and values, a divisor of
+            `num_heads`: each serves `num_heads / num_key_value_heads` heads of
+            queries, one after the other (grouped-query attention,
+            [Ainslie et al., 2023](https://arxiv.org/abs/2305.13245)). Defaults to
+            `None`: as many as `num_heads`.
 
     Call arguments:
         query: `(batch, query_length, query_dim)`.
@@ -55,10 +60,20 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         ValueError: For arguments named above that cannot be honoured.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, num_key_value_heads=None, **kwargs):
         # autocast=False: inputs reach the projections as they came (those cast
         # them), and a state keeps its float32 under a mixed policy.
         super().__init__(*args, autocast=False, **kwargs)
+        self.num_key_value_heads = num_key_value_heads
+        shared = num_key_value_heads
+        if shared is not None and (
+            not isinstance(shared, int) or shared < 1 or self._num_heads % shared
+        ):
+            raise ValueError(
+                "`num_key_value_heads` must be a positive integer that divides "
+                f"`num_heads`, or None. Received: num_key_value_heads={shared!r}, "
+                f"num_heads={self._num_heads}"
+            )
         # The ninth of Keras' positional arguments.
         flash_attention = kwargs.get("flash_attention") or args[8:9] == (True,)
         if self._attention_axes not in (None, (1,), [1]):
@@ -136,7 +151,43 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
                     f"`{name}` must have the shape (batch, length, dim). Received: "
                     f"{name}.shape={tuple(shape)}"
                 )
-        super().build(query_shape, value_shape, key_shape)
+        self._build_projections(query_shape, value_shape, key_shape)
+
+    def _build_projections(self, query_shape, value_shape, key_shape):
+        if self.num_key_value_heads is None:
+            super().build(query_shape, value_shape, key_shape)
+            return
+        # As Keras builds them, in its order, with fewer heads of keys and values.
+        groups = self.num_key_value_heads
+        key_shape = value_shape if key_shape is None else key_shape
+        self._query_dense = self._projection_to(
+            "query", query_shape, self._num_heads, self._key_dim
+        )
+        self._key_dense = self._projection_to("key", key_shape, groups, self._key_dim)
+        if self._use_gate:
+            self._gate_dense = self._projection_to(
+                "gate", query_shape, self._num_heads, self._value_dim, "sigmoid"
+            )
+        self._value_dense = self._projection_to(
+            "value", value_shape, groups, self._value_dim
+        )
+        self._build_attention(4)
+        self._output_dense = self._make_output_dense(
+            query_shape, self._get_common_kwargs_for_sublayer(), "attention_output"
+        )
+        self._output_dense.build((*query_shape[:-1], self._num_heads, self._value_dim))
+
+    def _projection_to(self, name, shape, heads, dim, activation=None):
+        projection = keras.layers.EinsumDense(
+            "abc,cde->abde",
+            output_shape=(None, heads, dim),
+            bias_axes="de" if self._use_bias else None,
+            activation=activation,
+            name=name,
+            **self._get_common_kwargs_for_sublayer(),
+        )
+        projection.build(shape)
+        return projection
 
     def call(
         self,
@@ -190,7 +241,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         key = _emptied(key, key_mask)
 
         query, key = self._query_and_key(query, key, query_mask, key_mask)
-        value = self._value_dense(value)
+        key = self._for_query_heads(key)
+        value = self._for_query_heads(self._value_dense(value))
         arguments = (query_mask, key_mask, use_causal_mask)
         scores = None
         if return_attention_scores:
@@ -206,8 +258,17 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         return output if scores is None else (output, scores)
 
     def _query_and_key(self, query, key, query_mask, key_mask):
-        """Both projected, `(batch, length, heads, key_dim)`."""
-        return self._query_dense(query), self._key_dense(key)
+        """Both projected, `(batch, length, heads, key_dim)`; keys have their heads."""
+        return self._query_dense(query), self._projected_key(key)
+
+    def _projected_key(self, key):
+        return self._key_dense(key)
+
+    def _for_query_heads(self, x):
+        """Keys or values, repeated for the heads of queries that share them."""
+        if self.num_key_value_heads is None:
+            return x
+        return ops.repeat(x, self._num_heads // self.num_key_value_heads, axis=2)
 
     def _project(self, heads, gate_input, query_mask, training):
         heads = ops.cast(heads, self.compute_dtype)
@@ -373,6 +434,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         config = super().get_config()
         # Keras records the axes that it derives while building.
         config["attention_axes"] = None
+        config["num_key_value_heads"] = self.num_key_value_heads
         quantized = {
             layer.path: layer.dtype_policy
             for layer in self._flatten_layers(include_self=False)

@@ -404,6 +404,11 @@ class ReformerLSHAttention(EfficientAttention):
             )
 
     def _check_arguments(self):
+        if self.num_key_value_heads is not None:
+            raise ValueError(
+                "Queries and keys are the same vectors, and have the same heads. "
+                f"Received: num_key_value_heads={self.num_key_value_heads}"
+            )
         for name in ("bucket_size", "num_hashes", "max_hashes", "dense_length"):
             received = getattr(self, name)
             optional = name in ("max_hashes", "dense_length")

@@ -334,7 +334,8 @@ class VQAttention(EfficientAttention):
         batches = [data] if hasattr(data, "shape") else list(data)
         rows = []
         for batch in batches:
-            key = self._key_dense(ops.convert_to_tensor(batch))
+            key = self._projected_key(ops.convert_to_tensor(batch))
+            key = self._for_query_heads(key)
             key = self._prepared(key, accumulator_dtype(key), None)
             key = ops.convert_to_numpy(key)
             rows.append(

@@ -1,0 +1,173 @@
+"""Backbones of KerasHub with efficient attention: generated classes, and conversion."""
+
+import functools
+import inspect
+
+import keras
+import keras_hub
+
+from keras_efficient_attn.models.presets import PresetMixin
+from keras_efficient_attn.swap.copying import copy_weights
+from keras_efficient_attn.swap.places import attention_places
+from keras_efficient_attn.swap.replace import chosen, replace_layers
+from keras_efficient_attn.swap.specification import recorded
+
+
+def convert_backbone(backbone, attention, layers=None):
+    """A copy of a KerasHub backbone with efficient self-attention.
+
+    The copy has the weights of the backbone, under the same paths and in the same
+    order, its precision, quantisation and LoRA, and whatever weights the new layers
+    have besides; the backbone itself is left as it is. It is an instance of
+    `efficient_backbone(type(backbone))`, whose configuration says which attention
+    stands where: it saves as `.keras` and as preset, and the tasks of the backbone
+    take it, `generate` and `from_preset` included. Import `keras_efficient_attn.swap`
+    before loading one.
+
+    Works on backbones whose attention is `keras.layers.MultiHeadAttention` or
+    KerasHub's `CachedMultiHeadAttention` (BERT, RoBERTa, DistilBERT, ELECTRA, ALBERT,
+    GPT-2, OPT, BART, ViT, …), or that of Llama, Qwen, Mistral or Gemma. Three things
+    to know:
+
+    - Cross-attention stays as it is, and so does what reads the outputs.
+    - A sliding window of the original (Mistral, Qwen, Gemma 2) is not kept: the new
+      layer sees what its own options, such as `window`, say.
+    - `generate` keeps KerasHub's cache of keys and values, and each token attends over
+      the whole of it: right, but not in constant time, as an `EfficientCausalLM` is.
+
+    Args:
+        backbone: A `keras_hub.models.Backbone`.
+        attention: A name with options, such as
+            `"performer:window=32,num_features=256"`; a layer, or its configuration as
+            `keras.saving.serialize_keras_object` gives it; or a class, for its
+            defaults. Of a layer and a configuration, what belongs to the model
+            (`num_heads`, `key_dim`, `dropout`, `use_bias`, initialisers, `dtype`, …)
+            is not read.
+        layers: Indices of the self-attention layers to replace, counted from 0
+            through the model (in an encoder-decoder, encoder first); others keep
+            softmax. Defaults to `None`: all of them.
+
+    Returns:
+        The copy; not compiled.
+
+    Raises:
+        ValueError: If the backbone's attention cannot be replaced (it adds a bias
+            that depends on the distance, or caps its logits, say), or not by
+            `attention`; or for `layers` that do not exist.
+        TypeError: If `backbone` or `attention` is of none of these kinds.
+
+    Example:
+
+    ```python
+    import keras_hub
+    from keras_efficient_attn.swap import convert_backbone
+
+    backbone = keras_hub.models.BertBackbone.from_preset("bert_tiny_en_uncased")
+    efficient = convert_backbone(backbone, "performer:window=32,num_features=256")
+    classifier = keras_hub.models.BertTextClassifier(efficient, num_classes=2)
+    ```
+    """
+    if not isinstance(backbone, keras_hub.models.Backbone):
+        raise TypeError(
+            "`backbone` must be a `keras_hub.models.Backbone`; for other models see "
+            f"`replace_attention`. Received: backbone={backbone!r}"
+        )
+    if isinstance(backbone, EfficientBackbone):
+        raise ValueError(
+            "The backbone has been converted already: convert the original. Received: "
+            f"{backbone.name}, a {type(backbone).__name__}"
+        )
+    # Before anything of its size is made.
+    chosen(layers, len(attention_places(backbone)))
+    efficient = efficient_backbone(type(backbone)).from_config(
+        {**backbone.get_config(), "attention": attention, "attention_layers": layers}
+    )
+    copy_weights(backbone, efficient)
+    return efficient
+
+
+class _BackboneType(type):
+    """The type of backbones with efficient attention: each equals its stock class.
+
+    KerasHub finds the tasks, preprocessors and tokenizers of a preset by comparing
+    their `backbone_cls` with the class of the preset's backbone. Those of the stock
+    class are those of the efficient one.
+    """
+
+    def __eq__(cls, other):
+        return cls is other or cls.__dict__.get("stock_class") is other
+
+    # Their own: in a set or as keys of a dict, the two are two.
+    __hash__ = type.__hash__
+
+
+class EfficientBackbone(PresetMixin):
+    """What the classes that `efficient_backbone` makes add to the stock class.
+
+    Attributes:
+        attention: The name or configuration of the attention.
+        attention_layers: Indices of the layers that have it, or `None` for all.
+    """
+
+    def __init__(self, *args, attention, attention_layers=None, **kwargs):
+        attention = recorded(attention)
+        super().__init__(*args, **kwargs)
+        replace_layers(self, attention, attention_layers)
+        self.attention = attention
+        self.attention_layers = attention_layers
+
+    def get_config(self):
+        layers = self.attention_layers
+        return {
+            **super().get_config(),
+            "attention": self.attention,
+            "attention_layers": None if layers is None else list(layers),
+        }
+
+
+@functools.cache
+def efficient_backbone(stock_class):
+    """The class of backbones of one kind with efficient attention.
+
+    Its constructor takes the arguments of the stock class, `attention` and
+    `attention_layers` (as `layers`), as in `convert_backbone`. The classes of all
+    backbones in `keras_hub.models` are registered for serialization when this module
+    is imported; call this function to register that of any other backbone before
+    loading one.
+
+    Args:
+        stock_class: A subclass of `keras_hub.models.Backbone`.
+
+    Returns:
+        A subclass of it, registered as `keras_efficient_attn>Efficient{its name}`.
+
+    Raises:
+        TypeError: If `stock_class` is something else.
+    """
+    if not inspect.isclass(stock_class) or not issubclass(
+        stock_class, keras_hub.models.Backbone
+    ):
+        raise TypeError(
+            "`stock_class` must be a subclass of `keras_hub.models.Backbone`. "
+            f"Received: stock_class={stock_class!r}"
+        )
+    name = f"Efficient{stock_class.__name__}"
+    attributes = {
+        "__module__": __name__,
+        "__doc__": f"A `{stock_class.__name__}` with efficient self-attention.",
+        "stock_class": stock_class,
+    }
+    made = _BackboneType(name, (EfficientBackbone, stock_class), attributes)
+    return keras.saving.register_keras_serializable("keras_efficient_attn")(made)
+
+
+def _register_all():
+    base = keras_hub.models.Backbone
+    for stock_class in list(vars(keras_hub.models).values()):
+        if not inspect.isclass(stock_class) or stock_class is base:
+            continue
+        if issubclass(stock_class, base):
+            efficient_backbone(stock_class)
+
+
+_register_all()

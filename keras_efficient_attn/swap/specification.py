@@ -1,0 +1,113 @@
+"""Which attention to put in the places of a model's own: names, layers and configs."""
+
+import inspect
+
+import keras
+
+from keras_efficient_attn.layers import EfficientAttention, ReformerLSHAttention
+from keras_efficient_attn.layers.by_name import parse_attention
+from keras_efficient_attn.swap.stand_ins import StandIn, stand_in_class
+
+# What the model decides, and not whoever chooses an attention for it.
+OF_THE_MODEL = {
+    *inspect.signature(keras.layers.MultiHeadAttention.__init__).parameters,
+    *inspect.signature(EfficientAttention.__init__).parameters,
+    *("name", "dtype", "trainable"),
+} - {"seed"}
+
+
+def recorded(attention):
+    """A name or a configuration, which JSON can hold.
+
+    Args:
+        attention: As for `convert_backbone`.
+
+    Raises:
+        TypeError: If it is of none of these kinds.
+    """
+    multi_head = keras.layers.MultiHeadAttention
+    if isinstance(attention, type) and issubclass(attention, multi_head):
+        # Its sizes will be the model's.
+        attention = attention(num_heads=1, key_dim=2)
+    if isinstance(attention, multi_head):
+        return keras.saving.serialize_keras_object(attention)
+    if isinstance(attention, str | dict):
+        return attention
+    raise TypeError(
+        "`attention` must be a name such as 'performer:window=32', a layer that is a "
+        "`keras.layers.MultiHeadAttention`, its configuration or its class. Received: "
+        f"attention={attention!r}"
+    )
+
+
+def make_stand_in(spec, place):
+    """The layer that is to stand in a place: not built, and not put there.
+
+    Args:
+        spec: From `recorded`.
+        place: A `Place`.
+
+    Raises:
+        ValueError: If there cannot be one.
+    """
+    layer_class, options = _class_and_options(spec)
+    where = f"{layer_class.__name__} cannot take the place of {place.layer.path}"
+    reason = _refusal(layer_class, options, place)
+    if reason is not None:
+        raise ValueError(f"{where}: {reason}")
+    config = {**place.stand_in.geometry(place.layer), **options}
+    stand_in = stand_in_class(place.stand_in, layer_class)
+    try:
+        # Options of a name are arguments, those of a configuration serialized.
+        layer = (
+            stand_in(**config)
+            if isinstance(spec, str)
+            else stand_in.from_config(config)
+        )
+        layer.receives_causal_mask = place.is_causal
+        _check_causality(layer)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
+    return layer
+
+
+def _class_and_options(spec):
+    if isinstance(spec, str):
+        layer_class, options = parse_attention(spec)
+        taken = sorted(OF_THE_MODEL & set(options))
+        if taken:
+            raise ValueError(
+                f"The model decides {', '.join(taken)}. Received: attention={spec!r}"
+            )
+        return layer_class, options
+    layer = keras.saving.deserialize_keras_object(spec)
+    config = layer.get_config()
+    return type(layer), {k: v for k, v in config.items() if k not in OF_THE_MODEL}
+
+
+def _refusal(layer_class, options, place):
+    if not issubclass(layer_class, EfficientAttention):
+        return (
+            "only an `EfficientAttention` can. To keep softmax in a layer, leave it "
+            "out of `layers`."
+        )
+    if issubclass(layer_class, ReformerLSHAttention):
+        return (
+            "it has one projection for queries and keys, and would lose the trained "
+            "projection of the keys."
+        )
+    rotates = hasattr(place.stand_in, "rotary_attribute")
+    if rotates and options.get("rotary_wavelength") is not None:
+        return (
+            "the model rotates queries and keys itself. Received: "
+            f"rotary_wavelength={options['rotary_wavelength']}"
+        )
+    if isinstance(place.layer, StandIn):
+        return None
+    return place.stand_in.refusal(place.layer)
+
+
+def _check_causality(layer):
+    x = keras.KerasTensor((None, None, layer.key_dim))
+    masks = (None, None, None, None)
+    layer._check_call(x, x, x, masks, layer.receives_causal_mask, False, None)

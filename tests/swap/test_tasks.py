@@ -1,0 +1,120 @@
+"""KerasHub's tasks on converted backbones: training, generation, presets."""
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+from keras import ops
+from keras_hub import models
+
+from keras_efficient_attn.swap import convert_backbone
+from tests.swap import families
+
+# Not exact: that it is computed in another way shows.
+PERFORMER = "performer:window=2,num_features=4"
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "quick", "fox"]
+
+
+def array(x):
+    return ops.convert_to_numpy(x)
+
+
+@pytest.mark.parametrize(
+    "name, task",
+    [
+        ("gpt2", models.GPT2CausalLM),
+        ("mistral", models.MistralCausalLM),
+        ("gemma", models.GemmaCausalLM),
+    ],
+)
+def test_the_cache_gives_what_whole_sequences_give(name, task):
+    task = task(convert_backbone(families.make(name), PERFORMER))
+    data = families.inputs(task.backbone, padded=False)
+    whole = array(task(data))
+    tokens = ops.convert_to_tensor(data["token_ids"])
+    hidden, cache = task._build_cache(tokens)
+    np.testing.assert_allclose(
+        array(hidden), array(task.backbone(data)), rtol=0, atol=2e-5
+    )
+    # The cache also has later tokens, which are to have no effect.
+    logits, _, _ = task.call_with_cache(tokens[:, 3:4], cache, 3)
+    np.testing.assert_allclose(array(logits), whole[:, 3:4], rtol=0, atol=2e-5)
+
+
+def test_generate_is_greedy():
+    task = models.GPT2CausalLM(convert_backbone(families.make("gpt2"), PERFORMER))
+    data = families.inputs(task.backbone, padded=False)
+    data["padding_mask"][:, 3:] = 0
+    task.compile(sampler="greedy")
+    made = task.generate(data, stop_token_ids=None)
+    tokens = array(made["token_ids"])
+    np.testing.assert_array_equal(tokens[:, :3], data["token_ids"][:, :3])
+    logits = array(task({"token_ids": tokens, "padding_mask": np.ones_like(tokens)}))
+    np.testing.assert_array_equal(tokens[:, 3:], logits[:, 2:-1].argmax(-1))
+
+
+def test_generate_with_an_encoder_is_greedy():
+    task = models.BartSeq2SeqLM(convert_backbone(families.make("bart"), PERFORMER))
+    data = families.inputs(task.backbone)
+    data["decoder_padding_mask"][:] = 0
+    data["decoder_padding_mask"][:, :2] = 1
+    task.compile(sampler="greedy")
+    tokens = array(task.generate(data, stop_token_ids=None)["decoder_token_ids"])
+    np.testing.assert_array_equal(tokens[:, :2], data["decoder_token_ids"][:, :2])
+    data["decoder_token_ids"] = tokens
+    data["decoder_padding_mask"][:] = 1
+    logits = array(task(data))
+    np.testing.assert_array_equal(tokens[:, 2:], logits[:, 1:-1].argmax(-1))
+
+
+def test_a_classifier_trains_and_comes_back_from_a_preset(tmp_path):
+    backbone = convert_backbone(families.make("bert", dropout=0.0), PERFORMER)
+    tokenizer = models.BertTokenizer(vocabulary=WORDS, lowercase=True)
+    preprocessor = models.BertTextClassifierPreprocessor(tokenizer, sequence_length=6)
+    task = models.BertTextClassifier(backbone, num_classes=2, preprocessor=preprocessor)
+    backbone.enable_lora(2)
+    before = {weight.path: array(weight) for weight in task.weights}
+    task.compile(
+        keras.optimizers.SGD(1.0),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=keras.backend.backend() != "torch",
+    )
+    texts = ["the quick fox", "quick"]
+    history = task.fit(np.array(texts), np.array([0, 1]), batch_size=2, verbose=0)
+    assert np.isfinite(history.history["loss"]).all()
+    changed = {
+        path.rsplit("/", 1)[-1]
+        for path, weight in before.items()
+        if "/self_attention_layer/" in path
+        and (array(weight_of(task, path)) != weight).any()
+    }
+    assert changed == {"lora_kernel_b"}
+
+    # By the name of the kind of task, and of the stock task.
+    folder = str(tmp_path / "preset")
+    task.save_to_preset(folder)
+    loaded = keras_hub.models.TextClassifier.from_preset(folder)
+    assert type(loaded) is models.BertTextClassifier
+    assert type(loaded.backbone) is type(backbone)
+    assert loaded.preprocessor.sequence_length == 6
+    expected = task.predict(texts, verbose=0)
+    for other in (loaded, models.BertTextClassifier.from_preset(folder)):
+        np.testing.assert_allclose(
+            array(other(preprocessor(texts))), expected, rtol=0, atol=1e-5
+        )
+    again = keras_hub.models.Backbone.from_preset(folder)
+    data = families.inputs(backbone)
+    families.assert_same_outputs(loaded.backbone, again, data)
+    found = keras_hub.models.TextClassifierPreprocessor.from_preset(folder)
+    assert type(found) is models.BertTextClassifierPreprocessor
+
+    file = tmp_path / "task.keras"
+    task.save(file)
+    other = keras.saving.load_model(file)
+    np.testing.assert_allclose(
+        array(other(preprocessor(texts))), expected, rtol=0, atol=1e-5
+    )
+
+
+def weight_of(model, path):
+    return next(weight for weight in model.weights if weight.path == path)
