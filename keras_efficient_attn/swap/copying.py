@@ -1,5 +1,6 @@
 """Copying the state of a backbone to its converted copy."""
 
+import keras
 from keras import ops
 
 from keras_efficient_attn.swap.stand_ins import StandIn, kept_layers
@@ -14,6 +15,9 @@ def copy_weights(source, target):
             stand-ins; their own weights stay as they are.
     """
     for old, new in _pairs(source, target):
+        if isinstance(new.dtype_policy, keras.dtype_policies.DTypePolicyMap):
+            # Keras cannot save quantised layers that have the whole map.
+            new._dtype_policy = old.dtype_policy
         if getattr(old, "lora_enabled", False) and not new.lora_enabled:
             new.enable_lora(old.lora_rank, lora_alpha=old.lora_alpha)
         if new.trainable != old.trainable:

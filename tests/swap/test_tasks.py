@@ -88,7 +88,8 @@ def test_a_classifier_trains_and_comes_back_from_a_preset(tmp_path):
         if "/self_attention_layer/" in path
         and (array(weight_of(task, path)) != weight).any()
     }
-    assert changed == {"lora_kernel_b"}
+    # As in KerasHub, the biases of what has LoRA train too.
+    assert changed == {"bias", "lora_kernel_b"}
 
     # By the name of the kind of task, and of the stock task.
     folder = str(tmp_path / "preset")
