@@ -25,8 +25,8 @@ def convert_backbone(backbone, attention, layers=None):
     before loading one.
 
     Works on backbones whose attention is `keras.layers.MultiHeadAttention` or
-    KerasHub's `CachedMultiHeadAttention` (BERT, RoBERTa, DistilBERT, ELECTRA, ALBERT,
-    GPT-2, OPT, BART, ViT, …), or that of Llama, Qwen, Mistral or Gemma. Three things
+    KerasHub's `CachedMultiHeadAttention` (BERT, RoBERTa, DistilBERT, ELECTRA, GPT-2,
+    OPT, BART, ViT and others), or that of Llama, Qwen, Mistral or Gemma. Three things
     to know:
 
     - Cross-attention stays as it is, and so does what reads the outputs.

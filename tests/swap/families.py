@@ -93,7 +93,8 @@ def outputs(backbone, data):
         value = ops.convert_to_numpy(ops.cast(value, "float32"))
         prefix = name.removesuffix("sequence_output")
         mask = data.get(f"{prefix}padding_mask") if isinstance(data, dict) else None
-        arrays.append(value if value.ndim == 2 or mask is None else value[mask > 0])
+        whole = value.ndim == 2 or mask is None
+        arrays.append(value if whole else value[np.asarray(mask) > 0])
     return arrays
 
 
