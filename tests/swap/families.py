@@ -9,7 +9,7 @@ from keras_efficient_attn.swap.stand_ins import StandIn
 BATCH, LENGTH = 2, 7
 SIZES = dict(vocabulary_size=50, num_layers=2, hidden_dim=16, intermediate_dim=24)
 STOCK = dict(**SIZES, num_heads=2, max_sequence_length=16)
-GROUPED = dict(**SIZES, num_query_heads=4, num_key_value_heads=2)
+GROUPED = dict(**SIZES, num_query_heads=2, num_key_value_heads=1)
 ELECTRA = {name: size for name, size in STOCK.items() if name != "vocabulary_size"}
 LOCAL = "local:window=64"
 PERFORMER = "performer:window=64,num_features=4"
@@ -43,10 +43,14 @@ FAMILIES = {
         ),
         LOCAL,
     ),
-    "llama": (models.LlamaBackbone, GROUPED, PERFORMER),
+    "llama": (
+        models.LlamaBackbone,
+        dict(**SIZES, num_query_heads=4, num_key_value_heads=2),
+        PERFORMER,
+    ),
     "mistral": (models.MistralBackbone, dict(**GROUPED, sliding_window=64), LOCAL),
     "qwen": (models.QwenBackbone, GROUPED, LOCAL),
-    "gemma": (models.GemmaBackbone, dict(**GROUPED, head_dim=6), LOCAL),
+    "gemma": (models.GemmaBackbone, dict(**GROUPED, head_dim=8), LOCAL),
 }
 
 

@@ -43,7 +43,8 @@ def test_the_cache_gives_what_whole_sequences_give(name, task):
 
 
 def test_generate_is_greedy():
-    task = models.GPT2CausalLM(convert_backbone(families.make("gpt2"), PERFORMER))
+    backbone = families.make("gpt2", num_layers=1)
+    task = models.GPT2CausalLM(convert_backbone(backbone, PERFORMER))
     data = families.inputs(task.backbone, padded=False)
     data["padding_mask"][:, 3:] = 0
     task.compile(sampler="greedy")
@@ -55,15 +56,12 @@ def test_generate_is_greedy():
 
 
 def test_generate_with_an_encoder_is_greedy():
-    task = models.BartSeq2SeqLM(convert_backbone(families.make("bart"), PERFORMER))
+    backbone = families.make("bart", num_layers=1)
+    task = models.BartSeq2SeqLM(convert_backbone(backbone, PERFORMER))
     data = families.inputs(task.backbone)
     # The order in which `layers` counts them.
     blocks = [place.parent.name for place in attention_places(task.backbone)]
-    assert blocks == [
-        f"transformer_{kind}_layer_{index}"
-        for kind in ("encoder", "decoder")
-        for index in range(2)
-    ]
+    assert blocks == ["transformer_encoder_layer_0", "transformer_decoder_layer_0"]
     data["decoder_padding_mask"][:] = 0
     data["decoder_padding_mask"][:, :2] = 1
     task.compile(sampler="greedy")
