@@ -184,7 +184,7 @@ def adaptive_span_heads(
     mask = np.clip(mask, 0, 1) * (abs(distance) < layer.max_span)
     logits = dots(query, key)
     if layer.relative_positions:
-        rows = weights["table"][np.clip(distance, 0, layer.max_span - 1)]
+        rows = weights["table"][np.minimum(abs(distance), layer.max_span - 1)]
         logits = logits + np.einsum("bthd,tsd->bhts", query, rows)
     similarity = mask * np.exp(logits / np.sqrt(layer.key_dim))
     return weigh(similarity, value, key_mask, causal)

@@ -65,9 +65,9 @@ class AdaptiveSpan(PatternAttention):
             `z[t] = max_span · σ(v·x[t] + b)` with v and b of each head. Defaults to
             `False`.
         relative_positions: `True`: logits have a learned term for the distance,
-            `q[t]·p[t − s] / √key_dim`, with a table of `max_span` vectors that the
-            heads share; for causal attention. `"shared"`: in a `TransformerStack`,
-            one table for all its layers, as in the paper. Defaults to `False`.
+            `q[t]·p[|t − s|] / √key_dim`, with a table of `max_span` vectors that the
+            heads share. `"shared"`: in a `TransformerStack`, one table for all its
+            layers, as in the paper. Defaults to `False`.
         window: Positive integer up to `max_span`: keys to compute, until the next
             `trim`. Defaults to `max_span`.
         rotary_wavelength: Longest wavelength of rotary positions, over 2π, such as
@@ -83,8 +83,7 @@ class AdaptiveSpan(PatternAttention):
         As `EfficientAttention`.
 
     Raises:
-        ValueError: If an argument is invalid; for a call that is not causal with
-            `relative_positions`.
+        ValueError: If an argument is invalid.
 
     Example:
 
@@ -125,15 +124,14 @@ class AdaptiveSpan(PatternAttention):
         self.window = max_span if window is None else window
         self._check_arguments()
         self._position_keys = None
-        if relative_positions:
-            self._position_keys = PositionKeys(
-                max_span, self._key_dim, dtype=self.dtype_policy, name="position_keys"
-            )
 
     def build(self, query_shape, value_shape, key_shape=None):
         super().build(query_shape, value_shape, key_shape)
-        if self._position_keys is not None and not self._position_keys.built:
-            self._position_keys.build()
+        if self.relative_positions:
+            if self._position_keys is None:
+                self._make_position_keys()
+            if not self._position_keys.built:
+                self._position_keys.build()
         heads = (self._num_heads,)
 
         def weight(name, shape, initial, **options):
@@ -218,19 +216,21 @@ class AdaptiveSpan(PatternAttention):
         """Takes another layer's table of `relative_positions` for its own.
 
         Args:
-            other: An `AdaptiveSpan` with a table, of the same `max_span` and
-                `key_dim`; neither layer may be built.
+            other: An `AdaptiveSpan` with `relative_positions`, of the same `max_span`
+                and `key_dim`. This layer must not be built yet.
         """
         mine, theirs = (
-            None if table is None else (table.max_span, table.dim)
-            for table in (self._position_keys, other._position_keys)
+            (layer.relative_positions, layer.max_span, layer._key_dim)
+            for layer in (self, other)
         )
-        if mine is None or mine != theirs or self.built:
+        if not mine[0] or mine != theirs or self.built:
             raise ValueError(
-                "Layers that share a table of positions need the same `max_span` and "
-                "`key_dim`, and must not be built. Received: (max_span, key_dim) "
-                f"{mine} and {theirs}, built={self.built}"
+                "Layers that share a table of positions need the same "
+                "`relative_positions`, `max_span` and `key_dim`, and the first must "
+                f"not be built. Received: {mine} and {theirs}, built={self.built}"
             )
+        if other._position_keys is None:
+            other._make_position_keys()
         self._position_keys = other._position_keys
 
     def attend_to_pattern(self, query, key, value, spans, **arguments):
@@ -316,13 +316,10 @@ class AdaptiveSpan(PatternAttention):
         if self.penalty:
             self.add_loss(self.penalty * ops.mean(of_heads))
 
-    def _check_call(self, query, value, key, masks, causal, *arguments):
-        super()._check_call(query, value, key, masks, causal, *arguments)
-        if self.relative_positions and not causal:
-            raise ValueError(
-                "`relative_positions` has distances to earlier keys only, and needs "
-                "`use_causal_mask=True`. Received: use_causal_mask=False"
-            )
+    def _make_position_keys(self):
+        self._position_keys = PositionKeys(
+            self.max_span, self._key_dim, dtype=self.dtype_policy, name="position_keys"
+        )
 
     def _check_built(self, method):
         if not self.built:

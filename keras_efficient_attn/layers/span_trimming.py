@@ -84,7 +84,7 @@ class TrimSpans(keras.callbacks.Callback):
 
 def _compile_again(model):
     if keras.backend.backend() == "jax":
-        # For JAX, a bound method is the same function as before, compiled already.
+        # JAX takes a bound method for the function that it has compiled before.
         for name in ("train_step", "test_step", "predict_step"):
             setattr(model, name, _new_function(model, name))
     for kind in ("train", "test", "predict"):

@@ -196,9 +196,12 @@ class AuxiliaryLosses(keras.Model):
         return super().compute_metrics(x, y, logits, sample_weight)
 
     def get_config(self):
+        model = keras.saving.serialize_keras_object(self.model)
+        # Nothing is trained with the optimizer that a task is made with.
+        model.pop("compile_config", None)
         return {
             **super().get_config(),
-            "model": keras.saving.serialize_keras_object(self.model),
+            "model": model,
             "total_steps": self.total_steps,
             "num_targets": self.num_targets,
             "target_weight": self.target_weight,

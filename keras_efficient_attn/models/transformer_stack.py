@@ -153,7 +153,8 @@ class TransformerStack(keras.layers.Layer):
         return {
             **super().get_config(),
             "blocks": [
-                keras.saving.serialize_keras_object(block) for block in self.blocks
+                _unbuilt(keras.saving.serialize_keras_object(block))
+                for block in self.blocks
             ],
             "num_recurrences": self.num_recurrences,
         }
@@ -162,6 +163,17 @@ class TransformerStack(keras.layers.Layer):
     def from_config(cls, config):
         blocks = keras.saving.deserialize_keras_object(config["blocks"])
         return super().from_config({**config, "blocks": blocks})
+
+
+def _unbuilt(config):
+    """A layer's configuration, for it and its parts to be built with the stack."""
+    if not isinstance(config, dict):
+        return config
+    return {
+        name: _unbuilt(value)
+        for name, value in config.items()
+        if name != "build_config"
+    }
 
 
 def _share_position_keys(blocks):

@@ -120,10 +120,9 @@ def vq(name, variant=False, **options):
 
 def adaptive_span(name, **options):
     options = {"max_span": 12, "ramp": 4, **options}
-    heads, long = dense.adaptive_span_heads, {"max_span": 128, "ramp": 32}
-    causal = (True,) if options.get("relative_positions") else (False, True)
+    heads, long = dense.adaptive_span_heads, {"max_span": 64, "ramp": 32}
     variant = options.get("dynamic", False)
-    return Case(name, AdaptiveSpan, options, heads, causal, variant=variant, long=long)
+    return Case(name, AdaptiveSpan, options, heads, variant=variant, long=long)
 
 
 def reformer(name, **options):

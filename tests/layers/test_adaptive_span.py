@@ -9,6 +9,7 @@ from keras_efficient_attn import AdaptiveSpan
 from keras_efficient_attn.layers import TrimSpans, adaptive_span, plot_spans, trim_spans
 from keras_efficient_attn.layers.adaptive_span import UnitInterval
 from keras_efficient_attn.models import FeedForward, TransformerBlock, TransformerStack
+from keras_efficient_attn.ops import adaptive_span_attention
 from tests import dense
 from tests.autodiff import gradients, to_numpy
 from tests.largest_tensor import largest_tensor
@@ -185,6 +186,14 @@ def test_dynamic_windows_follow_what_training_saw():
     assert layer.trim() == 128
 
 
+def test_positions_are_of_distances_on_both_sides():
+    layer, x = make(relative_positions=True), inputs()
+    heads = dense.adaptive_span_heads
+    expected, _ = dense.layer_output(layer, heads, x, x)
+    output = to_numpy(layer(x, x))
+    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_no_tensor_has_the_size_of_the_matrix():
     length = 1024
     layer = AdaptiveSpan(1, 4, max_span=32, ramp=4)
@@ -290,6 +299,55 @@ def test_the_plot_has_a_point_for_each_head(tmp_path):
         plot_spans(keras.Sequential([keras.layers.Dense(1)]))
 
 
+# The operation.
+
+
+def operands(length=150):
+    random = np.random.default_rng(5)
+    q, k, v = random.normal(size=(3, 2, length, 3, 4)).astype("float32")
+    spans = random.uniform(-9, 30, (2, length, 3)).astype("float32")
+    return q, k, v, spans
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_are_the_quadratic_definition(causal):
+    q, k, v, spans = operands()
+    options = dict(
+        window=33,
+        ramp=5.5,
+        position_key=k[0, :40, 0],
+        causal=causal,
+        key_mask=np.random.default_rng(6).random((2, 150)) > 0.3,
+    )
+    for given in (spans, spans[0, 0]):
+        definition, blocks = (
+            to_numpy(
+                adaptive_span_attention(
+                    q, k, v, given, implementation=implementation, **options
+                )
+            )
+            for implementation in ("reference", "blocks")
+        )
+        np.testing.assert_allclose(blocks, definition, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window=0"),
+        ({"ramp": 0}, "ramp=0"),
+        ({"spans": np.zeros((2, 3))}, r"spans\.shape=\(2, 3\)"),
+        ({"position_key": np.zeros((7, 4))}, r"position_key\.shape=\(7, 4\), window=8"),
+    ],
+    ids=str,
+)
+def test_operands_that_do_not_fit(options, message):
+    q, k, v, spans = operands(9)
+    options = {"spans": spans, "window": 8, **options}
+    with pytest.raises(ValueError, match=message):
+        adaptive_span_attention(q, k, v, **options)
+
+
 # Errors.
 
 
@@ -313,12 +371,9 @@ def test_errors_name_what_was_received(options, message):
 
 
 def test_what_has_no_meaning_is_refused():
-    x = inputs()
-    with pytest.raises(ValueError, match="use_causal_mask=False"):
-        make(relative_positions=True)(x, x)
     with pytest.raises(ValueError, match=r"`trim\(\)` needs a built layer"):
         AdaptiveSpan(2, 4).trim()
     with pytest.raises(ValueError, match="every=0"):
         TrimSpans(every=0)
-    with pytest.raises(ValueError, match="None and None"):
+    with pytest.raises(ValueError, match="and the first must not be built"):
         make().share_position_keys(make())

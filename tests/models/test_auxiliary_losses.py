@@ -102,19 +102,19 @@ def test_all_of_it_is_saved_and_the_model_learns(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "millions"),
-    [("transformer_enwik8_12l", 12, 44), ("transformer_enwik8_64l", 64, 235)],
-)
-def test_parameters_in_training_are_those_that_the_paper_counts(name, layers, millions):
+def test_parameters_in_training_are_those_that_the_paper_counts():
     one, two = (
         AuxiliaryLosses(
-            EfficientCausalLM.from_preset(name, load_weights=False, num_layers=count),
+            EfficientCausalLM.from_preset(
+                "transformer_enwik8_12l", load_weights=False, num_layers=count
+            ),
             total_steps=4_000_000,
         ).count_params()
         for count in (1, 2)
     )
-    assert abs((one + (two - one) * (layers - 1)) / 1e6 - millions) < 0.8
+    # The layers of T12 and T64 are alike.
+    for layers, millions in ((12, 44), (64, 235)):
+        assert abs((one + (two - one) * (layers - 1)) / 1e6 - millions) < 0.5
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def adaptive_span_attention(
 
     ```
     m(x) = min(max((ramp + span − x) / ramp, 0), 1)
-    w[t, s] = m(|t − s|) exp(scale · q[t]·(k[s] + p[t − s]))     if |t − s| < window
+    w[t, s] = m(|t − s|) exp(scale · q[t]·(k[s] + p[|t − s|]))     if |t − s| < window
     output[t] = Σ_s w[t, s] v[s] / Σ_s w[t, s]
     ```
 
@@ -61,7 +61,7 @@ def adaptive_span_attention(
         ramp: Positive number: positions over which the mask falls from 1 to 0.
             Defaults to 32.
         position_key: Optional `(distances, dim)`, at least `window` of them: the p of
-            each distance. Needs `causal`.
+            each distance.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
         key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
             What stands at other keys is not read, NaN included.
@@ -106,7 +106,7 @@ def adaptive_span_attention(
         dropout,
         dropout_seed,
     )
-    _check(query, spans, window, ramp, position_key, causal)
+    _check(query, spans, window, ramp, position_key)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if position_key is not None:
         position_key = position_key[:window]
@@ -223,7 +223,7 @@ def _of_window(state, window):
     return fit
 
 
-def _check(query, spans, window, ramp, position_key, causal):
+def _check(query, spans, window, ramp, position_key):
     """Raises `ValueError` for what is this operation's own."""
     if not is_positive_int(window):
         raise ValueError(
@@ -246,9 +246,4 @@ def _check(query, spans, window, ramp, position_key, causal):
             "distances as the window or more, and the dim of `query`. Received: "
             f"position_key.shape={shape}, window={window}, "
             f"query.shape={tuple(query.shape)}"
-        )
-    if not causal:
-        raise ValueError(
-            "`position_key` has distances to earlier keys only, and needs "
-            "`causal=True`. Received: causal=False"
         )

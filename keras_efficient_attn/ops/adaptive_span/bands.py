@@ -72,8 +72,13 @@ def attend_bands(
     unit = max(1, MIN_BLOCK // size)
     unit, units, groups = chunk_layout(blocks, unit, batch, floats)
     xs = [split_groups(x, groups, unit * units) for x in arrays]
-    # From the farthest key of a query to itself.
-    consts = [] if position_key is None else [ops.flip(position_key, axis=0)]
+    consts = []
+    if position_key is not None:
+        # From the first key in the band of a query to the last.
+        by_key = ops.flip(position_key, axis=0)
+        if not causal:
+            by_key = ops.concatenate([by_key, position_key[1:]], axis=0)
+        consts.append(by_key)
     rate = None
     if dropout is not None:
         rate, seed = dropout

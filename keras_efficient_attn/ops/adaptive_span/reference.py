@@ -30,7 +30,8 @@ def reference_attention(
     logits = ops.einsum("bthd,bshd->bhts", query, key)
     if position_key is not None:
         table = ops.cast(position_key, dtype)
-        rows = ops.take(table, ops.clip(distance, 0, table.shape[0] - 1), axis=0)
+        rows = ops.clip(ops.abs(distance), 0, table.shape[0] - 1)
+        rows = ops.take(table, rows, axis=0)
         logits = logits + ops.einsum("bthd,tsd->bhts", query, rows)
     logits = ops.where(mask > 0, logits * scale, LOG_ZERO)
     weights = mask * ops.exp(logits - ops.max(logits, axis=-1, keepdims=True))
