@@ -4,7 +4,11 @@ import keras
 import numpy as np
 import pytest
 
-from keras_efficient_attn.models import AuxiliaryLosses, EfficientCausalLM
+from keras_efficient_attn.models import (
+    AuxiliaryLosses,
+    EfficientCausalLM,
+    EfficientTransformerBackbone,
+)
 from tests.autodiff import to_numpy
 from tests.models.cases import inputs, make_backbone, randomize
 
@@ -105,8 +109,10 @@ def test_all_of_it_is_saved_and_the_model_learns(tmp_path):
 def test_parameters_in_training_are_those_that_the_paper_counts():
     one, two = (
         AuxiliaryLosses(
-            EfficientCausalLM.from_preset(
-                "transformer_enwik8_12l", load_weights=False, num_layers=count
+            EfficientCausalLM(
+                EfficientTransformerBackbone.from_preset(
+                    "transformer_enwik8_12l", load_weights=False, num_layers=count
+                )
             ),
             total_steps=4_000_000,
         ).count_params()
