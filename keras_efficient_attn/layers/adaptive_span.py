@@ -38,9 +38,7 @@ class AdaptiveSpan(PatternAttention):
     head[t] = Σ_s w[t, s] v[s] / Σ_s w[t, s]
     ```
 
-    A penalty on the spans, in the loss, has heads see no farther than pays off. In
-    the paper most heads of a character model end with a few dozen positions, and a
-    few in upper layers with thousands.
+    A penalty on the spans, in the loss, has heads see no farther than pays off.
 
     The layer computes a band: each query by the `window` keys next to it. `window` is
     `max_span` at first; `trim` cuts it to what the heads use, and this is what saves
@@ -57,10 +55,11 @@ class AdaptiveSpan(PatternAttention):
         ramp: Positive number: positions over which the mask falls to 0; a head sees
             as many at least. Defaults to 32.
         initial_span: Number of positions from 0 to `max_span`. Defaults to 0. A
-            dynamic span starts with `max_span · σ(-4)`, if that is more.
-        penalty: Not negative: the loss has `penalty · z`, averaged over heads (and
-            positions), in training. Defaults to 2e-6, which the paper has for spans
-            of 1,024; 5e-7 for 8,192.
+            dynamic span starts from `max_span · σ(-4)` to `max_span · σ(4)`.
+        penalty: Number of at least 0: the loss has `penalty · z`, averaged over heads
+            and, for dynamic spans, over the positions that a `query_mask` keeps, in
+            training. Defaults to 2e-6, which the paper has for spans of 1,024; for
+            those of 8,192, it has 5e-7.
         dynamic: Whether the span depends on the query's input too,
             `z[t] = max_span · σ(v·x[t] + b)` with v and b of each head. Defaults to
             `False`.
