@@ -6,8 +6,9 @@
 
 The text is the Python standard library's own source, or your `--text`. Keras' progress
 bar shows bits per byte. The run leaves `model.keras`, `curve.csv`, `curve.png` and
-`result.json` in `--out`, with checkpoints to go on from with `--resume`. The parts are
-in `byte_lm/`: text and batches, model, checkpoints, sampling, plot.
+`result.json` in `--out`, with checkpoints to go on from with `--resume`. The layers of
+`--attention adaptive-span` are trimmed after each epoch, and leave `spans.png`. The
+parts are in `byte_lm/`: text and batches, model, checkpoints, sampling, plot.
 """
 
 import json

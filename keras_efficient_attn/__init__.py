@@ -5,6 +5,7 @@ import importlib
 from keras_efficient_attn import layers as layers
 from keras_efficient_attn import ops as ops
 from keras_efficient_attn.layers import (
+    AdaptiveSpan,
     ChunkedFeedForward,
     ChunkedVocabularyLoss,
     EfficientAttention,
@@ -22,6 +23,7 @@ from keras_efficient_attn.layers import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveSpan",
     "ChunkedFeedForward",
     "ChunkedVocabularyLoss",
     "EfficientAttention",

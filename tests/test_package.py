@@ -12,6 +12,7 @@ from keras_efficient_attn import layers
 
 BACKENDS = {"tensorflow", "jax", "torch"}
 LAYERS = [
+    "AdaptiveSpan",
     "ChunkedFeedForward",
     "ChunkedVocabularyLoss",
     "FourierAttention",

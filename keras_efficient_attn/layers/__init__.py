@@ -1,5 +1,6 @@
 """Attention layers."""
 
+from keras_efficient_attn.layers.adaptive_span import AdaptiveSpan
 from keras_efficient_attn.layers.by_name import attention_names, get_attention
 from keras_efficient_attn.layers.chunked_feed_forward import (
     ChunkedFeedForward,
@@ -12,10 +13,13 @@ from keras_efficient_attn.layers.performer_attention import PerformerAttention
 from keras_efficient_attn.layers.reformer_lsh_attention import ReformerLSHAttention
 from keras_efficient_attn.layers.reversible import ReversibleBlock, ReversibleStack
 from keras_efficient_attn.layers.softmax_attention import SoftmaxAttention
+from keras_efficient_attn.layers.span_plot import plot_spans
+from keras_efficient_attn.layers.span_trimming import TrimSpans, trim_spans
 from keras_efficient_attn.layers.sparse_attention import SparseAttention
 from keras_efficient_attn.layers.vq_attention import VQAttention
 
 __all__ = [
+    "AdaptiveSpan",
     "ChunkedFeedForward",
     "ChunkedVocabularyLoss",
     "EfficientAttention",
@@ -27,7 +31,10 @@ __all__ = [
     "ReversibleStack",
     "SoftmaxAttention",
     "SparseAttention",
+    "TrimSpans",
     "VQAttention",
     "attention_names",
     "get_attention",
+    "plot_spans",
+    "trim_spans",
 ]

@@ -6,6 +6,7 @@ import re
 
 import keras
 
+from keras_efficient_attn.layers.adaptive_span import AdaptiveSpan
 from keras_efficient_attn.layers.fourier_attention import FourierAttention
 from keras_efficient_attn.layers.local_attention import LocalAttention
 from keras_efficient_attn.layers.performer_attention import PerformerAttention
@@ -15,6 +16,7 @@ from keras_efficient_attn.layers.vq_attention import VQAttention
 
 # Every efficient layer of the package, and Keras' own.
 ATTENTION_LAYERS = {
+    "adaptive-span": AdaptiveSpan,
     "fourier": FourierAttention,
     "performer": PerformerAttention,
     "reformer": ReformerLSHAttention,

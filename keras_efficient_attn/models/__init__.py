@@ -3,6 +3,7 @@
 Importing this module imports KerasHub; importing `keras_efficient_attn` does not.
 """
 
+from keras_efficient_attn.models.auxiliary_losses import AuxiliaryLosses
 from keras_efficient_attn.models.backbone import EfficientTransformerBackbone
 from keras_efficient_attn.models.byte_tokenizer import (
     EfficientByteTokenizer,
@@ -26,6 +27,7 @@ from keras_efficient_attn.models.transformer_block import TransformerBlock
 from keras_efficient_attn.models.transformer_stack import TransformerStack
 
 __all__ = [
+    "AuxiliaryLosses",
     "CausalConvolution",
     "EfficientByteTokenizer",
     "EfficientCausalLM",

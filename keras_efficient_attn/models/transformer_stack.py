@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.adaptive_span import AdaptiveSpan
 from keras_efficient_attn.layers.reversible_residuals import (
     plain_residuals,
     reversible_residuals,
@@ -20,6 +21,9 @@ class TransformerStack(keras.layers.Layer):
     turns, both of which start as `x` and whose mean is the output. In training, the
     activations are rebuilt in the backward pass instead of kept.
 
+    `AdaptiveSpan` layers with `relative_positions="shared"` have one table in all
+    blocks.
+
     Args:
         blocks: List of `TransformerBlock`, of the same `residual` and `norm`.
         num_recurrences: How often the blocks are applied, with the same weights.
@@ -28,9 +32,13 @@ class TransformerStack(keras.layers.Layer):
 
     Call arguments:
         As `TransformerBlock`; the state has an entry for each application of a block.
+        return_layers: Whether to return what every application of a block makes,
+            before the last norm, too. Excludes `state`. A reversible stack then keeps
+            the activations of each application's ends. Defaults to `False`.
 
     Returns:
-        A tensor of the shape of `x`; `(output, state)` with `state`.
+        A tensor of the shape of `x`; `(output, state)` with `state`; `(output, layers)`
+        with `return_layers`, a list.
 
     Raises:
         ValueError: If `num_recurrences` is not a positive integer.
@@ -50,6 +58,7 @@ class TransformerStack(keras.layers.Layer):
             )
         self.blocks = list(blocks)
         self.num_recurrences = num_recurrences
+        _share_position_keys(self.blocks)
         self.final_norm = None
         first = self.blocks[0]
         if get_residual_class(first.residual).final_norm:
@@ -81,6 +90,7 @@ class TransformerStack(keras.layers.Layer):
         memory=None,
         memory_padding_mask=None,
         state=None,
+        return_layers=False,
         training=None,
     ):
         inputs = dict(
@@ -89,35 +99,46 @@ class TransformerStack(keras.layers.Layer):
             memory_padding_mask=memory_padding_mask,
             training=training,
         )
-        new_state = {}
+        new_state, layers = {}, []
         if self.blocks[0].residual == "reversible":
-            x, new_state = self._reversible(x, state, **inputs)
+            layers, new_state = self._reversible(x, state, return_layers, **inputs)
+            x = layers[-1]
         else:
             for name, block in self._applications():
                 if state is None:
                     x = block(x, **inputs)
                 else:
                     x, new_state[name] = block(x, **inputs, state=state[name])
+                layers.append(x)
         if self.final_norm is not None:
             x = self.final_norm(x)
+        if return_layers:
+            return x, layers
         return x if state is None else (x, new_state)
 
-    def _reversible(self, x, state, training, **inputs):
-        new_state, sublayers = {}, []
+    def _reversible(self, x, state, return_layers, training, **inputs):
+        """The outputs of all applications, or of the last, and the new state."""
+        new_state, chains = {}, []
         for name, block in self._applications():
             new_state[name] = {}
-            sublayers += block.sublayers(
+            sublayers = block.sublayers(
                 **inputs,
                 state=None if state is None else state[name],
                 new_state=new_state[name],
                 training=training,
             )
-        x = ops.cast(x, stream_dtype(self))
-        if training and state is None:
-            x1, x2 = reversible_residuals(self, sublayers, x, x)
-        else:
-            x1, x2 = plain_residuals(sublayers, x, x)
-        return (x1 + x2) / 2, new_state
+            if return_layers or not chains:
+                chains.append([])
+            chains[-1] += sublayers
+        x1 = x2 = ops.cast(x, stream_dtype(self))
+        layers = []
+        for sublayers in chains:
+            if training and state is None:
+                x1, x2 = reversible_residuals(self, sublayers, x1, x2)
+            else:
+                x1, x2 = plain_residuals(sublayers, x1, x2)
+            layers.append((x1 + x2) / 2)
+        return layers, new_state
 
     def compute_output_spec(self, x, *args, **kwargs):
         return keras.KerasTensor(x.shape, dtype=self.compute_dtype)
@@ -132,7 +153,8 @@ class TransformerStack(keras.layers.Layer):
         return {
             **super().get_config(),
             "blocks": [
-                keras.saving.serialize_keras_object(block) for block in self.blocks
+                _unbuilt(keras.saving.serialize_keras_object(block))
+                for block in self.blocks
             ],
             "num_recurrences": self.num_recurrences,
         }
@@ -141,3 +163,28 @@ class TransformerStack(keras.layers.Layer):
     def from_config(cls, config):
         blocks = keras.saving.deserialize_keras_object(config["blocks"])
         return super().from_config({**config, "blocks": blocks})
+
+
+def _unbuilt(config):
+    """A layer's configuration, for it and its parts to be built with the stack."""
+    if not isinstance(config, dict):
+        return config
+    return {
+        name: _unbuilt(value)
+        for name, value in config.items()
+        if name != "build_config"
+    }
+
+
+def _share_position_keys(blocks):
+    first = None
+    for block in blocks:
+        attention = block.attention
+        if not isinstance(attention, AdaptiveSpan):
+            continue
+        if attention.relative_positions != "shared":
+            continue
+        if first is None:
+            first = attention
+        else:
+            attention.share_position_keys(first)

@@ -8,6 +8,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn import (
+    AdaptiveSpan,
     FourierAttention,
     LocalAttention,
     PerformerAttention,
@@ -117,6 +118,13 @@ def vq(name, variant=False, **options):
     return Case(name, VQAttention, options, dense.vq_heads, variant=variant, long=long)
 
 
+def adaptive_span(name, **options):
+    options = {"max_span": 12, "ramp": 4, **options}
+    heads, long = dense.adaptive_span_heads, {"max_span": 64, "ramp": 32}
+    variant = options.get("dynamic", False)
+    return Case(name, AdaptiveSpan, options, heads, variant=variant, long=long)
+
+
 def reformer(name, **options):
     return Case(
         name,
@@ -170,6 +178,8 @@ CASES = [
         dense.fourier_heads,
         long_length=256,
     ),
+    adaptive_span("adaptive-span", initial_span=3),
+    adaptive_span("adaptive-span-dynamic", dynamic=True, relative_positions=True),
     reformer("reformer", bucket_size=4, num_hashes=2, num_buckets=4),
 ]
 

@@ -170,6 +170,9 @@ PUBLISHED = {
     # Al-Rfou et al., at inference, without the auxiliary heads.
     "transformer_enwik8_12l": (12, 41, 0.5),
     "transformer_enwik8_64l": (64, 219, 0.5),
+    # Sukhbaatar et al.; they count 38 for bytes and 39 for fewer characters.
+    "adaptive_span_enwik8_12l": (12, 38, 1.0),
+    "adaptive_span_enwik8_24l": (24, 209, 0.5),
     # Child et al., table 1.
     "sparse_enwik8_30l": (30, 95, 0.5),
     "sparse_cifar10_128l": (128, 59, 0.5),
