@@ -272,7 +272,7 @@ class RelativePositionXL(EfficientAttention):
         reset=None,
     ):
         if reset is not None:
-            _check_reset(reset, query)
+            _check_reset(reset, query, value)
         return self._call(
             query,
             value,
@@ -360,15 +360,20 @@ class RelativePositionXL(EfficientAttention):
                 f"value.shape={tuple(value.shape)}"
             )
 
-    def compute_output_spec(self, query, *args, reset=None, **kwargs):
+    def compute_output_spec(self, query, value, *args, reset=None, **kwargs):
         if reset is not None:
-            _check_reset(reset, query)
-        return super().compute_output_spec(query, *args, **kwargs)
+            _check_reset(reset, query, value)
+        return super().compute_output_spec(query, value, *args, **kwargs)
 
     def get_config(self):
         biases = self._source_of_biases
         if biases == "given":
-            biases = keras.saving.serialize_keras_object(self.biases)
+            biases = {
+                **keras.saving.serialize_keras_object(self.biases),
+                # Keras' own mark is lost where a configuration inside another is
+                # copied, and the layers of a loaded model would share no longer.
+                "shared_object_id": id(self.biases),
+            }
         return {
             **super().get_config(),
             "memory_length": self.memory_length,
@@ -424,16 +429,18 @@ def _document_numbers(reset, length):
     return ops.cumsum(reset, axis=1)
 
 
-def _check_reset(reset, query):
+def _check_reset(reset, query, value):
     shape = tuple(reset.shape)
-    expected = tuple(query.shape[: len(shape)])
-    if len(shape) not in (1, 2) or any(
-        None not in (a, b) and a != b for a, b in zip(shape, expected, strict=True)
-    ):
-        raise ValueError(
-            "`reset` must have the shape (batch,) or (batch, length) of `query`. "
-            f"Received: reset.shape={shape}, query.shape={tuple(query.shape)}"
-        )
+    for x in (query, value):
+        expected = tuple(x.shape[: len(shape)])
+        if len(shape) not in (1, 2) or any(
+            None not in (a, b) and a != b for a, b in zip(shape, expected, strict=True)
+        ):
+            raise ValueError(
+                "`reset` must have the shape (batch,) or (batch, length) of `query` "
+                f"and `value`. Received: reset.shape={shape}, "
+                f"query.shape={tuple(query.shape)}, value.shape={tuple(value.shape)}"
+            )
 
 
 def _check_length(argument, received, least, alternative=""):

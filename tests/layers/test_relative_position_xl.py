@@ -127,23 +127,21 @@ def test_gradients_end_at_the_memory():
         state = layer.initial_state(BATCH)
         _, state = layer(x[:, :4], x[:, :4], use_causal_mask=True, state=state)
         output, _ = layer(x[:, 4:], x[:, 4:], use_causal_mask=True, state=state)
-        return ops.sum(output * weight)
+        return ops.sum(ops.multiply(output, weight))
 
     (gradient,) = gradients(of_the_second, x)
     assert np.all(gradient[:, :4] == 0) and np.all(gradient[:, 4:] != 0)
 
 
-def test_tiles_of_queries_are_the_whole_and_no_matrix_exists(monkeypatch):
-    layer, x = make(dropout=0.0), np.tile(text(10), (1, 20, 1))
-    whole = to_numpy(layer(x, x, use_causal_mask=True))
+def test_tiles_of_queries_are_the_whole_and_no_matrix_exists():
+    layer, x = make(), text(200)
     expected, _ = dense.layer_output(layer, dense.xl_heads, x, x, causal=True)
-    assert_close(whole, expected)
+    assert_close(to_numpy(layer(x, x, use_causal_mask=True)), expected)
 
     def loss(x):
         return ops.sum(layer(x, x, use_causal_mask=True))
 
-    many = np.tile(text(10), (1, 400, 1))
-    assert largest_tensor(loss, many) < 4000 * 4000 * HEADS * BATCH / 4
+    assert largest_tensor(loss, text(1000)) < 1000 * 1000 * HEADS * BATCH / 4
 
 
 def test_layers_share_biases_and_come_back_sharing(tmp_path):
