@@ -8,7 +8,7 @@ segments; the model is to name the symbol at every later position. Gradients nev
 cross the end of a segment. Each layer reaches one memory further back than the layer
 below it: a model of `layers` and a memory of `memory` positions knows symbols from
 `layers * memory` positions before its segment, and guesses beyond. The table has the
-accuracy by the segments that lie between, with a bar where that reach ends.
+accuracy by the segments that lie between, with a bracket where that reach ends.
 """
 
 import sys
@@ -39,6 +39,12 @@ def parse_arguments(argv):
         type=sizes,
         metavar="LAYERSxMEMORY",
         default=[(1, 0), (1, 8), (2, 8), (3, 8), (2, 16)],
+    )
+    add(
+        "--longer",
+        type=positive,
+        default=2,
+        help="evaluate with this many times the memory of training, too",
     )
     add("--segment", type=positive, default=8, help="positions in a segment")
     add("--segments", type=positive, default=6, help="segments in a document")
@@ -82,22 +88,23 @@ def main(argv=None):
     rows = {}
     for layers, memory in arguments.models:
         print(f"\n== {layers} layers, memory {memory}", flush=True)
-        rows[layers, memory] = accuracies(layers, memory, arguments)
+        for evaluated, row in accuracies(layers, memory, arguments).items():
+            rows[layers, memory, evaluated] = row
     print("\n" + table(rows, arguments))
     return 0
 
 
 def table(rows, arguments):
     """Accuracy in percent by the segments since the symbol."""
-    header = ["layers", "memory", "reach"]
+    header = ["layers", "memory", "in evaluation", "reach"]
     header += [f"{back} back" for back in range(arguments.segments)]
     lines = [header, ["---"] * len(header)]
-    for (layers, memory), row in rows.items():
-        reach = layers * memory // arguments.segment
+    for (layers, memory, evaluated), row in rows.items():
+        reach = layers * evaluated
         cells = [f"{100 * accuracy:.1f}" for accuracy in row]
-        if reach + 1 < len(cells):
-            cells[reach] += " ]"
-        lines.append([str(layers), str(memory), str(layers * memory), *cells])
+        if reach // arguments.segment + 1 < len(cells):
+            cells[reach // arguments.segment] += " ]"
+        lines.append([*map(str, (layers, memory, evaluated, reach)), *cells])
     lines = [f"| {' | '.join(line)} |" for line in lines]
     lines.append(f"A guess is right in {100 / arguments.symbols:.1f} % of the cases.")
     return "\n".join(lines)

@@ -46,7 +46,12 @@ class PlantedSymbols(keras.utils.PyDataset):
 
 
 def accuracies(layers, memory, arguments):
-    """Trains a model; the accuracy in each segment of new documents, as a list."""
+    """Trains a model, and evaluates it with the same memory and with a longer one.
+
+    Returns:
+        Dict from the positions of memory in evaluation to the accuracy in each segment
+        of new documents, a list.
+    """
     keras.utils.set_random_seed(arguments.seed)
     backbone = EfficientTransformerBackbone(
         vocabulary_size=arguments.symbols + 1,
@@ -76,7 +81,16 @@ def accuracies(layers, memory, arguments):
     documents = max(1, arguments.steps // arguments.segments)
     model.fit(data(documents, arguments.seed), verbose=arguments.verbose)
     test = data(-(-arguments.test_documents // arguments.batch), arguments.seed + 1)
-    logits = model.predict(test, verbose=0)
+    results = {}
+    for evaluated in dict.fromkeys((memory, arguments.longer * memory)):
+        longer = TransformerXL(model.language_model, arguments.batch, evaluated)
+        logits = longer.predict(test, verbose=0)
+        results[evaluated] = by_segment(logits, test, arguments)
+    return results
+
+
+def by_segment(logits, test, arguments):
+    """The accuracy of predictions in each segment of the documents."""
     # Segment after segment, and the documents of a batch together.
     shape = (-1, arguments.segments, arguments.batch, arguments.segment)
     named = logits[..., 1:].argmax(-1).reshape(shape) + 1
