@@ -29,7 +29,7 @@ from command_line import (
     select_backend,
 )
 
-RESIDUALS = ("pre_norm", "post_norm", "reversible")
+RESIDUALS = ("pre_norm", "post_norm", "gated", "reversible")
 DTYPES = ("float32", "bfloat16", "mixed_bfloat16", "float16", "mixed_float16")
 # What a resumed run has to have in common with the one that it goes on with.
 FIXED = (

@@ -268,6 +268,35 @@ def vq_similarity(
     return np.where(abs(distance) < window, exact, similarity * cache)
 
 
+def xl_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=False):
+    """RelativePositionXL's heads, pair of positions by pair."""
+    offset = key.shape[1] - query.shape[1] if causal == "after a memory" else 0
+    weights = {
+        weight.name: np.asarray(value, "float64")
+        for weight, value in zip(layer.weights, layer.get_weights(), strict=True)
+    }
+    u, v, position = (
+        weights[name] for name in ("content_bias", "position_bias", "position")
+    )
+    half = len(position) // 2
+    frequency = 1e4 ** (-np.arange(half) / half)
+    batch, length, heads, dim = query.shape
+    similarity = np.zeros((batch, heads, length, key.shape[1]))
+    for i, j in np.ndindex(length, key.shape[1]):
+        distance = offset + i - j
+        if layer.same_length and abs(distance) > layer.memory_length:
+            continue
+        if causal and distance < 0:
+            continue
+        limit = layer.clamp_length or np.inf
+        angle = np.clip(distance, -limit, limit) * frequency
+        r = np.einsum("d,dhk->hk", np.append(np.sin(angle), np.cos(angle)), position)
+        content = ((query[:, i] + u) * key[:, j]).sum(-1)
+        place = ((query[:, i] + v) * r).sum(-1)
+        similarity[:, :, i, j] = np.exp((content + place) / np.sqrt(dim))
+    return weigh(similarity, value, key_mask)
+
+
 def fourier_heads(
     layer, query, key, value, query_mask=None, key_mask=None, causal=False
 ):

@@ -8,9 +8,14 @@ from keras_efficient_attn.layers.chunked_feed_forward import (
 )
 from keras_efficient_attn.layers.efficient_attention import EfficientAttention
 from keras_efficient_attn.layers.fourier_attention import FourierAttention
+from keras_efficient_attn.layers.gated_residual import GatedResidual
 from keras_efficient_attn.layers.local_attention import LocalAttention
 from keras_efficient_attn.layers.performer_attention import PerformerAttention
 from keras_efficient_attn.layers.reformer_lsh_attention import ReformerLSHAttention
+from keras_efficient_attn.layers.relative_position_xl import (
+    PositionBiases,
+    RelativePositionXL,
+)
 from keras_efficient_attn.layers.reversible import ReversibleBlock, ReversibleStack
 from keras_efficient_attn.layers.softmax_attention import SoftmaxAttention
 from keras_efficient_attn.layers.span_plot import plot_spans
@@ -26,7 +31,10 @@ __all__ = [
     "LocalAttention",
     "FourierAttention",
     "PerformerAttention",
+    "GatedResidual",
+    "PositionBiases",
     "ReformerLSHAttention",
+    "RelativePositionXL",
     "ReversibleBlock",
     "ReversibleStack",
     "SoftmaxAttention",

@@ -11,6 +11,7 @@ from keras_efficient_attn.layers.fourier_attention import FourierAttention
 from keras_efficient_attn.layers.local_attention import LocalAttention
 from keras_efficient_attn.layers.performer_attention import PerformerAttention
 from keras_efficient_attn.layers.reformer_lsh_attention import ReformerLSHAttention
+from keras_efficient_attn.layers.relative_position_xl import RelativePositionXL
 from keras_efficient_attn.layers.sparse_attention import SparseAttention
 from keras_efficient_attn.layers.vq_attention import VQAttention
 
@@ -24,6 +25,7 @@ ATTENTION_LAYERS = {
     "sparse": SparseAttention,
     "local": LocalAttention,
     "vq": VQAttention,
+    "xl": RelativePositionXL,
 }
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

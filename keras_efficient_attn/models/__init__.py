@@ -19,12 +19,14 @@ from keras_efficient_attn.models.masked_lm import (
 )
 from keras_efficient_attn.models.ngram_recall import NGramRecall
 from keras_efficient_attn.models.presets import preset_names
+from keras_efficient_attn.models.segments import Segments
 from keras_efficient_attn.models.text_classifier import (
     EfficientTextClassifier,
     EfficientTextClassifierPreprocessor,
 )
 from keras_efficient_attn.models.transformer_block import TransformerBlock
 from keras_efficient_attn.models.transformer_stack import TransformerStack
+from keras_efficient_attn.models.transformer_xl import TransformerXL
 
 __all__ = [
     "AuxiliaryLosses",
@@ -40,7 +42,9 @@ __all__ = [
     "FeedForward",
     "HashedNGrams",
     "NGramRecall",
+    "Segments",
     "TransformerBlock",
     "TransformerStack",
+    "TransformerXL",
     "preset_names",
 ]

@@ -4,7 +4,11 @@ import keras
 import keras_hub
 
 from keras_efficient_attn.layers import ChunkedFeedForward
-from keras_efficient_attn.models.attention import attention_spec, make_attention
+from keras_efficient_attn.models.attention import (
+    attention_spec,
+    make_attention,
+    shares_biases,
+)
 from keras_efficient_attn.models.convolution import CausalConvolution
 from keras_efficient_attn.models.feed_forward import (
     FeedForward,
@@ -48,10 +52,12 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
             `"encoder_decoder"`.
         cross_attention: The attention of a decoder to its encoder, as `attention`,
             one for all blocks. Defaults to `"softmax"`.
-        residual: `"pre_norm"` (the default), `"post_norm"`, or `"reversible"`: two
-            streams, whose activations are rebuilt in the backward pass, for memory
-            that does not grow with the number of layers
-            (`keras_efficient_attn.ReversibleStack`).
+        residual: `"pre_norm"` (the default), `"post_norm"`, `"gated"` (of GTrXL, a
+            `keras_efficient_attn.GatedResidual` in the place of each sum; other gates
+            are `"gated_input"`, `"gated_output"`, `"gated_highway"` and
+            `"gated_sigmoid_tanh"`), or `"reversible"`: two streams, whose activations
+            are rebuilt in the backward pass, for memory that does not grow with the
+            number of layers (`keras_efficient_attn.ReversibleStack`).
         norm: `"layer_norm"` (the default) or `"rms_norm"`.
         norm_epsilon: Of the norms. Defaults to 1e-5.
         activation: Of the feed-forward networks: name of a Keras activation,
@@ -260,12 +266,16 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         self.architecture = architecture
         self.max_sequence_length = max_sequence_length
 
-    def initial_state(self, batch_size, max_length):
+    def initial_state(self, batch_size, max_length, memory_length=None):
         """The state before the first token, for `stream`.
 
         Args:
             batch_size: Rows in the batch.
-            max_length: The longest context, for layers whose state grows with it.
+            max_length: The longest context, for layers whose state grows with it;
+                `None` for any context, which those layers refuse.
+            memory_length: Of `RelativePositionXL` layers. Defaults to what gives the
+                outputs of one call on the whole context; without `max_length`, to
+                the layers' own.
 
         Returns:
             A nest of dicts of tensors, batch first.
@@ -280,14 +290,16 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
                 f"architecture={self.architecture!r}"
             )
         limit = self.max_sequence_length
-        if limit is not None and max_length > limit:
+        if limit is not None and (max_length is None or max_length > limit):
             raise ValueError(
                 f"The backbone has {limit} learned positions. Received: "
                 f"max_length={max_length}"
             )
         return {
             "embedding": self.embedding.initial_state(batch_size),
-            "decoder": self.decoder.initial_state(batch_size, max_length),
+            "decoder": self.decoder.initial_state(
+                batch_size, max_length, memory_length
+            ),
         }
 
     def stream(self, token_ids, state):
@@ -317,6 +329,7 @@ class _Layers:
     def __init__(self, config, dtype):
         self.config = config
         self.dtype = dtype
+        self.shared_biases = None
 
     def embedding(self):
         config = self.config
@@ -391,15 +404,19 @@ class _Layers:
 
     def attention(self, spec, rotary, name):
         config = self.config
-        return make_attention(
+        layer = make_attention(
             spec,
             num_heads=config["num_heads"],
             key_dim=config["head_dim"] or config["hidden_dim"] // config["num_heads"],
             use_bias=config["use_bias"],
             rotary=rotary,
+            biases=self.shared_biases,
             name=name,
             dtype=self.dtype,
         )
+        if shares_biases(layer):
+            self.shared_biases = layer.biases
+        return layer
 
     def convolution(self):
         if self.config["convolution"] is None:

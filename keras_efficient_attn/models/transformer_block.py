@@ -1,7 +1,12 @@
 """A Transformer block: attention, cross-attention and a feed-forward network."""
 
 import keras
+from keras import ops
 
+from keras_efficient_attn.layers.relative_position_xl import (
+    RelativePositionXL,
+    following_memory,
+)
 from keras_efficient_attn.layers.reversible_residuals import Sublayer
 from keras_efficient_attn.layers.streaming import initial_attention_state
 from keras_efficient_attn.models.residual import get_residual_class
@@ -19,8 +24,9 @@ class TransformerBlock(keras.layers.Layer):
         cross_attention: Optional layer that attends to another sequence.
         convolution: Optional layer that the self-attention's input goes through.
         positions: Optional layer that adds positions to the block's input.
-        residual: `"pre_norm"` (the default), `"post_norm"`, or `"reversible"`, for
-            blocks that a `TransformerStack` calls.
+        residual: `"pre_norm"` (the default), `"post_norm"`, `"gated"` or a gate's
+            name as for the backbone, or `"reversible"`, for blocks that a
+            `TransformerStack` calls.
         norm: `"layer_norm"` (the default) or `"rms_norm"`.
         norm_epsilon: Of the norms. Defaults to 1e-5.
         use_bias: Whether layer norms have offsets. Defaults to `True`.
@@ -116,15 +122,19 @@ class TransformerBlock(keras.layers.Layer):
         if self.cross_attention is not None:
             self.cross_attention.build(x_shape, memory_shape)
 
-    def initial_state(self, batch_size, max_length):
+    def initial_state(self, batch_size, max_length, memory_length=None):
         """The state before the first position, a dict, batch first.
 
         Args:
             batch_size: Rows in the batch.
             max_length: The longest context, for layers whose state grows with it.
+            memory_length: Of a `RelativePositionXL`, whose memory is of the block's
+                inputs. Defaults to what the context needs.
         """
         state = {
-            "attention": initial_attention_state(self.attention, batch_size, max_length)
+            "attention": initial_attention_state(
+                self.attention, batch_size, max_length, memory_length
+            )
         }
         if self.convolution is not None:
             state["convolution"] = self.convolution.initial_state(batch_size)
@@ -238,9 +248,20 @@ class TransformerBlock(keras.layers.Layer):
         )
         if state is None:
             return self.attention(h, h, **options), new_state
-        h, new_state["attention"] = self.attention(
-            h, h, state=state["attention"], **options
+        attention_state = state["attention"]
+        remembers_x = self.convolution is None and isinstance(
+            self.attention, RelativePositionXL
         )
+        if remembers_x:
+            # The norm is of the memory and the segment, with the weights of today.
+            memory = attention_state["memory"]
+            normed = ops.cast(self.attention_residual.before(memory), memory.dtype)
+            attention_state = {**attention_state, "memory": normed}
+        h, attention_state = self.attention(h, h, state=attention_state, **options)
+        if remembers_x:
+            memory = following_memory(memory, x, padding_mask)
+            attention_state = {**attention_state, "memory": memory}
+        new_state["attention"] = attention_state
         return h, new_state
 
     def _attend_to_memory(self, x, memory, memory_padding_mask, training):

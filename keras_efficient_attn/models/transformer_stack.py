@@ -76,10 +76,10 @@ class TransformerStack(keras.layers.Layer):
         if self.final_norm is not None:
             self.final_norm.build(x_shape)
 
-    def initial_state(self, batch_size, max_length):
+    def initial_state(self, batch_size, max_length, memory_length=None):
         """The state before the first position, a dict, batch first."""
         return {
-            name: block.initial_state(batch_size, max_length)
+            name: block.initial_state(batch_size, max_length, memory_length)
             for name, block in self._applications()
         }
 

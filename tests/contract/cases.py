@@ -13,6 +13,7 @@ from keras_efficient_attn import (
     LocalAttention,
     PerformerAttention,
     ReformerLSHAttention,
+    RelativePositionXL,
     SparseAttention,
     VQAttention,
 )
@@ -45,6 +46,7 @@ class Case:
         long_length: Positions of that; fewer where time grows with the square.
         shared_key: Whether keys have the projection of the queries.
         smooth: Whether what rounding moves a little, moves outputs a little.
+        gradient_through_state: Whether earlier segments learn from later ones.
     """
 
     name: str
@@ -58,11 +60,17 @@ class Case:
     long_length: int = 4096
     shared_key: bool = False
     smooth: bool = True
+    gradient_through_state: bool = True
 
     @property
     def sums(self):
         """Whether outputs grow with the number of keys."""
         return not self.options.get("normalize", True)
+
+    @property
+    def sines(self):
+        """Whether positions are sines, computed in the call."""
+        return self.options.get("rotary_wavelength") or self.layer is RelativePositionXL
 
     @property
     def usual(self):
@@ -84,6 +92,8 @@ class Case:
         return layer
 
     def initial_state(self, layer, batch=BATCH):
+        if not layer.built:
+            layer.build((batch, LENGTH, DIM), (batch, LENGTH, DIM))
         return initial_attention_state(layer, batch, LENGTH)
 
     def expected(self, layer, *args, **kwargs):
@@ -138,6 +148,19 @@ def reformer(name, **options):
     )
 
 
+def xl(name, variant=False, **options):
+    return Case(
+        name,
+        RelativePositionXL,
+        options,
+        dense.xl_heads,
+        variant=variant,
+        long={},
+        long_length=512,
+        gradient_through_state=False,
+    )
+
+
 CASES = [
     performer("favor+", num_features=16, variant=False),
     performer("favor++", num_features=16, feature_map="favor++", causal=(False,)),
@@ -180,6 +203,14 @@ CASES = [
     ),
     adaptive_span("adaptive-span", initial_span=3),
     adaptive_span("adaptive-span-dynamic", dynamic=True, relative_positions=True),
+    xl("xl"),
+    xl(
+        "xl-same-length",
+        variant=True,
+        memory_length=5,
+        same_length=True,
+        clamp_length=3,
+    ),
     reformer("reformer", bucket_size=4, num_hashes=2, num_buckets=4),
 ]
 

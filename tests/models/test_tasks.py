@@ -176,6 +176,9 @@ PUBLISHED = {
     # Child et al., table 1.
     "sparse_enwik8_30l": (30, 95, 0.5),
     "sparse_cifar10_128l": (128, 59, 0.5),
+    # Dai et al., table 2.
+    "transformer_xl_enwik8_12l": (12, 41, 0.5),
+    "transformer_xl_enwik8_24l": (24, 277, 0.5),
 }
 
 
