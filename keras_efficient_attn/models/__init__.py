@@ -17,13 +17,19 @@ from keras_efficient_attn.models.masked_lm import (
     EfficientMaskedLMPreprocessor,
 )
 from keras_efficient_attn.models.ngram_recall import NGramRecall
+from keras_efficient_attn.models.positions import (
+    LearnedPositions,
+    SinusoidalPositions,
+)
 from keras_efficient_attn.models.presets import preset_names
+from keras_efficient_attn.models.separable_convolution import SeparableConvolution
 from keras_efficient_attn.models.text_classifier import (
     EfficientTextClassifier,
     EfficientTextClassifierPreprocessor,
 )
 from keras_efficient_attn.models.transformer_block import TransformerBlock
 from keras_efficient_attn.models.transformer_stack import TransformerStack
+from keras_efficient_attn.models.universal_transformer import UniversalTransformer
 
 __all__ = [
     "CausalConvolution",
@@ -37,8 +43,12 @@ __all__ = [
     "EfficientTransformerBackbone",
     "FeedForward",
     "HashedNGrams",
+    "LearnedPositions",
     "NGramRecall",
+    "SeparableConvolution",
+    "SinusoidalPositions",
     "TransformerBlock",
     "TransformerStack",
+    "UniversalTransformer",
     "preset_names",
 ]

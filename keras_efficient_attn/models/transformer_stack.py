@@ -82,28 +82,45 @@ class TransformerStack(keras.layers.Layer):
         memory_padding_mask=None,
         state=None,
         training=None,
+        **options,
     ):
-        inputs = dict(
+        new_state = {}
+        x = self._recur(
+            x,
+            state,
+            new_state,
+            training,
             padding_mask=padding_mask,
             memory=memory,
             memory_padding_mask=memory_padding_mask,
-            training=training,
+            **options,
         )
-        new_state = {}
-        if self.blocks[0].residual == "reversible":
-            x, new_state = self._reversible(x, state, **inputs)
-        else:
-            for name, block in self._applications():
-                if state is None:
-                    x = block(x, **inputs)
-                else:
-                    x, new_state[name] = block(x, **inputs, state=state[name])
         if self.final_norm is not None:
             x = self.final_norm(x)
         return x if state is None else (x, new_state)
 
-    def _reversible(self, x, state, training, **inputs):
-        new_state, sublayers = {}, []
+    def _recur(self, x, state, new_state, training, **inputs):
+        """All applications of the blocks; puts the new state into a dict."""
+        if self.blocks[0].residual == "reversible":
+            return self._reversible(x, state, new_state, training, **inputs)
+        for n in range(self.num_recurrences):
+            x = self._apply_blocks(n, x, state, new_state, training, **inputs)
+        return x
+
+    def _apply_blocks(self, n, x, state, new_state, training, **inputs):
+        """Each block once, for the time n."""
+        for i, block in enumerate(self.blocks):
+            if state is None:
+                x = block(x, **inputs, training=training)
+            else:
+                name = _name(n, i)
+                x, new_state[name] = block(
+                    x, **inputs, state=state[name], training=training
+                )
+        return x
+
+    def _reversible(self, x, state, new_state, training, **inputs):
+        sublayers = []
         for name, block in self._applications():
             new_state[name] = {}
             sublayers += block.sublayers(
@@ -117,7 +134,7 @@ class TransformerStack(keras.layers.Layer):
             x1, x2 = reversible_residuals(self, sublayers, x, x)
         else:
             x1, x2 = plain_residuals(sublayers, x, x)
-        return (x1 + x2) / 2, new_state
+        return (x1 + x2) / 2
 
     def compute_output_spec(self, x, *args, **kwargs):
         return keras.KerasTensor(x.shape, dtype=self.compute_dtype)
@@ -126,7 +143,7 @@ class TransformerStack(keras.layers.Layer):
         """Names and blocks, in the order of computation."""
         for recurrence in range(self.num_recurrences):
             for i, block in enumerate(self.blocks):
-                yield f"recurrence_{recurrence}_block_{i}", block
+                yield _name(recurrence, i), block
 
     def get_config(self):
         return {
@@ -141,3 +158,8 @@ class TransformerStack(keras.layers.Layer):
     def from_config(cls, config):
         blocks = keras.saving.deserialize_keras_object(config["blocks"])
         return super().from_config({**config, "blocks": blocks})
+
+
+def _name(recurrence, i):
+    """Of the state of block i, in that recurrence."""
+    return f"recurrence_{recurrence}_block_{i}"
