@@ -82,19 +82,19 @@ class TransformerStack(keras.layers.Layer):
         memory_padding_mask=None,
         state=None,
         training=None,
-        **options,
     ):
-        new_state = {}
-        x = self._recur(
+        return self._run(
             x,
             state,
-            new_state,
             training,
             padding_mask=padding_mask,
             memory=memory,
             memory_padding_mask=memory_padding_mask,
-            **options,
         )
+
+    def _run(self, x, state, training, **inputs):
+        new_state = {}
+        x = self._recur(x, state, new_state, training, **inputs)
         if self.final_norm is not None:
             x = self.final_norm(x)
         return x if state is None else (x, new_state)

@@ -130,13 +130,13 @@ class UniversalTransformer(TransformerStack):
                 f"state given: {state is not None}"
             )
         ponder = {}
-        output = super().call(
+        output = self._run(
             x,
-            padding_mask,
-            memory,
-            memory_padding_mask,
             state,
             training,
+            padding_mask=padding_mask,
+            memory=memory,
+            memory_padding_mask=memory_padding_mask,
             ponder=ponder,
         )
         return (output, ponder) if return_ponder else output
