@@ -76,6 +76,7 @@ class SeparableConvolution(keras.layers.Layer):
                 "`kernel_sizes` must be a pair of positive integers. Received: "
                 f"kernel_sizes={kernel_sizes!r}"
             )
+        self.supports_masking = True
         self.hidden_dim = hidden_dim
         self.kernel_sizes = kernel_sizes
         self.activation = get_activation(activation)

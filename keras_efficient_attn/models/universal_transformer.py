@@ -152,7 +152,7 @@ class UniversalTransformer(TransformerStack):
 
         def step(n, x):
             x = x if signal is None else x + ops.cast(signal, x.dtype)
-            x = x if self.step_signals is None else self.step_signals(x, n)
+            x = x if self.step_signals is None else self.step_signals(x, step=n)
             return self._apply_blocks(n, x, state, new_state, training, **inputs)
 
         if self.halting is None:

@@ -68,7 +68,8 @@ def dense(layer, x, mask=None, epsilon=0.01):
 
 
 def assert_ponder_equal(received, expected):
-    for name, value in expected.items():
+    for name in ("steps", "remainders", "probabilities"):
+        value = expected[name]
         np.testing.assert_allclose(
             to_numpy(received[name]), value, rtol=1e-4, atol=1e-5, err_msg=name
         )
@@ -320,7 +321,7 @@ def test_fit_with_unknown_length_saving_and_half_precision(backend, tmp_path):
     np.testing.assert_array_equal(
         restored.predict(x, verbose=0), model.predict(x, verbose=0)
     )
-    assert restored.layers[-1].get_config() == layer.get_config()
+    assert restored.layers[-1].halting.options() == layer.halting.options()
 
 
 def test_errors_name_what_was_received():

