@@ -129,14 +129,15 @@ def table(results, arguments):
     header += ["paper, 400"]
     lines = [header, ["---"] * len(header)]
     for (task, model), measured in results.items():
-        depth = measured["ponder"] or arguments.depth
+        ponder = measured["ponder"]
+        steps = [arguments.depth] if ponder is None else ponder.values()
         paper = PAPER.get((task, model))
         lines.append(
             [
                 task,
                 model,
                 f"{measured['parameters']:,}",
-                f"{depth:.2g}",
+                "/".join(f"{step:.3g}" for step in steps),
                 f"{measured['seconds']:.0f}",
                 *cells(measured, arguments),
                 "" if paper is None else "/".join(f"{share:.2f}" for share in paper),

@@ -88,9 +88,10 @@ def train_and_measure(kind, task, arguments):
     """Trains one model.
 
     Returns:
-        Dict of `parameters`, `seconds`, and `accuracy`: for each length of
+        Dict of `parameters`, `seconds` of training, and `accuracy`: for each length of
         `arguments.test_lengths`, the share of symbols and of whole sequences that the
-        model generates as they should be.
+        model generates as they should be; and `ponder`, the encoder's mean steps at
+        each length, or `None` where the model does not choose.
     """
     keras.utils.set_random_seed(arguments.seed)
     backbone = build_backbone(kind, task, arguments)
@@ -112,26 +113,34 @@ def train_and_measure(kind, task, arguments):
         shuffle=False,
     )
     seconds = time.perf_counter() - start
-    accuracy = {}
-    for length in arguments.test_lengths:
-        pairs = examples(
+    sources = {
+        length: examples(
             task,
             arguments.test_sequences,
             (length, length),
             arguments.alphabet,
-            arguments.seed + 1,
+            (arguments.seed + 1, length),
         )
-        accuracy[length] = measure(backbone, *pairs)
+        for length in arguments.test_lengths
+    }
     return {
         "parameters": model.count_params(),
         "seconds": seconds,
-        "accuracy": accuracy,
-        "ponder": ponder(backbone, pairs[0]) if kind == ADAPTIVE else None,
+        "accuracy": measure(backbone, sources),
+        "ponder": ponder(backbone, sources) if kind == ADAPTIVE else None,
     }
 
 
-def measure(backbone, sources, targets):
-    """Shares of symbols and of sequences that greedy generation gets right."""
+def measure(backbone, pairs):
+    """Shares of symbols and of sequences that greedy generation gets right.
+
+    Args:
+        backbone: Encoder and decoder.
+        pairs: Dict from lengths to the sources and targets of as many sequences each,
+            which go into one batch.
+    """
+    sources = [row for rows, _ in pairs.values() for row in rows]
+    targets = [row for _, rows in pairs.values() for row in rows]
     inputs, y, weights = model_inputs(sources, targets)
     generated = generate(
         backbone,
@@ -139,8 +148,11 @@ def measure(backbone, sources, targets):
         inputs["encoder_padding_mask"],
         y.shape[1],
     )
-    right = (generated == y) | (weights == 0)
-    return (generated == y)[weights > 0].mean(), right.all(-1).mean()
+    results = {}
+    parts = (np.split(x, len(pairs)) for x in (generated == y, weights > 0))
+    for length, right, asked in zip(pairs, *parts, strict=True):
+        results[length] = right[asked].mean(), (right | ~asked).all(-1).mean()
+    return results
 
 
 def generate(backbone, token_ids, padding_mask, length):
@@ -175,12 +187,14 @@ def generate(backbone, token_ids, padding_mask, length):
     return ops.convert_to_numpy(_compiled(run)(token_ids, padding_mask))
 
 
-def ponder(backbone, sources):
-    """Mean steps of the encoder's positions."""
-    tokens = np.stack(sources).astype("int32")
-    x = backbone.embedding(tokens)
-    _, statistics = backbone.encoder(x, return_ponder=True)
-    return float(ops.convert_to_numpy(statistics["steps"]).mean())
+def ponder(backbone, pairs):
+    """Dict from lengths to the mean steps of the encoder's positions."""
+    means = {}
+    for length, (sources, _) in pairs.items():
+        x = backbone.embedding(np.stack(sources).astype("int32"))
+        _, statistics = backbone.encoder(x, return_ponder=True)
+        means[length] = float(ops.convert_to_numpy(statistics["steps"]).mean())
+    return means
 
 
 def _compiled(function):

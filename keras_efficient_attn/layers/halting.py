@@ -9,8 +9,7 @@ from keras_efficient_attn.ops.adaptive_computation import adaptive_computation
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class Halting(keras.layers.Layer):
-    """Repeats a step as often as a halting unit asks for: the part of
-    `AdaptiveComputationTime` that does not depend on the step.
+    """The part of `AdaptiveComputationTime` that does not depend on the step.
 
     Args:
         max_steps, epsilon, ponder_cost, halting_bias, early_exit: As there.
