@@ -5,6 +5,8 @@ import importlib
 from keras_efficient_attn import layers as layers
 from keras_efficient_attn import ops as ops
 from keras_efficient_attn.layers import (
+    AdaptiveComputationTime,
+    AdaptiveRNN,
     AdaptiveSpan,
     ChunkedFeedForward,
     ChunkedVocabularyLoss,
@@ -26,6 +28,8 @@ from keras_efficient_attn.layers import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveComputationTime",
+    "AdaptiveRNN",
     "AdaptiveSpan",
     "ChunkedFeedForward",
     "ChunkedVocabularyLoss",

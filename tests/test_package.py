@@ -12,6 +12,8 @@ from keras_efficient_attn import layers
 
 BACKENDS = {"tensorflow", "jax", "torch"}
 LAYERS = [
+    "AdaptiveComputationTime",
+    "AdaptiveRNN",
     "AdaptiveSpan",
     "ChunkedFeedForward",
     "ChunkedVocabularyLoss",

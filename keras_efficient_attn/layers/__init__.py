@@ -1,5 +1,9 @@
 """Attention layers."""
 
+from keras_efficient_attn.layers.adaptive_computation_time import (
+    AdaptiveComputationTime,
+)
+from keras_efficient_attn.layers.adaptive_rnn import AdaptiveRNN
 from keras_efficient_attn.layers.adaptive_span import AdaptiveSpan
 from keras_efficient_attn.layers.by_name import attention_names, get_attention
 from keras_efficient_attn.layers.chunked_feed_forward import (
@@ -24,6 +28,8 @@ from keras_efficient_attn.layers.sparse_attention import SparseAttention
 from keras_efficient_attn.layers.vq_attention import VQAttention
 
 __all__ = [
+    "AdaptiveComputationTime",
+    "AdaptiveRNN",
     "AdaptiveSpan",
     "ChunkedFeedForward",
     "ChunkedVocabularyLoss",

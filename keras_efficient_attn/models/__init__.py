@@ -18,8 +18,13 @@ from keras_efficient_attn.models.masked_lm import (
     EfficientMaskedLMPreprocessor,
 )
 from keras_efficient_attn.models.ngram_recall import NGramRecall
+from keras_efficient_attn.models.positions import (
+    LearnedPositions,
+    SinusoidalPositions,
+)
 from keras_efficient_attn.models.presets import preset_names
 from keras_efficient_attn.models.segments import Segments
+from keras_efficient_attn.models.separable_convolution import SeparableConvolution
 from keras_efficient_attn.models.text_classifier import (
     EfficientTextClassifier,
     EfficientTextClassifierPreprocessor,
@@ -27,6 +32,7 @@ from keras_efficient_attn.models.text_classifier import (
 from keras_efficient_attn.models.transformer_block import TransformerBlock
 from keras_efficient_attn.models.transformer_stack import TransformerStack
 from keras_efficient_attn.models.transformer_xl import TransformerXL
+from keras_efficient_attn.models.universal_transformer import UniversalTransformer
 
 __all__ = [
     "AuxiliaryLosses",
@@ -41,10 +47,14 @@ __all__ = [
     "EfficientTransformerBackbone",
     "FeedForward",
     "HashedNGrams",
+    "LearnedPositions",
     "NGramRecall",
     "Segments",
+    "SeparableConvolution",
+    "SinusoidalPositions",
     "TransformerBlock",
     "TransformerStack",
     "TransformerXL",
+    "UniversalTransformer",
     "preset_names",
 ]

@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_efficient_attn.layers import ChunkedVocabularyLoss
 from keras_efficient_attn.models.normalization import get_norm
+from keras_efficient_attn.models.universal_transformer import UniversalTransformer
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -68,6 +69,11 @@ class AuxiliaryLosses(keras.Model):
                 "`model` must be a causal language model on an "
                 "EfficientTransformerBackbone, such as EfficientCausalLM. Received: "
                 f"model={model!r}"
+            )
+        if isinstance(backbone.decoder, UniversalTransformer):
+            raise ValueError(
+                "`model` must have layers with outputs of their own, and not the steps "
+                f"of a UniversalTransformer. Received: model={model!r}"
             )
         for name, received in (
             ("total_steps", total_steps),

@@ -10,6 +10,7 @@ from keras_efficient_attn.layers.relative_position_xl import (
 from keras_efficient_attn.layers.reversible_residuals import Sublayer
 from keras_efficient_attn.layers.streaming import initial_attention_state
 from keras_efficient_attn.models.residual import get_residual_class
+from keras_efficient_attn.models.separable_convolution import SeparableConvolution
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -18,7 +19,7 @@ class TransformerBlock(keras.layers.Layer):
 
     Args:
         attention: The self-attention layer, a `keras.layers.MultiHeadAttention`.
-        feed_forward: The layer after it.
+        feed_forward: The layer after it; a `SeparableConvolution` gets mask and state.
         causal: Whether a position sees itself and earlier ones only. Defaults to
             `True`.
         cross_attention: Optional layer that attends to another sequence.
@@ -140,6 +141,8 @@ class TransformerBlock(keras.layers.Layer):
             state["convolution"] = self.convolution.initial_state(batch_size)
         if self.positions is not None:
             state["positions"] = self.positions.initial_state(batch_size)
+        if self._convolves:
+            state["feed_forward"] = self.feed_forward.initial_state(batch_size)
         return state
 
     def call(
@@ -163,10 +166,11 @@ class TransformerBlock(keras.layers.Layer):
         if self.cross_attention is not None:
             h = self._attend_to_memory(x, memory, memory_padding_mask, training)
             x = self.cross_attention_residual.after(x, h, training)
-        h = self.feed_forward(self.feed_forward_residual.before(x))
+        h, transition_state = self._transition(x, padding_mask, state)
         x = self.feed_forward_residual.after(x, h, training)
         if state is None:
             return x
+        new_state.update(transition_state)
         if self.positions is not None:
             new_state["positions"] = positions_state
         return x, new_state
@@ -197,8 +201,9 @@ class TransformerBlock(keras.layers.Layer):
             h = self._attend_to_memory(x, memory, memory_padding_mask, training)
             return self.cross_attention_residual.dropout(h, training=training)
 
-        def feed_forward(x):
-            h = self.feed_forward(self.feed_forward_residual.before(x))
+        def feed_forward(x, padding_mask=None):
+            h, transition_state = self._transition(x, padding_mask, state)
+            new_state.update(transition_state)
             return self.feed_forward_residual.dropout(h, training=training)
 
         def sublayer(call, *layers, **tensors):
@@ -216,7 +221,12 @@ class TransformerBlock(keras.layers.Layer):
             self.attention,
             padding_mask=padding_mask,
         )
-        last = sublayer(feed_forward, self.feed_forward_residual, self.feed_forward)
+        last = sublayer(
+            feed_forward,
+            self.feed_forward_residual,
+            self.feed_forward,
+            padding_mask=padding_mask if self._convolves else None,
+        )
         if self.cross_attention is None:
             return [first, last]
         middle = sublayer(
@@ -263,6 +273,20 @@ class TransformerBlock(keras.layers.Layer):
             attention_state = {**attention_state, "memory": memory}
         new_state["attention"] = attention_state
         return h, new_state
+
+    @property
+    def _convolves(self):
+        return isinstance(self.feed_forward, SeparableConvolution)
+
+    def _transition(self, x, padding_mask, state):
+        """The feed-forward's update, and its new state."""
+        h = self.feed_forward_residual.before(x)
+        if not self._convolves:
+            return self.feed_forward(h), {}
+        if state is None:
+            return self.feed_forward(h, mask=padding_mask), {}
+        h, new_state = self.feed_forward(h, state=state["feed_forward"])
+        return h, {"feed_forward": new_state}
 
     def _attend_to_memory(self, x, memory, memory_padding_mask, training):
         return self.cross_attention(

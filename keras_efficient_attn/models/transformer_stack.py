@@ -93,52 +93,72 @@ class TransformerStack(keras.layers.Layer):
         return_layers=False,
         training=None,
     ):
-        inputs = dict(
+        layers = [] if return_layers else None
+        output = self._run(
+            x,
+            state,
+            training,
             padding_mask=padding_mask,
             memory=memory,
             memory_padding_mask=memory_padding_mask,
-            training=training,
+            layers=layers,
         )
-        new_state, layers = {}, []
-        if self.blocks[0].residual == "reversible":
-            layers, new_state = self._reversible(x, state, return_layers, **inputs)
-            x = layers[-1]
-        else:
-            for name, block in self._applications():
-                if state is None:
-                    x = block(x, **inputs)
-                else:
-                    x, new_state[name] = block(x, **inputs, state=state[name])
-                layers.append(x)
+        return (output, layers) if return_layers else output
+
+    def _run(self, x, state, training, **inputs):
+        new_state = {}
+        x = self._recur(x, state, new_state, training, **inputs)
         if self.final_norm is not None:
             x = self.final_norm(x)
-        if return_layers:
-            return x, layers
         return x if state is None else (x, new_state)
 
-    def _reversible(self, x, state, return_layers, training, **inputs):
-        """The outputs of all applications, or of the last, and the new state."""
-        new_state, chains = {}, []
+    def _recur(self, x, state, new_state, training, layers, **inputs):
+        """All applications of the blocks.
+
+        Puts the new state into a dict, and what each makes into a list, unless `None`.
+        """
+        if self.blocks[0].residual == "reversible":
+            return self._reversible(x, state, new_state, training, layers, **inputs)
+        for n in range(self.num_recurrences):
+            x = self._apply_blocks(n, x, state, new_state, training, layers, **inputs)
+        return x
+
+    def _apply_blocks(self, n, x, state, new_state, training, layers=None, **inputs):
+        """Each block once, for the time n."""
+        for i, block in enumerate(self.blocks):
+            if state is None:
+                x = block(x, **inputs, training=training)
+            else:
+                name = _name(n, i)
+                x, new_state[name] = block(
+                    x, **inputs, state=state[name], training=training
+                )
+            if layers is not None:
+                layers.append(x)
+        return x
+
+    def _reversible(self, x, state, new_state, training, layers, **inputs):
+        chains = []
         for name, block in self._applications():
             new_state[name] = {}
-            sublayers = block.sublayers(
+            if layers is not None or not chains:
+                chains.append([])
+            chains[-1] += block.sublayers(
                 **inputs,
                 state=None if state is None else state[name],
                 new_state=new_state[name],
                 training=training,
             )
-            if return_layers or not chains:
-                chains.append([])
-            chains[-1] += sublayers
         x1 = x2 = ops.cast(x, stream_dtype(self))
-        layers = []
         for sublayers in chains:
             if training and state is None:
                 x1, x2 = reversible_residuals(self, sublayers, x1, x2)
             else:
                 x1, x2 = plain_residuals(sublayers, x1, x2)
-            layers.append((x1 + x2) / 2)
-        return layers, new_state
+            x = (x1 + x2) / 2
+            if layers is not None:
+                layers.append(x)
+        return x
 
     def compute_output_spec(self, x, *args, **kwargs):
         return keras.KerasTensor(x.shape, dtype=self.compute_dtype)
@@ -147,7 +167,7 @@ class TransformerStack(keras.layers.Layer):
         """Names and blocks, in the order of computation."""
         for recurrence in range(self.num_recurrences):
             for i, block in enumerate(self.blocks):
-                yield f"recurrence_{recurrence}_block_{i}", block
+                yield _name(recurrence, i), block
 
     def get_config(self):
         return {
@@ -188,3 +208,8 @@ def _share_position_keys(blocks):
             first = attention
         else:
             attention.share_position_keys(first)
+
+
+def _name(recurrence, i):
+    """Of the state of block i, in that recurrence."""
+    return f"recurrence_{recurrence}_block_{i}"

@@ -135,6 +135,9 @@ def test_errors_name_what_was_received(options, message):
 def test_models_of_another_kind_are_refused():
     with pytest.raises(ValueError, match="causal language model"):
         AuxiliaryLosses(make_backbone("encoder"), total_steps=1)
+    universal = make_backbone("defaults", num_recurrences=2, step_signals="sinusoidal")
+    with pytest.raises(ValueError, match="UniversalTransformer"):
+        AuxiliaryLosses(EfficientCausalLM(universal), total_steps=1)
 
 
 def test_sequences_have_a_position_for_each_target():

@@ -1,0 +1,124 @@
+"""Parity and addition with RNNs that choose how long to think.
+
+    python examples/adaptive_computation.py
+    python examples/adaptive_computation.py --tasks parity --parity-bits 16 --steps 9000
+
+The tasks of Graves, 2016, smaller: whether an odd number of the entries of a vector is
+1, at one go; and running sums of numbers, digit by digit. Each RNN trains without
+adaptive computation time and with it, for each ponder cost; a table has the accuracy on
+new sequences and the steps taken by difficulty (how many entries, how many digits), and
+a picture of both is left in `--out`.
+"""
+
+import sys
+from pathlib import Path
+
+from byte_lm.errors import UsageError
+from command_line import (
+    BACKENDS,
+    Parser,
+    natural,
+    not_negative,
+    positive,
+    positive_float,
+    select_backend,
+)
+
+TASKS = ("parity", "addition")
+# Error in percent, Graves, 2016: vectors of 64 entries and a simple cell of 128 units;
+# an LSTM cell of 512.
+PAPER = {"parity": "40 without, below 5 with", "addition": "about 0 with"}
+
+
+def parse_arguments(argv):
+    parser = Parser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    add(
+        "--ponder-cost",
+        nargs="+",
+        type=not_negative,
+        default=[0.001, 0.01],
+        metavar="COST",
+        help="each a training with adaptive computation time",
+    )
+    add("--parity-bits", type=positive, default=8)
+    add("--digits", type=positive, default=3, help="of a number, at most")
+    add("--parity-cell", choices=("simple", "lstm"), default="simple")
+    add("--addition-cell", choices=("simple", "lstm"), default="lstm")
+    add("--units", type=positive, default=128)
+    add("--max-steps", type=positive, default=8)
+    add("--halting-bias", type=float, default=1.0)
+    add("--steps", type=positive, default=4000, help="of training")
+    add("--batch", type=positive, default=64)
+    add("--learning-rate", type=positive_float, default=1e-3)
+    add("--test-sequences", type=positive, default=4096)
+    add("--seed", type=natural, default=0)
+    add("--out", default="runs/adaptive_computation", metavar="DIR")
+    add("--verbose", type=int, default=2, help="0: nothing while training")
+    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    """Runs the script; returns its exit status."""
+    try:
+        arguments = parse_arguments(argv)
+        select_backend(arguments.backend)
+        picture = picture_path(arguments.out)
+    except UsageError as error:
+        print(f"adaptive_computation.py: error: {error}", file=sys.stderr)
+        return 2
+    # These import Keras, which reads the backend once.
+    from pondering import tasks
+    from pondering.pictures import write_picture
+    from pondering.training import train_and_measure
+
+    sizes = {"parity": arguments.parity_bits, "addition": arguments.digits}
+    cells = {"parity": arguments.parity_cell, "addition": arguments.addition_cell}
+    results = {}
+    for task in arguments.tasks:
+        results[task] = []
+        for cost in (None, *arguments.ponder_cost):
+            label = "without" if cost is None else f"cost {cost:g}"
+            print(f"== {task}, {cells[task]} cell, {label}", flush=True)
+            measured = train_and_measure(
+                tasks.TASKS[task], sizes[task], cost, cells[task], arguments
+            )
+            print(f"{measured['accuracy']:.1%} right", flush=True)
+            results[task].append((label, measured))
+    for task, measured in results.items():
+        print(f"\n{task} (error in the paper, in percent: {PAPER[task]})")
+        print(table(measured))
+    write_picture(results, picture)
+    print(f"\nAccuracy and steps by difficulty: {picture}")
+    return 0
+
+
+def picture_path(folder):
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {folder}: {error.strerror}") from error
+    return folder / "steps.png"
+
+
+def table(measured):
+    """Sequences without a mistake; steps, and accuracy, by difficulty."""
+    difficulties = list(measured[0][1]["by_difficulty"])
+    header = ["ponder cost", "right", "steps"]
+    header += [f"at {difficulty}" for difficulty in difficulties]
+    lines = [header, ["---"] * len(header)]
+    for label, result in measured:
+        cells = [label, f"{result['accuracy']:.1%}", f"{result['mean_steps']:.2f}"]
+        cells += [
+            f"{steps:.2f} ({accuracy:.0%})"
+            for accuracy, steps in result["by_difficulty"].values()
+        ]
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
