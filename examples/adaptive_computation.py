@@ -13,12 +13,13 @@ a picture of both is left in `--out`.
 import sys
 from pathlib import Path
 
-from byte_lm.errors import UsageError
 from command_line import (
     BACKENDS,
     Parser,
+    make_folder,
     natural,
     not_negative,
+    one_line_errors,
     positive,
     positive_float,
     select_backend,
@@ -60,15 +61,13 @@ def parse_arguments(argv):
     return parser.parse_args(argv)
 
 
+@one_line_errors
 def main(argv=None):
     """Runs the script; returns its exit status."""
-    try:
-        arguments = parse_arguments(argv)
-        select_backend(arguments.backend)
-        picture = picture_path(arguments.out)
-    except UsageError as error:
-        print(f"adaptive_computation.py: error: {error}", file=sys.stderr)
-        return 2
+    arguments = parse_arguments(argv)
+    select_backend(arguments.backend)
+    make_folder(arguments.out)
+    picture = Path(arguments.out) / "steps.png"
     # These import Keras, which reads the backend once.
     from pondering import tasks
     from pondering.pictures import write_picture
@@ -93,15 +92,6 @@ def main(argv=None):
     write_picture(results, picture)
     print(f"\nAccuracy and steps by difficulty: {picture}")
     return 0
-
-
-def picture_path(folder):
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {folder}: {error.strerror}") from error
-    return folder / "steps.png"
 
 
 def table(measured):

@@ -10,7 +10,13 @@ for each token. The model, its weights and the length of the context are the sam
 import sys
 
 from byte_lm.errors import UsageError
-from command_line import BACKENDS, Parser, positive, select_backend
+from command_line import (
+    BACKENDS,
+    Parser,
+    one_line_errors,
+    positive,
+    select_backend,
+)
 
 VOCABULARY = 256
 
@@ -96,14 +102,11 @@ def measure(arguments, context):
     )
 
 
+@one_line_errors
 def main(argv=None):
     """Runs the script; returns its exit status."""
-    try:
-        arguments = parse_arguments(argv)
-        select_backend(arguments.backend)
-    except UsageError as error:
-        print(f"measure_xl_evaluation.py: error: {error}", file=sys.stderr)
-        return 2
+    arguments = parse_arguments(argv)
+    select_backend(arguments.backend)
     print("context | ms a token, memory | ms a token, sliding | times faster")
     for context in arguments.contexts:
         timings = measure(arguments, context)

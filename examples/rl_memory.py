@@ -17,7 +17,9 @@ from byte_lm.errors import UsageError
 from command_line import (
     BACKENDS,
     Parser,
+    make_folder,
     natural,
+    one_line_errors,
     positive,
     positive_float,
     select_backend,
@@ -59,24 +61,16 @@ def parse_arguments(argv):
     return arguments
 
 
+@one_line_errors
 def main(argv=None):
     """Runs the script; returns its exit status."""
+    arguments = parse_arguments(argv)
+    select_backend(arguments.backend)
+    make_folder(arguments.out)
     try:
-        arguments = parse_arguments(argv)
-        select_backend(arguments.backend)
-        try:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"--out {arguments.out}: {error.strerror}") from error
-        try:
-            import gymnasium  # noqa: F401
-        except ImportError as error:
-            raise UsageError(
-                "gymnasium is not installed: pip install gymnasium"
-            ) from error
-    except UsageError as error:
-        print(f"rl_memory.py: error: {error}", file=sys.stderr)
-        return 2
+        import gymnasium  # noqa: F401
+    except ImportError as error:
+        raise UsageError("gymnasium is not installed: pip install gymnasium") from error
     # These import Keras, which reads the backend once.
     from maze.curves import plot, table, write
     from maze.training import learn

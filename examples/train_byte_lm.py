@@ -24,6 +24,7 @@ from command_line import (
     Parser,
     natural,
     not_negative,
+    one_line_errors,
     positive,
     positive_float,
     select_backend,
@@ -111,6 +112,7 @@ def parse_arguments(argv):
     return parser.parse_args(argv)
 
 
+@one_line_errors
 def main(argv=None):
     """Runs the script; returns its exit status."""
     try:
@@ -123,9 +125,6 @@ def main(argv=None):
             from byte_lm.training import run
 
             run(arguments, {name: getattr(arguments, name) for name in FIXED})
-    except UsageError as error:
-        print(f"train_byte_lm.py: error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("\nInterrupted; --resume goes on from the last checkpoint.")
         return 130

@@ -19,6 +19,7 @@ from command_line import (
     Parser,
     natural,
     not_negative,
+    one_line_errors,
     positive,
     positive_float,
     select_backend,
@@ -85,25 +86,20 @@ def parse_arguments(argv):
     return arguments
 
 
+@one_line_errors
 def main(argv=None):
     """Runs the script; returns its exit status."""
-    try:
-        arguments = parse_arguments(argv)
-        select_backend(arguments.backend)
-        # It imports Keras, which reads the backend once.
-        from algorithms.training import build_backbone, train_and_measure
+    arguments = parse_arguments(argv)
+    select_backend(arguments.backend)
+    # It imports Keras, which reads the backend once.
+    from algorithms.training import build_backbone, train_and_measure
 
-        for model in arguments.models:
-            try:
-                build_backbone(model, arguments.tasks[0], arguments)
-            except (ValueError, TypeError) as error:
-                message = str(error).replace("\n", " ")
-                raise UsageError(
-                    f"--attention {arguments.attention}: {message}"
-                ) from error
-    except UsageError as error:
-        print(f"universal_transformer.py: error: {error}", file=sys.stderr)
-        return 2
+    for model in arguments.models:
+        try:
+            build_backbone(model, arguments.tasks[0], arguments)
+        except (ValueError, TypeError) as error:
+            message = str(error).replace("\n", " ")
+            raise UsageError(f"--attention {arguments.attention}: {message}") from error
     results = {}
     for task in arguments.tasks:
         for model in arguments.models:

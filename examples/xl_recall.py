@@ -18,6 +18,7 @@ from command_line import (
     BACKENDS,
     Parser,
     natural,
+    one_line_errors,
     positive,
     positive_float,
     select_backend,
@@ -74,14 +75,11 @@ def parse_arguments(argv):
     return arguments
 
 
+@one_line_errors
 def main(argv=None):
     """Runs the script; returns its exit status."""
-    try:
-        arguments = parse_arguments(argv)
-        select_backend(arguments.backend)
-    except UsageError as error:
-        print(f"xl_recall.py: error: {error}", file=sys.stderr)
-        return 2
+    arguments = parse_arguments(argv)
+    select_backend(arguments.backend)
     # It imports Keras, which reads the backend once.
     from recall.training import accuracies
 

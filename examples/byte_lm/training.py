@@ -14,6 +14,7 @@ from byte_lm.checkpoints import Checkpoints, write_text
 from byte_lm.errors import UsageError
 from byte_lm.model import BitsPerByte, build_model, check_attention
 from byte_lm.sampling import sample
+from command_line import make_folder
 from keras_efficient_attn.layers import TrimSpans, plot_spans
 from keras_efficient_attn.layers.span_trimming import adaptive_span_layers
 from step_clock import StepClock
@@ -96,14 +97,6 @@ def run(arguments, fixed):
     make_folder(arguments.out)
     train(model, splits, arguments, checkpoints, record)
     finish(model, splits, arguments, record)
-
-
-def make_folder(folder):
-    """Makes it, or raises `UsageError`."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {folder}: {error.strerror}") from error
 
 
 def check_same(record, fixed):
