@@ -264,7 +264,7 @@ def test_used_folder_and_other_arguments_are_refused(finished, capsys):
 
 
 def test_compare_prints_a_row_for_each(tmp_path, capfd):
-    options = [*TINY, "--steps", "2", "--epoch-steps", "1", "--out", str(tmp_path)]
+    options = [*TINY, "--steps", "2", "--out", str(tmp_path)]
     compared = ["performer:num_features=8", "adaptive-span:max_span=16"]
     assert train_byte_lm.main([*options, "--compare", *compared]) == 0
     lines = capfd.readouterr().out.splitlines()
