@@ -36,19 +36,18 @@ def test_a_document_has_one_symbol_in_its_first_segment():
 
 def test_the_recall_table_marks_the_reach(capsys):
     arguments = (
-        "--models 1x0 1x4 --segment 4 --segments 3 --symbols 2 --dim 4 --heads 1 "
+        "--models 1x4 --segment 4 --segments 3 --symbols 2 --dim 4 --heads 1 "
         "--batch 2 --steps 3 --test-documents 2 --verbose 0"
     )
     assert xl_recall.main(arguments.split()) == 0
-    header, _, *rows, chance = capsys.readouterr().out.strip().splitlines()[-6:]
+    header, _, *rows, chance = capsys.readouterr().out.strip().splitlines()[-5:]
     assert header == (
         "| layers | memory | in evaluation | reach | 0 back | 1 back | 2 back |"
     )
     cells = [row.strip("| ").split(" | ") for row in rows]
-    sizes = [["1", "0", "0", "0"], ["1", "4", "4", "4"], ["1", "4", "8", "8"]]
+    sizes = [["1", "4", "4", "4"], ["1", "4", "8", "8"]]
     assert [row[:4] for row in cells] == sizes
     assert [[cell.endswith("]") for cell in row[4:]] for row in cells] == [
-        [True, False, False],
         [False, True, False],
         # All of it is in reach.
         [False, False, False],
