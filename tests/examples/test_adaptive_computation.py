@@ -38,7 +38,7 @@ def test_addition_adds():
 
 def test_the_script_prints_its_tables_and_leaves_a_picture(capsys, tmp_path):
     arguments = (
-        "--tasks addition --ponder-cost 0.01 --digits 2 --units 4 --max-steps 2 "
+        "--tasks addition --ponder-cost 0.01 --size 2 --units 4 --max-steps 2 "
         f"--steps 2 --batch 4 --test-sequences 40 --verbose 0 --out {tmp_path}"
     )
     assert adaptive_computation.main(arguments.split()) == 0

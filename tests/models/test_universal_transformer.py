@@ -261,6 +261,19 @@ def test_random_offsets_are_one_shift_in_training_only():
         expected = np.broadcast_to(table[shift : shift + LENGTH], x.shape)
         np.testing.assert_allclose(received, expected, atol=1e-5)
     assert len(shifts) > 1 and max(shifts) <= 20
+    # Encoder and decoder count from the same number.
+    backbone = EfficientTransformerBackbone(
+        **{**SIZES, "num_layers": 2},
+        attention="softmax",
+        architecture="encoder_decoder",
+        positions="sinusoidal",
+        positions_each_layer=True,
+        max_position_offset=1000,
+    )
+    layers = [block.positions for block in backbone.transformer_layers]
+    received = [to_numpy(layer(x, training=True))[0, 0] for layer in layers]
+    assert len(layers) == 4
+    np.testing.assert_array_equal(received, np.tile(received[0], (4, 1)))
     # A learned table is not left at its end.
     learned = LearnedPositions(LENGTH, max_offset=20)
     np.testing.assert_array_equal(
@@ -298,6 +311,14 @@ def test_the_offset_is_the_same_in_all_steps():
             "gated_feed_forward",
         ),
         (dict(max_position_offset=5), "max_position_offset"),
+        (
+            dict(
+                architecture="encoder_decoder",
+                positions="sinusoidal",
+                max_position_offset=5,
+            ),
+            "positions_each_layer",
+        ),
         (dict(positions="sinusoidal", max_position_offset=-1), "max_offset=-1"),
     ],
 )
