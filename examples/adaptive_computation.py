@@ -6,8 +6,9 @@
 The tasks of Graves, 2016, smaller: whether an odd number of the entries of a vector is
 1, at one go; and running sums of numbers, digit by digit. Each RNN trains without
 adaptive computation time and with it, for each ponder cost; a table has the accuracy on
-new sequences and the steps taken by difficulty (how many entries, how many digits), and
-a picture of both is left in `--out`.
+sequences drawn anew (8 entries make 510 vectors, which training has all seen) and
+the steps taken by difficulty (how many entries, how many digits), and a picture of
+both is left in `--out`.
 """
 
 import sys

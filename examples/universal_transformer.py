@@ -6,9 +6,10 @@
 
 Trains on short sequences and tests on longer ones: a Universal Transformer, one with
 adaptive computation time, and a vanilla Transformer of as many parameters, encoder and
-decoder each. All add positions in each layer, with random offsets in training, so that none of
-the longer ones is new. The table has the share of symbols, and of whole sequences, that
-each generates as it should, beside the paper's (trained at 40 symbols, tested at 400).
+decoder each. All add positions in each layer, with random offsets in training, so that
+no position of the longer ones is new. The table has the share of symbols, and of whole
+sequences, that each generates as it should, beside the paper's (trained at 40 symbols,
+tested at 400).
 """
 
 import sys

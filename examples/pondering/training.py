@@ -39,7 +39,7 @@ def build_model(task, cost, settings, arguments):
 
 
 def train_and_measure(make_task, cost, settings, arguments):
-    """Trains one model; measures it on sequences of its own.
+    """Trains one model; measures it on sequences drawn anew.
 
     Args:
         make_task: One of `tasks.TASKS`.
