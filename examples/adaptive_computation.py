@@ -30,6 +30,8 @@ TASKS = {
     "parity": dict(size=8, cell="simple", units=128, steps=1500, learning_rate=1e-3),
     "addition": dict(size=2, cell="lstm", units=64, steps=4000, learning_rate=3e-3),
 }
+# Of numbers whose sums are 64-bit integers.
+MAX_DIGITS = 17
 # Error in percent, Graves, 2016: vectors of 64 entries and a simple cell of 128 units;
 # an LSTM cell of 512.
 PAPER = {"parity": "40 without, below 5 with", "addition": "about 0 with"}
@@ -60,7 +62,13 @@ def parse_arguments(argv):
     add("--out", default="runs/adaptive_computation", metavar="DIR")
     add("--verbose", type=int, default=2, help="0: nothing while training")
     add("--backend", choices=BACKENDS, help="default: as Keras is configured")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if "addition" in arguments.tasks and (arguments.size or 1) > MAX_DIGITS:
+        raise UsageError(
+            f"--size must be {MAX_DIGITS} or less for addition; received --size "
+            f"{arguments.size}"
+        )
+    return arguments
 
 
 def main(argv=None):

@@ -53,7 +53,9 @@ def test_the_script_prints_its_tables_and_leaves_a_picture(capsys, tmp_path):
     assert (tmp_path / "steps.png").stat().st_size > 0
 
 
-@pytest.mark.parametrize("arguments", ["--steps 0", "--tasks some", "--ponder-cost -1"])
+@pytest.mark.parametrize(
+    "arguments", ["--steps 0", "--tasks some", "--ponder-cost -1", "--size 18"]
+)
 def test_wrong_arguments_are_one_line(arguments, capsys):
     assert adaptive_computation.main(arguments.split()) == 2
     error = capsys.readouterr().err
