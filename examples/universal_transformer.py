@@ -6,9 +6,10 @@
 
 Trains on short sequences and tests on longer ones: a Universal Transformer, one with
 adaptive computation time, and a vanilla Transformer of as many parameters, encoder and
-decoder each. All add random offsets to the positions in training, so that none of the
-longer ones is new. The table has the share of symbols, and of whole sequences, that
-each generates as it should, beside the paper's (trained at 40 symbols, tested at 400).
+decoder each. All add positions in each layer, with random offsets in training, so that
+no position of the longer ones is new. The table has the share of symbols, and of whole
+sequences, that each generates as it should, beside the paper's (trained at 40 symbols,
+tested at 400).
 """
 
 import sys
@@ -64,7 +65,7 @@ def parse_arguments(argv):
     add("--heads", type=positive, default=4)
     add("--ponder-cost", type=not_negative, default=0.001)
     add("--halting-bias", type=float, default=-1.0)
-    add("--steps", type=positive, default=1000, help="of training")
+    add("--steps", type=positive, default=1500, help="of training")
     add("--batch", type=positive, default=32)
     add("--learning-rate", type=positive_float, default=2e-3)
     add("--test-sequences", type=positive, default=256)

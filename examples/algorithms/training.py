@@ -20,6 +20,7 @@ def build_backbone(kind, task, arguments):
         attention=arguments.attention,
         architecture="encoder_decoder",
         positions="sinusoidal",
+        positions_each_layer=True,
         max_position_offset=arguments.position_offset,
         activation="relu",
     )
@@ -41,7 +42,6 @@ def build_backbone(kind, task, arguments):
         num_layers=1,
         hidden_dim=arguments.dim,
         intermediate_dim=4 * arguments.dim,
-        positions_each_layer=True,
         num_recurrences=arguments.depth,
         step_signals="learned",
         adaptive_computation=adaptive,

@@ -8,12 +8,12 @@ from keras_efficient_attn import AdaptiveComputationTime, AdaptiveRNN
 CELLS = {"simple": keras.layers.SimpleRNNCell, "lstm": keras.layers.LSTMCell}
 
 
-def build_model(task, cost, cell, arguments):
+def build_model(task, cost, settings, arguments):
     """`cost` is the ponder cost, or `None` for an RNN without pondering."""
     _, length, dim = task.x.shape
     outputs = task.y.shape[-1]
     inputs = keras.Input((length, dim))
-    cell = CELLS[cell](arguments.units)
+    cell = CELLS[settings["cell"]](settings["units"])
     if cost is None:
         rnn, ponder = keras.layers.RNN(cell, return_sequences=True), None
         x = rnn(inputs)
@@ -31,25 +31,31 @@ def build_model(task, cost, cell, arguments):
     logits = keras.layers.Reshape((length, outputs, task.classes))(x)
     model = keras.Model(inputs, logits)
     model.compile(
-        keras.optimizers.Adam(arguments.learning_rate),
+        keras.optimizers.Adam(settings["learning_rate"]),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
     steps = None if ponder is None else keras.Model(inputs, ponder)
     return model, steps
 
 
-def train_and_measure(make_task, size, cost, cell, arguments):
-    """Trains one model; measures it on sequences that it has not seen.
+def train_and_measure(make_task, cost, settings, arguments):
+    """Trains one model; measures it on sequences drawn anew.
+
+    Args:
+        make_task: One of `tasks.TASKS`.
+        cost: The ponder cost, or `None` for an RNN without pondering.
+        settings: Dict of `size`, `cell`, `units`, `steps` and `learning_rate`.
+        arguments: Of the command line.
 
     Returns:
-        Dict of `accuracy`, the share of sequences without a mistake; `mean_steps`;
-        `by_difficulty`, a dict from difficulty to `(accuracy, steps)` of positions;
-        and `steps` is 1 without pondering.
+        Dict of `accuracy`, the share of sequences without a mistake; `mean_steps`, 1
+        without pondering; `by_difficulty`, a dict from difficulty to `(accuracy,
+        steps)` of positions.
     """
     keras.utils.set_random_seed(arguments.seed)
-    count = arguments.steps * arguments.batch
-    train = make_task(count, size, arguments.seed)
-    model, steps_model = build_model(train, cost, cell, arguments)
+    size = settings["size"]
+    train = make_task(settings["steps"] * arguments.batch, size, arguments.seed)
+    model, steps_model = build_model(train, cost, settings, arguments)
     weight = np.repeat(train.weight[..., None], train.y.shape[-1], axis=-1)
     model.fit(
         train.x,

@@ -96,8 +96,12 @@ class AdaptiveRNN(keras.layers.RNN):
             lambda x: ops.cast(x, self._loop.compute_dtype), list(initial_state)
         )
         # A cell's dropout is the same at all positions, and drawn before the loop.
-        first = self.cell.flagged(sequences[:, 0], 0)
-        self._maybe_config_dropout_masks(self.cell.step, first, initial_state)
+        step = self.cell.step
+        like = keras.tree.map_structure(
+            lambda x: ops.cast(x, step.compute_dtype),
+            (self.cell.flagged(sequences[:, 0], 0), initial_state),
+        )
+        self._maybe_config_dropout_masks(step, *like)
         reports, *states = self._loop(
             ops.concatenate(
                 [sequences, ops.cast(running, sequences.dtype)[..., None]], axis=-1
@@ -105,7 +109,7 @@ class AdaptiveRNN(keras.layers.RNN):
             initial_state=[*initial_state, _first_output(self.cell, sequences)],
             training=training,
         )
-        self._maybe_reset_dropout_masks(self.cell.step)
+        self._maybe_reset_dropout_masks(step)
         states = keras.tree.map_structure(
             lambda x: ops.cast(x, self.compute_dtype), states[:-1]
         )

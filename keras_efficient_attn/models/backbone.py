@@ -1,5 +1,7 @@
 """The backbone in which every attention layer of this package can stand."""
 
+import random
+
 import keras
 import keras_hub
 
@@ -82,7 +84,9 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
             Universal Transformer has one table, and adds it in each recurrence.
             Defaults to `False`.
         max_position_offset: In training, positions count from a random number up to
-            this, so that a model knows those of longer sequences. Defaults to 0.
+            this, so that a model knows those of longer sequences. With
+            `"encoder_decoder"`, where the two count from the same number, it needs
+            `positions_each_layer`. Defaults to 0.
         num_recurrences: How often all the blocks are applied, one after the other,
             with the same weights. Defaults to 1.
         step_signals: `"learned"` or `"sinusoidal"` signals that tell the recurrences
@@ -383,6 +387,8 @@ class _Layers:
         self.config = config
         self.dtype = dtype
         self.shared_biases = None
+        # Of all layers that add positions: they are to draw the same offsets.
+        self.offset_seed = random.randrange(2**31)
 
     def embedding(self):
         config = self.config
@@ -504,6 +510,7 @@ class _Layers:
             self.config["positions"],
             self.config["max_sequence_length"],
             self.config["max_position_offset"],
+            self.offset_seed,
             dtype=self.dtype,
             name="positions",
         )
@@ -544,6 +551,17 @@ def _check(config):
         raise ValueError(
             f"`positions_each_layer` is for the positions {' and '.join(added)}. "
             f"Received: positions={config['positions']!r}"
+        )
+    if (
+        config["max_position_offset"]
+        and config["architecture"] == "encoder_decoder"
+        and not config["positions_each_layer"]
+    ):
+        raise ValueError(
+            "`max_position_offset` with architecture='encoder_decoder' needs "
+            "positions_each_layer=True: both share one embedding, whose two calls "
+            "would draw two offsets. Received: max_position_offset="
+            f"{config['max_position_offset']!r}"
         )
     if config["transition"] not in TRANSITIONS:
         raise ValueError(

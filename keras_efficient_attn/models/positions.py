@@ -17,6 +17,8 @@ class Positions(keras.layers.Layer):
         max_offset: In training, positions count from a random number between 0 and
             this, the same for all rows, so that those of longer sequences are known.
             Defaults to 0.
+        seed: Optional integer; layers of the same seed, called equally often, draw the
+            same numbers, as those of an encoder and its decoder should.
         **kwargs: Those of `keras.layers.Layer`.
 
     The state is the number of positions read so far, `(batch,)`, the same for all
@@ -34,7 +36,7 @@ class Positions(keras.layers.Layer):
         ValueError: If `max_offset` is not an integer of at least 0.
     """
 
-    def __init__(self, max_offset=0, **kwargs):
+    def __init__(self, max_offset=0, seed=None, **kwargs):
         super().__init__(**kwargs)
         if not isinstance(max_offset, int) or max_offset < 0:
             raise ValueError(
@@ -42,8 +44,9 @@ class Positions(keras.layers.Layer):
                 f"max_offset={max_offset!r}"
             )
         self.max_offset = max_offset
+        self.seed = seed
         if max_offset:
-            self.seed_generator = keras.random.SeedGenerator()
+            self.seed_generator = keras.random.SeedGenerator(seed)
 
     def initial_state(self, batch_size):
         """The state before the first position: zeros `(batch,)`, int32."""
@@ -75,7 +78,11 @@ class Positions(keras.layers.Layer):
         return input_shape
 
     def get_config(self):
-        return {**super().get_config(), "max_offset": self.max_offset}
+        return {
+            **super().get_config(),
+            "max_offset": self.max_offset,
+            "seed": self.seed,
+        }
 
 
 def sinusoids(positions, dim):
@@ -112,14 +119,15 @@ class LearnedPositions(Positions):
     Args:
         max_length: Number of positions.
         max_offset: As `Positions`; the last position stays within `max_length`.
+        seed: As `Positions`.
         **kwargs: Those of `keras.layers.Layer`.
 
     Raises:
         ValueError: If an input is longer than `max_length`.
     """
 
-    def __init__(self, max_length, max_offset=0, **kwargs):
-        super().__init__(max_offset, **kwargs)
+    def __init__(self, max_length, max_offset=0, seed=None, **kwargs):
+        super().__init__(max_offset, seed, **kwargs)
         self.max_length = max_length
         self.table = keras_hub.layers.PositionEmbedding(
             max_length,
@@ -150,13 +158,14 @@ class LearnedPositions(Positions):
         return {**super().get_config(), "max_length": self.max_length}
 
 
-def get_positions(positions, max_length=None, max_offset=0, **kwargs):
+def get_positions(positions, max_length=None, max_offset=0, seed=None, **kwargs):
     """The layer that adds positions to embeddings, or `None`.
 
     Args:
         positions: `"sinusoidal"`, `"learned"`; `"rotary"` and `None` need no layer.
         max_length: Number of learned positions.
         max_offset: Largest random offset in training, of a layer.
+        seed: Of the offset.
         **kwargs: Those of `keras.layers.Layer`.
 
     Raises:
@@ -180,7 +189,7 @@ def get_positions(positions, max_length=None, max_offset=0, **kwargs):
             f"Received: positions={positions!r}, max_position_offset={max_offset!r}"
         )
     if positions == "sinusoidal":
-        return SinusoidalPositions(max_offset, **kwargs)
+        return SinusoidalPositions(max_offset, seed, **kwargs)
     if positions == "learned":
-        return LearnedPositions(max_length, max_offset, **kwargs)
+        return LearnedPositions(max_length, max_offset, seed, **kwargs)
     return None

@@ -17,6 +17,10 @@ from keras_efficient_attn.models.separable_convolution import SeparableConvoluti
 class TransformerBlock(keras.layers.Layer):
     """Sublayers in residual connections: attention, cross-attention, feed-forward.
 
+    The one block of all models of this package, around any attention: of an encoder
+    with `causal=False`, of a decoder with `cross_attention` or without, pre-norm or
+    post-norm, once or again and again (`UniversalTransformer`).
+
     Args:
         attention: The self-attention layer, a `keras.layers.MultiHeadAttention`.
         feed_forward: The layer after it; a `SeparableConvolution` gets mask and state.

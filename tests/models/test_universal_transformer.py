@@ -140,7 +140,7 @@ def test_generation_of_an_encoder_decoder_equals_the_whole_sequence():
         transition="separable_convolution",
         positions="sinusoidal",
         positions_each_layer=True,
-        num_recurrences=3,
+        num_recurrences=2,
         step_signals="sinusoidal",
         adaptive_computation={"halting_bias": -1.0},
     )
@@ -164,9 +164,9 @@ def test_generation_of_an_encoder_decoder_equals_the_whole_sequence():
         atol=1e-4,
     )
     state, received = backbone.initial_state(2, 6), []
-    for t in range(6):
-        token = tokens[:, ::-1][:, t : t + 1].copy()
-        hidden, state = backbone.stream(token, state, memory, mask)
+    for part in (slice(0, 5), slice(5, 6)):
+        segment = tokens[:, ::-1][:, part].copy()
+        hidden, state = backbone.stream(segment, state, memory, mask)
         received.append(to_numpy(hidden))
     np.testing.assert_allclose(
         np.concatenate(received, axis=1),
@@ -178,16 +178,16 @@ def test_generation_of_an_encoder_decoder_equals_the_whole_sequence():
         backbone.stream(tokens, state)
 
 
-def test_it_trains_compiled_with_any_attention(backend):
+def test_it_trains_compiled_and_stops_compiled(backend):
     backbone = EfficientTransformerBackbone(
         **SIZES,
-        attention="local:window=4",
+        attention="performer:feature_map=elu,chunk_size=8",
         architecture="encoder",
         positions="learned",
         max_sequence_length=20,
         max_position_offset=5,
         positions_each_layer=True,
-        num_recurrences=3,
+        num_recurrences=2,
         step_signals="learned",
         adaptive_computation={"ponder_cost": 0.1, "halting_bias": -2.0},
         dropout=0.1,
@@ -261,6 +261,19 @@ def test_random_offsets_are_one_shift_in_training_only():
         expected = np.broadcast_to(table[shift : shift + LENGTH], x.shape)
         np.testing.assert_allclose(received, expected, atol=1e-5)
     assert len(shifts) > 1 and max(shifts) <= 20
+    # Encoder and decoder count from the same number.
+    backbone = EfficientTransformerBackbone(
+        **{**SIZES, "num_layers": 2},
+        attention="softmax",
+        architecture="encoder_decoder",
+        positions="sinusoidal",
+        positions_each_layer=True,
+        max_position_offset=1000,
+    )
+    layers = [block.positions for block in backbone.transformer_layers]
+    received = [to_numpy(layer(x, training=True))[0, 0] for layer in layers]
+    assert len(layers) == 4
+    np.testing.assert_array_equal(received, np.tile(received[0], (4, 1)))
     # A learned table is not left at its end.
     learned = LearnedPositions(LENGTH, max_offset=20)
     np.testing.assert_array_equal(
@@ -298,6 +311,14 @@ def test_the_offset_is_the_same_in_all_steps():
             "gated_feed_forward",
         ),
         (dict(max_position_offset=5), "max_position_offset"),
+        (
+            dict(
+                architecture="encoder_decoder",
+                positions="sinusoidal",
+                max_position_offset=5,
+            ),
+            "positions_each_layer",
+        ),
         (dict(positions="sinusoidal", max_position_offset=-1), "max_offset=-1"),
     ],
 )
