@@ -45,7 +45,7 @@ def optimizers_are_built_before_steps_are_traced():
         optimizer = model.optimizer
         if model.built and not optimizer.built:
             optimizer.build(model.trainable_variables)
-        make_train_function(model, force)
+        return make_train_function(model, force)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keras.Model, "make_train_function", build_first)
