@@ -1,3 +1,4 @@
+import gc
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -11,6 +12,16 @@ os.environ.setdefault(
 import keras
 import pytest
 
+# Traced graphs are many objects and little garbage.
+gc.freeze()
+gc.set_threshold(50_000, 20, 20)
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
+    # For the same reason, graphs that XLA does not compile run as they are.
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+
 
 @pytest.fixture(autouse=True)
 def fixed_seed():
@@ -20,3 +31,22 @@ def fixed_seed():
 @pytest.fixture(scope="session")
 def backend():
     return keras.backend.backend()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def optimizers_are_built_before_steps_are_traced():
+    """TensorFlow traces a step that creates variables a second time."""
+    if keras.backend.backend() != "tensorflow":
+        yield
+        return
+    make_train_function = keras.Model.make_train_function
+
+    def build_first(model, force=False):
+        optimizer = model.optimizer
+        if model.built and not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        return make_train_function(model, force)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keras.Model, "make_train_function", build_first)
+        yield

@@ -150,6 +150,8 @@ def new_model(arguments):
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         weighted_metrics=[BitsPerByte()],
     )
+    # TensorFlow traces a step that creates variables a second time.
+    optimizer.build(model.trainable_variables)
     return model
 
 
