@@ -14,6 +14,7 @@ both is left in `--out`.
 import sys
 from pathlib import Path
 
+from byte_lm.errors import UsageError
 from command_line import (
     BACKENDS,
     Parser,
