@@ -16,12 +16,6 @@ import pytest
 gc.freeze()
 gc.set_threshold(50_000, 20, 20)
 
-if keras.backend.backend() == "tensorflow":
-    import tensorflow as tf
-
-    # For the same reason, graphs that XLA does not compile run as they are.
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-
 
 @pytest.fixture(autouse=True)
 def fixed_seed():
