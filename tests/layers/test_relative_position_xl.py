@@ -49,7 +49,7 @@ def assert_close(received, expected):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"same_length": True}, {"clamp_length": 2}], ids=str
+    "options", [{}, {"same_length": True, "clamp_length": 2}], ids=str
 )
 def test_a_memory_is_read_as_the_double_loop_does(options):
     layer, x = make(**options), text(10)
