@@ -165,10 +165,10 @@ def test_a_stateful_rnn_goes_on():
 
 def test_stacked_cells_with_dropout_fit_and_come_back(backend, tmp_path):
     cells = [
-        keras.layers.LSTMCell(3, dropout=0.2, recurrent_dropout=0.2),
+        keras.layers.SimpleRNNCell(3, dropout=0.2, recurrent_dropout=0.2),
         keras.layers.SimpleRNNCell(UNITS),
     ]
-    cell = AdaptiveComputationTime(keras.layers.StackedRNNCells(cells), 3)
+    cell = AdaptiveComputationTime(keras.layers.StackedRNNCells(cells), 2)
     sequence = keras.Input((LENGTH, DIM))
     x = keras.layers.Masking(0.0)(sequence)
     model = keras.Model(sequence, AdaptiveRNN(cell, dtype="mixed_bfloat16")(x))

@@ -185,12 +185,10 @@ def test_it_trains_compiled_and_stops_compiled(backend):
         architecture="encoder",
         positions="learned",
         max_sequence_length=20,
-        max_position_offset=5,
         positions_each_layer=True,
         num_recurrences=2,
         step_signals="learned",
         adaptive_computation={"ponder_cost": 0.1, "halting_bias": -2.0},
-        dropout=0.1,
     )
     logits = backbone.token_embedding(backbone.output, reverse=True)
     model = keras.Model(backbone.input, logits)
