@@ -141,6 +141,5 @@ def test_models_of_another_kind_are_refused():
 
 
 def test_sequences_have_a_position_for_each_target():
-    training, (x, y, _) = compiled(make(num_targets=3)), batch()
-    with pytest.raises(ValueError, match=r"y\.shape=\(2, 2\)"):
-        training.train_on_batch({n: t[:, :2] for n, t in x.items()}, y[:, :2])
+    with pytest.raises(ValueError, match=r"y\.shape=\(2, 1\)"):
+        make().compute_loss(None, np.zeros((2, 1)), {})
