@@ -181,7 +181,7 @@ def test_generation_of_an_encoder_decoder_equals_the_whole_sequence():
 def test_it_trains_compiled_and_stops_compiled(backend):
     backbone = EfficientTransformerBackbone(
         **SIZES,
-        attention="performer:feature_map=elu,chunk_size=8",
+        attention="softmax",
         architecture="encoder",
         positions="learned",
         max_sequence_length=20,
