@@ -29,11 +29,14 @@ def backend():
 
 @pytest.fixture(autouse=True, scope="session")
 def optimizers_are_built_before_steps_are_traced():
-    """TensorFlow traces a step that creates variables a second time."""
-    if keras.backend.backend() != "tensorflow":
-        yield
-        return
+    """TensorFlow traces a step that creates variables a second time.
+
+    Yields what Keras has, for tests that are to train as users do.
+    """
     make_train_function = keras.Model.make_train_function
+    if keras.backend.backend() != "tensorflow":
+        yield make_train_function
+        return
 
     def build_first(model, force=False):
         optimizer = model.optimizer
@@ -43,4 +46,4 @@ def optimizers_are_built_before_steps_are_traced():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keras.Model, "make_train_function", build_first)
-        yield
+        yield make_train_function

@@ -59,7 +59,14 @@ def test_layers_are_registered_and_exported(name):
     assert registered == f"keras_efficient_attn>{name}"
 
 
-def test_the_examples_of_the_readme_run():
+def test_the_examples_of_the_readme_run(
+    monkeypatch, optimizers_are_built_before_steps_are_traced
+):
+    monkeypatch.setattr(
+        keras.Model,
+        "make_train_function",
+        optimizers_are_built_before_steps_are_traced,
+    )
     readme = Path(__file__).resolve().parent.parent / "README.md"
     drop_in, language_model = (
         run_code(part.split("```")[0])

@@ -22,7 +22,7 @@ class SoftmaxAttention(keras.layers.MultiHeadAttention):
 
     Call arguments:
         As `keras.layers.MultiHeadAttention`, which overwrites an explicit `query_mask`;
-        here it counts: rows of masked queries are means of all values.
+        here it counts. What comes out at masked queries means nothing.
         state: Optional, from `initial_state` or the previous segment's call. Needs
             `use_causal_mask=True`, and excludes masks and scores.
 
