@@ -1,9 +1,13 @@
 """What the examples' command lines have in common."""
 
 import argparse
+import functools
 import importlib.util
+import inspect
 import math
 import os
+import sys
+from pathlib import Path
 
 from byte_lm.errors import UsageError
 
@@ -17,6 +21,22 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
+def one_line_errors(main):
+    """Has a script's `main(argv)` end with one line and status 2 at a `UsageError`."""
+
+    @functools.wraps(main)
+    def wrapped(argv=None):
+        try:
+            return main(argv)
+        except UsageError as error:
+            script = Path(inspect.getfile(main)).name
+            message = " ".join(str(error).split())
+            print(f"{script}: error: {message}", file=sys.stderr)
+            return 2
+
+    return wrapped
+
+
 def select_backend(backend):
     """Has Keras use this backend, or the one it is configured for."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -25,6 +45,14 @@ def select_backend(backend):
     if importlib.util.find_spec(backend) is None:
         raise UsageError(f"--backend {backend}: {backend} is not installed")
     os.environ["KERAS_BACKEND"] = backend
+
+
+def make_folder(folder):
+    """Makes the folder of `--out`, or raises `UsageError`."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {folder}: {error.strerror}") from error
 
 
 def _number(convert, accept, expected):

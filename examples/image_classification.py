@@ -14,12 +14,13 @@ of the attention is left in `--out`.
 import sys
 from pathlib import Path
 
-from byte_lm.errors import UsageError
 from command_line import (
     BACKENDS,
     Parser,
+    make_folder,
     natural,
     not_negative,
+    one_line_errors,
     positive,
     positive_float,
     select_backend,
@@ -54,26 +55,24 @@ def parse_arguments(argv):
     return parser.parse_args(argv)
 
 
+@one_line_errors
 def main(argv=None):
     """Runs the script; returns its exit status."""
-    try:
-        arguments = parse_arguments(argv)
-        select_backend(arguments.backend)
-        images = load(arguments.dataset)
-        picture = picture_path(arguments.out)
-        # These import Keras, which reads the backend once.
-        from image_classes.model import build_model
-        from image_classes.pictures import write_maps
-        from image_classes.training import train_and_measure
+    arguments = parse_arguments(argv)
+    select_backend(arguments.backend)
+    images = load(arguments.dataset)
+    make_folder(arguments.out)
+    picture = Path(arguments.out) / "attention.png"
+    # These import Keras, which reads the backend once.
+    from image_classes.model import build_model
+    from image_classes.pictures import write_maps
+    from image_classes.training import train_and_measure
 
-        train = images.train[0]
-        arguments.steps = arguments.epochs * -(-len(train) // arguments.batch)
-        names = list(dict.fromkeys([arguments.attention, arguments.baseline]))
-        for name in names:
-            build_model(name, train.shape[1:], images.classes, arguments)
-    except UsageError as error:
-        print(f"image_classification.py: error: {error}", file=sys.stderr)
-        return 2
+    train = images.train[0]
+    arguments.steps = arguments.epochs * -(-len(train) // arguments.batch)
+    names = list(dict.fromkeys([arguments.attention, arguments.baseline]))
+    for name in names:
+        build_model(name, train.shape[1:], images.classes, arguments)
     results = []
     for name in names:
         print(f"== {name}", flush=True)
@@ -82,15 +81,6 @@ def main(argv=None):
     write_maps(results, picture)
     print(f"Attention of a held-out image: {picture}")
     return 0
-
-
-def picture_path(folder):
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {folder}: {error.strerror}") from error
-    return folder / "attention.png"
 
 
 def table(results, images, arguments):

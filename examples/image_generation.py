@@ -24,7 +24,9 @@ from byte_lm.errors import UsageError
 from command_line import (
     BACKENDS,
     Parser,
+    make_folder,
     natural,
+    one_line_errors,
     positive,
     positive_float,
     select_backend,
@@ -63,25 +65,23 @@ def parse_arguments(argv):
     return arguments
 
 
+@one_line_errors
 def main(argv=None):
     """Runs the script; returns its exit status."""
-    try:
-        arguments = parse_arguments(argv)
-        select_backend(arguments.backend)
-        data = load(arguments.data, arguments.size, arguments.levels, arguments.seed)
-        # This imports Keras, which reads the backend once.
-        from images.model import make_model, train_and_measure
+    arguments = parse_arguments(argv)
+    select_backend(arguments.backend)
+    if arguments.samples:
+        make_folder(arguments.out)
+    data = load(arguments.data, arguments.size, arguments.levels, arguments.seed)
+    # This imports Keras, which reads the backend once.
+    from images.model import make_model, train_and_measure
 
-        names = list(dict.fromkeys(arguments.attention))
-        try:
-            for name in names:
-                make_model(name, data, arguments)
-        except ValueError as error:
-            raise UsageError(f"--attention {name}: {error}") from error
-    except UsageError as error:
-        message = " ".join(str(error).split())
-        print(f"image_generation.py: error: {message}", file=sys.stderr)
-        return 2
+    names = list(dict.fromkeys(arguments.attention))
+    try:
+        for name in names:
+            make_model(name, data, arguments)
+    except ValueError as error:
+        raise UsageError(f"--attention {name}: {error}") from error
     print(
         f"{arguments.data}: {len(data.train)} images of {data.rows} x {data.columns} "
         f"values, {data.levels} levels",
@@ -106,7 +106,6 @@ def write_pictures(model, name, data, arguments):
     from images.pictures import write
 
     folder = Path(arguments.out)
-    folder.mkdir(parents=True, exist_ok=True)
     stem = "".join(c if c.isalnum() else "_" for c in name)
     paths = [folder / f"{stem}_{kind}.png" for kind in ("samples", "completions")]
     originals = data.test[: arguments.samples]

@@ -11,8 +11,13 @@ of its length, and no time depends on what a cache holds: caches are filled at r
 
 import sys
 
-from byte_lm.errors import UsageError
-from command_line import BACKENDS, Parser, positive, select_backend
+from command_line import (
+    BACKENDS,
+    Parser,
+    one_line_errors,
+    positive,
+    select_backend,
+)
 
 VOCABULARY = 256
 STEPS = 32
@@ -140,14 +145,11 @@ def measure(batch, length, arguments):
     )
 
 
+@one_line_errors
 def main(argv=None):
     """Runs the script; returns its exit status."""
-    try:
-        arguments = parse_arguments(argv)
-        select_backend(arguments.backend)
-    except UsageError as error:
-        print(f"measure_generation.py: error: {error}", file=sys.stderr)
-        return 2
+    arguments = parse_arguments(argv)
+    select_backend(arguments.backend)
     print("contestant | batch | context | ms a token | tokens/s | quartiles, ms")
     for batch in arguments.batches:
         for length in arguments.lengths:

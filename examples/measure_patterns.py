@@ -12,8 +12,13 @@ weights.
 import math
 import sys
 
-from byte_lm.errors import UsageError
-from command_line import BACKENDS, Parser, positive, select_backend
+from command_line import (
+    BACKENDS,
+    Parser,
+    one_line_errors,
+    positive,
+    select_backend,
+)
 
 CAUSAL, MASKED = "softmax, causal", "softmax, same mask"
 
@@ -93,14 +98,11 @@ def measure(length, mode, arguments):
     return {name: timing.median for name, timing in timings.items()}
 
 
+@one_line_errors
 def main(argv=None):
     """Runs the script; returns its exit status."""
-    try:
-        arguments = parse_arguments(argv)
-        select_backend(arguments.backend)
-    except UsageError as error:
-        print(f"measure_patterns.py: error: {error}", file=sys.stderr)
-        return 2
+    arguments = parse_arguments(argv)
+    select_backend(arguments.backend)
     from keras_efficient_attn.benchmark import crossover, log_log_slope
 
     print("mode | length | milliseconds of each")

@@ -17,6 +17,7 @@ from command_line import (
     BACKENDS,
     Parser,
     natural,
+    one_line_errors,
     positive,
     positive_float,
     select_backend,
@@ -87,14 +88,11 @@ def parse_arguments(argv):
     return arguments
 
 
+@one_line_errors
 def main(argv=None):
     """Runs the script; returns its exit status."""
-    try:
-        arguments = parse_arguments(argv)
-        select_backend(arguments.backend)
-    except UsageError as error:
-        print(f"reformer_duplication.py: error: {error}", file=sys.stderr)
-        return 2
+    arguments = parse_arguments(argv)
+    select_backend(arguments.backend)
     # It imports Keras, which reads the backend once.
     from duplication.training import accuracies
 

@@ -17,11 +17,12 @@ from command_line import (
     BACKENDS,
     Parser,
     natural,
+    one_line_errors,
     positive,
     positive_float,
     select_backend,
 )
-from text_classes.data import DataError, csv_file, standard_library
+from text_classes.data import csv_file, standard_library
 
 
 def parse_arguments(argv):
@@ -50,27 +51,24 @@ def parse_arguments(argv):
     return parser.parse_args(argv)
 
 
+@one_line_errors
 def main(argv=None):
     """Runs the script; returns its exit status."""
-    try:
-        arguments = parse_arguments(argv)
-        select_backend(arguments.backend)
-        if arguments.csv:
-            texts = csv_file(arguments.csv)
-        else:
-            texts = standard_library(arguments.classes)
-        # This imports Keras, which reads the backend once.
-        from text_classes.training import make_model, train_and_measure
+    arguments = parse_arguments(argv)
+    select_backend(arguments.backend)
+    if arguments.csv:
+        texts = csv_file(arguments.csv)
+    else:
+        texts = standard_library(arguments.classes)
+    # This imports Keras, which reads the backend once.
+    from text_classes.training import make_model, train_and_measure
 
-        names = list(dict.fromkeys([arguments.attention, arguments.baseline]))
-        try:
-            for name in names:
-                make_model(name, len(texts.labels), arguments)
-        except ValueError as error:
-            raise DataError(str(error)) from error
-    except (DataError, UsageError) as error:
-        print(f"text_classification.py: error: {error}", file=sys.stderr)
-        return 2
+    names = list(dict.fromkeys([arguments.attention, arguments.baseline]))
+    try:
+        for name in names:
+            make_model(name, len(texts.labels), arguments)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     print(f"{len(texts.labels)} classes: {', '.join(texts.labels)}", flush=True)
     results = []
     for name in names:

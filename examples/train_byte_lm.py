@@ -6,8 +6,9 @@
 
 The text is the Python standard library's own source, or your `--text`. Keras' progress
 bar shows bits per byte. The run leaves `model.keras`, `curve.csv`, `curve.png` and
-`result.json` in `--out`, with checkpoints to go on from with `--resume`. The parts are
-in `byte_lm/`: text and batches, model, checkpoints, sampling, plot.
+`result.json` in `--out`, with checkpoints to go on from with `--resume`. The layers of
+`--attention adaptive-span` are trimmed after each epoch, and leave `spans.png`. The
+parts are in `byte_lm/`: text and batches, model, checkpoints, sampling, plot.
 """
 
 import json
@@ -23,12 +24,13 @@ from command_line import (
     Parser,
     natural,
     not_negative,
+    one_line_errors,
     positive,
     positive_float,
     select_backend,
 )
 
-RESIDUALS = ("pre_norm", "post_norm", "reversible")
+RESIDUALS = ("pre_norm", "post_norm", "gated", "reversible")
 DTYPES = ("float32", "bfloat16", "mixed_bfloat16", "float16", "mixed_float16")
 # What a resumed run has to have in common with the one that it goes on with.
 FIXED = (
@@ -110,6 +112,7 @@ def parse_arguments(argv):
     return parser.parse_args(argv)
 
 
+@one_line_errors
 def main(argv=None):
     """Runs the script; returns its exit status."""
     try:
@@ -122,9 +125,6 @@ def main(argv=None):
             from byte_lm.training import run
 
             run(arguments, {name: getattr(arguments, name) for name in FIXED})
-    except UsageError as error:
-        print(f"train_byte_lm.py: error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("\nInterrupted; --resume goes on from the last checkpoint.")
         return 130

@@ -5,13 +5,19 @@ import importlib
 from keras_efficient_attn import layers as layers
 from keras_efficient_attn import ops as ops
 from keras_efficient_attn.layers import (
+    AdaptiveComputationTime,
+    AdaptiveRNN,
+    AdaptiveSpan,
     ChunkedFeedForward,
     ChunkedVocabularyLoss,
     EfficientAttention,
     FourierAttention,
+    GatedResidual,
     LocalAttention,
     PerformerAttention,
+    PositionBiases,
     ReformerLSHAttention,
+    RelativePositionXL,
     ReversibleBlock,
     ReversibleStack,
     SoftmaxAttention,
@@ -22,13 +28,19 @@ from keras_efficient_attn.layers import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveComputationTime",
+    "AdaptiveRNN",
+    "AdaptiveSpan",
     "ChunkedFeedForward",
     "ChunkedVocabularyLoss",
     "EfficientAttention",
     "LocalAttention",
     "FourierAttention",
     "PerformerAttention",
+    "GatedResidual",
+    "PositionBiases",
     "ReformerLSHAttention",
+    "RelativePositionXL",
     "ReversibleBlock",
     "ReversibleStack",
     "SoftmaxAttention",

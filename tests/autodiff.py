@@ -1,4 +1,4 @@
-"""Gradients of a function of arrays, on whichever backend Keras runs."""
+"""A function of arrays, compiled, and its gradients, on the backend that Keras runs."""
 
 import keras
 import numpy as np
@@ -15,8 +15,8 @@ def gradient_function(function, with_value=False):
     Keep it for several calls: JAX and TensorFlow compile once per callable.
     `with_value` puts the value of `function` before the gradients.
     """
-    compiled = {"jax": _jax, "tensorflow": _tensorflow, "torch": _torch}
-    graded = compiled[keras.backend.backend()](function)
+    makers = {"jax": _jax, "tensorflow": _tensorflow, "torch": _torch}
+    graded = makers[keras.backend.backend()](function)
 
     def call(*arrays):
         tensors = tuple(ops.convert_to_tensor(array) for array in arrays)
@@ -24,6 +24,19 @@ def gradient_function(function, with_value=False):
         return results if with_value else results[1:]
 
     return call
+
+
+def compiled(function):
+    """`function` of tensors, compiled for their shapes; on PyTorch, itself."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.jit(function)
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.function(function, autograph=False)
+    return function
 
 
 def gradients(function, *arrays):
@@ -45,7 +58,7 @@ def _jax(function):
 def _tensorflow(function):
     import tensorflow as tf
 
-    @tf.function
+    @tf.function(autograph=False)
     def graded(*tensors):
         with tf.GradientTape() as tape:
             tape.watch(tensors)

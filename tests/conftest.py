@@ -1,3 +1,4 @@
+import gc
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -11,6 +12,10 @@ os.environ.setdefault(
 import keras
 import pytest
 
+# Traced graphs are many objects and little garbage.
+gc.freeze()
+gc.set_threshold(50_000, 20, 20)
+
 
 @pytest.fixture(autouse=True)
 def fixed_seed():
@@ -20,3 +25,25 @@ def fixed_seed():
 @pytest.fixture(scope="session")
 def backend():
     return keras.backend.backend()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def optimizers_are_built_before_steps_are_traced():
+    """TensorFlow traces a step that creates variables a second time.
+
+    Yields what Keras has, for tests that are to train as users do.
+    """
+    make_train_function = keras.Model.make_train_function
+    if keras.backend.backend() != "tensorflow":
+        yield make_train_function
+        return
+
+    def build_first(model, force=False):
+        optimizer = model.optimizer
+        if model.built and not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        return make_train_function(model, force)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keras.Model, "make_train_function", build_first)
+        yield make_train_function

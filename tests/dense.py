@@ -47,6 +47,8 @@ def layer_output(
         kernel, bias = (np.asarray(w, "float64") for w in dense.get_weights())
         return np.einsum("btd,dhk->bthk", x, kernel) + bias
 
+    # Spans depend on what is projected, too.
+    options = {"inputs": query} if getattr(layer, "dynamic", False) else {}
     heads, weights = heads_of(
         layer,
         project(layer.query_dense, query),
@@ -55,6 +57,7 @@ def layer_output(
         query_mask=query_mask,
         key_mask=key_mask,
         causal=causal,
+        **options,
     )
     if query_mask is not None:
         kept = np.asarray(query_mask)
@@ -154,6 +157,39 @@ def softmax_heads(layer, allowed, query, key, value, key_mask, causal):
     return weigh(np.where(allowed, similarity, 0.0), value, key_mask, causal)
 
 
+def adaptive_span_heads(
+    layer,
+    query,
+    key,
+    value,
+    query_mask=None,
+    key_mask=None,
+    causal=False,
+    inputs=None,
+):
+    """AdaptiveSpan's heads: m · exp(s) / Σ m · exp(s), from the layer's weights."""
+    weights = {
+        weight.name: np.asarray(array, "float64")
+        for weight, array in zip(layer.weights, layer.get_weights(), strict=True)
+    }
+    if layer.dynamic:
+        logits = inputs @ weights["span_kernel"] + weights["span_bias"]
+        spans = layer.max_span / (1 + np.exp(-np.moveaxis(logits, -1, 1)))
+    else:
+        spans = layer.max_span * weights["span"][None, :, None]
+    if layer.rotary_wavelength is not None:
+        query, key = (rotate(x, layer.rotary_wavelength) for x in (query, key))
+    distance = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])
+    mask = (layer.ramp + spans[..., None] - abs(distance)) / layer.ramp
+    mask = np.clip(mask, 0, 1) * (abs(distance) < layer.max_span)
+    logits = dots(query, key)
+    if layer.relative_positions:
+        rows = weights["table"][np.minimum(abs(distance), layer.max_span - 1)]
+        logits = logits + np.einsum("bthd,tsd->bhts", query, rows)
+    similarity = mask * np.exp(logits / np.sqrt(layer.key_dim))
+    return weigh(similarity, value, key_mask, causal)
+
+
 def vq_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=False):
     """VQAttention's heads: softmax over keys, those beyond the window by their codes.
 
@@ -230,6 +266,35 @@ def vq_similarity(
         key = np.einsum("bshc,hcd->bshd", p, codes)
     exact = np.exp(dots(query, key) + positions)
     return np.where(abs(distance) < window, exact, similarity * cache)
+
+
+def xl_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=False):
+    """RelativePositionXL's heads, pair of positions by pair."""
+    offset = key.shape[1] - query.shape[1] if causal == "after a memory" else 0
+    weights = {
+        weight.name: np.asarray(value, "float64")
+        for weight, value in zip(layer.weights, layer.get_weights(), strict=True)
+    }
+    u, v, position = (
+        weights[name] for name in ("content_bias", "position_bias", "position")
+    )
+    half = len(position) // 2
+    frequency = 1e4 ** (-np.arange(half) / half)
+    batch, length, heads, dim = query.shape
+    similarity = np.zeros((batch, heads, length, key.shape[1]))
+    for i, j in np.ndindex(length, key.shape[1]):
+        distance = offset + i - j
+        if layer.same_length and abs(distance) > layer.memory_length:
+            continue
+        if causal and distance < 0:
+            continue
+        limit = layer.clamp_length or np.inf
+        angle = np.clip(distance, -limit, limit) * frequency
+        r = np.einsum("d,dhk->hk", np.append(np.sin(angle), np.cos(angle)), position)
+        content = ((query[:, i] + u) * key[:, j]).sum(-1)
+        place = ((query[:, i] + v) * r).sum(-1)
+        similarity[:, :, i, j] = np.exp((content + place) / np.sqrt(dim))
+    return weigh(similarity, value, key_mask)
 
 
 def fourier_heads(

@@ -12,12 +12,18 @@ from keras_efficient_attn import layers
 
 BACKENDS = {"tensorflow", "jax", "torch"}
 LAYERS = [
+    "AdaptiveComputationTime",
+    "AdaptiveRNN",
+    "AdaptiveSpan",
     "ChunkedFeedForward",
     "ChunkedVocabularyLoss",
     "FourierAttention",
+    "GatedResidual",
     "LocalAttention",
     "PerformerAttention",
+    "PositionBiases",
     "ReformerLSHAttention",
+    "RelativePositionXL",
     "ReversibleBlock",
     "ReversibleStack",
     "SoftmaxAttention",
@@ -54,9 +60,25 @@ def test_layers_are_registered_and_exported(name):
     assert registered == f"keras_efficient_attn>{name}"
 
 
-def test_the_example_of_the_readme_runs():
+def test_the_examples_of_the_readme_run(
+    monkeypatch, optimizers_are_built_before_steps_are_traced
+):
+    monkeypatch.setattr(
+        keras.Model,
+        "make_train_function",
+        optimizers_are_built_before_steps_are_traced,
+    )
     readme = Path(__file__).resolve().parent.parent / "README.md"
-    code = readme.read_text().split("```python\n")[1].split("```")[0]
+    drop_in, language_model = (
+        run_code(part.split("```")[0])
+        for part in readme.read_text().split("```python\n")[1:]
+    )
+    assert drop_in["model"].output_shape == (None, None, 256)
+    generated = language_model["model"].generate("def ", max_length=100)
+    assert generated.startswith("def ") and len(generated) > len("def ")
+
+
+def run_code(code):
     scope = {}
     exec(code, scope)
-    assert scope["model"].output_shape == (None, None, 256)
+    return scope

@@ -14,6 +14,9 @@ from byte_lm.checkpoints import Checkpoints, write_text
 from byte_lm.errors import UsageError
 from byte_lm.model import BitsPerByte, build_model, check_attention
 from byte_lm.sampling import sample
+from command_line import make_folder
+from keras_efficient_attn.layers import TrimSpans, plot_spans
+from keras_efficient_attn.layers.span_trimming import adaptive_span_layers
 from step_clock import StepClock
 
 # Bytes that each epoch's validation scores, and that a sample continues.
@@ -96,14 +99,6 @@ def run(arguments, fixed):
     finish(model, splits, arguments, record)
 
 
-def make_folder(folder):
-    """Makes it, or raises `UsageError`."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {folder}: {error.strerror}") from error
-
-
 def check_same(record, fixed):
     """Raises `UsageError` if a checkpoint's record is of another run."""
     for name, value in fixed.items():
@@ -155,12 +150,15 @@ def new_model(arguments):
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         weighted_metrics=[BitsPerByte()],
     )
+    # TensorFlow traces a step that creates variables a second time.
+    optimizer.build(model.trainable_variables)
     return model
 
 
 def train(model, splits, arguments, checkpoints, record):
     """Trains from the record's step to the last."""
-    recorder = Recorder(checkpoints, record)
+    # Without AdaptiveSpan layers, there is nothing to trim.
+    callbacks = [Recorder(checkpoints, record), TrimSpans(arguments.epoch_steps)]
     length = arguments.evaluation_length
     validation = data.evaluation_windows(
         excerpts(splits["validation"], VALIDATION_BYTES, length), length
@@ -184,7 +182,7 @@ def train(model, splits, arguments, checkpoints, record):
             epochs=first_epoch + left // epoch_steps,
             validation_data=validation,
             validation_batch_size=evaluation_batch(arguments),
-            callbacks=[recorder],
+            callbacks=callbacks,
         )
 
 
@@ -242,6 +240,15 @@ def finish(model, splits, arguments, record):
         "peak_mib": peak_mib(),
         "sampled_bytes_per_second": speed,
     }
+    layers = adaptive_span_layers(model)
+    if layers:
+        result["spans"] = [layer.spans().tolist() for layer in layers]
+        plot_spans(model, out / "spans.png")
+        for number, layer in enumerate(layers, start=1):
+            print(
+                f"Layer {number}: average span {layer.spans().mean():.1f}, largest "
+                f"{layer.spans().max():.1f}; window {layer.window} of {layer.max_span}"
+            )
     write_text(out / "result.json", json.dumps(result, indent=2) + "\n")
     print(f"Wrote model.keras, curve.csv, curve.png and result.json in {out}")
 

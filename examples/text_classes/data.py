@@ -9,15 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
+from byte_lm.errors import UsageError
+
 # Part of each class's texts that is held out.
 HELD_OUT = 0.25
 # Too little of a package to tell it by.
 LEAST_FILES, LEAST_BYTES = 4, 50_000
 NOT_PACKAGES = ("site-packages", "test", "__pycache__")
-
-
-class DataError(Exception):
-    """Texts that cannot be used; the message is one line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +60,7 @@ def standard_library(classes, root=None):
     labels = sorted(name for name, size in sizes.items() if size >= LEAST_BYTES)
     labels = sorted(sorted(labels, key=sizes.get)[-classes:])
     if len(labels) < 2:
-        raise DataError(f"{root}: fewer than two packages with enough source")
+        raise UsageError(f"{root}: fewer than two packages with enough source")
     return split(labels, [packages[label] for label in labels])
 
 
@@ -72,11 +70,11 @@ def csv_file(path):
         with open(path, newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: {error}") from error
+        raise UsageError(f"{path}: {error}") from error
     if not rows or not {"text", "label"} <= set(rows[0]):
-        raise DataError(f"{path}: needs a header with the columns text and label")
+        raise UsageError(f"{path}: needs a header with the columns text and label")
     if any(row["text"] is None or row["label"] is None for row in rows):
-        raise DataError(f"{path}: a row lacks its text or its label")
+        raise UsageError(f"{path}: a row lacks its text or its label")
     labels = sorted({row["label"] for row in rows})
     # Equal texts are one text, on one side of the split.
     texts = [
@@ -84,7 +82,7 @@ def csv_file(path):
         for label in labels
     ]
     if len(labels) < 2 or min(map(len, texts)) < 2:
-        raise DataError(f"{path}: needs two labels, and two texts of each")
+        raise UsageError(f"{path}: needs two labels, and two texts of each")
     return split(labels, texts)
 
 
@@ -99,7 +97,7 @@ def split(labels, texts_by_name):
         test.append([texts[name] for name in order[:count] if texts[name]])
         train.append([texts[name] for name in order[count:] if texts[name]])
     if not (all(train) and all(test)):
-        raise DataError("a class has no text that is not empty to train or test on")
+        raise UsageError("a class has no text that is not empty to train or test on")
     return Texts(labels, train, test)
 
 

@@ -6,15 +6,18 @@ import re
 
 import keras
 
+from keras_efficient_attn.layers.adaptive_span import AdaptiveSpan
 from keras_efficient_attn.layers.fourier_attention import FourierAttention
 from keras_efficient_attn.layers.local_attention import LocalAttention
 from keras_efficient_attn.layers.performer_attention import PerformerAttention
 from keras_efficient_attn.layers.reformer_lsh_attention import ReformerLSHAttention
+from keras_efficient_attn.layers.relative_position_xl import RelativePositionXL
 from keras_efficient_attn.layers.sparse_attention import SparseAttention
 from keras_efficient_attn.layers.vq_attention import VQAttention
 
 # Every efficient layer of the package, and Keras' own.
 ATTENTION_LAYERS = {
+    "adaptive-span": AdaptiveSpan,
     "fourier": FourierAttention,
     "performer": PerformerAttention,
     "reformer": ReformerLSHAttention,
@@ -22,6 +25,7 @@ ATTENTION_LAYERS = {
     "sparse": SparseAttention,
     "local": LocalAttention,
     "vq": VQAttention,
+    "xl": RelativePositionXL,
 }
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

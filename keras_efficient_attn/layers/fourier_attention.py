@@ -191,8 +191,9 @@ class FourierAttention(EfficientAttention):
 
         Args:
             batch_size: Rows in the batch.
-            max_length: Positions that the cache of the exact form can hold; the linear
-                form's state has a constant size, and takes none.
+            max_length: Positions that the cache of the exact form can hold; outputs
+                beyond are NaN. The linear form's state has a constant size, and takes
+                none.
 
         Returns:
             Flat dict of tensors, batch first; floating-point ones are float32 or wider

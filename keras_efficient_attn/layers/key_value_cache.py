@@ -3,13 +3,15 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.ops.cache_capacity import nan_beyond
+
 
 def empty_cache(batch_size, max_length, tails, dtype):
     """The cache before the first position.
 
     Args:
         batch_size: Rows in the batch.
-        max_length: Positions that the cache can hold.
+        max_length: Positions that the cache can hold; those beyond are NaN.
         tails: Dict of names and the shapes of one position's tensors.
         dtype: Of these tensors.
 
@@ -41,12 +43,13 @@ def extend_cache(cache, new):
 
 
 def _write(old, start, new):
-    new = ops.cast(new, old.dtype)
+    capacity, length = ops.shape(old)[1], ops.shape(new)[1]
+    new = nan_beyond(capacity, start, ops.cast(new, old.dtype))
+    start = ops.minimum(start, capacity - length)
     if keras.backend.backend() != "tensorflow":
         return ops.slice_update(old, (0, start, *[0] * (len(old.shape) - 2)), new)
     # TensorFlow has no gradient for an updated slice.
-    length = ops.shape(new)[1]
-    offset = ops.arange(ops.shape(old)[1], dtype="int32") - start
+    offset = ops.arange(capacity, dtype="int32") - start
     written = ops.logical_and(offset >= 0, offset < length)
     written = ops.reshape(written, (1, -1, *[1] * (len(old.shape) - 2)))
     return ops.where(written, ops.take(new, ops.clip(offset, 0, length - 1), 1), old)

@@ -48,17 +48,28 @@ class PatternAttention(EfficientAttention):
         Args:
             query, key, value: `(batch, length, heads, dim)`, rotated, not scaled.
             **arguments: `causal`, `key_mask`, `state`, `dropout` and `dropout_seed`,
-                as for `ops.local_attention`.
+                as for `ops.local_attention`, and the subclass' own.
         """
         raise NotImplementedError
 
-    def attend(self, query, key, value, query_mask, key_mask, causal, state, training):
+    def attend(
+        self,
+        query,
+        key,
+        value,
+        query_mask,
+        key_mask,
+        causal,
+        state,
+        training,
+        **options,
+    ):
         dtype = accumulator_dtype(query, key, value)
         query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
         if self.rotary_wavelength is not None:
             start = None if state is None else state["position"]
             query, key = self._rotate(query, start), self._rotate(key, start)
-        arguments = dict(causal=causal, key_mask=key_mask, state=state)
+        arguments = dict(causal=causal, key_mask=key_mask, state=state, **options)
         if training and self._dropout > 0.0:
             generator = self._dropout_layer.seed_generator
             arguments["dropout"] = self._dropout

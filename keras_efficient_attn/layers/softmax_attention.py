@@ -21,8 +21,8 @@ class SoftmaxAttention(keras.layers.MultiHeadAttention):
             10,000. Defaults to `None`: no positions.
 
     Call arguments:
-        As `keras.layers.MultiHeadAttention`; an explicit `query_mask` has no effect
-        there, and is not an argument here.
+        As `keras.layers.MultiHeadAttention`, which overwrites an explicit `query_mask`;
+        here it counts. What comes out at masked queries means nothing.
         state: Optional, from `initial_state` or the previous segment's call. Needs
             `use_causal_mask=True`, and excludes masks and scores.
 
@@ -67,7 +67,7 @@ class SoftmaxAttention(keras.layers.MultiHeadAttention):
 
         Args:
             batch_size: Rows in the batch.
-            max_length: Positions that the cache can hold.
+            max_length: Positions that the cache can hold; outputs beyond are NaN.
 
         Returns:
             Dict of `key` and `value`, `(batch, max_length, heads, key_dim)` and
@@ -84,6 +84,7 @@ class SoftmaxAttention(keras.layers.MultiHeadAttention):
         query,
         value,
         key=None,
+        query_mask=None,
         value_mask=None,
         key_mask=None,
         attention_mask=None,
@@ -93,7 +94,7 @@ class SoftmaxAttention(keras.layers.MultiHeadAttention):
         state=None,
     ):
         key = value if key is None else key
-        masks = (value_mask, key_mask, attention_mask)
+        masks = (query_mask, value_mask, key_mask, attention_mask)
         unmasked = all(mask is None for mask in masks)
         if state is not None:
             if not (use_causal_mask and unmasked) or return_attention_scores:
@@ -112,6 +113,7 @@ class SoftmaxAttention(keras.layers.MultiHeadAttention):
             mask = self._compute_attention_mask(
                 query,
                 value,
+                query_mask=query_mask,
                 value_mask=value_mask,
                 key_mask=key_mask,
                 attention_mask=attention_mask,
@@ -164,6 +166,7 @@ class SoftmaxAttention(keras.layers.MultiHeadAttention):
         query,
         value,
         key=None,
+        query_mask=None,
         value_mask=None,
         key_mask=None,
         attention_mask=None,

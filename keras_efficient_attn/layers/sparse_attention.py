@@ -134,7 +134,8 @@ class SparseAttention(PatternAttention):
 
         Args:
             batch_size: Rows in the batch.
-            max_length: Positions that can be read. Defaults to 4,096.
+            max_length: Positions that can be read; outputs beyond the block in which
+                it ends are NaN. Defaults to 4,096.
 
         Returns:
             Flat dict of tensors, batch first, as `ops.sparse_attention_state`.

@@ -3,6 +3,7 @@
 Importing this module imports KerasHub; importing `keras_efficient_attn` does not.
 """
 
+from keras_efficient_attn.models.auxiliary_losses import AuxiliaryLosses
 from keras_efficient_attn.models.backbone import EfficientTransformerBackbone
 from keras_efficient_attn.models.byte_tokenizer import (
     EfficientByteTokenizer,
@@ -17,15 +18,24 @@ from keras_efficient_attn.models.masked_lm import (
     EfficientMaskedLMPreprocessor,
 )
 from keras_efficient_attn.models.ngram_recall import NGramRecall
+from keras_efficient_attn.models.positions import (
+    LearnedPositions,
+    SinusoidalPositions,
+)
 from keras_efficient_attn.models.presets import preset_names
+from keras_efficient_attn.models.segments import Segments
+from keras_efficient_attn.models.separable_convolution import SeparableConvolution
 from keras_efficient_attn.models.text_classifier import (
     EfficientTextClassifier,
     EfficientTextClassifierPreprocessor,
 )
 from keras_efficient_attn.models.transformer_block import TransformerBlock
 from keras_efficient_attn.models.transformer_stack import TransformerStack
+from keras_efficient_attn.models.transformer_xl import TransformerXL
+from keras_efficient_attn.models.universal_transformer import UniversalTransformer
 
 __all__ = [
+    "AuxiliaryLosses",
     "CausalConvolution",
     "EfficientByteTokenizer",
     "EfficientCausalLM",
@@ -37,8 +47,14 @@ __all__ = [
     "EfficientTransformerBackbone",
     "FeedForward",
     "HashedNGrams",
+    "LearnedPositions",
     "NGramRecall",
+    "Segments",
+    "SeparableConvolution",
+    "SinusoidalPositions",
     "TransformerBlock",
     "TransformerStack",
+    "TransformerXL",
+    "UniversalTransformer",
     "preset_names",
 ]

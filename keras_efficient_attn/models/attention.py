@@ -36,7 +36,12 @@ def attention_spec(attention):
     )
 
 
-def make_attention(spec, num_heads, key_dim, use_bias, rotary, name, dtype):
+def shares_biases(layer):
+    """Whether a layer has the `PositionBiases` of other layers of its backbone."""
+    return layer.get_config().get("biases") == "shared"
+
+
+def make_attention(spec, num_heads, key_dim, use_bias, rotary, biases, name, dtype):
     """A new layer for one block.
 
     Args:
@@ -45,6 +50,8 @@ def make_attention(spec, num_heads, key_dim, use_bias, rotary, name, dtype):
         key_dim: Width of a head, for a name.
         use_bias: Whether projections have biases, for a name.
         rotary: Whether to give the layer rotary positions.
+        biases: `PositionBiases` for a layer with `biases="shared"`; `None` for its
+            own.
         name: Of the layer.
         dtype: Policy of the layer.
 
@@ -74,4 +81,6 @@ def make_attention(spec, num_heads, key_dim, use_bias, rotary, name, dtype):
             )
         if config.get("rotary_wavelength") is None:
             config["rotary_wavelength"] = MAX_WAVELENGTH
+    if biases is not None and config.get("biases") == "shared":
+        config["biases"] = biases
     return type(layer).from_config(config)

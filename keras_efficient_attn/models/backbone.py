@@ -1,10 +1,16 @@
 """The backbone in which every attention layer of this package can stand."""
 
+import random
+
 import keras
 import keras_hub
 
 from keras_efficient_attn.layers import ChunkedFeedForward
-from keras_efficient_attn.models.attention import attention_spec, make_attention
+from keras_efficient_attn.models.attention import (
+    attention_spec,
+    make_attention,
+    shares_biases,
+)
 from keras_efficient_attn.models.convolution import CausalConvolution
 from keras_efficient_attn.models.feed_forward import (
     FeedForward,
@@ -14,10 +20,13 @@ from keras_efficient_attn.models.feed_forward import (
 from keras_efficient_attn.models.input_embedding import InputEmbedding
 from keras_efficient_attn.models.positions import get_positions
 from keras_efficient_attn.models.presets import PresetMixin
+from keras_efficient_attn.models.separable_convolution import SeparableConvolution
 from keras_efficient_attn.models.transformer_block import TransformerBlock
 from keras_efficient_attn.models.transformer_stack import TransformerStack
+from keras_efficient_attn.models.universal_transformer import UniversalTransformer
 
 ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
+TRANSITIONS = ("feed_forward", "separable_convolution")
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -48,10 +57,12 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
             `"encoder_decoder"`.
         cross_attention: The attention of a decoder to its encoder, as `attention`,
             one for all blocks. Defaults to `"softmax"`.
-        residual: `"pre_norm"` (the default), `"post_norm"`, or `"reversible"`: two
-            streams, whose activations are rebuilt in the backward pass, for memory
-            that does not grow with the number of layers
-            (`keras_efficient_attn.ReversibleStack`).
+        residual: `"pre_norm"` (the default), `"post_norm"`, `"gated"` (of GTrXL, a
+            `keras_efficient_attn.GatedResidual` in the place of each sum; other gates
+            are `"gated_input"`, `"gated_output"`, `"gated_highway"` and
+            `"gated_sigmoid_tanh"`), or `"reversible"`: two streams, whose activations
+            are rebuilt in the backward pass, for memory that does not grow with the
+            number of layers (`keras_efficient_attn.ReversibleStack`).
         norm: `"layer_norm"` (the default) or `"rms_norm"`.
         norm_epsilon: Of the norms. Defaults to 1e-5.
         activation: Of the feed-forward networks: name of a Keras activation,
@@ -60,6 +71,8 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         feed_forward_chunk: Positions that a feed-forward network works on at once,
             recomputed for the gradient (`keras_efficient_attn.ChunkedFeedForward`).
             Defaults to `None`: all.
+        transition: What follows attention in a block: `"feed_forward"` (the default) or
+            `"separable_convolution"` (`SeparableConvolution`), of the same width.
         use_bias: Whether dense layers, projections and layer norms have biases.
             Defaults to `True`.
         positions: `"sinusoidal"`, `"learned"`, `"rotary"` (inside the attention
@@ -67,10 +80,21 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
             own.
         max_sequence_length: Number of `"learned"` positions.
         positions_each_layer: Whether every block adds positions to its input, a
-            table of its own for `"learned"`, instead of once to the embeddings.
+            table of its own for `"learned"`, instead of once to the embeddings. A
+            Universal Transformer has one table, and adds it in each recurrence.
             Defaults to `False`.
+        max_position_offset: In training, positions count from a random number up to
+            this, so that a model knows those of longer sequences. With
+            `"encoder_decoder"`, where the two count from the same number, it needs
+            `positions_each_layer`. Defaults to 0.
         num_recurrences: How often all the blocks are applied, one after the other,
             with the same weights. Defaults to 1.
+        step_signals: `"learned"` or `"sinusoidal"` signals that tell the recurrences
+            apart, which makes a `UniversalTransformer` of encoder and decoder. Defaults
+            to `None`.
+        adaptive_computation: Dict of options, such as `{"ponder_cost": 0.01}`, or `{}`:
+            each position has as many recurrences as it asks for, `num_recurrences` at
+            most (`UniversalTransformer`). Defaults to `None`.
         convolution: Positions that a depthwise causal convolution before each
             self-attention reaches, such as 4. Defaults to `None`: no convolution.
         ngram_orders: Lengths of the hashed n-grams whose embeddings are added to
@@ -132,6 +156,7 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         - [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)
         - [Al-Rfou et al., 2019](https://arxiv.org/abs/1808.04444), for positions in
           each layer
+        - [Dehghani et al., 2019](https://arxiv.org/abs/1807.03819), for recurrences
     """
 
     def __init__(
@@ -151,11 +176,15 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         activation="gelu",
         gated_feed_forward=False,
         feed_forward_chunk=None,
+        transition="feed_forward",
         use_bias=True,
         positions=None,
         max_sequence_length=None,
         positions_each_layer=False,
+        max_position_offset=0,
         num_recurrences=1,
+        step_signals=None,
+        adaptive_computation=None,
         convolution=None,
         ngram_orders=(),
         ngram_rows=2**14,
@@ -187,11 +216,15 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
             "activation": serialize_activation(get_activation(activation)),
             "gated_feed_forward": gated_feed_forward,
             "feed_forward_chunk": feed_forward_chunk,
+            "transition": transition,
             "use_bias": use_bias,
             "positions": positions,
             "max_sequence_length": max_sequence_length,
             "positions_each_layer": positions_each_layer,
+            "max_position_offset": max_position_offset,
             "num_recurrences": num_recurrences,
+            "step_signals": step_signals,
+            "adaptive_computation": adaptive_computation,
             "convolution": convolution,
             "ngram_orders": list(ngram_orders),
             "ngram_rows": ngram_rows,
@@ -260,37 +293,57 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         self.architecture = architecture
         self.max_sequence_length = max_sequence_length
 
-    def initial_state(self, batch_size, max_length):
+    def initial_state(self, batch_size, max_length, memory_length=None):
         """The state before the first token, for `stream`.
 
         Args:
             batch_size: Rows in the batch.
-            max_length: The longest context, for layers whose state grows with it.
+            max_length: The longest context, for layers whose state grows with it;
+                `None` for any context, which those layers refuse.
+            memory_length: Of `RelativePositionXL` layers. Defaults to what gives the
+                outputs of one call on the whole context; without `max_length`, to
+                the layers' own.
 
         Returns:
             A nest of dicts of tensors, batch first.
 
         Raises:
-            ValueError: If the architecture is not `"decoder"`, a layer does not
-                stream, or there are fewer learned positions than `max_length`.
+            ValueError: If the architecture is `"encoder"`, a layer does not stream, or
+                there are fewer learned positions than `max_length`.
         """
-        if self.architecture != "decoder":
+        if self.architecture == "encoder":
             raise ValueError(
-                "Only a backbone with architecture='decoder' streams. Received: "
+                "Only a backbone with a decoder streams. Received: "
                 f"architecture={self.architecture!r}"
             )
         limit = self.max_sequence_length
-        if limit is not None and max_length > limit:
+        if limit is not None and (max_length is None or max_length > limit):
             raise ValueError(
                 f"The backbone has {limit} learned positions. Received: "
                 f"max_length={max_length}"
             )
         return {
             "embedding": self.embedding.initial_state(batch_size),
-            "decoder": self.decoder.initial_state(batch_size, max_length),
+            "decoder": self.decoder.initial_state(
+                batch_size, max_length, memory_length
+            ),
         }
 
-    def stream(self, token_ids, state):
+    def encode(self, token_ids, padding_mask):
+        """The output of the encoder of an `"encoder_decoder"`, for `stream`.
+
+        Args:
+            token_ids: Integers `(batch, length)`.
+            padding_mask: `(batch, length)`, 0 at padding.
+        """
+        if self.architecture != "encoder_decoder":
+            raise ValueError(
+                "`encode` is for a backbone with architecture='encoder_decoder'. "
+                f"Received: architecture={self.architecture!r}"
+            )
+        return self.encoder(self.embedding(token_ids), padding_mask=padding_mask)
+
+    def stream(self, token_ids, state, memory=None, memory_padding_mask=None):
         """Reads a segment of a sequence, down to a single token.
 
         The segments of a sequence, read one after the other, have the outputs of one
@@ -299,12 +352,28 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         Args:
             token_ids: Integers `(batch, length)`, without padding.
             state: From `initial_state` or the previous segment's call.
+            memory: What a decoder with an encoder attends to, from `encode`.
+            memory_padding_mask: Optional `(batch, memory_length)`, 0 at padding.
 
         Returns:
             `(hidden, state)`: `(batch, length, hidden_dim)`, and the new state.
+
+        Raises:
+            ValueError: If there is an encoder and no `memory`, or the other way round.
         """
+        if (memory is not None) != (self.architecture == "encoder_decoder"):
+            raise ValueError(
+                "`memory` is for architecture='encoder_decoder', and only for it. "
+                f"Received: architecture={self.architecture!r}, memory given: "
+                f"{memory is not None}"
+            )
         x, embedding_state = self.embedding(token_ids, state=state["embedding"])
-        x, decoder_state = self.decoder(x, state=state["decoder"])
+        x, decoder_state = self.decoder(
+            x,
+            memory=memory,
+            memory_padding_mask=memory_padding_mask,
+            state=state["decoder"],
+        )
         return x, {"embedding": embedding_state, "decoder": decoder_state}
 
     def get_config(self):
@@ -317,6 +386,9 @@ class _Layers:
     def __init__(self, config, dtype):
         self.config = config
         self.dtype = dtype
+        self.shared_biases = None
+        # Of all layers that add positions: they are to draw the same offsets.
+        self.offset_seed = random.randrange(2**31)
 
     def embedding(self):
         config = self.config
@@ -326,6 +398,7 @@ class _Layers:
             config["hidden_dim"],
             positions=config["positions"] if once else None,
             max_length=config["max_sequence_length"] if once else None,
+            max_position_offset=config["max_position_offset"] if once else 0,
             ngram_orders=config["ngram_orders"],
             ngram_rows=config["ngram_rows"],
             ngram_width=config["ngram_width"],
@@ -341,8 +414,16 @@ class _Layers:
         blocks = [
             self.block(i, causal, cross) for i in range(self.config["num_layers"])
         ]
-        return TransformerStack(
-            blocks, self.config["num_recurrences"], dtype=self.dtype, name=name
+        options = dict(dtype=self.dtype, name=name)
+        if not _is_universal(self.config):
+            return TransformerStack(blocks, self.config["num_recurrences"], **options)
+        return UniversalTransformer(
+            blocks,
+            self.config["num_recurrences"],
+            positions=self.repeated_positions(),
+            step_signals=self.config["step_signals"],
+            adaptive_computation=self.config["adaptive_computation"],
+            **options,
         )
 
     def block(self, i, causal, cross):
@@ -352,7 +433,7 @@ class _Layers:
         rotary = config["positions"] == "rotary"
         return TransformerBlock(
             attention=self.attention(spec, rotary, "attention"),
-            feed_forward=self.feed_forward(),
+            feed_forward=self.transition(causal),
             causal=causal,
             cross_attention=self.attention(
                 config["cross_attention"], False, "cross_attention"
@@ -360,7 +441,7 @@ class _Layers:
             if cross
             else None,
             convolution=self.convolution(),
-            positions=self.block_positions(),
+            positions=None if _is_universal(config) else self.repeated_positions(),
             residual=config["residual"],
             norm=config["norm"],
             norm_epsilon=config["norm_epsilon"],
@@ -370,8 +451,17 @@ class _Layers:
             name=f"block_{i}",
         )
 
-    def feed_forward(self):
+    def transition(self, causal):
         config = self.config
+        if config["transition"] == "separable_convolution":
+            return SeparableConvolution(
+                config["intermediate_dim"],
+                activation=config["activation"],
+                causal=causal,
+                use_bias=config["use_bias"],
+                dtype=self.dtype,
+                name="separable_convolution",
+            )
         layer = FeedForward(
             config["intermediate_dim"],
             activation=config["activation"],
@@ -391,15 +481,19 @@ class _Layers:
 
     def attention(self, spec, rotary, name):
         config = self.config
-        return make_attention(
+        layer = make_attention(
             spec,
             num_heads=config["num_heads"],
             key_dim=config["head_dim"] or config["hidden_dim"] // config["num_heads"],
             use_bias=config["use_bias"],
             rotary=rotary,
+            biases=self.shared_biases,
             name=name,
             dtype=self.dtype,
         )
+        if shares_biases(layer):
+            self.shared_biases = layer.biases
+        return layer
 
     def convolution(self):
         if self.config["convolution"] is None:
@@ -408,15 +502,24 @@ class _Layers:
             self.config["convolution"], dtype=self.dtype, name="convolution"
         )
 
-    def block_positions(self):
+    def repeated_positions(self):
+        """The layer that adds positions again and again, or `None`."""
         if not self.config["positions_each_layer"]:
             return None
         return get_positions(
             self.config["positions"],
             self.config["max_sequence_length"],
+            self.config["max_position_offset"],
+            self.offset_seed,
             dtype=self.dtype,
             name="positions",
         )
+
+
+def _is_universal(config):
+    """Whether encoder and decoder are a `UniversalTransformer`."""
+    options = (config["step_signals"], config["adaptive_computation"])
+    return any(option is not None for option in options)
 
 
 def _check(config):
@@ -449,5 +552,31 @@ def _check(config):
             f"`positions_each_layer` is for the positions {' and '.join(added)}. "
             f"Received: positions={config['positions']!r}"
         )
+    if (
+        config["max_position_offset"]
+        and config["architecture"] == "encoder_decoder"
+        and not config["positions_each_layer"]
+    ):
+        raise ValueError(
+            "`max_position_offset` with architecture='encoder_decoder' needs "
+            "positions_each_layer=True: both share one embedding, whose two calls "
+            "would draw two offsets. Received: max_position_offset="
+            f"{config['max_position_offset']!r}"
+        )
+    if config["transition"] not in TRANSITIONS:
+        raise ValueError(
+            f"`transition` must be one of {', '.join(TRANSITIONS)}. Received: "
+            f"transition={config['transition']!r}"
+        )
+    for name in ("gated_feed_forward", "feed_forward_chunk"):
+        if config["transition"] != "feed_forward" and config[name]:
+            raise ValueError(
+                f"`{name}` is for transition='feed_forward'. Received: "
+                f"transition={config['transition']!r}, {name}={config[name]!r}"
+            )
     # Before the layers, so that errors name the backbone's arguments.
-    get_positions(config["positions"], config["max_sequence_length"])
+    get_positions(
+        config["positions"],
+        config["max_sequence_length"],
+        config["max_position_offset"],
+    )

@@ -4,6 +4,17 @@ import keras
 from keras import ops
 
 
+def depthwise(padded, kernel, length):
+    """`y[t] = Σ_i kernel[i] ⊙ padded[t + i]` for the first `length` positions t.
+
+    Args:
+        padded: `(batch, length + kernel_size - 1, dim)`.
+        kernel: `(kernel_size, dim)`.
+        length: Of the output.
+    """
+    return sum(kernel[i] * padded[:, i : i + length] for i in range(kernel.shape[0]))
+
+
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class CausalConvolution(keras.layers.Layer):
     """A depthwise convolution over the last positions, with a residual connection.
@@ -68,9 +79,7 @@ class CausalConvolution(keras.layers.Layer):
             padded = ops.pad(x, ((0, 0), (self.kernel_size - 1, 0), (0, 0)))
         else:
             padded = ops.concatenate([state, x], axis=1)
-        output = x
-        for i in range(self.kernel_size):
-            output = output + self.kernel[i] * padded[:, i : i + length]
+        output = x + depthwise(padded, self.kernel, length)
         return output if state is None else (output, padded[:, length:])
 
     def compute_output_shape(self, input_shape):

@@ -18,6 +18,8 @@ class InputEmbedding(keras.layers.Layer):
         hidden_dim: Width.
         positions: `"sinusoidal"`, `"learned"`, or `None`, the default.
         max_length: Number of learned positions.
+        max_position_offset: Largest random offset of positions in training. Defaults to
+            0.
         ngram_orders: Lengths of hashed n-grams. Defaults to `()`: none.
         ngram_rows: Rows of each order's table.
         ngram_width: Width of its rows.
@@ -44,6 +46,7 @@ class InputEmbedding(keras.layers.Layer):
         hidden_dim,
         positions=None,
         max_length=None,
+        max_position_offset=0,
         ngram_orders=(),
         ngram_rows=2**14,
         ngram_width=32,
@@ -85,7 +88,11 @@ class InputEmbedding(keras.layers.Layer):
                 name="recall",
             )
         self.positions = get_positions(
-            positions, max_length, dtype=self.dtype_policy, name="positions"
+            positions,
+            max_length,
+            max_position_offset,
+            dtype=self.dtype_policy,
+            name="positions",
         )
         self.dropout = keras.layers.Dropout(
             dropout, dtype=self.dtype_policy, name="dropout"
@@ -146,6 +153,7 @@ class InputEmbedding(keras.layers.Layer):
             "hidden_dim": self.token_embedding.output_dim,
             "positions": self.position_kind,
             "max_length": getattr(self.positions, "max_length", None),
+            "max_position_offset": getattr(self.positions, "max_offset", 0),
             "ngram_orders": () if ngrams is None else ngrams.orders,
             "ngram_rows": 2**14 if ngrams is None else ngrams.rows,
             "ngram_width": 32 if ngrams is None else ngrams.width,

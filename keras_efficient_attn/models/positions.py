@@ -13,6 +13,14 @@ MAX_WAVELENGTH = 10_000.0
 class Positions(keras.layers.Layer):
     """Base: adds an embedding of the position to each vector.
 
+    Args:
+        max_offset: In training, positions count from a random number between 0 and
+            this, the same for all rows, so that those of longer sequences are known.
+            Defaults to 0.
+        seed: Optional integer; layers of the same seed, called equally often, draw the
+            same numbers, as those of an encoder and its decoder should.
+        **kwargs: Those of `keras.layers.Layer`.
+
     The state is the number of positions read so far, `(batch,)`, the same for all
     rows: what an integer in each row's cache can be, whatever the sampler does to
     the batch axis.
@@ -23,23 +31,68 @@ class Positions(keras.layers.Layer):
 
     Returns:
         A tensor of the shape of `x`; `(output, state)` with `state`.
+
+    Raises:
+        ValueError: If `max_offset` is not an integer of at least 0.
     """
+
+    def __init__(self, max_offset=0, seed=None, **kwargs):
+        super().__init__(**kwargs)
+        if not isinstance(max_offset, int) or max_offset < 0:
+            raise ValueError(
+                "`max_offset` must be an integer of at least 0. Received: "
+                f"max_offset={max_offset!r}"
+            )
+        self.max_offset = max_offset
+        self.seed = seed
+        if max_offset:
+            self.seed_generator = keras.random.SeedGenerator(seed)
 
     def initial_state(self, batch_size):
         """The state before the first position: zeros `(batch,)`, int32."""
         return ops.zeros((batch_size,), "int32")
 
+    def first_position(self, x, training):
+        """The number of the first position of a sequence."""
+        if not (self.max_offset and training):
+            return 0
+        return keras.random.randint(
+            (), 0, self.max_offset + 1, "int32", seed=self.seed_generator
+        )
+
+    def signal(self, x, state=None, training=None):
+        """What is added to `x`, which broadcasts with it, and the new state."""
+        if state is None:
+            return self.embed(x, self.first_position(x, training)), None
+        return self.embed(x, state[0]), state + ops.shape(x)[1]
+
     def embed(self, x, start):
         """Embeddings that broadcast with `x`, from position `start` on."""
         raise NotImplementedError
 
-    def call(self, x, state=None):
-        if state is None:
-            return x + self.embed(x, 0)
-        return x + self.embed(x, state[0]), state + ops.shape(x)[1]
+    def call(self, x, state=None, training=None):
+        signal, new_state = self.signal(x, state, training)
+        return x + signal if state is None else (x + signal, new_state)
 
     def compute_output_shape(self, input_shape):
         return input_shape
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "max_offset": self.max_offset,
+            "seed": self.seed,
+        }
+
+
+def sinusoids(positions, dim):
+    """Sines and cosines, float32 `(*positions.shape, dim)`, of float32 positions."""
+    channels = np.arange(dim)
+    frequencies = MAX_WAVELENGTH ** (-(channels - channels % 2) / dim)
+    # A cosine is a sine ahead by a quarter of its wavelength.
+    phases = np.where(channels % 2, np.pi / 2, 0.0)
+    angles = positions[..., None] * ops.convert_to_tensor(frequencies, "float32")
+    return ops.sin(angles + ops.convert_to_tensor(phases, "float32"))
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -54,14 +107,8 @@ class SinusoidalPositions(Positions):
     """
 
     def embed(self, x, start):
-        dim = x.shape[-1]
-        channels = np.arange(dim)
-        frequencies = MAX_WAVELENGTH ** (-(channels - channels % 2) / dim)
-        # A cosine is a sine ahead by a quarter of its wavelength.
-        phases = np.where(channels % 2, np.pi / 2, 0.0)
-        steps = ops.cast(ops.arange(ops.shape(x)[1], dtype="int32") + start, "float32")
-        angles = steps[:, None] * ops.convert_to_tensor(frequencies, "float32")
-        sines = ops.sin(angles + ops.convert_to_tensor(phases, "float32"))
+        steps = ops.arange(ops.shape(x)[1], dtype="int32") + start
+        sines = sinusoids(ops.cast(steps, "float32"), x.shape[-1])
         return ops.cast(sines[None], x.dtype)
 
 
@@ -71,14 +118,16 @@ class LearnedPositions(Positions):
 
     Args:
         max_length: Number of positions.
+        max_offset: As `Positions`; the last position stays within `max_length`.
+        seed: As `Positions`.
         **kwargs: Those of `keras.layers.Layer`.
 
     Raises:
         ValueError: If an input is longer than `max_length`.
     """
 
-    def __init__(self, max_length, **kwargs):
-        super().__init__(**kwargs)
+    def __init__(self, max_length, max_offset=0, seed=None, **kwargs):
+        super().__init__(max_offset, seed, **kwargs)
         self.max_length = max_length
         self.table = keras_hub.layers.PositionEmbedding(
             max_length,
@@ -89,6 +138,12 @@ class LearnedPositions(Positions):
 
     def build(self, input_shape):
         self.table.build(input_shape)
+
+    def first_position(self, x, training):
+        start = super().first_position(x, training)
+        if not (self.max_offset and training):
+            return start
+        return ops.minimum(start, ops.maximum(self.max_length - ops.shape(x)[1], 0))
 
     def embed(self, x, start):
         length = x.shape[1]
@@ -103,17 +158,19 @@ class LearnedPositions(Positions):
         return {**super().get_config(), "max_length": self.max_length}
 
 
-def get_positions(positions, max_length=None, **kwargs):
+def get_positions(positions, max_length=None, max_offset=0, seed=None, **kwargs):
     """The layer that adds positions to embeddings, or `None`.
 
     Args:
         positions: `"sinusoidal"`, `"learned"`; `"rotary"` and `None` need no layer.
         max_length: Number of learned positions.
+        max_offset: Largest random offset in training, of a layer.
+        seed: Of the offset.
         **kwargs: Those of `keras.layers.Layer`.
 
     Raises:
-        ValueError: For another name, or without `max_length` for `"learned"`, or
-            with it for others.
+        ValueError: For another name, without `max_length` for `"learned"`, or with it
+            for others, or with a `max_offset` where there is no layer.
     """
     if positions is not None and positions not in POSITIONS:
         raise ValueError(
@@ -126,8 +183,13 @@ def get_positions(positions, max_length=None, **kwargs):
             "positions='learned', and only there. Received: "
             f"positions={positions!r}, max_sequence_length={max_length!r}"
         )
+    if max_offset and positions not in ("sinusoidal", "learned"):
+        raise ValueError(
+            "`max_position_offset` is for the positions sinusoidal and learned. "
+            f"Received: positions={positions!r}, max_position_offset={max_offset!r}"
+        )
     if positions == "sinusoidal":
-        return SinusoidalPositions(**kwargs)
+        return SinusoidalPositions(max_offset, seed, **kwargs)
     if positions == "learned":
-        return LearnedPositions(max_length, **kwargs)
+        return LearnedPositions(max_length, max_offset, seed, **kwargs)
     return None

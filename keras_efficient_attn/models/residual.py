@@ -1,7 +1,9 @@
 """Residual connections by name: what stands around each sublayer of a block."""
 
 import keras
+from keras import ops
 
+from keras_efficient_attn.layers import GatedResidual
 from keras_efficient_attn.models.normalization import get_norm
 
 
@@ -71,10 +73,58 @@ class ReversibleResidual(PreNormResidual):
     """
 
 
+class GruResidual(PreNormResidual):
+    """`gate(x, relu(f(norm(x))))`, of GTrXL; no norm stands at the end of a stack.
+
+    The gate is that of `keras_efficient_attn.GatedResidual`, with its bias of 2.
+    """
+
+    gate = "gru"
+    final_norm = False
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.residual = GatedResidual(self.gate, dtype=self.dtype_policy, name="gate")
+        self.residual.build(input_shape, input_shape)
+
+    def after(self, x, update, training=None):
+        update = self.dropout(ops.relu(update), training=training)
+        return self.residual(x, update)
+
+
+class InputGateResidual(GruResidual):
+    """`GruResidual` with the gate `"input"`."""
+
+    gate = "input"
+
+
+class OutputGateResidual(GruResidual):
+    """`GruResidual` with the gate `"output"`."""
+
+    gate = "output"
+
+
+class HighwayResidual(GruResidual):
+    """`GruResidual` with the gate `"highway"`."""
+
+    gate = "highway"
+
+
+class SigmoidTanhResidual(GruResidual):
+    """`GruResidual` with the gate `"sigmoid_tanh"`."""
+
+    gate = "sigmoid_tanh"
+
+
 RESIDUALS = {
     "pre_norm": PreNormResidual,
     "post_norm": PostNormResidual,
     "reversible": ReversibleResidual,
+    "gated": GruResidual,
+    "gated_input": InputGateResidual,
+    "gated_output": OutputGateResidual,
+    "gated_highway": HighwayResidual,
+    "gated_sigmoid_tanh": SigmoidTanhResidual,
 }
 
 

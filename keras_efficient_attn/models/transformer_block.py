@@ -1,26 +1,37 @@
 """A Transformer block: attention, cross-attention and a feed-forward network."""
 
 import keras
+from keras import ops
 
+from keras_efficient_attn.layers.relative_position_xl import (
+    RelativePositionXL,
+    following_memory,
+)
 from keras_efficient_attn.layers.reversible_residuals import Sublayer
 from keras_efficient_attn.layers.streaming import initial_attention_state
 from keras_efficient_attn.models.residual import get_residual_class
+from keras_efficient_attn.models.separable_convolution import SeparableConvolution
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class TransformerBlock(keras.layers.Layer):
     """Sublayers in residual connections: attention, cross-attention, feed-forward.
 
+    The one block of all models of this package, around any attention: of an encoder
+    with `causal=False`, of a decoder with `cross_attention` or without, pre-norm or
+    post-norm, once or again and again (`UniversalTransformer`).
+
     Args:
         attention: The self-attention layer, a `keras.layers.MultiHeadAttention`.
-        feed_forward: The layer after it.
+        feed_forward: The layer after it; a `SeparableConvolution` gets mask and state.
         causal: Whether a position sees itself and earlier ones only. Defaults to
             `True`.
         cross_attention: Optional layer that attends to another sequence.
         convolution: Optional layer that the self-attention's input goes through.
         positions: Optional layer that adds positions to the block's input.
-        residual: `"pre_norm"` (the default), `"post_norm"`, or `"reversible"`, for
-            blocks that a `TransformerStack` calls.
+        residual: `"pre_norm"` (the default), `"post_norm"`, `"gated"` or a gate's
+            name as for the backbone, or `"reversible"`, for blocks that a
+            `TransformerStack` calls.
         norm: `"layer_norm"` (the default) or `"rms_norm"`.
         norm_epsilon: Of the norms. Defaults to 1e-5.
         use_bias: Whether layer norms have offsets. Defaults to `True`.
@@ -116,20 +127,26 @@ class TransformerBlock(keras.layers.Layer):
         if self.cross_attention is not None:
             self.cross_attention.build(x_shape, memory_shape)
 
-    def initial_state(self, batch_size, max_length):
+    def initial_state(self, batch_size, max_length, memory_length=None):
         """The state before the first position, a dict, batch first.
 
         Args:
             batch_size: Rows in the batch.
             max_length: The longest context, for layers whose state grows with it.
+            memory_length: Of a `RelativePositionXL`, whose memory is of the block's
+                inputs. Defaults to what the context needs.
         """
         state = {
-            "attention": initial_attention_state(self.attention, batch_size, max_length)
+            "attention": initial_attention_state(
+                self.attention, batch_size, max_length, memory_length
+            )
         }
         if self.convolution is not None:
             state["convolution"] = self.convolution.initial_state(batch_size)
         if self.positions is not None:
             state["positions"] = self.positions.initial_state(batch_size)
+        if self._convolves:
+            state["feed_forward"] = self.feed_forward.initial_state(batch_size)
         return state
 
     def call(
@@ -153,10 +170,11 @@ class TransformerBlock(keras.layers.Layer):
         if self.cross_attention is not None:
             h = self._attend_to_memory(x, memory, memory_padding_mask, training)
             x = self.cross_attention_residual.after(x, h, training)
-        h = self.feed_forward(self.feed_forward_residual.before(x))
+        h, transition_state = self._transition(x, padding_mask, state)
         x = self.feed_forward_residual.after(x, h, training)
         if state is None:
             return x
+        new_state.update(transition_state)
         if self.positions is not None:
             new_state["positions"] = positions_state
         return x, new_state
@@ -187,8 +205,9 @@ class TransformerBlock(keras.layers.Layer):
             h = self._attend_to_memory(x, memory, memory_padding_mask, training)
             return self.cross_attention_residual.dropout(h, training=training)
 
-        def feed_forward(x):
-            h = self.feed_forward(self.feed_forward_residual.before(x))
+        def feed_forward(x, padding_mask=None):
+            h, transition_state = self._transition(x, padding_mask, state)
+            new_state.update(transition_state)
             return self.feed_forward_residual.dropout(h, training=training)
 
         def sublayer(call, *layers, **tensors):
@@ -206,7 +225,12 @@ class TransformerBlock(keras.layers.Layer):
             self.attention,
             padding_mask=padding_mask,
         )
-        last = sublayer(feed_forward, self.feed_forward_residual, self.feed_forward)
+        last = sublayer(
+            feed_forward,
+            self.feed_forward_residual,
+            self.feed_forward,
+            padding_mask=padding_mask if self._convolves else None,
+        )
         if self.cross_attention is None:
             return [first, last]
         middle = sublayer(
@@ -238,10 +262,35 @@ class TransformerBlock(keras.layers.Layer):
         )
         if state is None:
             return self.attention(h, h, **options), new_state
-        h, new_state["attention"] = self.attention(
-            h, h, state=state["attention"], **options
+        attention_state = state["attention"]
+        remembers_x = self.convolution is None and isinstance(
+            self.attention, RelativePositionXL
         )
+        if remembers_x:
+            # The norm is of the memory and the segment, with the weights of today.
+            memory = attention_state["memory"]
+            normed = ops.cast(self.attention_residual.before(memory), memory.dtype)
+            attention_state = {**attention_state, "memory": normed}
+        h, attention_state = self.attention(h, h, state=attention_state, **options)
+        if remembers_x:
+            memory = following_memory(memory, x, padding_mask)
+            attention_state = {**attention_state, "memory": memory}
+        new_state["attention"] = attention_state
         return h, new_state
+
+    @property
+    def _convolves(self):
+        return isinstance(self.feed_forward, SeparableConvolution)
+
+    def _transition(self, x, padding_mask, state):
+        """The feed-forward's update, and its new state."""
+        h = self.feed_forward_residual.before(x)
+        if not self._convolves:
+            return self.feed_forward(h), {}
+        if state is None:
+            return self.feed_forward(h, mask=padding_mask), {}
+        h, new_state = self.feed_forward(h, state=state["feed_forward"])
+        return h, {"feed_forward": new_state}
 
     def _attend_to_memory(self, x, memory, memory_padding_mask, training):
         return self.cross_attention(

@@ -3,6 +3,11 @@
 from keras_efficient_attn.ops import feature_maps as feature_maps
 from keras_efficient_attn.ops import fourier as fourier
 from keras_efficient_attn.ops import random_features as random_features
+from keras_efficient_attn.ops.adaptive_computation import adaptive_computation
+from keras_efficient_attn.ops.adaptive_span import (
+    adaptive_span_attention,
+    adaptive_span_state,
+)
 from keras_efficient_attn.ops.cross_entropy import chunked_cross_entropy
 from keras_efficient_attn.ops.linear_attention import (
     linear_attention,
@@ -22,6 +27,9 @@ from keras_efficient_attn.ops.sparse_attention import (
 from keras_efficient_attn.ops.vq_attention import vq_attention, vq_attention_state
 
 __all__ = [
+    "adaptive_computation",
+    "adaptive_span_attention",
+    "adaptive_span_state",
     "chunked_cross_entropy",
     "feature_maps",
     "fourier",

@@ -24,6 +24,7 @@ from keras_efficient_attn.ops.chunking import (
     join_groups,
     overlapping_blocks,
     pad_length,
+    sizes,
     split_groups,
 )
 from keras_efficient_attn.ops.partial_attention import LOG_ZERO
@@ -318,5 +319,5 @@ def _near(
 
 def joined(x):
     """`(batch, blocks, size, ...)` as `(batch, blocks · size, ...)`."""
-    batch, blocks, size, *tail = ops.shape(x)
+    batch, blocks, size, *tail = sizes(x)
     return ops.reshape(x, (batch, blocks * size, *tail))

@@ -37,19 +37,28 @@ def chunk_layout(length, chunk_size, batch, floats_per_position):
     return chunk_size, (total + groups - 1) // groups, groups
 
 
+def sizes(x):
+    """The shape of `x`, for a reshape that keeps the axis of the batch as it is.
+
+    -1 for a batch of which alone the size is not known: it need not be computed.
+    """
+    batch, *rest = x.shape
+    return (-1, *rest) if batch is None and None not in rest else ops.shape(x)
+
+
 def split_groups(x, groups, group_length):
     """`(batch, length, ...)` padded with zeros to `(groups, batch, group, ...)`."""
-    shape = ops.shape(x)
-    x = pad_length(x, 0, groups * group_length - shape[1])
-    x = ops.reshape(x, (shape[0], groups, group_length, *shape[2:]))
+    batch, length, *tail = sizes(x)
+    x = pad_length(x, 0, groups * group_length - length)
+    x = ops.reshape(x, (batch, groups, group_length, *tail))
     return ops.moveaxis(x, 1, 0)
 
 
 def join_groups(y, length):
     """`(groups, batch, group, ...)` back to `(batch, length, ...)`."""
-    shape = ops.shape(y)
     y = ops.moveaxis(y, 0, 1)
-    y = ops.reshape(y, (shape[1], shape[0] * shape[2], *shape[3:]))
+    batch, groups, group_length, *tail = sizes(y)
+    y = ops.reshape(y, (batch, groups * group_length, *tail))
     return y[:, :length]
 
 
@@ -60,7 +69,7 @@ def columns(x):
 
 def by_head(x, chunk_size):
     """`(batch, group, heads, ...)` as `(batch, heads, chunks, chunk_size, ...)`."""
-    batch, group, heads, *tail = ops.shape(x)
+    batch, group, heads, *tail = sizes(x)
     return heads_first(
         ops.reshape(x, (batch, group // chunk_size, chunk_size, heads, *tail))
     )
@@ -68,7 +77,7 @@ def by_head(x, chunk_size):
 
 def heads_first(x):
     """`(batch, chunks, chunk_size, heads, ...)` as `(batch, heads, chunks, ...)`."""
-    batch, chunks, chunk_size, heads, *tail = ops.shape(x)
+    batch, chunks, chunk_size, heads, *tail = sizes(x)
     x = ops.transpose(x, (0, 3, 1, 2, *range(4, 4 + len(tail))))
     # Joining heads and chunks has PyTorch copy here, once, and not in every matmul.
     x = ops.reshape(x, (batch, heads * chunks, chunk_size, *tail))
@@ -77,7 +86,7 @@ def heads_first(x):
 
 def by_position(x):
     """`(batch, heads, chunks, chunk_size, ...)` as `(batch, group, heads, ...)`."""
-    batch, heads, chunks, chunk_size, *tail = ops.shape(x)
+    batch, heads, chunks, chunk_size, *tail = sizes(x)
     x = ops.transpose(x, (0, 2, 3, 1, *range(4, 4 + len(tail))))
     return ops.reshape(x, (batch, chunks * chunk_size, heads, *tail))
 
@@ -103,7 +112,7 @@ def overlapping_blocks(x, block, count, width):
     Returns:
         `(batch, count, width, ...)`.
     """
-    batch, length, *tail = ops.shape(x)
+    batch, length, *tail = sizes(x)
     # Whole blocks, shifted by one after the other: slices, and no gather, whose
     # gradient would add up row by row.
     shifts = -(-width // block)

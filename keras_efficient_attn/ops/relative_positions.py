@@ -1,4 +1,4 @@
-"""Relative positions in the form of Transformer-XL, inside a window."""
+"""Relative positions in the form of Transformer-XL."""
 
 import numpy as np
 from keras import ops
@@ -38,3 +38,31 @@ def shifted_to_keys(scores, width):
     padding = [(0, 0)] * (len(batch) + 1) + [(0, width + 1 - distances)]
     scores = ops.reshape(ops.pad(scores, padding), (*batch, queries * (width + 1)))
     return ops.reshape(scores[..., : queries * width], (*batch, queries, width))
+
+
+def distance_sinusoids(distances, dim, max_wavelength):
+    """As `sinusoids`, for a floating-point tensor `(distances,)`, in its dtype."""
+    frequencies = max_wavelength ** (-np.arange(dim // 2) / (dim // 2))
+    angles = distances[:, None] * ops.convert_to_tensor(frequencies, distances.dtype)
+    waves = ops.concatenate([ops.sin(angles), ops.cos(angles)], axis=-1)
+    return ops.cast(waves, distances.dtype)
+
+
+def shifted_by_query(scores, width):
+    """Scores by distance, as scores by key, for queries that share their keys.
+
+    Args:
+        scores: `(..., queries, distances)`, of distances that fall by one; entry `m`
+            of query `i` belongs to key `i + m - (queries - 1)`. There are at least
+            `queries + width - 1` distances, so that each key of each query has one.
+        width: Number of keys.
+
+    Returns:
+        `(..., queries, width)`.
+    """
+    *batch, queries, distances = ops.shape(scores)
+    # Each row begins one entry earlier than the row above it.
+    padding = [(0, 0)] * (len(batch) + 1) + [(1, 0)]
+    scores = ops.reshape(ops.pad(scores, padding), (*batch, distances + 1, queries))
+    scores = ops.reshape(scores[..., 1:, :], (*batch, queries, distances))
+    return scores[..., :width]

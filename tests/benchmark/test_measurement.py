@@ -175,6 +175,20 @@ def test_error_is_that_against_keras_own_layer():
     assert checked["difference"] is None
 
 
+def test_the_error_of_hashed_attention_is_that_against_all_pairs():
+    lsh = "reformer:bucket_size=2,num_buckets=2,num_hashes=1"
+    measurement = Measurement(task(lsh, causal=True), FakeClock())
+    (x,) = measurement._workload.make_inputs(draws())
+    layer, dense = build(lsh), build(f"{lsh},dense_length={LENGTH}")
+    dense.set_weights(layer.get_weights())
+    exact, output = (
+        to_numpy(attention(x, x, use_causal_mask=True)) for attention in (dense, layer)
+    )
+    expected = np.linalg.norm(output - exact) / np.linalg.norm(exact)
+    assert expected > 0.01
+    np.testing.assert_allclose(measurement.check()["error"], expected, rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     "identifier, expected",
     [
@@ -191,6 +205,8 @@ def test_error_is_that_against_keras_own_layer():
         ("vq", False),
         ("vq:qk_norm=False", True),
         ("vq:qk_norm=False,relative_positions=True", False),
+        ("reformer", True),
+        ("reformer:num_local_heads=1", False),
     ],
 )
 def test_which_layers_approximate_softmax(identifier, expected):

@@ -8,10 +8,12 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn import (
+    AdaptiveSpan,
     FourierAttention,
     LocalAttention,
     PerformerAttention,
     ReformerLSHAttention,
+    RelativePositionXL,
     SparseAttention,
     VQAttention,
 )
@@ -44,6 +46,7 @@ class Case:
         long_length: Positions of that; fewer where time grows with the square.
         shared_key: Whether keys have the projection of the queries.
         smooth: Whether what rounding moves a little, moves outputs a little.
+        gradient_through_state: Whether earlier segments learn from later ones.
     """
 
     name: str
@@ -57,11 +60,17 @@ class Case:
     long_length: int = 4096
     shared_key: bool = False
     smooth: bool = True
+    gradient_through_state: bool = True
 
     @property
     def sums(self):
         """Whether outputs grow with the number of keys."""
         return not self.options.get("normalize", True)
+
+    @property
+    def sines(self):
+        """Whether positions are sines, computed in the call."""
+        return self.options.get("rotary_wavelength") or self.layer is RelativePositionXL
 
     @property
     def usual(self):
@@ -83,6 +92,8 @@ class Case:
         return layer
 
     def initial_state(self, layer, batch=BATCH):
+        if not layer.built:
+            layer.build((batch, LENGTH, DIM), (batch, LENGTH, DIM))
         return initial_attention_state(layer, batch, LENGTH)
 
     def expected(self, layer, *args, **kwargs):
@@ -117,6 +128,13 @@ def vq(name, variant=False, **options):
     return Case(name, VQAttention, options, dense.vq_heads, variant=variant, long=long)
 
 
+def adaptive_span(name, **options):
+    options = {"max_span": 12, "ramp": 4, **options}
+    heads, long = dense.adaptive_span_heads, {"max_span": 64, "ramp": 32}
+    variant = options.get("dynamic", False)
+    return Case(name, AdaptiveSpan, options, heads, variant=variant, long=long)
+
+
 def reformer(name, **options):
     return Case(
         name,
@@ -127,6 +145,19 @@ def reformer(name, **options):
         long={"bucket_size": 64},
         shared_key=True,
         smooth=False,
+    )
+
+
+def xl(name, variant=False, **options):
+    return Case(
+        name,
+        RelativePositionXL,
+        options,
+        dense.xl_heads,
+        variant=variant,
+        long={},
+        long_length=512,
+        gradient_through_state=False,
     )
 
 
@@ -169,6 +200,16 @@ CASES = [
         {"radius_per": "dimension", "chunk_size": 2},
         dense.fourier_heads,
         long_length=256,
+    ),
+    adaptive_span("adaptive-span", initial_span=3),
+    adaptive_span("adaptive-span-dynamic", dynamic=True, relative_positions=True),
+    xl("xl"),
+    xl(
+        "xl-same-length",
+        variant=True,
+        memory_length=5,
+        same_length=True,
+        clamp_length=3,
     ),
     reformer("reformer", bucket_size=4, num_hashes=2, num_buckets=4),
 ]

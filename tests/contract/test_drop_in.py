@@ -168,7 +168,7 @@ def test_scores_with_unknown_length_in_a_graph(setting, backend):
     case, causal = setting
     layer, x = case.built(), inputs()
 
-    @tf.function(input_signature=[tf.TensorSpec((None, None, DIM))])
+    @tf.function(input_signature=[tf.TensorSpec((None, None, DIM))], autograph=False)
     def traced(x):
         return layer(x, x, use_causal_mask=causal, return_attention_scores=True)
 

@@ -25,9 +25,7 @@ def test_float64_is_float64_throughout(case, backend):
         expected, _ = case.expected(layer, x, x, causal=causal)
     assert output.dtype == "float64"
     # Keras computes sines in float32 on JAX, whatever it is given.
-    limit = (
-        1e-6 if backend == "jax" and case.options.get("rotary_wavelength") else 1e-10
-    )
+    limit = 1e-6 if backend == "jax" and case.sines else 1e-10
     np.testing.assert_allclose(output, expected, rtol=10 * limit, atol=limit)
 
 

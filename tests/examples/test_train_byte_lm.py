@@ -217,7 +217,7 @@ def test_no_whole_checkpoint_is_an_error(finished, tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--attention", "nothing"], "must be one of fourier,"),
+        (["--attention", "nothing"], "identifier='nothing'"),
         (["--attention", "performer:widow=3"], "no option 'widow'; choose from"),
         (["--attention", "performer:feature_map=cosine"], "'cosine'"),
         (["--attention", "performer:feature_map=favor++"], "has no causal form"),
@@ -235,7 +235,7 @@ def test_no_whole_checkpoint_is_an_error(finished, tmp_path):
         (["--text", "EMPTY"], "too little text"),
         (["--dtype", "int7"], "invalid choice: 'int7'"),
         (["--unknown"], "--unknown"),
-        (["--compare", "softmax", "nothing"], "must be one of fourier,"),
+        (["--compare", "softmax", "nothing"], "identifier='nothing'"),
         (["--compare", "softmax", "softmax"], "--compare: softmax twice"),
     ],
 )
@@ -265,7 +265,7 @@ def test_used_folder_and_other_arguments_are_refused(finished, capsys):
 
 def test_compare_prints_a_row_for_each(tmp_path, capfd):
     options = [*TINY, "--steps", "2", "--out", str(tmp_path)]
-    compared = ["performer:num_features=8", "softmax"]
+    compared = ["performer:num_features=8", "adaptive-span:max_span=16"]
     assert train_byte_lm.main([*options, "--compare", *compared]) == 0
     lines = capfd.readouterr().out.splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("attention "))
@@ -275,3 +275,6 @@ def test_compare_prints_a_row_for_each(tmp_path, capfd):
         assert name == attention
         assert all(float(number) > 0 for number in numbers)
         assert len(numbers) == 3
+    (result,) = tmp_path.glob("2-*/result.json")
+    assert np.shape(json.loads(result.read_text())["spans"]) == (1, 2)
+    assert (result.parent / "spans.png").stat().st_size > 0

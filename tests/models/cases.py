@@ -52,6 +52,17 @@ DECODERS = {
         positions="sinusoidal",
         feed_forward_chunk=4,
     ),
+    "universal": dict(
+        attention=ELU,
+        num_recurrences=3,
+        positions="sinusoidal",
+        positions_each_layer=True,
+        max_position_offset=9,
+        step_signals="learned",
+        adaptive_computation={"ponder_cost": 0.1, "halting_bias": -0.5},
+        transition="separable_convolution",
+        residual="post_norm",
+    ),
 }
 CASES = {
     **DECODERS,

@@ -20,7 +20,15 @@ from tests.models.cases import CASES, DECODERS, ELU, SIZES, inputs, make_backbon
 
 def outputs(backbone, data):
     """Outputs at real positions, for each sequence."""
-    result = backbone(data)
+    return at_real_positions(backbone(data), data)
+
+
+def compiled_outputs(backbone, data):
+    """The same by `predict`, whose one compiled function meets every length."""
+    return at_real_positions(backbone.predict(data, verbose=0), data)
+
+
+def at_real_positions(result, data):
     if not isinstance(result, dict):
         return [to_numpy(result)[data["padding_mask"] == 1]]
     return [
@@ -105,7 +113,7 @@ def test_ngrams_are_those_that_end_at_a_position():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_padding_changes_nothing(name):
+def test_padding_changes_nothing_and_lengths_may_vary(name):
     backbone, data = make_backbone(name), inputs(name)
     expected = outputs(backbone, data)
     changed = {
@@ -114,10 +122,17 @@ def test_padding_changes_nothing(name):
         else value
         for key, value in data.items()
     }
-    assert_close(outputs(backbone, changed), expected, rtol=1e-4, atol=1e-5)
-    if "token_ids" in data:
-        alone = {key: value[:1, :10] for key, value in data.items()}
-        assert_close(outputs(backbone, alone), [expected[0][:10]], rtol=1e-4, atol=1e-5)
+    received = compiled_outputs(backbone, changed)
+    assert_close(received, expected, rtol=1e-4, atol=1e-5)
+    # The first row without its padding: the one sequence, or both.
+    alone = {
+        key: value[:1, : data[key.replace("token_ids", "padding_mask")][0].sum()]
+        for key, value in data.items()
+    }
+    firsts = [mask[0].sum() for key, mask in data.items() if key.endswith("mask")]
+    expected = [rows[:first] for rows, first in zip(expected, firsts, strict=True)]
+    received = compiled_outputs(backbone, alone)
+    assert_close(received, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -147,13 +162,20 @@ def test_recurrence_shares_weights():
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("mixed-rotary", "mixed_bfloat16"), ("bytes", "bfloat16")]
+    ("name", "dtype"),
+    [
+        *((name, "mixed_bfloat16") for name in CASES if name != "bytes"),
+        ("bytes", "bfloat16"),
+        ("mixed-rotary", "mixed_float16"),
+    ],
 )
 def test_half_precision_is_near_full(name, dtype):
     data = inputs(name)
-    expected = outputs(make_backbone(name), data)
-    half = make_backbone(name, dtype=dtype)
-    assert half.compute_dtype == "bfloat16"
+    full, half = make_backbone(name), make_backbone(name, dtype=dtype)
+    # Random features and codes, too.
+    half.set_weights(full.get_weights())
+    expected = outputs(full, data)
+    assert half.compute_dtype == dtype.removeprefix("mixed_")
     for one, other in zip(outputs(half, data), expected, strict=True):
         error = np.abs(one.astype("float32") - other)
         assert np.sqrt((error**2).mean()) < 0.1 * np.abs(other).max()

@@ -11,7 +11,7 @@ from keras_efficient_attn.models import (
     EfficientCausalLMPreprocessor,
     causal_lm,
 )
-from tests.autodiff import to_numpy
+from tests.autodiff import compiled, to_numpy
 from tests.models.cases import DECODERS, inputs, make_backbone
 
 LENGTH = 16
@@ -33,12 +33,10 @@ def prompts(lengths, length=LENGTH):
 
 def whole_sequence_calls(model, sampler, data):
     """What KerasHub's sampler chooses from calls on the whole sequence."""
-    mask = np.ones_like(data["padding_mask"])
+    backbone = compiled(lambda inputs: model.backbone(inputs))
 
     def next_token(prompt, cache, index):
-        hidden = model.backbone(
-            {"token_ids": prompt, "padding_mask": ops.ones_like(prompt)}
-        )
+        hidden = backbone({"token_ids": prompt, "padding_mask": ops.ones_like(prompt)})
         logits = model.backbone.token_embedding(hidden, reverse=True)
         return take(logits, index - 1), take(hidden, index - 1), cache
 
@@ -46,7 +44,8 @@ def whole_sequence_calls(model, sampler, data):
         shape = (x.shape[0], 1, x.shape[2])
         return ops.squeeze(ops.slice(x, (0, index, 0), shape), axis=1)
 
-    hidden = model.backbone({"token_ids": data["token_ids"], "padding_mask": mask})
+    mask = np.ones_like(data["padding_mask"])
+    hidden = backbone({"token_ids": data["token_ids"], "padding_mask": mask})
     return to_numpy(
         sampler(
             next=next_token,
@@ -74,9 +73,10 @@ def generate(model, data, **kwargs):
 def step_by_step(model, sampler, data):
     """The tokens that a sampler takes, from calls on the whole sequence."""
     tokens, mask = data["token_ids"].copy(), data["padding_mask"]
+    call = compiled(lambda inputs: model(inputs))
     for t in range(max(1, mask.sum(1).min()), tokens.shape[1]):
         whole = {"token_ids": tokens, "padding_mask": np.ones_like(mask)}
-        probabilities = sampler.compute_probabilities(model(whole)[:, t - 1])
+        probabilities = sampler.compute_probabilities(call(whole)[:, t - 1])
         taken = to_numpy(sampler.get_next_token(probabilities))
         tokens[:, t] = np.where(mask[:, t], tokens[:, t], taken)
     return tokens
@@ -110,6 +110,7 @@ def test_segments_give_what_the_whole_sequence_gives():
         ("recurrent", lambda: samplers.TopPSampler(p=0.9, seed=1), (8, 8)),
         ("softmax", lambda: samplers.RandomSampler(seed=1), (1, 5)),
         ("reversible", samplers.GreedySampler, (9, 6)),
+        ("universal", samplers.GreedySampler, (9, 6)),
     ],
     ids=DECODERS,
 )

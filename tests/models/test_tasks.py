@@ -167,12 +167,20 @@ def test_lora_trains_queries_and_values_and_comes_back(tmp_path):
 PUBLISHED = {
     # Vaswani et al., table 3.
     "transformer_base": (6, 65, 2.5),
+    # Dehghani et al. compare with it at as many parameters.
+    "universal_transformer_base": (1, 65, 2.5),
     # Al-Rfou et al., at inference, without the auxiliary heads.
     "transformer_enwik8_12l": (12, 41, 0.5),
     "transformer_enwik8_64l": (64, 219, 0.5),
+    # Sukhbaatar et al.; they count 38 for bytes and 39 for fewer characters.
+    "adaptive_span_enwik8_12l": (12, 38, 1.0),
+    "adaptive_span_enwik8_24l": (24, 209, 0.5),
     # Child et al., table 1.
     "sparse_enwik8_30l": (30, 95, 0.5),
     "sparse_cifar10_128l": (128, 59, 0.5),
+    # Dai et al., table 2.
+    "transformer_xl_enwik8_12l": (12, 41, 0.5),
+    "transformer_xl_enwik8_24l": (24, 277, 0.5),
 }
 
 

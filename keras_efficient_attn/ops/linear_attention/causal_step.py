@@ -24,6 +24,7 @@ from keras_efficient_attn.ops.chunking import (
     by_position,
     columns,
     lower_triangle,
+    sizes,
 )
 from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
 from keras_efficient_attn.ops.partial_attention import (
@@ -225,7 +226,7 @@ def _prefix_sums_gradient(of_before, of_last, weights):
 
 def _mixed(weights, states):
     """`weights` applied to the axis of the chunks."""
-    batch, heads, chunks, *tail = ops.shape(states)
+    batch, heads, chunks, *tail = sizes(states)
     size = functools.reduce(lambda a, b: a * b, tail)
     mixed = weights @ ops.reshape(states, (batch, heads, chunks, size))
     return ops.reshape(mixed, (batch, heads, chunks, *tail))

@@ -7,7 +7,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.block_attention import attend_blocks
-from keras_efficient_attn.ops.chunking import overlapping_blocks, pad_length
+from keras_efficient_attn.ops.chunking import overlapping_blocks, pad_length, sizes
 from keras_efficient_attn.ops.local_attention.rules import GridBlocks
 
 
@@ -126,7 +126,7 @@ def _rectangles(x, grid, block, above, below, beside):
 
 def _image(x, grid, block):
     """`(batch, rectangles, positions, ...)` back as `(batch, rows · columns, ...)`."""
-    batch, _, _, *tail = ops.shape(x)
+    batch, _, _, *tail = sizes(x)
     down, across = (-(-n // size) for n, size in zip(grid, block, strict=True))
     x = ops.reshape(x, (batch, down, across, *block, *tail))
     x = ops.swapaxes(x, 2, 3)

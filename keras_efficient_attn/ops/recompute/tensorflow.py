@@ -1,7 +1,8 @@
 """`recompute_scan` for TensorFlow: two while loops behind a custom gradient.
 
 TensorFlow's own gradient of a while loop fails under XLA and stores every
-intermediate tensor; here the backward loop is written out, so neither happens.
+intermediate tensor; here the backward loop is written out, so neither happens. A
+single step needs no loop, which would take as long again to trace and to compile.
 """
 
 import tensorflow as tf
@@ -87,8 +88,10 @@ def _forward(step, carry, xs, consts):
     """Runs the loop; returns the last carry, the outputs and each step's carry."""
     num_steps = _num_steps(xs)
     # The first step stands outside the loop: it tells the shapes of the outputs.
-    carry_arrays = _write(_arrays(carry, num_steps), 0, carry)
     next_carry, y = step(carry, _slice(xs, 0), consts)
+    if xs[0].shape[0] == 1:
+        return next_carry, _as_only(y), _as_only(carry)
+    carry_arrays = _write(_arrays(carry, num_steps), 0, carry)
     y_arrays = _write(_arrays(y, num_steps), 0, y)
 
     def body(i, carry, carry_arrays, y_arrays):
@@ -111,8 +114,8 @@ def _backward(step_gradient, carries, xs, consts, ys, carry_gradient, ys_gradien
     num_steps = _num_steps(xs)
     first_carry = _slice(carries, 0)
 
-    def body(i, carry_gradient, consts_gradient, x_arrays):
-        carry_gradient, x_gradient, const_gradient = step_gradient(
+    def of_step(i, carry_gradient):
+        return step_gradient(
             _slice(carries, i),
             _slice(xs, i),
             consts,
@@ -120,6 +123,14 @@ def _backward(step_gradient, carries, xs, consts, ys, carry_gradient, ys_gradien
             carry_gradient,
             _slice(ys_gradient, i),
         )
+
+    if xs[0].shape[0] == 1:
+        carry_gradient, x_gradient, consts_gradient = of_step(0, carry_gradient)
+        gradients = (*carry_gradient, *_as_only(x_gradient), *consts_gradient)
+        return tuple(map(tf.convert_to_tensor, gradients))
+
+    def body(i, carry_gradient, consts_gradient, x_arrays):
+        carry_gradient, x_gradient, const_gradient = of_step(i, carry_gradient)
         consts_gradient = tuple(
             total + part
             for total, part in zip(consts_gradient, const_gradient, strict=True)
@@ -153,6 +164,11 @@ def _num_steps(xs):
 
 def _slice(tensors, i):
     return tuple(tensor[i] for tensor in tensors)
+
+
+def _as_only(tensors):
+    """The outputs of a single step, stacked."""
+    return tuple(tf.expand_dims(tensor, 0) for tensor in tensors)
 
 
 def _like(references, tensors):

@@ -3,6 +3,7 @@
 from keras import ops
 
 from keras_efficient_attn.ops.block_attention import attend_near, attend_recent
+from keras_efficient_attn.ops.cache_capacity import nan_beyond
 from keras_efficient_attn.ops.compiled import compiled
 from keras_efficient_attn.ops.local_attention.reference import masked_attention
 from keras_efficient_attn.ops.partial_attention import finish, merge
@@ -214,6 +215,11 @@ def _sparse_attention(
         output = ops.concatenate([finish(*part, True) for part in parts], axis=2)
     if state is None:
         return output[:, :length], None
+    if far < num_heads:
+        capacity = ops.shape(state["far_key"])[1]
+        if pattern == "fixed":
+            capacity = capacity // summary * stride
+        output = nan_beyond(capacity, state["position"][0], output)
     return output, {**new_state, "position": state["position"] + length}
 
 
@@ -279,7 +285,8 @@ def sparse_attention_state(
 
     Args:
         batch_size, num_heads, key_dim, value_dim: Sizes.
-        max_length: Positions that the second factor's cache has room for.
+        max_length: Positions that the second factor's cache has room for, rounded up
+            to whole blocks; outputs beyond are NaN.
         pattern, stride, summary, heads: As for `sparse_attention`.
         dtype: `"float32"` (the default) or `"float64"`.
 

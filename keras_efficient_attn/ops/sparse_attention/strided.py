@@ -61,10 +61,14 @@ def attend_cached_columns(query, key, value, valid, rule, start, dropout):
 
 
 def write_positions(cache, segment, start):
-    """A cache `(batch, capacity, ...)` with a segment from position `start` on."""
+    """A cache `(batch, capacity, ...)` with a segment from position `start` on.
+
+    Beyond the capacity the last slot is overwritten.
+    """
     batch, length, *tail = ops.shape(segment)
     rows = ops.repeat(ops.arange(batch, dtype="int32"), length)
-    slots = ops.tile(start + ops.arange(length, dtype="int32"), (batch,))
+    slots = start + ops.arange(length, dtype="int32")
+    slots = ops.tile(ops.minimum(slots, ops.shape(cache)[1] - 1), (batch,))
     # Not `slice_update`, which has no gradient on TensorFlow.
     return ops.scatter_update(
         cache,

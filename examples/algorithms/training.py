@@ -1,0 +1,212 @@
+"""Trains a Universal Transformer, and a vanilla one, and lets them generate."""
+
+import time
+
+import keras
+import numpy as np
+from keras import ops
+
+from algorithms.data import END, START, examples, model_inputs, symbols
+from keras_efficient_attn.models import EfficientTransformerBackbone
+
+VANILLA, UNIVERSAL, ADAPTIVE = "vanilla", "universal", "adaptive"
+
+
+def build_backbone(kind, task, arguments):
+    """Encoder and decoder; the vanilla ones have as many parameters as the others."""
+    options = dict(
+        vocabulary_size=symbols(task, arguments.alphabet),
+        num_heads=arguments.heads,
+        attention=arguments.attention,
+        architecture="encoder_decoder",
+        positions="sinusoidal",
+        positions_each_layer=True,
+        max_position_offset=arguments.position_offset,
+        activation="relu",
+    )
+    if kind == VANILLA:
+        dim = vanilla_dim(arguments)
+        return EfficientTransformerBackbone(
+            num_layers=arguments.depth,
+            hidden_dim=dim,
+            intermediate_dim=4 * dim,
+            **options,
+        )
+    adaptive = None
+    if kind == ADAPTIVE:
+        adaptive = {
+            "ponder_cost": arguments.ponder_cost,
+            "halting_bias": arguments.halting_bias,
+        }
+    return EfficientTransformerBackbone(
+        num_layers=1,
+        hidden_dim=arguments.dim,
+        intermediate_dim=4 * arguments.dim,
+        num_recurrences=arguments.depth,
+        step_signals="learned",
+        adaptive_computation=adaptive,
+        transition=arguments.transition,
+        **options,
+    )
+
+
+def vanilla_dim(arguments):
+    """`depth · vanilla_dim² ≈ dim²`, a multiple of twice the heads."""
+    unit = 2 * arguments.heads
+    return max(unit, round(arguments.dim / arguments.depth**0.5 / unit) * unit)
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches whose rows are padded to `longest`, so that one program does them all."""
+
+    def __init__(self, task, steps, arguments):
+        super().__init__()
+        self.task, self.steps, self.arguments = task, steps, arguments
+
+    def __len__(self):
+        return self.steps
+
+    def __getitem__(self, i):
+        arguments = self.arguments
+        lengths = (1 if self.task != "addition" else 3, arguments.train_length)
+        pairs = examples(
+            self.task, arguments.batch, lengths, arguments.alphabet, (arguments.seed, i)
+        )
+        return fixed(*model_inputs(*pairs), arguments.train_length + 1)
+
+
+def fixed(inputs, y, weights, length):
+    """The same with rows of this length."""
+
+    def pad(x):
+        return np.pad(x, ((0, 0), (0, length - x.shape[1])))
+
+    return {name: pad(x) for name, x in inputs.items()}, pad(y), pad(weights)
+
+
+def train_and_measure(kind, task, arguments):
+    """Trains one model.
+
+    Returns:
+        Dict of `parameters`, `seconds` of training, and `accuracy`: for each length of
+        `arguments.test_lengths`, the share of symbols and of whole sequences that the
+        model generates as they should be; and `ponder`, the encoder's mean steps at
+        each length, or `None` where the model does not choose.
+    """
+    keras.utils.set_random_seed(arguments.seed)
+    backbone = build_backbone(kind, task, arguments)
+    hidden = backbone.output["decoder_sequence_output"]
+    model = keras.Model(backbone.input, backbone.token_embedding(hidden, reverse=True))
+    model.compile(
+        keras.optimizers.Adam(
+            keras.optimizers.schedules.CosineDecay(
+                arguments.learning_rate, arguments.steps
+            ),
+            global_clipnorm=1.0,
+        ),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    start = time.perf_counter()
+    model.fit(
+        Batches(task, arguments.steps, arguments),
+        verbose=arguments.verbose,
+        shuffle=False,
+    )
+    seconds = time.perf_counter() - start
+    sources = {
+        length: examples(
+            task,
+            arguments.test_sequences,
+            (length, length),
+            arguments.alphabet,
+            (arguments.seed + 1, length),
+        )
+        for length in arguments.test_lengths
+    }
+    return {
+        "parameters": model.count_params(),
+        "seconds": seconds,
+        "accuracy": measure(backbone, sources),
+        "ponder": ponder(backbone, sources) if kind == ADAPTIVE else None,
+    }
+
+
+def measure(backbone, pairs):
+    """Shares of symbols and of sequences that greedy generation gets right.
+
+    Args:
+        backbone: Encoder and decoder.
+        pairs: Dict from lengths to the sources and targets of as many sequences each,
+            which go into one batch.
+    """
+    sources = [row for rows, _ in pairs.values() for row in rows]
+    targets = [row for _, rows in pairs.values() for row in rows]
+    inputs, y, weights = model_inputs(sources, targets)
+    generated = generate(
+        backbone,
+        inputs["encoder_token_ids"],
+        inputs["encoder_padding_mask"],
+        y.shape[1],
+    )
+    results = {}
+    parts = (np.split(x, len(pairs)) for x in (generated == y, weights > 0))
+    for length, right, asked in zip(pairs, *parts, strict=True):
+        results[length] = right[asked].mean(), (right | ~asked).all(-1).mean()
+    return results
+
+
+def generate(backbone, token_ids, padding_mask, length):
+    """The likeliest symbol after those so far, again and again.
+
+    Returns:
+        int32 `(batch, length)`.
+    """
+
+    def run(token_ids, padding_mask):
+        batch = token_ids.shape[0]
+        memory = backbone.encode(token_ids, padding_mask)
+
+        def step(t, token, state, generated):
+            hidden, state = backbone.stream(token, state, memory, padding_mask)
+            logits = backbone.token_embedding(hidden, reverse=True)[:, 0]
+            token = ops.cast(ops.argmax(logits, axis=-1), "int32")[:, None]
+            here = ops.equal(ops.arange(length), t)[None]
+            return t + 1, token, state, ops.where(here, token, generated)
+
+        return ops.while_loop(
+            lambda t, *_: t < length,
+            step,
+            (
+                ops.convert_to_tensor(0, "int32"),
+                ops.full((batch, 1), START, "int32"),
+                backbone.initial_state(batch, length),
+                ops.full((batch, length), END, "int32"),
+            ),
+        )[-1]
+
+    return ops.convert_to_numpy(_compiled(run)(token_ids, padding_mask))
+
+
+def ponder(backbone, pairs):
+    """Dict from lengths to the mean steps of the encoder's positions."""
+    means = {}
+    for length, (sources, _) in pairs.items():
+        x = backbone.embedding(np.stack(sources).astype("int32"))
+        _, statistics = backbone.encoder(x, return_ponder=True)
+        means[length] = float(ops.convert_to_numpy(statistics["steps"]).mean())
+    return means
+
+
+def _compiled(function):
+    backend = keras.backend.backend()
+    if backend == "jax":
+        import jax
+
+        return jax.jit(function)
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        return tf.function(function, jit_compile=True)
+    import torch
+
+    return torch.no_grad()(lambda *xs: function(*map(ops.convert_to_tensor, xs)))

@@ -1,0 +1,112 @@
+"""How far back Transformer-XL remembers: a symbol planted in an earlier segment.
+
+    python examples/xl_recall.py
+    python examples/xl_recall.py --models 1x8 2x8 2x16 --steps 1000
+
+A document is a symbol, somewhere in its first segment, and nothing else for several
+segments; the model is to name the symbol at every later position. Gradients never
+cross the end of a segment. Each layer reaches one memory further back than the layer
+below it: a model of `layers` and a memory of `memory` positions knows symbols from
+`layers * memory` positions before its segment, and guesses beyond. The table has the
+accuracy by the segments that lie between, with a bracket where that reach ends.
+"""
+
+import sys
+
+from byte_lm.errors import UsageError
+from command_line import (
+    BACKENDS,
+    Parser,
+    natural,
+    one_line_errors,
+    positive,
+    positive_float,
+    select_backend,
+)
+
+
+def sizes(text):
+    """`"2x8"` as layers and positions of memory, the latter 0 or more."""
+    layers, _, memory = text.partition("x")
+    return positive(layers), natural(memory)
+
+
+def parse_arguments(argv):
+    parser = Parser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add(
+        "--models",
+        nargs="+",
+        type=sizes,
+        metavar="LAYERSxMEMORY",
+        default=[(1, 0), (1, 8), (2, 8), (3, 8), (2, 16)],
+    )
+    add(
+        "--longer",
+        type=positive,
+        default=2,
+        help="evaluate with this many times the memory of training, too",
+    )
+    add("--segment", type=positive, default=8, help="positions in a segment")
+    add("--segments", type=positive, default=6, help="segments in a document")
+    add("--symbols", type=positive, default=8)
+    add("--dim", type=positive, default=32)
+    add("--heads", type=positive, default=2)
+    add("--batch", type=positive, default=32)
+    add("--steps", type=positive, default=1200, help="segments to train on")
+    add("--learning-rate", type=positive_float, default=3e-3)
+    add("--test-documents", type=positive, default=512)
+    add("--seed", type=natural, default=0)
+    add("--verbose", type=int, default=1, help="0: no progress bar")
+    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
+    arguments = parser.parse_args(argv)
+    if arguments.dim % arguments.heads:
+        raise UsageError(
+            f"--dim must be a multiple of --heads; received --dim {arguments.dim} "
+            f"--heads {arguments.heads}"
+        )
+    for layers, memory in arguments.models:
+        if memory % arguments.segment:
+            raise UsageError(
+                "--models: a memory must be a multiple of --segment, so that a reach "
+                f"ends between segments; received {layers}x{memory} with --segment "
+                f"{arguments.segment}"
+            )
+    return arguments
+
+
+@one_line_errors
+def main(argv=None):
+    """Runs the script; returns its exit status."""
+    arguments = parse_arguments(argv)
+    select_backend(arguments.backend)
+    # It imports Keras, which reads the backend once.
+    from recall.training import accuracies
+
+    rows = {}
+    for layers, memory in arguments.models:
+        print(f"\n== {layers} layers, memory {memory}", flush=True)
+        for evaluated, row in accuracies(layers, memory, arguments).items():
+            rows[layers, memory, evaluated] = row
+    print("\n" + table(rows, arguments))
+    return 0
+
+
+def table(rows, arguments):
+    """Accuracy in percent by the segments since the symbol."""
+    header = ["layers", "memory", "in evaluation", "reach"]
+    header += [f"{back} back" for back in range(arguments.segments)]
+    lines = [header, ["---"] * len(header)]
+    for (layers, memory, evaluated), row in rows.items():
+        reach = layers * evaluated
+        cells = [f"{100 * accuracy:.1f}" for accuracy in row]
+        if reach // arguments.segment + 1 < len(cells):
+            cells[reach // arguments.segment] += " ]"
+        lines.append([*map(str, (layers, memory, evaluated, reach)), *cells])
+    lines = [f"| {' | '.join(line)} |" for line in lines]
+    lines.append(f"A guess is right in {100 / arguments.symbols:.1f} % of the cases.")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

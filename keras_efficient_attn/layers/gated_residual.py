@@ -1,0 +1,128 @@
+"""GatedResidual: gates in the place of residual connections."""
+
+import keras
+from keras import ops
+
+BIAS = 2.0
+# The square matrices of each gate: W are those of the update, U those of the stream.
+KERNELS = {
+    "gru": (
+        "reset_update",
+        "reset_stream",
+        "gate_update",
+        "gate_stream",
+        "candidate_update",
+        "candidate_stream",
+    ),
+    "input": ("gate_stream",),
+    "output": ("gate_stream",),
+    "highway": ("gate_stream",),
+    "sigmoid_tanh": ("gate_update", "candidate_update"),
+}
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class GatedResidual(keras.layers.Layer):
+    """A learned gate between a stream and a sublayer's update of it.
+
+    ```
+    gru:           z ⊙ h + (1 − z) ⊙ x,     z = σ(W_z y + U_z x − b),
+                   h = tanh(W_h y + U_h (r ⊙ x)),  r = σ(W_r y + U_r x)
+    input:         σ(U x) ⊙ x + y
+    output:        x + σ(U x − b) ⊙ y
+    highway:       g ⊙ x + (1 − g) ⊙ y,     g = σ(U x + b)
+    sigmoid_tanh:  x + σ(W_z y − b) ⊙ tanh(W_h y)
+    ```
+
+    A positive bias starts a block near the identity, which is what lets a
+    reinforcement learner act on its observations before it can use its memory. In the
+    block of GTrXL the sublayers read `norm(x)`, and `y` is the ReLU of their output;
+    `residual="gated"` of `keras_efficient_attn.models` is that.
+
+    Args:
+        gate: `"gru"` (the default), `"input"`, `"output"`, `"highway"` or
+            `"sigmoid_tanh"`.
+        bias: First value of the bias `b`, a vector that is learned. The gate
+            `"input"` has none, and refuses another value. Defaults to 2.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Call arguments:
+        x: `(..., dim)`, the stream.
+        y: `(..., dim)`, the update.
+
+    Returns:
+        A tensor of the shape of `x`.
+
+    Raises:
+        ValueError: For an unknown `gate`, a `bias` that is no number, or shapes that
+            differ.
+
+    Example:
+
+    >>> x, y = keras.random.normal((2, 2, 10, 64))
+    >>> GatedResidual()(x, y).shape
+    (2, 10, 64)
+
+    Reference:
+        - [Parisotto et al., 2019](https://arxiv.org/abs/1910.06764)
+    """
+
+    def __init__(self, gate="gru", bias=BIAS, **kwargs):
+        super().__init__(**kwargs)
+        if gate not in KERNELS:
+            raise ValueError(
+                f"`gate` must be one of {', '.join(KERNELS)}. Received: gate={gate!r}"
+            )
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise ValueError(f"`bias` must be a number. Received: bias={bias!r}")
+        if gate == "input" and bias != BIAS:
+            raise ValueError(f"gate='input' has no bias. Received: bias={bias!r}")
+        self.gate = gate
+        self.bias = bias
+
+    def build(self, x_shape, y_shape):
+        if tuple(x_shape) != tuple(y_shape):
+            raise ValueError(
+                "`x` and `y` must have the same shape. Received: "
+                f"x.shape={tuple(x_shape)}, y.shape={tuple(y_shape)}"
+            )
+        dim = x_shape[-1]
+        self._kernels = {
+            name: self.add_weight(name=name, shape=(dim, dim))
+            for name in KERNELS[self.gate]
+        }
+        if self.gate != "input":
+            self._bias = self.add_weight(
+                name="bias",
+                shape=(dim,),
+                initializer=keras.initializers.Constant(self.bias),
+            )
+
+    def call(self, x, y):
+        def product(name, tensor):
+            return ops.matmul(tensor, self._kernels[name])
+
+        if self.gate == "gru":
+            reset = product("reset_update", y) + product("reset_stream", x)
+            logit = product("gate_update", y) + product("gate_stream", x) - self._bias
+            gate = ops.sigmoid(logit)
+            candidate = ops.tanh(
+                product("candidate_update", y)
+                + product("candidate_stream", ops.sigmoid(reset) * x)
+            )
+            return (1 - gate) * x + gate * candidate
+        if self.gate == "input":
+            return ops.sigmoid(product("gate_stream", x)) * x + y
+        if self.gate == "output":
+            return x + ops.sigmoid(product("gate_stream", x) - self._bias) * y
+        if self.gate == "highway":
+            gate = ops.sigmoid(product("gate_stream", x) + self._bias)
+            return gate * x + (1 - gate) * y
+        gate = ops.sigmoid(product("gate_update", y) - self._bias)
+        return x + gate * ops.tanh(product("candidate_update", y))
+
+    def compute_output_shape(self, x_shape, y_shape):
+        return x_shape
+
+    def get_config(self):
+        return {**super().get_config(), "gate": self.gate, "bias": self.bias}

@@ -1,0 +1,219 @@
+"""Auxiliary losses, with which deep character models train."""
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.layers import ChunkedVocabularyLoss
+from keras_efficient_attn.models.normalization import get_norm
+from keras_efficient_attn.models.universal_transformer import UniversalTransformer
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class AuxiliaryLosses(keras.Model):
+    """A causal language model in training, with losses of its lower layers too.
+
+    ```
+    loss = L[n] + Σ_{l<n} [step < total_steps · l / 2n] · L[l]
+    L[l] = CE[l, 1] + target_weight · (CE[l, 2] + … + CE[l, num_targets])
+    ```
+
+    `CE[l, k]` is the mean cross-entropy, over all positions, of what layer `l` of `n`
+    says about the `k`-th token after a position, through an output projection of its
+    own. `CE[n, 1]` is the loss that this model is compiled with, on the model's own
+    logits. Layers stop one after the other, the lowest first, and all but the last in
+    the first half of training. Positions without a `k`-th token in the targets are left
+    out; `sample_weight` counts as in Keras' losses.
+
+    The heads are for training only: `evaluate` and `predict` are those of `model`,
+    whose weights are trained in place. A loss that has ended still costs its head's
+    products.
+
+    Args:
+        model: The model to train: an `EfficientCausalLM`, with any attention.
+        total_steps: Positive integer: training steps that the schedule is for. They
+            are counted in a weight, which is saved.
+        num_targets: Positive integer: tokens to predict at each position. Defaults
+            to 2.
+        target_weight: Weight of the targets after the first. Defaults to 0.5.
+        **kwargs: Those of `keras.Model`.
+
+    Call arguments:
+        inputs: As for `model`.
+
+    Returns:
+        The logits of `model`; in training, a dict of these as `"logits"`, and of the
+        `"layers"`, a list of `(batch, length, hidden_dim)`.
+
+    Raises:
+        ValueError: For an argument named above that cannot be honoured.
+
+    Example:
+
+    ```python
+    model = EfficientCausalLM(backbone)
+    training = AuxiliaryLosses(model, total_steps=10_000)
+    training.compile("adam", keras.losses.SparseCategoricalCrossentropy(True))
+    training.fit(batches, steps_per_epoch=1_000, epochs=10)
+    model.generate(...)
+    ```
+
+    Reference:
+        - [Al-Rfou et al., 2019](https://arxiv.org/abs/1808.04444)
+    """
+
+    def __init__(self, model, total_steps, num_targets=2, target_weight=0.5, **kwargs):
+        super().__init__(**kwargs)
+        backbone = getattr(model, "backbone", None)
+        if getattr(backbone, "architecture", None) != "decoder":
+            raise ValueError(
+                "`model` must be a causal language model on an "
+                "EfficientTransformerBackbone, such as EfficientCausalLM. Received: "
+                f"model={model!r}"
+            )
+        if isinstance(backbone.decoder, UniversalTransformer):
+            raise ValueError(
+                "`model` must have layers with outputs of their own, and not the steps "
+                f"of a UniversalTransformer. Received: model={model!r}"
+            )
+        for name, received in (
+            ("total_steps", total_steps),
+            ("num_targets", num_targets),
+        ):
+            if not isinstance(received, int) or received < 1:
+                raise ValueError(
+                    f"`{name}` must be a positive integer. Received: "
+                    f"{name}={received!r}"
+                )
+        if not isinstance(target_weight, int | float) or not target_weight >= 0:
+            raise ValueError(
+                "`target_weight` must be a number of at least 0. Received: "
+                f"target_weight={target_weight!r}"
+            )
+        self.model = model
+        self.total_steps = total_steps
+        self.num_targets = num_targets
+        self.target_weight = target_weight
+        self._training_step = self.add_weight(
+            name="training_step",
+            shape=(),
+            dtype="int32",
+            initializer="zeros",
+            trainable=False,
+            aggregation="only_first_replica",
+        )
+        stack = backbone.decoder
+        self._num_layers = len(stack.blocks) * stack.num_recurrences
+        layers = range(1, self._num_layers + 1)
+        self.norms = []
+        if stack.final_norm is not None:
+            # Otherwise, layers end with a norm of their own.
+            self.norms = [self._make_norm(layer, stack) for layer in layers[:-1]]
+        self.heads = [
+            self._make_head(layer, target)
+            for layer in layers
+            for target in range(1, num_targets + 1)
+            if (layer, target) != (self._num_layers, 1)
+        ]
+        self.built = True
+
+    def _make_norm(self, layer, stack):
+        block = stack.blocks[0]
+        norm = get_norm(
+            block.norm,
+            block.norm_epsilon,
+            block.use_bias,
+            dtype=stack.dtype_policy,
+            name=f"norm_{layer}",
+        )
+        norm.build((None, None, self.model.backbone.hidden_dim))
+        return norm
+
+    def _make_head(self, layer, target):
+        backbone = self.model.backbone
+        head = ChunkedVocabularyLoss(
+            backbone.vocabulary_size,
+            dtype=backbone.decoder.dtype_policy,
+            name=f"layer_{layer}_target_{target}",
+        )
+        head.build((None, None, backbone.hidden_dim))
+        return head
+
+    def stops(self):
+        """After how many steps the loss of each layer but the last stops, a tuple."""
+        n = self._num_layers
+        return tuple(-(-self.total_steps * layer // (2 * n)) for layer in range(1, n))
+
+    def call(self, inputs, training=None):
+        if not training:
+            return self.model(inputs, training=training)
+        backbone = self.model.backbone
+        x = backbone.embedding(inputs["token_ids"], training=training)
+        x, layers = backbone.decoder(
+            x,
+            padding_mask=inputs["padding_mask"],
+            return_layers=True,
+            training=training,
+        )
+        logits = backbone.token_embedding(x, reverse=True)
+        return {"logits": logits, "layers": [*layers[:-1], x]}
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        if not isinstance(y_pred, dict):
+            return super().compute_loss(x, y, y_pred, sample_weight, training)
+        if isinstance(y.shape[1], int) and y.shape[1] < self.num_targets:
+            raise ValueError(
+                f"Sequences must have `num_targets` ({self.num_targets}) positions or "
+                f"more. Received: y.shape={tuple(y.shape)}"
+            )
+        loss = super().compute_loss(x, y, y_pred["logits"], sample_weight, training)
+        step = ops.convert_to_tensor(self._training_step)
+        heads = iter(self.heads)
+        for i, hidden in enumerate(y_pred["layers"]):
+            last = i == self._num_layers - 1
+            if self.norms and not last:
+                hidden = self.norms[i](hidden)
+            of_layer = 0.0
+            for shift in range(1 if last else 0, self.num_targets):
+                of_target = self._loss_of_target(
+                    hidden, next(heads), y, shift, sample_weight
+                )
+                of_layer += (self.target_weight if shift else 1.0) * of_target
+            if not last:
+                of_layer = ops.where(step < self.stops()[i], of_layer, 0.0)
+            loss = loss + ops.cast(of_layer, loss.dtype)
+        if training:
+            self._training_step.assign(step + 1)
+        return loss
+
+    def _loss_of_target(self, hidden, head, y, shift, sample_weight):
+        """The mean over the positions whose target, `shift` after the next, exists."""
+        length = ops.shape(y)[1] - shift
+        losses = head(hidden[:, :length], y[:, shift:])
+        if sample_weight is not None:
+            weight = ops.cast(sample_weight, losses.dtype)
+            real = ops.cast(weight[:, :length] > 0, losses.dtype)
+            losses = losses * weight[:, shift:] * real
+        return ops.mean(losses)
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        logits = y_pred["logits"] if isinstance(y_pred, dict) else y_pred
+        return super().compute_metrics(x, y, logits, sample_weight)
+
+    def get_config(self):
+        model = keras.saving.serialize_keras_object(self.model)
+        # Nothing is trained with the optimizer that a task is made with.
+        model.pop("compile_config", None)
+        return {
+            **super().get_config(),
+            "model": model,
+            "total_steps": self.total_steps,
+            "num_targets": self.num_targets,
+            "target_weight": self.target_weight,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        model = keras.saving.deserialize_keras_object(config["model"])
+        return cls(**{**config, "model": model})

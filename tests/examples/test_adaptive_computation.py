@@ -1,0 +1,63 @@
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import adaptive_computation  # noqa: E402
+from pondering.tasks import BLANK, addition, parity  # noqa: E402
+
+
+def test_parity_counts_the_ones():
+    task = parity(200, 6, seed=1)
+    assert set(np.unique(task.difficulty)) == set(range(1, 7))
+    for x, y, difficulty in zip(task.x, task.y, task.difficulty, strict=True):
+        assert set(x[0, : difficulty[0]]) <= {-1, 1}
+        assert (x[0, difficulty[0] :] == 0).all()
+        assert list(x[0]).count(1) % 2 == y[0, 0]
+
+
+def test_addition_adds():
+    task = addition(100, 3, seed=1)
+    lengths = set()
+    for x, y, difficulty in zip(task.x, task.y, task.difficulty, strict=True):
+        total = 0
+        for t in range(3):
+            digits = x[t].reshape(3, 10)
+            assert (digits.sum(-1) == (np.arange(3) < difficulty[t])).all()
+            total += int(digits.argmax(-1) @ 10 ** np.arange(3))
+            told = "".join(str(d) for d in y[t][::-1] if d != BLANK)
+            assert told == str(total)
+            lengths.add(difficulty[t])
+    assert lengths == {1, 2, 3}
+    np.testing.assert_array_equal(task.weight[0], [0, 1, 1])
+
+
+def test_the_script_prints_its_tables_and_leaves_a_picture(capsys, tmp_path):
+    arguments = (
+        "--tasks addition --ponder-cost 0.01 --size 2 --units 4 --max-steps 2 "
+        f"--steps 2 --batch 4 --test-sequences 40 --verbose 0 --out {tmp_path}"
+    )
+    assert adaptive_computation.main(arguments.split()) == 0
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.splitlines() if line.startswith("| ")]
+    assert rows[0] == "| ponder cost | right | steps | at 1 | at 2 |"
+    names = [row.split(" | ")[0] for row in rows[2:]]
+    assert names == ["| without", "| cost 0.01"]
+    # Without: one step each.
+    assert rows[2].split(" | ")[2] == "1.00"
+    assert 1 <= float(rows[3].split(" | ")[2]) <= 2
+    assert (tmp_path / "steps.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--steps 0", "--tasks some", "--ponder-cost -1", "--size 18"]
+)
+def test_wrong_arguments_are_one_line(arguments, capsys):
+    assert adaptive_computation.main(arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("adaptive_computation.py: error: ")
+    assert error.count("\n") == 1

@@ -1,0 +1,69 @@
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import universal_transformer  # noqa: E402
+from algorithms.data import END, FIRST, PLUS, START, examples, model_inputs  # noqa: E402
+
+
+def number(digits):
+    return int("".join(str(digit - FIRST) for digit in digits[::-1]))
+
+
+def test_targets_belong_to_their_sources():
+    for task in ("copy", "reverse", "addition"):
+        sources, targets = examples(task, 50, (3, 9), 10, seed=0)
+        for source, target in zip(sources, targets, strict=True):
+            if task == "addition":
+                middle = list(source).index(PLUS)
+                total = number(source[:middle]) + number(source[middle + 1 :])
+                assert number(target) == total
+            else:
+                step = 1 if task == "copy" else -1
+                np.testing.assert_array_equal(target, source[::step])
+        assert {len(source) for source in sources} <= set(range(3, 10))
+
+
+def test_the_decoder_is_shown_what_came_before():
+    inputs, y, weights = model_inputs([[5, 6], [7]], [[6, 5], [7]])
+    np.testing.assert_array_equal(
+        inputs["decoder_token_ids"], [[START, 6, 5], [START, 7, 0]]
+    )
+    np.testing.assert_array_equal(y, [[6, 5, END], [7, END, 0]])
+    np.testing.assert_array_equal(weights, [[1, 1, 1], [1, 1, 0]])
+    np.testing.assert_array_equal(inputs["encoder_padding_mask"], [[1, 1], [1, 0]])
+
+
+def test_the_script_prints_its_table(capsys):
+    arguments = (
+        "--tasks copy --models vanilla adaptive --train-length 3 --test-lengths 3 5 "
+        "--alphabet 3 --depth 1 --dim 16 --heads 2 --steps 2 --batch 2 "
+        "--test-sequences 4 --verbose 0"
+    )
+    assert universal_transformer.main(arguments.split()) == 0
+    printed = capsys.readouterr().out
+    header, _, vanilla, adaptive = (
+        line.strip("| ").split(" | ")
+        for line in printed.splitlines()
+        if line.startswith("| ")
+    )
+    assert header[-3:] == ["length 3", "length 5", "paper, 400"]
+    assert vanilla[:2] == ["copy", "vanilla"] and vanilla[-1] == "0.53/0.03"
+    assert adaptive[1] == "adaptive" and vanilla[3] == "1"
+    assert adaptive[3] == "1/1"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--steps 0", "--dim 6", "--test-lengths 2", "--attention nothing"],
+)
+def test_wrong_arguments_are_one_line(arguments, capsys):
+    assert universal_transformer.main(arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("universal_transformer.py: error: ")
+    assert error.count("\n") == 1

@@ -1,0 +1,185 @@
+"""RelativePositionXL: its memory, resets, lengths and shared biases."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn import PositionBiases, RelativePositionXL
+from tests import dense
+from tests.autodiff import to_numpy
+from tests.largest_tensor import largest_tensor
+
+BATCH, DIM, HEADS, KEY_DIM = 2, 5, 2, 4
+
+
+def make(memory_length=4, **options):
+    """A built layer of an odd width, with biases that show."""
+    layer = RelativePositionXL(HEADS, KEY_DIM, memory_length=memory_length, **options)
+    layer.build((BATCH, 3, DIM), (BATCH, 3, DIM))
+    random = np.random.default_rng(1)
+    for weight in layer.trainable_weights:
+        weight.assign(random.normal(size=weight.shape) * 0.4)
+    return layer
+
+
+def text(length, seed=0):
+    random = np.random.default_rng(seed)
+    return random.normal(size=(BATCH, length, DIM)).astype("float32")
+
+
+def read(layer, x, state, **options):
+    output, state = layer(x, x, use_causal_mask=True, state=state, **options)
+    return to_numpy(output), state
+
+
+def after_a_memory(layer, x, memory, mask=None, length=None):
+    """What the layer makes of `x` after `memory`, from the double loop."""
+    extended = np.concatenate([memory, x], axis=1)
+
+    def heads(layer, query, key, value, **kwargs):
+        kwargs["causal"] = "after a memory"
+        return dense.xl_heads(layer, query, key, value, **kwargs)
+
+    return dense.layer_output(layer, heads, x, extended, key_mask=mask)[0]
+
+
+def assert_close(received, expected):
+    np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"same_length": True, "clamp_length": 2}], ids=str
+)
+def test_a_memory_is_read_as_the_double_loop_does(options):
+    layer, x = make(**options), text(10)
+    _, state = read(layer, x[:, :7], layer.initial_state(BATCH))
+    np.testing.assert_array_equal(to_numpy(state["memory"]), x[:, 3:7])
+    output, state = read(layer, x[:, 7:], state)
+    assert_close(output, after_a_memory(layer, x[:, 7:], x[:, 3:7]))
+    np.testing.assert_array_equal(to_numpy(state["memory"]), x[:, 6:])
+
+
+def test_empty_slots_are_not_seen():
+    layer, x = make(memory_length=6), text(3)
+    output, state = read(layer, x, layer.initial_state(BATCH))
+    assert_close(output, to_numpy(layer(x, x, use_causal_mask=True)))
+    assert to_numpy(state["mask"]).tolist() == [[0, 0, 0, 1, 1, 1]] * BATCH
+    # What stands in an empty slot is not read.
+    poisoned = to_numpy(state["memory"]).copy()
+    poisoned[:, :3] = np.nan
+    following, _ = read(layer, x, {**state, "memory": poisoned})
+    assert_close(following, after_a_memory(layer, x, x))
+
+
+def test_a_reset_row_begins_anew_and_the_other_goes_on():
+    layer, x = make(), text(8)
+    _, state = read(layer, x[:, :5], layer.initial_state(BATCH))
+    going_on, _ = read(layer, x[:, 5:], state)
+    output, state = read(layer, x[:, 5:], state, reset=np.array([True, False]))
+    anew = to_numpy(layer(x[:, 5:], x[:, 5:], use_causal_mask=True))
+    assert_close(output[0], anew[0])
+    assert_close(output[1], going_on[1])
+    assert np.abs(going_on[0] - anew[0]).max() > 1e-3
+    assert to_numpy(state["mask"]).tolist() == [[0, 1, 1, 1], [1, 1, 1, 1]]
+
+
+def by_document(layer, x, documents, causal):
+    """Outputs of the double loop for each `(row, first, last)` on its own."""
+    outputs = np.zeros(x.shape)
+    for row, first, last in documents:
+        alone = x[row : row + 1, first:last]
+        outputs[row, first:last] = dense.layer_output(
+            layer, dense.xl_heads, alone, alone, causal=causal
+        )[0]
+    return outputs
+
+
+def test_documents_that_begin_inside_a_segment():
+    layer, x = make(), text(9)
+    starts = np.zeros((BATCH, 9), bool)
+    starts[0, [2, 6]] = starts[1, 4] = True
+    documents = [(0, 0, 2), (0, 2, 6), (0, 6, 9), (1, 0, 4), (1, 4, 9)]
+    for causal in (False, True):
+        whole = to_numpy(layer(x, x, use_causal_mask=causal, reset=starts))
+        assert_close(whole, by_document(layer, x, documents, causal))
+    state, outputs = layer.initial_state(BATCH, 9), []
+    for piece in (slice(0, 5), slice(5, 9)):
+        output, state = read(layer, x[:, piece], state, reset=starts[:, piece])
+        outputs.append(output)
+    assert_close(np.concatenate(outputs, axis=1), whole)
+
+
+def test_a_longer_memory_than_in_training_and_none():
+    layer, x = make(memory_length=0), text(9)
+    whole = to_numpy(layer(x, x, use_causal_mask=True))
+    state, short = layer.initial_state(BATCH, 9), layer.initial_state(BATCH)
+    assert tuple(short["memory"].shape) == (BATCH, 0, DIM)
+    for piece in (slice(0, 4), slice(4, 9)):
+        output, state = read(layer, x[:, piece], state)
+        assert_close(output, whole[:, piece])
+        output, short = read(layer, x[:, piece], short)
+        alone = to_numpy(layer(x[:, piece], x[:, piece], use_causal_mask=True))
+        assert_close(output, alone)
+
+
+def test_tiles_of_queries_are_the_whole_and_no_matrix_exists():
+    layer, x = make(), text(200)
+    expected, _ = dense.layer_output(layer, dense.xl_heads, x, x, causal=True)
+    assert_close(to_numpy(layer(x, x, use_causal_mask=True)), expected)
+
+    def loss(x):
+        return ops.sum(layer(x, x, use_causal_mask=True))
+
+    assert largest_tensor(loss, text(1000)) < 1000 * 1000 * HEADS * BATCH / 4
+
+
+def test_layers_share_biases_and_come_back_sharing(tmp_path):
+    biases = PositionBiases(HEADS, KEY_DIM)
+    sequence = keras.Input((None, DIM))
+    x = sequence
+    layers = [RelativePositionXL(HEADS, KEY_DIM, biases=biases) for _ in range(2)]
+    for layer in layers:
+        x = layer(x, x, use_causal_mask=True)
+    model = keras.Model(sequence, x)
+    # Two projections of four layers with biases, and of positions; u and v once.
+    assert len(model.weights) == 2 * (4 * 2 + 1) + 2
+    biases.content_bias.assign(np.ones((HEADS, KEY_DIM)))
+    model.save(tmp_path / "model.keras")
+    restored = keras.saving.load_model(tmp_path / "model.keras")
+    assert len(restored.weights) == len(model.weights)
+    x = text(6)
+    assert_close(to_numpy(restored(x)), to_numpy(model(x)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_length": -1}, "memory_length=-1"),
+        ({"memory_length": 2.5}, "memory_length=2.5"),
+        ({"clamp_length": 0}, "clamp_length=0"),
+        ({"biases": "none"}, "biases='none'"),
+        ({"biases": PositionBiases(3, 4)}, "num_heads=3"),
+    ],
+    ids=str,
+)
+def test_arguments_that_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        RelativePositionXL(HEADS, KEY_DIM, **options)
+
+
+def test_calls_that_are_refused():
+    layer, x = make(), text(3)
+    state = layer.initial_state(BATCH)
+    causal = dict(use_causal_mask=True, state=state)
+    with pytest.raises(ValueError, match=r"key\.shape=\(2, 3, 5\)"):
+        layer(x, x, x + 1, **causal)
+    with pytest.raises(ValueError, match=r"reset\.shape=\(3,\)"):
+        layer(x, x, reset=np.zeros(3, bool), **causal)
+    wide = {**state, "memory": np.zeros((BATCH, 4, DIM + 1), "float32")}
+    with pytest.raises(ValueError, match=r"state\['memory'\]\.shape=\(2, 4, 6\)"):
+        layer(x, x, use_causal_mask=True, state=wide)
+    with pytest.raises(ValueError, match="built=False"):
+        RelativePositionXL(HEADS, KEY_DIM).initial_state(BATCH)
+    with pytest.raises(ValueError, match="memory_length=-2"):
+        layer.initial_state(BATCH, -2)

@@ -1,0 +1,145 @@
+"""Auxiliary losses: their formula, their schedule, and what they leave behind."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_efficient_attn.models import AuxiliaryLosses, EfficientCausalLM
+from tests.autodiff import to_numpy
+from tests.models.cases import inputs, make_backbone, randomize
+
+
+def make(residual="pre_norm", num_layers=3, **options):
+    backbone = make_backbone(
+        "defaults",
+        attention="softmax",
+        num_layers=num_layers,
+        residual=residual,
+        norm="rms_norm",
+    )
+    options = {"total_steps": 13, "num_targets": 2, "target_weight": 0.25, **options}
+    training = AuxiliaryLosses(EfficientCausalLM(backbone), **options)
+    for part in (*training.norms, *training.heads):
+        randomize(part, seed=1)
+    return training
+
+
+def compiled(training):
+    # Weights that stay where they are, so that all steps have the same losses.
+    training.compile(
+        keras.optimizers.SGD(0.0),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    return training
+
+
+def batch():
+    x = inputs("defaults")
+    y = np.roll(x["token_ids"], -1, axis=1)
+    # Padding, and weights that are not just 0 and 1.
+    return x, y, x["padding_mask"] * np.linspace(0.5, 1.5, y.shape[1])
+
+
+def cross_entropy(logits, labels):
+    logits = logits - logits.max(-1, keepdims=True)
+    logits = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return -np.take_along_axis(logits, labels[..., None], -1)[..., 0]
+
+
+def losses_of_layers(training, x, y, weights):
+    """`L[l]` of every layer, the compiled loss of the last left out."""
+    backbone, result = training.model.backbone, []
+    hidden = backbone.embedding(x["token_ids"])
+    heads = iter(training.heads)
+    for i, block in enumerate(backbone.decoder.blocks):
+        hidden = block(hidden, padding_mask=x["padding_mask"])
+        final = i == len(backbone.decoder.blocks) - 1
+        norm = backbone.decoder.final_norm if final else training.norms[i]
+        normed = to_numpy(hidden).astype("float64")
+        mean_square = (normed**2).mean(-1, keepdims=True)
+        scale = to_numpy(norm.weights[0])
+        normed = normed / np.sqrt(mean_square + norm.epsilon) * scale
+        total = 0.0
+        for shift in range(final, training.num_targets):
+            kernel, bias = (to_numpy(w) for w in next(heads).weights)
+            length = y.shape[1] - shift
+            losses = cross_entropy(normed[:, :length] @ kernel + bias, y[:, shift:])
+            losses = losses * weights[:, shift:] * (weights[:, :length] > 0)
+            total += (training.target_weight if shift else 1.0) * losses.mean()
+        result.append(total)
+    return result
+
+
+def test_losses_and_schedule_are_those_of_the_formula():
+    training = compiled(make())
+    x, y, weights = batch()
+    plain = training.evaluate(x, y, sample_weight=weights, verbose=0)
+    of_layers = losses_of_layers(training, x, y, weights)
+    # Layer l stops after l / 2n of 13 steps, n = 3: 2.17 and 4.33.
+    assert training.stops() == (3, 5)
+    received = training.fit(x, y, sample_weight=weights, epochs=6, verbose=0)
+    for step, loss in enumerate(received.history["loss"]):
+        expected = plain + of_layers[2]
+        expected += of_layers[0] * (step < 13 * 1 / 6)
+        expected += of_layers[1] * (step < 13 * 2 / 6)
+        assert abs(loss - expected) < 1e-4 * expected, step
+
+
+def test_all_of_it_is_saved_and_the_model_learns(tmp_path):
+    training, (x, y, weights) = make("reversible", num_layers=2), batch()
+    # Streams that end and start again between the layers are what they were.
+    logits = to_numpy(training(x, training=True)["logits"])
+    np.testing.assert_allclose(
+        logits, to_numpy(training.model(x)), rtol=1e-4, atol=1e-5
+    )
+    # Compiled training is above.
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    training.compile("adam", loss, run_eagerly=True)
+    before = [to_numpy(w) for w in training.trainable_weights]
+    training.train_on_batch(x, y, weights)
+    for weight, old in zip(training.trainable_weights, before, strict=True):
+        if "kernel" in weight.path:
+            assert np.any(to_numpy(weight) != old), weight.path
+    training.save(tmp_path / "training.keras")
+    restored = keras.saving.load_model(tmp_path / "training.keras")
+    # The step is a weight too.
+    assert to_numpy(restored._training_step) == 1
+    for one, other in zip(restored.weights, training.weights, strict=True):
+        np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
+    np.testing.assert_allclose(
+        to_numpy(restored(x)), to_numpy(training.model(x)), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_heads_are_as_many_as_the_paper_counts():
+    training = make("post_norm", num_layers=12)
+    heads = sum(head.count_params() for head in training.heads) / ((8 + 1) * 50)
+    # T12, in millions: 41.2 at inference, 44 in training.
+    assert round(41.2 + heads * (512 + 1) * 256 / 1e6) == 44
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"total_steps": 0}, "total_steps=0"),
+        ({"num_targets": 1.5}, r"num_targets=1\.5"),
+        ({"target_weight": -1}, "target_weight=-1"),
+    ],
+    ids=str,
+)
+def test_errors_name_what_was_received(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_models_of_another_kind_are_refused():
+    with pytest.raises(ValueError, match="causal language model"):
+        AuxiliaryLosses(make_backbone("encoder"), total_steps=1)
+    universal = make_backbone("defaults", num_recurrences=2, step_signals="sinusoidal")
+    with pytest.raises(ValueError, match="UniversalTransformer"):
+        AuxiliaryLosses(EfficientCausalLM(universal), total_steps=1)
+
+
+def test_sequences_have_a_position_for_each_target():
+    with pytest.raises(ValueError, match=r"y\.shape=\(2, 1\)"):
+        make().compute_loss(None, np.zeros((2, 1)), {})
