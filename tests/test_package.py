@@ -41,7 +41,6 @@ def test_import_loads_neither_extras_nor_other_backends(backend):
         "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}));"
         # The rest loads when first used.
         "keras_efficient_attn.models.TransformerBlock;"
-        "keras_efficient_attn.swap.convert_backbone;"
         "keras_efficient_attn.benchmark.compare"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Models on KerasHub: a backbone for every attention layer, and its tasks.
+"""Models on KerasHub: a backbone for every attention layer, its tasks, and swapping.
 
 Importing this module imports KerasHub; importing `keras_efficient_attn` does not.
 """
@@ -25,6 +25,12 @@ from keras_efficient_attn.models.positions import (
 from keras_efficient_attn.models.presets import preset_names
 from keras_efficient_attn.models.segments import Segments
 from keras_efficient_attn.models.separable_convolution import SeparableConvolution
+from keras_efficient_attn.models.swap import (
+    convert_backbone,
+    efficient_backbone,
+    replace_attention,
+    swap_report,
+)
 from keras_efficient_attn.models.text_classifier import (
     EfficientTextClassifier,
     EfficientTextClassifierPreprocessor,
@@ -56,5 +62,9 @@ __all__ = [
     "TransformerStack",
     "TransformerXL",
     "UniversalTransformer",
+    "convert_backbone",
+    "efficient_backbone",
     "preset_names",
+    "replace_attention",
+    "swap_report",
 ]

@@ -7,13 +7,21 @@ import keras
 import keras_hub
 
 from keras_efficient_attn.models.presets import PresetMixin
-from keras_efficient_attn.swap.copying import copy_weights
-from keras_efficient_attn.swap.places import attention_places
-from keras_efficient_attn.swap.replace import chosen, replace_layers
-from keras_efficient_attn.swap.specification import recorded
+from keras_efficient_attn.models.swap.automatic import check_budget, layers_within
+from keras_efficient_attn.models.swap.calibration import (
+    batches,
+    calibrate_layers,
+    check_can_calibrate,
+    recorded_inputs,
+)
+from keras_efficient_attn.models.swap.copying import copy_weights
+from keras_efficient_attn.models.swap.places import attention_places
+from keras_efficient_attn.models.swap.replace import chosen, replace_layers
+from keras_efficient_attn.models.swap.specification import attention_class, recorded
+from keras_efficient_attn.models.swap.stand_ins import StandIn
 
 
-def convert_backbone(backbone, attention, layers=None):
+def convert_backbone(backbone, attention, layers=None, calibrate=None, budget=None):
     """A copy of a KerasHub backbone with efficient self-attention.
 
     The copy has the weights of the backbone, under the same paths and in the same
@@ -21,7 +29,7 @@ def convert_backbone(backbone, attention, layers=None):
     have besides; the backbone itself is left as it is. It is an instance of
     `efficient_backbone(type(backbone))`, whose configuration says which attention
     stands where: it saves as `.keras` and as preset, and the tasks of the backbone
-    take it, `generate` and `from_preset` included. Import `keras_efficient_attn.swap`
+    take it, `generate` and `from_preset` included. Import `keras_efficient_attn.models`
     before loading one.
 
     Works on backbones whose attention is `keras.layers.MultiHeadAttention` or
@@ -45,7 +53,16 @@ def convert_backbone(backbone, attention, layers=None):
             is not read.
         layers: Indices of the self-attention layers to replace, counted from 0
             through the model (in an encoder-decoder, encoder first); others keep
-            softmax. Defaults to `None`: all of them.
+            softmax. `"auto"`: as many as the `budget` allows, those that do least
+            harm. Defaults to `None`: all of them.
+        calibrate: Data to fit the new layers to, with no training: a batch as the
+            backbone takes it, or an iterable of batches (of a data set with targets,
+            the inputs). The backbone runs over them once, and each layer that is
+            replaced gets what the original reads there: see `calibrate` of
+            `VQAttention` and `PerformerAttention`. A few thousand tokens like those
+            to come are enough. Defaults to `None`: nothing is fitted.
+        budget: For `layers="auto"`: the largest relative error, `√(Σ‖new − old‖² /
+            Σ‖old‖²)`, of what leaves the last block on the data in `calibrate`.
 
     Returns:
         The copy; not compiled.
@@ -53,14 +70,15 @@ def convert_backbone(backbone, attention, layers=None):
     Raises:
         ValueError: If the backbone's attention cannot be replaced (it adds a bias
             that depends on the distance, or caps its logits, say), or not by
-            `attention`; or for `layers` that do not exist.
+            `attention`; for `layers` that do not exist; if `attention` has nothing to
+            calibrate; or if no layer can be replaced within the budget.
         TypeError: If `backbone` or `attention` is of none of these kinds.
 
     Example:
 
     ```python
     import keras_hub
-    from keras_efficient_attn.swap import convert_backbone
+    from keras_efficient_attn.models.swap import convert_backbone
 
     backbone = keras_hub.models.BertBackbone.from_preset("bert_tiny_en_uncased")
     efficient = convert_backbone(backbone, "performer:window=32,num_features=256")
@@ -77,12 +95,43 @@ def convert_backbone(backbone, attention, layers=None):
             "The backbone has been converted already: convert the original. Received: "
             f"{backbone.name}, a {type(backbone).__name__}"
         )
-    # Before anything of its size is made.
-    chosen(layers, len(attention_places(backbone)))
+    check_budget(layers, budget, calibrate)
+    automatic = isinstance(layers, str) and layers == "auto"
+    if not automatic:
+        # Before anything of its size is made.
+        chosen(layers, len(attention_places(backbone)))
+        if calibrate is not None:
+            check_can_calibrate(attention_class(recorded(attention)))
+        return _converted(backbone, attention, layers, calibrate)
+    data = list(batches(calibrate))
+    # What has nothing to fit can be chosen too.
+    fitted = hasattr(attention_class(recorded(attention)), "calibrate")
+    whole = _converted(backbone, attention, None, data if fitted else None)
+    layers = layers_within(budget, backbone, whole, data)
+    if len(layers) == len(attention_places(whole)):
+        return whole
+    efficient = _converted(backbone, attention, layers, None)
+    places = attention_places(whole), attention_places(efficient)
+    for index in layers:
+        old, new = (found[index].layer for found in places)
+        new.set_weights(old.get_weights())
+    return efficient
+
+
+def _converted(backbone, attention, layers, calibrate):
     efficient = efficient_backbone(type(backbone)).from_config(
         {**backbone.get_config(), "attention": attention, "attention_layers": layers}
     )
     copy_weights(backbone, efficient)
+    if calibrate is not None:
+        places = attention_places(backbone)
+        replaced = [
+            (old, new.layer)
+            for old, new in zip(places, attention_places(efficient), strict=True)
+            if isinstance(new.layer, StandIn)
+        ]
+        olds, stand_ins = zip(*replaced, strict=True)
+        calibrate_layers(stand_ins, recorded_inputs(backbone, olds, calibrate))
     return efficient
 
 

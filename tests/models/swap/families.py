@@ -4,7 +4,7 @@ import numpy as np
 from keras import ops
 from keras_hub import models
 
-from keras_efficient_attn.swap.stand_ins import StandIn
+from keras_efficient_attn.models.swap.stand_ins import StandIn
 
 BATCH, LENGTH = 2, 7
 SIZES = dict(vocabulary_size=50, num_layers=2, hidden_dim=16, intermediate_dim=24)

@@ -6,7 +6,7 @@ import keras
 
 from keras_efficient_attn.layers import EfficientAttention, ReformerLSHAttention
 from keras_efficient_attn.layers.by_name import parse_attention
-from keras_efficient_attn.swap.stand_ins import StandIn, stand_in_class
+from keras_efficient_attn.models.swap.stand_ins import StandIn, stand_in_class
 
 # What the model decides, and not whoever chooses an attention for it.
 OF_THE_MODEL = {
@@ -69,6 +69,11 @@ def make_stand_in(spec, place):
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
     return layer
+
+
+def attention_class(spec):
+    """The class of the layers that a specification from `recorded` stands for."""
+    return _class_and_options(spec)[0]
 
 
 def _class_and_options(spec):

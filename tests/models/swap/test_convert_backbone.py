@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from keras_efficient_attn import PerformerAttention
-from keras_efficient_attn.swap import convert_backbone, efficient_backbone
-from tests.swap import families
+from keras_efficient_attn.models import convert_backbone, efficient_backbone
+from tests.models.swap import families
 
 INEXACT = "performer:num_features=4"
 

@@ -7,9 +7,9 @@ import pytest
 from keras import ops
 from keras_hub import models
 
-from keras_efficient_attn.swap import convert_backbone
-from keras_efficient_attn.swap.places import attention_places
-from tests.swap import families
+from keras_efficient_attn.models import convert_backbone
+from keras_efficient_attn.models.swap.places import attention_places
+from tests.models.swap import families
 
 # Not exact: that it is computed in another way shows.
 PERFORMER = "performer:window=2,num_features=4"

@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.swap.stand_ins import StandIn, kept_layers
+from keras_efficient_attn.models.swap.stand_ins import StandIn, kept_layers
 
 
 def copy_weights(source, target):

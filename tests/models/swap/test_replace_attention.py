@@ -6,8 +6,8 @@ import pytest
 from keras import ops
 
 from keras_efficient_attn import LocalAttention
-from keras_efficient_attn.swap import replace_attention
-from tests.swap import families
+from keras_efficient_attn.models import replace_attention
+from tests.models.swap import families
 
 
 class Blocks(keras.layers.Layer):

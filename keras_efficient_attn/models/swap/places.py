@@ -6,7 +6,7 @@ import dataclasses
 import keras
 import keras_hub
 
-from keras_efficient_attn.swap.stand_ins import (
+from keras_efficient_attn.models.swap.stand_ins import (
     GemmaStandIn,
     MistralStandIn,
     MultiHeadStandIn,
@@ -98,30 +98,45 @@ def attention_places(model):
     )
 
 
-def put(place, layer):
-    """Puts a layer that is built where another one stands.
+def check_held(place):
+    """Raises `ValueError` if the parent holds the layer in a way that is not known."""
+    in_graph = isinstance(place.parent, keras.Function)
+    if not in_graph and not _attributes_with(place.parent, place.layer):
+        raise ValueError(
+            f"{place.parent.name} does not hold its attention layer as an attribute, "
+            "or in a list, tuple or dict that is one. Received: "
+            f"{place.layer.path}"
+        )
 
-    Raises:
-        ValueError: If the parent holds the old one in a way that is not known.
-    """
+
+def put(place, layer):
+    """Puts a layer that is built where another one stands, which `check_held` knows."""
     old, parent = place.layer, place.parent
+    attributes = _attributes_with(parent, old)
     parent._tracker.replace_tracked_value("layers", old, layer)
-    # On PyTorch, layers are among the `_modules`.
-    attributes = {**vars(parent), **vars(parent).get("_modules", {})}
-    found = False
     for name, value in attributes.items():
         if value is old:
             setattr(parent, name, layer)
-            found = True
-        elif isinstance(value, list | dict):
-            found |= _put_in_collection(value, old, layer)
+        elif isinstance(value, tuple):
+            setattr(parent, name, tuple(layer if v is old else v for v in value))
+        else:
+            _put_in_collection(value, old, layer)
     if isinstance(parent, keras.Function):
         _put_in_graph(parent, old, layer)
-    elif not found:
-        raise ValueError(
-            f"{parent.name} does not hold its attention layer as an attribute, or in "
-            f"a list or dict that is one. Received: {old.path}"
-        )
+
+
+def _attributes_with(parent, layer):
+    """The attributes that are a layer, or a collection that holds it."""
+    # On PyTorch, layers are among the `_modules`.
+    attributes = {**vars(parent), **vars(parent).get("_modules", {})}
+    found = {}
+    for name, value in attributes.items():
+        held = value.values() if isinstance(value, dict) else value
+        if value is layer or (
+            isinstance(value, list | tuple | dict) and any(v is layer for v in held)
+        ):
+            found[name] = value
+    return found
 
 
 def name_scopes(path):
@@ -163,13 +178,10 @@ def _parents_and_children(layer, seen=None):
 
 
 def _put_in_collection(collection, old, new):
-    found = False
     keys = range(len(collection)) if isinstance(collection, list) else list(collection)
     for key in keys:
         if collection[key] is old:
             collection[key] = new
-            found = True
-    return found
 
 
 def _put_in_graph(model, old, new):

@@ -4,13 +4,19 @@ import warnings
 
 import keras
 
-from keras_efficient_attn.swap.places import (
+from keras_efficient_attn.models.swap.calibration import (
+    calibrate_layers,
+    check_can_calibrate,
+    recorded_inputs,
+)
+from keras_efficient_attn.models.swap.places import (
     attention_places,
+    check_held,
     name_scopes,
     put,
     track_parameters,
 )
-from keras_efficient_attn.swap.specification import make_stand_in, recorded
+from keras_efficient_attn.models.swap.specification import make_stand_in, recorded
 
 COMPILED = (
     "train_function",
@@ -20,7 +26,7 @@ COMPILED = (
 )
 
 
-def replace_attention(model, attention, layers=None):
+def replace_attention(model, attention, layers=None, calibrate=None):
     """Replaces self-attention layers of a built model, in the model itself.
 
     For any Keras model that holds `keras.layers.MultiHeadAttention`, as an attribute
@@ -36,7 +42,8 @@ def replace_attention(model, attention, layers=None):
     Args:
         model: A built model or layer.
         attention: As for `convert_backbone`.
-        layers: As for `convert_backbone`.
+        layers: Indices, as for `convert_backbone`.
+        calibrate: As for `convert_backbone`.
 
     Returns:
         The paths of the layers that were replaced, a list of strings.
@@ -56,25 +63,36 @@ def replace_attention(model, attention, layers=None):
     model.compile("adam", "mse")
     ```
     """
-    paths = replace_layers(model, recorded(attention), layers)
+    stand_ins = replace_layers(model, recorded(attention), layers, calibrate)
     warnings.warn(
         f"{model.name} has to be compiled again, and does not survive saving: what is "
         "loaded has softmax attention. `convert_backbone` makes a copy of a backbone "
         "that does.",
         stacklevel=2,
     )
-    return paths
+    return [layer.path for layer in stand_ins]
 
 
-def replace_layers(model, spec, layers):
-    """`replace_attention`, of a specification that is `recorded`, without a word."""
+def replace_layers(model, spec, layers, calibrate=None):
+    """`replace_attention`, of a specification that is `recorded`, without a word.
+
+    Returns:
+        The new layers.
+    """
     places = attention_places(model)
     places = [places[index] for index in chosen(layers, len(places))]
     # All of them before any is put: a refusal leaves the model as it was.
+    for place in places:
+        check_held(place)
     stand_ins = [make_stand_in(spec, place) for place in places]
+    if calibrate is not None:
+        check_can_calibrate(type(stand_ins[0]))
+        inputs = recorded_inputs(model, places, calibrate)
     for place, layer in zip(places, stand_ins, strict=True):
         with name_scopes(place.layer.path):
             layer.take_over(place.layer)
+    if calibrate is not None:
+        calibrate_layers(stand_ins, inputs)
     for place, layer in zip(places, stand_ins, strict=True):
         put(place, layer)
     track_parameters(model)
@@ -83,7 +101,7 @@ def replace_layers(model, spec, layers):
     for name in COMPILED:
         if hasattr(model, name):
             setattr(model, name, None)
-    return [layer.path for layer in stand_ins]
+    return stand_ins
 
 
 def chosen(layers, count):

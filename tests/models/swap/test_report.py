@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_efficient_attn.swap import convert_backbone, swap_report
-from tests.swap import families
+from keras_efficient_attn.models import convert_backbone, swap_report
+from tests.models.swap import families
 
 INEXACT = "local:window=2"
 

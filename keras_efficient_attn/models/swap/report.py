@@ -1,13 +1,14 @@
 """What replacing softmax attention changes, layer by layer."""
 
-import contextlib
 import dataclasses
 
-import numpy as np
-from keras import ops
-
-from keras_efficient_attn.swap.places import attention_places
-from keras_efficient_attn.swap.stand_ins import StandIn
+from keras_efficient_attn.models.swap.places import attention_places
+from keras_efficient_attn.models.swap.recording import (
+    recorded_calls,
+    relative_error,
+    valid_rows,
+)
+from keras_efficient_attn.models.swap.stand_ins import StandIn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ def swap_report(original, converted, inputs):
     Example:
 
     ```python
-    from keras_efficient_attn.swap import convert_backbone, swap_report
+    from keras_efficient_attn.models import convert_backbone, swap_report
 
     efficient = convert_backbone(backbone, "performer:window=32")
     print(swap_report(backbone, efficient, preprocessor(texts)))
@@ -90,83 +91,36 @@ def swap_report(original, converted, inputs):
             "`original` and `converted` must have as many self-attention layers. "
             f"Received: {len(old)} and {len(new)}"
         )
-    old_attention, old_blocks = _recorded_calls(original, old, inputs)
-    _, new_blocks = _recorded_calls(converted, new, inputs)
+    old_attention, old_blocks = _attention_and_blocks(original, old, inputs)
+    _, new_blocks = _attention_and_blocks(converted, new, inputs)
     errors = []
     for index, (old_place, place) in enumerate(zip(old, new, strict=True)):
         calls = old_attention[index]
-        rows = [_valid_rows(old_place, kwargs) for _, kwargs, _ in calls]
-        again = [place.layer(*args, **kwargs) for args, kwargs, _ in calls]
+        rows = [valid_rows(old_place, call) for call in calls]
+        again = [place.layer(**call.arguments) for call in calls]
         residual = None
         if place.parent is not converted:
-            residual = _relative_error(old_blocks[index], new_blocks[index], rows)
+            residual = relative_error(old_blocks[index], new_blocks[index], rows)
         errors.append(
             LayerError(
                 index,
                 place.layer.path,
                 isinstance(place.layer, StandIn),
-                _relative_error([output for *_, output in calls], again, rows),
+                relative_error([call.output for call in calls], again, rows),
                 residual,
             )
         )
     return SwapReport(errors)
 
 
-def _recorded_calls(model, places, inputs):
-    """The calls of attention layers, and the outputs of the blocks around them.
-
-    Returns:
-        Two lists, with an entry a place: a list of `(args, kwargs, output)`, and a
-        list of outputs.
-    """
-    attention = [[] for _ in places]
-    blocks = [[] for _ in places]
-    with contextlib.ExitStack() as stack:
-        for place, calls, outputs in zip(places, attention, blocks, strict=True):
-            stack.enter_context(_recording(place.layer, calls))
-            if place.parent is not model:
-                stack.enter_context(_recording(place.parent, outputs))
-        model(inputs, training=False)
-    return attention, [[output for *_, output in calls] for calls in blocks]
-
-
-@contextlib.contextmanager
-def _recording(layer, calls):
-    call = layer.call
-
-    def recorded(*args, **kwargs):
-        output = call(*args, **kwargs)
-        calls.append((args, kwargs, output))
-        return output
-
-    layer.call = recorded
-    try:
-        yield
-    finally:
-        del layer.call
-
-
-def _valid_rows(place, kwargs):
-    """`(batch, length)` of positions that are no padding, or `None` for all."""
-    mask = kwargs.get("attention_mask")
-    if mask is None:
-        return None
-    if mask.shape[-2] != 1:
-        mask = place.stand_in.mask_of_keys(mask)
-    return ops.convert_to_numpy(mask)[..., 0, :].astype(bool)
-
-
-def _relative_error(old, new, rows):
-    difference, norm = 0.0, 0.0
-    for first, second, kept in zip(old, new, rows, strict=True):
-        first, second = _array(first), _array(second)
-        if kept is not None:
-            first, second = first[kept], second[kept]
-        difference += np.sum(np.square(second - first))
-        norm += np.sum(np.square(first))
-    return float(np.sqrt(difference / norm)) if norm else 0.0
-
-
-def _array(output):
-    output = output[0] if isinstance(output, tuple) else output
-    return ops.convert_to_numpy(ops.cast(output, "float32")).astype("float64")
+def _attention_and_blocks(model, places, inputs):
+    """The calls of the attention layers, and the outputs of the blocks around them."""
+    layers = [place.layer for place in places]
+    layers += [place.parent for place in places if place.parent is not model]
+    calls = recorded_calls(model, layers, inputs)
+    blocks = iter(calls[len(places) :])
+    outputs = [
+        [] if place.parent is model else [call.output for call in next(blocks)]
+        for place in places
+    ]
+    return calls[: len(places)], outputs

@@ -1,0 +1,95 @@
+"""Swaps the attention of a trained model, and says what is left of the model.
+
+    python examples/swap_attention.py
+    python examples/swap_attention.py --preset bert_base_en --out runs/efficient_bert
+    python examples/swap_attention.py --preset ./a_hugging_face_folder \\
+        --attention vq:window=32,num_codes=256
+
+Without a preset, it trains a small encoder of bytes first, for about a minute. Every
+attention layer is replaced, and fitted to texts that the original reads; a table has the
+cosine between the mean hidden states of the original and of each swap on other texts.
+The first attention in the list then goes on: its errors layer by layer, its speed and
+memory against softmax, some steps of training to give what the original gives, and a
+preset in the folder of `--out`.
+"""
+
+import sys
+from pathlib import Path
+
+from byte_lm.data import load_splits
+from byte_lm.errors import UsageError
+from command_line import (
+    BACKENDS,
+    Parser,
+    make_folder,
+    natural,
+    one_line_errors,
+    positive,
+    positive_float,
+    select_backend,
+)
+
+ATTENTION = [
+    "vq:window=32,num_codes=256,qk_norm=False",
+    "performer:window=32,num_features=256",
+    "performer:num_features=256",
+    "local:window=32",
+]
+
+
+def parse_arguments(argv):
+    parser = Parser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--preset", help="name of a preset, or folder of KerasHub or Hugging Face")
+    add(
+        "--attention",
+        nargs="+",
+        default=ATTENTION,
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="layers of this package, with options of their constructors",
+    )
+    add("--layers", nargs="+", type=natural, help="which to replace; default: all")
+    add(
+        "--budget",
+        type=positive_float,
+        help="instead: replace as many as this relative error allows",
+    )
+    add("--text", metavar="FILE_OR_FOLDER", help="default: the standard library")
+    add("--length", type=positive, default=256, help="tokens of a text")
+    add("--batch", type=positive, default=16, help="texts of a batch")
+    add("--calibration", type=positive, default=2, help="batches to fit to")
+    add("--test", type=positive, default=2, help="batches to compare on")
+    add("--train-steps", type=positive, default=250, help="of the small encoder")
+    add("--lengths", nargs="*", type=positive, default=[256, 1024, 4096, 32768])
+    add("--time-limit", type=positive_float, default=20.0, help="seconds a length")
+    add("--steps", type=natural, default=30, help="of fine-tuning")
+    add("--learning-rate", type=positive_float, default=1e-4, help="of fine-tuning")
+    add("--out", default="runs/swap", metavar="FOLDER", help="of the new preset")
+    add("--seed", type=natural, default=0)
+    add("--verbose", type=int, default=1, help="0: no progress bars")
+    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
+    arguments = parser.parse_args(argv)
+    if arguments.layers and arguments.budget:
+        raise UsageError("--layers and --budget exclude each other")
+    return arguments
+
+
+@one_line_errors
+def main(argv=None):
+    """Runs the script; returns its exit status."""
+    arguments = parse_arguments(argv)
+    select_backend(arguments.backend)
+    make_folder(arguments.out)
+    folder = Path(arguments.out)
+    if any(folder.iterdir()):
+        raise UsageError(f"--out {folder}: holds something; choose another folder")
+    splits = load_splits(arguments.text)
+    # This imports Keras, which reads the backend once.
+    from swapping.run import run
+
+    run(arguments, splits, folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""The steps of `swap_attention.py`."""
+
+import itertools
+import time
+
+import keras_hub
+import numpy as np
+from byte_lm.errors import UsageError
+from swapping import original as originals
+from swapping.similarity import cosines, embeddings, fine_tune
+
+from keras_efficient_attn import EfficientAttention, benchmark
+from keras_efficient_attn.benchmark.report import table
+from keras_efficient_attn.layers import get_attention
+from keras_efficient_attn.models import convert_backbone, swap_report
+
+
+def run(arguments, splits, folder):
+    """Converts, reports, measures, trains and saves."""
+    original = _original(arguments, splits)
+    backbone = original.backbone
+    fitted, held_out = (
+        _batches(original, splits[name], count, arguments)
+        for name, count in (
+            ("validation", arguments.calibration),
+            ("test", arguments.test),
+        )
+    )
+    expected = embeddings(backbone, held_out)
+    print(
+        f"{backbone.name}: {backbone.count_params():,} parameters; "
+        f"{len(expected)} texts of up to {arguments.length} tokens",
+        flush=True,
+    )
+    converted = None
+    width = max(map(len, arguments.attention)) + 2
+    print(f"\n{'attention':<{width}}{'cosine':>8}{'least':>8}{'replaced':>10}{'s':>7}")
+    for name in arguments.attention:
+        started = time.perf_counter()
+        made = _convert(backbone, name, fitted, arguments)
+        seconds = time.perf_counter() - started
+        cosine = cosines(expected, embeddings(made, held_out))
+        layers = made.attention_layers
+        print(
+            f"{name:<{width}}{cosine.mean():>8.4f}{cosine.min():>8.4f}"
+            f"{'all' if layers is None else len(layers):>10}{seconds:>7.1f}",
+            flush=True,
+        )
+        converted = made if converted is None else converted
+
+    print(f"\n== {arguments.attention[0]}\n")
+    print(swap_report(backbone, converted, held_out[0]), flush=True)
+    if arguments.lengths:
+        _measure(converted, arguments)
+    if arguments.steps:
+        texts = originals.batches(
+            splits["train"], arguments.batch, original.text_bytes, arguments.seed
+        )
+        fine_tune(
+            backbone,
+            converted,
+            map(original.inputs_of, texts),
+            arguments.steps,
+            arguments.learning_rate,
+            arguments.verbose,
+        )
+        cosine = cosines(expected, embeddings(converted, held_out))
+        print(
+            f"\nafter {arguments.steps} steps of training: cosine {cosine.mean():.4f}, "
+            f"least {cosine.min():.4f}",
+            flush=True,
+        )
+    _save(converted, held_out, folder)
+
+
+def _original(arguments, splits):
+    if arguments.preset:
+        return originals.load(arguments.preset, arguments.length)
+    return originals.train(
+        splits,
+        arguments.length,
+        arguments.train_steps,
+        arguments.batch,
+        arguments.seed,
+        arguments.verbose,
+    )
+
+
+def _batches(original, data, count, arguments):
+    texts = originals.batches(
+        data, arguments.batch, original.text_bytes, arguments.seed
+    )
+    return [original.inputs_of(batch) for batch in itertools.islice(texts, count)]
+
+
+def _convert(backbone, name, fitted, arguments):
+    automatic = arguments.budget is not None
+    try:
+        layer = get_attention(name, num_heads=1, key_dim=2)
+        calibrated = hasattr(layer, "calibrate")
+        return convert_backbone(
+            backbone,
+            name,
+            layers="auto" if automatic else arguments.layers,
+            calibrate=fitted if calibrated or automatic else None,
+            budget=arguments.budget,
+        )
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--attention {name}: {error}") from error
+
+
+def _measure(converted, arguments):
+    """Times attention layers of the model's size, each in a process of its own."""
+    layer = next(
+        layer
+        for layer in converted._flatten_layers()
+        if isinstance(layer, EfficientAttention)
+    )
+    comparison = benchmark.compare(
+        ["softmax", arguments.attention[0]],
+        arguments.lengths,
+        heads=layer.num_heads,
+        head_dim=layer.key_dim,
+        causal=layer.receives_causal_mask,
+        repeats=3,
+        time_limit=arguments.time_limit,
+    )
+    print(
+        f"\none attention layer of this size, forward\n\n{table(comparison)}",
+        flush=True,
+    )
+
+
+def _save(converted, held_out, folder):
+    preset = folder / "preset"
+    converted.save_to_preset(str(preset))
+    loaded = keras_hub.models.Backbone.from_preset(str(preset))
+    first, second = (
+        embeddings(backbone, held_out[:1]) for backbone in (converted, loaded)
+    )
+    difference = np.max(abs(first - second))
+    print(
+        f"\nsaved {preset}, which loads as {type(loaded).__name__} "
+        f"(largest difference {difference:.1e})"
+    )
