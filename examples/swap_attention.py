@@ -6,8 +6,8 @@
         --attention vq:window=32,num_codes=256
 
 Without a preset, it trains a small encoder of bytes first, for about a minute. Every
-attention layer is replaced, and fitted to texts that the original reads; a table has the
-cosine between the mean hidden states of the original and of each swap on other texts.
+attention layer is replaced, and fitted to texts that the original reads; a table has
+the cosine between the mean hidden states of the original and of each swap on others.
 The first attention in the list then goes on: its errors layer by layer, its speed and
 memory against softmax, some steps of training to give what the original gives, and a
 preset in the folder of `--out`.

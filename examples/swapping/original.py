@@ -6,8 +6,8 @@ from collections.abc import Callable
 import keras
 import keras_hub
 import numpy as np
-from byte_lm.errors import UsageError
 
+from byte_lm.errors import UsageError
 from keras_efficient_attn.models import EfficientByteTokenizer
 
 # The first that a family of backbones has makes the backbone's inputs of texts.
@@ -40,8 +40,8 @@ def load(preset, length):
     """A backbone and its preprocessing, from a preset.
 
     Args:
-        preset: The name of a preset, or a folder in the format of KerasHub or of Hugging
-            Face.
+        preset: The name of a preset, or a folder in the format of KerasHub or of
+            Hugging Face.
         length: Tokens of a text.
 
     Raises:
@@ -100,9 +100,10 @@ def train(splits, length, steps, batch, seed, verbose):
     history = model.fit(
         masked_batches(), steps_per_epoch=steps, epochs=1, verbose=verbose
     ).history
+    loss, right = history["loss"][-1], history["accuracy"][-1]
     print(
-        f"trained a small encoder of bytes: {steps} steps, loss "
-        f"{history['loss'][-1]:.2f}, {history['accuracy'][-1]:.1%} of masked bytes right",
+        f"trained a small encoder of bytes: {steps} steps, loss {loss:.2f}, "
+        f"{right:.1%} of masked bytes right",
         flush=True,
     )
     plain = keras_hub.models.TextClassifierPreprocessor(

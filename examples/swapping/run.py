@@ -5,14 +5,14 @@ import time
 
 import keras_hub
 import numpy as np
-from byte_lm.errors import UsageError
-from swapping import original as originals
-from swapping.similarity import cosines, embeddings, fine_tune
 
+from byte_lm.errors import UsageError
 from keras_efficient_attn import EfficientAttention, benchmark
 from keras_efficient_attn.benchmark.report import table
 from keras_efficient_attn.layers import get_attention
 from keras_efficient_attn.models import convert_backbone, swap_report
+from swapping import original as originals
+from swapping.similarity import cosines, embeddings, fine_tune
 
 
 def run(arguments, splits, folder):

@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-from keras import ops
 
 
 def hidden_states(backbone, outputs):
