@@ -14,6 +14,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.fourier.kernel import check_power, cosine, sine
+from keras_efficient_attn.ops.pair_products import pair_products
 from keras_efficient_attn.ops.random_features import (
     gaussian_blocks,
     random_projection,
@@ -66,11 +67,7 @@ def squared_features(x, frequencies):
     angles = x @ ops.transpose(frequencies)
     waves = ops.concatenate([cosine(angles), sine(angles)], axis=-1)
     waves = waves / math.sqrt(frequencies.shape[0])
-    products = []
-    for i in range(waves.shape[-1]):
-        first = waves[..., i : i + 1]
-        products += [first * first, math.sqrt(2.0) * first * waves[..., i + 1 :]]
-    return ops.concatenate(products, axis=-1), None
+    return pair_products(waves), None
 
 
 def squared_features_size(num_frequencies):

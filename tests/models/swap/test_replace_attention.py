@@ -11,24 +11,39 @@ from tests.models.swap import families
 
 
 class Blocks(keras.layers.Layer):
-    """Holds its attention layers in a list and in a dict."""
+    """Holds its attention layers in a list, a tuple and a dict."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.listed = [keras.layers.MultiHeadAttention(2, 4) for _ in range(2)]
+        self.listed = [keras.layers.MultiHeadAttention(2, 4)]
+        self.paired = keras.layers.MultiHeadAttention(2, 4), keras.layers.Identity()
         self.named = {"last": keras.layers.MultiHeadAttention(2, 4, use_gate=True)}
 
     def build(self, shape):
-        for layer in (*self.listed, self.named["last"]):
+        for layer in (*self.listed, self.paired[0], self.named["last"]):
             layer.build(shape, shape)
 
     def call(self, x):
-        for layer in self.listed:
+        for layer in (*self.listed, self.paired[0]):
             x = x + layer(x, x, use_causal_mask=True)
         return x + self.named["last"](x, x, value_mask=None)
 
     def compute_output_shape(self, shape):
         return shape
+
+
+class Hidden(keras.layers.Layer):
+    """Holds its attention layer where nobody looks for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.nested = [{"attention": keras.layers.MultiHeadAttention(2, 4)}]
+
+    def build(self, shape):
+        self.nested[0]["attention"].build(shape, shape)
+
+    def call(self, x):
+        return self.nested[0]["attention"](x, x)
 
 
 def make_model():
@@ -74,6 +89,10 @@ def test_refusals_leave_the_model_as_it_is():
     with pytest.raises(ValueError, match="cannot take the place"):
         replace_attention(model, "performer:window=-1")
     assert not families.stand_ins(model)
+    hidden = keras.Sequential([keras.Input((None, 8)), Hidden()])
+    with pytest.raises(ValueError, match="does not hold its attention"):
+        replace_attention(hidden, "local")
+    assert not families.stand_ins(hidden)
     dense = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     with pytest.raises(ValueError, match="no self-attention layer.*: none"):
         replace_attention(dense, "local")

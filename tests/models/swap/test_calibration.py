@@ -1,0 +1,109 @@
+"""Fitting to data, and choosing layers by the errors on it."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn.models import convert_backbone, replace_attention
+from tests.models.swap import families
+
+# As many codes as there are keys in the data: every key is its own code.
+EXACT_ON_ITS_DATA = "vq:window=1,num_codes=16,qk_norm=False"
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_with_a_code_for_each_key_the_data_are_exact(name):
+    backbone = families.make(name)
+    data = families.inputs(backbone)
+    first = {key: value[:1] for key, value in data.items()}
+    second = {key: value[1:] for key, value in data.items()}
+    targets = np.zeros((1, 1))
+    efficient = convert_backbone(
+        backbone, EXACT_ON_ITS_DATA, calibrate=[first, (second, targets)]
+    )
+    families.assert_same_outputs(backbone, efficient, data)
+    # Random codes are not: it is the data that make them so.
+    plain = convert_backbone(backbone, EXACT_ON_ITS_DATA)
+    with pytest.raises(AssertionError):
+        families.assert_same_outputs(backbone, plain, data, 1e-2)
+
+
+def test_in_place():
+    x = np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
+    inputs = keras.Input((None, 8))
+    layer = keras.layers.MultiHeadAttention(2, 4, dropout=0.1)
+    attended = layer(inputs, inputs, use_causal_mask=True)
+    model = families.randomize(keras.Model(inputs, attended))
+    before = ops.convert_to_numpy(model(x))
+    with pytest.warns(UserWarning):
+        replace_attention(model, EXACT_ON_ITS_DATA, calibrate=x)
+    np.testing.assert_allclose(ops.convert_to_numpy(model(x)), before, atol=1e-5)
+
+
+def test_as_many_layers_as_the_budget_allows():
+    backbone = families.make("distil_bert")
+    data = families.inputs(backbone)
+    attention = "local:window=2"
+
+    def error(layers):
+        efficient = convert_backbone(backbone, attention, layers)
+        (old,), (new,) = (families.outputs(m, data) for m in (backbone, efficient))
+        return np.sqrt(np.sum((new - old) ** 2) / np.sum(old**2))
+
+    alone = error([0]), error([1])
+    least = int(np.argmin(alone))
+
+    def chosen(budget):
+        return convert_backbone(
+            backbone, attention, "auto", calibrate=data, budget=budget
+        )
+
+    both = error(None)
+    assert chosen(1.001 * both).attention_layers is None
+    efficient = chosen((alone[least] + both) / 2)
+    assert efficient.attention_layers == [least]
+    families.assert_same_outputs(
+        convert_backbone(backbone, attention, [least]), efficient, data
+    )
+    with pytest.raises(ValueError, match=f"No layer .* of layer {least}"):
+        chosen(0.999 * alone[least])
+
+
+def test_chosen_layers_keep_what_was_fitted():
+    backbone = families.make("distil_bert")
+    data = families.inputs(backbone)
+    attention = "vq:window=1,num_codes=4,qk_norm=False"
+    whole = convert_backbone(backbone, attention, calibrate=data)
+    first = convert_backbone(backbone, attention, [0], calibrate=data)
+    second = convert_backbone(backbone, attention, [1], calibrate=data)
+    errors = [
+        np.linalg.norm(families.outputs(m, data)[0] - families.outputs(backbone, data))
+        / np.linalg.norm(families.outputs(backbone, data))
+        for m in (first, second, whole)
+    ]
+    budget = (min(errors[:2]) + max(errors)) / 2
+    efficient = convert_backbone(
+        backbone, attention, "auto", calibrate=data, budget=budget
+    )
+    (layer,) = efficient.attention_layers
+    families.assert_same_outputs((first, second)[layer], efficient, data)
+
+
+def test_refusals():
+    backbone = families.make("distil_bert", num_layers=1)
+    data = families.inputs(backbone)
+    vq, local = "vq:qk_norm=False", families.LOCAL
+    for attention, options, message in (
+        (local, dict(calibrate=data), "LocalAttention has nothing to fit"),
+        (vq, dict(calibrate=[]), "at least one batch"),
+        (vq, dict(budget=0.1), "layers=None, budget=0.1"),
+        (vq, dict(layers="auto", calibrate=data), "budget=None"),
+        (vq, dict(layers="auto", calibrate=data, budget=0), "budget=0"),
+        (vq, dict(layers="auto", budget=0.1), "calibrate=None"),
+        (vq, dict(layers="all"), "layers='all'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert_backbone(backbone, attention, **options)
+    with pytest.raises(TypeError, match="calibrate=3"):
+        convert_backbone(backbone, vq, calibrate=3)
