@@ -214,6 +214,11 @@ def vq_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=Fa
         sigma = np.exp(weights.get("log_sigma", np.log(layer.sigma)))
     else:
         codes = weights["sum"] / np.maximum(weights["count"], 1e-2)[..., None]
+    query = query + u
+    position_query = query - u + v
+    if layer.assignment == "hard":
+        query = np.einsum("bthd,hde->bthe", query, weights["query_map"])
+        key = np.einsum("bthd,hde->bthe", key, weights["key_map"])
     positions = 0.0
     if layer.relative_positions:
         kernel = weights["position_kernel"] * scale
@@ -222,9 +227,9 @@ def vq_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=Fa
         angle = distance[..., None] * frequency
         waves = np.concatenate([np.sin(angle), np.cos(angle)], -1)
         r = np.einsum("tsd,dhk->tshk", waves, kernel)
-        positions = np.einsum("bthk,tshk->bhts", query + v, r)
+        positions = np.einsum("bthk,tshk->bhts", position_query, r)
     similarity = vq_similarity(
-        query + u,
+        query,
         key,
         codes,
         sigma,
@@ -233,6 +238,10 @@ def vq_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=Fa
         layer.cache,
         positions,
     )
+    if layer.order == 2:
+        similarity = similarity * vq_expansion(
+            query, key, codes, layer.rank, layer.window, key_mask, causal
+        )
     return weigh(similarity, value, key_mask, causal)
 
 
@@ -266,6 +275,39 @@ def vq_similarity(
         key = np.einsum("bshc,hcd->bshd", p, codes)
     exact = np.exp(dots(query, key) + positions)
     return np.where(abs(distance) < window, exact, similarity * cache)
+
+
+def vq_expansion(
+    query, key, codes, rank=None, window=None, key_mask=None, causal=False
+):
+    """1 + x + x²/2 + y/2 outside the window, 1 inside, `(batch, heads, T, S)`.
+
+    x is the product of query and residual in the first `rank` coordinates; y is the
+    sum over the others of q² times the mean of the squared residuals of the keys of
+    the same code that the query sees on the same side.
+    """
+    rank = key.shape[-1] if rank is None else rank
+    nearest = ((key[:, :, :, None] - codes[None, None]) ** 2).sum(-1).argmin(-1)
+    (batch, length, heads, _), key_length = query.shape, key.shape[1]
+    factor = np.ones((batch, heads, length, key_length))
+    place = np.arange(key_length)
+    for b, h, t in np.ndindex(batch, heads, length):
+        residual = key[b, :, h] - codes[h, nearest[b, :, h]]
+        products = query[b, t, h] * residual
+        x = products[:, :rank].sum(-1)
+        seen = place <= t if causal else place >= 0
+        if key_mask is not None:
+            seen = seen & key_mask[b]
+        sides = (place >= 0,)
+        if window is not None:
+            sides = (place <= t - window, place >= t + window)
+        for side in sides:
+            for code in range(codes.shape[1]):
+                keys = seen & side & (nearest[b, :, h] == code)
+                if keys.any():
+                    y = (products[keys, rank:] ** 2).mean(0).sum()
+                    factor[b, h, t, keys] = (1 + x + x**2 / 2 + y / 2)[keys]
+    return factor
 
 
 def xl_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=False):

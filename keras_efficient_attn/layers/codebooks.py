@@ -1,4 +1,7 @@
-"""Codebooks of VQAttention: moving averages of keys, or the means of a mixture."""
+"""Codebooks of VQAttention: moving averages of keys, or the means of a mixture.
+
+And the coordinates in which keys are compared with hard codes.
+"""
 
 import math
 
@@ -250,6 +253,56 @@ class MovingCodebook(keras.layers.Layer):
         """`√(Σ‖key − code‖² / Σ‖key‖²)` of each head, as an array."""
         error, energy = np.moveaxis(ops.convert_to_numpy(self._error), -1, 0)
         return np.sqrt(error / np.where(energy > 0, energy, 1.0))
+
+
+class Coordinates(keras.layers.Layer):
+    """Coordinates of queries and keys in which their products stay what they are.
+
+    Each head has a matrix for its queries and one for its keys, and the one is the
+    inverse of the other's transpose. Both are the identity until `assign`.
+
+    Args:
+        num_heads, dim: Sizes.
+        **kwargs: Those of `keras.layers.Layer`.
+    """
+
+    def __init__(self, num_heads, dim, **kwargs):
+        super().__init__(**kwargs)
+        self.shape = (num_heads, dim, dim)
+
+    def build(self, input_shape=None):
+        self._query_map, self._key_map = (
+            self.add_weight(
+                name=name,
+                shape=self.shape,
+                initializer=_identity,
+                dtype=_weight_dtype(self),
+                trainable=False,
+                autocast=False,
+            )
+            for name in ("query_map", "key_map")
+        )
+
+    def of_queries(self, query):
+        """`(batch, length, heads, dim)`, of the same shape."""
+        return _mapped(query, self._query_map)
+
+    def of_keys(self, key):
+        """`(batch, length, heads, dim)`, of the same shape."""
+        return _mapped(key, self._key_map)
+
+    def assign(self, query_map, key_map):
+        self._query_map.assign(query_map)
+        self._key_map.assign(key_map)
+
+
+def _identity(shape, dtype=None):
+    return ops.zeros(shape, dtype) + ops.eye(shape[-1], dtype=dtype)
+
+
+def _mapped(x, matrix):
+    matrix = ops.cast(ops.convert_to_tensor(matrix), x.dtype)
+    return ops.einsum("bthd,hde->bthe", x, matrix)
 
 
 def _weight_dtype(layer):

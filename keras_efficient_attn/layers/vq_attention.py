@@ -8,6 +8,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.codebooks import (
     CODEBOOK_INITS,
+    Coordinates,
     MixtureCodebook,
     MovingCodebook,
 )
@@ -20,22 +21,21 @@ from keras_efficient_attn.ops.reversible import remembered
 from keras_efficient_attn.ops.rotary import rotary_embedding
 from keras_efficient_attn.ops.vq_attention import (
     BLOCK_LENGTH,
+    check_order,
     quantized_attention,
     state_names,
     vq_attention_state,
 )
-from keras_efficient_attn.ops.vq_attention.codebook import (
-    lloyd,
-    look_up,
-    nearest_codes,
-    plus_plus,
-)
+from keras_efficient_attn.ops.vq_attention.calibration import fitted
+from keras_efficient_attn.ops.vq_attention.codebook import look_up, nearest_codes
 
 ASSIGNMENTS = ("hard", "soft")
 # Of the sinusoids of relative positions, over 2π.
 MAX_WAVELENGTH = 100_000.0
 # What one assignment has no use for, with the values that say nothing.
 HARD_ONLY = {
+    "order": 0,
+    "rank": None,
     "quantize_window": False,
     "decay": 0.99,
     "commitment_weight": 1e-4,
@@ -71,6 +71,20 @@ class VQAttention(EfficientAttention):
       weights. As σ → 0 these are hard codes; with random codes and σ = 1 these are
       Performer's features.
 
+    With `order=2` the weight of a far key is expanded around its nearest code, `δ`
+    being the key less the code:
+
+    ```
+    exp(q·code) (1 + x + x²/2 + y/2)
+    x = Σ_{i < rank} q[i] δ[i]    y = Σ_{i ≥ rank} q[i]² mean(δ[i]²)
+    ```
+
+    It stays positive. The mean is over the far keys of a code on the same side of the
+    query, and `i` runs over coordinates that `calibrate` fits to data: those first in
+    which keys differ most from their codes, as the queries see them. One code with
+    all coordinates makes Taylor features. The state grows by the factor
+    `(rank + 1)(rank + 2) / 2`, and keys learn from queries beyond the window too.
+
     Args:
         *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
             name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the concatenated
@@ -80,13 +94,17 @@ class VQAttention(EfficientAttention):
             `window - 1` earlier keys and, if not causal, as many later ones, by
             their index. `None`: codes for all keys. Defaults to 128.
         assignment: `"hard"` (the default) or `"soft"`.
+        order: 0 (the default): a far key has the weight of its code; or 2: that
+            weight expanded around the code to second order. For hard codes.
+        rank: With `order=2`, the number of coordinates that are expanded; only the
+            mean squares of the others count. Defaults to `None`: all of `key_dim`.
         quantize_window: Whether keys in the window become their codes too, with
             straight-through gradients, as in Transformer-VQ. For hard codes. Defaults
             to `False`.
         cache: Whether keys beyond the window are seen at all. `False`, which needs
             `quantize_window=True`, is for comparison. Defaults to `True`.
-        gradient_through_cache: Whether values (and for soft codes, keys and codes)
-            learn from queries beyond the window. Defaults to `True`.
+        gradient_through_cache: Whether values (with `order=2` keys; for soft codes,
+            keys and codes) learn from queries beyond the window. Defaults to `True`.
         sigma: Width of soft codes, in the units of scaled keys, whose norm is
             `key_dim^(1/4)`. Defaults to 1.
         learn_sigma: Whether each head learns its own, from `sigma` on. Defaults to
@@ -152,6 +170,8 @@ class VQAttention(EfficientAttention):
         num_codes=512,
         window=128,
         assignment="hard",
+        order=0,
+        rank=None,
         quantize_window=False,
         cache=True,
         gradient_through_cache=True,
@@ -171,6 +191,8 @@ class VQAttention(EfficientAttention):
         self.num_codes = num_codes
         self.window = window
         self.assignment = assignment
+        self.order = order
+        self.rank = rank
         self.quantize_window = quantize_window
         self.cache = cache
         self.gradient_through_cache = gradient_through_cache
@@ -199,6 +221,13 @@ class VQAttention(EfficientAttention):
             self._codebook = MovingCodebook(
                 *sizes, init, self.decay, self.revive_after, **options
             )
+            self._coordinates = Coordinates(
+                self._num_heads,
+                self._key_dim,
+                dtype=self.dtype_policy,
+                name="coordinates",
+            )
+            self._coordinates.build()
         self._codebook.build()
         if not self.relative_positions:
             return
@@ -219,12 +248,23 @@ class VQAttention(EfficientAttention):
 
     @property
     def codebook(self):
-        """The codes, a tensor `(heads, codes, key_dim)`."""
+        """The codes, a tensor `(heads, codes, key_dim)`.
+
+        Hard codes are in the coordinates that `calibrate` fits; before, in those of
+        the keys.
+        """
         return self._codebook.codes
 
     @property
     def state_names(self):
-        names = state_names(self.assignment == "soft", self.window, self.cache)
+        names = state_names(
+            self.assignment == "soft",
+            self.order,
+            self.rank,
+            self._key_dim,
+            self.window,
+            self.cache,
+        )
         return names if self.rotary_wavelength is None else (*names, "position")
 
     def initial_state(self, batch_size):
@@ -235,6 +275,8 @@ class VQAttention(EfficientAttention):
             self._key_dim,
             self._value_dim,
             soft=self.assignment == "soft",
+            order=self.order,
+            rank=self.rank,
             window=self.window,
             cache=self.cache,
             dtype="float64" if self.compute_dtype == "float64" else "float32",
@@ -256,8 +298,8 @@ class VQAttention(EfficientAttention):
             scale = self._key_dim**-0.25
             position_query = query + scale * ops.cast(self._position_bias, dtype)
             position_key = scale * self._position_keys(causal, dtype)
-            query = query + scale * ops.cast(self._content_bias, dtype)
 
+        query, key = self._compared_query(query), self._compared_key(key)
         soft = self.assignment == "soft"
         learns = self._learns(training)
         # Gradient checkpointing needs what the first run made, and made once.
@@ -277,6 +319,8 @@ class VQAttention(EfficientAttention):
             value,
             codes,
             sigma=self._codebook.sigma if soft else None,
+            order=self.order,
+            rank=self.rank,
             window=self.window,
             quantize_window=self.quantize_window,
             cache=self.cache,
@@ -309,55 +353,60 @@ class VQAttention(EfficientAttention):
         """
         return layer_call
 
-    def calibrate(self, data, key_mask=None, iterations=20):
-        """Fits the codebook by k-means to the keys that this layer makes of data.
+    def calibrate(self, data, query=None, iterations=20):
+        """Fits the codes by k-means to the keys that this layer makes of data.
 
-        So that the layer can take the place of trained softmax attention at once.
+        So that the layer can take the place of trained softmax attention at once. Hard
+        codes are fitted in the metric of the queries, `E[(q·(key − code))²]`, and the
+        coordinates are those in which its terms are uncorrelated and decrease.
 
         Args:
-            data: `(batch, length, dim)`, what the layer gets as `key` (or `value`);
-                or an iterable of such batches.
-            key_mask: Optional boolean `(batch, length)`, for a single batch.
+            data: What the layer gets as `key` (or `value`): an array
+                `(batch, length, dim)`, or an iterable of batches, each such an array
+                or, with padding, a pair of it and a boolean `(batch, length)`, `True`
+                for positions to use.
+            query: What it gets as `query`, in the same form; the two need not agree
+                in number and length. Defaults to `data`: self-attention. Soft codes
+                have no use for it.
             iterations: Iterations of k-means after k-means++. Defaults to 20.
 
         Returns:
-            `√(Σ‖key − code‖² / Σ‖key‖²)` of each head, as a NumPy array.
+            `√(E[(q·(key − code))²] / E[(q·key)²])` of each head, as a NumPy array; for
+            soft codes `√(Σ‖key − code‖² / Σ‖key‖²)`.
 
         Raises:
-            ValueError: If the layer is not built, or there is no key.
+            ValueError: If the layer is not built, if a batch is none, or if there is
+                no key or no query.
         """
         if not self.built:
             raise ValueError(
                 "`calibrate()` needs a built layer, whose projections make the keys. "
                 "Received: built=False"
             )
-        batches = [data] if hasattr(data, "shape") else list(data)
-        rows = []
-        for batch in batches:
-            key = self._projected_key(ops.convert_to_tensor(batch))
-            key = self._for_query_heads(key)
-            key = self._prepared(key, accumulator_dtype(key), None)
-            key = ops.convert_to_numpy(key)
-            rows.append(
-                key.reshape(-1, *key.shape[2:])
-                if key_mask is None
-                else key[np.asarray(key_mask, "bool")]
-            )
-        keys = np.concatenate(rows) if rows else np.zeros((0,))
-        if not len(keys):
+        keys, moments = [], np.zeros(())
+        for x, mask in _batches("data", data):
+            keys.append(self._calibration_keys(x)[mask])
+            if query is None:
+                moments = moments + _second_moments(self._calibration_queries(x)[mask])
+        if query is not None:
+            for x, mask in _batches("query", query):
+                moments = moments + _second_moments(self._calibration_queries(x)[mask])
+        number = sum(map(len, keys))
+        if not number:
             raise ValueError("`data` must hold at least one key. Received: none")
-        random = np.random.default_rng(self.seed)
-        keys = ops.convert_to_tensor(random.permutation(keys))
-        uniforms = random.random((self.num_codes, self._num_heads))
-        codes = plus_plus(
-            keys, ops.ones_like(keys[:, 0, 0]), ops.cast(uniforms, keys.dtype)
+        if query is not None and not moments.any():
+            raise ValueError("`query` must hold at least one query. Received: none")
+        codes, maps, error = fitted(
+            np.concatenate(keys),
+            moments if self.assignment == "hard" else None,
+            self.num_codes,
+            iterations,
+            self.seed,
         )
-        for _ in range(iterations):
-            codes, _, _ = lloyd(keys, codes)
-        _, _, error = lloyd(keys, codes)
         self._codebook.assign(codes)
-        energy = ops.sum(ops.square(keys), axis=(0, 2)) / keys.shape[0]
-        return np.sqrt(ops.convert_to_numpy(error) / ops.convert_to_numpy(energy))
+        if self.assignment == "hard":
+            self._coordinates.assign(*maps)
+        return error
 
     def codebook_usage(self):
         """The share of hard codes that had a key in the last `revive_after` calls.
@@ -392,6 +441,8 @@ class VQAttention(EfficientAttention):
             "num_codes": self.num_codes,
             "window": self.window,
             "assignment": self.assignment,
+            "order": self.order,
+            "rank": self.rank,
             "quantize_window": self.quantize_window,
             "cache": self.cache,
             "gradient_through_cache": self.gradient_through_cache,
@@ -423,6 +474,34 @@ class VQAttention(EfficientAttention):
             x = rotary_embedding(x, steps, self.rotary_wavelength)
         return x * self._key_dim**-0.25
 
+    def _content_query(self, query):
+        """Prepared queries for the products with keys, with their bias."""
+        if not self.relative_positions:
+            return query
+        bias = ops.cast(self._content_bias, query.dtype)
+        return query + self._key_dim**-0.25 * bias
+
+    def _compared_query(self, query):
+        """Prepared queries in the coordinates in which keys are compared with codes."""
+        query = self._content_query(query)
+        hard = self.assignment == "hard"
+        return self._coordinates.of_queries(query) if hard else query
+
+    def _compared_key(self, key):
+        """Prepared keys in these coordinates."""
+        hard = self.assignment == "hard"
+        return self._coordinates.of_keys(key) if hard else key
+
+    def _calibration_keys(self, x):
+        """Prepared keys of data, an array `(batch, length, heads, key_dim)`."""
+        key = self._for_query_heads(self._projected_key(ops.convert_to_tensor(x)))
+        return ops.convert_to_numpy(self._prepared(key, accumulator_dtype(key), None))
+
+    def _calibration_queries(self, x):
+        query = self._query_dense(ops.convert_to_tensor(x))
+        query = self._prepared(query, accumulator_dtype(query), None)
+        return ops.convert_to_numpy(self._content_query(query))
+
     def _position_keys(self, causal, dtype):
         """Of all distances in the window, `(distances, heads, key_dim)`."""
         distances = window_distances(self.window, causal)
@@ -439,6 +518,7 @@ class VQAttention(EfficientAttention):
             # The output's codes are drawn here, if this call is the first.
             _, key_mask, _ = arguments
             prepared = self._prepared(key, accumulator_dtype(query, key, value), None)
+            prepared = self._compared_key(prepared)
             self._codebook.drawn_from(prepared, _countable(prepared, key_mask))
         return super()._scores(query, key, value, arguments, training, options)
 
@@ -497,6 +577,12 @@ class VQAttention(EfficientAttention):
                 "`cache=False` leaves codes in use only with `quantize_window=True`. "
                 "Received: cache=False, quantize_window=False"
             )
+        check_order(self.order, self.rank, self._key_dim)
+        if self.order == 2 and self.quantize_window:
+            raise ValueError(
+                "`order=2` expands keys around their codes, and excludes "
+                "`quantize_window`, which drops what is left of them. Received both."
+            )
         if not _is_number(self.sigma) or not 0 < self.sigma < math.inf:
             raise ValueError(
                 f"`sigma` must be a positive number. Received: sigma={self.sigma!r}"
@@ -543,3 +629,26 @@ def _check_positive_int(argument, received, alternative=""):
 
 def _is_number(received):
     return isinstance(received, int | float) and not isinstance(received, bool)
+
+
+def _batches(argument, data):
+    """Each batch of an array, or of an iterable, with a boolean `(batch, length)`."""
+    for batch in [data] if hasattr(data, "shape") else data:
+        x, mask = batch if isinstance(batch, tuple | list) else (batch, None)
+        shape = tuple(getattr(x, "shape", ()))
+        if mask is None:
+            mask = np.ones(shape[:2], "bool")
+        mask = np.asarray(ops.convert_to_numpy(mask), "bool")
+        if len(shape) != 3 or mask.shape != shape[:2]:
+            raise ValueError(
+                f"A batch of `{argument}` must be an array (batch, length, dim) or a "
+                "pair of it and a mask (batch, length). Received: shape "
+                f"{shape}, mask of shape {mask.shape}"
+            )
+        yield x, mask
+
+
+def _second_moments(x):
+    """`Σ x xᵀ` of each head for `(number, heads, dim)`: `(heads, dim, dim)`."""
+    x = np.asarray(x, "float64")
+    return np.einsum("nhd,nhe->hde", x, x, optimize=True)

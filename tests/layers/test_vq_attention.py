@@ -176,12 +176,17 @@ def test_codes_stay_in_use_where_they_would_die():
 
 def test_fit_draws_once_moves_and_goes_on_after_reload(tmp_path, backend):
     def compiled(model):
-        # The contract compiles on all backends.
-        model.compile("sgd", "mse", jit_compile=backend == "jax")
+        model.compile("sgd", "mse", jit_compile=backend != "torch")
         return model
 
     sequence = keras.Input((None, DIM))
-    layer = make(dtype="mixed_bfloat16", revive_after=None, commitment_weight=0.1)
+    layer = make(
+        order=2,
+        rank=2,
+        dtype="mixed_bfloat16",
+        revive_after=None,
+        commitment_weight=0.1,
+    )
     masked = keras.layers.Masking()(sequence)
     model = compiled(keras.Model(sequence, layer(masked, masked)))
     x = inputs(batch=4)
@@ -337,23 +342,66 @@ def test_calibrated_codes_stand_for_trained_keys():
         assert before > 1e-2
 
 
-def test_calibration_reads_no_padding_and_reports_its_error():
-    layer, x = built(num_codes=3, qk_norm=False), inputs()
+def second_moments(x):
+    return np.einsum("nhd,nhe->hde", x, x) / len(x)
+
+
+@pytest.mark.parametrize("assignment", ["hard", "soft"])
+def test_calibration_reads_no_padding_and_reports_its_error(assignment):
+    layer = built(num_codes=3, qk_norm=False, assignment=assignment)
+    x, others = inputs(), inputs(length=30, seed=3)
     mask = np.arange(20)[None] < np.array([[20], [7]])
-    error = layer.calibrate(np.where(mask[..., None], x, 1e6), key_mask=mask)
+    padded = np.where(mask[..., None], x, 1e6)
+    query = None if assignment == "soft" else iter([others[:1], others[1:]])
+    error = layer.calibrate([(padded, mask)], query)
     key, codes = keys(layer, x)[mask], to_numpy(layer.codebook).astype("float64")
+    if assignment == "hard":
+        kernel, bias = (w.astype("float64") for w in layer.query_dense.get_weights())
+        query = (np.einsum("btd,dhk->bthk", others, kernel) + bias) * KEY_DIM**-0.25
+        of_queries, of_keys = (
+            to_numpy(w).astype("float64") for w in layer._coordinates.weights
+        )
+        # Products stay, and lengths of keys become those that the queries see.
+        identity = of_queries @ np.swapaxes(of_keys, 1, 2)
+        np.testing.assert_allclose(
+            identity, np.broadcast_to(np.eye(KEY_DIM), identity.shape), atol=1e-5
+        )
+        metric = second_moments(query.reshape(-1, HEADS, KEY_DIM))
+        metric *= KEY_DIM / np.trace(metric, axis1=1, axis2=2)[:, None, None]
+        np.testing.assert_allclose(
+            of_keys @ np.swapaxes(of_keys, 1, 2), metric, rtol=1e-3, atol=1e-3
+        )
+        key = np.einsum("nhd,hde->nhe", key, of_keys)
+    residual = np.zeros_like(key)
     for head in range(HEADS):
         distance = ((key[:, head, None] - codes[head][None]) ** 2).sum(-1)
         relative = np.sqrt(distance.min(1).sum() / (key[:, head] ** 2).sum())
         np.testing.assert_allclose(error[head], relative, rtol=1e-3)
+        residual[:, head] = key[:, head] - codes[head, distance.argmin(1)]
         # Where k-means ends, each code is the mean of its keys.
         for code in range(3):
             members = key[distance.argmin(1) == code, head]
             np.testing.assert_allclose(codes[head, code], members.mean(0), atol=1e-4)
+    if assignment == "hard":
+        # What is left of keys is uncorrelated, the largest coordinates first.
+        covariance = second_moments(residual)
+        variance = np.diagonal(covariance, axis1=1, axis2=2)
+        assert np.all(np.diff(variance) <= 1e-5)
+        np.testing.assert_allclose(
+            covariance, variance[:, None] * np.eye(KEY_DIM), atol=1e-4
+        )
+
+
+def test_calibration_without_data_is_refused():
+    layer, x = built(), inputs()
     with pytest.raises(ValueError, match="built=False"):
         make().calibrate(x)
     with pytest.raises(ValueError, match="at least one key"):
-        layer.calibrate(x, key_mask=np.zeros_like(mask))
+        layer.calibrate([(x, np.zeros(x.shape[:2], bool))])
+    with pytest.raises(ValueError, match="at least one query"):
+        layer.calibrate(x, query=[])
+    with pytest.raises(ValueError, match=r"mask of shape \(2, 3\)"):
+        layer.calibrate([(x, np.ones((2, 3), bool))])
 
 
 @pytest.mark.parametrize(
@@ -362,6 +410,9 @@ def test_calibration_reads_no_padding_and_reports_its_error():
         (True, dict(window=4, quantize_window=True, rotary_wavelength=50.0)),
         (True, dict(window=4, quantize_window=True, cache=False)),
         (False, dict(window=4, assignment="soft", relative_positions=True)),
+        (True, dict(window=4, order=2, rank=2, relative_positions=True)),
+        (True, dict(window=None, order=2, rotary_wavelength=50.0)),
+        (False, dict(window=4, order=2, rank=3)),
     ],
     ids=str,
 )
@@ -371,6 +422,10 @@ def test_configurations_outside_the_contract(causal, options):
         for weight in layer.weights:
             if weight.name == name:
                 weight.assign(np.random.default_rng(3).normal(size=weight.shape))
+    if layer.assignment == "hard":
+        matrix = np.random.default_rng(4).normal(size=(HEADS, KEY_DIM, KEY_DIM))
+        inverse = np.swapaxes(np.linalg.inv(matrix), 1, 2)
+        layer._coordinates.assign(matrix, inverse)
     output = to_numpy(layer(x, x, use_causal_mask=causal))
     expected, _ = dense.layer_output(layer, dense.vq_heads, x, x, causal=causal)
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
@@ -410,6 +465,12 @@ WRONG = [
     (dict(cache=False), "quantize_window=False"),
     (dict(window=None, relative_positions=True), "window=None"),
     (dict(rotary_wavelength=-1.0), "rotary_wavelength=-1.0"),
+    (dict(order=1), "order=1"),
+    (dict(rank=2), "order=0"),
+    (dict(order=2, rank=KEY_DIM + 1), "rank=5"),
+    (dict(order=2, assignment="soft"), "no use for `order`"),
+    (dict(order=2, quantize_window=True), "excludes `quantize_window`"),
+    (dict(order=2, cache=False, quantize_window=True), "`quantize_window`"),
 ]
 
 

@@ -27,9 +27,14 @@ def draw(length=LENGTH, key_length=None, seed=0):
     return *(x.astype("float32") for x in (query, key, value, codes)), mask
 
 
-def definition(query, key, value, codes, mask, causal, **options):
-    arrays = (x.astype("float64") for x in (query, key, codes))
-    similarity = dense.vq_similarity(*arrays, **options)
+def definition(
+    query, key, value, codes, mask, causal, order=0, rank=None, window=None, **options
+):
+    arrays = [x.astype("float64") for x in (query, key, codes)]
+    similarity = dense.vq_similarity(*arrays, window=window, **options)
+    if order == 2:
+        factor = dense.vq_expansion(*arrays, rank, window, mask, causal)
+        similarity = similarity * factor
     return dense.weigh(similarity, value, mask, causal)[0]
 
 
@@ -40,6 +45,8 @@ WINDOWS = {
     "no-cache": dict(window=5, quantize_window=True, cache=False),
     "soft": dict(sigma=np.array([0.5, 1.5], "float32")),
     "soft-window": dict(sigma=np.array([0.5, 1.5], "float32"), window=5),
+    "expanded": dict(order=2),
+    "expanded-window": dict(order=2, rank=2, window=5),
 }
 
 
@@ -54,8 +61,9 @@ def test_every_block_length_gives_the_definition(options, causal):
         np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [WINDOWS["exact"], WINDOWS["soft"]], ids=str)
-def test_every_reduction_gives_the_definition(options):
+@pytest.mark.parametrize("name", ["exact", "soft", "expanded-window"])
+def test_every_reduction_gives_the_definition(name):
+    options = WINDOWS[name]
     query, key, value, codes, mask = draw()
     arguments = dict(key_mask=mask, causal=True, **options)
     correct = definition(query, key, value, codes, mask, True, **options)
@@ -76,7 +84,7 @@ def test_every_reduction_gives_the_definition(options):
 )
 def test_lengths_that_differ(lengths, causal):
     query, key, value, codes, mask = draw(*lengths)
-    for options in ({}, {"window": 3}, {"window": 40}):
+    for options in ({}, {"window": 3}, {"window": 40}, {"order": 2, "rank": 1}):
         output = vq_attention(
             query,
             key,
@@ -91,7 +99,9 @@ def test_lengths_that_differ(lengths, causal):
         np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["exact", "quantised", "no-cache", "soft-window"])
+@pytest.mark.parametrize(
+    "name", ["exact", "quantised", "no-cache", "soft-window", "expanded-window"]
+)
 def test_gradients_are_those_of_the_definition(name):
     options = WINDOWS[name]
     query, key, value, codes, mask = draw()
@@ -118,6 +128,52 @@ def test_gradients_are_those_of_the_definition(name):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
     if "sigma" not in options:
         assert np.all(chunked[3] == 0)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", ["expanded", "expanded-window"])
+def test_expanded_keys_learn_as_the_definition_says(name, causal):
+    query, key, value, codes, mask = draw()
+    random = np.random.default_rng(1)
+    weight = random.normal(size=value.shape).astype("float32")
+    directions = [random.normal(size=x.shape) for x in (query, key, value)]
+
+    def loss(query, key, value):
+        output = vq_attention(
+            query,
+            key,
+            value,
+            codes,
+            key_mask=mask,
+            causal=causal,
+            block_length=8,
+            **WINDOWS[name],
+        )
+        return ops.sum(ops.multiply(output, weight))
+
+    received = gradients(loss, query, key, value)
+    for place, direction in enumerate(directions):
+
+        def along(step, place=place, direction=direction):
+            moved = [x.astype("float64") for x in (query, key, value)]
+            moved[place] += step * direction
+            output = definition(*moved, codes, mask, causal, **WINDOWS[name])
+            return (output * weight).sum()
+
+        slope = (along(1e-5) - along(-1e-5)) / 2e-5
+        np.testing.assert_allclose(
+            (received[place] * direction).sum(), slope, rtol=1e-3, atol=1e-3
+        )
+
+
+def test_one_expanded_code_at_zero_is_taylor_attention():
+    query, key, value, codes, mask = draw()
+    output = vq_attention(
+        query, key, value, 0 * codes[:, :1], order=2, key_mask=mask, causal=True
+    )
+    products = dense.dots(query.astype("float64"), key.astype("float64"))
+    correct = dense.weigh(1 + products + products**2 / 2, value, mask, True)[0]
+    np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
 
 
 def test_straight_through_keys_learn_where_the_window_shows_them():
@@ -355,6 +411,12 @@ WRONG = [
     (dict(cache=False), "window=None"),
     (dict(window=2, quantize_window=True, sigma=np.ones(2)), "`sigma`"),
     (dict(state={}), "causal=False"),
+    (dict(order=1), "order=1"),
+    (dict(rank=2), "order=0"),
+    (dict(order=2, rank=DIM + 1), "rank=5"),
+    (dict(order=2, sigma=np.ones(2)), "`sigma`"),
+    (dict(order=2, window=2, quantize_window=True), "quantize_window=True"),
+    (dict(order=2, window=2, cache=False), "cache=False"),
 ]
 
 

@@ -20,11 +20,18 @@ from keras_efficient_attn.ops.vq_attention.compressed import (
     causal_compressed_attention,
     full_compressed_attention,
 )
+from keras_efficient_attn.ops.vq_attention.expanded import (
+    causal_expanded_attention,
+    full_expanded_attention,
+    num_features,
+)
 
 BLOCK_LENGTH = 128
 REDUCTIONS = ("scan", "matmul", "cumsum")
 DEFAULT_REDUCTION = "scan"
-CACHE_NAMES = ("code_sum", "code_count")
+ORDERS = (0, 2)
+# Those that a cache has: the last one where a rank leaves directions out.
+CACHE_NAMES = ("code_sum", "code_count", "code_square")
 WINDOW_NAMES = ("window_key", "window_value", "window_mask")
 
 
@@ -35,6 +42,8 @@ def vq_attention(
     codebook,
     *,
     sigma=None,
+    order=0,
+    rank=None,
     window=None,
     quantize_window=False,
     cache=True,
@@ -62,6 +71,19 @@ def vq_attention(
     values, and all weights have one denominator. A query that sees no key gets
     zeros. Nearest codes have no derivative; nor have the codes, without `sigma`.
 
+    With `order=2`, a far key is expanded around its code, and its weight, which stays
+    positive, is
+
+    ```
+    exp(q[t]·code) (1 + x + x²/2 + y/2)       δ = k[s] − code
+    x = Σ_{i < rank} q[t, i] δ[i]             y = Σ_{i ≥ rank} q[t, i]² mean(δ[i]²)
+    ```
+
+    the mean being over the far keys of the same code on the same side of the query.
+    The first `rank` coordinates should thus be those in which keys differ most from
+    their codes. The cache holds, per code, the sums of the features of `x` times the
+    values: `(rank + 1)(rank + 2) / 2` times the size that it has with `order=0`.
+
     Args:
         query: `(batch, query_length, heads, dim)`, scaled as the dot product should
             be: there is no other scale.
@@ -69,14 +91,17 @@ def vq_attention(
         value: `(batch, key_length, heads, value_dim)`.
         codebook: `(heads, codes, dim)`.
         sigma: Optional `(heads,)`, positive.
+        order: 0 (the default), or 2 to expand far keys around nearest codes.
+        rank: With `order=2`, from how many coordinates on only the mean square of
+            residuals counts. Defaults to `None`: all of them count in full.
         window: A query sees itself and `window - 1` earlier keys exactly and, if not
             causal, as many later ones. Defaults to `None`: codes for all keys.
         quantize_window: Whether keys in the window are replaced by their codes too,
             with straight-through gradients (Transformer-VQ). Defaults to `False`.
         cache: Whether keys beyond the window are seen at all. Defaults to `True`.
-        gradient_through_cache: Whether values, and with `sigma` keys and codes, get a
-            gradient through the weights beyond the window; queries always do.
-            Defaults to `True`.
+        gradient_through_cache: Whether values, with `order=2` keys, and with `sigma`
+            keys and codes, get a gradient through the weights beyond the window;
+            queries always do. Defaults to `True`.
         key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
         position_query: Optional, of the shape of `query`; with `position_key`.
@@ -100,7 +125,8 @@ def vq_attention(
     Raises:
         ValueError: If shapes do not agree, if an argument is invalid, or for
             arguments that need another: `window` for `quantize_window`,
-            `cache=False` and positions; `causal` for `state`.
+            `cache=False` and positions; `causal` for `state`; `order=2`, which
+            excludes `sigma`, `quantize_window` and `cache=False`, for `rank`.
 
     Example:
 
@@ -141,6 +167,13 @@ def vq_attention(
             "`quantize_window` puts the nearest code in the place of a key, and "
             "excludes `sigma`. Received both."
         )
+    check_order(order, rank, query.shape[-1])
+    if order == 2 and (sigma is not None or quantize_window or not cache):
+        raise ValueError(
+            "`order=2` expands the keys beyond the window around nearest codes, and "
+            "excludes `sigma`, `quantize_window` and `cache=False`. Received: "
+            f"sigma={sigma}, quantize_window={quantize_window}, cache={cache}"
+        )
     if state is not None:
         lengths = query.shape[1], key.shape[1]
         if not causal or implementation == "reference":
@@ -155,6 +188,8 @@ def vq_attention(
             )
     arguments = dict(
         sigma=sigma,
+        order=order,
+        rank=rank,
         window=window,
         quantize_window=quantize_window,
         cache=cache,
@@ -193,6 +228,8 @@ def vq_attention_state(
     value_dim,
     *,
     soft=False,
+    order=0,
+    rank=None,
     window=None,
     cache=True,
     dtype="float32",
@@ -202,18 +239,19 @@ def vq_attention_state(
     Args:
         batch_size, num_heads, num_codes, key_dim, value_dim: Sizes.
         soft: Whether the attention has a `sigma`. Defaults to `False`.
-        window, cache: As `vq_attention`.
+        order, rank, window, cache: As `vq_attention`.
         dtype: `"float32"` (the default) or `"float64"`.
 
     Returns:
         Dict of tensors, batch first: the sums of values and the numbers of keys per
-        code, and the last `window` keys.
+        code, of each feature with `order=2`, and the last `window` keys.
     """
-    rows, heads = (batch_size, window), (batch_size, num_heads, num_codes)
+    rows = (batch_size, window)
     state = {}
     if cache:
-        state["code_sum"] = ops.zeros((*heads, value_dim), dtype)
-        state["code_count"] = ops.zeros(heads, dtype)
+        heads = (num_heads, num_codes, key_dim)
+        sums = _empty_cache(batch_size, *heads, value_dim, order, rank, dtype)
+        state = _named_cache(sums)
     if window is not None:
         state["window_key"] = ops.zeros((*rows, num_heads, key_dim), dtype)
         state["window_value"] = ops.zeros((*rows, num_heads, value_dim), dtype)
@@ -223,9 +261,26 @@ def vq_attention_state(
     return state
 
 
-def state_names(soft, window, cache):
+def check_order(order, rank, key_dim):
+    """Raises a `ValueError` for an order or a rank that does not exist."""
+    if isinstance(order, bool) or order not in ORDERS:
+        raise ValueError(f"`order` must be 0 or 2. Received: order={order!r}")
+    if rank is None:
+        return
+    if order == 0:
+        raise ValueError(f"`rank` needs `order=2`. Received: order=0, rank={rank!r}")
+    is_int = isinstance(rank, int) and not isinstance(rank, bool)
+    if not is_int or not 1 <= rank <= key_dim:
+        raise ValueError(
+            "`rank` must be None or an integer from 1 to the dim of the keys, "
+            f"{key_dim}. Received: rank={rank!r}"
+        )
+
+
+def state_names(soft, order, rank, key_dim, window, cache):
     """The names in a state of `vq_attention_state`."""
-    names = CACHE_NAMES if cache else ()
+    whole = order == 0 or rank in (None, key_dim)
+    names = () if not cache else CACHE_NAMES[:2] if whole else CACHE_NAMES
     if window is not None:
         names += WINDOW_NAMES
         if cache and not soft:
@@ -233,7 +288,28 @@ def state_names(soft, window, cache):
     return names
 
 
+def _empty_cache(batch, heads, codes, dim, value_dim, order, rank, dtype):
+    sizes = (batch, heads, codes)
+    if order == 0:
+        return ops.zeros((*sizes, value_dim), dtype), ops.zeros(sizes, dtype)
+    rank = dim if rank is None else rank
+    features = num_features(rank)
+    cache = (
+        ops.zeros((*sizes, features, value_dim), dtype),
+        ops.zeros((*sizes, features), dtype),
+    )
+    if rank < dim:
+        cache += (ops.zeros((*sizes, dim - rank), dtype),)
+    return cache
+
+
+def _named_cache(cache):
+    return dict(zip(CACHE_NAMES, cache, strict=False))
+
+
 @compiled(
+    "order",
+    "rank",
     "window",
     "quantize_window",
     "cache",
@@ -249,6 +325,8 @@ def quantized_attention(
     codebook,
     *,
     sigma=None,
+    order=0,
+    rank=None,
     window=None,
     quantize_window=False,
     cache=True,
@@ -287,11 +365,14 @@ def quantized_attention(
         codebook = ops.stop_gradient(codebook)
         codes = look_up(codebook, index)
     near = straight_through(key, codes) if quantize_window else key
-    far_keys = (codes if sigma is None else key, value, valid, index)
+    far = _far_keys(key, codes, order)
+    far_keys = (far, value, valid, index)
     attend = functools.partial(
         _attend_to_codes,
         codebook=codebook,
         sigma=sigma,
+        order=order,
+        rank=rank,
         gradient=gradient_through_cache,
         block_length=block_length,
         reduction=reduction or DEFAULT_REDUCTION,
@@ -308,10 +389,18 @@ def quantized_attention(
             causal,
             state,
             codebook,
+            order,
             position_query,
             position_key,
         )
     return output, new_state
+
+
+def _far_keys(key, codes, order):
+    """What stands for keys beyond the window: codes, residuals or, soft, the keys."""
+    if codes is None:
+        return key
+    return codes if order == 0 else key - codes
 
 
 def _attend_to_codes(
@@ -322,6 +411,8 @@ def _attend_to_codes(
     *,
     codebook,
     sigma,
+    order,
+    rank,
     gradient,
     block_length,
     reduction,
@@ -329,15 +420,18 @@ def _attend_to_codes(
     """The part of the keys, and the cache after the last; from the empty cache on."""
     if cache is None:
         batch, value_dim = ops.shape(query)[0], ops.shape(keys[1])[-1]
-        heads, codes = codebook.shape[:2]
-        cache = (
-            ops.zeros((batch, heads, codes, value_dim), query.dtype),
-            ops.zeros((batch, heads, codes), query.dtype),
-        )
+        sizes = (batch, *codebook.shape, value_dim)
+        cache = _empty_cache(*sizes, order, rank, query.dtype)
     if not gradient:
         keys = _each(ops.stop_gradient, keys)
         cache = _each(ops.stop_gradient, cache)
         codebook, sigma = _each(ops.stop_gradient, (codebook, sigma))
+    if order == 2:
+        rank = codebook.shape[-1] if rank is None else rank
+        arguments = (*keys, codebook, rank, cache, block_length)
+        if causal:
+            return causal_expanded_attention(query, *arguments, reduction)
+        return full_expanded_attention(query, *arguments)
     arguments = (*keys, codebook, sigma, cache, block_length)
     if causal:
         return causal_compressed_attention(query, *arguments, reduction)
@@ -351,7 +445,7 @@ def _without_window(attend, query, keys, causal, state):
         cache = None if state is None else _cache_of(state, query.dtype)
     part, cache = attend(query, keys, cache, causal)
     if state is not None:
-        state = dict(zip(CACHE_NAMES, cache, strict=True))
+        state = _named_cache(cache)
     return finish(*part, normalize=True), state
 
 
@@ -364,6 +458,7 @@ def _with_window(
     causal,
     state,
     codebook,
+    order,
     position_query,
     position_key,
 ):
@@ -406,7 +501,7 @@ def _with_window(
         if state is None:
             keys, cache = _delayed(far_keys, window, total), None
         else:
-            keys = _leaving_window(history, codebook, total)
+            keys = _leaving_window(history, codebook, order, total)
             cache = _cache_of(state, query.dtype)
         before, new_cache = attend(query, keys, cache)
         parts.append(before)
@@ -419,7 +514,7 @@ def _with_window(
         return output, None
     new_state = {name: t[:, total:] for name, t in history.items()}
     if new_cache is not None:
-        new_state.update(zip(CACHE_NAMES, new_cache, strict=True))
+        new_state.update(_named_cache(new_cache))
     return output, new_state
 
 
@@ -427,17 +522,18 @@ def _delayed(keys, window, total):
     return _each(lambda t: pad_length(t, window, 0)[:, :total], keys)
 
 
-def _leaving_window(history, codebook, length):
+def _leaving_window(history, codebook, order, length):
     """The keys that leave the window while the queries of a segment pass."""
     key, value, valid = (history[name][:, :length] for name in WINDOW_NAMES)
     if "window_code" not in history:
         return key, value, valid, None
     index = history["window_code"][:, :length]
-    return look_up(codebook, index), value, valid, index
+    far = _far_keys(key, look_up(codebook, index), order)
+    return far, value, valid, index
 
 
 def _cache_of(state, dtype):
-    return tuple(ops.cast(state[name], dtype) for name in CACHE_NAMES)
+    return tuple(ops.cast(state[name], dtype) for name in CACHE_NAMES if name in state)
 
 
 def _each(function, tensors):

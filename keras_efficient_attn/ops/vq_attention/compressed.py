@@ -50,7 +50,7 @@ def causal_compressed_attention(
         `(part, state)`: values, totals and log scales for `partial_attention.merge`,
         and the state after the last position.
     """
-    size, blocks, groups = _layout(query, value, codebook, block_length, reduction)
+    size, blocks, groups = layout(query, value, codebook, block_length, reduction)
     xs = [query, key, value, columns(valid)]
     if index is not None:
         xs.append(columns(ops.cast(index, query.dtype)))
@@ -68,7 +68,7 @@ def full_compressed_attention(
 
     Queries and keys may differ in length.
     """
-    size, blocks, groups = _layout(key, value, codebook, block_length, "cumsum")
+    size, blocks, groups = layout(key, value, codebook, block_length, "cumsum")
     xs = [key, value, columns(valid)]
     if index is not None:
         xs.append(columns(ops.cast(index, query.dtype)))
@@ -76,15 +76,21 @@ def full_compressed_attention(
     consts = (codebook,) if sigma is None else (codebook, sigma)
     state, _ = recompute_scan(_key_step, state, xs, consts)
 
-    size, blocks, groups = _layout(query, value, codebook, block_length, "cumsum")
+    size, blocks, groups = layout(query, value, codebook, block_length, "cumsum")
     xs = (split_groups(query, groups, blocks * size),)
     _, part = recompute_scan(_query_step, (), xs, (codebook, *state))
     return tuple(join_groups(y, ops.shape(query)[1]) for y in part), state
 
 
-def _layout(sequence, value, codebook, block_length, reduction):
+def layout(sequence, value, codebook, block_length, reduction, features=0):
+    """How a sequence is cut: `(positions in a block, blocks in a group, groups)`.
+
+    Args:
+        features: Features of a key, each of which is multiplied with its value.
+    """
     heads, codes, dim = codebook.shape
-    floats = heads * (3 * codes + 2 * dim + 2 * (value.shape[-1] or dim))
+    value_dim = value.shape[-1] or dim
+    floats = heads * (3 * codes + 2 * dim + 2 * (1 + features) * value_dim)
     length = ops.shape(sequence)[1]
     size, blocks, groups = chunk_layout(length, block_length, sequence.shape[0], floats)
     # JAX exports symbolic lengths, but scans only over known ones.
@@ -101,9 +107,9 @@ def _causal_step(block_length, reduction):
         query, key, value, valid, *index = (by_head(t, block_length) for t in x)
         chosen = _chosen(key, valid, index, codebook, mixture)
         transposed = ops.swapaxes(chosen, -1, -2)
-        before, sums = _prefix_sums(carry[0], transposed @ value, reduction)
+        before, sums = prefix_sums(carry[0], transposed @ value, reduction)
         local = ops.sum(chosen, axis=-2)
-        counts_before, counts = _prefix_sums(carry[1], local, reduction)
+        counts_before, counts = prefix_sums(carry[1], local, reduction)
         logits = query @ ops.swapaxes(codebook[:, None], -1, -2)
         if mixture:
             part = _read_mixture(logits, chosen, value, before, counts_before)
@@ -139,8 +145,13 @@ def _chosen(key, valid, index, codebook, mixture):
     """The share of each code in each key, `(batch, heads, blocks, length, codes)`."""
     if mixture:
         return responsibilities(key, codebook, *mixture) * valid
+    return one_hot_codes(index[0], valid, codebook)
+
+
+def one_hot_codes(index, valid, codebook):
+    """1 for the code of each key that is valid, `(..., length, codes)`."""
     codes = ops.arange(codebook.shape[1], dtype="int32")
-    return ops.cast(ops.cast(index[0], "int32") == codes, valid.dtype) * valid
+    return ops.cast(ops.cast(index, "int32") == codes, valid.dtype) * valid
 
 
 def _read(logits, sums, counts, block=None):
@@ -190,7 +201,7 @@ def _read_mixture(logits, chosen, values, sums, counts):
     return weights @ sums + of_keys @ values, total, scale
 
 
-def _prefix_sums(first, local, reduction):
+def prefix_sums(first, local, reduction):
     """Sums before each block, and after the last."""
     blocks = ops.shape(local)[2]
     if isinstance(blocks, int) and blocks == 1:

@@ -12,6 +12,8 @@ def vq_attention(
     value,
     codebook,
     sigma=None,
+    order=0,
+    rank=None,
     window=None,
     quantize_window=False,
     cache=True,
@@ -55,6 +57,17 @@ def vq_attention(
     rows = ops.arange(length, dtype="int32")[:, None]
     distance = rows - ops.arange(key_length, dtype="int32")[None, :]
     allowed = ops.ones((1, 1, length, key_length), "bool")
+    if key_mask is not None:
+        allowed = allowed & kept[:, None, None, :]
+    if causal:
+        allowed = allowed & (distance >= 0)
+    if order == 2:
+        chosen = ops.exp(log_p)
+        residual = key - ops.einsum("bshc,hcd->bshd", chosen, codebook)
+        rank = key.shape[-1] if rank is None else rank
+        logits = logits + ops.log(
+            _expansion(query, residual, chosen, rank, allowed, distance, window)
+        )
     if window is not None:
         near = ops.abs(distance) < window
         if quantize_window:
@@ -72,13 +85,33 @@ def vq_attention(
         logits = ops.where(near, exact, logits)
         if not cache:
             allowed = allowed & near
-    if key_mask is not None:
-        allowed = allowed & kept[:, None, None, :]
-    if causal:
-        allowed = allowed & (distance >= 0)
     logits = ops.where(allowed, logits, -1e30)
     largest = ops.stop_gradient(ops.max(logits, axis=-1, keepdims=True))
     largest = larger(largest, ops.zeros_like(largest) - 1e29)
     weights = ops.where(allowed, ops.exp(logits - largest), 0.0)
     values = ops.einsum("bhts,bshv->bthv", weights, value)
     return divided(values, ops.transpose(ops.sum(weights, axis=-1), (0, 2, 1)))
+
+
+def _expansion(query, residual, chosen, rank, allowed, distance, window):
+    """`1 + x + x²/2 + y/2`, for every query and key, `(batch, heads, T, S)`."""
+    x = ops.einsum("bthd,bshd->bhts", query[..., :rank], residual[..., :rank])
+    squares = ops.einsum(
+        "bthd,bshd->bhts",
+        ops.square(query[..., rank:]),
+        ops.square(residual[..., rank:]),
+    )
+    same_code = ops.einsum("bshc,buhc->bhsu", chosen, chosen)
+    if window is None:
+        sides = (ops.ones_like(distance) > 0,)
+    else:
+        sides = (distance >= window, distance <= -window)
+    mean = ops.zeros_like(x)
+    for side in sides:
+        seen = ops.cast(allowed & side, x.dtype)
+        number = ops.matmul(seen + ops.zeros_like(x), same_code)
+        of_side = ops.matmul(seen * squares, same_code) / larger(
+            number, ops.ones_like(number)
+        )
+        mean = mean + ops.where(allowed & side, of_side, 0.0)
+    return 1.0 + x + 0.5 * ops.square(x) + 0.5 * mean

@@ -1,0 +1,214 @@
+"""Attention to keys expanded around their codes to second order, in linear time.
+
+The weight of a key with code `c` and residual `δ = key − c` is
+`exp(q·c) (1 + x + x²/2 + y/2)`, where `x` is the product of `q` and `δ` in the first
+`rank` coordinates, and `y = Σ q² mean(δ²)` over the others, the mean being that of the
+keys of the code. `1 + x + x²/2` is a product of Taylor features of `q` and of `δ`.
+
+A cache holds, per code: the sums of the features times the values, the sums of the
+features, and, unless all coordinates are expanded, the sums of the squares in the
+others. The first feature is the constant 1, so that the first sums are those of the
+values and the number of keys.
+"""
+
+import functools
+
+from keras import ops
+
+from keras_efficient_attn.ops.chunking import (
+    by_head,
+    by_position,
+    columns,
+    join_groups,
+    lower_triangle,
+    sizes,
+    split_groups,
+)
+from keras_efficient_attn.ops.feature_maps import weighted_monomials
+from keras_efficient_attn.ops.partial_attention import LOG_ZERO
+from keras_efficient_attn.ops.recompute import recompute_scan
+from keras_efficient_attn.ops.vq_attention.compressed import (
+    MIN_COUNT,
+    layout,
+    one_hot_codes,
+    prefix_sums,
+)
+
+
+def num_features(rank):
+    """Monomials of degree 0, 1 and 2 of `rank` coordinates."""
+    return (rank + 1) * (rank + 2) // 2
+
+
+def causal_expanded_attention(
+    query, residual, value, valid, index, codebook, rank, state, block_length, reduction
+):
+    """The part of the keys `0..t` for query `t`, expanded around their codes.
+
+    Args:
+        query: `(batch, length, heads, dim)`.
+        residual: Of the same shape: the keys less their codes.
+        value: `(batch, length, heads, value_dim)`, zero where not valid.
+        valid: `(batch, length)`, 1 for keys that exist and 0 for others.
+        index: int32 `(batch, length, heads)`, the codes' indices.
+        codebook: `(heads, codes, dim)`.
+        rank: Coordinates of the residuals that are expanded.
+        state: `(sum, count, square)` of shapes `(batch, heads, codes, features,
+            value_dim)`, `(batch, heads, codes, features)` and `(batch, heads, codes,
+            dim - rank)`; without the last if `rank` is `dim`.
+        block_length: Positions in a block.
+        reduction: As in `causal_compressed_attention`.
+
+    Returns:
+        `(part, state)`: values, totals and log scales for `partial_attention.merge`,
+        and the state after the last position.
+    """
+    features = num_features(rank)
+    size, blocks, groups = layout(
+        query, value, codebook, block_length, reduction, features
+    )
+    xs = (query, *_keys(residual, value, valid, index))
+    xs = tuple(split_groups(x, groups, blocks * size) for x in xs)
+    step = _causal_step(size, rank, reduction)
+    state, part = recompute_scan(step, state, xs, (codebook,))
+    return tuple(join_groups(y, ops.shape(query)[1]) for y in part), state
+
+
+def full_expanded_attention(
+    query, residual, value, valid, index, codebook, rank, state, block_length
+):
+    """As `causal_expanded_attention`, each query attending to every valid key.
+
+    Queries and keys may differ in length.
+    """
+    cut = (value, codebook, block_length, "scan", num_features(rank))
+    size, blocks, groups = layout(residual, *cut)
+    xs = tuple(
+        split_groups(x, groups, blocks * size)
+        for x in _keys(residual, value, valid, index)
+    )
+    state, _ = recompute_scan(_key_step(rank), state, xs, (codebook,))
+
+    size, blocks, groups = layout(query, *cut)
+    xs = (split_groups(query, groups, blocks * size),)
+    _, part = recompute_scan(_query_step(rank), (), xs, (codebook, *state))
+    return tuple(join_groups(y, ops.shape(query)[1]) for y in part), state
+
+
+def _keys(residual, value, valid, index):
+    return residual, value, columns(valid), columns(ops.cast(index, residual.dtype))
+
+
+@functools.cache
+def _causal_step(block_length, rank, reduction):
+    def step(carry, x, consts):
+        (codebook,) = consts
+        query, residual, value, valid, index = (by_head(t, block_length) for t in x)
+        chosen = one_hot_codes(index, valid, codebook)
+        local = _sums(chosen, residual, value, rank)
+        states = [
+            prefix_sums(first, new, reduction)
+            for first, new in zip(carry, local, strict=True)
+        ]
+        before, after = zip(*states, strict=True)
+        part = _read(query, codebook, before, rank, (chosen, residual, value))
+        return after, tuple(by_position(t) for t in part)
+
+    return step
+
+
+@functools.cache
+def _key_step(rank):
+    def step(carry, x, consts):
+        (codebook,) = consts
+        residual, value, valid, index = (by_head(t, ops.shape(x[0])[1]) for t in x)
+        chosen = one_hot_codes(index, valid, codebook)
+        local = _sums(chosen, residual, value, rank)
+        return tuple(a + b[:, :, 0] for a, b in zip(carry, local, strict=True)), ()
+
+    return step
+
+
+@functools.cache
+def _query_step(rank):
+    def step(carry, x, consts):
+        codebook, *state = consts
+        query = by_head(x[0], ops.shape(x[0])[1])
+        state = tuple(t[:, :, None] for t in state)
+        part = _read(query, codebook, state, rank)
+        return carry, tuple(by_position(t) for t in part)
+
+    return step
+
+
+def _features(x, rank):
+    x = ops.concatenate([ops.ones_like(x[..., :1]), x[..., :rank]], axis=-1)
+    return weighted_monomials(x, 2)
+
+
+def _sums(chosen, residual, value, rank):
+    """What the keys of each block add to the cache."""
+    by_code = ops.swapaxes(chosen, -1, -2)
+    features = _features(residual, rank)
+    products = _flat(features[..., None] * value[..., None, :])
+    shape = (*sizes(by_code)[:-1], features.shape[-1], value.shape[-1])
+    sums = (ops.reshape(by_code @ products, shape), by_code @ features)
+    if rank < residual.shape[-1]:
+        sums += (by_code @ ops.square(residual[..., rank:]),)
+    return sums
+
+
+def _read(query, codebook, cache, rank, block=None):
+    """The part of the keys in the cache, and of those of the same block.
+
+    Args:
+        query: `(batch, heads, blocks, length, dim)`.
+        cache: The cache before each block.
+        block: Optional `(chosen, residual, value)` of the keys of the block.
+    """
+    sums, counts, *squares = cache
+    logits = query @ ops.swapaxes(codebook[:, None], -1, -2)
+    numbers = counts[..., None, :, 0]
+    if block is not None:
+        # Up to the query: a code that no key has reached yet must not set the scale.
+        chosen, residual, value = block
+        lower = ops.cast(lower_triangle(ops.shape(query)[3]), query.dtype)
+        numbers = numbers + lower @ chosen
+    full = numbers > MIN_COUNT
+    with_numbers = logits + ops.log(ops.where(full, numbers, 1.0))
+    with_numbers = ops.where(full, with_numbers, LOG_ZERO)
+    scale = ops.max(ops.stop_gradient(with_numbers), axis=-1)
+    # Of one key of each code, as if it were the code: at most 1 / number.
+    weights = ops.exp(ops.where(full, logits - scale[..., None], LOG_ZERO))
+
+    features = _features(query, rank)
+    of_features = weights @ _flat(sums)
+    shape = (*sizes(features), sums.shape[-1])
+    output = (features[..., None, :] @ ops.reshape(of_features, shape))[..., 0, :]
+    total = ops.sum(features * (weights @ counts), axis=-1)
+    if block is not None:
+        by_code = ops.swapaxes(chosen, -1, -2)
+        x = query[..., :rank] @ ops.swapaxes(residual[..., :rank], -1, -2)
+        of_keys = (weights @ by_code) * lower * (1.0 + x + 0.5 * ops.square(x))
+        output = output + of_keys @ value
+        total = total + ops.sum(of_keys, axis=-1)
+    if squares:
+        halves = 0.5 * ops.square(query[..., rank:])
+        spread = halves @ ops.swapaxes(squares[0], -1, -2)
+        if block is not None:
+            of_pairs = halves @ ops.swapaxes(ops.square(residual[..., rank:]), -1, -2)
+            spread = spread + (of_pairs * lower) @ chosen
+        spread = weights * spread
+        total = total + ops.sum(spread, axis=-1)
+        # Each key of a code has the mean.
+        spread = spread / ops.where(full, numbers, 1.0)
+        output = output + spread @ sums[..., 0, :]
+        if block is not None:
+            output = output + ((spread @ by_code) * lower) @ value
+    return output, total, scale
+
+
+def _flat(x):
+    """The last two axes as one."""
+    *rest, first, second = sizes(x)
+    return ops.reshape(x, (*rest, first * second))
