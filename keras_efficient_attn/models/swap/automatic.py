@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import numbers
 
 from keras_efficient_attn.models.swap.calibration import batches
 from keras_efficient_attn.models.swap.places import attention_places
@@ -65,7 +66,7 @@ def check_budget(layers, budget, calibrate):
                 f"layers={layers!r}, budget={budget!r}"
             )
         return
-    number = isinstance(budget, int | float) and not isinstance(budget, bool)
+    number = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
     if not number or not 0 < budget < math.inf:
         raise ValueError(
             "layers='auto' needs a `budget`, the largest relative error of the last "

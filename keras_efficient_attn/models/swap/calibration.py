@@ -29,8 +29,9 @@ def recorded_inputs(model, places, data):
             for call in calls:
                 query, *_ = call.arguments.values()
                 value = call.arguments.get("value", query)
+                arrays = {id(x): _array(x) for x in (query, value)}
                 mask = valid_rows(place, call)
-                kept.append((_array(query), _array(value), mask))
+                kept.append((arrays[id(query)], arrays[id(value)], mask))
     if not any(inputs):
         raise ValueError("`calibrate` must hold at least one batch. Received: none")
     return inputs
@@ -69,9 +70,11 @@ def calibrate_layers(layers, inputs):
         inputs: From `recorded_inputs`, in the same order.
     """
     for layer, found in zip(layers, inputs, strict=True):
+        queries, values, masks = zip(*found, strict=True)
+        same = all(q is v for q, v in zip(queries, values, strict=True))
         layer.calibrate(
-            [(value, mask) for _, value, mask in found],
-            query=[(query, mask) for query, _, mask in found],
+            _with_masks(values, masks),
+            query=None if same else _with_masks(queries, masks),
         )
 
 
@@ -82,6 +85,12 @@ def check_can_calibrate(layer_class):
             f"{layer_class.__name__} has nothing to fit, and no use for `calibrate`, "
             "unless layers='auto' is to choose by it."
         )
+
+
+def _with_masks(arrays, masks):
+    return [
+        x if mask is None else (x, mask) for x, mask in zip(arrays, masks, strict=True)
+    ]
 
 
 def _array(x):

@@ -129,6 +129,8 @@ def _attributes_with(parent, layer):
     """The attributes that are a layer, or a collection that holds it."""
     # On PyTorch, layers are among the `_modules`.
     attributes = {**vars(parent), **vars(parent).get("_modules", {})}
+    # Keras' own list of them, however they are held.
+    attributes.pop("_layers", None)
     found = {}
     for name, value in attributes.items():
         held = value.values() if isinstance(value, dict) else value

@@ -40,7 +40,7 @@ def fitted(keys, moments, num_codes, iterations, seed):
     if moments is not None:
         root, inverse = _roots(moments)
         keys = np.einsum("nhd,hde->nhe", keys, root, optimize=True).astype(dtype)
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0 if seed is None else seed)
     keys = ops.convert_to_tensor(random.permutation(keys))
     uniforms = random.random((num_codes, keys.shape[1]))
     codes = plus_plus(
