@@ -9,7 +9,7 @@ import numpy as np
 from byte_lm.errors import UsageError
 from keras_efficient_attn import EfficientAttention, benchmark
 from keras_efficient_attn.benchmark.report import table
-from keras_efficient_attn.layers import get_attention
+from keras_efficient_attn.layers.by_name import parse_attention
 from keras_efficient_attn.models import convert_backbone, swap_report
 from swapping import original as originals
 from swapping.similarity import cosines, embeddings, fine_tune
@@ -96,8 +96,8 @@ def _batches(original, data, count, arguments):
 def _convert(backbone, name, fitted, arguments):
     automatic = arguments.budget is not None
     try:
-        layer = get_attention(name, num_heads=1, key_dim=2)
-        calibrated = hasattr(layer, "calibrate")
+        layer_class, _ = parse_attention(name)
+        calibrated = hasattr(layer_class, "calibrate")
         return convert_backbone(
             backbone,
             name,
