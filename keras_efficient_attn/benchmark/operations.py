@@ -13,7 +13,8 @@ that the definition needs, for self-attention over `length` positions:
 - vector quantisation with `c` codes per head: `6 · c · width` per position (finding
   the key's code, weighing and reading the codes), with soft codes `8 · c · width` (a
   value is added to all of them), and `4 · width` per pair in the window, half as much
-  again for relative positions.
+  again for relative positions. With `order=2` a third of the `6`, reading the codes, is
+  multiplied by the number of features, `(rank + 1)(rank + 2) / 2`.
 - Fourier attention: `6 · width` per pair: difference, sine, quotient and product a
   dimension of the key, and a value. Its linear form counts as linear attention.
 - hashed attention: `2 · width` per rotation and position, and `4 · width` per pair of a
@@ -40,6 +41,7 @@ from keras_efficient_attn.ops.sparse_attention.patterns import (
     head_factors,
     summary_start,
 )
+from keras_efficient_attn.ops.vq_attention.expanded import num_features
 
 BACKWARD = 2
 
@@ -109,6 +111,8 @@ def _core(layer, length, causal):
         # Finding the code and weighing it; reading, and for soft codes writing, values.
         through_keys = 4 * key_dim if layer.cache else 2 * key_dim
         through_values = (4 if layer.assignment == "soft" else 2) * value_dim
+        if layer.order == 2:
+            through_values *= num_features(layer.rank or key_dim)
         codes = through_keys + (through_values if layer.cache else 0)
         codes *= heads * layer.num_codes
         return codes * length + per_pair * _pairs(window, length, causal)

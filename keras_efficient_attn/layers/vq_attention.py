@@ -498,7 +498,8 @@ class VQAttention(EfficientAttention):
         return ops.convert_to_numpy(self._prepared(key, accumulator_dtype(key), None))
 
     def _calibration_queries(self, x):
-        query = self._query_dense(ops.convert_to_tensor(x))
+        """Prepared queries of data, with their bias, in the same shape."""
+        query = self._projected_query(ops.convert_to_tensor(x))
         query = self._prepared(query, accumulator_dtype(query), None)
         return ops.convert_to_numpy(self._content_query(query))
 

@@ -111,9 +111,12 @@ def test_codes_count_their_products(causal):
     seen = pairs(lambda t, s: abs(t - s) < 4 and (s <= t or not causal))
     # Of a key with codes, of a query with codes, and of weights with their values.
     codes = 3 * 2 * 16 * HEAD_DIM * HEADS
-    for options, written in (("", 0), (",assignment=soft", 2 * 16 * HEAD_DIM * HEADS)):
+    values = 2 * 16 * HEAD_DIM * HEADS
+    # A soft code is also written; of two directions there are 1 + 2 + 3 monomials.
+    kinds = {"": 0, ",assignment=soft": values, ",order=2,rank=2": 5 * values}
+    for options, more in kinds.items():
         layer = build(f"vq:num_codes=16,window=4{options}")
-        expected = LENGTH * (PROJECTIONS + codes + written) + seen * 2 * 2 * WIDTH
+        expected = LENGTH * (PROJECTIONS + codes + more) + seen * 2 * 2 * WIDTH
         assert layer_operations(layer, 1, LENGTH, causal) == expected
     layer = build("vq:num_codes=16,window=4,relative_positions=True")
     expected = LENGTH * (PROJECTIONS + codes) + seen * 3 * 2 * WIDTH

@@ -151,7 +151,7 @@ def _sums(chosen, residual, value, rank):
     by_code = ops.swapaxes(chosen, -1, -2)
     features = _features(residual, rank)
     products = _flat(features[..., None] * value[..., None, :])
-    shape = (*sizes(by_code)[:-1], features.shape[-1], value.shape[-1])
+    shape = (*sizes(by_code)[:-1], features.shape[-1], ops.shape(value)[-1])
     sums = (ops.reshape(by_code @ products, shape), by_code @ features)
     if rank < residual.shape[-1]:
         sums += (by_code @ ops.square(residual[..., rank:]),)
@@ -183,7 +183,7 @@ def _read(query, codebook, cache, rank, block=None):
 
     features = _features(query, rank)
     of_features = weights @ _flat(sums)
-    shape = (*sizes(features), sums.shape[-1])
+    shape = (*sizes(features), ops.shape(sums)[-1])
     output = (features[..., None, :] @ ops.reshape(of_features, shape))[..., 0, :]
     total = ops.sum(features * (weights @ counts), axis=-1)
     if block is not None:
