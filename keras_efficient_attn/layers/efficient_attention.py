@@ -259,7 +259,10 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
 
     def _query_and_key(self, query, key, query_mask, key_mask):
         """Both projected, `(batch, length, heads, key_dim)`; keys have their heads."""
-        return self._query_dense(query), self._projected_key(key)
+        return self._projected_query(query), self._projected_key(key)
+
+    def _projected_query(self, query):
+        return self._query_dense(query)
 
     def _projected_key(self, key):
         return self._key_dense(key)
