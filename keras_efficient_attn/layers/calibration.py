@@ -29,34 +29,3 @@ def calibration_batches(argument, data):
                 f"{shape}, mask of shape {mask.shape}"
             )
         yield x, mask.astype("bool")
-
-
-class Moments:
-    """Number, means and covariances of vectors, head by head, summed over batches.
-
-    Attributes:
-        number: How many vectors there were.
-    """
-
-    def __init__(self):
-        self.number, self._sum, self._squares = 0, 0.0, 0.0
-
-    def add(self, vectors):
-        """Counts vectors, `(number, heads, dim)`."""
-        vectors = np.asarray(ops.convert_to_numpy(vectors), "float64")
-        self.number += len(vectors)
-        self._sum = self._sum + vectors.sum(0)
-        self._squares = self._squares + np.einsum(
-            "nhd,nhe->hde", vectors, vectors, optimize=True
-        )
-
-    @property
-    def mean(self):
-        """`(heads, dim)`."""
-        return self._sum / self.number
-
-    @property
-    def covariance(self):
-        """`(heads, dim, dim)`."""
-        mean = self.mean
-        return self._squares / self.number - mean[:, :, None] * mean[:, None, :]

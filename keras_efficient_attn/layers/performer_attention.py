@@ -1,14 +1,19 @@
 """PerformerAttention: linear attention through a feature map."""
 
 import functools
+import itertools
 import math
 
 import keras
+import numpy as np
 from keras import ops
 
-from keras_efficient_attn.layers.calibration import Moments, calibration_batches
+from keras_efficient_attn.layers.calibration import calibration_batches
 from keras_efficient_attn.layers.efficient_attention import EfficientAttention
-from keras_efficient_attn.layers.performer_calibration import KernelCalibration
+from keras_efficient_attn.layers.performer_calibration import (
+    FarMoments,
+    KernelCalibration,
+)
 from keras_efficient_attn.ops import (
     calibrated_features,
     feature_maps,
@@ -240,32 +245,36 @@ class PerformerAttention(EfficientAttention):
             )
         self._projection.assign(self._project_draws(*self._draw()))
 
-    def calibrate(self, data, query=None):
+    def calibrate(self, data, query=None, use_causal_mask=False):
         """Fits the features to the queries and keys that this layer makes of data.
 
-        In closed form, from their means and covariances, head by head. The features
-        then estimate the kernel about the means, `exp((q − mean q)·(k − mean k))`;
-        what that leaves of `exp(q·k)` is known for each key and counts exactly.
-        Queries and keys are brought to coordinates in which they have one, diagonal
-        covariance. Random features see the coordinates in which they are less noise
-        than the lack of them would be, and are drawn from wider Gaussians where
-        queries and keys vary more; polynomial ones see the first `rank`.
+        In closed form, from the means and covariances of the queries and keys of each
+        head, weighted by how much softmax attends from the one to the other where no
+        window does so exactly. The features then estimate the kernel about the means,
+        `exp((q − mean q)·(k − mean k))`; what that leaves of `exp(q·k)` is known for
+        each key and counts exactly. Queries and keys are brought to coordinates in
+        which they have one, diagonal covariance. Random features see the coordinates
+        in which they are less noise than the lack of them would be, and are drawn from
+        wider Gaussians where queries and keys vary more; polynomial ones see the first
+        `rank`.
 
         Args:
             data: What the layer gets as `key` (or `value`): an array
                 `(batch, length, dim)`, or an iterable of batches, each such an array
                 or, with padding, a pair of it and a boolean `(batch, length)`, `True`
-                for positions to use.
-            query: What it gets as `query`, in the same form; the two need not agree
-                in number and length. Defaults to `data`: self-attention.
+                for positions to use. Some thousand positions are enough.
+            query: What it gets as `query`, in the same form, batch by batch. Defaults
+                to `data`: self-attention.
+            use_causal_mask: Whether the layer is to be called so. Defaults to `False`.
 
         Returns:
-            The standard deviation of `q·k` about the means, of each head, as a NumPy
+            The root mean square of `q·k` about the means, of each head, as a NumPy
             array: features do well below 1, and badly far above.
 
         Raises:
             ValueError: If the layer is not built, or not `calibrated`; if a batch is
-                none, or if there is no key or no query.
+                none, or the two are not as many; or if no query sees a key, beyond
+                the window if there is one.
 
         Reference:
             - [Likhosherstov et al., 2023](https://arxiv.org/abs/2302.00787)
@@ -275,23 +284,24 @@ class PerformerAttention(EfficientAttention):
                 "`calibrate()` needs a built layer with `calibrated=True`. Received: "
                 f"calibrated={self.calibrated!r}, built={self.built}"
             )
-        queries, keys = Moments(), Moments()
-        for x, mask in calibration_batches("data", data):
-            x = ops.convert_to_tensor(x)
-            key = self._for_query_heads(self._projected_key(x))
-            keys.add(self._prepared_array(key)[mask])
-            if query is None:
-                queries.add(self._prepared_array(self._projected_query(x))[mask])
-        for x, mask in calibration_batches("query", () if query is None else query):
-            x = self._projected_query(ops.convert_to_tensor(x))
-            queries.add(self._prepared_array(x)[mask])
-        for argument, moments in (("data", keys), ("query", queries)):
-            if not moments.number:
-                raise ValueError(f"`{argument}` must hold a position. Received: none")
+        moments = FarMoments(self.window, use_causal_mask)
+        for queries, keys in _paired_batches(query, data):
+            (of_queries, query_mask), (of_keys, key_mask) = queries, keys
+            query = self._projected_query(ops.convert_to_tensor(of_queries))
+            key = self._projected_key(ops.convert_to_tensor(of_keys))
+            query = self._prepared(query, accumulator_dtype(query), None)
+            key = self._prepared(self._for_query_heads(key), query.dtype, None)
+            query, key = ops.convert_to_numpy(query), ops.convert_to_numpy(key)
+            moments.add(query, key, query_mask, key_mask)
+        if not np.all(moments.key.weight):
+            raise ValueError(
+                "`data` must hold a query that sees a key beyond the window. Received: "
+                f"none, with window={self.window}"
+            )
         rank = None
         if self.feature_map in POLYNOMIAL_MAPS:
             rank = self.rank or self._key_dim
-        return self._calibration.assign(queries, keys, self._feature_dim, rank)
+        return self._calibration.assign(moments, self._feature_dim, rank)
 
     @property
     def state_names(self):
@@ -466,11 +476,6 @@ class PerformerAttention(EfficientAttention):
             directions, norms, self.orthogonal, self.row_norm
         )
 
-    def _prepared_array(self, x):
-        """Projected queries or keys of a batch as calibration has them."""
-        x = self._prepared(x, accumulator_dtype(x), None)
-        return ops.convert_to_numpy(x)
-
     def _prepared(self, x, dtype, position):
         """Queries or keys, normalised, rotated and scaled."""
         x = ops.cast(x, dtype)
@@ -601,6 +606,22 @@ class PerformerAttention(EfficientAttention):
                 f"`{argument}` must be a positive integer"
                 f"{' or None' if optional else ''}. Received: {argument}={received!r}"
             )
+
+
+def _paired_batches(query, data):
+    """Each batch of queries, with the batch of keys that they attend to."""
+    keys = calibration_batches("data", data)
+    if query is None:
+        yield from ((batch, batch) for batch in keys)
+        return
+    queries = calibration_batches("query", query)
+    for pair in itertools.zip_longest(queries, keys):
+        if pair[0] is None or pair[1] is None:
+            raise ValueError(
+                "`query` must have as many batches as `data`. Received: "
+                f"{'more' if pair[1] is None else 'fewer'}"
+            )
+        yield pair
 
 
 @functools.cache

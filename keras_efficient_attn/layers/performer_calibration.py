@@ -7,6 +7,8 @@ from keras import ops
 # Of the mean variance of queries or keys, what they are taken to have at least in
 # every direction, so that no direction is stretched without bound.
 LEAST_VARIANCE = 1e-4
+# Of a sequence, that calibration looks at: the matrix of their weights is formed.
+MOST_QUERIES = 512
 # Exponents beyond say nothing but "too large".
 LARGEST_EXPONENT = 100.0
 
@@ -71,18 +73,19 @@ class KernelCalibration(keras.layers.Layer):
             own += [self._seen, self._shape]
         return tuple(_cast(weight, x)[:, None, None] for weight in own)
 
-    def assign(self, query, key, features, rank):
+    def assign(self, moments, features, rank):
         """Fits all weights, in closed form.
 
         Args:
-            query, key: `Moments` of queries and keys.
+            moments: `FarMoments`.
             features: Number of features.
             rank: Number of coordinates that features see, or `None` for the number
                 that is best for random features.
 
         Returns:
-            Array `(heads,)`: standard deviation of `q·k` about the means.
+            Array `(heads,)`: the root mean square of `q·k` about the means.
         """
+        query, key = moments.query, moments.key
         query_map, key_map, variance = balanced_coordinates(
             query.covariance, key.covariance
         )
@@ -101,6 +104,92 @@ class KernelCalibration(keras.layers.Layer):
             shape = (1.0 - sampling_variance(variance)) / 4.0
             self._shape.assign(np.where(seen, shape, 0.0))
         return np.sqrt(np.square(variance).sum(-1))
+
+
+class FarMoments:
+    """Means and covariances of queries and keys, as far as features serve them.
+
+    A pair of a query and a key counts with the weight that softmax attention gives to
+    it, and not at all where a window attends to it exactly: most pairs of a trained
+    layer hardly attend, and others than those that do need not be estimated well.
+
+    Args:
+        window: As of `PerformerAttention`.
+        causal: Whether queries see no later keys.
+
+    Attributes:
+        query, key: `Moments`, by head.
+    """
+
+    def __init__(self, window, causal):
+        self.window, self.causal = window, causal
+        self.query, self.key = Moments(), Moments()
+
+    def add(self, query, key, query_mask, key_mask):
+        """Counts a batch.
+
+        Args:
+            query, key: Arrays `(batch, length, heads, dim)`, as features take them.
+            query_mask, key_mask: Boolean arrays `(batch, length)`.
+        """
+        for row in range(len(query)):
+            of_queries = np.flatnonzero(query_mask[row])
+            of_queries = of_queries[:: 1 + len(of_queries) // MOST_QUERIES]
+            of_keys = np.flatnonzero(key_mask[row])
+            if not len(of_queries) or not len(of_keys):
+                continue
+            queries = query[row][of_queries].astype("float64")
+            keys = key[row][of_keys].astype("float64")
+            steps = of_queries[:, None] - of_keys
+            weights = self._far_weights(queries, keys, steps)
+            self.query.add(queries, weights.sum(2))
+            self.key.add(keys, weights.sum(1))
+
+    def _far_weights(self, query, key, steps):
+        """Softmax attention to the keys that features serve, `(heads, t, s)`."""
+        logits = np.einsum("thd,shd->hts", query, key, optimize=True)
+        if self.causal:
+            logits = np.where(steps >= 0, logits, -np.inf)
+        largest = logits.max(-1, keepdims=True)
+        # A causal query whose keys are all hidden sees none.
+        weights = np.exp(logits - np.where(np.isfinite(largest), largest, 0.0))
+        totals = weights.sum(-1, keepdims=True)
+        weights = weights / np.where(totals > 0, totals, 1.0)
+        if self.window is None:
+            return weights
+        return np.where(abs(steps) < self.window, 0.0, weights)
+
+
+class Moments:
+    """Means and covariances of weighted vectors, head by head, summed over batches.
+
+    Attributes:
+        weight: Sum of the weights, `(heads,)`, or 0.
+    """
+
+    def __init__(self):
+        self.weight, self._sum, self._squares = 0.0, 0.0, 0.0
+
+    def add(self, vectors, weights):
+        """Counts vectors `(number, heads, dim)` with weights `(heads, number)`."""
+        weighted = vectors * weights.T[..., None]
+        self.weight = self.weight + weights.sum(1)
+        self._sum = self._sum + weighted.sum(0)
+        self._squares = self._squares + np.einsum(
+            "nhd,nhe->hde", weighted, vectors, optimize=True
+        )
+
+    @property
+    def mean(self):
+        """`(heads, dim)`."""
+        return self._sum / self.weight[:, None]
+
+    @property
+    def covariance(self):
+        """`(heads, dim, dim)`."""
+        mean = self.mean
+        squares = self._squares / self.weight[:, None, None]
+        return squares - mean[:, :, None] * mean[:, None, :]
 
 
 def balanced_coordinates(query_covariance, key_covariance):

@@ -69,12 +69,6 @@ def heads_of(layer, x):
     return query * scale, key * scale, value
 
 
-def covariance(x):
-    x = x.reshape(-1, *x.shape[2:])
-    x = x - x.mean(0)
-    return np.einsum("nhd,nhe->hde", x, x) / len(x)
-
-
 def similarity(layer, query, key):
     """The estimate of `exp((q − mean)·(k − mean))`, times what is known of the key."""
     to_query, to_key = calibration(layer, "query_map"), calibration(layer, "key_map")
@@ -145,12 +139,14 @@ def test_calibrated_layer_equals_the_dense_definition_and_streams(feature_map):
 def test_a_window_over_everything_is_softmax_attention(feature_map):
     """Whatever the calibration: it leaves the kernel as it is."""
     options = {"rotary_wavelength": None, "qk_norm": False}
+    fitted = made(feature_map, **options)
     layer = made(feature_map, window=LENGTH, **options)
     theirs = keras.layers.MultiHeadAttention(HEADS, KEY_DIM)
     x = inputs()
     theirs.build(x.shape, x.shape)
     theirs.set_weights([to_numpy(w) for w in layer.trainable_weights])
-    layer.calibrate(3.0 * x + 1.0)
+    fitted.calibrate(3.0 * x + 1.0)
+    layer.set_weights(fitted.get_weights())
     np.testing.assert_allclose(
         to_numpy(layer(x, x)), to_numpy(theirs(x, x)), rtol=1e-4, atol=1e-5
     )
@@ -186,25 +182,38 @@ def test_calibration_lessens_the_error_against_softmax(feature_map):
     assert after < 0.5 * before
 
 
-def test_calibrate_reads_what_is_not_masked_and_returns_the_spread_of_logits():
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("causal", [False, True])
+def test_calibrate_weighs_pairs_by_far_attention(window, causal):
     x = inputs()
     mask = np.arange(LENGTH) < np.array([[LENGTH], [9]])
     hidden = np.where(mask[..., None], x, np.nan).astype("float32")
-    layer = made("power", rotary_wavelength=None)
-    spread = layer.calibrate([(hidden[:1], mask[:1]), (hidden[1:], mask[1:])])
-    weights = layer.get_weights()
+    layer = made("power", window=window, rotary_wavelength=None)
+    batches = [(hidden[:1], mask[:1]), (hidden[1:], mask[1:])]
+    spread = layer.calibrate(batches, use_causal_mask=causal)
+
     query, key, _ = heads_of(layer, x)
-    query, key = query[mask][None], key[mask][None]
-    query, key = query - query.mean(1), key - key.mean(1)
-    logits = np.einsum("bthd,bshd->hts", query, key)
-    np.testing.assert_allclose(spread, np.sqrt((logits**2).mean((1, 2))), rtol=1e-3)
-    # The same rows, in other batches, as data of both sides.
-    rows = x[mask][None]
-    other = made("power", rotary_wavelength=None)
-    np.testing.assert_allclose(other.calibrate(rows, query=[rows]), spread, rtol=1e-4)
-    for one, two in zip(other.get_weights(), weights, strict=True):
-        # Eigenvectors have signs.
-        np.testing.assert_allclose(np.abs(one), np.abs(two), rtol=1e-2, atol=1e-3)
+    attention = np.exp(dense.dots(query, key)) * mask[:, None, None]
+    distance = np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))
+    if causal:
+        attention = attention * (distance >= 0)
+    attention = attention / attention.sum(-1, keepdims=True) * mask[:, None, :, None]
+    if window is not None:
+        attention = attention * (abs(distance) >= window)
+    for head in range(HEADS):
+        weights = attention[:, head]
+        share = [weights.sum(axis).ravel() / weights.sum() for axis in (2, 1)]
+        sides = [side[:, :, head].reshape(-1, KEY_DIM) for side in (query, key)]
+        means = [p @ side for p, side in zip(share, sides, strict=True)]
+        np.testing.assert_allclose(
+            calibration(layer, "key_center")[head], means[1], rtol=1e-3, atol=1e-4
+        )
+        logits = (sides[0] - means[0]) @ (sides[1] - means[1]).T
+        expected = np.sqrt(share[0] @ logits**2 @ share[1])
+        np.testing.assert_allclose(spread[head], expected, rtol=1e-3)
+    # The same queries, given by themselves.
+    again = layer.calibrate(batches, query=batches, use_causal_mask=causal)
+    np.testing.assert_allclose(again, spread, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
@@ -298,9 +307,11 @@ def test_calibrate_errors():
     with pytest.raises(ValueError, match="calibrated=False, built=True"):
         made(calibrated=False).calibrate(x)
     layer = made()
-    with pytest.raises(ValueError, match="`data` must hold a position"):
+    with pytest.raises(ValueError, match="beyond the window.*window=4"):
         layer.calibrate([])
-    with pytest.raises(ValueError, match="`query` must hold a position"):
+    with pytest.raises(ValueError, match="beyond the window.*window=4"):
+        layer.calibrate(x[:, :4])
+    with pytest.raises(ValueError, match="as many batches as `data`. Received: fewer"):
         layer.calibrate(x, query=[])
     with pytest.raises(ValueError, match=r"batch of `data`.*mask of shape \(2, 3\)"):
         layer.calibrate([(x, np.ones((2, 3)))])
