@@ -1,13 +1,24 @@
 """PerformerAttention: linear attention through a feature map."""
 
 import functools
+import itertools
 import math
 
 import keras
+import numpy as np
 from keras import ops
 
+from keras_efficient_attn.layers.calibration import calibration_batches
 from keras_efficient_attn.layers.efficient_attention import EfficientAttention
-from keras_efficient_attn.ops import feature_maps, random_features
+from keras_efficient_attn.layers.performer_calibration import (
+    FarMoments,
+    KernelCalibration,
+)
+from keras_efficient_attn.ops import (
+    calibrated_features,
+    feature_maps,
+    random_features,
+)
 from keras_efficient_attn.ops.linear_attention import (
     CHUNK_SIZE,
     linear_attention_state,
@@ -26,6 +37,9 @@ FEATURE_MAPS = RANDOM_MAPS + POLYNOMIAL_MAPS + ELEMENTWISE_MAPS
 EXPONENTIAL_MAPS = RANDOM_MAPS + POLYNOMIAL_MAPS
 # Those that make two features of each row of the projection.
 TWO_SIDED_MAPS = ("hyperbolic", "trigonometric")
+# Those that can be calibrated: positive, and causal.
+CALIBRATED_RANDOM_MAPS = ("favor+", "hyperbolic")
+CALIBRATED_MAPS = CALIBRATED_RANDOM_MAPS + POLYNOMIAL_MAPS
 ROW_NORMS = ("chi", "sqrt_dim")
 
 
@@ -89,6 +103,16 @@ class PerformerAttention(EfficientAttention):
         rotary_wavelength: Longest wavelength of rotary positions, applied to
             queries and keys before the map, such as 10,000. Defaults to `None`: no
             positions.
+        calibrated: Whether the features estimate the kernel about the means of
+            queries and keys, in coordinates, and for random features with a shape,
+            that `calibrate` fits to data, so that the layer can take the place of
+            trained softmax attention. Until `calibrate`, the layer is the one
+            without. For `"favor+"`, `"hyperbolic"`, `"taylor"` and `"power"`.
+            Defaults to `False`.
+        rank: Of a calibrated polynomial map, the number of coordinates that it sees,
+            those with the largest part in `q·k`; d in the table above. The others
+            have a part in the weights of keys only. 21 makes 253 features of order
+            2. Defaults to `None`: all of `key_dim`.
         chunk_size: Positions a chunk; speed only. Defaults to 64.
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. `seed` also
             seeds the projection.
@@ -116,6 +140,14 @@ class PerformerAttention(EfficientAttention):
     >>> state = layer.initial_state(batch_size=2)
     >>> y, state = layer(x[:, :1], x[:, :1], use_causal_mask=True, state=state)
 
+    In the place of trained softmax attention, without training:
+
+    >>> layer = PerformerAttention(
+    ...     num_heads=4, key_dim=32, feature_map="power", rank=21, window=32,
+    ...     calibrated=True)
+    >>> layer.build(x.shape, x.shape)  # Then `layer.set_weights(...)`.
+    >>> spread = layer.calibrate(x)
+
     Reference:
         - [Choromanski et al., 2021](https://arxiv.org/abs/2009.14794)
         - [Katharopoulos et al., 2020](https://arxiv.org/abs/2006.16236)
@@ -135,6 +167,8 @@ class PerformerAttention(EfficientAttention):
         qk_norm=False,
         temperature=1.0,
         rotary_wavelength=None,
+        calibrated=False,
+        rank=None,
         chunk_size=CHUNK_SIZE,
         **kwargs,
     ):
@@ -150,6 +184,8 @@ class PerformerAttention(EfficientAttention):
         self.qk_norm = qk_norm
         self.temperature = temperature
         self.rotary_wavelength = rotary_wavelength
+        self.calibrated = calibrated
+        self.rank = rank
         self.chunk_size = chunk_size
         self._check_arguments()
         self._query_map, self._key_map, self._feature_dim = self._resolve_maps()
@@ -161,7 +197,16 @@ class PerformerAttention(EfficientAttention):
 
     def build(self, query_shape, value_shape, key_shape=None):
         super().build(query_shape, value_shape, key_shape)
-        self._projection = None
+        self._projection = self._calibration = None
+        if self.calibrated:
+            self._calibration = KernelCalibration(
+                self._num_heads,
+                self._key_dim,
+                self.feature_map in CALIBRATED_RANDOM_MAPS,
+                dtype=self.dtype_policy,
+                name="calibration",
+            )
+            self._calibration.build()
         if not self._projection_rows:
             return
         self._projection_seed = keras.random.SeedGenerator(self.seed)
@@ -200,6 +245,64 @@ class PerformerAttention(EfficientAttention):
             )
         self._projection.assign(self._project_draws(*self._draw()))
 
+    def calibrate(self, data, query=None, use_causal_mask=False):
+        """Fits the features to the queries and keys that this layer makes of data.
+
+        In closed form, from the means and covariances of the queries and keys of each
+        head, weighted by how much softmax attends from the one to the other where no
+        window does so exactly. The features then estimate the kernel about the means,
+        `exp((q − mean q)·(k − mean k))`; what that leaves of `exp(q·k)` is known for
+        each key and counts exactly. Queries and keys are brought to coordinates in
+        which they have one, diagonal covariance. Random features see the coordinates
+        in which they are less noise than the lack of them would be, and are drawn from
+        wider Gaussians where queries and keys vary more; polynomial ones see the first
+        `rank`.
+
+        Args:
+            data: What the layer gets as `key` (or `value`): an array
+                `(batch, length, dim)`, or an iterable of batches, each such an array
+                or, with padding, a pair of it and a boolean `(batch, length)`, `True`
+                for positions to use. Some thousand positions are enough.
+            query: What it gets as `query`, in the same form, batch by batch. Defaults
+                to `data`: self-attention.
+            use_causal_mask: Whether the layer is to be called so. Defaults to `False`.
+
+        Returns:
+            The root mean square of `q·k` about the means, of each head, as a NumPy
+            array: features do well below 1, and badly far above.
+
+        Raises:
+            ValueError: If the layer is not built, or not `calibrated`; if a batch is
+                none, or the two are not as many; or if no query sees a key, beyond
+                the window if there is one.
+
+        Reference:
+            - [Likhosherstov et al., 2023](https://arxiv.org/abs/2302.00787)
+        """
+        if not self.built or not self.calibrated:
+            raise ValueError(
+                "`calibrate()` needs a built layer with `calibrated=True`. Received: "
+                f"calibrated={self.calibrated!r}, built={self.built}"
+            )
+        moments = FarMoments(self.window, use_causal_mask)
+        for queries, keys in _paired_batches(query, data):
+            (of_queries, query_mask), (of_keys, key_mask) = queries, keys
+            query = self._projected_query(ops.convert_to_tensor(of_queries))
+            key = self._projected_key(ops.convert_to_tensor(of_keys))
+            query = self._prepared(query, accumulator_dtype(query), None)
+            key = self._prepared(self._for_query_heads(key), query.dtype, None)
+            query, key = ops.convert_to_numpy(query), ops.convert_to_numpy(key)
+            moments.add(query, key, query_mask, key_mask)
+        if not np.all(moments.key.weight):
+            raise ValueError(
+                "`data` must hold a query that sees a key beyond the window. Received: "
+                f"none, with window={self.window}"
+            )
+        rank = None
+        if self.feature_map in POLYNOMIAL_MAPS:
+            rank = self.rank or self._key_dim
+        return self._calibration.assign(moments, self._feature_dim, rank)
+
     @property
     def state_names(self):
         names = ("sum", "normalizer", "log_scale")
@@ -229,16 +332,14 @@ class PerformerAttention(EfficientAttention):
 
     def attend(self, query, key, value, query_mask, key_mask, causal, state, training):
         dtype = accumulator_dtype(query, key, value)
-        query, key = ops.cast(query, dtype), ops.cast(key, dtype)
-        if self.qk_norm:
-            query, key = rms_normalize(query), rms_normalize(key)
         position = None
-        if self.rotary_wavelength is not None:
-            state = None if state is None else dict(state)
-            position = None if state is None else state.pop("position")
-            query = self._rotate(query, position)
-            key = self._rotate(key, position)
-        query, key = query * self._input_scale, key * self._input_scale
+        if self.rotary_wavelength is not None and state is not None:
+            state = dict(state)
+            position = state.pop("position")
+        query = self._prepared(query, dtype, position)
+        key = self._prepared(key, dtype, position)
+        if self.calibrated:
+            query, key = self._calibration.coordinates(query, key)
         arguments = dict(
             query_map=self._query_map,
             key_map=self._key_map,
@@ -286,6 +387,8 @@ class PerformerAttention(EfficientAttention):
             "qk_norm": self.qk_norm,
             "temperature": self.temperature,
             "rotary_wavelength": self.rotary_wavelength,
+            "calibrated": self.calibrated,
+            "rank": self.rank,
             "chunk_size": self.chunk_size,
         }
 
@@ -323,19 +426,25 @@ class PerformerAttention(EfficientAttention):
         if callable(name):
             size = self.num_features or self._key_dim
         elif name in POLYNOMIAL_MAPS:
-            size = feature_maps.polynomial_dimension(self._key_dim, self.order or 2)
+            dim = self.rank or self._key_dim
+            size = feature_maps.polynomial_dimension(dim, self.order or 2)
         elif name in TWO_SIDED_MAPS:
             size = 2 * rows
         else:
             size = rows or self._key_dim
-        return *_query_and_key_map(name, self.order or 2, size), size
+        order = self.order or 2
+        if self.calibrated:
+            return *_calibrated_maps(name, order, self.rank or self._key_dim), size
+        return *_query_and_key_map(name, order, size), size
 
     def _map_weights(self, query, key, query_mask, key_mask, training):
         """What the feature maps read beside their input."""
-        if self._projection is None:
-            return ()
-        projection = self._current_projection(training)
-        weights = (ops.cast(projection, query.dtype),)
+        weights = ()
+        if self._projection is not None:
+            projection = self._current_projection(training)
+            weights += (ops.cast(projection, query.dtype),)
+        if self.calibrated:
+            return self._calibration.map_weights(query) + weights
         if self.feature_map == "favor++":
             shape = feature_maps.optimal_shape(query, key, query_mask, key_mask)
             weights += (shape[..., None, None, None],)
@@ -366,6 +475,15 @@ class PerformerAttention(EfficientAttention):
         return random_features.random_projection(
             directions, norms, self.orthogonal, self.row_norm
         )
+
+    def _prepared(self, x, dtype, position):
+        """Queries or keys, normalised, rotated and scaled."""
+        x = ops.cast(x, dtype)
+        if self.qk_norm:
+            x = rms_normalize(x)
+        if self.rotary_wavelength is not None:
+            x = self._rotate(x, position)
+        return x * self._input_scale
 
     def _rotate(self, x, position):
         steps = ops.arange(ops.shape(x)[1], dtype="int32")[None]
@@ -445,6 +563,23 @@ class PerformerAttention(EfficientAttention):
                 f"estimate them: {', '.join(EXPONENTIAL_MAPS)}. Received: "
                 f"feature_map={name!r}"
             )
+        if self.calibrated and (name not in CALIBRATED_MAPS or not self.normalize):
+            raise ValueError(
+                "`calibrated` is for the feature maps "
+                f"{', '.join(CALIBRATED_MAPS)}, and leaves out factors that only "
+                f"`normalize=True` cancels. Received: feature_map={name!r}, "
+                f"normalize={self.normalize!r}"
+            )
+        if self.rank is not None:
+            self._check_positive_int("rank")
+            polynomial = self.calibrated and name in POLYNOMIAL_MAPS
+            if not polynomial or self.rank > self._key_dim:
+                raise ValueError(
+                    "`rank` is a number of coordinates, at most `key_dim`, for a "
+                    "polynomial feature map with `calibrated=True`. Received: "
+                    f"rank={self.rank}, key_dim={self._key_dim}, "
+                    f"feature_map={name!r}, calibrated={self.calibrated!r}"
+                )
         if not _is_positive(self.temperature):
             raise ValueError(
                 "`temperature` must be a positive number. Received: "
@@ -473,6 +608,22 @@ class PerformerAttention(EfficientAttention):
             )
 
 
+def _paired_batches(query, data):
+    """Each batch of queries, with the batch of keys that they attend to."""
+    keys = calibration_batches("data", data)
+    if query is None:
+        yield from ((batch, batch) for batch in keys)
+        return
+    queries = calibration_batches("query", query)
+    for pair in itertools.zip_longest(queries, keys):
+        if pair[0] is None or pair[1] is None:
+            raise ValueError(
+                "`query` must have as many batches as `data`. Received: "
+                f"{'more' if pair[1] is None else 'fewer'}"
+            )
+        yield pair
+
+
 @functools.cache
 def _query_and_key_map(name, order, size):
     """One pair of functions per map: JAX compiles once per function object."""
@@ -495,6 +646,25 @@ def _query_and_key_map(name, order, size):
             "elu": feature_maps.elu_features,
         }[name]
     return both, both
+
+
+@functools.cache
+def _calibrated_maps(name, order, rank):
+    """As `_query_and_key_map`, of a calibrated layer."""
+    maps = calibrated_features
+    if name in POLYNOMIAL_MAPS:
+        features, _ = _query_and_key_map(name, order, None)
+        features = functools.partial(
+            maps.seen_polynomial_features, features=features, rank=rank
+        )
+    else:
+        features = functools.partial(
+            maps.seen_random_features, hyperbolic=name == "hyperbolic"
+        )
+    return (
+        functools.partial(maps.query_features, features),
+        functools.partial(maps.key_features, features),
+    )
 
 
 def _custom_features(function, size, x):

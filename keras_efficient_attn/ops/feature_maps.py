@@ -46,29 +46,38 @@ def positive_random_features(x, projection, hyperbolic=False):
     return _exponential(exponents, -0.5 * ops.sum(ops.square(x), axis=-1))
 
 
-def optimal_positive_features(x, projection, shape):
+def optimal_positive_features(x, projection, shape, hyperbolic=False):
     """FAVOR++: positive random features with less variance, given statistics.
 
     `φ(x) = (1 − 4A)^(d/4) exp(A‖ωᵢ‖² + √(1 − 4A) ωᵢ·x − ‖x‖²/2) / √m`. Any `A < 1/8`
-    is unbiased, `A = 0` is FAVOR+; `optimal_shape` gives the best.
+    is unbiased, `A = 0` is FAVOR+; `optimal_shape` gives the best. `A` may differ
+    between coordinates: a diagonal matrix, with `det(1 − 4A)^(1/4)`.
 
     Args:
         x: `(..., head_dim)`.
         projection: `(m, head_dim)`, rows N(0, I).
         shape: `A`, broadcastable to `x`.
+        hyperbolic: Whether to use `±ωᵢ`: twice the features of the same projection,
+            with less variance. Defaults to `False`.
 
     Returns:
-        Features `(..., m)` and their log scale.
+        Features `(..., m)`, or `(..., 2m)` if `hyperbolic`, and their log scale.
 
     Reference:
         - [Likhosherstov et al., 2022](https://arxiv.org/abs/2205.15317)
+        - [Likhosherstov et al., 2023](https://arxiv.org/abs/2302.00787), matrices
     """
-    head_dim = x.shape[-1]
-    norms = ops.sum(ops.square(projection), axis=-1)
+    shape = shape * ops.ones((x.shape[-1],), x.dtype)
+    rows = ops.transpose(projection)
     stretch = 1.0 - 4.0 * shape
-    exponents = shape * norms + ops.sqrt(stretch) * (x @ ops.transpose(projection))
-    offset = 0.25 * head_dim * ops.log(stretch)[..., 0]
-    return _exponential(exponents, offset - 0.5 * ops.sum(ops.square(x), axis=-1))
+    norms = shape @ ops.square(rows)
+    exponents = (ops.sqrt(stretch) * x) @ rows
+    if hyperbolic:
+        exponents = ops.concatenate([exponents, -exponents], axis=-1)
+        norms = ops.concatenate([norms, norms], axis=-1)
+    offset = 0.25 * ops.sum(ops.log(stretch), axis=-1)
+    squares = ops.sum(ops.square(x), axis=-1)
+    return _exponential(norms + exponents, offset - 0.5 * squares)
 
 
 def optimal_shape(query, key, query_mask=None, key_mask=None):

@@ -91,8 +91,11 @@ def test_rows_are_standard_normal():
         lambda x, projection: feature_maps.optimal_positive_features(
             x, projection, ops.convert_to_tensor([-0.2])
         ),
+        lambda x, projection: feature_maps.optimal_positive_features(
+            x, projection, ops.linspace(-0.4, 0.1, DIM), hyperbolic=True
+        ),
     ],
-    ids=["trigonometric", "hyperbolic", "favor++"],
+    ids=["trigonometric", "hyperbolic", "favor++", "favor++ by coordinate"],
 )
 def test_the_other_random_maps_are_unbiased(function):
     errors, _ = relative_errors(function, 64, 200, orthogonal=False)
