@@ -90,7 +90,9 @@ def train(splits, length, steps, batch, seed, verbose):
             inputs, *targets = masking(texts)
             yield _integers(inputs), *map(np.asarray, targets)
 
-    model = keras_hub.models.BertMaskedLM(backbone)
+    task = keras_hub.models.BertMaskedLM(backbone)
+    # Tasks of KerasHub do not fit generators.
+    model = keras.Model(task.input, task.output)
     model.compile(
         optimizer=keras.optimizers.Adam(1e-3, clipnorm=1.0),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -7,7 +7,7 @@ import keras_hub
 import numpy as np
 
 from byte_lm.errors import UsageError
-from keras_efficient_attn import EfficientAttention, benchmark
+from keras_efficient_attn import EfficientAttention, VQAttention, benchmark
 from keras_efficient_attn.benchmark.report import table
 from keras_efficient_attn.layers.by_name import parse_attention
 from keras_efficient_attn.models import convert_backbone, swap_report
@@ -95,16 +95,13 @@ def _batches(original, data, count, arguments):
 
 def _convert(backbone, name, fitted, arguments):
     automatic = arguments.budget is not None
+    layers = "auto" if automatic else arguments.layers
+    options = dict(budget=arguments.budget, calibrate=fitted)
     try:
-        layer_class, _ = parse_attention(name)
-        calibrated = hasattr(layer_class, "calibrate")
-        return convert_backbone(
-            backbone,
-            name,
-            layers="auto" if automatic else arguments.layers,
-            calibrate=fitted if calibrated or automatic else None,
-            budget=arguments.budget,
-        )
+        layer_class, chosen = parse_attention(name)
+        if not (automatic or layer_class is VQAttention or chosen.get("calibrated")):
+            options["calibrate"] = None
+        return convert_backbone(backbone, name, layers, **options)
     except (TypeError, ValueError) as error:
         raise UsageError(f"--attention {name}: {error}") from error
 

@@ -114,6 +114,11 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         raise NotImplementedError
 
     @property
+    def can_calibrate(self):
+        """Whether `calibrate(data)` fits the layer to data without training."""
+        return False
+
+    @property
     def state_names(self):
         """Names of the tensors of the state; empty for a layer that does not stream."""
         return ()

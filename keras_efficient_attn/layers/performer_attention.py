@@ -304,6 +304,10 @@ class PerformerAttention(EfficientAttention):
         return self._calibration.assign(moments, self._feature_dim, rank)
 
     @property
+    def can_calibrate(self):
+        return self.calibrated
+
+    @property
     def state_names(self):
         names = ("sum", "normalizer", "log_scale")
         if self.window is not None:

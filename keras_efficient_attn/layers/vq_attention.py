@@ -256,6 +256,10 @@ class VQAttention(EfficientAttention):
         return self._codebook.codes
 
     @property
+    def can_calibrate(self):
+        return True
+
+    @property
     def state_names(self):
         names = state_names(
             self.assignment == "soft",

@@ -15,9 +15,9 @@ from keras_efficient_attn.models.swap.calibration import (
     recorded_inputs,
 )
 from keras_efficient_attn.models.swap.copying import copy_weights
-from keras_efficient_attn.models.swap.places import attention_places
+from keras_efficient_attn.models.swap.places import attention_places, stand_ins
 from keras_efficient_attn.models.swap.replace import chosen, replace_layers
-from keras_efficient_attn.models.swap.specification import attention_class, recorded
+from keras_efficient_attn.models.swap.specification import recorded
 from keras_efficient_attn.models.swap.stand_ins import StandIn
 
 
@@ -96,43 +96,44 @@ def convert_backbone(backbone, attention, layers=None, calibrate=None, budget=No
             f"{backbone.name}, a {type(backbone).__name__}"
         )
     check_budget(layers, budget, calibrate)
-    automatic = isinstance(layers, str) and layers == "auto"
-    if not automatic:
+    if not (isinstance(layers, str) and layers == "auto"):
         # Before anything of its size is made.
         chosen(layers, len(attention_places(backbone)))
+        efficient = _converted(backbone, attention, layers)
         if calibrate is not None:
-            check_can_calibrate(attention_class(recorded(attention)))
-        return _converted(backbone, attention, layers, calibrate)
+            check_can_calibrate(stand_ins(efficient)[0])
+            _calibrate(backbone, efficient, calibrate)
+        return efficient
     data = list(batches(calibrate))
-    # What has nothing to fit can be chosen too.
-    fitted = hasattr(attention_class(recorded(attention)), "calibrate")
-    whole = _converted(backbone, attention, None, data if fitted else None)
+    whole = _converted(backbone, attention, None)
+    if stand_ins(whole)[0].can_calibrate:
+        _calibrate(backbone, whole, data)
     layers = layers_within(budget, backbone, whole, data)
-    if len(layers) == len(attention_places(whole)):
+    fitted = stand_ins(whole)
+    if len(layers) == len(fitted):
         return whole
-    efficient = _converted(backbone, attention, layers, None)
-    places = attention_places(whole), attention_places(efficient)
-    for index in layers:
-        old, new = (found[index].layer for found in places)
-        new.set_weights(old.get_weights())
+    efficient = _converted(backbone, attention, layers)
+    for index, layer in zip(layers, stand_ins(efficient), strict=True):
+        layer.set_weights(fitted[index].get_weights())
     return efficient
 
 
-def _converted(backbone, attention, layers, calibrate):
+def _converted(backbone, attention, layers):
     efficient = efficient_backbone(type(backbone)).from_config(
         {**backbone.get_config(), "attention": attention, "attention_layers": layers}
     )
     copy_weights(backbone, efficient)
-    if calibrate is not None:
-        places = attention_places(backbone)
-        replaced = [
-            (old, new.layer)
-            for old, new in zip(places, attention_places(efficient), strict=True)
-            if isinstance(new.layer, StandIn)
-        ]
-        olds, stand_ins = zip(*replaced, strict=True)
-        calibrate_layers(stand_ins, recorded_inputs(backbone, olds, calibrate))
     return efficient
+
+
+def _calibrate(backbone, efficient, data):
+    new = attention_places(efficient)
+    places = [
+        place
+        for place, other in zip(attention_places(backbone), new, strict=True)
+        if isinstance(other.layer, StandIn)
+    ]
+    calibrate_layers(stand_ins(efficient), recorded_inputs(backbone, places, data))
 
 
 class _BackboneType(type):

@@ -1,5 +1,7 @@
 """Fitting efficient attention to what a trained model computes on data."""
 
+import inspect
+
 import keras
 import numpy as np
 from keras import ops
@@ -16,8 +18,8 @@ def recorded_inputs(model, places, data):
         data: As `calibrate` of `convert_backbone`.
 
     Returns:
-        A list for each place, of `(query, value, mask)`: arrays `(batch, length,
-        dim)`, and boolean `(batch, length)` or `None`.
+        A list for each place, of `(query, value, mask, causal)`: arrays `(batch,
+        length, dim)`, boolean `(batch, length)` or `None`, and a boolean.
 
     Raises:
         ValueError: If there is no batch.
@@ -31,7 +33,8 @@ def recorded_inputs(model, places, data):
                 value = call.arguments.get("value", query)
                 arrays = {id(x): _array(x) for x in (query, value)}
                 mask = valid_rows(place, call)
-                kept.append((arrays[id(query)], arrays[id(value)], mask))
+                causal = call.arguments.get("use_causal_mask", place.is_causal)
+                kept.append((arrays[id(query)], arrays[id(value)], mask, causal))
     if not any(inputs):
         raise ValueError("`calibrate` must hold at least one batch. Received: none")
     return inputs
@@ -66,24 +69,26 @@ def calibrate_layers(layers, inputs):
     """Calibrates built layers.
 
     Args:
-        layers: List of layers that have `calibrate`.
+        layers: List of layers that can.
         inputs: From `recorded_inputs`, in the same order.
     """
     for layer, found in zip(layers, inputs, strict=True):
-        queries, values, masks = zip(*found, strict=True)
+        queries, values, masks, causal = zip(*found, strict=True)
         same = all(q is v for q, v in zip(queries, values, strict=True))
-        layer.calibrate(
-            _with_masks(values, masks),
-            query=None if same else _with_masks(queries, masks),
-        )
+        options = {} if same else {"query": _with_masks(queries, masks)}
+        # For some layers, the fit is another where no query sees later keys.
+        if "use_causal_mask" in inspect.signature(layer.calibrate).parameters:
+            options["use_causal_mask"] = all(causal)
+        layer.calibrate(_with_masks(values, masks), **options)
 
 
-def check_can_calibrate(layer_class):
-    """Raises `ValueError` for a class of layers that have nothing to fit."""
-    if not hasattr(layer_class, "calibrate"):
+def check_can_calibrate(layer):
+    """Raises `ValueError` for a layer that has nothing to fit."""
+    if not layer.can_calibrate:
         raise ValueError(
-            f"{layer_class.__name__} has nothing to fit, and no use for `calibrate`, "
-            "unless layers='auto' is to choose by it."
+            f"{type(layer).__bases__[1].__name__} with these options has nothing to "
+            "fit, and `calibrate` no use but for layers='auto'. VQAttention has, and "
+            "PerformerAttention with `calibrated=True`."
         )
 
 

@@ -98,6 +98,12 @@ def attention_places(model):
     )
 
 
+def stand_ins(model):
+    """The efficient layers that stand in the places of a model's own, in order."""
+    layers = [place.layer for place in attention_places(model)]
+    return [layer for layer in layers if isinstance(layer, StandIn)]
+
+
 def check_held(place):
     """Raises `ValueError` if the parent holds the layer in a way that is not known."""
     in_graph = isinstance(place.parent, keras.Function)

@@ -86,7 +86,7 @@ def replace_layers(model, spec, layers, calibrate=None):
         check_held(place)
     stand_ins = [make_stand_in(spec, place) for place in places]
     if calibrate is not None:
-        check_can_calibrate(type(stand_ins[0]))
+        check_can_calibrate(stand_ins[0])
         inputs = recorded_inputs(model, places, calibrate)
     for place, layer in zip(places, stand_ins, strict=True):
         with name_scopes(place.layer.path):

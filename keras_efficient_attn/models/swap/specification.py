@@ -71,11 +71,6 @@ def make_stand_in(spec, place):
     return layer
 
 
-def attention_class(spec):
-    """The class of the layers that a specification from `recorded` stands for."""
-    return _class_and_options(spec)[0]
-
-
 def _class_and_options(spec):
     if isinstance(spec, str):
         layer_class, options = parse_attention(spec)
