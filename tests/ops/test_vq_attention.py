@@ -150,7 +150,7 @@ def test_expanded_keys_learn_as_the_definition_says(name, causal):
         )
         return ops.sum(ops.multiply(output, weight))
 
-    received = gradients(loss, query, key, value)
+    received = gradients(loss, query, key, value, xla=True)
     for place, direction in enumerate(directions):
 
         def along(step, place=place, direction=direction):
