@@ -242,7 +242,9 @@ def test_calibration_is_saved_and_compiles(tmp_path, dtype):
         np.testing.assert_allclose(
             model.predict(x, verbose=0), after, rtol=1e-3, atol=1e-4
         )
-    assert all(w.dtype == "float32" for w in layer.non_trainable_weights[:5])
+    fitted = [w for w in layer.weights if "calibration/" in w.path]
+    assert len(fitted) == 7
+    assert all(w.dtype == "float32" for w in fitted)
 
 
 def test_balanced_coordinates():
