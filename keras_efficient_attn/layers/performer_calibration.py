@@ -6,7 +6,7 @@ from keras import ops
 
 # Of the mean variance of queries or keys, what they are taken to have at least in
 # every direction, so that no direction is stretched without bound.
-LEAST_VARIANCE = 1e-4
+LEAST_VARIANCE = 1e-6
 # Of a sequence, that calibration looks at: it forms the matrix of their weights.
 MOST_QUERIES = 512
 # Exponents beyond say nothing but "too large".
