@@ -1,5 +1,7 @@
 """A function of arrays, compiled, and its gradients, on the backend that Keras runs."""
 
+import functools
+
 import keras
 import numpy as np
 from keras import ops
@@ -9,13 +11,15 @@ def to_numpy(x):
     return np.asarray(ops.convert_to_numpy(x))
 
 
-def gradient_function(function, with_value=False):
+def gradient_function(function, with_value=False, xla=False):
     """A compiled callable: arrays to the gradients of the scalar `function`.
 
     Keep it for several calls: JAX and TensorFlow compile once per callable.
-    `with_value` puts the value of `function` before the gradients.
+    `with_value` puts the value of `function` before the gradients. With `xla`,
+    TensorFlow compiles by XLA, as JAX always does.
     """
-    makers = {"jax": _jax, "tensorflow": _tensorflow, "torch": _torch}
+    tensorflow = functools.partial(_tensorflow, xla=xla)
+    makers = {"jax": _jax, "tensorflow": tensorflow, "torch": _torch}
     graded = makers[keras.backend.backend()](function)
 
     def call(*arrays):
@@ -39,8 +43,8 @@ def compiled(function):
     return function
 
 
-def gradients(function, *arrays):
-    return gradient_function(function)(*arrays)
+def gradients(function, *arrays, xla=False):
+    return gradient_function(function, xla=xla)(*arrays)
 
 
 def _jax(function):
@@ -55,10 +59,10 @@ def _jax(function):
     return graded
 
 
-def _tensorflow(function):
+def _tensorflow(function, xla):
     import tensorflow as tf
 
-    @tf.function(autograph=False)
+    @tf.function(autograph=False, jit_compile=xla or None)
     def graded(*tensors):
         with tf.GradientTape() as tape:
             tape.watch(tensors)

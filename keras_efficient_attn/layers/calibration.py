@@ -1,5 +1,7 @@
 """What the layers that can be calibrated to data have in common."""
 
+import itertools
+
 import numpy as np
 from keras import ops
 
@@ -29,3 +31,30 @@ def calibration_batches(argument, data):
                 f"{shape}, mask of shape {mask.shape}"
             )
         yield x, mask.astype("bool")
+
+
+def paired_batches(query, data):
+    """Each batch of queries, with the batch of keys that they attend to.
+
+    Args:
+        query: As `data` of `calibration_batches`, or `None`: the same as `data`.
+        data: As there.
+
+    Yields:
+        Two pairs of arrays and masks.
+
+    Raises:
+        ValueError: If a batch is none, or the two are not as many.
+    """
+    keys = calibration_batches("data", data)
+    if query is None:
+        yield from ((batch, batch) for batch in keys)
+        return
+    queries = calibration_batches("query", query)
+    for of_queries, of_keys in itertools.zip_longest(queries, keys):
+        if of_queries is None or of_keys is None:
+            raise ValueError(
+                "`query` must have as many batches as `data`. Received: "
+                f"{'more' if of_keys is None else 'fewer'}"
+            )
+        yield of_queries, of_keys

@@ -1,14 +1,13 @@
 """PerformerAttention: linear attention through a feature map."""
 
 import functools
-import itertools
 import math
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.layers.calibration import calibration_batches
+from keras_efficient_attn.layers.calibration import paired_batches
 from keras_efficient_attn.layers.efficient_attention import EfficientAttention
 from keras_efficient_attn.layers.performer_calibration import (
     FarMoments,
@@ -285,7 +284,7 @@ class PerformerAttention(EfficientAttention):
                 f"calibrated={self.calibrated!r}, built={self.built}"
             )
         moments = FarMoments(self.window, use_causal_mask)
-        for queries, keys in _paired_batches(query, data):
+        for queries, keys in paired_batches(query, data):
             (of_queries, query_mask), (of_keys, key_mask) = queries, keys
             query = self._projected_query(ops.convert_to_tensor(of_queries))
             key = self._projected_key(ops.convert_to_tensor(of_keys))
@@ -610,22 +609,6 @@ class PerformerAttention(EfficientAttention):
                 f"`{argument}` must be a positive integer"
                 f"{' or None' if optional else ''}. Received: {argument}={received!r}"
             )
-
-
-def _paired_batches(query, data):
-    """Each batch of queries, with the batch of keys that they attend to."""
-    keys = calibration_batches("data", data)
-    if query is None:
-        yield from ((batch, batch) for batch in keys)
-        return
-    queries = calibration_batches("query", query)
-    for pair in itertools.zip_longest(queries, keys):
-        if pair[0] is None or pair[1] is None:
-            raise ValueError(
-                "`query` must have as many batches as `data`. Received: "
-                f"{'more' if pair[1] is None else 'fewer'}"
-            )
-        yield pair
 
 
 @functools.cache

@@ -6,8 +6,8 @@ from keras import ops
 
 # Of the mean variance of queries or keys, what they are taken to have at least in
 # every direction, so that no direction is stretched without bound.
-LEAST_VARIANCE = 1e-4
-# Of a sequence, that calibration looks at: the matrix of their weights is formed.
+LEAST_VARIANCE = 1e-6
+# Of a sequence, that calibration looks at: it forms the matrix of their weights.
 MOST_QUERIES = 512
 # Exponents beyond say nothing but "too large".
 LARGEST_EXPONENT = 100.0
@@ -134,10 +134,10 @@ class FarMoments:
         """
         for row in range(len(query)):
             of_queries = np.flatnonzero(query_mask[row])
-            of_queries = of_queries[:: 1 + len(of_queries) // MOST_QUERIES]
             of_keys = np.flatnonzero(key_mask[row])
             if not len(of_queries) or not len(of_keys):
                 continue
+            of_queries = of_queries[:: -(-len(of_queries) // MOST_QUERIES)]
             queries = query[row][of_queries].astype("float64")
             keys = key[row][of_keys].astype("float64")
             steps = of_queries[:, None] - of_keys

@@ -19,8 +19,8 @@ BATCH, LENGTH, DIM, HEADS, KEY_DIM = 2, 21, 12, 2, 8
 MAPS = {
     "favor+": {"num_features": 16},
     "hyperbolic": {"num_features": 16, "qk_norm": True, "rotary_wavelength": 50.0},
-    "taylor": {"temperature": 2.0},
-    "power": {"rank": 3},
+    "power": {"rank": 3, "temperature": 2.0},
+    "taylor": {},
 }
 
 
@@ -104,7 +104,7 @@ def similarity(layer, query, key):
     return dense.dots(features(centred), features(key)) / len(rows) * known, exact
 
 
-@pytest.mark.parametrize("feature_map", MAPS)
+@pytest.mark.parametrize("feature_map", ["favor+", "hyperbolic", "power"])
 def test_calibrated_layer_equals_the_dense_definition_and_streams(feature_map):
     layer, x = made(feature_map), inputs()
     layer.calibrate(2.0 * x)
@@ -138,7 +138,7 @@ def test_calibrated_layer_equals_the_dense_definition_and_streams(feature_map):
 @pytest.mark.parametrize("feature_map", ["hyperbolic", "power"])
 def test_a_window_over_everything_is_softmax_attention(feature_map):
     """Whatever the calibration: it leaves the kernel as it is."""
-    options = {"rotary_wavelength": None, "qk_norm": False}
+    options = {"rotary_wavelength": None, "qk_norm": False, "temperature": 1.0}
     fitted = made(feature_map, **options)
     layer = made(feature_map, window=LENGTH, **options)
     theirs = keras.layers.MultiHeadAttention(HEADS, KEY_DIM)
@@ -167,7 +167,8 @@ def test_until_calibrated_the_layer_is_the_plain_one(feature_map):
 
 @pytest.mark.parametrize("feature_map", ["favor+", "power"])
 def test_calibration_lessens_the_error_against_softmax(feature_map):
-    x = np.random.default_rng(4).normal(size=(2, 60, DIM)).astype("float32") + 0.5
+    random = np.random.default_rng(4)
+    x = (0.5 * random.normal(size=(2, 60, DIM)) + 1.0).astype("float32")
     options = {"num_features": 64} if feature_map == "favor+" else {"rank": None}
     errors = []
     for seed in range(4):
@@ -242,7 +243,9 @@ def test_calibration_is_saved_and_compiles(tmp_path, dtype):
         np.testing.assert_allclose(
             model.predict(x, verbose=0), after, rtol=1e-3, atol=1e-4
         )
-    assert all(w.dtype == "float32" for w in layer.non_trainable_weights[:5])
+    fitted = [w for w in layer.weights if "calibration/" in w.path]
+    assert len(fitted) == 7
+    assert all(w.dtype == "float32" for w in fitted)
 
 
 def test_balanced_coordinates():
@@ -259,7 +262,7 @@ def test_balanced_coordinates():
         np.testing.assert_allclose(found, variance[..., None] * identity, atol=0.03)
     # Whatever the coordinates, E (q·k)² is the trace of the product.
     product = np.trace(covariances[0] @ covariances[1], axis1=1, axis2=2)
-    np.testing.assert_allclose((variance**2).sum(-1), product, rtol=0.01)
+    np.testing.assert_allclose((variance**2).sum(-1), product, rtol=1e-3)
     assert np.all(np.diff(variance) <= 0)
 
 

@@ -176,7 +176,8 @@ def test_codes_stay_in_use_where_they_would_die():
 
 def test_fit_draws_once_moves_and_goes_on_after_reload(tmp_path, backend):
     def compiled(model):
-        model.compile("sgd", "mse", jit_compile=backend != "torch")
+        # The contract compiles on all backends.
+        model.compile("sgd", "mse", jit_compile=backend == "jax")
         return model
 
     sequence = keras.Input((None, DIM))
