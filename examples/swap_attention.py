@@ -63,7 +63,7 @@ def parse_arguments(argv):
     add("--lengths", nargs="*", type=positive, default=[256, 1024, 4096, 32768])
     add("--time-limit", type=positive_float, default=20.0, help="seconds a length")
     add("--steps", type=natural, default=30, help="of fine-tuning")
-    add("--learning-rate", type=positive_float, default=1e-4, help="of fine-tuning")
+    add("--learning-rate", type=positive_float, default=2e-5, help="of fine-tuning")
     add("--out", default="runs/swap", metavar="FOLDER", help="of the new preset")
     add("--seed", type=natural, default=0)
     add("--verbose", type=int, default=1, help="0: no progress bars")

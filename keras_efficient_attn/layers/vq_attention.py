@@ -6,6 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.layers.calibration import calibration_batches
 from keras_efficient_attn.layers.codebooks import (
     CODEBOOK_INITS,
     Coordinates,
@@ -388,12 +389,12 @@ class VQAttention(EfficientAttention):
                 "Received: built=False"
             )
         keys, moments = [], np.zeros(())
-        for x, mask in _batches("data", data):
+        for x, mask in calibration_batches("data", data):
             keys.append(self._calibration_keys(x)[mask])
             if query is None:
                 moments = moments + _second_moments(self._calibration_queries(x)[mask])
         if query is not None:
-            for x, mask in _batches("query", query):
+            for x, mask in calibration_batches("query", query):
                 moments = moments + _second_moments(self._calibration_queries(x)[mask])
         number = sum(map(len, keys))
         if not number:
@@ -634,23 +635,6 @@ def _check_positive_int(argument, received, alternative=""):
 
 def _is_number(received):
     return isinstance(received, int | float) and not isinstance(received, bool)
-
-
-def _batches(argument, data):
-    """Each batch of an array, or of an iterable, with a boolean `(batch, length)`."""
-    for batch in [data] if hasattr(data, "shape") else data:
-        x, mask = batch if isinstance(batch, tuple | list) else (batch, None)
-        shape = tuple(getattr(x, "shape", ()))
-        if mask is None:
-            mask = np.ones(shape[:2], "bool")
-        mask = np.asarray(ops.convert_to_numpy(mask), "bool")
-        if len(shape) != 3 or mask.shape != shape[:2]:
-            raise ValueError(
-                f"A batch of `{argument}` must be an array (batch, length, dim) or a "
-                "pair of it and a mask (batch, length). Received: shape "
-                f"{shape}, mask of shape {mask.shape}"
-            )
-        yield x, mask
 
 
 def _second_moments(x):

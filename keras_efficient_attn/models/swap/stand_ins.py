@@ -82,8 +82,10 @@ class StandIn(EfficientAttention):
         """They are the other layer's."""
 
     def _query_and_key(self, query, key, query_mask, key_mask, start=0):
-        query = self._with_positions(self._query_dense(query), start)
-        return query, self._projected_key(key, start)
+        return self._projected_query(query, start), self._projected_key(key, start)
+
+    def _projected_query(self, query, start=0):
+        return self._with_positions(self._query_dense(query), start)
 
     def _projected_key(self, key, start=0):
         return self._with_positions(self._key_dense(key), start)

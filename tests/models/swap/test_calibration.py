@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 from keras_efficient_attn.models import convert_backbone, replace_attention
+from keras_efficient_attn.models.swap.places import attention_places, stand_ins
 from tests.models.swap import families
 
 # As many codes as there are keys in the data: every key is its own code.
@@ -27,6 +28,39 @@ def test_with_a_code_for_each_key_the_data_are_exact(name):
     plain = convert_backbone(backbone, EXACT_ON_ITS_DATA)
     with pytest.raises(AssertionError):
         families.assert_same_outputs(backbone, plain, data, 1e-2)
+
+
+def test_queries_and_keys_are_fitted_as_the_model_rotates_them():
+    backbone = families.make("llama")
+    efficient = convert_backbone(backbone, families.LOCAL)
+    old = attention_places(backbone)[0].layer
+    new = stand_ins(efficient)[0]
+    x = np.random.default_rng(0).normal(size=(2, 6, 16)).astype("float32")
+    for project, dense in (
+        (new._projected_query, old._query_dense),
+        (new._projected_key, old._key_dense),
+    ):
+        expected = ops.convert_to_numpy(old.rotary_embedding_layer(dense(x)))
+        assert np.max(abs(expected - ops.convert_to_numpy(dense(x)))) > 0.1
+        np.testing.assert_allclose(
+            ops.convert_to_numpy(project(x)), expected, atol=1e-6
+        )
+
+
+def test_calibrated_features_are_fitted_where_the_model_is_causal():
+    # Expanded about the means, weights are nearer than about zero.
+    backbone = families.make("gpt2", num_layers=1)
+    data = families.inputs(backbone, padded=False)
+    errors = []
+    for calibrate in (None, data):
+        efficient = convert_backbone(
+            backbone,
+            "performer:feature_map=power,rank=4,window=2,calibrated=True",
+            calibrate=calibrate,
+        )
+        (old,), (new,) = (families.outputs(m, data) for m in (backbone, efficient))
+        errors.append(np.sum((new - old) ** 2))
+    assert errors[1] < 0.5 * errors[0]
 
 
 def test_in_place():
