@@ -184,6 +184,17 @@ PUBLISHED = {
 }
 
 
+@pytest.fixture
+def weights_are_zeros(monkeypatch):
+    """For models of full size whose weights nobody looks at: drawing takes seconds."""
+    for initializer in ("VarianceScaling", "RandomNormal", "RandomUniform"):
+        monkeypatch.setattr(
+            getattr(keras.initializers, initializer),
+            "__call__",
+            lambda self, shape, dtype=None: keras.ops.zeros(shape, dtype),
+        )
+
+
 def parameters(name, layers):
     """Parameters of a configuration, by those of one layer and of two."""
     one, two = (
@@ -195,12 +206,14 @@ def parameters(name, layers):
     return one + (two - one) * (layers - 1)
 
 
+@pytest.mark.usefixtures("weights_are_zeros")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_those_that_the_paper_counts(name):
     layers, millions, tolerance = PUBLISHED[name]
     assert abs(parameters(name, layers) / 1e6 - millions) < tolerance
 
 
+@pytest.mark.usefixtures("weights_are_zeros")
 @pytest.mark.parametrize(
     ("name", "width"), [("performer_6l", 2048), ("performer_enwik8_12l", 2048)]
 )
@@ -215,6 +228,7 @@ def test_performers_have_the_layers_of_the_paper(name, width):
     assert block.attention.feature_dim == 267
 
 
+@pytest.mark.usefixtures("weights_are_zeros")
 def test_every_shipped_configuration_makes_a_model():
     assert set(PUBLISHED) < set(preset_names())
     for name in preset_names():
@@ -225,6 +239,7 @@ def test_every_shipped_configuration_makes_a_model():
             assert output.shape == (None, None, backbone.hidden_dim)
 
 
+@pytest.mark.usefixtures("weights_are_zeros")
 def test_a_shipped_configuration_makes_a_task():
     task = EfficientCausalLM.from_preset(
         "transformer_enwik8_12l", load_weights=False, num_layers=1
