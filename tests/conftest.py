@@ -1,6 +1,8 @@
 import gc
 import os
 
+import pytest
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Tests compile thousands of small programs and run each once: compile fast.
 os.environ.setdefault(
@@ -8,22 +10,28 @@ os.environ.setdefault(
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
 )
-
-import keras
-import pytest
-
 # Traced graphs are many objects and little garbage.
-gc.freeze()
 gc.set_threshold(50_000, 20, 20)
+
+# Keras is imported where it is used: the process that hands out tests to others reads
+# this file too, and needs no backend.
+
+
+def pytest_collection_finish():
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def fixed_seed():
+    import keras
+
     keras.utils.set_random_seed(0)
 
 
 @pytest.fixture(scope="session")
 def backend():
+    import keras
+
     return keras.backend.backend()
 
 
@@ -33,6 +41,8 @@ def optimizers_are_built_before_steps_are_traced():
 
     Yields what Keras has, for tests that are to train as users do.
     """
+    import keras
+
     make_train_function = keras.Model.make_train_function
     if keras.backend.backend() != "tensorflow":
         yield make_train_function

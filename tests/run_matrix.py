@@ -27,6 +27,8 @@ def run_backend(backend, arguments, report):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
+    # Every process imports this package: the first one leaves it as bytecode.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2"]
     # Tests of a module share runs and what is compiled for them.
     command += ["--dist", "loadscope"]
