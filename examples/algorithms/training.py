@@ -21,6 +21,8 @@ def build_backbone(kind, task, arguments):
         architecture="encoder_decoder",
         positions="sinusoidal",
         positions_each_layer=True,
+        # Against sinusoids of amplitude 1, added in every layer.
+        scale_embeddings=True,
         max_position_offset=arguments.position_offset,
         activation="relu",
     )
