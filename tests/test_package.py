@@ -68,13 +68,18 @@ def test_the_examples_of_the_readme_run(
         optimizers_are_built_before_steps_are_traced,
     )
     readme = Path(__file__).resolve().parent.parent / "README.md"
-    drop_in, language_model = (
+    drop_in, language_model, swapped = (
         run_code(part.split("```")[0])
         for part in readme.read_text().split("```python\n")[1:]
     )
     assert drop_in["model"].output_shape == (None, None, 256)
     generated = language_model["model"].generate("def ", max_length=100)
     assert generated.startswith("def ") and len(generated) > len("def ")
+    report = swapped["swap_report"](
+        *(swapped[n] for n in ("trained", "efficient", "batch"))
+    )
+    assert [layer.replaced for layer in report.layers] == [True, True]
+    assert 0 < report.layers[-1].residual < 0.5
 
 
 def run_code(code):
