@@ -6,8 +6,9 @@
         --attention vq:window=32,num_codes=256
 
 Without a preset, it trains a small encoder of bytes first, for about a minute. Every
-attention layer is replaced, and fitted to texts that the original reads; a table has
-the cosine between the mean hidden states of the original and of each swap on others.
+attention layer is replaced, and where it can be is fitted to texts that the original
+reads; a table has the cosine between the mean hidden states of the original and of each
+swap on others.
 The first attention in the list then goes on: its errors layer by layer, its speed and
 memory against softmax, some steps of training to give what the original gives, and a
 preset in the folder of `--out`.
@@ -30,9 +31,10 @@ from command_line import (
 )
 
 ATTENTION = [
-    "vq:window=32,num_codes=256,qk_norm=False",
-    "performer:window=32,num_features=256",
-    "performer:num_features=256",
+    "vq:window=32,num_codes=256",
+    "performer:feature_map=power,rank=21,window=32,calibrated=True",
+    "performer:num_features=256,window=32,calibrated=True",
+    "performer:num_features=256,window=32",
     "local:window=32",
 ]
 

@@ -1,7 +1,6 @@
 """The model whose attention is swapped: a preset, or a small encoder trained here."""
 
 import dataclasses
-from collections.abc import Callable
 
 import keras
 import keras_hub
@@ -27,13 +26,22 @@ class Original:
 
     Attributes:
         backbone: The backbone.
-        inputs_of: Makes its inputs, a dict of arrays, of a list of texts.
+        preprocessor: What makes its inputs of texts.
         text_bytes: Bytes of text that fill the length, and some more.
     """
 
     backbone: keras_hub.models.Backbone
-    inputs_of: Callable
+    preprocessor: keras_hub.models.Preprocessor
     text_bytes: int
+
+    def inputs_of(self, texts):
+        """The backbone's inputs, a dict of arrays, of a list of texts."""
+        if hasattr(self.preprocessor, "generate_preprocess"):
+            made = self.preprocessor.generate_preprocess(texts)
+        else:
+            made = keras.utils.unpack_x_y_sample_weight(self.preprocessor(texts))[0]
+        names = set(self.backbone.input)
+        return {k: v for k, v in _integers(made).items() if k in names}
 
 
 def load(preset, length):
@@ -55,8 +63,7 @@ def load(preset, length):
     if most is not None and length > most:
         raise UsageError(f"--length {length}: {preset} has {most} positions")
     # Tokens are seldom longer.
-    inputs_of = _inputs_of(backbone, _preprocessor(preset, length))
-    return Original(backbone, inputs_of, 8 * length)
+    return Original(backbone, _preprocessor(preset, length), 8 * length)
 
 
 def train(splits, length, steps, batch, seed, verbose):
@@ -111,7 +118,7 @@ def train(splits, length, steps, batch, seed, verbose):
     plain = keras_hub.models.TextClassifierPreprocessor(
         tokenizer, sequence_length=length
     )
-    return Original(backbone, _inputs_of(backbone, plain), length)
+    return Original(backbone, plain, length)
 
 
 def batches(data, batch, size, seed):
@@ -133,19 +140,6 @@ def batches(data, batch, size, seed):
             text = bytes(data[start : start + length]).decode(errors="ignore")
             texts.append(text)
         yield texts
-
-
-def _inputs_of(backbone, preprocessor):
-    names = set(backbone.input)
-
-    def inputs_of(texts):
-        if hasattr(preprocessor, "generate_preprocess"):
-            made = preprocessor.generate_preprocess(texts)
-        else:
-            made = keras.utils.unpack_x_y_sample_weight(preprocessor(texts))[0]
-        return {k: v for k, v in _integers(made).items() if k in names}
-
-    return inputs_of
 
 
 def _integers(inputs):

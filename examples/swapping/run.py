@@ -70,7 +70,7 @@ def run(arguments, splits, folder):
             f"least {cosine.min():.4f}",
             flush=True,
         )
-    _save(converted, held_out, folder)
+    _save(converted, original.preprocessor, held_out, folder)
 
 
 def _original(arguments, splits):
@@ -128,9 +128,10 @@ def _measure(converted, arguments):
     )
 
 
-def _save(converted, held_out, folder):
+def _save(converted, preprocessor, held_out, folder):
     preset = folder / "preset"
     converted.save_to_preset(str(preset))
+    preprocessor.save_to_preset(str(preset))
     loaded = keras_hub.models.Backbone.from_preset(str(preset))
     first, second = (
         embeddings(backbone, held_out[:1]) for backbone in (converted, loaded)

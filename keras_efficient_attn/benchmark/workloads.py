@@ -111,7 +111,7 @@ def _layer(task):
 
     def error(rng):
         x = make_x(rng)
-        if hasattr(layer, "calibrate"):
+        if getattr(layer, "can_calibrate", False):
             # Codes at random estimate nothing; these are fitted to other inputs.
             layer.calibrate(make_x(rng))
         output = make_program(attend, layer)(x)

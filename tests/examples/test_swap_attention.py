@@ -19,7 +19,7 @@ TINY = (
     "--lengths 8 --verbose 0"
 ).split()
 # As long as the texts: exact.
-EXACT, COARSE = "local:window=16", "vq:window=1,num_codes=2,qk_norm=False"
+EXACT, COARSE = "local:window=16", "vq:window=1,num_codes=2"
 
 
 @pytest.fixture
@@ -99,6 +99,11 @@ def test_of_a_preset_what_is_left_is_measured(small, tmp_path, capsys):
     assert 0 < float(rows[COARSE][0][1]) <= float(rows[COARSE][0][0]) < 0.999
     assert rows["0"][-1][1:] == ["0.00%", "0.00%"]
     assert not rows.get("after")
+    # Its tokenizer comes with it.
+    saved = str(tmp_path / "out" / "preset")
+    again = keras_hub.models.TextClassifierPreprocessor.from_preset(saved)
+    assert type(again) is keras_hub.models.BertTextClassifierPreprocessor
+    assert again.tokenizer.vocabulary_size() == tokenizer.vocabulary_size()
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """Choosing the layers to replace: as many as an error allows."""
 
 import contextlib
+import inspect
 import math
 import numbers
 
-from keras_efficient_attn.models.swap.calibration import batches
 from keras_efficient_attn.models.swap.places import attention_places
 from keras_efficient_attn.models.swap.recording import (
     recorded_calls,
@@ -14,7 +14,7 @@ from keras_efficient_attn.models.swap.recording import (
 )
 
 
-def layers_within(budget, original, converted, data):
+def layers_within(budget, original, converted, inputs):
     """The layers that can be replaced within an error, as many as possible.
 
     Each layer is replaced alone, the others keeping softmax; then the longest list of
@@ -26,7 +26,7 @@ def layers_within(budget, original, converted, data):
             block, over positions that are no padding.
         original: A backbone.
         converted: Its copy, all of whose attention layers are replaced.
-        data: As `calibrate` of `convert_backbone`.
+        inputs: List of batches.
 
     Returns:
         Sorted indices of attention layers.
@@ -35,10 +35,19 @@ def layers_within(budget, original, converted, data):
         ValueError: If no layer can be replaced.
     """
     old, new = attention_places(original), attention_places(converted)
-    data = list(batches(data))
+    before, rows = [], []
+    for batch in inputs:
+        last = old[-1]
+        attention, block = recorded_calls(original, [last.layer, last.parent], batch)
+        rows += [valid_rows(last, call) for call in attention]
+        before += [call.output for call in block]
 
     def error(layers):
-        return _last_error(original, converted, old, new, set(layers), data)
+        after = []
+        for batch in inputs:
+            after += _last_outputs(converted, old, new, set(layers), batch)
+        error = relative_error(before, after, rows)
+        return math.inf if math.isnan(error) else error
 
     alone = [error([index]) for index in range(len(old))]
     order = sorted(range(len(old)), key=alone.__getitem__)
@@ -79,20 +88,23 @@ def check_budget(layers, budget, calibrate):
         )
 
 
-def _last_error(original, converted, old, new, layers, data):
-    """The error of the last block, with efficient attention in some layers only."""
-    before, after, rows = [], [], []
-    for batch in data:
-        last = old[-1]
-        attention, block = recorded_calls(original, [last.layer, last.parent], batch)
-        rows += [valid_rows(last, call) for call in attention]
-        before += [call.output for call in block]
-        with contextlib.ExitStack() as stack:
-            for index, (old_place, place) in enumerate(zip(old, new, strict=True)):
-                if index not in layers:
-                    # The trained attention itself, for the time of a run.
-                    call = old_place.layer.call
-                    stack.enter_context(replaced_call(place.layer, call))
-            (block,) = recorded_calls(converted, [new[-1].parent], batch)
-        after += [call.output for call in block]
-    return relative_error(before, after, rows)
+def _last_outputs(converted, old, new, layers, batch):
+    """What leaves the last block, with efficient attention in some layers only."""
+    with contextlib.ExitStack() as stack:
+        for index, (old_place, place) in enumerate(zip(old, new, strict=True)):
+            if index not in layers:
+                # The trained attention itself, for the time of a run.
+                call = _with_known_arguments(old_place.layer.call)
+                stack.enter_context(replaced_call(place.layer, call))
+        (block,) = recorded_calls(converted, [new[-1].parent], batch)
+    return [call.output for call in block]
+
+
+def _with_known_arguments(call):
+    """A `call` that drops what Keras adds for the signature of another."""
+    names = set(inspect.signature(call).parameters)
+
+    def known(*args, **kwargs):
+        return call(*args, **{k: v for k, v in kwargs.items() if k in names})
+
+    return known

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 
 import keras
 import keras_hub
@@ -38,10 +39,11 @@ def convert_backbone(backbone, attention, layers=None, calibrate=None, budget=No
     to know:
 
     - Cross-attention stays as it is, and so does what reads the outputs.
-    - A sliding window of the original (Mistral, Qwen, Gemma 2) is not kept: the new
-      layer sees what its own options, such as `window`, say.
+    - A sliding window of the original (Mistral, Qwen) is not kept: the new layer sees
+      what its own options, such as `window`, say.
     - `generate` keeps KerasHub's cache of keys and values, and each token attends over
-      the whole of it: right, but not in constant time, as an `EfficientCausalLM` is.
+      the whole of it: right, but no faster than the original, and not in
+      constant time, as an `EfficientCausalLM` is.
 
     Args:
         backbone: A `keras_hub.models.Backbone`.
@@ -50,17 +52,18 @@ def convert_backbone(backbone, attention, layers=None, calibrate=None, budget=No
             `keras.saving.serialize_keras_object` gives it; or a class, for its
             defaults. Of a layer and a configuration, what belongs to the model
             (`num_heads`, `key_dim`, `dropout`, `use_bias`, initialisers, `dtype`, …)
-            is not read.
+            is not read. By name, `qk_norm` is `False` unless it is named.
         layers: Indices of the self-attention layers to replace, counted from 0
             through the model (in an encoder-decoder, encoder first); others keep
             softmax. `"auto"`: as many as the `budget` allows, those that do least
             harm. Defaults to `None`: all of them.
         calibrate: Data to fit the new layers to, with no training: a batch as the
-            backbone takes it, or an iterable of batches (of a data set with targets,
-            the inputs). The backbone runs over them once, and each layer that is
-            replaced gets what the original reads there: see `calibrate` of
+            backbone takes it, or an iterable of batches (of tuples `(inputs,
+            targets)`, the inputs). The backbone runs over them once, and each layer
+            that is replaced gets what the original reads there: see `calibrate` of
             `VQAttention` and `PerformerAttention`. A few thousand tokens like those
-            to come are enough. Defaults to `None`: nothing is fitted.
+            to come are enough. Defaults to `None`: nothing is fitted; codes are
+            random, and a warning says so.
         budget: For `layers="auto"`: the largest relative error, `√(Σ‖new − old‖² /
             Σ‖old‖²)`, of what leaves the last block on the data in `calibrate`.
 
@@ -96,20 +99,26 @@ def convert_backbone(backbone, attention, layers=None, calibrate=None, budget=No
             f"{backbone.name}, a {type(backbone).__name__}"
         )
     check_budget(layers, budget, calibrate)
+    inputs = None if calibrate is None else batches(calibrate)
     if not (isinstance(layers, str) and layers == "auto"):
-        # Before anything of its size is made.
-        chosen(layers, len(attention_places(backbone)))
+        if layers is not None:
+            layers = chosen(layers, len(attention_places(backbone)))
         efficient = _converted(backbone, attention, layers)
-        if calibrate is not None:
+        if inputs is not None:
             check_can_calibrate(stand_ins(efficient)[0])
-            _calibrate(backbone, efficient, calibrate)
+            _calibrate(backbone, efficient, inputs)
+        elif stand_ins(efficient)[0].can_calibrate:
+            warnings.warn(
+                f"{attention} can be fitted to data, and is not: pass `calibrate`, or "
+                "train the copy.",
+                stacklevel=2,
+            )
         return efficient
-    data = list(batches(calibrate))
     whole = _converted(backbone, attention, None)
-    if stand_ins(whole)[0].can_calibrate:
-        _calibrate(backbone, whole, data)
-    layers = layers_within(budget, backbone, whole, data)
     fitted = stand_ins(whole)
+    if fitted[0].can_calibrate:
+        _calibrate(backbone, whole, inputs)
+    layers = layers_within(budget, backbone, whole, inputs)
     if len(layers) == len(fitted):
         return whole
     efficient = _converted(backbone, attention, layers)
@@ -126,14 +135,14 @@ def _converted(backbone, attention, layers):
     return efficient
 
 
-def _calibrate(backbone, efficient, data):
+def _calibrate(backbone, efficient, inputs):
     new = attention_places(efficient)
     places = [
         place
         for place, other in zip(attention_places(backbone), new, strict=True)
         if isinstance(other.layer, StandIn)
     ]
-    calibrate_layers(stand_ins(efficient), recorded_inputs(backbone, places, data))
+    calibrate_layers(stand_ins(efficient), recorded_inputs(backbone, places, inputs))
 
 
 class _BackboneType(type):

@@ -9,60 +9,66 @@ from keras import ops
 from keras_efficient_attn.models.swap.recording import recorded_calls, valid_rows
 
 
-def recorded_inputs(model, places, data):
-    """What attention layers read while a model runs over data once.
+def recorded_inputs(model, places, inputs):
+    """What attention layers read while a model runs over inputs once.
 
     Args:
         model: A built model.
         places: List of `Place`.
-        data: As `calibrate` of `convert_backbone`.
+        inputs: From `batches`.
 
     Returns:
-        A list for each place, of `(query, value, mask, causal)`: arrays `(batch,
+        A list for each place, of `(query, key, mask, causal)`: arrays `(batch,
         length, dim)`, boolean `(batch, length)` or `None`, and a boolean.
 
     Raises:
-        ValueError: If there is no batch.
+        ValueError: If the model does not call one of them.
     """
-    inputs = [[] for _ in places]
-    for batch in batches(data):
+    recorded = [[] for _ in places]
+    for batch in inputs:
         found = recorded_calls(model, [place.layer for place in places], batch)
-        for place, calls, kept in zip(places, found, inputs, strict=True):
+        for place, calls, kept in zip(places, found, recorded, strict=True):
             for call in calls:
                 query, *_ = call.arguments.values()
-                value = call.arguments.get("value", query)
-                arrays = {id(x): _array(x) for x in (query, value)}
+                key = call.arguments.get("key")
+                key = call.arguments.get("value", query) if key is None else key
+                arrays = {id(x): _array(x) for x in (query, key)}
                 mask = valid_rows(place, call)
                 causal = call.arguments.get("use_causal_mask", place.is_causal)
-                kept.append((arrays[id(query)], arrays[id(value)], mask, causal))
-    if not any(inputs):
-        raise ValueError("`calibrate` must hold at least one batch. Received: none")
-    return inputs
+                kept.append((arrays[id(query)], arrays[id(key)], mask, causal))
+    for place, kept in zip(places, recorded, strict=True):
+        if not kept:
+            raise ValueError(
+                "The model does not call all of its attention layers, and those it "
+                f"does not have nothing to be fitted to. Received: {place.layer.path}"
+            )
+    return recorded
 
 
 def batches(data):
-    """The batches in `calibrate`, each as the model takes it.
+    """The batches in `calibrate`, a list, each as the model takes it.
 
     Args:
-        data: A batch (an array, or a dict of arrays), or an iterable of batches: a
-            list, a `tf.data.Dataset`, a `DataLoader`, …. Of `(inputs, targets)` and
-            `(inputs, targets, weights)` the inputs.
+        data: A batch: an array, a dict of arrays, or a tuple `(inputs, targets)` or
+            `(inputs, targets, weights)`, of which the inputs are taken. Or an iterable
+            of such batches: a list, a `tf.data.Dataset`, a `DataLoader`, ….
 
     Raises:
         TypeError: If it is none of these.
+        ValueError: If there is no batch.
     """
-    if isinstance(data, dict) or hasattr(data, "shape"):
-        yield data
-        return
+    if isinstance(data, dict | tuple) or hasattr(data, "shape"):
+        data = [data]
     try:
-        iterator = iter(data)
+        found = [keras.utils.unpack_x_y_sample_weight(batch)[0] for batch in data]
     except TypeError:
         raise TypeError(
             "`calibrate` must be a batch, or an iterable of batches. Received: "
             f"calibrate={data!r}"
         ) from None
-    for batch in iterator:
-        yield keras.utils.unpack_x_y_sample_weight(batch)[0]
+    if not found:
+        raise ValueError("`calibrate` must hold at least one batch. Received: none")
+    return found
 
 
 def calibrate_layers(layers, inputs):
@@ -73,13 +79,13 @@ def calibrate_layers(layers, inputs):
         inputs: From `recorded_inputs`, in the same order.
     """
     for layer, found in zip(layers, inputs, strict=True):
-        queries, values, masks, causal = zip(*found, strict=True)
-        same = all(q is v for q, v in zip(queries, values, strict=True))
+        queries, keys, masks, causal = zip(*found, strict=True)
+        same = all(q is k for q, k in zip(queries, keys, strict=True))
         options = {} if same else {"query": _with_masks(queries, masks)}
         # For some layers, the fit is another where no query sees later keys.
         if "use_causal_mask" in inspect.signature(layer.calibrate).parameters:
             options["use_causal_mask"] = all(causal)
-        layer.calibrate(_with_masks(values, masks), **options)
+        layer.calibrate(_with_masks(keys, masks), **options)
 
 
 def check_can_calibrate(layer):

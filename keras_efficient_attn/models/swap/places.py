@@ -33,8 +33,15 @@ REFUSED = {
     "T5MultiHeadAttention": _DISTANCE,
     "TwoStreamRelativeAttention": "adds logits of content and relative position",
 }
-# Of KerasHub's decoder block, whose queries and keys are different sequences.
-CROSS_ATTENTION = "_cross_attention_layer"
+# Blocks of KerasHub that give `MultiHeadAttention`, or Gemma's attention, masks which
+# differ between queries and are not causality and padding.
+_MASKS = "its block passes masks that differ between queries"
+REFUSED_BLOCKS = {
+    "CLIPEncoderLayer": _MASKS,
+    "EdRecDecoderBlock": _MASKS,
+    "PARSeqDecoderBlock": _MASKS,
+    "PaliGemmaDecoderBlock": _MASKS,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +88,15 @@ def attention_places(model):
                     "The model must be built, or called once, before its attention "
                     f"is replaced. Received: {name} {layer.name!r}, built=False"
                 )
-            decoder = isinstance(parent, keras_hub.layers.TransformerDecoder)
-            if decoder and getattr(parent, CROSS_ATTENTION, None) is layer:
+            if _is_cross_attention(parent, layer):
                 continue
+            reason = REFUSED_BLOCKS.get(type(parent).__name__)
+            if reason is not None:
+                raise ValueError(
+                    f"The attention of this model cannot be replaced: {reason}. "
+                    f"Received: {model.name}, with a {type(parent).__name__}"
+                )
+            decoder = isinstance(parent, keras_hub.layers.TransformerDecoder)
             is_causal = decoder or stand_in.receives_causal_mask
             places.append(Place(parent, layer, stand_in, is_causal))
         elif "Attention" in name:
@@ -160,6 +173,12 @@ def track_parameters(model):
     if keras.backend.backend() == "torch":
         for layer in model._flatten_layers():
             layer._track_variables()
+
+
+def _is_cross_attention(parent, layer):
+    """Whether queries and keys are different sequences, by what it is called."""
+    names = [*layer.path.split("/"), *_attributes_with(parent, layer)]
+    return "Pooling" in type(parent).__name__ or any("cross" in name for name in names)
 
 
 def _stand_in(layer):

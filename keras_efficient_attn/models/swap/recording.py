@@ -14,10 +14,13 @@ class Call:
     """A call of a layer.
 
     Attributes:
-        arguments: Dict of the arguments of `layer.call` that were given.
+        args, kwargs: As `layer.call` was called.
+        arguments: Dict of them by the names that `layer.call` has.
         output: What the layer returned.
     """
 
+    args: tuple
+    kwargs: dict
     arguments: dict
     output: object
 
@@ -37,18 +40,18 @@ def recorded_calls(model, layers, inputs):
     with contextlib.ExitStack() as stack:
         for layer, found in zip(layers, calls, strict=True):
             stack.enter_context(replaced_call(layer, _recorder(layer, found)))
-        run(model, inputs)
+        run(model, inputs, training=False)
     return calls
 
 
-def run(model, inputs):
-    """Runs a model once, without training and without gradients."""
+def run(function, *args, **kwargs):
+    """Calls a model or layer without gradients."""
     with contextlib.ExitStack() as stack:
         if keras.backend.backend() == "torch":
             import torch
 
             stack.enter_context(torch.no_grad())
-        return model(inputs, training=False)
+        return function(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -72,12 +75,21 @@ def valid_rows(place, call):
         place: A `Place`.
         call: A `Call` of its attention layer.
     """
-    mask = call.arguments.get("attention_mask")
-    if mask is None:
+    masks = [
+        call.arguments.get(name) for name in ("query_mask", "key_mask", "value_mask")
+    ]
+    dense = call.arguments.get("attention_mask")
+    if dense is not None:
+        # `(batch, heads, T, S)` and `(T, S)`, of which one row a text is left.
+        dense = dense[:, 0] if len(dense.shape) == 4 else dense
+        dense = dense[None] if len(dense.shape) == 2 else dense
+        dense = dense if dense.shape[-2] == 1 else place.stand_in.mask_of_keys(dense)
+        masks.append(dense[:, 0])
+    masks = [ops.convert_to_numpy(m).astype(bool) for m in masks if m is not None]
+    if not masks:
         return None
-    if mask.shape[-2] != 1:
-        mask = place.stand_in.mask_of_keys(mask)
-    return ops.convert_to_numpy(mask)[..., 0, :].astype(bool)
+    query, *_ = call.arguments.values()
+    return np.broadcast_to(np.logical_and.reduce(masks), query.shape[:2])
 
 
 def relative_error(old, new, rows):
@@ -104,8 +116,8 @@ def _recorder(layer, found):
     def recorded(*args, **kwargs):
         output = call(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs).arguments
-        extra = arguments.pop("kwargs", {})
-        found.append(Call(arguments | extra, output))
+        arguments |= arguments.pop("kwargs", {})
+        found.append(Call(args, kwargs, arguments, output))
         return output
 
     return recorded

@@ -5,6 +5,7 @@ import warnings
 import keras
 
 from keras_efficient_attn.models.swap.calibration import (
+    batches,
     calibrate_layers,
     check_can_calibrate,
     recorded_inputs,
@@ -87,7 +88,7 @@ def replace_layers(model, spec, layers, calibrate=None):
     stand_ins = [make_stand_in(spec, place) for place in places]
     if calibrate is not None:
         check_can_calibrate(stand_ins[0])
-        inputs = recorded_inputs(model, places, calibrate)
+        inputs = recorded_inputs(model, places, batches(calibrate))
     for place, layer in zip(places, stand_ins, strict=True):
         with name_scopes(place.layer.path):
             layer.take_over(place.layer)

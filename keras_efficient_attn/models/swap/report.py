@@ -6,6 +6,7 @@ from keras_efficient_attn.models.swap.places import attention_places
 from keras_efficient_attn.models.swap.recording import (
     recorded_calls,
     relative_error,
+    run,
     valid_rows,
 )
 from keras_efficient_attn.models.swap.stand_ins import StandIn
@@ -97,7 +98,7 @@ def swap_report(original, converted, inputs):
     for index, (old_place, place) in enumerate(zip(old, new, strict=True)):
         calls = old_attention[index]
         rows = [valid_rows(old_place, call) for call in calls]
-        again = [place.layer(**call.arguments) for call in calls]
+        again = [run(place.layer, *call.args, **call.kwargs) for call in calls]
         residual = None
         if place.parent is not converted:
             residual = relative_error(old_blocks[index], new_blocks[index], rows)

@@ -79,6 +79,9 @@ def _class_and_options(spec):
             raise ValueError(
                 f"The model decides {', '.join(taken)}. Received: attention={spec!r}"
             )
+        if "qk_norm" in inspect.signature(layer_class.__init__).parameters:
+            # The trained queries and keys have the norms they have.
+            options.setdefault("qk_norm", False)
         return layer_class, options
     layer = keras.saving.deserialize_keras_object(spec)
     config = layer.get_config()

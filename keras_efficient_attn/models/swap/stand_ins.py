@@ -100,13 +100,15 @@ class StandIn(EfficientAttention):
         # The last query sees every key that is no padding.
         return mask[:, -1:]
 
-    def _call_with_cache(self, x, cache, start):
+    def _call_with_cache(self, x, cache, start, attention_mask):
         """KerasHub's generation: a cache of keys and values, of a fixed length.
 
         Args:
             x: `(batch, length, dim)`, the next positions.
             cache: `(batch, 2, capacity, heads, key_dim)`.
             start: Position of the first of them.
+            attention_mask: `(batch, length, capacity)` or `None`. Of its last row the
+                padding is read.
 
         Returns:
             `(output, cache)`.
@@ -132,7 +134,11 @@ class StandIn(EfficientAttention):
             query = ops.slice_update(
                 ops.zeros_like(key), at, ops.cast(query, cache.dtype)
             )
-        output, _ = self.attend(query, key, value, None, None, True, None, False)
+        key_mask = None
+        if attention_mask is not None:
+            key_mask = ops.cast(attention_mask[:, -1], "bool")
+            key_mask = ops.broadcast_to(key_mask, ops.shape(key)[:2])
+        output, _ = self.attend(query, key, value, None, key_mask, True, None, False)
         if partial:
             output = ops.slice(output, at, [batch, length, heads, output.shape[-1]])
         return self._project(output, x, None, False), cache
@@ -168,7 +174,9 @@ class MultiHeadStandIn(StandIn):
         cache_update_index=None,
     ):
         if cache is not None:
-            return self._call_with_cache(query, cache, cache_update_index)
+            return self._call_with_cache(
+                query, cache, cache_update_index, attention_mask
+            )
         if self._is_causal(attention_mask):
             attention_mask = self.mask_of_keys(attention_mask)
             use_causal_mask = True
@@ -222,7 +230,9 @@ class RotaryStandIn(StandIn):
     ):
         x = hidden_states
         if cache is not None:
-            return self._call_with_cache(x, cache, cache_update_index)
+            return self._call_with_cache(
+                x, cache, cache_update_index, self._mask_of_cache(attention_mask)
+            )
         if attention_mask is not None:
             attention_mask = self.mask_of_keys(attention_mask)
         masks = (None, None, None, attention_mask)
@@ -242,9 +252,18 @@ class RotaryStandIn(StandIn):
     def _with_positions(self, x, start):
         return self.rotary_embedding_layer(x, start_index=start)
 
+    @staticmethod
+    def _mask_of_cache(mask):
+        return mask
+
 
 class MistralStandIn(RotaryStandIn):
     """For Mistral's attention, whose mask may hide keys that are far back."""
+
+    @staticmethod
+    def _mask_of_cache(mask):
+        # Which keys are padding, and which are far, it does not tell.
+        return None
 
     @staticmethod
     def mask_of_keys(mask):

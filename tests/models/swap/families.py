@@ -20,7 +20,7 @@ FAMILIES = {
     "roberta": (
         models.RobertaBackbone,
         STOCK,
-        "vq:window=64,num_codes=2,qk_norm=False",
+        "vq:window=64,num_codes=2",
     ),
     "distil_bert": (models.DistilBertBackbone, STOCK, LOCAL),
     "electra": (

@@ -10,7 +10,7 @@ from keras_efficient_attn.models.swap.places import attention_places, stand_ins
 from tests.models.swap import families
 
 # As many codes as there are keys in the data: every key is its own code.
-EXACT_ON_ITS_DATA = "vq:window=1,num_codes=16,qk_norm=False"
+EXACT_ON_ITS_DATA = "vq:window=1,num_codes=16"
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
@@ -104,10 +104,34 @@ def test_as_many_layers_as_the_budget_allows():
         chosen(0.999 * alone[least])
 
 
+def test_layers_are_chosen_where_the_model_has_a_cache():
+    # KerasHub's attention with a cache has other call arguments than Keras'.
+    backbone = families.make("gpt2")
+    data = families.inputs(backbone, padded=False)
+    efficient = convert_backbone(
+        backbone, families.PERFORMER, "auto", calibrate=data, budget=1e-3
+    )
+    assert efficient.attention_layers is None
+    with pytest.raises(ValueError, match="No layer"):
+        convert_backbone(
+            backbone, "local:window=1", "auto", calibrate=data, budget=1e-3
+        )
+
+
+def test_errors_that_are_no_number_are_too_large():
+    backbone = families.make("gpt2", num_layers=1)
+    data = families.inputs(backbone, padded=False)
+    for weight in backbone.weights:
+        if weight.path.endswith("position_embedding/embeddings"):
+            weight.assign(np.full(weight.shape, np.nan))
+    with pytest.raises(ValueError, match="least error is inf"):
+        convert_backbone(backbone, families.LOCAL, "auto", calibrate=data, budget=1.0)
+
+
 def test_chosen_layers_keep_what_was_fitted():
     backbone = families.make("distil_bert")
     data = families.inputs(backbone)
-    attention = "vq:window=1,num_codes=4,qk_norm=False"
+    attention = "vq:window=1,num_codes=4"
     whole = convert_backbone(backbone, attention, calibrate=data)
     first = convert_backbone(backbone, attention, [0], calibrate=data)
     second = convert_backbone(backbone, attention, [1], calibrate=data)
@@ -127,7 +151,7 @@ def test_chosen_layers_keep_what_was_fitted():
 def test_refusals():
     backbone = families.make("distil_bert", num_layers=1)
     data = families.inputs(backbone)
-    vq, local = "vq:qk_norm=False", families.LOCAL
+    vq, local = "vq", families.LOCAL
     for attention, options, message in (
         (local, dict(calibrate=data), "LocalAttention .* nothing to fit"),
         (vq, dict(calibrate=[]), "at least one batch"),
@@ -136,8 +160,11 @@ def test_refusals():
         (vq, dict(layers="auto", calibrate=data, budget=0), "budget=0"),
         (vq, dict(layers="auto", budget=0.1), "calibrate=None"),
         (vq, dict(layers="all"), "layers='all'"),
+        (local, dict(layers="auto", calibrate=[], budget=0.1), "at least one batch"),
     ):
         with pytest.raises(ValueError, match=message):
             convert_backbone(backbone, attention, **options)
+    with pytest.warns(UserWarning, match="can be fitted to data"):
+        convert_backbone(backbone, vq)
     with pytest.raises(TypeError, match="calibrate=3"):
         convert_backbone(backbone, vq, calibrate=3)

@@ -162,6 +162,9 @@ def test_refusals():
     for backbone in (t5, deberta):
         with pytest.raises(ValueError, match="cannot be replaced: .*position|distance"):
             convert_backbone(backbone, families.LOCAL)
+    clip = keras_hub.models.CLIPTextEncoder(50, 16, 16, 1, 2, 24)
+    with pytest.raises(ValueError, match="masks that differ between queries"):
+        convert_backbone(clip, families.LOCAL)
     capped = make("gemma", attention_logit_soft_cap=5.0, **one)
     with pytest.raises(ValueError, match="caps its logits.*logit_soft_cap=5.0"):
         convert_backbone(capped, families.LOCAL)

@@ -50,6 +50,16 @@ def test_errors_of_each_layer():
     assert all("call" not in vars(layer) for layer in backbone._flatten_layers())
 
 
+def test_a_family_with_other_call_arguments():
+    backbone = families.make("gemma", num_layers=1)
+    data = families.inputs(backbone)
+    efficient = convert_backbone(backbone, INEXACT)
+    (layer,) = swap_report(backbone, efficient, data).layers
+    (old,), (new,) = families.outputs(backbone, data), families.outputs(efficient, data)
+    assert layer.attention > 0.01 and layer.residual > 0.01
+    assert np.max(abs(new - old)) > 0.01
+
+
 def test_models_of_different_depth_are_refused():
     backbone = families.make("distil_bert")
     other = families.make("distil_bert", num_layers=1)

@@ -42,6 +42,30 @@ def test_the_cache_gives_what_whole_sequences_give(name, task):
     np.testing.assert_allclose(array(logits), whole[:, 3:4], rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_padding_of_a_cache_is_not_read(name):
+    backbone = families.make(name, num_layers=1)
+    efficient = convert_backbone(backbone, families.LOCAL)
+    old, new = (attention_places(m)[0].layer for m in (backbone, efficient))
+    heads, dim = new._for_query_heads(new._key_dense(np.zeros((1, 1, 16)))).shape[-2:]
+    heads = new.num_key_value_heads or heads
+    random = np.random.default_rng(0)
+    cache = random.normal(size=(2, 2, 6, heads, dim)).astype("float32")
+    x = random.normal(size=(2, 1, 16)).astype("float32")
+    # Four tokens so far, the first two of one row padding; one more of each row.
+    mask = np.array([[[0, 0, 1, 1, 1, 0]], [[1, 1, 1, 1, 1, 0]]], "bool")
+    options = dict(
+        attention_mask=mask,
+        cache=ops.convert_to_tensor(cache),
+        cache_update_index=4,
+    )
+    inputs = (x,) if name == "llama" else (x, x)
+    for first, second in zip(
+        old(*inputs, **options), new(*inputs, **options), strict=True
+    ):
+        np.testing.assert_allclose(array(second), array(first), atol=1e-5)
+
+
 def test_generate_is_greedy():
     backbone = families.make("gpt2", num_layers=1)
     task = models.GPT2CausalLM(convert_backbone(backbone, PERFORMER))
