@@ -70,7 +70,8 @@ def optimal_positive_features(x, projection, shape, hyperbolic=False):
     shape = shape * ops.ones((x.shape[-1],), x.dtype)
     rows = ops.transpose(projection)
     stretch = 1.0 - 4.0 * shape
-    norms = shape @ ops.square(rows)
+    # Not `@`: TensorFlow has no product of a vector and a matrix.
+    norms = ops.matmul(shape, ops.square(rows))
     exponents = (ops.sqrt(stretch) * x) @ rows
     if hyperbolic:
         exponents = ops.concatenate([exponents, -exponents], axis=-1)
