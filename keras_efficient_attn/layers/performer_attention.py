@@ -106,8 +106,8 @@ class PerformerAttention(EfficientAttention):
             queries and keys, in coordinates, and for random features with a shape,
             that `calibrate` fits to data, so that the layer can take the place of
             trained softmax attention. Until `calibrate`, the layer is the one
-            without. For `"favor+"`, `"hyperbolic"`, `"taylor"` and `"power"`.
-            Defaults to `False`.
+            without, but for what a `rank` leaves out. For `"favor+"`,
+            `"hyperbolic"`, `"taylor"` and `"power"`. Defaults to `False`.
         rank: Of a calibrated polynomial map, the number of coordinates that it sees,
             those with the largest part in `q·k`; d in the table above. The others
             have a part in the weights of keys only. 21 makes 253 features of order
