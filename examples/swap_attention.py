@@ -61,7 +61,7 @@ def parse_arguments(argv):
     add("--batch", type=positive, default=16, help="texts of a batch")
     add("--calibration", type=positive, default=2, help="batches to fit to")
     add("--test", type=positive, default=2, help="batches to compare on")
-    add("--train-steps", type=positive, default=250, help="of the small encoder")
+    add("--train-steps", type=positive, default=80, help="of the small encoder")
     add("--lengths", nargs="*", type=positive, default=[256, 1024, 4096, 32768])
     add("--time-limit", type=positive_float, default=20.0, help="seconds a length")
     add("--steps", type=natural, default=30, help="of fine-tuning")
