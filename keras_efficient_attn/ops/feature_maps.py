@@ -70,8 +70,9 @@ def optimal_positive_features(x, projection, shape, hyperbolic=False):
     shape = shape * ops.ones((x.shape[-1],), x.dtype)
     rows = ops.transpose(projection)
     stretch = 1.0 - 4.0 * shape
-    # Not `@`: TensorFlow has no product of a vector and a matrix.
-    norms = ops.matmul(shape, ops.square(rows))
+    # As matrices: TensorFlow has no `@` of a vector and a matrix, and `ops.matmul`
+    # rounds float64 to float32 on PyTorch.
+    norms = (shape[..., None, :] @ ops.square(rows))[..., 0, :]
     exponents = (ops.sqrt(stretch) * x) @ rows
     if hyperbolic:
         exponents = ops.concatenate([exponents, -exponents], axis=-1)

@@ -109,8 +109,8 @@ def _expansion(query, residual, chosen, rank, allowed, distance, window):
     mean = ops.zeros_like(x)
     for side in sides:
         seen = ops.cast(allowed & side, x.dtype)
-        number = ops.matmul(seen + ops.zeros_like(x), same_code)
-        of_side = ops.matmul(seen * squares, same_code) / larger(
+        number = (seen + ops.zeros_like(x)) @ same_code
+        of_side = (seen * squares) @ same_code / larger(
             number, ops.ones_like(number)
         )
         mean = mean + ops.where(allowed & side, of_side, 0.0)
