@@ -167,6 +167,9 @@ class RelativePositionXL(EfficientAttention):
             ),
         )
 
+    # Whether the state holds inputs of the layer, and `initial_state` takes a length.
+    remembers_inputs = True
+
     @property
     def state_names(self):
         return ("memory", "mask")

@@ -2,7 +2,6 @@
 
 import keras
 
-from keras_efficient_attn.layers.relative_position_xl import RelativePositionXL
 from keras_efficient_attn.layers.softmax_attention import SoftmaxAttention
 
 
@@ -41,7 +40,7 @@ def initial_attention_state(layer, batch_size, max_length, memory_length=None):
     if not hasattr(layer, "initial_state"):
         raise ValueError(f"{name} does not stream, and cannot generate.")
     fixed = max_length is None or memory_length is not None
-    if fixed and isinstance(layer, RelativePositionXL):
+    if fixed and getattr(layer, "remembers_inputs", False):
         return layer.initial_state(batch_size, memory_length)
     if not getattr(layer, "caches_keys", False):
         return layer.initial_state(batch_size)

@@ -3,10 +3,7 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.relative_position_xl import (
-    RelativePositionXL,
-    following_memory,
-)
+from keras_efficient_attn.layers.relative_position_xl import following_memory
 from keras_efficient_attn.layers.reversible_residuals import Sublayer
 from keras_efficient_attn.layers.streaming import initial_attention_state
 from keras_efficient_attn.models.residual import get_residual_class
@@ -263,8 +260,8 @@ class TransformerBlock(keras.layers.Layer):
         if state is None:
             return self.attention(h, h, **options), new_state
         attention_state = state["attention"]
-        remembers_x = self.convolution is None and isinstance(
-            self.attention, RelativePositionXL
+        remembers_x = self.convolution is None and getattr(
+            self.attention, "remembers_inputs", False
         )
         if remembers_x:
             # The norm is of the memory and the segment, with the weights of today.

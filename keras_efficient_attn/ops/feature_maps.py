@@ -290,16 +290,24 @@ def _exponential(exponents, offset):
     return ops.exp(exponents - largest[..., None]) + FEATURE_FLOOR, log_scale
 
 
-def weighted_monomials(x, order, kind="taylor"):
+def _monomials(x, order, kind):
+    """Weighted monomials of degree `order` in `(1, x)`, scaled into [−1, 1].
+
+    Homogeneous, so that dividing `(1, x)` by its largest entry only moves a log scale.
+    """
+    polynomial_dimension(x.shape[-1], order)
+    if kind == "power":
+        x = x / math.sqrt(order)
+    x = ops.concatenate([ops.ones_like(x[..., :1]), x], axis=-1)
+    largest = ops.stop_gradient(ops.max(ops.abs(x), axis=-1))
+    features = _weighted_monomials(x / largest[..., None], order, kind)
+    return features, order * ops.log(largest)
+
+
+def _weighted_monomials(x, order, kind):
     """Monomials of one degree, so weighted that their dot product is the kernel.
 
-    Args:
-        x: `(..., size)`, whose first entry stands for the constant 1.
-        order: The degree.
-        kind: `"taylor"` (the default) or `"power"`, as the feature maps.
-
-    Returns:
-        `(..., C(size + order - 1, order))`, the one of the first entry alone first.
+    The first entry of `x` stands for the constant 1.
     """
     size = x.shape[-1]
     # Monomials of the next degree, sorted by their first factor i: those that may
@@ -313,20 +321,6 @@ def weighted_monomials(x, order, kind="taylor"):
         starts = [sum(widths[:i]) for i in range(size)]
     weights = ops.convert_to_tensor(_monomial_weights(size, order, kind), x.dtype)
     return monomials * weights
-
-
-def _monomials(x, order, kind):
-    """Weighted monomials of degree `order` in `(1, x)`, scaled into [−1, 1].
-
-    Homogeneous, so that dividing `(1, x)` by its largest entry only moves a log scale.
-    """
-    polynomial_dimension(x.shape[-1], order)
-    if kind == "power":
-        x = x / math.sqrt(order)
-    x = ops.concatenate([ops.ones_like(x[..., :1]), x], axis=-1)
-    largest = ops.stop_gradient(ops.max(ops.abs(x), axis=-1))
-    features = weighted_monomials(x / largest[..., None], order, kind)
-    return features, order * ops.log(largest)
 
 
 def _monomial_weights(size, order, kind):

@@ -22,8 +22,11 @@ def pair_products(x):
     size = x.shape[-1]
     rows = size // 2 + 1
     # Laid out in rows of one more, the repeated vector is shifted by one in each row.
-    repeated = ops.concatenate([x] * (rows + 1), axis=-1)[..., : rows * (size + 1)]
-    shifted = ops.reshape(repeated, (*batch, rows, size + 1))[..., :size]
+    repeated = ops.broadcast_to(x[..., None, :], (*batch, rows + 1, size))
+    repeated = ops.reshape(repeated, (*batch, (rows + 1) * size))
+    shifted = ops.reshape(repeated[..., : rows * (size + 1)], (*batch, rows, size + 1))[
+        ..., :size
+    ]
     products = ops.reshape(shifted * x[..., None, :], (*batch, rows * size))
     count = size * (size + 1) // 2
     weights = np.where(np.arange(count) < size, 1.0, math.sqrt(2.0))

@@ -40,7 +40,8 @@ def definition(query, key, value, radius, power, mask=None, causal=False):
 
 @pytest.mark.parametrize("power", fourier.POWERS)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_both_implementations_equal_the_definition(power, causal):
+def test_both_implementations_equal_the_definition(power, causal, monkeypatch):
+    monkeypatch.setattr(fourier, "LEAST_PART", 4)
     query, key, value, drawn = draw()
     radius = np.array([[0.4], [0.9]], "float32")
     for mask in (None, drawn):
@@ -81,8 +82,11 @@ def test_rows_whose_weights_are_zero_in_float32(scale, radius, dim):
     ],
     ids=["wide", "narrow"],
 )
-def test_gradients_are_the_slopes_of_the_definition(power, scale, radius, causal):
+def test_gradients_are_the_slopes_of_the_definition(
+    power, scale, radius, causal, monkeypatch
+):
     """All four arguments; the narrow kernel is one that float32 cannot hold."""
+    monkeypatch.setattr(fourier, "LEAST_PART", 4)
     *arrays, mask = draw(scale)
     arrays.append(radius * np.linspace(0.9, 1.1, radius.size).reshape(radius.shape))
     arrays = [x.astype("float32") for x in arrays]

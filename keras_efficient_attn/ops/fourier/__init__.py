@@ -1,5 +1,7 @@
 """Fourier attention: the kernel of FourierFormer, its estimators and its features."""
 
+import itertools
+
 import keras
 from keras import ops
 
@@ -20,6 +22,10 @@ from keras_efficient_attn.ops.fourier.tiled import CHUNK_SIZE, fourier_sums
 from keras_efficient_attn.ops.partial_attention import divided
 
 IMPLEMENTATIONS = (None, "tiled", "reference")
+# Causal attention is computed for at most this many parts of the queries, each with the
+# keys up to its end, and each of at least so many queries.
+CAUSAL_PARTS = 4
+LEAST_PART = 128
 
 __all__ = [
     "CHUNK_SIZE",
@@ -113,18 +119,52 @@ def fourier_attention(
         return reference.fourier_attention(
             query, key, value, radius, power, key_mask, causal, first_position
         )
-    values, totals, _ = fourier_sums(
-        query,
-        key,
-        value,
-        radius,
-        first_position,
-        power=power,
-        key_mask=key_mask,
-        causal=causal,
-        chunk_size=chunk_size,
+
+    def attend(query, key, value, key_mask, first_position):
+        values, totals, _ = fourier_sums(
+            query,
+            key,
+            value,
+            radius,
+            first_position,
+            power=power,
+            key_mask=key_mask,
+            causal=causal,
+            chunk_size=chunk_size,
+        )
+        return ops.cast(divided(values, totals), value.dtype)
+
+    if not causal or not _parts(query, key, first_position):
+        return attend(query, key, value, key_mask, first_position)
+    return ops.concatenate(
+        [
+            attend(
+                query[:, start:stop],
+                key[:, :seen],
+                value[:, :seen],
+                None if key_mask is None else key_mask[:, :seen],
+                first_position + start,
+            )
+            for start, stop, seen in _parts(query, key, first_position)
+        ],
+        axis=1,
     )
-    return ops.cast(divided(values, totals), value.dtype)
+
+
+def _parts(query, key, first_position):
+    """`(first query, last, last key)` of each part, the ends exclusive; empty for one.
+
+    Early queries skip the keys that no causal one of their part sees.
+    """
+    length, keys = query.shape[1], key.shape[1]
+    if not all(isinstance(n, int) for n in (length, keys, first_position)):
+        return []
+    count = min(CAUSAL_PARTS, length // LEAST_PART)
+    ends = [length * part // count for part in range(count + 1)] if count > 1 else []
+    return [
+        (start, stop, min(keys, stop + first_position))
+        for start, stop in itertools.pairwise(ends)
+    ]
 
 
 def _check_shapes(query, key, value, key_mask):

@@ -55,7 +55,9 @@ def join_dims(x, dim):
 
 
 def with_sines(angles):
-    """`(angles, sines, cosines)`, the last two without gradient."""
+    """`(angles, sines, cosines)`, the last two without gradient; not on PyTorch."""
+    if keras.backend.backend() == "torch":
+        return (angles,)
     constant = ops.stop_gradient(angles)
     return angles, sine(constant), cosine(constant)
 
@@ -67,8 +69,11 @@ def log_kernel(query, keys):
         query: `with_sines` of queries times their radius.
         keys: `with_sines` of keys times their radius.
     """
-    if keras.backend.backend() == "jax":
+    backend = keras.backend.backend()
+    if backend == "jax":
         return _with_gradient_on_jax()(query, keys)
+    if backend == "torch":
+        return _of_torch().log_kernel(*query, *keys)
     return _log_kernel(query, keys)
 
 
@@ -79,6 +84,8 @@ def log_kernel_gradient(query, keys, of_logs):
     zero, the cotangent has the sign and size that its rounding error leaves it: what it
     multiplies, a weight with an even power of the sine, is 0 in the limit.
     """
+    if keras.backend.backend() == "torch":
+        return _of_torch().log_kernel_gradient(*query, *keys, of_logs)
     dtype = keras.backend.standardize_dtype(of_logs.dtype)
     unit = float(np.finfo(dtype).eps)
     series = _series(dtype)
@@ -96,6 +103,12 @@ def log_kernel_gradient(query, keys, of_logs):
         of_query.append(ops.sum(of_z, axis=-1))
         of_key.append(-ops.sum(of_z, axis=-2))
     return ops.stack(of_query), ops.stack(of_key)
+
+
+def _of_torch():
+    from keras_efficient_attn.ops.fourier import torch_kernel
+
+    return torch_kernel
 
 
 def _log_kernel(query, keys):

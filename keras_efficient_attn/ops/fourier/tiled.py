@@ -67,8 +67,9 @@ def fourier_sums(
         )
         xs += (ops.cast(last_seen, dtype)[None],)
     xs = tuple(split_groups(x, tiles, chunks * size) for x in xs)
-    consts = (*with_sines(split_dims(key)), ops.transpose(value, (0, 2, 1, 3)))
+    consts = (ops.transpose(value, (0, 2, 1, 3)),)
     consts += () if valid is None else (valid,)
+    consts += with_sines(split_dims(key))
     step, gradient = _step(power, causal, valid is not None)
     _, sums = recompute_scan(step, (), xs, consts, gradient)
     return tuple(join_groups(y, length) for y in sums)
@@ -79,14 +80,15 @@ def _step(power, causal, masked):
     """`(step, gradient)` for `recompute_scan`, one object per configuration.
 
     `x` is the queries and, if `causal`, the index of the last key that each sees; the
-    constants are the keys' angles, sines and cosines, the values and, if `masked`, 1
-    for keys that exist and 0 for others.
+    constants are the values, if `masked` 1 for keys that exist and 0 for others, and
+    the keys `with_sines`.
     """
+    first = 2 if masked else 1
 
     def logits(query, x, consts):
-        logs = power * log_kernel(query, consts[:3])
+        logs = power * log_kernel(query, consts[first:])
         if masked:
-            logs = ops.where(consts[4][:, None, None, :] > 0, logs, LOG_ZERO)
+            logs = ops.where(consts[1][:, None, None, :] > 0, logs, LOG_ZERO)
         if causal:
             columns = ops.arange(ops.shape(logs)[-1], dtype=x[1].dtype)
             allowed = columns <= x[1][:, None, :, None]
@@ -100,22 +102,23 @@ def _step(power, causal, masked):
         logs = logits(with_sines(split_dims(x[0])), x, consts)
         scale = ops.max(ops.stop_gradient(logs), axis=-1, initial=LOG_ZERO)
         weights = weights_of(logs, scale)
-        values = ops.transpose(weights @ consts[3], (0, 2, 1, 3))
+        values = ops.transpose(weights @ consts[0], (0, 2, 1, 3))
         totals = ops.sum(weights, axis=-1)
         return carry, (values, *(ops.swapaxes(t, 1, 2) for t in (totals, scale)))
 
     def gradient(carry, x, consts, y, carry_gradient, y_gradient):
-        query, value = with_sines(split_dims(x[0])), consts[3]
+        query, value = with_sines(split_dims(x[0])), consts[0]
         scale = ops.swapaxes(y[2], 1, 2)
         weights = weights_of(logits(query, x, consts), scale)
         of_values = ops.transpose(y_gradient[0], (0, 2, 1, 3))
         of_totals = ops.swapaxes(y_gradient[1], 1, 2)[..., None]
         of_weights = of_values @ ops.swapaxes(value, -1, -2) + of_totals
         of_logs = power * (of_weights * weights)
-        of_query, of_key = log_kernel_gradient(query, consts[:3], of_logs)
+        of_query, of_key = log_kernel_gradient(query, consts[first:], of_logs)
         of_value = ops.swapaxes(weights, -1, -2) @ of_values
         of_x = (join_dims(of_query, x[0].shape[-1]), *map(ops.zeros_like, x[1:]))
-        of_sines, of_valid = (map(ops.zeros_like, t) for t in (consts[1:3], consts[4:]))
-        return (), of_x, (of_key, *of_sines, of_value, *of_valid)
+        of_valid, of_sines = consts[1:first], consts[first + 1 :]
+        of_valid, of_sines = (map(ops.zeros_like, t) for t in (of_valid, of_sines))
+        return (), of_x, (of_value, *of_valid, of_key, *of_sines)
 
     return step, gradient

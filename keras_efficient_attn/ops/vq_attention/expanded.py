@@ -12,7 +12,9 @@ values and the number of keys.
 """
 
 import functools
+import math
 
+import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.chunking import (
@@ -24,7 +26,7 @@ from keras_efficient_attn.ops.chunking import (
     sizes,
     split_groups,
 )
-from keras_efficient_attn.ops.feature_maps import weighted_monomials
+from keras_efficient_attn.ops.pair_products import pair_products
 from keras_efficient_attn.ops.partial_attention import LOG_ZERO
 from keras_efficient_attn.ops.recompute import recompute_scan
 from keras_efficient_attn.ops.vq_attention.compressed import (
@@ -142,8 +144,15 @@ def _query_step(rank):
 
 
 def _features(x, rank):
+    """Of the dot product `1 + s + s²/2`, with `s` that of the first `rank` entries.
+
+    `((1 + s)² + 1) / 2`: the pairs of `(1, x)`, the one that is constant first.
+    """
     x = ops.concatenate([ops.ones_like(x[..., :1]), x[..., :rank]], axis=-1)
-    return weighted_monomials(x, 2)
+    pairs = pair_products(x)
+    weights = np.full(pairs.shape[-1], math.sqrt(0.5))
+    weights[0] = 1.0
+    return pairs * ops.convert_to_tensor(weights, x.dtype)
 
 
 def _sums(chosen, residual, value, rank):

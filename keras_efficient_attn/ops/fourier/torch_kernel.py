@@ -1,0 +1,60 @@
+"""The logarithm of the Fourier kernel on PyTorch, in few passes over memory.
+
+PyTorch runs operation by operation. One sine of a difference is cheaper here than the
+products that make one of the sines and cosines of its ends, and arithmetic cheaper than
+`torch.where`, which takes longest of all.
+"""
+
+import torch
+
+from keras_efficient_attn.ops.partial_attention import LOG_ZERO
+
+# In place of z = 0: sin(z)/z is 1 there as well.
+TINY = 1e-18
+# Below this z², the series of cot z − 1/z; its terms, for the digits of a dtype.
+NEAR = 1 / 16
+TERMS = {torch.float32: 3, torch.float64: 8}
+
+
+def log_kernel(query, keys):
+    """See `kernel.log_kernel`; of angles alone, `(slots, ..., length)`."""
+    product = None
+    for a, b in zip(query, keys, strict=True):
+        z = (a[..., :, None] - b[..., None, :]).abs_().clamp_(min=TINY)
+        ratio = torch.sin(z).div_(z)
+        product = ratio if product is None else product.mul_(ratio)
+    return product.abs_().log_().clamp_(min=LOG_ZERO).sum(dim=2)
+
+
+def log_kernel_gradient(query, keys, of_logs):
+    """See `kernel.log_kernel_gradient`."""
+    *series, last = _series(TERMS[of_logs.dtype])
+    smallest = torch.finfo(of_logs.dtype).tiny
+    of_logs = of_logs[:, :, None]
+    of_query, of_key = [], []
+    for a, b in zip(query, keys, strict=True):
+        z = a[..., :, None] - b[..., None, :]
+        square = z * z
+        near = square * last
+        for coefficient in series[:0:-1]:
+            near.add_(coefficient).mul_(square)
+        near.add_(series[0]).mul_(z)
+        tangent = torch.tan(z)
+        # 0, and not NaN, where z is 0.
+        far = (z - tangent).div_(tangent.mul_(z).add_(smallest))
+        of_z = far.lerp_(near, square.lt_(NEAR)).mul_(of_logs)
+        of_query.append(of_z.sum(dim=-1))
+        of_key.append(-of_z.sum(dim=-2))
+    return torch.stack(of_query), torch.stack(of_key)
+
+
+def _series(terms):
+    """Coefficients of f(z)/z in powers of z², of f = cot z − 1/z.
+
+    From its differential equation, f' = −1 − f² − 2f/z.
+    """
+    found = [-1 / 3]
+    for n in range(2, terms + 1):
+        products = sum(a * b for a, b in zip(found, found[::-1], strict=True))
+        found.append(-products / (2 * n + 1))
+    return found
