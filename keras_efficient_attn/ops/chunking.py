@@ -112,10 +112,14 @@ def overlapping_blocks(x, block, count, width):
     Returns:
         `(batch, count, width, ...)`.
     """
-    batch, length, *tail = sizes(x)
-    # Whole blocks, shifted by one after the other: slices, and no gather, whose
-    # gradient would add up row by row.
+    # Slices, and no gather, whose gradient would add up row by row: one for each block,
+    # or whole blocks, shifted by one after the other, whichever are fewer.
     shifts = -(-width // block)
+    if isinstance(count, int) and count <= shifts:
+        x = fit_length(x, (count - 1) * block + width)
+        starts = [index * block for index in range(count)]
+        return ops.stack([x[:, start : start + width] for start in starts], axis=1)
+    batch, length, *tail = sizes(x)
     x = pad_length(x, 0, (count + shifts - 1) * block - length)
     pieces = []
     for shift in range(shifts):
