@@ -286,6 +286,29 @@ def attend_recent(
     )
 
 
+def attend_at(position, query, key, value, valid, rule):
+    """As `attend_near`, for a single query at some position among all keys.
+
+    Args:
+        position: Of the query, an integer or a scalar.
+        query: `(batch, 1, heads, dim)`, scaled.
+        key, value: `(batch, length, heads, dim)`, `value` zero where not valid.
+        valid: `(batch, length)`.
+        rule: Which keys a query sees.
+    """
+    heads = query.shape[2]
+    positions = ops.arange(ops.shape(key)[1], dtype="int32")
+    return attend_shared(
+        query,
+        key,
+        value,
+        ops.repeat(valid[..., None], heads, axis=-1),
+        rule,
+        ops.reshape(ops.cast(position, "int32"), (1,)),
+        ops.repeat(positions[None], heads, axis=0),
+    )
+
+
 def _near(
     query,
     key,

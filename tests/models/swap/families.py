@@ -1,5 +1,6 @@
 """Tiny backbones of every family, with random weights, and inputs for them."""
 
+import keras
 import numpy as np
 from keras import ops
 from keras_hub import models
@@ -63,6 +64,8 @@ def randomize(model, seed=0):
     """Weights that make outputs differ between tokens, and biases that show."""
     random = np.random.default_rng(seed)
     for weight in model.weights:
+        if not keras.backend.is_float_dtype(weight.dtype):
+            continue
         scale = weight.shape[0] ** -0.5 if len(weight.shape) > 1 else 0.2
         scale = 1.0 if "embeddings" in weight.name else scale
         offset = 1.0 if weight.name in ("gamma", "scale") else 0.0
@@ -71,7 +74,7 @@ def randomize(model, seed=0):
 
 
 def inputs(backbone, seed=0, padded=True):
-    """One batch, whose first row ends in padding."""
+    """One batch, whose first row ends in padding, and whose second starts with it."""
     random = np.random.default_rng(seed)
     if not isinstance(backbone.input, dict):
         shape = (BATCH, *backbone.input.shape[1:])
@@ -84,7 +87,8 @@ def inputs(backbone, seed=0, padded=True):
             made[name] = random.integers(1, 50, (BATCH, length)).astype("int32")
         elif "padding_mask" in name:
             made[name] += 1
-            made[name][0, 4:] = 0 if padded else 1
+            if padded:
+                made[name][0, 4:] = made[name][1, :2] = 0
     return made
 
 
