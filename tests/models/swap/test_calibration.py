@@ -139,7 +139,7 @@ def test_an_encoder_counts_as_its_decoder_does():
     data |= {name: x[:, :2] for name, x in data.items() if "decoder" in name}
     data["decoder_padding_mask"][:] = 1
     attention = "local:window=2"
-    encoder, decoder = (
+    of_decoder, of_encoder = (
         np.sqrt(np.sum((new - old) ** 2) / np.sum(old**2))
         for old, new in zip(
             families.outputs(backbone, data),
@@ -147,8 +147,8 @@ def test_an_encoder_counts_as_its_decoder_does():
             strict=True,
         )
     )
-    assert decoder < 0.9 * encoder
-    for budget, layers in ((0.99 * encoder, [1]), (1.01 * encoder, None)):
+    assert of_decoder < 0.9 * of_encoder
+    for budget, layers in ((0.99 * of_encoder, [1]), (1.01 * of_encoder, None)):
         efficient = convert_backbone(
             backbone, attention, "auto", calibrate=data, budget=budget
         )

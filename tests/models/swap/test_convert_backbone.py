@@ -24,6 +24,10 @@ def test_exact_attention_leaves_every_family_as_it_is(name):
     backbone = families.make(name)
     weights = backbone.get_weights()
     data = families.inputs(backbone)
+    for part in data if isinstance(data, dict) else ():
+        if "padding_mask" in part:
+            # The second row starts with padding.
+            data[part][1, :2] = 0
     before = families.outputs(backbone, data)
     efficient = convert_backbone(backbone, exact)
     families.assert_same_outputs(backbone, efficient, data)
