@@ -139,13 +139,9 @@ def test_an_encoder_counts_as_its_decoder_does():
     data |= {name: x[:, :2] for name, x in data.items() if "decoder" in name}
     data["decoder_padding_mask"][:] = 1
     attention = "local:window=2"
-    of_decoder, of_encoder = (
-        np.sqrt(np.sum((new - old) ** 2) / np.sum(old**2))
-        for old, new in zip(
-            families.outputs(backbone, data),
-            families.outputs(convert_backbone(backbone, attention, [0]), data),
-            strict=True,
-        )
+    first = convert_backbone(backbone, attention, [0])
+    of_encoder, of_decoder = (
+        _relative_error(first, backbone, data, name) for name in ("encoder", "decoder")
     )
     assert of_decoder < 0.9 * of_encoder
     for budget, layers in ((0.99 * of_encoder, [1]), (1.01 * of_encoder, None)):
@@ -155,8 +151,17 @@ def test_an_encoder_counts_as_its_decoder_does():
         assert efficient.attention_layers == layers
 
 
+def _relative_error(new, old, data, name):
+    kept = data[f"{name}_padding_mask"] > 0
+    new, old = (
+        ops.convert_to_numpy(m(data)[f"{name}_sequence_output"])[kept]
+        for m in (new, old)
+    )
+    return np.sqrt(np.sum((new - old) ** 2) / np.sum(old**2))
+
+
 def test_both_towers_count():
-    sizes = dict(hidden_dim=16, num_layers=2, num_heads=2, intermediate_dim=24)
+    sizes = dict(hidden_dim=16, num_layers=1, num_heads=2, intermediate_dim=24)
     vision = keras_hub.models.CLIPVisionEncoder(
         patch_size=2, image_shape=(4, 4, 3), name="vision", **sizes
     )
@@ -172,16 +177,13 @@ def test_both_towers_count():
     for attention, length, tower in (
         ("local:window=5", 7, vision),
         ("local:window=4", 3, text),
-        ("local:window=7", 7, None),
     ):
         data = {"images": images, "token_ids": tokens[:, :length]}
         efficient = convert_backbone(
             backbone, attention, "auto", calibrate=data, budget=1e-4
         )
-        exact = None
-        if tower is not None:
-            places = enumerate(attention_places(backbone))
-            exact = [i for i, place in places if place.block in tower.encoder_layers]
+        places = enumerate(attention_places(backbone))
+        exact = [i for i, place in places if place.block in tower.encoder_layers]
         assert efficient.attention_layers == exact
         families.assert_same_outputs(backbone, efficient, data)
 
@@ -191,7 +193,6 @@ def test_both_towers_count():
     [
         ("bert", "vq:window=1,num_codes=4"),
         ("llama", "vq:window=1,num_codes=4,order=2,rank=2"),
-        ("gemma", "performer:feature_map=power,rank=3,calibrated=True"),
     ],
 )
 def test_what_was_fitted_is_saved(name, attention, tmp_path):
