@@ -6,6 +6,7 @@ from keras_efficient_attn.ops.block_attention import (
     attend_at,
     attend_near,
     attend_recent,
+    keys_seen,
 )
 from keras_efficient_attn.ops.chunking import pad_length
 from keras_efficient_attn.ops.compiled import compiled
@@ -168,5 +169,6 @@ def windowed_linear_attention_at(
     parts = [part]
     if window is not None:
         rule = SlidingWindow(window, True)
-        parts.append(attend_at(position, query, key, value, valid, rule))
+        first, near = keys_seen(position, rule, key, value, valid)
+        parts.append(attend_at(position, query, *near, rule, first))
     return finish(*merge(parts), normalize)

@@ -7,6 +7,7 @@ from keras_efficient_attn.ops.block_attention import (
     attend_at,
     attend_near,
     attend_recent,
+    keys_seen,
 )
 from keras_efficient_attn.ops.compiled import compiled
 from keras_efficient_attn.ops.local_attention import reference
@@ -237,9 +238,11 @@ def local_attention_at(
     """
     checked = check_local_pattern(window, query_block, memory, None, "raster")
     rule = local_rule(*checked, "raster", True)
+    first, (key, value, key_mask) = keys_seen(position, rule, key, value, key_mask)
     query, key, value, valid = masked_inputs(query, key, value, key_mask)
     query = query * query.shape[-1] ** -0.5
-    return finish(*attend_at(position, query, key, value, valid, rule), True)
+    part = attend_at(position, query, key, value, valid, rule, first)
+    return finish(*part, True)
 
 
 def local_rule(window, query_block, memory, grid, order, causal):

@@ -9,6 +9,7 @@ from keras_efficient_attn.ops.block_attention import (
     attend_at,
     attend_near,
     attend_recent,
+    keys_seen,
 )
 from keras_efficient_attn.ops.chunking import fit_length, pad_length
 from keras_efficient_attn.ops.compiled import compiled
@@ -460,7 +461,8 @@ def _at(attend, position, query, near, far_keys, window):
         parts.append(part)
     if window is not None:
         rule = SlidingWindow(window, True)
-        parts.append(attend_at(position, query, near, value, valid, rule))
+        first, seen = keys_seen(position, rule, near, value, valid)
+        parts.append(attend_at(position, query, *seen, rule, first))
     return finish(*merge(parts), normalize=True)
 
 
