@@ -46,9 +46,10 @@ def convert_backbone(backbone, attention, layers=None, calibrate=None, budget=No
       called with a `decoder_attention_mask` refuses it, in eager calls as in compiled
       ones; an attention layer that is itself called, outside its block, takes any
       mask `(batch, length, length)` for a causal one.
-    - `generate` keeps KerasHub's cache of keys and values, and each token attends over
-      the whole of it: right, but no faster than the original, and not in
-      constant time, as an `EfficientCausalLM` is.
+    - `generate` keeps KerasHub's cache of keys and values. A token attends for its own
+      position only, but the features and codes of all keys in the cache are computed
+      anew for each: right, but no faster than the original, with features or codes
+      slower, and not in constant time, as an `EfficientCausalLM` is.
 
     Args:
         backbone: A `keras_hub.models.Backbone`.
