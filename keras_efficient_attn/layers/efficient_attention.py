@@ -113,6 +113,27 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         """
         raise NotImplementedError
 
+    def attend_at(self, position, query, key, value, key_mask):
+        """Attends over heads, causally, from a few positions to a whole sequence.
+
+        For a cache of keys and values, some of which are yet to come.
+
+        Args:
+            position: Of the first query among the keys, an integer or a scalar.
+            query: `(batch, query_length, heads, key_dim)`, projected.
+            key, value, key_mask: As for `attend`.
+
+        Returns:
+            `(batch, query_length, heads, value_dim)`: what `attend` gives for these
+            queries.
+        """
+        # The queries of other positions are zeros, and what they get is dropped.
+        at = [0, position, 0, 0]
+        batch, length, heads, _ = ops.shape(query)
+        query = ops.slice_update(ops.zeros_like(key), at, ops.cast(query, key.dtype))
+        output, _ = self.attend(query, key, value, None, key_mask, True, None, False)
+        return ops.slice(output, at, [batch, length, heads, output.shape[-1]])
+
     @property
     def can_calibrate(self):
         """Whether `calibrate(data)` fits the layer to data without training."""

@@ -7,9 +7,11 @@ from keras_efficient_attn.layers.pattern_attention import PatternAttention
 from keras_efficient_attn.ops.local_attention import (
     check_local_pattern,
     local_attention,
+    local_attention_at,
     local_attention_state,
 )
 from keras_efficient_attn.ops.local_attention.grid import generation_order, reordered
+from keras_efficient_attn.ops.partial_attention import accumulator_dtype
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -137,6 +139,20 @@ class LocalAttention(PatternAttention):
 
     def attend_to_pattern(self, query, key, value, **arguments):
         return local_attention(query, key, value, **self.pattern_arguments, **arguments)
+
+    def attend_at(self, position, query, key, value, key_mask):
+        if self._is_grid or query.shape[1] != 1:
+            return super().attend_at(position, query, key, value, key_mask)
+        dtype = accumulator_dtype(query, key, value)
+        query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
+        if self.rotary_wavelength is not None:
+            start = ops.reshape(ops.cast(position, "int32"), (1,))
+            query, key = self._rotate(query, start), self._rotate(key, None)
+        names = ("window", "query_block", "memory")
+        pattern = {name: getattr(self, name) for name in names}
+        return local_attention_at(
+            position, query, key, value, key_mask=key_mask, **pattern
+        )
 
     def call(
         self,

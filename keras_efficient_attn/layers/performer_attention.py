@@ -26,7 +26,10 @@ from keras_efficient_attn.ops.linear_attention import (
 from keras_efficient_attn.ops.normalization import rms_normalize
 from keras_efficient_attn.ops.partial_attention import accumulator_dtype
 from keras_efficient_attn.ops.rotary import rotary_embedding
-from keras_efficient_attn.ops.window_attention import windowed_linear_attention
+from keras_efficient_attn.ops.window_attention import (
+    windowed_linear_attention,
+    windowed_linear_attention_at,
+)
 
 RANDOM_MAPS = ("favor+", "hyperbolic", "favor++", "trigonometric")
 POLYNOMIAL_MAPS = ("taylor", "power")
@@ -372,6 +375,30 @@ class PerformerAttention(EfficientAttention):
         if self._dropout > 0.0:
             heads = self._dropout_layer(heads, training=training)
         return heads, state
+
+    def attend_at(self, position, query, key, value, key_mask):
+        if query.shape[1] != 1:
+            return super().attend_at(position, query, key, value, key_mask)
+        dtype = accumulator_dtype(query, key, value)
+        start = ops.reshape(ops.cast(position, "int32"), (1,))
+        query = self._prepared(query, dtype, start)
+        key = self._prepared(key, dtype, None)
+        if self.calibrated:
+            query, key = self._calibration.coordinates(query, key)
+        return windowed_linear_attention_at(
+            position,
+            query,
+            key,
+            value,
+            window=self.window,
+            query_map=self._query_map,
+            key_map=self._key_map,
+            num_features=self._feature_dim,
+            map_weights=self._map_weights(query, key, None, key_mask, False),
+            key_mask=key_mask,
+            chunk_size=self.chunk_size,
+            normalize=self.normalize,
+        )
 
     def get_config(self):
         feature_map = self.feature_map

@@ -351,6 +351,33 @@ class VQAttention(EfficientAttention):
             heads = self._dropout_layer(heads, training=training)
         return heads, new_state
 
+    def attend_at(self, position, query, key, value, key_mask):
+        if self.relative_positions or query.shape[1] != 1:
+            return super().attend_at(position, query, key, value, key_mask)
+        dtype = accumulator_dtype(query, key, value)
+        start = ops.reshape(ops.cast(position, "int32"), (1,))
+        query = self._compared_query(self._prepared(query, dtype, start))
+        key = self._compared_key(self._prepared(key, dtype, None))
+        codes = ops.cast(self.codebook, dtype)
+        soft = self.assignment == "soft"
+        heads, _ = quantized_attention(
+            query,
+            key,
+            value,
+            codes,
+            sigma=self._codebook.sigma if soft else None,
+            order=self.order,
+            rank=self.rank,
+            window=self.window,
+            quantize_window=self.quantize_window,
+            cache=self.cache,
+            key_mask=key_mask,
+            block_length=self.block_length,
+            index=None if soft else nearest_codes(key, codes),
+            at=position,
+        )
+        return heads
+
     def rematerialized_call(self, layer_call, *args, **kwargs):
         """`call` as it is: rematerialised, it would update the codebook twice.
 

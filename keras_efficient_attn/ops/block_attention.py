@@ -286,6 +286,54 @@ def attend_recent(
     )
 
 
+def keys_seen(position, rule, *tensors):
+    """The part of tensors `(batch, length, ...)` that a query may see.
+
+    Args:
+        position: Of the query, an integer or a scalar.
+        rule: Which keys it sees: causal.
+        *tensors: Keys, values and masks; `None` stays.
+
+    Returns:
+        `(first, parts)`: the position where the parts start, and a list of them.
+    """
+    length = ops.shape(tensors[0])[1]
+    if not isinstance(length, int):
+        return 0, tensors
+    width = min(rule.reach + 1, length)
+    first = ops.clip(ops.cast(position, "int32") - rule.reach, 0, length - width)
+
+    def part(x):
+        batch, _, *tail = ops.shape(x)
+        start = [0, first, *(0 for _ in tail)]
+        return ops.slice(x, start, [batch, width, *tail])
+
+    return first, [None if x is None else part(x) for x in tensors]
+
+
+def attend_at(position, query, key, value, valid, rule, first):
+    """As `attend_near`, for a single query.
+
+    Args:
+        position: Of the query, an integer or a scalar.
+        query: `(batch, 1, heads, dim)`, scaled.
+        key, value, valid: As for `attend_near`, of any number of keys in a row.
+        rule: Which keys a query sees.
+        first: Position of the first of these keys.
+    """
+    heads = query.shape[2]
+    positions = first + ops.arange(ops.shape(key)[1], dtype="int32")
+    return attend_shared(
+        query,
+        key,
+        value,
+        ops.repeat(valid[..., None], heads, axis=-1),
+        rule,
+        ops.reshape(ops.cast(position, "int32"), (1,)),
+        ops.repeat(positions[None], heads, axis=0),
+    )
+
+
 def _near(
     query,
     key,

@@ -2,7 +2,12 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.block_attention import attend_near, attend_recent
+from keras_efficient_attn.ops.block_attention import (
+    attend_at,
+    attend_near,
+    attend_recent,
+    keys_seen,
+)
 from keras_efficient_attn.ops.chunking import pad_length
 from keras_efficient_attn.ops.compiled import compiled
 from keras_efficient_attn.ops.linear_attention import mapped_linear_attention
@@ -116,3 +121,54 @@ def windowed_linear_attention(
     names = ("window_key", "window_value", "window_mask")
     recent = (t[:, length:] for t in history)
     return output, {**far_state, **dict(zip(names, recent, strict=True))}
+
+
+def windowed_linear_attention_at(
+    position,
+    query,
+    key,
+    value,
+    *,
+    window,
+    query_map,
+    key_map,
+    num_features,
+    map_weights=(),
+    key_mask=None,
+    chunk_size=64,
+    normalize=True,
+):
+    """Causal `windowed_linear_attention` for one of the queries alone.
+
+    Args:
+        position: Of the query among the keys, an integer or a scalar.
+        query: `(batch, 1, heads, dim)`.
+        window: As there, or `None` for features only.
+        key, value, query_map, key_map, num_features, map_weights, key_mask,
+            chunk_size, normalize: As there.
+
+    Returns:
+        `(batch, 1, heads, value_dim)` in the accumulator's dtype.
+    """
+    query, key, value, valid = masked_inputs(query, key, value, key_mask)
+    positions = ops.arange(ops.shape(key)[1], dtype="int32")
+    distance = ops.cast(position, "int32") - positions
+    far = ops.logical_and(valid > 0, distance >= (window or 0))
+    part, _ = mapped_linear_attention(
+        query,
+        key,
+        value,
+        query_map=query_map,
+        key_map=key_map,
+        num_features=num_features,
+        map_weights=map_weights,
+        key_mask=far,
+        chunk_size=chunk_size,
+        output="partial",
+    )
+    parts = [part]
+    if window is not None:
+        rule = SlidingWindow(window, True)
+        first, near = keys_seen(position, rule, key, value, valid)
+        parts.append(attend_at(position, query, *near, rule, first))
+    return finish(*merge(parts), normalize)

@@ -5,6 +5,8 @@ import inspect
 import math
 import numbers
 
+import keras
+
 from keras_efficient_attn.models.swap.places import attention_places
 from keras_efficient_attn.models.swap.recording import (
     recorded_calls,
@@ -23,7 +25,8 @@ def layers_within(budget, original, converted, inputs):
 
     Args:
         budget: The largest `√(Σ‖new − old‖² / Σ‖old‖²)` of what leaves the last
-            block, over positions that are no padding.
+            block of a stack, over positions that are no padding. Of several stacks
+            (towers, or an encoder and a decoder), each one's.
         original: A backbone.
         converted: Its copy, all of whose attention layers are replaced.
         inputs: List of batches.
@@ -35,19 +38,22 @@ def layers_within(budget, original, converted, inputs):
         ValueError: If no layer can be replaced.
     """
     old, new = attention_places(original), attention_places(converted)
-    before, rows = [], []
-    for batch in inputs:
-        last = old[-1]
-        attention, block = recorded_calls(original, [last.layer, last.parent], batch)
-        rows += [valid_rows(last, call) for call in attention]
-        before += [call.output for call in block]
+    ends = [_ends_of_stacks(original, old, batch) for batch in inputs]
 
     def error(layers):
-        after = []
-        for batch in inputs:
-            after += _last_outputs(converted, old, new, set(layers), batch)
-        error = relative_error(before, after, rows)
-        return math.inf if math.isnan(error) else error
+        stacks = {}
+        for batch, before in zip(inputs, ends, strict=True):
+            blocks = {index: new[index].block for index, _ in before}
+            with _softmax_except(layers, old, new):
+                calls = recorded_calls(converted, list(blocks.values()), batch)
+            after = dict(zip(blocks, calls, strict=True))
+            for (index, number), (output, rows) in before.items():
+                stack = stacks.setdefault((index, number), [])
+                stack.append((output, after[index][number].output, rows))
+        errors = [
+            relative_error(*zip(*stack, strict=True)) for stack in stacks.values()
+        ]
+        return math.inf if any(map(math.isnan, errors)) else max(errors)
 
     alone = [error([index]) for index in range(len(old))]
     order = sorted(range(len(old)), key=alone.__getitem__)
@@ -78,7 +84,7 @@ def check_budget(layers, budget, calibrate):
     number = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
     if not number or not 0 < budget < math.inf:
         raise ValueError(
-            "layers='auto' needs a `budget`, the largest relative error of the last "
+            "layers='auto' needs a `budget`, the largest relative error of a last "
             f"block, a positive number. Received: budget={budget!r}"
         )
     if calibrate is None:
@@ -88,16 +94,48 @@ def check_budget(layers, budget, calibrate):
         )
 
 
-def _last_outputs(converted, old, new, layers, batch):
-    """What leaves the last block, with efficient attention in some layers only."""
+def _ends_of_stacks(model, places, batch):
+    """What leaves the last block of each stack, and which of its rows count.
+
+    A stack ends where no block takes up, as its first input, what another one returns.
+
+    Returns:
+        Dict of pairs `(output, rows)`, by the index of the place and the number of the
+        call of its block.
+    """
+    layers = [place.layer for place in places] + [place.block for place in places]
+    calls = recorded_calls(model, layers, batch)
+    attention, blocks = calls[: len(places)], calls[len(places) :]
+    taken = {id(_first_input(call)) for made in blocks for call in made}
+    return {
+        (index, number): (
+            call.output,
+            valid_rows(places[index], attention[index][number]),
+        )
+        for index, made in enumerate(blocks)
+        for number, call in enumerate(made)
+        if id(_first_output(call)) not in taken
+    }
+
+
+def _first_input(call):
+    first, *_ = call.arguments.values()
+    return keras.tree.flatten(first)[0]
+
+
+def _first_output(call):
+    return keras.tree.flatten(call.output)[0]
+
+
+@contextlib.contextmanager
+def _softmax_except(layers, old, new):
+    """The trained attention itself, for the time of a run, in all other layers."""
     with contextlib.ExitStack() as stack:
         for index, (old_place, place) in enumerate(zip(old, new, strict=True)):
             if index not in layers:
-                # The trained attention itself, for the time of a run.
                 call = _with_known_arguments(old_place.layer.call)
                 stack.enter_context(replaced_call(place.layer, call))
-        (block,) = recorded_calls(converted, [new[-1].parent], batch)
-    return [call.output for call in block]
+        yield
 
 
 def _with_known_arguments(call):

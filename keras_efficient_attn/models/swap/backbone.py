@@ -16,6 +16,7 @@ from keras_efficient_attn.models.swap.calibration import (
     recorded_inputs,
 )
 from keras_efficient_attn.models.swap.copying import copy_weights
+from keras_efficient_attn.models.swap.lora import counted_as_original
 from keras_efficient_attn.models.swap.places import attention_places, stand_ins
 from keras_efficient_attn.models.swap.replace import chosen, replace_layers
 from keras_efficient_attn.models.swap.specification import recorded
@@ -35,15 +36,20 @@ def convert_backbone(backbone, attention, layers=None, calibrate=None, budget=No
 
     Works on backbones whose attention is `keras.layers.MultiHeadAttention` or
     KerasHub's `CachedMultiHeadAttention` (BERT, RoBERTa, DistilBERT, ELECTRA, GPT-2,
-    OPT, BART, ViT and others), or that of Llama, Qwen, Mistral or Gemma. Three things
+    OPT, BART, ViT and others), or that of Llama, Qwen, Mistral or Gemma. Four things
     to know:
 
     - Cross-attention stays as it is, and so does what reads the outputs.
     - A sliding window of the original (Mistral, Qwen) is not kept: the new layer sees
       what its own options, such as `window`, say.
-    - `generate` keeps KerasHub's cache of keys and values, and each token attends over
-      the whole of it: right, but no faster than the original, and not in
-      constant time, as an `EfficientCausalLM` is.
+    - Of masks, the new layers read padding and causality. A decoder block that is
+      called with a `decoder_attention_mask` refuses it, in eager calls as in compiled
+      ones; an attention layer that is itself called, outside its block, takes any
+      mask `(batch, length, length)` for a causal one.
+    - `generate` keeps KerasHub's cache of keys and values. A token attends for its own
+      position only, but the features and codes of all keys in the cache are computed
+      anew for each: right, but no faster than the original, with features or codes
+      slower, and not in constant time, as an `EfficientCausalLM` is.
 
     Args:
         backbone: A `keras_hub.models.Backbone`.
@@ -65,7 +71,8 @@ def convert_backbone(backbone, attention, layers=None, calibrate=None, budget=No
             to come are enough. Defaults to `None`: nothing is fitted; codes are
             random, and a warning says so.
         budget: For `layers="auto"`: the largest relative error, `√(Σ‖new − old‖² /
-            Σ‖old‖²)`, of what leaves the last block on the data in `calibrate`.
+            Σ‖old‖²)`, of what leaves the last block of each tower, or of encoder and
+            decoder, on the data in `calibrate`.
 
     Returns:
         The copy; not compiled.
@@ -182,6 +189,18 @@ class EfficientBackbone(PresetMixin):
             "attention": self.attention,
             "attention_layers": None if layers is None else list(layers),
         }
+
+    def enable_lora(self, *args, **kwargs):
+        with counted_as_original(self):
+            super().enable_lora(*args, **kwargs)
+
+    def save_lora_weights(self, filepath):
+        with counted_as_original(self):
+            super().save_lora_weights(filepath)
+
+    def load_lora_weights(self, filepath):
+        with counted_as_original(self):
+            super().load_lora_weights(filepath)
 
 
 @functools.cache

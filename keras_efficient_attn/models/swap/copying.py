@@ -32,15 +32,8 @@ def copy_weights(source, target):
             new_variable.assign(ops.copy(old_variable))
             new_variable.trainable = old_variable.trainable
     if hasattr(source, "_lora_enabled_layers"):
-        # As KerasHub counts the layers when it saves LoRA weights.
-        layers = target._flatten_layers(include_self=False)
-        weighted = [layer for layer in layers if layer.weights]
         target._lora_rank = source._lora_rank
-        target._lora_enabled_layers = [
-            index
-            for index, layer in enumerate(weighted)
-            if getattr(layer, "lora_enabled", False)
-        ]
+        target._lora_enabled_layers = list(source._lora_enabled_layers)
 
 
 def _pairs(old, new):

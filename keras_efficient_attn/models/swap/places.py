@@ -1,5 +1,6 @@
 """Finding the attention layers of a model, and putting others in their places."""
 
+import collections
 import contextlib
 import dataclasses
 
@@ -33,15 +34,21 @@ REFUSED = {
     "T5MultiHeadAttention": _DISTANCE,
     "TwoStreamRelativeAttention": "adds logits of content and relative position",
 }
-# Blocks of KerasHub that give `MultiHeadAttention`, or Gemma's attention, masks which
-# differ between queries and are not causality and padding.
-_MASKS = "its block passes masks that differ between queries"
-REFUSED_BLOCKS = {
-    "CLIPEncoderLayer": _MASKS,
-    "EdRecDecoderBlock": _MASKS,
-    "PARSeqDecoderBlock": _MASKS,
-    "PaliGemmaDecoderBlock": _MASKS,
-}
+# Blocks of KerasHub around the layers in `STAND_INS`: they make one mask of causality
+# and padding, and, where they are called with it, of `decoder_attention_mask`.
+CAUSAL_BLOCKS = (
+    "GemmaDecoderBlock",
+    "LlamaTransformerDecoder",
+    "MistralTransformerDecoder",
+    "QwenTransformerDecoder",
+)
+# Blocks of KerasHub that give `MultiHeadAttention` masks which differ between queries
+# and are not causality and padding, by the names of their modules and classes.
+REFUSED_BLOCKS = (
+    "edrec_layers.EdRecDecoderBlock",
+    "parseq_decoder.PARSeqDecoderBlock",
+    "sam3_text_encoder.CLIPEncoderLayer",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,16 +56,19 @@ class Place:
     """Where an attention layer stands in a model.
 
     Attributes:
-        parent: The layer that holds it.
+        holders: The layers that hold it, a tuple; mostly one.
         layer: The attention layer.
         stand_in: The class of `stand_ins` that can stand there.
-        is_causal: Whether the parent passes masks that hide later keys.
+        is_causal: Whether the holders pass masks that hide later keys.
+        block: The largest layer around it that holds no other attention layer that
+            can be replaced: what leaves it is the residual stream.
     """
 
-    parent: keras.layers.Layer
+    holders: tuple
     layer: keras.layers.Layer
     stand_in: type
     is_causal: bool
+    block: keras.layers.Layer
 
 
 def attention_places(model):
@@ -72,8 +82,9 @@ def attention_places(model):
     Raises:
         ValueError: If there is none, or the model has attention of another kind.
     """
-    places, others = [], []
-    for parent, layer in _parents_and_children(model):
+    found, others = [], []
+    holders_of = _holders(model)
+    for layer, holders in list(holders_of.values())[1:]:
         name = type(layer).__name__
         if name in REFUSED:
             raise ValueError(
@@ -88,27 +99,29 @@ def attention_places(model):
                     "The model must be built, or called once, before its attention "
                     f"is replaced. Received: {name} {layer.name!r}, built=False"
                 )
-            if _is_cross_attention(parent, layer):
-                continue
-            reason = REFUSED_BLOCKS.get(type(parent).__name__)
-            if reason is not None:
-                raise ValueError(
-                    f"The attention of this model cannot be replaced: {reason}. "
-                    f"Received: {model.name}, with a {type(parent).__name__}"
-                )
-            decoder = isinstance(parent, keras_hub.layers.TransformerDecoder)
-            is_causal = decoder or stand_in.receives_causal_mask
-            places.append(Place(parent, layer, stand_in, is_causal))
+            if not any(_is_cross_attention(holder, layer) for holder in holders):
+                found.append((layer, stand_in, holders))
         elif "Attention" in name:
             others.append(name)
-    if places:
-        return places
-    found = ", ".join(dict.fromkeys(others)) or "none"
-    raise ValueError(
-        "There is no self-attention layer that can be replaced: known are "
-        "MultiHeadAttention, CachedMultiHeadAttention, "
-        f"{', '.join(STAND_INS)}. Found in {model.name}: {found}"
-    )
+    if not found:
+        names = ", ".join(dict.fromkeys(others)) or "none"
+        raise ValueError(
+            "There is no self-attention layer that can be replaced: known are "
+            "MultiHeadAttention, CachedMultiHeadAttention, "
+            f"{', '.join(STAND_INS)}. Found in {model.name}: {names}"
+        )
+    around = [_layers_around(layer, holders_of) for layer, _, _ in found]
+    number = collections.Counter(id(layer) for layers in around for layer in layers)
+    return [
+        Place(
+            tuple(holders),
+            layer,
+            stand_in,
+            _is_causal(model, layer, stand_in, holders),
+            next((v for v in reversed(layers) if number[id(v)] == 1), holders[0]),
+        )
+        for (layer, stand_in, holders), layers in zip(found, around, strict=True)
+    ]
 
 
 def stand_ins(model):
@@ -118,19 +131,26 @@ def stand_ins(model):
 
 
 def check_held(place):
-    """Raises `ValueError` if the parent holds the layer in a way that is not known."""
-    in_graph = isinstance(place.parent, keras.Function)
-    if not in_graph and not _attributes_with(place.parent, place.layer):
-        raise ValueError(
-            f"{place.parent.name} does not hold its attention layer as an attribute, "
-            "or in a list, tuple or dict that is one. Received: "
-            f"{place.layer.path}"
-        )
+    """Raises `ValueError` if the layer is held in a way that is not known."""
+    for holder in place.holders:
+        in_graph = isinstance(holder, keras.Function)
+        if not in_graph and not _attributes_with(holder, place.layer):
+            raise ValueError(
+                f"{holder.name} does not hold its attention layer as an attribute, "
+                "or in a list, tuple or dict that is one. Received: "
+                f"{place.layer.path}"
+            )
 
 
 def put(place, layer):
     """Puts a layer that is built where another one stands, which `check_held` knows."""
-    old, parent = place.layer, place.parent
+    for holder in place.holders:
+        _put_into(holder, place.layer, layer)
+        if place.is_causal and not isinstance(place.layer, StandIn):
+            _refuse_other_masks(holder)
+
+
+def _put_into(parent, old, layer):
     attributes = _attributes_with(parent, old)
     parent._tracker.replace_tracked_value("layers", old, layer)
     for name, value in attributes.items():
@@ -142,6 +162,28 @@ def put(place, layer):
             _put_in_collection(value, old, layer)
     if isinstance(parent, keras.Function):
         _put_in_graph(parent, old, layer)
+
+
+def _refuse_other_masks(block):
+    """Lets a decoder block refuse a mask that is not causality and padding.
+
+    The block makes one mask of all, in which its attention layer could not tell.
+    """
+    make_mask = getattr(block, "_compute_self_attention_mask", None)
+    if make_mask is None:
+        return
+
+    def checked(*, decoder_attention_mask=None, **arguments):
+        if decoder_attention_mask is not None:
+            raise ValueError(
+                "Efficient attention cannot apply a mask that differs between "
+                "queries, but for causality. Pass a mask over keys as "
+                "`decoder_padding_mask`. Received: decoder_attention_mask.shape="
+                f"{tuple(decoder_attention_mask.shape)}, in {block.name}"
+            )
+        return make_mask(decoder_attention_mask=None, **arguments)
+
+    block._compute_self_attention_mask = checked
 
 
 def _attributes_with(parent, layer):
@@ -192,16 +234,77 @@ def _stand_in(layer):
     return None
 
 
-def _parents_and_children(layer, seen=None):
-    """All layers below one, with the layers that hold them, from first to last."""
-    seen = {id(layer)} if seen is None else seen
-    # The layers of a functional model are in the order of its graph.
-    children = layer.layers if isinstance(layer, keras.Model) else []
-    for child in [*children, *layer._layers]:
-        if id(child) not in seen:
-            seen.add(id(child))
-            yield layer, child
-            yield from _parents_and_children(child, seen)
+def _is_causal(model, layer, stand_in, holders):
+    """Whether those that hold an attention layer pass it masks that hide later keys.
+
+    Raises:
+        ValueError: If they pass other masks that differ between queries, or may.
+    """
+    kinds = set()
+    for holder in holders:
+        kind = type(holder)
+        name = f"{kind.__module__.rsplit('.', 1)[-1]}.{kind.__name__}"
+        decoder = isinstance(holder, keras_hub.layers.TransformerDecoder)
+        unknown = stand_in.receives_causal_mask and kind.__name__ not in CAUSAL_BLOCKS
+        if name in REFUSED_BLOCKS or unknown or (decoder and _has_own_masks(kind)):
+            raise ValueError(
+                "The attention of this model cannot be replaced: its block passes "
+                "masks that differ between queries, or may, and are not causality "
+                f"and padding. Received: {model.name}, with a {kind.__name__}"
+            )
+        kinds.add(decoder or stand_in.receives_causal_mask)
+    if len(kinds) > 1:
+        names = ", ".join(type(holder).__name__ for holder in holders)
+        raise ValueError(
+            "The attention of this model cannot be replaced: a layer is held by "
+            "blocks of which some are causal and others are not. Received: "
+            f"{layer.path}, in {names}"
+        )
+    return kinds.pop()
+
+
+def _has_own_masks(kind):
+    """Whether a subclass of KerasHub's decoder may make masks in its own way."""
+    decoder = keras_hub.layers.TransformerDecoder
+    names = ("call", "_compute_self_attention_mask")
+    return any(getattr(kind, name) is not getattr(decoder, name) for name in names)
+
+
+def _holders(model):
+    """All layers below one, from first to last, and the layers that hold them.
+
+    Returns:
+        Dict of pairs `(layer, holders)` by the layers' ids, the model first.
+    """
+    found = {id(model): (model, [])}
+
+    def visit(layer):
+        # The layers of a functional model are in the order of its graph.
+        children = layer.layers if isinstance(layer, keras.Model) else []
+        for child in [*children, *layer._layers]:
+            if id(child) not in found:
+                found[id(child)] = (child, [layer])
+                visit(child)
+            elif child is not model:
+                holders = found[id(child)][1]
+                if all(holder is not layer for holder in holders):
+                    holders.append(layer)
+
+    visit(model)
+    return found
+
+
+def _layers_around(layer, holders_of):
+    """The layer that holds one, and those around it that are no models, inside out."""
+    around = []
+    while True:
+        layer = holders_of[id(layer)][1][0]
+        outermost = isinstance(layer, keras.Model) or not holders_of[id(layer)][1]
+        if around and outermost:
+            return around
+        around.append(layer)
+        if outermost:
+            return around
 
 
 def _put_in_collection(collection, old, new):

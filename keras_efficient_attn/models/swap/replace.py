@@ -33,7 +33,8 @@ def replace_attention(model, attention, layers=None, calibrate=None):
     For any Keras model that holds `keras.layers.MultiHeadAttention`, as an attribute
     of a layer, in a list or dict that is one, or in a functional graph; and for
     KerasHub's `CachedMultiHeadAttention` and the grouped-query attention of Llama,
-    Qwen, Mistral and Gemma. The new layers take over the projections as they stand.
+    Qwen, Mistral and Gemma. The new layers take over the projections as they stand,
+    and read padding and causality of masks, as in `convert_backbone`.
 
     The model has to be compiled again, and **does not survive saving**: its blocks
     write softmax attention into their configuration, and what is loaded has softmax

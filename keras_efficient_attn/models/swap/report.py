@@ -26,7 +26,7 @@ class LayerError:
             this layer does by itself.
         residual: Error of what leaves its block in the converted model: what all
             layers up to this one do together. `None` where the layer stands in no
-            block.
+            block, or in several.
     """
 
     index: int
@@ -100,7 +100,7 @@ def swap_report(original, converted, inputs):
         rows = [valid_rows(old_place, call) for call in calls]
         again = [run(place.layer, *call.args, **call.kwargs) for call in calls]
         residual = None
-        if place.parent is not converted:
+        if _in_one_block(place, converted):
             residual = relative_error(old_blocks[index], new_blocks[index], rows)
         errors.append(
             LayerError(
@@ -117,11 +117,15 @@ def swap_report(original, converted, inputs):
 def _attention_and_blocks(model, places, inputs):
     """The calls of the attention layers, and the outputs of the blocks around them."""
     layers = [place.layer for place in places]
-    layers += [place.parent for place in places if place.parent is not model]
+    layers += [place.block for place in places if _in_one_block(place, model)]
     calls = recorded_calls(model, layers, inputs)
     blocks = iter(calls[len(places) :])
     outputs = [
-        [] if place.parent is model else [call.output for call in next(blocks)]
+        [call.output for call in next(blocks)] if _in_one_block(place, model) else []
         for place in places
     ]
     return calls[: len(places)], outputs
+
+
+def _in_one_block(place, model):
+    return place.block is not model and len(place.holders) == 1

@@ -125,23 +125,16 @@ class StandIn(EfficientAttention):
         value = ops.slice_update(cache[:, 1], at, ops.cast(value, cache.dtype))
         cache = ops.stack((key, value), axis=1)
         key, value = self._for_query_heads(key), self._for_query_heads(value)
-        batch, length, heads, _ = ops.shape(query)
-        # These layers attend over whole sequences: the queries of other positions are
-        # zeros, and what they get is dropped. Positions to come are hidden by
-        # causality.
-        partial = not (isinstance(length, int) and length == ops.shape(key)[1])
-        if partial:
-            query = ops.slice_update(
-                ops.zeros_like(key), at, ops.cast(query, cache.dtype)
-            )
         key_mask = None
         if attention_mask is not None:
             key_mask = ops.cast(attention_mask[:, -1], "bool")
             key_mask = ops.broadcast_to(key_mask, ops.shape(key)[:2])
-        output, _ = self.attend(query, key, value, None, key_mask, True, None, False)
-        if partial:
-            output = ops.slice(output, at, [batch, length, heads, output.shape[-1]])
-        return self._project(output, x, None, False), cache
+        # Positions to come are hidden by causality.
+        if query.shape[1] is not None and query.shape[1] == key.shape[1]:
+            heads, _ = self.attend(query, key, value, None, key_mask, True, None, False)
+        else:
+            heads = self.attend_at(start, query, key, value, key_mask)
+        return self._project(heads, x, None, False), cache
 
 
 class MultiHeadStandIn(StandIn):

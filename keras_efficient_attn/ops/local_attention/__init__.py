@@ -3,7 +3,12 @@
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.block_attention import attend_near, attend_recent
+from keras_efficient_attn.ops.block_attention import (
+    attend_at,
+    attend_near,
+    attend_recent,
+    keys_seen,
+)
 from keras_efficient_attn.ops.compiled import compiled
 from keras_efficient_attn.ops.local_attention import reference
 from keras_efficient_attn.ops.local_attention.grid import (
@@ -208,6 +213,36 @@ def _local_attention(
     else:
         part = attend_grid(query, key, value, valid, grid, rule, dropped)
     return finish(*(t[:, :length] for t in part), True), None
+
+
+def local_attention_at(
+    position,
+    query,
+    key,
+    value,
+    *,
+    window=None,
+    query_block=None,
+    memory=None,
+    key_mask=None,
+):
+    """Causal `local_attention` over a sequence for one of its queries alone.
+
+    Args:
+        position: Of the query among the keys, an integer or a scalar.
+        query: `(batch, 1, heads, dim)`.
+        key, value, window, query_block, memory, key_mask: As for `local_attention`.
+
+    Returns:
+        `(batch, 1, heads, value_dim)` in the accumulator's dtype.
+    """
+    checked = check_local_pattern(window, query_block, memory, None, "raster")
+    rule = local_rule(*checked, "raster", True)
+    first, (key, value, key_mask) = keys_seen(position, rule, key, value, key_mask)
+    query, key, value, valid = masked_inputs(query, key, value, key_mask)
+    query = query * query.shape[-1] ** -0.5
+    part = attend_at(position, query, key, value, valid, rule, first)
+    return finish(*part, True)
 
 
 def local_rule(window, query_block, memory, grid, order, causal):

@@ -5,7 +5,12 @@ import functools
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.block_attention import attend_near, attend_recent
+from keras_efficient_attn.ops.block_attention import (
+    attend_at,
+    attend_near,
+    attend_recent,
+    keys_seen,
+)
 from keras_efficient_attn.ops.chunking import fit_length, pad_length
 from keras_efficient_attn.ops.compiled import compiled
 from keras_efficient_attn.ops.local_attention.rules import SlidingWindow
@@ -341,11 +346,14 @@ def quantized_attention(
     block_length=BLOCK_LENGTH,
     reduction=None,
     index=None,
+    at=None,
 ):
     """`vq_attention` for layers, which know the codes of the keys already.
 
     Args:
         index: `nearest_codes(key, codebook)`, of no use with `sigma`.
+        at: Position of a single query among the keys, for causal attention without
+            `state` and `position_key`. Defaults to `None`: all positions have one.
 
     Returns:
         `(output, state)`: the output in the accumulator's dtype, and the new state or
@@ -379,7 +387,10 @@ def quantized_attention(
         block_length=block_length,
         reduction=reduction or DEFAULT_REDUCTIONS[keras.backend.backend()],
     )
-    if window is None:
+    if at is not None:
+        attend = attend if cache else None
+        output, new_state = _at(attend, at, query, near, far_keys, window), None
+    elif window is None:
         output, new_state = _without_window(attend, query, far_keys, causal, state)
     else:
         output, new_state = _with_window(
@@ -438,6 +449,23 @@ def _attend_to_codes(
     if causal:
         return causal_compressed_attention(query, *arguments, reduction)
     return full_compressed_attention(query, *arguments)
+
+
+def _at(attend, position, query, near, far_keys, window):
+    """A single query, which sees the keys before it and its own."""
+    far, value, valid, index = far_keys
+    positions = ops.arange(ops.shape(value)[1], dtype="int32")
+    distance = ops.cast(position, "int32") - positions
+    parts = []
+    if attend is not None:
+        seen = valid * ops.cast(distance >= (window or 0), valid.dtype)
+        part, _ = attend(query, (far, value, seen, index), causal=False)
+        parts.append(part)
+    if window is not None:
+        rule = SlidingWindow(window, True)
+        first, seen = keys_seen(position, rule, near, value, valid)
+        parts.append(attend_at(position, query, *seen, rule, first))
+    return finish(*merge(parts), normalize=True)
 
 
 def _without_window(attend, query, keys, causal, state):

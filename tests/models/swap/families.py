@@ -1,5 +1,6 @@
 """Tiny backbones of every family, with random weights, and inputs for them."""
 
+import keras
 import numpy as np
 from keras import ops
 from keras_hub import models
@@ -63,6 +64,8 @@ def randomize(model, seed=0):
     """Weights that make outputs differ between tokens, and biases that show."""
     random = np.random.default_rng(seed)
     for weight in model.weights:
+        if not keras.backend.is_float_dtype(weight.dtype):
+            continue
         scale = weight.shape[0] ** -0.5 if len(weight.shape) > 1 else 0.2
         scale = 1.0 if "embeddings" in weight.name else scale
         offset = 1.0 if weight.name in ("gamma", "scale") else 0.0

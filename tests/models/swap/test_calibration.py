@@ -1,6 +1,7 @@
 """Fitting to data, and choosing layers by the errors on it."""
 
 import keras
+import keras_hub
 import numpy as np
 import pytest
 from keras import ops
@@ -13,19 +14,22 @@ from tests.models.swap import families
 EXACT_ON_ITS_DATA = "vq:window=1,num_codes=16"
 
 
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_with_a_code_for_each_key_the_data_are_exact(name):
+@pytest.mark.parametrize(
+    "name, options", [("bert", ""), ("llama", ""), ("llama", ",order=2,rank=2")]
+)
+def test_with_a_code_for_each_key_the_data_are_exact(name, options):
+    attention = EXACT_ON_ITS_DATA + options
     backbone = families.make(name)
     data = families.inputs(backbone)
     first = {key: value[:1] for key, value in data.items()}
     second = {key: value[1:] for key, value in data.items()}
     targets = np.zeros((1, 1))
     efficient = convert_backbone(
-        backbone, EXACT_ON_ITS_DATA, calibrate=[first, (second, targets)]
+        backbone, attention, calibrate=[first, (second, targets)]
     )
     families.assert_same_outputs(backbone, efficient, data)
     # Random codes are not: it is the data that make them so.
-    plain = convert_backbone(backbone, EXACT_ON_ITS_DATA)
+    plain = convert_backbone(backbone, attention)
     with pytest.raises(AssertionError):
         families.assert_same_outputs(backbone, plain, data, 1e-2)
 
@@ -126,6 +130,85 @@ def test_errors_that_are_no_number_are_too_large():
             weight.assign(np.full(weight.shape, np.nan))
     with pytest.raises(ValueError, match="least error is inf"):
         convert_backbone(backbone, families.LOCAL, "auto", calibrate=data, budget=1.0)
+
+
+def test_an_encoder_counts_as_its_decoder_does():
+    backbone = families.make("bart", num_layers=1)
+    data = families.inputs(backbone)
+    # Two tokens, which the window holds: the decoder errs by what it reads alone.
+    data |= {name: x[:, :2] for name, x in data.items() if "decoder" in name}
+    data["decoder_padding_mask"][:] = 1
+    attention = "local:window=2"
+    first = convert_backbone(backbone, attention, [0])
+    of_encoder, of_decoder = (
+        _relative_error(first, backbone, data, name) for name in ("encoder", "decoder")
+    )
+    assert of_decoder < 0.9 * of_encoder
+    for budget, layers in ((0.99 * of_encoder, [1]), (1.01 * of_encoder, None)):
+        efficient = convert_backbone(
+            backbone, attention, "auto", calibrate=data, budget=budget
+        )
+        assert efficient.attention_layers == layers
+
+
+def _relative_error(new, old, data, name):
+    kept = data[f"{name}_padding_mask"] > 0
+    new, old = (
+        ops.convert_to_numpy(m(data)[f"{name}_sequence_output"])[kept]
+        for m in (new, old)
+    )
+    return np.sqrt(np.sum((new - old) ** 2) / np.sum(old**2))
+
+
+def test_both_towers_count():
+    sizes = dict(hidden_dim=16, num_layers=1, num_heads=2, intermediate_dim=24)
+    vision = keras_hub.models.CLIPVisionEncoder(
+        patch_size=2, image_shape=(4, 4, 3), name="vision", **sizes
+    )
+    text = keras_hub.models.CLIPTextEncoder(
+        50, 16, max_sequence_length=8, name="text", **sizes
+    )
+    backbone = keras_hub.models.CLIPBackbone(vision, text, projection_dim=8)
+    families.randomize(backbone)
+    random = np.random.default_rng(0)
+    images = random.normal(size=(2, 4, 4, 3)).astype("float32")
+    tokens = random.integers(1, 50, (2, 7)).astype("int32")
+    # The encoders read five patches, and seven tokens or three.
+    for attention, length, tower in (
+        ("local:window=5", 7, vision),
+        ("local:window=4", 3, text),
+    ):
+        data = {"images": images, "token_ids": tokens[:, :length]}
+        efficient = convert_backbone(
+            backbone, attention, "auto", calibrate=data, budget=1e-4
+        )
+        places = enumerate(attention_places(backbone))
+        exact = [i for i, place in places if place.block in tower.encoder_layers]
+        assert efficient.attention_layers == exact
+        families.assert_same_outputs(backbone, efficient, data)
+
+
+@pytest.mark.parametrize(
+    "name, attention",
+    [
+        ("bert", "vq:window=1,num_codes=4"),
+        ("llama", "vq:window=1,num_codes=4,order=2,rank=2"),
+    ],
+)
+def test_what_was_fitted_is_saved(name, attention, tmp_path):
+    backbone = families.make(name, num_layers=1)
+    data = families.inputs(backbone)
+    efficient = convert_backbone(backbone, attention, calibrate=data)
+    with pytest.raises(AssertionError):
+        plain = convert_backbone(backbone, attention)
+        families.assert_same_outputs(plain, efficient, data, 1e-3)
+    efficient.save(tmp_path / "model.keras")
+    efficient.save_to_preset(str(tmp_path / "preset"))
+    for loaded in (
+        keras.saving.load_model(tmp_path / "model.keras"),
+        keras_hub.models.Backbone.from_preset(str(tmp_path / "preset")),
+    ):
+        families.assert_same_outputs(efficient, loaded, data)
 
 
 def test_chosen_layers_keep_what_was_fitted():

@@ -1,12 +1,13 @@
 """Replacing attention in place, in models of all kinds."""
 
 import keras
+import keras_hub
 import numpy as np
 import pytest
 from keras import ops
 
 from keras_efficient_attn import LocalAttention
-from keras_efficient_attn.models import replace_attention
+from keras_efficient_attn.models import convert_backbone, replace_attention
 from tests.models.swap import families
 
 
@@ -44,6 +45,31 @@ class Hidden(keras.layers.Layer):
 
     def call(self, x):
         return self.nested[0]["attention"](x, x)
+
+
+class Holder(keras.layers.Layer):
+    """A block around an attention layer that others may hold too."""
+
+    def __init__(self, attention, in_list):
+        super().__init__()
+        if in_list:
+            self.attentions = [keras.layers.Identity(), attention]
+        else:
+            self.attention = attention
+
+    @property
+    def held(self):
+        return getattr(self, "attention", None) or self.attentions[1]
+
+    def build(self, shape):
+        if not self.held.built:
+            self.held.build(shape, shape)
+
+    def call(self, x):
+        return x + self.held(x, x)
+
+    def compute_output_shape(self, shape):
+        return shape
 
 
 def make_model():
@@ -96,3 +122,72 @@ def test_refusals_leave_the_model_as_it_is():
     dense = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     with pytest.raises(ValueError, match="no self-attention layer.*: none"):
         replace_attention(dense, "local")
+
+
+def test_a_layer_that_two_hold_is_replaced_in_both():
+    attention = keras.layers.MultiHeadAttention(2, 4)
+    holders = [Holder(attention, False), Holder(attention, True)]
+    model = families.randomize(keras.Sequential([keras.Input((None, 8)), *holders]))
+    x = np.random.default_rng(0).normal(size=(2, 5, 8)).astype("float32")
+    before = ops.convert_to_numpy(model(x))
+    number = len(model.weights)
+    for options in ("window=8", "window=5"):
+        with pytest.warns(UserWarning):
+            assert len(replace_attention(model, f"local:{options}")) == 1
+        (layer,) = families.stand_ins(model)
+        assert all(holder.held is layer for holder in holders)
+        assert len(model.weights) == number
+        after = ops.convert_to_numpy(model(x))
+        np.testing.assert_allclose(after, before, atol=1e-5 * np.max(abs(before)))
+
+
+def test_a_mask_that_is_not_causal_is_refused():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(2, 5, 8)).astype("float32")
+    padding = np.array([[1, 1, 1, 0, 0], [1] * 5], "bool")
+    calls = ({}, {"decoder_padding_mask": padding}, {"use_causal_mask": False})
+    decoder = keras_hub.layers.TransformerDecoder(8, 2)
+    decoder.build(x.shape)
+    families.randomize(decoder)
+    before = [ops.convert_to_numpy(decoder(x, **options)) for options in calls]
+    with pytest.warns(UserWarning):
+        replace_attention(decoder, "local:window=8")
+    for options, expected in zip(calls, before, strict=True):
+        output = ops.convert_to_numpy(decoder(x, **options))[padding]
+        np.testing.assert_allclose(output, expected[padding], atol=1e-5)
+
+    llama = families.make("llama", num_layers=1)
+    block = convert_backbone(llama, "local:window=8").transformer_layers[0]
+    wide = random.normal(size=(2, 5, 16)).astype("float32")
+    block(wide, decoder_padding_mask=padding)
+    # Even one that is: nobody looks what is in it.
+    mask = ops.convert_to_tensor(np.tril(np.ones((2, 5, 5), "bool")))
+    for layer, inputs in ((decoder, x), (block, wide)):
+        with pytest.raises(ValueError, match=r"decoder_attention_mask.shape=\(2, 5, 5"):
+            layer(inputs, decoder_attention_mask=mask)
+
+
+class BandedDecoder(keras_hub.layers.TransformerDecoder):
+    """A decoder that hides far keys too."""
+
+    def _compute_self_attention_mask(self, *args, **kwargs):
+        mask = super()._compute_self_attention_mask(*args, **kwargs)
+        return ops.triu(mask, -1)
+
+
+def test_blocks_with_other_masks_are_refused():
+    shape = (None, None, 8)
+    banded = BandedDecoder(8, 2)
+    banded.build(shape)
+    sam = keras_hub.layers.SAM3TextEncoder(9, 8, 8, 1, 2, 8)
+    sam.build((None, 5), (None, 5))
+    for model in (banded, sam):
+        with pytest.raises(ValueError, match="masks that differ between queries"):
+            replace_attention(model, "local")
+        assert not families.stand_ins(model)
+    decoder = keras_hub.layers.TransformerDecoder(8, 2)
+    decoder.build(shape)
+    holder = Holder(decoder._self_attention_layer, False)
+    mixed = keras.Sequential([keras.Input((None, 8)), decoder, holder])
+    with pytest.raises(ValueError, match="some are causal.*TransformerDecoder, Holder"):
+        replace_attention(mixed, "local")

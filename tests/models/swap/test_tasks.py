@@ -21,15 +21,15 @@ def array(x):
 
 
 @pytest.mark.parametrize(
-    "name, task",
+    "name, task, attention",
     [
-        ("gpt2", models.GPT2CausalLM),
-        ("mistral", models.MistralCausalLM),
-        ("gemma", models.GemmaCausalLM),
+        ("gpt2", models.GPT2CausalLM, PERFORMER),
+        ("mistral", models.MistralCausalLM, "local:window=2"),
+        ("gemma", models.GemmaCausalLM, "vq:window=2,num_codes=4"),
     ],
 )
-def test_the_cache_gives_what_whole_sequences_give(name, task):
-    task = task(convert_backbone(families.make(name), PERFORMER))
+def test_the_cache_gives_what_whole_sequences_give(name, task, attention):
+    task = task(convert_backbone(families.make(name), attention))
     data = families.inputs(task.backbone, padded=False)
     whole = array(task(data))
     tokens = ops.convert_to_tensor(data["token_ids"])
@@ -84,7 +84,7 @@ def test_generate_with_an_encoder_is_greedy():
     task = models.BartSeq2SeqLM(convert_backbone(backbone, PERFORMER))
     data = families.inputs(task.backbone)
     # The order in which `layers` counts them.
-    blocks = [place.parent.name for place in attention_places(task.backbone)]
+    blocks = [place.block.name for place in attention_places(task.backbone)]
     assert blocks == ["transformer_encoder_layer_0", "transformer_decoder_layer_0"]
     data["decoder_padding_mask"][:] = 0
     data["decoder_padding_mask"][:, :2] = 1
