@@ -110,8 +110,6 @@ def _expansion(query, residual, chosen, rank, allowed, distance, window):
     for side in sides:
         seen = ops.cast(allowed & side, x.dtype)
         number = (seen + ops.zeros_like(x)) @ same_code
-        of_side = (seen * squares) @ same_code / larger(
-            number, ops.ones_like(number)
-        )
+        of_side = (seen * squares) @ same_code / larger(number, ops.ones_like(number))
         mean = mean + ops.where(allowed & side, of_side, 0.0)
     return 1.0 + x + 0.5 * ops.square(x) + 0.5 * mean
