@@ -80,7 +80,7 @@ def parse_arguments(argv):
     add(
         "--time-limit",
         type=positive_float,
-        default=10.0,
+        default=20.0,
         help="seconds of one run of a model at a length; longer ones are left out",
     )
     add("--steps", type=natural, default=30, help="of fine-tuning")

@@ -17,9 +17,11 @@ from keras_efficient_attn.benchmark.execution import (
 from keras_efficient_attn.benchmark.report import aligned
 
 SOFTMAX, SWAPPED = "softmax", "swapped"
-# Lengths that are measured first, so that longer ones can be foretold.
+# Lengths that are measured besides, so that longer ones can be foretold.
 PROBES = (256, 1024)
 REPEATS = 3
+# Seconds of a run that is timed only once.
+LONG = 2.0
 MEMORY_SHARE = 1 / 2
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
@@ -53,7 +55,7 @@ def measure(original, converted, lengths, time_limit):
         flush=True,
     )
     rows = [("length", f"{SOFTMAX} ms", "MiB", f"{SWAPPED} ms", "MiB", "times faster")]
-    probes = [length for length in PROBES if length < min(lengths)]
+    probes = [length for length in PROBES if length < max(lengths)]
     for length in sorted({*probes, *lengths}):
         points = _measured(models, history, length, time_limit)
         if length in lengths:
@@ -73,15 +75,18 @@ def predicted(points, length, quadratic):
         length: Longer than those.
         quadratic: Whether to expect the square of the length, which is a bound. Else
             `a·length + b·length²` through the last two points, with `a` and `b` not
-            negative.
+            negative; of one point, `a·length`.
     """
-    (*_, (last, value)) = points
-    square = value / last**2
-    if not quadratic and len(points) > 1:
-        before, earlier = points[-2]
-        slope = (value / last - earlier / before) / (last - before)
-        square = min(max(slope, 0.0), square)
-    return (value / last - square * last) * length + square * length**2
+    last, value = points[-1]
+    if quadratic:
+        return value * (length / last) ** 2
+    rate = value / last
+    if len(points) == 1:
+        return rate * length
+    before, earlier = points[-2]
+    growth = (rate - earlier / before) / (last - before)
+    growth = min(max(growth, 0.0), rate / last)
+    return (rate - growth * last) * length + growth * length**2
 
 
 class History:
@@ -102,11 +107,19 @@ class History:
         self.seconds.append((length, seconds))
         self.memory.append((length, memory))
 
+    def expected(self, length):
+        """Seconds and bytes at a length, as far as shorter ones tell."""
+        if not self.seconds:
+            return 0.0, 0.0
+        return (
+            predicted(self.seconds, length, self._quadratic),
+            predicted(self.memory, length, self._quadratic),
+        )
+
     def leave_out(self, length, time_limit):
         """Whether a length is to be left out, or a shorter one was."""
-        if self.reason is None and self.seconds:
-            seconds = predicted(self.seconds, length, self._quadratic)
-            memory = predicted(self.memory, length, self._quadratic)
+        if self.reason is None:
+            seconds, memory = self.expected(length)
             free = free_memory()
             if seconds > time_limit:
                 self.reason = (
@@ -169,10 +182,11 @@ def _measured(models, history, length, time_limit):
         programs[name] = program
     if not programs:
         return {}
+    long = any(history[name].expected(length)[0] > LONG for name in programs)
     timings = benchmark.time_functions(
         programs,
         make_inputs=lambda name, turn: (_random_inputs(models[name], length, turn),),
-        repeats=REPEATS,
+        repeats=1 if long else REPEATS,
     )
     points = {}
     for name, timing in timings.items():
