@@ -91,11 +91,12 @@ def convert_backbone(
             holds the longest text in `calibrate`. Of all choices within the budget,
             it is the one in which the sum over the layers of `Σ‖new − old‖² /
             Σ‖old‖²` is least, of the output of each layer on what the original reads
-            there. For this the backbone runs over the data twice; codes are fitted
-            once, and features, which depend on the window, for each. The `attention`
-            of the copy is the list that names the windows. Needs `calibrate`, and
-            excludes `layers="auto"`. Defaults to `None`: the windows are those that
-            `attention` names.
+            there: of the layers by themselves, so that the output of the model need
+            not gain; compare the two. For this the backbone runs over the data twice;
+            codes are fitted once, and features, which depend on the window, for each.
+            The `attention` of the copy is the list that names the windows. Needs
+            `calibrate`, and excludes `layers="auto"`. Defaults to `None`: the windows
+            are those that `attention` names.
 
     Returns:
         The copy; not compiled.
