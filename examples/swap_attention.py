@@ -8,10 +8,11 @@
 Without a preset, it trains a small encoder of bytes first, for about a minute. Every
 attention layer is replaced, and where it can be is fitted to texts that the original
 reads; a table has the cosine between the mean hidden states of the original and of each
-swap on others.
-The first attention in the list then goes on: its errors layer by layer, its speed and
-memory against softmax, some steps of training to give what the original gives, and a
-preset in the folder of `--out`.
+swap on others. With `--window-budget N`, each layer gets a window of its own, N on
+average.
+The first attention in the list then goes on: its errors layer by layer, the time and
+memory of the whole model against the original's, some steps of training to give what
+the original gives, and a preset in the folder of `--out`.
 """
 
 import sys
@@ -22,6 +23,7 @@ from byte_lm.errors import UsageError
 from command_line import (
     BACKENDS,
     Parser,
+    at_least_one,
     make_folder,
     natural,
     one_line_errors,
@@ -56,14 +58,31 @@ def parse_arguments(argv):
         type=positive_float,
         help="instead: replace as many as this relative error allows",
     )
+    add(
+        "--window-budget",
+        type=at_least_one,
+        metavar="N",
+        help="choose each layer's window, N on average at most",
+    )
     add("--text", metavar="FILE_OR_FOLDER", help="default: the standard library")
     add("--length", type=positive, default=256, help="tokens of a text")
     add("--batch", type=positive, default=16, help="texts of a batch")
     add("--calibration", type=positive, default=2, help="batches to fit to")
     add("--test", type=positive, default=2, help="batches to compare on")
     add("--train-steps", type=positive, default=80, help="of the small encoder")
-    add("--lengths", nargs="*", type=positive, default=[256, 1024, 4096, 32768])
-    add("--time-limit", type=positive_float, default=20.0, help="seconds a length")
+    add(
+        "--lengths",
+        nargs="*",
+        type=positive,
+        default=[256, 1024, 4096, 32768],
+        help="at which to measure time and memory",
+    )
+    add(
+        "--time-limit",
+        type=positive_float,
+        default=20.0,
+        help="seconds of one run of a model at a length; longer ones are left out",
+    )
     add("--steps", type=natural, default=30, help="of fine-tuning")
     add("--learning-rate", type=positive_float, default=2e-5, help="of fine-tuning")
     add("--out", default="runs/swap", metavar="FOLDER", help="of the new preset")
@@ -73,6 +92,8 @@ def parse_arguments(argv):
     arguments = parser.parse_args(argv)
     if arguments.layers and arguments.budget:
         raise UsageError("--layers and --budget exclude each other")
+    if arguments.window_budget and arguments.budget:
+        raise UsageError("--window-budget and --budget exclude each other")
     return arguments
 
 

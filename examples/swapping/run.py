@@ -7,11 +7,11 @@ import keras_hub
 import numpy as np
 
 from byte_lm.errors import UsageError
-from keras_efficient_attn import EfficientAttention, VQAttention, benchmark
-from keras_efficient_attn.benchmark.report import table
+from keras_efficient_attn import EfficientAttention, VQAttention
 from keras_efficient_attn.layers.by_name import parse_attention
 from keras_efficient_attn.models import convert_backbone, swap_report
 from swapping import original as originals
+from swapping.cost import measure
 from swapping.similarity import cosines, embeddings, fine_tune
 
 
@@ -46,12 +46,14 @@ def run(arguments, splits, folder):
             f"{'all' if layers is None else len(layers):>10}{seconds:>7.1f}",
             flush=True,
         )
+        if arguments.window_budget:
+            print("  windows:", *_windows(made), flush=True)
         converted = made if converted is None else converted
 
     print(f"\n== {arguments.attention[0]}\n")
     print(swap_report(backbone, converted, held_out[0]), flush=True)
     if arguments.lengths:
-        _measure(converted, arguments)
+        measure(backbone, converted, arguments.lengths, arguments.time_limit)
     if arguments.steps:
         texts = originals.batches(
             splits["train"], arguments.batch, original.text_bytes, arguments.seed
@@ -96,36 +98,20 @@ def _batches(original, data, count, arguments):
 def _convert(backbone, name, fitted, arguments):
     automatic = arguments.budget is not None
     layers = "auto" if automatic else arguments.layers
-    options = dict(budget=arguments.budget, calibrate=fitted)
+    options = dict(budget=arguments.budget, window_budget=arguments.window_budget)
     try:
         layer_class, chosen = parse_attention(name)
-        if not (automatic or layer_class is VQAttention or chosen.get("calibrated")):
-            options["calibrate"] = None
+        fits = layer_class is VQAttention or chosen.get("calibrated")
+        if fits or automatic or arguments.window_budget:
+            options["calibrate"] = fitted
         return convert_backbone(backbone, name, layers, **options)
     except (TypeError, ValueError) as error:
         raise UsageError(f"--attention {name}: {error}") from error
 
 
-def _measure(converted, arguments):
-    """Times attention layers of the model's size, each in a process of its own."""
-    layer = next(
-        layer
-        for layer in converted._flatten_layers()
-        if isinstance(layer, EfficientAttention)
-    )
-    comparison = benchmark.compare(
-        ["softmax", arguments.attention[0]],
-        arguments.lengths,
-        heads=layer.num_heads,
-        head_dim=layer.key_dim,
-        causal=layer.receives_causal_mask,
-        repeats=3,
-        time_limit=arguments.time_limit,
-    )
-    print(
-        f"\none attention layer of this size, forward\n\n{table(comparison)}",
-        flush=True,
-    )
+def _windows(backbone):
+    layers = backbone._flatten_layers()
+    return [layer.window for layer in layers if isinstance(layer, EfficientAttention)]
 
 
 def _save(converted, preprocessor, held_out, folder):

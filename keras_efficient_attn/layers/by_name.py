@@ -86,6 +86,20 @@ def parse_attention(identifier):
     return layer_class, _parse_options(identifier, text, layer_class)
 
 
+def with_option(identifier, name, value):
+    """The identifier with another value of an option."""
+    layer, _, text = identifier.partition(":")
+    items = {item.partition("=")[0]: item for item in _items(text)}
+    items[name] = f"{name}={value!r}"
+    return f"{layer}:{','.join(items.values())}"
+
+
+def _items(text):
+    """The `option=value` of the text after the colon."""
+    # A comma before `option=` ends an option; others are part of a value.
+    return [item for item in re.split(r",(?=\w+=)", text) if item]
+
+
 def _parse_options(identifier, text, layer_class):
     last = layer_class.__mro__.index(keras.layers.MultiHeadAttention)
     known = {
@@ -95,8 +109,7 @@ def _parse_options(identifier, text, layer_class):
         if name != "self" and parameter.kind not in _VARIADIC
     }
     options = {}
-    # A comma before `option=` ends an option; others are part of a value.
-    for item in filter(None, re.split(r",(?=\w+=)", text)):
+    for item in _items(text):
         name, _, value = item.partition("=")
         if name not in known:
             raise ValueError(

@@ -140,6 +140,11 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         return False
 
     @property
+    def calibrates_beyond_window(self):
+        """Whether `calibrate` fits to the keys beyond the `window`."""
+        return False
+
+    @property
     def state_names(self):
         """Names of the tensors of the state; empty for a layer that does not stream."""
         return ()

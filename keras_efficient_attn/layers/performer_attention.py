@@ -310,6 +310,10 @@ class PerformerAttention(EfficientAttention):
         return self.calibrated
 
     @property
+    def calibrates_beyond_window(self):
+        return self.calibrated
+
+    @property
     def state_names(self):
         names = ("sum", "normalizer", "log_scale")
         if self.window is not None:

@@ -8,39 +8,28 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import swap_attention  # noqa: E402
-from keras_efficient_attn import LocalAttention, benchmark  # noqa: E402
-from keras_efficient_attn.benchmark.compare import run  # noqa: E402
-from keras_efficient_attn.benchmark.settings import Settings  # noqa: E402
-from tests.benchmark.fakes import InProcessWorker  # noqa: E402
+from keras_efficient_attn import LocalAttention  # noqa: E402
 from tests.models.swap import families  # noqa: E402
 
+# Of the lengths that are timed, the first is more than the model has positions; the
+# second would take too long.
 TINY = (
     "--length 16 --batch 4 --calibration 1 --test 1 --train-steps 2 --steps 2 "
-    "--lengths 8 --verbose 0"
+    "--lengths 24 48 --time-limit 1e-9 --verbose 0"
 ).split()
 # As long as the texts: exact.
-EXACT, COARSE = "local:window=16", "vq:window=1,num_codes=2"
+EXACT, NARROW, COARSE = "local:window=16", "local:window=1", "vq:window=1,num_codes=2"
 
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """Text, and an original and a benchmark that take no time."""
+    """Text, and an original that takes no time."""
     text = tmp_path / "text"
     text.write_text("".join(f"{i} sheep, " for i in range(500)))
     from swapping import original
 
-    sizes = dict(num_layers=2, num_heads=2, hidden_dim=8, intermediate_dim=8)
+    sizes = dict(num_layers=1, num_heads=2, hidden_dim=8, intermediate_dim=8)
     monkeypatch.setattr(original, "SIZES", sizes)
-    monkeypatch.setattr(
-        "keras_efficient_attn.benchmark.workloads.MATMUL_SIZES",
-        {"cpu": 16, "accelerator": 16},
-    )
-
-    def compare(layers, lengths, **options):
-        settings = Settings(layers=layers, lengths=lengths, **options)
-        return run(settings, start_worker=InProcessWorker)
-
-    monkeypatch.setattr(benchmark, "compare", compare)
     return ["--text", str(text), *TINY]
 
 
@@ -55,18 +44,25 @@ def printed(capsys):
 
 def test_from_training_to_a_preset(small, tmp_path, capsys):
     out = tmp_path / "new" / "folder"
-    arguments = [*small, "--attention", EXACT, "--out", str(out)]
+    arguments = [*small, "--attention", NARROW, "--window-budget", "16"]
+    arguments += ["--out", str(out)]
     assert swap_attention.main(arguments) == 0
     rows = printed(capsys)
-    assert rows[EXACT][0][:3] == ["1.0000", "1.0000", "all"]
-    # Timed, beside softmax, at the length asked for.
-    for name in ("softmax", EXACT):
-        assert any(cells[0] == "8" and float(cells[1]) > 0 for cells in rows[name])
+    # With windows as long as the texts, it is exact.
+    assert rows[NARROW][0][:3] == ["1.0000", "1.0000", "all"]
+    assert rows["windows:"] == [["16"]]
+    (cells,) = rows["24"]
+    softmax, _, swapped, _, faster = map(float, cells)
+    assert softmax > 0 and swapped > 0
+    assert faster == pytest.approx(softmax / swapped, rel=0.2)
+    assert rows["48"] == [["-"] * 5]
+    assert [cells[1] for cells in rows["-"]] == ["softmax:", "swapped:"]
     (after,) = rows["after"]
     assert float(after[after.index("cosine") + 1].rstrip(",")) > 0.9
     loaded = keras_hub.models.Backbone.from_preset(str(out / "preset"))
     found = families.stand_ins(loaded)
-    assert len(found) == 2 and all(isinstance(v, LocalAttention) for v in found)
+    assert [type(v).__bases__[1] for v in found] == [LocalAttention]
+    assert [v.window for v in found] == [16]
 
     # What is there stays.
     assert swap_attention.main(arguments) == 2
@@ -106,11 +102,43 @@ def test_of_a_preset_what_is_left_is_measured(small, tmp_path, capsys):
     assert again.tokenizer.vocabulary_size() == tokenizer.vocabulary_size()
 
 
+def test_what_is_foretold_of_longer_texts():
+    from swapping.cost import predicted
+
+    for linear, square in ((3.0, 2.0), (3.0, 0.0), (0.0, 2.0)):
+        points = [(n, linear * n + square * n**2) for n in (4, 8, 16)]
+        expected = linear * 64 + square * 64**2
+        assert predicted(points, 64, quadratic=False) == pytest.approx(expected)
+        # A bound, for what is known to grow with the square.
+        assert predicted(points, 64, quadratic=True) >= expected * (1 - 1e-9)
+        assert predicted(points[:1], 64, quadratic=True) >= expected * (1 - 1e-9)
+    assert predicted([(4, 100.0)], 16, quadratic=True) == pytest.approx(1600.0)
+    # One point says nothing of the form.
+    assert predicted([(4, 100.0)], 16, quadratic=False) == pytest.approx(400.0)
+    # Nothing grows slower than the length, or faster than its square.
+    assert predicted([(4, 100.0), (8, 100.0)], 16, False) == pytest.approx(200.0)
+    assert predicted([(4, 1.0), (8, 100.0)], 16, False) == pytest.approx(400.0)
+
+
+def test_a_length_that_memory_may_not_hold_is_left_out(monkeypatch):
+    from swapping import cost
+
+    monkeypatch.setattr(cost, "free_memory", lambda: 100.0 * cost.MIB)
+    found = cost.History(quadratic=True)
+    found.add(8, 1e-3, 10.0 * cost.MIB)
+    assert not found.leave_out(16, time_limit=1.0)
+    assert found.leave_out(24, time_limit=1.0)
+    assert "about 90 MiB at length 24" in found.reason
+    assert "100 MiB that are free" in found.reason
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--preset", "/nowhere"], "--preset /nowhere"),
         (["--layers", "0", "--budget", "0.1"], "exclude each other"),
+        (["--window-budget", "0.5"], "a number of at least 1; received '0.5'"),
+        (["--window-budget", "8", "--budget", "0.1"], "exclude each other"),
         (["--text", "/nowhere"], "no such file"),
         (["--steps", "-1"], "not negative; received '-1'"),
     ],

@@ -12,18 +12,36 @@ from keras_efficient_attn.models.swap.automatic import check_budget, layers_with
 from keras_efficient_attn.models.swap.calibration import (
     batches,
     calibrate_layers,
+    can_calibrate,
     check_can_calibrate,
+    layer_names,
     recorded_inputs,
 )
 from keras_efficient_attn.models.swap.copying import copy_weights
 from keras_efficient_attn.models.swap.lora import counted_as_original
 from keras_efficient_attn.models.swap.places import attention_places, stand_ins
 from keras_efficient_attn.models.swap.replace import chosen, replace_layers
-from keras_efficient_attn.models.swap.specification import recorded
+from keras_efficient_attn.models.swap.specification import (
+    of_each_layer,
+    recorded,
+    with_window,
+)
 from keras_efficient_attn.models.swap.stand_ins import StandIn
+from keras_efficient_attn.models.swap.windows import (
+    SMALLEST_WINDOW,
+    check_window_budget,
+    choose_windows,
+)
 
 
-def convert_backbone(backbone, attention, layers=None, calibrate=None, budget=None):
+def convert_backbone(
+    backbone,
+    attention,
+    layers=None,
+    calibrate=None,
+    budget=None,
+    window_budget=None,
+):
     """A copy of a KerasHub backbone with efficient self-attention.
 
     The copy has the weights of the backbone, under the same paths and in the same
@@ -58,7 +76,8 @@ def convert_backbone(backbone, attention, layers=None, calibrate=None, budget=No
             `keras.saving.serialize_keras_object` gives it; or a class, for its
             defaults. Of a layer and a configuration, what belongs to the model
             (`num_heads`, `key_dim`, `dropout`, `use_bias`, initialisers, `dtype`, …)
-            is not read. By name, `qk_norm` is `False` unless it is named.
+            is not read. By name, `qk_norm` is `False` unless it is named. Or a list of
+            these, one for each layer that is replaced, in the order of the model.
         layers: Indices of the self-attention layers to replace, counted from 0
             through the model (in an encoder-decoder, encoder first); others keep
             softmax. `"auto"`: as many as the `budget` allows, those that do least
@@ -73,6 +92,18 @@ def convert_backbone(backbone, attention, layers=None, calibrate=None, budget=No
         budget: For `layers="auto"`: the largest relative error, `√(Σ‖new − old‖² /
             Σ‖old‖²)`, of what leaves the last block of each tower, or of encoder and
             decoder, on the data in `calibrate`.
+        window_budget: The largest mean of the layers' windows, a number of at least
+            1: each layer gets a window of its own, whatever window `attention` names.
+            The windows are powers of two, from a quarter of the budget on to one that
+            holds the longest text in `calibrate`. Of all choices within the budget,
+            it is the one in which the sum over the layers of `Σ‖new − old‖² /
+            Σ‖old‖²` is least, of the output of each layer on what the original reads
+            there: of the layers by themselves, so that the output of the model need
+            not gain; compare the two. For this the backbone runs over the data twice;
+            codes are fitted once, and features, which depend on the window, for each.
+            The `attention` of the copy is the list that names the windows. Needs
+            `calibrate`, and excludes `layers="auto"`. Defaults to `None`: the windows
+            are those that `attention` names.
 
     Returns:
         The copy; not compiled.
@@ -81,7 +112,8 @@ def convert_backbone(backbone, attention, layers=None, calibrate=None, budget=No
         ValueError: If the backbone's attention cannot be replaced (it adds a bias
             that depends on the distance, or caps its logits, say), or not by
             `attention`; for `layers` that do not exist; if `attention` has nothing to
-            calibrate; or if no layer can be replaced within the budget.
+            calibrate, or no window to choose; if a list of attentions has another
+            length than the layers; or if no layer can be replaced within the budget.
         TypeError: If `backbone` or `attention` is of none of these kinds.
 
     Example:
@@ -106,32 +138,57 @@ def convert_backbone(backbone, attention, layers=None, calibrate=None, budget=No
             f"{backbone.name}, a {type(backbone).__name__}"
         )
     check_budget(layers, budget, calibrate)
+    check_window_budget(window_budget, layers, calibrate)
+    attention = recorded(attention)
     inputs = None if calibrate is None else batches(calibrate)
-    if not (isinstance(layers, str) and layers == "auto"):
-        if layers is not None:
-            layers = chosen(layers, len(attention_places(backbone)))
-        efficient = _converted(backbone, attention, layers)
-        if inputs is not None:
-            check_can_calibrate(stand_ins(efficient)[0])
-            _calibrate(backbone, efficient, inputs)
-        elif stand_ins(efficient)[0].can_calibrate:
-            warnings.warn(
-                f"{attention} can be fitted to data, and is not: pass `calibrate`, or "
-                "train the copy.",
-                stacklevel=2,
-            )
-        return efficient
+    if isinstance(layers, str) and layers == "auto":
+        return _within_budget(backbone, attention, inputs, budget)
+    count = len(attention_places(backbone))
+    if layers is not None:
+        layers = chosen(layers, count)
+        count = len(layers)
+    attentions = of_each_layer(attention, count)
+    if window_budget is not None:
+        return _with_windows(backbone, attentions, layers, inputs, window_budget)
+    efficient = _converted(backbone, attention, layers)
+    new = stand_ins(efficient)
+    if inputs is not None:
+        check_can_calibrate(new)
+        _calibrate(backbone, efficient, inputs)
+    elif can_calibrate(new):
+        warnings.warn(
+            f"{layer_names(new)} can be fitted to data, and is not: pass `calibrate`, "
+            "or train the copy.",
+            stacklevel=2,
+        )
+    return efficient
+
+
+def _within_budget(backbone, attention, inputs, budget):
+    """A copy with as many layers replaced as an error allows."""
     whole = _converted(backbone, attention, None)
     fitted = stand_ins(whole)
-    if fitted[0].can_calibrate:
+    if can_calibrate(fitted):
         _calibrate(backbone, whole, inputs)
     layers = layers_within(budget, backbone, whole, inputs)
     if len(layers) == len(fitted):
         return whole
-    efficient = _converted(backbone, attention, layers)
-    for index, layer in zip(layers, stand_ins(efficient), strict=True):
-        layer.set_weights(fitted[index].get_weights())
-    return efficient
+    if isinstance(attention, list):
+        attention = [attention[index] for index in layers]
+    return _fitted_copy(
+        backbone, attention, layers, [fitted[index] for index in layers]
+    )
+
+
+def _with_windows(backbone, attentions, layers, inputs, budget):
+    """A copy whose windows have a mean within a budget, and the least error."""
+    attentions = [with_window(spec, SMALLEST_WINDOW) for spec in attentions]
+    trial = _converted(backbone, attentions, layers)
+    fitted = stand_ins(trial)
+    places = _replaced_places(backbone, trial)
+    windows = choose_windows(budget, backbone, places, fitted, inputs)
+    attentions = list(map(with_window, attentions, windows))
+    return _fitted_copy(backbone, attentions, layers, fitted)
 
 
 def _converted(backbone, attention, layers):
@@ -142,14 +199,27 @@ def _converted(backbone, attention, layers):
     return efficient
 
 
+def _fitted_copy(backbone, attention, layers, fitted):
+    """A copy, with weights of layers that have been fitted."""
+    efficient = _converted(backbone, attention, layers)
+    for layer, source in zip(stand_ins(efficient), fitted, strict=True):
+        layer.set_weights(source.get_weights())
+    return efficient
+
+
 def _calibrate(backbone, efficient, inputs):
+    places = _replaced_places(backbone, efficient)
+    calibrate_layers(stand_ins(efficient), recorded_inputs(backbone, places, inputs))
+
+
+def _replaced_places(backbone, efficient):
+    """The places in the backbone where its copy has stand-ins."""
     new = attention_places(efficient)
-    places = [
+    return [
         place
         for place, other in zip(attention_places(backbone), new, strict=True)
         if isinstance(other.layer, StandIn)
     ]
-    calibrate_layers(stand_ins(efficient), recorded_inputs(backbone, places, inputs))
 
 
 class _BackboneType(type):
@@ -171,7 +241,8 @@ class EfficientBackbone(PresetMixin):
     """What the classes that `efficient_backbone` makes add to the stock class.
 
     Attributes:
-        attention: The name or configuration of the attention.
+        attention: The name or configuration of the attention, or a list of them, one
+            for each layer that has it.
         attention_layers: Indices of the layers that have it, or `None` for all.
     """
 
@@ -183,10 +254,10 @@ class EfficientBackbone(PresetMixin):
         self.attention_layers = attention_layers
 
     def get_config(self):
-        layers = self.attention_layers
+        attention, layers = self.attention, self.attention_layers
         return {
             **super().get_config(),
-            "attention": self.attention,
+            "attention": list(attention) if isinstance(attention, list) else attention,
             "attention_layers": None if layers is None else list(layers),
         }
 

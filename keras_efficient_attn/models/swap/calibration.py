@@ -72,13 +72,15 @@ def batches(data):
 
 
 def calibrate_layers(layers, inputs):
-    """Calibrates built layers.
+    """Calibrates built layers, those that can be.
 
     Args:
-        layers: List of layers that can.
+        layers: List of layers.
         inputs: From `recorded_inputs`, in the same order.
     """
     for layer, found in zip(layers, inputs, strict=True):
+        if not layer.can_calibrate:
+            continue
         queries, keys, masks, causal = zip(*found, strict=True)
         same = all(q is k for q, k in zip(queries, keys, strict=True))
         options = {} if same else {"query": _with_masks(queries, masks)}
@@ -88,14 +90,25 @@ def calibrate_layers(layers, inputs):
         layer.calibrate(_with_masks(keys, masks), **options)
 
 
-def check_can_calibrate(layer):
-    """Raises `ValueError` for a layer that has nothing to fit."""
-    if not layer.can_calibrate:
+def can_calibrate(layers):
+    """Whether one of the layers has something to fit."""
+    return any(layer.can_calibrate for layer in layers)
+
+
+def check_can_calibrate(layers):
+    """Raises `ValueError` if no layer has anything to fit."""
+    if not can_calibrate(layers):
         raise ValueError(
-            f"{type(layer).__bases__[1].__name__} with these options has nothing to "
-            "fit, and `calibrate` no use but for layers='auto'. VQAttention has, and "
-            "PerformerAttention with `calibrated=True`."
+            f"{layer_names(layers)} with these options has nothing to fit, and "
+            "`calibrate` no use but for layers='auto' and `window_budget`. VQAttention "
+            "has, and PerformerAttention with `calibrated=True`."
         )
+
+
+def layer_names(stand_ins):
+    """The names of the layers that stand-ins are, each once."""
+    names = [type(layer).__bases__[1].__name__ for layer in stand_ins]
+    return ", ".join(dict.fromkeys(names))
 
 
 def _with_masks(arrays, masks):

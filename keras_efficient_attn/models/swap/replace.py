@@ -17,7 +17,11 @@ from keras_efficient_attn.models.swap.places import (
     put,
     track_parameters,
 )
-from keras_efficient_attn.models.swap.specification import make_stand_in, recorded
+from keras_efficient_attn.models.swap.specification import (
+    make_stand_in,
+    of_each_layer,
+    recorded,
+)
 
 COMPILED = (
     "train_function",
@@ -86,9 +90,10 @@ def replace_layers(model, spec, layers, calibrate=None):
     # All of them before any is put: a refusal leaves the model as it was.
     for place in places:
         check_held(place)
-    stand_ins = [make_stand_in(spec, place) for place in places]
+    specs = of_each_layer(spec, len(places))
+    stand_ins = [make_stand_in(*pair) for pair in zip(specs, places, strict=True)]
     if calibrate is not None:
-        check_can_calibrate(stand_ins[0])
+        check_can_calibrate(stand_ins)
         inputs = recorded_inputs(model, places, batches(calibrate))
     for place, layer in zip(places, stand_ins, strict=True):
         with name_scopes(place.layer.path):

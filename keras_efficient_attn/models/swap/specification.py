@@ -5,7 +5,7 @@ import inspect
 import keras
 
 from keras_efficient_attn.layers import EfficientAttention, ReformerLSHAttention
-from keras_efficient_attn.layers.by_name import parse_attention
+from keras_efficient_attn.layers.by_name import parse_attention, with_option
 from keras_efficient_attn.models.swap.stand_ins import StandIn, stand_in_class
 
 # What the model decides, and not whoever chooses an attention for it.
@@ -17,7 +17,7 @@ OF_THE_MODEL = {
 
 
 def recorded(attention):
-    """A name or a configuration, which JSON can hold.
+    """A name or a configuration, which JSON can hold, or a list of them.
 
     Args:
         attention: As for `convert_backbone`.
@@ -25,6 +25,55 @@ def recorded(attention):
     Raises:
         TypeError: If it is of none of these kinds.
     """
+    if isinstance(attention, list | tuple):
+        return [_recorded_one(of_layer) for of_layer in attention]
+    return _recorded_one(attention)
+
+
+def of_each_layer(spec, count):
+    """The specification of each layer that is replaced, a list.
+
+    Args:
+        spec: From `recorded`.
+        count: Number of the layers.
+
+    Raises:
+        ValueError: If the specification is a list of another length.
+    """
+    if not isinstance(spec, list):
+        return [spec] * count
+    if len(spec) != count:
+        raise ValueError(
+            "`attention`, as a list, must have one entry for each layer that is "
+            f"replaced, which are {count}. Received: a list of {len(spec)}"
+        )
+    return spec
+
+
+def with_window(spec, window):
+    """The specification of a layer, with another window.
+
+    Raises:
+        ValueError: If the layer has no window.
+    """
+    layer_class = _layer_class(spec)
+    if "window" not in inspect.signature(layer_class.__init__).parameters:
+        raise ValueError(
+            f"`window_budget` needs layers with a `window`, and {layer_class.__name__} "
+            f"has none. Received: attention={spec!r}"
+        )
+    if isinstance(spec, str):
+        return with_option(spec, "window", window)
+    return {**spec, "config": {**spec["config"], "window": window}}
+
+
+def _layer_class(spec):
+    if isinstance(spec, str):
+        return parse_attention(spec)[0]
+    return type(keras.saving.deserialize_keras_object(spec))
+
+
+def _recorded_one(attention):
     multi_head = keras.layers.MultiHeadAttention
     if isinstance(attention, type) and issubclass(attention, multi_head):
         # Its sizes will be the model's.
@@ -35,8 +84,8 @@ def recorded(attention):
         return attention
     raise TypeError(
         "`attention` must be a name such as 'performer:window=32', a layer that is a "
-        "`keras.layers.MultiHeadAttention`, its configuration or its class. Received: "
-        f"attention={attention!r}"
+        "`keras.layers.MultiHeadAttention`, its configuration or its class; or a list "
+        f"of these. Received: attention={attention!r}"
     )
 
 
@@ -44,7 +93,7 @@ def make_stand_in(spec, place):
     """The layer that is to stand in a place: not built, and not put there.
 
     Args:
-        spec: From `recorded`.
+        spec: Of one layer, from `of_each_layer`.
         place: A `Place`.
 
     Raises:

@@ -7,7 +7,7 @@ import keras_hub
 import numpy as np
 import pytest
 
-from keras_efficient_attn import PerformerAttention
+from keras_efficient_attn import LocalAttention, PerformerAttention, VQAttention
 from keras_efficient_attn.models import convert_backbone, efficient_backbone
 from tests.models.swap import families
 
@@ -95,6 +95,45 @@ def test_a_layer_that_is_left_out_keeps_softmax():
         assert (layer.num_heads, layer.key_dim, layer.dropout) == (2, 8, 0.1)
         assert efficient.get_config()["attention_layers"] == [1]
     assert layer.num_features is None
+
+
+def test_each_layer_may_have_another_attention(tmp_path):
+    backbone = families.make("distil_bert")
+    data = families.inputs(backbone)
+    attention = [LocalAttention(1, 2, window=2), "vq:window=1,num_codes=3"]
+    # Codes are fitted; the window has nothing to fit.
+    both = convert_backbone(backbone, attention, calibrate=data)
+    local, vq = families.stand_ins(both)
+    assert isinstance(local, LocalAttention) and local.window == 2
+    assert isinstance(vq, VQAttention) and vq.num_codes == 3
+    file = tmp_path / "model.keras"
+    both.save(file)
+    families.assert_same_outputs(both, keras.saving.load_model(file), data, 1e-6)
+
+    alone = [
+        convert_backbone(backbone, attention[0], [0]),
+        convert_backbone(backbone, attention[1], [1], calibrate=data),
+    ]
+    np.testing.assert_array_equal(families.stand_ins(alone[1])[0].codebook, vq.codebook)
+
+    def error(converted):
+        (old,), (new,) = (families.outputs(m, data) for m in (backbone, converted))
+        return np.linalg.norm(new - old) / np.linalg.norm(old)
+
+    errors = [error(model) for model in alone]
+    least = int(np.argmin(errors))
+    budget = (errors[least] + max(error(both), *errors)) / 2
+    chosen = convert_backbone(
+        backbone, attention, "auto", calibrate=data, budget=budget
+    )
+    assert chosen.attention_layers == [least]
+    families.assert_same_outputs(alone[least], chosen, data)
+
+    for layers, count in ((None, 2), ([1], 1)):
+        with pytest.raises(ValueError, match=f"which are {count}. .* list of 3"):
+            convert_backbone(backbone, ["local"] * 3, layers)
+    with pytest.raises(TypeError, match="attention=3"):
+        convert_backbone(backbone, ["local", 3])
 
 
 @pytest.mark.parametrize("name", ["distil_bert", "llama"])
