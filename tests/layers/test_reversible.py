@@ -288,6 +288,56 @@ def test_memory_does_not_grow_with_depth(backend):
         assert more - few < 4 * 256 * DIM * 4
 
 
+def test_halves_are_rebuilt_one_at_a_time_in_graphs_of_tensorflow(backend):
+    """What a rebuilt half computed is of no use once its gradients are known."""
+    if backend != "tensorflow":
+        pytest.skip("only here is the order of a graph's operations free")
+    import tensorflow as tf
+
+    events = []
+
+    def logged(x, *event):
+        def log(x):
+            events.append(event)
+            return x
+
+        # Not stateful: that would put it in the order of the program.
+        return tf.ensure_shape(tf.numpy_function(log, [x], x.dtype, False), x.shape)
+
+    class Logged(keras.layers.Layer):
+        def call(self, x):
+            @tf.custom_gradient
+            def run(x):
+                y = logged(tf.sin(x), self.name, "value")
+
+                def gradient(of_y):
+                    # Were it not waited for, so slow a gradient would come last.
+                    slow = tf.linalg.expm(of_y @ tf.transpose(y))
+                    return logged(slow @ x, self.name, "gradient")
+
+                return y, gradient
+
+            return run(x)
+
+    names = [f"half_{i}" for i in range(6)]
+    halves = iter(Logged(name=name) for name in names)
+    stack = ReversibleStack(
+        [ReversibleBlock(next(halves), next(halves)) for _ in "abc"]
+    )
+    x = tf.constant(np.random.default_rng(0).normal(size=(4, DIM)), "float32")
+
+    @tf.function
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(stack(x, training=True) ** 2)
+        return tape.gradient(y, x)
+
+    gradient(x)
+    backward = [(name, kind) for name in names[::-1] for kind in ("value", "gradient")]
+    assert events == [(name, "value") for name in names] + backward
+
+
 def test_what_cannot_run_twice_is_refused():
     class Noise(keras.layers.Layer):
         def call(self, x):

@@ -48,15 +48,22 @@ def reversible_chain(halves, x1, x2, parameters, states, tensors):
 def _branch(function, arguments, like):
     """`function(*arguments)`, backwards and in graphs as a branch of a conditional.
 
-    Graphs have no order but that of their data; a branch is run by itself.
+    Graphs have no order but that of their data; XLA runs a branch by itself. Without
+    XLA its operations are among the others, and wait for control dependencies.
     """
     if like is None or tf.executing_eagerly():
         return function(*arguments)
 
+    def computed():
+        results = tf.nest.map_structure(tf.convert_to_tensor, function(*arguments))
+        # Else the halves before would be rebuilt while this one's gradients are due.
+        with tf.control_dependencies(tf.nest.flatten(results)):
+            return tf.nest.map_structure(tf.identity, results)
+
     return tf.cond(
         never(arguments[0]),
         lambda: tf.nest.map_structure(tf.zeros_like, like),
-        lambda: tf.nest.map_structure(tf.convert_to_tensor, function(*arguments)),
+        computed,
     )
 
 
