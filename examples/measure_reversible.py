@@ -5,19 +5,21 @@
 
 Each depth is measured with a `ReversibleStack` and with the same stack made by
 `reversible=False`, both of hashed attention and a feed-forward network. Memory is what
-XLA reserves for the compiled step (JAX), the tensors kept for the backward pass
-(PyTorch), or by how much the peak of a process of its own grows in two steps
-(TensorFlow). The two are timed in turns.
+XLA reserves for the compiled step (JAX, and TensorFlow with XLA), the tensors kept for
+the backward pass (PyTorch), or by how much the resident memory of a process of its own
+grows in a step, after one on a short sequence (TensorFlow, eager and in a graph). The
+two are timed in turns.
 """
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
+import tempfile
 
 MEBI = 2**20
 KINDS = ("plain", "reversible")
+SHORT = 64
 
 
 def parse_arguments(argv):
@@ -124,36 +126,48 @@ def on_torch(stack, x, arguments):
 def on_tensorflow(stack, x, arguments):
     import tensorflow as tf
 
+    from keras_efficient_attn.benchmark.execution import xla_dump
+    from keras_efficient_attn.benchmark.resident import peak_increase
+
     def gradients(x):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.square(stack(x, training=True)))
         return tape.gradient(loss, [v.value for v in stack.trainable_variables])
 
+    xla = arguments.mode == "xla"
     if arguments.mode != "eager":
-        gradients = tf.function(gradients, jit_compile=arguments.mode == "xla")
+        any_length = tf.TensorSpec((arguments.batch, None, arguments.dim))
+        signature = None if xla else [any_length]
+        gradients = tf.function(gradients, signature, jit_compile=xla)
     x = tf.constant(x)
 
-    def step():
+    def step(x=x):
         return [gradient.numpy() for gradient in gradients(x)]
 
     def memory():
-        before = peak()
-        step()
-        step()
-        return peak() - before
+        if xla:
+            step()
+            return xla_dump.temporary_bytes()
+        # What is traced and loaded once does not count.
+        step(x[:, :SHORT])
+        return peak_increase(step)
 
     return memory, step
 
 
-def peak():
-    """Of this process's resident memory, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def in_a_process(depth, kind, argv):
     """Bytes, from a process of its own."""
+    from keras_efficient_attn.benchmark.execution import xla_dump
+
     command = [sys.executable, __file__, *argv, "--memory-of", f"{depth} {kind}"]
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        run = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            env={**os.environ, "XLA_FLAGS": xla_dump.environment_flags(folder)},
+        )
     return int(run.stdout.split()[-1])
 
 
