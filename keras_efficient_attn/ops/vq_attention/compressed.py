@@ -212,6 +212,9 @@ def prefix_sums(first, local, reduction):
         lower = ops.cast(lower_triangle(blocks + 1), local.dtype)
         flat = ops.reshape(states, (batch, heads, blocks + 1, -1))
         states = ops.reshape(lower @ flat, (batch, heads, blocks + 1, *tail))
+    elif keras.backend.backend() == "torch":
+        # `ops.cumsum` rounds float64 to float32.
+        states = states.cumsum(2)
     else:
         states = ops.cumsum(states, axis=2)
     return states[:, :, :-1], states[:, :, -1]
