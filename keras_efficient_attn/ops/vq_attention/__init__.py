@@ -33,8 +33,6 @@ from keras_efficient_attn.ops.vq_attention.expanded import (
 
 BLOCK_LENGTH = 128
 REDUCTIONS = ("scan", "matmul", "cumsum")
-# The fastest on CPUs, in training and forward.
-DEFAULT_REDUCTIONS = {"tensorflow": "scan", "jax": "cumsum", "torch": "cumsum"}
 ORDERS = (0, 2)
 # Those that a cache has: the last one where a rank leaves directions out.
 CACHE_NAMES = ("code_sum", "code_count", "code_square")
@@ -377,6 +375,9 @@ def quantized_attention(
     near = straight_through(key, codes) if quantize_window else key
     far = _far_keys(key, codes, order)
     far_keys = (far, value, valid, index)
+    if reduction is None:
+        # The fastest on CPUs, in training and forward.
+        reduction = "scan" if keras.backend.backend() == "tensorflow" else "cumsum"
     attend = functools.partial(
         _attend_to_codes,
         codebook=codebook,
@@ -385,7 +386,7 @@ def quantized_attention(
         rank=rank,
         gradient=gradient_through_cache,
         block_length=block_length,
-        reduction=reduction or DEFAULT_REDUCTIONS[keras.backend.backend()],
+        reduction=reduction,
     )
     if at is not None:
         attend = attend if cache else None
