@@ -77,8 +77,9 @@ class FourierAttention(EfficientAttention):
             Defaults to `True`.
         chunk_size: Queries in a tile, at least; with `linear`, positions in a chunk.
             Speed and memory only. Defaults to 4, and 64 with `linear`.
-        implementation: Of the exact form: `"tiled"` (the default) or `"reference"`, the
-            definition, which forms all pairs with all their dimensions.
+        implementation: Of the exact form: `"tiled"` (the default); `"fused"`, for which
+            PyTorch needs a compiler, or `"reference"`, the definition: see
+            `ops.fourier_attention`.
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. `seed` also
             seeds the frequencies.
 

@@ -21,7 +21,6 @@ from keras_efficient_attn.ops.relative_positions import sinusoids, window_distan
 from keras_efficient_attn.ops.reversible import remembered
 from keras_efficient_attn.ops.rotary import rotary_embedding
 from keras_efficient_attn.ops.vq_attention import (
-    BLOCK_LENGTH,
     check_order,
     quantized_attention,
     state_names,
@@ -129,7 +128,8 @@ class VQAttention(EfficientAttention):
         rotary_wavelength: Longest wavelength of rotary positions, applied to
             queries and keys before they are quantised, such as 10,000. Defaults to
             `None`: no positions.
-        block_length: Positions in a block; speed only. Defaults to 128.
+        block_length: Positions in a block; speed only. Defaults to 128, with
+            `order=2` to 512.
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. `seed` also
             seeds the codebook.
 
@@ -185,7 +185,7 @@ class VQAttention(EfficientAttention):
         relative_positions=False,
         qk_norm=True,
         rotary_wavelength=None,
-        block_length=BLOCK_LENGTH,
+        block_length=None,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
@@ -571,9 +571,8 @@ class VQAttention(EfficientAttention):
             )
 
     def _check_arguments(self):
-        for argument in ("num_codes", "block_length"):
-            _check_positive_int(argument, getattr(self, argument))
-        for argument in ("window", "revive_after"):
+        _check_positive_int("num_codes", self.num_codes)
+        for argument in ("window", "block_length", "revive_after"):
             received = getattr(self, argument)
             if received is not None:
                 _check_positive_int(argument, received, "or None")

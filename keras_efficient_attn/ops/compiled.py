@@ -1,4 +1,4 @@
-"""Compiling whole operations on JAX, whose eager mode compiles each step of one."""
+"""Compiling operations: whole ones on JAX, whose eager mode compiles each of its steps."""
 
 import functools
 
@@ -28,3 +28,25 @@ def compiled(*static_arguments):
         return call
 
     return decorate
+
+
+def fused(function):
+    """Decorator: on PyTorch, compiles the function by `torch.compile`.
+
+    Elsewhere it stays as it is: XLA compiles what calls it. The first call takes the
+    compiler's time, and so does one with other shapes.
+    """
+
+    @functools.cache
+    def compiled_by_torch():
+        import torch
+
+        return torch.compile(function)
+
+    @functools.wraps(function)
+    def call(*args):
+        if keras.backend.backend() == "torch":
+            return compiled_by_torch()(*args)
+        return function(*args)
+
+    return call

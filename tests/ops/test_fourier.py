@@ -75,15 +75,16 @@ def test_rows_whose_weights_are_zero_in_float32(scale, radius, dim):
 
 
 @pytest.mark.parametrize(
-    ("power", "scale", "radius", "causal"),
+    ("implementation", "power", "scale", "radius", "causal"),
     [
-        (2, 1.0, np.full((2, DIM), 0.5), True),
-        (4, 8.0, np.full((2, 1), 1.3), False),
+        ("tiled", 2, 1.0, np.full((2, DIM), 0.5), True),
+        ("tiled", 4, 8.0, np.full((2, 1), 1.3), False),
+        ("fused", 4, 2.0, np.full((2, 1), 1.3), False),
     ],
-    ids=["wide", "narrow"],
+    ids=["wide", "narrow", "fused"],
 )
 def test_gradients_are_the_slopes_of_the_definition(
-    power, scale, radius, causal, monkeypatch
+    implementation, power, scale, radius, causal, monkeypatch
 ):
     """All four arguments; the narrow kernel is one that float32 cannot hold."""
     monkeypatch.setattr(fourier, "LEAST_PART", 4)
@@ -93,14 +94,27 @@ def test_gradients_are_the_slopes_of_the_definition(
     weight = np.random.default_rng(1).normal(size=(2, LENGTH, 2, 3))
     random = np.random.default_rng(2)
 
-    def loss(*tensors):
-        output = fourier.fourier_attention(
-            *tensors, power=power, key_mask=mask, causal=causal, chunk_size=1
+    def attend(*tensors):
+        return fourier.fourier_attention(
+            *tensors,
+            power=power,
+            key_mask=mask,
+            causal=causal,
+            chunk_size=1,
+            implementation=implementation,
         )
-        return ops.sum(ops.multiply(output, weight.astype("float32")))
 
-    received = gradients(loss, *arrays)
+    def loss(*tensors):
+        return ops.sum(ops.multiply(attend(*tensors), weight.astype("float32")))
+
     wide = [x.astype("float64") for x in arrays]
+    np.testing.assert_allclose(
+        to_numpy(attend(*arrays)),
+        definition(*wide, power, mask, causal),
+        rtol=1e-3,
+        atol=1e-4,
+    )
+    received = gradients(loss, *arrays)
     for i, gradient in enumerate(received):
         direction = random.normal(size=gradient.shape)
 

@@ -21,7 +21,7 @@ from keras_efficient_attn.ops.fourier.random_features import (
 from keras_efficient_attn.ops.fourier.tiled import CHUNK_SIZE, fourier_sums
 from keras_efficient_attn.ops.partial_attention import divided
 
-IMPLEMENTATIONS = (None, "tiled", "reference")
+IMPLEMENTATIONS = (None, "tiled", "fused", "reference")
 # Causal attention is computed for at most this many parts of the queries, each with the
 # keys up to its end, and each of at least so many queries.
 CAUSAL_PARTS = 4
@@ -82,8 +82,11 @@ def fourier_attention(
             an integer or a scalar tensor. Defaults to 0.
         chunk_size: Least number of queries in a tile; changes speed and memory, not the
             result beyond rounding. Defaults to 4.
-        implementation: `"tiled"` (the default) or `"reference"`, the definition, which
-            forms all pairs with all their dimensions.
+        implementation: `"tiled"` (the default); `"fused"`, the same compiled on PyTorch
+            too, by `torch.compile`, in half a minute when it is first called and with
+            a C++ compiler (Triton on GPUs), as XLA does elsewhere in any case; or
+            `"reference"`, the definition, which forms all pairs with all their
+            dimensions.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`.
@@ -131,6 +134,7 @@ def fourier_attention(
             key_mask=key_mask,
             causal=causal,
             chunk_size=chunk_size,
+            fused=implementation == "fused",
         )
         return ops.cast(divided(values, totals), value.dtype)
 

@@ -18,11 +18,14 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.ops.compiled import fused
 from keras_efficient_attn.ops.partial_attention import LOG_ZERO
 
 POWERS = (2, 4, 6, 8)
 # A product of this many sin(z)/z stays in the range of float32 up to z of 1e9.
 SLOTS = 4
+# Keys at once of what PyTorch compiles, so that they stay in the cache.
+BLOCK = 512
 # Below this z², the series.
 NEAR = 0.25
 # Of sin(z)/z in z², for rounding errors of float32 and float64 at `NEAR`.
@@ -54,10 +57,16 @@ def join_dims(x, dim):
     return ops.reshape(x, (batch, length, heads, slots * groups))[..., :dim]
 
 
-def with_sines(angles):
-    """`(angles, sines, cosines)`, the last two without gradient; not on PyTorch."""
+def with_sines(angles, fused):
+    """`(angles, sines, cosines)`, the last two without gradient.
+
+    The angles alone for PyTorch without `fused`, whose kernel has its own way.
+    """
     if keras.backend.backend() == "torch":
-        return (angles,)
+        if not fused:
+            return (angles,)
+        # The compiler would keep the order of the axes, and read with strides.
+        angles = angles.contiguous()
     constant = ops.stop_gradient(angles)
     return angles, sine(constant), cosine(constant)
 
@@ -69,12 +78,14 @@ def log_kernel(query, keys):
         query: `with_sines` of queries times their radius.
         keys: `with_sines` of keys times their radius.
     """
-    backend = keras.backend.backend()
-    if backend == "jax":
-        return _with_gradient_on_jax()(query, keys)
-    if backend == "torch":
+    if len(query) == 1:
         return _of_torch().log_kernel(*query, *keys)
-    return _log_kernel(query, keys)
+    if keras.backend.backend() == "jax":
+        return _with_gradient_on_jax()(query, keys)
+    if keras.backend.backend() == "torch":
+        blocks = [_fused_log_kernel(query, block) for block in _blocks(keys)]
+        return ops.concatenate(blocks, axis=-1)
+    return _fused_log_kernel(query, keys)
 
 
 def log_kernel_gradient(query, keys, of_logs):
@@ -84,8 +95,22 @@ def log_kernel_gradient(query, keys, of_logs):
     zero, the cotangent has the sign and size that its rounding error leaves it: what it
     multiplies, a weight with an even power of the sine, is 0 in the limit.
     """
-    if keras.backend.backend() == "torch":
+    if len(query) == 1:
         return _of_torch().log_kernel_gradient(*query, *keys, of_logs)
+    if keras.backend.backend() == "torch":
+        blocks = [
+            _fused_gradient(query, block, of_block)
+            for block, (of_block,) in zip(
+                _blocks(keys), _blocks((of_logs,)), strict=True
+            )
+        ]
+        of_query, of_key = zip(*blocks, strict=True)
+        return sum(of_query), ops.concatenate(of_key, axis=-1)
+    return _fused_gradient(query, keys, of_logs)
+
+
+@fused
+def _fused_gradient(query, keys, of_logs):
     dtype = keras.backend.standardize_dtype(of_logs.dtype)
     unit = float(np.finfo(dtype).eps)
     series = _series(dtype)
@@ -105,13 +130,19 @@ def log_kernel_gradient(query, keys, of_logs):
     return ops.stack(of_query), ops.stack(of_key)
 
 
+def _blocks(tensors):
+    """The tensors, cut along their last axis to what stays in the cache."""
+    return list(zip(*(t.split(BLOCK, dim=-1) for t in tensors), strict=True))
+
+
 def _of_torch():
     from keras_efficient_attn.ops.fourier import torch_kernel
 
     return torch_kernel
 
 
-def _log_kernel(query, keys):
+@fused
+def _fused_log_kernel(query, keys):
     series = _series(keras.backend.standardize_dtype(query[0].dtype))
     top = bottom = 1.0
     for slot in range(SLOTS):
@@ -153,10 +184,10 @@ def _with_gradient_on_jax():
     # JAX would derive the product of the factors, and divide by each again.
     import jax
 
-    function = jax.custom_vjp(_log_kernel)
+    function = jax.custom_vjp(_fused_log_kernel)
 
     def forward(query, keys):
-        return _log_kernel(query, keys), (query, keys)
+        return _fused_log_kernel(query, keys), (query, keys)
 
     def backward(saved, of_logs):
         query, keys = saved

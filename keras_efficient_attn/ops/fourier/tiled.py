@@ -22,7 +22,7 @@ CHUNK_SIZE = 4
 USUAL_KEYS = 1024
 
 
-@compiled("power", "causal", "chunk_size")
+@compiled("power", "causal", "chunk_size", "fused")
 def fourier_sums(
     query,
     key,
@@ -34,12 +34,14 @@ def fourier_sums(
     key_mask=None,
     causal=False,
     chunk_size=CHUNK_SIZE,
+    fused=False,
 ):
     """The sums of `fourier_attention`, relative to the largest weight of each query.
 
     Args:
         query, key, value, radius, first_position, power, key_mask, causal, chunk_size:
             As for `fourier_attention`.
+        fused: Whether its implementation is `"fused"`.
 
     Returns:
         `(values, totals, log_scale)` of shapes `(batch, length, heads, value_dim)` and
@@ -58,7 +60,9 @@ def fourier_sums(
 
     length, heads = ops.shape(query)[1], query.shape[2]
     keys = key.shape[1] if isinstance(key.shape[1], int) else USUAL_KEYS
-    floats = heads * -(-query.shape[3] // SLOTS) * max(1, keys)
+    floats = heads * max(1, keys)
+    if not fused:
+        floats *= -(-query.shape[3] // SLOTS)
     size, chunks, tiles = chunk_layout(length, chunk_size, query.shape[0], floats)
     xs = (query,)
     if causal:
@@ -69,14 +73,14 @@ def fourier_sums(
     xs = tuple(split_groups(x, tiles, chunks * size) for x in xs)
     consts = (ops.transpose(value, (0, 2, 1, 3)),)
     consts += () if valid is None else (valid,)
-    consts += with_sines(split_dims(key))
-    step, gradient = _step(power, causal, valid is not None)
+    consts += with_sines(split_dims(key), fused)
+    step, gradient = _step(power, causal, valid is not None, fused)
     _, sums = recompute_scan(step, (), xs, consts, gradient)
     return tuple(join_groups(y, length) for y in sums)
 
 
 @functools.cache
-def _step(power, causal, masked):
+def _step(power, causal, masked, fused):
     """`(step, gradient)` for `recompute_scan`, one object per configuration.
 
     `x` is the queries and, if `causal`, the index of the last key that each sees; the
@@ -99,7 +103,7 @@ def _step(power, causal, masked):
         return ops.where(logs > LOG_ZERO, ops.exp(logs - scale[..., None]), 0.0)
 
     def step(carry, x, consts):
-        logs = logits(with_sines(split_dims(x[0])), x, consts)
+        logs = logits(with_sines(split_dims(x[0]), fused), x, consts)
         scale = ops.max(ops.stop_gradient(logs), axis=-1, initial=LOG_ZERO)
         weights = weights_of(logs, scale)
         values = ops.transpose(weights @ consts[0], (0, 2, 1, 3))
@@ -107,7 +111,7 @@ def _step(power, causal, masked):
         return carry, (values, *(ops.swapaxes(t, 1, 2) for t in (totals, scale)))
 
     def gradient(carry, x, consts, y, carry_gradient, y_gradient):
-        query, value = with_sines(split_dims(x[0])), consts[0]
+        query, value = with_sines(split_dims(x[0]), fused), consts[0]
         scale = ops.swapaxes(y[2], 1, 2)
         weights = weights_of(logits(query, x, consts), scale)
         of_values = ops.transpose(y_gradient[0], (0, 2, 1, 3))

@@ -27,11 +27,13 @@ from keras_efficient_attn.ops.vq_attention.compressed import (
 )
 from keras_efficient_attn.ops.vq_attention.expanded import (
     causal_expanded_attention,
+    expanded_attention_in_a_block,
     full_expanded_attention,
     num_features,
 )
 
-BLOCK_LENGTH = 128
+# By `order`. The pairs of a block cost less than a read of the sums of many features.
+BLOCK_LENGTHS = {0: 128, 2: 512}
 REDUCTIONS = ("scan", "matmul", "cumsum")
 ORDERS = (0, 2)
 # Those that a cache has: the last one where a rank leaves directions out.
@@ -115,7 +117,7 @@ def vq_attention(
         state: Optional state from `vq_attention_state` or an earlier call: the keys
             of earlier segments. Needs `causal=True` and equal lengths.
         block_length: Positions in a block; changes the speed, not the result beyond
-            rounding. Defaults to 128.
+            rounding. Defaults to 128, with `order=2` to 512.
         reduction: How the caches before the blocks are summed, for the speed:
             `"scan"` one block after the other, or several at once by `"matmul"` or
             `"cumsum"`. Defaults to what was fastest on CPUs: `"scan"` on TensorFlow,
@@ -216,7 +218,7 @@ def vq_attention(
         codebook,
         gradient_through_cache=gradient_through_cache,
         state=state,
-        block_length=block_length or BLOCK_LENGTH,
+        block_length=block_length,
         reduction=reduction,
         index=index,
         **arguments,
@@ -341,7 +343,7 @@ def quantized_attention(
     position_query=None,
     position_key=None,
     state=None,
-    block_length=BLOCK_LENGTH,
+    block_length=None,
     reduction=None,
     index=None,
     at=None,
@@ -375,6 +377,8 @@ def quantized_attention(
     near = straight_through(key, codes) if quantize_window else key
     far = _far_keys(key, codes, order)
     far_keys = (far, value, valid, index)
+    if block_length is None:
+        block_length = BLOCK_LENGTHS[order]
     if reduction is None:
         # The fastest on CPUs, in training and forward.
         reduction = "scan" if keras.backend.backend() == "tensorflow" else "cumsum"
@@ -431,17 +435,24 @@ def _attend_to_codes(
     block_length,
     reduction,
 ):
-    """The part of the keys, and the cache after the last; from the empty cache on."""
-    if cache is None:
+    """The part of the keys, and the cache after the last; from the empty cache on.
+
+    No cache comes back where none was given and none was needed.
+    """
+    in_a_block = cache is None and _fit(block_length, query, keys[0])
+    if cache is None and not (in_a_block and order == 2):
         batch, value_dim = ops.shape(query)[0], ops.shape(keys[1])[-1]
         sizes = (batch, *codebook.shape, value_dim)
         cache = _empty_cache(*sizes, order, rank, query.dtype)
     if not gradient:
         keys = _each(ops.stop_gradient, keys)
-        cache = _each(ops.stop_gradient, cache)
+        cache = None if cache is None else _each(ops.stop_gradient, cache)
         codebook, sigma = _each(ops.stop_gradient, (codebook, sigma))
     if order == 2:
         rank = codebook.shape[-1] if rank is None else rank
+        if in_a_block:
+            part = expanded_attention_in_a_block(query, *keys, codebook, rank, causal)
+            return part, None
         arguments = (*keys, codebook, rank, cache, block_length)
         if causal:
             return causal_expanded_attention(query, *arguments, reduction)
@@ -450,6 +461,11 @@ def _attend_to_codes(
     if causal:
         return causal_compressed_attention(query, *arguments, reduction)
     return full_compressed_attention(query, *arguments)
+
+
+def _fit(block_length, query, key):
+    lengths = query.shape[1], key.shape[1]
+    return all(isinstance(n, int) and 0 < n <= block_length for n in lengths)
 
 
 def _at(attend, position, query, near, far_keys, window):

@@ -97,6 +97,19 @@ def full_expanded_attention(
     return tuple(join_groups(y, ops.shape(query)[1]) for y in part), state
 
 
+def expanded_attention_in_a_block(
+    query, residual, value, valid, index, codebook, rank, causal
+):
+    """The part of all keys, causal or not, where no cache comes before or after.
+
+    Time and memory grow with the square of the length, and not with the number of
+    features.
+    """
+    xs = tuple(t[None] for t in (query, *_keys(residual, value, valid, index)))
+    _, part = recompute_scan(_block_step(rank, causal), (), xs, (codebook,))
+    return tuple(t[0] for t in part)
+
+
 def _keys(residual, value, valid, index):
     return residual, value, columns(valid), columns(ops.cast(index, residual.dtype))
 
@@ -143,6 +156,19 @@ def _query_step(rank):
     return step
 
 
+@functools.cache
+def _block_step(rank, causal):
+    def step(carry, x, consts):
+        (codebook,) = consts
+        query, residual, value, valid, index = (by_head(t, ops.shape(t)[1]) for t in x)
+        chosen = one_hot_codes(index, valid, codebook)
+        block = chosen, residual, value
+        part = _read(query, codebook, None, rank, block, causal)
+        return carry, tuple(by_position(t) for t in part)
+
+    return step
+
+
 def _features(x, rank):
     """Of the dot product `1 + s + s²/2`, with `s` that of the first `rank` entries.
 
@@ -167,22 +193,27 @@ def _sums(chosen, residual, value, rank):
     return sums
 
 
-def _read(query, codebook, cache, rank, block=None):
+def _read(query, codebook, cache, rank, block=None, causal=True):
     """The part of the keys in the cache, and of those of the same block.
 
     Args:
         query: `(batch, heads, blocks, length, dim)`.
-        cache: The cache before each block.
+        cache: The cache before each block, or `None` for an empty one.
         block: Optional `(chosen, residual, value)` of the keys of the block.
+        causal: Whether a query sees the keys of its block up to its own only.
     """
-    sums, counts, *squares = cache
     logits = query @ ops.swapaxes(codebook[:, None], -1, -2)
-    numbers = counts[..., None, :, 0]
+    numbers = 0.0
+    if cache is not None:
+        sums, counts, *squares = cache
+        numbers = counts[..., None, :, 0]
     if block is not None:
         # Up to the query: a code that no key has reached yet must not set the scale.
         chosen, residual, value = block
-        lower = ops.cast(lower_triangle(ops.shape(query)[3]), query.dtype)
-        numbers = numbers + lower @ chosen
+        seen = ops.ones((ops.shape(query)[3], ops.shape(value)[3]), query.dtype)
+        if causal:
+            seen = ops.cast(lower_triangle(ops.shape(query)[3]), query.dtype)
+        numbers = numbers + seen @ chosen
     full = numbers > MIN_COUNT
     with_numbers = logits + ops.log(ops.where(full, numbers, 1.0))
     with_numbers = ops.where(full, with_numbers, LOG_ZERO)
@@ -190,30 +221,35 @@ def _read(query, codebook, cache, rank, block=None):
     # Of one key of each code, as if it were the code: at most 1 / number.
     weights = ops.exp(ops.where(full, logits - scale[..., None], LOG_ZERO))
 
-    features = _features(query, rank)
-    of_features = weights @ _flat(sums)
-    shape = (*sizes(features), ops.shape(sums)[-1])
-    output = (features[..., None, :] @ ops.reshape(of_features, shape))[..., 0, :]
-    total = ops.sum(features * (weights @ counts), axis=-1)
+    output = total = 0.0
+    if cache is not None:
+        features = _features(query, rank)
+        of_features = weights @ _flat(sums)
+        shape = (*sizes(features), ops.shape(sums)[-1])
+        output = (features[..., None, :] @ ops.reshape(of_features, shape))[..., 0, :]
+        total = ops.sum(features * (weights @ counts), axis=-1)
     if block is not None:
         by_code = ops.swapaxes(chosen, -1, -2)
         x = query[..., :rank] @ ops.swapaxes(residual[..., :rank], -1, -2)
-        of_keys = (weights @ by_code) * lower * (1.0 + x + 0.5 * ops.square(x))
+        of_keys = (weights @ by_code) * seen * (1.0 + x + 0.5 * ops.square(x))
         output = output + of_keys @ value
         total = total + ops.sum(of_keys, axis=-1)
-    if squares:
+    if rank < query.shape[-1]:
         halves = 0.5 * ops.square(query[..., rank:])
-        spread = halves @ ops.swapaxes(squares[0], -1, -2)
+        spread = 0.0
+        if cache is not None:
+            spread = halves @ ops.swapaxes(squares[0], -1, -2)
         if block is not None:
             of_pairs = halves @ ops.swapaxes(ops.square(residual[..., rank:]), -1, -2)
-            spread = spread + (of_pairs * lower) @ chosen
+            spread = spread + (of_pairs * seen) @ chosen
         spread = weights * spread
         total = total + ops.sum(spread, axis=-1)
         # Each key of a code has the mean.
         spread = spread / ops.where(full, numbers, 1.0)
-        output = output + spread @ sums[..., 0, :]
+        if cache is not None:
+            output = output + spread @ sums[..., 0, :]
         if block is not None:
-            output = output + ((spread @ by_code) * lower) @ value
+            output = output + ((spread @ by_code) * seen) @ value
     return output, total, scale
 
 
