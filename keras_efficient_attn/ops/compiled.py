@@ -1,4 +1,4 @@
-"""Compiling operations: whole ones on JAX, whose eager mode compiles each of its steps."""
+"""Compiling operations: whole ones on JAX, and on PyTorch what takes longest there."""
 
 import functools
 
