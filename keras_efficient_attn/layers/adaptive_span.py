@@ -5,6 +5,7 @@ import math
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.argument_checks import is_number
 from keras_efficient_attn.layers.pattern_attention import PatternAttention
 from keras_efficient_attn.ops.adaptive_span import (
     RAMP,
@@ -348,7 +349,7 @@ class AdaptiveSpan(PatternAttention):
         }
         for argument, (kind, holds) in limits.items():
             received = getattr(self, argument)
-            if not _is_number(received) or not holds(received):
+            if not is_number(received) or not holds(received):
                 raise ValueError(
                     f"`{argument}` must be a number, {kind}. Received: "
                     f"{argument}={received!r}"
@@ -391,7 +392,3 @@ class UnitInterval(keras.constraints.Constraint):
 
     def __call__(self, w):
         return ops.clip(w, 0.0, 1.0)
-
-
-def _is_number(received):
-    return isinstance(received, int | float) and not isinstance(received, bool)

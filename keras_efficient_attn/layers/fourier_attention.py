@@ -5,6 +5,10 @@ import math
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.argument_checks import (
+    check_positive_int,
+    check_positive_number,
+)
 from keras_efficient_attn.layers.efficient_attention import EfficientAttention
 from keras_efficient_attn.layers.key_value_cache import empty_cache, extend_cache
 from keras_efficient_attn.ops import fourier
@@ -309,21 +313,9 @@ class FourierAttention(EfficientAttention):
                 f"`radius_per` must be one of {', '.join(RADIUS_SHARING)}. Received: "
                 f"radius_per={self.radius_per!r}"
             )
-        radius = self.initial_radius
-        if radius is not None and not (
-            isinstance(radius, int | float) and 0 < radius < math.inf
-        ):
-            raise ValueError(
-                "`initial_radius` must be a positive number or None. Received: "
-                f"initial_radius={radius!r}"
-            )
+        check_positive_number("initial_radius", self.initial_radius, optional=True)
         for argument in ("num_frequencies", "chunk_size"):
-            received = getattr(self, argument)
-            if received is not None and (not isinstance(received, int) or received < 1):
-                raise ValueError(
-                    f"`{argument}` must be a positive integer or None. Received: "
-                    f"{argument}={received!r}"
-                )
+            check_positive_int(argument, getattr(self, argument), optional=True)
         if self.implementation not in fourier.IMPLEMENTATIONS:
             raise ValueError(
                 f"`implementation` must be one of {fourier.IMPLEMENTATIONS}. Received: "

@@ -2,6 +2,7 @@
 
 from keras import ops
 
+from keras_efficient_attn.layers.argument_checks import check_rotary_wavelength
 from keras_efficient_attn.layers.efficient_attention import EfficientAttention
 from keras_efficient_attn.ops.partial_attention import accumulator_dtype
 from keras_efficient_attn.ops.rotary import rotary_embedding
@@ -29,18 +30,7 @@ class PatternAttention(EfficientAttention):
     def __init__(self, *args, rotary_wavelength=None, **kwargs):
         super().__init__(*args, **kwargs)
         self.rotary_wavelength = rotary_wavelength
-        if rotary_wavelength is None:
-            return
-        if not isinstance(rotary_wavelength, int | float) or rotary_wavelength <= 0:
-            raise ValueError(
-                "`rotary_wavelength` must be a positive number or None. Received: "
-                f"rotary_wavelength={rotary_wavelength!r}"
-            )
-        if self._key_dim % 2:
-            raise ValueError(
-                "`rotary_wavelength` needs an even `key_dim`. Received: "
-                f"key_dim={self._key_dim}"
-            )
+        check_rotary_wavelength(rotary_wavelength, self._key_dim)
 
     def attend_to_pattern(self, query, key, value, **arguments):
         """The heads, and the new state or `None`.

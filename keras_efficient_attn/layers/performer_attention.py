@@ -1,7 +1,6 @@
 """PerformerAttention: linear attention through a feature map."""
 
 import functools
-import math
 
 import keras
 import numpy as np
@@ -9,6 +8,14 @@ from keras import ops
 
 from keras_efficient_attn.layers.calibration import paired_batches
 from keras_efficient_attn.layers.efficient_attention import EfficientAttention
+from keras_efficient_attn.layers.performer_arguments import (
+    CALIBRATED_RANDOM_MAPS,
+    EXPONENTIAL_MAPS,
+    POLYNOMIAL_MAPS,
+    RANDOM_MAPS,
+    TWO_SIDED_MAPS,
+    check_arguments,
+)
 from keras_efficient_attn.layers.performer_calibration import (
     FarMoments,
     KernelCalibration,
@@ -30,19 +37,6 @@ from keras_efficient_attn.ops.window_attention import (
     windowed_linear_attention,
     windowed_linear_attention_at,
 )
-
-RANDOM_MAPS = ("favor+", "hyperbolic", "favor++", "trigonometric")
-POLYNOMIAL_MAPS = ("taylor", "power")
-ELEMENTWISE_MAPS = ("relu", "elu", "softmax")
-FEATURE_MAPS = RANDOM_MAPS + POLYNOMIAL_MAPS + ELEMENTWISE_MAPS
-# Those whose dot products estimate exp(q·k).
-EXPONENTIAL_MAPS = RANDOM_MAPS + POLYNOMIAL_MAPS
-# Those that make two features of each row of the projection.
-TWO_SIDED_MAPS = ("hyperbolic", "trigonometric")
-# Those that can be calibrated: positive, and causal.
-CALIBRATED_RANDOM_MAPS = ("favor+", "hyperbolic")
-CALIBRATED_MAPS = CALIBRATED_RANDOM_MAPS + POLYNOMIAL_MAPS
-ROW_NORMS = ("chi", "sqrt_dim")
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -189,7 +183,7 @@ class PerformerAttention(EfficientAttention):
         self.calibrated = calibrated
         self.rank = rank
         self.chunk_size = chunk_size
-        self._check_arguments()
+        check_arguments(self, self._key_dim)
         self._query_map, self._key_map, self._feature_dim = self._resolve_maps()
 
     @property
@@ -543,104 +537,6 @@ class PerformerAttention(EfficientAttention):
                 f"query length {lengths[0]}, key length {lengths[1]}"
             )
 
-    def _check_arguments(self):
-        name = self.feature_map
-        if not callable(name) and name not in FEATURE_MAPS:
-            raise ValueError(
-                f"`feature_map` must be one of {', '.join(FEATURE_MAPS)}, or a "
-                f"callable. Received: feature_map={name!r}"
-            )
-        for argument in ("num_features", "redraw_interval", "window"):
-            self._check_positive_int(argument, optional=True)
-        self._check_positive_int("chunk_size")
-        if name in TWO_SIDED_MAPS and (self.num_features or 0) % 2:
-            raise ValueError(
-                f"`num_features` must be even for feature_map={name!r}, which makes "
-                f"two of each row. Received: num_features={self.num_features}"
-            )
-        sized = name in RANDOM_MAPS or name == "relu" or callable(name)
-        if self.num_features is not None and not sized:
-            raise ValueError(
-                f"feature_map={name!r} has no choice of `num_features`. Received: "
-                f"num_features={self.num_features}"
-            )
-        if self.order is not None and name not in POLYNOMIAL_MAPS:
-            raise ValueError(
-                f"`order` is for the feature maps {', '.join(POLYNOMIAL_MAPS)}. "
-                f"Received: order={self.order!r}, feature_map={name!r}"
-            )
-        if isinstance(name, keras.Layer):
-            raise ValueError(
-                "`feature_map` must be a name or a function without weights; put a "
-                f"learned map in layers before this one. Received: feature_map={name}"
-            )
-        drawn = self.orthogonal is not True or self.row_norm != "chi"
-        if drawn and not self._projection_rows:
-            raise ValueError(
-                f"feature_map={name!r} has no projection, and no use for `orthogonal` "
-                f"and `row_norm`. Received: orthogonal={self.orthogonal!r}, "
-                f"row_norm={self.row_norm!r}"
-            )
-        if self.row_norm not in ROW_NORMS:
-            raise ValueError(
-                f"`row_norm` must be one of {', '.join(ROW_NORMS)}. Received: "
-                f"row_norm={self.row_norm!r}"
-            )
-        if self.redraw_interval is not None and not self._projection_rows:
-            raise ValueError(
-                f"feature_map={name!r} has no projection to redraw. Received: "
-                f"redraw_interval={self.redraw_interval}"
-            )
-        if self.window is not None and name not in EXPONENTIAL_MAPS:
-            raise ValueError(
-                "`window` joins exact weights exp(q·k) with features, which have to "
-                f"estimate them: {', '.join(EXPONENTIAL_MAPS)}. Received: "
-                f"feature_map={name!r}"
-            )
-        if self.calibrated and (name not in CALIBRATED_MAPS or not self.normalize):
-            raise ValueError(
-                "`calibrated` is for the feature maps "
-                f"{', '.join(CALIBRATED_MAPS)}, and leaves out factors that only "
-                f"`normalize=True` cancels. Received: feature_map={name!r}, "
-                f"normalize={self.normalize!r}"
-            )
-        if self.rank is not None:
-            self._check_positive_int("rank")
-            polynomial = self.calibrated and name in POLYNOMIAL_MAPS
-            if not polynomial or self.rank > self._key_dim:
-                raise ValueError(
-                    "`rank` is a number of coordinates, at most `key_dim`, for a "
-                    "polynomial feature map with `calibrated=True`. Received: "
-                    f"rank={self.rank}, key_dim={self._key_dim}, "
-                    f"feature_map={name!r}, calibrated={self.calibrated!r}"
-                )
-        if not _is_positive(self.temperature):
-            raise ValueError(
-                "`temperature` must be a positive number. Received: "
-                f"temperature={self.temperature!r}"
-            )
-        if self.rotary_wavelength is not None:
-            if not _is_positive(self.rotary_wavelength):
-                raise ValueError(
-                    "`rotary_wavelength` must be a positive number or None. "
-                    f"Received: rotary_wavelength={self.rotary_wavelength!r}"
-                )
-            if self._key_dim % 2:
-                raise ValueError(
-                    "`rotary_wavelength` needs an even `key_dim`. Received: "
-                    f"key_dim={self._key_dim}"
-                )
-
-    def _check_positive_int(self, argument, optional=False):
-        received = getattr(self, argument)
-        if optional and received is None:
-            return
-        if not isinstance(received, int) or received < 1:
-            raise ValueError(
-                f"`{argument}` must be a positive integer"
-                f"{' or None' if optional else ''}. Received: {argument}={received!r}"
-            )
-
 
 @functools.cache
 def _query_and_key_map(name, order, size):
@@ -694,7 +590,3 @@ def _custom_features(function, size, x):
             f"`key_dim`). Received: features of shape {tuple(features.shape)}"
         )
     return features, None
-
-
-def _is_positive(number):
-    return isinstance(number, int | float) and 0 < number < math.inf

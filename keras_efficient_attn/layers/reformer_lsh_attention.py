@@ -6,6 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.layers.argument_checks import check_positive_int
 from keras_efficient_attn.layers.efficient_attention import EfficientAttention
 from keras_efficient_attn.ops.lsh_attention import (
     hash_buckets,
@@ -410,15 +411,8 @@ class ReformerLSHAttention(EfficientAttention):
                 f"Received: num_key_value_heads={self.num_key_value_heads}"
             )
         for name in ("bucket_size", "num_hashes", "max_hashes", "dense_length"):
-            received = getattr(self, name)
             optional = name in ("max_hashes", "dense_length")
-            if optional and received is None:
-                continue
-            if not isinstance(received, int) or received < 1:
-                raise ValueError(
-                    f"`{name}` must be a positive integer"
-                    f"{' or None' if optional else ''}. Received: {name}={received!r}"
-                )
+            check_positive_int(name, getattr(self, name), optional)
         if self._rounds_at_most < self.num_hashes:
             raise ValueError(
                 "`max_hashes` must be at least `num_hashes`. Received: "

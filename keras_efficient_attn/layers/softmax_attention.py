@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.argument_checks import check_rotary_wavelength
 from keras_efficient_attn.layers.key_value_cache import empty_cache, extend_cache
 from keras_efficient_attn.ops.rotary import rotary_embedding
 
@@ -49,18 +50,7 @@ class SoftmaxAttention(keras.layers.MultiHeadAttention):
         # autocast=False: the projections cast their inputs; a state stays as it is.
         super().__init__(*args, autocast=False, **kwargs)
         self.rotary_wavelength = rotary_wavelength
-        if rotary_wavelength is None:
-            return
-        if not rotary_wavelength > 0:
-            raise ValueError(
-                "`rotary_wavelength` must be a positive number or None. Received: "
-                f"rotary_wavelength={rotary_wavelength!r}"
-            )
-        if self._key_dim % 2:
-            raise ValueError(
-                "`rotary_wavelength` needs an even `key_dim`. Received: "
-                f"key_dim={self._key_dim}"
-            )
+        check_rotary_wavelength(rotary_wavelength, self._key_dim)
 
     def initial_state(self, batch_size, max_length):
         """The empty cache.

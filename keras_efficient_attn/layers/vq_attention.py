@@ -1,19 +1,17 @@
 """VQAttention: softmax attention over vector-quantised keys, in linear time."""
 
-import math
-
 import keras
 import numpy as np
 from keras import ops
 
 from keras_efficient_attn.layers.calibration import calibration_batches
 from keras_efficient_attn.layers.codebooks import (
-    CODEBOOK_INITS,
     Coordinates,
     MixtureCodebook,
     MovingCodebook,
 )
 from keras_efficient_attn.layers.efficient_attention import EfficientAttention
+from keras_efficient_attn.layers.vq_arguments import HARD_ONLY, check_arguments
 from keras_efficient_attn.ops.normalization import rms_normalize
 from keras_efficient_attn.ops.partial_attention import accumulator_dtype
 from keras_efficient_attn.ops.recompute.replay import is_replay
@@ -21,7 +19,6 @@ from keras_efficient_attn.ops.relative_positions import sinusoids, window_distan
 from keras_efficient_attn.ops.reversible import remembered
 from keras_efficient_attn.ops.rotary import rotary_embedding
 from keras_efficient_attn.ops.vq_attention import (
-    check_order,
     quantized_attention,
     state_names,
     vq_attention_state,
@@ -29,19 +26,8 @@ from keras_efficient_attn.ops.vq_attention import (
 from keras_efficient_attn.ops.vq_attention.calibration import fitted
 from keras_efficient_attn.ops.vq_attention.codebook import look_up, nearest_codes
 
-ASSIGNMENTS = ("hard", "soft")
 # Of the sinusoids of relative positions, over 2π.
 MAX_WAVELENGTH = 100_000.0
-# What one assignment has no use for, with the values that say nothing.
-HARD_ONLY = {
-    "order": 0,
-    "rank": None,
-    "quantize_window": False,
-    "decay": 0.99,
-    "commitment_weight": 1e-4,
-    "revive_after": 100,
-}
-SOFT_ONLY = {"sigma": 1.0, "learn_sigma": False}
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -207,7 +193,7 @@ class VQAttention(EfficientAttention):
         self.qk_norm = qk_norm
         self.rotary_wavelength = rotary_wavelength
         self.block_length = block_length
-        self._check_arguments()
+        check_arguments(self, self._key_dim)
 
     def build(self, query_shape, value_shape, key_shape=None):
         super().build(query_shape, value_shape, key_shape)
@@ -570,97 +556,12 @@ class VQAttention(EfficientAttention):
                 f"assignment={self.assignment!r}, built={self.built}"
             )
 
-    def _check_arguments(self):
-        _check_positive_int("num_codes", self.num_codes)
-        for argument in ("window", "block_length", "revive_after"):
-            received = getattr(self, argument)
-            if received is not None:
-                _check_positive_int(argument, received, "or None")
-        if self.assignment not in ASSIGNMENTS:
-            raise ValueError(
-                f"`assignment` must be one of {', '.join(ASSIGNMENTS)}. Received: "
-                f"assignment={self.assignment!r}"
-            )
-        unused = HARD_ONLY if self.assignment == "soft" else SOFT_ONLY
-        for argument, default in unused.items():
-            if getattr(self, argument) != default:
-                raise ValueError(
-                    f"assignment={self.assignment!r} has no use for `{argument}`. "
-                    f"Received: {argument}={getattr(self, argument)!r}"
-                )
-        if self.codebook_init not in (None, *CODEBOOK_INITS):
-            raise ValueError(
-                f"`codebook_init` must be None or one of {', '.join(CODEBOOK_INITS)}. "
-                f"Received: codebook_init={self.codebook_init!r}"
-            )
-        if self.assignment == "soft" and self.codebook_init == "first_batch":
-            raise ValueError(
-                "Soft codes are trained weights: start them at random, or from data "
-                "by `calibrate`. Received: codebook_init='first_batch'"
-            )
-        for argument in ("quantize_window", "relative_positions"):
-            if getattr(self, argument) and self.window is None:
-                raise ValueError(
-                    f"`{argument}` needs a `window`. Received: {argument}=True, "
-                    "window=None"
-                )
-        if not self.cache and not self.quantize_window:
-            raise ValueError(
-                "`cache=False` leaves codes in use only with `quantize_window=True`. "
-                "Received: cache=False, quantize_window=False"
-            )
-        check_order(self.order, self.rank, self._key_dim)
-        if self.order == 2 and self.quantize_window:
-            raise ValueError(
-                "`order=2` expands keys around their codes, and excludes "
-                "`quantize_window`, which drops what is left of them. Received both."
-            )
-        if not _is_number(self.sigma) or not 0 < self.sigma < math.inf:
-            raise ValueError(
-                f"`sigma` must be a positive number. Received: sigma={self.sigma!r}"
-            )
-        if not _is_number(self.decay) or not 0 < self.decay < 1:
-            raise ValueError(
-                "`decay` must be a number between 0 and 1. Received: "
-                f"decay={self.decay!r}"
-            )
-        weight = self.commitment_weight
-        if not _is_number(weight) or not 0 <= weight < math.inf:
-            raise ValueError(
-                "`commitment_weight` must be a number of at least 0. Received: "
-                f"commitment_weight={weight!r}"
-            )
-        if self.rotary_wavelength is not None:
-            wavelength = self.rotary_wavelength
-            if not _is_number(wavelength) or not 0 < wavelength < math.inf:
-                raise ValueError(
-                    "`rotary_wavelength` must be a positive number or None. "
-                    f"Received: rotary_wavelength={wavelength!r}"
-                )
-            if self._key_dim % 2:
-                raise ValueError(
-                    "`rotary_wavelength` needs an even `key_dim`. Received: "
-                    f"key_dim={self._key_dim}"
-                )
-
 
 def _countable(key, key_mask):
     """1 for keys that a codebook learns from, and 0 for others, `(batch, length)`."""
     if key_mask is None:
         return ops.ones(ops.shape(key)[:2], key.dtype)
     return ops.cast(key_mask, key.dtype)
-
-
-def _check_positive_int(argument, received, alternative=""):
-    if not isinstance(received, int) or received < 1:
-        kind = f"a positive integer {alternative}".strip()
-        raise ValueError(
-            f"`{argument}` must be {kind}. Received: {argument}={received!r}"
-        )
-
-
-def _is_number(received):
-    return isinstance(received, int | float) and not isinstance(received, bool)
 
 
 def _second_moments(x):
