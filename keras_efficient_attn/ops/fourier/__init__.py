@@ -23,8 +23,8 @@ from keras_efficient_attn.ops.partial_attention import divided
 
 IMPLEMENTATIONS = (None, "tiled", "fused", "reference")
 # Causal attention is computed for at most this many parts of the queries, each with the
-# keys up to its end, and each of at least so many queries. XLA compiles every part.
-CAUSAL_PARTS = {"tensorflow": 4, "jax": 4, "torch": 16}
+# keys up to its end, and each of at least so many queries.
+CAUSAL_PARTS = 4
 LEAST_PART = 128
 
 __all__ = [
@@ -163,7 +163,7 @@ def _parts(query, key, first_position):
     length, keys = query.shape[1], key.shape[1]
     if not all(isinstance(n, int) for n in (length, keys, first_position)):
         return []
-    count = min(CAUSAL_PARTS[keras.backend.backend()], length // LEAST_PART)
+    count = min(CAUSAL_PARTS, length // LEAST_PART)
     ends = [length * part // count for part in range(count + 1)] if count > 1 else []
     return [
         (start, stop, min(keys, stop + first_position))
