@@ -14,6 +14,7 @@ from keras_efficient_attn.ops.vq_attention.codebook import (
     batch_statistics,
     codes_of,
     drawn_once,
+    enough_keys,
     moved,
     random_keys,
 )
@@ -133,9 +134,11 @@ class MovingCodebook(keras.layers.Layer):
 
         self._sum = statistic("sum", self.shape, _RandomCodes(self.seed))
         self._count = statistic("count", (heads, codes), "ones")
-        # What `count` would be without revivals; as if just used.
-        just_used = keras.initializers.Constant(1.0 - self.decay)
-        self._usage = statistic("usage", (heads, codes), just_used)
+        # What `count` would be without revivals.
+        one_key = keras.initializers.Constant(1.0 - self.decay)
+        self._usage = statistic("usage", (heads, codes), one_key)
+        # Training calls since the last key.
+        self._idle = statistic("idle_calls", (heads, codes), "zeros")
         # Of the squared norms of errors and of keys.
         self._error = statistic("error", (heads, 2), "zeros")
         # For gradient checkpointing, which runs the last call again.
@@ -160,6 +163,7 @@ class MovingCodebook(keras.layers.Layer):
         self._sum.assign(codes)
         self._count.assign(np.ones(self._count.shape))
         self._usage.assign(np.full(self._usage.shape, 1.0 - self.decay))
+        self._idle.assign(np.zeros(self._idle.shape))
         if self._drawn is not None:
             self._drawn.assign(1.0)
 
@@ -176,6 +180,7 @@ class MovingCodebook(keras.layers.Layer):
         dtype = self._sum.dtype
         keys = ops.reshape(ops.stop_gradient(ops.cast(key, dtype)), (-1, heads, dim))
         valid = ops.reshape(ops.cast(valid, dtype), (-1,))
+        keys, valid = enough_keys(keys, valid, codes)
         uniforms = keras.random.uniform((codes, heads), seed=self._generator)
         drawn = ops.convert_to_tensor(self._drawn) > 0
         new = drawn_once(
@@ -186,11 +191,16 @@ class MovingCodebook(keras.layers.Layer):
             ops.cast(uniforms, dtype),
         )
         new = of_first_replica(new)
-        self._sum.assign(new)
         # Without a key there was nothing to draw from yet.
-        drawn = ops.logical_or(drawn, of_first_replica(ops.sum(valid)) > 0)
-        self._drawn.assign(ops.cast(drawn, dtype))
-        return codes_of(new, ops.convert_to_tensor(self._count))
+        found = of_first_replica(ops.sum(valid)) > 0
+        # Calls without one have let the counts fade.
+        count = ops.convert_to_tensor(self._count)
+        first = ops.logical_and(found, ops.logical_not(drawn))
+        count = ops.where(first, ops.ones_like(count), count)
+        self._sum.assign(new)
+        self._count.assign(count)
+        self._drawn.assign(ops.cast(ops.logical_or(drawn, found), dtype))
+        return codes_of(new, count)
 
     def update(self, key, index, valid, codes):
         """Moves the averages towards a batch of keys.
@@ -213,15 +223,16 @@ class MovingCodebook(keras.layers.Layer):
             counts,
             self.decay,
         )
-        usage = self._average(self._usage, counts)
+        idle = ops.where(counts > 0, 0.0, ops.convert_to_tensor(self._idle) + 1.0)
         self._error.assign(self._average(self._error, squares))
         if self.revive_after is not None:
-            dead = usage < self.least_usage(self.revive_after)
+            dead = idle > self.revive_after
             new_sum, new_count = self._revived(new_sum, new_count, dead, key, valid)
         self._last.assign(codes)
         self._sum.assign(new_sum)
         self._count.assign(new_count)
-        self._usage.assign(usage)
+        self._usage.assign(self._average(self._usage, counts))
+        self._idle.assign(idle)
 
     def _average(self, weight, new):
         return self.decay * ops.convert_to_tensor(weight) + (1.0 - self.decay) * new
@@ -237,13 +248,9 @@ class MovingCodebook(keras.layers.Layer):
         sums = ops.where(dead[..., None], drawn * refill[..., None], sums)
         return sums, ops.where(dead, refill, counts)
 
-    def least_usage(self, calls):
-        """What separates codes with a key in that many calls from those without.
-
-        A single key, `n` calls ago, has faded to `(1 − decay) decayⁿ`; this is half way
-        from `calls` to the next.
-        """
-        return (1.0 - self.decay) * self.decay**calls * (1.0 + self.decay) / 2
+    def idle_calls(self):
+        """Training calls since each code's last key, as an array."""
+        return ops.convert_to_numpy(self._idle)
 
     def usage(self):
         """The moving average of the number of keys per code, as an array."""

@@ -48,9 +48,10 @@ class FourierAttention(EfficientAttention):
     negative, and is linear attention with `M(2M + 1)` features and a state of constant
     size. The weights' relative error is about `ops.fourier.linear_error(R, key_dim, M,
     power)` for standard normal queries and keys and independent frequencies, and falls
-    with `√M`; orthogonal ones are better, and need `M >= key_dim`. Relative errors of
-    the heads, 128 keys, `power=4`, `M = key_dim` of 16, 32 and 64 (528, 2,080 and 8,256
-    features), where the mean of all values is off by the figure in brackets:
+    with `√M`; orthogonal ones are better, most where `M` is a multiple of `key_dim`.
+    Relative errors of the heads, 128 keys, `power=4`, `M = key_dim` of 16, 32 and 64
+    (528, 2,080 and 8,256 features), where the mean of all values is off by the figure
+    in brackets:
 
     | R | 16 | 32 | 64 |
     |---|---|---|---|

@@ -54,8 +54,8 @@ class VQAttention(EfficientAttention):
       mean over positions of `Σ_heads ‖key − code‖²`.
     - **soft**: `p(c | k) = softmax(−‖k − code‖² / 2σ²)`, the responsibilities of a
       Gaussian mixture. Everything is differentiable, and codes are trained as other
-      weights. As σ → 0 these are hard codes; with random codes and σ = 1 these are
-      Performer's features.
+      weights. As σ → 0 these are hard codes; with random codes of one norm and σ = 1
+      these are Performer's features, each key's divided by their sum.
 
     With `order=2` the weight of a far key is expanded around its nearest code, `δ`
     being the key less the code:
@@ -430,12 +430,11 @@ class VQAttention(EfficientAttention):
         """The share of hard codes that had a key in the last `revive_after` calls.
 
         100 calls, where `revive_after` is `None`. A number from 0 to 1, over training
-        calls: a code that many keys chose counts for some calls longer.
+        calls; codes start as if they had one.
         """
         self._check_hard("codebook_usage")
         calls = self.revive_after or HARD_ONLY["revive_after"]
-        used = self._codebook.usage() > self._codebook.least_usage(calls)
-        return float(np.mean(used))
+        return float(np.mean(self._codebook.idle_calls() < calls))
 
     def codebook_entropy(self):
         """The entropy of the codes that keys choose, in bits, averaged over heads.

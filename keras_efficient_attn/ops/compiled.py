@@ -9,7 +9,7 @@ def compiled(*static_arguments):
     """Decorator: on JAX, compiles the function once per value of the arguments named.
 
     On other backends the function is called as it is: TensorFlow compiles whole
-    models, and PyTorch has nothing to gain.
+    models, and PyTorch would compile for half a minute what it runs well enough.
     """
 
     def decorate(function):
@@ -33,8 +33,8 @@ def compiled(*static_arguments):
 def fused(function):
     """Decorator: on PyTorch, compiles the function by `torch.compile`.
 
-    Elsewhere it stays as it is: XLA compiles what calls it. The first call takes the
-    compiler's time, and so does one with other shapes.
+    Elsewhere it stays as it is, for XLA to compile with what calls it. The first call
+    takes the compiler's time, and so does the first one with other shapes.
     """
 
     @functools.cache

@@ -132,10 +132,38 @@ def test_the_first_training_call_draws_the_codes_from_its_keys():
     assert drawn == 1 and np.abs(to_numpy(layer.codebook) - codes).max() < 1e-3
 
 
+def test_hidden_keys_are_no_codes():
+    """A draw looks at keys that are spread over all: here, at the hidden ones."""
+    layer = make(num_codes=2, window=None)
+    x = np.random.default_rng(0).normal(size=(1, 256, DIM)).astype("float32")
+    layer.build(x.shape, x.shape)
+    layer(x, x, key_mask=np.arange(256)[None] % 2 == 1, training=True)
+    assert np.isfinite(to_numpy(layer.codebook)).all()
+    layer(x, x, training=True)
+    assert weights(layer)["drawn"] == 1
+    assert np.isfinite(to_numpy(layer.codebook)).all()
+
+
+def test_calls_without_a_key_leave_the_draw_as_it_is():
+    layer, x = built(decay=0.5, revive_after=None), inputs()
+    fresh = built(decay=0.5, revive_after=None)
+    fresh.set_weights(layer.get_weights())
+    for _ in range(5):
+        layer(x, x, key_mask=np.zeros((2, 20), bool), training=True)
+    for drawing in (layer, fresh):
+        drawing._codebook._generator.state.assign([1, 2])
+        drawing(x, x, training=True)
+    np.testing.assert_allclose(
+        to_numpy(layer.codebook), to_numpy(fresh.codebook), rtol=1e-5
+    )
+
+
 def test_a_code_without_keys_moves_to_a_key_with_its_sum_and_count():
     layer, x = built(codebook_init="random", revive_after=3), inputs()
     far = weights(layer)
     far["sum"][:, 0] = 100.0
+    # However much it was used before.
+    far["usage"][:, 0] = 1000.0
     layer._codebook.set_weights([far[w.name] for w in layer._codebook.weights])
     for call in range(5):
         layer(x, x, training=True)

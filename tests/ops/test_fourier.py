@@ -78,7 +78,7 @@ def test_rows_whose_weights_are_zero_in_float32(scale, radius, dim):
     ("implementation", "power", "scale", "radius", "causal"),
     [
         ("tiled", 2, 1.0, np.full((2, DIM), 0.5), True),
-        ("tiled", 4, 8.0, np.full((2, 1), 1.3), False),
+        ("tiled", 4, 8.0, np.full((2, 1), 20.0), False),
         ("fused", 4, 2.0, np.full((2, 1), 1.3), False),
     ],
     ids=["wide", "narrow", "fused"],
@@ -86,9 +86,13 @@ def test_rows_whose_weights_are_zero_in_float32(scale, radius, dim):
 def test_gradients_are_the_slopes_of_the_definition(
     implementation, power, scale, radius, causal, monkeypatch
 ):
-    """All four arguments; the narrow kernel is one that float32 cannot hold."""
+    """All four arguments; the narrow kernel is 0 in float32 for most pairs."""
     monkeypatch.setattr(fourier, "LEAST_PART", 4)
+    monkeypatch.setattr(fourier.kernel, "BLOCK", 4)
     *arrays, mask = draw(scale)
+    z = (radius * (arrays[0][:, :, None] - arrays[1][:, None])).astype("float32")
+    naive = np.prod(np.sinc(z / np.float32(np.pi)) ** power, axis=-1)
+    assert (np.median(naive) == 0) == (scale == 8.0)
     arrays.append(radius * np.linspace(0.9, 1.1, radius.size).reshape(radius.shape))
     arrays = [x.astype("float32") for x in arrays]
     weight = np.random.default_rng(1).normal(size=(2, LENGTH, 2, 3))
@@ -126,6 +130,33 @@ def test_gradients_are_the_slopes_of_the_definition(
         size = np.linalg.norm(gradient) * np.linalg.norm(direction)
         assert abs((gradient * direction).sum() - slope) < 1e-4 * size
         assert size > 0
+
+
+def test_second_derivatives_are_those_of_the_definition(backend):
+    if backend != "jax":
+        pytest.skip("JAX alone has second derivatives")
+    import jax
+
+    query, key, value, _ = draw(scale=2.0)
+    weight = np.random.default_rng(1).normal(size=(2, LENGTH, 2, 3))
+    random = np.random.default_rng(2)
+    direction, other = (random.normal(size=query.shape) for _ in range(2))
+
+    def loss(query):
+        return (fourier.fourier_attention(query, key, value, 0.9) * weight).sum()
+
+    slope = jax.jvp(jax.grad(loss), (query,), (direction.astype("float32"),))[1]
+    received = (np.asarray(slope, "float64") * other).sum()
+
+    def moved(first, second):
+        there = query.astype("float64") + first * direction + second * other
+        return (definition(there, key, value, 0.9, 4) * weight).sum()
+
+    h = 1e-4
+    corners = [a * b * moved(a * h, b * h) for a in (1, -1) for b in (1, -1)]
+    expected = sum(corners) / (4 * h * h)
+    assert abs(received - expected) < 1e-3 * np.abs(slope).max() * np.abs(other).sum()
+    assert abs(received - expected) < 0.01 * abs(expected)
 
 
 def test_multiples_of_pi_have_no_weight_and_no_slope():

@@ -344,6 +344,21 @@ def test_hundred_thousand_bfloat16_tokens_are_counted_one_by_one():
     assert abs(output - correct) < correct * 2**-8
 
 
+def test_codes_with_a_share_near_zero_have_finite_gradients():
+    """A responsibility whose square leaves the range of float32."""
+    key = np.zeros((1, 1, 1, 1), "float32")
+    codes = np.array([[[0.0], [9.434]]], "float32")
+
+    def loss(key, codes):
+        sigma = np.ones(1, "float32")
+        return ops.sum(vq_attention(key, key, 1.0 + key, codes, sigma=sigma))
+
+    of_key, of_codes = gradients(loss, key, codes)
+    # A single value is the output, whatever the weights.
+    np.testing.assert_allclose(of_key.ravel(), [1.0], rtol=1e-5)
+    np.testing.assert_allclose(of_codes.ravel(), [0.0, 0.0], atol=1e-6)
+
+
 def test_k_means_finds_separate_clusters():
     random = np.random.default_rng(0)
     centres = random.normal(size=(2, 5, 3)) * 50
@@ -416,6 +431,22 @@ WRONG = [
     (dict(order=2, sigma=np.ones(2)), "`sigma`"),
     (dict(order=2, window=2, quantize_window=True), "quantize_window=True"),
     (dict(order=2, window=2, cache=False), "cache=False"),
+    (dict(position_query=np.zeros((2, LENGTH, 2, DIM))), "window=None"),
+    (dict(window=5, position_query=np.zeros((2, LENGTH, 2, DIM))), "go together"),
+    (dict(window=5, position_key=np.zeros((9, 2, DIM))), "go together"),
+    (
+        dict(
+            window=5,
+            causal=True,
+            position_query=np.zeros((2, LENGTH, 2, DIM)),
+            position_key=np.zeros((3, 2, DIM)),
+        ),
+        r"\(5, 2, 4\)",
+    ),
+    (
+        dict(implementation="reference", gradient_through_cache=False),
+        "gradient_through_cache=False",
+    ),
 ]
 
 

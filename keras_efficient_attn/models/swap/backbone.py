@@ -54,8 +54,8 @@ def convert_backbone(
 
     Works on backbones whose attention is `keras.layers.MultiHeadAttention` or
     KerasHub's `CachedMultiHeadAttention` (BERT, RoBERTa, DistilBERT, ELECTRA, GPT-2,
-    OPT, BART, ViT and others), or that of Llama, Qwen, Mistral or Gemma. Four things
-    to know:
+    OPT, BART, ViT and others), or that of Llama, Qwen 2.5, Mistral or the first Gemma.
+    Four things to know:
 
     - Cross-attention stays as it is, and so does what reads the outputs.
     - A sliding window of the original (Mistral, Qwen) is not kept: the new layer sees

@@ -218,9 +218,22 @@ def track_parameters(model):
 
 
 def _is_cross_attention(parent, layer):
-    """Whether queries and keys are different sequences, by what it is called."""
+    """Whether queries and keys are different sequences.
+
+    By its name, and by the lengths that it is called with in a Functional model.
+    """
+    if any(_of_two_lengths(node.arguments) for node in layer._inbound_nodes):
+        return True
     names = [*layer.path.split("/"), *_attributes_with(parent, layer)]
     return "Pooling" in type(parent).__name__ or any("cross" in name for name in names)
+
+
+def _of_two_lengths(arguments):
+    named = dict(zip(("query", "value"), arguments.args, strict=False))
+    named.update(arguments.kwargs)
+    query, value = named.get("query"), named.get("value")
+    lengths = {t.shape[1] for t in (query, value) if t is not None}
+    return len(lengths - {None}) > 1
 
 
 def _stand_in(layer):

@@ -82,11 +82,11 @@ def fourier_attention(
             an integer or a scalar tensor. Defaults to 0.
         chunk_size: Least number of queries in a tile; changes speed and memory, not the
             result beyond rounding. Defaults to 4.
-        implementation: `"tiled"` (the default); `"fused"`, the same compiled on PyTorch
-            too, by `torch.compile`, in half a minute when it is first called and with
-            a C++ compiler (Triton on GPUs), as XLA does elsewhere in any case; or
-            `"reference"`, the definition, which forms all pairs with all their
-            dimensions.
+        implementation: `"tiled"` (the default); `"fused"`, on PyTorch the same compiled
+            by `torch.compile`, which takes up to half a minute at the first call and a
+            C++ compiler (Triton on GPUs), and on JAX and TensorFlow no different, for
+            XLA to compile; or `"reference"`, the definition, which forms all pairs
+            with all their dimensions.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`.

@@ -58,7 +58,7 @@ def join_dims(x, dim):
 
 
 def with_sines(angles, fused):
-    """`(angles, sines, cosines)`, the last two without gradient.
+    """`(angles, sines, cosines)`.
 
     The angles alone for PyTorch without `fused`, whose kernel has its own way.
     """
@@ -67,7 +67,9 @@ def with_sines(angles, fused):
             return (angles,)
         # The compiler would keep the order of the axes, and read with strides.
         angles = angles.contiguous()
-    constant = ops.stop_gradient(angles)
+    # JAX alone has second derivatives, which need those of the sines.
+    jax = keras.backend.backend() == "jax"
+    constant = angles if jax else ops.stop_gradient(angles)
     return angles, sine(constant), cosine(constant)
 
 
@@ -192,7 +194,7 @@ def _with_gradient_on_jax():
     def backward(saved, of_logs):
         query, keys = saved
         of_query, of_key = log_kernel_gradient(query, keys, of_logs)
-        # The sines and cosines come without gradient.
+        # That of the angles is the whole one, the sines' and cosines' included.
         zeros = (map(ops.zeros_like, side[1:]) for side in (query, keys))
         return tuple(
             (first, *rest)

@@ -34,7 +34,8 @@ def log_kernel_gradient(query, keys, of_logs):
     of_query, of_key = [], []
     for a, b in zip(query, keys, strict=True):
         z = a[..., :, None] - b[..., None, :]
-        square = z * z
+        # The series is of no use beyond, and must not overflow there.
+        square = (z * z).clamp_(max=NEAR)
         near = square * last
         for coefficient in series[:0:-1]:
             near.add_(coefficient).mul_(square)

@@ -164,11 +164,14 @@ def vq_attention(
             "`implementation` must be None, 'chunked' or 'reference'. Received: "
             f"implementation={implementation!r}"
         )
-    if window is None and (quantize_window or not cache or position_key is not None):
+    positions = position_query is not None or position_key is not None
+    if window is None and (quantize_window or not cache or positions):
         raise ValueError(
             "`quantize_window`, `cache=False` and `position_key` need a `window`. "
             "Received: window=None"
         )
+    if positions:
+        _check_positions(query, position_query, position_key, window, causal)
     if quantize_window and sigma is not None:
         raise ValueError(
             "`quantize_window` puts the nearest code in the place of a key, and "
@@ -206,6 +209,11 @@ def vq_attention(
         position_key=position_key,
     )
     if implementation == "reference":
+        if not gradient_through_cache:
+            raise ValueError(
+                "The reference has no cache whose gradient could be left out. "
+                "Received: implementation='reference', gradient_through_cache=False"
+            )
         return reference.vq_attention(query, key, value, codebook, **arguments)
     index = None
     if arguments["sigma"] is None:
@@ -602,6 +610,22 @@ def _nearest_positions(position_key, number, causal):
         return None
     last = position_key.shape[0] - (0 if causal else number)
     return position_key[number:last]
+
+
+def _check_positions(query, position_query, position_key, window, causal):
+    keys = (window if causal else 2 * window - 1, *query.shape[2:])
+    if (
+        position_query is None
+        or position_key is None
+        or tuple(position_query.shape) != tuple(query.shape)
+        or tuple(position_key.shape) != keys
+    ):
+        received = (position_query, position_key)
+        received = [None if t is None else tuple(t.shape) for t in received]
+        raise ValueError(
+            "`position_query` and `position_key` go together, with the shapes "
+            f"{tuple(query.shape)} and {keys}. Received: the shapes {received}"
+        )
 
 
 def _check_shapes(query, key, value, codebook):

@@ -4,6 +4,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.vq_attention.codebook import (
+    enough_keys,
     lloyd,
     look_up,
     nearest_codes,
@@ -43,9 +44,8 @@ def fitted(keys, moments, num_codes, iterations, seed):
     random = np.random.default_rng(0 if seed is None else seed)
     keys = ops.convert_to_tensor(random.permutation(keys))
     uniforms = random.random((num_codes, keys.shape[1]))
-    codes = plus_plus(
-        keys, ops.ones_like(keys[:, 0, 0]), ops.cast(uniforms, keys.dtype)
-    )
+    sample = enough_keys(keys, ops.ones_like(keys[:, 0, 0]), num_codes)
+    codes = plus_plus(*sample, ops.cast(uniforms, keys.dtype))
     for _ in range(iterations):
         codes, _, _ = lloyd(keys, codes)
     residuals = keys - look_up(codes, nearest_codes(keys[None], codes))[0]

@@ -138,6 +138,14 @@ def codes_of(sums, counts):
     return sums / counts[..., None]
 
 
+def enough_keys(keys, valid, num_codes):
+    """`(keys, valid)` to draw codes from: no more than are worth their time."""
+    if isinstance(keys.shape[0], int):
+        stride = max(1, keys.shape[0] // (KEYS_PER_CODE * num_codes))
+        keys, valid = keys[::stride], valid[::stride]
+    return keys, valid
+
+
 def plus_plus(keys, valid, uniforms):
     """Codes by k-means++: keys, drawn by their squared distance to those drawn before.
 
@@ -150,9 +158,6 @@ def plus_plus(keys, valid, uniforms):
         `(heads, codes, dim)`.
     """
     keys, valid = ops.stop_gradient(keys), ops.stop_gradient(valid)
-    if isinstance(keys.shape[0], int):
-        stride = max(1, keys.shape[0] // (KEYS_PER_CODE * uniforms.shape[0]))
-        keys, valid = keys[::stride], valid[::stride]
     weights = ops.zeros_like(keys[..., 0]) + valid[:, None]
     first = ops.cast(ops.arange(uniforms.shape[0]) == 0, keys.dtype)
     _, (codes,) = recompute_scan(

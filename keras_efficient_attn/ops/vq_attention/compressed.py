@@ -19,7 +19,7 @@ from keras_efficient_attn.ops.chunking import (
     lower_triangle,
     split_groups,
 )
-from keras_efficient_attn.ops.partial_attention import LOG_ZERO, larger
+from keras_efficient_attn.ops.partial_attention import LOG_ZERO, divided, larger
 from keras_efficient_attn.ops.recompute import recompute_scan
 from keras_efficient_attn.ops.vq_attention.codebook import responsibilities
 
@@ -163,7 +163,7 @@ def _read(logits, sums, counts, block=None):
         block: Optional `(logits, seen, values)` of the keys of the block.
     """
     full = counts > MIN_COUNT
-    means = sums / ops.where(full, counts, 1.0)[..., None]
+    means = divided(sums, ops.where(full, counts, 0.0))
     log_counts = ops.log(ops.where(full, counts, 1.0))
     full = full[..., None, :]
     logits = ops.where(full, logits + log_counts[..., None, :], LOG_ZERO)

@@ -108,6 +108,17 @@ def test_attributes_lists_dicts_and_graphs():
     assert np.max(abs(ops.convert_to_numpy(model([x, mask])) - after)) > 1e-4
 
 
+def test_cross_attention_stays():
+    short, long = keras.Input((5, 8)), keras.Input((9, 8))
+    cross, own = (keras.layers.MultiHeadAttention(2, 4, name=n) for n in "ab")
+    x = cross(short, value=long)
+    model = keras.Model([short, long], own(x, x))
+    with pytest.warns(UserWarning):
+        (replaced,) = replace_attention(model, "local:window=8")
+    assert "b" in replaced
+    assert [type(layer) for layer in model.layers].count(type(cross)) == 1
+
+
 def test_refusals_leave_the_model_as_it_is():
     model = make_model()
     with pytest.raises(ValueError, match=r"from 0 to 3.*layers=\[4\]"):
