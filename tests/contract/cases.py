@@ -201,6 +201,13 @@ CASES = [
         dense.fourier_heads,
         long_length=256,
     ),
+    Case(
+        "fourier-linear",
+        FourierAttention,
+        {"linear": True, "num_frequencies": 4, "power": 2, "chunk_size": 4},
+        dense.fourier_heads,
+        variant=True,
+    ),
     adaptive_span("adaptive-span", initial_span=3),
     adaptive_span("adaptive-span-dynamic", dynamic=True, relative_positions=True),
     xl("xl"),
