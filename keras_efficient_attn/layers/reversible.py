@@ -5,6 +5,7 @@ import inspect
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.building import build_layer
 from keras_efficient_attn.layers.reversible_residuals import (
     Sublayer,
     plain_residuals,
@@ -88,8 +89,7 @@ class ReversibleBlock(keras.layers.Layer):
 
     def build(self, input_shape):
         for layer in (self.f, self.g):
-            if not layer.built:
-                layer.build(input_shape[0])
+            build_layer(layer, input_shape[0], stream_dtype(self))
 
     def call(self, inputs, mask=None, state=None, training=None):
         x1, x2 = (ops.cast(x, stream_dtype(self)) for x in inputs)

@@ -123,6 +123,29 @@ def test_gradients_in_mixed_precision():
     assert_same_gradients(make, inputs(), tolerance=2e-2)
 
 
+class Composed(keras.layers.Layer):
+    """Has no `build`: Keras builds what is inside by tracing the call."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = keras.layers.LayerNormalization()
+        self.inner = network(0, 0.2, None)
+
+    def call(self, x, training=None):
+        return self.inner(self.norm(x), training=training)
+
+
+def test_layers_without_a_build_of_their_own_train():
+    def make(reversible):
+        blocks = [ReversibleBlock(Composed(), Composed()) for _ in range(2)]
+        stack = build(ReversibleStack(blocks, reversible=reversible))
+        # Two of each normalisation and each `Dense`, of which each layer has two.
+        assert len(stack.trainable_variables) == 4 * 8
+        return stack
+
+    assert_same_gradients(make, inputs())
+
+
 @keras.saving.register_keras_serializable(package="tests")
 class Stateful(keras.layers.Layer):
     """Batch statistics, a loss, random numbers and a count."""
