@@ -180,6 +180,30 @@ def stateful_stack(reversible):
     return build(ReversibleStack([shared, block, shared], reversible=reversible))
 
 
+def test_a_block_that_is_not_to_be_rebuilt_is_not():
+    calls = []
+
+    class Logged(keras.layers.Dense):
+        def call(self, x):
+            calls.append(self.name)
+            return super().call(x)
+
+    def make(reversible):
+        halves = [Logged(DIM, "tanh", name=name) for name in "abcdef"]
+        blocks = [
+            ReversibleBlock(*halves[:2]),
+            ReversibleBlock(*halves[2:4], reversible=False),
+            ReversibleBlock(*halves[4:]),
+        ]
+        return build(ReversibleStack(blocks, reversible=reversible))
+
+    assert_same_gradients(make, inputs())
+    # The first six calls are those of reversible=False.
+    rebuilt = calls[6:]
+    assert calls[:6] == list("abcdef")
+    assert all((rebuilt.count(name) == 1) == (name in "cd") for name in "abcdef")
+
+
 def test_gradients_of_layers_with_states_losses_and_shared_weights():
     assert_same_gradients(stateful_stack, inputs())
 
@@ -428,6 +452,26 @@ def test_masks_and_states_reach_f():
     np.testing.assert_allclose(outputs[0][MASK], outputs[1][MASK], rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="no such argument"):
         make_stack(1)(x, state=state)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_mask_of_an_embedding_reaches_all_blocks(training):
+    # Padding comes first: attention is causal.
+    kept = MASK[:, ::-1]
+    tokens = np.where(kept, np.arange(1, LENGTH + 1), 0)
+    embedding = keras.layers.Embedding(LENGTH + 1, DIM, mask_zero=True)
+    blocks = [ReversibleBlock(Streaming(), network(i, 0.0, None)) for i in range(2)]
+    embedding.build()
+    table = np.random.default_rng(0).normal(size=(LENGTH + 1, DIM))
+    outputs = []
+    for padding in (1.0, 7.0):
+        # Row 0 is what padding holds.
+        table[0] = padding
+        embedding.embeddings.assign(table)
+        x = embedding(tokens)
+        streams = blocks[1](blocks[0]((x, x), training=training), training=training)
+        outputs.append(to_numpy(streams[0] + streams[1])[kept])
+    np.testing.assert_allclose(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
 
 
 def test_saving(tmp_path):
