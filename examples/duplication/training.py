@@ -51,7 +51,10 @@ def build_model(setting, arguments):
         bucket_size=arguments.bucket_size,
         num_buckets=arguments.buckets,
         num_hashes=1 if setting == FULL else setting,
-        max_hashes=max(s for s in (8, *arguments.evaluate, setting) if s != FULL),
+        # The same in all models, which exchange weights.
+        max_hashes=max(
+            s for s in (8, *arguments.train, *arguments.evaluate) if s != FULL
+        ),
         dense_length=length if setting == FULL else None,
         seed=arguments.seed,
     )
@@ -84,11 +87,8 @@ def accuracies(trained, arguments):
         return Sequences(steps, *sizes, seed)
 
     model = build_model(trained, arguments)
-    epoch_steps = min(100, arguments.steps)
     model.fit(
         sequences(arguments.steps, arguments.seed),
-        epochs=arguments.steps // epoch_steps,
-        steps_per_epoch=epoch_steps,
         verbose=arguments.verbose,
         shuffle=False,
     )

@@ -5,6 +5,7 @@ import inspect
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.building import build_layer
 from keras_efficient_attn.layers.halting import Halting
 
 
@@ -127,8 +128,7 @@ class AdaptiveComputationTime(keras.layers.Layer):
                 self.step.build((*input_shape[:-1], input_shape[-1] + flag))
             self.halting.build((input_shape[0], self.output_size))
             return
-        if not self.step.built:
-            self.step.build(input_shape)
+        build_layer(self.step, input_shape, self.compute_dtype)
         output_shape = self.step.compute_output_shape(input_shape)
         if tuple(output_shape) != tuple(input_shape):
             raise ValueError(

@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.building import build_layer
 from keras_efficient_attn.ops.chunking import join_groups, split_groups
 from keras_efficient_attn.ops.cross_entropy import chunked_cross_entropy
 from keras_efficient_attn.ops.recompute import recompute_scan
@@ -71,8 +72,7 @@ class ChunkedFeedForward(keras.layers.Layer):
         }
 
     def build(self, x_shape):
-        if not self.feed_forward.built:
-            self.feed_forward.build(x_shape)
+        build_layer(self.feed_forward, x_shape, self.compute_dtype)
 
     def call(self, x, training=None):
         length = ops.shape(x)[1]

@@ -50,7 +50,10 @@ class ReformerLSHAttention(EfficientAttention):
 
     **Streaming.** The state has, for each bucket, its last `2 · bucket_size` keys and
     values. Its size does not depend on the context: `num_hashes · num_buckets · 2 ·
-    bucket_size` rows per head. Long segments are read a few positions at a time.
+    bucket_size` rows per head. Long segments are read a few positions at a time. Keys
+    are counted in float32: a stream is exact until a bucket has had 2²⁴ keys, or
+    `bucket_size / num_buckets` times as many if that is less, and for local heads until
+    2²⁴ positions.
 
     **Weights** are those of `keras.layers.MultiHeadAttention` without its key
     projection: `key_dense` is `query_dense`. `set_weights` takes the weights of a
@@ -127,9 +130,9 @@ class ReformerLSHAttention(EfficientAttention):
         super().__init__(*args, **kwargs)
         self.bucket_size = bucket_size
         self.num_hashes = num_hashes
-        self.num_buckets = (
-            num_buckets if isinstance(num_buckets, int) else tuple(num_buckets)
-        )
+        # A list is what a saved tuple is read as.
+        several = isinstance(num_buckets, list | tuple)
+        self.num_buckets = tuple(num_buckets) if several else num_buckets
         self.max_hashes = max_hashes
         self.aligned = aligned
         self.scale_logits = scale_logits
@@ -260,16 +263,17 @@ class ReformerLSHAttention(EfficientAttention):
 
     def _attend_dense(self, query, value, key_mask, causal, training):
         """One chunk of everything."""
+        length = max(1, query.shape[1])
         heads, _ = lsh_attention(
             query,
             value,
             _one_bucket(query),
             num_buckets=1,
-            chunk_size=self.dense_length,
+            chunk_size=length,
             causal=causal,
             key_mask=key_mask,
             scale=self._scale,
-            dropout_mask=self._dropout_mask(query, 1, self.dense_length, training),
+            dropout_mask=self._dropout_mask(query, 1, length, training),
         )
         return heads
 
@@ -419,7 +423,7 @@ class ReformerLSHAttention(EfficientAttention):
                 f"max_hashes={self.max_hashes}, num_hashes={self.num_hashes}"
             )
         factors = self.num_buckets
-        factors = (factors,) if isinstance(factors, int) else factors
+        factors = factors if isinstance(factors, tuple) else (factors,)
         if not factors or any(
             not isinstance(size, int) or size < 2 or size % 2 for size in factors
         ):

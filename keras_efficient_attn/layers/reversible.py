@@ -1,10 +1,12 @@
 """Reversible residual blocks: activations rebuilt, not kept."""
 
 import inspect
+import itertools
 
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.building import build_layer
 from keras_efficient_attn.layers.reversible_residuals import (
     Sublayer,
     plain_residuals,
@@ -39,15 +41,17 @@ class ReversibleBlock(keras.layers.Layer):
             call has these arguments.
         g: Another: as a rule normalisation and a feed-forward network.
         reversible: Whether to rebuild. `False` gives the same numbers the ordinary
-            way, with all activations kept, as do calls without `training`.
+            way, with all activations kept, as do calls with `state`.
             Defaults to `True`.
         **kwargs: Those of `keras.layers.Layer`.
 
     Call arguments:
         inputs: Pair `(x1, x2)` of the same shape.
-        mask: Optional boolean `(batch, length)`, for `f`.
-        state: Optional state of `f`, which then returns `(output, state)`.
-        training: Boolean.
+        mask: Optional boolean `(batch, length)`, for `f`; by default Keras' mask of
+            `x2`, which is that of both outputs too.
+        state: Optional state of `f`, which then returns `(output, state)`. Nothing
+            is rebuilt: gradients of such a call keep all activations.
+        training: Boolean. Only training calls rebuild.
 
     Returns:
         `(y1, y2)`, float32 or wider whatever the policy: in half precision, nothing
@@ -85,19 +89,22 @@ class ReversibleBlock(keras.layers.Layer):
         self.f = f
         self.g = g
         self.reversible = reversible
+        self.supports_masking = True
 
     def build(self, input_shape):
         for layer in (self.f, self.g):
-            if not layer.built:
-                layer.build(input_shape[0])
+            build_layer(layer, input_shape[0], stream_dtype(self))
 
     def call(self, inputs, mask=None, state=None, training=None):
         x1, x2 = (ops.cast(x, stream_dtype(self)) for x in inputs)
-        mask = mask[1] if isinstance(mask, list | tuple) else mask
+        mask = _mask_of_f(mask)
         if state is None:
             return _run(self, [self], x1, x2, mask, None, training)
         streams, (state,) = _run(self, [self], x1, x2, mask, [state], training)
         return streams, state
+
+    def compute_mask(self, inputs, previous_mask):
+        return (_mask_of_f(previous_mask),) * 2
 
     def compute_output_spec(self, inputs, mask=None, state=None, training=None):
         outputs = tuple(
@@ -133,23 +140,26 @@ class ReversibleStack(keras.layers.Layer):
     ```
 
     All blocks together have one gradient, which keeps the last two streams, the seeds
-    and the other states from before each block, and the hash buckets of
-    `ReformerLSHAttention` (a byte for each block, position, head and round), and
-    rebuilds the rest from the last block to the first. A step costs one more forward
-    pass.
+    and the other states from before each block, the hash buckets of
+    `ReformerLSHAttention` (for each block, position, head and round a byte, or four
+    where there are more than 256 buckets) and the hard codes of `VQAttention` (four
+    bytes for each block, position and head), and rebuilds the rest from the last block
+    to the first. A step costs one more forward pass.
 
     Args:
         blocks: List of `ReversibleBlock`. The same block may stand in it repeatedly.
         merge: `"mean"` (the default) or `"concatenate"`, for twice the dim.
         reversible: Whether to rebuild. `False` gives the same numbers the ordinary
-            way. Defaults to `True`.
+            way, as do blocks with `reversible=False` for their part: the blocks before
+            and after these keep two streams each time. Defaults to `True`.
         **kwargs: Those of `keras.layers.Layer`.
 
     Call arguments:
         x: `(batch, length, dim)`.
         mask: Optional boolean `(batch, length)`, for each `f`.
-        state: Optional, from `initial_state` or the previous segment's call.
-        training: Boolean.
+        state: Optional, from `initial_state` or the previous segment's call. Nothing
+            is rebuilt: gradients of such a call keep all activations.
+        training: Boolean. Only training calls rebuild.
 
     Returns:
         `(batch, length, dim)`, or `2 · dim`; `(output, state)` with `state`.
@@ -272,18 +282,28 @@ def merge_streams(x1, x2, merge):
 def _run(owner, blocks, x1, x2, mask, states, training):
     """The streams after the blocks; with `states`, `(streams, states)`."""
     new_states = []
-    sublayers = []
+    halves = []
     for i, block in enumerate(blocks):
         state = None if states is None else states[i]
-        sublayers.append(_first(block.f, mask, state, training, new_states))
-        sublayers.append(
-            Sublayer(lambda x, g=block.g: g(x, training=training), (block.g,), {})
+        f = _first(block.f, mask, state, training, new_states)
+        g = Sublayer(lambda x, g=block.g: g(x, training=training), (block.g,), {})
+        rebuild = bool(
+            owner.reversible and block.reversible and training and states is None
         )
-    rebuild = owner.reversible and training and states is None
-    if rebuild:
-        return reversible_residuals(owner, sublayers, x1, x2)
-    streams = plain_residuals(sublayers, x1, x2)
+        halves += [(rebuild, f), (rebuild, g)]
+    streams = x1, x2
+    for rebuild, part in itertools.groupby(halves, key=lambda half: half[0]):
+        sublayers = [sublayer for _, sublayer in part]
+        if rebuild:
+            streams = reversible_residuals(owner, sublayers, *streams)
+        else:
+            streams = plain_residuals(sublayers, *streams)
     return streams if states is None else (streams, new_states)
+
+
+def _mask_of_f(mask):
+    """Which of the masks of two streams, if there are two, `f` reads."""
+    return mask[1] if isinstance(mask, list | tuple) else mask
 
 
 def _first(f, mask, state, training, new_states):

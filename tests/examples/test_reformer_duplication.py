@@ -8,6 +8,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import reformer_duplication  # noqa: E402
+from duplication import training  # noqa: E402
 from duplication.training import Sequences  # noqa: E402
 
 
@@ -39,6 +40,23 @@ def test_the_script_prints_its_table(capsys):
     assert name == "LSH-2"
     assert [cell.partition(" ")[2] for cell in cells] == ["(0.8)", "(86.8)", ""]
     assert all(0 <= float(cell.split()[0]) <= 100 for cell in cells)
+
+
+def test_all_steps_are_trained_and_any_number_of_rounds_is_evaluated(monkeypatch):
+    models, build_model = [], training.build_model
+
+    def logged(*arguments):
+        models.append(build_model(*arguments))
+        return models[-1]
+
+    monkeypatch.setattr(training, "build_model", logged)
+    arguments = (
+        "--train 10 2 --evaluate 2 --length 4 --symbols 3 --bucket-size 2 --buckets 2 "
+        "--dim 2 --heads 1 --steps 101 --batch 1 --test-sequences 1 --verbose 0"
+    )
+    arguments = reformer_duplication.parse_arguments(arguments.split())
+    assert set(training.accuracies(10, arguments)) == {2}
+    assert int(models[0].optimizer.iterations) == 101
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,23 @@ def _report_tensorflow(call):
 # Halting and masks.
 
 
+def test_a_step_without_a_build_of_its_own_is_built():
+    class Composed(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.inner = keras.layers.Dense(4)
+
+        def call(self, x):
+            return self.inner(x)
+
+        def compute_output_shape(self, shape):
+            return shape
+
+    layer = AdaptiveComputationTime(Composed(), max_steps=2)
+    layer.build((2, 3, 4))
+    assert len(layer.step.trainable_variables) == 2
+
+
 def test_a_halted_position_never_changes():
     seen = []
 

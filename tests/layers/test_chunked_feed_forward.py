@@ -45,6 +45,24 @@ def test_slices_have_the_outputs_and_gradients_of_the_whole(chunk_size):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+def test_a_network_without_a_build_of_its_own_has_gradients():
+    class Composed(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.inner = network()
+
+        def call(self, x):
+            return self.inner(x)
+
+    layer, x = ChunkedFeedForward(Composed(), 4), inputs()
+    layer.build(x.shape)
+    assert len(layer.trainable_variables) == 4
+    expected = value_and_gradients(layer, layer.feed_forward, x)
+    received = value_and_gradients(layer, lambda x: layer(x, training=True), x)
+    for one, other in zip(received, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
 def test_fit_with_unknown_length_and_saving(backend, tmp_path):
     sequence = keras.Input((None, DIM))
     model = keras.Model(sequence, ChunkedFeedForward(network(), 4)(sequence))

@@ -130,6 +130,20 @@ def test_dense_below_a_length():
     )
 
 
+def test_dropout_below_a_length_is_of_the_pairs_there_are(monkeypatch):
+    call, shapes = keras.layers.Dropout.call, []
+
+    def logged(self, inputs, training=False):
+        shapes.append(tuple(inputs.shape))
+        return call(self, inputs, training)
+
+    monkeypatch.setattr(keras.layers.Dropout, "call", logged)
+    x = inputs()
+    layer = built(x, dense_length=4000, dropout=0.3)
+    layer(x, x, training=True)
+    assert shapes == [(2, 2, 1, 21, 42)]
+
+
 def test_dense_below_a_length_that_a_graph_does_not_know(backend):
     if backend != "tensorflow":
         pytest.skip("only TensorFlow traces unknown lengths")
@@ -165,6 +179,8 @@ def test_dropout_leaves_the_expected_output():
         ({"num_buckets": 3}, "num_buckets=3"),
         ({"num_buckets": (4, 3)}, r"num_buckets=\(4, 3\)"),
         ({"num_buckets": ()}, r"num_buckets=\(\)"),
+        ({"num_buckets": 32.0}, r"num_buckets=32\.0"),
+        ({"num_buckets": None}, "num_buckets=None"),
         ({"aligned": "yes"}, "aligned='yes'"),
         ({"scale_logits": None}, "scale_logits=None"),
         ({"num_local_heads": 2}, "num_local_heads=2"),

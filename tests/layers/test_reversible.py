@@ -10,6 +10,10 @@ from keras_efficient_attn import (
     ReversibleStack,
     VQAttention,
 )
+from keras_efficient_attn.layers import reformer_lsh_attention
+from keras_efficient_attn.ops.lsh_attention import hash_buckets
+from keras_efficient_attn.ops.recompute import vector_jacobian_product
+from keras_efficient_attn.ops.reversible import passes
 from tests.autodiff import gradient_function, to_numpy
 
 BATCH, LENGTH, DIM = 2, 11, 8
@@ -118,9 +122,55 @@ def test_gradients_are_the_plain_ones_at_depth_12_with_dropout_mask_and_lsh():
 
 def test_gradients_in_mixed_precision():
     def make(reversible):
-        return make_stack(3, reversible, kind=None, dtype="mixed_bfloat16")
+        return make_stack(3, reversible, kind="lsh", dtype="mixed_bfloat16")
 
-    assert_same_gradients(make, inputs(), tolerance=2e-2)
+    assert_same_gradients(make, inputs(), MASK, tolerance=2e-2)
+
+
+def test_buckets_are_those_of_the_forward_pass(monkeypatch):
+    backward = []
+
+    def vjp(*arguments):
+        backward.append(True)
+        try:
+            return vector_jacobian_product(*arguments)
+        finally:
+            backward.pop()
+
+    def hashing(x, *arguments):
+        # Rounding that tips buckets is rare: here, a second look has others.
+        return hash_buckets(ops.roll(x, 1, axis=1) if backward else x, *arguments)
+
+    monkeypatch.setattr(passes, "vector_jacobian_product", vjp)
+    monkeypatch.setattr(reformer_lsh_attention, "hash_buckets", hashing)
+
+    def make(reversible):
+        return make_stack(1, reversible, kind="lsh")
+
+    assert_same_gradients(make, inputs())
+
+
+class Composed(keras.layers.Layer):
+    """Has no `build`: Keras builds what is inside by tracing the call."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = keras.layers.LayerNormalization()
+        self.inner = network(0, 0.2, None)
+
+    def call(self, x, training=None):
+        return self.inner(self.norm(x), training=training)
+
+
+def test_layers_without_a_build_of_their_own_train():
+    def make(reversible):
+        blocks = [ReversibleBlock(Composed(), Composed()) for _ in range(2)]
+        stack = build(ReversibleStack(blocks, reversible=reversible))
+        # Two of each normalisation and each `Dense`, of which each layer has two.
+        assert len(stack.trainable_variables) == 4 * 8
+        return stack
+
+    assert_same_gradients(make, inputs())
 
 
 @keras.saving.register_keras_serializable(package="tests")
@@ -155,6 +205,30 @@ def stateful_stack(reversible):
     shared = ReversibleBlock(Stateful(), network(1, 0.3, None))
     block = ReversibleBlock(Stateful(), Stateful())
     return build(ReversibleStack([shared, block, shared], reversible=reversible))
+
+
+def test_a_block_that_is_not_to_be_rebuilt_is_not():
+    calls = []
+
+    class Logged(keras.layers.Dense):
+        def call(self, x):
+            calls.append(self.name)
+            return super().call(x)
+
+    def make(reversible):
+        halves = [Logged(DIM, "tanh", name=name) for name in "abcdef"]
+        blocks = [
+            ReversibleBlock(*halves[:2]),
+            ReversibleBlock(*halves[2:4], reversible=False),
+            ReversibleBlock(*halves[4:]),
+        ]
+        return build(ReversibleStack(blocks, reversible=reversible))
+
+    assert_same_gradients(make, inputs())
+    # The first six calls are those of reversible=False.
+    rebuilt = calls[6:]
+    assert calls[:6] == list("abcdef")
+    assert all((rebuilt.count(name) == 1) == (name in "cd") for name in "abcdef")
 
 
 def test_gradients_of_layers_with_states_losses_and_shared_weights():
@@ -203,12 +277,12 @@ def test_codebooks_move_once_a_step(backend):
 
 
 def test_training_curves_coincide(backend):
-    x, y = inputs(), inputs(seed=4)
+    x, y = np.where(MASK[..., None], inputs(), np.float32(0)), inputs(seed=4)
     curves = []
     for reversible in (False, True):
         sequence = keras.Input((None, DIM))
         masked = keras.layers.Masking()(sequence)
-        output = make_stack(2, reversible, kind=None, dropout=0.1)(masked)
+        output = make_stack(2, reversible, kind="lsh", dropout=0.1)(masked)
         model = keras.Model(sequence, output)
         optimizer = keras.optimizers.Adam(3e-3)
         model.compile(optimizer, "mse", jit_compile=backend != "torch")
@@ -400,11 +474,33 @@ def test_masks_and_states_reach_f():
         y, state = stack(x[:, piece], state=state)
         outputs.append(to_numpy(y))
     np.testing.assert_allclose(np.concatenate(outputs, 1), whole, rtol=1e-4, atol=1e-5)
-    changed = np.where(MASK[..., None], x, 7).astype("float32")
-    outputs = [to_numpy(stack(array, mask=MASK)) for array in (x, changed)]
-    np.testing.assert_allclose(outputs[0][MASK], outputs[1][MASK], rtol=1e-5, atol=1e-5)
+    # Padding comes first: attention is causal.
+    kept = MASK[:, ::-1]
+    changed = np.where(kept[..., None], x, 7).astype("float32")
+    outputs = [to_numpy(stack(array, mask=kept)) for array in (x, changed)]
+    np.testing.assert_allclose(outputs[0][kept], outputs[1][kept], rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="no such argument"):
         make_stack(1)(x, state=state)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_mask_of_an_embedding_reaches_all_blocks(training):
+    # Padding comes first: attention is causal.
+    kept = MASK[:, ::-1]
+    tokens = np.where(kept, np.arange(1, LENGTH + 1), 0)
+    embedding = keras.layers.Embedding(LENGTH + 1, DIM, mask_zero=True)
+    blocks = [ReversibleBlock(Streaming(), network(i, 0.0, None)) for i in range(2)]
+    embedding.build()
+    table = np.random.default_rng(0).normal(size=(LENGTH + 1, DIM))
+    outputs = []
+    for padding in (1.0, 7.0):
+        # Row 0 is what padding holds.
+        table[0] = padding
+        embedding.embeddings.assign(table)
+        x = embedding(tokens)
+        streams = blocks[1](blocks[0]((x, x), training=training), training=training)
+        outputs.append(to_numpy(streams[0] + streams[1])[kept])
+    np.testing.assert_allclose(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
 
 
 def test_saving(tmp_path):

@@ -118,18 +118,39 @@ def test_chunks_that_run_on_across_buckets_let_the_future_through():
     assert np.any(outputs[0][:, :-1] != outputs[1][:, :-1])
 
 
-def test_sort_keys_beyond_31_bits():
+@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+def test_sort_keys_have_all_of_32_bits(implementation):
     query, value, buckets = arrays()
-    num_buckets = 2**32 // (LENGTH + 1) - 2
-    spread = buckets * (num_buckets // BUCKETS)
+    kept = np.random.default_rng(1).random((BATCH, LENGTH)) > 0.3
+    # The last key, of hidden positions in a bucket behind all others, is 2^31 - 9.
+    num_buckets = 178_956_968
+    spread = buckets * ((num_buckets - 1) // (BUCKETS - 1))
+    spread = np.where(buckets == BUCKETS - 1, num_buckets - 1, spread)
+    options = dict(chunk_size=3, key_mask=kept, implementation=implementation)
     output, _ = lsh_attention(
-        query, value, spread, num_buckets=num_buckets, chunk_size=3
+        query, value, spread.astype("int32"), num_buckets=num_buckets, **options
     )
-    kept = np.ones((BATCH, LENGTH), bool)
     expected = expected_output(query, value, buckets, kept, 3, False, False, 1.0)
     np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="num_buckets=4294967296"):
-        lsh_attention(query, value, buckets, num_buckets=2**32, chunk_size=3)
+    with pytest.raises(ValueError, match="num_buckets=178956969"):
+        lsh_attention(query, value, buckets, num_buckets=num_buckets + 1, **options)
+
+
+def test_chunks_of_many_buckets_are_told_apart():
+    # Two long buckets, the numbers of whose chunks float32 has to tell apart.
+    length, num_buckets = 64, 2**20
+    query, value, buckets = arrays(length, buckets=2)
+    # One row and head: there is work for each bucket.
+    query, value = query[:1, :, :1], value[:1, :, :1]
+    buckets = buckets[:1, :1] + num_buckets // 2
+    options = dict(chunk_size=1, causal=True, aligned=True)
+    output, _ = lsh_attention(query, value, buckets, num_buckets=num_buckets, **options)
+    kept = np.ones((1, length), bool)
+    expected = expected_output(query, value, buckets, kept, **options, scale=1.0)
+    np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
+    query, value, buckets = arrays(length=1)
+    with pytest.raises(ValueError, match="num_buckets=16777216, aligned=True"):
+        lsh_attention(query, value, buckets, num_buckets=2**24, **options)
 
 
 def test_buckets_are_the_largest_signed_projection():

@@ -10,7 +10,7 @@ from keras_efficient_attn.ops.lsh_attention.hashing import (
 from keras_efficient_attn.ops.lsh_attention.hashing import (
     num_rotation_rows as num_rotation_rows,
 )
-from keras_efficient_attn.ops.lsh_attention.layout import MAX_LENGTH
+from keras_efficient_attn.ops.lsh_attention.layout import MAX_CODE
 from keras_efficient_attn.ops.lsh_attention.reference import reference_lsh_attention
 from keras_efficient_attn.ops.lsh_attention.streaming import (
     lsh_attention_state as lsh_attention_state,
@@ -76,19 +76,16 @@ def lsh_attention(
 
     Raises:
         ValueError: If a `state` is given without `causal` and `aligned`, for an
-            unknown implementation, or for more positions than the sort can hold.
+            unknown implementation, or for more positions and buckets than the sort can
+            hold.
 
     Reference:
         - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
     """
     query, value, buckets = map(ops.convert_to_tensor, (query, value, buckets))
     length = query.shape[1]
-    if isinstance(length, int) and not _fits(length, num_buckets):
-        raise ValueError(
-            "LSH attention sorts by 32-bit keys: `length` must be at most 2^24, and "
-            "(`num_buckets` + 1) · (`length` + 1) below 2^32. Received: "
-            f"length={length}, num_buckets={num_buckets}"
-        )
+    if isinstance(length, int):
+        _check_size(length, num_buckets, aligned)
     if state is not None and not (causal and aligned):
         raise ValueError(
             "`state` needs causal=True and aligned=True. Received: "
@@ -121,8 +118,17 @@ def lsh_attention(
     )
 
 
-def _fits(length, num_buckets):
-    return length < MAX_LENGTH and (num_buckets + 1) * (length + 1) < 2**32
+def _check_size(length, num_buckets, aligned):
+    # Of hidden positions; buckets are centred at zero.
+    last_key = (num_buckets - num_buckets // 2) * (length + 1) + length
+    last_code = length + (num_buckets if aligned else 0)
+    if last_key >= 2**31 or last_code > MAX_CODE:
+        raise ValueError(
+            "LSH attention sorts by 32-bit keys, and counts in float32: "
+            "⌈`num_buckets` / 2⌉ · (`length` + 1) + `length` must be below 2^31, and "
+            "`length`, plus `num_buckets` if `aligned`, at most 2^24. Received: "
+            f"length={length}, num_buckets={num_buckets}, aligned={aligned}"
+        )
 
 
 @compiled("num_buckets", "chunk_size", "causal", "aligned", "scale", "implementation")

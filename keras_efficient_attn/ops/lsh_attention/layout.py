@@ -7,7 +7,7 @@ from keras import ops
 from keras_efficient_attn.ops.chunking import chunk_layout
 
 # Positions and codes pass through float32 tensors, which hold integers up to here.
-MAX_LENGTH = 2**24
+MAX_CODE = 2**24
 
 Layout = collections.namedtuple(
     "Layout",
@@ -65,9 +65,11 @@ def make_layout(buckets, kept, num_buckets, chunk_size, aligned, floats_per_posi
     own = ops.where(kept, group, 0)
     within = rank - ops.take_along_axis(starts, own, axis=-1)
     chunk = within // chunk_size
-    slot = ops.take_along_axis(first, own, axis=-1) * chunk_size + within
-    code = (chunk + 1) * groups + own
-    before = code - groups
+    start = ops.take_along_axis(first, own, axis=-1)
+    slot = start * chunk_size + within
+    # Between two buckets, a code of no chunk: the one before a bucket's first.
+    code = start + chunk + own + 1
+    before = code - 1
     if not aligned:
         wraps = ops.logical_and(chunk == 0, chunks > 1)
         before = ops.where(wraps, chunks, before)
@@ -117,7 +119,7 @@ def _count_below(ascending, values):
     """
     length = ops.shape(ascending)[-1]
     values = values + ops.zeros_like(ascending[..., :1])
-    steps = (length if isinstance(length, int) else MAX_LENGTH).bit_length()
+    steps = (length if isinstance(length, int) else MAX_CODE).bit_length()
     count = ops.zeros_like(values)
     for step in reversed(range(steps)):
         more = count + 2**step

@@ -10,12 +10,11 @@ def visible_pairs(buckets, kept, chunk_size, causal, aligned):
     length = ops.shape(buckets)[-1]
     position = ops.arange(length, dtype="int32")
     later = position[:, None] > position[None, :]
-    if aligned:
-        same = buckets[..., :, None] == buckets[..., None, :]
-        ahead = ops.logical_and(same, later)
-    else:
-        order = buckets * length + position
-        ahead = order[..., :, None] > order[..., None, :]
+    same = buckets[..., :, None] == buckets[..., None, :]
+    ahead = ops.logical_and(same, later)
+    if not aligned:
+        other = buckets[..., :, None] > buckets[..., None, :]
+        ahead = ops.logical_or(ahead, other)
     # The chunk of a position: how many stand before it among those it is cut with.
     ahead = ops.logical_and(ahead, kept[:, None, None, None, :])
     chunk = ops.sum(ops.cast(ahead, "int32"), axis=-1) // chunk_size

@@ -28,7 +28,8 @@ def lsh_attention_state(
         Dict of `cache` `(batch, heads, rounds, num_buckets · 2 chunk_size + 1, dim +
         value_dim + rounds)`: key, value and codes of the last keys of each bucket, and
         a row for hidden positions; and `count` `(batch, heads, rounds, num_buckets)`,
-        of keys that each bucket had.
+        of keys that each bucket had. Both hold integers exactly up to 2^24 in float32:
+        counts, and codes, which are at most `(count // chunk_size + 2) · num_buckets`.
     """
     rows = num_buckets * 2 * chunk_size + 1
     shape = (batch_size, num_heads, rounds)

@@ -1,0 +1,18 @@
+"""Building of a layer that another one holds."""
+
+import keras
+
+
+def build_layer(layer, shape, dtype):
+    """Builds a layer of one input, with what is inside it.
+
+    A layer without a `build` of its own has Keras build its sublayers, by tracing a
+    call. Its inherited `build` would only say that it is built, and the first call
+    create the variables: inside a gradient, too late to be in it.
+    """
+    if layer.built:
+        return
+    if type(layer).build is keras.Layer.build:
+        layer(keras.KerasTensor(shape, dtype=dtype))
+    else:
+        layer.build(shape)
