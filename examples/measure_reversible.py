@@ -167,7 +167,12 @@ def in_a_process(depth, kind, argv):
             stdout=subprocess.PIPE,
             text=True,
             check=True,
-            env={**os.environ, "XLA_FLAGS": xla_dump.environment_flags(folder)},
+            env={
+                **os.environ,
+                "XLA_FLAGS": xla_dump.environment_flags(folder),
+                # What is freed is returned at once, and not counted.
+                "MALLOC_MMAP_THRESHOLD_": "65536",
+            },
         )
     return int(run.stdout.split()[-1])
 
