@@ -30,7 +30,7 @@ def compiled(*static_arguments):
     return decorate
 
 
-def fused(function):
+def compiled_on_torch(function):
     """Decorator: on PyTorch, compiles the function by `torch.compile`.
 
     Elsewhere it stays as it is, for XLA to compile with what calls it. The first call

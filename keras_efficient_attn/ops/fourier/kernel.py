@@ -18,7 +18,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.compiled import fused
+from keras_efficient_attn.ops.compiled import compiled_on_torch
 from keras_efficient_attn.ops.partial_attention import LOG_ZERO
 
 POWERS = (2, 4, 6, 8)
@@ -111,7 +111,7 @@ def log_kernel_gradient(query, keys, of_logs):
     return _fused_gradient(query, keys, of_logs)
 
 
-@fused
+@compiled_on_torch
 def _fused_gradient(query, keys, of_logs):
     dtype = keras.backend.standardize_dtype(of_logs.dtype)
     unit = float(np.finfo(dtype).eps)
@@ -143,7 +143,7 @@ def _of_torch():
     return torch_kernel
 
 
-@fused
+@compiled_on_torch
 def _fused_log_kernel(query, keys):
     series = _series(keras.backend.standardize_dtype(query[0].dtype))
     top = bottom = 1.0
