@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.building import build_layer
-from keras_efficient_attn.ops.chunking import join_groups, split_groups
+from keras_efficient_attn.ops.chunking import chunk_count, pad_to
 from keras_efficient_attn.ops.cross_entropy import chunked_cross_entropy
 from keras_efficient_attn.ops.recompute import recompute_scan
 
@@ -82,14 +82,16 @@ class ChunkedFeedForward(keras.layers.Layer):
         elif keras.backend.backend() == "jax":
             # JAX exports symbolic lengths, but loops only over known ones.
             return self.feed_forward(x, training=training)
-        chunks = (length + chunk_size - 1) // chunk_size
+        chunks = chunk_count(length, chunk_size)
         values = tuple(
             ops.convert_to_tensor(variable) for variable in self.feed_forward.variables
         )
         step = self._steps[bool(training)]
-        xs = (split_groups(x, chunks, chunk_size),)
-        _, (y,) = recompute_scan(step, (), xs, values)
-        return join_groups(y, length)
+        xs = (pad_to(x, chunks * chunk_size),)
+        _, (y,) = recompute_scan(
+            step, (), xs, values, num_steps=chunks, step_size=chunk_size
+        )
+        return y[:, :length]
 
     def _make_step(self, training):
         def step(carry, x, values):

@@ -21,11 +21,10 @@ from keras_efficient_attn.ops.chunking import (
     chunk_count,
     chunk_layout,
     heads_first,
-    join_groups,
     overlapping_blocks,
     pad_length,
+    pad_to,
     sizes,
-    split_groups,
 )
 from keras_efficient_attn.ops.partial_attention import LOG_ZERO
 from keras_efficient_attn.ops.recompute import recompute_scan
@@ -86,24 +85,23 @@ def attend_blocks(
     positions = [ops.cast(p, query.dtype) for p in (query_positions, key_positions)]
     if not shared:
         arrays += [position[None] for position in positions]
-    xs = [split_groups(x, groups, unit * units) for x in arrays]
+    xs = [pad_to(x, groups * unit * units) for x in arrays]
     consts += positions if shared else []
     rate = None
     if dropout is not None:
         rate, seed = dropout
-        xs.append(ops.cast(ops.arange(groups), query.dtype))
+        xs.append(ops.cast(ops.arange(groups), query.dtype)[None])
         consts.append(ops.cast(seed, query.dtype))
     step = _block_step(rule, shared, rate, relative is not None)
-    part = _scan(step, tuple(xs), tuple(consts))
-    return tuple(join_groups(t, blocks) for t in part)
+    part = scan_groups(step, tuple(xs), tuple(consts), groups)
+    return tuple(t[:, :blocks] for t in part)
 
 
-def _scan(step, xs, consts):
+def scan_groups(step, xs, consts, groups):
     """The steps' outputs; a single step is not worth a loop, nor being run again."""
-    if xs[0].shape[0] != 1:
-        return recompute_scan(step, (), xs, consts)[1]
-    _, outputs = step((), tuple(x[0] for x in xs), consts)
-    return tuple(output[None] for output in outputs)
+    if isinstance(groups, int) and groups == 1:
+        return step((), xs, consts)[1]
+    return recompute_scan(step, (), xs, consts, num_steps=groups)[1]
 
 
 @functools.cache
@@ -124,7 +122,7 @@ def _block_step(rule, shared, rate, relative):
         allowed = rule(i[..., :, None], j[..., None, :])
         allowed = allowed[None, None, None] if shared else allowed[:, None]
         allowed = ops.logical_and(allowed, valid[:, None, :, None, :] > 0)
-        dropout = None if rate is None else (rate, rest[-1], consts[-1])
+        dropout = None if rate is None else (rate, rest[-1][0, 0], consts[-1])
         part = softmax_part(query, key, value, allowed, dropout, of_positions)
         return carry, tuple(
             ops.transpose(t, _BLOCKS_FIRST[: len(t.shape)]) for t in part
@@ -181,17 +179,17 @@ def attend_shared(
         floats = heads * (2 * keys + dim + (value.shape[-1] or dim))
     size, chunks, groups = chunk_layout(length, MIN_BLOCK, query.shape[0], floats)
     positions = ops.cast(query_positions, query.dtype)[None]
-    xs = [split_groups(x, groups, size * chunks) for x in (query, positions)]
+    xs = [pad_to(x, groups * size * chunks) for x in (query, positions)]
     consts = [key, value, valid, ops.cast(key_positions, query.dtype)]
     consts[:3] = (ops.swapaxes(t, 1, 2) for t in consts[:3])
     rate = None
     if dropout is not None:
         rate, seed = dropout
-        xs.append(ops.cast(ops.arange(groups), query.dtype))
+        xs.append(ops.cast(ops.arange(groups), query.dtype)[None])
         consts.append(ops.cast(seed, query.dtype))
     step = _shared_step(rule, rate)
-    part = _scan(step, tuple(xs), tuple(consts))
-    return tuple(join_groups(t, length) for t in part)
+    part = scan_groups(step, tuple(xs), tuple(consts), groups)
+    return tuple(t[:, :length] for t in part)
 
 
 @functools.cache
@@ -202,7 +200,7 @@ def _shared_step(rule, rate):
         j = ops.cast(j, "int32")
         allowed = rule(i[:, None, :, None], j[None, :, None, :])
         allowed = ops.logical_and(allowed, valid[:, :, None, :] > 0)
-        dropout = None if rate is None else (rate, x[-1], consts[-1])
+        dropout = None if rate is None else (rate, x[-1][0, 0], consts[-1])
         part = softmax_part(query, key, value, allowed, dropout)
         return carry, tuple(ops.swapaxes(t, 1, 2) for t in part)
 

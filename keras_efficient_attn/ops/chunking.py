@@ -33,6 +33,12 @@ def chunk_layout(length, chunk_size, batch, floats_per_position):
     most = GROUP_FLOATS // (floats_per_position * chunk_size)
     most = max(1, min(most, MAX_CHUNKS_IN_GROUP))
     total = (length + chunk_size - 1) // chunk_size
+    if isinstance(total, int):
+        # Somewhat larger or smaller groups where they need no padding.
+        largest = min(most * 4 // 3, MAX_CHUNKS_IN_GROUP, total)
+        for chunks in range(largest, most // 2, -1):
+            if total % chunks == 0:
+                return chunk_size, chunks, total // chunks
     groups = (total + most - 1) // most
     return chunk_size, (total + groups - 1) // groups, groups
 
@@ -44,22 +50,6 @@ def sizes(x):
     """
     batch, *rest = x.shape
     return (-1, *rest) if batch is None and None not in rest else ops.shape(x)
-
-
-def split_groups(x, groups, group_length):
-    """`(batch, length, ...)` padded with zeros to `(groups, batch, group, ...)`."""
-    batch, length, *tail = sizes(x)
-    x = pad_length(x, 0, groups * group_length - length)
-    x = ops.reshape(x, (batch, groups, group_length, *tail))
-    return ops.moveaxis(x, 1, 0)
-
-
-def join_groups(y, length):
-    """`(groups, batch, group, ...)` back to `(batch, length, ...)`."""
-    y = ops.moveaxis(y, 0, 1)
-    batch, groups, group_length, *tail = sizes(y)
-    y = ops.reshape(y, (batch, groups * group_length, *tail))
-    return y[:, :length]
 
 
 def columns(x):
@@ -134,6 +124,11 @@ def pad_length(x, before, after):
     if isinstance(before, int) and isinstance(after, int) and not (before or after):
         return x
     return ops.pad(x, [(0, 0), (before, after)] + [(0, 0)] * (len(x.shape) - 2))
+
+
+def pad_to(x, length):
+    """`x` with zeros behind it to `length`, which is no less, along axis 1."""
+    return pad_length(x, 0, length - sizes(x)[1])
 
 
 def fit_length(x, length):

@@ -4,7 +4,7 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.chunking import join_groups, split_groups
+from keras_efficient_attn.ops.chunking import chunk_count, pad_to
 from keras_efficient_attn.ops.compiled import compiled
 from keras_efficient_attn.ops.partial_attention import accumulator_dtype
 from keras_efficient_attn.ops.recompute import recompute_scan
@@ -31,13 +31,15 @@ def chunked_cross_entropy(hidden, kernel, bias, labels, *, chunk_size=128):
     length = ops.shape(hidden)[1]
     if isinstance(length, int):
         chunk_size = max(1, min(chunk_size, length))
-    chunks = (length + chunk_size - 1) // chunk_size
+    chunks = chunk_count(length, chunk_size)
     # Floats can be told apart beyond any vocabulary.
     labels = ops.cast(labels, dtype)
-    xs = tuple(split_groups(t, chunks, chunk_size) for t in (hidden, labels))
+    xs = tuple(pad_to(t, chunks * chunk_size) for t in (hidden, labels))
     consts = (kernel,) if bias is None else (kernel, bias)
-    _, (losses,) = recompute_scan(_step(dtype), (), xs, consts)
-    return join_groups(losses, length)
+    _, (losses,) = recompute_scan(
+        _step(dtype), (), xs, consts, num_steps=chunks, step_size=chunk_size
+    )
+    return losses[:, :length]
 
 
 @functools.cache

@@ -4,17 +4,19 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.block_attention import MIN_BLOCK, softmax_part
+from keras_efficient_attn.ops.block_attention import (
+    MIN_BLOCK,
+    scan_groups,
+    softmax_part,
+)
 from keras_efficient_attn.ops.chunking import (
     GROUP_FLOATS,
     chunk_layout,
-    join_groups,
     pad_length,
-    split_groups,
+    pad_to,
 )
 from keras_efficient_attn.ops.compiled import compiled
 from keras_efficient_attn.ops.partial_attention import divided
-from keras_efficient_attn.ops.recompute import recompute_scan
 from keras_efficient_attn.ops.relative_positions import shifted_by_query
 
 
@@ -79,23 +81,21 @@ def relative_attention(
         xs.append(of_queries)
         consts.append(of_keys)
     consts[:2] = (ops.swapaxes(t, 1, 2) for t in consts[:2])
-    xs = [split_groups(x, groups, size) for x in xs]
-    xs.append(ops.cast(ops.arange(groups), dtype))
+    xs = [pad_to(x, groups * size) for x in xs]
+    xs.append(ops.cast(ops.arange(groups), dtype)[None])
     if dropout is not None:
         consts.append(ops.cast(dropout_seed, dtype))
     single = isinstance(groups, int) and groups == 1
     step = _step(causal, window, documents is not None, dropout, single)
-    if single:
-        _, (heads,) = step((), tuple(x[0] for x in xs), tuple(consts))
-        return heads[:, :length]
-    _, (heads,) = recompute_scan(step, (), tuple(xs), tuple(consts))
-    return join_groups(heads, length)
+    (heads,) = scan_groups(step, tuple(xs), tuple(consts), groups)
+    return heads[:, :length]
 
 
 @functools.cache
 def _step(causal, window, documents, rate, single):
     def step(carry, x, consts):
         query, position_query, positions, *rest, group = x
+        group = group[0, 0]
         key, value, valid, position_key, *others = consts
         query, position_query = (ops.swapaxes(t, 1, 2) for t in (query, position_query))
         size, width = ops.shape(query)[2], ops.shape(key)[2]

@@ -45,6 +45,24 @@ def test_slices_have_the_outputs_and_gradients_of_the_whole(chunk_size):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+def test_a_network_with_integer_variables_has_gradients():
+    # Dropout's seed is an integer, and a variable.
+    layer, x = ChunkedFeedForward(network(dropout=0.5), 4), inputs()
+    layer(x)
+    sliced = value_and_gradients(layer, layer, x)
+    whole = value_and_gradients(layer, layer.feed_forward, x)
+    for ours, theirs in zip(sliced, whole, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_no_positions_give_no_positions():
+    layer = ChunkedFeedForward(network(), 4)
+    assert tuple(layer(inputs()[:, :0]).shape) == (BATCH, 0, 3)
+    loss = ChunkedVocabularyLoss(CLASSES, chunk_size=4)
+    labels = np.zeros((BATCH, 0), "int32")
+    assert tuple(loss(inputs()[:, :0], labels).shape) == (BATCH, 0)
+
+
 def test_a_network_without_a_build_of_its_own_has_gradients():
     class Composed(keras.layers.Layer):
         def __init__(self):

@@ -147,6 +147,67 @@ def test_a_log_weight_of_minus_infinity_hides_the_key(causal, hidden):
         np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_an_empty_batch_gives_an_empty_batch(weighted, causal):
+    query, key, value, log_weight, mask = (x[:0] for x in draw())
+
+    def attended(query, key, value):
+        return linear_attention(
+            query,
+            key,
+            value,
+            key_mask=mask,
+            key_log_weight=log_weight if weighted else None,
+            causal=causal,
+        )
+
+    assert tuple(attended(query, key, value).shape) == value.shape
+    slopes = gradients(lambda *xs: ops.sum(attended(*xs)), query, key, value)
+    assert [slope.shape for slope in slopes] == [x.shape for x in (query, key, value)]
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_autocast_changes_nothing_on_torch(backend, weighted):
+    if backend != "torch":
+        pytest.skip("PyTorch alone has autocast")
+    import torch
+
+    query, key, value, log_weight, _ = draw()
+
+    def loss(*xs):
+        weights = log_weight if weighted else None
+        output = linear_attention(*xs, key_log_weight=weights, causal=True)
+        return ops.sum(output * output)
+
+    expected = gradients(loss, query, key, value)
+    with torch.autocast("cpu", torch.bfloat16):
+        received = gradients(loss, query, key, value)
+    for ours, theirs in zip(received, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_values_of_an_unknown_size(backend):
+    if backend != "tensorflow":
+        pytest.skip("TensorFlow alone traces unknown sizes")
+    import tensorflow as tf
+
+    query, key, value, _, _ = draw()
+
+    def gradient(query, key, value):
+        with tf.GradientTape() as tape:
+            tape.watch(query)
+            output = linear_attention(query, key, value, causal=True)
+            loss = tf.reduce_sum(output * output)
+        return tape.gradient(loss, query)
+
+    unknown = tf.TensorSpec((None, None, 2, None))
+    shape = tf.TensorSpec((None, None, 2, 5))
+    traced = tf.function(gradient, input_signature=[shape, shape, unknown])
+    expected = gradient(*map(tf.constant, (query, key, value)))
+    np.testing.assert_allclose(traced(query, key, value), expected, atol=1e-4)
+
+
 def test_masked_values_are_not_read():
     query, key, value, _, mask = draw()
     poisoned = np.where(mask[..., None, None], value, np.nan)

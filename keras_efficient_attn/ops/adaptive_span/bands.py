@@ -4,16 +4,15 @@ import functools
 
 from keras import ops
 
+from keras_efficient_attn.ops.block_attention import scan_groups
 from keras_efficient_attn.ops.chunking import (
     chunk_count,
     chunk_layout,
     heads_first,
-    join_groups,
     overlapping_blocks,
-    split_groups,
+    pad_to,
 )
 from keras_efficient_attn.ops.partial_attention import LOG_ZERO
-from keras_efficient_attn.ops.recompute import recompute_scan
 from keras_efficient_attn.ops.relative_positions import shifted_to_keys
 from keras_efficient_attn.ops.weight_dropout import drop
 
@@ -71,7 +70,7 @@ def attend_bands(
     floats = heads * (3 * size * width + (size + 2 * width) * (dim + value_dim))
     unit = max(1, MIN_BLOCK // size)
     unit, units, groups = chunk_layout(blocks, unit, batch, floats)
-    xs = [split_groups(x, groups, unit * units) for x in arrays]
+    xs = [pad_to(x, groups * unit * units) for x in arrays]
     consts = []
     if position_key is not None:
         # From the first key in the band of a query to the last.
@@ -82,17 +81,11 @@ def attend_bands(
     rate = None
     if dropout is not None:
         rate, seed = dropout
-        xs.append(ops.cast(ops.arange(groups), query.dtype))
+        xs.append(ops.cast(ops.arange(groups), query.dtype)[None])
         consts.append(ops.cast(seed, query.dtype))
     step = _band_step(window, causal, ramp, position_key is not None, rate)
-    if xs[0].shape[0] == 1:
-        # A single step is not worth a loop, nor being run again.
-        _, part = step((), tuple(x[0] for x in xs), tuple(consts))
-        part = tuple(t[None] for t in part)
-    else:
-        _, part = recompute_scan(step, (), tuple(xs), tuple(consts))
-    part = (join_groups(t, blocks) for t in part)
-    return tuple(_joined(t)[:, :length] for t in part)
+    part = scan_groups(step, tuple(xs), tuple(consts), groups)
+    return tuple(_joined(t[:, :blocks])[:, :length] for t in part)
 
 
 @functools.cache
@@ -118,7 +111,7 @@ def _band_step(window, causal, ramp, relative, rate):
         weights = ops.where(exists, mask * ops.exp(logits - scale[..., None]), 0.0)
         totals = ops.sum(weights, axis=-1)
         if rate is not None:
-            weights = drop(weights, rate, rest[-1], consts[-1])
+            weights = drop(weights, rate, rest[-1][0, 0], consts[-1])
         part = weights @ value, totals, scale
         # (batch, blocks, size, heads, ...)
         return carry, tuple(

@@ -2,9 +2,10 @@
 
 import functools
 
+import keras
 from keras import ops
 
-from keras_efficient_attn.ops.chunking import chunk_layout, join_groups, split_groups
+from keras_efficient_attn.ops.chunking import chunk_layout, pad_to
 from keras_efficient_attn.ops.compiled import compiled
 from keras_efficient_attn.ops.fourier.kernel import (
     SLOTS,
@@ -70,13 +71,16 @@ def fourier_sums(
             first_position, "int32"
         )
         xs += (ops.cast(last_seen, dtype)[None],)
-    xs = tuple(split_groups(x, tiles, chunks * size) for x in xs)
+    xs = tuple(pad_to(x, tiles * chunks * size) for x in xs)
     consts = (ops.transpose(value, (0, 2, 1, 3)),)
     consts += () if valid is None else (valid,)
     consts += with_sines(split_dims(key), fused)
     step, gradient = _step(power, causal, valid is not None, fused)
-    _, sums = recompute_scan(step, (), xs, consts, gradient)
-    return tuple(join_groups(y, length) for y in sums)
+    if keras.backend.backend() == "jax":
+        # XLA makes the same of the automatic one, which has a derivative.
+        gradient = None
+    _, sums = recompute_scan(step, (), xs, consts, gradient, num_steps=tiles)
+    return tuple(y[:, :length] for y in sums)
 
 
 @functools.cache

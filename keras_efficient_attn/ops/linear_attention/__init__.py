@@ -169,6 +169,7 @@ def mapped_linear_attention(
         `(outputs, state)`: a tuple of tensors in the accumulator's dtype, and the
         state after the last position (`None` without `state`).
     """
+    query, key, value = map(ops.convert_to_tensor, (query, key, value))
     dtype = accumulator_dtype(query, key, value)
     if key_mask is not None:
         kept = ops.cast(key_mask, "bool")[..., None, None]
@@ -177,7 +178,6 @@ def mapped_linear_attention(
         valid = ops.cast(key_mask, dtype)
     else:
         valid = None
-    query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
     if key_log_weight is not None:
         key_log_weight = bounded_log_weight(ops.cast(key_log_weight, dtype), key_mask)
 
@@ -242,7 +242,7 @@ def linear_attention_state(
 def _as_long_as(query, key, value, valid, key_log_weight):
     """Keys cut or padded with zeros (that are not valid) to the query's length."""
     if valid is None:
-        valid = ops.ones(ops.shape(key)[:2], key.dtype)
+        valid = ops.ones(ops.shape(key)[:2], accumulator_dtype(query, key, value))
     length = ops.shape(query)[1]
     keys = (key, value, valid, key_log_weight)
     return tuple(None if x is None else fit_length(x, length) for x in keys)

@@ -29,6 +29,7 @@ from keras_efficient_attn.ops.chunking import (
 from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
 from keras_efficient_attn.ops.partial_attention import (
     LOG_ZERO,
+    accumulator_dtype,
     divided,
     larger,
     reciprocal,
@@ -46,7 +47,9 @@ def causal_step(query_map, key_map, chunk_size, masked, output):
     """
 
     def prepare(x, map_weights):
-        query, key, value, *rest = (by_head(t, chunk_size) for t in x)
+        dtype = accumulator_dtype(*x)
+        x = (by_head(ops.cast(t, dtype), chunk_size) for t in x)
+        query, key, value, *rest = x
         query, query_log_scale = query_map(query, *map_weights)
         key, log_weight = mapped_keys(key_map, key, rest, map_weights, masked)
         return query, key, value, log_weight, query_log_scale
@@ -84,18 +87,22 @@ def _chunks(carry, query, key, value, log_weight):
     parts = {"scale": None, "factors": None, "far_query": query, "far_key": key}
     if log_weight is None:
         parts["scores"] = ops.tril(scores)
-        parts["weights"] = ops.cast(
-            lower_triangle(ops.shape(query)[2] + 1), query.dtype
+        batch, heads, chunks = sizes(query)[:3]
+        weights = ops.cast(lower_triangle(chunks + 1), query.dtype)
+        parts["weights"] = ops.broadcast_to(
+            weights, (ops.shape(query)[0], heads, chunks + 1, chunks + 1)
         )
     else:
         constant = ops.stop_gradient(log_weight)
-        chunk_max = ops.max(constant, axis=-1)
+        chunk_max = ops.max(constant, axis=-1, initial=LOG_ZERO)
         # Of the state, and of each query: what it may see, and no more.
         state_max, parts["weights"] = _prefix_weights(log_scale, chunk_max)
         log_scale = state_max[..., -1]
         lower = lower_triangle(ops.shape(query)[3])
         seen = ops.where(lower, constant[..., None, :], LOG_ZERO)
-        scale = larger(ops.max(seen, axis=-1), state_max[..., :-1, None])
+        scale = larger(
+            ops.max(seen, axis=-1, initial=LOG_ZERO), state_max[..., :-1, None]
+        )
         shifted = log_weight[..., None, :] - scale[..., None]
         # Above the diagonal the shift may be large: cut before the exponential.
         shifted = ops.where(lower, shifted, LOG_ZERO)
@@ -187,13 +194,15 @@ def _outputs_gradient(parts, query_log_scale, y, y_gradient, chunk_size, output)
             by_head(columns(t), chunk_size)[..., 0] for t in y_gradient[1:]
         )
         return of_y, of_totals, None if query_log_scale is None else of_scale
-    along = by_head(columns(ops.sum(y_gradient[0] * y[0], axis=-1)), chunk_size)
+    # A product with ones: XLA on a CPU is ten times slower in sums of products.
+    ones = ops.ones((ops.shape(y[0])[-1], 1), of_y.dtype)
+    along = by_head((y_gradient[0] * y[0]) @ ones, chunk_size)[..., 0]
     if output == "normalized":
         inverse = reciprocal(_totals(parts))
-        return of_y * inverse[..., None], -along[..., 0] * inverse, None
+        return of_y * inverse[..., None], -along * inverse, None
     scale = _total_scale(parts, query_log_scale)
     of_values = of_y if scale is None else of_y * ops.exp(scale)[..., None]
-    return of_values, None, None if query_log_scale is None else along[..., 0]
+    return of_values, None, None if query_log_scale is None else along
 
 
 def _prefix_weights(log_scale, chunk_max):
@@ -212,21 +221,33 @@ def _prefix_weights(log_scale, chunk_max):
 
 def _prefix_sums(first, local, weights):
     """States before each chunk, and the state after the last."""
-    states = ops.concatenate([first[:, :, None], local], axis=2)
-    states = _mixed(weights, states)
-    return states[:, :, :-1], states[:, :, -1]
+    batch, heads, chunks, *tail = sizes(local)
+    first, local = _flat(first[:, :, None], 3), _flat(local, 3)
+    by_first, by_local = weights[..., :1], weights[..., 1:]
+    before = by_local[..., :-1, :] @ local + by_first[..., :-1, :] * first
+    last = by_local[..., -1:, :] @ local + by_first[..., -1:, :] * first
+    return (
+        ops.reshape(before, (batch, heads, chunks, *tail)),
+        ops.reshape(last, (batch, heads, *tail)),
+    )
 
 
 def _prefix_sums_gradient(of_before, of_last, weights):
     """Gradients of `first` and of `local`."""
-    states = ops.concatenate([of_before, of_last[:, :, None]], axis=2)
-    states = _mixed(ops.swapaxes(weights, -1, -2), states)
-    return states[:, :, 0], states[:, :, 1:]
+    batch, heads, chunks, *tail = sizes(of_before)
+    of_before, of_last = _flat(of_before, 3), _flat(of_last[:, :, None], 3)
+    weights = ops.swapaxes(weights, -1, -2)
+    by_before, by_last = weights[..., :-1], weights[..., -1:]
+    of_first = by_before[..., :1, :] @ of_before + by_last[..., :1, :] * of_last
+    of_local = by_before[..., 1:, :] @ of_before + by_last[..., 1:, :] * of_last
+    return (
+        ops.reshape(of_first, (batch, heads, *tail)),
+        ops.reshape(of_local, (batch, heads, chunks, *tail)),
+    )
 
 
-def _mixed(weights, states):
-    """`weights` applied to the axis of the chunks."""
-    batch, heads, chunks, *tail = sizes(states)
-    size = functools.reduce(lambda a, b: a * b, tail)
-    mixed = weights @ ops.reshape(states, (batch, heads, chunks, size))
-    return ops.reshape(mixed, (batch, heads, chunks, *tail))
+def _flat(x, axis):
+    """The axes from `axis` on as one."""
+    shape = sizes(x)
+    size = functools.reduce(lambda a, b: a * b, shape[axis:])
+    return ops.reshape(x, (*shape[:axis], size))

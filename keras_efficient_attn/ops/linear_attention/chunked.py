@@ -13,8 +13,7 @@ from keras_efficient_attn.ops.chunking import (
     by_position,
     chunk_layout,
     columns,
-    join_groups,
-    split_groups,
+    pad_to,
 )
 from keras_efficient_attn.ops.linear_attention.causal_step import causal_step
 from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
@@ -38,7 +37,8 @@ def causal_linear_attention(
     """Causal attention over `(batch, length, heads, dim)`.
 
     Args:
-        query, key: What the maps read, equally long.
+        query, key: What the maps read, equally long; float16 and bfloat16 are cast
+            to the dtype of the state step by step.
         value: `(batch, length, heads, value_dim)`, zero where not valid.
         valid: `(batch, length)`, 1 for keys that exist and 0 for others, or `None`.
         key_log_weight: `(batch, length, heads)`, or `None`.
@@ -58,13 +58,13 @@ def causal_linear_attention(
     floats = heads * (2 * features + 3 * (value.shape[-1] or features))
     size, chunks, groups = chunk_layout(length, chunk_size, query.shape[0], floats)
     if valid is None and not _divides(groups * chunks * size, length):
-        valid = ops.ones(ops.shape(key)[:2], key.dtype)
+        valid = ops.ones(ops.shape(key)[:2], state[0].dtype)
     xs = [query, key, value]
     xs += [columns(t) for t in (valid, key_log_weight) if t is not None]
-    xs = tuple(split_groups(x, groups, chunks * size) for x in xs)
+    xs = tuple(pad_to(x, groups * chunks * size) for x in xs)
     step, gradient = causal_step(query_map, key_map, size, valid is not None, output)
-    state, outputs = recompute_scan(step, state, xs, map_weights, gradient)
-    return tuple(join_groups(y, length) for y in outputs), state
+    state, outputs = recompute_scan(step, state, xs, map_weights, gradient, groups)
+    return tuple(y[:, :length] for y in outputs), state
 
 
 def full_linear_attention(
@@ -87,19 +87,19 @@ def full_linear_attention(
         ops.shape(key)[1], chunk_size, key.shape[0], floats
     )
     if valid is None and not _divides(groups * chunks * size, ops.shape(key)[1]):
-        valid = ops.ones(ops.shape(key)[:2], key.dtype)
+        valid = ops.ones(ops.shape(key)[:2], state[0].dtype)
     xs = [key, value]
     xs += [columns(t) for t in (valid, key_log_weight) if t is not None]
-    xs = tuple(split_groups(x, groups, chunks * size) for x in xs)
+    xs = tuple(pad_to(x, groups * chunks * size) for x in xs)
     step = _key_step(key_map, valid is not None)
-    state, _ = recompute_scan(step, state, xs, map_weights)
+    state, _ = recompute_scan(step, state, xs, map_weights, num_steps=groups)
 
     length = ops.shape(query)[1]
     size, chunks, groups = chunk_layout(length, chunk_size, query.shape[0], floats)
-    xs = (split_groups(query, groups, chunks * size),)
-    step = _query_step(query_map, output)
-    _, outputs = recompute_scan(step, (), xs, (*state, *map_weights))
-    return tuple(join_groups(y, length) for y in outputs), state
+    xs = (pad_to(query, groups * chunks * size),)
+    step, consts = _query_step(query_map, output), (*state, *map_weights)
+    _, outputs = recompute_scan(step, (), xs, consts, num_steps=groups)
+    return tuple(y[:, :length] for y in outputs), state
 
 
 def _divides(padded, length):
@@ -114,7 +114,7 @@ def _key_step(key_map, masked):
     def step(carry, x, map_weights):
         sums, normalizer, log_scale = carry
         group = ops.shape(x[0])[1]
-        key, value, *rest = (by_head(t, group) for t in x)
+        key, value, *rest = (by_head(ops.cast(t, sums.dtype), group) for t in x)
         key, log_weight = mapped_keys(key_map, key, rest, map_weights, masked)
         if log_weight is None:
             log_scale = ops.zeros_like(log_scale)
@@ -139,7 +139,7 @@ def _query_step(query_map, output):
 
     def step(carry, x, consts):
         sums, normalizer, log_scale, *map_weights = consts
-        query = by_head(x[0], ops.shape(x[0])[1])
+        query = by_head(ops.cast(x[0], sums.dtype), ops.shape(x[0])[1])
         query, query_log_scale = query_map(query, *map_weights)
         values = query @ sums[:, :, None]
         totals = (query @ normalizer[:, :, None, :, None])[..., 0]

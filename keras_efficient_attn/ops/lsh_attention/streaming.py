@@ -4,7 +4,7 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.chunking import join_groups, split_groups
+from keras_efficient_attn.ops.chunking import pad_to
 from keras_efficient_attn.ops.lsh_attention.shared import (
     columns_of,
     masked_part,
@@ -67,15 +67,17 @@ def streamed_lsh_attention(
     dtype = query.dtype
     buckets = ops.cast(ops.transpose(buckets, (0, 3, 1, 2)), dtype)
     inputs = (query, value, buckets, ops.cast(kept, dtype))
-    xs = tuple(split_groups(t, steps, block) for t in inputs)
+    xs = tuple(pad_to(t, steps * block) for t in inputs)
     step = _step(dim, value_dim, rounds, num_buckets, chunk_size, scale)
     consts = ()
     if dropout is not None:
         # Of queries in a chunk, by the keys of the cache and those of the block.
         consts = (dropout[..., :block, :], dropout[:, :, 0, :block, :block])
     carry = (state["cache"], state["count"])
-    (cache, count), (output,) = recompute_scan(step, carry, xs, consts)
-    return join_groups(output, length), {"cache": cache, "count": count}
+    (cache, count), (output,) = recompute_scan(
+        step, carry, xs, consts, num_steps=steps, step_size=block
+    )
+    return output[:, :length], {"cache": cache, "count": count}
 
 
 @functools.cache

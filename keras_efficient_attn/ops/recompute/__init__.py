@@ -9,17 +9,20 @@ runs the step again.
 import keras
 
 
-def recompute_scan(step, carry, xs, consts=(), gradient=None):
-    """Runs `step` over the leading axis of `xs`, recomputing it for gradients.
+def recompute_scan(
+    step, carry, xs, consts=(), gradient=None, num_steps=None, step_size=None
+):
+    """Runs `step` over parts of `xs`, recomputing it for gradients.
 
     ```
-    for i in range(xs[0].shape[0]):
+    for i in range(num_steps):
         carry, y = step(carry, tuple(x[i] for x in xs), consts)
     ```
 
     Memory for the backward pass is one carry a step, plus one step's intermediates,
     plus `xs`, and with `gradient` the outputs. Gradients reach `carry`, `xs` and
-    `consts`; second derivatives exist on JAX only. `step` must be a pure function of
+    `consts`; second derivatives exist on JAX only, and forward mode only over a leading
+    axis or those gradients. `step` must be a pure function of
     its arguments: tensors it needs are passed in `consts`, never captured. On JAX the
     compiled loop is cached by the identity of `step`, so pass the same function
     object for the same computation.
@@ -28,21 +31,27 @@ def recompute_scan(step, carry, xs, consts=(), gradient=None):
         step: Callable `(carry, x, consts) -> (carry, y)`; all four are tuples of
             floating-point tensors, and `carry` keeps its shapes and dtypes.
         carry: Tuple of tensors, the initial carry.
-        xs: Non-empty tuple of tensors with a common leading axis.
-        consts: Tuple of tensors that every step reads.
+        xs: Non-empty tuple of tensors.
+        consts: Tuple of tensors that every step reads; integers have no gradient.
         gradient: Optional derivative of the step by hand, `(carry, x, consts, y,
             carry_gradient, y_gradient) -> (carry_gradient, x_gradient,
-            consts_gradient)`. TensorFlow and PyTorch run it; JAX has no use for it,
-            since XLA simplifies the automatic one to the same operations.
+            consts_gradient)`. Over a leading axis JAX has no use for it.
+        num_steps: `None` for steps along a common leading axis of `xs`. A number, for
+            steps along axis 1: each gets the next `size` positions of every `x`
+            of shape `(batch, num_steps * size, ...)`, and no axis is moved for it.
+        step_size: That `size`, where it is the same for all of `xs`. Needed where it
+            is known, and `num_steps` is not.
 
     Returns:
-        `(carry, ys)`: the last carry, and the outputs stacked on a new leading
-        axis.
+        `(carry, ys)`: the last carry, and the outputs; stacked on a new leading axis,
+        or with `num_steps` joined along axis 1.
 
     Raises:
         ValueError: If the Keras backend is not TensorFlow, JAX or PyTorch.
     """
-    return _implementation().recompute_scan(step, carry, xs, consts, gradient)
+    return _implementation().recompute_scan(
+        step, carry, xs, consts, gradient, num_steps, step_size
+    )
 
 
 def vector_jacobian_product(function, arguments):

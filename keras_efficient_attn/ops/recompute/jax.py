@@ -1,22 +1,150 @@
-"""`recompute_scan` for JAX: `lax.scan` over a checkpointed step."""
+"""`recompute_scan` for JAX: loops of `lax.scan`, with the backward one by hand.
+
+Rows of a leading axis are what `lax.scan` takes and gives, and JAX differentiates it.
+Positions of axis 1 are sliced inside the loop: XLA would move the axis, by a copy of
+everything. JAX's own gradient of such slices adds up whole tensors in each step, so
+that the backward loop is written out.
+"""
 
 import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 
-def recompute_scan(step, carry, xs, consts, _):
-    return _scan(step, carry, xs, consts)
+def recompute_scan(step, carry, xs, consts, gradient, num_steps, step_size):
+    if num_steps is None:
+        return _scan_rows(step, carry, xs, consts)
+    if not isinstance(num_steps, int):
+        # Of a length that is a symbol, as in exports, JAX scans rows alone.
+        xs = tuple(_as_rows(x, num_steps, step_size) for x in xs)
+        carry, ys = _scan_rows(step, carry, xs, consts)
+        return carry, tuple(map(_from_rows, ys))
+    if num_steps == 1 and gradient is None:
+        return jax.checkpoint(step)(carry, xs, consts)
+    return _scan_positions(step, gradient, num_steps, carry, xs, consts)
 
 
 def vector_jacobian_product(function, arguments):
-    value, pull = jax.vjp(function, *arguments)
+    value, pull_all = jax.vjp(function, *arguments)
+
+    def pull(gradient):
+        zeros = jax.tree.map(jnp.zeros_like, value)
+        pairs = zip(gradient, zeros, strict=True)
+        return pull_all(tuple(zero if g is None else g for g, zero in pairs))
+
     return value, pull
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _scan(step, carry, xs, consts):
+def _scan_rows(step, carry, xs, consts):
     # Inside scan the loop body is a computation of its own, so the barrier that
     # keeps XLA from merging forward and recomputed step is not needed.
     step = jax.checkpoint(step, prevent_cse=False)
-    return jax.lax.scan(lambda carry, x: step(carry, x, consts), carry, xs)
+    return lax.scan(lambda carry, x: step(carry, x, consts), carry, xs)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _scan_positions(step, gradient, num_steps, carry, xs, consts):
+    return _differentiable(step, gradient, num_steps, carry, xs, consts)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _differentiable(step, gradient, num_steps, carry, xs, consts):
+    return _loop(step, num_steps, carry, xs, consts)[0]
+
+
+def _loop(step, num_steps, carry, xs, consts):
+    """What the scan returns, and the carry before each step."""
+
+    def body(state, i):
+        carry, ys = state
+        new_carry, y = step(carry, _cut(xs, i, num_steps), consts)
+        return (new_carry, _written(ys, i, y)), carry
+
+    _, shapes = jax.eval_shape(step, carry, _cut(xs, 0, num_steps), consts)
+    ys = tuple(_space_for(y, num_steps) for y in shapes)
+    return lax.scan(body, (carry, ys), jnp.arange(num_steps))
+
+
+def _forward(step, gradient, num_steps, carry, xs, consts):
+    outputs, carries = _loop(step, num_steps, carry, xs, consts)
+    ys = None if gradient is None else outputs[1]
+    return outputs, (carries, xs, consts, ys)
+
+
+def _backward(step, gradient, num_steps, kept, upstream):
+    carries, xs, consts, ys = kept
+    of_carry, of_ys = upstream
+
+    def of_step(carry, i, of_carry):
+        x, of_y = _cut(xs, i, num_steps), _cut(of_ys, i, num_steps)
+        if gradient is None:
+            _, pull = jax.vjp(step, carry, x, consts)
+            return pull((of_carry, of_y))
+        return gradient(carry, x, consts, _cut(ys, i, num_steps), of_carry, of_y)
+
+    def body(state, inputs):
+        of_carry, of_consts, of_xs = state
+        i, carry = inputs
+        of_carry, of_x, of_const = of_step(carry, i, of_carry)
+        of_const = (
+            g for g, const in zip(of_const, consts, strict=True) if _real(const)
+        )
+        of_consts = tuple(map(jnp.add, of_consts, of_const))
+        return (of_carry, of_consts, _written(of_xs, i, of_x)), None
+
+    of_consts = tuple(jnp.zeros_like(const) for const in consts if _real(const))
+    state = of_carry, of_consts, tuple(map(jnp.zeros_like, xs))
+    inputs = jnp.arange(num_steps), carries
+    (of_carry, of_consts, of_xs), _ = lax.scan(body, state, inputs, reverse=True)
+    of_consts = iter(of_consts)
+    return (
+        of_carry,
+        of_xs,
+        tuple(
+            next(of_consts)
+            if _real(const)
+            else np.zeros(const.shape, jax.dtypes.float0)
+            for const in consts
+        ),
+    )
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+def _real(x):
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _as_rows(x, num_steps, size):
+    batch, _, *tail = x.shape
+    return jnp.moveaxis(x.reshape(batch, num_steps, size, *tail), 1, 0)
+
+
+def _from_rows(y):
+    num_steps, batch, size, *tail = y.shape
+    return jnp.moveaxis(y, 0, 1).reshape(batch, num_steps * size, *tail)
+
+
+def _cut(tensors, i, num_steps):
+    def cut(x):
+        size = x.shape[1] // num_steps
+        return lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
+
+    return tuple(map(cut, tensors))
+
+
+def _written(tensors, i, parts):
+    def write(x, part):
+        return lax.dynamic_update_slice_in_dim(x, part, i * part.shape[1], axis=1)
+
+    return tuple(map(write, tensors, parts))
+
+
+def _space_for(part, num_steps):
+    batch, size, *tail = part.shape
+    return jnp.zeros((batch, num_steps * size, *tail), part.dtype)

@@ -8,10 +8,11 @@ single step needs no loop, which would take as long again to trace and to compil
 import tensorflow as tf
 
 
-def recompute_scan(step, carry, xs, consts, step_gradient):
+def recompute_scan(step, carry, xs, consts, step_gradient, num_steps, step_size):
     if step_gradient is None:
         step_gradient = _automatic(step)
     carry_size, xs_size = len(carry), len(xs)
+    steps = _Rows(xs[0]) if num_steps is None else _Positions(num_steps, step_size)
 
     @tf.custom_gradient
     def scan(*arguments):
@@ -21,12 +22,12 @@ def recompute_scan(step, carry, xs, consts, step_gradient):
         carry = arguments[:carry_size]
         xs = arguments[carry_size : carry_size + xs_size]
         consts = arguments[carry_size + xs_size :]
-        final_carry, ys, carries = _forward(step, carry, xs, consts)
+        final_carry, ys, carries = _forward(step, carry, xs, consts, steps)
 
         @_once
         def gradient(*upstream):
             upstream = upstream[:carry_size], upstream[carry_size:]
-            return _backward(step_gradient, carries, xs, consts, ys, *upstream)
+            return _backward(step_gradient, carries, xs, consts, ys, *upstream, steps)
 
         return (*final_carry, *ys), gradient
 
@@ -84,49 +85,104 @@ def _automatic(step):
     return gradient
 
 
-def _forward(step, carry, xs, consts):
+class _Rows:
+    """Steps that each take a row of the leading axis."""
+
+    def __init__(self, x):
+        self.number = tf.shape(x)[0] if x.shape[0] is None else x.shape[0]
+
+    def cut(self, tensors, i):
+        return _row(tensors, i)
+
+    def only(self, tensors):
+        """The outputs of a single step."""
+        return _as_only(tensors)
+
+    def joined(self, arrays):
+        return tuple(array.stack() for array in arrays)
+
+
+class _Positions:
+    """Steps that each take as many positions of axis 1."""
+
+    def __init__(self, num_steps, step_size):
+        self.number = num_steps
+        self._size = step_size
+
+    def cut(self, tensors, i):
+        return tuple(self._slice(tensor, i) for tensor in tensors)
+
+    def _slice(self, tensor, i):
+        if isinstance(self.number, int) and self.number == 1:
+            return tensor
+        sizes = _sizes(tensor)
+        sizes[1] = self._size or sizes[1] // self.number
+        return tf.slice(tensor, [0, i * sizes[1]] + [0] * (len(sizes) - 2), sizes)
+
+    def only(self, tensors):
+        return tensors
+
+    def joined(self, arrays):
+        return tuple(self._join(array.stack()) for array in arrays)
+
+    def _join(self, stacked):
+        steps, batch, size, *tail = _sizes(stacked)
+        order = [1, 0, *range(2, 3 + len(tail))]
+        if stacked.shape[1] != 1:
+            stacked = tf.transpose(stacked, order)
+        return tf.reshape(stacked, [batch, steps * size, *tail])
+
+
+def _sizes(tensor):
+    """The shape of a tensor, as integers where it is known."""
+    dynamic = tf.shape(tensor)
+    return [dynamic[i] if n is None else n for i, n in enumerate(tensor.shape)]
+
+
+def _forward(step, carry, xs, consts, steps):
     """Runs the loop; returns the last carry, the outputs and each step's carry."""
-    num_steps = _num_steps(xs)
     # The first step stands outside the loop: it tells the shapes of the outputs.
-    next_carry, y = step(carry, _slice(xs, 0), consts)
-    if xs[0].shape[0] == 1:
-        return next_carry, _as_only(y), _as_only(carry)
-    carry_arrays = _write(_arrays(carry, num_steps), 0, carry)
-    y_arrays = _write(_arrays(y, num_steps), 0, y)
+    next_carry, y = step(carry, steps.cut(xs, 0), consts)
+    if isinstance(steps.number, int) and steps.number == 1:
+        return next_carry, steps.only(y), _as_only(carry)
+    carry_arrays = _write(_arrays(carry, steps.number), 0, carry)
+    y_arrays = _write(_arrays(y, steps.number), 0, y)
 
     def body(i, carry, carry_arrays, y_arrays):
         carry_arrays = _write(carry_arrays, i, carry)
-        new_carry, y = step(carry, _slice(xs, i), consts)
+        new_carry, y = step(carry, steps.cut(xs, i), consts)
         return i + 1, _like(carry, new_carry), carry_arrays, _write(y_arrays, i, y)
 
     _, final_carry, carry_arrays, y_arrays = tf.while_loop(
-        lambda i, *_: i < num_steps,
+        lambda i, *_: i < steps.number,
         body,
         (1, _like(carry, next_carry), carry_arrays, y_arrays),
-        maximum_iterations=num_steps,
+        maximum_iterations=steps.number,
         parallel_iterations=1,
     )
-    return final_carry, _stack(y_arrays), _stack(carry_arrays)
+    carries = tuple(array.stack() for array in carry_arrays)
+    return final_carry, steps.joined(y_arrays), carries
 
 
-def _backward(step_gradient, carries, xs, consts, ys, carry_gradient, ys_gradient):
+def _backward(
+    step_gradient, carries, xs, consts, ys, carry_gradient, ys_gradient, steps
+):
     """Runs the loop backwards, recomputing each step from its stored carry."""
-    num_steps = _num_steps(xs)
-    first_carry = _slice(carries, 0)
+    first_carry = _row(carries, 0)
 
     def of_step(i, carry_gradient):
         return step_gradient(
-            _slice(carries, i),
-            _slice(xs, i),
+            _row(carries, i),
+            steps.cut(xs, i),
             consts,
-            _slice(ys, i),
+            steps.cut(ys, i),
             carry_gradient,
-            _slice(ys_gradient, i),
+            steps.cut(ys_gradient, i),
         )
 
-    if xs[0].shape[0] == 1:
+    if isinstance(steps.number, int) and steps.number == 1:
         carry_gradient, x_gradient, consts_gradient = of_step(0, carry_gradient)
-        gradients = (*carry_gradient, *_as_only(x_gradient), *consts_gradient)
+        gradients = (*carry_gradient, *steps.only(x_gradient), *consts_gradient)
         return tuple(map(tf.convert_to_tensor, gradients))
 
     def body(i, carry_gradient, consts_gradient, x_arrays):
@@ -146,23 +202,18 @@ def _backward(step_gradient, carries, xs, consts, ys, carry_gradient, ys_gradien
         lambda i, *_: i >= 0,
         body,
         (
-            num_steps - 1,
+            steps.number - 1,
             _like(first_carry, carry_gradient),
             tuple(tf.zeros_like(tensor) for tensor in consts),
-            _arrays(_slice(xs, 0), num_steps),
+            _arrays(steps.cut(xs, 0), steps.number),
         ),
-        maximum_iterations=num_steps,
+        maximum_iterations=steps.number,
         parallel_iterations=1,
     )
-    return (*carry_gradient, *_stack(x_arrays), *consts_gradient)
+    return (*carry_gradient, *steps.joined(x_arrays), *consts_gradient)
 
 
-def _num_steps(xs):
-    static = xs[0].shape[0]
-    return tf.shape(xs[0])[0] if static is None else static
-
-
-def _slice(tensors, i):
+def _row(tensors, i):
     return tuple(tensor[i] for tensor in tensors)
 
 
@@ -189,7 +240,3 @@ def _write(arrays, i, tensors):
     return tuple(
         array.write(i, tensor) for array, tensor in zip(arrays, tensors, strict=True)
     )
-
-
-def _stack(arrays):
-    return tuple(array.stack() for array in arrays)

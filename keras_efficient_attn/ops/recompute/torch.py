@@ -4,15 +4,16 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 
-def recompute_scan(step, carry, xs, consts, step_gradient):
+def recompute_scan(step, carry, xs, consts, step_gradient, num_steps, _):
+    steps = _Rows(len(xs[0])) if num_steps is None else _Positions(num_steps)
     if not torch.is_grad_enabled() or not any(
         tensor.requires_grad for tensor in (*carry, *xs, *consts)
     ):
-        return _loop(step, carry, xs, consts)
+        return _loop(step, carry, xs, consts, steps)
     if step_gradient is None:
-        return _loop(_checkpointed(step), carry, xs, consts)
+        return _recorded_loop(_checkpointed(step), carry, xs, consts, steps)
     outputs = _Scan.apply(
-        step, step_gradient, len(carry), len(xs), *carry, *xs, *consts
+        step, step_gradient, steps, len(carry), len(xs), *carry, *xs, *consts
     )
     return outputs[: len(carry)], outputs[len(carry) :]
 
@@ -45,17 +46,84 @@ def vector_jacobian_product(function, arguments):
     return tuple(None if v is None else v.detach() for v in value), pull
 
 
-def _loop(step, carry, xs, consts):
-    ys = []
-    # unbind, not indexing: the gradient of x[i] is a zero tensor as large as x.
-    for x in zip(*(torch.unbind(tensor) for tensor in xs), strict=True):
+class _Rows:
+    """Steps that each take a row of the leading axis."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def cut(self, tensors):
+        """The tensors of each step."""
+        # unbind, not indexing: the gradient of x[i] is a zero tensor as large as x.
+        return _by_step(map(torch.unbind, tensors), self.number)
+
+    def join(self, tensors):
+        return torch.stack(tensors)
+
+    def space_for(self, tensor):
+        """An empty tensor for the outputs of all steps, and the part of each."""
+        whole = tensor.new_empty(self.number, *tensor.shape)
+        return whole, whole.unbind()
+
+
+class _Positions:
+    """Steps that each take as many positions of axis 1."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def cut(self, tensors):
+        return _by_step(map(self._split, tensors), self.number)
+
+    def join(self, tensors):
+        return torch.cat(tensors, 1)
+
+    def space_for(self, tensor):
+        batch, size, *tail = tensor.shape
+        whole = tensor.new_empty(batch, self.number * size, *tail)
+        return whole, self._split(whole)
+
+    def _split(self, tensor):
+        return torch.split(tensor, tensor.shape[1] // self.number, 1)
+
+
+def _by_step(parts, number):
+    """Parts of each tensor as tuples of each step, of which there may be no tensor."""
+    return list(zip(*parts, strict=True)) or [()] * number
+
+
+class _Outputs:
+    """Tensors of each step, written where they stay: what is large is copied once."""
+
+    def __init__(self, steps):
+        self._steps = steps
+        self._spaces = None
+
+    def write(self, i, tensors):
+        if self._spaces is None:
+            self._spaces = [self._steps.space_for(tensor) for tensor in tensors]
+        for (_, parts), tensor in zip(self._spaces, tensors, strict=True):
+            parts[i].copy_(tensor)
+
+    def all(self):
+        return tuple(whole for whole, _ in self._spaces)
+
+
+def _recorded_loop(step, carry, xs, consts, steps):
+    """The loop as PyTorch's autograd records it."""
+    rows = []
+    for x in steps.cut(xs):
         carry, y = step(carry, x, consts)
-        ys.append(y)
-    return carry, _stacked(ys)
+        rows.append(y)
+    return carry, tuple(map(steps.join, zip(*rows, strict=True)))
 
 
-def _stacked(rows):
-    return tuple(torch.stack(tensors) for tensors in zip(*rows, strict=True))
+def _loop(step, carry, xs, consts, steps):
+    ys = _Outputs(steps)
+    for i, x in enumerate(steps.cut(xs)):
+        carry, y = step(carry, x, consts)
+        ys.write(i, y)
+    return carry, ys.all()
 
 
 def _checkpointed(step):
@@ -71,7 +139,7 @@ class _Scan(torch.autograd.Function):
     """The loop with a derivative by hand."""
 
     @staticmethod
-    def forward(ctx, step, step_gradient, carry_size, xs_size, *tensors):
+    def forward(ctx, step, step_gradient, steps, carry_size, xs_size, *tensors):
         carry = tensors[:carry_size]
         xs = tensors[carry_size : carry_size + xs_size]
         consts = tensors[carry_size + xs_size :]
@@ -81,8 +149,8 @@ class _Scan(torch.autograd.Function):
             carries.append(carry)
             return step(carry, x, consts)
 
-        carry, ys = _loop(recorded, carry, xs, consts)
-        ctx.step_gradient = step_gradient
+        carry, ys = _loop(recorded, carry, xs, consts, steps)
+        ctx.step_gradient, ctx.steps = step_gradient, steps
         ctx.sizes = [len(group) for group in (xs, consts, ys)]
         ctx.save_for_backward(
             *xs, *consts, *ys, *(tensor for carry in carries for tensor in carry)
@@ -96,20 +164,15 @@ class _Scan(torch.autograd.Function):
         xs, consts, ys = (tuple(next(saved) for _ in range(n)) for n in ctx.sizes)
         carry_size = len(upstream) - len(ys)
         of_carry, of_ys = upstream[:carry_size], upstream[carry_size:]
-        carries = [
-            tuple(next(saved) for _ in range(carry_size)) for _ in range(len(xs[0]))
-        ]
+        inputs = [ctx.steps.cut(tensors) for tensors in (xs, ys, of_ys)]
+        carries = [tuple(next(saved) for _ in range(carry_size)) for _ in inputs[0]]
         of_consts = tuple(torch.zeros_like(tensor) for tensor in consts)
-        of_xs = []
+        of_xs = _Outputs(ctx.steps)
         for i in reversed(range(len(carries))):
+            x, y, of_y = (tensors[i] for tensors in inputs)
             of_carry, of_x, of_const = ctx.step_gradient(
-                carries[i],
-                tuple(tensor[i] for tensor in xs),
-                consts,
-                tuple(tensor[i] for tensor in ys),
-                of_carry,
-                tuple(tensor[i] for tensor in of_ys),
+                carries[i], x, consts, y, of_carry, of_y
             )
-            of_xs.append(of_x)
+            of_xs.write(i, of_x)
             of_consts = tuple(a + b for a, b in zip(of_consts, of_const, strict=True))
-        return None, None, None, None, *of_carry, *_stacked(of_xs[::-1]), *of_consts
+        return None, None, None, None, None, *of_carry, *of_xs.all(), *of_consts

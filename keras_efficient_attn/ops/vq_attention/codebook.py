@@ -9,8 +9,7 @@ from keras_efficient_attn.ops.chunking import (
     by_head,
     by_position,
     chunk_layout,
-    join_groups,
-    split_groups,
+    pad_to,
 )
 from keras_efficient_attn.ops.compiled import compiled
 from keras_efficient_attn.ops.partial_attention import larger
@@ -40,9 +39,9 @@ def nearest_codes(key, codebook):
     size, chunks, groups = chunk_layout(
         length, QUANTIZE_CHUNK, key.shape[0], heads * codes
     )
-    xs = (split_groups(key, groups, chunks * size),)
-    _, (index,) = recompute_scan(_nearest_step, (), xs, (codebook,))
-    return ops.cast(join_groups(index, length), "int32")
+    xs = (pad_to(key, groups * chunks * size),)
+    _, (index,) = recompute_scan(_nearest_step, (), xs, (codebook,), num_steps=groups)
+    return ops.cast(index[:, :length], "int32")
 
 
 def _nearest_step(carry, x, consts):

@@ -15,9 +15,8 @@ from keras_efficient_attn.ops.chunking import (
     by_position,
     chunk_layout,
     columns,
-    join_groups,
     lower_triangle,
-    split_groups,
+    pad_to,
 )
 from keras_efficient_attn.ops.partial_attention import LOG_ZERO, divided, larger
 from keras_efficient_attn.ops.recompute import recompute_scan
@@ -54,11 +53,11 @@ def causal_compressed_attention(
     xs = [query, key, value, columns(valid)]
     if index is not None:
         xs.append(columns(ops.cast(index, query.dtype)))
-    xs = tuple(split_groups(x, groups, blocks * size) for x in xs)
+    xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
     consts = (codebook,) if sigma is None else (codebook, sigma)
     step = _causal_step(size, reduction)
-    state, part = recompute_scan(step, state, xs, consts)
-    return tuple(join_groups(y, ops.shape(query)[1]) for y in part), state
+    state, part = recompute_scan(step, state, xs, consts, num_steps=groups)
+    return tuple(y[:, : ops.shape(query)[1]] for y in part), state
 
 
 def full_compressed_attention(
@@ -72,14 +71,15 @@ def full_compressed_attention(
     xs = [key, value, columns(valid)]
     if index is not None:
         xs.append(columns(ops.cast(index, query.dtype)))
-    xs = tuple(split_groups(x, groups, blocks * size) for x in xs)
+    xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
     consts = (codebook,) if sigma is None else (codebook, sigma)
-    state, _ = recompute_scan(_key_step, state, xs, consts)
+    state, _ = recompute_scan(_key_step, state, xs, consts, num_steps=groups)
 
     size, blocks, groups = layout(query, value, codebook, block_length, "cumsum")
-    xs = (split_groups(query, groups, blocks * size),)
-    _, part = recompute_scan(_query_step, (), xs, (codebook, *state))
-    return tuple(join_groups(y, ops.shape(query)[1]) for y in part), state
+    xs = (pad_to(query, groups * blocks * size),)
+    consts = (codebook, *state)
+    _, part = recompute_scan(_query_step, (), xs, consts, num_steps=groups)
+    return tuple(y[:, : ops.shape(query)[1]] for y in part), state
 
 
 def layout(sequence, value, codebook, block_length, reduction, features=0):

@@ -21,10 +21,9 @@ from keras_efficient_attn.ops.chunking import (
     by_head,
     by_position,
     columns,
-    join_groups,
     lower_triangle,
+    pad_to,
     sizes,
-    split_groups,
 )
 from keras_efficient_attn.ops.pair_products import pair_products
 from keras_efficient_attn.ops.partial_attention import LOG_ZERO
@@ -70,10 +69,10 @@ def causal_expanded_attention(
         query, value, codebook, block_length, reduction, features
     )
     xs = (query, *_keys(residual, value, valid, index))
-    xs = tuple(split_groups(x, groups, blocks * size) for x in xs)
+    xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
     step = _causal_step(size, rank, reduction)
-    state, part = recompute_scan(step, state, xs, (codebook,))
-    return tuple(join_groups(y, ops.shape(query)[1]) for y in part), state
+    state, part = recompute_scan(step, state, xs, (codebook,), num_steps=groups)
+    return tuple(y[:, : ops.shape(query)[1]] for y in part), state
 
 
 def full_expanded_attention(
@@ -86,15 +85,15 @@ def full_expanded_attention(
     cut = (value, codebook, block_length, "scan", num_features(rank))
     size, blocks, groups = layout(residual, *cut)
     xs = tuple(
-        split_groups(x, groups, blocks * size)
-        for x in _keys(residual, value, valid, index)
+        pad_to(x, groups * blocks * size) for x in _keys(residual, value, valid, index)
     )
-    state, _ = recompute_scan(_key_step(rank), state, xs, (codebook,))
+    step = _key_step(rank)
+    state, _ = recompute_scan(step, state, xs, (codebook,), num_steps=groups)
 
     size, blocks, groups = layout(query, *cut)
-    xs = (split_groups(query, groups, blocks * size),)
-    _, part = recompute_scan(_query_step(rank), (), xs, (codebook, *state))
-    return tuple(join_groups(y, ops.shape(query)[1]) for y in part), state
+    xs, consts = (pad_to(query, groups * blocks * size),), (codebook, *state)
+    _, part = recompute_scan(_query_step(rank), (), xs, consts, num_steps=groups)
+    return tuple(y[:, : ops.shape(query)[1]] for y in part), state
 
 
 def expanded_attention_in_a_block(
@@ -105,9 +104,8 @@ def expanded_attention_in_a_block(
     Time and memory grow with the square of the length, and not with the number of
     features.
     """
-    xs = tuple(t[None] for t in (query, *_keys(residual, value, valid, index)))
-    _, part = recompute_scan(_block_step(rank, causal), (), xs, (codebook,))
-    return tuple(t[0] for t in part)
+    xs, step = (query, *_keys(residual, value, valid, index)), _block_step(rank, causal)
+    return recompute_scan(step, (), xs, (codebook,), num_steps=1)[1]
 
 
 def _keys(residual, value, valid, index):
