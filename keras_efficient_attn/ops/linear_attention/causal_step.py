@@ -1,5 +1,7 @@
 """One step of causal linear attention, over a group of chunks, and its gradient.
 
+For TensorFlow and JAX; PyTorch has its own, of the same formulae.
+
 With features Q and K, values V and, per key, a log weight l, chunk c gives
 
 ```

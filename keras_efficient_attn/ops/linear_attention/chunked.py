@@ -6,6 +6,7 @@ Keys enter the state relative to a running maximum `M` of their log weights:
 
 import functools
 
+import keras
 from keras import ops
 
 from keras_efficient_attn.ops.chunking import (
@@ -15,7 +16,6 @@ from keras_efficient_attn.ops.chunking import (
     columns,
     pad_to,
 )
-from keras_efficient_attn.ops.linear_attention.causal_step import causal_step
 from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
 from keras_efficient_attn.ops.partial_attention import LOG_ZERO, finish, larger
 from keras_efficient_attn.ops.recompute import recompute_scan
@@ -62,7 +62,8 @@ def causal_linear_attention(
     xs = [query, key, value]
     xs += [columns(t) for t in (valid, key_log_weight) if t is not None]
     xs = tuple(pad_to(x, groups * chunks * size) for x in xs)
-    step, gradient = causal_step(query_map, key_map, size, valid is not None, output)
+    make_step = _implementation().causal_step
+    step, gradient = make_step(query_map, key_map, size, valid is not None, output)
     state, outputs = recompute_scan(step, state, xs, map_weights, gradient, groups)
     return tuple(y[:, :length] for y in outputs), state
 
@@ -100,6 +101,16 @@ def full_linear_attention(
     step, consts = _query_step(query_map, output), (*state, *map_weights)
     _, outputs = recompute_scan(step, (), xs, consts, num_steps=groups)
     return tuple(y[:, :length] for y in outputs), state
+
+
+def _implementation():
+    if keras.backend.backend() == "torch":
+        from keras_efficient_attn.ops.linear_attention import causal_step_torch
+
+        return causal_step_torch
+    from keras_efficient_attn.ops.linear_attention import causal_step
+
+    return causal_step
 
 
 def _divides(padded, length):

@@ -1,0 +1,236 @@
+"""`causal_step` for PyTorch: the same sums, in few passes and in place.
+
+Run one by one, operations cost what they read and write. Here products are added to
+what is there already, triangles are cut in place, and tensors keep one layout,
+`(batch · heads · chunks, chunk_size, dim)`, that matrix products take as it is.
+"""
+
+import functools
+import math
+
+import torch
+
+from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
+from keras_efficient_attn.ops.partial_attention import accumulator_dtype
+from keras_efficient_attn.ops.recompute import vector_jacobian_product
+
+
+@functools.cache
+def causal_step(query_map, key_map, chunk_size, masked, output):
+    """As `causal_step.causal_step`; to be called where no gradient is recorded."""
+
+    def prepare(x, map_weights):
+        dtype = getattr(torch, accumulator_dtype(*x))
+        query, key, value, *rest = (_by_head(t.to(dtype), chunk_size) for t in x)
+        query, query_log_scale = query_map(query, *map_weights)
+        key, log_weight = mapped_keys(key_map, key, rest, map_weights, masked)
+        return query, key, value, log_weight, query_log_scale
+
+    @_without_autocast
+    def step(carry, x, map_weights):
+        query, key, value, log_weight, query_log_scale = prepare(x, map_weights)
+        chunks = _Chunks(carry, query, key, value, log_weight)
+        values = torch.bmm(chunks.scores, chunks.value)
+        values.baddbmm_(chunks.far_query, chunks.before)
+        shape = query.shape[:-1]
+        outputs = _outputs(values, chunks, query_log_scale, shape, output)
+        return chunks.carry, tuple(_by_position(t, shape) for t in outputs)
+
+    @_without_autocast
+    def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
+        prepared, pull = vector_jacobian_product(prepare, (x, map_weights))
+        query, key, value, log_weight, query_log_scale = prepared
+        chunks = _Chunks(carry, query, key, value, log_weight)
+        of_values, of_totals, of_query_log_scale = _outputs_gradient(
+            chunks, query_log_scale, y, y_gradient, chunk_size, output
+        )
+        of_carry, of_query, of_key, of_value, of_log_weight = chunks.gradient(
+            of_values, of_totals, carry_gradient
+        )
+        of_prepared = (
+            of_query.view(query.shape),
+            of_key.view(key.shape),
+            of_value.view(value.shape),
+            None if of_log_weight is None else of_log_weight.view(log_weight.shape),
+            of_query_log_scale,
+        )
+        return of_carry, *pull(of_prepared)
+
+    return step, gradient
+
+
+def _without_autocast(function):
+    """The products keep to the accumulator's dtype, those in place and others."""
+
+    @functools.wraps(function)
+    def call(carry, *arguments):
+        with torch.autocast(carry[0].device.type, enabled=False):
+            return function(carry, *arguments)
+
+    return call
+
+
+def _by_head(x, chunk_size):
+    """`(batch, group, heads, ...)` as `(batch, heads, chunks, chunk_size, ...)`."""
+    chunks = x.shape[1] // chunk_size
+    return x.transpose(1, 2).contiguous().unflatten(2, (chunks, chunk_size))
+
+
+def _by_position(x, shape):
+    """`(batch · heads · chunks, chunk_size, ...)` as `(batch, group, heads, ...)`."""
+    batch, heads, chunks, chunk_size = shape
+    x = x.view(batch, heads, chunks * chunk_size, *x.shape[2:])
+    return x.transpose(1, 2)
+
+
+class _Chunks:
+    """A group of chunks: scores, and states before each chunk as queries read them."""
+
+    def __init__(self, carry, query, key, value, log_weight):
+        self.batch, self.heads, self.chunks = query.shape[:3]
+        sums, normalizer, log_scale = carry
+        self.query, self.key, self.value = (
+            t.flatten(0, 2) for t in (query, key, value)
+        )
+        self.scores = torch.bmm(self.query, self.key.mT)
+        self.far_query, self.far_key = self.query, self.key
+        self.log_weight = log_weight
+        self.scale = None
+        if log_weight is None:
+            self.scores.tril_()
+            ones = torch.ones(
+                self.chunks + 1, self.chunks + 1, dtype=key.dtype, device=key.device
+            )
+            self.weights = ones.tril_().expand(self.batch * self.heads, -1, -1)
+        else:
+            log_scale = self._weigh(log_scale, log_weight)
+        local = torch.bmm(self.far_key.mT, self.value)
+        self.before, sums = self._prefix_sums(sums, local)
+        self.before_normalizer, normalizer = self._prefix_sums(
+            normalizer, self.far_key.sum(-2)
+        )
+        self.carry = sums, normalizer, log_scale
+
+    def _weigh(self, log_scale, log_weight):
+        """Weighs scores, keys and queries; returns the log scale after the chunks."""
+        chunk_max = log_weight.amax(-1)
+        maxima = torch.cat([log_scale[..., None], chunk_max], -1)
+        running = maxima.cummax(-1).values
+        # Of the state, and of each query: what it may see, and no more. Beyond that
+        # differences may be large: they are cut before the exponential.
+        weights = maxima[..., None, :] - running[..., None]
+        self.weights = weights.clamp_(max=0.0).exp_().tril_().flatten(0, 1)
+        state_max = running[..., :-1, None]
+        self.scale = torch.maximum(log_weight.cummax(-1).values, state_max)
+        factors = log_weight[..., None, :] - self.scale[..., None]
+        self.factors = factors.clamp_(max=0.0).exp_().tril_().flatten(0, 2)
+        self.scores.mul_(self.factors)
+        self.key_factors = (log_weight - chunk_max[..., None]).exp_().flatten(0, 2)
+        self.key_factors = self.key_factors[..., None]
+        self.query_factors = (state_max - self.scale).exp_().flatten(0, 2)[..., None]
+        self.far_key = self.key * self.key_factors
+        self.far_query = self.query * self.query_factors
+        return running[..., -1]
+
+    def _prefix_sums(self, first, local):
+        """States before each chunk, and the state after the last."""
+        rows = self.batch * self.heads
+        size = math.prod(local.shape[1:])
+        state = first.reshape(rows, 1, size)
+        states = local.view(rows, self.chunks, size)
+        by_first, by_local = self.weights[..., :1], self.weights[..., 1:]
+        before = torch.baddbmm(by_first[:, :-1] * state, by_local[:, :-1], states)
+        last = torch.baddbmm(by_first[:, -1:] * state, by_local[:, -1:], states)
+        return before.view(local.shape), last.view(first.shape)
+
+    def _prefix_sums_gradient(self, of_before, of_last):
+        """Gradients of `first` and of `local`."""
+        rows = self.batch * self.heads
+        size = math.prod(of_before.shape[1:])
+        last = of_last.reshape(rows, 1, size)
+        states = of_before.view(rows, self.chunks, size)
+        weights = self.weights.mT
+        by_before, by_last = weights[..., :-1], weights[..., -1:]
+        of_first = torch.baddbmm(by_last[:, :1] * last, by_before[:, :1], states)
+        of_local = torch.baddbmm(by_last[:, 1:] * last, by_before[:, 1:], states)
+        return of_first.view(of_last.shape), of_local.view(of_before.shape)
+
+    def totals(self):
+        far = torch.bmm(self.far_query, self.before_normalizer[..., None])
+        return far[..., 0].add_(self.scores.sum(-1))
+
+    def total_scale(self, query_log_scale):
+        """The log scale of the sums, or `None` for 0."""
+        if self.scale is None or query_log_scale is None:
+            return query_log_scale if self.scale is None else self.scale
+        return self.scale + query_log_scale
+
+    def gradient(self, of_values, of_totals, carry_gradient):
+        """Gradients of the carry, queries, keys, values and log weights."""
+        of_scores = torch.bmm(of_values, self.value.mT)
+        of_far_query = torch.bmm(of_values, self.before.mT)
+        of_before = torch.bmm(self.far_query.mT, of_values)
+        of_before_normalizer = torch.zeros_like(self.before_normalizer)
+        if of_totals is not None:
+            column = of_totals[..., None]
+            of_scores.add_(column)
+            of_far_query.addcmul_(column, self.before_normalizer[:, None])
+            of_before_normalizer = torch.bmm(self.far_query.mT, column)[..., 0]
+        of_sums, of_local = self._prefix_sums_gradient(of_before, carry_gradient[0])
+        of_normalizer, of_local_normalizer = self._prefix_sums_gradient(
+            of_before_normalizer, carry_gradient[1]
+        )
+        of_value = torch.bmm(self.scores.mT, of_values)
+        of_value.baddbmm_(self.far_key, of_local)
+        of_far_key = torch.bmm(self.value, of_local.mT)
+        of_far_key.add_(of_local_normalizer[:, None])
+        of_log_weight = None
+        if self.log_weight is None:
+            of_scores.tril_()
+        else:
+            # Above the diagonal, scores and factors are zero.
+            of_log_weight = (of_scores * self.scores).sum(-2)
+            of_log_weight.add_((of_far_key * self.far_key).sum(-1))
+            of_scores.mul_(self.factors)
+            of_far_query.mul_(self.query_factors)
+            of_far_key.mul_(self.key_factors)
+        of_query = of_far_query.baddbmm_(of_scores, self.key)
+        of_key = of_far_key.baddbmm_(of_scores.mT, self.query)
+        of_carry = of_sums, of_normalizer, torch.zeros_like(carry_gradient[2])
+        return of_carry, of_query, of_key, of_value, of_log_weight
+
+
+def _reciprocal(totals):
+    """As `partial_attention.reciprocal`."""
+    least = 1e-290 if totals.dtype == torch.float64 else 1e-30
+    hidden = totals.abs() <= least
+    return totals.reciprocal().masked_fill_(hidden, 0.0)
+
+
+def _outputs(values, chunks, query_log_scale, shape, output):
+    if output == "normalized":
+        return (values.mul_(_reciprocal(chunks.totals())[..., None]),)
+    scale = chunks.total_scale(query_log_scale)
+    scale = None if scale is None else scale.flatten(0, 2)
+    if output == "sum":
+        return (values if scale is None else values.mul_(scale.exp()[..., None]),)
+    totals = chunks.totals()
+    return values, totals, torch.zeros_like(totals) if scale is None else scale
+
+
+def _outputs_gradient(chunks, query_log_scale, y, y_gradient, chunk_size, output):
+    """Gradients of values, totals and the queries' log scales; `None` for zero."""
+    of_y = _by_head(y_gradient[0], chunk_size).flatten(0, 2)
+    if output == "partial":
+        of_totals, of_scale = (_by_head(t, chunk_size) for t in y_gradient[1:])
+        of_scale = None if query_log_scale is None else of_scale
+        return of_y, of_totals.flatten(0, 2), of_scale
+    along = _by_head((y_gradient[0] * y[0]).sum(-1), chunk_size)
+    if output == "normalized":
+        inverse = _reciprocal(chunks.totals())
+        of_totals = along.flatten(0, 2).mul_(inverse).neg_()
+        return of_y * inverse[..., None], of_totals, None
+    scale = chunks.total_scale(query_log_scale)
+    if scale is not None:
+        of_y = of_y * scale.flatten(0, 2).exp()[..., None]
+    return of_y, None, None if query_log_scale is None else along
