@@ -79,9 +79,6 @@ class ChunkedFeedForward(keras.layers.Layer):
         chunk_size = self.chunk_size
         if isinstance(length, int):
             chunk_size = max(1, min(chunk_size, length))
-        elif keras.backend.backend() == "jax":
-            # JAX exports symbolic lengths, but loops only over known ones.
-            return self.feed_forward(x, training=training)
         chunks = chunk_count(length, chunk_size)
         values = tuple(
             ops.convert_to_tensor(variable) for variable in self.feed_forward.variables

@@ -23,8 +23,8 @@ def chunk_layout(length, chunk_size, batch, floats_per_position):
         length = max(1, length)
         chunk_size = min(chunk_size, length)
     elif keras.backend.backend() == "jax":
-        # JAX exports symbolic lengths, but scans only over known ones: one group,
-        # whose chunk states all exist at once.
+        # Symbolic lengths, as JAX exports them, make one group, whose chunk states
+        # all exist at once.
         return chunk_size, (length + chunk_size - 1) // chunk_size, 1
     else:
         length = ops.maximum(length, 1)

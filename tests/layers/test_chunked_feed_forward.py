@@ -55,6 +55,24 @@ def test_a_network_with_integer_variables_has_gradients():
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_an_export_for_any_length_keeps_to_the_slices(backend):
+    if backend != "jax":
+        pytest.skip("JAX exports symbolic lengths")
+    import jax
+
+    wide = keras.Sequential([keras.layers.Dense(4096), keras.layers.Dense(3)])
+    layer = ChunkedFeedForward(wide, 4)
+    x = np.random.default_rng(0).normal(size=(1, 403, DIM)).astype("float32")
+    expected = to_numpy(wide(x))
+    layer(x)
+    (length,) = jax.export.symbolic_shape("n")
+    shape = jax.ShapeDtypeStruct((1, length, DIM), "float32")
+    program = jax.export.export(jax.jit(lambda x: layer(x)))(shape)
+    np.testing.assert_allclose(program.call(x), expected, rtol=1e-4, atol=1e-4)
+    compiled = jax.jit(program.call).lower(x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 403 * 4096
+
+
 def test_no_positions_give_no_positions():
     layer = ChunkedFeedForward(network(), 4)
     assert tuple(layer(inputs()[:, :0]).shape) == (BATCH, 0, 3)

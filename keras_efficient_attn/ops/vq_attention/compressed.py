@@ -93,7 +93,7 @@ def layout(sequence, value, codebook, block_length, reduction, features=0):
     floats = heads * (3 * codes + 2 * dim + 2 * (1 + features) * value_dim)
     length = ops.shape(sequence)[1]
     size, blocks, groups = chunk_layout(length, block_length, sequence.shape[0], floats)
-    # JAX exports symbolic lengths, but scans only over known ones.
+    # Of symbolic lengths, as JAX exports them, there is one group.
     known = isinstance(length, int) or keras.backend.backend() != "jax"
     if reduction == "scan" and known:
         return size, 1, blocks * groups
