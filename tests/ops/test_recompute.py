@@ -76,17 +76,16 @@ def test_values(steps):
         np.testing.assert_allclose(to_numpy(ours), theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("gradient", [None, step_gradient, tracked_gradient])
-def test_gradients_are_the_slopes_of_the_loop(gradient):
-    values = arrays()
+def check_slopes(scan, loop, gradient, values):
+    """The gradients of a scan against the slopes of the loop, in float64."""
     random = np.random.default_rng(1)
 
     def loss(*tensors):
-        (last,), (ys, sums) = scanned(*tensors, gradient)
+        (last,), (ys, sums) = scan(*tensors, gradient)
         return ops.sum(last) + ops.sum(ops.sin(ys)) + ops.sum(ops.square(sums))
 
     def loop_loss(*arrays):
-        last, ys, sums = looped(*arrays)
+        last, ys, sums = loop(*arrays)
         return last.sum() + np.sin(ys).sum() + (sums**2).sum()
 
     wide = [value.astype("float64") for value in values]
@@ -98,6 +97,11 @@ def test_gradients_are_the_slopes_of_the_loop(gradient):
 
         slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
         assert abs((slopes * direction).sum() - slope) < 1e-3 * (1 + abs(slope))
+
+
+@pytest.mark.parametrize("gradient", [None, step_gradient, tracked_gradient])
+def test_gradients_are_the_slopes_of_the_loop(gradient):
+    check_slopes(scanned, looped, gradient, arrays())
 
 
 def test_a_gradient_by_hand_is_the_one_that_runs(backend):
@@ -269,26 +273,7 @@ def test_values_of_steps_along_positions(steps):
 @pytest.mark.parametrize("steps", [1, STEPS])
 @pytest.mark.parametrize("gradient", [None, positions_gradient])
 def test_gradients_of_steps_along_positions(gradient, steps):
-    values = positions_arrays(steps)
-    random = np.random.default_rng(1)
-
-    def loss(*tensors):
-        (last,), (ys, sums) = scanned_positions(*tensors, gradient)
-        return ops.sum(last) + ops.sum(ops.sin(ys)) + ops.sum(ops.square(sums))
-
-    def loop_loss(*arrays):
-        last, ys, sums = looped_positions(*arrays)
-        return last.sum() + np.sin(ys).sum() + (sums**2).sum()
-
-    wide = [value.astype("float64") for value in values]
-    for i, slopes in enumerate(gradients(loss, *values)):
-        direction = random.normal(size=slopes.shape)
-
-        def moved(step, i=i, direction=direction):
-            return loop_loss(*wide[:i], wide[i] + step * direction, *wide[i + 1 :])
-
-        slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
-        assert abs((slopes * direction).sum() - slope) < 1e-3 * (1 + abs(slope))
+    check_slopes(scanned_positions, looped_positions, gradient, positions_arrays(steps))
 
 
 @pytest.mark.parametrize("gradient", [None, positions_gradient])

@@ -21,11 +21,11 @@ def recompute_scan(
 
     Memory for the backward pass is one carry a step, plus one step's intermediates,
     plus `xs`, and with `gradient` the outputs. Gradients reach `carry`, `xs` and
-    `consts`; second derivatives exist on JAX only, and forward mode only over a leading
-    axis or those gradients. `step` must be a pure function of
-    its arguments: tensors it needs are passed in `consts`, never captured. On JAX the
-    compiled loop is cached by the identity of `step`, so pass the same function
-    object for the same computation.
+    `consts`; second derivatives exist on JAX only. There `jax.jvp` works over a
+    leading axis, and with `num_steps` only of a gradient. `step` must be a pure
+    function of its arguments: tensors it needs are passed in `consts`, never captured.
+    On JAX the compiled loop is cached by the identity of `step`, so pass the same
+    function object for the same computation.
 
     Args:
         step: Callable `(carry, x, consts) -> (carry, y)`; all four are tuples of
