@@ -224,7 +224,7 @@ def _prefix_weights(log_scale, chunk_max):
 def _prefix_sums(first, local, weights):
     """States before each chunk, and the state after the last."""
     batch, heads, chunks, *tail = sizes(local)
-    first, local = _flat(first[:, :, None], 3), _flat(local, 3)
+    first, local = _flat(first[:, :, None]), _flat(local)
     by_first, by_local = weights[..., :1], weights[..., 1:]
     before = by_local[..., :-1, :] @ local + by_first[..., :-1, :] * first
     last = by_local[..., -1:, :] @ local + by_first[..., -1:, :] * first
@@ -237,7 +237,7 @@ def _prefix_sums(first, local, weights):
 def _prefix_sums_gradient(of_before, of_last, weights):
     """Gradients of `first` and of `local`."""
     batch, heads, chunks, *tail = sizes(of_before)
-    of_before, of_last = _flat(of_before, 3), _flat(of_last[:, :, None], 3)
+    of_before, of_last = _flat(of_before), _flat(of_last[:, :, None])
     weights = ops.swapaxes(weights, -1, -2)
     by_before, by_last = weights[..., :-1], weights[..., -1:]
     of_first = by_before[..., :1, :] @ of_before + by_last[..., :1, :] * of_last
@@ -248,8 +248,8 @@ def _prefix_sums_gradient(of_before, of_last, weights):
     )
 
 
-def _flat(x, axis):
-    """The axes from `axis` on as one."""
-    shape = sizes(x)
-    size = functools.reduce(lambda a, b: a * b, shape[axis:])
-    return ops.reshape(x, (*shape[:axis], size))
+def _flat(x):
+    """`(batch, heads, chunks, ...)` with the axes behind the chunks as one."""
+    batch, heads, chunks, *tail = sizes(x)
+    size = functools.reduce(lambda a, b: a * b, tail)
+    return ops.reshape(x, (batch, heads, chunks, size))
