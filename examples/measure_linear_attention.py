@@ -28,8 +28,8 @@ def parse_arguments():
 def linear(query, key, value):
     from keras import ops
 
-    from keras_efficient_attn.ops.feature_maps import elu_features
-    from keras_efficient_attn.ops.linear_attention import mapped_linear_attention
+    from keras_efficient_attn.ops.linear_attention.api import mapped_linear_attention
+    from keras_efficient_attn.ops.linear_attention.feature_maps import elu_features
 
     maps = dict(query_map=elu_features, key_map=elu_features, num_features=HEAD_DIM)
     (output,), _ = mapped_linear_attention(query, key, value, causal=True, **maps)

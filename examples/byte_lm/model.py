@@ -6,11 +6,11 @@ import keras
 
 from byte_lm.errors import UsageError
 from keras_efficient_attn.layers import get_attention
-from keras_efficient_attn.layers.streaming import initial_attention_state, with_state
-from keras_efficient_attn.models import (
-    EfficientCausalLM,
-    EfficientTransformerBackbone,
+from keras_efficient_attn.layers.attention.streaming import (
+    initial_attention_state,
+    with_state,
 )
+from keras_efficient_attn.models import EfficientCausalLM, EfficientTransformerBackbone
 
 NUM_BYTES = 256
 

@@ -16,7 +16,9 @@ from byte_lm.model import BitsPerByte, build_model, check_attention
 from byte_lm.sampling import sample
 from command_line import make_folder
 from keras_efficient_attn.layers import TrimSpans, plot_spans
-from keras_efficient_attn.layers.span_trimming import adaptive_span_layers
+from keras_efficient_attn.layers.attention.adaptive_span.trimming import (
+    adaptive_span_layers,
+)
 from step_clock import StepClock
 
 # Bytes that each epoch's validation scores, and that a sample continues.

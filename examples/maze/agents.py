@@ -4,11 +4,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn import RelativePositionXL
-from keras_efficient_attn.models import (
-    FeedForward,
-    TransformerBlock,
-    TransformerStack,
-)
+from keras_efficient_attn.models import FeedForward, TransformerBlock, TransformerStack
 
 RESIDUALS = {"gtrxl": "gated", "xl": "post_norm"}
 

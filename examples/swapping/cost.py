@@ -9,11 +9,7 @@ from keras import ops
 
 from keras_efficient_attn import benchmark
 from keras_efficient_attn.benchmark import failures
-from keras_efficient_attn.benchmark.execution import (
-    backend_module,
-    make_program,
-    wait,
-)
+from keras_efficient_attn.benchmark.execution import backend_module, make_program, wait
 from keras_efficient_attn.benchmark.report import aligned
 
 SOFTMAX, SWAPPED = "softmax", "swapped"

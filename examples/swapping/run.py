@@ -8,7 +8,7 @@ import numpy as np
 
 from byte_lm.errors import UsageError
 from keras_efficient_attn import EfficientAttention, VQAttention
-from keras_efficient_attn.layers.by_name import parse_attention
+from keras_efficient_attn.layers.attention.registry import parse_attention
 from keras_efficient_attn.models import convert_backbone, swap_report
 from swapping import original as originals
 from swapping.cost import measure

@@ -9,7 +9,7 @@ from keras_efficient_attn.layers import (
     ReformerLSHAttention,
     VQAttention,
 )
-from keras_efficient_attn.layers.performer_arguments import EXPONENTIAL_MAPS
+from keras_efficient_attn.layers.attention.performer.arguments import EXPONENTIAL_MAPS
 
 SAMPLED_QUERIES = 64
 

@@ -4,10 +4,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.benchmark import operations
-from keras_efficient_attn.models import (
-    EfficientCausalLM,
-    EfficientTransformerBackbone,
-)
+from keras_efficient_attn.models import EfficientCausalLM, EfficientTransformerBackbone
 
 VOCABULARY = 256
 BLOCKS = 2

@@ -8,7 +8,7 @@ import torch
 from keras import ops
 
 from keras_efficient_attn.benchmark.peers import PEERS
-from keras_efficient_attn.ops.linear_attention import linear_attention
+from keras_efficient_attn.ops.linear_attention.api import linear_attention
 
 WINDOW = 128
 BUCKET = 64

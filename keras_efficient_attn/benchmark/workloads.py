@@ -13,14 +13,11 @@ from keras_efficient_attn.benchmark.approximation import (
     approximates_softmax,
     error_against_softmax,
 )
-from keras_efficient_attn.benchmark.execution import (
-    backend_module,
-    make_program,
-)
+from keras_efficient_attn.benchmark.execution import backend_module, make_program
 from keras_efficient_attn.benchmark.peers import PEERS
 from keras_efficient_attn.benchmark.settings import MATMUL
 from keras_efficient_attn.layers import get_attention
-from keras_efficient_attn.layers.streaming import (
+from keras_efficient_attn.layers.attention.streaming import (
     initial_attention_state,
     with_state,
 )

@@ -1,31 +1,40 @@
 """Attention layers."""
 
-from keras_efficient_attn.layers.adaptive_computation_time import (
+from keras_efficient_attn.layers.adaptive_computation.layer import (
     AdaptiveComputationTime,
 )
-from keras_efficient_attn.layers.adaptive_rnn import AdaptiveRNN
-from keras_efficient_attn.layers.adaptive_span import AdaptiveSpan
-from keras_efficient_attn.layers.by_name import attention_names, get_attention
-from keras_efficient_attn.layers.chunked_feed_forward import (
-    ChunkedFeedForward,
-    ChunkedVocabularyLoss,
+from keras_efficient_attn.layers.adaptive_computation.rnn import AdaptiveRNN
+from keras_efficient_attn.layers.attention.adaptive_span.layer import AdaptiveSpan
+from keras_efficient_attn.layers.attention.adaptive_span.plot import plot_spans
+from keras_efficient_attn.layers.attention.adaptive_span.trimming import (
+    TrimSpans,
+    trim_spans,
 )
-from keras_efficient_attn.layers.efficient_attention import EfficientAttention
-from keras_efficient_attn.layers.fourier_attention import FourierAttention
-from keras_efficient_attn.layers.gated_residual import GatedResidual
-from keras_efficient_attn.layers.local_attention import LocalAttention
-from keras_efficient_attn.layers.performer_attention import PerformerAttention
-from keras_efficient_attn.layers.reformer_lsh_attention import ReformerLSHAttention
-from keras_efficient_attn.layers.relative_position_xl import (
+from keras_efficient_attn.layers.attention.base import EfficientAttention
+from keras_efficient_attn.layers.attention.fourier import FourierAttention
+from keras_efficient_attn.layers.attention.local import LocalAttention
+from keras_efficient_attn.layers.attention.performer.layer import PerformerAttention
+from keras_efficient_attn.layers.attention.reformer import ReformerLSHAttention
+from keras_efficient_attn.layers.attention.registry import (
+    attention_names,
+    get_attention,
+)
+from keras_efficient_attn.layers.attention.softmax import SoftmaxAttention
+from keras_efficient_attn.layers.attention.sparse import SparseAttention
+from keras_efficient_attn.layers.attention.transformer_xl import (
     PositionBiases,
     RelativePositionXL,
 )
-from keras_efficient_attn.layers.reversible import ReversibleBlock, ReversibleStack
-from keras_efficient_attn.layers.softmax_attention import SoftmaxAttention
-from keras_efficient_attn.layers.span_plot import plot_spans
-from keras_efficient_attn.layers.span_trimming import TrimSpans, trim_spans
-from keras_efficient_attn.layers.sparse_attention import SparseAttention
-from keras_efficient_attn.layers.vq_attention import VQAttention
+from keras_efficient_attn.layers.attention.vq.layer import VQAttention
+from keras_efficient_attn.layers.feed_forward.chunked import (
+    ChunkedFeedForward,
+    ChunkedVocabularyLoss,
+)
+from keras_efficient_attn.layers.residual.gated import GatedResidual
+from keras_efficient_attn.layers.residual.reversible import (
+    ReversibleBlock,
+    ReversibleStack,
+)
 
 __all__ = [
     "AdaptiveComputationTime",

@@ -4,8 +4,8 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers import ChunkedVocabularyLoss
-from keras_efficient_attn.models.normalization import get_norm
-from keras_efficient_attn.models.universal_transformer import UniversalTransformer
+from keras_efficient_attn.models.blocks.normalization import get_norm
+from keras_efficient_attn.models.universal.transformer import UniversalTransformer
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")

@@ -6,24 +6,26 @@ import keras
 import keras_hub
 
 from keras_efficient_attn.layers import ChunkedFeedForward
-from keras_efficient_attn.models.attention import (
+from keras_efficient_attn.models.blocks.attention import (
     attention_spec,
     make_attention,
     shares_biases,
 )
-from keras_efficient_attn.models.convolution import CausalConvolution
-from keras_efficient_attn.models.feed_forward import (
+from keras_efficient_attn.models.blocks.convolution import CausalConvolution
+from keras_efficient_attn.models.blocks.feed_forward import (
     FeedForward,
     get_activation,
     serialize_activation,
 )
-from keras_efficient_attn.models.input_embedding import InputEmbedding
-from keras_efficient_attn.models.positions import get_positions
+from keras_efficient_attn.models.blocks.input_embedding import InputEmbedding
+from keras_efficient_attn.models.blocks.positions import get_positions
+from keras_efficient_attn.models.blocks.separable_convolution import (
+    SeparableConvolution,
+)
+from keras_efficient_attn.models.blocks.transformer_block import TransformerBlock
+from keras_efficient_attn.models.blocks.transformer_stack import TransformerStack
 from keras_efficient_attn.models.presets import PresetMixin
-from keras_efficient_attn.models.separable_convolution import SeparableConvolution
-from keras_efficient_attn.models.transformer_block import TransformerBlock
-from keras_efficient_attn.models.transformer_stack import TransformerStack
-from keras_efficient_attn.models.universal_transformer import UniversalTransformer
+from keras_efficient_attn.models.universal.transformer import UniversalTransformer
 
 ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
 TRANSITIONS = ("feed_forward", "separable_convolution")

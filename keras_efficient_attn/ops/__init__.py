@@ -1,14 +1,14 @@
 """Pure functions on tensors: the algorithms of the layers, without weights."""
 
-from keras_efficient_attn.ops import feature_maps as feature_maps
 from keras_efficient_attn.ops import fourier as fourier
-from keras_efficient_attn.ops import random_features as random_features
 from keras_efficient_attn.ops.adaptive_computation import adaptive_computation
 from keras_efficient_attn.ops.adaptive_span import (
     adaptive_span_attention,
     adaptive_span_state,
 )
-from keras_efficient_attn.ops.cross_entropy import chunked_cross_entropy
+from keras_efficient_attn.ops.chunked_cross_entropy import chunked_cross_entropy
+from keras_efficient_attn.ops.common import random_features as random_features
+from keras_efficient_attn.ops.linear_attention import feature_maps as feature_maps
 from keras_efficient_attn.ops.linear_attention import (
     linear_attention,
     linear_attention_state,
@@ -18,7 +18,10 @@ from keras_efficient_attn.ops.local_attention import (
     local_attention_state,
     local_pattern,
 )
-from keras_efficient_attn.ops.lsh_attention import lsh_attention, lsh_attention_state
+from keras_efficient_attn.ops.lsh_attention import (
+    lsh_attention,
+    lsh_attention_state,
+)
 from keras_efficient_attn.ops.sparse_attention import (
     sparse_attention,
     sparse_attention_state,

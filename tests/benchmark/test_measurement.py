@@ -10,7 +10,7 @@ from keras_efficient_attn.benchmark.measurement import Measurement
 from keras_efficient_attn.benchmark.settings import MATMUL, Settings
 from keras_efficient_attn.benchmark.workloads import DECODE_STEPS, build_workload
 from keras_efficient_attn.layers import SoftmaxAttention, get_attention
-from keras_efficient_attn.layers.streaming import (
+from keras_efficient_attn.layers.attention.streaming import (
     initial_attention_state,
     with_state,
 )

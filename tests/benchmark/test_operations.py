@@ -6,7 +6,7 @@ from keras_efficient_attn.benchmark.operations import (
     layer_operations,
 )
 from keras_efficient_attn.layers import get_attention
-from keras_efficient_attn.layers.streaming import with_state
+from keras_efficient_attn.layers.attention.streaming import with_state
 from keras_efficient_attn.ops import local_pattern, sparse_pattern
 
 HEADS, HEAD_DIM, LENGTH, BATCH = 2, 8, 12, 3

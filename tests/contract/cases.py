@@ -17,7 +17,7 @@ from keras_efficient_attn import (
     SparseAttention,
     VQAttention,
 )
-from keras_efficient_attn.layers.streaming import initial_attention_state
+from keras_efficient_attn.layers.attention.streaming import initial_attention_state
 from tests import dense
 
 BATCH, LENGTH, DIM, HEADS, KEY_DIM = 2, 37, 12, 2, 8

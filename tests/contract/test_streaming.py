@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_efficient_attn.layers.streaming import initial_attention_state
+from keras_efficient_attn.layers.attention.streaming import initial_attention_state
 from tests.autodiff import compiled, gradients, to_numpy
 from tests.contract.cases import BATCH, LENGTH, inputs
 

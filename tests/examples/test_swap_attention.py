@@ -9,7 +9,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 import swap_attention  # noqa: E402
 from keras_efficient_attn import LocalAttention  # noqa: E402
-from tests.models.swap import families  # noqa: E402
+from tests.models.conversion import families  # noqa: E402
 
 # Of the lengths that are timed, the first is more than the model has positions; the
 # second would take too long.

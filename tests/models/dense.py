@@ -3,7 +3,7 @@
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.models.residual import PreNormResidual
+from keras_efficient_attn.models.blocks.residual import PreNormResidual
 
 
 def numpy(x):

@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_efficient_attn.ops.lsh_attention import (
+from keras_efficient_attn.ops.lsh_attention import lsh_attention
+from keras_efficient_attn.ops.lsh_attention.hashing import (
     hash_buckets,
-    lsh_attention,
     num_rotation_rows,
 )
 from tests import dense

@@ -4,12 +4,8 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_efficient_attn.ops import (
-    feature_maps,
-    linear_attention,
-    vq_attention,
-    vq_attention_state,
-)
+from keras_efficient_attn.ops import linear_attention, vq_attention, vq_attention_state
+from keras_efficient_attn.ops.linear_attention import feature_maps
 from keras_efficient_attn.ops.vq_attention import codebook as codebooks
 from tests import dense
 from tests.autodiff import gradients, to_numpy

@@ -4,17 +4,17 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.block_attention import scan_groups
-from keras_efficient_attn.ops.chunking import (
+from keras_efficient_attn.ops.common.block_softmax import scan_groups
+from keras_efficient_attn.ops.common.chunking import (
     chunk_count,
     chunk_layout,
     heads_first,
     overlapping_blocks,
     pad_to,
 )
-from keras_efficient_attn.ops.partial_attention import LOG_ZERO
-from keras_efficient_attn.ops.relative_positions import shifted_to_keys
-from keras_efficient_attn.ops.weight_dropout import drop
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+from keras_efficient_attn.ops.common.relative_positions import shifted_to_keys
+from keras_efficient_attn.ops.common.weight_dropout import drop
 
 MIN_BLOCK = 64
 

@@ -3,11 +3,8 @@
 from keras import ops
 
 from keras_efficient_attn.ops.adaptive_span.bands import soft_mask
-from keras_efficient_attn.ops.partial_attention import (
-    LOG_ZERO,
-    accumulator_dtype,
-    divided,
-)
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided
 
 
 def reference_attention(

@@ -1,31 +1,17 @@
-"""Fourier attention: the kernel of FourierFormer, its estimators and its features."""
-
-import itertools
-
-import keras
-from keras import ops
-
-from keras_efficient_attn.ops.fourier import reference
+from keras_efficient_attn.ops.fourier.api import IMPLEMENTATIONS, fourier_attention
 from keras_efficient_attn.ops.fourier.estimators import (
     fourier_density,
     fourier_regression,
     kernel_integral,
 )
-from keras_efficient_attn.ops.fourier.kernel import POWERS, check_power
+from keras_efficient_attn.ops.fourier.kernel import POWERS
 from keras_efficient_attn.ops.fourier.random_features import (
     kernel_frequencies,
     linear_error,
     squared_features,
     squared_features_size,
 )
-from keras_efficient_attn.ops.fourier.tiled import CHUNK_SIZE, fourier_sums
-from keras_efficient_attn.ops.partial_attention import divided
-
-IMPLEMENTATIONS = (None, "tiled", "fused", "reference")
-# Causal attention is computed for at most this many parts of the queries, each with the
-# keys up to its end, and each of at least so many queries.
-CAUSAL_PARTS = 4
-LEAST_PART = 128
+from keras_efficient_attn.ops.fourier.tiled import CHUNK_SIZE
 
 __all__ = [
     "CHUNK_SIZE",
@@ -40,171 +26,3 @@ __all__ = [
     "squared_features",
     "squared_features_size",
 ]
-
-
-def fourier_attention(
-    query,
-    key,
-    value,
-    radius,
-    *,
-    power=4,
-    key_mask=None,
-    causal=False,
-    first_position=0,
-    chunk_size=None,
-    implementation=None,
-):
-    """Attention whose weights are a product of even powers of sin(z)/z.
-
-    ```
-    w[t, s]   = Π_d (sin z_d / z_d)^power,   z = radius ∘ (query[t] − key[s])
-    output[t] = Σ_s w[t, s] value[s] / Σ_s w[t, s]
-    ```
-
-    over the keys that `key_mask` keeps and, when `causal`, `s <= t + first_position`.
-    Time grows with the square of the length, memory linearly: weights exist for a tile
-    of queries at a time, as logarithms relative to the largest of their row, and the
-    backward pass computes them again. A query that sees no key gets zeros.
-
-    Args:
-        query: `(batch, query_length, heads, head_dim)`.
-        key: `(batch, key_length, heads, head_dim)`.
-        value: `(batch, key_length, heads, value_dim)`.
-        radius: Positive number, or tensor that broadcasts to `(heads, head_dim)`: the
-            larger, the narrower the kernel.
-        power: 2, 4, 6 or 8. Defaults to 4.
-        key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
-            What stands at other keys is not read, NaN included.
-        causal: Whether query `t` sees keys `0..t + first_position` only. Defaults to
-            `False`.
-        first_position: Index among the keys of the first query's own key, if `causal`:
-            an integer or a scalar tensor. Defaults to 0.
-        chunk_size: Least number of queries in a tile; changes speed and memory, not the
-            result beyond rounding. Defaults to 4.
-        implementation: `"tiled"` (the default); `"fused"`, on PyTorch the same compiled
-            by `torch.compile`, which takes up to half a minute at the first call and a
-            C++ compiler (Triton on GPUs), and on JAX and TensorFlow no different, for
-            XLA to compile; or `"reference"`, the definition, which forms all pairs
-            with all their dimensions.
-
-    Returns:
-        `(batch, query_length, heads, value_dim)` in the dtype of `value`.
-
-    Raises:
-        ValueError: If shapes do not agree, or an argument is not one of those above.
-
-    Example:
-
-    >>> import keras
-    >>> from keras_efficient_attn.ops import fourier
-    >>> x = keras.random.normal((1, 1000, 4, 32))
-    >>> fourier.fourier_attention(x, x, x, radius=0.4, causal=True).shape
-    (1, 1000, 4, 32)
-
-    Reference:
-        - [Nguyen et al., 2022](https://arxiv.org/abs/2206.00206)
-    """
-    _check_shapes(query, key, value, key_mask)
-    check_power(power)
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"`implementation` must be one of {IMPLEMENTATIONS}. Received: "
-            f"implementation={implementation!r}"
-        )
-    chunk_size = CHUNK_SIZE if chunk_size is None else chunk_size
-    if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(
-            "`chunk_size` must be a positive integer or None. "
-            f"Received: chunk_size={chunk_size!r}"
-        )
-    if implementation == "reference":
-        return reference.fourier_attention(
-            query, key, value, radius, power, key_mask, causal, first_position
-        )
-
-    def attend(query, key, value, key_mask, first_position):
-        values, totals, _ = fourier_sums(
-            query,
-            key,
-            value,
-            radius,
-            first_position,
-            power=power,
-            key_mask=key_mask,
-            causal=causal,
-            chunk_size=chunk_size,
-            fused=implementation == "fused",
-        )
-        return ops.cast(divided(values, totals), value.dtype)
-
-    if not causal or not _parts(query, key, first_position):
-        return attend(query, key, value, key_mask, first_position)
-    return ops.concatenate(
-        [
-            attend(
-                query[:, start:stop],
-                key[:, :seen],
-                value[:, :seen],
-                None if key_mask is None else key_mask[:, :seen],
-                first_position + start,
-            )
-            for start, stop, seen in _parts(query, key, first_position)
-        ],
-        axis=1,
-    )
-
-
-def _parts(query, key, first_position):
-    """`(first query, last, last key)` of each part, the ends exclusive; empty for one.
-
-    Early queries skip the keys that no causal one of their part sees.
-    """
-    length, keys = query.shape[1], key.shape[1]
-    if not all(isinstance(n, int) for n in (length, keys, first_position)):
-        return []
-    count = min(CAUSAL_PARTS, length // LEAST_PART)
-    ends = [length * part // count for part in range(count + 1)] if count > 1 else []
-    return [
-        (start, stop, min(keys, stop + first_position))
-        for start, stop in itertools.pairwise(ends)
-    ]
-
-
-def _check_shapes(query, key, value, key_mask):
-    def differ(first, second):
-        return any(
-            a is not None and b is not None and a != b
-            for a, b in zip(first, second, strict=True)
-        )
-
-    shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
-    for name, shape in shapes.items():
-        if len(shape) != 4:
-            raise ValueError(
-                f"`{name}` must have the shape (batch, length, heads, dim). "
-                f"Received: {name}.shape={tuple(shape)}"
-            )
-    queries, keys, values = (tuple(shape) for shape in shapes.values())
-    if differ(queries[:1] + queries[2:], keys[:1] + keys[2:]):
-        raise ValueError(
-            "`query` and `key` must agree in batch, heads and head_dim. Received: "
-            f"query.shape={queries}, key.shape={keys}"
-        )
-    if differ(keys[:3], values[:3]):
-        raise ValueError(
-            "`key` and `value` must agree in batch, length and heads. Received: "
-            f"key.shape={keys}, value.shape={values}"
-        )
-    if key_mask is not None and (
-        len(key_mask.shape) != 2 or differ(tuple(key_mask.shape), keys[:2])
-    ):
-        raise ValueError(
-            f"`key_mask` must have the shape {keys[:2]} of `key`. Received: "
-            f"key_mask.shape={tuple(key_mask.shape)}"
-        )
-    if not keras.backend.is_float_dtype(value.dtype):
-        raise TypeError(
-            "`value` must be a floating-point tensor. Received: "
-            f"value.dtype={keras.backend.standardize_dtype(value.dtype)}"
-        )

@@ -4,9 +4,9 @@ import math
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.online_softmax import divided
 from keras_efficient_attn.ops.fourier.kernel import check_power
 from keras_efficient_attn.ops.fourier.tiled import CHUNK_SIZE, fourier_sums
-from keras_efficient_attn.ops.partial_attention import divided
 
 
 def kernel_integral(power=4):

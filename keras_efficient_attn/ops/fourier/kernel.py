@@ -18,8 +18,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.compiled import compiled_on_torch
-from keras_efficient_attn.ops.partial_attention import LOG_ZERO
+from keras_efficient_attn.ops.common.compiled import compiled_on_torch
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 
 POWERS = (2, 4, 6, 8)
 # A product of this many sin(z)/z stays in the range of float32 up to z of 1e9.

@@ -5,8 +5,11 @@ import functools
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.chunking import chunk_layout, pad_to
-from keras_efficient_attn.ops.compiled import compiled
+from keras_efficient_attn.ops.common.chunking import chunk_layout, pad_to
+from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.fourier.kernel import (
     SLOTS,
     join_dims,
@@ -15,8 +18,6 @@ from keras_efficient_attn.ops.fourier.kernel import (
     split_dims,
     with_sines,
 )
-from keras_efficient_attn.ops.partial_attention import LOG_ZERO, accumulator_dtype
-from keras_efficient_attn.ops.recompute import recompute_scan
 
 CHUNK_SIZE = 4
 # Keys that are assumed where their number is not known yet.

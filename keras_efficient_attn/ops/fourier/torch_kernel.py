@@ -7,7 +7,7 @@ products that make one of the sines and cosines of its ends, and arithmetic chea
 
 import torch
 
-from keras_efficient_attn.ops.partial_attention import LOG_ZERO
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 
 # In place of z = 0: sin(z)/z is 1 there as well.
 TINY = 1e-18

@@ -21,22 +21,17 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.chunking import (
+from keras_efficient_attn.ops.common.chunking import (
     by_head,
     by_position,
     columns,
     lower_triangle,
     sizes,
 )
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, larger
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided, reciprocal
+from keras_efficient_attn.ops.common.scan import vector_jacobian_product
 from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
-from keras_efficient_attn.ops.partial_attention import (
-    LOG_ZERO,
-    accumulator_dtype,
-    divided,
-    larger,
-    reciprocal,
-)
-from keras_efficient_attn.ops.recompute import vector_jacobian_product
 
 
 @functools.cache

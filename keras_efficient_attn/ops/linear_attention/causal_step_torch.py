@@ -10,9 +10,9 @@ import math
 
 import torch
 
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.scan import vector_jacobian_product
 from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
-from keras_efficient_attn.ops.partial_attention import accumulator_dtype
-from keras_efficient_attn.ops.recompute import vector_jacobian_product
 
 
 @functools.cache

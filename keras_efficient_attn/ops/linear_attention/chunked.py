@@ -9,16 +9,17 @@ import functools
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.chunking import (
+from keras_efficient_attn.ops.common.chunking import (
     by_head,
     by_position,
     chunk_layout,
     columns,
     pad_to,
 )
+from keras_efficient_attn.ops.common.numerics import larger
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
+from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
-from keras_efficient_attn.ops.partial_attention import LOG_ZERO, finish, larger
-from keras_efficient_attn.ops.recompute import recompute_scan
 
 
 def causal_linear_attention(

@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.partial_attention import LOG_ZERO
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 
 
 def mapped_keys(key_map, key, rest, map_weights, masked):

@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.partial_attention import (
+from keras_efficient_attn.ops.common.online_softmax import (
     LOG_ZERO,
     bounded_log_weight,
     divided,

@@ -6,9 +6,13 @@ import functools
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.block_attention import attend_blocks
-from keras_efficient_attn.ops.chunking import overlapping_blocks, pad_length, sizes
-from keras_efficient_attn.ops.local_attention.rules import GridBlocks
+from keras_efficient_attn.ops.common.block_softmax import attend_blocks
+from keras_efficient_attn.ops.common.chunking import (
+    overlapping_blocks,
+    pad_length,
+    sizes,
+)
+from keras_efficient_attn.ops.common.masks import GridBlocks
 
 
 def grid_rule(grid, block, memory, block_order, causal):

@@ -5,7 +5,9 @@ import functools
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.chunking import pad_length
+from keras_efficient_attn.ops.common.chunking import pad_length
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
+from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.lsh_attention.layout import make_layout
 from keras_efficient_attn.ops.lsh_attention.shared import (
     columns_of,
@@ -14,8 +16,6 @@ from keras_efficient_attn.ops.lsh_attention.shared import (
     unit,
     with_self,
 )
-from keras_efficient_attn.ops.partial_attention import LOG_ZERO, merge
-from keras_efficient_attn.ops.recompute import recompute_scan
 
 # By how much tiles on PyTorch are larger.
 TORCH_TILES = 4

@@ -4,7 +4,7 @@ import collections
 
 from keras import ops
 
-from keras_efficient_attn.ops.chunking import chunk_layout
+from keras_efficient_attn.ops.common.chunking import chunk_layout
 
 # Positions and codes pass through float32 tensors, which hold integers up to here.
 MAX_CODE = 2**24

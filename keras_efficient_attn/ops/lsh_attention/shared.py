@@ -4,7 +4,7 @@ import math
 
 from keras import ops
 
-from keras_efficient_attn.ops.partial_attention import LOG_ZERO, divided
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided
 
 # Added to squared norms: a vector of zeros has a unit vector of zeros.
 SQUARED_EPSILON = 1e-12

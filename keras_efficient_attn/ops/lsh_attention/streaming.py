@@ -4,7 +4,9 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.chunking import pad_to
+from keras_efficient_attn.ops.common.chunking import pad_to
+from keras_efficient_attn.ops.common.online_softmax import merge
+from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.lsh_attention.shared import (
     columns_of,
     masked_part,
@@ -12,8 +14,6 @@ from keras_efficient_attn.ops.lsh_attention.shared import (
     unit,
     with_self,
 )
-from keras_efficient_attn.ops.partial_attention import merge
-from keras_efficient_attn.ops.recompute import recompute_scan
 
 # Floats of the keys that the positions of one step find in their buckets.
 FOUND_FLOATS = 2**21

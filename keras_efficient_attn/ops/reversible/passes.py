@@ -6,7 +6,7 @@ import math
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.recompute import vector_jacobian_product
+from keras_efficient_attn.ops.common.scan import vector_jacobian_product
 from keras_efficient_attn.ops.reversible.remembered import recording, replaying
 
 Before = collections.namedtuple("Before", ["states", "remembered", "num_losses"])

@@ -6,8 +6,8 @@ Each head has summaries of its own, `summary` positions of each block of `stride
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.block_attention import attend_shared
-from keras_efficient_attn.ops.chunking import chunk_count, pad_length
+from keras_efficient_attn.ops.common.block_softmax import attend_shared
+from keras_efficient_attn.ops.common.chunking import chunk_count, pad_length
 from keras_efficient_attn.ops.sparse_attention.patterns import summary_start
 
 

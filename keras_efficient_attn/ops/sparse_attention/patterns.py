@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from keras_efficient_attn.ops.local_attention.rules import QueryBlocks, SlidingWindow
-from keras_efficient_attn.ops.pattern_inputs import is_positive_int
+from keras_efficient_attn.ops.common.checks import is_positive_int
+from keras_efficient_attn.ops.common.masks import QueryBlocks, SlidingWindow
 
 PATTERNS = ("strided", "fixed")
 HEADS = ("merged", "split", 0, 1)

@@ -7,8 +7,8 @@ own column.
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.block_attention import attend_blocks
-from keras_efficient_attn.ops.chunking import chunk_count, pad_length
+from keras_efficient_attn.ops.common.block_softmax import attend_blocks
+from keras_efficient_attn.ops.common.chunking import chunk_count, pad_length
 
 
 def attend_columns(query, key, value, valid, rule, dropout):

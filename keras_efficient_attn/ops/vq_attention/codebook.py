@@ -5,15 +5,15 @@ Codebooks are `(heads, codes, dim)`. What chooses codes has no gradient.
 
 from keras import ops
 
-from keras_efficient_attn.ops.chunking import (
+from keras_efficient_attn.ops.common.chunking import (
     by_head,
     by_position,
     chunk_layout,
     pad_to,
 )
-from keras_efficient_attn.ops.compiled import compiled
-from keras_efficient_attn.ops.partial_attention import larger
-from keras_efficient_attn.ops.recompute import recompute_scan
+from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.numerics import larger
+from keras_efficient_attn.ops.common.scan import recompute_scan
 
 QUANTIZE_CHUNK = 128
 # Keys a code that k-means++ reads.

@@ -10,7 +10,7 @@ import functools
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.chunking import (
+from keras_efficient_attn.ops.common.chunking import (
     by_head,
     by_position,
     chunk_layout,
@@ -18,8 +18,9 @@ from keras_efficient_attn.ops.chunking import (
     lower_triangle,
     pad_to,
 )
-from keras_efficient_attn.ops.partial_attention import LOG_ZERO, divided, larger
-from keras_efficient_attn.ops.recompute import recompute_scan
+from keras_efficient_attn.ops.common.numerics import larger
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided
+from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.vq_attention.codebook import responsibilities
 
 # A code with less than this is empty: its mean would be rounding.

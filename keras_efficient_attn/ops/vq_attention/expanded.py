@@ -17,7 +17,7 @@ import math
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.chunking import (
+from keras_efficient_attn.ops.common.chunking import (
     by_head,
     by_position,
     columns,
@@ -25,9 +25,9 @@ from keras_efficient_attn.ops.chunking import (
     pad_to,
     sizes,
 )
-from keras_efficient_attn.ops.pair_products import pair_products
-from keras_efficient_attn.ops.partial_attention import LOG_ZERO
-from keras_efficient_attn.ops.recompute import recompute_scan
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+from keras_efficient_attn.ops.common.pair_products import pair_products
+from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.vq_attention.compressed import (
     MIN_COUNT,
     layout,

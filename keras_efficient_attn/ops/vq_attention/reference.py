@@ -2,8 +2,9 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.partial_attention import divided, larger
-from keras_efficient_attn.ops.relative_positions import window_distances
+from keras_efficient_attn.ops.common.numerics import larger
+from keras_efficient_attn.ops.common.online_softmax import divided
+from keras_efficient_attn.ops.common.relative_positions import window_distances
 
 
 def vq_attention(

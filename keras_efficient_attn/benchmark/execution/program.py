@@ -1,0 +1,71 @@
+"""Running a function as each backend's users run it, and knowing what it took.
+
+Each backend has a module with
+
+- `Program(function, trainable=(), fixed=(), gradients=False, optimizer=None)`:
+  the function compiled (JAX, TensorFlow) or as it is (PyTorch). `trainable` and
+  `fixed` are the Keras variables that it reads; they are arguments of what is
+  compiled, so that nothing is computed ahead of time. Called with tensors, it gives
+  the function's outputs. With `gradients` its first argument is the cotangent of the
+  one output, and it gives a list: the output, the gradients of all floating-point
+  arguments, those of all `trainable` variables, and the new values of `fixed` (JAX;
+  elsewhere they are assigned). With an `optimizer`, built for `trainable`, it takes a
+  step of it in place of giving the gradients of the variables: the new values of
+  `trainable`, `fixed` and the optimizer's variables are in the list (JAX; elsewhere
+  they are assigned).
+- `wait(outputs)`: returns when they have been computed.
+- `peak_memory(program, inputs)`: `(bytes, what they are)` of one call.
+- `device()`: the device, in words.
+"""
+
+import importlib
+
+import keras
+
+
+def backend_module():
+    """The module of Keras' backend."""
+    return importlib.import_module(f"{__package__}.{keras.backend.backend()}")
+
+
+def make_program(function, layer=None, gradients=False, optimizer=None):
+    """A `Program` of a function that reads the weights of a layer."""
+    trainable, fixed = [], []
+    if layer is not None:
+        trainable, fixed = layer.trainable_variables, layer.non_trainable_variables
+    return backend_module().Program(function, trainable, fixed, gradients, optimizer)
+
+
+def compile_function(function, gradients=False):
+    """Compiles a function of tensors as the backend's users would.
+
+    `jax.jit`, `tf.function(jit_compile=True)` (falling back to a plain graph where XLA
+    refuses), or the function itself on PyTorch.
+
+    Args:
+        function: Callable of tensors; with `gradients`, of one output.
+        gradients: Whether to compute the gradients of all floating-point arguments
+            as well. Defaults to `False`.
+
+    Returns:
+        Callable of the same arguments that gives the function's outputs; with
+        `gradients`, callable of a cotangent and the arguments that gives a list of
+        the output and the gradients.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import benchmark
+    >>> square = benchmark.compile_function(lambda x: x * x, gradients=True)
+    >>> output, gradient = square(keras.ops.ones(3), keras.ops.ones(3))
+    """
+    return make_program(function, gradients=gradients)
+
+
+def wait(outputs):
+    """Returns when tensors, in any nesting, have been computed."""
+    backend_module().wait(outputs)
+
+
+def is_float(tensor):
+    return keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype))

@@ -1,0 +1,115 @@
+"""The halting unit of adaptive computation time, and what it costs to go on."""
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.layers.residual.chain import stream_dtype
+from keras_efficient_attn.ops.adaptive_computation import adaptive_computation
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class Halting(keras.layers.Layer):
+    """The part of `AdaptiveComputationTime` that does not depend on the step.
+
+    Args:
+        max_steps, epsilon, ponder_cost, halting_bias, early_exit: As there.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Raises:
+        ValueError: For an argument out of range.
+    """
+
+    def __init__(
+        self,
+        max_steps,
+        epsilon=0.01,
+        ponder_cost=0.01,
+        halting_bias=1.0,
+        early_exit=True,
+        **kwargs,
+    ):
+        super().__init__(autocast=False, **kwargs)
+        if not isinstance(max_steps, int) or max_steps < 1:
+            raise ValueError(
+                "`max_steps` must be a positive integer. Received: "
+                f"max_steps={max_steps!r}"
+            )
+        if not 0 <= epsilon < 1:
+            raise ValueError(
+                "`epsilon` must be at least 0 and less than 1. Received: "
+                f"epsilon={epsilon!r}"
+            )
+        if not 0 <= ponder_cost < float("inf"):
+            raise ValueError(
+                "`ponder_cost` must be 0 or a positive number. Received: "
+                f"ponder_cost={ponder_cost!r}"
+            )
+        self.max_steps = max_steps
+        self.epsilon = epsilon
+        self.ponder_cost = ponder_cost
+        self.halting_bias = halting_bias
+        self.early_exit = early_exit
+        # Sums of probabilities in half precision would not come to 1.
+        self.unit = keras.layers.Dense(
+            1,
+            activation="sigmoid",
+            bias_initializer=keras.initializers.Constant(halting_bias),
+            dtype=stream_dtype(self),
+            name="unit",
+        )
+
+    def build(self, input_shape):
+        self.unit.build(input_shape)
+
+    def ponder(self, step, state, read, running, training):
+        """The weighted states, and the statistics of `adaptive_computation`.
+
+        Args:
+            step: Callable `(n, state) -> state`.
+            state: Tensor or nest of tensors.
+            read: Callable from a state to the tensor `(..., dim)` that the unit reads.
+            running: Boolean `(...)`, false where a position starts halted.
+            training: Boolean. With it, all steps are computed.
+        """
+
+        def step_and_probability(n, state):
+            state = step(n, state)
+            return state, ops.squeeze(self.unit(read(state)), axis=-1)
+
+        return adaptive_computation(
+            step_and_probability,
+            state,
+            running,
+            self.max_steps,
+            self.epsilon,
+            early_exit=self.early_exit and not training,
+            dtype=self.unit.compute_dtype,
+        )
+
+    def cost(self, ponder, running):
+        """`ponder_cost` times the mean of N + R over the positions that ran."""
+        ponder = ponder["steps"] + ponder["remainders"]
+        count = ops.sum(ops.cast(running, ponder.dtype))
+        return self.ponder_cost * ops.sum(ponder) / ops.maximum(count, 1)
+
+    def specification(self, shape):
+        """The shapes and dtypes of the statistics, for positions of this shape."""
+        dtype = self.unit.compute_dtype
+        return {
+            "steps": keras.KerasTensor(shape, dtype=dtype),
+            "remainders": keras.KerasTensor(shape, dtype=dtype),
+            "probabilities": keras.KerasTensor((*shape, self.max_steps), dtype=dtype),
+        }
+
+    def get_config(self):
+        return {**super().get_config(), **self.options()}
+
+    def options(self):
+        """The arguments that are not Keras' own."""
+        return {
+            "max_steps": self.max_steps,
+            "epsilon": self.epsilon,
+            "ponder_cost": self.ponder_cost,
+            "halting_bias": self.halting_bias,
+            "early_exit": self.early_exit,
+        }

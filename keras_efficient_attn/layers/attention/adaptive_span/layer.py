@@ -1,0 +1,393 @@
+"""AdaptiveSpan: attention that learns how far back each head has to see."""
+
+import math
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.layers.attention.patterns import PatternAttention
+from keras_efficient_attn.ops.adaptive_span.api import (
+    RAMP,
+    adaptive_span_attention,
+    adaptive_span_state,
+)
+from keras_efficient_attn.ops.common.checks import is_number, is_positive_int
+from keras_efficient_attn.ops.reversible.replay import is_replay
+
+MAX_SPAN = 1024
+# The small model of the paper, of the same maximal span.
+PENALTY = 2e-6
+# A trimmed window is a multiple of this, and has as many keys to spare.
+TRIM_UNIT = 64
+# Of the largest dynamic span that was seen lately, a training call.
+DECAY = 0.99
+# σ reaches 0 nowhere: the smallest bias that a dynamic span starts with.
+LEAST_LOGIT = -4.0
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class AdaptiveSpan(PatternAttention):
+    """Softmax attention with a span that each head learns, at the cost of the span.
+
+    A soft mask over distances multiplies the weights. It falls from 1 to 0 behind the
+    span `z` of the head, so that `z` has a gradient:
+
+    ```
+    m(x) = min(max((ramp + z − x) / ramp, 0), 1)
+    w[t, s] = m(|t − s|) exp(q[t]·k[s] / √key_dim)
+    head[t] = Σ_s w[t, s] v[s] / Σ_s w[t, s]
+    ```
+
+    A penalty on the spans, in the loss, has heads see no farther than pays off.
+
+    The layer computes a band: each query by the `window` keys next to it. `window` is
+    `max_span` at first; `trim` cuts it to what the heads use, and this is what saves
+    time and memory. `keras_efficient_attn.layers.TrimSpans` does so while a model
+    trains. Outputs stay the same, and spans can grow into the keys to spare.
+
+    Args:
+        *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
+            name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the normalised
+            weights), `use_bias`, ….
+        max_span: Positive integer: the longest span, in positions. A query sees
+            itself and at most `max_span - 1` earlier keys and, if not causal, as many
+            later ones. Defaults to 1,024.
+        ramp: Positive number: positions over which the mask falls to 0; a head sees
+            as many at least. Defaults to 32.
+        initial_span: Number of positions from 0 to `max_span`. Defaults to 0. A
+            dynamic span starts from `max_span · σ(-4)` to `max_span · σ(4)`.
+        penalty: Number of at least 0: the loss has `penalty · z`, averaged over heads
+            and, for dynamic spans, over the positions that a `query_mask` keeps, in
+            training. Defaults to 2e-6, which the paper has for spans of 1,024; for
+            those of 8,192, it has 5e-7.
+        dynamic: Whether the span depends on the query's input too,
+            `z[t] = max_span · σ(v·x[t] + b)` with v and b of each head. Defaults to
+            `False`.
+        relative_positions: `True`: logits have a learned term for the distance,
+            `q[t]·p[|t − s|] / √key_dim`, with a table of `max_span` vectors that the
+            heads share. `"shared"`: in a `TransformerStack`, one table for all its
+            layers, as in the paper. Defaults to `False`.
+        window: Positive integer up to `max_span`: keys to compute, until the next
+            `trim`. Defaults to `max_span`.
+        rotary_wavelength: Longest wavelength of rotary positions, over 2π, such as
+            10,000. Defaults to `None`: none.
+        **kwargs: Further arguments of `keras.layers.MultiHeadAttention`.
+
+    Call arguments:
+        As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
+        `use_causal_mask`, `return_attention_scores`, `state`. A state from before a
+        `trim` goes on after it.
+
+    Returns:
+        As `EfficientAttention`.
+
+    Raises:
+        ValueError: If an argument is invalid.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import AdaptiveSpan
+    >>> layer = AdaptiveSpan(num_heads=4, key_dim=16, max_span=512, initial_span=20)
+    >>> x = keras.random.normal((2, 1000, 64))
+    >>> layer(x, x, use_causal_mask=True).shape
+    (2, 1000, 64)
+    >>> layer.trim()  # 20 + 32 positions, rounded up to 64, and 64 to spare
+    128
+    >>> layer.spans()
+    array([20., 20., 20., 20.], dtype=float32)
+
+    Reference:
+        - [Sukhbaatar et al., 2019](https://arxiv.org/abs/1905.07799)
+    """
+
+    def __init__(
+        self,
+        *args,
+        max_span=MAX_SPAN,
+        ramp=RAMP,
+        initial_span=0,
+        penalty=PENALTY,
+        dynamic=False,
+        relative_positions=False,
+        window=None,
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        self.max_span = max_span
+        self.ramp = ramp
+        self.initial_span = initial_span
+        self.penalty = penalty
+        self.dynamic = dynamic
+        self.relative_positions = relative_positions
+        self.window = max_span if window is None else window
+        self._check_arguments()
+        self._position_keys = None
+
+    def build(self, query_shape, value_shape, key_shape=None):
+        super().build(query_shape, value_shape, key_shape)
+        if self.relative_positions:
+            if self._position_keys is None:
+                self._make_position_keys()
+            if not self._position_keys.built:
+                self._position_keys.build()
+        heads = (self._num_heads,)
+
+        def weight(name, shape, initial, **options):
+            # Half precision cannot tell far positions apart.
+            return self.add_weight(
+                name=name,
+                shape=shape,
+                initializer=keras.initializers.Constant(initial),
+                dtype="float64" if self.variable_dtype == "float64" else "float32",
+                autocast=False,
+                **options,
+            )
+
+        share = self.initial_span / self.max_span
+        if not self.dynamic:
+            self._span = weight("span", heads, share, constraint=UnitInterval())
+            return
+        logit = -LEAST_LOGIT
+        if share < 1:
+            logit = LEAST_LOGIT if share == 0 else math.log(share / (1 - share))
+            logit = min(max(logit, LEAST_LOGIT), -LEAST_LOGIT)
+        self._span_kernel = weight("span_kernel", (query_shape[-1], *heads), 0.0)
+        self._span_bias = weight("span_bias", heads, logit)
+        seen = dict(trainable=False, aggregation="only_first_replica")
+        self._mean_span = weight(
+            "mean_span", heads, self.max_span / (1 + math.exp(-logit)), **seen
+        )
+        # Nothing is known yet of what inputs will ask for.
+        self._largest_span = weight("largest_span", heads, self.max_span, **seen)
+
+    @property
+    def state_names(self):
+        return ("key", "value", "mask", "position")
+
+    def initial_state(self, batch_size):
+        return adaptive_span_state(
+            batch_size,
+            self._num_heads,
+            self._key_dim,
+            self._value_dim,
+            window=self.window,
+            dtype=self._state_dtype,
+        )
+
+    def spans(self):
+        """The span of each head in positions, a NumPy array `(heads,)`.
+
+        The ramp comes on top of it. Dynamic spans: their mean over the positions of
+        the last training call.
+        """
+        self._check_built("spans")
+        if self.dynamic:
+            return ops.convert_to_numpy(self._mean_span)
+        return ops.convert_to_numpy(self._span) * self.max_span
+
+    def trim(self):
+        """Cuts the computed window to the keys in use, or grows it again.
+
+        To the largest span of a head and its ramp, rounded up to 64, and 64 more that
+        spans can grow into, but to no more than `max_span`. A span that outgrows them
+        is cut off at the window until the next `trim`. For dynamic spans, the largest
+        is that of training calls, of which old ones count less and less: by 1 % a
+        call, from `max_span` on.
+
+        What is compiled already keeps the window that it was compiled with:
+        `keras_efficient_attn.layers.trim_spans` trims a model's layers and has it
+        compile again.
+
+        Returns:
+            The window, in keys.
+        """
+        self._check_built("trim")
+        largest = self.spans()
+        if self.dynamic:
+            largest = ops.convert_to_numpy(self._largest_span)
+        used = float(largest.max()) + self.ramp
+        rounded = TRIM_UNIT * math.ceil(used / TRIM_UNIT)
+        self.window = min(self.max_span, rounded + TRIM_UNIT)
+        return self.window
+
+    def share_position_keys(self, other):
+        """Takes another layer's table of `relative_positions` for its own.
+
+        Args:
+            other: An `AdaptiveSpan` with `relative_positions`, of the same `max_span`
+                and `key_dim`. This layer must not be built yet.
+        """
+        mine, theirs = (
+            (layer.relative_positions, layer.max_span, layer._key_dim)
+            for layer in (self, other)
+        )
+        if not mine[0] or mine != theirs or self.built:
+            raise ValueError(
+                "Layers that share a table of positions need the same "
+                "`relative_positions`, `max_span` and `key_dim`, and the first must "
+                f"not be built. Received: {mine} and {theirs}, built={self.built}"
+            )
+        if other._position_keys is None:
+            other._make_position_keys()
+        self._position_keys = other._position_keys
+
+    def attend_to_pattern(self, query, key, value, spans, **arguments):
+        position_key = None
+        if self._position_keys is not None:
+            position_key = ops.convert_to_tensor(self._position_keys.table)
+        return adaptive_span_attention(
+            query,
+            key,
+            value,
+            spans,
+            window=self.window,
+            ramp=self.ramp,
+            position_key=position_key,
+            **arguments,
+        )
+
+    def rematerialized_call(self, layer_call, *args, **kwargs):
+        """`call` as it is: rematerialised, it would add its penalty twice.
+
+        The attention recomputes itself block by block in any case.
+        """
+        return layer_call
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "max_span": self.max_span,
+            "ramp": self.ramp,
+            "initial_span": self.initial_span,
+            "penalty": self.penalty,
+            "dynamic": self.dynamic,
+            "relative_positions": self.relative_positions,
+            "window": self.window,
+        }
+
+    def _call(
+        self, query, value, key, masks, return_attention_scores, training, *arguments
+    ):
+        spans = self._spans(query, masks[0])
+        if training and not is_replay():
+            self._learn_from(spans, masks[0])
+        return super()._call(
+            query,
+            value,
+            key,
+            masks,
+            return_attention_scores,
+            training,
+            *arguments,
+            spans=spans,
+        )
+
+    def _spans(self, query, query_mask):
+        """`(heads,)`, or `(batch, query_length, heads)`, in positions."""
+        if not self.dynamic:
+            return self.max_span * ops.convert_to_tensor(self._span)
+        query = ops.cast(query, self._span_kernel.dtype)
+        if query_mask is not None:
+            kept = ops.cast(query_mask, "bool")[..., None]
+            query = ops.where(kept, query, ops.zeros_like(query))
+        logits = query @ ops.convert_to_tensor(self._span_kernel)
+        return self.max_span * ops.sigmoid(logits + self._span_bias)
+
+    def _learn_from(self, spans, query_mask):
+        """Adds the penalty, and keeps what dynamic spans were like."""
+        if self.dynamic:
+            if query_mask is None:
+                weights = ops.ones(ops.shape(spans)[:2], spans.dtype)
+            else:
+                weights = ops.cast(ops.cast(query_mask, "bool"), spans.dtype)
+            weights = weights[..., None]
+            number = ops.sum(weights)
+            number = ops.where(number > 0, number, 1.0)
+            of_heads = ops.sum(spans * weights, axis=(0, 1)) / number
+            self._mean_span.assign(ops.stop_gradient(of_heads))
+            largest = ops.stop_gradient(ops.max(spans * weights, axis=(0, 1)))
+            remembered = DECAY * ops.convert_to_tensor(self._largest_span)
+            larger = ops.where(largest > remembered, largest, remembered)
+            self._largest_span.assign(larger)
+        else:
+            of_heads = spans
+        if self.penalty:
+            self.add_loss(self.penalty * ops.mean(of_heads))
+
+    def _make_position_keys(self):
+        self._position_keys = PositionKeys(
+            self.max_span, self._key_dim, dtype=self.dtype_policy, name="position_keys"
+        )
+
+    def _check_built(self, method):
+        if not self.built:
+            raise ValueError(
+                f"`{method}()` needs a built layer, whose spans exist. Received: "
+                "built=False"
+            )
+
+    def _check_arguments(self):
+        if not is_positive_int(self.max_span):
+            raise ValueError(
+                "`max_span` must be a positive integer. Received: "
+                f"max_span={self.max_span!r}"
+            )
+        if not is_positive_int(self.window) or self.window > self.max_span:
+            raise ValueError(
+                f"`window` must be a positive integer up to `max_span` "
+                f"({self.max_span}), or None. Received: window={self.window!r}"
+            )
+        limits = {
+            "ramp": ("positive", lambda x: 0 < x < math.inf),
+            "initial_span": (
+                f"from 0 to `max_span` ({self.max_span})",
+                lambda x: 0 <= x <= self.max_span,
+            ),
+            "penalty": ("of at least 0", lambda x: 0 <= x < math.inf),
+        }
+        for argument, (kind, holds) in limits.items():
+            received = getattr(self, argument)
+            if not is_number(received) or not holds(received):
+                raise ValueError(
+                    f"`{argument}` must be a number, {kind}. Received: "
+                    f"{argument}={received!r}"
+                )
+        if not isinstance(self.dynamic, bool):
+            raise ValueError(
+                f"`dynamic` must be a boolean. Received: dynamic={self.dynamic!r}"
+            )
+        if self.relative_positions not in (False, True, "shared"):
+            raise ValueError(
+                "`relative_positions` must be a boolean or 'shared'. Received: "
+                f"relative_positions={self.relative_positions!r}"
+            )
+
+
+class PositionKeys(keras.layers.Layer):
+    """A learned vector for each distance.
+
+    Args:
+        max_span: Number of distances.
+        dim: Width of a vector.
+        **kwargs: Those of `keras.layers.Layer`.
+    """
+
+    def __init__(self, max_span, dim, **kwargs):
+        super().__init__(**kwargs)
+        self.max_span = max_span
+        self.dim = dim
+
+    def build(self, input_shape=None):
+        self.table = self.add_weight(
+            name="table",
+            shape=(self.max_span, self.dim),
+            initializer=keras.initializers.RandomNormal(stddev=0.02),
+        )
+
+
+class UnitInterval(keras.constraints.Constraint):
+    """Keeps a weight from 0 to 1."""
+
+    def __call__(self, w):
+        return ops.clip(w, 0.0, 1.0)

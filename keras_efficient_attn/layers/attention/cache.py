@@ -1,0 +1,55 @@
+"""A cache of keys and values: the state of layers whose weights are not features."""
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.ops.common.cache_capacity import nan_beyond
+
+
+def empty_cache(batch_size, max_length, tails, dtype):
+    """The cache before the first position.
+
+    Args:
+        batch_size: Rows in the batch.
+        max_length: Positions that the cache can hold; those beyond are NaN.
+        tails: Dict of names and the shapes of one position's tensors.
+        dtype: Of these tensors.
+
+    Returns:
+        Dict of the names, `(batch, max_length, *tail)`, and `position`, the number of
+        positions read, `(batch,)`.
+    """
+    cache = {
+        name: ops.zeros((batch_size, max_length, *tail), dtype)
+        for name, tail in tails.items()
+    }
+    return {**cache, "position": ops.zeros((batch_size,), "int32")}
+
+
+def extend_cache(cache, new):
+    """Writes the next positions.
+
+    Args:
+        cache: From `empty_cache` or an earlier call; all rows have the same position.
+        new: Dict of tensors `(batch, length, *tail)`.
+
+    Returns:
+        `(cache, start)`: the cache after them, and the position of the first, a scalar.
+    """
+    start = cache["position"][0]
+    length = ops.shape(next(iter(new.values())))[1]
+    extended = {name: _write(cache[name], start, x) for name, x in new.items()}
+    return {**extended, "position": cache["position"] + length}, start
+
+
+def _write(old, start, new):
+    capacity, length = ops.shape(old)[1], ops.shape(new)[1]
+    new = nan_beyond(capacity, start, ops.cast(new, old.dtype))
+    start = ops.minimum(start, capacity - length)
+    if keras.backend.backend() != "tensorflow":
+        return ops.slice_update(old, (0, start, *[0] * (len(old.shape) - 2)), new)
+    # TensorFlow has no gradient for an updated slice.
+    offset = ops.arange(capacity, dtype="int32") - start
+    written = ops.logical_and(offset >= 0, offset < length)
+    written = ops.reshape(written, (1, -1, *[1] * (len(old.shape) - 2)))
+    return ops.where(written, ops.take(new, ops.clip(offset, 0, length - 1), 1), old)

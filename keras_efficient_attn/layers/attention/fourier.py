@@ -1,0 +1,362 @@
+"""FourierAttention: FourierFormer's product of even powers of sin(z)/z."""
+
+import math
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.layers.attention.base import EfficientAttention
+from keras_efficient_attn.layers.attention.cache import empty_cache, extend_cache
+from keras_efficient_attn.ops import fourier
+from keras_efficient_attn.ops.common.checks import (
+    check_positive_int,
+    check_positive_number,
+)
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.linear_attention.api import (
+    CHUNK_SIZE as LINEAR_CHUNK_SIZE,
+)
+from keras_efficient_attn.ops.linear_attention.api import (
+    linear_attention_state,
+    mapped_linear_attention,
+)
+from keras_efficient_attn.ops.linear_attention.feature_maps import (
+    MAX_POLYNOMIAL_FEATURES,
+)
+
+RADIUS_SHARING = ("layer", "head", "dimension")
+# With fewer, short heads would have a linear form of noise.
+LEAST_FREQUENCIES = 8
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class FourierAttention(EfficientAttention):
+    """FourierFormer's attention, a drop-in for `MultiHeadAttention`.
+
+    The weight of key `s` for query `t` is a product over the dimensions of a head:
+
+    ```
+    w[t, s] = Π_d (sin z_d / z_d)^power,   z = R ∘ (q[t] − k[s])
+    head[t] = Σ_s w[t, s] v[s] / Σ_s w[t, s]
+    ```
+
+    the generalised Fourier regression estimator, with a learned `R > 0`. It reads
+    `(q, k)` through their difference, and so is not `softmax` with other weights.
+
+    **Exact** (the default): time grows with the square of the length, memory linearly.
+    Weights are computed as logarithms, relative to the largest of their row, for a tile
+    of queries at a time and again for the gradient.
+
+    **Linear** (`linear=True`): `w` is the square of `Π (sin z_d / z_d)^(power/2)`, of
+    which `num_frequencies = M` random frequencies give an estimate. Its square is never
+    negative, and is linear attention with `M(2M + 1)` features and a state of constant
+    size. The weights' relative error is about `ops.fourier.linear_error(R, key_dim, M,
+    power)` for standard normal queries and keys and independent frequencies, and falls
+    with `√M`; orthogonal ones are better, most where `M` is a multiple of `key_dim`.
+    Relative errors of the heads, 128 keys, `power=4`, `M = key_dim` of 16, 32 and 64
+    (528, 2,080 and 8,256 features), where the mean of all values is off by the figure
+    in brackets:
+
+    | R | 16 | 32 | 64 |
+    |---|---|---|---|
+    | 0.60 / √key_dim | 0.02 (0.16) | 0.01 (0.11) | 0.01 (0.08) |
+    | 0.87 / √key_dim (the default) | 0.07 (0.26) | 0.08 (0.24) | 0.06 (0.16) |
+    | 1.30 / √key_dim | 0.57 (0.84) | 0.32 (0.45) | 0.25 (0.30) |
+
+    So it serves wide kernels, which hardly differ from Gaussian ones. Narrow ones, the
+    exact form's default among them, want the exact form; a radius for which the weights
+    are noise from the start is refused, and training may still lead there.
+
+    Args:
+        *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
+            name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the concatenated
+            heads: the weights never exist as a whole), `use_bias`, ….
+        power: 2, 4, 6 or 8. Defaults to 4, the paper's φ(x) = x⁴.
+        radius_per: What has an `R` of its own: `"layer"` (one number, as in the paper),
+            `"head"` (the default) or `"dimension"` (each dimension of each head).
+        initial_radius: Positive float. Defaults to `√(3 / power) · key_dim^(−1/4)`, for
+            which the kernel has the curvature of `exp(−‖q − k‖² / (2 √key_dim))`, which
+            is softmax attention's for keys of one norm; with `linear`, to `√(3 / (power
+            · key_dim))`. The paper has 2.0 for text and 1.0 for images, which for
+            standard normal heads of 16 leave a query one or two keys.
+        linear: Whether to compute the linear form. Defaults to `False`.
+        num_frequencies: Random frequencies of the linear form. Defaults to `max(8,
+            key_dim)`.
+        orthogonal: Whether the frequencies are orthogonal in blocks of `key_dim`.
+            Defaults to `True`.
+        chunk_size: Queries in a tile, at least; with `linear`, positions in a chunk.
+            Speed and memory only. Defaults to 4, and 64 with `linear`.
+        implementation: Of the exact form: `"tiled"` (the default); `"fused"`, for which
+            PyTorch needs a compiler, or `"reference"`, the definition: see
+            `ops.fourier_attention`.
+        **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. `seed` also
+            seeds the frequencies.
+
+    Call arguments:
+        As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
+        `use_causal_mask`, `return_attention_scores`, `state`.
+
+    Raises:
+        ValueError: If an argument is invalid, or given for a form that has no use for
+            it; if the linear form would have more features than can help, or weights
+            that are noise.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import FourierAttention
+    >>> layer = FourierAttention(num_heads=4, key_dim=32)
+    >>> x = keras.random.normal((2, 100, 64))
+    >>> layer(x, x, use_causal_mask=True).shape
+    (2, 100, 64)
+
+    Streaming, with a cache of 100 positions:
+
+    >>> state = layer.initial_state(batch_size=2, max_length=100)
+    >>> y, state = layer(x[:, :1], x[:, :1], use_causal_mask=True, state=state)
+
+    Reference:
+        - [Nguyen et al., 2022](https://arxiv.org/abs/2206.00206)
+    """
+
+    def __init__(
+        self,
+        *args,
+        power=4,
+        radius_per="head",
+        initial_radius=None,
+        linear=False,
+        num_frequencies=None,
+        orthogonal=True,
+        chunk_size=None,
+        implementation=None,
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        self.power = power
+        self.radius_per = radius_per
+        self.initial_radius = initial_radius
+        self.linear = linear
+        self.num_frequencies = num_frequencies
+        self.orthogonal = orthogonal
+        self.chunk_size = chunk_size
+        self.implementation = implementation
+        self._check_arguments()
+        if linear:
+            self._check_linear()
+
+    @property
+    def caches_keys(self):
+        """Whether `initial_state` takes the number of positions to hold."""
+        return not self.linear
+
+    @property
+    def feature_dim(self):
+        """Number of features per head of the linear form, or `None`."""
+        if not self.linear:
+            return None
+        return fourier.squared_features_size(self._frequency_count)
+
+    @property
+    def radius(self):
+        """`R`, a tensor of shape `()`, `(heads, 1)` or `(heads, key_dim)`."""
+        return ops.exp(ops.convert_to_tensor(self._log_radius))
+
+    def build(self, query_shape, value_shape, key_shape=None):
+        super().build(query_shape, value_shape, key_shape)
+        # Neither is cast to the compute dtype, which would round it.
+        dtype = "float64" if self.variable_dtype == "float64" else "float32"
+        heads, dim = self._num_heads, self._key_dim
+        shapes = {"layer": (), "head": (heads, 1), "dimension": (heads, dim)}
+        self._log_radius = self.add_weight(
+            name="log_radius",
+            shape=shapes[self.radius_per],
+            initializer=keras.initializers.Constant(math.log(self._first_radius)),
+            dtype=dtype,
+            autocast=False,
+        )
+        if not self.linear:
+            return
+        seed = keras.random.SeedGenerator(self.seed)
+        self._frequencies = self.add_weight(
+            name="frequencies",
+            shape=(self._frequency_count, dim),
+            initializer=lambda shape, dtype: ops.cast(
+                fourier.kernel_frequencies(*shape, self.power, self.orthogonal, seed),
+                dtype,
+            ),
+            dtype=dtype,
+            trainable=False,
+            autocast=False,
+        )
+
+    @property
+    def state_names(self):
+        if self.linear:
+            return ("sum", "normalizer", "log_scale")
+        return ("key", "value", "mask", "position")
+
+    def initial_state(self, batch_size, max_length=None):
+        """The state before the first position, for streaming a causal sequence.
+
+        Args:
+            batch_size: Rows in the batch.
+            max_length: Positions that the cache of the exact form can hold; outputs
+                beyond are NaN. The linear form's state has a constant size, and takes
+                none.
+
+        Returns:
+            Flat dict of tensors, batch first; floating-point ones are float32 or wider
+            whatever the compute dtype.
+
+        Raises:
+            ValueError: If `max_length` is missing for the exact form, or given for the
+                linear one.
+        """
+        if (max_length is None) != self.linear:
+            raise ValueError(
+                "`max_length` must be given for the exact form, whose state is a "
+                f"cache, and only for that. Received: max_length={max_length}, "
+                f"linear={self.linear}"
+            )
+        dtype = "float64" if self.compute_dtype == "float64" else "float32"
+        if self.linear:
+            return linear_attention_state(
+                batch_size, self._num_heads, self.feature_dim, self._value_dim, dtype
+            )
+        tails = {
+            "key": (self._num_heads, self._key_dim),
+            "value": (self._num_heads, self._value_dim),
+            "mask": (),
+        }
+        return empty_cache(batch_size, max_length, tails, dtype)
+
+    def attend(self, query, key, value, query_mask, key_mask, causal, state, training):
+        dtype = accumulator_dtype(query, key, value)
+        attend = self._attend_linear if self.linear else self._attend_exact
+        heads, state = attend(
+            *(ops.cast(x, dtype) for x in (query, key, value, self.radius)),
+            key_mask,
+            causal,
+            state,
+        )
+        if self._dropout > 0.0:
+            heads = self._dropout_layer(heads, training=training)
+        return heads, state
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "power": self.power,
+            "radius_per": self.radius_per,
+            "initial_radius": self.initial_radius,
+            "linear": self.linear,
+            "num_frequencies": self.num_frequencies,
+            "orthogonal": self.orthogonal,
+            "chunk_size": self.chunk_size,
+            "implementation": self.implementation,
+        }
+
+    def _attend_linear(self, query, key, value, radius, key_mask, causal, state):
+        (heads,), state = mapped_linear_attention(
+            query * radius,
+            key * radius,
+            value,
+            query_map=fourier.squared_features,
+            key_map=fourier.squared_features,
+            num_features=self.feature_dim,
+            map_weights=(ops.cast(self._frequencies, query.dtype),),
+            key_mask=key_mask,
+            causal=causal,
+            state=state,
+            chunk_size=self.chunk_size or LINEAR_CHUNK_SIZE,
+        )
+        return heads, state
+
+    def _attend_exact(self, query, key, value, radius, key_mask, causal, state):
+        first_position = 0
+        if state is not None:
+            if key_mask is None:
+                key_mask = ops.ones(ops.shape(key)[:2], key.dtype)
+            new = {"key": key, "value": value, "mask": key_mask}
+            state, first_position = extend_cache(state, new)
+            key, value = (ops.cast(state[name], key.dtype) for name in ("key", "value"))
+            key_mask = state["mask"]
+        heads = fourier.fourier_attention(
+            query,
+            key,
+            value,
+            radius,
+            power=self.power,
+            key_mask=key_mask,
+            causal=causal,
+            first_position=first_position,
+            chunk_size=self.chunk_size,
+            implementation=self.implementation,
+        )
+        return heads, state
+
+    @property
+    def _frequency_count(self):
+        return self.num_frequencies or max(LEAST_FREQUENCIES, self._key_dim)
+
+    @property
+    def _first_radius(self):
+        if self.initial_radius is not None:
+            return self.initial_radius
+        exponent = -0.5 if self.linear else -0.25
+        return math.sqrt(3 / self.power) * self._key_dim**exponent
+
+    def _check_arguments(self):
+        if self.power not in fourier.POWERS:
+            raise ValueError(
+                f"`power` must be one of {fourier.POWERS}. Received: "
+                f"power={self.power!r}"
+            )
+        if self.radius_per not in RADIUS_SHARING:
+            raise ValueError(
+                f"`radius_per` must be one of {', '.join(RADIUS_SHARING)}. Received: "
+                f"radius_per={self.radius_per!r}"
+            )
+        check_positive_number("initial_radius", self.initial_radius, optional=True)
+        for argument in ("num_frequencies", "chunk_size"):
+            check_positive_int(argument, getattr(self, argument), optional=True)
+        if self.implementation not in fourier.IMPLEMENTATIONS:
+            raise ValueError(
+                f"`implementation` must be one of {fourier.IMPLEMENTATIONS}. Received: "
+                f"implementation={self.implementation!r}"
+            )
+        if not self.linear and (
+            self.num_frequencies is not None or self.orthogonal is not True
+        ):
+            raise ValueError(
+                "`num_frequencies` and `orthogonal` are for `linear=True`. Received: "
+                f"num_frequencies={self.num_frequencies}, orthogonal={self.orthogonal}"
+            )
+
+    def _check_linear(self):
+        if self.implementation is not None:
+            raise ValueError(
+                "`implementation` is for the exact form. Received: linear=True, "
+                f"implementation={self.implementation!r}"
+            )
+        if self.feature_dim > MAX_POLYNOMIAL_FEATURES:
+            raise ValueError(
+                "The linear form has M(2M + 1) features of M frequencies, by default "
+                f"max({LEAST_FREQUENCIES}, key_dim). Received: "
+                f"key_dim={self._key_dim}, num_frequencies={self.num_frequencies}, "
+                f"which makes {self.feature_dim} features; more than "
+                f"{MAX_POLYNOMIAL_FEATURES} cost more than the exact form. Use a "
+                "smaller `key_dim` or fewer frequencies."
+            )
+        error = fourier.linear_error(
+            self._first_radius, self._key_dim, self._frequency_count, self.power
+        )
+        if error >= 1:
+            raise ValueError(
+                "The weights of the linear form would be noise: for standard normal "
+                f"queries and keys their relative error is {error:.1f}. Received: "
+                f"initial_radius={self._first_radius}, key_dim={self._key_dim}, "
+                f"num_frequencies={self._frequency_count}, power={self.power}. Use a "
+                "smaller radius, more frequencies, or `linear=False`."
+            )

@@ -1,0 +1,81 @@
+"""The base of layers whose queries attend to a fixed pattern of positions."""
+
+from keras import ops
+
+from keras_efficient_attn.layers.attention.base import EfficientAttention
+from keras_efficient_attn.ops.common.checks import check_rotary_wavelength
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.rotary import rotary_embedding
+from keras_efficient_attn.ops.common.weight_dropout import dropout_seed
+
+
+class PatternAttention(EfficientAttention):
+    """Base class: softmax attention over the keys of a pattern, and over no other.
+
+    A subclass computes the heads in `attend_to_pattern`; its state has the number of
+    positions read so far in `"position"`. This class adds dropout on the weights and
+    rotary positions.
+
+    Args:
+        *args, **kwargs: Those of `EfficientAttention`. `dropout` acts on the
+            normalised weights.
+        rotary_wavelength: Longest wavelength of rotary positions, over 2π, such as
+            10,000. Defaults to `None`: no positions.
+
+    Raises:
+        ValueError: For a `rotary_wavelength` that is not positive, or with an odd
+            `key_dim`.
+    """
+
+    def __init__(self, *args, rotary_wavelength=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.rotary_wavelength = rotary_wavelength
+        check_rotary_wavelength(rotary_wavelength, self._key_dim)
+
+    def attend_to_pattern(self, query, key, value, **arguments):
+        """The heads, and the new state or `None`.
+
+        Args:
+            query, key, value: `(batch, length, heads, dim)`, rotated, not scaled.
+            **arguments: `causal`, `key_mask`, `state`, `dropout` and `dropout_seed`,
+                as for `ops.local_attention`, and the subclass' own.
+        """
+        raise NotImplementedError
+
+    def attend(
+        self,
+        query,
+        key,
+        value,
+        query_mask,
+        key_mask,
+        causal,
+        state,
+        training,
+        **options,
+    ):
+        dtype = accumulator_dtype(query, key, value)
+        query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
+        if self.rotary_wavelength is not None:
+            start = None if state is None else state["position"]
+            query, key = self._rotate(query, start), self._rotate(key, start)
+        arguments = dict(causal=causal, key_mask=key_mask, state=state, **options)
+        if training and self._dropout > 0.0:
+            generator = self._dropout_layer.seed_generator
+            arguments["dropout"] = self._dropout
+            arguments["dropout_seed"] = dropout_seed(generator, dtype)
+        output = self.attend_to_pattern(query, key, value, **arguments)
+        return (output, None) if state is None else output
+
+    def get_config(self):
+        return {**super().get_config(), "rotary_wavelength": self.rotary_wavelength}
+
+    @property
+    def _state_dtype(self):
+        return "float64" if self.compute_dtype == "float64" else "float32"
+
+    def _rotate(self, x, start):
+        steps = ops.arange(ops.shape(x)[1], dtype="int32")[None]
+        if start is not None:
+            steps = steps + start[:, None]
+        return rotary_embedding(x, steps, self.rotary_wavelength)

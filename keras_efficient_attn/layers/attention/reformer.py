@@ -1,0 +1,467 @@
+"""ReformerLSHAttention: attention inside the buckets of a hash."""
+
+import math
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_efficient_attn.layers.attention.base import EfficientAttention
+from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.lsh_attention.api import lsh_attention
+from keras_efficient_attn.ops.lsh_attention.hashing import (
+    hash_buckets,
+    num_rotation_rows,
+)
+from keras_efficient_attn.ops.lsh_attention.streaming import lsh_attention_state
+from keras_efficient_attn.ops.reversible.remembered import remembered
+
+# Rounds that there are rotations for, if `num_hashes` is not more.
+DEFAULT_MAX_HASHES = 8
+LOCAL = "local_"
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class ReformerLSHAttention(EfficientAttention):
+    """Self-attention among positions that a hash puts into the same bucket.
+
+    Queries and keys are the same vectors, the keys at unit length:
+
+    ```
+    key[s] = query[s] / ‖query[s]‖
+    bucket[t] = argmax([query[t] R; −query[t] R])
+    w[t, s] = exp(query[t] · key[s] / √key_dim)   where t sees s in any round
+    ```
+
+    divided by the sum of the weights. In each of `num_hashes` rounds, with rotations R
+    of their own, positions are sorted by bucket and cut into chunks of `bucket_size`,
+    and see their chunk and the one before. A key found in several rounds counts once:
+    the output is exactly softmax attention over all that was found. A position sees
+    itself only where it sees nothing else. Work grows with length · `num_hashes` ·
+    `bucket_size`, and the sort with length · log(length).
+
+    **Causality.** Where chunks run on across buckets, as published, whose chunk a
+    position is in depends on later positions, and a causal mask inside the chunks does
+    not keep the future from the past. With `use_causal_mask` each bucket therefore
+    starts a chunk of its own (`aligned`), which is exactly causal, and streams. That
+    takes up to `length + num_buckets · bucket_size` slots a round instead of `length`:
+    few buckets, or short chunks, where sequences are short.
+
+    **Streaming.** The state has, for each bucket, its last `2 · bucket_size` keys and
+    values. Its size does not depend on the context: `num_hashes · num_buckets · 2 ·
+    bucket_size` rows per head. Long segments are read a few positions at a time. Keys
+    are counted in float32: a stream is exact until a bucket has had 2²⁴ keys, or
+    `bucket_size / num_buckets` times as many if that is less, and for local heads until
+    2²⁴ positions.
+
+    **Weights** are those of `keras.layers.MultiHeadAttention` without its key
+    projection: `key_dense` is `query_dense`. `set_weights` takes the weights of a
+    `MultiHeadAttention` and leaves out those of its keys. The rotations are one more
+    weight, not trained.
+
+    Args:
+        *args: The arguments of `keras.layers.MultiHeadAttention`, by position or name:
+            `num_heads`, `key_dim`, `value_dim`, `dropout` (on the attention weights, in
+            the same places of all chunks), `use_bias`, ….
+        bucket_size: Positions of a chunk. Defaults to 64.
+        num_hashes: Rounds. Defaults to 4.
+        num_buckets: Even number of buckets, or a tuple of even factors, whose product
+            it is: hashing costs the sum of the factors. About `2 · length /
+            bucket_size`. Defaults to 32.
+        max_hashes: Rounds that there are rotations for, the most that a call can
+            have. Defaults to 8, or `num_hashes` if that is more.
+        aligned: Whether each bucket starts a chunk. Defaults to `None`: if
+            `use_causal_mask` is set.
+        scale_logits: Whether logits are divided by `√key_dim`, as in the paper's text;
+            `False` is the scale of the authors' code. Defaults to `True`.
+        num_local_heads: How many heads, the last ones, see the nearest positions
+            instead: chunks of neighbours, and the one before. Defaults to 0.
+        dense_length: Sequences of at most this many positions, padding included, are
+            attended to densely. Excludes streaming, which does not know the length,
+            and graphs that are traced for any length. Defaults to `None`: none.
+        **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. `seed` also
+            seeds the rotations.
+
+    Call arguments:
+        As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
+        `use_causal_mask`, `return_attention_scores`, `state`. Queries and keys are
+        computed from `query`; `key` has to be the same sequence, and is read where
+        `query_mask` hides that. Positions that `key_mask` hides have a bucket of their
+        own and see nothing: they give zero heads.
+        num_hashes: Optional number of rounds of this call, at most `max_hashes`.
+
+    Raises:
+        ValueError: If an argument is invalid; on a call if query and key differ in
+            shape, `num_hashes` is more than there are rotations for, or a length that
+            `dense_length` is compared with is not known; with `state`, if
+            `num_hashes` is given, `aligned` is `False` or `dense_length` is set.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import ReformerLSHAttention
+    >>> layer = ReformerLSHAttention(num_heads=4, key_dim=32)
+    >>> x = keras.random.normal((2, 1000, 64))
+    >>> layer(x, x, use_causal_mask=True).shape
+    (2, 1000, 64)
+
+    More rounds, nearer to dense attention:
+
+    >>> y = layer(x, x, use_causal_mask=True, num_hashes=8)
+
+    Reference:
+        - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
+    """
+
+    def __init__(
+        self,
+        *args,
+        bucket_size=64,
+        num_hashes=4,
+        num_buckets=32,
+        max_hashes=None,
+        aligned=None,
+        scale_logits=True,
+        num_local_heads=0,
+        dense_length=None,
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        self.bucket_size = bucket_size
+        self.num_hashes = num_hashes
+        # A list is what a saved tuple is read as.
+        several = isinstance(num_buckets, list | tuple)
+        self.num_buckets = tuple(num_buckets) if several else num_buckets
+        self.max_hashes = max_hashes
+        self.aligned = aligned
+        self.scale_logits = scale_logits
+        self.num_local_heads = num_local_heads
+        self.dense_length = dense_length
+        self._check_arguments()
+        factors = self.num_buckets
+        self._factors = (factors,) if isinstance(factors, int) else factors
+        self._hashed_heads = self._num_heads - num_local_heads
+        self._scale = self._key_dim**-0.5 if scale_logits else 1.0
+
+    def build(self, query_shape, value_shape, key_shape=None):
+        super().build(query_shape, value_shape, key_shape)
+        # Keys have no projection of their own: it must not stay among the weights.
+        self._tracker.untrack(self._key_dense)
+        self._key_dense = self._query_dense
+        self._rotations = self.add_weight(
+            name="rotations",
+            shape=(
+                self._rounds_at_most,
+                self._hashed_heads,
+                self._key_dim,
+                num_rotation_rows(self._factors),
+            ),
+            initializer=keras.initializers.RandomNormal(stddev=1.0, seed=self.seed),
+            dtype="float64" if self.variable_dtype == "float64" else "float32",
+            trainable=False,
+            autocast=False,
+        )
+
+    @property
+    def state_names(self):
+        names = ("cache", "count")
+        if self.num_local_heads:
+            names += tuple(LOCAL + name for name in names)
+        return names
+
+    def initial_state(self, batch_size):
+        self._check_streams()
+        state = self._initial_state(batch_size, self._hashed_heads, self.num_hashes)
+        if self.num_local_heads:
+            local = self._initial_state(batch_size, self.num_local_heads, None)
+            state |= {LOCAL + name: tensor for name, tensor in local.items()}
+        return state
+
+    def _initial_state(self, batch_size, heads, rounds):
+        return lsh_attention_state(
+            batch_size,
+            heads,
+            rounds or 1,
+            math.prod(self._factors) if rounds else 1,
+            self.bucket_size,
+            self._key_dim,
+            self._value_dim,
+            "float64" if self.compute_dtype == "float64" else "float32",
+        )
+
+    def call(
+        self,
+        query,
+        value,
+        key=None,
+        query_mask=None,
+        value_mask=None,
+        key_mask=None,
+        attention_mask=None,
+        return_attention_scores=False,
+        training=None,
+        use_causal_mask=False,
+        state=None,
+        num_hashes=None,
+    ):
+        self._check_num_hashes(num_hashes, state)
+        return self._call(
+            query,
+            value,
+            key,
+            (query_mask, value_mask, key_mask, attention_mask),
+            return_attention_scores,
+            training,
+            use_causal_mask,
+            state,
+            num_hashes=num_hashes or self.num_hashes,
+        )
+
+    def compute_output_spec(self, *args, num_hashes=None, **kwargs):
+        self._check_num_hashes(num_hashes, kwargs.get("state"))
+        return super().compute_output_spec(*args, **kwargs)
+
+    def attend(
+        self,
+        query,
+        key,
+        value,
+        query_mask,
+        key_mask,
+        causal,
+        state,
+        training,
+        num_hashes,
+    ):
+        dtype = accumulator_dtype(query, value)
+        query, value = ops.cast(query, dtype), ops.cast(value, dtype)
+        arguments = (query, value, key_mask, causal, training)
+        if self.dense_length is not None:
+            length = ops.shape(query)[1]
+            if not isinstance(length, int):
+                raise ValueError(
+                    "`dense_length` needs a length that is known when a graph is "
+                    f"traced. Received: dense_length={self.dense_length}, "
+                    f"query.shape={tuple(query.shape)}"
+                )
+            if length <= self.dense_length:
+                return self._attend_dense(*arguments), None
+        buckets = ops.cast(
+            remembered(lambda: self._buckets(query, num_hashes)), "int32"
+        )
+        return self._attend_hashed(*arguments, state, buckets)
+
+    def _buckets(self, query, num_hashes):
+        rotations = ops.convert_to_tensor(self._rotations)[:num_hashes]
+        buckets = hash_buckets(
+            query[:, :, : self._hashed_heads], rotations, self._factors
+        )
+        # A reversible stack keeps them.
+        small = math.prod(self._factors) <= 256
+        return ops.cast(buckets, "uint8") if small else buckets
+
+    def _attend_dense(self, query, value, key_mask, causal, training):
+        """One chunk of everything."""
+        length = max(1, query.shape[1])
+        heads, _ = lsh_attention(
+            query,
+            value,
+            _one_bucket(query),
+            num_buckets=1,
+            chunk_size=length,
+            causal=causal,
+            key_mask=key_mask,
+            scale=self._scale,
+            dropout_mask=self._dropout_mask(query, 1, length, training),
+        )
+        return heads
+
+    def _attend_hashed(self, query, value, key_mask, causal, training, state, buckets):
+        def attend(query, value, buckets, num_buckets, aligned, state):
+            rounds = buckets.shape[2]
+            return lsh_attention(
+                query,
+                value,
+                buckets,
+                num_buckets=num_buckets,
+                chunk_size=self.bucket_size,
+                causal=causal,
+                aligned=aligned,
+                key_mask=key_mask,
+                state=state,
+                scale=self._scale,
+                dropout_mask=self._dropout_mask(
+                    query, rounds, self.bucket_size, training
+                ),
+            )
+
+        names = ("cache", "count")
+
+        def state_of(prefix):
+            if state is None:
+                return None
+            return {name: state[prefix + name] for name in names}
+
+        split = self._hashed_heads
+        aligned = causal if self.aligned is None else self.aligned
+        heads, new_state = attend(
+            query[:, :, :split],
+            value[:, :, :split],
+            buckets,
+            math.prod(self._factors),
+            aligned,
+            state_of(""),
+        )
+        if not self.num_local_heads:
+            return heads, new_state
+        # One bucket, aligned: chunks of neighbours.
+        local = query[:, :, split:]
+        local_heads, local_state = attend(
+            local, value[:, :, split:], _one_bucket(local), 1, True, state_of(LOCAL)
+        )
+        heads = ops.concatenate([heads, local_heads], axis=2)
+        if state is None:
+            return heads, None
+        return heads, {
+            **new_state,
+            **{LOCAL + name: local_state[name] for name in names},
+        }
+
+    def _dropout_mask(self, query, rounds, chunk_size, training):
+        if not (training and self._dropout > 0.0):
+            return None
+        batch, _, heads, _ = ops.shape(query)
+        shape = (batch, heads, rounds, chunk_size, 2 * chunk_size)
+        return self._dropout_layer(ops.ones(shape, query.dtype), training=True)
+
+    def _query_and_key(self, query, key, query_mask, key_mask):
+        # Where one of the two is hidden, the other is read, or else nothing: whoever
+        # is hidden as a key stands in no chunk.
+        if query_mask is not None:
+            query = ops.where(query_mask[..., None], query, key)
+        if key_mask is not None:
+            query = ops.where(key_mask[..., None], query, ops.zeros_like(query))
+        shared = self._query_dense(query)
+        return shared, shared
+
+    def set_weights(self, weights):
+        """Sets all weights; or the projections alone, from a `MultiHeadAttention`.
+
+        Args:
+            weights: List of arrays: as many as `self.weights`, or those of a
+                `keras.layers.MultiHeadAttention` with the same projections, whose key
+                projection is left out.
+        """
+        own = [tuple(weight.shape) for weight in self.weights]
+        count = len(self._query_dense.weights)
+        shapes = [tuple(np.shape(weight)) for weight in weights]
+        if len(own) - 1 + count == len(weights) and shapes != own:
+            weights = weights[:count] + weights[2 * count :]
+        super().set_weights(weights)
+
+    @property
+    def _rounds_at_most(self):
+        return self.max_hashes or max(DEFAULT_MAX_HASHES, self.num_hashes)
+
+    def _check_call(
+        self, query, value, key, masks, causal, return_attention_scores, state
+    ):
+        super()._check_call(
+            query, value, key, masks, causal, return_attention_scores, state
+        )
+        lengths = query.shape[1], value.shape[1]
+        if None not in lengths and len(set(lengths)) > 1:
+            raise ValueError(
+                "Queries and keys are the same vectors, and need the same positions. "
+                f"Received: query length {lengths[0]}, value length {lengths[1]}"
+            )
+        if query.shape[-1] != key.shape[-1]:
+            raise ValueError(
+                "Queries and keys are the same vectors: `key` must be the sequence "
+                f"that `query` is. Received: query.shape={tuple(query.shape)}, "
+                f"key.shape={tuple(key.shape)}"
+            )
+        if state is not None:
+            self._check_streams()
+
+    def _check_streams(self):
+        if self.aligned is False or self.dense_length is not None:
+            raise ValueError(
+                "A state needs chunks that do not depend on later positions: aligned="
+                "True or None, and no `dense_length`. Received: "
+                f"aligned={self.aligned}, dense_length={self.dense_length}"
+            )
+
+    def _check_num_hashes(self, num_hashes, state):
+        if num_hashes is None:
+            return
+        if state is not None:
+            raise ValueError(
+                "A state has the rounds that the layer was made with: `num_hashes` and "
+                f"`state` exclude each other. Received: num_hashes={num_hashes}"
+            )
+        most = self._rounds_at_most
+        if not isinstance(num_hashes, int) or not 1 <= num_hashes <= most:
+            raise ValueError(
+                f"`num_hashes` must be an integer from 1 to max_hashes={most}. "
+                f"Received: num_hashes={num_hashes!r}"
+            )
+
+    def _check_arguments(self):
+        if self.num_key_value_heads is not None:
+            raise ValueError(
+                "Queries and keys are the same vectors, and have the same heads. "
+                f"Received: num_key_value_heads={self.num_key_value_heads}"
+            )
+        for name in ("bucket_size", "num_hashes", "max_hashes", "dense_length"):
+            optional = name in ("max_hashes", "dense_length")
+            check_positive_int(name, getattr(self, name), optional)
+        if self._rounds_at_most < self.num_hashes:
+            raise ValueError(
+                "`max_hashes` must be at least `num_hashes`. Received: "
+                f"max_hashes={self.max_hashes}, num_hashes={self.num_hashes}"
+            )
+        factors = self.num_buckets
+        factors = factors if isinstance(factors, tuple) else (factors,)
+        if not factors or any(
+            not isinstance(size, int) or size < 2 or size % 2 for size in factors
+        ):
+            raise ValueError(
+                "`num_buckets` must be a positive even integer, or a tuple of them. "
+                f"Received: num_buckets={self.num_buckets!r}"
+            )
+        for name, choices in (
+            ("aligned", (None, True, False)),
+            ("scale_logits", (True, False)),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"`{name}` must be one of {choices}. Received: "
+                    f"{name}={getattr(self, name)!r}"
+                )
+        local = self.num_local_heads
+        if not isinstance(local, int) or not 0 <= local < self._num_heads:
+            raise ValueError(
+                "`num_local_heads` must be an integer from 0 to num_heads - 1. "
+                f"Received: num_local_heads={local!r}, num_heads={self._num_heads}"
+            )
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "bucket_size": self.bucket_size,
+            "num_hashes": self.num_hashes,
+            "num_buckets": self.num_buckets,
+            "max_hashes": self.max_hashes,
+            "aligned": self.aligned,
+            "scale_logits": self.scale_logits,
+            "num_local_heads": self.num_local_heads,
+            "dense_length": self.dense_length,
+        }
+
+
+def _one_bucket(query):
+    """The buckets of a hash that has one, in one round."""
+    batch, length, heads, _ = ops.shape(query)
+    return ops.zeros((batch, heads, 1, length), "int32")

@@ -1,0 +1,123 @@
+"""Attention layers by name: `"performer:feature_map=elu,num_features=64"`."""
+
+import ast
+import inspect
+import re
+
+import keras
+
+from keras_efficient_attn.layers.attention.adaptive_span.layer import AdaptiveSpan
+from keras_efficient_attn.layers.attention.fourier import FourierAttention
+from keras_efficient_attn.layers.attention.local import LocalAttention
+from keras_efficient_attn.layers.attention.performer.layer import PerformerAttention
+from keras_efficient_attn.layers.attention.reformer import ReformerLSHAttention
+from keras_efficient_attn.layers.attention.sparse import SparseAttention
+from keras_efficient_attn.layers.attention.transformer_xl import RelativePositionXL
+from keras_efficient_attn.layers.attention.vq.layer import VQAttention
+
+# Every efficient layer of the package, and Keras' own.
+ATTENTION_LAYERS = {
+    "adaptive-span": AdaptiveSpan,
+    "fourier": FourierAttention,
+    "performer": PerformerAttention,
+    "reformer": ReformerLSHAttention,
+    "softmax": keras.layers.MultiHeadAttention,
+    "sparse": SparseAttention,
+    "local": LocalAttention,
+    "vq": VQAttention,
+    "xl": RelativePositionXL,
+}
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def attention_names():
+    """The names that `get_attention` knows, as a tuple."""
+    return tuple(ATTENTION_LAYERS)
+
+
+def get_attention(identifier, **defaults):
+    """The attention layer that a name stands for.
+
+    Args:
+        identifier: `"name"` or `"name:option=value,option=value"`, with a name of
+            `attention_names()` and options of the layer's constructor.
+        **defaults: Arguments of the constructor, such as `num_heads` and `key_dim`.
+            Options of the identifier come before them.
+
+    Returns:
+        A new layer.
+
+    Raises:
+        ValueError: For an unknown name or option, or options that the layer refuses.
+        TypeError: If `identifier` is not a string.
+
+    Example:
+
+    >>> from keras_efficient_attn.layers import get_attention
+    >>> get_attention("performer:feature_map=elu", num_heads=4, key_dim=16)
+    <PerformerAttention name=performer_attention, built=False>
+    """
+    layer_class, options = parse_attention(identifier)
+    try:
+        return layer_class(**{**defaults, **options})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{identifier}: {' '.join(str(error).split())}") from error
+
+
+def parse_attention(identifier):
+    """The class that a name stands for, and its options, as a dict.
+
+    Raises:
+        ValueError: For an unknown name or option.
+        TypeError: If `identifier` is not a string.
+    """
+    if not isinstance(identifier, str):
+        raise TypeError(
+            "`identifier` must be a string, such as 'performer:feature_map=elu'. "
+            f"Received: identifier={identifier!r}"
+        )
+    name, _, text = identifier.partition(":")
+    if name not in ATTENTION_LAYERS:
+        raise ValueError(
+            f"`identifier` must be one of {', '.join(ATTENTION_LAYERS)}, with options "
+            f"after a colon. Received: identifier={identifier!r}"
+        )
+    layer_class = ATTENTION_LAYERS[name]
+    return layer_class, _parse_options(identifier, text, layer_class)
+
+
+def with_option(identifier, name, value):
+    """The identifier with another value of an option."""
+    layer, _, text = identifier.partition(":")
+    items = {item.partition("=")[0]: item for item in _items(text)}
+    items[name] = f"{name}={value!r}"
+    return f"{layer}:{','.join(items.values())}"
+
+
+def _items(text):
+    """The `option=value` of the text after the colon."""
+    # A comma before `option=` ends an option; others are part of a value.
+    return [item for item in re.split(r",(?=\w+=)", text) if item]
+
+
+def _parse_options(identifier, text, layer_class):
+    last = layer_class.__mro__.index(keras.layers.MultiHeadAttention)
+    known = {
+        name
+        for parent in layer_class.__mro__[: last + 1]
+        for name, parameter in inspect.signature(parent.__init__).parameters.items()
+        if name != "self" and parameter.kind not in _VARIADIC
+    }
+    options = {}
+    for item in _items(text):
+        name, _, value = item.partition("=")
+        if name not in known:
+            raise ValueError(
+                f"{identifier}: no option {name!r}; choose from "
+                f"{', '.join(sorted(known))}"
+            )
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[name] = value
+    return options

@@ -1,0 +1,165 @@
+"""SparseAttention: the factorised patterns of Sparse Transformers."""
+
+import keras
+
+from keras_efficient_attn.layers.attention.patterns import PatternAttention
+from keras_efficient_attn.ops.sparse_attention.api import (
+    sparse_attention,
+    sparse_attention_state,
+)
+from keras_efficient_attn.ops.sparse_attention.patterns import check_sparse_pattern
+
+STRIDE = 128
+# Positions that a state has room for, if nothing else is said.
+STATE_LENGTH = 4096
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class SparseAttention(PatternAttention):
+    """Softmax attention over a strided or a fixed pattern, at the pattern's cost.
+
+    A pattern has two factors. With `l` for `stride` and `c` for `summary`, query `t`
+    sees key `s` (and only `s ≤ t` with `use_causal_mask`) if
+
+    ```
+    strided  factor 0:  |t - s| ≤ l           factor 1:  (t - s) mod l = 0
+    fixed    factor 0:  ⌊t / l⌋ = ⌊s / l⌋     factor 1:  s is among c positions of
+                                                         its block of l
+    ```
+
+    Through both, one after the other, every position reaches every earlier one.
+    Time and memory grow as `length · (l + length / l)` for the strided and
+    `length · (l + c · length / l)` for the fixed pattern; with `l ≈ √length`, as
+    `length^1.5`. Only blocks that the pattern touches are computed.
+
+    Factor 0 of the strided pattern has `l + 1` keys, the query's own among them, as
+    the paper prints it; in the merged pattern, `l` of them would make no difference.
+
+    Args:
+        *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
+            name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the normalised
+            weights), `use_bias`, ….
+        pattern: `"strided"` (the default), for data with the period `stride`, such as
+            the rows of an image, or `"fixed"`, for data without, such as text.
+        stride: Positions between two keys of the second factor, or of a block.
+            Defaults to 128; about the root of the length is fastest.
+        summary: Positions of a block that stand for it in the fixed pattern, such as
+            8 to 32. Different heads have different ones: from the block's end to its
+            start, in turn. Defaults to `stride / 16`, at least 1; and to 1 for the
+            strided pattern and `heads=0`, which have no use for it.
+        heads: The paper's three ways to use the factors. `"merged"` (the default):
+            every head sees both, a key of both once. `"split"`: the first half of the
+            heads has factor 0, the others have factor 1. `0` or `1`: all heads have
+            that factor, for layers that take turns: `heads=i % 2` in layer `i`.
+        rotary_wavelength: Longest wavelength of rotary positions, over 2π, such as
+            10,000. Defaults to `None`: no positions.
+        **kwargs: Further arguments of `keras.layers.MultiHeadAttention`.
+
+    Call arguments:
+        As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
+        `use_causal_mask`, `return_attention_scores`, `state`. Queries and keys may
+        differ in length: position `s` is the same in both.
+
+    Raises:
+        ValueError: For arguments that make no pattern.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import SparseAttention
+    >>> layer = SparseAttention(num_heads=4, key_dim=16, pattern="fixed", stride=32)
+    >>> x = keras.random.normal((2, 1000, 64))
+    >>> layer(x, x, use_causal_mask=True).shape
+    (2, 1000, 64)
+
+    Layers that take turns, by name:
+
+    >>> from keras_efficient_attn.layers import get_attention
+    >>> names = ["sparse:stride=32,heads=0", "sparse:stride=32,heads=1"]
+    >>> layers = [get_attention(name, num_heads=4, key_dim=16) for name in names]
+
+    Reference:
+        - [Child et al., 2019](https://arxiv.org/abs/1904.10509)
+    """
+
+    # Whether `initial_state` takes the number of positions to hold.
+    caches_keys = True
+
+    def __init__(
+        self,
+        *args,
+        pattern="strided",
+        stride=STRIDE,
+        summary=None,
+        heads="merged",
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        self.pattern = pattern
+        self.stride = stride
+        self.summary = summary
+        self.heads = heads
+        check_sparse_pattern(**self.pattern_arguments, num_heads=self._num_heads)
+
+    @property
+    def pattern_arguments(self):
+        """The arguments of `ops.sparse_attention` and `ops.sparse_pattern`."""
+        summary = self.summary
+        if summary is None:
+            summarised = self.pattern == "fixed" and self.heads != 0
+            known = isinstance(self.stride, int)
+            summary = max(1, self.stride // 16) if summarised and known else 1
+        return dict(
+            pattern=self.pattern,
+            stride=self.stride,
+            summary=summary,
+            heads=self.heads,
+        )
+
+    @property
+    def state_names(self):
+        names = ("position",)
+        if self.heads != 1:
+            names += ("key", "value", "mask")
+        if self.heads != 0:
+            names += ("far_key", "far_value", "far_mask")
+        return names
+
+    def initial_state(self, batch_size, max_length=STATE_LENGTH):
+        """The state before the first position, for streaming a causal sequence.
+
+        A token reads `stride + max_length / stride` keys with the strided pattern, and
+        `stride + summary · max_length / stride` with the fixed one. The strided
+        pattern's cache holds all keys, the fixed one's only summaries.
+
+        Args:
+            batch_size: Rows in the batch.
+            max_length: Positions that can be read; outputs beyond the block in which
+                it ends are NaN. Defaults to 4,096.
+
+        Returns:
+            Flat dict of tensors, batch first, as `ops.sparse_attention_state`.
+        """
+        return sparse_attention_state(
+            batch_size,
+            self._num_heads,
+            self._key_dim,
+            self._value_dim,
+            max_length,
+            dtype=self._state_dtype,
+            **self.pattern_arguments,
+        )
+
+    def attend_to_pattern(self, query, key, value, **arguments):
+        return sparse_attention(
+            query, key, value, **self.pattern_arguments, **arguments
+        )
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "pattern": self.pattern,
+            "stride": self.stride,
+            "summary": self.summary,
+            "heads": self.heads,
+        }

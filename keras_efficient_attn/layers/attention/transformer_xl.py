@@ -1,0 +1,454 @@
+"""RelativePositionXL: attention with relative positions and a segment memory."""
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.layers.attention.base import EfficientAttention
+from keras_efficient_attn.ops.common.inputs import masked_inputs
+from keras_efficient_attn.ops.common.relative_positions import distance_sinusoids
+from keras_efficient_attn.ops.common.weight_dropout import dropout_seed
+from keras_efficient_attn.ops.relative_attention.api import relative_attention
+
+# Of the sinusoids of distances, over 2π.
+MAX_WAVELENGTH = 10_000.0
+OWN_BIASES = ("own", "shared")
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class PositionBiases(keras.layers.Layer):
+    """What `RelativePositionXL` adds to all queries: a vector for each head, twice.
+
+    Pass one to several layers as `biases`, and they share it.
+
+    Args:
+        num_heads: Attention heads.
+        key_dim: Width of a head.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Example:
+
+    >>> biases = PositionBiases(num_heads=2, key_dim=8)
+    >>> layers = [RelativePositionXL(2, 8, biases=biases) for _ in range(3)]
+    """
+
+    def __init__(self, num_heads, key_dim, **kwargs):
+        super().__init__(**kwargs)
+        self.num_heads = num_heads
+        self.key_dim = key_dim
+
+    def build(self, input_shape=None):
+        for name in ("content_bias", "position_bias"):
+            weight = self.add_weight(
+                name=name,
+                shape=(self.num_heads, self.key_dim),
+                initializer=keras.initializers.RandomNormal(stddev=0.02),
+            )
+            setattr(self, name, weight)
+
+    def get_config(self):
+        sizes = {"num_heads": self.num_heads, "key_dim": self.key_dim}
+        return {**super().get_config(), **sizes}
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class RelativePositionXL(EfficientAttention):
+    """Softmax attention of Transformer-XL: relative positions and a segment memory.
+
+    ```
+    w[i, j] = exp(((q[i] + u)·k[j] + (q[i] + v)·(W_R r[i − j])) / √key_dim)
+    head[i] = Σ_j w[i, j] value[j] / Σ_j w[i, j]
+    ```
+
+    with learned vectors `u` and `v` of each head, and sinusoids `r` of the distance.
+    Without `use_causal_mask`, distances to later keys are negative: those have
+    sinusoids of their own.
+
+    The state is the **memory**: the layer's last inputs, as they were, from which keys
+    and values are projected anew. Gradients end there. A query sees the part of its
+    segment before it, and the memory; positions without an input yet, and masked ones,
+    are not seen. Time is proportional to `length · (memory_length + length)`; the
+    matrix of weights exists for some queries at a time.
+
+    Args:
+        *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
+            name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the normalised
+            weights), `use_bias`, ….
+        memory_length: Positions before a segment that the state holds, 0 or more.
+            Defaults to 128.
+        clamp_length: Distances beyond it count as it; for memories that are longer
+            than in training. Defaults to `None`: no distance is changed.
+        same_length: Whether every query sees itself and `memory_length` positions
+            before it, wherever in its segment it stands (and, if not causal, as many
+            after it), instead of all there are. Without a state, too. Defaults to
+            `False`.
+        biases: Where `u` and `v` are from: `"own"` (the default); `"shared"`: one pair
+            for all layers of a backbone that say so, as in the paper, and the layer's
+            own elsewhere; or a `PositionBiases`, for the layers it is passed to.
+        **kwargs: Further arguments of `keras.layers.MultiHeadAttention`.
+
+    Call arguments:
+        As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
+        `use_causal_mask`, `return_attention_scores`, `state`; with `state`, `key` has
+        to be `value`.
+        reset: Optional boolean `(batch, length)`: where a new document or episode
+            begins, which sees nothing before it; or `(batch,)`: whether one begins
+            with the segment.
+
+    Raises:
+        ValueError: For an argument named above that cannot be honoured, or a state of
+            another batch size or width.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import RelativePositionXL
+    >>> layer = RelativePositionXL(num_heads=4, key_dim=16, memory_length=64)
+    >>> text = keras.random.normal((2, 96, 32))
+    >>> layer(text, text, use_causal_mask=True).shape
+    (2, 96, 32)
+    >>> state = layer.initial_state(batch_size=2)
+    >>> for segment in keras.ops.split(text, 3, axis=1):
+    ...     output, state = layer(
+    ...         segment, segment, use_causal_mask=True, state=state
+    ...     )
+    >>> state["memory"].shape
+    (2, 64, 32)
+
+    Reference:
+        - [Dai et al., 2019](https://arxiv.org/abs/1901.02860)
+    """
+
+    def __init__(
+        self,
+        *args,
+        memory_length=128,
+        clamp_length=None,
+        same_length=False,
+        biases="own",
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        self.memory_length = memory_length
+        self.clamp_length = clamp_length
+        self.same_length = same_length
+        _check_length("memory_length", memory_length, 0)
+        if clamp_length is not None:
+            _check_length("clamp_length", clamp_length, 1, " or None")
+        if isinstance(biases, PositionBiases):
+            sizes = biases.num_heads, biases.key_dim
+            if sizes != (self._num_heads, self._key_dim):
+                raise ValueError(
+                    "`biases` must have the layer's heads and width "
+                    f"{(self._num_heads, self._key_dim)}. Received: "
+                    f"num_heads={sizes[0]}, key_dim={sizes[1]}"
+                )
+        elif biases not in OWN_BIASES:
+            raise ValueError(
+                f"`biases` must be one of {', '.join(OWN_BIASES)}, or a "
+                f"`PositionBiases`. Received: biases={biases!r}"
+            )
+        self._source_of_biases = biases if biases in OWN_BIASES else "given"
+        if self._source_of_biases != "given":
+            biases = PositionBiases(
+                self._num_heads, self._key_dim, dtype=self.dtype_policy, name="biases"
+            )
+        self.biases = biases
+
+    def build(self, query_shape, value_shape, key_shape=None):
+        super().build(query_shape, value_shape, key_shape)
+        self._memory_dim = value_shape[-1]
+        if not self.biases.built:
+            self.biases.build()
+        self._position = self.add_weight(
+            name="position",
+            shape=(query_shape[-1] + query_shape[-1] % 2, *self._head_shape),
+            initializer=self._kernel_initializer.__class__.from_config(
+                self._kernel_initializer.get_config()
+            ),
+        )
+
+    # Whether the state holds inputs of the layer, and `initial_state` takes a length.
+    remembers_inputs = True
+
+    @property
+    def state_names(self):
+        return ("memory", "mask")
+
+    @property
+    def caches_keys(self):
+        """Whether only a memory as long as the context gives what a whole call gives.
+
+        With `same_length`, one of `memory_length` does.
+        """
+        return not self.same_length
+
+    def initial_state(self, batch_size, memory_length=None):
+        """The empty memory, for streaming a causal sequence.
+
+        Args:
+            batch_size: Rows in the batch.
+            memory_length: Positions to hold, such as more than in training. Defaults
+                to the layer's. With `same_length`, queries see that many.
+
+        Returns:
+            Dict of `memory`, `(batch, memory_length, value_dim)`, the layer's last
+            inputs, and `mask`, `(batch, memory_length)`, 1 where there is one.
+
+        Raises:
+            ValueError: If `memory_length` is negative, or the layer is not built,
+                whose input's width the memory has.
+        """
+        if memory_length is None:
+            memory_length = self.memory_length
+        _check_length("memory_length", memory_length, 0)
+        if not self.built:
+            raise ValueError(
+                "`initial_state()` needs a built layer: the memory has its inputs' "
+                "width. Received: built=False"
+            )
+        dtype = "float64" if self.compute_dtype == "float64" else "float32"
+        shape = (batch_size, memory_length)
+        return {
+            "memory": ops.zeros((*shape, self._memory_dim), dtype),
+            "mask": ops.zeros(shape, dtype),
+        }
+
+    def attend(
+        self,
+        query,
+        key,
+        value,
+        query_mask,
+        key_mask,
+        causal,
+        state,
+        training,
+        offset=0,
+        memory_length=None,
+        documents=None,
+    ):
+        query, key, value, valid = masked_inputs(query, key, value, key_mask)
+        dtype, scale = query.dtype, self._key_dim**-0.5
+        content_bias, position_bias = (
+            scale * ops.cast(bias, dtype)
+            for bias in (self.biases.content_bias, self.biases.position_bias)
+        )
+        window = None
+        if self.same_length:
+            window = 1 + (
+                self.memory_length if memory_length is None else memory_length
+            )
+        dropout = seed = None
+        if training and self._dropout > 0.0:
+            dropout = self._dropout
+            seed = dropout_seed(self._dropout_layer.seed_generator, dtype)
+        length, keys = ops.shape(query)[1], ops.shape(key)[1]
+        heads = relative_attention(
+            query * scale + content_bias,
+            key,
+            value,
+            valid,
+            query * scale + position_bias,
+            self._position_keys(offset + length, 0 if causal else keys - offset, dtype),
+            offset=offset,
+            causal=bool(causal),
+            window=window,
+            documents=documents,
+            dropout=dropout,
+            dropout_seed=seed,
+        )
+        return heads, None
+
+    def call(
+        self,
+        query,
+        value,
+        key=None,
+        query_mask=None,
+        value_mask=None,
+        key_mask=None,
+        attention_mask=None,
+        return_attention_scores=False,
+        training=None,
+        use_causal_mask=False,
+        state=None,
+        reset=None,
+    ):
+        if reset is not None:
+            _check_reset(reset, query, value)
+        return self._call(
+            query,
+            value,
+            key,
+            (query_mask, value_mask, key_mask, attention_mask),
+            return_attention_scores,
+            training,
+            use_causal_mask,
+            state,
+            reset=reset,
+        )
+
+    def _call(
+        self, query, value, key, masks, scores, training, causal, state, reset=None
+    ):
+        call = super()._call
+        length = ops.shape(query)[1]
+        of_queries = None if reset is None else _document_numbers(reset, length)
+        if state is None:
+            documents = None
+            if reset is not None:
+                of_keys = _document_numbers(reset, ops.shape(value)[1])
+                documents = of_queries, of_keys
+            inputs = (query, value, key, masks, scores, training, causal, None)
+            return call(*inputs, documents=documents)
+
+        keys = value if key is None else key
+        self._check_call(query, value, keys, masks, causal, scores, state)
+        query_mask, value_mask, key_mask, attention_mask = masks
+        mask = self._merged_key_mask(key_mask, value_mask, attention_mask, value)
+        memory, documents = state["memory"], None
+        kept = ops.concatenate(
+            [
+                state["mask"],
+                ops.cast(ops.ones_like(value[:, :, 0]), state["mask"].dtype)
+                if mask is None
+                else ops.cast(mask, state["mask"].dtype),
+            ],
+            axis=1,
+        )
+        extended = ops.concatenate([ops.cast(memory, value.dtype), value], axis=1)
+        if reset is not None:
+            # What is in the memory came before.
+            of_memory = ops.zeros_like(of_queries[:, :1])
+            of_memory = ops.broadcast_to(of_memory, ops.shape(memory)[:2])
+            of_keys = ops.concatenate([of_memory, of_queries], axis=1)
+            documents = of_queries, of_keys
+        output = call(
+            query,
+            extended,
+            None,
+            (query_mask, None, kept > 0, None),
+            False,
+            training,
+            True,
+            None,
+            offset=memory.shape[1],
+            memory_length=memory.shape[1],
+            documents=documents,
+        )
+        if reset is not None:
+            kept = ops.where(of_keys == of_queries[:, -1:], kept, ops.zeros_like(kept))
+        return output, {
+            "memory": following_memory(memory, value, mask),
+            "mask": kept[:, length:],
+        }
+
+    def _check_call(
+        self, query, value, key, masks, causal, return_attention_scores, state
+    ):
+        super()._check_call(
+            query, value, key, masks, causal, return_attention_scores, state
+        )
+        if state is None:
+            return
+        if key is not value:
+            raise ValueError(
+                "The memory is of one sequence: with `state`, `key` must not be given, "
+                f"or be `value`. Received: key.shape={tuple(key.shape)}"
+            )
+        if state["memory"].shape[-1] != value.shape[-1]:
+            raise ValueError(
+                "`state` must have the width of `value`. Received: "
+                f"state['memory'].shape={tuple(state['memory'].shape)}, "
+                f"value.shape={tuple(value.shape)}"
+            )
+
+    def compute_output_spec(self, query, value, *args, reset=None, **kwargs):
+        if reset is not None:
+            _check_reset(reset, query, value)
+        return super().compute_output_spec(query, value, *args, **kwargs)
+
+    def get_config(self):
+        biases = self._source_of_biases
+        if biases == "given":
+            biases = {
+                **keras.saving.serialize_keras_object(self.biases),
+                # Keras' own mark is lost where a configuration inside another is
+                # copied, and the layers of a loaded model would share no longer.
+                "shared_object_id": id(self.biases),
+            }
+        return {
+            **super().get_config(),
+            "memory_length": self.memory_length,
+            "clamp_length": self.clamp_length,
+            "same_length": self.same_length,
+            "biases": biases,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        biases = config.get("biases")
+        if isinstance(biases, dict):
+            biases = keras.saving.deserialize_keras_object(biases)
+            config = {**config, "biases": biases}
+        return super().from_config(config)
+
+    @property
+    def _head_shape(self):
+        return (self._num_heads, self._key_dim)
+
+    def _position_keys(self, after, before, dtype):
+        """Of distances from `after - 1` falling to `-before`."""
+        steps = ops.arange(after + before, dtype="int32")
+        distances = ops.cast(after - 1 - steps, dtype)
+        if self.clamp_length is not None:
+            distances = ops.clip(distances, -self.clamp_length, self.clamp_length)
+        waves = distance_sinusoids(distances, self._position.shape[0], MAX_WAVELENGTH)
+        return ops.einsum("md,dhk->mhk", waves, ops.cast(self._position, dtype))
+
+
+def following_memory(memory, inputs, mask=None):
+    """The memory after a segment: as many last inputs, without gradients.
+
+    Args:
+        memory: `(batch, memory_length, dim)`.
+        inputs: `(batch, length, dim)`, of the segment.
+        mask: Optional boolean `(batch, length)`; the memory has zeros elsewhere.
+    """
+    if mask is not None:
+        kept = ops.cast(mask, "bool")[..., None]
+        inputs = ops.where(kept, inputs, ops.zeros_like(inputs))
+    inputs = ops.cast(inputs, memory.dtype)
+    extended = ops.concatenate([memory, inputs], axis=1)
+    return ops.stop_gradient(extended[:, ops.shape(inputs)[1] :])
+
+
+def _document_numbers(reset, length):
+    """Which document, from 0, each position belongs to, `(batch, length)`."""
+    reset = ops.cast(reset, "int32")
+    if len(reset.shape) == 1:
+        first = ops.cast(ops.arange(length, dtype="int32") == 0, "int32")
+        reset = reset[:, None] * first[None]
+    return ops.cumsum(reset, axis=1)
+
+
+def _check_reset(reset, query, value):
+    shape = tuple(reset.shape)
+    for x in (query, value):
+        expected = tuple(x.shape[: len(shape)])
+        if len(shape) not in (1, 2) or any(
+            None not in (a, b) and a != b for a, b in zip(shape, expected, strict=True)
+        ):
+            raise ValueError(
+                "`reset` must have the shape (batch,) or (batch, length) of `query` "
+                f"and `value`. Received: reset.shape={shape}, "
+                f"query.shape={tuple(query.shape)}, value.shape={tuple(value.shape)}"
+            )
+
+
+def _check_length(argument, received, least, alternative=""):
+    if isinstance(received, bool) or not isinstance(received, int) or received < least:
+        raise ValueError(
+            f"`{argument}` must be an integer of at least {least}{alternative}. "
+            f"Received: {argument}={received!r}"
+        )

@@ -1,0 +1,317 @@
+"""Codebooks of VQAttention: moving averages of keys, or the means of a mixture.
+
+And the coordinates in which keys are compared with hard codes.
+"""
+
+import math
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_efficient_attn.ops.common.replicas import of_first_replica, sum_over_replicas
+from keras_efficient_attn.ops.vq_attention.codebook import (
+    batch_statistics,
+    codes_of,
+    drawn_once,
+    enough_keys,
+    moved,
+    random_keys,
+)
+
+CODEBOOK_INITS = ("first_batch", "random")
+
+
+class _RandomCodes(keras.initializers.Initializer):
+    """Directions at random, of the length that normalised and scaled keys have."""
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def __call__(self, shape, dtype=None):
+        dim = shape[-1]
+        codes = keras.random.normal(shape, dtype="float32", seed=self.seed)
+        norm = ops.sqrt(ops.sum(ops.square(codes), axis=-1, keepdims=True))
+        return ops.cast(codes / norm * dim**0.25, dtype)
+
+
+class MixtureCodebook(keras.layers.Layer):
+    """Codes that are trained as any weight, with the width of their Gaussians.
+
+    Args:
+        num_heads, num_codes, dim: Sizes.
+        sigma: Standard deviation of the Gaussians around the codes.
+        learn_sigma: Whether each head learns its own.
+        seed: Of the random codes.
+        **kwargs: Those of `keras.layers.Layer`.
+    """
+
+    def __init__(
+        self, num_heads, num_codes, dim, sigma, learn_sigma, seed=None, **kwargs
+    ):
+        super().__init__(**kwargs)
+        self.shape = (num_heads, num_codes, dim)
+        self.initial_sigma = sigma
+        self.learn_sigma = learn_sigma
+        self.seed = seed
+
+    def build(self, input_shape=None):
+        dtype = _weight_dtype(self)
+        self._codes = self.add_weight(
+            name="codes",
+            shape=self.shape,
+            initializer=_RandomCodes(self.seed),
+            dtype=dtype,
+            autocast=False,
+        )
+        self._log_sigma = None
+        if self.learn_sigma:
+            self._log_sigma = self.add_weight(
+                name="log_sigma",
+                shape=self.shape[:1],
+                initializer=keras.initializers.Constant(math.log(self.initial_sigma)),
+                dtype=dtype,
+                autocast=False,
+            )
+
+    @property
+    def codes(self):
+        return ops.convert_to_tensor(self._codes)
+
+    @property
+    def sigma(self):
+        """Standard deviation of each head, `(heads,)`."""
+        if self._log_sigma is not None:
+            return ops.exp(ops.convert_to_tensor(self._log_sigma))
+        return ops.full(self.shape[:1], self.initial_sigma, self._codes.dtype)
+
+    def assign(self, codes):
+        self._codes.assign(codes)
+
+
+class MovingCodebook(keras.layers.Layer):
+    """Codes that are moving averages of the keys nearest to them.
+
+    `code = sum / count`, where `sum` and `count` are exponential moving averages, over
+    training calls, of the sum and the number of a code's keys. On TensorFlow and
+    PyTorch with several replicas the statistics are summed over them; on JAX they are
+    global to begin with.
+
+    Args:
+        num_heads, num_codes, dim: Sizes.
+        init: `"first_batch"` or `"random"`.
+        decay: Of the moving averages, a training call.
+        revive_after: Training calls without a key after which a code moves to a
+            random key, or `None`.
+        seed: Of the random codes, and of the keys drawn.
+        **kwargs: Those of `keras.layers.Layer`.
+    """
+
+    def __init__(
+        self, num_heads, num_codes, dim, init, decay, revive_after, seed=None, **kwargs
+    ):
+        super().__init__(**kwargs)
+        self.shape = (num_heads, num_codes, dim)
+        self.init = init
+        self.decay = decay
+        self.revive_after = revive_after
+        self.seed = seed
+
+    def build(self, input_shape=None):
+        heads, codes, _ = self.shape
+
+        def statistic(name, shape, initializer):
+            return self.add_weight(
+                name=name,
+                shape=shape,
+                initializer=initializer,
+                dtype=_weight_dtype(self),
+                trainable=False,
+                # An assignment has to reach the weight, not a copy of it.
+                autocast=False,
+                aggregation="only_first_replica",
+            )
+
+        self._sum = statistic("sum", self.shape, _RandomCodes(self.seed))
+        self._count = statistic("count", (heads, codes), "ones")
+        # What `count` would be without revivals.
+        one_key = keras.initializers.Constant(1.0 - self.decay)
+        self._usage = statistic("usage", (heads, codes), one_key)
+        # Training calls since the last key.
+        self._idle = statistic("idle_calls", (heads, codes), "zeros")
+        # Of the squared norms of errors and of keys.
+        self._error = statistic("error", (heads, 2), "zeros")
+        # For gradient checkpointing, which runs the last call again.
+        self._last = statistic("last_codes", self.shape, "zeros")
+        self._drawn = None
+        if self.init == "first_batch":
+            self._drawn = statistic("drawn", (), "zeros")
+        self._generator = keras.random.SeedGenerator(self.seed)
+
+    @property
+    def codes(self):
+        sums, counts = (ops.convert_to_tensor(w) for w in (self._sum, self._count))
+        return codes_of(sums, counts)
+
+    @property
+    def last_codes(self):
+        """The codes that the last training call used, before they moved."""
+        return ops.convert_to_tensor(self._last)
+
+    def assign(self, codes):
+        """Sets the codes, as if each were one key's."""
+        self._sum.assign(codes)
+        self._count.assign(np.ones(self._count.shape))
+        self._usage.assign(np.full(self._usage.shape, 1.0 - self.decay))
+        self._idle.assign(np.zeros(self._idle.shape))
+        if self._drawn is not None:
+            self._drawn.assign(1.0)
+
+    def drawn_from(self, key, valid):
+        """The codes, the first time drawn from these keys by k-means++.
+
+        Args:
+            key: `(batch, length, heads, dim)`.
+            valid: `(batch, length)`, 0 for keys not to draw.
+        """
+        if self._drawn is None:
+            return self.codes
+        heads, codes, dim = self.shape
+        dtype = self._sum.dtype
+        keys = ops.reshape(ops.stop_gradient(ops.cast(key, dtype)), (-1, heads, dim))
+        valid = ops.reshape(ops.cast(valid, dtype), (-1,))
+        keys, valid = enough_keys(keys, valid, codes)
+        uniforms = keras.random.uniform((codes, heads), seed=self._generator)
+        drawn = ops.convert_to_tensor(self._drawn) > 0
+        new = drawn_once(
+            ops.convert_to_tensor(self._sum),
+            drawn,
+            keys,
+            valid,
+            ops.cast(uniforms, dtype),
+        )
+        new = of_first_replica(new)
+        # Without a key there was nothing to draw from yet.
+        found = of_first_replica(ops.sum(valid)) > 0
+        # Calls without one have let the counts fade.
+        count = ops.convert_to_tensor(self._count)
+        first = ops.logical_and(found, ops.logical_not(drawn))
+        count = ops.where(first, ops.ones_like(count), count)
+        self._sum.assign(new)
+        self._count.assign(count)
+        self._drawn.assign(ops.cast(ops.logical_or(drawn, found), dtype))
+        return codes_of(new, count)
+
+    def update(self, key, index, valid, codes):
+        """Moves the averages towards a batch of keys.
+
+        Args:
+            key: `(batch, length, heads, dim)`.
+            index: int32 `(batch, length, heads)`, the codes nearest to them.
+            valid: `(batch, length)`, 0 for keys not to count.
+            codes: The codes that `index` was found with.
+        """
+        dtype = self._sum.dtype
+        key = ops.stop_gradient(ops.cast(key, dtype))
+        valid, codes = ops.cast(valid, dtype), ops.cast(codes, dtype)
+        statistics = batch_statistics(key, index, valid, codes)
+        counts, sums, squares = (sum_over_replicas(t) for t in statistics)
+        new_sum, new_count = moved(
+            ops.convert_to_tensor(self._sum),
+            ops.convert_to_tensor(self._count),
+            sums,
+            counts,
+            self.decay,
+        )
+        idle = ops.where(counts > 0, 0.0, ops.convert_to_tensor(self._idle) + 1.0)
+        self._error.assign(self._average(self._error, squares))
+        if self.revive_after is not None:
+            dead = idle > self.revive_after
+            new_sum, new_count = self._revived(new_sum, new_count, dead, key, valid)
+        self._last.assign(codes)
+        self._sum.assign(new_sum)
+        self._count.assign(new_count)
+        self._usage.assign(self._average(self._usage, counts))
+        self._idle.assign(idle)
+
+    def _average(self, weight, new):
+        return self.decay * ops.convert_to_tensor(weight) + (1.0 - self.decay) * new
+
+    def _revived(self, sums, counts, dead, key, valid):
+        """Dead codes at random keys, with the average count; a hidden key is none."""
+        uniforms = keras.random.uniform(counts.shape, seed=self._generator)
+        drawn, seen = random_keys(key, valid, uniforms)
+        drawn, seen = of_first_replica(drawn), of_first_replica(seen)
+        dead = ops.logical_and(dead, seen > 0)
+        refill = ops.sum(counts, axis=-1, keepdims=True) / counts.shape[-1]
+        refill = refill * ops.ones_like(counts)
+        sums = ops.where(dead[..., None], drawn * refill[..., None], sums)
+        return sums, ops.where(dead, refill, counts)
+
+    def idle_calls(self):
+        """Training calls since each code's last key, as an array."""
+        return ops.convert_to_numpy(self._idle)
+
+    def usage(self):
+        """The moving average of the number of keys per code, as an array."""
+        return ops.convert_to_numpy(self._usage)
+
+    def relative_error(self):
+        """`√(Σ‖key − code‖² / Σ‖key‖²)` of each head, as an array."""
+        error, energy = np.moveaxis(ops.convert_to_numpy(self._error), -1, 0)
+        return np.sqrt(error / np.where(energy > 0, energy, 1.0))
+
+
+class Coordinates(keras.layers.Layer):
+    """Coordinates of queries and keys in which their products stay what they are.
+
+    Each head has a matrix for its queries and one for its keys, and the one is the
+    inverse of the other's transpose. Both are the identity until `assign`.
+
+    Args:
+        num_heads, dim: Sizes.
+        **kwargs: Those of `keras.layers.Layer`.
+    """
+
+    def __init__(self, num_heads, dim, **kwargs):
+        super().__init__(**kwargs)
+        self.shape = (num_heads, dim, dim)
+
+    def build(self, input_shape=None):
+        self._query_map, self._key_map = (
+            self.add_weight(
+                name=name,
+                shape=self.shape,
+                initializer=_identity,
+                dtype=_weight_dtype(self),
+                trainable=False,
+                autocast=False,
+            )
+            for name in ("query_map", "key_map")
+        )
+
+    def of_queries(self, query):
+        """`(batch, length, heads, dim)`, of the same shape."""
+        return _mapped(query, self._query_map)
+
+    def of_keys(self, key):
+        """`(batch, length, heads, dim)`, of the same shape."""
+        return _mapped(key, self._key_map)
+
+    def assign(self, query_map, key_map):
+        self._query_map.assign(query_map)
+        self._key_map.assign(key_map)
+
+
+def _identity(shape, dtype=None):
+    return ops.zeros(shape, dtype) + ops.eye(shape[-1], dtype=dtype)
+
+
+def _mapped(x, matrix):
+    matrix = ops.cast(ops.convert_to_tensor(matrix), x.dtype)
+    return ops.einsum("bthd,hde->bthe", x, matrix)
+
+
+def _weight_dtype(layer):
+    """float32, whatever the policy, or float64."""
+    return "float64" if layer.variable_dtype == "float64" else "float32"

@@ -1,0 +1,574 @@
+"""VQAttention: softmax attention over vector-quantised keys, in linear time."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_efficient_attn.layers.attention.base import EfficientAttention
+from keras_efficient_attn.layers.attention.calibration import calibration_batches
+from keras_efficient_attn.layers.attention.vq.arguments import (
+    HARD_ONLY,
+    check_arguments,
+)
+from keras_efficient_attn.layers.attention.vq.codebooks import (
+    Coordinates,
+    MixtureCodebook,
+    MovingCodebook,
+)
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, rms_normalize
+from keras_efficient_attn.ops.common.relative_positions import (
+    sinusoids,
+    window_distances,
+)
+from keras_efficient_attn.ops.common.rotary import rotary_embedding
+from keras_efficient_attn.ops.reversible.remembered import remembered
+from keras_efficient_attn.ops.reversible.replay import is_replay
+from keras_efficient_attn.ops.vq_attention.api import (
+    quantized_attention,
+    state_names,
+    vq_attention_state,
+)
+from keras_efficient_attn.ops.vq_attention.calibration import fitted
+from keras_efficient_attn.ops.vq_attention.codebook import look_up, nearest_codes
+
+# Of the sinusoids of relative positions, over 2π.
+MAX_WAVELENGTH = 100_000.0
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class VQAttention(EfficientAttention):
+    """Softmax attention to near keys and to the codes of far ones, in linear time.
+
+    Each head has a codebook. A query sees the keys of a window as they are, and every
+    key beyond it as its code, so that far keys can be summed up per code, by their
+    number and the mean of their values:
+
+    ```
+    w[t, s] = exp(q[t]·k[s])                     if |t − s| < window
+              Σ_c p(c | k[s]) exp(q[t]·code[c])  otherwise
+    head[t] = Σ_s w[t, s] v[s] / Σ_s w[t, s]
+    ```
+
+    Queries and keys are RMS-normalised, without gain, and scaled by `key_dim^(-1/4)`.
+    Time and memory grow linearly with the length; a causal layer needs a state of
+    constant size. The codes are
+
+    - **hard** (Transformer-VQ): `p` is 1 for the nearest code. Codes are moving
+      averages of the keys nearest to them, updated after each training call; keys
+      learn from the window and from a commitment loss, `commitment_weight` times the
+      mean over positions of `Σ_heads ‖key − code‖²`.
+    - **soft**: `p(c | k) = softmax(−‖k − code‖² / 2σ²)`, the responsibilities of a
+      Gaussian mixture. Everything is differentiable, and codes are trained as other
+      weights. As σ → 0 these are hard codes; with random codes of one norm and σ = 1
+      these are Performer's features, each key's divided by their sum.
+
+    With `order=2` the weight of a far key is expanded around its nearest code, `δ`
+    being the key less the code:
+
+    ```
+    exp(q·code) (1 + x + x²/2 + y/2)
+    x = Σ_{i < rank} q[i] δ[i]    y = Σ_{i ≥ rank} q[i]² mean(δ[i]²)
+    ```
+
+    It stays positive. The mean is over the far keys of a code on the same side of the
+    query, and `i` runs over coordinates that `calibrate` fits to data: those first in
+    which keys differ most from their codes, as the queries see them. One code with
+    all coordinates makes Taylor features. The state grows by the factor
+    `(rank + 1)(rank + 2) / 2`, and keys learn from queries beyond the window too.
+
+    Args:
+        *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
+            name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the concatenated
+            heads), `use_bias`, ….
+        num_codes: Codes of each head. Defaults to 512.
+        window: Number of nearest keys to attend to exactly: a query sees itself and
+            `window - 1` earlier keys and, if not causal, as many later ones, by
+            their index. `None`: codes for all keys. Defaults to 128.
+        assignment: `"hard"` (the default) or `"soft"`.
+        order: 0 (the default): a far key has the weight of its code; or 2: that
+            weight expanded around the code to second order. For hard codes.
+        rank: With `order=2`, the number of coordinates that are expanded; only the
+            mean squares of the others count. Defaults to `None`: all of `key_dim`.
+        quantize_window: Whether keys in the window become their codes too, with
+            straight-through gradients, as in Transformer-VQ. For hard codes. Defaults
+            to `False`.
+        cache: Whether keys beyond the window are seen at all. `False`, which needs
+            `quantize_window=True`, is for comparison. Defaults to `True`.
+        gradient_through_cache: Whether values (with `order=2` keys; for soft codes,
+            keys and codes) learn from queries beyond the window. Defaults to `True`.
+        sigma: Width of soft codes, in the units of scaled keys, whose norm is
+            `key_dim^(1/4)`. Defaults to 1.
+        learn_sigma: Whether each head learns its own, from `sigma` on. Defaults to
+            `False`.
+        decay: Of the moving averages of hard codes, a training call. Defaults to
+            0.99.
+        commitment_weight: Of the commitment loss, which is added in training. Defaults
+            to 1e-4.
+        codebook_init: `"first_batch"`: by k-means++ from the keys of the first
+            training call, and random until then; the default for hard codes. Or
+            `"random"`, the default for soft ones.
+        revive_after: Training calls without a key after which a hard code moves to a
+            random key of the batch, its sum and count with it; `None` never. Defaults
+            to 100.
+        relative_positions: Whether logits in the window have a term for the
+            distance, in the form of Transformer-XL, `(q + u)·k + (q + v)·r[t − s]`.
+            Defaults to `False`.
+        qk_norm: Whether queries and keys are RMS-normalised. Without, codes have
+            the place of keys of any length, as in a model trained with softmax.
+            Defaults to `True`.
+        rotary_wavelength: Longest wavelength of rotary positions, applied to
+            queries and keys before they are quantised, such as 10,000. Defaults to
+            `None`: no positions.
+        block_length: Positions in a block; speed only. Defaults to 128, with
+            `order=2` to 512.
+        **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. `seed` also
+            seeds the codebook.
+
+    Call arguments:
+        As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
+        `use_causal_mask`, `return_attention_scores`, `state`. With `training=True`
+        hard codes move; masked keys have no part in it. They move once when
+        `keras.remat` runs a block around the layer again, if the block calls it once;
+        on JAX, `keras.remat` around a layer that has state is an error of JAX, and on
+        TensorFlow it leaves the commitment loss without gradient.
+
+    Raises:
+        ValueError: If an argument is invalid, or given for an assignment that has no
+            use for it.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import VQAttention
+    >>> layer = VQAttention(num_heads=4, key_dim=32, num_codes=64, window=32)
+    >>> x = keras.random.normal((2, 1000, 64))
+    >>> layer(x, x, use_causal_mask=True).shape
+    (2, 1000, 64)
+
+    In the place of trained softmax attention, without training:
+
+    >>> layer = VQAttention(num_heads=4, key_dim=32, qk_norm=False)
+    >>> layer.build(x.shape, x.shape)  # Then `layer.set_weights(...)`.
+    >>> error = layer.calibrate(x)
+
+    Reference:
+        - [Lingle, 2023](https://arxiv.org/abs/2309.16354), Transformer-VQ
+        - [Su, 2023](https://kexue.fm/archives/9862), soft codes and Performer
+    """
+
+    def __init__(
+        self,
+        *args,
+        num_codes=512,
+        window=128,
+        assignment="hard",
+        order=0,
+        rank=None,
+        quantize_window=False,
+        cache=True,
+        gradient_through_cache=True,
+        sigma=1.0,
+        learn_sigma=False,
+        decay=0.99,
+        commitment_weight=1e-4,
+        codebook_init=None,
+        revive_after=100,
+        relative_positions=False,
+        qk_norm=True,
+        rotary_wavelength=None,
+        block_length=None,
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        self.num_codes = num_codes
+        self.window = window
+        self.assignment = assignment
+        self.order = order
+        self.rank = rank
+        self.quantize_window = quantize_window
+        self.cache = cache
+        self.gradient_through_cache = gradient_through_cache
+        self.sigma = sigma
+        self.learn_sigma = learn_sigma
+        self.decay = decay
+        self.commitment_weight = commitment_weight
+        self.codebook_init = codebook_init
+        self.revive_after = revive_after
+        self.relative_positions = relative_positions
+        self.qk_norm = qk_norm
+        self.rotary_wavelength = rotary_wavelength
+        self.block_length = block_length
+        check_arguments(self, self._key_dim)
+
+    def build(self, query_shape, value_shape, key_shape=None):
+        super().build(query_shape, value_shape, key_shape)
+        sizes = (self._num_heads, self.num_codes, self._key_dim)
+        options = dict(seed=self.seed, dtype=self.dtype_policy, name="codebook")
+        if self.assignment == "soft":
+            self._codebook = MixtureCodebook(
+                *sizes, self.sigma, self.learn_sigma, **options
+            )
+        else:
+            init = self.codebook_init or "first_batch"
+            self._codebook = MovingCodebook(
+                *sizes, init, self.decay, self.revive_after, **options
+            )
+            self._coordinates = Coordinates(
+                self._num_heads,
+                self._key_dim,
+                dtype=self.dtype_policy,
+                name="coordinates",
+            )
+            self._coordinates.build()
+        self._codebook.build()
+        if not self.relative_positions:
+            return
+        heads = (self._num_heads, self._key_dim)
+        self._content_bias = self.add_weight(
+            name="content_bias", shape=heads, initializer="zeros"
+        )
+        self._position_bias = self.add_weight(
+            name="position_bias", shape=heads, initializer="zeros"
+        )
+        self._position_kernel = self.add_weight(
+            name="position_kernel",
+            shape=(self._sinusoid_dim, *heads),
+            initializer=self._kernel_initializer.__class__.from_config(
+                self._kernel_initializer.get_config()
+            ),
+        )
+
+    @property
+    def codebook(self):
+        """The codes, a tensor `(heads, codes, key_dim)`.
+
+        Hard codes are in the coordinates that `calibrate` fits; before, in those of
+        the keys.
+        """
+        return self._codebook.codes
+
+    @property
+    def can_calibrate(self):
+        return True
+
+    @property
+    def state_names(self):
+        names = state_names(
+            self.assignment == "soft",
+            self.order,
+            self.rank,
+            self._key_dim,
+            self.window,
+            self.cache,
+        )
+        return names if self.rotary_wavelength is None else (*names, "position")
+
+    def initial_state(self, batch_size):
+        state = vq_attention_state(
+            batch_size,
+            self._num_heads,
+            self.num_codes,
+            self._key_dim,
+            self._value_dim,
+            soft=self.assignment == "soft",
+            order=self.order,
+            rank=self.rank,
+            window=self.window,
+            cache=self.cache,
+            dtype="float64" if self.compute_dtype == "float64" else "float32",
+        )
+        if self.rotary_wavelength is not None:
+            state["position"] = ops.zeros((batch_size,), "int32")
+        return state
+
+    def attend(self, query, key, value, query_mask, key_mask, causal, state, training):
+        dtype = accumulator_dtype(query, key, value)
+        position = None
+        if self.rotary_wavelength is not None and state is not None:
+            state = dict(state)
+            position = state.pop("position")
+        query = self._prepared(query, dtype, position)
+        key = self._prepared(key, dtype, position)
+        position_query, position_key = None, None
+        if self.relative_positions:
+            scale = self._key_dim**-0.25
+            position_query = query + scale * ops.cast(self._position_bias, dtype)
+            position_key = scale * self._position_keys(causal, dtype)
+
+        query, key = self._compared_query(query), self._compared_key(key)
+        soft = self.assignment == "soft"
+        learns = self._learns(training)
+        # Gradient checkpointing needs what the first run made, and made once.
+        again = learns and is_replay()
+        if again:
+            codes = self._codebook.last_codes
+        elif learns:
+            codes = self._codebook.drawn_from(key, _countable(key, key_mask))
+        else:
+            codes = self.codebook
+        # A rebuilt key may be off by rounding, which must not tip its code.
+        codes = ops.cast(codes, dtype)
+        index = None if soft else remembered(lambda: nearest_codes(key, codes))
+        heads, new_state = quantized_attention(
+            query,
+            key,
+            value,
+            codes,
+            sigma=self._codebook.sigma if soft else None,
+            order=self.order,
+            rank=self.rank,
+            window=self.window,
+            quantize_window=self.quantize_window,
+            cache=self.cache,
+            gradient_through_cache=self.gradient_through_cache,
+            key_mask=key_mask,
+            causal=causal,
+            position_query=position_query,
+            position_key=position_key,
+            state=state,
+            block_length=self.block_length,
+            index=index,
+        )
+        if learns:
+            valid = _countable(key, key_mask)
+            loss = self._commitment(key, codes, index, valid)
+            if not again:
+                if self.commitment_weight:
+                    self.add_loss(loss)
+                self._codebook.update(key, index, valid, codes)
+        if position is not None:
+            new_state["position"] = position + ops.shape(query)[1]
+        if self._dropout > 0.0:
+            heads = self._dropout_layer(heads, training=training)
+        return heads, new_state
+
+    def attend_at(self, position, query, key, value, key_mask):
+        if self.relative_positions or query.shape[1] != 1:
+            return super().attend_at(position, query, key, value, key_mask)
+        dtype = accumulator_dtype(query, key, value)
+        start = ops.reshape(ops.cast(position, "int32"), (1,))
+        query = self._compared_query(self._prepared(query, dtype, start))
+        key = self._compared_key(self._prepared(key, dtype, None))
+        codes = ops.cast(self.codebook, dtype)
+        soft = self.assignment == "soft"
+        heads, _ = quantized_attention(
+            query,
+            key,
+            value,
+            codes,
+            sigma=self._codebook.sigma if soft else None,
+            order=self.order,
+            rank=self.rank,
+            window=self.window,
+            quantize_window=self.quantize_window,
+            cache=self.cache,
+            key_mask=key_mask,
+            block_length=self.block_length,
+            index=None if soft else nearest_codes(key, codes),
+            at=position,
+        )
+        return heads
+
+    def rematerialized_call(self, layer_call, *args, **kwargs):
+        """`call` as it is: rematerialised, it would update the codebook twice.
+
+        The attention recomputes itself block by block in any case.
+        """
+        return layer_call
+
+    def calibrate(self, data, query=None, iterations=20):
+        """Fits the codes by k-means to the keys that this layer makes of data.
+
+        So that the layer can take the place of trained softmax attention at once. Hard
+        codes are fitted in the metric of the queries, `E[(q·(key − code))²]`, and the
+        coordinates are those in which its terms are uncorrelated and decrease.
+
+        Args:
+            data: What the layer gets as `key` (or `value`): an array
+                `(batch, length, dim)`, or an iterable of batches, each such an array
+                or, with padding, a pair of it and a boolean `(batch, length)`, `True`
+                for positions to use.
+            query: What it gets as `query`, in the same form; the two need not agree
+                in number and length. Defaults to `data`: self-attention. Soft codes
+                have no use for it.
+            iterations: Iterations of k-means after k-means++. Defaults to 20.
+
+        Returns:
+            `√(E[(q·(key − code))²] / E[(q·key)²])` of each head, as a NumPy array; for
+            soft codes `√(Σ‖key − code‖² / Σ‖key‖²)`.
+
+        Raises:
+            ValueError: If the layer is not built, if a batch is none, or if there is
+                no key or no query.
+        """
+        if not self.built:
+            raise ValueError(
+                "`calibrate()` needs a built layer, whose projections make the keys. "
+                "Received: built=False"
+            )
+        keys, moments = [], np.zeros(())
+        for x, mask in calibration_batches("data", data):
+            keys.append(self._calibration_keys(x)[mask])
+            if query is None:
+                moments = moments + _second_moments(self._calibration_queries(x)[mask])
+        if query is not None:
+            for x, mask in calibration_batches("query", query):
+                moments = moments + _second_moments(self._calibration_queries(x)[mask])
+        number = sum(map(len, keys))
+        if not number:
+            raise ValueError("`data` must hold at least one key. Received: none")
+        if query is not None and not moments.any():
+            raise ValueError("`query` must hold at least one query. Received: none")
+        codes, maps, error = fitted(
+            np.concatenate(keys),
+            moments if self.assignment == "hard" else None,
+            self.num_codes,
+            iterations,
+            self.seed,
+        )
+        self._codebook.assign(codes)
+        if self.assignment == "hard":
+            self._coordinates.assign(*maps)
+        return error
+
+    def codebook_usage(self):
+        """The share of hard codes that had a key in the last `revive_after` calls.
+
+        100 calls, where `revive_after` is `None`. A number from 0 to 1, over training
+        calls; codes start as if they had one.
+        """
+        self._check_hard("codebook_usage")
+        calls = self.revive_after or HARD_ONLY["revive_after"]
+        return float(np.mean(self._codebook.idle_calls() < calls))
+
+    def codebook_entropy(self):
+        """The entropy of the codes that keys choose, in bits, averaged over heads.
+
+        At most `log2(num_codes)`. Over recent training calls.
+        """
+        self._check_hard("codebook_entropy")
+        usage = self._codebook.usage()
+        share = usage / usage.sum(-1, keepdims=True)
+        bits = share * np.log2(np.where(share > 0, share, 1.0))
+        return float(-bits.sum(-1).mean())
+
+    def quantization_error(self):
+        """`√(Σ‖key − code‖² / Σ‖key‖²)` over recent training calls, averaged."""
+        self._check_hard("quantization_error")
+        return float(self._codebook.relative_error().mean())
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_codes": self.num_codes,
+            "window": self.window,
+            "assignment": self.assignment,
+            "order": self.order,
+            "rank": self.rank,
+            "quantize_window": self.quantize_window,
+            "cache": self.cache,
+            "gradient_through_cache": self.gradient_through_cache,
+            "sigma": self.sigma,
+            "learn_sigma": self.learn_sigma,
+            "decay": self.decay,
+            "commitment_weight": self.commitment_weight,
+            "codebook_init": self.codebook_init,
+            "revive_after": self.revive_after,
+            "relative_positions": self.relative_positions,
+            "qk_norm": self.qk_norm,
+            "rotary_wavelength": self.rotary_wavelength,
+            "block_length": self.block_length,
+        }
+
+    @property
+    def _sinusoid_dim(self):
+        return 2 * ((self._num_heads * self._key_dim + 1) // 2)
+
+    def _prepared(self, x, dtype, position):
+        """Queries or keys, normalised, rotated and scaled."""
+        x = ops.cast(x, dtype)
+        if self.qk_norm:
+            x = rms_normalize(x)
+        if self.rotary_wavelength is not None:
+            steps = ops.arange(ops.shape(x)[1], dtype="int32")[None]
+            if position is not None:
+                steps = steps + position[:, None]
+            x = rotary_embedding(x, steps, self.rotary_wavelength)
+        return x * self._key_dim**-0.25
+
+    def _content_query(self, query):
+        """Prepared queries for the products with keys, with their bias."""
+        if not self.relative_positions:
+            return query
+        bias = ops.cast(self._content_bias, query.dtype)
+        return query + self._key_dim**-0.25 * bias
+
+    def _compared_query(self, query):
+        """Prepared queries in the coordinates in which keys are compared with codes."""
+        query = self._content_query(query)
+        hard = self.assignment == "hard"
+        return self._coordinates.of_queries(query) if hard else query
+
+    def _compared_key(self, key):
+        """Prepared keys in these coordinates."""
+        hard = self.assignment == "hard"
+        return self._coordinates.of_keys(key) if hard else key
+
+    def _calibration_keys(self, x):
+        """Prepared keys of data, an array `(batch, length, heads, key_dim)`."""
+        key = self._for_query_heads(self._projected_key(ops.convert_to_tensor(x)))
+        return ops.convert_to_numpy(self._prepared(key, accumulator_dtype(key), None))
+
+    def _calibration_queries(self, x):
+        """Prepared queries of data, with their bias, in the same shape."""
+        query = self._projected_query(ops.convert_to_tensor(x))
+        query = self._prepared(query, accumulator_dtype(query), None)
+        return ops.convert_to_numpy(self._content_query(query))
+
+    def _position_keys(self, causal, dtype):
+        """Of all distances in the window, `(distances, heads, key_dim)`."""
+        distances = window_distances(self.window, causal)
+        waves = sinusoids(distances, self._sinusoid_dim, MAX_WAVELENGTH)
+        kernel = ops.cast(self._position_kernel, dtype)
+        return ops.einsum("md,dhk->mhk", ops.convert_to_tensor(waves, dtype), kernel)
+
+    def _learns(self, training):
+        """Whether a call moves the codes."""
+        return training and self.trainable and self.assignment == "hard"
+
+    def _scores(self, query, key, value, arguments, training, options):
+        if self._learns(training):
+            # The output's codes are drawn here, if this call is the first.
+            _, key_mask, _ = arguments
+            prepared = self._prepared(key, accumulator_dtype(query, key, value), None)
+            prepared = self._compared_key(prepared)
+            self._codebook.drawn_from(prepared, _countable(prepared, key_mask))
+        return super()._scores(query, key, value, arguments, training, options)
+
+    def _commitment(self, key, codes, index, valid):
+        """The loss that draws keys to their codes."""
+        codes = ops.stop_gradient(look_up(codes, index))
+        errors = ops.sum(ops.square(key - codes), axis=(2, 3)) * valid
+        number = ops.sum(valid)
+        mean = ops.sum(errors) / ops.where(number > 0, number, 1.0)
+        return self.commitment_weight * mean
+
+    def _check_hard(self, method):
+        if self.assignment != "hard" or not self.built:
+            raise ValueError(
+                f"`{method}()` needs a built layer with hard codes. Received: "
+                f"assignment={self.assignment!r}, built={self.built}"
+            )
+
+
+def _countable(key, key_mask):
+    """1 for keys that a codebook learns from, and 0 for others, `(batch, length)`."""
+    if key_mask is None:
+        return ops.ones(ops.shape(key)[:2], key.dtype)
+    return ops.cast(key_mask, key.dtype)
+
+
+def _second_moments(x):
+    """`Σ x xᵀ` of each head for `(number, heads, dim)`: `(heads, dim, dim)`."""
+    x = np.asarray(x, "float64")
+    return np.einsum("nhd,nhe->hde", x, x, optimize=True)

@@ -1,0 +1,229 @@
+"""What works on each position alone, in slices of the sequence."""
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.layers.building import build_layer
+from keras_efficient_attn.ops.chunked_cross_entropy import chunked_cross_entropy
+from keras_efficient_attn.ops.common.chunking import chunk_count, pad_to
+from keras_efficient_attn.ops.common.scan import recompute_scan
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class ChunkedFeedForward(keras.layers.Layer):
+    """A feed-forward network in slices of the sequence, recomputed for the gradient.
+
+    ```
+    y[slice] = feed_forward(x[slice])
+    ```
+
+    The wide activations inside the network exist for one slice at a time, in both
+    passes: `batch · chunk_size · hidden_dim` floats instead of `batch · length ·
+    hidden_dim`. The gradient costs one more forward pass.
+
+    Args:
+        feed_forward: Layer from `(batch, length, dim)` to `(batch, length, output_dim)`
+            that works on each position alone, such as a `Sequential` of `Dense` layers.
+            It has neither random numbers, nor states that it updates, nor losses.
+        chunk_size: Positions of a slice. Defaults to 128.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Call arguments:
+        x: `(batch, length, dim)`.
+        training: Boolean.
+
+    Returns:
+        What `feed_forward` gives for the whole.
+
+    Raises:
+        TypeError: If `feed_forward` is not a layer.
+        ValueError: If `chunk_size` is not a positive integer; on a call, if the layer
+            updates a variable (such as a seed) or adds a loss.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import ChunkedFeedForward
+    >>> network = keras.Sequential(
+    ...     [keras.layers.Dense(256, "gelu"), keras.layers.Dense(64)]
+    ... )
+    >>> ChunkedFeedForward(network)(keras.random.normal((2, 1000, 64))).shape
+    (2, 1000, 64)
+
+    Reference:
+        - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
+    """
+
+    def __init__(self, feed_forward, chunk_size=128, **kwargs):
+        # autocast=False: the network casts for itself, weights included.
+        super().__init__(autocast=False, **kwargs)
+        if not isinstance(feed_forward, keras.Layer):
+            raise TypeError(
+                "`feed_forward` must be a layer. Received: "
+                f"feed_forward={feed_forward!r}"
+            )
+        _check_chunk_size(chunk_size)
+        self.feed_forward = feed_forward
+        self.chunk_size = chunk_size
+        self.supports_masking = True
+        # JAX compiles the loop once per function.
+        self._steps = {
+            training: self._make_step(training) for training in (False, True)
+        }
+
+    def build(self, x_shape):
+        build_layer(self.feed_forward, x_shape, self.compute_dtype)
+
+    def call(self, x, training=None):
+        length = ops.shape(x)[1]
+        chunk_size = self.chunk_size
+        if isinstance(length, int):
+            chunk_size = max(1, min(chunk_size, length))
+        chunks = chunk_count(length, chunk_size)
+        values = tuple(
+            ops.convert_to_tensor(variable) for variable in self.feed_forward.variables
+        )
+        step = self._steps[bool(training)]
+        xs = (pad_to(x, chunks * chunk_size),)
+        _, (y,) = recompute_scan(
+            step, (), xs, values, num_steps=chunks, step_size=chunk_size
+        )
+        return y[:, :length]
+
+    def _make_step(self, training):
+        def step(carry, x, values):
+            variables = self.feed_forward.variables
+            mapping = list(zip(variables, values, strict=True))
+            scope = keras.StatelessScope(mapping, collect_losses=True)
+            before = dict(scope.state_mapping)
+            with scope:
+                y = self.feed_forward(x[0], training=training)
+            changed = any(
+                new is not before.get(variable)
+                for variable, new in scope.state_mapping.items()
+            )
+            if changed or scope.losses:
+                raise ValueError(
+                    "A layer that is computed in slices must not update variables "
+                    "(such as the seeds of dropout) or add losses. Received: "
+                    f"feed_forward={self.feed_forward}"
+                )
+            return carry, (y,)
+
+        return step
+
+    def compute_output_spec(self, x, training=None):
+        return self.feed_forward.compute_output_spec(x)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "feed_forward": keras.saving.serialize_keras_object(self.feed_forward),
+            "chunk_size": self.chunk_size,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        feed_forward = keras.saving.deserialize_keras_object(config["feed_forward"])
+        return super().from_config({**config, "feed_forward": feed_forward})
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class ChunkedVocabularyLoss(keras.layers.Layer):
+    """Output projection and cross-entropy in one, in slices of the sequence.
+
+    ```
+    loss[t] = -log softmax(hidden[t] W + b)[label[t]]
+    ```
+
+    The logits, `length · vocabulary_size` a row, are never all there, in neither pass.
+
+    Args:
+        vocabulary_size: Number of classes.
+        use_bias: Whether there is a b. Defaults to `True`.
+        chunk_size: Positions of a slice. Defaults to 128.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Call arguments:
+        hidden: `(batch, length, dim)`.
+        labels: Integers `(batch, length)`.
+
+    Returns:
+        `(batch, length)`, float32 or wider, in nats.
+
+    Raises:
+        ValueError: If a size is not a positive integer.
+
+    Example:
+
+    A model whose output is its loss:
+
+    ```python
+    tokens, labels = (keras.Input((None,), dtype="int32") for _ in range(2))
+    hidden = keras.layers.Embedding(50_000, 64)(tokens)
+    losses = ChunkedVocabularyLoss(50_000)(hidden, labels)
+    model = keras.Model([tokens, labels], losses)
+    model.compile("adam", lambda _, losses: losses)
+    ```
+
+    Reference:
+        - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
+    """
+
+    def __init__(self, vocabulary_size, use_bias=True, chunk_size=128, **kwargs):
+        super().__init__(**kwargs)
+        if not isinstance(vocabulary_size, int) or vocabulary_size < 1:
+            raise ValueError(
+                "`vocabulary_size` must be a positive integer. Received: "
+                f"vocabulary_size={vocabulary_size!r}"
+            )
+        _check_chunk_size(chunk_size)
+        self.vocabulary_size = vocabulary_size
+        self.use_bias = use_bias
+        self.chunk_size = chunk_size
+
+    def build(self, hidden_shape, labels_shape=None):
+        self.kernel = self.add_weight(
+            name="kernel", shape=(hidden_shape[-1], self.vocabulary_size)
+        )
+        self.bias = None
+        if self.use_bias:
+            self.bias = self.add_weight(
+                name="bias", shape=(self.vocabulary_size,), initializer="zeros"
+            )
+
+    def logits(self, hidden):
+        """All logits, for prediction: `(batch, length, vocabulary_size)`."""
+        logits = ops.cast(hidden, self.compute_dtype) @ ops.cast(
+            self.kernel, self.compute_dtype
+        )
+        return logits if self.bias is None else logits + self.bias
+
+    def call(self, hidden, labels):
+        return chunked_cross_entropy(
+            ops.cast(hidden, self.compute_dtype),
+            ops.convert_to_tensor(self.kernel),
+            None if self.bias is None else ops.convert_to_tensor(self.bias),
+            labels,
+            chunk_size=self.chunk_size,
+        )
+
+    def compute_output_spec(self, hidden, labels):
+        dtype = "float64" if self.compute_dtype == "float64" else "float32"
+        return keras.KerasTensor(hidden.shape[:-1], dtype=dtype)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "vocabulary_size": self.vocabulary_size,
+            "use_bias": self.use_bias,
+            "chunk_size": self.chunk_size,
+        }
+
+
+def _check_chunk_size(chunk_size):
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(
+            "`chunk_size` must be a positive integer. Received: "
+            f"chunk_size={chunk_size!r}"
+        )

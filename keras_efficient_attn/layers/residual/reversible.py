@@ -1,0 +1,325 @@
+"""Reversible residual blocks: activations rebuilt, not kept."""
+
+import inspect
+import itertools
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.layers.building import build_layer
+from keras_efficient_attn.layers.residual.chain import (
+    Sublayer,
+    plain_residuals,
+    reversible_residuals,
+    stream_dtype,
+)
+
+MERGES = ("mean", "concatenate")
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class ReversibleBlock(keras.layers.Layer):
+    """Two residual connections on two streams, whose inputs its outputs tell.
+
+    ```
+    y1 = x1 + f(x2)        x2 = y2 − g(y1)
+    y2 = x2 + g(y1)        x1 = y1 − f(x2)
+    ```
+
+    The gradient runs `f` and `g` a second time, on rebuilt inputs: the block keeps no
+    activation but its outputs. Many blocks belong into one `ReversibleStack`, which
+    keeps those of the last only.
+
+    Normalisation and dropout belong into `f` and `g`. Both must keep shapes, and be
+    the same function when run twice from the same variables: random numbers come from a
+    `SeedGenerator` of the layer's own, as in `keras.layers.Dropout`. Updates of
+    variables and `add_loss` are counted once. Gradients are of the first order.
+
+    Args:
+        f: Layer from `(batch, length, dim)` to the same: as a rule normalisation and
+            attention, such as a Functional model. It gets `mask` and `state` if its
+            call has these arguments.
+        g: Another: as a rule normalisation and a feed-forward network.
+        reversible: Whether to rebuild. `False` gives the same numbers the ordinary
+            way, with all activations kept, as do calls with `state`.
+            Defaults to `True`.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Call arguments:
+        inputs: Pair `(x1, x2)` of the same shape.
+        mask: Optional boolean `(batch, length)`, for `f`; by default Keras' mask of
+            `x2`, which is that of both outputs too.
+        state: Optional state of `f`, which then returns `(output, state)`. Nothing
+            is rebuilt: gradients of such a call keep all activations.
+        training: Boolean. Only training calls rebuild.
+
+    Returns:
+        `(y1, y2)`, float32 or wider whatever the policy: in half precision, nothing
+        could be rebuilt from them. `((y1, y2), state)` with `state`.
+
+    Raises:
+        TypeError: If `f` or `g` is not a layer.
+        ValueError: If one of them assigns to a variable that is not its own, or a
+            state is given to an `f` that takes none.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import PerformerAttention, ReversibleBlock
+    >>> x = keras.Input((None, 16))
+    >>> h = keras.layers.LayerNormalization()(x)
+    >>> f = keras.Model(x, PerformerAttention(2, 8)(h, h))
+    >>> g = keras.Sequential(
+    ...     [keras.layers.LayerNormalization(), keras.layers.Dense(16)]
+    ... )
+    >>> x = keras.random.normal((1, 10, 16))
+    >>> y1, y2 = ReversibleBlock(f, g)((x, x))
+
+    Reference:
+        - [Gomez et al., 2017](https://arxiv.org/abs/1707.04585)
+        - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
+    """
+
+    def __init__(self, f, g, reversible=True, **kwargs):
+        # autocast=False: streams keep their float32 under a mixed policy.
+        super().__init__(autocast=False, **kwargs)
+        for name, layer in (("f", f), ("g", g)):
+            if not isinstance(layer, keras.Layer):
+                raise TypeError(f"`{name}` must be a layer. Received: {name}={layer!r}")
+        self.f = f
+        self.g = g
+        self.reversible = reversible
+        self.supports_masking = True
+
+    def build(self, input_shape):
+        for layer in (self.f, self.g):
+            build_layer(layer, input_shape[0], stream_dtype(self))
+
+    def call(self, inputs, mask=None, state=None, training=None):
+        x1, x2 = (ops.cast(x, stream_dtype(self)) for x in inputs)
+        mask = _mask_of_f(mask)
+        if state is None:
+            return _run(self, [self], x1, x2, mask, None, training)
+        streams, (state,) = _run(self, [self], x1, x2, mask, [state], training)
+        return streams, state
+
+    def compute_mask(self, inputs, previous_mask):
+        return (_mask_of_f(previous_mask),) * 2
+
+    def compute_output_spec(self, inputs, mask=None, state=None, training=None):
+        outputs = tuple(
+            keras.KerasTensor(x.shape, dtype=stream_dtype(self)) for x in inputs
+        )
+        return outputs if state is None else (outputs, state)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "f": keras.saving.serialize_keras_object(self.f),
+            "g": keras.saving.serialize_keras_object(self.g),
+            "reversible": self.reversible,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        layers = {
+            name: keras.saving.deserialize_keras_object(config[name])
+            for name in ("f", "g")
+        }
+        return super().from_config({**config, **layers})
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class ReversibleStack(keras.layers.Layer):
+    """Reversible blocks, one after the other, with memory that is flat in their number.
+
+    ```
+    x1 = x2 = x
+    for each block: x1, x2 = block(x1, x2)
+    y = (x1 + x2) / 2
+    ```
+
+    All blocks together have one gradient, which keeps the last two streams, the seeds
+    and the other states from before each block, the hash buckets of
+    `ReformerLSHAttention` (for each block, position, head and round a byte, or four
+    where there are more than 256 buckets) and the hard codes of `VQAttention` (four
+    bytes for each block, position and head), and rebuilds the rest from the last block
+    to the first. A step costs one more forward pass.
+
+    Args:
+        blocks: List of `ReversibleBlock`. The same block may stand in it repeatedly.
+        merge: `"mean"` (the default) or `"concatenate"`, for twice the dim.
+        reversible: Whether to rebuild. `False` gives the same numbers the ordinary
+            way, as do blocks with `reversible=False` for their part: the blocks before
+            and after these keep two streams each time. Defaults to `True`.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Call arguments:
+        x: `(batch, length, dim)`.
+        mask: Optional boolean `(batch, length)`, for each `f`.
+        state: Optional, from `initial_state` or the previous segment's call. Nothing
+            is rebuilt: gradients of such a call keep all activations.
+        training: Boolean. Only training calls rebuild.
+
+    Returns:
+        `(batch, length, dim)`, or `2 · dim`; `(output, state)` with `state`.
+
+    Raises:
+        TypeError: If one of `blocks` is not a `ReversibleBlock`.
+        ValueError: If there are none, or for an unknown `merge`.
+
+    Example:
+
+    ```python
+    import keras
+    from keras_efficient_attn import (
+        ReformerLSHAttention,
+        ReversibleBlock,
+        ReversibleStack,
+    )
+
+    def block(dim):
+        x = keras.Input((None, dim))
+        h = keras.layers.LayerNormalization()(x)
+        h = ReformerLSHAttention(4, dim // 4)(h, h, use_causal_mask=True)
+        f = keras.Model(x, h)
+        g = keras.Sequential(
+            [
+                keras.layers.LayerNormalization(),
+                keras.layers.Dense(4 * dim, "relu"),
+                keras.layers.Dense(dim),
+            ]
+        )
+        return ReversibleBlock(f, g)
+
+    stack = ReversibleStack([block(64) for _ in range(6)])
+    y = stack(keras.random.normal((2, 1000, 64)), training=True)
+    ```
+
+    Reference:
+        - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
+    """
+
+    def __init__(self, blocks, merge="mean", reversible=True, **kwargs):
+        super().__init__(autocast=False, **kwargs)
+        self.blocks = list(blocks)
+        for block in self.blocks:
+            if not isinstance(block, ReversibleBlock):
+                raise TypeError(
+                    "`blocks` must be a list of `ReversibleBlock`. Received: "
+                    f"blocks={blocks!r}"
+                )
+        if not self.blocks:
+            raise ValueError("`blocks` must not be empty. Received: blocks=[]")
+        if merge not in MERGES:
+            raise ValueError(
+                f"`merge` must be one of {', '.join(MERGES)}. Received: merge={merge!r}"
+            )
+        self.merge = merge
+        self.reversible = reversible
+        self.supports_masking = True
+
+    def build(self, x_shape):
+        for block in self.blocks:
+            if not block.built:
+                block.build([x_shape, x_shape])
+
+    def initial_state(self, batch_size):
+        """The state before the first position: those of each block's `f`.
+
+        For layers `f` that have such a method.
+        """
+        return {
+            f"block_{i}": block.f.initial_state(batch_size)
+            for i, block in enumerate(self.blocks)
+        }
+
+    def call(self, x, mask=None, state=None, training=None):
+        x = ops.cast(x, stream_dtype(self))
+        names = [f"block_{i}" for i in range(len(self.blocks))]
+        states = None if state is None else [state[name] for name in names]
+        streams = _run(self, self.blocks, x, x, mask, states, training)
+        if state is not None:
+            streams, states = streams
+            states = dict(zip(names, states, strict=True))
+        output = merge_streams(*streams, self.merge)
+        output = ops.cast(output, self.compute_dtype)
+        return output if state is None else (output, states)
+
+    def compute_output_spec(self, x, mask=None, state=None, training=None):
+        dim = x.shape[-1] * (2 if self.merge == "concatenate" else 1)
+        output = keras.KerasTensor((*x.shape[:-1], dim), dtype=self.compute_dtype)
+        return output if state is None else (output, state)
+
+    def get_config(self):
+        unique = []
+        for block in self.blocks:
+            if block not in unique:
+                unique.append(block)
+        return {
+            **super().get_config(),
+            "blocks": [keras.saving.serialize_keras_object(block) for block in unique],
+            "order": [unique.index(block) for block in self.blocks],
+            "merge": self.merge,
+            "reversible": self.reversible,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        config = dict(config)
+        blocks = keras.saving.deserialize_keras_object(config["blocks"])
+        config["blocks"] = [blocks[i] for i in config.pop("order")]
+        return super().from_config(config)
+
+
+def merge_streams(x1, x2, merge):
+    """One tensor from two streams."""
+    if merge == "concatenate":
+        return ops.concatenate([x1, x2], axis=-1)
+    return (x1 + x2) / 2
+
+
+def _run(owner, blocks, x1, x2, mask, states, training):
+    """The streams after the blocks; with `states`, `(streams, states)`."""
+    new_states = []
+    halves = []
+    for i, block in enumerate(blocks):
+        state = None if states is None else states[i]
+        f = _first(block.f, mask, state, training, new_states)
+        g = Sublayer(lambda x, g=block.g: g(x, training=training), (block.g,), {})
+        rebuild = bool(
+            owner.reversible and block.reversible and training and states is None
+        )
+        halves += [(rebuild, f), (rebuild, g)]
+    streams = x1, x2
+    for rebuild, part in itertools.groupby(halves, key=lambda half: half[0]):
+        sublayers = [sublayer for _, sublayer in part]
+        if rebuild:
+            streams = reversible_residuals(owner, sublayers, *streams)
+        else:
+            streams = plain_residuals(sublayers, *streams)
+    return streams if states is None else (streams, new_states)
+
+
+def _mask_of_f(mask):
+    """Which of the masks of two streams, if there are two, `f` reads."""
+    return mask[1] if isinstance(mask, list | tuple) else mask
+
+
+def _first(f, mask, state, training, new_states):
+    accepted = inspect.signature(f.call).parameters
+    if state is not None and "state" not in accepted:
+        raise ValueError(
+            f"`state` was given, but the call of `f` has no such argument. Received: "
+            f"f={f}"
+        )
+
+    def call(x, **tensors):
+        if state is None:
+            return f(x, training=training, **tensors)
+        output, new_state = f(x, training=training, state=state, **tensors)
+        new_states.append(new_state)
+        return output
+
+    tensors = {"mask": mask} if mask is not None and "mask" in accepted else {}
+    return Sublayer(call, (f,), tensors)

@@ -1,0 +1,86 @@
+"""Attention layers for models, from names, configurations or templates."""
+
+import keras
+import keras_hub
+
+from keras_efficient_attn.layers import get_attention
+from keras_efficient_attn.layers.attention.streaming import with_state
+from keras_efficient_attn.models.blocks.positions import MAX_WAVELENGTH
+
+# Softmax layers that become one with a state.
+STATELESS_SOFTMAX = (
+    keras.layers.MultiHeadAttention,
+    keras_hub.layers.CachedMultiHeadAttention,
+)
+
+
+def attention_spec(attention):
+    """A name, or the configuration of a layer: what JSON can hold.
+
+    Args:
+        attention: A name with options, a configuration as
+            `keras.saving.serialize_keras_object` gives it, or a layer.
+
+    Raises:
+        TypeError: For anything else.
+    """
+    if isinstance(attention, str | dict):
+        return attention
+    if isinstance(attention, keras.layers.MultiHeadAttention):
+        return keras.saving.serialize_keras_object(attention)
+    raise TypeError(
+        "`attention` must be a name such as 'performer:feature_map=elu', the "
+        "configuration of a layer, a layer that is a "
+        "`keras.layers.MultiHeadAttention`, or a list of them. Received: "
+        f"attention={attention!r}"
+    )
+
+
+def shares_biases(layer):
+    """Whether a layer has the `PositionBiases` of other layers of its backbone."""
+    return layer.get_config().get("biases") == "shared"
+
+
+def make_attention(spec, num_heads, key_dim, use_bias, rotary, biases, name, dtype):
+    """A new layer for one block.
+
+    Args:
+        spec: A name or a configuration, as from `attention_spec`.
+        num_heads: Number of heads, for a name.
+        key_dim: Width of a head, for a name.
+        use_bias: Whether projections have biases, for a name.
+        rotary: Whether to give the layer rotary positions.
+        biases: `PositionBiases` for a layer with `biases="shared"`; `None` for its
+            own.
+        name: Of the layer.
+        dtype: Policy of the layer.
+
+    Raises:
+        ValueError: If the specification makes no attention layer, or one that has no
+            rotary positions where these are wanted.
+    """
+    if isinstance(spec, str):
+        layer = get_attention(
+            spec, num_heads=num_heads, key_dim=key_dim, use_bias=use_bias
+        )
+    else:
+        layer = keras.saving.deserialize_keras_object(spec)
+        if not isinstance(layer, keras.layers.MultiHeadAttention):
+            raise ValueError(
+                "`attention` must be the configuration of a layer that is a "
+                f"`keras.layers.MultiHeadAttention`. Received: attention={spec}"
+            )
+    layer = with_state(layer, STATELESS_SOFTMAX)
+    config = {**layer.get_config(), "name": name, "dtype": dtype}
+    if rotary:
+        if "rotary_wavelength" not in config:
+            raise ValueError(
+                f"positions='rotary' needs attention layers that rotate queries and "
+                f"keys, and {type(layer).__name__} does not. Received: "
+                f"attention={spec}"
+            )
+        if config.get("rotary_wavelength") is None:
+            config["rotary_wavelength"] = MAX_WAVELENGTH
+    if biases is not None and config.get("biases") == "shared":
+        config["biases"] = biases
+    return type(layer).from_config(config)

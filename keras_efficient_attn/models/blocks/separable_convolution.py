@@ -1,0 +1,157 @@
+"""A transition that sees the neighbours: separable convolutions for a feed-forward."""
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.models.blocks.convolution import depthwise
+from keras_efficient_attn.models.blocks.feed_forward import (
+    get_activation,
+    serialize_activation,
+)
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class SeparableConvolution(keras.layers.Layer):
+    """Two separable convolutions with an activation between them.
+
+    ```
+    y = (D₂ ∗ activation((D₁ ∗ x) W₁)) W₂
+    ```
+
+    with depthwise convolutions D over the positions: in the place of a `FeedForward`,
+    the other transition of the Universal Transformer.
+
+    Args:
+        hidden_dim: Width between the two.
+        kernel_sizes: Positions that they reach. Defaults to `(3, 5)`.
+        activation: Name of a Keras activation, `"squared_relu"`, or a callable.
+            Defaults to `"relu"`.
+        causal: Whether they reach back only, or as far to either side. Defaults to
+            `True`.
+        use_bias: Whether the dense layers have biases. Defaults to `True`.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Call arguments:
+        x: `(batch, length, dim)`.
+        mask: Optional boolean `(batch, length)`; other positions are never read.
+        state: Optional, from `initial_state` or the previous segment's call.
+
+    Returns:
+        A tensor of the shape of `x`; `(output, state)` with `state`.
+
+    Raises:
+        ValueError: If `hidden_dim` is not a positive integer or `kernel_sizes` no pair
+            of them, or on a call with `state` and without `causal`.
+
+    Example:
+
+    >>> layer = SeparableConvolution(64)
+    >>> layer(keras.random.normal((2, 10, 16))).shape
+    (2, 10, 16)
+
+    Reference:
+        - [Dehghani et al., 2019](https://arxiv.org/abs/1807.03819)
+    """
+
+    def __init__(
+        self,
+        hidden_dim,
+        kernel_sizes=(3, 5),
+        activation="relu",
+        causal=True,
+        use_bias=True,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        if not isinstance(hidden_dim, int) or hidden_dim < 1:
+            raise ValueError(
+                "`hidden_dim` must be a positive integer. Received: "
+                f"hidden_dim={hidden_dim!r}"
+            )
+        kernel_sizes = tuple(kernel_sizes)
+        if len(kernel_sizes) != 2 or not all(
+            isinstance(size, int) and size > 0 for size in kernel_sizes
+        ):
+            raise ValueError(
+                "`kernel_sizes` must be a pair of positive integers. Received: "
+                f"kernel_sizes={kernel_sizes!r}"
+            )
+        self.supports_masking = True
+        self.hidden_dim = hidden_dim
+        self.kernel_sizes = kernel_sizes
+        self.activation = get_activation(activation)
+        self.causal = causal
+        self.use_bias = use_bias
+
+    def build(self, x_shape):
+        widths = (x_shape[-1], self.hidden_dim)
+        self.kernels = [
+            self.add_weight(
+                name=f"kernel_{i}",
+                shape=(size, width),
+                initializer=keras.initializers.RandomUniform(-(size**-0.5), size**-0.5),
+            )
+            for i, (size, width) in enumerate(
+                zip(self.kernel_sizes, widths, strict=True)
+            )
+        ]
+
+        def dense(name, units, width, activation=None):
+            layer = keras.layers.Dense(
+                units,
+                activation=activation,
+                use_bias=self.use_bias,
+                dtype=self.dtype_policy,
+                name=name,
+            )
+            layer.build((*x_shape[:-1], width))
+            return layer
+
+        self.hidden = dense("hidden", self.hidden_dim, widths[0], self.activation)
+        self.output_dense = dense("output", widths[0], widths[1])
+
+    def initial_state(self, batch_size):
+        """The state before the first position: the inputs that either still reaches."""
+        return {
+            name: ops.zeros(
+                (batch_size, kernel.shape[0] - 1, kernel.shape[1]), self.compute_dtype
+            )
+            for name, kernel in zip(("x", "hidden"), self.kernels, strict=True)
+        }
+
+    def call(self, x, mask=None, state=None):
+        if state is not None and not self.causal:
+            raise ValueError(
+                "`state` holds the past, and needs causal=True. Received: causal=False"
+            )
+        new_state = {}
+        h = self._convolve("x", x, self.kernels[0], mask, state, new_state)
+        h = self.hidden(h)
+        h = self._convolve("hidden", h, self.kernels[1], mask, state, new_state)
+        y = self.output_dense(h)
+        return y if state is None else (y, new_state)
+
+    def _convolve(self, name, x, kernel, mask, state, new_state):
+        reach = kernel.shape[0] - 1
+        if mask is not None:
+            x = ops.where(ops.cast(mask, "bool")[..., None], x, ops.zeros_like(x))
+        if state is None:
+            after = 0 if self.causal else reach // 2
+            padded = ops.pad(x, ((0, 0), (reach - after, after), (0, 0)))
+        else:
+            padded = ops.concatenate([ops.cast(state[name], x.dtype), x], axis=1)
+            new_state[name] = padded[:, ops.shape(x)[1] :]
+        return depthwise(padded, kernel, ops.shape(x)[1])
+
+    def compute_output_shape(self, x_shape):
+        return x_shape
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "hidden_dim": self.hidden_dim,
+            "kernel_sizes": self.kernel_sizes,
+            "activation": serialize_activation(self.activation),
+            "causal": self.causal,
+            "use_bias": self.use_bias,
+        }

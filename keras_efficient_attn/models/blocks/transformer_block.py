@@ -1,0 +1,330 @@
+"""A Transformer block: attention, cross-attention and a feed-forward network."""
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.layers.attention.streaming import initial_attention_state
+from keras_efficient_attn.layers.attention.transformer_xl import following_memory
+from keras_efficient_attn.layers.residual.chain import Sublayer
+from keras_efficient_attn.models.blocks.residual import get_residual_class
+from keras_efficient_attn.models.blocks.separable_convolution import (
+    SeparableConvolution,
+)
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class TransformerBlock(keras.layers.Layer):
+    """Sublayers in residual connections: attention, cross-attention, feed-forward.
+
+    The one block of all models of this package, around any attention: of an encoder
+    with `causal=False`, of a decoder with `cross_attention` or without, pre-norm or
+    post-norm, once or again and again (`UniversalTransformer`).
+
+    Args:
+        attention: The self-attention layer, a `keras.layers.MultiHeadAttention`.
+        feed_forward: The layer after it; a `SeparableConvolution` gets mask and state.
+        causal: Whether a position sees itself and earlier ones only. Defaults to
+            `True`.
+        cross_attention: Optional layer that attends to another sequence.
+        convolution: Optional layer that the self-attention's input goes through.
+        positions: Optional layer that adds positions to the block's input.
+        residual: `"pre_norm"` (the default), `"post_norm"`, `"gated"` or a gate's
+            name as for the backbone, or `"reversible"`, for blocks that a
+            `TransformerStack` calls.
+        norm: `"layer_norm"` (the default) or `"rms_norm"`.
+        norm_epsilon: Of the norms. Defaults to 1e-5.
+        use_bias: Whether layer norms have offsets. Defaults to `True`.
+        dropout: Rate of dropout on each sublayer's output. Defaults to 0.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Call arguments:
+        x: `(batch, length, dim)`.
+        padding_mask: Optional `(batch, length)`, false at padding.
+        memory: `(batch, memory_length, dim)`, for `cross_attention`.
+        memory_padding_mask: Optional `(batch, memory_length)`.
+        state: Optional, from `initial_state` or the previous segment's call.
+
+    Returns:
+        A tensor of the shape of `x`; `(output, state)` with `state`.
+
+    Raises:
+        ValueError: For an unknown `residual` or `norm`; on a call, for a
+            `"reversible"` one, which has two streams.
+
+    Example:
+
+    >>> from keras_efficient_attn import PerformerAttention
+    >>> block = TransformerBlock(PerformerAttention(2, 8), FeedForward(64))
+    >>> block(keras.random.normal((2, 10, 16))).shape
+    (2, 10, 16)
+
+    Reference:
+        - [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)
+        - [Xiong et al., 2020](https://arxiv.org/abs/2002.04745), on pre-norm
+    """
+
+    def __init__(
+        self,
+        attention,
+        feed_forward,
+        causal=True,
+        cross_attention=None,
+        convolution=None,
+        positions=None,
+        residual="pre_norm",
+        norm="layer_norm",
+        norm_epsilon=1e-5,
+        use_bias=True,
+        dropout=0.0,
+        **kwargs,
+    ):
+        # autocast=False: a state keeps its float32 under a mixed policy.
+        super().__init__(autocast=False, **kwargs)
+        self.attention = attention
+        self.feed_forward = feed_forward
+        self.causal = causal
+        self.cross_attention = cross_attention
+        self.convolution = convolution
+        self.positions = positions
+        self.residual = residual
+        self.norm = norm
+        self.norm_epsilon = norm_epsilon
+        self.use_bias = use_bias
+        self.dropout = dropout
+
+        def connection(name):
+            return get_residual_class(residual)(
+                norm,
+                norm_epsilon,
+                use_bias,
+                dropout,
+                dtype=self.dtype_policy,
+                name=f"{name}_residual",
+            )
+
+        self.attention_residual = connection("attention")
+        self.cross_attention_residual = None
+        if cross_attention is not None:
+            self.cross_attention_residual = connection("cross_attention")
+        self.feed_forward_residual = connection("feed_forward")
+
+    def build(self, x_shape, memory_shape=None, **shapes):
+        for layer in (
+            self.positions,
+            self.attention_residual,
+            self.convolution,
+            self.cross_attention_residual,
+            self.feed_forward_residual,
+            self.feed_forward,
+        ):
+            if layer is not None:
+                layer.build(x_shape)
+        self.attention.build(x_shape, x_shape)
+        # It refuses now what it would in the first call.
+        x = keras.KerasTensor(x_shape)
+        self.attention.compute_output_spec(x, x, use_causal_mask=self.causal)
+        if self.cross_attention is not None:
+            self.cross_attention.build(x_shape, memory_shape)
+
+    def initial_state(self, batch_size, max_length, memory_length=None):
+        """The state before the first position, a dict, batch first.
+
+        Args:
+            batch_size: Rows in the batch.
+            max_length: The longest context, for layers whose state grows with it.
+            memory_length: Of a `RelativePositionXL`, whose memory is of the block's
+                inputs. Defaults to what the context needs.
+        """
+        state = {
+            "attention": initial_attention_state(
+                self.attention, batch_size, max_length, memory_length
+            )
+        }
+        if self.convolution is not None:
+            state["convolution"] = self.convolution.initial_state(batch_size)
+        if self.positions is not None:
+            state["positions"] = self.positions.initial_state(batch_size)
+        if self._convolves:
+            state["feed_forward"] = self.feed_forward.initial_state(batch_size)
+        return state
+
+    def call(
+        self,
+        x,
+        padding_mask=None,
+        memory=None,
+        memory_padding_mask=None,
+        state=None,
+        training=None,
+    ):
+        if self.residual == "reversible":
+            raise ValueError(
+                "A block with residual='reversible' has two streams: call the "
+                "`TransformerStack` that it belongs to. Received: a call"
+            )
+        if self.positions is not None:
+            x, positions_state = self._with_positions(x, state)
+        h, new_state = self._attend(x, padding_mask, state, training)
+        x = self.attention_residual.after(x, h, training)
+        if self.cross_attention is not None:
+            h = self._attend_to_memory(x, memory, memory_padding_mask, training)
+            x = self.cross_attention_residual.after(x, h, training)
+        h, transition_state = self._transition(x, padding_mask, state)
+        x = self.feed_forward_residual.after(x, h, training)
+        if state is None:
+            return x
+        new_state.update(transition_state)
+        if self.positions is not None:
+            new_state["positions"] = positions_state
+        return x, new_state
+
+    def sublayers(
+        self, padding_mask, memory, memory_padding_mask, state, new_state, training
+    ):
+        """What the two streams of a reversible stack go through, in turns.
+
+        Args:
+            padding_mask, memory, memory_padding_mask, training: As in a call.
+            state: The block's state, or `None`.
+            new_state: Dict that the new state is put into.
+
+        Returns:
+            List of `Sublayer`.
+        """
+
+        def attend(x, padding_mask=None):
+            if self.positions is not None:
+                x, positions_state = self._with_positions(x, state)
+                new_state["positions"] = positions_state
+            h, attention_state = self._attend(x, padding_mask, state, training)
+            new_state.update(attention_state)
+            return self.attention_residual.dropout(h, training=training)
+
+        def attend_to_memory(x, memory, memory_padding_mask=None):
+            h = self._attend_to_memory(x, memory, memory_padding_mask, training)
+            return self.cross_attention_residual.dropout(h, training=training)
+
+        def feed_forward(x, padding_mask=None):
+            h, transition_state = self._transition(x, padding_mask, state)
+            new_state.update(transition_state)
+            return self.feed_forward_residual.dropout(h, training=training)
+
+        def sublayer(call, *layers, **tensors):
+            return Sublayer(
+                call,
+                [layer for layer in layers if layer is not None],
+                {name: x for name, x in tensors.items() if x is not None},
+            )
+
+        first = sublayer(
+            attend,
+            self.positions,
+            self.attention_residual,
+            self.convolution,
+            self.attention,
+            padding_mask=padding_mask,
+        )
+        last = sublayer(
+            feed_forward,
+            self.feed_forward_residual,
+            self.feed_forward,
+            padding_mask=padding_mask if self._convolves else None,
+        )
+        if self.cross_attention is None:
+            return [first, last]
+        middle = sublayer(
+            attend_to_memory,
+            self.cross_attention_residual,
+            self.cross_attention,
+            memory=memory,
+            memory_padding_mask=memory_padding_mask,
+        )
+        return [first, middle, last]
+
+    def _with_positions(self, x, state):
+        if state is None:
+            return self.positions(x), None
+        return self.positions(x, state=state["positions"])
+
+    def _attend(self, x, padding_mask, state, training):
+        """The self-attention's update, and the new state."""
+        new_state = {}
+        h = self.attention_residual.before(x)
+        if self.convolution is not None and state is None:
+            h = self.convolution(h)
+        elif self.convolution is not None:
+            h, new_state["convolution"] = self.convolution(
+                h, state=state["convolution"]
+            )
+        options = dict(
+            key_mask=padding_mask, use_causal_mask=self.causal, training=training
+        )
+        if state is None:
+            return self.attention(h, h, **options), new_state
+        attention_state = state["attention"]
+        remembers_x = self.convolution is None and getattr(
+            self.attention, "remembers_inputs", False
+        )
+        if remembers_x:
+            # The norm is of the memory and the segment, with the weights of today.
+            memory = attention_state["memory"]
+            normed = ops.cast(self.attention_residual.before(memory), memory.dtype)
+            attention_state = {**attention_state, "memory": normed}
+        h, attention_state = self.attention(h, h, state=attention_state, **options)
+        if remembers_x:
+            memory = following_memory(memory, x, padding_mask)
+            attention_state = {**attention_state, "memory": memory}
+        new_state["attention"] = attention_state
+        return h, new_state
+
+    @property
+    def _convolves(self):
+        return isinstance(self.feed_forward, SeparableConvolution)
+
+    def _transition(self, x, padding_mask, state):
+        """The feed-forward's update, and its new state."""
+        h = self.feed_forward_residual.before(x)
+        if not self._convolves:
+            return self.feed_forward(h), {}
+        if state is None:
+            return self.feed_forward(h, mask=padding_mask), {}
+        h, new_state = self.feed_forward(h, state=state["feed_forward"])
+        return h, {"feed_forward": new_state}
+
+    def _attend_to_memory(self, x, memory, memory_padding_mask, training):
+        return self.cross_attention(
+            self.cross_attention_residual.before(x),
+            memory,
+            key_mask=memory_padding_mask,
+            training=training,
+        )
+
+    def compute_output_spec(self, x, *args, **kwargs):
+        return keras.KerasTensor(x.shape, dtype=self.compute_dtype)
+
+    def get_config(self):
+        layers = ("attention", "feed_forward", "cross_attention")
+        layers += ("convolution", "positions")
+        return {
+            **super().get_config(),
+            **{
+                name: keras.saving.serialize_keras_object(getattr(self, name))
+                for name in layers
+            },
+            "causal": self.causal,
+            "residual": self.residual,
+            "norm": self.norm,
+            "norm_epsilon": self.norm_epsilon,
+            "use_bias": self.use_bias,
+            "dropout": self.dropout,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        config = {
+            name: keras.saving.deserialize_keras_object(value)
+            if isinstance(value, dict) and name != "dtype"
+            else value
+            for name, value in config.items()
+        }
+        return super().from_config(config)

@@ -1,0 +1,215 @@
+"""A stack of Transformer blocks."""
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.layers.attention.adaptive_span.layer import AdaptiveSpan
+from keras_efficient_attn.layers.residual.chain import (
+    plain_residuals,
+    reversible_residuals,
+    stream_dtype,
+)
+from keras_efficient_attn.models.blocks.normalization import get_norm
+from keras_efficient_attn.models.blocks.residual import get_residual_class
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class TransformerStack(keras.layers.Layer):
+    """Blocks, one after the other, and a norm where their residuals need one.
+
+    With `residual="reversible"` the sublayers of all blocks update two streams in
+    turns, both of which start as `x` and whose mean is the output. In training, the
+    activations are rebuilt in the backward pass instead of kept.
+
+    `AdaptiveSpan` layers with `relative_positions="shared"` have one table in all
+    blocks.
+
+    Args:
+        blocks: List of `TransformerBlock`, of the same `residual` and `norm`.
+        num_recurrences: How often the blocks are applied, with the same weights.
+            Defaults to 1.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Call arguments:
+        As `TransformerBlock`; the state has an entry for each application of a block.
+        return_layers: Whether to return what every application of a block makes,
+            before the last norm, too. Excludes `state`. A reversible stack then keeps
+            the activations of each application's ends. Defaults to `False`.
+
+    Returns:
+        A tensor of the shape of `x`; `(output, state)` with `state`; `(output, layers)`
+        with `return_layers`, a list.
+
+    Raises:
+        ValueError: If `num_recurrences` is not a positive integer.
+
+    Reference:
+        - [Dehghani et al., 2019](https://arxiv.org/abs/1807.03819), on recurrence in
+          depth
+    """
+
+    def __init__(self, blocks, num_recurrences=1, **kwargs):
+        # autocast=False: a state keeps its float32 under a mixed policy.
+        super().__init__(autocast=False, **kwargs)
+        if not isinstance(num_recurrences, int) or num_recurrences < 1:
+            raise ValueError(
+                "`num_recurrences` must be a positive integer. Received: "
+                f"num_recurrences={num_recurrences!r}"
+            )
+        self.blocks = list(blocks)
+        self.num_recurrences = num_recurrences
+        _share_position_keys(self.blocks)
+        self.final_norm = None
+        first = self.blocks[0]
+        if get_residual_class(first.residual).final_norm:
+            self.final_norm = get_norm(
+                first.norm,
+                first.norm_epsilon,
+                first.use_bias,
+                dtype=self.dtype_policy,
+                name="final_norm",
+            )
+
+    def build(self, x_shape, memory_shape=None, **shapes):
+        for block in self.blocks:
+            block.build(x_shape, memory_shape)
+        if self.final_norm is not None:
+            self.final_norm.build(x_shape)
+
+    def initial_state(self, batch_size, max_length, memory_length=None):
+        """The state before the first position, a dict, batch first."""
+        return {
+            name: block.initial_state(batch_size, max_length, memory_length)
+            for name, block in self._applications()
+        }
+
+    def call(
+        self,
+        x,
+        padding_mask=None,
+        memory=None,
+        memory_padding_mask=None,
+        state=None,
+        return_layers=False,
+        training=None,
+    ):
+        layers = [] if return_layers else None
+        output = self._run(
+            x,
+            state,
+            training,
+            padding_mask=padding_mask,
+            memory=memory,
+            memory_padding_mask=memory_padding_mask,
+            layers=layers,
+        )
+        return (output, layers) if return_layers else output
+
+    def _run(self, x, state, training, **inputs):
+        new_state = {}
+        x = self._recur(x, state, new_state, training, **inputs)
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        return x if state is None else (x, new_state)
+
+    def _recur(self, x, state, new_state, training, layers, **inputs):
+        """All applications of the blocks.
+
+        Puts the new state into a dict, and what each makes into a list, unless `None`.
+        """
+        if self.blocks[0].residual == "reversible":
+            return self._reversible(x, state, new_state, training, layers, **inputs)
+        for n in range(self.num_recurrences):
+            x = self._apply_blocks(n, x, state, new_state, training, layers, **inputs)
+        return x
+
+    def _apply_blocks(self, n, x, state, new_state, training, layers=None, **inputs):
+        """Each block once, for the time n."""
+        for i, block in enumerate(self.blocks):
+            if state is None:
+                x = block(x, **inputs, training=training)
+            else:
+                name = _name(n, i)
+                x, new_state[name] = block(
+                    x, **inputs, state=state[name], training=training
+                )
+            if layers is not None:
+                layers.append(x)
+        return x
+
+    def _reversible(self, x, state, new_state, training, layers, **inputs):
+        chains = []
+        for name, block in self._applications():
+            new_state[name] = {}
+            if layers is not None or not chains:
+                chains.append([])
+            chains[-1] += block.sublayers(
+                **inputs,
+                state=None if state is None else state[name],
+                new_state=new_state[name],
+                training=training,
+            )
+        x1 = x2 = ops.cast(x, stream_dtype(self))
+        for sublayers in chains:
+            if training and state is None:
+                x1, x2 = reversible_residuals(self, sublayers, x1, x2)
+            else:
+                x1, x2 = plain_residuals(sublayers, x1, x2)
+            x = (x1 + x2) / 2
+            if layers is not None:
+                layers.append(x)
+        return x
+
+    def compute_output_spec(self, x, *args, **kwargs):
+        return keras.KerasTensor(x.shape, dtype=self.compute_dtype)
+
+    def _applications(self):
+        """Names and blocks, in the order of computation."""
+        for recurrence in range(self.num_recurrences):
+            for i, block in enumerate(self.blocks):
+                yield _name(recurrence, i), block
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "blocks": [
+                _unbuilt(keras.saving.serialize_keras_object(block))
+                for block in self.blocks
+            ],
+            "num_recurrences": self.num_recurrences,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        blocks = keras.saving.deserialize_keras_object(config["blocks"])
+        return super().from_config({**config, "blocks": blocks})
+
+
+def _unbuilt(config):
+    """A layer's configuration, for it and its parts to be built with the stack."""
+    if not isinstance(config, dict):
+        return config
+    return {
+        name: _unbuilt(value)
+        for name, value in config.items()
+        if name != "build_config"
+    }
+
+
+def _share_position_keys(blocks):
+    first = None
+    for block in blocks:
+        attention = block.attention
+        if not isinstance(attention, AdaptiveSpan):
+            continue
+        if attention.relative_positions != "shared":
+            continue
+        if first is None:
+            first = attention
+        else:
+            attention.share_position_keys(first)
+
+
+def _name(recurrence, i):
+    """Of the state of block i, in that recurrence."""
+    return f"recurrence_{recurrence}_block_{i}"

@@ -1,0 +1,21 @@
+"""Efficient attention in models that were trained with softmax attention."""
+
+from keras_efficient_attn.models.conversion.backbone import (
+    convert_backbone,
+    efficient_backbone,
+)
+from keras_efficient_attn.models.conversion.replace import replace_attention
+from keras_efficient_attn.models.conversion.report import (
+    LayerError,
+    SwapReport,
+    swap_report,
+)
+
+__all__ = [
+    "LayerError",
+    "SwapReport",
+    "convert_backbone",
+    "efficient_backbone",
+    "replace_attention",
+    "swap_report",
+]

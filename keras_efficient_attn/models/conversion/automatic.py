@@ -1,0 +1,148 @@
+"""Choosing the layers to replace: as many as an error allows."""
+
+import contextlib
+import inspect
+import math
+import numbers
+
+import keras
+
+from keras_efficient_attn.models.conversion.places import attention_places
+from keras_efficient_attn.models.conversion.recording import (
+    recorded_calls,
+    relative_error,
+    replaced_call,
+    valid_rows,
+)
+
+
+def layers_within(budget, original, converted, inputs):
+    """The layers that can be replaced within an error, as many as possible.
+
+    Each layer is replaced alone, the others keeping softmax; then the longest list of
+    those that do least harm is searched by bisection, whose error together is within
+    the budget. Every error is measured, none estimated.
+
+    Args:
+        budget: The largest `√(Σ‖new − old‖² / Σ‖old‖²)` of what leaves the last
+            block of a stack, over positions that are no padding. Of several stacks
+            (towers, or an encoder and a decoder), each one's.
+        original: A backbone.
+        converted: Its copy, all of whose attention layers are replaced.
+        inputs: List of batches.
+
+    Returns:
+        Sorted indices of attention layers.
+
+    Raises:
+        ValueError: If no layer can be replaced.
+    """
+    old, new = attention_places(original), attention_places(converted)
+    ends = [_ends_of_stacks(original, old, batch) for batch in inputs]
+
+    def error(layers):
+        stacks = {}
+        for batch, before in zip(inputs, ends, strict=True):
+            blocks = {index: new[index].block for index, _ in before}
+            with _softmax_except(layers, old, new):
+                calls = recorded_calls(converted, list(blocks.values()), batch)
+            after = dict(zip(blocks, calls, strict=True))
+            for (index, number), (output, rows) in before.items():
+                stack = stacks.setdefault((index, number), [])
+                stack.append((output, after[index][number].output, rows))
+        errors = [
+            relative_error(*zip(*stack, strict=True)) for stack in stacks.values()
+        ]
+        return math.inf if any(map(math.isnan, errors)) else max(errors)
+
+    alone = [error([index]) for index in range(len(old))]
+    order = sorted(range(len(old)), key=alone.__getitem__)
+    if alone[order[0]] > budget:
+        raise ValueError(
+            "No layer can be replaced within the budget: the least error is "
+            f"{alone[order[0]]:.3g}, of layer {order[0]}. Received: budget={budget}"
+        )
+    most, too_many = 1, len(order) + 1
+    while too_many - most > 1:
+        count = (most + too_many) // 2
+        if error(order[:count]) <= budget:
+            most = count
+        else:
+            too_many = count
+    return sorted(order[:most])
+
+
+def check_budget(layers, budget, calibrate):
+    """Raises `ValueError` if `budget` and `layers` do not go together."""
+    if layers != "auto":
+        if budget is not None:
+            raise ValueError(
+                "`budget` is for layers='auto'. Received: "
+                f"layers={layers!r}, budget={budget!r}"
+            )
+        return
+    number = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
+    if not number or not 0 < budget < math.inf:
+        raise ValueError(
+            "layers='auto' needs a `budget`, the largest relative error of a last "
+            f"block, a positive number. Received: budget={budget!r}"
+        )
+    if calibrate is None:
+        raise ValueError(
+            "layers='auto' measures errors on the data in `calibrate`. Received: "
+            "calibrate=None"
+        )
+
+
+def _ends_of_stacks(model, places, batch):
+    """What leaves the last block of each stack, and which of its rows count.
+
+    A stack ends where no block takes up, as its first input, what another one returns.
+
+    Returns:
+        Dict of pairs `(output, rows)`, by the index of the place and the number of the
+        call of its block.
+    """
+    layers = [place.layer for place in places] + [place.block for place in places]
+    calls = recorded_calls(model, layers, batch)
+    attention, blocks = calls[: len(places)], calls[len(places) :]
+    taken = {id(_first_input(call)) for made in blocks for call in made}
+    return {
+        (index, number): (
+            call.output,
+            valid_rows(places[index], attention[index][number]),
+        )
+        for index, made in enumerate(blocks)
+        for number, call in enumerate(made)
+        if id(_first_output(call)) not in taken
+    }
+
+
+def _first_input(call):
+    first, *_ = call.arguments.values()
+    return keras.tree.flatten(first)[0]
+
+
+def _first_output(call):
+    return keras.tree.flatten(call.output)[0]
+
+
+@contextlib.contextmanager
+def _softmax_except(layers, old, new):
+    """The trained attention itself, for the time of a run, in all other layers."""
+    with contextlib.ExitStack() as stack:
+        for index, (old_place, place) in enumerate(zip(old, new, strict=True)):
+            if index not in layers:
+                call = _with_known_arguments(old_place.layer.call)
+                stack.enter_context(replaced_call(place.layer, call))
+        yield
+
+
+def _with_known_arguments(call):
+    """A `call` that drops what Keras adds for the signature of another."""
+    names = set(inspect.signature(call).parameters)
+
+    def known(*args, **kwargs):
+        return call(*args, **{k: v for k, v in kwargs.items() if k in names})
+
+    return known

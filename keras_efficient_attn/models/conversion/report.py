@@ -1,0 +1,131 @@
+"""What replacing softmax attention changes, layer by layer."""
+
+import dataclasses
+
+from keras_efficient_attn.models.conversion.places import attention_places
+from keras_efficient_attn.models.conversion.recording import (
+    recorded_calls,
+    relative_error,
+    run,
+    valid_rows,
+)
+from keras_efficient_attn.models.conversion.stand_ins import StandIn
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerError:
+    """The error of one attention layer.
+
+    Errors are `√(Σ‖new − old‖² / Σ‖old‖²)` over positions that are no padding.
+
+    Attributes:
+        index: As in the argument `layers` of `convert_backbone`.
+        path: Path of the attention layer.
+        replaced: Whether it is an efficient layer.
+        attention: Error of its output for the inputs that it has in the original: what
+            this layer does by itself.
+        residual: Error of what leaves its block in the converted model: what all
+            layers up to this one do together. `None` where the layer stands in no
+            block, or in several.
+    """
+
+    index: int
+    path: str
+    replaced: bool
+    attention: float
+    residual: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class SwapReport:
+    """The errors of all self-attention layers; prints as a table.
+
+    Attributes:
+        layers: List of `LayerError`.
+    """
+
+    layers: list
+
+    def __str__(self):
+        width = max(len("layer"), *(len(layer.path) for layer in self.layers))
+        lines = [f"{'':>3} {'layer':<{width}} {'attention':>10} {'residual':>10}"]
+        for layer in self.layers:
+            attention = f"{layer.attention:.2%}" if layer.replaced else "softmax"
+            residual = "-" if layer.residual is None else f"{layer.residual:.2%}"
+            lines.append(
+                f"{layer.index:>3} {layer.path:<{width}} {attention:>10} {residual:>10}"
+            )
+        return "\n".join(lines)
+
+
+def swap_report(original, converted, inputs):
+    """The error that each replaced attention layer causes, on one batch.
+
+    Shows which layers to leave to softmax, by `layers` of `convert_backbone`: those
+    with a large error of their own, and those after which the residual stream is far
+    off.
+
+    Args:
+        original: A backbone or another model.
+        converted: What `convert_backbone` made of it, or a copy of it after
+            `replace_attention`.
+        inputs: One batch, as the models take it.
+
+    Returns:
+        A `SwapReport`.
+
+    Raises:
+        ValueError: If the models have different numbers of self-attention layers.
+
+    Example:
+
+    ```python
+    from keras_efficient_attn.models import convert_backbone, swap_report
+
+    efficient = convert_backbone(backbone, "performer:window=32")
+    print(swap_report(backbone, efficient, preprocessor(texts)))
+    ```
+    """
+    old, new = attention_places(original), attention_places(converted)
+    if len(old) != len(new):
+        raise ValueError(
+            "`original` and `converted` must have as many self-attention layers. "
+            f"Received: {len(old)} and {len(new)}"
+        )
+    old_attention, old_blocks = _attention_and_blocks(original, old, inputs)
+    _, new_blocks = _attention_and_blocks(converted, new, inputs)
+    errors = []
+    for index, (old_place, place) in enumerate(zip(old, new, strict=True)):
+        calls = old_attention[index]
+        rows = [valid_rows(old_place, call) for call in calls]
+        again = [run(place.layer, *call.args, **call.kwargs) for call in calls]
+        residual = None
+        if _in_one_block(place, converted):
+            residual = relative_error(old_blocks[index], new_blocks[index], rows)
+        errors.append(
+            LayerError(
+                index,
+                place.layer.path,
+                isinstance(place.layer, StandIn),
+                relative_error([call.output for call in calls], again, rows),
+                residual,
+            )
+        )
+    return SwapReport(errors)
+
+
+def _attention_and_blocks(model, places, inputs):
+    """The calls of the attention layers, and the outputs of the blocks around them."""
+    layers = [place.layer for place in places]
+    layers += [place.block for place in places if _in_one_block(place, model)]
+    calls = recorded_calls(model, layers, inputs)
+    blocks = iter(calls[len(places) :])
+    outputs = [
+        [call.output for call in next(blocks)] if _in_one_block(place, model) else []
+        for place in places
+    ]
+    return calls[: len(places)], outputs
+
+
+def _in_one_block(place, model):
+    return place.block is not model and len(place.holders) == 1

@@ -1,0 +1,102 @@
+"""A masked language model."""
+
+import keras
+import keras_hub
+
+from keras_efficient_attn.models.backbone import EfficientTransformerBackbone
+from keras_efficient_attn.models.tasks.byte_tokenizer import EfficientByteTokenizer
+from keras_efficient_attn.models.tasks.task import TaskMixin
+from keras_efficient_attn.models.tasks.text_classifier import without_segments
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class EfficientMaskedLMPreprocessor(keras_hub.models.MaskedLMPreprocessor):
+    """Strings to tokens of which some are masked, and the masked ones as labels.
+
+    Args:
+        tokenizer: A tokenizer.
+        sequence_length: Tokens of a row. Defaults to 512.
+        mask_selection_length: The most masked tokens of a row. Defaults to 96.
+        **kwargs: Those of `keras_hub.models.MaskedLMPreprocessor`.
+
+    Example:
+
+    ```python
+    preprocessor = EfficientMaskedLMPreprocessor(
+        EfficientByteTokenizer(), sequence_length=64, mask_selection_length=12
+    )
+    x, y, sample_weight = preprocessor(["some text", "more of it"])
+    ```
+    """
+
+    backbone_cls = EfficientTransformerBackbone
+    tokenizer_cls = EfficientByteTokenizer
+
+    def call(self, x, y=None, sample_weight=None):
+        return without_segments(super().call(x, y, sample_weight))
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class EfficientMaskedLM(TaskMixin, keras_hub.models.MaskedLM):
+    """Masked language model: predicts the tokens that were masked.
+
+    Args:
+        backbone: An `EfficientTransformerBackbone` with `architecture="encoder"`.
+        preprocessor: An `EfficientMaskedLMPreprocessor`, or `None` for inputs that
+            are dicts of `token_ids`, `padding_mask` and `mask_positions`.
+        **kwargs: Those of KerasHub's tasks.
+
+    Returns:
+        On a call, logits `(batch, mask_selection_length, vocabulary_size)`.
+
+    Raises:
+        ValueError: If the backbone is not an encoder.
+
+    Example:
+
+    ```python
+    from keras_efficient_attn.models import (
+        EfficientByteTokenizer,
+        EfficientMaskedLM,
+        EfficientMaskedLMPreprocessor,
+        EfficientTransformerBackbone,
+    )
+
+    backbone = EfficientTransformerBackbone(256, 2, 4, 64, 256, architecture="encoder")
+    preprocessor = EfficientMaskedLMPreprocessor(
+        EfficientByteTokenizer(), sequence_length=100, mask_selection_length=20
+    )
+    model = EfficientMaskedLM(backbone, preprocessor)
+    model.fit(["The quick brown fox.", "The lazy dog."])
+    ```
+
+    Reference:
+        - [Devlin et al., 2019](https://arxiv.org/abs/1810.04805)
+    """
+
+    backbone_cls = EfficientTransformerBackbone
+    preprocessor_cls = EfficientMaskedLMPreprocessor
+
+    def __init__(self, backbone, preprocessor=None, **kwargs):
+        if backbone.architecture != "encoder":
+            raise ValueError(
+                "A masked language model needs a backbone with "
+                "architecture='encoder'. Received: "
+                f"architecture={backbone.architecture!r}"
+            )
+        self.backbone = backbone
+        self.preprocessor = preprocessor
+        inputs = {
+            **backbone.input,
+            "mask_positions": keras.Input(
+                (None,), dtype="int32", name="mask_positions"
+            ),
+        }
+        hidden = backbone(backbone.input)
+        outputs = keras_hub.layers.MaskedLMHead(
+            token_embedding=backbone.token_embedding,
+            intermediate_activation="gelu",
+            dtype=backbone.dtype_policy,
+            name="masked_lm_head",
+        )(hidden, mask_positions=inputs["mask_positions"])
+        super().__init__(inputs=inputs, outputs=outputs, **kwargs)

@@ -1,0 +1,126 @@
+"""A text classifier."""
+
+import keras
+import keras_hub
+
+from keras_efficient_attn.models.backbone import EfficientTransformerBackbone
+from keras_efficient_attn.models.tasks.byte_tokenizer import EfficientByteTokenizer
+from keras_efficient_attn.models.tasks.task import TaskMixin
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class EfficientTextClassifierPreprocessor(keras_hub.models.TextClassifierPreprocessor):
+    """Strings to `token_ids` and `padding_mask`; labels pass through.
+
+    Args:
+        tokenizer: A tokenizer.
+        sequence_length: Tokens of a row. Defaults to 512.
+        **kwargs: Those of `keras_hub.models.TextClassifierPreprocessor`.
+
+    Example:
+
+    ```python
+    preprocessor = EfficientTextClassifierPreprocessor(
+        EfficientByteTokenizer(), sequence_length=16
+    )
+    x, y = preprocessor(["good", "bad"], [1, 0])
+    ```
+    """
+
+    backbone_cls = EfficientTransformerBackbone
+    tokenizer_cls = EfficientByteTokenizer
+
+    def call(self, x, y=None, sample_weight=None):
+        return without_segments(super().call(x, y, sample_weight))
+
+
+def without_segments(data):
+    """`x`, `(x, y)` or `(x, y, sample_weight)`, without `segment_ids` in `x`."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    x = {name: value for name, value in x.items() if name != "segment_ids"}
+    return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class EfficientTextClassifier(TaskMixin, keras_hub.models.TextClassifier):
+    """Classifier of texts: the mean of the backbone's outputs, and a dense layer.
+
+    Args:
+        backbone: An `EfficientTransformerBackbone`, `"encoder"` or `"decoder"`.
+        num_classes: Number of classes.
+        preprocessor: An `EfficientTextClassifierPreprocessor`, or `None` for inputs
+            that are dicts of `token_ids` and `padding_mask`.
+        activation: Of the output. Defaults to `None`: logits.
+        dropout: Rate of dropout before the dense layer. Defaults to 0.
+        compile: Whether to compile with KerasHub's defaults. Defaults to `True`.
+        **kwargs: Those of KerasHub's tasks.
+
+    Returns:
+        On a call, float32 `(batch, num_classes)`.
+
+    Raises:
+        ValueError: If the backbone is an encoder-decoder.
+
+    Example:
+
+    ```python
+    from keras_efficient_attn.models import (
+        EfficientByteTokenizer,
+        EfficientTextClassifier,
+        EfficientTextClassifierPreprocessor,
+        EfficientTransformerBackbone,
+    )
+
+    backbone = EfficientTransformerBackbone(256, 2, 4, 64, 256, architecture="encoder")
+    preprocessor = EfficientTextClassifierPreprocessor(
+        EfficientByteTokenizer(), sequence_length=100
+    )
+    model = EfficientTextClassifier(backbone, 2, preprocessor)
+    model.fit(["good", "bad"], [1, 0])
+    ```
+    """
+
+    backbone_cls = EfficientTransformerBackbone
+    preprocessor_cls = EfficientTextClassifierPreprocessor
+
+    def __init__(
+        self,
+        backbone,
+        num_classes,
+        preprocessor=None,
+        activation=None,
+        dropout=0.0,
+        compile=True,
+        **kwargs,
+    ):
+        if backbone.architecture == "encoder_decoder":
+            raise ValueError(
+                "A text classifier needs a backbone with architecture='encoder' or "
+                "'decoder'. Received: architecture='encoder_decoder'"
+            )
+        self.backbone = backbone
+        self.preprocessor = preprocessor
+        inputs = backbone.input
+        # Half precision cannot count the tokens of a long text.
+        pooled = keras.layers.GlobalAveragePooling1D(dtype="float32", name="pooling")(
+            backbone(inputs), mask=inputs["padding_mask"]
+        )
+        pooled = keras.layers.Dropout(dropout, dtype="float32", name="dropout")(pooled)
+        outputs = keras.layers.Dense(
+            num_classes, activation=activation, dtype="float32", name="logits"
+        )(pooled)
+        super().__init__(inputs=inputs, outputs=outputs, compile=False, **kwargs)
+        self.num_classes = num_classes
+        self.activation = keras.activations.get(activation)
+        self.dropout = dropout
+        # After the activation, which the default loss depends on.
+        if compile:
+            self.compile()
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_classes": self.num_classes,
+            "activation": keras.activations.serialize(self.activation),
+            "dropout": self.dropout,
+        }

@@ -1,0 +1,221 @@
+"""TransformerXL: a language model that remembers the batch before."""
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.models.transformer_xl.segments import Segments
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class TransformerXL(keras.Model):
+    """Segment-level recurrence: a language model whose memory outlasts a batch.
+
+    A call reads each row as what comes after the same row of the call before, with the
+    states of the language model's layers as they were then. They are variables that
+    are not trained, and no gradient reaches back through them. `fit`, `evaluate` and
+    `predict` start from an empty memory, `fit` does so in each epoch, and rows may do
+    so at any batch.
+
+    The layers are meant to be `keras_efficient_attn.RelativePositionXL`, which reach
+    back `num_layers · memory_length` positions; any whose state has a constant size
+    will do, and then the training is that of Transformer-VQ, or of a recurrent
+    network, through time and truncated.
+
+    Args:
+        language_model: An `EfficientCausalLM`. Its weights are trained here; it can
+            `generate`, and stand in several `TransformerXL`, such as one for
+            evaluation.
+        batch_size: Rows of all batches.
+        memory_length: Positions that each `RelativePositionXL` remembers; more may
+            be of use in evaluation than in training. Defaults to the layers' own.
+        **kwargs: Those of `keras.Model`.
+
+    Call arguments:
+        inputs: Dict of `token_ids`, integers `(batch_size, length)`, and optionally
+            `reset`, boolean `(batch_size,)`: rows in which a new document begins. Or
+            the `token_ids` alone.
+
+    Returns:
+        Float32 logits `(batch_size, length, vocabulary_size)`.
+
+    Raises:
+        ValueError: If a layer's state grows with the context; from a call, for a
+            batch of another size.
+
+    Example:
+
+    ```python
+    backbone = EfficientTransformerBackbone(
+        256, 4, 4, 64, 256, attention="xl:memory_length=128"
+    )
+    model = TransformerXL(EfficientCausalLM(backbone), batch_size=8)
+    model.compile(
+        "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
+    model.fit(Segments(text, batch_size=8, length=128), epochs=10)
+
+    longer = TransformerXL(model.language_model, batch_size=1, memory_length=1024)
+    longer.compile(loss=model.loss)
+    longer.evaluate(Segments(held_out, batch_size=1, length=64))
+    ```
+
+    Reference:
+        - [Dai et al., 2019](https://arxiv.org/abs/1901.02860)
+    """
+
+    def __init__(self, language_model, batch_size, memory_length=None, **kwargs):
+        super().__init__(**kwargs)
+        for argument, received, least in (
+            ("batch_size", batch_size, 1),
+            ("memory_length", memory_length, 0),
+        ):
+            if argument == "memory_length" and received is None:
+                continue
+            if not isinstance(received, int) or received < least:
+                raise ValueError(
+                    f"`{argument}` must be an integer of at least {least}. Received: "
+                    f"{argument}={received!r}"
+                )
+        self.language_model = language_model
+        self.batch_size = batch_size
+        self.memory_length = memory_length
+        self._memory = [
+            self.add_weight(
+                name="memory",
+                shape=x.shape,
+                dtype=keras.backend.standardize_dtype(x.dtype),
+                initializer="zeros",
+                trainable=False,
+                autocast=False,
+            )
+            for x in keras.tree.flatten(self._empty_memory())
+        ]
+        self.reset_memory()
+        self.built = True
+
+    def reset_memory(self):
+        """Forgets all, in all rows."""
+        if keras.backend.backend() == "jax":
+            # Within `fit`, the variables are behind the training state.
+            self.jax_state_sync()
+        self._remember(self._empty_memory())
+
+    def call(self, inputs, training=None):
+        reset = None
+        if isinstance(inputs, dict):
+            inputs, reset = inputs["token_ids"], inputs.get("reset")
+        batch_size, length = ops.shape(inputs)
+        if isinstance(batch_size, int) and batch_size != self.batch_size:
+            raise ValueError(
+                f"The memory has {self.batch_size} rows, and so must every batch; pass "
+                "`batch_size` to the model for another. Received: a batch of shape "
+                f"{tuple(inputs.shape)}"
+            )
+        # TensorFlow may not know the batch size before it runs.
+        tokens = ops.reshape(inputs, (self.batch_size, length))
+        # A copy: PyTorch's backward pass may need it after the assignment.
+        memory = [ops.copy(variable) for variable in self._memory]
+        empty = self._empty_memory()
+        if reset is not None:
+            memory = [
+                _where_rows(reset, new, old)
+                for new, old in zip(keras.tree.flatten(empty), memory, strict=True)
+            ]
+        memory = keras.tree.pack_sequence_as(empty, memory)
+        logits, _, memory = self.language_model.call_with_cache(tokens, memory)
+        self._remember(memory)
+        return logits
+
+    def fit(self, x=None, y=None, *, shuffle=False, callbacks=None, **kwargs):
+        """As `keras.Model.fit`, in the order of the data.
+
+        Raises:
+            ValueError: With `shuffle=True`.
+        """
+        if shuffle:
+            raise ValueError(
+                "The memory is of the batch before: data must keep its order. "
+                "Received: shuffle=True"
+            )
+        self._check_data(x)
+        self._check_data(kwargs.get("validation_data"))
+        callbacks = self._with_resets(callbacks)
+        return super().fit(x, y, shuffle=False, callbacks=callbacks, **kwargs)
+
+    def evaluate(self, x=None, y=None, *, callbacks=None, **kwargs):
+        """As `keras.Model.evaluate`, from an empty memory on."""
+        self._check_data(x)
+        return super().evaluate(x, y, callbacks=self._with_resets(callbacks), **kwargs)
+
+    def predict(self, x, *, callbacks=None, **kwargs):
+        """As `keras.Model.predict`, from an empty memory on."""
+        self._check_data(x)
+        return super().predict(x, callbacks=self._with_resets(callbacks), **kwargs)
+
+    def compute_output_spec(self, inputs, training=None):
+        tokens = inputs["token_ids"] if isinstance(inputs, dict) else inputs
+        vocabulary_size = self.language_model.backbone.vocabulary_size
+        shape = (self.batch_size, tokens.shape[1], vocabulary_size)
+        return keras.KerasTensor(shape, dtype="float32")
+
+    def get_config(self):
+        language_model = keras.saving.serialize_keras_object(self.language_model)
+        # It would come back with an optimizer of its own for all weights.
+        language_model.pop("compile_config", None)
+        return {
+            **super().get_config(),
+            "language_model": language_model,
+            "batch_size": self.batch_size,
+            "memory_length": self.memory_length,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        model = keras.saving.deserialize_keras_object(config["language_model"])
+        return cls(**{**config, "language_model": model})
+
+    def _empty_memory(self):
+        """The layers' states before the first segment."""
+        return self.language_model.backbone.initial_state(
+            self.batch_size, max_length=None, memory_length=self.memory_length
+        )
+
+    def _remember(self, memory):
+        for variable, x in zip(self._memory, keras.tree.flatten(memory), strict=True):
+            variable.assign(ops.stop_gradient(x))
+
+    def _check_data(self, data):
+        if isinstance(data, Segments) and data.batch_size != self.batch_size:
+            raise ValueError(
+                f"The memory has {self.batch_size} rows, and so must every batch. "
+                f"Received: segments with batch_size={data.batch_size}"
+            )
+
+    def _with_resets(self, callbacks):
+        # `fit` hands its own list on to the evaluation after an epoch.
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            return callbacks
+        if callbacks is None:
+            callbacks = []
+        elif not isinstance(callbacks, list | tuple):
+            callbacks = [callbacks]
+        return [_Resets(), *callbacks]
+
+
+class _Resets(keras.callbacks.Callback):
+    """Empties the memory before each run over data."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.reset_memory()
+
+    def on_test_begin(self, logs=None):
+        self.model.reset_memory()
+
+    def on_predict_begin(self, logs=None):
+        self.model.reset_memory()
+
+
+def _where_rows(rows, chosen, other):
+    """`chosen` where the `(batch,)` mask is true, else `other`, row by row."""
+    rows = ops.reshape(ops.cast(rows, "bool"), (-1, *[1] * (len(other.shape) - 1)))
+    return ops.where(rows, chosen, other)

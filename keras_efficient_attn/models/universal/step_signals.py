@@ -1,0 +1,67 @@
+"""Signals that tell a block that is applied repeatedly which time it is."""
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.models.blocks.positions import sinusoids
+
+STEP_SIGNALS = ("learned", "sinusoidal")
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class StepSignals(keras.layers.Layer):
+    """Adds a vector for the number of the step to all positions.
+
+    Args:
+        num_steps: Number of steps.
+        kind: `"learned"` (the default), a vector of weights for each step, or
+            `"sinusoidal"`: sines and cosines of the number.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Call arguments:
+        x: `(batch, length, dim)`.
+        step: Number of the step, from 0: an integer or a scalar tensor.
+
+    Returns:
+        A tensor of the shape of `x`.
+
+    Raises:
+        ValueError: For another kind.
+
+    Reference:
+        - [Dehghani et al., 2019](https://arxiv.org/abs/1807.03819)
+    """
+
+    def __init__(self, num_steps, kind="learned", **kwargs):
+        super().__init__(**kwargs)
+        if kind not in STEP_SIGNALS:
+            raise ValueError(
+                f"`step_signals` must be one of {', '.join(STEP_SIGNALS)}, or None. "
+                f"Received: step_signals={kind!r}"
+            )
+        self.num_steps = num_steps
+        self.kind = kind
+
+    def build(self, x_shape, step_shape=None):
+        if self.kind == "learned":
+            self.table = self.add_weight(
+                name="table",
+                shape=(self.num_steps, x_shape[-1]),
+                initializer=keras.initializers.RandomNormal(stddev=0.02),
+            )
+
+    def call(self, x, step):
+        if self.kind == "learned":
+            return x + ops.take(self.table, step, axis=0)
+        signal = sinusoids(ops.cast(step, "float32"), x.shape[-1])
+        return x + ops.cast(signal, x.dtype)
+
+    def compute_output_shape(self, x_shape, step_shape=None):
+        return x_shape
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_steps": self.num_steps,
+            "kind": self.kind,
+        }

@@ -1,0 +1,207 @@
+"""The Universal Transformer: a block that is recurrent in depth."""
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.layers.adaptive_computation.halting import Halting
+from keras_efficient_attn.models.blocks.transformer_stack import TransformerStack
+from keras_efficient_attn.models.universal.step_signals import StepSignals
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class UniversalTransformer(TransformerStack):
+    """Blocks with shared weights, applied a number of times that each position chooses.
+
+    ```
+    for n in range(num_recurrences):
+        x = blocks(x + positions + step_signals[n])
+    ```
+
+    An encoder or a decoder, as its blocks are: `causal`, with `cross_attention`, with
+    any attention. With `adaptive_computation`, each position halts by itself, as in
+    `keras_efficient_attn.AdaptiveComputationTime`: the output is the weighted mean of
+    its states, the state of a position that has halted is carried forward unchanged
+    for others to attend to, padding starts halted, and the ponder cost is added by
+    `add_loss`. Without `training` the loop ends when all positions have halted, unless
+    there is a `state`: a later position may attend to this one in any step, so all
+    are computed.
+
+    Args:
+        blocks: List of `TransformerBlock`, as a rule of one: what is repeated.
+        num_recurrences: How often, at most with `adaptive_computation`.
+        positions: Optional layer, `SinusoidalPositions` or `LearnedPositions`, whose
+            signal is added in every step; it is the same in all steps of a call.
+        step_signals: `"learned"` (the default), `"sinusoidal"`, or `None`.
+        adaptive_computation: Options of `AdaptiveComputationTime`, a dict of
+            `epsilon`, `ponder_cost`, `halting_bias`, `early_exit`; `{}` for its
+            defaults. Defaults to `None`: all positions take all steps.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Call arguments:
+        As `TransformerBlock`, and
+        return_ponder: Whether to return `(output, ponder)`, with the dict of
+            `AdaptiveComputationTime`. Excludes `state`.
+
+    Returns:
+        A tensor of the shape of `x`; `(output, state)` with `state`.
+
+    Raises:
+        ValueError: For an argument out of range, blocks with `residual="reversible"`,
+            or a call with `return_ponder` and without `adaptive_computation`.
+
+    Example:
+
+    ```python
+    from keras_efficient_attn import PerformerAttention
+    from keras_efficient_attn.models import *
+
+    block = TransformerBlock(PerformerAttention(2, 8), FeedForward(64), causal=False)
+    encoder = UniversalTransformer(
+        [block],
+        num_recurrences=6,
+        positions=SinusoidalPositions(max_offset=100),
+        adaptive_computation={"ponder_cost": 0.01},
+    )
+    y, ponder = encoder(keras.random.normal((2, 10, 16)), return_ponder=True)
+    ```
+
+    Reference:
+        - [Dehghani et al., 2019](https://arxiv.org/abs/1807.03819)
+    """
+
+    def __init__(
+        self,
+        blocks,
+        num_recurrences,
+        positions=None,
+        step_signals="learned",
+        adaptive_computation=None,
+        **kwargs,
+    ):
+        super().__init__(blocks, num_recurrences, **kwargs)
+        if self.blocks[0].residual == "reversible":
+            raise ValueError(
+                "Step signals and adaptive computation have one stream, not two. "
+                "Received: residual='reversible'"
+            )
+        self.positions = positions
+        self.step_signal_kind = step_signals
+        self.step_signals = None
+        if step_signals is not None:
+            self.step_signals = StepSignals(
+                num_recurrences,
+                step_signals,
+                dtype=self.dtype_policy,
+                name="step_signals",
+            )
+        self.adaptive_computation = adaptive_computation
+        self.halting = None
+        if adaptive_computation is not None:
+            self.halting = _halting(
+                adaptive_computation, num_recurrences, self.dtype_policy
+            )
+
+    def build(self, x_shape, memory_shape=None, **shapes):
+        super().build(x_shape, memory_shape)
+        for layer in (self.positions, self.step_signals, self.halting):
+            if layer is not None:
+                layer.build(x_shape)
+
+    def initial_state(self, batch_size, max_length, memory_length=None):
+        state = super().initial_state(batch_size, max_length, memory_length)
+        if self.positions is not None:
+            state["positions"] = self.positions.initial_state(batch_size)
+        return state
+
+    def call(
+        self,
+        x,
+        padding_mask=None,
+        memory=None,
+        memory_padding_mask=None,
+        state=None,
+        training=None,
+        return_ponder=False,
+    ):
+        if return_ponder and (self.halting is None or state is not None):
+            raise ValueError(
+                "`return_ponder` needs `adaptive_computation`, and excludes `state`. "
+                f"Received: adaptive_computation={self.adaptive_computation!r}, "
+                f"state given: {state is not None}"
+            )
+        ponder = {}
+        output = self._run(
+            x,
+            state,
+            training,
+            padding_mask=padding_mask,
+            memory=memory,
+            memory_padding_mask=memory_padding_mask,
+            ponder=ponder,
+        )
+        return (output, ponder) if return_ponder else output
+
+    def _recur(self, x, state, new_state, training, ponder, **inputs):
+        signal = None
+        if self.positions is not None:
+            signal, positions_state = self.positions.signal(
+                x, None if state is None else state["positions"], training
+            )
+        if state is not None and self.positions is not None:
+            new_state["positions"] = positions_state
+
+        def step(n, x):
+            x = x if signal is None else x + ops.cast(signal, x.dtype)
+            x = x if self.step_signals is None else self.step_signals(x, step=n)
+            return self._apply_blocks(n, x, state, new_state, training, **inputs)
+
+        if self.halting is None:
+            for n in range(self.num_recurrences):
+                x = step(n, x)
+            return x
+        running = ops.ones_like(x[..., 0], dtype="bool")
+        if inputs["padding_mask"] is not None:
+            real = ops.cast(inputs["padding_mask"], "bool")
+            running = ops.logical_and(running, real)
+        x = ops.where(running[..., None], x, ops.zeros_like(x))
+        output, statistics = self.halting.ponder(
+            step,
+            x,
+            lambda state: state,
+            running,
+            # Later positions attend to this one's states of all steps.
+            training or state is not None,
+        )
+        ponder.update(statistics)
+        if self.halting.ponder_cost and state is None:
+            self.add_loss(self.halting.cost(statistics, running))
+        return ops.cast(output, self.compute_dtype)
+
+    def compute_output_spec(self, x, *args, return_ponder=False, **kwargs):
+        output = super().compute_output_spec(x)
+        if not return_ponder:
+            return output
+        return output, self.halting.specification(x.shape[:2])
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "positions": keras.saving.serialize_keras_object(self.positions),
+            "step_signals": self.step_signal_kind,
+            "adaptive_computation": self.adaptive_computation,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        positions = keras.saving.deserialize_keras_object(config["positions"])
+        return super().from_config({**config, "positions": positions})
+
+
+def _halting(options, max_steps, dtype):
+    known = ("epsilon", "ponder_cost", "halting_bias", "early_exit")
+    if not isinstance(options, dict) or set(options) - set(known):
+        raise ValueError(
+            f"`adaptive_computation` must be None or a dict of {', '.join(known)}. "
+            f"Received: adaptive_computation={options!r}"
+        )
+    return Halting(max_steps, **options, dtype=dtype, name="halting")

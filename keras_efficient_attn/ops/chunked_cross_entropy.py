@@ -1,0 +1,58 @@
+"""Cross-entropy over a large vocabulary, without the logits of all positions."""
+
+import functools
+
+from keras import ops
+
+from keras_efficient_attn.ops.common.chunking import chunk_count, pad_to
+from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.scan import recompute_scan
+
+
+@compiled("chunk_size")
+def chunked_cross_entropy(hidden, kernel, bias, labels, *, chunk_size=128):
+    """`-log softmax(hidden · kernel + bias)[label]`, in slices of the sequence.
+
+    Both passes have the logits of one slice at a time: `batch · chunk_size ·
+    vocabulary_size` floats.
+
+    Args:
+        hidden: `(batch, length, dim)`.
+        kernel: `(dim, vocabulary_size)`.
+        bias: `(vocabulary_size,)`, or `None`.
+        labels: Integers `(batch, length)`.
+        chunk_size: Positions of a slice. Defaults to 128.
+
+    Returns:
+        `(batch, length)`, float32 or wider, in nats.
+    """
+    dtype = accumulator_dtype(hidden, kernel)
+    length = ops.shape(hidden)[1]
+    if isinstance(length, int):
+        chunk_size = max(1, min(chunk_size, length))
+    chunks = chunk_count(length, chunk_size)
+    # Floats can be told apart beyond any vocabulary.
+    labels = ops.cast(labels, dtype)
+    xs = tuple(pad_to(t, chunks * chunk_size) for t in (hidden, labels))
+    consts = (kernel,) if bias is None else (kernel, bias)
+    _, (losses,) = recompute_scan(
+        _step(dtype), (), xs, consts, num_steps=chunks, step_size=chunk_size
+    )
+    return losses[:, :length]
+
+
+@functools.cache
+def _step(dtype):
+    def step(carry, x, consts):
+        hidden, labels = x
+        logits = ops.cast(hidden @ consts[0], dtype)
+        if len(consts) > 1:
+            logits = logits + ops.cast(consts[1], dtype)
+        largest = ops.max(ops.stop_gradient(logits), axis=-1, keepdims=True)
+        logits = logits - largest
+        label = ops.cast(labels, "int32")[..., None]
+        chosen = ops.take_along_axis(logits, label, axis=-1)[..., 0]
+        return carry, (ops.log(ops.sum(ops.exp(logits), axis=-1)) - chosen,)
+
+    return step

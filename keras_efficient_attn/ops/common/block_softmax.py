@@ -1,0 +1,369 @@
+"""Softmax attention from blocks of queries to blocks of keys, a few blocks at a time.
+
+A rule says which keys a query sees: a callable of the positions of both, integers that
+broadcast, which has nothing but operators in it, so that it works for NumPy arrays and
+for tensors alike. Rules are hashable: a compiled step belongs to each. Those over one
+axis have
+
+- `period`: positions after which the rule repeats itself;
+- `before`, `after`: how far blocks that start at multiples of `period`, and are as
+  long as one, see beyond their ends;
+- `reach`: how far back a single query can see.
+"""
+
+import functools
+
+import numpy as np
+from keras import ops
+
+from keras_efficient_attn.ops.common.chunking import (
+    GROUP_FLOATS,
+    chunk_count,
+    chunk_layout,
+    heads_first,
+    overlapping_blocks,
+    pad_length,
+    pad_to,
+    sizes,
+)
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+from keras_efficient_attn.ops.common.relative_positions import shifted_to_keys
+from keras_efficient_attn.ops.common.scan import recompute_scan
+from keras_efficient_attn.ops.common.weight_dropout import drop
+
+MIN_BLOCK = 64
+
+
+def attend_blocks(
+    query,
+    key,
+    value,
+    valid,
+    rule,
+    query_positions,
+    key_positions,
+    dropout=None,
+    relative=None,
+):
+    """The part of a softmax over each block's keys.
+
+    Args:
+        query: `(batch, blocks, size, heads, dim)`, scaled.
+        key: `(batch, blocks, width, heads, dim)`.
+        value: `(batch, blocks, width, heads, value_dim)`, zero where not valid.
+        valid: `(batch, blocks, width)`, 1 for keys that exist and 0 for others.
+        rule: Which keys a query sees.
+        query_positions: What the rule reads: `(size,)`, the same in all blocks, or
+            `(blocks, size)`.
+        key_positions: `(width,)` or `(blocks, width)`.
+        dropout: `(rate, seed)` or `None`.
+        relative: `(position_query, position_key)` or `None`: queries of the shape of
+            `query`, and keys `(distances, heads, dim)`; their products are added to
+            the logits, from the block's query `i` and the distance `m` to that of key
+            `i + m`.
+
+    Returns:
+        `(values, totals, log_scale)` for `partial_attention.merge`, each of
+        `(batch, blocks, size, heads, ...)`.
+    """
+    batch, blocks, size, heads, dim = query.shape
+    blocks = ops.shape(query)[1]
+    width, value_dim = key.shape[2], value.shape[-1] or dim
+    if isinstance(size, int) and isinstance(width, int):
+        floats = heads * (2 * size * width + (size + 2 * width) * (dim + value_dim))
+        unit = max(1, MIN_BLOCK // size)
+    else:
+        # Of an unknown size: one block at a time.
+        floats, unit = GROUP_FLOATS, 1
+    unit, units, groups = chunk_layout(blocks, unit, batch, floats)
+    arrays, consts = [query, key, value, valid], []
+    if relative is not None:
+        position_query, position_key = relative
+        arrays.append(position_query)
+        consts.append(position_key)
+    shared = len(query_positions.shape) == 1
+    positions = [ops.cast(p, query.dtype) for p in (query_positions, key_positions)]
+    if not shared:
+        arrays += [position[None] for position in positions]
+    xs = [pad_to(x, groups * unit * units) for x in arrays]
+    consts += positions if shared else []
+    rate = None
+    if dropout is not None:
+        rate, seed = dropout
+        xs.append(ops.cast(ops.arange(groups), query.dtype)[None])
+        consts.append(ops.cast(seed, query.dtype))
+    step = _block_step(rule, shared, rate, relative is not None)
+    part = scan_groups(step, tuple(xs), tuple(consts), groups)
+    return tuple(t[:, :blocks] for t in part)
+
+
+def scan_groups(step, xs, consts, groups):
+    """The steps' outputs; a single step is not worth a loop, nor being run again."""
+    if isinstance(groups, int) and groups == 1:
+        return step((), xs, consts)[1]
+    return recompute_scan(step, (), xs, consts, num_steps=groups)[1]
+
+
+@functools.cache
+def _block_step(rule, shared, rate, relative):
+    def step(carry, x, consts):
+        query, key, value, valid, *rest = x
+        query, key, value = (heads_first(t) for t in (query, key, value))
+        of_positions = None
+        if relative:
+            position_query, *rest = rest
+            position_key, *consts = consts
+            of_positions = _products_by_key(
+                heads_first(position_query), position_key, ops.shape(key)[3]
+            )
+        positions = consts[:2] if shared else rest[:2]
+        i, j = (ops.cast(p, "int32") for p in positions)
+        # (1, 1, 1 or blocks, size, width)
+        allowed = rule(i[..., :, None], j[..., None, :])
+        allowed = allowed[None, None, None] if shared else allowed[:, None]
+        allowed = ops.logical_and(allowed, valid[:, None, :, None, :] > 0)
+        dropout = None if rate is None else (rate, rest[-1][0, 0], consts[-1])
+        part = softmax_part(query, key, value, allowed, dropout, of_positions)
+        return carry, tuple(
+            ops.transpose(t, _BLOCKS_FIRST[: len(t.shape)]) for t in part
+        )
+
+    return step
+
+
+# From (batch, heads, blocks, size, dim).
+_BLOCKS_FIRST = (0, 2, 3, 1, 4)
+
+
+def _products_by_key(position_query, position_key, width):
+    """`(batch, heads, blocks, size, width)`, for `attend_blocks`."""
+    products = position_query @ ops.transpose(position_key, (1, 2, 0))[:, None]
+    return shifted_to_keys(products, width)
+
+
+def softmax_part(query, key, value, allowed, dropout, of_positions=None):
+    """`(values, totals, log_scale)` of matrices of queries, keys and values."""
+    logits = query @ ops.swapaxes(key, -1, -2)
+    if of_positions is not None:
+        logits = logits + of_positions
+    logits = ops.where(allowed, logits, LOG_ZERO)
+    scale = ops.max(ops.stop_gradient(logits), axis=-1)
+    weights = ops.where(allowed, ops.exp(logits - scale[..., None]), 0.0)
+    totals = ops.sum(weights, axis=-1)
+    if dropout is not None:
+        weights = drop(weights, *dropout)
+    return weights @ value, totals, scale
+
+
+def attend_shared(
+    query, key, value, valid, rule, query_positions, key_positions, dropout=None
+):
+    """The part of a softmax over keys that all queries share.
+
+    Args:
+        query: `(batch, length, heads, dim)`, scaled.
+        key, value: `(batch, keys, heads, dim)`, `value` zero where not valid.
+        valid: `(batch, keys, heads)`.
+        rule: Which keys a query sees.
+        query_positions: `(length,)`.
+        key_positions: `(heads, keys)`.
+        dropout: `(rate, seed)` or `None`.
+
+    Returns:
+        `(values, totals, log_scale)`, each of `(batch, length, heads, ...)`.
+    """
+    length, heads, dim = ops.shape(query)[1], query.shape[2], query.shape[3]
+    keys = key.shape[1]
+    floats = GROUP_FLOATS // MIN_BLOCK
+    if isinstance(keys, int):
+        floats = heads * (2 * keys + dim + (value.shape[-1] or dim))
+    size, chunks, groups = chunk_layout(length, MIN_BLOCK, query.shape[0], floats)
+    positions = ops.cast(query_positions, query.dtype)[None]
+    xs = [pad_to(x, groups * size * chunks) for x in (query, positions)]
+    consts = [key, value, valid, ops.cast(key_positions, query.dtype)]
+    consts[:3] = (ops.swapaxes(t, 1, 2) for t in consts[:3])
+    rate = None
+    if dropout is not None:
+        rate, seed = dropout
+        xs.append(ops.cast(ops.arange(groups), query.dtype)[None])
+        consts.append(ops.cast(seed, query.dtype))
+    step = _shared_step(rule, rate)
+    part = scan_groups(step, tuple(xs), tuple(consts), groups)
+    return tuple(t[:, :length] for t in part)
+
+
+@functools.cache
+def _shared_step(rule, rate):
+    def step(carry, x, consts):
+        query, i = ops.swapaxes(x[0], 1, 2), ops.cast(x[1], "int32")
+        key, value, valid, j = consts[:4]
+        j = ops.cast(j, "int32")
+        allowed = rule(i[:, None, :, None], j[None, :, None, :])
+        allowed = ops.logical_and(allowed, valid[:, :, None, :] > 0)
+        dropout = None if rate is None else (rate, x[-1][0, 0], consts[-1])
+        part = softmax_part(query, key, value, allowed, dropout)
+        return carry, tuple(ops.swapaxes(t, 1, 2) for t in part)
+
+    return step
+
+
+def attend_near(query, key, value, valid, rule, dropout=None, relative=None):
+    """The part of a softmax over the keys that a rule allows around each query.
+
+    Args:
+        query: `(batch, length, heads, dim)`, scaled, from position 0 on.
+        key, value: `(batch, length, heads, dim)`, `value` zero where not valid.
+        valid: `(batch, length)`.
+        rule: Which keys a query sees.
+        dropout: `(rate, seed)` or `None`.
+        relative: As for `attend_blocks`, with the distances that the rule allows.
+
+    Returns:
+        `(values, totals, log_scale)`, each of `(batch, length, heads, ...)`.
+    """
+    before, after = rule.before, rule.after
+    block = max(MIN_BLOCK, before, after) // rule.period * rule.period
+    block = max(rule.period, block)
+    length = ops.shape(query)[1]
+    if isinstance(length, int):
+        block = min(block, chunk_count(length, rule.period) * rule.period)
+    # Congruent to the true positions, and not negative.
+    base = -(-before // rule.period) * rule.period
+    past = tuple(pad_length(t, before, 0) for t in (key, value, valid))
+    return _near(
+        query,
+        *past,
+        rule,
+        block,
+        before,
+        after,
+        lambda count: (
+            base + np.arange(block),
+            base - before + np.arange(before + block + after),
+        ),
+        dropout,
+        relative,
+    )
+
+
+def attend_recent(
+    query, key, value, valid, rule, start, codes=None, dropout=None, relative=None
+):
+    """As `attend_near`, for a causal segment of a sequence, and the keys before it.
+
+    Args:
+        query: `(batch, length, heads, dim)`, scaled.
+        key, value: `(batch, reach + length, heads, dim)`: the last `rule.reach` keys
+            before the segment, and those of the segment.
+        valid: `(batch, reach + length)`.
+        rule: Which keys a query sees.
+        start: Position of the segment's first query, an integer or a scalar.
+        codes: What stands for each position before the rule, integers `(positions,)`;
+            by default the position itself.
+        dropout: `(rate, seed)` or `None`.
+        relative: As for `attend_near`.
+    """
+    reach, length = rule.reach, ops.shape(query)[1]
+    block = max(MIN_BLOCK, reach)
+    if isinstance(length, int):
+        block = max(1, min(block, length))
+
+    def positions(count):
+        first = start + block * ops.arange(count, dtype="int32")[:, None]
+        result = (
+            first + ops.arange(block, dtype="int32"),
+            first - reach + ops.arange(reach + block, dtype="int32"),
+        )
+        if codes is None:
+            return result
+        table, last = ops.convert_to_tensor(codes, "int32"), len(codes) - 1
+        return tuple(ops.take(table, ops.clip(p, 0, last), axis=0) for p in result)
+
+    return _near(
+        query, key, value, valid, rule, block, reach, 0, positions, dropout, relative
+    )
+
+
+def keys_seen(position, rule, *tensors):
+    """The part of tensors `(batch, length, ...)` that a query may see.
+
+    Args:
+        position: Of the query, an integer or a scalar.
+        rule: Which keys it sees: causal.
+        *tensors: Keys, values and masks; `None` stays.
+
+    Returns:
+        `(first, parts)`: the position where the parts start, and a list of them.
+    """
+    length = ops.shape(tensors[0])[1]
+    if not isinstance(length, int):
+        return 0, tensors
+    width = min(rule.reach + 1, length)
+    first = ops.clip(ops.cast(position, "int32") - rule.reach, 0, length - width)
+
+    def part(x):
+        batch, _, *tail = ops.shape(x)
+        start = [0, first, *(0 for _ in tail)]
+        return ops.slice(x, start, [batch, width, *tail])
+
+    return first, [None if x is None else part(x) for x in tensors]
+
+
+def attend_at(position, query, key, value, valid, rule, first):
+    """As `attend_near`, for a single query.
+
+    Args:
+        position: Of the query, an integer or a scalar.
+        query: `(batch, 1, heads, dim)`, scaled.
+        key, value, valid: As for `attend_near`, of any number of keys in a row.
+        rule: Which keys a query sees.
+        first: Position of the first of these keys.
+    """
+    heads = query.shape[2]
+    positions = first + ops.arange(ops.shape(key)[1], dtype="int32")
+    return attend_shared(
+        query,
+        key,
+        value,
+        ops.repeat(valid[..., None], heads, axis=-1),
+        rule,
+        ops.reshape(ops.cast(position, "int32"), (1,)),
+        ops.repeat(positions[None], heads, axis=0),
+    )
+
+
+def _near(
+    query,
+    key,
+    value,
+    valid,
+    rule,
+    block,
+    before,
+    after,
+    make_positions,
+    dropout,
+    relative,
+):
+    """Attention to keys that start `before` positions before the queries."""
+    length = ops.shape(query)[1]
+    count = chunk_count(length, block)
+    query = overlapping_blocks(query, block, count, block)
+    key, value, valid = (
+        overlapping_blocks(t, block, count, before + block + after)
+        for t in (key, value, valid)
+    )
+    if relative is not None:
+        position_query, position_key = relative
+        position_query = overlapping_blocks(position_query, block, count, block)
+        relative = position_query, position_key
+    part = attend_blocks(
+        query, key, value, valid, rule, *make_positions(count), dropout, relative
+    )
+    return tuple(joined(t)[:, :length] for t in part)
+
+
+def joined(x):
+    """`(batch, blocks, size, ...)` as `(batch, blocks · size, ...)`."""
+    batch, blocks, size, *tail = sizes(x)
+    return ops.reshape(x, (batch, blocks * size, *tail))

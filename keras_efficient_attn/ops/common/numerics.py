@@ -1,0 +1,21 @@
+"""Dtypes of accumulators, and operations that keep float64 on every backend."""
+
+import keras
+from keras import ops
+
+
+def accumulator_dtype(*tensors):
+    """float32, or float64 where one of the tensors is."""
+    dtypes = {keras.backend.standardize_dtype(tensor.dtype) for tensor in tensors}
+    return "float64" if "float64" in dtypes else "float32"
+
+
+def larger(first, second):
+    """The elementwise maximum. `ops.maximum` turns float64 to float32 on PyTorch."""
+    return ops.where(first > second, first, second)
+
+
+def rms_normalize(x):
+    """`x` with a root mean square of 1 along its last axis, in the dtype of `x`."""
+    mean = ops.sum(ops.square(x), axis=-1, keepdims=True) / x.shape[-1]
+    return x * ops.rsqrt(mean + 1e-6)

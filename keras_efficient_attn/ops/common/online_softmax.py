@@ -1,0 +1,57 @@
+"""Attention in parts: sums and log scales that add up to one softmax.
+
+A part of the keys gives, for each query, `values = Σ w v / e^s`, `totals = Σ w / e^s`
+and the log scale `s`. Parts are brought to a common scale, added, and divided once.
+"""
+
+import keras
+from keras import ops
+
+# Stands for minus infinity as a log weight: its exponential is 0, and unlike
+# infinity it leaves differences between two of itself at 0 instead of NaN.
+LOG_ZERO = -1e30
+
+
+def bounded_log_weight(log_weight, key_mask=None):
+    """`log_weight` with `LOG_ZERO` for −inf and for the keys that a mask hides."""
+    if key_mask is not None:
+        kept = ops.cast(key_mask, "bool")[..., None]
+        log_weight = ops.where(kept, log_weight, LOG_ZERO)
+    return ops.where(log_weight > LOG_ZERO, log_weight, LOG_ZERO)
+
+
+def reciprocal(totals):
+    """`1 / totals`, and 0 where a total counts as zero: there was no key to see."""
+    wide = keras.backend.standardize_dtype(totals.dtype) == "float64"
+    # Below this the reciprocal would near the end of the range.
+    seen = ops.abs(totals) > (1e-290 if wide else 1e-30)
+    return ops.where(seen, 1.0 / ops.where(seen, totals, 1.0), 0.0)
+
+
+def divided(values, totals):
+    """`values / totals` for `(..., value_dim)` and `(...)`; no key to see gives 0."""
+    # Both are first divided by the constant that makes the total 1: its square, which
+    # the derivative of a quotient divides by, would leave the float range.
+    scale = ops.stop_gradient(reciprocal(totals))
+    totals = ops.where(scale == 0.0, 1.0, totals * scale)
+    return (values * scale[..., None]) / totals[..., None]
+
+
+def finish(values, totals, log_scale, normalize):
+    """The output of a part, or of all parts merged: `(..., value_dim)`."""
+    if normalize:
+        return divided(values, totals)
+    return values * ops.exp(log_scale)[..., None]
+
+
+def merge(parts):
+    """One `(values, totals, log_scale)` from several over disjoint sets of keys.
+
+    A part that saw no key has to have sums of 0; its scale is then free.
+    """
+    _, _, scales = zip(*parts, strict=True)
+    largest = ops.stop_gradient(ops.max(ops.stack(scales), axis=0))
+    weights = [ops.exp(scale - largest) for scale in scales]
+    values = sum(w[..., None] * part[0] for w, part in zip(weights, parts, strict=True))
+    totals = sum(w * part[1] for w, part in zip(weights, parts, strict=True))
+    return values, totals, largest

@@ -1,0 +1,87 @@
+"""A scan over chunks whose backward pass recomputes each step.
+
+`keras.ops.scan` does not train on TensorFlow under XLA, and on every backend it
+keeps all intermediate tensors of all steps for the backward pass. This scan is
+the backend's own loop; the backward pass keeps only the carry at each step and
+runs the step again.
+"""
+
+import keras
+
+
+def recompute_scan(
+    step, carry, xs, consts=(), gradient=None, num_steps=None, step_size=None
+):
+    """Runs `step` over parts of `xs`, recomputing it for gradients.
+
+    ```
+    for i in range(num_steps):
+        carry, y = step(carry, tuple(x[i] for x in xs), consts)
+    ```
+
+    Memory for the backward pass is one carry a step, plus one step's intermediates,
+    plus `xs`, and with `gradient` the outputs. Gradients reach `carry`, `xs` and
+    `consts`; second derivatives exist on JAX only. There `jax.jvp` works over a
+    leading axis, and with `num_steps` only of a gradient. `step` must be a pure
+    function of its arguments: tensors it needs are passed in `consts`, never captured.
+    On JAX the compiled loop is cached by the identity of `step`, so pass the same
+    function object for the same computation.
+
+    Args:
+        step: Callable `(carry, x, consts) -> (carry, y)`; all four are tuples of
+            floating-point tensors, and `carry` keeps its shapes and dtypes.
+        carry: Tuple of tensors, the initial carry.
+        xs: Non-empty tuple of tensors.
+        consts: Tuple of tensors that every step reads; integers have no gradient.
+        gradient: Optional derivative of the step by hand, `(carry, x, consts, y,
+            carry_gradient, y_gradient) -> (carry_gradient, x_gradient,
+            consts_gradient)`. Over a leading axis JAX has no use for it.
+        num_steps: `None` for steps along a common leading axis of `xs`. A number, for
+            steps along axis 1: each gets the next `size` positions of every `x`
+            of shape `(batch, num_steps * size, ...)`, and no axis is moved for it.
+        step_size: That `size`, where it is the same for all of `xs`. Needed where it
+            is known, and `num_steps` is not.
+
+    Returns:
+        `(carry, ys)`: the last carry, and the outputs; stacked on a new leading axis,
+        or with `num_steps` joined along axis 1.
+
+    Raises:
+        ValueError: If the Keras backend is not TensorFlow, JAX or PyTorch.
+    """
+    return _implementation().recompute_scan(
+        step, carry, xs, consts, gradient, num_steps, step_size
+    )
+
+
+def vector_jacobian_product(function, arguments):
+    """The value of a function, and the function from its gradient to the arguments'.
+
+    For backward passes by hand, where gradients are not being recorded.
+
+    Args:
+        function: Callable of tuples of tensors that returns a tuple, whose elements
+            may be `None`.
+        arguments: Tuple of tuples of tensors.
+
+    Returns:
+        `(value, pull)`: `pull(gradient)` takes a tuple like `value`, `None` standing
+        for zero, and returns tuples like `arguments`.
+    """
+    return _implementation().vector_jacobian_product(function, arguments)
+
+
+def _implementation():
+    backend = keras.backend.backend()
+    if backend == "jax":
+        from keras_efficient_attn.ops.common.scan import jax as implementation
+    elif backend == "tensorflow":
+        from keras_efficient_attn.ops.common.scan import tensorflow as implementation
+    elif backend == "torch":
+        from keras_efficient_attn.ops.common.scan import torch as implementation
+    else:
+        raise ValueError(
+            "keras_efficient_attn needs the Keras backend 'tensorflow', 'jax' or "
+            f"'torch'. Received: keras.backend.backend()={backend!r}"
+        )
+    return implementation

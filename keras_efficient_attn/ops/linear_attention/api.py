@@ -1,0 +1,305 @@
+"""Linear attention: similarity as a dot product of features."""
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.ops.common.chunking import fit_length
+from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, bounded_log_weight
+from keras_efficient_attn.ops.linear_attention import chunked, reference
+
+CHUNK_SIZE = 64
+STATE_NAMES = ("sum", "normalizer", "log_scale")
+
+
+def given_features(features, *_):
+    """The feature map of features that were computed before: itself."""
+    return features, None
+
+
+def linear_attention(
+    query_features,
+    key_features,
+    value,
+    *,
+    key_log_weight=None,
+    key_mask=None,
+    causal=False,
+    state=None,
+    normalize=True,
+    chunk_size=None,
+    implementation=None,
+):
+    """Attention whose weights are dot products of features, in linear time.
+
+    ```
+    w[t, s]   = exp(key_log_weight[s]) * query_features[t] · key_features[s]
+    output[t] = Σ_s w[t, s] value[s] / Σ_s w[t, s]
+    ```
+
+    over the keys that `key_mask` keeps and, when `causal`, `s <= t`. Time and memory
+    grow linearly with the length; the backward pass recomputes inside chunks.
+    A query that sees no key gets zeros.
+
+    Args:
+        query_features: `(batch, query_length, heads, features)`.
+        key_features: `(batch, key_length, heads, features)`.
+        value: `(batch, key_length, heads, value_dim)`.
+        key_log_weight: Optional `(batch, key_length, heads)`: log weights of the keys,
+            of any size; `-inf` hides a key. Keys are kept relative to a running
+            maximum, so that weights like `exp(1000)` neither overflow nor push
+            others out.
+        key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
+            What stands at other keys is not read, NaN included.
+        causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
+        state: Optional state from `linear_attention_state` or an earlier call: the
+            keys of earlier segments. Needs `causal=True` and equal lengths.
+        normalize: Whether to divide by the sum of the weights. Defaults to `True`.
+        chunk_size: Positions a chunk; changes the speed, not the result beyond
+            rounding. Defaults to 64.
+        implementation: `"chunked"` (the default) or `"reference"`, the quadratic
+            definition.
+
+    Returns:
+        `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
+        `state`, the pair of that and the state after the last position.
+
+    Raises:
+        ValueError: If shapes do not agree, or `state` comes without `causal`, with
+            lengths that differ, or with the reference.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import ops
+    >>> x = keras.random.normal((1, 1000, 4, 32))
+    >>> features = keras.ops.elu(x) + 1
+    >>> ops.linear_attention(features, features, x, causal=True).shape
+    (1, 1000, 4, 32)
+
+    Reference:
+        - [Katharopoulos et al., 2020](https://arxiv.org/abs/2006.16236)
+    """
+    _check_shapes(query_features, key_features, value, key_log_weight, key_mask)
+    chunk_size = CHUNK_SIZE if chunk_size is None else chunk_size
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(
+            "`chunk_size` must be a positive integer or None. "
+            f"Received: chunk_size={chunk_size!r}"
+        )
+    if implementation not in (None, "chunked", "reference"):
+        raise ValueError(
+            "`implementation` must be None, 'chunked' or 'reference'. "
+            f"Received: implementation={implementation!r}"
+        )
+    if implementation == "reference":
+        if state is not None:
+            raise ValueError(
+                "`implementation='reference'` takes no `state`. Received: "
+                f"state with keys {sorted(state)}"
+            )
+        return reference.linear_attention(
+            query_features,
+            key_features,
+            value,
+            key_log_weight=key_log_weight,
+            key_mask=key_mask,
+            causal=causal,
+            normalize=normalize,
+        )
+    if state is not None:
+        _check_state(query_features, key_features, causal)
+    outputs, new_state = mapped_linear_attention(
+        query_features,
+        key_features,
+        value,
+        query_map=given_features,
+        key_map=given_features,
+        num_features=key_features.shape[-1],
+        key_log_weight=key_log_weight,
+        key_mask=key_mask,
+        causal=causal,
+        state=state,
+        chunk_size=chunk_size,
+        output="normalized" if normalize else "sum",
+    )
+    output = ops.cast(outputs[0], value.dtype)
+    return output if state is None else (output, new_state)
+
+
+@compiled("query_map", "key_map", "num_features", "causal", "chunk_size", "output")
+def mapped_linear_attention(
+    query,
+    key,
+    value,
+    *,
+    query_map,
+    key_map,
+    num_features,
+    map_weights=(),
+    key_log_weight=None,
+    key_mask=None,
+    causal=False,
+    state=None,
+    chunk_size=CHUNK_SIZE,
+    output="normalized",
+):
+    """`linear_attention` that computes features chunk by chunk, forward and backward.
+
+    Features are often many times larger than queries and keys; here they never exist
+    for more than a group of chunks.
+
+    Args:
+        query, key, value: `(batch, length, heads, dim)`.
+        query_map, key_map: `(x, *map_weights) -> (features, log_scale)`, acting on
+            the last axis of `x`; the true features are `features * exp(log_scale)`,
+            and `log_scale` (one axis less) may be `None`. Pass the same objects for
+            the same maps: JAX compiles once per object.
+        num_features: Size of the features.
+        map_weights: Tuple of tensors the maps read.
+        key_log_weight, key_mask, causal, state, chunk_size: As `linear_attention`.
+        output: `"normalized"`, `"sum"` (not divided), or `"partial"`: values,
+            totals and log scales for `partial_attention.merge`.
+
+    Returns:
+        `(outputs, state)`: a tuple of tensors in the accumulator's dtype, and the
+        state after the last position (`None` without `state`).
+    """
+    query, key, value = map(ops.convert_to_tensor, (query, key, value))
+    dtype = accumulator_dtype(query, key, value)
+    if key_mask is not None:
+        kept = ops.cast(key_mask, "bool")[..., None, None]
+        key = ops.where(kept, key, ops.zeros_like(key))
+        value = ops.where(kept, value, ops.zeros_like(value))
+        valid = ops.cast(key_mask, dtype)
+    else:
+        valid = None
+    if key_log_weight is not None:
+        key_log_weight = bounded_log_weight(ops.cast(key_log_weight, dtype), key_mask)
+
+    if state is not None:
+        carry = tuple(ops.cast(state[name], dtype) for name in STATE_NAMES)
+        if key_log_weight is None:
+            # The state may stand at another scale than that of unweighted keys.
+            key_log_weight = ops.zeros(ops.shape(key)[:3], dtype)
+    else:
+        batch, heads = ops.shape(query)[0], query.shape[2]
+        carry = (
+            ops.zeros((batch, heads, num_features, ops.shape(value)[-1]), dtype),
+            ops.zeros((batch, heads, num_features), dtype),
+            ops.full((batch, heads), LOG_ZERO, dtype),
+        )
+    attend = chunked.full_linear_attention
+    if causal:
+        attend = chunked.causal_linear_attention
+        if query.shape[1] is None or query.shape[1] != key.shape[1]:
+            key, value, valid, key_log_weight = _as_long_as(
+                query, key, value, valid, key_log_weight
+            )
+    outputs, carry = attend(
+        query,
+        key,
+        value,
+        valid,
+        key_log_weight,
+        carry,
+        query_map,
+        key_map,
+        tuple(map_weights),
+        chunk_size,
+        output,
+    )
+    if state is None:
+        return outputs, None
+    return outputs, dict(zip(STATE_NAMES, carry, strict=True))
+
+
+def linear_attention_state(
+    batch_size, num_heads, num_features, value_dim, dtype="float32"
+):
+    """The state of causal linear attention before the first position.
+
+    Args:
+        batch_size, num_heads, num_features, value_dim: Sizes.
+        dtype: `"float32"` (the default) or `"float64"`.
+
+    Returns:
+        Dict of `"sum"` `(batch, heads, features, value_dim)`, `"normalizer"`
+        `(batch, heads, features)` and `"log_scale"` `(batch, heads)`: the true sums
+        are those stored times `exp(log_scale)`.
+    """
+    return {
+        "sum": ops.zeros((batch_size, num_heads, num_features, value_dim), dtype),
+        "normalizer": ops.zeros((batch_size, num_heads, num_features), dtype),
+        "log_scale": ops.full((batch_size, num_heads), LOG_ZERO, dtype),
+    }
+
+
+def _as_long_as(query, key, value, valid, key_log_weight):
+    """Keys cut or padded with zeros (that are not valid) to the query's length."""
+    if valid is None:
+        valid = ops.ones(ops.shape(key)[:2], accumulator_dtype(query, key, value))
+    length = ops.shape(query)[1]
+    keys = (key, value, valid, key_log_weight)
+    return tuple(None if x is None else fit_length(x, length) for x in keys)
+
+
+def _check_state(query_features, key_features, causal):
+    if not causal:
+        raise ValueError(
+            "`state` holds the past, and needs `causal=True`. Received: causal=False"
+        )
+    lengths = query_features.shape[1], key_features.shape[1]
+    if None not in lengths and lengths[0] != lengths[1]:
+        raise ValueError(
+            "With `state`, queries and keys must have the same length. Received: "
+            f"query length {lengths[0]}, key length {lengths[1]}"
+        )
+
+
+def _check_shapes(query_features, key_features, value, key_log_weight, key_mask):
+    def differs(first, second):
+        return first is not None and second is not None and first != second
+
+    shapes = {
+        "query_features": tuple(query_features.shape),
+        "key_features": tuple(key_features.shape),
+        "value": tuple(value.shape),
+    }
+    for name, shape in shapes.items():
+        if len(shape) != 4:
+            raise ValueError(
+                f"`{name}` must have the shape (batch, length, heads, dim). "
+                f"Received: {name}.shape={shape}"
+            )
+    queries, keys, values = shapes.values()
+    if differs(queries[-1], keys[-1]) or differs(queries[2], keys[2]):
+        raise ValueError(
+            "`query_features` and `key_features` must agree in heads and features. "
+            f"Received: query_features.shape={queries}, key_features.shape={keys}"
+        )
+    if any(differs(a, b) for a, b in zip(keys[:3], values[:3], strict=True)):
+        raise ValueError(
+            "`key_features` and `value` must agree in batch, length and heads. "
+            f"Received: key_features.shape={keys}, value.shape={values}"
+        )
+    for name, tensor, rank in (
+        ("key_log_weight", key_log_weight, 3),
+        ("key_mask", key_mask, 2),
+    ):
+        if tensor is None:
+            continue
+        shape = tuple(tensor.shape)
+        if len(shape) != rank or any(
+            differs(a, b) for a, b in zip(shape, keys[:rank], strict=True)
+        ):
+            raise ValueError(
+                f"`{name}` must have the shape {keys[:rank]} of `key_features`. "
+                f"Received: {name}.shape={shape}"
+            )
+    if not keras.backend.is_float_dtype(value.dtype):
+        raise TypeError(
+            "`value` must be a floating-point tensor. Received: "
+            f"value.dtype={keras.backend.standardize_dtype(value.dtype)}"
+        )

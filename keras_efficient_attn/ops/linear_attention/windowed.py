@@ -1,0 +1,174 @@
+"""Exact attention to the nearest keys, joined with features for the far ones."""
+
+from keras import ops
+
+from keras_efficient_attn.ops.common.block_softmax import (
+    attend_at,
+    attend_near,
+    attend_recent,
+    keys_seen,
+)
+from keras_efficient_attn.ops.common.chunking import pad_length
+from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.inputs import masked_inputs
+from keras_efficient_attn.ops.common.masks import SlidingWindow
+from keras_efficient_attn.ops.common.online_softmax import finish, merge
+from keras_efficient_attn.ops.linear_attention.api import mapped_linear_attention
+
+
+@compiled(
+    "window",
+    "query_map",
+    "key_map",
+    "num_features",
+    "causal",
+    "chunk_size",
+    "normalize",
+)
+def windowed_linear_attention(
+    query,
+    key,
+    value,
+    *,
+    window,
+    query_map,
+    key_map,
+    num_features,
+    map_weights=(),
+    key_mask=None,
+    causal=False,
+    state=None,
+    chunk_size=64,
+    normalize=True,
+):
+    """Linear attention whose nearest keys are attended exactly.
+
+    ```
+    w[t, s] = exp(q[t] · k[s])    if |t - s| < window
+              φ(q[t]) · φ(k[s])   otherwise
+    ```
+
+    under one denominator. The feature map has to estimate `exp(q · k)`. Far keys are
+    the causal linear attention over keys that are delayed by the window, so the
+    whole stays linear, streams, and never subtracts.
+
+    Args:
+        query, key, value: `(batch, length, heads, dim)`, equally long.
+        window: Positive integer: a query sees itself and `window - 1` earlier keys
+            exactly and, if not causal, as many later ones.
+        query_map, key_map, num_features, map_weights, key_mask, causal,
+            chunk_size: As for `mapped_linear_attention`.
+        state: Optional state; needs `causal`. The linear state of the far keys, and
+            the last `window` keys in `"window_key"`, `"window_value"` and
+            `"window_mask"`.
+        normalize: Whether to divide by the sum of the weights.
+
+    Returns:
+        `(output, state)`: `(batch, length, heads, value_dim)` in the accumulator's
+        dtype, and the new state or `None`.
+    """
+    query, key, value, valid = masked_inputs(query, key, value, key_mask)
+    length = ops.shape(query)[1]
+
+    # Everything that has a past: the last `window` positions before this segment.
+    if state is None:
+        past = tuple(pad_length(t[:, :0], window, 0) for t in (key, value, valid))
+        far_state = None
+    else:
+        names = ("window_key", "window_value", "window_mask")
+        past = tuple(ops.cast(state[name], query.dtype) for name in names)
+        far_state = {k: v for k, v in state.items() if k not in names}
+    history = tuple(
+        ops.concatenate([old, new], axis=1)
+        for old, new in zip(past, (key, value, valid), strict=True)
+    )
+
+    def far(query, delayed, state):
+        key, value, valid = delayed
+        return mapped_linear_attention(
+            query,
+            key,
+            value,
+            query_map=query_map,
+            key_map=key_map,
+            num_features=num_features,
+            map_weights=map_weights,
+            key_mask=valid > 0,
+            causal=True,
+            state=state,
+            chunk_size=chunk_size,
+            output="partial",
+        )
+
+    before, far_state = far(query, tuple(t[:, :length] for t in history), far_state)
+    rule = SlidingWindow(window, causal)
+    if state is None:
+        near = attend_near(query, key, value, valid, rule)
+    else:
+        # The rule asks for distances only: any start will do.
+        near = attend_recent(query, *(t[:, 1:] for t in history), rule, start=0)
+    parts = [near, before]
+    if not causal:
+        delayed = tuple(
+            pad_length(ops.flip(t[:, window:], axis=1), window, 0)[:, :length]
+            for t in (key, value, valid)
+        )
+        after, _ = far(ops.flip(query, axis=1), delayed, None)
+        parts.append(tuple(ops.flip(t, axis=1) for t in after))
+    output = finish(*merge(parts), normalize)
+    if state is None:
+        return output, None
+    names = ("window_key", "window_value", "window_mask")
+    recent = (t[:, length:] for t in history)
+    return output, {**far_state, **dict(zip(names, recent, strict=True))}
+
+
+def windowed_linear_attention_at(
+    position,
+    query,
+    key,
+    value,
+    *,
+    window,
+    query_map,
+    key_map,
+    num_features,
+    map_weights=(),
+    key_mask=None,
+    chunk_size=64,
+    normalize=True,
+):
+    """Causal `windowed_linear_attention` for one of the queries alone.
+
+    Args:
+        position: Of the query among the keys, an integer or a scalar.
+        query: `(batch, 1, heads, dim)`.
+        window: As there, or `None` for features only.
+        key, value, query_map, key_map, num_features, map_weights, key_mask,
+            chunk_size, normalize: As there.
+
+    Returns:
+        `(batch, 1, heads, value_dim)` in the accumulator's dtype.
+    """
+    query, key, value, valid = masked_inputs(query, key, value, key_mask)
+    positions = ops.arange(ops.shape(key)[1], dtype="int32")
+    distance = ops.cast(position, "int32") - positions
+    far = ops.logical_and(valid > 0, distance >= (window or 0))
+    part, _ = mapped_linear_attention(
+        query,
+        key,
+        value,
+        query_map=query_map,
+        key_map=key_map,
+        num_features=num_features,
+        map_weights=map_weights,
+        key_mask=far,
+        chunk_size=chunk_size,
+        output="partial",
+    )
+    parts = [part]
+    if window is not None:
+        rule = SlidingWindow(window, True)
+        first, near = keys_seen(position, rule, key, value, valid)
+        parts.append(attend_at(position, query, *near, rule, first))
+    return finish(*merge(parts), normalize)

@@ -1,0 +1,166 @@
+"""Attention inside the buckets of a locality-sensitive hash."""
+
+from keras import ops
+
+from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.lsh_attention.chunked import chunked_lsh_attention
+from keras_efficient_attn.ops.lsh_attention.layout import MAX_CODE
+from keras_efficient_attn.ops.lsh_attention.reference import reference_lsh_attention
+from keras_efficient_attn.ops.lsh_attention.streaming import streamed_lsh_attention
+
+IMPLEMENTATIONS = ("chunked", "reference")
+
+
+def lsh_attention(
+    query,
+    value,
+    buckets,
+    *,
+    num_buckets,
+    chunk_size,
+    causal=False,
+    aligned=False,
+    key_mask=None,
+    state=None,
+    scale=1.0,
+    dropout_mask=None,
+    implementation="chunked",
+):
+    """Softmax attention of a sequence to itself, inside hash buckets.
+
+    ```
+    key[s] = query[s] / ‖query[s]‖
+    w[t, s] = exp(scale · query[t] · key[s])    if t sees s in any round, s ≠ t
+    ```
+
+    divided by the sum of the weights; a position that sees no other has its own value.
+    In each round positions are sorted by bucket, and by position within a bucket, and
+    cut into chunks; a position sees its own chunk and the one before it. A key that is
+    seen in several rounds counts once.
+
+    Args:
+        query: `(batch, length, heads, dim)`.
+        value: `(batch, length, heads, value_dim)`.
+        buckets: Integers `(batch, heads, rounds, length)`, below `num_buckets`.
+        num_buckets: Number of buckets.
+        chunk_size: Positions of a chunk.
+        causal: Whether position `t` sees `0..t` only. Defaults to `False`.
+        aligned: Whether each bucket starts a chunk, and chunks see those of the same
+            bucket only: up to `length + num_buckets · chunk_size` slots instead of
+            `length`, and no position's chunk depends on later positions. Otherwise
+            chunks hold several buckets, all of which see each other, and the first
+            has the last before it. Defaults to `False`.
+        key_mask: Optional boolean `(batch, length)`: hidden positions stand in no
+            chunk, see nothing, and give zeros.
+        state: Optional state, from `lsh_attention_state` or the previous segment's
+            call. Needs `causal` and `aligned`.
+        scale: Of the logits. Defaults to 1.
+        dropout_mask: Optional factors of the weights, `(batch, heads, rounds,
+            chunk_size, 2 · chunk_size)`, the same for all chunks.
+        implementation: `"chunked"` (the default), or `"reference"`: the dense matrix,
+            without state and dropout.
+
+    Returns:
+        `(output, state)`: `(batch, length, heads, value_dim)` in the accumulator's
+        dtype, and the new state or `None`.
+
+    Raises:
+        ValueError: If a `state` is given without `causal` and `aligned`, for an
+            unknown implementation, or for more positions and buckets than the sort can
+            hold.
+
+    Reference:
+        - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
+    """
+    query, value, buckets = map(ops.convert_to_tensor, (query, value, buckets))
+    length = query.shape[1]
+    if isinstance(length, int):
+        _check_size(length, num_buckets, aligned)
+    if state is not None and not (causal and aligned):
+        raise ValueError(
+            "`state` needs causal=True and aligned=True. Received: "
+            f"causal={causal}, aligned={aligned}"
+        )
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"`implementation` must be one of {', '.join(IMPLEMENTATIONS)}. Received: "
+            f"implementation={implementation!r}"
+        )
+    extra = state is not None or dropout_mask is not None
+    if implementation == "reference" and extra:
+        raise ValueError(
+            "implementation='reference' has no `state` and no `dropout_mask`. "
+            "Received one of them."
+        )
+    return _lsh_attention(
+        query,
+        value,
+        buckets,
+        key_mask,
+        state,
+        dropout_mask,
+        num_buckets=num_buckets,
+        chunk_size=chunk_size,
+        causal=causal,
+        aligned=aligned,
+        scale=scale,
+        implementation=implementation,
+    )
+
+
+def _check_size(length, num_buckets, aligned):
+    # Of hidden positions; buckets are centred at zero.
+    last_key = (num_buckets - num_buckets // 2) * (length + 1) + length
+    last_code = length + (num_buckets if aligned else 0)
+    if last_key >= 2**31 or last_code > MAX_CODE:
+        raise ValueError(
+            "LSH attention sorts by 32-bit keys, and counts in float32: "
+            "⌈`num_buckets` / 2⌉ · (`length` + 1) + `length` must be below 2^31, and "
+            "`length`, plus `num_buckets` if `aligned`, at most 2^24. Received: "
+            f"length={length}, num_buckets={num_buckets}, aligned={aligned}"
+        )
+
+
+@compiled("num_buckets", "chunk_size", "causal", "aligned", "scale", "implementation")
+def _lsh_attention(
+    query,
+    value,
+    buckets,
+    key_mask,
+    state,
+    dropout_mask,
+    *,
+    num_buckets,
+    chunk_size,
+    causal,
+    aligned,
+    scale,
+    implementation,
+):
+    dtype = accumulator_dtype(query, value)
+    if key_mask is None:
+        kept = ops.ones(ops.shape(query)[:2], "bool")
+    else:
+        kept = ops.cast(key_mask, "bool")
+        hidden = ops.logical_not(kept)[..., None, None]
+        query, value = (ops.where(hidden, ops.zeros_like(t), t) for t in (query, value))
+    query, value = ops.cast(query, dtype), ops.cast(value, dtype)
+    if dropout_mask is not None:
+        dropout_mask = ops.cast(dropout_mask, dtype)
+    if state is not None:
+        return streamed_lsh_attention(
+            query,
+            value,
+            buckets,
+            kept,
+            {name: ops.cast(tensor, dtype) for name, tensor in state.items()},
+            num_buckets,
+            chunk_size,
+            scale,
+            dropout_mask,
+        )
+    tensors, how = (query, value, buckets, kept), (chunk_size, causal, aligned, scale)
+    if implementation == "reference":
+        return reference_lsh_attention(*tensors, *how), None
+    return chunked_lsh_attention(*tensors, num_buckets, *how, dropout_mask), None

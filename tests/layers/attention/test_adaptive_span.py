@@ -1,0 +1,380 @@
+"""What AdaptiveSpan has of its own: spans that learn, and windows that follow them."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn import AdaptiveSpan
+from keras_efficient_attn.layers import TrimSpans, plot_spans, trim_spans
+from keras_efficient_attn.layers.attention.adaptive_span import layer as adaptive_span
+from keras_efficient_attn.layers.attention.adaptive_span.layer import UnitInterval
+from keras_efficient_attn.models import FeedForward, TransformerBlock, TransformerStack
+from keras_efficient_attn.ops import adaptive_span_attention
+from tests import dense
+from tests.autodiff import gradients, to_numpy
+from tests.largest_tensor import largest_tensor
+
+LENGTH, DIM, MAX_SPAN, RAMP = 230, 6, 200, 8
+
+
+def inputs(seed=0, length=LENGTH):
+    shape = (1, length, DIM)
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+def make(spans=(5.3, 40.6), **options):
+    """A built layer with two heads of these spans."""
+    options = {"max_span": MAX_SPAN, "ramp": RAMP, **options}
+    layer = AdaptiveSpan(2, 4, **options)
+    layer.build((1, LENGTH, DIM), (1, LENGTH, DIM))
+    if layer.dynamic:
+        random = np.random.default_rng(7)
+        layer._span_kernel.assign(random.normal(size=(DIM, 2)))
+    else:
+        set_spans(layer, spans)
+    return layer
+
+
+def set_spans(layer, spans):
+    layer._span.assign(np.array(spans) / layer.max_span)
+
+
+def expected(layer, x, **kwargs):
+    heads = dense.adaptive_span_heads
+    return dense.layer_output(layer, heads, x, x, causal=True, **kwargs)[0]
+
+
+def assert_as_defined(layer, x):
+    output = to_numpy(layer(x, x, use_causal_mask=True))
+    np.testing.assert_allclose(output, expected(layer, x), rtol=1e-4, atol=1e-5)
+
+
+# Spans learn.
+
+
+def assert_slopes(layer, names, x):
+    """The gradients of these weights, against differences of the dense formula."""
+    variables = [w for w in layer.trainable_weights if w.name in names]
+    assert len(variables) == len(names)
+    values = [to_numpy(w) for w in variables]
+    weight = inputs(seed=3)
+
+    def loss(*values):
+        with keras.StatelessScope(list(zip(variables, values, strict=True))):
+            output = layer(x, x, use_causal_mask=True)
+        return ops.sum(ops.multiply(output, weight))
+
+    received = gradients(loss, *values)
+    for variable, value, gradient in zip(variables, values, received, strict=True):
+        direction = np.random.default_rng(4).normal(size=value.shape)
+
+        def moved(step, variable=variable, value=value, direction=direction):
+            wide = WithWeights(layer, **{variable.name: value + step * direction})
+            return (expected(wide, x) * weight).sum()
+
+        slope = (moved(1e-7) - moved(-1e-7)) / 2e-7
+        size = np.linalg.norm(gradient) * np.linalg.norm(direction)
+        assert size > 0, variable.name
+        assert abs((gradient * direction).sum() - slope) < 1e-3 * size, variable.name
+
+
+class WithWeights:
+    """The layer as the dense formula reads it, some weights replaced, in float64."""
+
+    def __init__(self, layer, **changed):
+        self._layer, self._changed = layer, changed
+
+    def __getattr__(self, name):
+        return getattr(self._layer, name)
+
+    def get_weights(self):
+        pairs = zip(self._layer.weights, self._layer.get_weights(), strict=True)
+        return [self._changed.get(weight.name, array) for weight, array in pairs]
+
+
+def test_spans_have_the_slope_of_the_formula(monkeypatch):
+    # So that the blocks of the band are computed again for the gradient.
+    monkeypatch.setattr("keras_efficient_attn.ops.common.chunking.GROUP_FLOATS", 1)
+    assert_slopes(make(), {"span"}, inputs())
+
+
+def test_dynamic_spans_have_the_slope_of_the_formula():
+    layer = make(dynamic=True, relative_positions=True, initial_span=20)
+    assert_slopes(layer, {"span_kernel", "span_bias", "table"}, inputs())
+
+
+def test_the_penalty_is_the_mean_span_in_training():
+    layer, x = make(penalty=0.5), inputs()
+    layer(x, x)
+    assert layer.losses == []
+    layer(x, x, training=True)
+    (loss,) = layer.losses
+    np.testing.assert_allclose(to_numpy(loss), 0.5 * (5.3 + 40.6) / 2, rtol=1e-6)
+
+
+def test_dynamic_spans_are_averaged_over_real_positions():
+    layer, x = make(dynamic=True, penalty=0.5, initial_span=20), inputs()
+    mask = np.arange(LENGTH)[None] < 100
+    x[:, 100:] = np.nan
+    layer(x, x, query_mask=mask, key_mask=mask, training=True)
+    logits = x[0, :100] @ to_numpy(layer._span_kernel) + to_numpy(layer._span_bias)
+    spans = MAX_SPAN / (1 + np.exp(-logits))
+    (loss,) = layer.losses
+    np.testing.assert_allclose(to_numpy(loss), 0.5 * spans.mean(), rtol=1e-5)
+    np.testing.assert_allclose(layer.spans(), spans.mean(0), rtol=1e-5)
+    largest = np.maximum(spans.max(0), 0.99 * MAX_SPAN)
+    np.testing.assert_allclose(to_numpy(layer._largest_span), largest, rtol=1e-5)
+
+
+def test_dynamic_spans_start_where_they_are_told_to():
+    layer = AdaptiveSpan(2, 4, max_span=200, dynamic=True, initial_span=50)
+    layer.build((1, 3, DIM), (1, 3, DIM))
+    spans = layer._spans(ops.convert_to_tensor(inputs(length=3)), None)
+    np.testing.assert_allclose(to_numpy(spans), 50, rtol=1e-5)
+    np.testing.assert_allclose(layer.spans(), 50, rtol=1e-5)
+
+
+def test_spans_stay_between_nothing_and_the_largest():
+    layer = make()
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.apply([ops.array([5.0, -5.0])], [layer._span])
+    np.testing.assert_array_equal(layer.spans(), [0, MAX_SPAN])
+    assert isinstance(layer._span.constraint, UnitInterval)
+
+
+# Windows follow.
+
+
+def test_trimming_changes_no_output_and_spans_can_grow_again():
+    layer, x = make(), inputs()
+    whole = to_numpy(layer(x, x, use_causal_mask=True))
+    _, state = layer(
+        x[:, :120],
+        x[:, :120],
+        use_causal_mask=True,
+        state=layer.initial_state(1),
+    )
+    # 40.6 + 8 positions, rounded up to 64, and 64 to spare.
+    assert (layer.trim(), layer.window) == (128, 128)
+    trimmed = to_numpy(layer(x, x, use_causal_mask=True))
+    np.testing.assert_allclose(trimmed, whole, rtol=1e-5, atol=1e-6)
+    # A state from before the trim goes on after it.
+    rest, state = layer(x[:, 120:], x[:, 120:], use_causal_mask=True, state=state)
+    np.testing.assert_allclose(to_numpy(rest), whole[:, 120:], rtol=1e-5, atol=1e-6)
+    assert state["key"].shape[1] == 127
+
+    # Into the keys to spare, with the gradient of the formula, …
+    set_spans(layer, (119.5, 0.3))
+    assert_as_defined(layer, x)
+    assert_slopes(layer, {"span"}, x)
+    # … beyond them after the next trim, up to all there is, and back.
+    assert layer.trim() == 192
+    set_spans(layer, (150.0, 199.0))
+    assert layer.trim() == MAX_SPAN
+    assert_as_defined(layer, x)
+    set_spans(layer, (0.0, 0.0))
+    assert layer.trim() == 128
+    assert layer.get_config()["window"] == 128
+
+
+def test_dynamic_windows_follow_what_training_saw():
+    layer, x = make(dynamic=True, initial_span=4), inputs()
+    layer._span_kernel.assign(np.zeros((DIM, 2)))
+    assert layer.trim() == MAX_SPAN
+    layer._largest_span.assign(np.zeros(2))
+    layer(x, x, training=True)
+    assert layer.trim() == 128
+
+
+def test_positions_are_of_distances_on_both_sides():
+    layer, x = make(relative_positions=True), inputs()
+    heads = dense.adaptive_span_heads
+    expected, _ = dense.layer_output(layer, heads, x, x)
+    output = to_numpy(layer(x, x))
+    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_no_tensor_has_the_size_of_the_matrix():
+    length = 1024
+    layer = AdaptiveSpan(1, 4, max_span=32, ramp=4)
+    layer.build((1, length, 4), (1, length, 4))
+
+    def loss(x):
+        return ops.sum(ops.square(layer(x, x, use_causal_mask=True)))
+
+    x = np.ones((1, length, 4), "float32")
+    assert largest_tensor(loss, x) < length**2 / 4
+
+
+def make_model():
+    keras.utils.set_random_seed(1)
+    sequence = keras.Input((None, DIM))
+    layer = AdaptiveSpan(
+        2, 4, max_span=MAX_SPAN, ramp=RAMP, initial_span=30, penalty=1e-3
+    )
+    model = keras.Model(sequence, layer(sequence, sequence, use_causal_mask=True))
+    # torch.compile takes minutes a model; eager is what torch users run.
+    jit_compile = keras.backend.backend() != "torch"
+    model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=jit_compile)
+    return model
+
+
+def test_a_model_trims_and_compiles_again_while_it_trains(monkeypatch):
+    windows, attend = [], adaptive_span.adaptive_span_attention
+
+    def recorded(*args, window, **kwargs):
+        windows.append(window)
+        return attend(*args, window=window, **kwargs)
+
+    monkeypatch.setattr(adaptive_span, "adaptive_span_attention", recorded)
+    x = np.concatenate([inputs(), inputs(1)])
+    plain, trimmed = make_model(), make_model()
+    expected = plain.fit(x, x, batch_size=1, epochs=2, verbose=0, shuffle=False)
+    assert set(windows) == {MAX_SPAN}
+    trimmed.evaluate(x, x, verbose=0)
+    windows.clear()
+    received = trimmed.fit(
+        x,
+        x,
+        batch_size=1,
+        epochs=2,
+        verbose=0,
+        shuffle=False,
+        callbacks=[TrimSpans(every=2)],
+    )
+    # What is compiled after two of the four steps has the window of then.
+    assert set(windows) == {MAX_SPAN, 128}
+    np.testing.assert_allclose(
+        received.history["loss"], expected.history["loss"], rtol=1e-5
+    )
+    for weight, other in zip(trimmed.weights, plain.weights, strict=True):
+        np.testing.assert_allclose(
+            to_numpy(weight), to_numpy(other), rtol=1e-4, atol=1e-6
+        )
+    assert int(trimmed.optimizer.iterations) == 4
+    assert np.any(trimmed.layers[-1].spans() != 30)
+    windows.clear()
+    evaluated = trimmed.evaluate(x, x, verbose=0)
+    np.testing.assert_allclose(evaluated, plain.evaluate(x, x, verbose=0), rtol=1e-5)
+    assert set(windows) >= {128}
+    assert trim_spans(trimmed) is False
+
+
+# In models.
+
+
+def test_a_stack_shares_its_table(tmp_path):
+    def block():
+        layer = AdaptiveSpan(2, 4, max_span=9, ramp=2, relative_positions="shared")
+        return TransformerBlock(layer, FeedForward(8))
+
+    sequence = keras.Input((None, DIM))
+    model = keras.Model(sequence, TransformerStack([block(), block()])(sequence))
+    tables = [w for w in model.trainable_weights if w.name == "table"]
+    assert [tuple(table.shape) for table in tables] == [(9, 4)]
+    tables[0].assign(inputs(length=9)[0, :, :4])
+    model.save(tmp_path / "model.keras")
+    restored = keras.saving.load_model(tmp_path / "model.keras")
+    assert len(restored.weights) == len(model.weights)
+    x = inputs(length=20)
+    np.testing.assert_allclose(
+        to_numpy(restored(x)), to_numpy(model(x)), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_the_plot_has_a_point_for_each_head(tmp_path):
+    layers = [make(), make((0.0, 100.0))]
+    sequence = keras.Input((None, DIM))
+    x = sequence
+    for layer in layers:
+        x = layer(x, x)
+    model = keras.Model(sequence, x)
+    figure = plot_spans(model, tmp_path / "spans.png")
+    assert (tmp_path / "spans.png").stat().st_size > 0
+    first, second, means = (line.get_ydata() for line in figure.axes[0].lines)
+    np.testing.assert_allclose(first, [5.3, 40.6], rtol=1e-6)
+    np.testing.assert_allclose(second, [0, 100], rtol=1e-6)
+    np.testing.assert_allclose(means, [22.95, 50], rtol=1e-6)
+    with pytest.raises(ValueError, match="AdaptiveSpan"):
+        plot_spans(keras.Sequential([keras.layers.Dense(1)]))
+
+
+# The operation.
+
+
+def operands(length=150):
+    random = np.random.default_rng(5)
+    q, k, v = random.normal(size=(3, 2, length, 3, 4)).astype("float32")
+    spans = random.uniform(-9, 30, (2, length, 3)).astype("float32")
+    return q, k, v, spans
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_are_the_quadratic_definition(causal):
+    q, k, v, spans = operands()
+    options = dict(
+        window=33,
+        ramp=5.5,
+        position_key=k[0, :40, 0],
+        causal=causal,
+        key_mask=np.random.default_rng(6).random((2, 150)) > 0.3,
+    )
+    for given in (spans, spans[0, 0]):
+        definition, blocks = (
+            to_numpy(
+                adaptive_span_attention(
+                    q, k, v, given, implementation=implementation, **options
+                )
+            )
+            for implementation in ("reference", "blocks")
+        )
+        np.testing.assert_allclose(blocks, definition, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window=0"),
+        ({"ramp": 0}, "ramp=0"),
+        ({"spans": np.zeros((2, 3))}, r"spans\.shape=\(2, 3\)"),
+        ({"position_key": np.zeros((7, 4))}, r"position_key\.shape=\(7, 4\), window=8"),
+    ],
+    ids=str,
+)
+def test_operands_that_do_not_fit(options, message):
+    q, k, v, spans = operands(9)
+    options = {"spans": spans, "window": 8, **options}
+    with pytest.raises(ValueError, match=message):
+        adaptive_span_attention(q, k, v, **options)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_span": 0}, "max_span=0"),
+        ({"ramp": 0}, "ramp=0"),
+        ({"initial_span": 201}, "initial_span=201"),
+        ({"initial_span": -1}, "initial_span=-1"),
+        ({"penalty": -1e-6}, "penalty=-1e-06"),
+        ({"dynamic": 1}, "dynamic=1"),
+        ({"relative_positions": "learned"}, "relative_positions='learned'"),
+        ({"window": 201}, "window=201"),
+    ],
+    ids=str,
+)
+def test_errors_name_what_was_received(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_what_has_no_meaning_is_refused():
+    with pytest.raises(ValueError, match=r"`trim\(\)` needs a built layer"):
+        AdaptiveSpan(2, 4).trim()
+    with pytest.raises(ValueError, match="every=0"):
+        TrimSpans(every=0)
+    with pytest.raises(ValueError, match="and the first must not be built"):
+        make().share_position_keys(make())

@@ -1,0 +1,514 @@
+"""What is VQAttention's own: its codebook, and how it learns."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from keras_efficient_attn import VQAttention
+from tests import dense
+from tests.autodiff import to_numpy
+from tests.contract.test_saving import assert_same_model
+
+DIM, HEADS, KEY_DIM, CODES = 6, 2, 4, 5
+
+
+def inputs(batch=2, length=20, seed=0):
+    x = np.random.default_rng(seed).normal(size=(batch, length, DIM))
+    return x.astype("float32")
+
+
+def make(**options):
+    arguments = dict(num_codes=CODES, window=3, block_length=8, seed=1)
+    return VQAttention(HEADS, KEY_DIM, **{**arguments, **options})
+
+
+def built(**options):
+    layer = make(**options)
+    layer.build((2, 20, DIM), (2, 20, DIM))
+    return layer
+
+
+def weights(layer):
+    """The codebook's weights by name."""
+    return {w.name: to_numpy(w).astype("float64") for w in layer._codebook.weights}
+
+
+def keys(layer, x):
+    """The keys that the layer makes of `x`, in float64."""
+    kernel, bias = (np.asarray(w, "float64") for w in layer.key_dense.get_weights())
+    key = np.einsum("btd,dhk->bthk", x, kernel) + bias
+    return (dense.rms(key) if layer.qk_norm else key) * KEY_DIM**-0.25
+
+
+def nearest(key, codes):
+    return ((key[:, :, :, None] - codes[None, None]) ** 2).sum(-1).argmin(-1)
+
+
+def test_one_training_call_moves_the_codes_as_by_hand():
+    layer = built(codebook_init="random", decay=0.75, commitment_weight=0.5)
+    x, mask = inputs(), np.random.default_rng(1).random((2, 20)) > 0.3
+    before, key = weights(layer), keys(layer, x)
+    output = to_numpy(layer(x, x, key_mask=mask, use_causal_mask=True, training=True))
+
+    # The old codes made the output; then they moved.
+    old = built(codebook_init="random", decay=0.75)
+    old.set_weights(layer.get_weights())
+    old._codebook.set_weights([before[w.name] for w in layer._codebook.weights])
+    expected, _ = dense.layer_output(
+        old, dense.vq_heads, x, x, key_mask=mask, causal=True
+    )
+    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
+
+    index, after = nearest(key, before["sum"]), weights(layer)
+    chosen = np.eye(CODES)[index] * mask[..., None, None]
+    counts = chosen.sum((0, 1))
+    sums = np.einsum("bshc,bshd->hcd", chosen, key)
+    np.testing.assert_allclose(
+        after["count"], 0.75 * before["count"] + 0.25 * counts, rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        after["sum"], 0.75 * before["sum"] + 0.25 * sums, rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        to_numpy(layer.codebook),
+        after["sum"] / after["count"][..., None],
+        rtol=1e-5,
+    )
+    codes = np.take_along_axis(before["sum"][None, None], index[..., None, None], 3)
+    errors = ((key - codes[:, :, :, 0]) ** 2).sum(-1)
+    loss = 0.5 * errors[mask].sum(-1).mean()
+    np.testing.assert_allclose(to_numpy(sum(layer.losses)), loss, rtol=1e-4)
+    energy = (key**2).sum(-1)
+    relative = np.sqrt(errors[mask].sum(0) / energy[mask].sum(0))
+    np.testing.assert_allclose(layer.quantization_error(), relative.mean(), rtol=1e-4)
+    share = 0.75 * 0.25 + 0.25 * counts
+    share = share / share.sum(-1, keepdims=True)
+    entropy = -(share * np.log2(share)).sum(-1).mean()
+    np.testing.assert_allclose(layer.codebook_entropy(), entropy, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"codebook_init": "random"}], ids=str)
+def test_only_training_moves_the_codes(options):
+    layer, x = built(**options), inputs()
+    before = weights(layer)
+
+    def unchanged():
+        after = weights(layer)
+        return all(np.array_equal(after[name], before[name]) for name in before)
+
+    layer(x, x)
+    layer(x, x, training=False)
+    assert unchanged() and not layer.losses
+    # Nothing but padding teaches nothing.
+    layer(x, x, key_mask=np.zeros((2, 20), bool), training=True)
+    old = before["sum"] / before["count"][..., None]
+    np.testing.assert_allclose(to_numpy(layer.codebook), old, rtol=1e-6)
+    layer = built(**options)
+    layer.trainable = False
+    layer(x, x, training=True)
+    assert unchanged()
+    layer.trainable = True
+    layer(x, x, training=True)
+    assert not unchanged()
+
+
+def test_the_first_training_call_draws_the_codes_from_its_keys():
+    # Without decay, the codes would be means; with none of the new, the keys drawn.
+    layer, x = built(decay=0.999999, revive_after=None), inputs()
+    mask = np.arange(20)[None] < np.array([[20], [7]])
+    layer(x, x, key_mask=mask, training=True)
+    key, codes = keys(layer, x)[mask], to_numpy(layer.codebook)
+    for head in range(HEADS):
+        distance = ((codes[head][:, None] - key[:, head][None]) ** 2).sum(-1)
+        assert distance.min(1).max() < 1e-4
+        assert len(set(distance.argmin(1))) == CODES
+    drawn = weights(layer)["drawn"]
+    layer(10 * x, x, training=True)
+    assert drawn == 1 and np.abs(to_numpy(layer.codebook) - codes).max() < 1e-3
+
+
+def test_hidden_keys_are_no_codes():
+    """A draw looks at keys that are spread over all: here, at the hidden ones."""
+    layer = make(num_codes=2, window=None)
+    x = np.random.default_rng(0).normal(size=(1, 256, DIM)).astype("float32")
+    layer.build(x.shape, x.shape)
+    layer(x, x, key_mask=np.arange(256)[None] % 2 == 1, training=True)
+    assert np.isfinite(to_numpy(layer.codebook)).all()
+    layer(x, x, training=True)
+    assert weights(layer)["drawn"] == 1
+    assert np.isfinite(to_numpy(layer.codebook)).all()
+
+
+def test_calls_without_a_key_leave_the_draw_as_it_is():
+    layer, x = built(decay=0.5, revive_after=None), inputs()
+    fresh = built(decay=0.5, revive_after=None)
+    fresh.set_weights(layer.get_weights())
+    for _ in range(5):
+        layer(x, x, key_mask=np.zeros((2, 20), bool), training=True)
+    for drawing in (layer, fresh):
+        drawing._codebook._generator.state.assign([1, 2])
+        drawing(x, x, training=True)
+    np.testing.assert_allclose(
+        to_numpy(layer.codebook), to_numpy(fresh.codebook), rtol=1e-5
+    )
+
+
+def test_a_code_without_keys_moves_to_a_key_with_its_sum_and_count():
+    layer, x = built(codebook_init="random", revive_after=3), inputs()
+    far = weights(layer)
+    far["sum"][:, 0] = 100.0
+    # However much it was used before.
+    far["usage"][:, 0] = 1000.0
+    layer._codebook.set_weights([far[w.name] for w in layer._codebook.weights])
+    for call in range(5):
+        layer(x, x, training=True)
+        moved = np.abs(to_numpy(layer.codebook)[:, 0]).max(-1) < 50
+        # A code as good as used before the first call, and three without a key.
+        assert moved.all() == (call >= 3), call
+        if call == 3:
+            after, key = weights(layer), keys(layer, x).reshape(-1, HEADS, KEY_DIM)
+            for head in range(HEADS):
+                place = after["sum"][head, 0] / after["count"][head, 0]
+                distance = np.abs(key[:, head] - place).max(-1)
+                assert distance.min() < 1e-5
+                assert after["count"][head, 0] > after["count"][head].mean() / 2
+    assert layer.codebook_usage() <= 1.0
+
+
+def test_codes_stay_in_use_where_they_would_die():
+    """Keys that drift leave most codes behind, unless these are moved after them."""
+
+    def usage(revive_after):
+        layer = make(
+            num_codes=16, window=None, decay=0.5, revive_after=revive_after, seed=2
+        )
+        layer.build((4, 64, DIM), (4, 64, DIM))
+        random = np.random.default_rng(0)
+        centre = np.zeros(DIM)
+        for step in range(30):
+            if step < 12:
+                centre[step % DIM] += 1.5
+            x = (centre + random.normal(size=(4, 64, DIM)) * 0.3).astype("float32")
+            layer(x, x, training=True)
+        assert np.isfinite(to_numpy(layer.codebook)).all()
+        chosen = nearest(keys(layer, x), to_numpy(layer.codebook))
+        return np.mean([len(set(chosen[..., h].ravel())) / 16 for h in range(HEADS)])
+
+    assert usage(None) < 0.7 < 0.9 < usage(3)
+
+
+def test_fit_draws_once_moves_and_goes_on_after_reload(tmp_path, backend):
+    def compiled(model):
+        # The contract compiles on all backends.
+        model.compile("sgd", "mse", jit_compile=backend == "jax")
+        return model
+
+    sequence = keras.Input((None, DIM))
+    layer = make(
+        order=2,
+        rank=2,
+        dtype="mixed_bfloat16",
+        revive_after=None,
+        commitment_weight=0.1,
+    )
+    masked = keras.layers.Masking()(sequence)
+    model = compiled(keras.Model(sequence, layer(masked, masked)))
+    x = inputs(batch=4)
+    x[0, 9:] = 0.0
+    model.fit(x, x, batch_size=2, epochs=2, verbose=0)
+    state = weights(layer)
+    assert state["drawn"] == 1 and state["count"].sum() > 2 * CODES
+    assert {str(w.dtype) for w in layer._codebook.weights} <= {
+        "float32",
+        "uint32",
+        "int64",
+        "int32",
+    }
+    model.save(tmp_path / "model.keras")
+    restored = keras.saving.load_model(tmp_path / "model.keras")
+    assert_same_model(restored, model, x)
+    for one in (model, restored):
+        one.fit(x, x, batch_size=4, epochs=1, shuffle=False, verbose=0)
+    for one, other in zip(restored.weights, model.weights, strict=True):
+        np.testing.assert_allclose(
+            to_numpy(one).astype("float64"),
+            to_numpy(other).astype("float64"),
+            rtol=1e-3,
+            atol=1e-4,
+        )
+
+
+def test_gradient_checkpointing_updates_once():
+    x = inputs()
+
+    def after_a_step(scope):
+        keras.utils.set_random_seed(0)
+        with scope:
+            layer = make(codebook_init="random", revive_after=None)
+        sequence = keras.Input((20, DIM))
+        model = keras.Model(sequence, layer(sequence, sequence))
+        model.compile("sgd", "mse", jit_compile=False)
+        model.train_on_batch(x, x)
+        return weights(layer)
+
+    plain = after_a_step(keras.RematScope(mode=None))
+    checkpointed = after_a_step(keras.RematScope(mode="full"))
+    for name, value in plain.items():
+        np.testing.assert_allclose(checkpointed[name], value, rtol=1e-5, atol=1e-6)
+
+
+class Checkpointed(keras.layers.Layer):
+    """A block around the layer, run by `keras.remat` or as it is."""
+
+    def __init__(self, remat, **options):
+        super().__init__()
+        self.remat = remat
+        self.inner = make(**options)
+
+    def build(self, shape):
+        self.inner.build(shape, shape)
+
+    def call(self, x, training=None):
+        def block(x):
+            return x + 3.0 * self.inner(x, x, training=training)
+
+        return keras.remat(block)(x) if self.remat else block(x)
+
+
+def test_checkpointing_a_block_around_the_layer_changes_nothing(backend):
+    """Neither codes, nor gradients, nor the random keys of later calls."""
+    if backend == "jax":
+        pytest.skip("keras.remat hands out no state on JAX, of any layer")
+    x = inputs()
+    # TensorFlow has no gradients of losses that are added inside keras.remat.
+    weight = 0.0 if backend == "tensorflow" else 0.5
+    after = []
+    for remat in (False, True):
+        keras.utils.set_random_seed(0)
+        block = Checkpointed(remat, revive_after=1, commitment_weight=weight)
+        sequence = keras.Input((20, DIM))
+        model = keras.Model(sequence, block(sequence))
+        model.compile(keras.optimizers.SGD(0.3), "mse", jit_compile=False)
+        for _ in range(2):
+            model.train_on_batch(x, x)
+        after.append([to_numpy(w).astype("float64") for w in model.weights])
+        count = weights(block.inner)["count"]
+        np.testing.assert_allclose(count.sum(), 2 * (5 + (40 - 5) * 0.0199), rtol=1e-3)
+    for plain, checkpointed in zip(*after, strict=True):
+        np.testing.assert_allclose(checkpointed, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_checkpointing_a_stateless_call_changes_nothing_on_jax(backend):
+    if backend != "jax":
+        pytest.skip("jax.checkpoint")
+    import jax
+
+    layer, x = built(revive_after=1), inputs()
+
+    def loss(trainable, others):
+        output, others = layer.stateless_call(trainable, others, x, x, training=True)
+        return (output**2).sum(), others
+
+    results = []
+    for function in (loss, jax.checkpoint(loss)):
+        state = [[v.value for v in layer.trainable_variables]]
+        state.append([v.value for v in layer.non_trainable_variables])
+        results.append(jax.jit(jax.value_and_grad(function, has_aux=True))(*state))
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_two_replicas_learn_as_one():
+    flags = "--xla_force_host_platform_device_count=2"
+    subprocess.run(
+        [sys.executable, "-m", "tests.layers.attention.replicas"],
+        env={**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {flags}"},
+        cwd=Path(__file__).resolve().parents[3],
+        check=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_of_a_training_call_are_those_of_its_output(causal):
+    """The codes move in the call, and in the first one are drawn."""
+    layer, x = built(decay=0.5, output_shape=HEADS * KEY_DIM), inputs()
+    dim = HEADS * KEY_DIM
+    identity = np.eye(dim).reshape(HEADS, KEY_DIM, dim)
+    layer.output_dense.set_weights([identity, np.zeros(dim)])
+    for _ in range(2):
+        output, scores = layer(
+            x, x, use_causal_mask=causal, return_attention_scores=True, training=True
+        )
+        kernel, bias = layer.value_dense.get_weights()
+        value = np.einsum("btd,dhk->bthk", x, kernel) + bias
+        heads = np.einsum("bhts,bshk->bthk", to_numpy(scores), value)
+        np.testing.assert_allclose(
+            to_numpy(output), heads.reshape(output.shape), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_calibrated_codes_stand_for_trained_keys():
+    """With as many codes as keys, k-means is exact, and so is the attention."""
+    theirs, x = keras.layers.MultiHeadAttention(HEADS, KEY_DIM), inputs(length=12)
+    expected = to_numpy(theirs(x, x))
+    for assignment in ("hard", "soft"):
+        options = {"sigma": 1e-3} if assignment == "soft" else {}
+        layer = built(
+            num_codes=24, window=2, qk_norm=False, assignment=assignment, **options
+        )
+        layer.set_weights(theirs.get_weights())
+        before = np.abs(to_numpy(layer(x, x)) - expected).max()
+        error = layer.calibrate([x[:1], x[1:]])
+        assert error.shape == (HEADS,) and error.max() < 1e-3
+        output = to_numpy(layer(x, x))
+        np.testing.assert_allclose(output, expected, rtol=1e-3, atol=1e-4)
+        assert before > 1e-2
+
+
+def second_moments(x):
+    return np.einsum("nhd,nhe->hde", x, x) / len(x)
+
+
+@pytest.mark.parametrize("assignment", ["hard", "soft"])
+def test_calibration_reads_no_padding_and_reports_its_error(assignment):
+    layer = built(num_codes=3, qk_norm=False, assignment=assignment)
+    x, others = inputs(), inputs(length=30, seed=3)
+    mask = np.arange(20)[None] < np.array([[20], [7]])
+    padded = np.where(mask[..., None], x, 1e6)
+    query = None if assignment == "soft" else iter([others[:1], others[1:]])
+    error = layer.calibrate([(padded, mask)], query)
+    key, codes = keys(layer, x)[mask], to_numpy(layer.codebook).astype("float64")
+    if assignment == "hard":
+        kernel, bias = (w.astype("float64") for w in layer.query_dense.get_weights())
+        query = (np.einsum("btd,dhk->bthk", others, kernel) + bias) * KEY_DIM**-0.25
+        of_queries, of_keys = (
+            to_numpy(w).astype("float64") for w in layer._coordinates.weights
+        )
+        # Products stay, and lengths of keys become those that the queries see.
+        identity = of_queries @ np.swapaxes(of_keys, 1, 2)
+        np.testing.assert_allclose(
+            identity, np.broadcast_to(np.eye(KEY_DIM), identity.shape), atol=1e-5
+        )
+        metric = second_moments(query.reshape(-1, HEADS, KEY_DIM))
+        metric *= KEY_DIM / np.trace(metric, axis1=1, axis2=2)[:, None, None]
+        np.testing.assert_allclose(
+            of_keys @ np.swapaxes(of_keys, 1, 2), metric, rtol=1e-3, atol=1e-3
+        )
+        key = np.einsum("nhd,hde->nhe", key, of_keys)
+    residual = np.zeros_like(key)
+    for head in range(HEADS):
+        distance = ((key[:, head, None] - codes[head][None]) ** 2).sum(-1)
+        relative = np.sqrt(distance.min(1).sum() / (key[:, head] ** 2).sum())
+        np.testing.assert_allclose(error[head], relative, rtol=1e-3)
+        residual[:, head] = key[:, head] - codes[head, distance.argmin(1)]
+        # Where k-means ends, each code is the mean of its keys.
+        for code in range(3):
+            members = key[distance.argmin(1) == code, head]
+            np.testing.assert_allclose(codes[head, code], members.mean(0), atol=1e-4)
+    if assignment == "hard":
+        # What is left of keys is uncorrelated, the largest coordinates first.
+        covariance = second_moments(residual)
+        variance = np.diagonal(covariance, axis1=1, axis2=2)
+        assert np.all(np.diff(variance) <= 1e-5)
+        np.testing.assert_allclose(
+            covariance, variance[:, None] * np.eye(KEY_DIM), atol=1e-4
+        )
+
+
+def test_calibration_without_data_is_refused():
+    layer, x = built(), inputs()
+    with pytest.raises(ValueError, match="built=False"):
+        make().calibrate(x)
+    with pytest.raises(ValueError, match="at least one key"):
+        layer.calibrate([(x, np.zeros(x.shape[:2], bool))])
+    with pytest.raises(ValueError, match="at least one query"):
+        layer.calibrate(x, query=[])
+    with pytest.raises(ValueError, match=r"mask of shape \(2, 3\)"):
+        layer.calibrate([(x, np.ones((2, 3), bool))])
+
+
+@pytest.mark.parametrize(
+    ("causal", "options"),
+    [
+        (True, dict(window=4, quantize_window=True, rotary_wavelength=50.0)),
+        (True, dict(window=4, quantize_window=True, cache=False)),
+        (False, dict(window=4, assignment="soft", relative_positions=True)),
+        (True, dict(window=4, order=2, rank=2, relative_positions=True)),
+        (True, dict(window=None, order=2, rotary_wavelength=50.0)),
+        (False, dict(window=4, order=2, rank=3)),
+    ],
+    ids=str,
+)
+def test_configurations_outside_the_contract(causal, options):
+    layer, x = built(**options), inputs()
+    for name in ("content_bias", "position_bias"):
+        for weight in layer.weights:
+            if weight.name == name:
+                weight.assign(np.random.default_rng(3).normal(size=weight.shape))
+    if layer.assignment == "hard":
+        matrix = np.random.default_rng(4).normal(size=(HEADS, KEY_DIM, KEY_DIM))
+        inverse = np.swapaxes(np.linalg.inv(matrix), 1, 2)
+        layer._coordinates.assign(matrix, inverse)
+    output = to_numpy(layer(x, x, use_causal_mask=causal))
+    expected, _ = dense.layer_output(layer, dense.vq_heads, x, x, causal=causal)
+    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
+    if causal:
+        state, pieces = layer.initial_state(2), []
+        assert set(state) == set(layer.state_names)
+        for start, stop in ((0, 1), (1, 20)):
+            piece = x[:, start:stop]
+            y, state = layer(piece, piece, use_causal_mask=True, state=state)
+            pieces.append(to_numpy(y))
+        streamed = np.concatenate(pieces, axis=1)
+        np.testing.assert_allclose(streamed, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_window_over_everything_is_softmax_attention():
+    theirs, x = keras.layers.MultiHeadAttention(HEADS, KEY_DIM), inputs()
+    expected = to_numpy(theirs(x, x))
+    layer = built(window=20, qk_norm=False)
+    layer.set_weights(theirs.get_weights())
+    np.testing.assert_allclose(to_numpy(layer(x, x)), expected, rtol=1e-4, atol=1e-5)
+
+
+WRONG = [
+    (dict(num_codes=0), "num_codes=0"),
+    (dict(window=0), "window=0"),
+    (dict(block_length=1.5), "block_length=1.5"),
+    (dict(assignment="fuzzy"), "assignment='fuzzy'"),
+    (dict(sigma=2.0), "no use for `sigma`"),
+    (dict(assignment="soft", decay=0.5), "no use for `decay`"),
+    (dict(assignment="soft", quantize_window=True), "no use for `quantize_window`"),
+    (dict(assignment="soft", sigma=0.0), "sigma=0.0"),
+    (dict(assignment="soft", codebook_init="first_batch"), "first_batch"),
+    (dict(codebook_init="zeros"), "codebook_init='zeros'"),
+    (dict(decay=1.0), "decay=1.0"),
+    (dict(commitment_weight=-1.0), "commitment_weight=-1.0"),
+    (dict(revive_after=0), "revive_after=0"),
+    (dict(cache=False), "quantize_window=False"),
+    (dict(window=None, relative_positions=True), "window=None"),
+    (dict(rotary_wavelength=-1.0), "rotary_wavelength=-1.0"),
+    (dict(order=1), "order=1"),
+    (dict(rank=2), "order=0"),
+    (dict(order=2, rank=KEY_DIM + 1), "rank=5"),
+    (dict(order=2, assignment="soft"), "no use for `order`"),
+    (dict(order=2, quantize_window=True), "excludes `quantize_window`"),
+    (dict(order=2, cache=False, quantize_window=True), "`quantize_window`"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=str)
+def test_what_makes_no_sense_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_soft_codes_keep_no_statistics():
+    with pytest.raises(ValueError, match="assignment='soft'"):
+        built(assignment="soft").codebook_usage()

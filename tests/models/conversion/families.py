@@ -1,0 +1,114 @@
+"""Tiny backbones of every family, with random weights, and inputs for them."""
+
+import keras
+import numpy as np
+from keras import ops
+from keras_hub import models
+
+from keras_efficient_attn.models.conversion.stand_ins import StandIn
+
+BATCH, LENGTH = 2, 7
+SIZES = dict(vocabulary_size=50, num_layers=2, hidden_dim=16, intermediate_dim=24)
+STOCK = dict(**SIZES, num_heads=2, max_sequence_length=16)
+GROUPED = dict(**SIZES, num_query_heads=2, num_key_value_heads=1)
+ELECTRA = {name: size for name, size in STOCK.items() if name != "vocabulary_size"}
+LOCAL = "local:window=64"
+PERFORMER = "performer:window=64,num_features=4"
+
+# The class, its arguments, and an attention that is exact up to 64 positions.
+FAMILIES = {
+    "bert": (models.BertBackbone, STOCK, PERFORMER),
+    "roberta": (
+        models.RobertaBackbone,
+        STOCK,
+        "vq:window=64,num_codes=2",
+    ),
+    "distil_bert": (models.DistilBertBackbone, STOCK, LOCAL),
+    "electra": (
+        models.ElectraBackbone,
+        dict(**ELECTRA, vocab_size=50, embedding_dim=16),
+        LOCAL,
+    ),
+    "gpt2": (models.GPT2Backbone, STOCK, PERFORMER),
+    "opt": (models.OPTBackbone, STOCK, LOCAL),
+    "bart": (models.BartBackbone, STOCK, LOCAL),
+    "vit": (
+        models.ViTBackbone,
+        dict(
+            image_shape=(6, 4, 3),
+            patch_size=2,
+            num_layers=2,
+            num_heads=2,
+            hidden_dim=16,
+            mlp_dim=24,
+        ),
+        LOCAL,
+    ),
+    "llama": (
+        models.LlamaBackbone,
+        dict(**SIZES, num_query_heads=4, num_key_value_heads=2),
+        PERFORMER,
+    ),
+    "mistral": (models.MistralBackbone, dict(**GROUPED, sliding_window=64), LOCAL),
+    "qwen": (models.QwenBackbone, GROUPED, LOCAL),
+    "gemma": (models.GemmaBackbone, dict(**GROUPED, head_dim=8), LOCAL),
+}
+
+
+def make(name, **options):
+    backbone_class, arguments, _ = FAMILIES[name]
+    return randomize(backbone_class(**{**arguments, **options}))
+
+
+def randomize(model, seed=0):
+    """Weights that make outputs differ between tokens, and biases that show."""
+    random = np.random.default_rng(seed)
+    for weight in model.weights:
+        if not keras.backend.is_float_dtype(weight.dtype):
+            continue
+        scale = weight.shape[0] ** -0.5 if len(weight.shape) > 1 else 0.2
+        scale = 1.0 if "embeddings" in weight.name else scale
+        offset = 1.0 if weight.name in ("gamma", "scale") else 0.0
+        weight.assign(offset + scale * random.normal(size=weight.shape))
+    return model
+
+
+def inputs(backbone, seed=0, padded=True):
+    """One batch, whose first row ends in padding."""
+    random = np.random.default_rng(seed)
+    if not isinstance(backbone.input, dict):
+        shape = (BATCH, *backbone.input.shape[1:])
+        return random.normal(size=shape).astype("float32")
+    made = {}
+    for name in backbone.input:
+        length = LENGTH - 2 if "decoder" in name else LENGTH
+        made[name] = np.zeros((BATCH, length), "int32")
+        if "token_ids" in name:
+            made[name] = random.integers(1, 50, (BATCH, length)).astype("int32")
+        elif "padding_mask" in name:
+            made[name] += 1
+            made[name][0, 4:] = 0 if padded else 1
+    return made
+
+
+def outputs(backbone, data):
+    """Outputs where there is no padding, as a list of arrays."""
+    output = backbone(data)
+    named = output if isinstance(output, dict) else {"": output}
+    arrays = []
+    for name, value in named.items():
+        value = ops.convert_to_numpy(ops.cast(value, "float32"))
+        prefix = name.removesuffix("sequence_output")
+        mask = data.get(f"{prefix}padding_mask") if isinstance(data, dict) else None
+        whole = value.ndim == 2 or mask is None
+        arrays.append(value if whole else value[np.asarray(mask) > 0])
+    return arrays
+
+
+def assert_same_outputs(first, second, data, tolerance=1e-5):
+    for old, new in zip(outputs(first, data), outputs(second, data), strict=True):
+        np.testing.assert_allclose(new, old, rtol=0, atol=tolerance * np.max(abs(old)))
+
+
+def stand_ins(model):
+    return [layer for layer in model._flatten_layers() if isinstance(layer, StandIn)]

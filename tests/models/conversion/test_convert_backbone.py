@@ -1,0 +1,238 @@
+"""Conversion: what stays, what changes, and what is refused."""
+
+import gc
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_efficient_attn import LocalAttention, PerformerAttention, VQAttention
+from keras_efficient_attn.models import convert_backbone, efficient_backbone
+from tests.models.conversion import families
+
+INEXACT = "performer:num_features=4"
+
+
+def paths(model):
+    return [weight.path for weight in model.weights]
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_exact_attention_leaves_every_family_as_it_is(name):
+    backbone_class, _, exact = families.FAMILIES[name]
+    backbone = families.make(name)
+    weights = backbone.get_weights()
+    data = families.inputs(backbone)
+    for part in data if isinstance(data, dict) else ():
+        if "padding_mask" in part:
+            # The second row starts with padding.
+            data[part][1, :2] = 0
+    before = families.outputs(backbone, data)
+    efficient = convert_backbone(backbone, exact)
+    families.assert_same_outputs(backbone, efficient, data)
+
+    # Both the stock class and the generated one, with the same weights in their order.
+    assert isinstance(efficient, backbone_class)
+    assert type(efficient) is efficient_backbone(backbone_class)
+    own = ("projection", "codebook/", "coordinates/")
+    kept = [path for path in paths(efficient) if not any(o in path for o in own)]
+    assert kept == paths(backbone)
+    # BART has two for each of its layers.
+    assert len(families.stand_ins(efficient)) == (4 if name == "bart" else 2)
+
+    # What happens to the copy does not happen to the original.
+    assert not families.stand_ins(backbone)
+    for weight in efficient.weights:
+        weight.assign(np.zeros(weight.shape))
+    for now, then in zip(backbone.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(now, then)
+    for now, then in zip(families.outputs(backbone, data), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_padding_is_not_read():
+    backbone = convert_backbone(families.make("bert"), INEXACT)
+    data = families.inputs(backbone)
+    before = families.outputs(backbone, data)
+    hidden = data["padding_mask"] == 0
+    data["token_ids"][hidden] = (data["token_ids"][hidden] + 1) % 50
+    for now, then in zip(families.outputs(backbone, data), before, strict=True):
+        np.testing.assert_allclose(now, then, atol=1e-6)
+    # Tokens that are no padding have an effect.
+    data["padding_mask"][:] = 1
+    now, then = (
+        next(output for output in outputs if len(output) == families.BATCH)
+        for outputs in (families.outputs(backbone, data), before)
+    )
+    assert np.max(abs(now - then)) > 1e-4
+
+
+def test_mistral_keys_out_of_its_window_are_no_padding():
+    # Its mask hides far keys from the last query, which is no reason to hide them.
+    full = families.make("mistral", sliding_window=None)
+    windowed = families.make("mistral", sliding_window=2)
+    data = families.inputs(full)
+    efficient = convert_backbone(windowed, families.LOCAL)
+    families.assert_same_outputs(full, efficient, data)
+    kept = convert_backbone(windowed, "local:window=2")
+    families.assert_same_outputs(windowed, kept, data)
+
+
+def test_a_layer_that_is_left_out_keeps_softmax():
+    backbone = families.make("bert")
+    for attention in (
+        INEXACT,
+        PerformerAttention(3, 4, num_features=4, seed=1),
+        keras.saving.serialize_keras_object(PerformerAttention(1, 4, num_features=4)),
+        PerformerAttention,
+    ):
+        efficient = convert_backbone(backbone, attention, layers=[1])
+        first, second = efficient.transformer_layers
+        assert type(first._self_attention_layer) is keras.layers.MultiHeadAttention
+        layer = second._self_attention_layer
+        assert isinstance(layer, PerformerAttention)
+        assert (layer.num_heads, layer.key_dim, layer.dropout) == (2, 8, 0.1)
+        assert efficient.get_config()["attention_layers"] == [1]
+    assert layer.num_features is None
+
+
+def test_each_layer_may_have_another_attention(tmp_path):
+    backbone = families.make("distil_bert")
+    data = families.inputs(backbone)
+    attention = [LocalAttention(1, 2, window=2), "vq:window=1,num_codes=3"]
+    # Codes are fitted; the window has nothing to fit.
+    both = convert_backbone(backbone, attention, calibrate=data)
+    local, vq = families.stand_ins(both)
+    assert isinstance(local, LocalAttention) and local.window == 2
+    assert isinstance(vq, VQAttention) and vq.num_codes == 3
+    file = tmp_path / "model.keras"
+    both.save(file)
+    families.assert_same_outputs(both, keras.saving.load_model(file), data, 1e-6)
+
+    alone = [
+        convert_backbone(backbone, attention[0], [0]),
+        convert_backbone(backbone, attention[1], [1], calibrate=data),
+    ]
+    np.testing.assert_array_equal(families.stand_ins(alone[1])[0].codebook, vq.codebook)
+
+    def error(converted):
+        (old,), (new,) = (families.outputs(m, data) for m in (backbone, converted))
+        return np.linalg.norm(new - old) / np.linalg.norm(old)
+
+    errors = [error(model) for model in alone]
+    least = int(np.argmin(errors))
+    budget = (errors[least] + max(error(both), *errors)) / 2
+    chosen = convert_backbone(
+        backbone, attention, "auto", calibrate=data, budget=budget
+    )
+    assert chosen.attention_layers == [least]
+    families.assert_same_outputs(alone[least], chosen, data)
+
+    for layers, count in ((None, 2), ([1], 1)):
+        with pytest.raises(ValueError, match=f"which are {count}. .* list of 3"):
+            convert_backbone(backbone, ["local"] * 3, layers)
+    with pytest.raises(TypeError, match="attention=3"):
+        convert_backbone(backbone, ["local", 3])
+
+
+@pytest.mark.parametrize("name", ["distil_bert", "llama"])
+def test_precision_stays(name):
+    _, _, exact = families.FAMILIES[name]
+    backbone = families.make(name, num_layers=1, dtype="mixed_bfloat16")
+    efficient = convert_backbone(backbone, exact)
+    data = families.inputs(backbone)
+    assert efficient.dtype_policy.name == "mixed_bfloat16"
+    assert keras.backend.standardize_dtype(efficient(data).dtype) == "bfloat16"
+    assert {weight.dtype for weight in efficient.weights} == {"float32"}
+    families.assert_same_outputs(backbone, efficient, data, 0.05)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_lora_stays_and_can_be_added(name, tmp_path):
+    # Its codebooks are layers with weights, which the original has not.
+    exact = "vq:window=64,num_codes=2"
+    backbone = families.make(name)
+    plain = families.make(name)
+    backbone.enable_lora(2)
+    families.randomize(backbone, seed=1)
+    efficient = convert_backbone(backbone, exact)
+    data = families.inputs(backbone)
+    families.assert_same_outputs(backbone, efficient, data)
+    trainable = [weight.path for weight in backbone.trainable_weights]
+    assert [weight.path for weight in efficient.trainable_weights] == trainable
+
+    # The original and the copy read each other's files, and enable LoRA for them.
+    stock = {weight.path: weight for weight in backbone.weights}
+    for weight in plain.weights:
+        weight.assign(stock[weight.path])
+    other = convert_backbone(plain, exact)
+    file = str(tmp_path / "model.lora.h5")
+    for source, target in ((backbone, other), (efficient, plain)):
+        source.save_lora_weights(file)
+        target.load_lora_weights(file)
+        families.assert_same_outputs(backbone, target, data)
+        assert len(target.trainable_weights) == len(trainable)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_quantisation_stays_and_can_be_added(name, tmp_path, monkeypatch):
+    # Keras collects garbage for each weight that it replaces: seconds.
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)
+    backbone = families.make(name, num_layers=1)
+    late = convert_backbone(backbone, families.LOCAL)
+    backbone.quantize("int8")
+    late.quantize("int8")
+    early = convert_backbone(backbone, families.LOCAL)
+    data = families.inputs(backbone)
+    # What differs by a rounding error may be rounded to another integer.
+    families.assert_same_outputs(backbone, early, data, 0.02)
+    families.assert_same_outputs(backbone, late, data, 0.02)
+    file = tmp_path / "model.keras"
+    early.save(file)
+    families.assert_same_outputs(early, keras.saving.load_model(file), data)
+    late.save_to_preset(tmp_path / "preset")
+    loaded = type(late).from_preset(str(tmp_path / "preset"))
+    families.assert_same_outputs(early, loaded, data)
+
+
+def test_generated_classes_are_registered_on_import():
+    registered = keras.saving.get_registered_object(
+        "keras_efficient_attn>EfficientXLMRobertaBackbone"
+    )
+    assert registered is efficient_backbone(keras_hub.models.XLMRobertaBackbone)
+    with pytest.raises(TypeError, match="stock_class"):
+        efficient_backbone(keras.Model)
+
+
+def test_refusals():
+    make = families.make
+    one = {"num_layers": 1}
+    t5 = keras_hub.models.T5Backbone(**families.SIZES | one, num_heads=2)
+    deberta = keras_hub.models.DebertaV3Backbone(**families.STOCK | one)
+    for backbone in (t5, deberta):
+        with pytest.raises(ValueError, match="cannot be replaced: .*position|distance"):
+            convert_backbone(backbone, families.LOCAL)
+    capped = make("gemma", attention_logit_soft_cap=5.0, **one)
+    with pytest.raises(ValueError, match="caps its logits.*logit_soft_cap=5.0"):
+        convert_backbone(capped, families.LOCAL)
+    bert, gpt2, llama = (make(name, **one) for name in ("bert", "gpt2", "llama"))
+    efficient = convert_backbone(bert, families.LOCAL)
+    for backbone, attention, layers, message in (
+        (bert, "softmax", None, "leave it out of `layers`"),
+        (bert, "reformer", None, "projection of the keys"),
+        (bert, "performer:num_heads=4", None, "The model decides num_heads"),
+        (bert, "performer:window=0", None, "transformer_layer_0.*`window`"),
+        (bert, families.LOCAL, [1], r"from 0 to 0.*layers=\[1\]"),
+        (bert, families.LOCAL, 1, "layers=1"),
+        (bert, families.LOCAL, [], r"layers=\[\]"),
+        (gpt2, "performer:feature_map=favor++", None, "no causal form"),
+        (llama, "local:rotary_wavelength=50", None, "rotates .* itself"),
+        (efficient, families.LOCAL, None, "converted already"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert_backbone(backbone, attention, layers)
+    with pytest.raises(TypeError, match="backbone="):
+        convert_backbone(keras.Sequential(), families.LOCAL)
+    with pytest.raises(TypeError, match="attention=3"):
+        convert_backbone(bert, 3)

@@ -1,0 +1,67 @@
+"""The errors that a swap causes, against errors computed from public outputs."""
+
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn.models import convert_backbone, swap_report
+from tests.models.conversion import families
+
+INEXACT = "local:window=2"
+
+
+def relative(new, old):
+    return np.sqrt(np.sum((new - old) ** 2) / np.sum(old**2))
+
+
+def test_errors_of_each_layer():
+    backbone = families.make("distil_bert")
+    data = families.inputs(backbone)
+    kept = data["padding_mask"] > 0
+    second = convert_backbone(backbone, INEXACT, layers=[1])
+    first, last = swap_report(backbone, second, data).layers
+    assert (first.replaced, first.attention, first.residual) == (False, 0.0, 0.0)
+    assert (last.index, last.replaced) == (1, True)
+    (old,), (new,) = families.outputs(backbone, data), families.outputs(second, data)
+    assert last.residual == pytest.approx(relative(new, old), rel=1e-4)
+
+    # The first layer's own error, from its inputs: the embeddings.
+    both = convert_backbone(backbone, INEXACT)
+    first, again = swap_report(backbone, both, data).layers
+    x = backbone.embeddings(ops.convert_to_tensor(data["token_ids"]))
+    x = backbone.embeddings_layer_norm(x)
+    mask = ops.convert_to_tensor(data["padding_mask"])[:, None]
+    old, new = (
+        ops.convert_to_numpy(
+            model.transformer_layers[0]._self_attention_layer(x, x, attention_mask=mask)
+        )[kept]
+        for model in (backbone, both)
+    )
+    assert first.attention == pytest.approx(relative(new, old), rel=1e-4)
+    # What earlier layers do is not counted as the attention's.
+    assert again.attention == pytest.approx(last.attention, rel=1e-4)
+    assert again.residual > last.residual
+
+    lines = str(swap_report(backbone, second, data)).splitlines()
+    assert lines[0].split() == ["layer", "attention", "residual"]
+    assert lines[1].split()[1:] == [first.path, "softmax", "0.00%"]
+    assert lines[2].split()[2:] == [f"{last.attention:.2%}", f"{last.residual:.2%}"]
+    # Nothing of the recording stays.
+    assert all("call" not in vars(layer) for layer in backbone._flatten_layers())
+
+
+def test_a_family_with_other_call_arguments():
+    backbone = families.make("gemma", num_layers=1)
+    data = families.inputs(backbone)
+    efficient = convert_backbone(backbone, INEXACT)
+    (layer,) = swap_report(backbone, efficient, data).layers
+    (old,), (new,) = families.outputs(backbone, data), families.outputs(efficient, data)
+    assert layer.attention > 0.01 and layer.residual > 0.01
+    assert np.max(abs(new - old)) > 0.01
+
+
+def test_models_of_different_depth_are_refused():
+    backbone = families.make("distil_bert")
+    other = families.make("distil_bert", num_layers=1)
+    with pytest.raises(ValueError, match="2 and 1"):
+        swap_report(backbone, other, families.inputs(backbone))

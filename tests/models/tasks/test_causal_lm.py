@@ -1,0 +1,232 @@
+"""Generation: from the layers' states, as from calls on the whole sequence."""
+
+import keras_hub
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn.models import (
+    EfficientByteTokenizer,
+    EfficientCausalLM,
+    EfficientCausalLMPreprocessor,
+)
+from keras_efficient_attn.models.tasks import causal_lm
+from tests.autodiff import compiled, to_numpy
+from tests.models.cases import DECODERS, inputs, make_backbone
+
+LENGTH = 16
+samplers = keras_hub.samplers
+
+
+@pytest.fixture(autouse=True)
+def short_prompt_chunks(monkeypatch):
+    """So that a test's prompt has a chunk and a rest."""
+    monkeypatch.setattr(causal_lm, "PROMPT_CHUNK", 3)
+
+
+def prompts(lengths, length=LENGTH):
+    """Tokens and mask of prompts of these lengths, in rows of `length`."""
+    mask = (np.arange(length) < np.array(lengths)[:, None]).astype("int32")
+    tokens = np.random.default_rng(1).integers(1, 50, mask.shape).astype("int32")
+    return {"token_ids": tokens * mask, "padding_mask": mask}
+
+
+def whole_sequence_calls(model, sampler, data):
+    """What KerasHub's sampler chooses from calls on the whole sequence."""
+    backbone = compiled(lambda inputs: model.backbone(inputs))
+
+    def next_token(prompt, cache, index):
+        hidden = backbone({"token_ids": prompt, "padding_mask": ops.ones_like(prompt)})
+        logits = model.backbone.token_embedding(hidden, reverse=True)
+        return take(logits, index - 1), take(hidden, index - 1), cache
+
+    def take(x, index):
+        shape = (x.shape[0], 1, x.shape[2])
+        return ops.squeeze(ops.slice(x, (0, index, 0), shape), axis=1)
+
+    mask = np.ones_like(data["padding_mask"])
+    hidden = backbone({"token_ids": data["token_ids"], "padding_mask": mask})
+    return to_numpy(
+        sampler(
+            next=next_token,
+            prompt=ops.convert_to_tensor(data["token_ids"]),
+            cache=(),
+            index=int(data["padding_mask"].sum(1).min()),
+            mask=ops.cast(data["padding_mask"], "bool"),
+            hidden_states=hidden,
+            model=model,
+        )
+    )
+
+
+def make_model(name, **options):
+    """Tied embeddings would make the last token the likeliest, again and again."""
+    backbone = make_backbone(name, **{"tie_embeddings": False, **options})
+    return EfficientCausalLM(backbone)
+
+
+def generate(model, data, **kwargs):
+    data = {name: value.copy() for name, value in data.items()}
+    return model.generate(data, **{"stop_token_ids": None, **kwargs})
+
+
+def step_by_step(model, sampler, data):
+    """The tokens that a sampler takes, from calls on the whole sequence."""
+    tokens, mask = data["token_ids"].copy(), data["padding_mask"]
+    call = compiled(lambda inputs: model(inputs))
+    for t in range(max(1, mask.sum(1).min()), tokens.shape[1]):
+        whole = {"token_ids": tokens, "padding_mask": np.ones_like(mask)}
+        probabilities = sampler.compute_probabilities(call(whole)[:, t - 1])
+        taken = to_numpy(sampler.get_next_token(probabilities))
+        tokens[:, t] = np.where(mask[:, t], tokens[:, t], taken)
+    return tokens
+
+
+def greedy(model, data):
+    return step_by_step(model, samplers.GreedySampler(), data)
+
+
+def test_segments_give_what_the_whole_sequence_gives():
+    backbone, data = make_backbone("bytes"), inputs("bytes")
+    data["padding_mask"] = np.ones_like(data["padding_mask"])
+    tokens = data["token_ids"]
+    expected = to_numpy(backbone(data))
+    state, received = backbone.initial_state(2, tokens.shape[1]), []
+    for segment in (tokens[:, :5], tokens[:, 5:6], tokens[:, 6:]):
+        hidden, state = backbone.stream(segment, state)
+        received.append(to_numpy(hidden))
+    np.testing.assert_allclose(
+        np.concatenate(received, axis=1), expected, rtol=1e-3, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "make_sampler", "lengths"),
+    [
+        # The last prompt is complete, an empty one starts from padding.
+        ("defaults", samplers.GreedySampler, (9, 6, LENGTH)),
+        ("bytes", lambda: samplers.RandomSampler(seed=1), (9, 0, LENGTH)),
+        ("mixed-rotary", lambda: samplers.TopKSampler(k=9, seed=1), (7, 12, 8)),
+        ("recurrent", lambda: samplers.TopPSampler(p=0.9, seed=1), (8, 8)),
+        ("softmax", lambda: samplers.RandomSampler(seed=1), (1, 5)),
+        ("reversible", samplers.GreedySampler, (9, 6)),
+        ("universal", samplers.GreedySampler, (9, 6)),
+    ],
+    ids=DECODERS,
+)
+def test_generation_equals_calls_on_the_whole_sequence(name, make_sampler, lengths):
+    model, data = make_model(name), prompts(lengths)
+    model.compile(sampler=make_sampler())
+    expected = step_by_step(model, make_sampler(), data)
+    received = generate(model, data)
+    np.testing.assert_array_equal(received["token_ids"], expected)
+    assert received["padding_mask"].all()
+
+
+@pytest.mark.parametrize(
+    "make_sampler",
+    [
+        lambda: samplers.BeamSampler(num_beams=3),
+        lambda: samplers.ContrastiveSampler(k=3),
+    ],
+    ids=["beam", "contrastive"],
+)
+def test_searches_equal_those_with_calls_on_the_whole_sequence(make_sampler):
+    model, data = make_model("bytes"), prompts((7, 12))
+    model.compile(sampler=make_sampler())
+    expected = whole_sequence_calls(model, make_sampler(), data)
+    received = generate(model, data)
+    np.testing.assert_array_equal(received["token_ids"], expected)
+
+
+def test_xla_gives_the_same(backend):
+    if backend != "tensorflow":
+        pytest.skip("JAX compiles in any case, and KerasHub not on PyTorch")
+    model, data = make_model("mixed-rotary"), prompts((9, 6))
+    model.compile(sampler="greedy", jit_compile=True)
+    np.testing.assert_array_equal(
+        generate(model, data)["token_ids"], greedy(model, data)
+    )
+
+
+def test_generation_ends_at_stop_tokens():
+    model, data = make_model("defaults"), prompts((9, 6))
+    model.compile(sampler="greedy")
+    free = greedy(model, data)
+    # Each row's third new token.
+    stops = tuple(int(free[row, start + 2]) for row, start in enumerate((9, 6)))
+    received = generate(model, data, stop_token_ids=stops)
+    for row, start in enumerate((9, 6)):
+        new = free[row, start:]
+        count = start + 1 + int(np.isin(new, stops).argmax())
+        np.testing.assert_array_equal(
+            received["token_ids"][row, :count], free[row, :count]
+        )
+        mask = received["padding_mask"][row].astype(bool)
+        np.testing.assert_array_equal(mask, np.arange(LENGTH) < count)
+
+
+def test_patterns_generate_from_their_caches():
+    attention = [
+        "sparse:stride=3",
+        "sparse:pattern=fixed,stride=4,summary=2",
+        "local:query_block=(2,2),memory=(1,1),grid=(5,4),order=block",
+    ]
+    model, data = (
+        make_model("defaults", num_layers=3, attention=attention),
+        prompts((6, 4)),
+    )
+    model.compile(sampler=samplers.GreedySampler())
+    expected = greedy(model, data)
+    np.testing.assert_array_equal(generate(model, data)["token_ids"], expected)
+
+
+def test_the_state_grows_for_softmax_alone():
+    def size(name, length):
+        state = make_backbone(name).initial_state(1, length)
+        sizes = []
+        collect(state, sizes)
+        return sum(sizes)
+
+    def collect(nest, sizes):
+        for value in nest.values():
+            if isinstance(value, dict):
+                collect(value, sizes)
+            else:
+                assert value.shape[0] == 1
+                sizes.append(int(np.prod(value.shape)))
+
+    assert size("bytes", 10) == size("bytes", 1000)
+    assert size("softmax", 1000) > 50 * size("softmax", 10)
+
+
+def test_text_goes_in_and_text_comes_out():
+    preprocessor = EfficientCausalLMPreprocessor(
+        EfficientByteTokenizer(), sequence_length=24
+    )
+    model = EfficientCausalLM(make_backbone("bytes", vocabulary_size=256), preprocessor)
+    model.compile(sampler="greedy")
+    texts = ["def ", "naïve Æ"]
+    whole = model.generate(texts, max_length=20)
+    new = model.generate(texts, max_length=20, strip_prompt=True)
+    assert whole == [text + more for text, more in zip(texts, new, strict=True)]
+    assert all(new)
+
+
+def test_the_tokenizer_keeps_its_special_bytes_apart():
+    tokenizer = EfficientByteTokenizer()
+    text = "AÆ€𝄞\U0010ffff"
+    tokens = [int(token) for token in tokenizer(text)]
+    assert tokens == list(text.encode())
+    assert not set(tokens) & set(tokenizer.special_token_ids)
+    assert tokenizer.detokenize(tokens) == text
+
+
+def test_what_cannot_generate_says_so():
+    with pytest.raises(ValueError, match="architecture='decoder'"):
+        EfficientCausalLM(make_backbone("encoder"))
+    model = make_model("recurrent")
+    with pytest.raises(ValueError, match="32"):
+        generate(model, prompts((4,), length=33))
+    with pytest.raises(ValueError, match="decoder"):
+        make_backbone("encoder").initial_state(1, 5)

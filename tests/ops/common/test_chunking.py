@@ -1,0 +1,22 @@
+"""How sequences are cut into groups of chunks."""
+
+import pytest
+
+from keras_efficient_attn.ops.common.chunking import GROUP_FLOATS, chunk_layout
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 1000, 1024, 8192, 10007])
+@pytest.mark.parametrize("floats", [10, 2560, 10**6])
+def test_groups_cover_a_length_with_little_padding(length, floats):
+    size, chunks, groups = chunk_layout(length, 64, 1, floats)
+    covered = size * chunks * groups
+    assert length <= covered < length + size * (groups + chunks)
+    assert chunks == 1 or size * chunks * floats <= GROUP_FLOATS * 4 / 3
+
+
+@pytest.mark.parametrize("length", [1024, 2048, 8192, 2**17])
+def test_powers_of_two_need_no_padding(length):
+    # Of 2560 floats a position, 6.4 chunks of 64 would fill a group.
+    size, chunks, groups = chunk_layout(length, 64, 1, 2560)
+    assert size * chunks * groups == length
+    assert chunks == 8

@@ -1,0 +1,424 @@
+"""The scan against a plain loop, in values, gradients and what it stores."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn.ops.common.scan import recompute_scan, vector_jacobian_product
+from tests.autodiff import gradients, to_numpy
+
+STEPS = 7
+
+
+def step(carry, x, consts):
+    (total,), (a, b), (scale,) = carry, x, consts
+    total = ops.tanh(total @ scale + a)
+    return (total,), (total * b, ops.sum(total, axis=-1))
+
+
+def arrays():
+    random = np.random.default_rng(0)
+    shapes = [(3, 4), (STEPS, 3, 4), (STEPS, 3, 4), (4, 4)]
+    return [random.normal(size=shape).astype("float32") for shape in shapes]
+
+
+def step_gradient(carry, x, consts, y, carry_gradient, y_gradient):
+    """The derivative of `step` by hand; `y` is given, and so is not computed again."""
+    (total,), (a, b), (scale,) = carry, x, consts
+    of_product, of_sum = y_gradient
+    new_total = ops.tanh(total @ scale + a)
+    of_total = carry_gradient[0] + of_product * b + of_sum[:, None]
+    of_inside = of_total * (1 - new_total * new_total)
+    return (
+        (of_inside @ ops.transpose(scale),),
+        (of_inside, of_product * new_total),
+        (ops.transpose(total) @ of_inside,),
+    )
+
+
+def tracked_gradient(*arguments):
+    """`step_gradient` through the derivative of `step` that the backend makes."""
+    carry, x, consts, _, carry_gradient, y_gradient = arguments
+
+    def flat(carry, x, consts):
+        carry, y = step(carry, x, consts)
+        return (*carry, None, *y)
+
+    _, pull = vector_jacobian_product(flat, (carry, x, consts))
+    return pull((*carry_gradient, None, *y_gradient))
+
+
+def scanned(total, a, b, scale, gradient=None):
+    return recompute_scan(step, (total,), (a, b), (scale,), gradient)
+
+
+def looped(total, a, b, scale):
+    """The same by hand, in NumPy float64."""
+    ys, sums = [], []
+    for i in range(len(a)):
+        total = np.tanh(total @ scale + a[i])
+        ys.append(total * b[i])
+        sums.append(total.sum(-1))
+    return total, np.stack(ys), np.stack(sums)
+
+
+@pytest.mark.parametrize("steps", [1, STEPS])
+def test_values(steps):
+    total, a, b, scale = arrays()
+    values = (total, a[:steps], b[:steps], scale)
+    (last,), (ys, sums) = scanned(*(ops.convert_to_tensor(x) for x in values))
+    expected = looped(*(x.astype("float64") for x in values))
+    for ours, theirs in zip((last, ys, sums), expected, strict=True):
+        np.testing.assert_allclose(to_numpy(ours), theirs, rtol=1e-5, atol=1e-6)
+
+
+def check_slopes(scan, loop, gradient, values):
+    """The gradients of a scan against the slopes of the loop, in float64."""
+    random = np.random.default_rng(1)
+
+    def loss(*tensors):
+        (last,), (ys, sums) = scan(*tensors, gradient)
+        return ops.sum(last) + ops.sum(ops.sin(ys)) + ops.sum(ops.square(sums))
+
+    def loop_loss(*arrays):
+        last, ys, sums = loop(*arrays)
+        return last.sum() + np.sin(ys).sum() + (sums**2).sum()
+
+    wide = [value.astype("float64") for value in values]
+    for i, slopes in enumerate(gradients(loss, *values)):
+        direction = random.normal(size=slopes.shape)
+
+        def moved(step, i=i, direction=direction):
+            return loop_loss(*wide[:i], wide[i] + step * direction, *wide[i + 1 :])
+
+        slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
+        assert abs((slopes * direction).sum() - slope) < 1e-3 * (1 + abs(slope))
+
+
+@pytest.mark.parametrize("gradient", [None, step_gradient, tracked_gradient])
+def test_gradients_are_the_slopes_of_the_loop(gradient):
+    check_slopes(scanned, looped, gradient, arrays())
+
+
+def test_a_gradient_by_hand_is_the_one_that_runs(backend):
+    if backend == "jax":
+        pytest.skip("JAX takes the automatic derivative")
+
+    def doubled(*arguments):
+        return tuple(
+            tuple(2 * tensor for tensor in group) for group in step_gradient(*arguments)
+        )
+
+    def loss(total, a, b, scale, gradient):
+        return ops.sum(scanned(total, a, b, scale, gradient)[0][0])
+
+    values = [x[:1] if i in (1, 2) else x for i, x in enumerate(arrays())]
+    single = gradients(lambda *tensors: loss(*tensors, step_gradient), *values)
+    double = gradients(lambda *tensors: loss(*tensors, doubled), *values)
+    np.testing.assert_allclose(double[1], 2 * single[1], rtol=1e-6)
+
+
+def test_a_gradient_by_hand_without_a_carry():
+    def squares(carry, x, consts):
+        return carry, (x[0] * x[0] * consts[0],)
+
+    def by_hand(carry, x, consts, y, carry_gradient, y_gradient):
+        (of_y,) = y_gradient
+        of_const = ops.sum(of_y * x[0] * x[0], axis=0)
+        return (), (2 * of_y * x[0] * consts[0],), (of_const,)
+
+    def loss(x, const):
+        return ops.sum(recompute_scan(squares, (), (x,), (const,), by_hand)[1][0])
+
+    _, x, _, scale = arrays()
+    of_x, of_const = gradients(loss, x, scale[0])
+    np.testing.assert_allclose(of_x, 2 * x * scale[0], rtol=1e-5)
+    np.testing.assert_allclose(of_const, (x**2).sum((0, 1)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("gradient", [None, step_gradient])
+def test_an_unused_output_costs_no_gradient(gradient):
+    values = arrays()
+
+    def loss(*tensors):
+        return ops.sum(scanned(*tensors, gradient)[0][0])
+
+    _, _, of_b, _ = gradients(loss, *values)
+    np.testing.assert_array_equal(of_b, np.zeros_like(of_b))
+
+
+def test_intermediates_are_not_stored_on_torch(backend):
+    if backend != "torch":
+        pytest.skip("counts what PyTorch's autograd saves")
+    import torch
+
+    wide = 4096
+
+    def wasteful(carry, x, consts):
+        blown_up = ops.sin(x[0][:, None] * ops.ones((1, wide)))
+        return carry, (ops.sum(blown_up * blown_up, axis=-1),)
+
+    x = torch.ones((STEPS, 8), requires_grad=True)
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _, (y,) = recompute_scan(wasteful, (), (x,))
+    assert sum(saved) < wide
+    y.sum().backward()
+    assert torch.all(torch.isfinite(x.grad))
+
+
+def test_memory_of_the_compiled_program_does_not_grow_with_the_features(backend):
+    if backend != "jax":
+        pytest.skip("reads the size of XLA's temporaries")
+    import jax
+
+    def temporaries(length):
+        def wasteful(carry, x, consts):
+            blown_up = ops.sin(x[0][:, None] * ops.ones((1, 4096)))
+            return carry, (ops.sum(blown_up * blown_up, axis=-1),)
+
+        def loss(x):
+            return ops.sum(recompute_scan(wasteful, (), (x,))[1][0])
+
+        compiled = jax.jit(jax.grad(loss)).lower(np.ones((length, 8), "float32"))
+        return compiled.compile().memory_analysis().temp_size_in_bytes
+
+    stored = 8 * 4096 * 4
+    assert temporaries(64) - temporaries(4) < 10 * stored
+
+
+def test_second_derivatives_are_refused_on_tensorflow(backend):
+    if backend != "tensorflow":
+        pytest.skip("elsewhere the backend sees to it")
+    import tensorflow as tf
+
+    total, a, b, scale = (tf.constant(x) for x in arrays())
+    with tf.GradientTape() as outer:
+        outer.watch(total)
+        with tf.GradientTape() as inner:
+            inner.watch(total)
+            loss = tf.reduce_sum(tf.sin(scanned(total, a, b, scale)[1][0]))
+        slope = tf.reduce_sum(inner.gradient(loss, total) ** 2)
+    with pytest.raises(NotImplementedError, match="Second derivatives"):
+        outer.gradient(slope, total)
+
+
+SIZE = 3
+
+
+def positions_step(carry, x, consts):
+    (total,), (a, b), (scale,) = carry, x, consts
+    total = ops.tanh(total @ scale + ops.sum(a, axis=1))
+    return (total,), (total[:, None] * b, ops.sum(a * b, axis=-1))
+
+
+def positions_gradient(carry, x, consts, y, carry_gradient, y_gradient):
+    """The derivative of `positions_step` by hand."""
+    (total,), (a, b), (scale,) = carry, x, consts
+    of_product, of_sum = y_gradient
+    new_total = ops.tanh(total @ scale + ops.sum(a, axis=1))
+    of_total = carry_gradient[0] + ops.sum(of_product * b, axis=1)
+    of_inside = of_total * (1 - new_total * new_total)
+    return (
+        (of_inside @ ops.transpose(scale),),
+        (
+            of_inside[:, None] + of_sum[..., None] * b,
+            of_product * new_total[:, None] + of_sum[..., None] * a,
+        ),
+        (ops.transpose(total) @ of_inside,),
+    )
+
+
+def positions_arrays(steps=STEPS):
+    random = np.random.default_rng(0)
+    shapes = [(2, 4), (2, steps * SIZE, 4), (2, steps * SIZE, 4), (4, 4)]
+    return [random.normal(size=shape).astype("float32") for shape in shapes]
+
+
+def scanned_positions(total, a, b, scale, gradient=None):
+    steps = a.shape[1] // SIZE
+    return recompute_scan(
+        positions_step, (total,), (a, b), (scale,), gradient, num_steps=steps
+    )
+
+
+def looped_positions(total, a, b, scale):
+    """The same by hand, in NumPy float64."""
+    ys = []
+    for start in range(0, a.shape[1], SIZE):
+        here = slice(start, start + SIZE)
+        total = np.tanh(total @ scale + a[:, here].sum(1))
+        ys.append(total[:, None] * b[:, here])
+    return total, np.concatenate(ys, 1), (a * b).sum(-1)
+
+
+@pytest.mark.parametrize("steps", [1, STEPS])
+def test_values_of_steps_along_positions(steps):
+    values = positions_arrays(steps)
+    (last,), (ys, sums) = scanned_positions(*map(ops.convert_to_tensor, values))
+    expected = looped_positions(*(x.astype("float64") for x in values))
+    for ours, theirs in zip((last, ys, sums), expected, strict=True):
+        np.testing.assert_allclose(to_numpy(ours), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("steps", [1, STEPS])
+@pytest.mark.parametrize("gradient", [None, positions_gradient])
+def test_gradients_of_steps_along_positions(gradient, steps):
+    check_slopes(scanned_positions, looped_positions, gradient, positions_arrays(steps))
+
+
+@pytest.mark.parametrize("gradient", [None, positions_gradient])
+def test_second_derivatives_of_steps_along_positions(backend, gradient):
+    if backend != "jax":
+        pytest.skip("JAX alone has second derivatives")
+    import jax
+
+    values = positions_arrays()
+    random = np.random.default_rng(1)
+    first, second = (random.normal(size=values[1].shape) for _ in range(2))
+
+    def loss(a):
+        return ops.sum(scanned_positions(values[0], a, *values[2:], gradient)[0][0])
+
+    def slope(a):
+        return ops.sum(jax.grad(loss)(a) * first.astype("float32"))
+
+    def moved(x, y):
+        wide = [value.astype("float64") for value in values]
+        wide[1] = wide[1] + x * first + y * second
+        return looped_positions(*wide)[0].sum()
+
+    h = 1e-4
+    corners = [i * j * moved(i * h, j * h) for i in (1, -1) for j in (1, -1)]
+    expected = sum(corners) / (4 * h * h)
+    for received in (
+        (np.asarray(jax.grad(slope)(values[1])) * second).sum(),
+        jax.jvp(slope, (values[1],), (second.astype("float32"),))[1],
+    ):
+        assert abs(received - expected) < 1e-3 * (1 + abs(expected))
+
+
+def test_steps_along_positions_get_their_outputs():
+    def squares(carry, x, consts):
+        return carry, (x[0] * x[0],)
+
+    def by_hand(carry, x, consts, y, carry_gradient, y_gradient):
+        # Of x², from y alone: 2 √y.
+        return (), (2 * ops.sqrt(y[0]) * y_gradient[0],), ()
+
+    def loss(x):
+        (ys,) = recompute_scan(squares, (), (x,), (), by_hand, num_steps=STEPS)[1]
+        places = ops.arange(STEPS * SIZE, dtype="float32")
+        return ops.sum(ys * places[None, :, None])
+
+    x = np.abs(positions_arrays()[1]) + 0.1
+    expected = 2 * x * np.arange(STEPS * SIZE)[None, :, None]
+    np.testing.assert_allclose(gradients(loss, x)[0], expected, rtol=1e-5)
+
+
+def test_a_gradient_by_hand_without_outputs():
+    def summed(carry, x, consts):
+        return (carry[0] + ops.sum(x[0], axis=1),), ()
+
+    def by_hand(carry, x, consts, y, carry_gradient, y_gradient):
+        return carry_gradient, (x[0] * 0 + carry_gradient[0][:, None],), ()
+
+    def loss(total, x):
+        scanned = recompute_scan(summed, (total,), (x,), (), by_hand, num_steps=STEPS)
+        return ops.sum(scanned[0][0] ** 2)
+
+    total, x, _, _ = positions_arrays()
+    expected = np.broadcast_to(2 * (total + x.sum(1))[:, None], x.shape)
+    np.testing.assert_allclose(gradients(loss, total, x)[1], expected, rtol=1e-4)
+
+
+def test_integers_that_every_step_reads_have_no_gradient():
+    def shifted(carry, x, consts):
+        return carry, (x[0] * ops.cast(consts[0], "float32") * consts[1],)
+
+    shift = ops.convert_to_tensor(np.array([3], "int32"))
+
+    def loss(x, factor):
+        scan = recompute_scan(shifted, (), (x,), (shift, factor), num_steps=STEPS)
+        return ops.sum(scan[1][0])
+
+    _, x, _, _ = positions_arrays()
+    of_x, of_factor = gradients(loss, x, np.full(1, 2.0, "float32"))
+    np.testing.assert_allclose(of_x, np.full_like(x, 6))
+    np.testing.assert_allclose(of_factor, [3 * x.sum()], rtol=1e-4)
+
+
+def test_steps_of_a_symbolic_length_are_taken_one_by_one(backend):
+    if backend != "jax":
+        pytest.skip("JAX exports symbolic lengths")
+    import jax
+
+    def wasteful(carry, x, consts):
+        blown_up = ops.sin(x[0][..., None] * ops.ones((1, 4096)))
+        return carry, (ops.sum(blown_up * blown_up, axis=-1),)
+
+    def f(x):
+        steps = x.shape[1] // SIZE
+        scan = recompute_scan(wasteful, (), (x,), num_steps=steps, step_size=SIZE)
+        return scan[1][0]
+
+    (length,) = jax.export.symbolic_shape("n")
+    shape = jax.ShapeDtypeStruct((2, SIZE * length), "float32")
+    program = jax.export.export(jax.jit(f))(shape)
+    x = np.random.default_rng(0).normal(size=(2, SIZE * 64)).astype("float32")
+    np.testing.assert_allclose(program.call(x), 4096 * np.sin(x) ** 2, rtol=1e-3)
+    compiled = jax.jit(program.call).lower(x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 10 * 2 * SIZE * 4096 * 4
+
+
+def test_the_size_of_a_step_is_known_where_their_number_is_not(backend):
+    if backend != "tensorflow":
+        pytest.skip("TensorFlow alone traces unknown lengths")
+    import tensorflow as tf
+
+    seen = []
+
+    def step(carry, x, consts):
+        seen.append(x[0].shape[1])
+        return carry, (2 * x[0],)
+
+    @tf.function(input_signature=[tf.TensorSpec((None, None, 2))])
+    def f(x):
+        steps = tf.shape(x)[1] // SIZE
+        scan = recompute_scan(step, (), (x,), num_steps=steps, step_size=SIZE)
+        return scan[1][0]
+
+    for steps in (1, STEPS):
+        x = np.random.default_rng(0).normal(size=(3, steps * SIZE, 2))
+        np.testing.assert_allclose(f(x.astype("float32")), 2 * x, rtol=1e-6)
+    assert set(seen) == {SIZE}
+
+
+def test_steps_along_positions_copy_no_input(backend):
+    if backend != "jax":
+        pytest.skip("reads the size of XLA's temporaries")
+    import jax
+
+    def summed(carry, x, consts):
+        return (carry[0] + ops.sum(x[0], axis=1),), ()
+
+    x = np.zeros((4, 1024, 64), "float32")
+
+    def total(x):
+        start = (ops.zeros((4, 64)),)
+        return recompute_scan(summed, start, (x,), num_steps=16)[0][0]
+
+    compiled = jax.jit(total).lower(x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < x.nbytes / 4
+
+
+def test_an_unknown_backend_is_named(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "numpy")
+    with pytest.raises(ValueError, match="'numpy'"):
+        recompute_scan(step, (), (np.zeros((1, 1)),))
