@@ -39,7 +39,7 @@ from keras_efficient_attn.models import (
 )
 from tests.contract.cases import BATCH, CASES, DIM, LENGTH
 from tests.golden.running import FILES, INPUT, OUTPUT, PROMPT, SEGMENT, outputs_of
-from tests.models.swap import families
+from tests.models.conversion import families
 
 SHORT, VOCABULARY = 21, 30
 LENGTHS = np.array([LENGTH, 21])
