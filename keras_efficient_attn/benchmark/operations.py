@@ -41,7 +41,7 @@ from keras_efficient_attn.ops.sparse_attention.patterns import (
     head_factors,
     summary_start,
 )
-from keras_efficient_attn.ops.vq_attention.expanded import num_features
+from keras_efficient_attn.ops.vq_attention.cache import num_features
 
 BACKWARD = 2
 
@@ -106,15 +106,13 @@ def _core(layer, length, causal):
         return _hashed_core(layer, length, causal)
     if isinstance(layer, VQAttention):
         window = 0 if layer.window is None else min(layer.window, length)
-        if layer.relative_positions:
+        if layer.config.relative_positions:
             per_pair += 2 * heads * key_dim
         # Finding the code and weighing it; reading, and for soft codes writing, values.
-        through_keys = 4 * key_dim if layer.cache else 2 * key_dim
-        through_values = (4 if layer.assignment == "soft" else 2) * value_dim
-        if layer.order == 2:
-            through_values *= num_features(layer.rank or key_dim)
-        codes = through_keys + (through_values if layer.cache else 0)
-        codes *= heads * layer.num_codes
+        through_values = (4 if layer.config.soft else 2) * value_dim
+        if layer.config.order == 2:
+            through_values *= num_features(layer.config.expanded_dims(key_dim))
+        codes = heads * layer.num_codes * (4 * key_dim + through_values)
         return codes * length + per_pair * _pairs(window, length, causal)
     return None
 

@@ -7,6 +7,7 @@ from keras import ops
 from keras_efficient_attn.ops import linear_attention, vq_attention, vq_attention_state
 from keras_efficient_attn.ops.linear_attention import feature_maps
 from keras_efficient_attn.ops.vq_attention import codebook as codebooks
+from keras_efficient_attn.ops.vq_attention import compressed, expanded
 from tests import dense
 from tests.autodiff import gradients, to_numpy
 
@@ -38,7 +39,6 @@ WINDOWS = {
     "no-window": dict(),
     "exact": dict(window=5),
     "quantised": dict(window=5, quantize_window=True),
-    "no-cache": dict(window=5, quantize_window=True, cache=False),
     "soft": dict(sigma=np.array([0.5, 1.5], "float32")),
     "soft-window": dict(sigma=np.array([0.5, 1.5], "float32"), window=5),
     "expanded": dict(order=2),
@@ -57,19 +57,22 @@ def test_every_block_length_gives_the_definition(options, causal):
         np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
 
 
+# By lengths of blocks that no other test has, so that nothing was compiled before.
+@pytest.mark.parametrize(
+    ("in_turn", "lengths"), [(False, (1, 3)), (True, (2, 5))], ids=["groups", "turns"]
+)
 @pytest.mark.parametrize("name", ["exact", "soft", "expanded-window"])
-def test_every_reduction_gives_the_definition(name):
+def test_caches_are_summed_in_groups_or_in_turn(name, in_turn, lengths, monkeypatch):
+    for module in (compressed, expanded):
+        monkeypatch.setattr(module, "sums_in_turn", lambda: in_turn)
     options = WINDOWS[name]
     query, key, value, codes, mask = draw()
-    arguments = dict(key_mask=mask, causal=True, **options)
     correct = definition(query, key, value, codes, mask, True, **options)
-    for how in (
-        dict(block_length=1),
-        dict(block_length=5, reduction="scan"),
-        dict(block_length=5, reduction="matmul"),
-        dict(block_length=5, reduction="cumsum"),
-    ):
-        output = vq_attention(query, key, value, codes, **arguments, **how)
+    arguments = dict(key_mask=mask, causal=True, **options)
+    for length in lengths:
+        output = vq_attention(
+            query, key, value, codes, block_length=length, **arguments
+        )
         np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
 
 
@@ -95,7 +98,7 @@ def test_lengths_that_differ(lengths, causal):
         np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["exact", "quantised", "no-cache", "soft-window"])
+@pytest.mark.parametrize("name", ["exact", "quantised", "soft-window"])
 def test_gradients_are_those_of_the_definition(name):
     options = WINDOWS[name]
     query, key, value, codes, mask = draw()
@@ -415,10 +418,8 @@ def test_moving_averages_fade_together():
 WRONG = [
     (dict(window=0), "window=0"),
     (dict(block_length=-1), "block_length=-1"),
-    (dict(reduction="sum"), "reduction='sum'"),
     (dict(implementation="fast"), "implementation='fast'"),
     (dict(quantize_window=True), "window=None"),
-    (dict(cache=False), "window=None"),
     (dict(window=2, quantize_window=True, sigma=np.ones(2)), "`sigma`"),
     (dict(state={}), "causal=False"),
     (dict(order=1), "order=1"),
@@ -426,7 +427,6 @@ WRONG = [
     (dict(order=2, rank=DIM + 1), "rank=5"),
     (dict(order=2, sigma=np.ones(2)), "`sigma`"),
     (dict(order=2, window=2, quantize_window=True), "quantize_window=True"),
-    (dict(order=2, window=2, cache=False), "cache=False"),
     (dict(position_query=np.zeros((2, LENGTH, 2, DIM))), "window=None"),
     (dict(window=5, position_query=np.zeros((2, LENGTH, 2, DIM))), "go together"),
     (dict(window=5, position_key=np.zeros((9, 2, DIM))), "go together"),
