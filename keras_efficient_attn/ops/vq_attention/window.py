@@ -94,7 +94,8 @@ def attend_segment(query, keys, codebook, config, positions, state):
         cache=cache_of(state, query.dtype),
     )
     output = finish(*merge([part, far]), normalize=True)
-    return output, {**window_state(history, length), **named_cache(cache)}
+    recent = each(lambda t: t[:, length:], history)
+    return output, {**named_window(recent), **named_cache(cache)}
 
 
 def with_history(state, near):
@@ -108,10 +109,9 @@ def with_history(state, near):
     )
 
 
-def window_state(history, length):
-    """The window after a segment, as the part of a state that it is."""
-    tensors = each(lambda t: t[:, length:], history)
-    pairs = zip(WINDOW_NAMES, tensors, strict=True)
+def named_window(recent):
+    """The keys of a window, as the part of a state that they are."""
+    pairs = zip(WINDOW_NAMES, recent, strict=True)
     return {name: t for name, t in pairs if t is not None}
 
 
