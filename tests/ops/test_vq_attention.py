@@ -305,6 +305,107 @@ def test_a_code_without_keys_sets_no_scale(sigma):
     np.testing.assert_allclose(to_numpy(output)[0, :, 0, 0], expected, atol=1e-4)
 
 
+STREAMED = {
+    **WINDOWS,
+    "wide-window": dict(window=40),
+    "stopped": dict(window=5, gradient_through_cache=False),
+    "expanded-in-part": dict(order=2, rank=3),
+}
+
+
+def streamed(arrays, mask, pieces, options, relative=None):
+    """The outputs of pieces of a sequence, joined, and the last state."""
+    query, key, value, codes = arrays
+    of_state = {n: x for n, x in options.items() if n in ("order", "rank", "window")}
+    state = vq_attention_state(2, 2, CODES, DIM, 3, soft="sigma" in options, **of_state)
+    outputs = []
+    for start, stop in pieces:
+        part = slice(start, stop)
+        arguments = dict(key_mask=mask[:, part], **options)
+        if relative is not None:
+            position_query, position_key = relative
+            arguments["position_query"] = position_query[:, part]
+            arguments["position_key"] = position_key
+        output, state = vq_attention(
+            query[:, part],
+            key[:, part],
+            value[:, part],
+            codes,
+            causal=True,
+            state=state,
+            **arguments,
+        )
+        outputs.append(output)
+    return ops.concatenate(outputs, axis=1), state
+
+
+def tokens(start, stop):
+    return [(i, i + 1) for i in range(start, stop)]
+
+
+@pytest.mark.parametrize("options", STREAMED.values(), ids=STREAMED.keys())
+def test_tokens_and_segments_share_a_state_and_give_the_definition(options):
+    *arrays, mask = draw()
+    # What stands where no key is, nobody reads.
+    arrays[1] = np.where(mask[..., None, None], arrays[1], np.nan)
+    hidden = [x if i != 1 else np.nan_to_num(x) for i, x in enumerate(arrays)]
+    known = {n: x for n, x in options.items() if n != "gradient_through_cache"}
+    correct = definition(*hidden, mask, True, **known)
+    states = []
+    for pieces in (
+        tokens(0, LENGTH),
+        [(0, LENGTH)],
+        [*tokens(0, 2), (2, 9), *tokens(9, 12), (12, LENGTH)],
+    ):
+        output, state = streamed(arrays, mask, pieces, options)
+        np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
+        states.append(state)
+    for name, tensor in states[0].items():
+        for other in states[1:]:
+            np.testing.assert_allclose(
+                to_numpy(other[name]), to_numpy(tensor), rtol=1e-4, atol=1e-5
+            )
+
+
+def test_tokens_have_relative_positions():
+    *arrays, mask = draw()
+    query, key, _, codes = (x.astype("float64") for x in arrays)
+    random = np.random.default_rng(3)
+    relative = random.normal(size=query.shape), random.normal(size=(5, 2, DIM))
+    by_distance = np.einsum("bthd,mhd->bhtm", *relative)
+    distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    index = np.broadcast_to(np.clip(4 - distance, 0, 4), (2, 2, LENGTH, LENGTH))
+    positions = np.take_along_axis(by_distance, index, axis=-1)
+    similarity = dense.vq_similarity(query, key, codes, window=5, positions=positions)
+    correct = dense.weigh(similarity, arrays[2], mask, True)[0]
+    relative = [x.astype("float32") for x in relative]
+    for pieces in (tokens(0, LENGTH), [(0, 8), *tokens(8, LENGTH)]):
+        output, _ = streamed(arrays, mask, pieces, dict(window=5), relative)
+        np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["exact", "quantised", "soft-window", "soft"])
+def test_gradients_through_tokens_are_those_of_the_definition(name):
+    options, length = WINDOWS[name], 9
+    query, key, value, codes, mask = draw(length)
+    weight = np.random.default_rng(1).normal(size=value.shape).astype("float32")
+
+    def by_token(*arrays):
+        output, _ = streamed(arrays, mask, tokens(0, length), options)
+        return ops.sum(ops.multiply(output, weight))
+
+    def by_definition(*arrays):
+        output = vq_attention(
+            *arrays, key_mask=mask, causal=True, implementation="reference", **options
+        )
+        return ops.sum(ops.multiply(output, weight))
+
+    received = gradients(by_token, query, key, value, codes)
+    expected = gradients(by_definition, query, key, value, codes)
+    for ours, theirs in zip(received, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
 def test_hundred_thousand_bfloat16_tokens_are_counted_one_by_one():
     length, segment = 100_000, 20_000
     random = np.random.default_rng(0)
