@@ -1,4 +1,4 @@
-"""Where each position stands when buckets are sorted and cut into chunks."""
+"""The place of each position when buckets are sorted and cut into chunks."""
 
 import collections
 
@@ -42,7 +42,7 @@ def make_layout(buckets, kept, num_buckets, chunk_size, aligned, floats_per_posi
         aligned: Whether each bucket starts a chunk. Then no position's chunk depends
             on later positions, and the chunk before is of the same bucket.
             Otherwise chunks run on across buckets, and the last is before the first.
-        floats_per_position: For the size of a tile.
+        floats_per_position: Floats that a position takes in a step.
     """
     batch, heads, rounds, length = ops.shape(buckets)
     kept = kept[:, None, None, :]
