@@ -6,6 +6,7 @@ from keras_efficient_attn.ops.common.chunking import fit_length
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import finish
+from keras_efficient_attn.ops.common.state import make_state
 from keras_efficient_attn.ops.vq_attention import reference
 from keras_efficient_attn.ops.vq_attention.at import attend_to_earlier
 from keras_efficient_attn.ops.vq_attention.cache import (
@@ -203,8 +204,7 @@ def vq_attention_state(
     config = VQConfig(soft=soft, order=order, rank=rank, window=window)
     config.check_key_dim(key_dim)
     sizes = (batch_size, num_heads, num_codes, key_dim, value_dim)
-    spec = state_spec(*sizes, config, dtype)
-    return {name: ops.zeros(*shape_and_dtype) for name, shape_and_dtype in spec.items()}
+    return make_state(state_spec(*sizes, config, dtype))
 
 
 @compiled("config", "causal")

@@ -8,6 +8,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.calibration import calibration_batches
+from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.layers.attention.vq.codebooks import (
     CodebookConfig,
     Coordinates,
@@ -16,18 +17,18 @@ from keras_efficient_attn.layers.attention.vq.codebooks import (
 )
 from keras_efficient_attn.ops.common.checks import check_rotary_wavelength
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, rms_normalize
+from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.common.relative_positions import (
     sinusoids,
     window_distances,
 )
-from keras_efficient_attn.ops.common.rotary import rotary_embedding
 from keras_efficient_attn.ops.reversible.remembered import remembered
 from keras_efficient_attn.ops.reversible.replay import is_replay
 from keras_efficient_attn.ops.vq_attention.api import (
     attend_at_position,
     attend_to_keys_and_codes,
 )
-from keras_efficient_attn.ops.vq_attention.cache import state_spec
+from keras_efficient_attn.ops.vq_attention.cache import num_features, state_spec
 from keras_efficient_attn.ops.vq_attention.calibration import fitted
 from keras_efficient_attn.ops.vq_attention.codebook import look_up, nearest_codes
 from keras_efficient_attn.ops.vq_attention.config import VQConfig
@@ -37,6 +38,7 @@ from keras_efficient_attn.ops.vq_attention.tensors import Codebook, Keys, Positi
 MAX_WAVELENGTH = 100_000.0
 
 
+@register_attention("vq")
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class VQAttention(EfficientAttention):
     """Softmax attention to near keys and to the codes of far ones, in linear time.
@@ -270,25 +272,38 @@ class VQAttention(EfficientAttention):
         return True
 
     @property
-    def state_names(self):
-        return tuple(self.state_spec(1))
-
-    def state_spec(self, batch_size, max_length=None):
-        spec = state_spec(
-            batch_size,
-            *(self._num_heads, self.num_codes, self._key_dim, self._value_dim),
-            self.config,
-            "float64" if self.compute_dtype == "float64" else "float32",
+    def estimates_softmax(self):
+        return (
+            not self.qk_norm
+            and not self.config.relative_positions
+            and self.rotary_wavelength is None
+            and not self._use_gate
         )
+
+    def operations(self, length, causal):
+        if self._use_gate:
+            return None
+        heads, dim, value_dim = self._num_heads, self._key_dim, self._value_dim
+        window = 0 if self.window is None else min(self.window, length)
+        terms = 2 if self.config.relative_positions else 1
+        per_pair = 2 * heads * (terms * dim + value_dim)
+        # Finding the code and weighing it; reading, and for soft codes writing, values.
+        through_values = (4 if self.config.soft else 2) * value_dim
+        if self.config.order == 2:
+            through_values *= num_features(self.config.expanded_dims(dim))
+        per_position = heads * self.num_codes * (4 * dim + through_values)
+        pairs = count_pairs(window, length, causal)
+        return per_position * length + per_pair * pairs
+
+    def state_spec(self, batch_size, max_length):
+        sizes = (self._num_heads, self.num_codes, self._key_dim, self._value_dim)
+        spec = state_spec(batch_size, *sizes, self.config, self.state_dtype)
         if self.rotary_wavelength is not None:
-            spec["position"] = (batch_size,), "int32"
+            spec["position"] = ((batch_size,), "int32")
         return spec
 
-    def initial_state(self, batch_size):
-        spec = self.state_spec(batch_size)
-        return {name: ops.zeros(*entry) for name, entry in spec.items()}
-
-    def attend(self, query, key, value, query_mask, key_mask, causal, state, training):
+    def attend(self, query, key, value, call):
+        state, key_mask = call.state, call.key_mask
         dtype, start = accumulator_dtype(query, key, value), None
         if self.rotary_wavelength is not None and state is not None:
             state = dict(state)
@@ -297,9 +312,9 @@ class VQAttention(EfficientAttention):
         key = self._compared_key(self._prepared(key, dtype, start))
         positions = None
         if self.config.relative_positions:
-            positions = self._relative_positions(query, causal)
+            positions = self._relative_positions(query, call.causal)
         query = self._compared_query(query)
-        learns = self._learns(training)
+        learns = self._learns(call.training)
         # Gradient checkpointing needs what the first run made, and made once.
         again = learns and is_replay()
         if again:
@@ -318,7 +333,7 @@ class VQAttention(EfficientAttention):
             Keys(key, value, key_mask, index),
             self._codebook_of(codes),
             self.config,
-            causal,
+            call.causal,
             positions,
             state,
         )
@@ -332,7 +347,7 @@ class VQAttention(EfficientAttention):
         if start is not None:
             new_state["position"] = start + ops.shape(query)[1]
         if self._dropout > 0.0:
-            heads = self._dropout_layer(heads, training=training)
+            heads = self._dropout_layer(heads, training=call.training)
         return heads, new_state
 
     def attend_at(self, position, query, key, value, key_mask):
@@ -457,12 +472,7 @@ class VQAttention(EfficientAttention):
         x = ops.cast(x, dtype)
         if self.qk_norm:
             x = rms_normalize(x)
-        if self.rotary_wavelength is not None:
-            steps = ops.arange(ops.shape(x)[1], dtype="int32")[None]
-            if position is not None:
-                steps = steps + position[:, None]
-            x = rotary_embedding(x, steps, self.rotary_wavelength)
-        return x * self._key_dim**-0.25
+        return self._rotated(x, position) * self._key_dim**-0.25
 
     def _content_query(self, query):
         """Prepared queries for the products with keys, with their bias."""
@@ -514,14 +524,13 @@ class VQAttention(EfficientAttention):
         """Whether a call moves the codes."""
         return training and self.trainable and not self.config.soft
 
-    def _scores(self, query, key, value, arguments, training, options):
-        if self._learns(training):
+    def _scores(self, query, key, value, call):
+        if self._learns(call.training):
             # The output's codes are drawn here, if this call is the first.
-            _, key_mask, _ = arguments
             prepared = self._prepared(key, accumulator_dtype(query, key, value), None)
             prepared = self._compared_key(prepared)
-            self._codebook.drawn_from(prepared, _countable(prepared, key_mask))
-        return super()._scores(query, key, value, arguments, training, options)
+            self._codebook.drawn_from(prepared, _countable(prepared, call.key_mask))
+        return super()._scores(query, key, value, call)
 
     def _commitment(self, key, codes, index, valid):
         """The loss that draws keys to their codes."""
