@@ -81,7 +81,7 @@ def log_kernel(query, keys):
         keys: `with_sines` of keys times their radius.
     """
     if len(query) == 1:
-        return _of_torch().log_kernel(*query, *keys)
+        return _torch_kernel().log_kernel(*query, *keys)
     if keras.backend.backend() == "jax":
         return _with_gradient_on_jax()(query, keys)
     if keras.backend.backend() == "torch":
@@ -90,7 +90,7 @@ def log_kernel(query, keys):
     return _fused_log_kernel(query, keys)
 
 
-def log_kernel_gradient(query, keys, of_logs):
+def log_kernel_gradient(query, keys, grad_logs):
     """Gradients of the angles of queries and keys from that of `L`.
 
     The derivative of `log|sin(z)/z|` is `cot z − 1/z`. Where the sine is not known from
@@ -98,27 +98,27 @@ def log_kernel_gradient(query, keys, of_logs):
     multiplies, a weight with an even power of the sine, is 0 in the limit.
     """
     if len(query) == 1:
-        return _of_torch().log_kernel_gradient(*query, *keys, of_logs)
+        return _torch_kernel().log_kernel_gradient(*query, *keys, grad_logs)
     if keras.backend.backend() == "torch":
         blocks = [
-            _fused_gradient(query, block, of_block)
-            for block, (of_block,) in zip(
-                _blocks(keys), _blocks((of_logs,)), strict=True
+            _fused_gradient(query, block, grad_block)
+            for block, (grad_block,) in zip(
+                _blocks(keys), _blocks((grad_logs,)), strict=True
             )
         ]
-        of_query, of_key = zip(*blocks, strict=True)
-        return sum(of_query), ops.concatenate(of_key, axis=-1)
-    return _fused_gradient(query, keys, of_logs)
+        grad_query, grad_key = zip(*blocks, strict=True)
+        return sum(grad_query), ops.concatenate(grad_key, axis=-1)
+    return _fused_gradient(query, keys, grad_logs)
 
 
 @compiled_on_torch
-def _fused_gradient(query, keys, of_logs):
-    dtype = keras.backend.standardize_dtype(of_logs.dtype)
+def _fused_gradient(query, keys, grad_logs):
+    dtype = keras.backend.standardize_dtype(grad_logs.dtype)
     unit = float(np.finfo(dtype).eps)
     series = _series(dtype)
     slope = [2.0 * i * c for i, c in enumerate(series)][1:]
-    of_logs = of_logs[:, :, None]
-    of_query, of_key = [], []
+    grad_logs = grad_logs[:, :, None]
+    grad_query, grad_key = [], []
     for slot in range(SLOTS):
         z, sin_z, cos_z = _differences(query, keys, slot, with_cosine=True)
         square = z * z
@@ -126,10 +126,10 @@ def _fused_gradient(query, keys, of_logs):
         size = sin_z * sin_z + unit**2
         top = ops.where(near, z * _polynomial(slope, square), sin_z * cos_z * z - size)
         bottom = ops.where(near, _polynomial(series, square), size * z)
-        of_z = of_logs * (top / bottom)
-        of_query.append(ops.sum(of_z, axis=-1))
-        of_key.append(-ops.sum(of_z, axis=-2))
-    return ops.stack(of_query), ops.stack(of_key)
+        grad_z = grad_logs * (top / bottom)
+        grad_query.append(ops.sum(grad_z, axis=-1))
+        grad_key.append(-ops.sum(grad_z, axis=-2))
+    return ops.stack(grad_query), ops.stack(grad_key)
 
 
 def _blocks(tensors):
@@ -137,7 +137,7 @@ def _blocks(tensors):
     return list(zip(*(t.split(BLOCK, dim=-1) for t in tensors), strict=True))
 
 
-def _of_torch():
+def _torch_kernel():
     from keras_efficient_attn.ops.fourier import torch_kernel
 
     return torch_kernel
@@ -191,14 +191,14 @@ def _with_gradient_on_jax():
     def forward(query, keys):
         return _fused_log_kernel(query, keys), (query, keys)
 
-    def backward(saved, of_logs):
+    def backward(saved, grad_logs):
         query, keys = saved
-        of_query, of_key = log_kernel_gradient(query, keys, of_logs)
+        grad_query, grad_key = log_kernel_gradient(query, keys, grad_logs)
         # That of the angles is the whole one, the sines' and cosines' included.
         zeros = (map(ops.zeros_like, side[1:]) for side in (query, keys))
         return tuple(
             (first, *rest)
-            for first, rest in zip((of_query, of_key), zeros, strict=True)
+            for first, rest in zip((grad_query, grad_key), zeros, strict=True)
         )
 
     function.defvjp(forward, backward)

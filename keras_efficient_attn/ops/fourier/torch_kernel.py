@@ -26,12 +26,12 @@ def log_kernel(query, keys):
     return product.abs_().log_().clamp_(min=LOG_ZERO).sum(dim=2)
 
 
-def log_kernel_gradient(query, keys, of_logs):
+def log_kernel_gradient(query, keys, grad_logs):
     """See `kernel.log_kernel_gradient`."""
-    *series, last = _series(TERMS[of_logs.dtype])
-    smallest = torch.finfo(of_logs.dtype).tiny
-    of_logs = of_logs[:, :, None]
-    of_query, of_key = [], []
+    *series, last = _series(TERMS[grad_logs.dtype])
+    smallest = torch.finfo(grad_logs.dtype).tiny
+    grad_logs = grad_logs[:, :, None]
+    grad_query, grad_key = [], []
     for a, b in zip(query, keys, strict=True):
         z = a[..., :, None] - b[..., None, :]
         # The series is of no use beyond, and must not overflow there.
@@ -43,10 +43,10 @@ def log_kernel_gradient(query, keys, of_logs):
         tangent = torch.tan(z)
         # 0, and not NaN, where z is 0.
         far = (z - tangent).div_(tangent.mul_(z).add_(smallest))
-        of_z = far.lerp_(near, square.lt_(NEAR)).mul_(of_logs)
-        of_query.append(of_z.sum(dim=-1))
-        of_key.append(-of_z.sum(dim=-2))
-    return torch.stack(of_query), torch.stack(of_key)
+        grad_z = far.lerp_(near, square.lt_(NEAR)).mul_(grad_logs)
+        grad_query.append(grad_z.sum(dim=-1))
+        grad_key.append(-grad_z.sum(dim=-2))
+    return torch.stack(grad_query), torch.stack(grad_key)
 
 
 def _series(terms):
