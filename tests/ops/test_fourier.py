@@ -85,11 +85,12 @@ def test_rows_whose_weights_are_zero_in_float32(scale, radius, dim):
     ids=["wide", "narrow", "fused"],
 )
 def test_gradients_are_the_slopes_of_the_definition(
-    implementation, power, scale, radius, causal, monkeypatch
+    implementation, power, scale, radius, causal, monkeypatch, backend
 ):
     """All four arguments; the narrow kernel is 0 in float32 for most pairs."""
     monkeypatch.setattr(fourier_api, "LEAST_PART", 4)
-    monkeypatch.setattr(fourier.kernel, "BLOCK", 4)
+    if backend == "torch":
+        monkeypatch.setattr("keras_efficient_attn.ops.fourier.kernels.torch.BLOCK", 4)
     *arrays, mask = draw(scale)
     z = (radius * (arrays[0][:, :, None] - arrays[1][:, None])).astype("float32")
     naive = np.prod(np.sinc(z / np.float32(np.pi)) ** power, axis=-1)

@@ -2,7 +2,6 @@
 
 import functools
 
-import keras
 from keras import ops
 
 from keras_efficient_attn.ops.common.chunking import chunk_layout, pad_to
@@ -13,10 +12,8 @@ from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.fourier.kernel import (
     SLOTS,
     join_dims,
-    log_kernel,
-    log_kernel_gradient,
+    kernel_for,
     split_dims,
-    with_sines,
 )
 
 # Keys that are assumed where their number is not known yet.
@@ -62,11 +59,8 @@ def fourier_sums(query, key, value, radius, config, key_mask=None, first_positio
     xs = tuple(pad_to(x, tiles * chunks * size) for x in xs)
     consts = (ops.transpose(value, (0, 2, 1, 3)),)
     consts += () if valid is None else (valid,)
-    consts += with_sines(split_dims(key), config.is_fused)
+    consts += kernel_for(config.is_fused).prepare(split_dims(key))
     step, gradient = _step(config, valid is not None)
-    if keras.backend.backend() == "jax":
-        # XLA makes the same of the automatic one, which has a derivative.
-        gradient = None
     _, sums = recompute_scan(step, (), xs, consts, gradient, num_steps=tiles)
     return tuple(y[:, :length] for y in sums)
 
@@ -77,13 +71,14 @@ def _step(config, masked):
 
     `x` is the queries and, if `causal`, the index of the last key that each sees; the
     constants are the values, if `masked` 1 for keys that exist and 0 for others, and
-    the keys `with_sines`.
+    arrays that the kernel reads of keys.
     """
-    power, causal, fused = config.power, config.causal, config.is_fused
+    power, causal = config.power, config.causal
+    kernel = kernel_for(config.is_fused)
     first = 2 if masked else 1
 
     def logits(query, x, consts):
-        logs = power * log_kernel(query, consts[first:])
+        logs = power * kernel.log_kernel(query, consts[first:])
         if masked:
             logs = ops.where(consts[1][:, None, None, :] > 0, logs, LOG_ZERO)
         if causal:
@@ -96,7 +91,7 @@ def _step(config, masked):
         return ops.where(logs > LOG_ZERO, ops.exp(logs - scale[..., None]), 0.0)
 
     def step(carry, x, consts):
-        logs = logits(with_sines(split_dims(x[0]), fused), x, consts)
+        logs = logits(kernel.prepare(split_dims(x[0])), x, consts)
         scale = ops.max(ops.stop_gradient(logs), axis=-1, initial=LOG_ZERO)
         weights = weights_of(logs, scale)
         values = ops.transpose(weights @ consts[0], (0, 2, 1, 3))
@@ -104,14 +99,16 @@ def _step(config, masked):
         return carry, (values, *(ops.swapaxes(t, 1, 2) for t in (totals, scale)))
 
     def gradient(carry, x, consts, y, carry_gradient, y_gradient):
-        query, value = with_sines(split_dims(x[0]), fused), consts[0]
+        query, value = kernel.prepare(split_dims(x[0])), consts[0]
         scale = ops.swapaxes(y[2], 1, 2)
         weights = weights_of(logits(query, x, consts), scale)
         grad_sums = ops.transpose(y_gradient[0], (0, 2, 1, 3))
         grad_totals = ops.swapaxes(y_gradient[1], 1, 2)[..., None]
         grad_weights = grad_sums @ ops.swapaxes(value, -1, -2) + grad_totals
         grad_logs = power * (grad_weights * weights)
-        grad_query, grad_key = log_kernel_gradient(query, consts[first:], grad_logs)
+        grad_query, grad_key = kernel.log_kernel_gradient(
+            query, consts[first:], grad_logs
+        )
         grad_value = ops.swapaxes(weights, -1, -2) @ grad_sums
         grad_query = join_dims(grad_query, x[0].shape[-1])
         grad_valid = map(ops.zeros_like, consts[1:first])
@@ -119,4 +116,4 @@ def _step(config, masked):
         grad_consts = (grad_value, *grad_valid, grad_key, *grad_sines)
         return (), (grad_query, *map(ops.zeros_like, x[1:])), grad_consts
 
-    return step, gradient
+    return step, gradient if kernel.log_kernel_gradient is not None else None

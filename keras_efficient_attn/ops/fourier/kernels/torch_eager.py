@@ -2,7 +2,7 @@
 
 PyTorch runs operation by operation. One sine of a difference is cheaper here than the
 products that make one of the sines and cosines of its ends, and arithmetic cheaper than
-`torch.where`, which takes longest of all.
+`torch.where`, which takes longest of all. See `kernel.Kernel` for the functions.
 """
 
 import torch
@@ -16,10 +16,13 @@ NEAR = 1 / 16
 TERMS = {torch.float32: 3, torch.float64: 8}
 
 
+def prepare(angles):
+    return (angles,)
+
+
 def log_kernel(query, keys):
-    """See `kernel.log_kernel`; of angles alone, `(slots, ..., length)`."""
     product = None
-    for a, b in zip(query, keys, strict=True):
+    for a, b in zip(*query, *keys, strict=True):
         z = (a[..., :, None] - b[..., None, :]).abs_().clamp_(min=TINY)
         ratio = torch.sin(z).div_(z)
         product = ratio if product is None else product.mul_(ratio)
@@ -27,12 +30,11 @@ def log_kernel(query, keys):
 
 
 def log_kernel_gradient(query, keys, grad_logs):
-    """See `kernel.log_kernel_gradient`."""
     *series, last = _series(TERMS[grad_logs.dtype])
     smallest = torch.finfo(grad_logs.dtype).tiny
     grad_logs = grad_logs[:, :, None]
     grad_query, grad_key = [], []
-    for a, b in zip(query, keys, strict=True):
+    for a, b in zip(*query, *keys, strict=True):
         z = a[..., :, None] - b[..., None, :]
         # The series is of no use beyond, and must not overflow there.
         square = (z * z).clamp_(max=NEAR)
