@@ -219,12 +219,12 @@ def test_gradients_through_the_cache_can_be_stopped():
         )
         return ops.sum(ops.multiply(output, weight))
 
-    of_query, of_value = gradients(loss, query, value)
+    grad_query, grad_value = gradients(loss, query, value)
     similarity = dense.vq_similarity(query, key, codes, window=5)
     weights = dense.weigh(similarity, value, causal=True)[1]
     distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
     expected = np.einsum("bhts,bthv->bshv", weights * (distance < 5), weight)
-    np.testing.assert_allclose(of_value, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(grad_value, expected, rtol=1e-4, atol=1e-5)
 
     def slope(step):
         moved = query + step * weight[..., :1].astype("float64")
@@ -232,7 +232,7 @@ def test_gradients_through_the_cache_can_be_stopped():
         return (dense.weigh(similarity, value, causal=True)[0] * weight).sum()
 
     expected = (slope(1e-4) - slope(-1e-4)) / 2e-4
-    received = (of_query * weight[..., :1]).sum()
+    received = (grad_query * weight[..., :1]).sum()
     np.testing.assert_allclose(received, expected, rtol=1e-3)
 
 
@@ -346,7 +346,7 @@ def tokens(start, stop):
 @pytest.mark.parametrize("options", STREAMED.values(), ids=STREAMED.keys())
 def test_tokens_and_segments_share_a_state_and_give_the_definition(options):
     *arrays, mask = draw()
-    # What stands where no key is, nobody reads.
+    # Masked keys are never read.
     arrays[1] = np.where(mask[..., None, None], arrays[1], np.nan)
     hidden = [x if i != 1 else np.nan_to_num(x) for i, x in enumerate(arrays)]
     known = {n: x for n, x in options.items() if n != "gradient_through_cache"}
@@ -453,10 +453,10 @@ def test_codes_with_a_share_near_zero_have_finite_gradients():
         sigma = np.ones(1, "float32")
         return ops.sum(vq_attention(key, key, 1.0 + key, codes, sigma=sigma))
 
-    of_key, of_codes = gradients(loss, key, codes)
+    grad_key, grad_codes = gradients(loss, key, codes)
     # A single value is the output, whatever the weights.
-    np.testing.assert_allclose(of_key.ravel(), [1.0], rtol=1e-5)
-    np.testing.assert_allclose(of_codes.ravel(), [0.0, 0.0], atol=1e-6)
+    np.testing.assert_allclose(grad_key.ravel(), [1.0], rtol=1e-5)
+    np.testing.assert_allclose(grad_codes.ravel(), [0.0, 0.0], atol=1e-6)
 
 
 def test_k_means_finds_separate_clusters():

@@ -36,7 +36,7 @@ def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
     chunk_size = config.chunk_size
     if isinstance(length, int):
         chunk_size = max(1, min(chunk_size, length))
-    # One more position, hidden, stands in the slots that are empty.
+    # One more position, hidden, fills the slots that are empty.
     query, value = (pad_length(t, 0, 1) for t in (query, value))
     kept = ops.cast(ops.pad(ops.cast(kept, "int32"), [(0, 0), (0, 1)]), "bool")
     buckets = ops.pad(buckets, [(0, 0)] * 3 + [(0, 1)])
@@ -95,7 +95,7 @@ def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
 def _ids(layout, length, dtype):
     """Position, codes and codes before: `(batch, heads, length, 1 + 2 rounds)`."""
     position = ops.arange(length, dtype="int32") + ops.zeros_like(layout.code[:, :, 0])
-    # The position that stands for none has one that no other is before.
+    # The position of empty slots is one that no other precedes.
     position = ops.where(layout.code[:, :, 0] < 0, -1, position)
     ids = ops.concatenate([position[:, :, None], layout.code, layout.before], axis=2)
     return ops.cast(ops.transpose(ids, (0, 1, 3, 2)), dtype)
@@ -135,7 +135,7 @@ def _step(dim, value_dim, rounds, causal, scale):
             )
             seen = ops.logical_and(seen, allowed[:, :, r])
             for earlier in range(r):
-                # What an earlier round has seen counts there.
+                # A key that an earlier round has seen counts there.
                 one = slice(earlier, earlier + 1)
                 here, there = against(
                     code[:, :, r, ..., one], key_code[:, :, r, ..., one]

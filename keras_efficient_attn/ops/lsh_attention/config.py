@@ -8,7 +8,7 @@ from keras_efficient_attn.ops.lsh_attention.layout import MAX_CODE
 
 @dataclasses.dataclass(frozen=True)
 class LSHConfig:
-    """How buckets are cut into chunks, and what a position sees of them.
+    """How buckets are cut into chunks, and which of them a position sees.
 
     Attributes:
         num_buckets: Number of buckets.

@@ -67,7 +67,7 @@ def make_layout(buckets, kept, num_buckets, chunk_size, aligned, floats_per_posi
     chunk = within // chunk_size
     start = ops.take_along_axis(first, own, axis=-1)
     slot = start * chunk_size + within
-    # Between two buckets, a code of no chunk: the one before a bucket's first.
+    # Between two buckets, a code of no chunk: the code before a bucket's first.
     code = start + chunk + own + 1
     before = code - 1
     if not aligned:

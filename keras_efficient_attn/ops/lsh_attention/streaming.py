@@ -116,7 +116,7 @@ def _step(dim, value_dim, rounds, config):
         logits = scaled @ ops.swapaxes(key, -1, -2)
         parts = [masked_part(logits, seen, value, consts[1] if consts else None)]
 
-        # Those of the cache, round by round; what an earlier one has seen counts there.
+        # The keys of the cache, round by round; a key counts in the first that sees it.
         index = bucket[..., None] * ring + ops.arange(ring, dtype="int32")
         index = ops.reshape(index, (batch, heads * rounds, block * ring))
         table = ops.reshape(cache, (batch, heads * rounds, cache_rows, width))
@@ -147,7 +147,7 @@ def _step(dim, value_dim, rounds, config):
         output = with_self(values, totals, value)
         output = ops.where(kept[:, None, :, None], output, 0.0)
 
-        # Each key takes the place of the one that stood two chunks before it.
+        # Each key takes the place of the key two chunks before it.
         visible = kept[:, None, None, :]
         place = ops.where(visible, bucket * ring + rank % ring, cache_rows - 1)
         codes = ops.cast(ops.transpose(code, (0, 1, 3, 2)), cache.dtype)

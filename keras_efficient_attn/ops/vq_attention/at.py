@@ -17,7 +17,7 @@ def attend_to_earlier(query, keys, codebook, config, position):
         keys: `Keys`.
         codebook: `Codebook`.
         config: `VQConfig`, without relative positions.
-        position: Of the query among the keys, an integer or a scalar.
+        position: Position of the query among the keys, an integer or a scalar.
 
     Returns:
         `(batch, 1, heads, value_dim)`.

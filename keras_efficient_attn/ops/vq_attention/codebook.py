@@ -1,6 +1,6 @@
 """Codebooks: nearest codes, mixtures, moving averages, k-means.
 
-Codebooks are `(heads, codes, dim)`. What chooses codes has no gradient.
+Codebooks are `(heads, codes, dim)`. The choice of codes has no gradient.
 """
 
 from keras import ops

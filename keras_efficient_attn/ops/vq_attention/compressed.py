@@ -93,7 +93,7 @@ def layout(sequence, value, codes, block_length, in_turn, features=0):
     floats = heads * (3 * num_codes + 2 * dim + 2 * (1 + features) * value_dim)
     length = ops.shape(sequence)[1]
     size, blocks, groups = chunk_layout(length, block_length, sequence.shape[0], floats)
-    # Of symbolic lengths, as JAX exports them, there is one group.
+    # Symbolic lengths, as JAX exports them, make one group.
     known = isinstance(length, int) or keras.backend.backend() != "jax"
     if in_turn and known:
         return size, 1, blocks * groups
@@ -181,13 +181,13 @@ def _read(logits, sums, counts, block=None):
     logits = ops.where(full, logits + log_counts[..., None, :], LOG_ZERO)
     scale = ops.max(ops.stop_gradient(logits), axis=-1)
     if block is not None:
-        of_keys, seen, values = block
-        of_keys = ops.where(seen, of_keys, LOG_ZERO)
-        scale = larger(scale, ops.max(ops.stop_gradient(of_keys), axis=-1))
+        key_logits, seen, values = block
+        key_logits = ops.where(seen, key_logits, LOG_ZERO)
+        scale = larger(scale, ops.max(ops.stop_gradient(key_logits), axis=-1))
     weights = ops.where(full, ops.exp(logits - scale[..., None]), 0.0)
     total, value = ops.sum(weights, axis=-1), weights @ means
     if block is not None:
-        weights = ops.where(seen, ops.exp(of_keys - scale[..., None]), 0.0)
+        weights = ops.where(seen, ops.exp(key_logits - scale[..., None]), 0.0)
         total, value = total + ops.sum(weights, axis=-1), value + weights @ values
     return value, total, scale
 
@@ -209,8 +209,8 @@ def _read_mixture(logits, chosen, values, sums, counts):
     # Without the counts, at most 1 / count.
     shifted = ops.where(full, logits - scale[..., None], LOG_ZERO)
     weights = ops.exp(shifted)
-    of_keys = (weights @ ops.swapaxes(chosen, -1, -2)) * lower
-    return weights @ sums + of_keys @ values, total, scale
+    key_weights = (weights @ ops.swapaxes(chosen, -1, -2)) * lower
+    return weights @ sums + key_weights @ values, total, scale
 
 
 def prefix_sums(first, local):

@@ -10,7 +10,7 @@ BLOCK_LENGTHS = {0: 128, 2: 512}
 
 @dataclasses.dataclass(frozen=True)
 class VQConfig:
-    """How keys are seen: which ones as they are, and what stands for the others.
+    """Which keys a query sees as they are, and how codes represent the others.
 
     Attributes:
         soft: Whether a key has a share in every code, and not in the nearest alone.

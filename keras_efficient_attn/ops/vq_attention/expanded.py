@@ -205,30 +205,30 @@ def read(query, codebook, cache, rank, block=None, causal=True):
     with_numbers = logits + ops.log(ops.where(full, numbers, 1.0))
     with_numbers = ops.where(full, with_numbers, LOG_ZERO)
     scale = ops.max(ops.stop_gradient(with_numbers), axis=-1)
-    # Of one key of each code, as if it were the code: at most 1 / number.
+    # The weight of one key of each code, as if it were the code: at most 1 / number.
     weights = ops.exp(ops.where(full, logits - scale[..., None], LOG_ZERO))
 
     output = total = 0.0
     if cache is not None:
         features = _features(query, rank)
-        of_features = weights @ _flat(sums)
+        by_feature = weights @ _flat(sums)
         shape = (*sizes(features), ops.shape(sums)[-1])
-        output = (features[..., None, :] @ ops.reshape(of_features, shape))[..., 0, :]
+        output = (features[..., None, :] @ ops.reshape(by_feature, shape))[..., 0, :]
         total = ops.sum(features * (weights @ counts), axis=-1)
     if block is not None:
         by_code = ops.swapaxes(chosen, -1, -2)
         x = query[..., :rank] @ ops.swapaxes(residual[..., :rank], -1, -2)
-        of_keys = (weights @ by_code) * seen * (1.0 + x + 0.5 * ops.square(x))
-        output = output + of_keys @ value
-        total = total + ops.sum(of_keys, axis=-1)
+        key_weights = (weights @ by_code) * seen * (1.0 + x + 0.5 * ops.square(x))
+        output = output + key_weights @ value
+        total = total + ops.sum(key_weights, axis=-1)
     if rank < query.shape[-1]:
         halves = 0.5 * ops.square(query[..., rank:])
         spread = 0.0
         if cache is not None:
             spread = halves @ ops.swapaxes(squares[0], -1, -2)
         if block is not None:
-            of_pairs = halves @ ops.swapaxes(ops.square(residual[..., rank:]), -1, -2)
-            spread = spread + (of_pairs * seen) @ chosen
+            pairs = halves @ ops.swapaxes(ops.square(residual[..., rank:]), -1, -2)
+            spread = spread + (pairs * seen) @ chosen
         spread = weights * spread
         total = total + ops.sum(spread, axis=-1)
         # Each key of a code has the mean.

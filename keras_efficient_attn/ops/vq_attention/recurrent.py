@@ -63,8 +63,8 @@ def _window(query, recent, positions):
     """
     logits = query @ ops.transpose(recent.key, (0, 2, 3, 1))
     if positions is not None:
-        of_query = ops.swapaxes(positions.query, 1, 2)
-        logits = logits + of_query @ ops.transpose(positions.key, (1, 2, 0))
+        position_query = ops.swapaxes(positions.query, 1, 2)
+        logits = logits + position_query @ ops.transpose(positions.key, (1, 2, 0))
     return logits, ops.swapaxes(recent.value, 1, 2), recent.valid[:, None, None]
 
 
@@ -104,11 +104,11 @@ def _read(query, cache, codes, config, window):
     if window is None:
         weights, total, _ = _weigh(logits, numbers)
         return divided(weights @ sums, total)
-    # A key in the window is as good as a code that stands for one key, or for none.
-    of_window, values, valid = window
-    valid = ops.broadcast_to(valid, ops.shape(of_window))
+    # A key in the window counts as a code with one key, a hidden one as an empty code.
+    window_logits, values, valid = window
+    valid = ops.broadcast_to(valid, ops.shape(window_logits))
     weights, total, _ = _weigh(
-        ops.concatenate([logits, of_window], axis=-1),
+        ops.concatenate([logits, window_logits], axis=-1),
         ops.concatenate([numbers, valid], axis=-1),
     )
     output = weights[..., :num_codes] @ sums + weights[..., num_codes:] @ values
@@ -116,10 +116,10 @@ def _read(query, cache, codes, config, window):
 
 
 def _weigh(logits, numbers):
-    """Softmax over things that stand for several keys each, or for none.
+    """The softmax over codes, each with its number of keys, which may be 0.
 
     Returns:
-        `(weights, total, log_scale)`: the weights of one key of each.
+        `(weights, total, log_scale)`, the weights being those of one key of each code.
     """
     full = numbers > MIN_COUNT
     with_numbers = logits + ops.log(ops.where(full, numbers, 1.0))

@@ -37,8 +37,8 @@ def vq_attention(query, keys, codebook, config, causal, positions=None):
         log_p = log_p - ops.log(ops.sum(ops.exp(log_p), axis=-1, keepdims=True))
 
     # log Σ exp(q·c) p(c | k), for every query and key.
-    of_codes = ops.einsum("bthd,hcd->bthc", query, codebook)
-    joint = of_codes[:, :, None] + log_p[:, None]
+    code_logits = ops.einsum("bthd,hcd->bthc", query, codebook)
+    joint = code_logits[:, :, None] + log_p[:, None]
     largest = ops.stop_gradient(ops.max(joint, axis=-1, keepdims=True))
     far = ops.log(ops.sum(ops.exp(joint - largest), axis=-1)) + largest[..., 0]
     logits = ops.transpose(far, (0, 3, 1, 2))
@@ -97,6 +97,6 @@ def _expansion(query, residual, chosen, rank, allowed, distance, window):
     for side in sides:
         seen = ops.cast(allowed & side, x.dtype)
         number = (seen + ops.zeros_like(x)) @ same_code
-        of_side = (seen * squares) @ same_code / larger(number, ops.ones_like(number))
-        mean = mean + ops.where(allowed & side, of_side, 0.0)
+        one_side = (seen * squares) @ same_code / larger(number, ops.ones_like(number))
+        mean = mean + ops.where(allowed & side, one_side, 0.0)
     return 1.0 + x + 0.5 * ops.square(x) + 0.5 * mean

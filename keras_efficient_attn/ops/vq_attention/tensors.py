@@ -16,7 +16,7 @@ class Codebook(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys, or what stands for them, with their values.
+    """Keys, or their codes or residuals, with their values.
 
     Attributes:
         key: `(batch, length, heads, dim)`: keys, their codes, or their residuals.
@@ -45,9 +45,6 @@ class Positions(NamedTuple):
 
 
 def each(function, tensors):
-    """The same tuple, named or not, of what a function makes of its tensors.
-
-    `None` stays.
-    """
+    """Applies a function to each tensor of a tuple, named or not; `None` stays."""
     results = [None if t is None else function(t) for t in tensors]
     return type(tensors)(*results) if hasattr(tensors, "_fields") else tuple(results)

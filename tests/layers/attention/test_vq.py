@@ -1,4 +1,4 @@
-"""What is VQAttention's own: its codebook, and how it learns."""
+"""VQAttention beyond the contract: its codebook, and how it learns."""
 
 import os
 import subprocess
@@ -387,20 +387,20 @@ def test_calibration_reads_no_padding_and_reports_its_error(assignment):
     if assignment == "hard":
         kernel, bias = (w.astype("float64") for w in layer.query_dense.get_weights())
         query = (np.einsum("btd,dhk->bthk", others, kernel) + bias) * KEY_DIM**-0.25
-        of_queries, of_keys = (
+        query_map, key_map = (
             to_numpy(w).astype("float64") for w in layer._coordinates.weights
         )
         # Products stay, and lengths of keys become those that the queries see.
-        identity = of_queries @ np.swapaxes(of_keys, 1, 2)
+        identity = query_map @ np.swapaxes(key_map, 1, 2)
         np.testing.assert_allclose(
             identity, np.broadcast_to(np.eye(KEY_DIM), identity.shape), atol=1e-5
         )
         metric = second_moments(query.reshape(-1, HEADS, KEY_DIM))
         metric *= KEY_DIM / np.trace(metric, axis1=1, axis2=2)[:, None, None]
         np.testing.assert_allclose(
-            of_keys @ np.swapaxes(of_keys, 1, 2), metric, rtol=1e-3, atol=1e-3
+            key_map @ np.swapaxes(key_map, 1, 2), metric, rtol=1e-3, atol=1e-3
         )
-        key = np.einsum("nhd,hde->nhe", key, of_keys)
+        key = np.einsum("nhd,hde->nhe", key, key_map)
     residual = np.zeros_like(key)
     for head in range(HEADS):
         distance = ((key[:, head, None] - codes[head][None]) ** 2).sum(-1)
@@ -412,7 +412,7 @@ def test_calibration_reads_no_padding_and_reports_its_error(assignment):
             members = key[distance.argmin(1) == code, head]
             np.testing.assert_allclose(codes[head, code], members.mean(0), atol=1e-4)
     if assignment == "hard":
-        # What is left of keys is uncorrelated, the largest coordinates first.
+        # The residuals of keys are uncorrelated, the largest coordinates first.
         covariance = second_moments(residual)
         variance = np.diagonal(covariance, axis1=1, axis2=2)
         assert np.all(np.diff(variance) <= 1e-5)

@@ -115,7 +115,7 @@ class MixtureCodebook(keras.layers.Layer):
         num_heads, dim: Sizes.
         config: `CodebookConfig`, with its `sigma`: the standard deviation of the
             Gaussians around the codes.
-        seed: Of the random codes.
+        seed: Seed of the random codes.
         **kwargs: Those of `keras.layers.Layer`.
     """
 
@@ -171,7 +171,7 @@ class MovingCodebook(keras.layers.Layer):
     Args:
         num_heads, dim: Sizes.
         config: `CodebookConfig`.
-        seed: Of the random codes, and of the keys drawn.
+        seed: Seed of the random codes, and of the keys drawn.
         **kwargs: Those of `keras.layers.Layer`.
     """
 
@@ -200,12 +200,12 @@ class MovingCodebook(keras.layers.Layer):
 
         self._sum = statistic("sum", self.shape, _RandomCodes(self.seed))
         self._count = statistic("count", (heads, codes), "ones")
-        # What `count` would be without revivals.
+        # `count` as it would be without revivals.
         one_key = keras.initializers.Constant(1.0 - self.decay)
         self._usage = statistic("usage", (heads, codes), one_key)
         # Training calls since the last key.
         self._idle = statistic("idle_calls", (heads, codes), "zeros")
-        # Of the squared norms of errors and of keys.
+        # Averages of the squared norms of errors and of keys.
         self._error = statistic("error", (heads, 2), "zeros")
         # For gradient checkpointing, which runs the last call again.
         self._last = statistic("last_codes", self.shape, "zeros")
@@ -329,10 +329,10 @@ class MovingCodebook(keras.layers.Layer):
 
 
 class Coordinates(keras.layers.Layer):
-    """Coordinates of queries and keys in which their products stay what they are.
+    """Coordinates of queries and keys that leave their products as they are.
 
-    Each head has a matrix for its queries and one for its keys, and the one is the
-    inverse of the other's transpose. Both are the identity until `assign`.
+    Each head has a matrix for its queries and one for its keys; each is the inverse
+    of the other's transpose. Both are the identity until `assign`.
 
     Args:
         num_heads, dim: Sizes.

@@ -34,7 +34,7 @@ from keras_efficient_attn.ops.vq_attention.codebook import look_up, nearest_code
 from keras_efficient_attn.ops.vq_attention.config import VQConfig
 from keras_efficient_attn.ops.vq_attention.tensors import Codebook, Keys, Positions
 
-# Of the sinusoids of relative positions, over 2π.
+# Longest wavelength of the sinusoids of relative positions, over 2π.
 MAX_WAVELENGTH = 100_000.0
 
 
@@ -102,10 +102,10 @@ class VQAttention(EfficientAttention):
             `key_dim^(1/4)`. Defaults to 1.
         learn_sigma: Whether each head learns its own, from `sigma` on. Defaults to
             `False`.
-        decay: Of the moving averages of hard codes, a training call. Defaults to
-            0.99.
-        commitment_weight: Of the commitment loss, which is added in training. Defaults
-            to 1e-4.
+        decay: Decay of the moving averages of hard codes, per training call. Defaults
+            to 0.99.
+        commitment_weight: Factor of the commitment loss, which is added in training.
+            Defaults to 1e-4.
         codebook_init: `"first_batch"`: by k-means++ from the keys of the first
             training call, and random until then; the default for hard codes. Or
             `"random"`, the default for soft ones.
@@ -315,7 +315,7 @@ class VQAttention(EfficientAttention):
             positions = self._relative_positions(query, call.causal)
         query = self._compared_query(query)
         learns = self._learns(call.training)
-        # Gradient checkpointing needs what the first run made, and made once.
+        # Gradient checkpointing runs again with the codes of the first run.
         again = learns and is_replay()
         if again:
             codes = self._codebook.last_codes
@@ -378,11 +378,11 @@ class VQAttention(EfficientAttention):
         coordinates are those in which its terms are uncorrelated and decrease.
 
         Args:
-            data: What the layer gets as `key` (or `value`): an array
+            data: The `key` (or `value`) that the layer gets: an array
                 `(batch, length, dim)`, or an iterable of batches, each such an array
                 or, with padding, a pair of it and a boolean `(batch, length)`, `True`
                 for positions to use.
-            query: What it gets as `query`, in the same form; the two need not agree
+            query: The `query` that it gets, in the same form; the two need not agree
                 in number and length. Defaults to `data`: self-attention. Soft codes
                 have no use for it.
             iterations: Iterations of k-means after k-means++. Defaults to 20.

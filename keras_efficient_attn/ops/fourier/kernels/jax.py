@@ -31,5 +31,5 @@ def _backward(saved, grad_logs):
 
 log_kernel.defvjp(_forward, _backward)
 
-# XLA makes of the automatic gradient what it makes of one by hand.
+# The automatic gradient compiles to the same program as one by hand.
 KERNEL = FUSED = Kernel(prepare, log_kernel, None)
