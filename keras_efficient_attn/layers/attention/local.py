@@ -1,16 +1,18 @@
 """LocalAttention: near keys only, in a sequence or an image."""
 
+import dataclasses
+
 import keras
 from keras import ops
 
 from keras_efficient_attn.layers.attention.patterns import PatternAttention
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.local_attention.api import (
-    check_local_pattern,
     local_attention,
     local_attention_at,
     local_attention_state,
 )
+from keras_efficient_attn.ops.local_attention.config import LocalConfig
 from keras_efficient_attn.ops.local_attention.grid import generation_order, reordered
 
 
@@ -98,7 +100,7 @@ class LocalAttention(PatternAttention):
         # The shape of an image may still tell the grid.
         if grid is None and self._is_grid:
             grid = (1, 1)
-        check_local_pattern(window, query_block, memory, grid, order)
+        LocalConfig(window, query_block, memory, grid, order)
 
     @property
     def pattern_arguments(self):
@@ -107,10 +109,13 @@ class LocalAttention(PatternAttention):
         Raises:
             ValueError: If the `grid` is not known yet.
         """
-        names = ("window", "query_block", "memory", "grid")
-        received = {name: getattr(self, name) for name in names}
-        checked = check_local_pattern(**received, order=self.order)
-        return {**dict(zip(names, checked, strict=True)), "order": self.order}
+        return dataclasses.asdict(self._pattern)
+
+    @property
+    def _pattern(self):
+        return LocalConfig(
+            self.window, self.query_block, self.memory, self.grid, self.order
+        )
 
     def build(self, query_shape, value_shape, key_shape=None):
         shapes = {"query": query_shape, "value": value_shape}
@@ -148,11 +153,7 @@ class LocalAttention(PatternAttention):
         if self.rotary_wavelength is not None:
             start = ops.reshape(ops.cast(position, "int32"), (1,))
             query, key = self._rotate(query, start), self._rotate(key, None)
-        names = ("window", "query_block", "memory")
-        pattern = {name: getattr(self, name) for name in names}
-        return local_attention_at(
-            position, query, key, value, key_mask=key_mask, **pattern
-        )
+        return local_attention_at(position, query, key, value, key_mask, self._pattern)
 
     def call(
         self,

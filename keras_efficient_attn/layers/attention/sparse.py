@@ -7,7 +7,7 @@ from keras_efficient_attn.ops.sparse_attention.api import (
     sparse_attention,
     sparse_attention_state,
 )
-from keras_efficient_attn.ops.sparse_attention.patterns import check_sparse_pattern
+from keras_efficient_attn.ops.sparse_attention.config import SparseConfig
 
 STRIDE = 128
 # Positions that a state has room for, if nothing else is said.
@@ -99,7 +99,7 @@ class SparseAttention(PatternAttention):
         self.stride = stride
         self.summary = summary
         self.heads = heads
-        check_sparse_pattern(**self.pattern_arguments, num_heads=self._num_heads)
+        SparseConfig(**self.pattern_arguments, num_heads=self._num_heads)
 
     @property
     def pattern_arguments(self):

@@ -7,10 +7,10 @@ from keras import ops
 
 from keras_efficient_attn.layers.attention.patterns import PatternAttention
 from keras_efficient_attn.ops.adaptive_span.api import (
-    RAMP,
     adaptive_span_attention,
     adaptive_span_state,
 )
+from keras_efficient_attn.ops.adaptive_span.config import RAMP
 from keras_efficient_attn.ops.common.checks import is_number, is_positive_int
 from keras_efficient_attn.ops.reversible.replay import is_replay
 
