@@ -36,10 +36,9 @@ def attend_next(inputs, spans, position_key, state, seed, config, options):
     distance = ops.arange(config.window - 1, -1, -1, dtype="int32")
     mask = soft_mask(spans, distance[None], config.ramp)
     allowed = ops.logical_and(valid[:, None, None] > 0, mask > 0)
-    logits = None
+    logits = ops.log(ops.where(mask > 0, mask, 1.0))
     if position_key is not None:
         by_key = ops.flip(ops.cast(position_key, query.dtype), axis=0)
-        logits = ops.einsum("bqhd,kd->bhqk", query, by_key)
-    dropout = options.dropped(seed)
-    output = attend_single(query, key, value, allowed, dropout, logits, mask)
+        logits = logits + ops.einsum("bqhd,kd->bhqk", query, by_key)
+    output = attend_single(query, key, value, allowed, options.dropped(seed), logits)
     return output, drop_oldest(past, 1, state["position"])

@@ -2,12 +2,12 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.recent_keys import append_segment, drop_oldest
 from keras_efficient_attn.ops.common.weight_dropout import drop
 
 
-def attend_single(query, key, value, allowed, dropout=None, logits=None, factor=None):
+def attend_single(query, key, value, allowed, dropout=None, logits=None):
     """One query's softmax over its keys.
 
     Args:
@@ -16,8 +16,7 @@ def attend_single(query, key, value, allowed, dropout=None, logits=None, factor=
         value: `(batch, keys, heads, value_dim)`, zero where not valid.
         allowed: Boolean, broadcasts to `(batch, heads, 1, keys)`.
         dropout: `(rate, seed)` or `None`.
-        logits: Optional `(batch, heads, 1, keys)` that are added to the products.
-        factor: Optional factor of the weights, broadcasts as `allowed`.
+        logits: Optional logits that are added to the products, broadcast alike.
 
     Returns:
         `(batch, 1, heads, value_dim)`; zero for a query that sees no key.
@@ -26,15 +25,18 @@ def attend_single(query, key, value, allowed, dropout=None, logits=None, factor=
     if logits is not None:
         products = products + logits
     products = ops.where(allowed, products, LOG_ZERO)
-    largest = ops.max(ops.stop_gradient(products), axis=-1, keepdims=True)
-    weights = ops.where(allowed, ops.exp(products - largest), 0.0)
-    if factor is not None:
-        weights = factor * weights
-    totals = ops.swapaxes(ops.sum(weights, axis=-1), 1, 2)
+    # Without a key to see, all weights are 0 = exp(LOG_ZERO / 2).
+    largest = ops.max(
+        ops.stop_gradient(products), axis=-1, keepdims=True, initial=LOG_ZERO / 2
+    )
+    weights = ops.exp(products - largest)
+    # At least 1 otherwise: the largest weight is 1.
+    totals = ops.sum(weights, axis=-1, keepdims=True)
+    weights = weights / ops.where(totals == 0.0, 1.0, totals)
     if dropout is not None:
         rate, seed = dropout
         weights = drop(weights, rate, 0.0, seed)
-    return divided(ops.einsum("bhqk,bkhv->bqhv", weights, value), totals)
+    return ops.einsum("bhqk,bkhv->bqhv", weights, value)
 
 
 def attend_recent_single(inputs, state, mask_fn, dropout=None):
