@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
-from keras_efficient_attn.ops.common.inputs import masked_inputs
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.relative_positions import distance_sinusoids
 from keras_efficient_attn.ops.common.weight_dropout import dropout_seed
 from keras_efficient_attn.ops.relative_attention.api import relative_attention
@@ -227,32 +227,27 @@ class RelativePositionXL(EfficientAttention):
         memory_length=None,
         documents=None,
     ):
-        query, key, value, valid = masked_inputs(query, key, value, key_mask)
-        dtype, scale = query.dtype, self._key_dim**-0.5
-        content_bias, position_bias = (
-            scale * ops.cast(bias, dtype)
-            for bias in (self.biases.content_bias, self.biases.position_bias)
-        )
+        dtype = accumulator_dtype(query, key, value)
         window = None
         if self.same_length:
             window = 1 + (
                 self.memory_length if memory_length is None else memory_length
             )
-        dropout = seed = None
+        dropout, seed = 0.0, None
         if training and self._dropout > 0.0:
             dropout = self._dropout
             seed = dropout_seed(self._dropout_layer.seed_generator, dtype)
         length, keys = ops.shape(query)[1], ops.shape(key)[1]
+        later = 0 if causal else keys - offset - 1
         heads = relative_attention(
-            query * scale + content_bias,
-            key,
-            value,
-            valid,
-            query * scale + position_bias,
-            self._position_keys(offset + length, 0 if causal else keys - offset, dtype),
+            *(ops.cast(t, dtype) for t in (query, key, value)),
+            self._position_keys(offset + length, later, dtype),
+            content_bias=ops.convert_to_tensor(self.biases.content_bias),
+            position_bias=ops.convert_to_tensor(self.biases.position_bias),
             offset=offset,
-            causal=bool(causal),
             window=window,
+            causal=causal,
+            key_mask=key_mask,
             documents=documents,
             dropout=dropout,
             dropout_seed=seed,
