@@ -3,19 +3,25 @@
 import dataclasses
 
 import keras
+import numpy as np
 from keras import ops
 
+from keras_efficient_attn.layers.attention.axes import SequenceAxes
 from keras_efficient_attn.layers.attention.patterns import PatternAttention
+from keras_efficient_attn.layers.attention.registry import register_attention
+from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
 from keras_efficient_attn.ops.local_attention.api import (
     local_attention,
     local_attention_at,
-    local_attention_state,
 )
 from keras_efficient_attn.ops.local_attention.config import LocalConfig
 from keras_efficient_attn.ops.local_attention.grid import generation_order, reordered
+from keras_efficient_attn.ops.local_attention.pairs import local_pairs
 
 
+@register_attention("local")
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class LocalAttention(PatternAttention):
     """Softmax attention to near keys, in linear time, over sequences and images.
@@ -38,7 +44,8 @@ class LocalAttention(PatternAttention):
         *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
             name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the normalised
             weights), `use_bias`, ….
-        window: Positive integer. Defaults to 128 without `query_block`.
+        window: Positive integer. Defaults to `sliding_window`, and to 128 with neither
+            that nor `query_block`.
         query_block: Positive integer, or a pair of them for images.
         memory: Integer that is not negative, or a pair. Defaults to `query_block`.
         grid: Rows and columns of the image, for a pair `query_block`. Defaults to
@@ -47,7 +54,8 @@ class LocalAttention(PatternAttention):
             default), or `"block"`, rectangle by rectangle and row by row in each.
         rotary_wavelength: Longest wavelength of rotary positions, over 2π, such as
             10,000, along the sequence. Defaults to `None`: no positions.
-        **kwargs: Further arguments of `keras.layers.MultiHeadAttention`.
+        **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. Its
+            `sliding_window` is the `window`.
 
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
@@ -92,7 +100,7 @@ class LocalAttention(PatternAttention):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.window = window
+        self.window = self._window_of(window)
         self.query_block = _pair(query_block)
         self.memory = _pair(memory)
         self.grid = _pair(grid)
@@ -100,7 +108,7 @@ class LocalAttention(PatternAttention):
         # The shape of an image may still tell the grid.
         if grid is None and self._is_grid:
             grid = (1, 1)
-        LocalConfig(window, query_block, memory, grid, order)
+        LocalConfig(self.window, query_block, memory, grid, order)
 
     @property
     def pattern_arguments(self):
@@ -109,13 +117,7 @@ class LocalAttention(PatternAttention):
         Raises:
             ValueError: If the `grid` is not known yet.
         """
-        return dataclasses.asdict(self._pattern)
-
-    @property
-    def _pattern(self):
-        return LocalConfig(
-            self.window, self.query_block, self.memory, self.grid, self.order
-        )
+        return dataclasses.asdict(self._config())
 
     def build(self, query_shape, value_shape, key_shape=None):
         shapes = {"query": query_shape, "value": value_shape}
@@ -125,22 +127,19 @@ class LocalAttention(PatternAttention):
             if self.grid is None and None not in query_shape[1:3]:
                 self.grid = tuple(query_shape[1:3])
             self._check_images(shapes)
-            shapes = {n: _flat_shape(shape) for n, shape in shapes.items()}
         super().build(*shapes.values())
 
-    @property
-    def state_names(self):
-        return ("key", "value", "mask", "position")
+    def state_spec(self, batch_size, max_length):
+        reach = self._config().mask_fn(causal=True).reach
+        sizes = (batch_size, reach, self._num_heads, self._key_dim, self._value_dim)
+        return recent_keys_spec(*sizes, self.state_dtype)
 
-    def initial_state(self, batch_size):
-        return local_attention_state(
-            batch_size,
-            self._num_heads,
-            self._key_dim,
-            self._value_dim,
-            dtype=self._state_dtype,
-            **self.pattern_arguments,
-        )
+    def operations(self, length, causal):
+        if self._use_gate:
+            return None
+        pairs = local_pairs(length, causal, self._config())
+        per_pair = 2 * self._num_heads * (self._key_dim + self._value_dim)
+        return None if pairs is None else per_pair * pairs
 
     def attend_to_pattern(self, query, key, value, **arguments):
         return local_attention(query, key, value, **self.pattern_arguments, **arguments)
@@ -150,73 +149,20 @@ class LocalAttention(PatternAttention):
             return super().attend_at(position, query, key, value, key_mask)
         dtype = accumulator_dtype(query, key, value)
         query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
-        if self.rotary_wavelength is not None:
-            start = ops.reshape(ops.cast(position, "int32"), (1,))
-            query, key = self._rotate(query, start), self._rotate(key, None)
-        return local_attention_at(position, query, key, value, key_mask, self._pattern)
+        start = ops.reshape(ops.cast(position, "int32"), (1,))
+        query, key = self._rotated(query, start), self._rotated(key)
+        return local_attention_at(position, query, key, value, key_mask, self._config())
 
-    def call(
-        self,
-        query,
-        value,
-        key=None,
-        query_mask=None,
-        value_mask=None,
-        key_mask=None,
-        attention_mask=None,
-        return_attention_scores=False,
-        training=None,
-        use_causal_mask=False,
-        state=None,
-    ):
-        arguments = dict(
-            attention_mask=attention_mask,
-            return_attention_scores=return_attention_scores,
-            training=training,
-            use_causal_mask=use_causal_mask,
-            state=state,
-        )
-        inputs = (query, value, key, query_mask, value_mask, key_mask)
-        if not (self._is_grid and len(query.shape) == 4):
-            return super().call(*inputs, **arguments)
-        names = ("query", "value", "key")
-        images = zip(names, inputs, strict=False)
-        self._check_images({n: x.shape for n, x in images if x is not None})
-        inputs = (x if x is None else self._as_sequence(x) for x in inputs)
-        output = super().call(*inputs, **arguments)
-        if isinstance(output, tuple):
-            return self._as_image(output[0]), *output[1:]
-        return self._as_image(output)
+    def _axes_of(self, rank):
+        if self._is_grid and rank == 4 and self._sequence_axes is None:
+            return _ImageAxes(rank, (1, 2), tuple(self._order))
+        return super()._axes_of(rank)
 
-    def compute_output_shape(self, query_shape, value_shape, key_shape=None):
-        if not (self._is_grid and len(query_shape) == 4):
-            return super().compute_output_shape(query_shape, value_shape, key_shape)
-        shapes = (query_shape, value_shape, key_shape)
-        flat = (shape and _flat_shape(shape) for shape in shapes)
-        return (*query_shape[:3], super().compute_output_shape(*flat)[-1])
-
-    def compute_output_spec(
-        self,
-        query,
-        value,
-        key=None,
-        query_mask=None,
-        value_mask=None,
-        key_mask=None,
-        **arguments,
-    ):
-        inputs = (query, value, key, query_mask, value_mask, key_mask)
-        if not (self._is_grid and len(query.shape) == 4):
-            return super().compute_output_spec(*inputs, **arguments)
-        flat = (
-            x if x is None else keras.KerasTensor(_flat_shape(x.shape), dtype=x.dtype)
-            for x in inputs
-        )
-        spec = super().compute_output_spec(*flat, **arguments)
-        output, *rest = spec if isinstance(spec, tuple) else (spec,)
-        shape = (*query.shape[:3], output.shape[-1])
-        output = keras.KerasTensor(shape, dtype=output.dtype)
-        return (output, *rest) if rest else output
+    def _check_inputs(self, inputs, masks, state):
+        if isinstance(self._axes_of(len(inputs[0].shape)), _ImageAxes):
+            names = ("query", "value", "key")
+            self._check_images({n: x.shape for n, x in zip(names, inputs, strict=True)})
+        return super()._check_inputs(inputs, masks, state)
 
     def get_config(self):
         return {
@@ -227,6 +173,28 @@ class LocalAttention(PatternAttention):
             "grid": self.grid,
             "order": self.order,
         }
+
+    def _config(self):
+        return LocalConfig(
+            self.window, self.query_block, self.memory, self.grid, self.order
+        )
+
+    def _check_keras_options(self):
+        # The window is this layer's own, and Keras is to know of none.
+        self._keras_window, self._sliding_window = self._sliding_window, None
+        super()._check_keras_options()
+
+    def _window_of(self, window):
+        """The `window`, which Keras' `sliding_window` is too."""
+        if self._keras_window is None:
+            return window
+        check_positive_int("sliding_window", self._keras_window)
+        if window not in (None, self._keras_window):
+            raise ValueError(
+                "`window` and `sliding_window` must not differ. Received: "
+                f"window={window!r}, sliding_window={self._keras_window}"
+            )
+        return self._keras_window
 
     @property
     def _is_grid(self):
@@ -244,24 +212,32 @@ class LocalAttention(PatternAttention):
                     f"{self.grid}. Received: {name}.shape={tuple(shape)}"
                 )
 
-    def _as_sequence(self, x):
-        """`(batch, rows, columns, ...)` in the order in which the image grows."""
-        batch, rows, columns, *tail = ops.shape(x)
-        x = ops.reshape(x, (batch, rows * columns, *tail))
-        return reordered(x, self._order)
 
-    def _as_image(self, x):
-        batch, _, *tail = ops.shape(x)
-        x = reordered(x, self._order.argsort())
-        return ops.reshape(x, (batch, *self.grid, *tail))
+@dataclasses.dataclass(frozen=True)
+class _ImageAxes(SequenceAxes):
+    """Rows and columns of an image, in the order in which it grows.
+
+    Args:
+        order: Tuple: the place in raster order of each position of the sequence.
+    """
+
+    order: tuple = ()
+
+    def to_sequence(self, x):
+        return reordered(super().to_sequence(x), np.array(self.order))
+
+    def from_sequence(self, x, like):
+        return super().from_sequence(reordered(x, np.argsort(self.order)), like)
+
+    def scores_from_sequence(self, scores, query, key):
+        """Scores stay in the order of the sequence."""
+        return scores
+
+    def scores_shape(self, query_shape, key_shape, heads):
+        lengths = (self.sequence_shape(x)[1] for x in (query_shape, key_shape))
+        return (query_shape[0], heads, *lengths)
 
 
 def _pair(argument):
     """Lists as tuples, which configurations from JSON may hold."""
     return tuple(argument) if isinstance(argument, list) else argument
-
-
-def _flat_shape(shape):
-    """`(batch, rows, columns, ...)` as `(batch, rows · columns, ...)`."""
-    batch, rows, columns, *tail = shape
-    return (batch, rows * columns, *tail)

@@ -1,15 +1,19 @@
 """RelativePositionXL: attention with relative positions and a segment memory."""
 
+import dataclasses
+
 import keras
 from keras import ops
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
+from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.common.relative_positions import distance_sinusoids
 from keras_efficient_attn.ops.common.weight_dropout import dropout_seed
 from keras_efficient_attn.ops.relative_attention.api import relative_attention
 
-# Of the sinusoids of distances, over 2π.
+# Longest wavelength of the sinusoids of distances, over 2π.
 MAX_WAVELENGTH = 10_000.0
 OWN_BIASES = ("own", "shared")
 
@@ -50,6 +54,7 @@ class PositionBiases(keras.layers.Layer):
         return {**super().get_config(), **sizes}
 
 
+@register_attention("xl")
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class RelativePositionXL(EfficientAttention):
     """Softmax attention of Transformer-XL: relative positions and a segment memory.
@@ -86,6 +91,11 @@ class RelativePositionXL(EfficientAttention):
             own elsewhere; or a `PositionBiases`, for the layers it is passed to.
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`.
 
+    Attributes:
+        input_norm: Optional function that the layer applies to its inputs and to the
+            memory of them, with its weights of today. A `TransformerBlock` sets its
+            norm, and calls the layer with inputs that are not normalised.
+
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
         `use_causal_mask`, `return_attention_scores`, `state`; with `state`, `key` has
@@ -106,7 +116,7 @@ class RelativePositionXL(EfficientAttention):
     >>> text = keras.random.normal((2, 96, 32))
     >>> layer(text, text, use_causal_mask=True).shape
     (2, 96, 32)
-    >>> state = layer.initial_state(batch_size=2)
+    >>> state = layer.get_initial_state(batch_size=2)
     >>> for segment in keras.ops.split(text, 3, axis=1):
     ...     output, state = layer(
     ...         segment, segment, use_causal_mask=True, state=state
@@ -117,6 +127,8 @@ class RelativePositionXL(EfficientAttention):
     Reference:
         - [Dai et al., 2019](https://arxiv.org/abs/1901.02860)
     """
+
+    input_norm = None
 
     def __init__(
         self,
@@ -167,183 +179,139 @@ class RelativePositionXL(EfficientAttention):
             ),
         )
 
-    # Whether the state holds inputs of the layer, and `initial_state` takes a length.
-    remembers_inputs = True
+    @property
+    def remembers_inputs(self):
+        return True
 
     @property
-    def state_names(self):
-        return ("memory", "mask")
-
-    @property
-    def caches_keys(self):
-        """Whether only a memory as long as the context gives what a whole call gives.
-
-        With `same_length`, one of `memory_length` does.
-        """
+    def state_grows(self):
+        # Only a memory as long as the context gives the outputs of one call on it;
+        # with `same_length`, the layer's own does.
         return not self.same_length
 
-    def initial_state(self, batch_size, memory_length=None):
-        """The empty memory, for streaming a causal sequence.
+    @property
+    def _default_max_length(self):
+        return self.memory_length
 
-        Args:
-            batch_size: Rows in the batch.
-            memory_length: Positions to hold, such as more than in training. Defaults
-                to the layer's. With `same_length`, queries see that many.
+    @property
+    def shares_with_blocks(self):
+        return self._source_of_biases == "shared"
 
-        Returns:
-            Dict of `memory`, `(batch, memory_length, value_dim)`, the layer's last
-            inputs, and `mask`, `(batch, memory_length)`, 1 where there is one.
-
-        Raises:
-            ValueError: If `memory_length` is negative, or the layer is not built,
-                whose input's width the memory has.
-        """
-        if memory_length is None:
-            memory_length = self.memory_length
-        _check_length("memory_length", memory_length, 0)
+    def state_spec(self, batch_size, max_length):
+        # With `same_length`, queries see `max_length` positions before them.
+        _check_length("max_length", max_length, 0)
         if not self.built:
             raise ValueError(
-                "`initial_state()` needs a built layer: the memory has its inputs' "
+                "`get_initial_state()` needs a built layer: the memory has its inputs' "
                 "width. Received: built=False"
             )
-        dtype = "float64" if self.compute_dtype == "float64" else "float32"
-        shape = (batch_size, memory_length)
+        rows = (batch_size, max_length)
         return {
-            "memory": ops.zeros((*shape, self._memory_dim), dtype),
-            "mask": ops.zeros(shape, dtype),
+            "memory": ((*rows, self._memory_dim), self.state_dtype),
+            "mask": (rows, self.state_dtype),
         }
 
-    def attend(
-        self,
-        query,
-        key,
-        value,
-        query_mask,
-        key_mask,
-        causal,
-        state,
-        training,
-        offset=0,
-        memory_length=None,
-        documents=None,
-    ):
-        dtype = accumulator_dtype(query, key, value)
-        window = None
+    def operations(self, length, causal):
+        if self._use_gate:
+            return None
+        heads, dim = self._num_heads, self._key_dim
+        window = length
         if self.same_length:
-            window = 1 + (
-                self.memory_length if memory_length is None else memory_length
-            )
+            window = min(self.memory_length + 1, length)
+        per_pair = 2 * heads * (2 * dim + self._value_dim)
+        distances = window if causal else 2 * window - 1
+        positions = 2 * self._position.shape[0] * heads * dim * distances
+        return positions + per_pair * count_pairs(window, length, causal)
+
+    def attend(self, query, key, value, call):
+        offset = call.options.get("offset", 0)
+        memory_length = call.options.get("memory_length", self.memory_length)
+        dtype = accumulator_dtype(query, key, value)
         dropout, seed = 0.0, None
-        if training and self._dropout > 0.0:
+        if call.training and self._dropout > 0.0:
             dropout = self._dropout
             seed = dropout_seed(self._dropout_layer.seed_generator, dtype)
         length, keys = ops.shape(query)[1], ops.shape(key)[1]
-        later = 0 if causal else keys - offset - 1
+        later = 0 if call.causal else keys - offset - 1
         heads = relative_attention(
             *(ops.cast(t, dtype) for t in (query, key, value)),
             self._position_keys(offset + length, later, dtype),
             content_bias=ops.convert_to_tensor(self.biases.content_bias),
             position_bias=ops.convert_to_tensor(self.biases.position_bias),
             offset=offset,
-            window=window,
-            causal=causal,
-            key_mask=key_mask,
-            documents=documents,
+            window=1 + memory_length if self.same_length else None,
+            causal=call.causal,
+            key_mask=call.key_mask,
+            documents=call.options.get("documents"),
             dropout=dropout,
             dropout_seed=seed,
         )
         return heads, None
 
-    def call(
-        self,
-        query,
-        value,
-        key=None,
-        query_mask=None,
-        value_mask=None,
-        key_mask=None,
-        attention_mask=None,
-        return_attention_scores=False,
-        training=None,
-        use_causal_mask=False,
-        state=None,
-        reset=None,
-    ):
+    def _call_options(self, inputs, state, options):
+        options = dict(options)
+        reset = options.pop("reset", None)
+        super()._call_options(inputs, state, options)
+        if reset is None:
+            return {}
+        _check_reset(reset, *inputs[:2])
+        return {"reset": reset}
+
+    def _attend_inputs(self, query, value, key, call):
+        reset, documents = call.options.get("reset"), None
         if reset is not None:
-            _check_reset(reset, query, value)
-        return self._call(
-            query,
-            value,
-            key,
-            (query_mask, value_mask, key_mask, attention_mask),
-            return_attention_scores,
-            training,
-            use_causal_mask,
-            state,
-            reset=reset,
-        )
+            documents = tuple(
+                _document_numbers(reset, ops.shape(x)[1]) for x in (query, key)
+            )
+        if call.state is None:
+            options = {"documents": documents}
+            call = dataclasses.replace(call, options=options)
+            query, value, key = self._normalized(query, value, key)
+            return super()._attend_inputs(query, value, key, call)
 
-    def _call(
-        self, query, value, key, masks, scores, training, causal, state, reset=None
-    ):
-        call = super()._call
-        length = ops.shape(query)[1]
-        of_queries = None if reset is None else _document_numbers(reset, length)
-        if state is None:
-            documents = None
-            if reset is not None:
-                of_keys = _document_numbers(reset, ops.shape(value)[1])
-                documents = of_queries, of_keys
-            inputs = (query, value, key, masks, scores, training, causal, None)
-            return call(*inputs, documents=documents)
-
-        keys = value if key is None else key
-        self._check_call(query, value, keys, masks, causal, scores, state)
-        query_mask, value_mask, key_mask, attention_mask = masks
-        mask = self._merged_key_mask(key_mask, value_mask, attention_mask, value)
-        memory, documents = state["memory"], None
-        kept = ops.concatenate(
-            [
-                state["mask"],
-                ops.cast(ops.ones_like(value[:, :, 0]), state["mask"].dtype)
-                if mask is None
-                else ops.cast(mask, state["mask"].dtype),
-            ],
-            axis=1,
-        )
+        memory, seen = call.state["memory"], call.state["mask"]
+        length, memory_length = ops.shape(query)[1], memory.shape[1]
+        mask = ops.ones(ops.shape(value)[:2], seen.dtype)
+        if call.key_mask is not None:
+            mask = ops.cast(call.key_mask, seen.dtype)
+        kept = ops.concatenate([seen, mask], axis=1)
         extended = ops.concatenate([ops.cast(memory, value.dtype), value], axis=1)
-        if reset is not None:
-            # What is in the memory came before.
-            of_memory = ops.zeros_like(of_queries[:, :1])
-            of_memory = ops.broadcast_to(of_memory, ops.shape(memory)[:2])
-            of_keys = ops.concatenate([of_memory, of_queries], axis=1)
-            documents = of_queries, of_keys
-        output = call(
-            query,
-            extended,
-            None,
-            (query_mask, None, kept > 0, None),
-            False,
-            training,
-            True,
-            None,
-            offset=memory.shape[1],
-            memory_length=memory.shape[1],
-            documents=documents,
+        if documents is not None:
+            # The memory comes before all documents of the segment.
+            before = ops.zeros_like(documents[1][:, :1])
+            before = ops.broadcast_to(before, ops.shape(memory)[:2])
+            key_documents = ops.concatenate([before, documents[1]], axis=1)
+            documents = documents[0], key_documents
+        whole = dataclasses.replace(
+            call,
+            key_mask=kept > 0,
+            state=None,
+            options={
+                "offset": memory_length,
+                "memory_length": memory_length,
+                "documents": documents,
+            },
         )
-        if reset is not None:
-            kept = ops.where(of_keys == of_queries[:, -1:], kept, ops.zeros_like(kept))
+        inputs = self._normalized(query, extended, extended)
+        output, _ = super()._attend_inputs(*inputs, whole)
+        if documents is not None:
+            last = documents[0][:, -1:]
+            kept = ops.where(documents[1] == last, kept, ops.zeros_like(kept))
         return output, {
-            "memory": following_memory(memory, value, mask),
+            "memory": _next_memory(memory, value, call.key_mask),
             "mask": kept[:, length:],
         }
 
-    def _check_call(
-        self, query, value, key, masks, causal, return_attention_scores, state
-    ):
-        super()._check_call(
-            query, value, key, masks, causal, return_attention_scores, state
-        )
+    def _normalized(self, query, value, key):
+        """The inputs after `input_norm`, the same tensors staying the same."""
+        if self.input_norm is None:
+            return query, value, key
+        normed = {id(x): self.input_norm(x) for x in (query, value, key)}
+        return tuple(normed[id(x)] for x in (query, value, key))
+
+    def _check_call(self, query, value, key, call):
+        super()._check_call(query, value, key, call)
+        state = call.state
         if state is None:
             return
         if key is not value:
@@ -357,11 +325,6 @@ class RelativePositionXL(EfficientAttention):
                 f"state['memory'].shape={tuple(state['memory'].shape)}, "
                 f"value.shape={tuple(value.shape)}"
             )
-
-    def compute_output_spec(self, query, value, *args, reset=None, **kwargs):
-        if reset is not None:
-            _check_reset(reset, query, value)
-        return super().compute_output_spec(query, value, *args, **kwargs)
 
     def get_config(self):
         biases = self._source_of_biases
@@ -393,7 +356,7 @@ class RelativePositionXL(EfficientAttention):
         return (self._num_heads, self._key_dim)
 
     def _position_keys(self, after, before, dtype):
-        """Of distances from `after - 1` falling to `-before`."""
+        """Keys of distances that fall from `after - 1` to `-before`."""
         steps = ops.arange(after + before, dtype="int32")
         distances = ops.cast(after - 1 - steps, dtype)
         if self.clamp_length is not None:
@@ -402,13 +365,13 @@ class RelativePositionXL(EfficientAttention):
         return ops.einsum("md,dhk->mhk", waves, ops.cast(self._position, dtype))
 
 
-def following_memory(memory, inputs, mask=None):
+def _next_memory(memory, inputs, mask):
     """The memory after a segment: as many last inputs, without gradients.
 
     Args:
         memory: `(batch, memory_length, dim)`.
         inputs: `(batch, length, dim)`, of the segment.
-        mask: Optional boolean `(batch, length)`; the memory has zeros elsewhere.
+        mask: Boolean `(batch, length)` or `None`; the memory has zeros elsewhere.
     """
     if mask is not None:
         kept = ops.cast(mask, "bool")[..., None]

@@ -1,10 +1,7 @@
 """A Transformer block: attention, cross-attention and a feed-forward network."""
 
 import keras
-from keras import ops
 
-from keras_efficient_attn.layers.attention.streaming import initial_attention_state
-from keras_efficient_attn.layers.attention.transformer_xl import following_memory
 from keras_efficient_attn.layers.residual.chain import Sublayer
 from keras_efficient_attn.models.blocks.residual import get_residual_class
 from keras_efficient_attn.models.blocks.separable_convolution import (
@@ -42,7 +39,7 @@ class TransformerBlock(keras.layers.Layer):
         padding_mask: Optional `(batch, length)`, false at padding.
         memory: `(batch, memory_length, dim)`, for `cross_attention`.
         memory_padding_mask: Optional `(batch, memory_length)`.
-        state: Optional, from `initial_state` or the previous segment's call.
+        state: Optional, from `get_initial_state` or the previous segment's call.
 
     Returns:
         A tensor of the shape of `x`; `(output, state)` with `state`.
@@ -107,6 +104,10 @@ class TransformerBlock(keras.layers.Layer):
         if cross_attention is not None:
             self.cross_attention_residual = connection("cross_attention")
         self.feed_forward_residual = connection("feed_forward")
+        # What remembers inputs normalises them, and its memory of them, itself.
+        self._attention_normalizes = convolution is None and attention.remembers_inputs
+        if self._attention_normalizes:
+            attention.input_norm = self.attention_residual.before
 
     def build(self, x_shape, memory_shape=None, **shapes):
         for layer in (
@@ -126,26 +127,29 @@ class TransformerBlock(keras.layers.Layer):
         if self.cross_attention is not None:
             self.cross_attention.build(x_shape, memory_shape)
 
-    def initial_state(self, batch_size, max_length, memory_length=None):
+    def get_initial_state(self, batch_size, max_length=None, memory_length=None):
         """The state before the first position, a dict, batch first.
 
         Args:
             batch_size: Rows in the batch.
             max_length: The longest context, for layers whose state grows with it.
-            memory_length: Of a `RelativePositionXL`, whose memory is of the block's
-                inputs. Defaults to what the context needs.
+                Defaults to `None`, which those layers refuse.
+            memory_length: Positions that a `RelativePositionXL` remembers. Defaults
+                to what the context needs.
         """
-        state = {
-            "attention": initial_attention_state(
-                self.attention, batch_size, max_length, memory_length
-            )
-        }
+        attention = self.attention
+        length = max_length if attention.state_grows else None
+        if attention.remembers_inputs and memory_length is not None:
+            length = memory_length
+        elif memory_length is not None:
+            length = None
+        state = {"attention": attention.get_initial_state(batch_size, length)}
         if self.convolution is not None:
-            state["convolution"] = self.convolution.initial_state(batch_size)
+            state["convolution"] = self.convolution.get_initial_state(batch_size)
         if self.positions is not None:
-            state["positions"] = self.positions.initial_state(batch_size)
+            state["positions"] = self.positions.get_initial_state(batch_size)
         if self._convolves:
-            state["feed_forward"] = self.feed_forward.initial_state(batch_size)
+            state["feed_forward"] = self.feed_forward.get_initial_state(batch_size)
         return state
 
     def call(
@@ -249,7 +253,7 @@ class TransformerBlock(keras.layers.Layer):
     def _attend(self, x, padding_mask, state, training):
         """The self-attention's update, and the new state."""
         new_state = {}
-        h = self.attention_residual.before(x)
+        h = x if self._attention_normalizes else self.attention_residual.before(x)
         if self.convolution is not None and state is None:
             h = self.convolution(h)
         elif self.convolution is not None:
@@ -262,18 +266,7 @@ class TransformerBlock(keras.layers.Layer):
         if state is None:
             return self.attention(h, h, **options), new_state
         attention_state = state["attention"]
-        remembers_x = self.convolution is None and getattr(
-            self.attention, "remembers_inputs", False
-        )
-        if remembers_x:
-            # The norm is of the memory and the segment, with the weights of today.
-            memory = attention_state["memory"]
-            normed = ops.cast(self.attention_residual.before(memory), memory.dtype)
-            attention_state = {**attention_state, "memory": normed}
         h, attention_state = self.attention(h, h, state=attention_state, **options)
-        if remembers_x:
-            memory = following_memory(memory, x, padding_mask)
-            attention_state = {**attention_state, "memory": memory}
         new_state["attention"] = attention_state
         return h, new_state
 

@@ -7,7 +7,8 @@ from keras_efficient_attn.ops.adaptive_span.config import RAMP, SpanConfig
 from keras_efficient_attn.ops.adaptive_span.recurrent import attend_next
 from keras_efficient_attn.ops.adaptive_span.reference import reference_attention
 from keras_efficient_attn.ops.common.inputs import SoftmaxOptions, check_call
-from keras_efficient_attn.ops.common.recent_keys import recent_keys_state
+from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
+from keras_efficient_attn.ops.common.state import make_state
 
 
 def adaptive_span_attention(
@@ -127,7 +128,8 @@ def adaptive_span_state(
         number of positions read.
     """
     reach = SpanConfig(window).window - 1
-    return recent_keys_state(batch_size, reach, num_heads, key_dim, value_dim, dtype)
+    sizes = (batch_size, reach, num_heads, key_dim, value_dim)
+    return make_state(recent_keys_spec(*sizes, dtype))
 
 
 def _check_operands(query, spans, position_key, window):

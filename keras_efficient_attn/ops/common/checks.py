@@ -57,7 +57,7 @@ def is_pair(received, least):
     )
 
 
-def shapes_agree(first, second):
+def may_agree(first, second):
     """Whether two shapes are equal as far as they are known."""
     first, second = tuple(first), tuple(second)
     return len(first) == len(second) and all(
@@ -81,17 +81,17 @@ def check_heads(query, key, value, key_mask=None):
             f"dim). Received: query.shape={queries}, key.shape={keys}, "
             f"value.shape={values}"
         )
-    if not shapes_agree(queries[2:], keys[2:]):
+    if not may_agree(queries[2:], keys[2:]):
         raise ValueError(
             "`query` and `key` must agree in heads and dim. Received: "
             f"query.shape={queries}, key.shape={keys}"
         )
-    if not shapes_agree(keys[:3], values[:3]):
+    if not may_agree(keys[:3], values[:3]):
         raise ValueError(
             "`key` and `value` must agree in batch, length and heads. Received: "
             f"key.shape={keys}, value.shape={values}"
         )
-    if key_mask is not None and not shapes_agree(key_mask.shape, keys[:2]):
+    if key_mask is not None and not may_agree(key_mask.shape, keys[:2]):
         raise ValueError(
             f"`key_mask` must have the shape {keys[:2]} of `key`. Received: "
             f"key_mask.shape={tuple(key_mask.shape)}"
@@ -106,7 +106,7 @@ def check_streaming(query, key, causal, state):
         raise ValueError(
             "`state` holds the past, and needs `causal=True`. Received: causal=False"
         )
-    if not shapes_agree(query.shape[1:2], key.shape[1:2]):
+    if not may_agree(query.shape[1:2], key.shape[1:2]):
         raise ValueError(
             "With `state`, queries and keys must have the same length. Received: "
             f"query.shape={tuple(query.shape)}, key.shape={tuple(key.shape)}"

@@ -7,18 +7,19 @@ from keras_efficient_attn.ops.common.chunking import pad_length
 RECENT = ("key", "value", "mask")
 
 
-def recent_keys_state(batch_size, reach, heads, key_dim, value_dim, dtype):
-    """The state before the first position, a dict.
+def recent_keys_spec(batch_size, reach, num_heads, key_dim, value_dim, dtype):
+    """Names, shapes and dtypes of a state of the last `reach` keys.
 
     `"key"` and `"value"` are `(batch, reach, heads, dim)`, `"mask"` is `(batch, reach)`
     and 1 for keys that exist, and `"position"` `(batch,)` is the number of positions
     read.
     """
+    rows = (batch_size, reach)
     return {
-        "key": ops.zeros((batch_size, reach, heads, key_dim), dtype),
-        "value": ops.zeros((batch_size, reach, heads, value_dim), dtype),
-        "mask": ops.zeros((batch_size, reach), dtype),
-        "position": ops.zeros((batch_size,), "int32"),
+        "key": ((*rows, num_heads, key_dim), dtype),
+        "value": ((*rows, num_heads, value_dim), dtype),
+        "mask": (rows, dtype),
+        "position": ((batch_size,), "int32"),
     }
 
 

@@ -45,7 +45,7 @@ def attend_recent_single(inputs, state, mask_fn, dropout=None):
     Args:
         inputs: `(query, key, value, valid)` of one position, from `masked_inputs`; the
             query is scaled.
-        state: As from `recent_keys_state`, of `mask_fn.reach` keys.
+        state: As `recent_keys_spec` says, of `mask_fn.reach` keys.
         mask_fn: A causal mask function over one axis.
         dropout: `(rate, seed)` or `None`.
 

@@ -11,7 +11,8 @@ from keras_efficient_attn.ops.common.inputs import (
 )
 from keras_efficient_attn.ops.common.masked_softmax import masked_attention
 from keras_efficient_attn.ops.common.online_softmax import finish
-from keras_efficient_attn.ops.common.recent_keys import recent_keys_state
+from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
+from keras_efficient_attn.ops.common.state import make_state
 from keras_efficient_attn.ops.local_attention.blocks import attend_in_blocks
 from keras_efficient_attn.ops.local_attention.config import LocalConfig
 from keras_efficient_attn.ops.local_attention.recurrent import attend_next
@@ -166,7 +167,8 @@ def local_attention_state(
     """
     config = LocalConfig(window, query_block, memory, grid, order)
     reach = config.mask_fn(causal=True).reach
-    return recent_keys_state(batch_size, reach, num_heads, key_dim, value_dim, dtype)
+    sizes = (batch_size, reach, num_heads, key_dim, value_dim)
+    return make_state(recent_keys_spec(*sizes, dtype))
 
 
 def local_pattern(

@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.checks import shapes_agree
+from keras_efficient_attn.ops.common.checks import may_agree
 from keras_efficient_attn.ops.common.inputs import SoftmaxOptions, check_call
 from keras_efficient_attn.ops.relative_attention.config import RelativeConfig
 from keras_efficient_attn.ops.relative_attention.recurrent import attend_last
@@ -124,7 +124,7 @@ def _check_operands(query, key, position_key, biases, config, options):
         distances = offset + length
     elif not options.causal and None not in (length, keys):
         distances = length + keys - 1
-    if not shapes_agree(position_key.shape, (distances, *head)):
+    if not may_agree(position_key.shape, (distances, *head)):
         raise ValueError(
             "`position_key` must have the shape (distances, heads, dim) = "
             f"{(distances, *head)}, from distance `offset + query_length - 1` on. "

@@ -8,7 +8,8 @@ from keras import ops
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.inputs import SoftmaxOptions, check_call
 from keras_efficient_attn.ops.common.masked_softmax import masked_attention
-from keras_efficient_attn.ops.common.recent_keys import recent_keys_state
+from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
+from keras_efficient_attn.ops.common.state import make_state
 from keras_efficient_attn.ops.sparse_attention.blocks import attend_in_blocks
 from keras_efficient_attn.ops.sparse_attention.config import SparseConfig
 from keras_efficient_attn.ops.sparse_attention.patterns import (
@@ -153,20 +154,26 @@ def sparse_attention_state(
         ValueError: For arguments that make no pattern.
     """
     config = SparseConfig(pattern, stride, summary, heads, num_heads)
+    sizes = (batch_size, max_length, key_dim, value_dim)
+    return make_state(sparse_attention_spec(config, *sizes, dtype))
+
+
+def sparse_attention_spec(config, batch_size, max_length, key_dim, value_dim, dtype):
+    """Names, shapes and dtypes of `sparse_attention_state`, of a `SparseConfig`."""
     check_positive_int("max_length", max_length)
     near, far = config.near_heads, config.far_heads
     reach = config.masks(causal=True)[0].reach
-    state = recent_keys_state(batch_size, reach, near, key_dim, value_dim, dtype)
+    spec = recent_keys_spec(batch_size, reach, near, key_dim, value_dim, dtype)
     if not near:
-        state = {"position": state["position"]}
+        spec = {"position": spec["position"]}
     if far:
-        blocks = -(-max_length // stride)
-        strided = pattern == "strided"
-        rows = (batch_size, blocks * (stride if strided else summary))
-        state["far_key"] = ops.zeros((*rows, far, key_dim), dtype)
-        state["far_value"] = ops.zeros((*rows, far, value_dim), dtype)
-        state["far_mask"] = ops.zeros(rows if strided else (*rows, far), dtype)
-    return state
+        blocks = -(-max_length // config.stride)
+        strided = config.pattern == "strided"
+        rows = (batch_size, blocks * (config.stride if strided else config.summary))
+        spec["far_key"] = ((*rows, far, key_dim), dtype)
+        spec["far_value"] = ((*rows, far, value_dim), dtype)
+        spec["far_mask"] = (rows if strided else (*rows, far), dtype)
+    return spec
 
 
 def sparse_pattern(
@@ -218,7 +225,7 @@ def _allowed(config, length, causal):
     second = dataclasses.replace(far_mask, remainder=False)(i, j)
     strided = config.pattern == "strided"
     matrices = []
-    for near, number in head_factors(config.heads, config.num_heads):
+    for near, number in head_factors(config):
         seen = first if near else np.zeros_like(first)
         if number is not None and strided:
             seen = seen | second

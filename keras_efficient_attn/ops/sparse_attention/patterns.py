@@ -53,17 +53,11 @@ def summary_start(stride, summary, head):
     return stride - (head % (stride // summary) + 1) * summary
 
 
-def head_factors(heads, num_heads):
-    """What each head attends to: `(the first factor?, its number in the second)`.
+def head_factors(config):
+    """What each head of a `SparseConfig` attends to: `(first factor?, number)`.
 
-    Heads without the second factor have no number in it.
+    Its number is that among the heads with the second factor, or `None` without it.
     """
-    if heads == "merged":
-        return [(True, head) for head in range(num_heads)]
-    if heads == "split":
-        near = (num_heads + 1) // 2
-        far = range(num_heads - near)
-        return [(True, None)] * near + [(False, head) for head in far]
-    if heads == 0:
-        return [(True, None)] * num_heads
-    return [(False, head) for head in range(num_heads)]
+    numbers = [None] * (config.num_heads - config.far_heads)
+    numbers += range(config.far_heads)
+    return [(head < config.near_heads, n) for head, n in enumerate(numbers)]
