@@ -3,7 +3,7 @@
 from keras import ops
 
 from keras_efficient_attn.ops.common.block_softmax import attend_near, attend_recent
-from keras_efficient_attn.ops.common.cache_capacity import nan_beyond, write_positions
+from keras_efficient_attn.ops.common.cache import nan_beyond, write_positions
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.inputs import masked_inputs, pad_to_common_length
 from keras_efficient_attn.ops.common.online_softmax import finish, merge

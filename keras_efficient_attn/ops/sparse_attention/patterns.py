@@ -39,9 +39,10 @@ class Summaries:
     remainder: bool
 
     def __call__(self, i, j):
-        block, key_block = i // self.stride, j // self.stride
         if self.causal:
-            return key_block < block if self.remainder else j <= i
+            # Before the own block, or up to the query.
+            return j < i - i % self.stride if self.remainder else j <= i
+        block, key_block = i // self.stride, j // self.stride
         return key_block != block if self.remainder else key_block >= 0 * block
 
 

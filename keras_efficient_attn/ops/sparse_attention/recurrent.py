@@ -2,11 +2,12 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.cache_capacity import nan_beyond, write_positions
+from keras_efficient_attn.ops.common.cache import nan_beyond
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.recent_keys import append_segment, drop_oldest
 from keras_efficient_attn.ops.common.single_query import attend_single, seen_recent
+from keras_efficient_attn.ops.sparse_attention.blocks import write_far
 from keras_efficient_attn.ops.sparse_attention.config import FAR
 from keras_efficient_attn.ops.sparse_attention.fixed import summary_positions
 
@@ -49,10 +50,7 @@ def attend_next(inputs, state, seed, config, options):
 def _read_column(state, keys, config):
     """Keys and values of the position's column, which it sees, and the new cache."""
     position, stride = state["position"][0], config.stride
-    cache = [
-        write_positions(ops.cast(state[name], t.dtype), t, position)
-        for name, t in zip(FAR, keys, strict=True)
-    ]
+    cache = write_far(state, keys, config)
     column = position % stride
     rows = cache[0].shape[1] // stride
 
@@ -63,8 +61,9 @@ def _read_column(state, keys, config):
         return ops.reshape(ops.slice(x, start, sizes), (batch, rows, *tail))
 
     key, value, valid = map(read, cache)
-    positions = column + stride * ops.arange(rows, dtype="int32")
-    allowed = config.masks(causal=True)[1](position, positions)
+    # All of them but those that the first factor sees, or that are yet to come.
+    last = position - stride - 1 if config.merges else position
+    allowed = column + stride * ops.arange(rows, dtype="int32") <= last
     return key, value, ops.logical_and(allowed, valid > 0)[:, None, None], cache
 
 
