@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
+from keras_efficient_attn.ops.common.checks import check_int, may_agree
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.common.relative_positions import distance_sinusoids
@@ -143,9 +144,8 @@ class RelativePositionXL(EfficientAttention):
         self.memory_length = memory_length
         self.clamp_length = clamp_length
         self.same_length = same_length
-        _check_length("memory_length", memory_length, 0)
-        if clamp_length is not None:
-            _check_length("clamp_length", clamp_length, 1, " or None")
+        check_int("memory_length", memory_length, 0)
+        check_int("clamp_length", clamp_length, 1, optional=True)
         if isinstance(biases, PositionBiases):
             sizes = biases.num_heads, biases.key_dim
             if sizes != (self._num_heads, self._key_dim):
@@ -199,7 +199,7 @@ class RelativePositionXL(EfficientAttention):
 
     def state_spec(self, batch_size, max_length):
         # With `same_length`, queries see `max_length` positions before them.
-        _check_length("max_length", max_length, 0)
+        check_int("max_length", max_length, 0)
         if not self.built:
             raise ValueError(
                 "`get_initial_state()` needs a built layer: the memory has its inputs' "
@@ -393,20 +393,9 @@ def _document_numbers(reset, length):
 def _check_reset(reset, query, value):
     shape = tuple(reset.shape)
     for x in (query, value):
-        expected = tuple(x.shape[: len(shape)])
-        if len(shape) not in (1, 2) or any(
-            None not in (a, b) and a != b for a, b in zip(shape, expected, strict=True)
-        ):
+        if len(shape) not in (1, 2) or not may_agree(shape, x.shape[: len(shape)]):
             raise ValueError(
                 "`reset` must have the shape (batch,) or (batch, length) of `query` "
                 f"and `value`. Received: reset.shape={shape}, "
                 f"query.shape={tuple(query.shape)}, value.shape={tuple(value.shape)}"
             )
-
-
-def _check_length(argument, received, least, alternative=""):
-    if isinstance(received, bool) or not isinstance(received, int) or received < least:
-        raise ValueError(
-            f"`{argument}` must be an integer of at least {least}{alternative}. "
-            f"Received: {argument}={received!r}"
-        )

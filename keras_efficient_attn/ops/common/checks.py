@@ -14,6 +14,17 @@ def check_positive_int(argument, received, optional=False):
         )
 
 
+def check_int(argument, received, least, optional=False):
+    """Raises `ValueError` unless it is an integer, `least` or more, or `None` if so."""
+    if optional and received is None:
+        return
+    if not is_int(received) or received < least:
+        raise ValueError(
+            f"`{argument}` must be an integer of at least {least}"
+            f"{' or None' if optional else ''}. Received: {argument}={received!r}"
+        )
+
+
 def check_positive_number(argument, received, optional=False):
     """Raises `ValueError` unless `received` is one, or `None` where that is allowed."""
     if optional and received is None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from keras_efficient_attn.ops.common.checks import check_positive_int, is_int
+from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +23,5 @@ class RelativeConfig:
     window: int | None = None
 
     def __post_init__(self):
-        if not is_int(self.offset) or self.offset < 0:
-            raise ValueError(
-                "`offset` must be an integer that is not negative. Received: "
-                f"offset={self.offset!r}"
-            )
+        check_int("offset", self.offset, 0)
         check_positive_int("window", self.window, optional=True)
