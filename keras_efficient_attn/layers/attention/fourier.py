@@ -14,11 +14,14 @@ from keras_efficient_attn.ops.common.checks import (
 )
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.linear_attention.api import (
-    CHUNK_SIZE as LINEAR_CHUNK_SIZE,
-)
-from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_state,
     mapped_linear_attention,
+)
+from keras_efficient_attn.ops.linear_attention.config import (
+    CHUNK_SIZE as LINEAR_CHUNK_SIZE,
+)
+from keras_efficient_attn.ops.linear_attention.config import (
+    LinearAttentionConfig,
 )
 from keras_efficient_attn.ops.linear_attention.feature_maps import (
     MAX_POLYNOMIAL_FEATURES,
@@ -262,14 +265,16 @@ class FourierAttention(EfficientAttention):
             query * radius,
             key * radius,
             value,
-            query_map=fourier.squared_features,
-            key_map=fourier.squared_features,
-            num_features=self.feature_dim,
+            LinearAttentionConfig(
+                fourier.squared_features,
+                fourier.squared_features,
+                self.feature_dim,
+                causal=causal,
+                chunk_size=self.chunk_size or LINEAR_CHUNK_SIZE,
+            ),
             map_weights=(ops.cast(self._frequencies, query.dtype),),
             key_mask=key_mask,
-            causal=causal,
             state=state,
-            chunk_size=self.chunk_size or LINEAR_CHUNK_SIZE,
         )
         return heads, state
 

@@ -25,9 +25,12 @@ from keras_efficient_attn.ops.common.numerics import accumulator_dtype, rms_norm
 from keras_efficient_attn.ops.common.rotary import rotary_embedding
 from keras_efficient_attn.ops.linear_attention import calibrated_features, feature_maps
 from keras_efficient_attn.ops.linear_attention.api import (
-    CHUNK_SIZE,
     linear_attention_state,
     mapped_linear_attention,
+)
+from keras_efficient_attn.ops.linear_attention.config import (
+    CHUNK_SIZE,
+    LinearAttentionConfig,
 )
 from keras_efficient_attn.ops.linear_attention.windowed import (
     windowed_linear_attention,
@@ -340,29 +343,19 @@ class PerformerAttention(EfficientAttention):
         key = self._prepared(key, dtype, position)
         if self.calibrated:
             query, key = self._calibration.coordinates(query, key)
+        config = self._attention_config(causal)
         arguments = dict(
-            query_map=self._query_map,
-            key_map=self._key_map,
-            num_features=self._feature_dim,
             map_weights=self._map_weights(query, key, query_mask, key_mask, training),
             key_mask=key_mask,
-            causal=causal,
             state=state,
-            chunk_size=self.chunk_size,
         )
         if self.window is None:
-            output = "normalized" if self.normalize else "sum"
             (heads,), state = mapped_linear_attention(
-                query, key, value, output=output, **arguments
+                query, key, value, config, **arguments
             )
         else:
             heads, state = windowed_linear_attention(
-                query,
-                key,
-                value,
-                window=self.window,
-                normalize=self.normalize,
-                **arguments,
+                query, key, value, config, **arguments
             )
         if position is not None:
             state["position"] = position + ops.shape(query)[1]
@@ -384,14 +377,20 @@ class PerformerAttention(EfficientAttention):
             query,
             key,
             value,
-            window=self.window,
-            query_map=self._query_map,
-            key_map=self._key_map,
-            num_features=self._feature_dim,
+            self._attention_config(True),
             map_weights=self._map_weights(query, key, None, key_mask, False),
             key_mask=key_mask,
+        )
+
+    def _attention_config(self, causal):
+        return LinearAttentionConfig(
+            self._query_map,
+            self._key_map,
+            self._feature_dim,
+            causal=causal,
             chunk_size=self.chunk_size,
-            normalize=self.normalize,
+            output="normalized" if self.normalize else "sum",
+            window=self.window,
         )
 
     def get_config(self):
