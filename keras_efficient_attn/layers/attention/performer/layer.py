@@ -538,7 +538,7 @@ def _query_and_key_map(name, order, size):
     """One pair of functions per map: JAX compiles once per function object."""
     if name == "softmax":
         maps = feature_maps
-        return maps.softmax_query_features, maps.exponential_key_features
+        return maps.softmax_query_features, maps.exponential_features
     if callable(name):
         both = functools.partial(_custom_features, name, size)
     else:
