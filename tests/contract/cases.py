@@ -10,6 +10,7 @@ from keras import ops
 from keras_efficient_attn import (
     AdaptiveSpan,
     FourierAttention,
+    LinearAttention,
     LocalAttention,
     PerformerAttention,
     ReformerLSHAttention,
@@ -17,7 +18,6 @@ from keras_efficient_attn import (
     SparseAttention,
     VQAttention,
 )
-from keras_efficient_attn.layers.attention.streaming import initial_attention_state
 from tests import dense
 
 BATCH, LENGTH, DIM, HEADS, KEY_DIM = 2, 37, 12, 2, 8
@@ -37,7 +37,7 @@ class Case:
         layer: Class.
         options: Its keyword arguments beside `num_heads` and `key_dim`. Small chunks,
             so that a test's length has several.
-        heads: `dense.performer_heads` or its like.
+        heads: `dense.linear_heads` or its like.
         causal: The values of `use_causal_mask` that the layer supports.
         cross: Whether queries and keys may differ in length.
         variant: Whether another case stands for the layer in tests that are marked
@@ -82,19 +82,22 @@ class Case:
         return self.layer(**{**arguments, **self.options, **options})
 
     def built(self, **options):
-        """A built layer whose biases are not zero, so that a lost one shows."""
+        """A built layer whose biases are not zero, so that a lost one shows.
+
+        Learned feature maps, at first the identity, are another matrix.
+        """
         layer = self.make(**options)
         layer.build((BATCH, LENGTH, DIM), (BATCH, LENGTH, DIM))
         random = np.random.default_rng(2)
         for weight in layer.trainable_weights:
-            if "bias" in weight.name:
+            if "bias" in weight.name or "feature" in weight.name:
                 weight.assign(random.normal(size=weight.shape) * 0.2)
         return layer
 
-    def initial_state(self, layer, batch=BATCH):
+    def get_initial_state(self, layer, batch=BATCH):
         if not layer.built:
             layer.build((batch, LENGTH, DIM), (batch, LENGTH, DIM))
-        return initial_attention_state(layer, batch, LENGTH)
+        return layer.get_initial_state(batch, LENGTH if layer.state_grows else None)
 
     def expected(self, layer, *args, **kwargs):
         return dense.layer_output(layer, self.heads, *args, **kwargs)
@@ -102,8 +105,13 @@ class Case:
 
 def performer(name, causal=(False, True), cross=True, variant=True, **options):
     options = {"chunk_size": 2, **options}
-    heads = dense.performer_heads
+    heads = dense.linear_heads
     return Case(name, PerformerAttention, options, heads, causal, cross, variant)
+
+
+def linear(name, variant=True, **options):
+    options = {"chunk_size": 2, **options}
+    return Case(name, LinearAttention, options, dense.linear_heads, variant=variant)
 
 
 def sparse(name, variant=False, **options):
@@ -172,7 +180,8 @@ CASES = [
         qk_norm=True,
         temperature=0.5,
     ),
-    performer("elu", feature_map="elu"),
+    linear("elu", variant=False),
+    linear("hedgehog", feature_map="hedgehog"),
     performer("callable-sum", feature_map=squared_relu, normalize=False),
     performer(
         "window",

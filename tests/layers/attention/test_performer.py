@@ -193,7 +193,7 @@ def test_maps_outside_the_contract_equal_the_dense_definition(name, causal):
     layer = PerformerAttention(2, DIM, feature_map=name, chunk_size=4)
     x = np.random.default_rng(0).normal(size=(2, 19, 12)).astype("float32")
     output = to_numpy(layer(x, x, use_causal_mask=causal))
-    expected, _ = dense.layer_output(layer, dense.performer_heads, x, x, causal=causal)
+    expected, _ = dense.layer_output(layer, dense.linear_heads, x, x, causal=causal)
     np.testing.assert_allclose(output, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -206,7 +206,7 @@ def test_window_is_one_softmax_with_exact_near_weights(window, causal):
     mask = np.random.default_rng(1).random((1, 150)) > 0.2
     output = to_numpy(layer(x, x, key_mask=mask, use_causal_mask=causal))
     expected, _ = dense.layer_output(
-        layer, dense.performer_heads, x, x, key_mask=mask, causal=causal
+        layer, dense.linear_heads, x, x, key_mask=mask, causal=causal
     )
     np.testing.assert_allclose(output, expected, rtol=1e-3, atol=1e-4)
 

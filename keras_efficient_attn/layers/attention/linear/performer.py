@@ -186,9 +186,7 @@ class PerformerAttention(LinearAttention):
                 f"feature_map={self.feature_map.name!r}, built={self.built}"
             )
         draws = self.feature_map.draw(self._key_dim, self._projection_seed)
-        self._projection.assign(
-            self.feature_map.project(draws, self._projection.dtype)
-        )
+        self._projection.assign(self.feature_map.project(draws, self._projection.dtype))
 
     def calibrate(self, data, query=None, use_causal_mask=False):
         """Fits the features to the queries and keys that this layer makes of data.
