@@ -47,6 +47,7 @@ class Case:
         shared_key: Whether keys have the projection of the queries.
         smooth: Whether what rounding moves a little, moves outputs a little.
         gradient_through_state: Whether earlier segments learn from later ones.
+        sliding_window: Whether the layer takes Keras' `sliding_window` as its window.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Case:
     shared_key: bool = False
     smooth: bool = True
     gradient_through_state: bool = True
+    sliding_window: bool = False
 
     @property
     def sums(self):
@@ -170,7 +172,9 @@ def xl(name, variant=False, **options):
 
 
 CASES = [
-    performer("favor+", num_features=16, variant=False),
+    dataclasses.replace(
+        performer("favor+", num_features=16, variant=False), sliding_window=True
+    ),
     performer("favor++", num_features=16, feature_map="favor++", causal=(False,)),
     performer(
         "hyperbolic-rotary-norm",

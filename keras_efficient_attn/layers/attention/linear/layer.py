@@ -153,14 +153,15 @@ class LinearAttention(EfficientAttention):
 
     def _get_window(self, window):
         check_positive_int("window", window, optional=True)
-        if self._sliding_window is not None:
-            if window not in (None, self._sliding_window):
+        argument, sliding_window = "window", self._sliding_window
+        if sliding_window is not None:
+            if window not in (None, sliding_window):
                 raise ValueError(
                     "`window` and `sliding_window` mean the same, and must not "
                     f"differ. Received: window={window}, "
-                    f"sliding_window={self._sliding_window}"
+                    f"sliding_window={sliding_window}"
                 )
-            window = self._sliding_window
+            argument, window = "sliding_window", sliding_window
         if window is not None and not self.feature_map.estimates_softmax:
             estimating = ", ".join(
                 name
@@ -168,8 +169,8 @@ class LinearAttention(EfficientAttention):
                 if feature_maps.get(name).estimates_softmax
             )
             raise ValueError(
-                "`window` joins exact weights exp(q·k) with features, which have to "
-                f"estimate them: {estimating}. Received: "
+                f"`{argument}` joins exact weights exp(q·k) with features, which have "
+                f"to estimate them: {estimating}. Received: {argument}={window}, "
                 f"feature_map={self.feature_map.name!r}"
             )
         return window
