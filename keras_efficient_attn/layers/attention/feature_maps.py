@@ -11,6 +11,7 @@ import keras
 
 from keras_efficient_attn.ops.common import random_features
 from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.linear_attention import calibrated_features
 from keras_efficient_attn.ops.linear_attention import feature_maps as functions
 
@@ -278,7 +279,7 @@ class RandomFeatures(FeatureMap):
                 self.draw(layer.key_dim, seed), dtype
             ),
             # Rounded rows would not be orthogonal.
-            dtype="float64" if layer.variable_dtype == "float64" else "float32",
+            dtype=wide_dtype(layer.variable_dtype),
             trainable=False,
             # Not cast to the compute dtype: assignments have to reach it.
             autocast=False,
