@@ -31,10 +31,15 @@ def register_feature_map(name, package="Custom"):
     """
 
     def register(feature_map):
-        if name in _CLASSES:
+        known = _CLASSES.get(name, feature_map)
+        # A class may be defined again, as in a notebook.
+        if (known.__module__, known.__qualname__) != (
+            feature_map.__module__,
+            feature_map.__qualname__,
+        ):
             raise ValueError(
                 f"`name` must be new. Received: name={name!r}, the name of "
-                f"{_CLASSES[name].__name__}"
+                f"{known.__name__}"
             )
         feature_map.name = name
         _CLASSES[name] = feature_map
@@ -145,8 +150,8 @@ class FeatureMap:
     random = False
     can_calibrate = False
 
-    def __init_subclass__(cls):
-        super().__init_subclass__()
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
         if not isinstance(cls.__dict__.get("name"), property):
             cls.name = cls.__name__
 

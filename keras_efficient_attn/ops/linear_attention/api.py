@@ -61,7 +61,8 @@ def linear_attention(
             What stands at other keys is not read, NaN included.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
         state: Optional state from `linear_attention_state` or an earlier call: the
-            keys of earlier segments. Needs `causal=True` and equal lengths.
+            keys of earlier segments. Needs `causal=True` and equal lengths. A single
+            position then costs one pass over the state.
         normalize: Whether to divide by the sum of the weights. Defaults to `True`.
         chunk_size: Positions a chunk; changes the speed, not the result beyond
             rounding. Defaults to 64.

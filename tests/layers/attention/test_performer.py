@@ -184,12 +184,11 @@ def test_taylor_is_positive_everywhere():
     assert (query @ key.T).min() < -10
 
 
-@pytest.mark.parametrize(
-    "name", ["softmax", "trigonometric", "taylor", "power", "relu"]
-)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_maps_outside_the_contract_equal_the_dense_definition(name, causal):
-    layer = PerformerAttention(2, DIM, feature_map=name, chunk_size=4)
+def test_relu_of_a_projection_equals_the_dense_definition(causal):
+    layer = PerformerAttention(
+        2, DIM, feature_map="relu", num_features=6, row_norm="sqrt_dim", chunk_size=4
+    )
     x = np.random.default_rng(0).normal(size=(2, 19, 12)).astype("float32")
     output = to_numpy(layer(x, x, use_causal_mask=causal))
     expected, _ = dense.layer_output(layer, dense.linear_heads, x, x, causal=causal)
