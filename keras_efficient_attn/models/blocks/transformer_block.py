@@ -6,7 +6,7 @@ from keras import ops
 from keras_efficient_attn.layers.attention.streaming import initial_attention_state
 from keras_efficient_attn.layers.attention.transformer_xl import following_memory
 from keras_efficient_attn.layers.residual.chain import Sublayer
-from keras_efficient_attn.models.blocks.residual import get_residual_class
+from keras_efficient_attn.models.blocks.residual import get_residual
 from keras_efficient_attn.models.blocks.separable_convolution import (
     SeparableConvolution,
 )
@@ -93,7 +93,8 @@ class TransformerBlock(keras.layers.Layer):
         self.dropout = dropout
 
         def connection(name):
-            return get_residual_class(residual)(
+            return get_residual(
+                residual,
                 norm,
                 norm_epsilon,
                 use_bias,
