@@ -36,6 +36,8 @@ from keras_efficient_attn.models.universal.transformer import (
 )
 
 ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
+# What else the constructor has in scope.
+NOT_OURS = ("self", "__class__", "dtype", "name", "trainable")
 # The options that a value or a dict of fields can stand for.
 OPTIONS = {
     "residual": ResidualOptions,
@@ -92,7 +94,7 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
             Defaults to `True`.
         dropout: Rate of dropout on embeddings and sublayers' outputs. Defaults to 0.
         dtype: Policy of all layers.
-        **kwargs: Those of `keras.Model`, such as `name`.
+        name, trainable: Those of `keras.Model`.
 
     Call arguments:
         inputs: Dict of integers `token_ids` and `padding_mask` (1, and 0 at padding,
@@ -165,20 +167,21 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         use_bias=True,
         dropout=0.0,
         dtype=None,
-        **kwargs,
+        name=None,
+        trainable=True,
     ):
-        # All arguments that describe the backbone, each under its name.
-        arguments = dict(locals())
-        for name in ("self", "dtype", "kwargs", "__class__"):
-            del arguments[name]
-        options = SimpleNamespace(**arguments)
+        # The arguments that describe the backbone, each under its name. Without
+        # **kwargs: Keras takes unknown ones in silence.
+        options = SimpleNamespace(
+            **{key: value for key, value in locals().items() if key not in NOT_OURS}
+        )
         if isinstance(attention, list | tuple):
             options.attention = [attention_spec(item) for item in attention]
         else:
             options.attention = attention_spec(attention)
         options.cross_attention = attention_spec(cross_attention)
-        for name, kind in OPTIONS.items():
-            setattr(options, name, kind.get(arguments[name]))
+        for key, kind in OPTIONS.items():
+            setattr(options, key, kind.get(getattr(options, key)))
         _check(options)
 
         # === Layers ===
@@ -220,7 +223,9 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
                 embedding_layer(inputs["token_ids"]),
                 padding_mask=inputs["padding_mask"],
             )
-        super().__init__(inputs=inputs, outputs=outputs, dtype=dtype, **kwargs)
+        super().__init__(
+            inputs=inputs, outputs=outputs, dtype=dtype, name=name, trainable=trainable
+        )
 
         # === Config ===
         self.embedding = embedding_layer

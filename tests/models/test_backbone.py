@@ -279,6 +279,7 @@ def test_keras_own_softmax_gets_a_cache_and_keeps_its_options():
         (dict(positions={"each_layer": True}), ValueError, "each_layer=True"),
         (dict(recurrence=0), ValueError, "num_recurrences=0"),
         (dict(convolution=1), ValueError, "kernel_size"),
+        (dict(tie_embeddings=False), TypeError, "tie_embeddings"),
         (dict(embedding="shared"), ValueError, "embedding='shared'"),
         (dict(embedding={"features": [3]}), TypeError, "features="),
     ],
