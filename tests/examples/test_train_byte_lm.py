@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import train_byte_lm  # noqa: E402
-from byte_lm import data  # noqa: E402
+from byte_lm import data, training  # noqa: E402
 from byte_lm.checkpoints import Checkpoints  # noqa: E402
 from byte_lm.errors import UsageError  # noqa: E402
 from byte_lm.model import BitsPerByte, build_model  # noqa: E402
@@ -40,6 +40,14 @@ def assert_same_weights(folder, expected):
     model = keras.saving.load_model(Path(folder, "model.keras"))
     for weight, other in zip(weights_of(model), weights_of(expected), strict=True):
         np.testing.assert_allclose(weight, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_prompt():
+    """Samples continue a few bytes: prompts are read elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "PROMPT_BYTES", 24)
+        yield
 
 
 @pytest.fixture(scope="module")
