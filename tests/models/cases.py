@@ -23,7 +23,7 @@ ELU = "performer:feature_map=elu,chunk_size=4"
 class PreviousToken(keras.layers.Embedding):
     """A feature of tokens that streams: the embedding of the one before."""
 
-    def initial_state(self, batch_size):
+    def get_initial_state(self, batch_size):
         return ops.zeros((batch_size, 1), "int32")
 
     def call(self, tokens, state=None):

@@ -23,7 +23,7 @@ class EmbeddingOptions(Options):
         features: Layers from token ids `(batch, length)` to `(batch, length,
             hidden_dim)`, which is added to the embeddings; a layer's configuration
             stands for the layer. In a backbone that streams they have
-            `initial_state(batch_size)`, and return `(output, state)` from a call with
+            `get_initial_state(batch_size)`, and return `(output, state)` from a call with
             `state`. A layer is a template: each backbone gets its own, with that
             configuration and the backbone's `dtype`. Defaults to `()`: none.
 
@@ -74,7 +74,7 @@ class InputEmbedding(keras.layers.Layer):
 
     Call arguments:
         token_ids: Integers `(batch, length)`.
-        state: Optional, from `initial_state` or the previous segment's call.
+        state: Optional, from `get_initial_state` or the previous segment's call.
 
     Returns:
         `(batch, length, hidden_dim)`; `(output, state)` with `state`.
@@ -119,10 +119,10 @@ class InputEmbedding(keras.layers.Layer):
         if self.positions is not None:
             self.positions.build((*input_shape, self.token_embedding.output_dim))
 
-    def initial_state(self, batch_size):
+    def get_initial_state(self, batch_size):
         """The state before the first token, a dict of tensors, batch first."""
         return {
-            name: layer.initial_state(batch_size)
+            name: layer.get_initial_state(batch_size)
             for name, layer in self._streaming_layers()
         }
 

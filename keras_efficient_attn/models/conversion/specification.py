@@ -5,6 +5,7 @@ import inspect
 import keras
 
 from keras_efficient_attn.layers import EfficientAttention, ReformerLSHAttention
+from keras_efficient_attn.layers.attention.base import AttentionCall
 from keras_efficient_attn.layers.attention.registry import parse_attention, with_option
 from keras_efficient_attn.models.conversion.stand_ins import StandIn, stand_in_class
 
@@ -161,5 +162,4 @@ def _refusal(layer_class, options, place):
 
 def _check_causality(layer):
     x = keras.KerasTensor((None, None, layer.key_dim))
-    masks = (None, None, None, None)
-    layer._check_call(x, x, x, masks, layer.receives_causal_mask, False, None)
+    layer._check_call(x, x, x, AttentionCall(causal=layer.receives_causal_mask))

@@ -6,7 +6,7 @@ import inspect
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.attention.base import EfficientAttention
+from keras_efficient_attn.layers.attention.base import AttentionCall, EfficientAttention
 
 # What all attention layers that can be replaced hold, in the order of their weights.
 KEPT_LAYERS = {
@@ -81,7 +81,7 @@ class StandIn(EfficientAttention):
     def _build_projections(self, query_shape, value_shape, key_shape):
         """They are the other layer's."""
 
-    def _query_and_key(self, query, key, query_mask, key_mask, start=0):
+    def _query_and_key(self, query, key, call, start=0):
         return self._projected_query(query, start), self._projected_key(key, start)
 
     def _projected_query(self, query, start=0):
@@ -118,7 +118,7 @@ class StandIn(EfficientAttention):
                 "`cache` needs `cache_update_index`, the position of the first "
                 "query. Received: cache_update_index=None"
             )
-        query, key = self._query_and_key(x, x, None, None, start)
+        query, key = self._query_and_key(x, x, None, start)
         value = self._value_dense(x)
         at = [0, start, 0, 0]
         key = ops.slice_update(cache[:, 0], at, ops.cast(key, cache.dtype))
@@ -131,10 +131,11 @@ class StandIn(EfficientAttention):
             key_mask = ops.broadcast_to(key_mask, ops.shape(key)[:2])
         # Positions to come are hidden by causality.
         if query.shape[1] is not None and query.shape[1] == key.shape[1]:
-            heads, _ = self.attend(query, key, value, None, key_mask, True, None, False)
+            call = AttentionCall(key_mask=key_mask, causal=True)
+            heads, _ = self.attend(query, key, value, call)
         else:
             heads = self.attend_at(start, query, key, value, key_mask)
-        return self._project(heads, x, None, False), cache
+        return self._project(heads, x, None), cache
 
 
 class MultiHeadStandIn(StandIn):
@@ -228,8 +229,13 @@ class RotaryStandIn(StandIn):
             )
         if attention_mask is not None:
             attention_mask = self.mask_of_keys(attention_mask)
-        masks = (None, None, None, attention_mask)
-        return self._call(x, x, None, masks, False, training, True, None)
+        return super().call(
+            x,
+            x,
+            attention_mask=attention_mask,
+            training=training,
+            use_causal_mask=True,
+        )
 
     def compute_output_spec(
         self,
