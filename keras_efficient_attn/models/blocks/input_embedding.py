@@ -22,10 +22,10 @@ class EmbeddingOptions(Options):
             `False`.
         features: Layers from token ids `(batch, length)` to `(batch, length,
             hidden_dim)`, which is added to the embeddings; a layer's configuration
-            stands for the layer. In a backbone that streams they have
-            `get_initial_state(batch_size)`, and return `(output, state)` from a call with
-            `state`. A layer is a template: each backbone gets its own, with that
-            configuration and the backbone's `dtype`. Defaults to `()`: none.
+            stands for the layer. To stream they have `get_initial_state(batch_size)`,
+            and return `(output, state)` from a call with `state`. A layer is a
+            template: each backbone gets its own, with that configuration and the
+            backbone's `dtype`. Defaults to `()`: none.
 
     Raises:
         ValueError: For another output.
