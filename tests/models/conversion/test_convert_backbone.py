@@ -35,14 +35,13 @@ def test_exact_attention_leaves_every_family_as_it_is(name):
     # Both the stock class and the generated one, with the same weights in their order.
     assert isinstance(efficient, backbone_class)
     assert type(efficient) is efficient_backbone(backbone_class)
-    own = ("projection", "codebook/", "coordinates/")
-    kept = [path for path in paths(efficient) if not any(o in path for o in own)]
+    kept = [path for path in paths(efficient) if "/kernel/" not in path]
     assert kept == paths(backbone)
     # BART has two for each of its layers.
-    assert len(families.stand_ins(efficient)) == (4 if name == "bart" else 2)
+    assert len(families.kernels(efficient)) == (4 if name == "bart" else 2)
 
     # What happens to the copy does not happen to the original.
-    assert not families.stand_ins(backbone)
+    assert not families.kernels(backbone)
     for weight in efficient.weights:
         weight.assign(np.zeros(weight.shape))
     for now, then in zip(backbone.get_weights(), weights, strict=True):
@@ -91,10 +90,10 @@ def test_a_layer_that_is_left_out_keeps_softmax():
         first, second = efficient.transformer_layers
         assert type(first._self_attention_layer) is keras.layers.MultiHeadAttention
         layer = second._self_attention_layer
-        assert isinstance(layer, PerformerAttention)
-        assert (layer.num_heads, layer.key_dim, layer.dropout) == (2, 8, 0.1)
+        assert isinstance(layer.kernel, PerformerAttention)
+        assert (layer.kernel.num_heads, layer.kernel.key_dim, layer.kernel.dropout) == (2, 8, 0.1)
         assert efficient.get_config()["attention_layers"] == [1]
-    assert layer.num_features is None
+    assert layer.kernel.num_features is None
 
 
 def test_each_layer_may_have_another_attention(tmp_path):
@@ -103,7 +102,7 @@ def test_each_layer_may_have_another_attention(tmp_path):
     attention = [LocalAttention(1, 2, window=2), "vq:window=1,num_codes=3"]
     # Codes are fitted; the window has nothing to fit.
     both = convert_backbone(backbone, attention, calibrate=data)
-    local, vq = families.stand_ins(both)
+    local, vq = families.kernels(both)
     assert isinstance(local, LocalAttention) and local.window == 2
     assert isinstance(vq, VQAttention) and vq.num_codes == 3
     file = tmp_path / "model.keras"
@@ -114,7 +113,7 @@ def test_each_layer_may_have_another_attention(tmp_path):
         convert_backbone(backbone, attention[0], [0]),
         convert_backbone(backbone, attention[1], [1], calibrate=data),
     ]
-    np.testing.assert_array_equal(families.stand_ins(alone[1])[0].codebook, vq.codebook)
+    np.testing.assert_array_equal(families.kernels(alone[1])[0].codebook, vq.codebook)
 
     def error(converted):
         (old,), (new,) = (families.outputs(m, data) for m in (backbone, converted))

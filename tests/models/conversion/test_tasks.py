@@ -8,7 +8,7 @@ from keras import ops
 from keras_hub import models
 
 from keras_efficient_attn.models import convert_backbone
-from keras_efficient_attn.models.conversion.places import attention_places
+from keras_efficient_attn.models.conversion.sites import find_sites
 from tests.models.conversion import families
 
 # Not exact: that it is computed in another way shows.
@@ -46,7 +46,7 @@ def test_the_cache_gives_what_whole_sequences_give(name, task, attention):
 def test_padding_of_a_cache_is_not_read(name):
     backbone = families.make(name, num_layers=1)
     efficient = convert_backbone(backbone, families.LOCAL)
-    old, new = (attention_places(m)[0].layer for m in (backbone, efficient))
+    old, new = (find_sites(m)[0].layer for m in (backbone, efficient))
     heads, dim = new._for_query_heads(new._key_dense(np.zeros((1, 1, 16)))).shape[-2:]
     heads = new.num_key_value_heads or heads
     random = np.random.default_rng(0)
@@ -84,7 +84,7 @@ def test_generate_with_an_encoder_is_greedy():
     task = models.BartSeq2SeqLM(convert_backbone(backbone, PERFORMER))
     data = families.inputs(task.backbone)
     # The order in which `layers` counts them.
-    blocks = [place.block.name for place in attention_places(task.backbone)]
+    blocks = [site.block.name for site in find_sites(task.backbone)]
     assert blocks == ["transformer_encoder_layer_0", "transformer_decoder_layer_0"]
     data["decoder_padding_mask"][:] = 0
     data["decoder_padding_mask"][:, :2] = 1
