@@ -64,11 +64,8 @@ def ours(attention, batch, length, arguments):
         logits, _, state = model.call_with_cache(tokens, state)
         return logits, state
 
-    state = backbone.initial_state(batch, length + STEPS)
-    if any(
-        getattr(block.attention, "caches_keys", False)
-        for block in backbone.transformer_layers
-    ):
+    state = backbone.get_initial_state(batch, length + STEPS)
+    if any(block.attention.state_grows for block in backbone.transformer_layers):
         state = keras.tree.map_structure(lambda x: filled(x, length), state)
     else:
         tokens = np.random.default_rng(0).integers(0, VOCABULARY, (batch, length))

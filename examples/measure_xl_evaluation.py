@@ -79,7 +79,7 @@ def measure(arguments, context):
     program = make_program(with_memory, model)
     lengths = {"memory": arguments.segment, "sliding": context + 1}
     # A memory that is full: the time does not depend on what it holds.
-    empty = backbone.initial_state(1, max_length=None, memory_length=context)
+    empty = backbone.get_initial_state(1, max_length=None, memory_length=context)
 
     def tokens_of(name, turn):
         random = np.random.default_rng((context, turn))

@@ -181,7 +181,7 @@ def generate(backbone, token_ids, padding_mask, length):
             (
                 ops.convert_to_tensor(0, "int32"),
                 ops.full((batch, 1), START, "int32"),
-                backbone.initial_state(batch, length),
+                backbone.get_initial_state(batch, length),
                 ops.full((batch, length), END, "int32"),
             ),
         )[-1]

@@ -6,10 +6,6 @@ import keras
 
 from byte_lm.errors import UsageError
 from keras_efficient_attn.layers import get_attention
-from keras_efficient_attn.layers.attention.streaming import (
-    initial_attention_state,
-    with_state,
-)
 from keras_efficient_attn.models import EfficientCausalLM, EfficientTransformerBackbone
 
 NUM_BYTES = 256
@@ -48,12 +44,12 @@ def check_attention(spec, dim, heads):
         )
     try:
         layer = get_attention(spec, num_heads=heads, key_dim=dim // heads)
-        layer, x = with_state(layer), keras.KerasTensor((1, 8, dim))
+        x = keras.KerasTensor((1, 8, dim))
         layer.build(x.shape, x.shape)
         # Not by a call, whose errors Keras makes longer.
         layer.compute_output_spec(x, x, use_causal_mask=True)
         # Samples are streamed.
-        initial_attention_state(layer, batch_size=1, max_length=8)
+        layer.get_initial_state(1, 8 if layer.state_grows else None)
     except ValueError as error:
         raise UsageError(f"--attention {error}") from error
 

@@ -24,7 +24,7 @@ class Recurrent(keras.layers.Layer):
         for layer in self.layers:
             layer.build(x_shape)
 
-    def initial_state(self, batch_size, max_length):
+    def get_initial_state(self, batch_size, max_length):
         zeros = ops.zeros((batch_size, self.dim))
         return {str(i): (zeros, zeros) for i in range(len(self.layers))}
 

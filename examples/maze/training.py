@@ -46,7 +46,7 @@ def play(agent, mazes, steps, random):
     """
     count = len(mazes)
     state = keras.tree.map_structure(
-        keras.ops.convert_to_numpy, agent.core.initial_state(count, steps)
+        keras.ops.convert_to_numpy, agent.core.get_initial_state(count, steps)
     )
     current = np.stack([maze.reset()[0] for maze in mazes])
     going_on = np.ones(count, bool)

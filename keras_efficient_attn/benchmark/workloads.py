@@ -9,18 +9,11 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.benchmark import operations, streaming
-from keras_efficient_attn.benchmark.approximation import (
-    approximates_softmax,
-    error_against_softmax,
-)
+from keras_efficient_attn.benchmark.approximation import error_against_softmax
 from keras_efficient_attn.benchmark.execution import backend_module, make_program
 from keras_efficient_attn.benchmark.peers import PEERS
 from keras_efficient_attn.benchmark.settings import MATMUL
 from keras_efficient_attn.layers import get_attention
-from keras_efficient_attn.layers.attention.streaming import (
-    initial_attention_state,
-    with_state,
-)
 
 # Positions generated in a timed call. A call copies its state once, so that a
 # single position would mostly measure the copy of a long cache.
@@ -95,8 +88,6 @@ def _layer(task):
         key_dim=task["head_dim"],
         dtype=task["dtype"],
     )
-    if task["mode"] == "decode":
-        layer = with_state(layer)
     layer.build((batch, length, width), (batch, length, width))
     dtype = layer.compute_dtype
 
@@ -108,7 +99,7 @@ def _layer(task):
 
     def error(rng):
         x = make_x(rng)
-        if getattr(layer, "can_calibrate", False):
+        if layer.can_calibrate:
             # Codes at random estimate nothing; these are fitted to other inputs.
             layer.calibrate(make_x(rng))
         output = make_program(attend, layer)(x)
@@ -117,8 +108,8 @@ def _layer(task):
     if task["mode"] == "decode":
         workload = _decode(
             layer,
-            initial_state=lambda: initial_attention_state(
-                layer, batch, length + DECODE_STEPS
+            initial_state=lambda: layer.get_initial_state(
+                batch, length + DECODE_STEPS if layer.state_grows else None
             ),
             step=lambda x, state: layer(x, x, use_causal_mask=True, state=state),
             make_tokens=make_x,
@@ -134,7 +125,7 @@ def _layer(task):
             operations.layer_operations(layer, batch, length, causal),
             lambda rng: (make_x(rng),),
         )
-    workload.error = error if approximates_softmax(layer) else None
+    workload.error = error if layer.estimates_softmax else None
     return workload
 
 
@@ -154,7 +145,7 @@ def _model(task):
     if task["mode"] == "decode":
         return _decode(
             model,
-            initial_state=lambda: model.backbone.initial_state(
+            initial_state=lambda: model.backbone.get_initial_state(
                 batch, length + DECODE_STEPS
             ),
             step=functools.partial(language_model.stream, model),

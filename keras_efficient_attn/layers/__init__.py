@@ -59,5 +59,6 @@ __all__ = [
     "attention_names",
     "get_attention",
     "plot_spans",
+    "register_attention",
     "trim_spans",
 ]

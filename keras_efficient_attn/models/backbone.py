@@ -9,7 +9,6 @@ from keras_efficient_attn.layers import ChunkedFeedForward
 from keras_efficient_attn.models.blocks.attention import (
     attention_spec,
     make_attention,
-    shares_biases,
 )
 from keras_efficient_attn.models.blocks.convolution import CausalConvolution
 from keras_efficient_attn.models.blocks.feed_forward import (
@@ -295,7 +294,7 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         self.architecture = architecture
         self.max_sequence_length = max_sequence_length
 
-    def initial_state(self, batch_size, max_length, memory_length=None):
+    def get_initial_state(self, batch_size, max_length=None, memory_length=None):
         """The state before the first token, for `stream`.
 
         Args:
@@ -325,8 +324,8 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
                 f"max_length={max_length}"
             )
         return {
-            "embedding": self.embedding.initial_state(batch_size),
-            "decoder": self.decoder.initial_state(
+            "embedding": self.embedding.get_initial_state(batch_size),
+            "decoder": self.decoder.get_initial_state(
                 batch_size, max_length, memory_length
             ),
         }
@@ -353,7 +352,7 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
 
         Args:
             token_ids: Integers `(batch, length)`, without padding.
-            state: From `initial_state` or the previous segment's call.
+            state: From `get_initial_state` or the previous segment's call.
             memory: What a decoder with an encoder attends to, from `encode`.
             memory_padding_mask: Optional `(batch, memory_length)`, 0 at padding.
 
@@ -493,7 +492,7 @@ class _Layers:
             name=name,
             dtype=self.dtype,
         )
-        if shares_biases(layer):
+        if layer.shares_with_blocks and layer.remembers_inputs:
             self.shared_biases = layer.biases
         return layer
 

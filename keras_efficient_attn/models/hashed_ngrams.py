@@ -78,7 +78,7 @@ class HashedNGrams(keras.layers.Layer):
 
     Call arguments:
         tokens: Integers `(batch, length)`, not negative and below 9,000,000.
-        state: Optional, from `initial_state` or the previous segment's call.
+        state: Optional, from `get_initial_state` or the previous segment's call.
 
     Returns:
         `(batch, length, dim)`; `(output, state)` with `state`.
@@ -118,7 +118,7 @@ class HashedNGrams(keras.layers.Layer):
             name="kernel", shape=(len(self.orders) * self.width, self.dim)
         )
 
-    def initial_state(self, batch_size):
+    def get_initial_state(self, batch_size):
         """The state before the first token.
 
         Returns:
@@ -130,7 +130,7 @@ class HashedNGrams(keras.layers.Layer):
     def call(self, tokens, state=None):
         tokens = ops.cast(tokens, "int32")
         batch, length = ops.shape(tokens)[:2]
-        past = (self.initial_state(batch) if state is None else state)["recent"]
+        past = (self.get_initial_state(batch) if state is None else state)["recent"]
         # 0 stands for what is before the text.
         padded = ops.concatenate([past, tokens + 1], axis=1)
         indices = [

@@ -37,7 +37,7 @@ class NGramRecall(keras.layers.Layer):
 
     Call arguments:
         tokens: Integers `(batch, length)`, not negative and below `vocabulary_size`.
-        state: Optional, from `initial_state` or the previous segment's call.
+        state: Optional, from `get_initial_state` or the previous segment's call.
 
     Returns:
         `(batch, length, dim)`; `(output, state)` with `state`.
@@ -76,7 +76,7 @@ class NGramRecall(keras.layers.Layer):
             initializer=keras.initializers.RandomNormal(stddev=0.02),
         )
 
-    def initial_state(self, batch_size):
+    def get_initial_state(self, batch_size):
         """The state before the first token.
 
         Returns:

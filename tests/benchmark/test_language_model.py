@@ -56,7 +56,7 @@ def test_it_streams():
         return stream(model, tokens, state)
 
     def run(tokens):
-        state = model.backbone.initial_state(BATCH, LENGTH)
+        state = model.backbone.get_initial_state(BATCH, LENGTH)
         state = streaming.read(step, tokens[:, :-2], state)
         return streaming.generate(step, tokens[:, -2:], state)[0]
 

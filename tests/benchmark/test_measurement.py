@@ -4,16 +4,11 @@ import pytest
 from keras import ops
 
 from keras_efficient_attn.benchmark import compile_function, streaming
-from keras_efficient_attn.benchmark.approximation import approximates_softmax
 from keras_efficient_attn.benchmark.execution import make_program
 from keras_efficient_attn.benchmark.measurement import Measurement
 from keras_efficient_attn.benchmark.settings import MATMUL, Settings
 from keras_efficient_attn.benchmark.workloads import DECODE_STEPS, build_workload
-from keras_efficient_attn.layers import SoftmaxAttention, get_attention
-from keras_efficient_attn.layers.attention.streaming import (
-    initial_attention_state,
-    with_state,
-)
+from keras_efficient_attn.layers import get_attention
 from tests.benchmark.fakes import FakeClock
 
 HEADS, HEAD_DIM, LENGTH = 2, 4, 12
@@ -99,7 +94,7 @@ def test_inputs_are_new_every_time_and_the_same_for_all():
 @pytest.mark.parametrize("contestant", ["softmax", ELU, f"{FAVOR},window=3"])
 def test_decoding_is_the_sequence_one_position_at_a_time(contestant, monkeypatch):
     monkeypatch.setattr(streaming, "SEGMENT", 5)  # Two, and a rest of two.
-    layer = with_state(get_attention(contestant, num_heads=HEADS, key_dim=HEAD_DIM))
+    layer = get_attention(contestant, num_heads=HEADS, key_dim=HEAD_DIM)
     total = LENGTH + 5
     layer.build((2, total, WIDTH), (2, total, WIDTH))
     x = keras.random.normal((2, total, WIDTH))
@@ -108,7 +103,7 @@ def test_decoding_is_the_sequence_one_position_at_a_time(contestant, monkeypatch
         return layer(x, x, use_causal_mask=True, state=state)
 
     def run(x):
-        state = initial_attention_state(layer, 2, total)
+        state = layer.get_initial_state(2, total)
         state = streaming.read(step, x[:, :LENGTH], state)
         return streaming.generate(step, x[:, LENGTH:], state)[0]
 
@@ -117,15 +112,6 @@ def test_decoding_is_the_sequence_one_position_at_a_time(contestant, monkeypatch
     np.testing.assert_allclose(
         result, expected.sum(1, keepdims=True), rtol=1e-4, atol=1e-5
     )
-
-
-def test_only_keras_own_softmax_is_given_a_state():
-    softmax = get_attention("softmax:dropout=0.5", num_heads=HEADS, key_dim=HEAD_DIM)
-    streaming_softmax = with_state(softmax)
-    assert type(streaming_softmax) is SoftmaxAttention
-    assert streaming_softmax.get_config()["dropout"] == 0.5
-    performer = get_attention(ELU, num_heads=HEADS, key_dim=HEAD_DIM)
-    assert with_state(performer) is performer
 
 
 def test_decoding_is_timed_per_position():
@@ -211,7 +197,7 @@ def test_the_error_of_hashed_attention_is_that_against_all_pairs():
 )
 def test_which_layers_approximate_softmax(identifier, expected):
     layer = get_attention(identifier, num_heads=HEADS, key_dim=HEAD_DIM)
-    assert approximates_softmax(layer) is expected
+    assert layer.estimates_softmax is expected
 
 
 def test_the_matmul_knows_its_operations():

@@ -1,12 +1,11 @@
-import keras
 import pytest
 
+from keras_efficient_attn import EfficientAttention
 from keras_efficient_attn.benchmark.operations import (
     decode_operations,
     layer_operations,
 )
 from keras_efficient_attn.layers import get_attention
-from keras_efficient_attn.layers.attention.streaming import with_state
 from keras_efficient_attn.ops import local_pattern, sparse_pattern
 
 HEADS, HEAD_DIM, LENGTH, BATCH = 2, 8, 12, 3
@@ -139,8 +138,7 @@ def test_hashed_attention_counts_its_chunks_in_each_round(causal):
 
 
 def test_decoding_counts_one_position():
-    layer = with_state(build("softmax"))
-    layer.build((BATCH, LENGTH, WIDTH), (BATCH, LENGTH, WIDTH))
+    layer = build("softmax")
     softmax = decode_operations(layer, BATCH, LENGTH)
     assert softmax == BATCH * (PROJECTIONS + (LENGTH + 1) * 2 * 2 * WIDTH)
     linear = decode_operations(build("performer:feature_map=elu"), BATCH, LENGTH)
@@ -148,17 +146,23 @@ def test_decoding_counts_one_position():
 
 
 def test_a_layer_without_a_count_has_none():
-    class Other(keras.layers.MultiHeadAttention):
-        pass
-
-    layer = Other(HEADS, HEAD_DIM)
+    layer = EfficientAttention(HEADS, HEAD_DIM)
     layer.build((BATCH, LENGTH, WIDTH), (BATCH, LENGTH, WIDTH))
     assert layer_operations(layer, BATCH, LENGTH, False) is None
     assert decode_operations(layer, BATCH, LENGTH) is None
 
 
-@pytest.mark.parametrize("option", ["use_gate=True", "sliding_window=4"])
-def test_layers_without_a_count_have_none(option):
-    layer = build(f"softmax:{option}")
+def test_a_sliding_window_counts_its_pairs():
+    seen = pairs(lambda t, s: t - 4 < s <= t)
+    expected = BATCH * (LENGTH * PROJECTIONS + seen * 2 * 2 * WIDTH)
+    layer = build("softmax:sliding_window=4")
+    assert layer_operations(layer, BATCH, LENGTH, True) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["softmax", "performer", "vq", "local:window=4", "sparse", "xl"]
+)
+def test_gated_layers_have_no_count(name):
+    layer = build(f"{name}{',' if ':' in name else ':'}use_gate=True")
     assert layer_operations(layer, BATCH, LENGTH, True) is None
     assert decode_operations(layer, BATCH, LENGTH) is None

@@ -17,7 +17,6 @@ from keras_efficient_attn import (
     SparseAttention,
     VQAttention,
 )
-from keras_efficient_attn.layers.attention.streaming import initial_attention_state
 from tests import dense
 
 BATCH, LENGTH, DIM, HEADS, KEY_DIM = 2, 37, 12, 2, 8
@@ -91,10 +90,10 @@ class Case:
                 weight.assign(random.normal(size=weight.shape) * 0.2)
         return layer
 
-    def initial_state(self, layer, batch=BATCH):
+    def get_initial_state(self, layer, batch=BATCH):
         if not layer.built:
             layer.build((batch, LENGTH, DIM), (batch, LENGTH, DIM))
-        return initial_attention_state(layer, batch, LENGTH)
+        return layer.get_initial_state(batch, LENGTH if layer.state_grows else None)
 
     def expected(self, layer, *args, **kwargs):
         return dense.layer_output(layer, self.heads, *args, **kwargs)

@@ -12,7 +12,6 @@ CONSTRUCTOR = [
     ({"num_heads": 0}, "num_heads=0"),
     ({"key_dim": -1}, "key_dim=-1"),
     ({"value_dim": 0}, "value_dim=0"),
-    ({"attention_axes": 2}, r"attention_axes=\(2,\)"),
     ({"sliding_window": 4}, "sliding_window=4"),
     ({"flash_attention": True}, "flash_attention=True"),
 ]
@@ -53,7 +52,7 @@ def test_a_state_of_another_batch_size(causal_case):
             x,
             x,
             use_causal_mask=True,
-            state=causal_case.initial_state(layer, BATCH + 1),
+            state=causal_case.get_initial_state(layer, BATCH + 1),
         )
 
 
@@ -67,7 +66,7 @@ def test_symbolic_calls_are_checked_too(case):
 def test_state_without_causality(causal_case):
     layer, x = causal_case.make(), inputs()
     with pytest.raises(ValueError, match="use_causal_mask=False"):
-        layer(x, x, state=causal_case.initial_state(layer))
+        layer(x, x, state=causal_case.get_initial_state(layer))
 
 
 def test_state_with_scores(causal_case):
@@ -78,7 +77,7 @@ def test_state_with_scores(causal_case):
             x,
             use_causal_mask=True,
             return_attention_scores=True,
-            state=causal_case.initial_state(layer),
+            state=causal_case.get_initial_state(layer),
         )
 
 
@@ -95,7 +94,7 @@ def test_state_with_lengths_that_differ(causal_case):
             inputs(length=3),
             inputs(length=4),
             use_causal_mask=True,
-            state=causal_case.initial_state(layer),
+            state=causal_case.get_initial_state(layer),
         )
 
 

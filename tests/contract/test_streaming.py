@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_efficient_attn.layers.attention.streaming import initial_attention_state
 from tests.autodiff import compiled, gradients, to_numpy
 from tests.contract.cases import BATCH, LENGTH, inputs
 
@@ -17,7 +16,8 @@ def stream(layer, x, lengths, **kwargs):
 
     # What is called often with the same shapes is worth compiling.
     call = compiled(call) if len(set(lengths)) == 1 else call
-    state, outputs, start = initial_attention_state(layer, x.shape[0], LENGTH), [], 0
+    length = LENGTH if layer.state_grows else None
+    state, outputs, start = layer.get_initial_state(x.shape[0], length), [], 0
     for length in lengths:
         piece = slice(start, start + length)
         masks = {name: mask[:, piece] for name, mask in kwargs.items()}
@@ -71,7 +71,7 @@ def test_gradients_flow_through_the_state_or_end_there(causal_case):
 @pytest.mark.once_a_layer
 def test_the_state_keeps_its_shape_and_width(causal_case):
     layer, x = causal_case.built(dtype="mixed_bfloat16"), inputs()
-    before = causal_case.initial_state(layer)
+    before = causal_case.get_initial_state(layer)
     _, after = stream(layer, x, (20, 17))
     assert set(after) == set(before)
     for name, tensor in after.items():

@@ -304,6 +304,6 @@ def test_softmax_state_excludes_masks():
     layer = SoftmaxAttention(2, 4)
     x = ops.ones((1, 3, 8))
     layer.build(x.shape, x.shape)
-    state = layer.initial_state(1, 5)
+    state = layer.get_initial_state(1, 5)
     with pytest.raises(ValueError, match="masks"):
         layer(x, x, key_mask=ops.ones((1, 3)), use_causal_mask=True, state=state)

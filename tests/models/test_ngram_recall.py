@@ -54,7 +54,7 @@ def test_output_is_that_of_a_search():
 def test_segments_give_what_the_whole_gives(rows, size):
     layer, tokens = make(rows=rows), text().astype("int32")
     whole = to_numpy(layer(tokens))
-    state, pieces = layer.initial_state(len(tokens)), []
+    state, pieces = layer.get_initial_state(len(tokens)), []
     for start in range(0, tokens.shape[1], size):
         piece, state = layer(tokens[:, start : start + size], state=state)
         pieces.append(to_numpy(piece))
@@ -106,7 +106,7 @@ def test_symbolic_calls_with_a_state(layer_class):
     layer = layer_class(dim=7, orders=(2, 3), rows=11, **sizes)
     state = {
         name: keras.Input(tensor.shape[1:], dtype="int32", name=name)
-        for name, tensor in layer.initial_state(1).items()
+        for name, tensor in layer.get_initial_state(1).items()
     }
     output, new_state = layer(keras.Input((None,), dtype="int32"), state=state)
     assert output.shape == (None, None, 7)

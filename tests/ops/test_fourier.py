@@ -7,6 +7,7 @@ import pytest
 from keras import ops
 
 from keras_efficient_attn.ops import fourier
+from keras_efficient_attn.ops.fourier import api as fourier_api
 from tests import dense
 from tests.autodiff import gradients, to_numpy
 
@@ -41,7 +42,7 @@ def definition(query, key, value, radius, power, mask=None, causal=False):
 @pytest.mark.parametrize("power", fourier.POWERS)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_both_implementations_equal_the_definition(power, causal, monkeypatch):
-    monkeypatch.setattr(fourier, "LEAST_PART", 4)
+    monkeypatch.setattr(fourier_api, "LEAST_PART", 4)
     query, key, value, drawn = draw()
     radius = np.array([[0.4], [0.9]], "float32")
     for mask in (None, drawn):
@@ -87,7 +88,7 @@ def test_gradients_are_the_slopes_of_the_definition(
     implementation, power, scale, radius, causal, monkeypatch
 ):
     """All four arguments; the narrow kernel is 0 in float32 for most pairs."""
-    monkeypatch.setattr(fourier, "LEAST_PART", 4)
+    monkeypatch.setattr(fourier_api, "LEAST_PART", 4)
     monkeypatch.setattr(fourier.kernel, "BLOCK", 4)
     *arrays, mask = draw(scale)
     z = (radius * (arrays[0][:, :, None] - arrays[1][:, None])).astype("float32")

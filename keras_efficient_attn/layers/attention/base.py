@@ -1,13 +1,43 @@
 """The base of all attention layers of this package."""
 
+import dataclasses
+
 import keras
+import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.layers.attention.axes import SequenceAxes
+from keras_efficient_attn.ops.common.checks import is_positive_int, may_agree
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
+from keras_efficient_attn.ops.common.rotary import rotate_from
+from keras_efficient_attn.ops.common.state import make_state
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCall:
+    """One call of an attention layer, beside its queries, keys and values.
+
+    Attributes:
+        query_mask: Boolean `(batch, query_length)`, or `None`.
+        key_mask: Boolean `(batch, key_length)`, or `None`.
+        causal: Whether query `t` sees keys `0..t` only.
+        training: Whether the layer trains.
+        state: Dict of tensors, or `None`.
+        scores: Whether the matrix of weights is asked for.
+        options: Further call arguments that the layer defines, by name.
+    """
+
+    query_mask: object = None
+    key_mask: object = None
+    causal: bool = False
+    training: bool = False
+    state: dict | None = None
+    scores: bool = False
+    options: dict = dataclasses.field(default_factory=dict)
 
 
 class EfficientAttention(keras.layers.MultiHeadAttention):
-    """Base class: a `MultiHeadAttention` that never forms the attention matrix.
+    """Base class: a `MultiHeadAttention` that need not form the attention matrix.
 
     Constructor, projections, weight names and call are those of
     [`keras.layers.MultiHeadAttention`](https://keras.io/api/layers/attention_layers/multi_head_attention/);
@@ -17,19 +47,24 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
     - **Factored masks.** A query mask `(batch, query_length)`, a key mask `(batch,
       key_length)` and a causal flag instead of a `(batch, query_length,
       key_length)` tensor. Keras' automatic masks and the explicit `query_mask`,
-      `key_mask` and `value_mask` are honoured. What stands at masked positions is
-      never read: it may be NaN, and its gradient is zero.
+      `key_mask` and `value_mask` are honoured. Masked positions are never read:
+      they may be NaN, and their gradient is zero.
     - **Scores on request**, the dense matrix with `heads = scores @ value`, before
       dropout.
-    - **State**, for layers that stream: see `initial_state`.
+    - **State**, for layers that stream: see `get_initial_state`.
     - Rows that see no key, or that the query mask hides, give zero heads (so the
       output is the output projection's bias).
 
+    A subclass is complete with `attend`. It says of itself, by overriding: its state
+    in `state_spec`, `state_grows`, `estimates_softmax`, `can_calibrate`,
+    `calibrates_beyond_window`, `shares_with_blocks`, `remembers_inputs`, `operations`.
+
     Args:
-        *args, **kwargs: Those of `keras.layers.MultiHeadAttention`. `attention_axes`
-            other than the sequence axis 1, `sliding_window` and
-            `flash_attention=True` are refused. `dropout` acts on the attention
-            weights where the layer has them, otherwise on the concatenated heads.
+        *args, **kwargs: Those of `keras.layers.MultiHeadAttention`.
+            `flash_attention=True` is refused, and `sliding_window` by layers without
+            a window. `attention_axes` become one sequence, all other axes join the
+            batch. `dropout` acts on the attention weights where the layer has them,
+            otherwise on the concatenated heads.
         num_key_value_heads: Number of heads of keys and values, a divisor of
             `num_heads`: each serves `num_heads / num_key_value_heads` heads of
             queries, one after the other (grouped-query attention,
@@ -37,7 +72,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             `None`: as many as `num_heads`.
 
     Call arguments:
-        query: `(batch, query_length, query_dim)`.
+        query: `(batch, query_length, query_dim)`; with `attention_axes`, any rank.
         value: `(batch, key_length, value_dim)`.
         key: Optional `(batch, key_length, key_dim)`; defaults to `value`.
         query_mask: Optional boolean `(batch, query_length)`.
@@ -49,8 +84,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             `(batch, heads, query_length, key_length)` matrix.
         training: Whether to apply dropout and update statistics.
         use_causal_mask: Whether query `t` sees keys `0..t` only.
-        state: Optional state, from `initial_state` or the previous segment's call.
-            Needs `use_causal_mask=True`.
+        state: Optional state, from `get_initial_state` or the previous segment's
+            call. Needs `use_causal_mask=True`.
 
     Returns:
         `output` `(batch, query_length, output_dim)`; `(output, scores)` with
@@ -58,7 +93,24 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
 
     Raises:
         ValueError: For arguments named above that cannot be honoured.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import EfficientAttention
+    >>> class MeanAttention(EfficientAttention):
+    ...     def attend(self, query, key, value, call):
+    ...         mean = keras.ops.mean(value, axis=1, keepdims=True)
+    ...         return keras.ops.zeros_like(query) + mean, None
+    >>> x = keras.random.normal((2, 10, 16))
+    >>> MeanAttention(num_heads=2, key_dim=8)(x, x).shape
+    (2, 10, 16)
     """
+
+    # Longest wavelength of rotary positions; subclasses that rotate set their own.
+    rotary_wavelength = None
+    # Positions that a state holds where nobody says.
+    _default_max_length = None
 
     def __init__(self, *args, num_key_value_heads=None, **kwargs):
         # autocast=False: inputs reach the projections as they came (those cast
@@ -67,45 +119,40 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         self.num_key_value_heads = num_key_value_heads
         shared = num_key_value_heads
         if shared is not None and (
-            not isinstance(shared, int) or shared < 1 or self._num_heads % shared
+            not is_positive_int(shared) or self._num_heads % shared
         ):
             raise ValueError(
                 "`num_key_value_heads` must be a positive integer that divides "
                 f"`num_heads`, or None. Received: num_key_value_heads={shared!r}, "
                 f"num_heads={self._num_heads}"
             )
-        # The ninth of Keras' positional arguments.
-        flash_attention = kwargs.get("flash_attention") or args[8:9] == (True,)
-        if self._attention_axes not in (None, (1,), [1]):
-            raise ValueError(
-                f"{type(self).__name__} attends along axis 1 only. Received: "
-                f"attention_axes={self._attention_axes}"
-            )
+        # The projections are built for one sequence, whose axis Keras derives.
+        axes = self._attention_axes
+        self._sequence_axes = None if axes is None else tuple(axes)
+        self._attention_axes = None
+        self._check_keras_options()
+
+    def _check_keras_options(self):
+        """Refuses what Keras' constructor takes and this layer cannot honour."""
         if self._sliding_window is not None:
             raise ValueError(
-                f"{type(self).__name__} has no `sliding_window`; layers that combine "
-                "with a window have an argument `window`. Received: "
-                f"sliding_window={self._sliding_window}"
+                f"{type(self).__name__} has no window, and cannot honour "
+                f"`sliding_window`. Received: sliding_window={self._sliding_window}"
             )
-        if flash_attention:
+        if self._flash_attention:
             raise ValueError(
                 f"{type(self).__name__} is not softmax attention and cannot use "
                 "flash attention. Received: flash_attention=True"
             )
-        self._flash_attention = False
 
-    def attend(self, query, key, value, query_mask, key_mask, causal, state, training):
-        """Attends over heads. The one method that a subclass has to have.
+    def attend(self, query, key, value, call):
+        """Computes attention on projected heads. Subclasses implement this.
 
         Args:
             query: `(batch, query_length, heads, key_dim)`, projected.
             key: `(batch, key_length, heads, key_dim)`, projected.
             value: `(batch, key_length, heads, value_dim)`, projected.
-            query_mask: Boolean `(batch, query_length)` or `None`.
-            key_mask: Boolean `(batch, key_length)` or `None`.
-            causal: Whether query `t` sees keys `0..t` only.
-            state: Dict of tensors, or `None`.
-            training: Boolean.
+            call: `AttentionCall`.
 
         Returns:
             `(heads, state)`: `(batch, query_length, heads, value_dim)`, linear in
@@ -116,23 +163,63 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
     def attend_at(self, position, query, key, value, key_mask):
         """Attends over heads, causally, from a few positions to a whole sequence.
 
-        For a cache of keys and values, some of which are yet to come.
+        For decoding with a preallocated cache of keys and values.
 
         Args:
-            position: Of the first query among the keys, an integer or a scalar.
+            position: Position of the first query among the keys, an integer or a
+                scalar.
             query: `(batch, query_length, heads, key_dim)`, projected.
             key, value, key_mask: As for `attend`.
 
         Returns:
-            `(batch, query_length, heads, value_dim)`: what `attend` gives for these
-            queries.
+            `(batch, query_length, heads, value_dim)`: the outputs of `attend` for
+            these queries.
         """
-        # The queries of other positions are zeros, and what they get is dropped.
+        # The queries of other positions are zeros, and their outputs are dropped.
         at = [0, position, 0, 0]
         batch, length, heads, _ = ops.shape(query)
         query = ops.slice_update(ops.zeros_like(key), at, ops.cast(query, key.dtype))
-        output, _ = self.attend(query, key, value, None, key_mask, True, None, False)
+        call = AttentionCall(key_mask=key_mask, causal=True)
+        output, _ = self.attend(query, key, value, call)
         return ops.slice(output, at, [batch, length, heads, output.shape[-1]])
+
+    def state_spec(self, batch_size, max_length):
+        """The tensors of the state, or `None` for a layer that does not stream.
+
+        Args:
+            batch_size: Rows in the batch.
+            max_length: Positions to hold, for a state that grows; `None` for others.
+
+        Returns:
+            Dict of `(shape, dtype)`, for a tensor that starts as zeros, or `(shape,
+            dtype, value)` with a value that broadcasts to the shape; batch first.
+        """
+        return None
+
+    @property
+    def streams(self):
+        """Whether the layer has a state."""
+        return self.state_spec(1, 1) is not None
+
+    @property
+    def state_grows(self):
+        """Whether the state holds every position, and needs a `max_length`."""
+        return False
+
+    @property
+    def state_dtype(self):
+        """Dtype of a state's floating-point tensors, and of weights kept wide."""
+        return wide_dtype(self.compute_dtype)
+
+    @property
+    def remembers_inputs(self):
+        """Whether the state holds inputs of the layer, as Transformer-XL's memory."""
+        return False
+
+    @property
+    def estimates_softmax(self):
+        """Whether outputs estimate softmax attention with the same weights."""
+        return False
 
     @property
     def can_calibrate(self):
@@ -145,15 +232,46 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         return False
 
     @property
-    def state_names(self):
-        """Names of the tensors of the state; empty for a layer that does not stream."""
-        return ()
+    def shares_with_blocks(self):
+        """Whether the layer has weights in common with those of other blocks."""
+        return False
 
-    def initial_state(self, batch_size):
+    def operations(self, length, causal):
+        """Useful operations between the projections, for one row of self-attention.
+
+        A multiplication and an addition are two operations. The count is of the matrix
+        products that the definition needs.
+
+        Args:
+            length: Positions.
+            causal: Whether query `t` sees keys `0..t` only.
+
+        Returns:
+            Number of operations, or `None` for a layer without a count.
+        """
+        return None
+
+    def softmax_logits(self, query, key, positions, causal):
+        """The logits of the softmax attention that the layer is compared with.
+
+        Args:
+            query, key: Arrays `(..., query_length, key_dim)` and `(..., key_length,
+                key_dim)` of one head, projected.
+            positions: Integers `(query_length,)`: the queries' positions.
+            causal: Whether a query sees no later keys.
+
+        Returns:
+            Array `(..., query_length, key_length)`, −inf for keys not seen.
+        """
+        logits = self._key_dim**-0.5 * query @ np.swapaxes(key, -1, -2)
+        hidden = causal & (np.arange(key.shape[-2]) > positions[:, None])
+        return np.where(hidden, -np.inf, logits)
+
+    def get_initial_state(self, batch_size, max_length=None):
         """The state before the first position, for streaming a causal sequence.
 
         ```python
-        state = layer.initial_state(batch_size)
+        state = layer.get_initial_state(batch_size)
         for segment in segments:  # of any length, down to a single position
             output, state = layer(
                 segment, segment, use_causal_mask=True, state=state
@@ -164,28 +282,48 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
 
         Args:
             batch_size: Rows in the batch.
+            max_length: Positions that the state can hold, for layers whose
+                `state_grows`; outputs beyond them are NaN. Others have a state of
+                constant size, whatever it is. Defaults to `None`.
 
         Returns:
             Flat dict of tensors, batch first; floating-point ones are float32 or
             wider whatever the compute dtype.
+
+        Raises:
+            ValueError: If the layer does not stream, or if its state grows and there
+                is no `max_length`.
         """
-        raise ValueError(f"{type(self).__name__} does not stream.")
+        name = type(self).__name__
+        if max_length is None:
+            max_length = self._default_max_length
+        if self.state_grows and max_length is None:
+            raise ValueError(
+                f"{name} has a state that grows with the context, and needs a "
+                "`max_length`. Received: max_length=None"
+            )
+        spec = self.state_spec(batch_size, max_length)
+        if spec is None:
+            raise ValueError(f"{name} does not stream.")
+        return make_state(spec)
 
     def build(self, query_shape, value_shape, key_shape=None):
-        for name, shape in (
-            ("query", query_shape),
-            ("value", value_shape),
-            ("key", key_shape or value_shape),
-        ):
-            if len(shape) != 3:
+        axes = SequenceAxes.of(len(query_shape), self._sequence_axes)
+        shapes = (query_shape, value_shape, key_shape)
+        for name, shape in zip(("query", "value", "key"), shapes, strict=True):
+            if shape is not None and len(shape) != axes.rank:
                 raise ValueError(
-                    f"`{name}` must have the shape (batch, length, dim). Received: "
-                    f"{name}.shape={tuple(shape)}"
+                    f"`{name}` must have as many axes as `query`. Received: "
+                    f"{name}.shape={tuple(shape)}, query.shape={tuple(query_shape)}"
                 )
-        self._build_projections(query_shape, value_shape, key_shape)
+        self._build_projections(
+            *(shape and axes.sequence_shape(shape) for shape in shapes)
+        )
 
     def _build_projections(self, query_shape, value_shape, key_shape):
         if self.num_key_value_heads is None:
+            # Keras derives the axis while building, and would not do so again.
+            self._attention_axes = None
             super().build(query_shape, value_shape, key_shape)
             return
         # As Keras builds them, in its order, with fewer heads of keys and values.
@@ -220,6 +358,11 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         projection.build(shape)
         return projection
 
+    @property
+    def attention_axes(self):
+        """The axes attended to, as they were given; `None` for all."""
+        return self._sequence_axes
+
     def call(
         self,
         query,
@@ -233,62 +376,51 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         training=None,
         use_causal_mask=False,
         state=None,
-    ):
-        return self._call(
-            query,
-            value,
-            key,
-            (query_mask, value_mask, key_mask, attention_mask),
-            return_attention_scores,
-            training,
-            use_causal_mask,
-            state,
-        )
-
-    def _call(
-        self,
-        query,
-        value,
-        key,
-        masks,
-        return_attention_scores,
-        training,
-        use_causal_mask,
-        state,
         **options,
     ):
-        """The call; a subclass with further call arguments has them in `attend`."""
-        key = value if key is None else key
-        query_mask, value_mask, key_mask, attention_mask = masks
-        self._check_call(
-            query, value, key, masks, use_causal_mask, return_attention_scores, state
+        inputs = (query, value, value if key is None else key)
+        masks = (query_mask, value_mask, key_mask, attention_mask)
+        axes = self._check_inputs(inputs, masks, state)
+        sequences, masks = _as_sequences(axes, inputs, masks)
+        call = AttentionCall(
+            query_mask=None if masks[0] is None else ops.cast(masks[0], "bool"),
+            key_mask=_merged_key_mask(masks, sequences[2]),
+            causal=bool(use_causal_mask),
+            training=bool(training),
+            state=state,
+            scores=return_attention_scores,
+            options=self._call_options(inputs, state, options),
         )
-        query_mask = None if query_mask is None else ops.cast(query_mask, "bool")
-        key_mask = self._merged_key_mask(key_mask, value_mask, attention_mask, key)
+        self._check_call(*sequences, call)
+        output, more = self._attend_inputs(*sequences, call)
+        output = axes.from_sequence(output, query)
+        if state is not None:
+            return output, more
+        if return_attention_scores:
+            return output, axes.scores_from_sequence(more, query, inputs[2])
+        return output
+
+    def _attend_inputs(self, query, value, key, call):
+        """The output for sequences, and the new state, or the scores, or `None`."""
         # Hidden positions are emptied before the projections: a NaN there would
         # otherwise reach the kernels' gradients as 0 · NaN.
-        gate_input = query = _emptied(query, query_mask)
-        value = _emptied(value, key_mask)
-        key = _emptied(key, key_mask)
+        gate_input = query = _emptied(query, call.query_mask)
+        value = _emptied(value, call.key_mask)
+        key = _emptied(key, call.key_mask)
 
-        query, key = self._query_and_key(query, key, query_mask, key_mask)
+        query, key = self._query_and_key(query, key, call)
         key = self._for_query_heads(key)
         value = self._for_query_heads(self._value_dense(value))
-        arguments = (query_mask, key_mask, use_causal_mask)
         scores = None
-        if return_attention_scores:
+        if call.scores:
             # First: attending may learn, and then the weights are no longer those
             # that made the output.
-            scores = self._scores(query, key, value, arguments, bool(training), options)
-        heads, new_state = self.attend(
-            query, key, value, *arguments, state, bool(training), **options
-        )
-        output = self._project(heads, gate_input, query_mask, training)
-        if state is not None:
-            return output, new_state
-        return output if scores is None else (output, scores)
+            scores = self._scores(query, key, value, call)
+        heads, new_state = self.attend(query, key, value, call)
+        output = self._project(heads, gate_input, call.query_mask)
+        return output, scores if call.scores else new_state
 
-    def _query_and_key(self, query, key, query_mask, key_mask):
+    def _query_and_key(self, query, key, call):
         """Both projected, `(batch, length, heads, key_dim)`; keys have their heads."""
         return self._projected_query(query), self._projected_key(key)
 
@@ -304,7 +436,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             return x
         return ops.repeat(x, self._num_heads // self.num_key_value_heads, axis=2)
 
-    def _project(self, heads, gate_input, query_mask, training):
+    def _project(self, heads, gate_input, query_mask):
         heads = ops.cast(heads, self.compute_dtype)
         if query_mask is not None:
             kept = query_mask[..., None, None]
@@ -313,50 +445,87 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             heads = heads * self._gate_dense(gate_input)
         return self._output_dense(heads)
 
-    def _scores(self, query, key, value, arguments, training, options):
+    def _scores(self, query, key, value, call):
         """The matrix that `attend` will apply to the values: its image of one-hots."""
-        query_mask, _, _ = arguments
         batch, length = ops.shape(key)[:2]
         one_hot = ops.eye(length, dtype=accumulator_dtype(value))[None, :, None, :]
         one_hot = ops.broadcast_to(one_hot, (batch, length, self._num_heads, length))
-        scores, _ = self.attend(query, key, one_hot, *arguments, None, False, **options)
-        if query_mask is not None:
-            kept = query_mask[..., None, None]
+        quiet = dataclasses.replace(call, training=False)
+        scores, _ = self.attend(query, key, one_hot, quiet)
+        if call.query_mask is not None:
+            kept = call.query_mask[..., None, None]
             scores = ops.where(kept, scores, ops.zeros_like(scores))
         return ops.cast(ops.transpose(scores, (0, 2, 1, 3)), self.compute_dtype)
 
-    def _merged_key_mask(self, key_mask, value_mask, attention_mask, key):
-        masks = [mask for mask in (key_mask, value_mask) if mask is not None]
-        if attention_mask is not None:
-            masks.append(_key_mask_of(attention_mask, key))
-        merged = None
-        for mask in masks:
-            mask = ops.cast(mask, "bool")
-            merged = mask if merged is None else ops.logical_and(merged, mask)
-        return merged
+    def _rotated(self, x, start=None):
+        """Heads with rotary positions from `start` `(batch,)`, if the layer has any."""
+        if self.rotary_wavelength is None:
+            return x
+        return rotate_from(x, start, self.rotary_wavelength)
 
-    def _check_call(
-        self, query, value, key, masks, causal, return_attention_scores, state
-    ):
-        """Refuses what cannot be computed, in eager and in symbolic calls alike."""
-        names = ("query_mask", "value_mask", "key_mask")
-        for name, mask, of in zip(names, masks, (query, value, key), strict=False):
-            if mask is not None and not _may_agree(mask.shape, of.shape[:2]):
+    def _axes_of(self, rank):
+        """`SequenceAxes` of inputs of a rank."""
+        return SequenceAxes.of(rank, self._sequence_axes)
+
+    def _check_inputs(self, inputs, masks, state):
+        """Refuses shapes that do not agree; gives the `SequenceAxes` of the inputs."""
+        query, _, key = inputs
+        axes = self._axes_of(len(query.shape))
+        for name, x in zip(("query", "value", "key"), inputs, strict=True):
+            if len(x.shape) != axes.rank:
                 raise ValueError(
-                    f"`{name}` must have the shape (batch, length) = {of.shape[:2]}. "
+                    f"`{name}` must have as many axes as `query`. Received: "
+                    f"{name}.shape={tuple(x.shape)}, query.shape={tuple(query.shape)}"
+                )
+        names = ("query_mask", "value_mask", "key_mask")
+        for name, mask, x in zip(names, masks, inputs, strict=False):
+            if mask is not None and not may_agree(mask.shape, x.shape[:-1]):
+                raise ValueError(
+                    f"`{name}` must have the shape (batch, length) = {x.shape[:-1]}. "
                     f"Received: {name}.shape={tuple(mask.shape)}"
                 )
         if masks[3] is not None:
+            if not axes.is_sequence:
+                raise ValueError(
+                    "`attention_mask` is for inputs (batch, length, dim); pass masks "
+                    "of inputs with more axes as `query_mask` and `key_mask`. "
+                    f"Received: query.shape={tuple(query.shape)}"
+                )
             self._check_attention_mask(tuple(masks[3].shape), key.shape)
-        if state is not None:
-            self._check_state(query, value, state, causal, return_attention_scores)
+        if state is not None and axes.folded:
+            raise ValueError(
+                "`state` needs inputs whose axes between batch and features are all "
+                f"attended to. Received: attention_axes={self._sequence_axes}, "
+                f"query.shape={tuple(query.shape)}"
+            )
+        return axes
+
+    def _call_options(self, inputs, state, options):
+        """Call arguments of the layer's own, checked; by default there are none.
+
+        Args:
+            inputs: `query`, `value` and `key`, as they were given.
+            state: As in the call.
+            options: Dict of call arguments.
+        """
+        if options:
+            raise TypeError(
+                f"{type(self).__name__} takes no call arguments "
+                f"{', '.join(sorted(options))}."
+            )
+        return {}
+
+    def _check_call(self, query, value, key, call):
+        """Refuses what cannot be computed, in eager and in symbolic calls alike."""
+        if call.state is not None:
+            self._check_state(query, value, call)
 
     def _check_attention_mask(self, shape, key_shape):
         # (T, S), (B, T, S) or (B, H, T, S): all but the batch and S must be 1.
         if len(shape) in (2, 3, 4) and set(shape[-2:-1] + shape[1:-2]) == {1}:
             of_keys = (*(shape[:1] if len(shape) > 2 else (1,)), shape[-1])
             shared = (1, key_shape[1])
-            if any(_may_agree(of_keys, of) for of in (key_shape[:2], shared)):
+            if any(may_agree(of_keys, of) for of in (key_shape[:2], shared)):
                 return
             raise ValueError(
                 "`attention_mask` must have the keys' batch size, or 1, and their "
@@ -373,32 +542,33 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             f"attention_mask.shape={shape}"
         )
 
-    def _check_state(self, query, value, state, causal, return_attention_scores):
-        if not causal:
+    def _check_state(self, query, value, call):
+        if not call.causal:
             raise ValueError(
                 "`state` holds the past, and needs `use_causal_mask=True`. Received: "
                 "use_causal_mask=False"
             )
-        if return_attention_scores:
+        if call.scores:
             raise ValueError(
                 "`return_attention_scores=True` and `state` exclude each other: the "
                 "keys of earlier segments are not kept. Received both."
             )
-        if not _may_agree(query.shape[1:2], value.shape[1:2]):
+        if not may_agree(query.shape[1:2], value.shape[1:2]):
             raise ValueError(
                 "With `state`, `query` and `value` must have the same length. "
                 f"Received: query.shape={tuple(query.shape)}, "
                 f"value.shape={tuple(value.shape)}"
             )
-        if not isinstance(state, dict) or set(state) != set(self.state_names):
+        state, spec = call.state, self.state_spec(1, 1)
+        names = sorted(spec or ())
+        if not isinstance(state, dict) or sorted(state) != names:
             received = sorted(state) if isinstance(state, dict) else type(state)
             raise ValueError(
-                "`state` must be the dict that `initial_state` or the previous call "
-                f"returned, with the keys {sorted(self.state_names)}. Received: "
-                f"{received}"
+                "`state` must be the dict that `get_initial_state` or the previous "
+                f"call returned, with the keys {names}. Received: {received}"
             )
         for name, tensor in state.items():
-            if not _may_agree(tensor.shape[:1], query.shape[:1]):
+            if not may_agree(tensor.shape[:1], query.shape[:1]):
                 raise ValueError(
                     "`state` must have the batch size of `query`. Received: "
                     f"state[{name!r}].shape={tuple(tensor.shape)}, "
@@ -418,21 +588,26 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         training=None,
         use_causal_mask=False,
         state=None,
+        **options,
     ):
+        inputs = (query, value, value if key is None else key)
         masks = (query_mask, value_mask, key_mask, attention_mask)
-        self._check_call(
-            query,
-            value,
-            value if key is None else key,
-            masks,
-            use_causal_mask,
-            return_attention_scores,
-            state,
+        axes = self._check_inputs(inputs, masks, state)
+        call = AttentionCall(
+            causal=bool(use_causal_mask),
+            state=state,
+            scores=return_attention_scores,
+            options=self._call_options(inputs, state, options),
         )
+        sequences = inputs
+        if not axes.is_sequence:
+            sequences = (
+                keras.KerasTensor(axes.sequence_shape(x.shape), dtype=x.dtype)
+                for x in inputs
+            )
+        self._check_call(*sequences, call)
         output = keras.KerasTensor(
-            self.compute_output_shape(
-                query.shape, value.shape, None if key is None else key.shape
-            ),
+            self.compute_output_shape(*(x.shape for x in inputs)),
             dtype=self.compute_dtype,
         )
         if state is not None:
@@ -441,7 +616,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
                 for name, tensor in state.items()
             }
         if return_attention_scores:
-            shape = (query.shape[0], self._num_heads, query.shape[1], value.shape[1])
+            shape = axes.scores_shape(query.shape, inputs[2].shape, self._num_heads)
             return output, keras.KerasTensor(shape, dtype=self.compute_dtype)
         return output
 
@@ -466,8 +641,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
 
     def get_config(self):
         config = super().get_config()
-        # Keras records the axes that it derives while building.
-        config["attention_axes"] = None
+        config["attention_axes"] = self._sequence_axes
         config["num_key_value_heads"] = self.num_key_value_heads
         quantized = {
             layer.path: layer.dtype_policy
@@ -482,19 +656,35 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         return config
 
 
+def _as_sequences(axes, inputs, masks):
+    """Inputs as sequences, the same tensors staying the same, and their masks."""
+    if axes.is_sequence:
+        return inputs, masks
+    query, value, key = inputs
+    flat_value = axes.to_sequence(value)
+    flat_key = flat_value if key is value else axes.to_sequence(key)
+    flat_query = flat_value if query is value else axes.to_sequence(query)
+    return (flat_query, flat_value, flat_key), tuple(map(axes.mask_to_sequence, masks))
+
+
+def _merged_key_mask(masks, key):
+    """One boolean `(batch, key_length)` of all that hide keys, or `None`."""
+    _, value_mask, key_mask, attention_mask = masks
+    if attention_mask is not None:
+        attention_mask = _key_mask_of(attention_mask, key)
+    merged = None
+    for mask in (key_mask, value_mask, attention_mask):
+        if mask is not None:
+            mask = ops.cast(mask, "bool")
+            merged = mask if merged is None else ops.logical_and(merged, mask)
+    return merged
+
+
 def _emptied(x, mask):
     """`x` with zeros where the `(batch, length)` mask is `False`."""
     if mask is None:
         return x
     return ops.where(mask[..., None], x, ops.zeros_like(x))
-
-
-def _may_agree(first, second):
-    """Whether two shapes are equal as far as they are known."""
-    first, second = tuple(first), tuple(second)
-    return len(first) == len(second) and all(
-        a is None or b is None or a == b for a, b in zip(first, second, strict=True)
-    )
 
 
 def _key_mask_of(attention_mask, key):

@@ -4,33 +4,34 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.ops.common.cache_capacity import nan_beyond
+from keras_efficient_attn.ops.common.checks import check_positive_int
 
 
-def empty_cache(batch_size, max_length, tails, dtype):
-    """The cache before the first position.
+def cache_spec(batch_size, max_length, tails, dtype):
+    """`state_spec` of a cache.
 
     Args:
         batch_size: Rows in the batch.
         max_length: Positions that the cache can hold; those beyond are NaN.
         tails: Dict of names and the shapes of one position's tensors.
-        dtype: Of these tensors.
+        dtype: Dtype of these tensors.
 
     Returns:
         Dict of the names, `(batch, max_length, *tail)`, and `position`, the number of
         positions read, `(batch,)`.
     """
-    cache = {
-        name: ops.zeros((batch_size, max_length, *tail), dtype)
-        for name, tail in tails.items()
+    check_positive_int("max_length", max_length)
+    spec = {
+        name: ((batch_size, max_length, *tail), dtype) for name, tail in tails.items()
     }
-    return {**cache, "position": ops.zeros((batch_size,), "int32")}
+    return {**spec, "position": ((batch_size,), "int32")}
 
 
 def extend_cache(cache, new):
     """Writes the next positions.
 
     Args:
-        cache: From `empty_cache` or an earlier call; all rows have the same position.
+        cache: From `cache_spec` or an earlier call; all rows have the same position.
         new: Dict of tensors `(batch, length, *tail)`.
 
     Returns:

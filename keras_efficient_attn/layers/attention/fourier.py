@@ -6,18 +6,20 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
-from keras_efficient_attn.layers.attention.cache import empty_cache, extend_cache
+from keras_efficient_attn.layers.attention.cache import cache_spec, extend_cache
+from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops import fourier
 from keras_efficient_attn.ops.common.checks import (
     check_positive_int,
     check_positive_number,
 )
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
+from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.linear_attention.api import (
     CHUNK_SIZE as LINEAR_CHUNK_SIZE,
 )
 from keras_efficient_attn.ops.linear_attention.api import (
-    linear_attention_state,
+    linear_attention_state_spec,
     mapped_linear_attention,
 )
 from keras_efficient_attn.ops.linear_attention.feature_maps import (
@@ -29,6 +31,7 @@ RADIUS_SHARING = ("layer", "head", "dimension")
 LEAST_FREQUENCIES = 8
 
 
+@register_attention("fourier")
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class FourierAttention(EfficientAttention):
     """FourierFormer's attention, a drop-in for `MultiHeadAttention`.
@@ -112,7 +115,7 @@ class FourierAttention(EfficientAttention):
 
     Streaming, with a cache of 100 positions:
 
-    >>> state = layer.initial_state(batch_size=2, max_length=100)
+    >>> state = layer.get_initial_state(batch_size=2, max_length=100)
     >>> y, state = layer(x[:, :1], x[:, :1], use_causal_mask=True, state=state)
 
     Reference:
@@ -146,11 +149,6 @@ class FourierAttention(EfficientAttention):
             self._check_linear()
 
     @property
-    def caches_keys(self):
-        """Whether `initial_state` takes the number of positions to hold."""
-        return not self.linear
-
-    @property
     def feature_dim(self):
         """Number of features per head of the linear form, or `None`."""
         if not self.linear:
@@ -165,7 +163,7 @@ class FourierAttention(EfficientAttention):
     def build(self, query_shape, value_shape, key_shape=None):
         super().build(query_shape, value_shape, key_shape)
         # Neither is cast to the compute dtype, which would round it.
-        dtype = "float64" if self.variable_dtype == "float64" else "float32"
+        dtype = wide_dtype(self.variable_dtype)
         heads, dim = self._num_heads, self._key_dim
         shapes = {"layer": (), "head": (heads, 1), "dimension": (heads, dim)}
         self._log_radius = self.add_weight(
@@ -191,57 +189,40 @@ class FourierAttention(EfficientAttention):
         )
 
     @property
-    def state_names(self):
+    def state_grows(self):
+        return not self.linear
+
+    def state_spec(self, batch_size, max_length):
+        heads, dtype = self._num_heads, self.state_dtype
         if self.linear:
-            return ("sum", "normalizer", "log_scale")
-        return ("key", "value", "mask", "position")
-
-    def initial_state(self, batch_size, max_length=None):
-        """The state before the first position, for streaming a causal sequence.
-
-        Args:
-            batch_size: Rows in the batch.
-            max_length: Positions that the cache of the exact form can hold; outputs
-                beyond are NaN. The linear form's state has a constant size, and takes
-                none.
-
-        Returns:
-            Flat dict of tensors, batch first; floating-point ones are float32 or wider
-            whatever the compute dtype.
-
-        Raises:
-            ValueError: If `max_length` is missing for the exact form, or given for the
-                linear one.
-        """
-        if (max_length is None) != self.linear:
-            raise ValueError(
-                "`max_length` must be given for the exact form, whose state is a "
-                f"cache, and only for that. Received: max_length={max_length}, "
-                f"linear={self.linear}"
-            )
-        dtype = "float64" if self.compute_dtype == "float64" else "float32"
-        if self.linear:
-            return linear_attention_state(
-                batch_size, self._num_heads, self.feature_dim, self._value_dim, dtype
-            )
+            sizes = (batch_size, heads, self.feature_dim, self._value_dim)
+            return linear_attention_state_spec(*sizes, dtype)
         tails = {
-            "key": (self._num_heads, self._key_dim),
-            "value": (self._num_heads, self._value_dim),
+            "key": (heads, self._key_dim),
+            "value": (heads, self._value_dim),
             "mask": (),
         }
-        return empty_cache(batch_size, max_length, tails, dtype)
+        return cache_spec(batch_size, max_length, tails, dtype)
 
-    def attend(self, query, key, value, query_mask, key_mask, causal, state, training):
+    def operations(self, length, causal):
+        if self._use_gate:
+            return None
+        heads, dim, value_dim = self._num_heads, self._key_dim, self._value_dim
+        if not self.linear:
+            # Difference, sine, quotient and product per dimension of the key.
+            per_pair = 2 * heads * (2 * dim + value_dim)
+            return per_pair * count_pairs(length, length, causal)
+        features = 4 * heads * dim * self._frequency_count
+        return (features + 4 * heads * value_dim * self.feature_dim) * length
+
+    def attend(self, query, key, value, call):
         dtype = accumulator_dtype(query, key, value)
         attend = self._attend_linear if self.linear else self._attend_exact
         heads, state = attend(
-            *(ops.cast(x, dtype) for x in (query, key, value, self.radius)),
-            key_mask,
-            causal,
-            state,
+            *(ops.cast(x, dtype) for x in (query, key, value, self.radius)), call
         )
         if self._dropout > 0.0:
-            heads = self._dropout_layer(heads, training=training)
+            heads = self._dropout_layer(heads, training=call.training)
         return heads, state
 
     def get_config(self):
@@ -257,7 +238,7 @@ class FourierAttention(EfficientAttention):
             "implementation": self.implementation,
         }
 
-    def _attend_linear(self, query, key, value, radius, key_mask, causal, state):
+    def _attend_linear(self, query, key, value, radius, call):
         (heads,), state = mapped_linear_attention(
             query * radius,
             key * radius,
@@ -266,15 +247,15 @@ class FourierAttention(EfficientAttention):
             key_map=fourier.squared_features,
             num_features=self.feature_dim,
             map_weights=(ops.cast(self._frequencies, query.dtype),),
-            key_mask=key_mask,
-            causal=causal,
-            state=state,
+            key_mask=call.key_mask,
+            causal=call.causal,
+            state=call.state,
             chunk_size=self.chunk_size or LINEAR_CHUNK_SIZE,
         )
         return heads, state
 
-    def _attend_exact(self, query, key, value, radius, key_mask, causal, state):
-        first_position = 0
+    def _attend_exact(self, query, key, value, radius, call):
+        state, key_mask, first_position = call.state, call.key_mask, 0
         if state is not None:
             if key_mask is None:
                 key_mask = ops.ones(ops.shape(key)[:2], key.dtype)
@@ -289,7 +270,7 @@ class FourierAttention(EfficientAttention):
             radius,
             power=self.power,
             key_mask=key_mask,
-            causal=causal,
+            causal=call.causal,
             first_position=first_position,
             chunk_size=self.chunk_size,
             implementation=self.implementation,

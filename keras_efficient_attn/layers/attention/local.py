@@ -1,19 +1,27 @@
 """LocalAttention: near keys only, in a sequence or an image."""
 
+import dataclasses
+
 import keras
+import numpy as np
 from keras import ops
 
+from keras_efficient_attn.layers.attention.axes import SequenceAxes
 from keras_efficient_attn.layers.attention.patterns import PatternAttention
+from keras_efficient_attn.layers.attention.registry import register_attention
+from keras_efficient_attn.ops.common.inputs import recent_keys_spec
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.local_attention.api import (
     check_local_pattern,
     local_attention,
     local_attention_at,
-    local_attention_state,
+    local_rule,
 )
 from keras_efficient_attn.ops.local_attention.grid import generation_order, reordered
+from keras_efficient_attn.ops.local_attention.pairs import local_pairs
 
 
+@register_attention("local")
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class LocalAttention(PatternAttention):
     """Softmax attention to near keys, in linear time, over sequences and images.
@@ -120,22 +128,20 @@ class LocalAttention(PatternAttention):
             if self.grid is None and None not in query_shape[1:3]:
                 self.grid = tuple(query_shape[1:3])
             self._check_images(shapes)
-            shapes = {n: _flat_shape(shape) for n, shape in shapes.items()}
         super().build(*shapes.values())
 
-    @property
-    def state_names(self):
-        return ("key", "value", "mask", "position")
+    def state_spec(self, batch_size, max_length):
+        pattern = self.pattern_arguments
+        reach = local_rule(**pattern, causal=True).reach
+        sizes = (batch_size, reach, self._num_heads, self._key_dim, self._value_dim)
+        return recent_keys_spec(*sizes, self.state_dtype)
 
-    def initial_state(self, batch_size):
-        return local_attention_state(
-            batch_size,
-            self._num_heads,
-            self._key_dim,
-            self._value_dim,
-            dtype=self._state_dtype,
-            **self.pattern_arguments,
-        )
+    def operations(self, length, causal):
+        if self._use_gate:
+            return None
+        pairs = local_pairs(length, causal, **self.pattern_arguments)
+        per_pair = 2 * self._num_heads * (self._key_dim + self._value_dim)
+        return None if pairs is None else per_pair * pairs
 
     def attend_to_pattern(self, query, key, value, **arguments):
         return local_attention(query, key, value, **self.pattern_arguments, **arguments)
@@ -145,77 +151,24 @@ class LocalAttention(PatternAttention):
             return super().attend_at(position, query, key, value, key_mask)
         dtype = accumulator_dtype(query, key, value)
         query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
-        if self.rotary_wavelength is not None:
-            start = ops.reshape(ops.cast(position, "int32"), (1,))
-            query, key = self._rotate(query, start), self._rotate(key, None)
+        start = ops.reshape(ops.cast(position, "int32"), (1,))
+        query, key = self._rotated(query, start), self._rotated(key)
         names = ("window", "query_block", "memory")
         pattern = {name: getattr(self, name) for name in names}
         return local_attention_at(
             position, query, key, value, key_mask=key_mask, **pattern
         )
 
-    def call(
-        self,
-        query,
-        value,
-        key=None,
-        query_mask=None,
-        value_mask=None,
-        key_mask=None,
-        attention_mask=None,
-        return_attention_scores=False,
-        training=None,
-        use_causal_mask=False,
-        state=None,
-    ):
-        arguments = dict(
-            attention_mask=attention_mask,
-            return_attention_scores=return_attention_scores,
-            training=training,
-            use_causal_mask=use_causal_mask,
-            state=state,
-        )
-        inputs = (query, value, key, query_mask, value_mask, key_mask)
-        if not (self._is_grid and len(query.shape) == 4):
-            return super().call(*inputs, **arguments)
-        names = ("query", "value", "key")
-        images = zip(names, inputs, strict=False)
-        self._check_images({n: x.shape for n, x in images if x is not None})
-        inputs = (x if x is None else self._as_sequence(x) for x in inputs)
-        output = super().call(*inputs, **arguments)
-        if isinstance(output, tuple):
-            return self._as_image(output[0]), *output[1:]
-        return self._as_image(output)
+    def _axes_of(self, rank):
+        if self._is_grid and rank == 4 and self._sequence_axes is None:
+            return _ImageAxes(rank, (1, 2), tuple(self._order))
+        return super()._axes_of(rank)
 
-    def compute_output_shape(self, query_shape, value_shape, key_shape=None):
-        if not (self._is_grid and len(query_shape) == 4):
-            return super().compute_output_shape(query_shape, value_shape, key_shape)
-        shapes = (query_shape, value_shape, key_shape)
-        flat = (shape and _flat_shape(shape) for shape in shapes)
-        return (*query_shape[:3], super().compute_output_shape(*flat)[-1])
-
-    def compute_output_spec(
-        self,
-        query,
-        value,
-        key=None,
-        query_mask=None,
-        value_mask=None,
-        key_mask=None,
-        **arguments,
-    ):
-        inputs = (query, value, key, query_mask, value_mask, key_mask)
-        if not (self._is_grid and len(query.shape) == 4):
-            return super().compute_output_spec(*inputs, **arguments)
-        flat = (
-            x if x is None else keras.KerasTensor(_flat_shape(x.shape), dtype=x.dtype)
-            for x in inputs
-        )
-        spec = super().compute_output_spec(*flat, **arguments)
-        output, *rest = spec if isinstance(spec, tuple) else (spec,)
-        shape = (*query.shape[:3], output.shape[-1])
-        output = keras.KerasTensor(shape, dtype=output.dtype)
-        return (output, *rest) if rest else output
+    def _check_inputs(self, inputs, masks, state):
+        if isinstance(self._axes_of(len(inputs[0].shape)), _ImageAxes):
+            names = ("query", "value", "key")
+            self._check_images({n: x.shape for n, x in zip(names, inputs, strict=True)})
+        return super()._check_inputs(inputs, masks, state)
 
     def get_config(self):
         return {
@@ -243,24 +196,32 @@ class LocalAttention(PatternAttention):
                     f"{self.grid}. Received: {name}.shape={tuple(shape)}"
                 )
 
-    def _as_sequence(self, x):
-        """`(batch, rows, columns, ...)` in the order in which the image grows."""
-        batch, rows, columns, *tail = ops.shape(x)
-        x = ops.reshape(x, (batch, rows * columns, *tail))
-        return reordered(x, self._order)
 
-    def _as_image(self, x):
-        batch, _, *tail = ops.shape(x)
-        x = reordered(x, self._order.argsort())
-        return ops.reshape(x, (batch, *self.grid, *tail))
+@dataclasses.dataclass(frozen=True)
+class _ImageAxes(SequenceAxes):
+    """Rows and columns of an image, in the order in which it grows.
+
+    Args:
+        order: Tuple: the place in raster order of each position of the sequence.
+    """
+
+    order: tuple = ()
+
+    def to_sequence(self, x):
+        return reordered(super().to_sequence(x), np.array(self.order))
+
+    def from_sequence(self, x, like):
+        return super().from_sequence(reordered(x, np.argsort(self.order)), like)
+
+    def scores_from_sequence(self, scores, query, key):
+        """Scores stay in the order of the sequence."""
+        return scores
+
+    def scores_shape(self, query_shape, key_shape, heads):
+        lengths = (self.sequence_shape(x)[1] for x in (query_shape, key_shape))
+        return (query_shape[0], heads, *lengths)
 
 
 def _pair(argument):
     """Lists as tuples, which configurations from JSON may hold."""
     return tuple(argument) if isinstance(argument, list) else argument
-
-
-def _flat_shape(shape):
-    """`(batch, rows, columns, ...)` as `(batch, rows · columns, ...)`."""
-    batch, rows, columns, *tail = shape
-    return (batch, rows * columns, *tail)

@@ -5,7 +5,6 @@ from keras import ops
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.ops.common.checks import check_rotary_wavelength
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
-from keras_efficient_attn.ops.common.rotary import rotary_embedding
 from keras_efficient_attn.ops.common.weight_dropout import dropout_seed
 
 
@@ -42,25 +41,16 @@ class PatternAttention(EfficientAttention):
         """
         raise NotImplementedError
 
-    def attend(
-        self,
-        query,
-        key,
-        value,
-        query_mask,
-        key_mask,
-        causal,
-        state,
-        training,
-        **options,
-    ):
+    def attend(self, query, key, value, call):
+        state = call.state
         dtype = accumulator_dtype(query, key, value)
         query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
-        if self.rotary_wavelength is not None:
-            start = None if state is None else state["position"]
-            query, key = self._rotate(query, start), self._rotate(key, start)
-        arguments = dict(causal=causal, key_mask=key_mask, state=state, **options)
-        if training and self._dropout > 0.0:
+        start = None if state is None else state["position"]
+        query, key = self._rotated(query, start), self._rotated(key, start)
+        arguments = dict(
+            causal=call.causal, key_mask=call.key_mask, state=state, **call.options
+        )
+        if call.training and self._dropout > 0.0:
             generator = self._dropout_layer.seed_generator
             arguments["dropout"] = self._dropout
             arguments["dropout_seed"] = dropout_seed(generator, dtype)
@@ -69,13 +59,3 @@ class PatternAttention(EfficientAttention):
 
     def get_config(self):
         return {**super().get_config(), "rotary_wavelength": self.rotary_wavelength}
-
-    @property
-    def _state_dtype(self):
-        return "float64" if self.compute_dtype == "float64" else "float32"
-
-    def _rotate(self, x, start):
-        steps = ops.arange(ops.shape(x)[1], dtype="int32")[None]
-        if start is not None:
-            steps = steps + start[:, None]
-        return rotary_embedding(x, steps, self.rotary_wavelength)

@@ -7,14 +7,16 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
+from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.common.checks import check_positive_int
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
+from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.lsh_attention.api import lsh_attention
 from keras_efficient_attn.ops.lsh_attention.hashing import (
     hash_buckets,
     num_rotation_rows,
 )
-from keras_efficient_attn.ops.lsh_attention.streaming import lsh_attention_state
+from keras_efficient_attn.ops.lsh_attention.streaming import lsh_attention_state_spec
 from keras_efficient_attn.ops.reversible.remembered import remembered
 
 # Rounds that there are rotations for, if `num_hashes` is not more.
@@ -22,6 +24,7 @@ DEFAULT_MAX_HASHES = 8
 LOCAL = "local_"
 
 
+@register_attention("reformer")
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class ReformerLSHAttention(EfficientAttention):
     """Self-attention among positions that a hash puts into the same bucket.
@@ -158,28 +161,54 @@ class ReformerLSHAttention(EfficientAttention):
                 num_rotation_rows(self._factors),
             ),
             initializer=keras.initializers.RandomNormal(stddev=1.0, seed=self.seed),
-            dtype="float64" if self.variable_dtype == "float64" else "float32",
+            dtype=wide_dtype(self.variable_dtype),
             trainable=False,
             autocast=False,
         )
 
-    @property
-    def state_names(self):
-        names = ("cache", "count")
-        if self.num_local_heads:
-            names += tuple(LOCAL + name for name in names)
-        return names
-
-    def initial_state(self, batch_size):
+    def state_spec(self, batch_size, max_length):
         self._check_streams()
-        state = self._initial_state(batch_size, self._hashed_heads, self.num_hashes)
+        spec = self._state_of_heads(batch_size, self._hashed_heads, self.num_hashes)
         if self.num_local_heads:
-            local = self._initial_state(batch_size, self.num_local_heads, None)
-            state |= {LOCAL + name: tensor for name, tensor in local.items()}
-        return state
+            local = self._state_of_heads(batch_size, self.num_local_heads, None)
+            spec |= {LOCAL + name: entry for name, entry in local.items()}
+        return spec
 
-    def _initial_state(self, batch_size, heads, rounds):
-        return lsh_attention_state(
+    @property
+    def estimates_softmax(self):
+        # Over all pairs of shared queries and keys.
+        return self.num_local_heads == 0 and not self._use_gate
+
+    def softmax_logits(self, query, key, positions, causal):
+        key = key / np.linalg.norm(key, axis=-1, keepdims=True)
+        if not self.scale_logits:
+            key = key * self._key_dim**0.5
+        logits = super().softmax_logits(query, key, positions, causal)
+        # A position sees itself only where there is nothing else.
+        seen = np.isfinite(logits)
+        own = np.arange(key.shape[-2]) == positions[:, None]
+        others = (seen & ~own).any(-1, keepdims=True)
+        return np.where(own & others, -np.inf, logits)
+
+    def operations(self, length, causal):
+        if self._use_gate:
+            return None
+        dense = self.dense_length is not None and length <= self.dense_length
+        pairs = count_pairs(length, length, causal)
+        rounds, rotations = self.num_hashes, sum(self._factors) // 2
+        if dense:
+            rounds, rotations = 1, 0
+        else:
+            # The own chunk, half of it if causal, and the one before.
+            chunks = length * (3 if causal else 4) * self.bucket_size // 2
+            pairs = min(pairs, chunks)
+        hashing = 2 * self._hashed_heads * self._key_dim * rotations * rounds * length
+        per_pair = 2 * (self._key_dim + self._value_dim)
+        in_rounds = self._hashed_heads * rounds + self.num_local_heads
+        return hashing + in_rounds * per_pair * pairs
+
+    def _state_of_heads(self, batch_size, heads, rounds):
+        return lsh_attention_state_spec(
             batch_size,
             heads,
             rounds or 1,
@@ -187,56 +216,19 @@ class ReformerLSHAttention(EfficientAttention):
             self.bucket_size,
             self._key_dim,
             self._value_dim,
-            "float64" if self.compute_dtype == "float64" else "float32",
+            self.state_dtype,
         )
 
-    def call(
-        self,
-        query,
-        value,
-        key=None,
-        query_mask=None,
-        value_mask=None,
-        key_mask=None,
-        attention_mask=None,
-        return_attention_scores=False,
-        training=None,
-        use_causal_mask=False,
-        state=None,
-        num_hashes=None,
-    ):
+    def _call_options(self, inputs, state, options):
+        options = dict(options)
+        num_hashes = options.pop("num_hashes", None)
+        super()._call_options(inputs, state, options)
         self._check_num_hashes(num_hashes, state)
-        return self._call(
-            query,
-            value,
-            key,
-            (query_mask, value_mask, key_mask, attention_mask),
-            return_attention_scores,
-            training,
-            use_causal_mask,
-            state,
-            num_hashes=num_hashes or self.num_hashes,
-        )
+        return {"num_hashes": num_hashes or self.num_hashes}
 
-    def compute_output_spec(self, *args, num_hashes=None, **kwargs):
-        self._check_num_hashes(num_hashes, kwargs.get("state"))
-        return super().compute_output_spec(*args, **kwargs)
-
-    def attend(
-        self,
-        query,
-        key,
-        value,
-        query_mask,
-        key_mask,
-        causal,
-        state,
-        training,
-        num_hashes,
-    ):
+    def attend(self, query, key, value, call):
         dtype = accumulator_dtype(query, value)
         query, value = ops.cast(query, dtype), ops.cast(value, dtype)
-        arguments = (query, value, key_mask, causal, training)
         if self.dense_length is not None:
             length = ops.shape(query)[1]
             if not isinstance(length, int):
@@ -246,11 +238,13 @@ class ReformerLSHAttention(EfficientAttention):
                     f"query.shape={tuple(query.shape)}"
                 )
             if length <= self.dense_length:
-                return self._attend_dense(*arguments), None
+                return self._attend_dense(query, value, call), None
+        rounds = call.options["num_hashes"]
         buckets = ops.cast(
-            remembered(lambda: self._buckets(query, num_hashes)), "int32"
+            remembered(lambda: self._buckets(query, rounds)),
+            "int32",
         )
-        return self._attend_hashed(*arguments, state, buckets)
+        return self._attend_hashed(query, value, buckets, call)
 
     def _buckets(self, query, num_hashes):
         rotations = ops.convert_to_tensor(self._rotations)[:num_hashes]
@@ -261,7 +255,7 @@ class ReformerLSHAttention(EfficientAttention):
         small = math.prod(self._factors) <= 256
         return ops.cast(buckets, "uint8") if small else buckets
 
-    def _attend_dense(self, query, value, key_mask, causal, training):
+    def _attend_dense(self, query, value, call):
         """One chunk of everything."""
         length = max(1, query.shape[1])
         heads, _ = lsh_attention(
@@ -270,14 +264,16 @@ class ReformerLSHAttention(EfficientAttention):
             _one_bucket(query),
             num_buckets=1,
             chunk_size=length,
-            causal=causal,
-            key_mask=key_mask,
+            causal=call.causal,
+            key_mask=call.key_mask,
             scale=self._scale,
-            dropout_mask=self._dropout_mask(query, 1, length, training),
+            dropout_mask=self._dropout_mask(query, 1, length, call.training),
         )
         return heads
 
-    def _attend_hashed(self, query, value, key_mask, causal, training, state, buckets):
+    def _attend_hashed(self, query, value, buckets, call):
+        state = call.state
+
         def attend(query, value, buckets, num_buckets, aligned, state):
             rounds = buckets.shape[2]
             return lsh_attention(
@@ -286,13 +282,13 @@ class ReformerLSHAttention(EfficientAttention):
                 buckets,
                 num_buckets=num_buckets,
                 chunk_size=self.bucket_size,
-                causal=causal,
+                causal=call.causal,
                 aligned=aligned,
-                key_mask=key_mask,
+                key_mask=call.key_mask,
                 state=state,
                 scale=self._scale,
                 dropout_mask=self._dropout_mask(
-                    query, rounds, self.bucket_size, training
+                    query, rounds, self.bucket_size, call.training
                 ),
             )
 
@@ -304,7 +300,7 @@ class ReformerLSHAttention(EfficientAttention):
             return {name: state[prefix + name] for name in names}
 
         split = self._hashed_heads
-        aligned = causal if self.aligned is None else self.aligned
+        aligned = call.causal if self.aligned is None else self.aligned
         heads, new_state = attend(
             query[:, :, :split],
             value[:, :, :split],
@@ -335,7 +331,8 @@ class ReformerLSHAttention(EfficientAttention):
         shape = (batch, heads, rounds, chunk_size, 2 * chunk_size)
         return self._dropout_layer(ops.ones(shape, query.dtype), training=True)
 
-    def _query_and_key(self, query, key, query_mask, key_mask):
+    def _query_and_key(self, query, key, call):
+        query_mask, key_mask = call.query_mask, call.key_mask
         # Where one of the two is hidden, the other is read, or else nothing: whoever
         # is hidden as a key stands in no chunk.
         if query_mask is not None:
@@ -364,12 +361,10 @@ class ReformerLSHAttention(EfficientAttention):
     def _rounds_at_most(self):
         return self.max_hashes or max(DEFAULT_MAX_HASHES, self.num_hashes)
 
-    def _check_call(
-        self, query, value, key, masks, causal, return_attention_scores, state
-    ):
-        super()._check_call(
-            query, value, key, masks, causal, return_attention_scores, state
-        )
+    def _check_call(self, query, value, key, call):
+        if call.state is not None:
+            self._check_streams()
+        super()._check_call(query, value, key, call)
         lengths = query.shape[1], value.shape[1]
         if None not in lengths and len(set(lengths)) > 1:
             raise ValueError(
@@ -382,8 +377,6 @@ class ReformerLSHAttention(EfficientAttention):
                 f"that `query` is. Received: query.shape={tuple(query.shape)}, "
                 f"key.shape={tuple(key.shape)}"
             )
-        if state is not None:
-            self._check_streams()
 
     def _check_streams(self):
         if self.aligned is False or self.dense_length is not None:

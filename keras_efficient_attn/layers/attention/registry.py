@@ -6,33 +6,69 @@ import re
 
 import keras
 
-from keras_efficient_attn.layers.attention.adaptive_span.layer import AdaptiveSpan
-from keras_efficient_attn.layers.attention.fourier import FourierAttention
-from keras_efficient_attn.layers.attention.local import LocalAttention
-from keras_efficient_attn.layers.attention.performer.layer import PerformerAttention
-from keras_efficient_attn.layers.attention.reformer import ReformerLSHAttention
-from keras_efficient_attn.layers.attention.sparse import SparseAttention
-from keras_efficient_attn.layers.attention.transformer_xl import RelativePositionXL
-from keras_efficient_attn.layers.attention.vq.layer import VQAttention
+from keras_efficient_attn.layers.attention.base import EfficientAttention
 
-# Every efficient layer of the package, and Keras' own.
-ATTENTION_LAYERS = {
-    "adaptive-span": AdaptiveSpan,
-    "fourier": FourierAttention,
-    "performer": PerformerAttention,
-    "reformer": ReformerLSHAttention,
-    "softmax": keras.layers.MultiHeadAttention,
-    "sparse": SparseAttention,
-    "local": LocalAttention,
-    "vq": VQAttention,
-    "xl": RelativePositionXL,
-}
+_LAYERS = {}
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def register_attention(name):
+    """Decorator: makes an attention layer known by a name.
+
+    Backbones, `convert_backbone`, the benchmark command and `get_attention` find it by
+    that name. For saved models, register the class with Keras as well.
+
+    Args:
+        name: String without a colon, such as `"performer"`.
+
+    Raises:
+        ValueError: If the name holds a colon or names another class.
+        TypeError: If the class is not an `EfficientAttention`.
+
+    Example:
+
+    >>> from keras_efficient_attn import EfficientAttention
+    >>> from keras_efficient_attn.layers import get_attention, register_attention
+    >>> @register_attention("identity")
+    ... class IdentityAttention(EfficientAttention):
+    ...     def attend(self, query, key, value, call):
+    ...         return value, None
+    >>> get_attention("identity", num_heads=2, key_dim=8).num_heads
+    2
+    """
+    if not isinstance(name, str) or not name or ":" in name:
+        raise ValueError(
+            "`name` must be a string without a colon, which separates options. "
+            f"Received: name={name!r}"
+        )
+
+    def register(layer_class):
+        if not (
+            isinstance(layer_class, type)
+            and issubclass(layer_class, EfficientAttention)
+        ):
+            raise TypeError(
+                "An attention layer must be a subclass of `EfficientAttention`. "
+                f"Received: {layer_class!r}"
+            )
+        known = _LAYERS.get(name, layer_class)
+        if (known.__module__, known.__qualname__) != (
+            layer_class.__module__,
+            layer_class.__qualname__,
+        ):
+            raise ValueError(
+                f"{name!r} names {known.__name__} already. Received: "
+                f"{layer_class.__name__}"
+            )
+        _LAYERS[name] = layer_class
+        return layer_class
+
+    return register
 
 
 def attention_names():
     """The names that `get_attention` knows, as a tuple."""
-    return tuple(ATTENTION_LAYERS)
+    return tuple(sorted(_LAYERS))
 
 
 def get_attention(identifier, **defaults):
@@ -77,12 +113,12 @@ def parse_attention(identifier):
             f"Received: identifier={identifier!r}"
         )
     name, _, text = identifier.partition(":")
-    if name not in ATTENTION_LAYERS:
+    if name not in _LAYERS:
         raise ValueError(
-            f"`identifier` must be one of {', '.join(ATTENTION_LAYERS)}, with options "
+            f"`identifier` must be one of {', '.join(attention_names())}, with options "
             f"after a colon. Received: identifier={identifier!r}"
         )
-    layer_class = ATTENTION_LAYERS[name]
+    layer_class = _LAYERS[name]
     return layer_class, _parse_options(identifier, text, layer_class)
 
 

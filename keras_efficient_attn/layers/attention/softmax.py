@@ -1,180 +1,170 @@
-"""Softmax attention with a key/value cache, to stand among streaming layers."""
+"""SoftmaxAttention: softmax attention with the masks and states of this package."""
 
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.attention.cache import empty_cache, extend_cache
+from keras_efficient_attn.layers.attention.base import EfficientAttention
+from keras_efficient_attn.layers.attention.cache import cache_spec, extend_cache
+from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.common.checks import check_rotary_wavelength
-from keras_efficient_attn.ops.common.rotary import rotary_embedding
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.pairs import count_pairs
 
 
+@register_attention("softmax")
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class SoftmaxAttention(keras.layers.MultiHeadAttention):
-    """`MultiHeadAttention` with the state of this package's layers.
+class SoftmaxAttention(EfficientAttention):
+    """Softmax attention over all keys, under the contract of this package.
 
-    The state is a cache of keys and values, of the length that `initial_state` is
-    given: unlike those of the efficient layers it grows with the context, and a
-    token costs time in proportion.
+    ```
+    w[t, s] = exp(query[t] · key[s] / √key_dim)
+    head[t] = Σ_s w[t, s] value[s] / Σ_s w[t, s]
+    ```
+
+    computed by the backend's fused kernel where there is one. The state is a cache of
+    keys and values, of the length that `get_initial_state` is given: unlike those of
+    the efficient layers it grows with the context, and a token costs time in
+    proportion.
 
     Args:
-        *args, **kwargs: Those of `keras.layers.MultiHeadAttention`.
+        *args, **kwargs: Those of `EfficientAttention`; `sliding_window` and
+            `flash_attention` as in `keras.layers.MultiHeadAttention`. `dropout` acts
+            on the normalised weights, and needs the matrix of weights.
         rotary_wavelength: Longest wavelength of rotary positions, over 2π, such as
             10,000. Defaults to `None`: no positions.
 
     Call arguments:
-        As `keras.layers.MultiHeadAttention`, which overwrites an explicit `query_mask`;
-        here it counts. What comes out at masked queries means nothing.
-        state: Optional, from `initial_state` or the previous segment's call. Needs
-            `use_causal_mask=True`, and excludes masks and scores.
+        As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
+        `use_causal_mask`, `return_attention_scores`, `state`.
 
     Returns:
-        As `keras.layers.MultiHeadAttention`; `(output, state)` with `state`.
+        As `EfficientAttention`.
 
     Raises:
         ValueError: For a `rotary_wavelength` that is not positive or with an odd
-            `key_dim`, or a call with `state` and what that excludes.
+            `key_dim`.
 
     Example:
 
+    >>> import keras
+    >>> from keras_efficient_attn import SoftmaxAttention
     >>> layer = SoftmaxAttention(num_heads=2, key_dim=8)
     >>> x = keras.random.normal((1, 5, 16))
     >>> layer.build(x.shape, x.shape)
-    >>> state = layer.initial_state(batch_size=1, max_length=100)
+    >>> state = layer.get_initial_state(batch_size=1, max_length=100)
     >>> y, state = layer(x, x, use_causal_mask=True, state=state)
+    >>> y.shape
+    (1, 5, 16)
+
+    Reference:
+        - [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)
     """
 
-    # Whether `initial_state` takes the number of positions to hold.
-    caches_keys = True
-
     def __init__(self, *args, rotary_wavelength=None, **kwargs):
-        # autocast=False: the projections cast their inputs; a state stays as it is.
-        super().__init__(*args, autocast=False, **kwargs)
+        super().__init__(*args, **kwargs)
         self.rotary_wavelength = rotary_wavelength
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
 
-    def initial_state(self, batch_size, max_length):
-        """The empty cache.
+    def _check_keras_options(self):
+        """All that Keras' constructor takes is honoured."""
 
-        Args:
-            batch_size: Rows in the batch.
-            max_length: Positions that the cache can hold; outputs beyond are NaN.
+    @property
+    def state_grows(self):
+        return True
 
-        Returns:
-            Dict of `key` and `value`, `(batch, max_length, heads, key_dim)` and
-            `value_dim`, and `position`, the number of positions read, `(batch,)`.
-        """
+    def state_spec(self, batch_size, max_length):
         tails = {
             "key": (self._num_heads, self._key_dim),
             "value": (self._num_heads, self._value_dim),
+            "mask": (),
         }
-        return empty_cache(batch_size, max_length, tails, self.compute_dtype)
+        return cache_spec(batch_size, max_length, tails, self._cache_dtype)
 
-    def call(
-        self,
-        query,
-        value,
-        key=None,
-        query_mask=None,
-        value_mask=None,
-        key_mask=None,
-        attention_mask=None,
-        return_attention_scores=False,
-        training=None,
-        use_causal_mask=False,
-        state=None,
-    ):
-        key = value if key is None else key
-        masks = (query_mask, value_mask, key_mask, attention_mask)
-        unmasked = all(mask is None for mask in masks)
-        if state is not None:
-            if not (use_causal_mask and unmasked) or return_attention_scores:
-                raise ValueError(
-                    "`state` needs `use_causal_mask=True`, and excludes masks and "
-                    f"scores. Received: use_causal_mask={use_causal_mask}, masks "
-                    f"given: {not unmasked}, "
-                    f"return_attention_scores={return_attention_scores}"
-                )
-            mask, causal_kernel = None, False
-        else:
-            # Without another mask, the backend's causal kernel forms no matrix.
-            causal_kernel = (
-                use_causal_mask and unmasked and self._sliding_window is None
-            )
-            mask = self._compute_attention_mask(
-                query,
-                value,
-                query_mask=query_mask,
-                value_mask=value_mask,
-                key_mask=key_mask,
-                attention_mask=attention_mask,
-                use_causal_mask=use_causal_mask and not causal_kernel,
-            )
-        gate = self._gate_dense(query) if self._use_gate else None
+    def operations(self, length, causal):
+        if self._use_gate:
+            return None
+        window = min(self._sliding_window or length, length)
+        per_pair = 2 * self._num_heads * (self._key_dim + self._value_dim)
+        return per_pair * count_pairs(window, length, causal)
+
+    def attend(self, query, key, value, call):
+        state, start, key_mask = call.state, None, call.key_mask
         position = None if state is None else state["position"]
-        query = self._rotate(self._query_dense(query), position)
-        key = self._rotate(self._key_dense(key), position)
-        value = self._value_dense(value)
+        dtype = query.dtype
+        if self.rotary_wavelength is not None:
+            # Half precision cannot tell far positions apart.
+            wide = accumulator_dtype(query, key)
+            query, key = (
+                ops.cast(self._rotated(ops.cast(x, wide), position), dtype)
+                for x in (query, key)
+            )
         if state is not None:
-            key, value, mask, state = self._extend(query, key, value, state)
-        heads, scores = self._compute_attention(
+            if key_mask is None:
+                key_mask = ops.ones(ops.shape(key)[:2], self._cache_dtype)
+            new = {"key": key, "value": value, "mask": key_mask}
+            state, start = extend_cache(state, new)
+            key, value = (ops.cast(state[name], dtype) for name in ("key", "value"))
+            key_mask = state["mask"] > 0
+        mask = self._mask(ops.shape(query)[1], ops.shape(key)[1], start, call.causal)
+        if key_mask is not None:
+            keys = key_mask[:, None, None]
+            mask = keys if mask is None else ops.logical_and(mask, keys)
+        if call.scores or (call.training and self._dropout > 0.0):
+            return self._attend_by_matrix(query, key, value, mask, call), state
+        # A causal mask alone is the kernel's own.
+        causal = call.causal and state is None and self._sliding_window is None
+        if causal and key_mask is None:
+            mask = None
+        heads = ops.dot_product_attention(
             query,
             key,
             value,
-            attention_mask=mask,
-            training=training,
-            return_attention_scores=return_attention_scores,
-            use_causal_mask=causal_kernel,
+            mask=mask,
+            scale=self._inverse_sqrt_key_dim,
+            is_causal=causal and mask is None,
+            flash_attention=self._flash_attention or None,
         )
-        output = self._output_dense(heads if gate is None else heads * gate)
-        if state is not None:
-            return output, state
-        return (output, scores) if return_attention_scores else output
-
-    def _extend(self, query, key, value, state):
-        """All keys and values so far, which of them queries see, and the state."""
-        state, start = extend_cache(state, {"key": key, "value": value})
-        length, capacity = ops.shape(query)[1], ops.shape(state["key"])[1]
-        steps = ops.arange(length, dtype="int32")[:, None] + start
-        distance = steps - ops.arange(capacity, dtype="int32")
-        mask = distance >= 0
-        if self._sliding_window is not None:
-            mask = ops.logical_and(mask, distance < self._sliding_window)
-        return state["key"], state["value"], mask[None], state
-
-    def _rotate(self, x, position):
-        if self.rotary_wavelength is None:
-            return x
-        steps = ops.arange(ops.shape(x)[1], dtype="int32")[None]
-        if position is not None:
-            steps = steps + position[:, None]
-        # Half precision cannot tell far positions apart.
-        wide = ops.cast(x, "float64" if self.compute_dtype == "float64" else "float32")
-        return ops.cast(rotary_embedding(wide, steps, self.rotary_wavelength), x.dtype)
-
-    def compute_output_spec(
-        self,
-        query,
-        value,
-        key=None,
-        query_mask=None,
-        value_mask=None,
-        key_mask=None,
-        attention_mask=None,
-        return_attention_scores=False,
-        training=None,
-        use_causal_mask=False,
-        state=None,
-    ):
-        shape = self.compute_output_shape(
-            query.shape, value.shape, None if key is None else key.shape
-        )
-        output = keras.KerasTensor(shape, dtype=self.compute_dtype)
-        if state is not None:
-            return output, state
-        if return_attention_scores:
-            shape = (query.shape[0], self._num_heads, query.shape[1], value.shape[1])
-            return output, keras.KerasTensor(shape, dtype=self.compute_dtype)
-        return output
+        return _where_any(mask, heads), state
 
     def get_config(self):
         return {**super().get_config(), "rotary_wavelength": self.rotary_wavelength}
+
+    @property
+    def _cache_dtype(self):
+        # A cache as wide as the computation: it is most of what a token reads.
+        return self.compute_dtype
+
+    def _attend_by_matrix(self, query, key, value, mask, call):
+        dtype = accumulator_dtype(query, key, value)
+        query, key, value = (ops.cast(x, dtype) for x in (query, key, value))
+        scale = self._inverse_sqrt_key_dim
+        weights = ops.einsum("bthd,bshd->bhts", query * scale, key)
+        if mask is not None:
+            weights = ops.where(mask, weights, -1e30)
+        weights = ops.softmax(weights, axis=-1)
+        if mask is not None:
+            weights = ops.where(mask, weights, 0.0)
+        weights = self._dropout_layer(weights, training=call.training)
+        return ops.einsum("bhts,bshd->bthd", weights, value)
+
+    def _mask(self, length, keys, start, causal):
+        """Which keys queries see by position, `(1, 1, length, keys)`, or `None`."""
+        if not causal and self._sliding_window is None:
+            return None
+        steps = ops.arange(length, dtype="int32")[:, None]
+        if start is not None:
+            steps = steps + start
+        distance = steps - ops.arange(keys, dtype="int32")
+        seen = distance >= 0 if causal else ops.ones_like(distance, "bool")
+        if self._sliding_window is not None:
+            near = ops.abs(distance) < self._sliding_window
+            seen = ops.logical_and(seen, near)
+        return seen[None, None]
+
+
+def _where_any(mask, heads):
+    """`heads`, zero for queries that see no key."""
+    if mask is None:
+        return heads
+    seen = ops.transpose(ops.any(mask, axis=-1, keepdims=True), (0, 2, 1, 3))
+    return ops.where(seen, heads, ops.zeros_like(heads))

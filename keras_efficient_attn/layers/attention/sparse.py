@@ -3,17 +3,18 @@
 import keras
 
 from keras_efficient_attn.layers.attention.patterns import PatternAttention
+from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.sparse_attention.api import (
     sparse_attention,
-    sparse_attention_state,
+    sparse_attention_state_spec,
 )
+from keras_efficient_attn.ops.sparse_attention.pairs import sparse_pairs
 from keras_efficient_attn.ops.sparse_attention.patterns import check_sparse_pattern
 
 STRIDE = 128
-# Positions that a state has room for, if nothing else is said.
-STATE_LENGTH = 4096
 
 
+@register_attention("sparse")
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class SparseAttention(PatternAttention):
     """Softmax attention over a strided or a fixed pattern, at the pattern's cost.
@@ -82,9 +83,6 @@ class SparseAttention(PatternAttention):
         - [Child et al., 2019](https://arxiv.org/abs/1904.10509)
     """
 
-    # Whether `initial_state` takes the number of positions to hold.
-    caches_keys = True
-
     def __init__(
         self,
         *args,
@@ -117,38 +115,28 @@ class SparseAttention(PatternAttention):
         )
 
     @property
-    def state_names(self):
-        names = ("position",)
-        if self.heads != 1:
-            names += ("key", "value", "mask")
-        if self.heads != 0:
-            names += ("far_key", "far_value", "far_mask")
-        return names
+    def state_grows(self):
+        return True
 
-    def initial_state(self, batch_size, max_length=STATE_LENGTH):
-        """The state before the first position, for streaming a causal sequence.
-
-        A token reads `stride + max_length / stride` keys with the strided pattern, and
-        `stride + summary · max_length / stride` with the fixed one. The strided
-        pattern's cache holds all keys, the fixed one's only summaries.
-
-        Args:
-            batch_size: Rows in the batch.
-            max_length: Positions that can be read; outputs beyond the block in which
-                it ends are NaN. Defaults to 4,096.
-
-        Returns:
-            Flat dict of tensors, batch first, as `ops.sparse_attention_state`.
-        """
-        return sparse_attention_state(
+    def state_spec(self, batch_size, max_length):
+        # A token reads `stride + max_length / stride` keys with the strided pattern,
+        # and `stride + summary · max_length / stride` with the fixed one.
+        return sparse_attention_state_spec(
             batch_size,
             self._num_heads,
             self._key_dim,
             self._value_dim,
             max_length,
-            dtype=self._state_dtype,
+            dtype=self.state_dtype,
             **self.pattern_arguments,
         )
+
+    def operations(self, length, causal):
+        if self._use_gate:
+            return None
+        pattern = self.pattern_arguments
+        pairs = sparse_pairs(length, causal, self._num_heads, **pattern)
+        return 2 * (self._key_dim + self._value_dim) * pairs
 
     def attend_to_pattern(self, query, key, value, **arguments):
         return sparse_attention(

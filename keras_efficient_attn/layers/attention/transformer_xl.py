@@ -1,10 +1,14 @@
 """RelativePositionXL: attention with relative positions and a segment memory."""
 
+import dataclasses
+
 import keras
 from keras import ops
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
+from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.common.inputs import masked_inputs
+from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.common.relative_positions import distance_sinusoids
 from keras_efficient_attn.ops.common.weight_dropout import dropout_seed
 from keras_efficient_attn.ops.relative_attention.api import relative_attention
@@ -50,6 +54,7 @@ class PositionBiases(keras.layers.Layer):
         return {**super().get_config(), **sizes}
 
 
+@register_attention("xl")
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class RelativePositionXL(EfficientAttention):
     """Softmax attention of Transformer-XL: relative positions and a segment memory.
@@ -106,7 +111,7 @@ class RelativePositionXL(EfficientAttention):
     >>> text = keras.random.normal((2, 96, 32))
     >>> layer(text, text, use_causal_mask=True).shape
     (2, 96, 32)
-    >>> state = layer.initial_state(batch_size=2)
+    >>> state = layer.get_initial_state(batch_size=2)
     >>> for segment in keras.ops.split(text, 3, axis=1):
     ...     output, state = layer(
     ...         segment, segment, use_causal_mask=True, state=state
@@ -167,66 +172,54 @@ class RelativePositionXL(EfficientAttention):
             ),
         )
 
-    # Whether the state holds inputs of the layer, and `initial_state` takes a length.
-    remembers_inputs = True
+    @property
+    def remembers_inputs(self):
+        return True
 
     @property
-    def state_names(self):
-        return ("memory", "mask")
-
-    @property
-    def caches_keys(self):
-        """Whether only a memory as long as the context gives what a whole call gives.
-
-        With `same_length`, one of `memory_length` does.
-        """
+    def state_grows(self):
+        # Only a memory as long as the context gives the outputs of one call on it;
+        # with `same_length`, the layer's own does.
         return not self.same_length
 
-    def initial_state(self, batch_size, memory_length=None):
-        """The empty memory, for streaming a causal sequence.
+    @property
+    def _default_max_length(self):
+        return self.memory_length
 
-        Args:
-            batch_size: Rows in the batch.
-            memory_length: Positions to hold, such as more than in training. Defaults
-                to the layer's. With `same_length`, queries see that many.
+    @property
+    def shares_with_blocks(self):
+        return self._source_of_biases == "shared"
 
-        Returns:
-            Dict of `memory`, `(batch, memory_length, value_dim)`, the layer's last
-            inputs, and `mask`, `(batch, memory_length)`, 1 where there is one.
-
-        Raises:
-            ValueError: If `memory_length` is negative, or the layer is not built,
-                whose input's width the memory has.
-        """
-        if memory_length is None:
-            memory_length = self.memory_length
-        _check_length("memory_length", memory_length, 0)
+    def state_spec(self, batch_size, max_length):
+        # With `same_length`, queries see `max_length` positions before them.
+        _check_length("max_length", max_length, 0)
         if not self.built:
             raise ValueError(
-                "`initial_state()` needs a built layer: the memory has its inputs' "
+                "`get_initial_state()` needs a built layer: the memory has its inputs' "
                 "width. Received: built=False"
             )
-        dtype = "float64" if self.compute_dtype == "float64" else "float32"
-        shape = (batch_size, memory_length)
+        rows = (batch_size, max_length)
         return {
-            "memory": ops.zeros((*shape, self._memory_dim), dtype),
-            "mask": ops.zeros(shape, dtype),
+            "memory": ((*rows, self._memory_dim), self.state_dtype),
+            "mask": (rows, self.state_dtype),
         }
 
-    def attend(
-        self,
-        query,
-        key,
-        value,
-        query_mask,
-        key_mask,
-        causal,
-        state,
-        training,
-        offset=0,
-        memory_length=None,
-        documents=None,
-    ):
+    def operations(self, length, causal):
+        if self._use_gate:
+            return None
+        heads, dim = self._num_heads, self._key_dim
+        window = length
+        if self.same_length:
+            window = min(self.memory_length + 1, length)
+        per_pair = 2 * heads * (2 * dim + self._value_dim)
+        distances = window if causal else 2 * window - 1
+        positions = 2 * self._position.shape[0] * heads * dim * distances
+        return positions + per_pair * count_pairs(window, length, causal)
+
+    def attend(self, query, key, value, call):
+        offset = call.options.get("offset", 0)
+        memory_length = call.options.get("memory_length", self.memory_length)
+        key_mask, causal = call.key_mask, call.causal
         query, key, value, valid = masked_inputs(query, key, value, key_mask)
         dtype, scale = query.dtype, self._key_dim**-0.5
         content_bias, position_bias = (
@@ -235,11 +228,9 @@ class RelativePositionXL(EfficientAttention):
         )
         window = None
         if self.same_length:
-            window = 1 + (
-                self.memory_length if memory_length is None else memory_length
-            )
+            window = 1 + memory_length
         dropout = seed = None
-        if training and self._dropout > 0.0:
+        if call.training and self._dropout > 0.0:
             dropout = self._dropout
             seed = dropout_seed(self._dropout_layer.seed_generator, dtype)
         length, keys = ops.shape(query)[1], ops.shape(key)[1]
@@ -251,104 +242,62 @@ class RelativePositionXL(EfficientAttention):
             query * scale + position_bias,
             self._position_keys(offset + length, 0 if causal else keys - offset, dtype),
             offset=offset,
-            causal=bool(causal),
+            causal=causal,
             window=window,
-            documents=documents,
+            documents=call.options.get("documents"),
             dropout=dropout,
             dropout_seed=seed,
         )
         return heads, None
 
-    def call(
-        self,
-        query,
-        value,
-        key=None,
-        query_mask=None,
-        value_mask=None,
-        key_mask=None,
-        attention_mask=None,
-        return_attention_scores=False,
-        training=None,
-        use_causal_mask=False,
-        state=None,
-        reset=None,
-    ):
-        if reset is not None:
-            _check_reset(reset, query, value)
-        return self._call(
-            query,
-            value,
-            key,
-            (query_mask, value_mask, key_mask, attention_mask),
-            return_attention_scores,
-            training,
-            use_causal_mask,
-            state,
-            reset=reset,
-        )
+    def _call_options(self, inputs, state, options):
+        options = dict(options)
+        reset = options.pop("reset", None)
+        super()._call_options(inputs, state, options)
+        if reset is None:
+            return {}
+        _check_reset(reset, *inputs[:2])
+        return {"reset": reset}
 
-    def _call(
-        self, query, value, key, masks, scores, training, causal, state, reset=None
-    ):
-        call = super()._call
+    def _attend_inputs(self, query, value, key, call):
+        reset = call.options.get("reset")
         length = ops.shape(query)[1]
         of_queries = None if reset is None else _document_numbers(reset, length)
-        if state is None:
-            documents = None
-            if reset is not None:
-                of_keys = _document_numbers(reset, ops.shape(value)[1])
-                documents = of_queries, of_keys
-            inputs = (query, value, key, masks, scores, training, causal, None)
-            return call(*inputs, documents=documents)
+        if call.state is None:
+            if reset is None:
+                return super()._attend_inputs(query, value, key, call)
+            of_keys = _document_numbers(reset, ops.shape(value)[1])
+            options = {"documents": (of_queries, of_keys)}
+            call = dataclasses.replace(call, options=options)
+            return super()._attend_inputs(query, value, key, call)
 
-        keys = value if key is None else key
-        self._check_call(query, value, keys, masks, causal, scores, state)
-        query_mask, value_mask, key_mask, attention_mask = masks
-        mask = self._merged_key_mask(key_mask, value_mask, attention_mask, value)
-        memory, documents = state["memory"], None
-        kept = ops.concatenate(
-            [
-                state["mask"],
-                ops.cast(ops.ones_like(value[:, :, 0]), state["mask"].dtype)
-                if mask is None
-                else ops.cast(mask, state["mask"].dtype),
-            ],
-            axis=1,
-        )
+        memory, seen = call.state["memory"], call.state["mask"]
+        mask = ops.ones(ops.shape(value)[:2], seen.dtype)
+        if call.key_mask is not None:
+            mask = ops.cast(call.key_mask, seen.dtype)
+        kept = ops.concatenate([seen, mask], axis=1)
         extended = ops.concatenate([ops.cast(memory, value.dtype), value], axis=1)
+        options = {"offset": memory.shape[1], "memory_length": memory.shape[1]}
         if reset is not None:
-            # What is in the memory came before.
+            # The memory comes before all documents of the segment.
             of_memory = ops.zeros_like(of_queries[:, :1])
             of_memory = ops.broadcast_to(of_memory, ops.shape(memory)[:2])
             of_keys = ops.concatenate([of_memory, of_queries], axis=1)
-            documents = of_queries, of_keys
-        output = call(
-            query,
-            extended,
-            None,
-            (query_mask, None, kept > 0, None),
-            False,
-            training,
-            True,
-            None,
-            offset=memory.shape[1],
-            memory_length=memory.shape[1],
-            documents=documents,
+            options["documents"] = of_queries, of_keys
+        whole = dataclasses.replace(
+            call, key_mask=kept > 0, state=None, options=options
         )
+        output, _ = super()._attend_inputs(query, extended, extended, whole)
         if reset is not None:
             kept = ops.where(of_keys == of_queries[:, -1:], kept, ops.zeros_like(kept))
         return output, {
-            "memory": following_memory(memory, value, mask),
+            "memory": following_memory(memory, value, call.key_mask),
             "mask": kept[:, length:],
         }
 
-    def _check_call(
-        self, query, value, key, masks, causal, return_attention_scores, state
-    ):
-        super()._check_call(
-            query, value, key, masks, causal, return_attention_scores, state
-        )
+    def _check_call(self, query, value, key, call):
+        super()._check_call(query, value, key, call)
+        state = call.state
         if state is None:
             return
         if key is not value:
@@ -362,11 +311,6 @@ class RelativePositionXL(EfficientAttention):
                 f"state['memory'].shape={tuple(state['memory'].shape)}, "
                 f"value.shape={tuple(value.shape)}"
             )
-
-    def compute_output_spec(self, query, value, *args, reset=None, **kwargs):
-        if reset is not None:
-            _check_reset(reset, query, value)
-        return super().compute_output_spec(query, value, *args, **kwargs)
 
     def get_config(self):
         biases = self._source_of_biases

@@ -157,8 +157,8 @@ class ReversibleStack(keras.layers.Layer):
     Call arguments:
         x: `(batch, length, dim)`.
         mask: Optional boolean `(batch, length)`, for each `f`.
-        state: Optional, from `initial_state` or the previous segment's call. Nothing
-            is rebuilt: gradients of such a call keep all activations.
+        state: Optional, from `get_initial_state` or the previous segment's call.
+            Nothing is rebuilt: gradients of such a call keep all activations.
         training: Boolean. Only training calls rebuild.
 
     Returns:
@@ -224,13 +224,13 @@ class ReversibleStack(keras.layers.Layer):
             if not block.built:
                 block.build([x_shape, x_shape])
 
-    def initial_state(self, batch_size):
+    def get_initial_state(self, batch_size):
         """The state before the first position: those of each block's `f`.
 
         For layers `f` that have such a method.
         """
         return {
-            f"block_{i}": block.f.initial_state(batch_size)
+            f"block_{i}": block.f.get_initial_state(batch_size)
             for i, block in enumerate(self.blocks)
         }
 

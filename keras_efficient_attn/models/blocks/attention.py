@@ -4,7 +4,7 @@ import keras
 import keras_hub
 
 from keras_efficient_attn.layers import get_attention
-from keras_efficient_attn.layers.attention.streaming import with_state
+from keras_efficient_attn.layers.attention.softmax import SoftmaxAttention
 from keras_efficient_attn.models.blocks.positions import MAX_WAVELENGTH
 
 # Softmax layers that become one with a state.
@@ -36,11 +36,6 @@ def attention_spec(attention):
     )
 
 
-def shares_biases(layer):
-    """Whether a layer has the `PositionBiases` of other layers of its backbone."""
-    return layer.get_config().get("biases") == "shared"
-
-
 def make_attention(spec, num_heads, key_dim, use_bias, rotary, biases, name, dtype):
     """A new layer for one block.
 
@@ -70,7 +65,8 @@ def make_attention(spec, num_heads, key_dim, use_bias, rotary, biases, name, dty
                 "`attention` must be the configuration of a layer that is a "
                 f"`keras.layers.MultiHeadAttention`. Received: attention={spec}"
             )
-    layer = with_state(layer, STATELESS_SOFTMAX)
+    if type(layer) in STATELESS_SOFTMAX:
+        layer = SoftmaxAttention.from_config(layer.get_config())
     config = {**layer.get_config(), "name": name, "dtype": dtype}
     if rotary:
         if "rotary_wavelength" not in config:

@@ -32,7 +32,7 @@ class CausalConvolution(keras.layers.Layer):
 
     Call arguments:
         x: `(batch, length, dim)`.
-        state: Optional, from `initial_state` or the previous segment's call.
+        state: Optional, from `get_initial_state` or the previous segment's call.
 
     Returns:
         A tensor of the shape of `x`; `(output, state)` with `state`.
@@ -66,7 +66,7 @@ class CausalConvolution(keras.layers.Layer):
             initializer=keras.initializers.RandomUniform(-0.5, 0.5),
         )
 
-    def initial_state(self, batch_size):
+    def get_initial_state(self, batch_size):
         """The state before the first position: `(batch, kernel_size - 1, dim)`."""
         return ops.zeros(
             (batch_size, self.kernel_size - 1, self.kernel.shape[-1]),

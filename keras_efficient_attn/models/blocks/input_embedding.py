@@ -34,7 +34,7 @@ class InputEmbedding(keras.layers.Layer):
 
     Call arguments:
         token_ids: Integers `(batch, length)`.
-        state: Optional, from `initial_state` or the previous segment's call.
+        state: Optional, from `get_initial_state` or the previous segment's call.
 
     Returns:
         `(batch, length, hidden_dim)`; `(output, state)` with `state`.
@@ -107,7 +107,7 @@ class InputEmbedding(keras.layers.Layer):
         if self.positions is not None:
             self.positions.build((*input_shape, self.token_embedding.output_dim))
 
-    def initial_state(self, batch_size):
+    def get_initial_state(self, batch_size):
         """The state before the first token, a dict of tensors, batch first."""
         streaming = {
             "ngrams": self.ngrams,
@@ -115,7 +115,7 @@ class InputEmbedding(keras.layers.Layer):
             "positions": self.positions,
         }
         return {
-            name: layer.initial_state(batch_size)
+            name: layer.get_initial_state(batch_size)
             for name, layer in streaming.items()
             if layer is not None
         }

@@ -27,7 +27,7 @@ class Positions(keras.layers.Layer):
 
     Call arguments:
         x: `(batch, length, dim)`.
-        state: Optional, from `initial_state` or the previous segment's call.
+        state: Optional, from `get_initial_state` or the previous segment's call.
 
     Returns:
         A tensor of the shape of `x`; `(output, state)` with `state`.
@@ -48,7 +48,7 @@ class Positions(keras.layers.Layer):
         if max_offset:
             self.seed_generator = keras.random.SeedGenerator(seed)
 
-    def initial_state(self, batch_size):
+    def get_initial_state(self, batch_size):
         """The state before the first position: zeros `(batch,)`, int32."""
         return ops.zeros((batch_size,), "int32")
 

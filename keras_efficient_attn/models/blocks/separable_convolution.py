@@ -34,7 +34,7 @@ class SeparableConvolution(keras.layers.Layer):
     Call arguments:
         x: `(batch, length, dim)`.
         mask: Optional boolean `(batch, length)`; other positions are never read.
-        state: Optional, from `initial_state` or the previous segment's call.
+        state: Optional, from `get_initial_state` or the previous segment's call.
 
     Returns:
         A tensor of the shape of `x`; `(output, state)` with `state`.
@@ -110,7 +110,7 @@ class SeparableConvolution(keras.layers.Layer):
         self.hidden = dense("hidden", self.hidden_dim, widths[0], self.activation)
         self.output_dense = dense("output", widths[0], widths[1])
 
-    def initial_state(self, batch_size):
+    def get_initial_state(self, batch_size):
         """The state before the first position: the inputs that either still reaches."""
         return {
             name: ops.zeros(

@@ -3,7 +3,6 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.attention.streaming import initial_attention_state
 from keras_efficient_attn.layers.attention.transformer_xl import following_memory
 from keras_efficient_attn.layers.residual.chain import Sublayer
 from keras_efficient_attn.models.blocks.residual import get_residual_class
@@ -42,7 +41,7 @@ class TransformerBlock(keras.layers.Layer):
         padding_mask: Optional `(batch, length)`, false at padding.
         memory: `(batch, memory_length, dim)`, for `cross_attention`.
         memory_padding_mask: Optional `(batch, memory_length)`.
-        state: Optional, from `initial_state` or the previous segment's call.
+        state: Optional, from `get_initial_state` or the previous segment's call.
 
     Returns:
         A tensor of the shape of `x`; `(output, state)` with `state`.
@@ -126,26 +125,29 @@ class TransformerBlock(keras.layers.Layer):
         if self.cross_attention is not None:
             self.cross_attention.build(x_shape, memory_shape)
 
-    def initial_state(self, batch_size, max_length, memory_length=None):
+    def get_initial_state(self, batch_size, max_length=None, memory_length=None):
         """The state before the first position, a dict, batch first.
 
         Args:
             batch_size: Rows in the batch.
             max_length: The longest context, for layers whose state grows with it.
-            memory_length: Of a `RelativePositionXL`, whose memory is of the block's
-                inputs. Defaults to what the context needs.
+                Defaults to `None`, which those layers refuse.
+            memory_length: Positions that a `RelativePositionXL` remembers. Defaults
+                to what the context needs.
         """
-        state = {
-            "attention": initial_attention_state(
-                self.attention, batch_size, max_length, memory_length
-            )
-        }
+        attention = self.attention
+        length = max_length if attention.state_grows else None
+        if attention.remembers_inputs and memory_length is not None:
+            length = memory_length
+        elif memory_length is not None:
+            length = None
+        state = {"attention": attention.get_initial_state(batch_size, length)}
         if self.convolution is not None:
-            state["convolution"] = self.convolution.initial_state(batch_size)
+            state["convolution"] = self.convolution.get_initial_state(batch_size)
         if self.positions is not None:
-            state["positions"] = self.positions.initial_state(batch_size)
+            state["positions"] = self.positions.get_initial_state(batch_size)
         if self._convolves:
-            state["feed_forward"] = self.feed_forward.initial_state(batch_size)
+            state["feed_forward"] = self.feed_forward.get_initial_state(batch_size)
         return state
 
     def call(
@@ -262,9 +264,7 @@ class TransformerBlock(keras.layers.Layer):
         if state is None:
             return self.attention(h, h, **options), new_state
         attention_state = state["attention"]
-        remembers_x = self.convolution is None and getattr(
-            self.attention, "remembers_inputs", False
-        )
+        remembers_x = self.convolution is None and self.attention.remembers_inputs
         if remembers_x:
             # The norm is of the memory and the segment, with the weights of today.
             memory = attention_state["memory"]

@@ -3,7 +3,6 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.attention.adaptive_span.layer import AdaptiveSpan
 from keras_efficient_attn.layers.residual.chain import (
     plain_residuals,
     reversible_residuals,
@@ -76,10 +75,10 @@ class TransformerStack(keras.layers.Layer):
         if self.final_norm is not None:
             self.final_norm.build(x_shape)
 
-    def initial_state(self, batch_size, max_length, memory_length=None):
+    def get_initial_state(self, batch_size, max_length=None, memory_length=None):
         """The state before the first position, a dict, batch first."""
         return {
-            name: block.initial_state(batch_size, max_length, memory_length)
+            name: block.get_initial_state(batch_size, max_length, memory_length)
             for name, block in self._applications()
         }
 
@@ -200,9 +199,7 @@ def _share_position_keys(blocks):
     first = None
     for block in blocks:
         attention = block.attention
-        if not isinstance(attention, AdaptiveSpan):
-            continue
-        if attention.relative_positions != "shared":
+        if not attention.shares_with_blocks or attention.remembers_inputs:
             continue
         if first is None:
             first = attention

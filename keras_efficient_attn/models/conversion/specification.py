@@ -4,7 +4,11 @@ import inspect
 
 import keras
 
-from keras_efficient_attn.layers import EfficientAttention, ReformerLSHAttention
+from keras_efficient_attn.layers import (
+    EfficientAttention,
+    ReformerLSHAttention,
+    SoftmaxAttention,
+)
 from keras_efficient_attn.layers.attention.registry import parse_attention, with_option
 
 # The model decides these arguments, and not the specification.
@@ -136,7 +140,8 @@ def _class_and_options(spec):
 
 
 def _refusal(layer_class, options, site):
-    if not issubclass(layer_class, EfficientAttention):
+    is_efficient = issubclass(layer_class, EfficientAttention)
+    if not is_efficient or issubclass(layer_class, SoftmaxAttention):
         return (
             "only an `EfficientAttention` can. To keep softmax in a layer, leave it "
             "out of `layers`."

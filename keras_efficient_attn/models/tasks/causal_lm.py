@@ -100,7 +100,7 @@ class EfficientCausalLM(TaskMixin, keras_hub.models.CausalLM):
             count: How many tokens to read, an integer or a scalar tensor.
         """
         batch_size, max_length = ops.shape(token_ids)
-        cache = self.backbone.initial_state(batch_size, max_length)
+        cache = self.backbone.get_initial_state(batch_size, max_length)
         start = ops.convert_to_tensor(0, "int32")
         count = ops.cast(count, "int32")
         for size in (PROMPT_CHUNK, 1):

@@ -176,7 +176,7 @@ class TransformerXL(keras.Model):
 
     def _empty_memory(self):
         """The layers' states before the first segment."""
-        return self.language_model.backbone.initial_state(
+        return self.language_model.backbone.get_initial_state(
             self.batch_size, max_length=None, memory_length=self.memory_length
         )
 

@@ -107,10 +107,10 @@ class UniversalTransformer(TransformerStack):
             if layer is not None:
                 layer.build(x_shape)
 
-    def initial_state(self, batch_size, max_length, memory_length=None):
-        state = super().initial_state(batch_size, max_length, memory_length)
+    def get_initial_state(self, batch_size, max_length=None, memory_length=None):
+        state = super().get_initial_state(batch_size, max_length, memory_length)
         if self.positions is not None:
-            state["positions"] = self.positions.initial_state(batch_size)
+            state["positions"] = self.positions.get_initial_state(batch_size)
         return state
 
     def call(

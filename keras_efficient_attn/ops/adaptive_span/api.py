@@ -13,8 +13,10 @@ from keras_efficient_attn.ops.common.inputs import (
     fitted,
     masked_inputs,
     recent_keys,
+    recent_keys_spec,
 )
 from keras_efficient_attn.ops.common.online_softmax import finish
+from keras_efficient_attn.ops.common.state import make_state
 
 RAMP = 32
 
@@ -203,13 +205,8 @@ def adaptive_span_state(
         `(batch, window - 1)`, the last keys, and of `"position"` `(batch,)`, the
         number of positions read.
     """
-    reach = window - 1
-    return {
-        "key": ops.zeros((batch_size, reach, num_heads, key_dim), dtype),
-        "value": ops.zeros((batch_size, reach, num_heads, value_dim), dtype),
-        "mask": ops.zeros((batch_size, reach), dtype),
-        "position": ops.zeros((batch_size,), "int32"),
-    }
+    sizes = (batch_size, window - 1, num_heads, key_dim, value_dim)
+    return make_state(recent_keys_spec(*sizes, dtype))
 
 
 def _of_window(state, window):

@@ -63,17 +63,17 @@ def check_pattern_call(
             f"dim). Received: query.shape={shapes['q']}, key.shape={shapes['k']}, "
             f"value.shape={shapes['v']}"
         )
-    if not _agree(shapes["q"][2:], shapes["k"][2:]):
+    if not may_agree(shapes["q"][2:], shapes["k"][2:]):
         raise ValueError(
             "`query` and `key` must agree in heads and dim. Received: "
             f"query.shape={shapes['q']}, key.shape={shapes['k']}"
         )
-    if not _agree(shapes["k"][:3], shapes["v"][:3]):
+    if not may_agree(shapes["k"][:3], shapes["v"][:3]):
         raise ValueError(
             "`key` and `value` must agree in batch, length and heads. Received: "
             f"key.shape={shapes['k']}, value.shape={shapes['v']}"
         )
-    if key_mask is not None and not _agree(tuple(key_mask.shape), shapes["k"][:2]):
+    if key_mask is not None and not may_agree(tuple(key_mask.shape), shapes["k"][:2]):
         raise ValueError(
             f"`key_mask` must have the shape {shapes['k'][:2]} of `key`. Received: "
             f"key_mask.shape={tuple(key_mask.shape)}"
@@ -100,14 +100,14 @@ def check_pattern_call(
         raise ValueError(
             "`state` holds the past, and needs `causal=True`. Received: causal=False"
         )
-    if not _agree(shapes["q"][1:2], shapes["k"][1:2]):
+    if not may_agree(shapes["q"][1:2], shapes["k"][1:2]):
         raise ValueError(
             "With `state`, queries and keys must have the same length. Received: "
             f"query.shape={shapes['q']}, key.shape={shapes['k']}"
         )
 
 
-def _agree(first, second):
+def may_agree(first, second):
     """Whether two shapes are equal as far as they are known."""
     return len(first) == len(second) and all(
         a is None or b is None or a == b for a, b in zip(first, second, strict=True)

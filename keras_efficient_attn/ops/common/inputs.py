@@ -47,6 +47,17 @@ def extended(state, key, value, valid):
     )
 
 
+def recent_keys_spec(batch_size, reach, num_heads, key_dim, value_dim, dtype):
+    """Names, shapes and dtypes of a state of the last `reach` keys."""
+    rows = (batch_size, reach)
+    return {
+        "key": ((*rows, num_heads, key_dim), dtype),
+        "value": ((*rows, num_heads, value_dim), dtype),
+        "mask": (rows, dtype),
+        "position": ((batch_size,), "int32"),
+    }
+
+
 def recent_keys(past, length, position):
     """The state after a segment, from `extended`."""
     state = {name: t[:, length:] for name, t in zip(RECENT, past, strict=True)}

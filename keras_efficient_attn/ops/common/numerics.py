@@ -10,6 +10,11 @@ def accumulator_dtype(*tensors):
     return "float64" if "float64" in dtypes else "float32"
 
 
+def wide_dtype(dtype):
+    """float64 for float64, float32 for any other dtype."""
+    return "float64" if dtype == "float64" else "float32"
+
+
 def larger(first, second):
     """The elementwise maximum. `ops.maximum` turns float64 to float32 on PyTorch."""
     return ops.where(first > second, first, second)

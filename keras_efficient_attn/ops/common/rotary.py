@@ -30,3 +30,17 @@ def rotary_embedding(x, positions, max_wavelength=10_000.0):
     return ops.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1
     )
+
+
+def rotate_from(x, start, max_wavelength):
+    """`rotary_embedding` of consecutive positions.
+
+    Args:
+        x: `(batch, length, heads, head_dim)`.
+        start: Position of the first, integers `(batch,)`; `None` for 0.
+        max_wavelength: As there.
+    """
+    positions = ops.arange(ops.shape(x)[1], dtype="int32")[None]
+    if start is not None:
+        positions = positions + start[:, None]
+    return rotary_embedding(x, positions, max_wavelength)

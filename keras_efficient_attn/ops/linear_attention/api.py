@@ -7,6 +7,7 @@ from keras_efficient_attn.ops.common.chunking import fit_length
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, bounded_log_weight
+from keras_efficient_attn.ops.common.state import make_state
 from keras_efficient_attn.ops.linear_attention import chunked, reference
 
 CHUNK_SIZE = 64
@@ -229,10 +230,21 @@ def linear_attention_state(
         `(batch, heads, features)` and `"log_scale"` `(batch, heads)`: the true sums
         are those stored times `exp(log_scale)`.
     """
+    spec = linear_attention_state_spec(
+        batch_size, num_heads, num_features, value_dim, dtype
+    )
+    return make_state(spec)
+
+
+def linear_attention_state_spec(
+    batch_size, num_heads, num_features, value_dim, dtype="float32"
+):
+    """Names, shapes, dtypes and values of `linear_attention_state`."""
+    heads = (batch_size, num_heads)
     return {
-        "sum": ops.zeros((batch_size, num_heads, num_features, value_dim), dtype),
-        "normalizer": ops.zeros((batch_size, num_heads, num_features), dtype),
-        "log_scale": ops.full((batch_size, num_heads), LOG_ZERO, dtype),
+        "sum": ((*heads, num_features, value_dim), dtype),
+        "normalizer": ((*heads, num_features), dtype),
+        "log_scale": (heads, dtype, LOG_ZERO),
     }
 
 

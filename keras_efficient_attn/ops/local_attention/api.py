@@ -21,9 +21,11 @@ from keras_efficient_attn.ops.common.inputs import (
     fitted,
     masked_inputs,
     recent_keys,
+    recent_keys_spec,
 )
 from keras_efficient_attn.ops.common.masks import QueryBlocks, SlidingWindow
 from keras_efficient_attn.ops.common.online_softmax import finish
+from keras_efficient_attn.ops.common.state import make_state
 from keras_efficient_attn.ops.local_attention.grid import (
     attend_grid,
     generation_order,
@@ -283,12 +285,8 @@ def local_attention_state(
     """
     checked = check_local_pattern(window, query_block, memory, grid, order)
     reach = local_rule(*checked, order, True).reach
-    return {
-        "key": ops.zeros((batch_size, reach, num_heads, key_dim), dtype),
-        "value": ops.zeros((batch_size, reach, num_heads, value_dim), dtype),
-        "mask": ops.zeros((batch_size, reach), dtype),
-        "position": ops.zeros((batch_size,), "int32"),
-    }
+    sizes = (batch_size, reach, num_heads, key_dim, value_dim)
+    return make_state(recent_keys_spec(*sizes, dtype))
 
 
 def local_pattern(

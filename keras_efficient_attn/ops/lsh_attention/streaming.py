@@ -2,11 +2,13 @@
 
 import functools
 
+import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.chunking import pad_to
 from keras_efficient_attn.ops.common.online_softmax import merge
 from keras_efficient_attn.ops.common.scan import recompute_scan
+from keras_efficient_attn.ops.common.state import make_state
 from keras_efficient_attn.ops.lsh_attention.shared import (
     columns_of,
     masked_part,
@@ -19,10 +21,15 @@ from keras_efficient_attn.ops.lsh_attention.shared import (
 FOUND_FLOATS = 2**21
 
 
-def lsh_attention_state(
+def lsh_attention_state(*sizes, dtype="float32"):
+    """The state before the first position, as `lsh_attention_state_spec` says."""
+    return make_state(lsh_attention_state_spec(*sizes, dtype))
+
+
+def lsh_attention_state_spec(
     batch_size, num_heads, rounds, num_buckets, chunk_size, dim, value_dim, dtype
 ):
-    """The state before the first position.
+    """Names, shapes, dtypes and values of the state before the first position.
 
     Returns:
         Dict of `cache` `(batch, heads, rounds, num_buckets · 2 chunk_size + 1, dim +
@@ -33,16 +40,11 @@ def lsh_attention_state(
     """
     rows = num_buckets * 2 * chunk_size + 1
     shape = (batch_size, num_heads, rounds)
+    # The code of no chunk is −1.
+    row = np.concatenate([np.zeros(dim + value_dim), np.full(rounds, -1.0)])
     return {
-        "cache": ops.concatenate(
-            [
-                ops.zeros((*shape, rows, dim + value_dim), dtype),
-                # The code of no chunk.
-                ops.full((*shape, rows, rounds), -1.0, dtype),
-            ],
-            axis=-1,
-        ),
-        "count": ops.zeros((*shape, num_buckets), dtype),
+        "cache": ((*shape, rows, len(row)), dtype, row),
+        "count": ((*shape, num_buckets), dtype),
     }
 
 

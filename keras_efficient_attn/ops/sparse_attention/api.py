@@ -14,6 +14,7 @@ from keras_efficient_attn.ops.common.inputs import (
 )
 from keras_efficient_attn.ops.common.masked_softmax import masked_attention
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
+from keras_efficient_attn.ops.common.state import make_state
 from keras_efficient_attn.ops.sparse_attention.fixed import (
     attend_cached_summaries,
     attend_summaries,
@@ -297,23 +298,42 @@ def sparse_attention_state(
     Raises:
         ValueError: For arguments that make no pattern.
     """
+    options = dict(pattern=pattern, stride=stride, summary=summary, heads=heads)
+    sizes = (batch_size, num_heads, key_dim, value_dim, max_length)
+    return make_state(sparse_attention_state_spec(*sizes, **options, dtype=dtype))
+
+
+def sparse_attention_state_spec(
+    batch_size,
+    num_heads,
+    key_dim,
+    value_dim,
+    max_length,
+    *,
+    pattern,
+    stride,
+    summary,
+    heads,
+    dtype,
+):
+    """Names, shapes and dtypes of `sparse_attention_state`."""
     check_sparse_pattern(pattern, stride, summary, heads, num_heads)
     if not is_positive_int(max_length):
         raise ValueError(
             f"`max_length` must be a positive integer. Received: {max_length!r}"
         )
-    state = {"position": ops.zeros((batch_size,), "int32")}
+    spec = {"position": ((batch_size,), "int32")}
     near, far = near_heads(heads, num_heads), far_heads(heads, num_heads)
     if near:
         rows = (batch_size, near_rule(pattern, stride, True).reach)
-        state["key"] = ops.zeros((*rows, near, key_dim), dtype)
-        state["value"] = ops.zeros((*rows, near, value_dim), dtype)
-        state["mask"] = ops.zeros(rows, dtype)
+        spec["key"] = ((*rows, near, key_dim), dtype)
+        spec["value"] = ((*rows, near, value_dim), dtype)
+        spec["mask"] = (rows, dtype)
     if far:
         blocks = -(-max_length // stride)
         strided = pattern == "strided"
         rows = (batch_size, blocks * (stride if strided else summary))
-        state["far_key"] = ops.zeros((*rows, far, key_dim), dtype)
-        state["far_value"] = ops.zeros((*rows, far, value_dim), dtype)
-        state["far_mask"] = ops.zeros(rows if strided else (*rows, far), dtype)
-    return state
+        spec["far_key"] = ((*rows, far, key_dim), dtype)
+        spec["far_value"] = ((*rows, far, value_dim), dtype)
+        spec["far_mask"] = (rows if strided else (*rows, far), dtype)
+    return spec

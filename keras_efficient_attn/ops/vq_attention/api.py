@@ -16,6 +16,7 @@ from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.masks import SlidingWindow
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
+from keras_efficient_attn.ops.common.state import make_state
 from keras_efficient_attn.ops.vq_attention import reference
 from keras_efficient_attn.ops.vq_attention.codebook import (
     look_up,
@@ -262,19 +263,39 @@ def vq_attention_state(
         Dict of tensors, batch first: the sums of values and the numbers of keys per
         code, of each feature with `order=2`, and the last `window` keys.
     """
+    options = dict(soft=soft, order=order, rank=rank, window=window, cache=cache)
+    sizes = (batch_size, num_heads, num_codes, key_dim, value_dim)
+    return make_state(vq_attention_state_spec(*sizes, **options, dtype=dtype))
+
+
+def vq_attention_state_spec(
+    batch_size,
+    num_heads,
+    num_codes,
+    key_dim,
+    value_dim,
+    *,
+    soft,
+    order,
+    rank,
+    window,
+    cache,
+    dtype,
+):
+    """Names, shapes and dtypes of `vq_attention_state`."""
     rows = (batch_size, window)
-    state = {}
+    spec = {}
     if cache:
         heads = (num_heads, num_codes, key_dim)
-        sums = _empty_cache(batch_size, *heads, value_dim, order, rank, dtype)
-        state = _named_cache(sums)
+        shapes = _cache_shapes(batch_size, *heads, value_dim, order, rank)
+        spec = _named_cache([(shape, dtype) for shape in shapes])
     if window is not None:
-        state["window_key"] = ops.zeros((*rows, num_heads, key_dim), dtype)
-        state["window_value"] = ops.zeros((*rows, num_heads, value_dim), dtype)
-        state["window_mask"] = ops.zeros(rows, dtype)
+        spec["window_key"] = ((*rows, num_heads, key_dim), dtype)
+        spec["window_value"] = ((*rows, num_heads, value_dim), dtype)
+        spec["window_mask"] = (rows, dtype)
         if cache and not soft:
-            state["window_code"] = ops.zeros((*rows, num_heads), "int32")
-    return state
+            spec["window_code"] = ((*rows, num_heads), "int32")
+    return spec
 
 
 def check_order(order, rank, key_dim):
@@ -293,30 +314,14 @@ def check_order(order, rank, key_dim):
         )
 
 
-def state_names(soft, order, rank, key_dim, window, cache):
-    """The names in a state of `vq_attention_state`."""
-    whole = order == 0 or rank in (None, key_dim)
-    names = () if not cache else CACHE_NAMES[:2] if whole else CACHE_NAMES
-    if window is not None:
-        names += WINDOW_NAMES
-        if cache and not soft:
-            names += ("window_code",)
-    return names
-
-
-def _empty_cache(batch, heads, codes, dim, value_dim, order, rank, dtype):
+def _cache_shapes(batch, heads, codes, dim, value_dim, order, rank):
     sizes = (batch, heads, codes)
     if order == 0:
-        return ops.zeros((*sizes, value_dim), dtype), ops.zeros(sizes, dtype)
+        return (*sizes, value_dim), sizes
     rank = dim if rank is None else rank
     features = num_features(rank)
-    cache = (
-        ops.zeros((*sizes, features, value_dim), dtype),
-        ops.zeros((*sizes, features), dtype),
-    )
-    if rank < dim:
-        cache += (ops.zeros((*sizes, dim - rank), dtype),)
-    return cache
+    shapes = ((*sizes, features, value_dim), (*sizes, features))
+    return (*shapes, (*sizes, dim - rank)) if rank < dim else shapes
 
 
 def _named_cache(cache):
@@ -452,7 +457,8 @@ def _attend_to_codes(
     if cache is None and not (in_a_block and order == 2):
         batch, value_dim = ops.shape(query)[0], ops.shape(keys[1])[-1]
         sizes = (batch, *codebook.shape, value_dim)
-        cache = _empty_cache(*sizes, order, rank, query.dtype)
+        shapes = _cache_shapes(*sizes, order, rank)
+        cache = tuple(ops.zeros(shape, query.dtype) for shape in shapes)
     if not gradient:
         keys = _each(ops.stop_gradient, keys)
         cache = None if cache is None else _each(ops.stop_gradient, cache)

@@ -153,7 +153,7 @@ def test_trimming_changes_no_output_and_spans_can_grow_again():
         x[:, :120],
         x[:, :120],
         use_causal_mask=True,
-        state=layer.initial_state(1),
+        state=layer.get_initial_state(1),
     )
     # 40.6 + 8 positions, rounded up to 64, and 64 to spare.
     assert (layer.trim(), layer.window) == (128, 128)

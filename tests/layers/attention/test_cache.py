@@ -22,7 +22,7 @@ def test_positions_beyond_the_capacity_are_not_lost_in_silence(layer_class, opti
     layer = layer_class(num_heads=2, key_dim=4, **options)
     x = np.random.default_rng(0).normal(size=(2, CAPACITY + 2, 8)).astype("float32")
     layer.build(x.shape, x.shape)
-    state = layer.initial_state(2, CAPACITY)
+    state = layer.get_initial_state(2, CAPACITY)
     outputs = []
     for t in range(x.shape[1]):
         token = x[:, t : t + 1]

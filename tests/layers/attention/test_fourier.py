@@ -78,7 +78,7 @@ def test_the_linear_form_is_that_of_its_frequencies_and_streams():
             layer, dense.fourier_heads, x, x, key_mask=mask, causal=causal
         )
         np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
-    state, pieces = layer.initial_state(1), []
+    state, pieces = layer.get_initial_state(1), []
     for piece in (slice(0, 4), slice(4, 5), slice(5, 9)):
         y, state = layer(
             x[:, piece],
@@ -117,14 +117,14 @@ def test_constructor_errors(options, message):
 
 
 def test_the_cache_has_the_length_that_it_is_given():
-    state = built().initial_state(3, 5)
+    state = built().get_initial_state(3, 5)
     assert tuple(state["key"].shape) == (3, 5, 2, 8)
     with pytest.raises(ValueError, match="max_length=None, linear=False"):
-        built().initial_state(3)
+        built().get_initial_state(3)
     linear = built(linear=True)
-    assert tuple(linear.initial_state(3)["sum"].shape) == (3, 2, 8 * 17, 8)
+    assert tuple(linear.get_initial_state(3)["sum"].shape) == (3, 2, 8 * 17, 8)
     with pytest.raises(ValueError, match="max_length=5, linear=True"):
-        linear.initial_state(3, 5)
+        linear.get_initial_state(3, 5)
 
 
 def test_generation_equals_calls_on_the_whole_sequence():

@@ -52,7 +52,7 @@ def test_exact_attention_equals_keras_grouped_query_attention(use_gate):
     again = PerformerAttention.from_config(layer.get_config())
     assert again.num_key_value_heads == 2
 
-    state = layer.initial_state(2)
+    state = layer.get_initial_state(2)
     for step in range(LENGTH):
         y, state = layer(
             x[:, step : step + 1],

@@ -123,7 +123,7 @@ def test_calibrated_layer_equals_the_dense_definition_and_streams(feature_map):
         np.testing.assert_allclose(output, expected, rtol=1e-3, atol=2e-4)
 
     whole = to_numpy(layer(x, x, use_causal_mask=True))
-    state, parts = layer.initial_state(BATCH), []
+    state, parts = layer.get_initial_state(BATCH), []
     for start, stop in ((0, 7), (7, 8), (8, LENGTH)):
         part = x[:, start:stop]
         output, state = layer(part, part, use_causal_mask=True, state=state)

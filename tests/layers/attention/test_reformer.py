@@ -90,7 +90,7 @@ def test_local_heads_stream():
     x = inputs()
     layer = built(x, num_local_heads=1)
     whole = to_numpy(layer(x, x, use_causal_mask=True))
-    state, outputs = layer.initial_state(2), []
+    state, outputs = layer.get_initial_state(2), []
     for piece in (slice(0, 7), slice(7, 14), slice(14, 21)):
         y, state = layer(x[:, piece], x[:, piece], use_causal_mask=True, state=state)
         outputs.append(to_numpy(y))
@@ -199,9 +199,11 @@ def test_invalid_calls():
     with pytest.raises(ValueError, match="num_hashes=9"):
         layer(x, x, num_hashes=9)
     with pytest.raises(ValueError, match="num_hashes=2"):
-        layer(x, x, use_causal_mask=True, num_hashes=2, state=layer.initial_state(2))
+        layer(
+            x, x, use_causal_mask=True, num_hashes=2, state=layer.get_initial_state(2)
+        )
     with pytest.raises(ValueError, match=r"key\.shape=\(2, 21, 3\)"):
         ReformerLSHAttention(**SMALL)(x, x, x[..., :3])
     for options in ({"aligned": False}, {"dense_length": 5}):
         with pytest.raises(ValueError, match="A state needs chunks"):
-            built(x, **options).initial_state(2)
+            built(x, **options).get_initial_state(2)

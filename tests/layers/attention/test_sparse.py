@@ -34,7 +34,7 @@ def test_scores_stand_where_the_pattern_is(pattern, heads):
 def test_the_fixed_pattern_keeps_summaries_only():
     def size(pattern):
         layer = SparseAttention(1, 4, pattern=pattern, stride=32)
-        state = layer.initial_state(1, 1024)
+        state = layer.get_initial_state(1, 1024)
         return sum(np.prod(tensor.shape) for tensor in state.values())
 
     # 32 summaries of 2 positions and a block, against every position.

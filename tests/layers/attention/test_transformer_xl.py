@@ -53,7 +53,7 @@ def assert_close(received, expected):
 )
 def test_a_memory_is_read_as_the_double_loop_does(options):
     layer, x = make(**options), text(10)
-    _, state = read(layer, x[:, :7], layer.initial_state(BATCH))
+    _, state = read(layer, x[:, :7], layer.get_initial_state(BATCH))
     np.testing.assert_array_equal(to_numpy(state["memory"]), x[:, 3:7])
     output, state = read(layer, x[:, 7:], state)
     assert_close(output, after_a_memory(layer, x[:, 7:], x[:, 3:7]))
@@ -62,7 +62,7 @@ def test_a_memory_is_read_as_the_double_loop_does(options):
 
 def test_empty_slots_are_not_seen():
     layer, x = make(memory_length=6), text(3)
-    output, state = read(layer, x, layer.initial_state(BATCH))
+    output, state = read(layer, x, layer.get_initial_state(BATCH))
     assert_close(output, to_numpy(layer(x, x, use_causal_mask=True)))
     assert to_numpy(state["mask"]).tolist() == [[0, 0, 0, 1, 1, 1]] * BATCH
     # What stands in an empty slot is not read.
@@ -74,7 +74,7 @@ def test_empty_slots_are_not_seen():
 
 def test_a_reset_row_begins_anew_and_the_other_goes_on():
     layer, x = make(), text(8)
-    _, state = read(layer, x[:, :5], layer.initial_state(BATCH))
+    _, state = read(layer, x[:, :5], layer.get_initial_state(BATCH))
     going_on, _ = read(layer, x[:, 5:], state)
     output, state = read(layer, x[:, 5:], state, reset=np.array([True, False]))
     anew = to_numpy(layer(x[:, 5:], x[:, 5:], use_causal_mask=True))
@@ -103,7 +103,7 @@ def test_documents_that_begin_inside_a_segment():
     for causal in (False, True):
         whole = to_numpy(layer(x, x, use_causal_mask=causal, reset=starts))
         assert_close(whole, by_document(layer, x, documents, causal))
-    state, outputs = layer.initial_state(BATCH, 9), []
+    state, outputs = layer.get_initial_state(BATCH, 9), []
     for piece in (slice(0, 5), slice(5, 9)):
         output, state = read(layer, x[:, piece], state, reset=starts[:, piece])
         outputs.append(output)
@@ -113,7 +113,7 @@ def test_documents_that_begin_inside_a_segment():
 def test_a_longer_memory_than_in_training_and_none():
     layer, x = make(memory_length=0), text(9)
     whole = to_numpy(layer(x, x, use_causal_mask=True))
-    state, short = layer.initial_state(BATCH, 9), layer.initial_state(BATCH)
+    state, short = layer.get_initial_state(BATCH, 9), layer.get_initial_state(BATCH)
     assert tuple(short["memory"].shape) == (BATCH, 0, DIM)
     for piece in (slice(0, 4), slice(4, 9)):
         output, state = read(layer, x[:, piece], state)
@@ -170,7 +170,7 @@ def test_arguments_that_are_refused(options, message):
 
 def test_calls_that_are_refused():
     layer, x = make(), text(3)
-    state = layer.initial_state(BATCH)
+    state = layer.get_initial_state(BATCH)
     causal = dict(use_causal_mask=True, state=state)
     with pytest.raises(ValueError, match=r"key\.shape=\(2, 3, 5\)"):
         layer(x, x, x + 1, **causal)
@@ -180,6 +180,6 @@ def test_calls_that_are_refused():
     with pytest.raises(ValueError, match=r"state\['memory'\]\.shape=\(2, 4, 6\)"):
         layer(x, x, use_causal_mask=True, state=wide)
     with pytest.raises(ValueError, match="built=False"):
-        RelativePositionXL(HEADS, KEY_DIM).initial_state(BATCH)
+        RelativePositionXL(HEADS, KEY_DIM).get_initial_state(BATCH)
     with pytest.raises(ValueError, match="memory_length=-2"):
-        layer.initial_state(BATCH, -2)
+        layer.get_initial_state(BATCH, -2)

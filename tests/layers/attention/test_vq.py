@@ -459,7 +459,7 @@ def test_configurations_outside_the_contract(causal, options):
     expected, _ = dense.layer_output(layer, dense.vq_heads, x, x, causal=causal)
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
     if causal:
-        state, pieces = layer.initial_state(2), []
+        state, pieces = layer.get_initial_state(2), []
         assert set(state) == set(layer.state_names)
         for start, stop in ((0, 1), (1, 20)):
             piece = x[:, start:stop]

@@ -458,8 +458,8 @@ class Streaming(keras.layers.Layer):
     def build(self, shape):
         self.attention.build(shape, shape)
 
-    def initial_state(self, batch_size):
-        return self.attention.initial_state(batch_size)
+    def get_initial_state(self, batch_size):
+        return self.attention.get_initial_state(batch_size)
 
     def call(self, x, mask=None, state=None):
         return self.attention(x, x, key_mask=mask, use_causal_mask=True, state=state)
@@ -469,7 +469,7 @@ def test_masks_and_states_reach_f():
     blocks = [ReversibleBlock(Streaming(), network(i, 0.0, None)) for i in range(2)]
     stack, x = build(ReversibleStack(blocks)), inputs()
     whole = to_numpy(stack(x))
-    state, outputs = stack.initial_state(BATCH), []
+    state, outputs = stack.get_initial_state(BATCH), []
     for piece in (slice(0, 4), slice(4, 5), slice(5, LENGTH)):
         y, state = stack(x[:, piece], state=state)
         outputs.append(to_numpy(y))

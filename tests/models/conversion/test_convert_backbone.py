@@ -1,6 +1,8 @@
 """Conversion: what stays, what changes, and what is refused."""
 
 import gc
+import subprocess
+import sys
 
 import keras
 import keras_hub
@@ -9,6 +11,8 @@ import pytest
 
 from keras_efficient_attn import LocalAttention, PerformerAttention, VQAttention
 from keras_efficient_attn.models import convert_backbone, efficient_backbone
+from keras_efficient_attn.models.conversion import plan
+from keras_efficient_attn.models.conversion.sites import find_sites
 from tests.models.conversion import families
 
 INEXACT = "performer:num_features=4"
@@ -91,7 +95,11 @@ def test_a_layer_that_is_left_out_keeps_softmax():
         assert type(first._self_attention_layer) is keras.layers.MultiHeadAttention
         layer = second._self_attention_layer
         assert isinstance(layer.kernel, PerformerAttention)
-        assert (layer.kernel.num_heads, layer.kernel.key_dim, layer.kernel.dropout) == (2, 8, 0.1)
+        assert (layer.kernel.num_heads, layer.kernel.key_dim, layer.kernel.dropout) == (
+            2,
+            8,
+            0.1,
+        )
         assert efficient.get_config()["attention_layers"] == [1]
     assert layer.kernel.num_features is None
 
@@ -195,13 +203,75 @@ def test_quantisation_stays_and_can_be_added(name, tmp_path, monkeypatch):
     families.assert_same_outputs(early, loaded, data)
 
 
-def test_generated_classes_are_registered_on_import():
-    registered = keras.saving.get_registered_object(
+FRESH_PROCESS = """
+import sys
+import keras, keras_hub, numpy as np
+from keras_efficient_attn import models
+from keras_efficient_attn.models.conversion import backbone
+
+folder = sys.argv[1]
+assert not backbone.EfficientBackbone.__subclasses__()
+loaded = keras.saving.load_model(folder + "/model.keras")
+made = backbone.EfficientBackbone.__subclasses__()
+assert [c.__name__ for c in made] == ["EfficientBertBackbone"], made
+assert type(loaded) is models.efficient_backbone(keras_hub.models.BertBackbone)
+again = keras_hub.models.Backbone.from_preset(folder + "/gpt2")
+assert type(again) is models.efficient_backbone(keras_hub.models.GPT2Backbone)
+task = keras_hub.models.CausalLM.from_preset(folder + "/gpt2", preprocessor=None)
+assert type(task) is keras_hub.models.GPT2CausalLM
+assert type(task.backbone) is type(again)
+data = dict(np.load(folder + "/data.npz"))
+output = keras.ops.convert_to_numpy(loaded(data)["sequence_output"])
+np.savez(folder + "/outputs.npz", loaded=output)
+"""
+
+
+def test_classes_are_made_when_a_file_names_them(tmp_path):
+    backbone = convert_backbone(families.make("bert"), INEXACT)
+    backbone.save(tmp_path / "model.keras")
+    gpt2 = convert_backbone(families.make("gpt2"), INEXACT)
+    gpt2.save_to_preset(str(tmp_path / "gpt2"))
+    data = families.inputs(backbone)
+    np.savez(tmp_path / "data.npz", **data)
+    subprocess.run(
+        [sys.executable, "-c", FRESH_PROCESS, str(tmp_path)], check=True, timeout=300
+    )
+    received = np.load(tmp_path / "outputs.npz")["loaded"]
+    expected = keras.ops.convert_to_numpy(backbone(data)["sequence_output"])
+    np.testing.assert_allclose(received, expected, atol=1e-5)
+
+
+def test_stock_classes_stay_apart_from_the_registry_entries():
+    stock = keras_hub.models.XLMRobertaBackbone
+    entry = keras.saving.get_registered_object(
         "keras_efficient_attn>EfficientXLMRobertaBackbone"
     )
-    assert registered is efficient_backbone(keras_hub.models.XLMRobertaBackbone)
+    assert issubclass(entry, efficient_backbone(stock)) and entry == stock
+    assert len({entry, stock, efficient_backbone(stock)}) == 3
     with pytest.raises(TypeError, match="stock_class"):
         efficient_backbone(keras.Model)
+
+
+def test_each_model_is_walked_once(monkeypatch):
+    backbone = families.make("distil_bert")
+    data = families.inputs(backbone)
+    walked = []
+
+    def find_sites_of(model):
+        walked.append(model)
+        return find_sites(model)
+
+    monkeypatch.setattr(plan, "find_sites", find_sites_of)
+    for options, models in (
+        ({}, 2),
+        ({"calibrate": data}, 2),
+        # The trial, and the copy with the layers or windows that were chosen.
+        ({"layers": "auto", "budget": 1e3, "calibrate": data}, 2),
+        ({"window_budget": 2, "calibrate": data}, 3),
+    ):
+        walked.clear()
+        convert_backbone(backbone, "vq:window=1,num_codes=3", **options)
+        assert len(walked) == len({id(model) for model in walked}) == models, options
 
 
 def test_refusals():

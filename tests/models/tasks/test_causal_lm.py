@@ -91,7 +91,7 @@ def test_segments_give_what_the_whole_sequence_gives():
     data["padding_mask"] = np.ones_like(data["padding_mask"])
     tokens = data["token_ids"]
     expected = to_numpy(backbone(data))
-    state, received = backbone.initial_state(2, tokens.shape[1]), []
+    state, received = backbone.get_initial_state(2, tokens.shape[1]), []
     for segment in (tokens[:, :5], tokens[:, 5:6], tokens[:, 6:]):
         hidden, state = backbone.stream(segment, state)
         received.append(to_numpy(hidden))
@@ -183,7 +183,7 @@ def test_patterns_generate_from_their_caches():
 
 def test_the_state_grows_for_softmax_alone():
     def size(name, length):
-        state = make_backbone(name).initial_state(1, length)
+        state = make_backbone(name).get_initial_state(1, length)
         sizes = []
         collect(state, sizes)
         return sum(sizes)
@@ -229,4 +229,4 @@ def test_what_cannot_generate_says_so():
     with pytest.raises(ValueError, match="32"):
         generate(model, prompts((4,), length=33))
     with pytest.raises(ValueError, match="decoder"):
-        make_backbone("encoder").initial_state(1, 5)
+        make_backbone("encoder").get_initial_state(1, 5)

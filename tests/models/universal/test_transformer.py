@@ -123,7 +123,7 @@ def test_a_decoder_streams_what_it_computes_at_once():
     stack, x = make_stack({}, causal=True), inputs()
     expected, statistics = expected_output(stack, x, np.ones_like(MASK))
     assert len(np.unique(statistics["steps"])) >= 2
-    state, received = stack.initial_state(BATCH, LENGTH), []
+    state, received = stack.get_initial_state(BATCH, LENGTH), []
     for part in (slice(0, 3), slice(3, 4), slice(4, 7)):
         output, state = stack(x[:, part], state=state)
         received.append(to_numpy(output))
@@ -163,7 +163,7 @@ def test_generation_of_an_encoder_decoder_equals_the_whole_sequence():
         rtol=1e-4,
         atol=1e-4,
     )
-    state, received = backbone.initial_state(2, 6), []
+    state, received = backbone.get_initial_state(2, 6), []
     for part in (slice(0, 5), slice(5, 6)):
         segment = tokens[:, ::-1][:, part].copy()
         hidden, state = backbone.stream(segment, state, memory, mask)
@@ -236,7 +236,7 @@ def test_separable_convolutions_are_those_of_the_definition(causal):
         return
     x = inputs()
     whole = to_numpy(layer(x))
-    state, parts = layer.initial_state(BATCH), []
+    state, parts = layer.get_initial_state(BATCH), []
     for part in (slice(0, 1), slice(1, 4), slice(4, 7)):
         output, state = layer(x[:, part], state=state)
         parts.append(to_numpy(output))

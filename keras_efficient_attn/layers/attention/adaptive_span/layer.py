@@ -1,17 +1,21 @@
 """AdaptiveSpan: attention that learns how far back each head has to see."""
 
+import dataclasses
 import math
 
 import keras
 from keras import ops
 
 from keras_efficient_attn.layers.attention.patterns import PatternAttention
+from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.adaptive_span.api import (
     RAMP,
     adaptive_span_attention,
-    adaptive_span_state,
 )
 from keras_efficient_attn.ops.common.checks import is_number, is_positive_int
+from keras_efficient_attn.ops.common.inputs import recent_keys_spec
+from keras_efficient_attn.ops.common.numerics import wide_dtype
+from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.reversible.replay import is_replay
 
 MAX_SPAN = 1024
@@ -25,6 +29,7 @@ DECAY = 0.99
 LEAST_LOGIT = -4.0
 
 
+@register_attention("adaptive-span")
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class AdaptiveSpan(PatternAttention):
     """Softmax attention with a span that each head learns, at the cost of the span.
@@ -139,7 +144,7 @@ class AdaptiveSpan(PatternAttention):
                 name=name,
                 shape=shape,
                 initializer=keras.initializers.Constant(initial),
-                dtype="float64" if self.variable_dtype == "float64" else "float32",
+                dtype=wide_dtype(self.variable_dtype),
                 autocast=False,
                 **options,
             )
@@ -161,19 +166,21 @@ class AdaptiveSpan(PatternAttention):
         # Nothing is known yet of what inputs will ask for.
         self._largest_span = weight("largest_span", heads, self.max_span, **seen)
 
-    @property
-    def state_names(self):
-        return ("key", "value", "mask", "position")
+    def state_spec(self, batch_size, max_length):
+        reach = self.window - 1
+        sizes = (batch_size, reach, self._num_heads, self._key_dim, self._value_dim)
+        return recent_keys_spec(*sizes, self.state_dtype)
 
-    def initial_state(self, batch_size):
-        return adaptive_span_state(
-            batch_size,
-            self._num_heads,
-            self._key_dim,
-            self._value_dim,
-            window=self.window,
-            dtype=self._state_dtype,
-        )
+    def operations(self, length, causal):
+        if self._use_gate:
+            return None
+        terms = 2 if self.relative_positions else 1
+        per_pair = 2 * self._num_heads * (terms * self._key_dim + self._value_dim)
+        return per_pair * count_pairs(min(self.window, length), length, causal)
+
+    @property
+    def shares_with_blocks(self):
+        return self.relative_positions == "shared"
 
     def spans(self):
         """The span of each head in positions, a NumPy array `(heads,)`.
@@ -266,22 +273,12 @@ class AdaptiveSpan(PatternAttention):
             "window": self.window,
         }
 
-    def _call(
-        self, query, value, key, masks, return_attention_scores, training, *arguments
-    ):
-        spans = self._spans(query, masks[0])
-        if training and not is_replay():
-            self._learn_from(spans, masks[0])
-        return super()._call(
-            query,
-            value,
-            key,
-            masks,
-            return_attention_scores,
-            training,
-            *arguments,
-            spans=spans,
-        )
+    def _attend_inputs(self, query, value, key, call):
+        spans = self._spans(query, call.query_mask)
+        if call.training and not is_replay():
+            self._learn_from(spans, call.query_mask)
+        call = dataclasses.replace(call, options={"spans": spans})
+        return super()._attend_inputs(query, value, key, call)
 
     def _spans(self, query, query_mask):
         """`(heads,)`, or `(batch, query_length, heads)`, in positions."""

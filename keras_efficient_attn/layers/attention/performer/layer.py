@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.layers.attention.base import EfficientAttention
+from keras_efficient_attn.layers.attention.base import AttentionCall, EfficientAttention
 from keras_efficient_attn.layers.attention.calibration import paired_batches
 from keras_efficient_attn.layers.attention.performer.arguments import (
     CALIBRATED_RANDOM_MAPS,
@@ -20,13 +20,18 @@ from keras_efficient_attn.layers.attention.performer.calibration import (
     FarMoments,
     KernelCalibration,
 )
+from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.common import random_features
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype, rms_normalize
-from keras_efficient_attn.ops.common.rotary import rotary_embedding
+from keras_efficient_attn.ops.common.numerics import (
+    accumulator_dtype,
+    rms_normalize,
+    wide_dtype,
+)
+from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.linear_attention import calibrated_features, feature_maps
 from keras_efficient_attn.ops.linear_attention.api import (
     CHUNK_SIZE,
-    linear_attention_state,
+    linear_attention_state_spec,
     mapped_linear_attention,
 )
 from keras_efficient_attn.ops.linear_attention.windowed import (
@@ -35,6 +40,7 @@ from keras_efficient_attn.ops.linear_attention.windowed import (
 )
 
 
+@register_attention("performer")
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class PerformerAttention(EfficientAttention):
     """Linear attention through a feature map, a drop-in for `MultiHeadAttention`.
@@ -129,7 +135,7 @@ class PerformerAttention(EfficientAttention):
 
     Streaming, a token at a time, in constant memory:
 
-    >>> state = layer.initial_state(batch_size=2)
+    >>> state = layer.get_initial_state(batch_size=2)
     >>> y, state = layer(x[:, :1], x[:, :1], use_causal_mask=True, state=state)
 
     In the place of trained softmax attention, without training:
@@ -210,7 +216,7 @@ class PerformerAttention(EfficientAttention):
                 self._project_draws(*self._draw()), dtype
             ),
             # Rounded rows would not be orthogonal.
-            dtype="float64" if self.variable_dtype == "float64" else "float32",
+            dtype=wide_dtype(self.variable_dtype),
             trainable=False,
             autocast=False,
         )
@@ -304,33 +310,42 @@ class PerformerAttention(EfficientAttention):
         return self.calibrated
 
     @property
-    def state_names(self):
-        names = ("sum", "normalizer", "log_scale")
-        if self.window is not None:
-            names += ("window_key", "window_value", "window_mask")
-        if self.rotary_wavelength is not None:
-            names += ("position",)
-        return names
-
-    def initial_state(self, batch_size):
-        dtype = "float64" if self.compute_dtype == "float64" else "float32"
-        state = linear_attention_state(
-            batch_size, self._num_heads, self._feature_dim, self._value_dim, dtype
+    def estimates_softmax(self):
+        return (
+            self.feature_map in EXPONENTIAL_MAPS
+            and self.normalize
+            and not self.qk_norm
+            and self.temperature == 1.0
+            and self.rotary_wavelength is None
+            and not self._use_gate
         )
+
+    def operations(self, length, causal):
+        if self._use_gate:
+            return None
+        heads, dim, value_dim = self._num_heads, self._key_dim, self._value_dim
+        features = 4 * heads * dim * self._projection_rows
+        sums = 4 * heads * value_dim * self._feature_dim
+        window = min(self.window or 0, length)
+        per_pair = 2 * heads * (dim + value_dim)
+        pairs = count_pairs(window, length, causal)
+        return (features + sums) * length + per_pair * pairs
+
+    def state_spec(self, batch_size, max_length):
+        heads, dtype = self._num_heads, self.state_dtype
+        sizes = (batch_size, heads, self._feature_dim, self._value_dim)
+        spec = linear_attention_state_spec(*sizes, dtype)
         if self.window is not None:
             rows = (batch_size, self.window)
-            state["window_key"] = ops.zeros(
-                (*rows, self._num_heads, self._key_dim), dtype
-            )
-            state["window_value"] = ops.zeros(
-                (*rows, self._num_heads, self._value_dim), dtype
-            )
-            state["window_mask"] = ops.zeros(rows, dtype)
+            spec["window_key"] = ((*rows, heads, self._key_dim), dtype)
+            spec["window_value"] = ((*rows, heads, self._value_dim), dtype)
+            spec["window_mask"] = (rows, dtype)
         if self.rotary_wavelength is not None:
-            state["position"] = ops.zeros((batch_size,), "int32")
-        return state
+            spec["position"] = ((batch_size,), "int32")
+        return spec
 
-    def attend(self, query, key, value, query_mask, key_mask, causal, state, training):
+    def attend(self, query, key, value, call):
+        state, key_mask = call.state, call.key_mask
         dtype = accumulator_dtype(query, key, value)
         position = None
         if self.rotary_wavelength is not None and state is not None:
@@ -344,9 +359,9 @@ class PerformerAttention(EfficientAttention):
             query_map=self._query_map,
             key_map=self._key_map,
             num_features=self._feature_dim,
-            map_weights=self._map_weights(query, key, query_mask, key_mask, training),
+            map_weights=self._map_weights(query, key, call),
             key_mask=key_mask,
-            causal=causal,
+            causal=call.causal,
             state=state,
             chunk_size=self.chunk_size,
         )
@@ -367,7 +382,7 @@ class PerformerAttention(EfficientAttention):
         if position is not None:
             state["position"] = position + ops.shape(query)[1]
         if self._dropout > 0.0:
-            heads = self._dropout_layer(heads, training=training)
+            heads = self._dropout_layer(heads, training=call.training)
         return heads, state
 
     def attend_at(self, position, query, key, value, key_mask):
@@ -388,7 +403,7 @@ class PerformerAttention(EfficientAttention):
             query_map=self._query_map,
             key_map=self._key_map,
             num_features=self._feature_dim,
-            map_weights=self._map_weights(query, key, None, key_mask, False),
+            map_weights=self._map_weights(query, key, AttentionCall(key_mask=key_mask)),
             key_mask=key_mask,
             chunk_size=self.chunk_size,
             normalize=self.normalize,
@@ -461,16 +476,17 @@ class PerformerAttention(EfficientAttention):
             return *_calibrated_maps(name, order, self.rank or self._key_dim), size
         return *_query_and_key_map(name, order, size), size
 
-    def _map_weights(self, query, key, query_mask, key_mask, training):
+    def _map_weights(self, query, key, call):
         """What the feature maps read beside their input."""
         weights = ()
         if self._projection is not None:
-            projection = self._current_projection(training)
+            projection = self._current_projection(call.training)
             weights += (ops.cast(projection, query.dtype),)
         if self.calibrated:
             return self._calibration.map_weights(query) + weights
         if self.feature_map == "favor++":
-            shape = feature_maps.optimal_shape(query, key, query_mask, key_mask)
+            masks = call.query_mask, call.key_mask
+            shape = feature_maps.optimal_shape(query, key, *masks)
             weights += (shape[..., None, None, None],)
         return weights
 
@@ -505,23 +521,11 @@ class PerformerAttention(EfficientAttention):
         x = ops.cast(x, dtype)
         if self.qk_norm:
             x = rms_normalize(x)
-        if self.rotary_wavelength is not None:
-            x = self._rotate(x, position)
-        return x * self._input_scale
+        return self._rotated(x, position) * self._input_scale
 
-    def _rotate(self, x, position):
-        steps = ops.arange(ops.shape(x)[1], dtype="int32")[None]
-        if position is not None:
-            steps = steps + position[:, None]
-        return rotary_embedding(x, steps, self.rotary_wavelength)
-
-    def _check_call(
-        self, query, value, key, masks, causal, return_attention_scores, state
-    ):
-        super()._check_call(
-            query, value, key, masks, causal, return_attention_scores, state
-        )
-        if causal and self.feature_map == "favor++":
+    def _check_call(self, query, value, key, call):
+        super()._check_call(query, value, key, call)
+        if call.causal and self.feature_map == "favor++":
             raise ValueError(
                 "feature_map='favor++' reads the whole sequence and has no causal "
                 "form; use 'favor+' or 'hyperbolic'. Received: use_causal_mask=True"

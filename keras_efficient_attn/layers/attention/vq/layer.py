@@ -6,6 +6,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.calibration import calibration_batches
+from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.layers.attention.vq.arguments import (
     HARD_ONLY,
     check_arguments,
@@ -16,25 +17,26 @@ from keras_efficient_attn.layers.attention.vq.codebooks import (
     MovingCodebook,
 )
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, rms_normalize
+from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.common.relative_positions import (
     sinusoids,
     window_distances,
 )
-from keras_efficient_attn.ops.common.rotary import rotary_embedding
 from keras_efficient_attn.ops.reversible.remembered import remembered
 from keras_efficient_attn.ops.reversible.replay import is_replay
 from keras_efficient_attn.ops.vq_attention.api import (
     quantized_attention,
-    state_names,
-    vq_attention_state,
+    vq_attention_state_spec,
 )
 from keras_efficient_attn.ops.vq_attention.calibration import fitted
 from keras_efficient_attn.ops.vq_attention.codebook import look_up, nearest_codes
+from keras_efficient_attn.ops.vq_attention.expanded import num_features
 
 # Of the sinusoids of relative positions, over 2π.
 MAX_WAVELENGTH = 100_000.0
 
 
+@register_attention("vq")
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class VQAttention(EfficientAttention):
     """Softmax attention to near keys and to the codes of far ones, in linear time.
@@ -252,19 +254,34 @@ class VQAttention(EfficientAttention):
         return True
 
     @property
-    def state_names(self):
-        names = state_names(
-            self.assignment == "soft",
-            self.order,
-            self.rank,
-            self._key_dim,
-            self.window,
-            self.cache,
+    def estimates_softmax(self):
+        return (
+            self.cache
+            and not self.qk_norm
+            and not self.relative_positions
+            and self.rotary_wavelength is None
+            and not self._use_gate
         )
-        return names if self.rotary_wavelength is None else (*names, "position")
 
-    def initial_state(self, batch_size):
-        state = vq_attention_state(
+    def operations(self, length, causal):
+        if self._use_gate:
+            return None
+        heads, dim, value_dim = self._num_heads, self._key_dim, self._value_dim
+        window = 0 if self.window is None else min(self.window, length)
+        terms = 2 if self.relative_positions else 1
+        per_pair = 2 * heads * (terms * dim + value_dim)
+        # Finding the code and weighing it; reading, and for soft codes writing, values.
+        codes = 4 * dim if self.cache else 2 * dim
+        if self.cache:
+            through_values = (4 if self.assignment == "soft" else 2) * value_dim
+            if self.order == 2:
+                through_values *= num_features(self.rank or dim)
+            codes += through_values
+        codes *= heads * self.num_codes
+        return codes * length + per_pair * count_pairs(window, length, causal)
+
+    def state_spec(self, batch_size, max_length):
+        spec = vq_attention_state_spec(
             batch_size,
             self._num_heads,
             self.num_codes,
@@ -275,13 +292,14 @@ class VQAttention(EfficientAttention):
             rank=self.rank,
             window=self.window,
             cache=self.cache,
-            dtype="float64" if self.compute_dtype == "float64" else "float32",
+            dtype=self.state_dtype,
         )
         if self.rotary_wavelength is not None:
-            state["position"] = ops.zeros((batch_size,), "int32")
-        return state
+            spec["position"] = ((batch_size,), "int32")
+        return spec
 
-    def attend(self, query, key, value, query_mask, key_mask, causal, state, training):
+    def attend(self, query, key, value, call):
+        state, key_mask = call.state, call.key_mask
         dtype = accumulator_dtype(query, key, value)
         position = None
         if self.rotary_wavelength is not None and state is not None:
@@ -293,11 +311,11 @@ class VQAttention(EfficientAttention):
         if self.relative_positions:
             scale = self._key_dim**-0.25
             position_query = query + scale * ops.cast(self._position_bias, dtype)
-            position_key = scale * self._position_keys(causal, dtype)
+            position_key = scale * self._position_keys(call.causal, dtype)
 
         query, key = self._compared_query(query), self._compared_key(key)
         soft = self.assignment == "soft"
-        learns = self._learns(training)
+        learns = self._learns(call.training)
         # Gradient checkpointing needs what the first run made, and made once.
         again = learns and is_replay()
         if again:
@@ -322,7 +340,7 @@ class VQAttention(EfficientAttention):
             cache=self.cache,
             gradient_through_cache=self.gradient_through_cache,
             key_mask=key_mask,
-            causal=causal,
+            causal=call.causal,
             position_query=position_query,
             position_key=position_key,
             state=state,
@@ -339,7 +357,7 @@ class VQAttention(EfficientAttention):
         if position is not None:
             new_state["position"] = position + ops.shape(query)[1]
         if self._dropout > 0.0:
-            heads = self._dropout_layer(heads, training=training)
+            heads = self._dropout_layer(heads, training=call.training)
         return heads, new_state
 
     def attend_at(self, position, query, key, value, key_mask):
@@ -489,12 +507,7 @@ class VQAttention(EfficientAttention):
         x = ops.cast(x, dtype)
         if self.qk_norm:
             x = rms_normalize(x)
-        if self.rotary_wavelength is not None:
-            steps = ops.arange(ops.shape(x)[1], dtype="int32")[None]
-            if position is not None:
-                steps = steps + position[:, None]
-            x = rotary_embedding(x, steps, self.rotary_wavelength)
-        return x * self._key_dim**-0.25
+        return self._rotated(x, position) * self._key_dim**-0.25
 
     def _content_query(self, query):
         """Prepared queries for the products with keys, with their bias."""
@@ -536,14 +549,13 @@ class VQAttention(EfficientAttention):
         """Whether a call moves the codes."""
         return training and self.trainable and self.assignment == "hard"
 
-    def _scores(self, query, key, value, arguments, training, options):
-        if self._learns(training):
+    def _scores(self, query, key, value, call):
+        if self._learns(call.training):
             # The output's codes are drawn here, if this call is the first.
-            _, key_mask, _ = arguments
             prepared = self._prepared(key, accumulator_dtype(query, key, value), None)
             prepared = self._compared_key(prepared)
-            self._codebook.drawn_from(prepared, _countable(prepared, key_mask))
-        return super()._scores(query, key, value, arguments, training, options)
+            self._codebook.drawn_from(prepared, _countable(prepared, call.key_mask))
+        return super()._scores(query, key, value, call)
 
     def _commitment(self, key, codes, index, valid):
         """The loss that draws keys to their codes."""

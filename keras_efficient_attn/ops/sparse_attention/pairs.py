@@ -1,0 +1,41 @@
+"""Numbers of pairs in the patterns of sparse attention."""
+
+import numpy as np
+
+from keras_efficient_attn.ops.sparse_attention.patterns import (
+    head_factors,
+    summary_start,
+)
+
+
+def sparse_pairs(length, causal, num_heads, pattern, stride, summary, heads):
+    """Pairs of a query and a key that it sees, of all heads together."""
+    i = np.arange(length)
+    # For each query: keys of the first factor, of the second, and of both.
+    if pattern == "strided":
+        counts = np.minimum(i, stride) + 1, i // stride + 1, 1 + (i >= stride)
+        if not causal:
+            # Symmetric, and the query itself is there once.
+            counts = tuple(n + n[::-1] - 1 for n in counts)
+
+        def of_head(number):
+            return counts
+    else:
+        # The last position that can be seen, and the own block up to there.
+        last = i if causal else np.minimum(i - i % stride + stride, length) - 1
+        own = last % stride + 1
+        end = i if causal else np.full(length, length - 1)
+
+        def of_head(number):
+            start = summary_start(stride, summary, number)
+            both = np.clip(own - start, 0, summary)
+            in_last = np.clip(end % stride + 1 - start, 0, summary)
+            return own, end // stride * summary + in_last, both
+
+    total = 0
+    for near, number in head_factors(heads, num_heads):
+        first, second, both = of_head(number or 0)
+        has_far = number is not None
+        total += near * first.sum() + has_far * second.sum()
+        total -= (near and has_far) * both.sum()
+    return int(total)
