@@ -106,6 +106,23 @@ class AttentionAdapter(keras.layers.Layer):
         """
         return heads
 
+    # Under these names of Keras' own, the projections are in files.
+    @property
+    def query_dense(self):
+        return projections(self)["query"]
+
+    @property
+    def key_dense(self):
+        return projections(self)["key"]
+
+    @property
+    def value_dense(self):
+        return projections(self)["value"]
+
+    @property
+    def output_dense(self):
+        return projections(self)["output"]
+
     @staticmethod
     def key_mask(mask):
         """`(batch, 1, length)` of a causal `(batch, length, length)` mask."""
