@@ -1,7 +1,5 @@
 """Fitting efficient attention to what a trained model computes on data."""
 
-import inspect
-
 import keras
 import numpy as np
 from keras import ops
@@ -79,8 +77,8 @@ def _fit_one(kernel, site, calls):
             queries.append(_with_mask(call.query, mask))
         causal.append(call.arguments.get("use_causal_mask", site.is_causal))
     options = {} if same else {"query": queries}
-    # For some layers, the fit is another where no query sees later keys.
-    if "use_causal_mask" in inspect.signature(kernel.calibrate).parameters:
+    if kernel.calibrates_beyond_window:
+        # Which keys are beyond the window depends on causality.
         options["use_causal_mask"] = all(causal)
     kernel.calibrate(keys, **options)
 

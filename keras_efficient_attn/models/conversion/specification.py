@@ -1,7 +1,5 @@
 """The attention to convert to: names, layers and configurations."""
 
-import inspect
-
 import keras
 
 from keras_efficient_attn.layers import (
@@ -9,12 +7,15 @@ from keras_efficient_attn.layers import (
     ReformerLSHAttention,
     SoftmaxAttention,
 )
-from keras_efficient_attn.layers.attention.registry import parse_attention, with_option
+from keras_efficient_attn.layers.attention.registry import (
+    constructor_arguments,
+    parse_attention,
+    with_option,
+)
 
 # The model decides these arguments, and not the specification.
 MODEL_ARGUMENTS = {
-    *inspect.signature(keras.layers.MultiHeadAttention.__init__).parameters,
-    *inspect.signature(EfficientAttention.__init__).parameters,
+    *constructor_arguments(EfficientAttention),
     *("name", "dtype", "trainable"),
 } - {"seed"}
 
@@ -60,7 +61,7 @@ def with_window(spec, window):
         ValueError: If the layer has no window.
     """
     layer_class = _layer_class(spec)
-    if "window" not in inspect.signature(layer_class.__init__).parameters:
+    if "window" not in constructor_arguments(layer_class):
         raise ValueError(
             f"`window_budget` needs layers with a `window`, and {layer_class.__name__} "
             f"has none. Received: attention={spec!r}"
@@ -130,7 +131,7 @@ def _class_and_options(spec):
             raise ValueError(
                 f"The model decides {', '.join(taken)}. Received: attention={spec!r}"
             )
-        if "qk_norm" in inspect.signature(layer_class.__init__).parameters:
+        if "qk_norm" in constructor_arguments(layer_class):
             # The trained queries and keys have the norms they have.
             options.setdefault("qk_norm", False)
         return layer_class, options

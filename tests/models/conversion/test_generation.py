@@ -1,5 +1,6 @@
 """Generation of converted models from states: the tokens of whole calls."""
 
+import keras
 import keras_hub
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from keras import ops
 from keras_hub import models
 
 from keras_efficient_attn.models import convert_backbone
+from keras_efficient_attn.models.conversion.generation import CausalMethods
 from tests.models.conversion import families
 
 PERFORMER = "performer:feature_map=elu"
@@ -36,21 +38,31 @@ TASKS = {
 }
 
 
-def greedy(task, data, prefix=""):
-    """Tokens by whole calls alone: the definition of what `generate` gives."""
-    tokens = data[f"{prefix}token_ids"].copy()
+def assert_greedy(task, data, tokens, prefix=""):
+    """Tokens are those of the prompts, then those that one whole call finds likeliest.
+
+    The model is causal: one call on the result has the logits of every step.
+    """
     given = data[f"{prefix}padding_mask"] > 0
     shown = np.logical_or.accumulate(given, axis=1)
-    for index in range(int(given.sum(1).min()), tokens.shape[1]):
-        inputs = {
-            **data,
-            f"{prefix}token_ids": tokens,
-            f"{prefix}padding_mask": shown.astype("int32"),
-        }
-        logits = ops.convert_to_numpy(task(inputs))
-        chosen = logits[:, index - 1].argmax(-1)
-        tokens[:, index] = np.where(given[:, index], tokens[:, index], chosen)
-    return tokens
+    inputs = {
+        **data,
+        f"{prefix}token_ids": tokens,
+        f"{prefix}padding_mask": shown.astype("int32"),
+    }
+    likeliest = ops.convert_to_numpy(task(inputs)).argmax(-1)
+    steps = np.arange(tokens.shape[1])
+    made = (steps >= given.sum(1).min()) & ~given
+    assert made.any()
+    np.testing.assert_array_equal(
+        tokens[:, 1:][made[:, 1:]], likeliest[:, :-1][made[:, 1:]]
+    )
+    np.testing.assert_array_equal(tokens[given], data[f"{prefix}token_ids"][given])
+
+
+def generated(task, data, prefix=""):
+    made = task.generate(dict(data), stop_token_ids=None)
+    return ops.convert_to_numpy(made[f"{prefix}token_ids"])
 
 
 def prompts(lengths, starts=None, length=LENGTH):
@@ -79,16 +91,9 @@ def prompts(lengths, starts=None, length=LENGTH):
 )
 def test_tokens_are_those_of_whole_calls(name, attention, layers):
     task = make_task(name, attention, layers)
-    for data in (
-        prompts([3, 3]),
-        prompts([2, 5, 1]),
-        # Padding on the left of one, on the right of the other.
-        prompts([3, 4], starts=[2, 0]),
-    ):
-        expected = greedy(task, data)
-        made = task.generate(dict(data), stop_token_ids=None)
-        tokens = ops.convert_to_numpy(made["token_ids"])
-        np.testing.assert_array_equal(tokens, expected)
+    # Padding on the right of two prompts, on both sides of another.
+    data = prompts([2, 5, 3], starts=[0, 0, 2])
+    assert_greedy(task, data, generated(task, data))
 
 
 @pytest.mark.parametrize("layers", [None, [0, 3]])
@@ -100,19 +105,14 @@ def test_a_decoder_with_an_encoder(layers):
     data = families.inputs(converted)
     decoder = prompts([2, 3], starts=[0, 1], length=7)
     data |= {f"decoder_{name}": array for name, array in decoder.items()}
-    expected = greedy(task, data, "decoder_")
-    made = task.generate(dict(data), stop_token_ids=None)
-    tokens = ops.convert_to_numpy(made["decoder_token_ids"])
-    np.testing.assert_array_equal(tokens, expected)
+    assert_greedy(task, data, generated(task, data, "decoder_"), "decoder_")
 
 
 def test_prompts_are_read_in_segments():
     # Of 32 positions, and the rest singly.
     task = make_task("gpt2", VQ, [0], num_layers=2, max_sequence_length=48)
     data = prompts([41, 43], length=46)
-    made = task.generate(dict(data), stop_token_ids=None)
-    tokens = ops.convert_to_numpy(made["token_ids"])
-    np.testing.assert_array_equal(tokens, greedy(task, data))
+    assert_greedy(task, data, generated(task, data))
 
 
 @pytest.mark.parametrize("sampler", ["beam", "contrastive", "top_k"])
@@ -126,9 +126,7 @@ def test_samplers_that_reorder_the_cache(sampler):
     task = make_task("gpt2", VQ, [1], num_layers=2)
     task.compile(sampler=samplers[sampler])
     data = prompts([3, 4])
-    made = task.generate(dict(data), stop_token_ids=None)
-    tokens = ops.convert_to_numpy(made["token_ids"])
-    np.testing.assert_array_equal(tokens, greedy(task, data))
+    assert_greedy(task, data, generated(task, data))
 
 
 def test_beams_give_the_likeliest_tokens():
@@ -136,7 +134,7 @@ def test_beams_give_the_likeliest_tokens():
     data = prompts([2, 2], length=4)
     data["token_ids"] %= 6
     task.compile(sampler=keras_hub.samplers.BeamSampler(num_beams=6))
-    made = ops.convert_to_numpy(task.generate(dict(data), None, None)["token_ids"])
+    made = generated(task, data)
     # With as many beams as tokens, two steps try all pairs.
     likeliest = [(-np.inf, None), (-np.inf, None)]
     for pair in np.ndindex(6, 6):
@@ -153,20 +151,34 @@ def test_beams_give_the_likeliest_tokens():
 def test_mixed_precision_keeps_states_wide():
     task = make_task("gpt2", PERFORMER, [1], num_layers=2, dtype="mixed_bfloat16")
     data = prompts([3, 3])
-    made = task.generate(dict(data), stop_token_ids=None)
-    assert ops.convert_to_numpy(made["token_ids"]).shape == (2, LENGTH)
+    assert generated(task, data).shape == (2, LENGTH)
+    cache = CausalMethods(task, data, "").initial_cache()
+    softmax, state = cache["layers"]
+    assert keras.backend.standardize_dtype(softmax.dtype) == "bfloat16"
+    dtypes = {keras.backend.standardize_dtype(x.dtype) for x in state.values()}
+    assert dtypes <= {"float32", "int32"}
 
 
 def test_a_loaded_task_generates_the_same(tmp_path):
     task = make_task("llama", VQ, [0])
     data = prompts([3, 2])
-    expected = ops.convert_to_numpy(task.generate(dict(data), None, None)["token_ids"])
+    expected = generated(task, data)
     task.save_to_preset(str(tmp_path))
     loaded = models.CausalLM.from_preset(str(tmp_path))
     assert type(loaded) is models.LlamaCausalLM
     loaded.compile(sampler="greedy")
-    made = loaded.generate(dict(data), None, None)
-    np.testing.assert_array_equal(ops.convert_to_numpy(made["token_ids"]), expected)
+    np.testing.assert_array_equal(generated(loaded, data), expected)
+
+
+def test_the_cache_has_one_size_at_every_length():
+    shapes = []
+    for length in (9, 16):
+        task = make_task("gpt2", VQ, num_layers=1)
+        methods = CausalMethods(task, prompts([3, 2], length=length), "")
+        shapes.append(
+            [tuple(x.shape) for x in keras.tree.flatten(methods.initial_cache())]
+        )
+    assert shapes[0] == shapes[1]
 
 
 def test_other_backbones_generate_as_before():
@@ -174,9 +186,7 @@ def test_other_backbones_generate_as_before():
     task = models.GPT2CausalLM(families.make("gpt2", num_layers=1))
     task.compile(sampler="greedy")
     data = prompts([3, 2])
-    made = task.generate(dict(data), stop_token_ids=None)
-    tokens = ops.convert_to_numpy(made["token_ids"])
-    np.testing.assert_array_equal(tokens, greedy(task, data))
+    assert_greedy(task, data, generated(task, data))
 
 
 def test_a_cache_of_keys_and_values_is_refused():
