@@ -1,4 +1,4 @@
-"""Models on KerasHub: a backbone for every attention layer, its tasks, and swapping.
+"""Models on KerasHub: a backbone for every attention layer, tasks, and conversion.
 
 Importing this module imports KerasHub; importing `keras_efficient_attn` does not.
 """
