@@ -10,6 +10,7 @@ from keras_efficient_attn import (
     SparseAttention,
     VQAttention,
 )
+from keras_efficient_attn.layers.attention.base import AttentionCall
 
 LENGTH, HEADS, DIM = 7, 2, 4
 LAYERS = {
@@ -30,7 +31,7 @@ LAYERS = {
     "soft codes": (VQAttention, dict(num_codes=3, window=2, assignment="soft")),
     "codes in the window": (
         VQAttention,
-        dict(num_codes=3, window=2, quantize_window=True, cache=False),
+        dict(num_codes=3, window=2, quantize_window=True),
     ),
     "distances": (VQAttention, dict(num_codes=3, window=2, relative_positions=True)),
 }
@@ -48,7 +49,9 @@ def test_a_position_of_the_whole_sequence(name):
     )
     mask = np.array([[0, 1, 1, 1, 0, 1, 1], [1] * LENGTH], "bool")
     mask = ops.convert_to_tensor(mask)
-    whole, _ = layer.attend(query, key, value, None, mask, True, None, False)
+    whole, _ = layer.attend(
+        query, key, value, AttentionCall(key_mask=mask, causal=True)
+    )
     whole = ops.convert_to_numpy(whole)
     for position in (0, 5):
         at = query[:, position : position + 1]
