@@ -90,7 +90,7 @@ def _compile_again(model):
         if getattr(model, f"{kind}_function", None) is not None:
             getattr(model, f"make_{kind}_function")(force=True)
     if getattr(model, "generate_function", None) is not None:
-        # Of KerasHub's models, which make it in the next call.
+        # KerasHub's models make it anew in the next call.
         model.generate_function = None
 
 
