@@ -14,6 +14,7 @@ from keras_efficient_attn import (
     PerformerAttention,
     ReformerLSHAttention,
     RelativePositionXL,
+    SoftmaxAttention,
     SparseAttention,
     VQAttention,
 )
@@ -45,6 +46,8 @@ class Case:
         long_length: Positions of that; fewer where time grows with the square.
         shared_key: Whether keys have the projection of the queries.
         smooth: Whether what rounding moves a little, moves outputs a little.
+        honours: Options of Keras' constructor that other layers refuse.
+        caches: Whether the state holds keys and values as they were computed.
         gradient_through_state: Whether earlier segments learn from later ones.
     """
 
@@ -60,6 +63,8 @@ class Case:
     shared_key: bool = False
     smooth: bool = True
     gradient_through_state: bool = True
+    honours: tuple = ()
+    caches: bool = False
 
     @property
     def sums(self):
@@ -147,6 +152,20 @@ def reformer(name, **options):
     )
 
 
+def softmax(name, variant=False, **options):
+    return Case(
+        name,
+        SoftmaxAttention,
+        options,
+        dense.full_softmax_heads,
+        variant=variant,
+        long={},
+        long_length=512,
+        honours=("sliding_window", "flash_attention"),
+        caches=True,
+    )
+
+
 def xl(name, variant=False, **options):
     return Case(
         name,
@@ -217,6 +236,8 @@ CASES = [
         same_length=True,
         clamp_length=3,
     ),
+    softmax("softmax"),
+    softmax("softmax-window", variant=True, sliding_window=4, rotary_wavelength=50.0),
     reformer("reformer", bucket_size=4, num_hashes=2, num_buckets=4),
 ]
 

@@ -19,6 +19,8 @@ CONSTRUCTOR = [
 
 @pytest.mark.parametrize(("options", "message"), CONSTRUCTOR, ids=str)
 def test_constructor(case, options, message):
+    if set(options) & set(case.honours):
+        pytest.skip("The layer honours it.")
     with pytest.raises(ValueError, match=message):
         case.make(**options)
 

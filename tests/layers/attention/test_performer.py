@@ -8,6 +8,7 @@ import pytest
 from keras import ops
 
 from keras_efficient_attn import PerformerAttention
+from keras_efficient_attn.layers.attention.base import AttentionCall
 from keras_efficient_attn.ops.common import random_features
 from keras_efficient_attn.ops.linear_attention import feature_maps
 from tests import dense
@@ -143,9 +144,8 @@ def test_error_against_softmax_falls_with_the_root_of_the_features():
             heads = [to_numpy(dense_(x)) for dense_ in projections(layer)]
             scaled = [head.astype("float64") * DIM**-0.25 for head in heads[:2]]
             exact, _ = dense.weigh(np.exp(dense.dots(*scaled)), heads[2])
-            ours, _ = layer.attend(
-                *map(ops.convert_to_tensor, heads), None, None, False, None, False
-            )
+            tensors = map(ops.convert_to_tensor, heads)
+            ours, _ = layer.attend(*tensors, AttentionCall())
             total += ((to_numpy(ours) - exact) ** 2).mean()
         return math.sqrt(total / 8)
 
@@ -344,7 +344,7 @@ def test_visible_keys_never_underflow_to_nothing(scale):
     ]
     layer = PerformerAttention(2, 16, num_features=32)
     layer.build((1, 50, 8), (1, 50, 8))
-    output, _ = layer.attend(*heads, None, None, True, None, False)
+    output, _ = layer.attend(*heads, AttentionCall(causal=True))
     output, value = to_numpy(output), to_numpy(heads[2])
     # The first query sees one key, whatever its weight.
     np.testing.assert_allclose(output[:, 0], value[:, 0], rtol=1e-4)
