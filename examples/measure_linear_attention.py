@@ -29,10 +29,11 @@ def linear(query, key, value):
     from keras import ops
 
     from keras_efficient_attn.ops.linear_attention.api import mapped_linear_attention
+    from keras_efficient_attn.ops.linear_attention.config import LinearAttentionConfig
     from keras_efficient_attn.ops.linear_attention.feature_maps import elu_features
 
-    maps = dict(query_map=elu_features, key_map=elu_features, num_features=HEAD_DIM)
-    (output,), _ = mapped_linear_attention(query, key, value, causal=True, **maps)
+    config = LinearAttentionConfig(elu_features, elu_features, HEAD_DIM, causal=True)
+    (output,), _ = mapped_linear_attention(query, key, value, config)
     return ops.cast(output, query.dtype)
 
 

@@ -67,31 +67,32 @@ def layer_output(
     return np.einsum("bthv,hve->bte", heads, kernel) + bias, weights
 
 
-def performer_heads(
+def linear_heads(
     layer, query, key, value, query_mask=None, key_mask=None, causal=False
 ):
-    """PerformerAttention's heads, from the formula of its kernel."""
+    """LinearAttention's heads, from the formula of its kernel."""
     if layer.qk_norm:
         query, key = rms(query), rms(key)
     if layer.rotary_wavelength is not None:
         query, key = (rotate(x, layer.rotary_wavelength) for x in (query, key))
-    exponential = layer.feature_map in (
-        "favor+ hyperbolic favor++ trigonometric taylor power".split()
-    )
+    name = layer.feature_map.name
+    exponential = name in "favor+ hyperbolic favor++ trigonometric taylor power".split()
     scale = layer.temperature**-0.5
     scale *= layer.key_dim**-0.25 if exponential else 1.0
     query, key = query * scale, key * scale
-    projection = None
-    for weight in layer.non_trainable_weights:
-        if weight.name == "projection":
-            projection = np.asarray(
-                weight.numpy() if hasattr(weight, "numpy") else weight
-            )
-    kernel = KERNELS[getattr(layer.feature_map, "__name__", layer.feature_map)]
-    if layer.feature_map == "favor++":
+    weights = {
+        weight.name: np.asarray(array, "float64")
+        for weight, array in zip(layer.weights, layer.get_weights(), strict=True)
+    }
+    projection = weights.get("projection")
+    if name == "favor++":
         similarity = favor_plus_plus(query, key, projection, query_mask, key_mask)
+    elif name == "hedgehog":
+        kernels = weights["query_feature_kernel"], weights["key_feature_kernel"]
+        similarity = hedgehog(query, key, *kernels)
     else:
-        similarity = kernel(query, key, projection, layer.order or 2)
+        order = getattr(layer.feature_map, "order", None)
+        similarity = KERNELS[name](query, key, projection, order)
     if layer.window is not None:
         distance = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])[None, :]
         exact = np.exp(dots(query, key))
@@ -473,6 +474,21 @@ def elu(query, key, projection, order):
     return dots(features(query), features(key))
 
 
+def exponential(query, key, projection, order):
+    return dots(np.exp(query), np.exp(key))
+
+
+def hedgehog(query, key, query_kernel, key_kernel):
+    """softmax([Wx, −Wx]) of each head; the kernels are the transposed W."""
+
+    def features(x, kernel):
+        x = np.stack([x[:, :, h] @ kernel[h] for h in range(x.shape[2])], axis=2)
+        both = np.exp(np.concatenate([x, -x], axis=-1))
+        return both / both.sum(-1, keepdims=True)
+
+    return dots(features(query, query_kernel), features(key, key_kernel))
+
+
 def softmax(query, key, projection, order):
     query = np.exp(query)
     return dots(query / query.sum(-1, keepdims=True), np.exp(key))
@@ -491,6 +507,7 @@ KERNELS = {
     "power": power,
     "relu": relu,
     "elu": elu,
+    "exp": exponential,
     "softmax": softmax,
     "squared_relu": squared_relu,
 }

@@ -19,6 +19,7 @@ LAYERS = [
     "ChunkedVocabularyLoss",
     "FourierAttention",
     "GatedResidual",
+    "LinearAttention",
     "LocalAttention",
     "PerformerAttention",
     "PositionBiases",

@@ -4,6 +4,7 @@ from keras_efficient_attn.layers.adaptive_computation.layer import (
     AdaptiveComputationTime,
 )
 from keras_efficient_attn.layers.adaptive_computation.rnn import AdaptiveRNN
+from keras_efficient_attn.layers.attention import feature_maps as feature_maps
 from keras_efficient_attn.layers.attention.adaptive_span.layer import AdaptiveSpan
 from keras_efficient_attn.layers.attention.adaptive_span.plot import plot_spans
 from keras_efficient_attn.layers.attention.adaptive_span.trimming import (
@@ -11,9 +12,14 @@ from keras_efficient_attn.layers.attention.adaptive_span.trimming import (
     trim_spans,
 )
 from keras_efficient_attn.layers.attention.base import EfficientAttention
+from keras_efficient_attn.layers.attention.feature_maps import (
+    FeatureMap,
+    register_feature_map,
+)
 from keras_efficient_attn.layers.attention.fourier import FourierAttention
+from keras_efficient_attn.layers.attention.linear.layer import LinearAttention
+from keras_efficient_attn.layers.attention.linear.performer import PerformerAttention
 from keras_efficient_attn.layers.attention.local import LocalAttention
-from keras_efficient_attn.layers.attention.performer.layer import PerformerAttention
 from keras_efficient_attn.layers.attention.reformer import ReformerLSHAttention
 from keras_efficient_attn.layers.attention.registry import (
     attention_names,
@@ -44,7 +50,9 @@ __all__ = [
     "ChunkedVocabularyLoss",
     "EfficientAttention",
     "LocalAttention",
+    "FeatureMap",
     "FourierAttention",
+    "LinearAttention",
     "PerformerAttention",
     "GatedResidual",
     "PositionBiases",
@@ -57,8 +65,10 @@ __all__ = [
     "TrimSpans",
     "VQAttention",
     "attention_names",
+    "feature_maps",
     "get_attention",
     "plot_spans",
     "register_attention",
+    "register_feature_map",
     "trim_spans",
 ]

@@ -10,6 +10,7 @@ from keras import ops
 from keras_efficient_attn import (
     AdaptiveSpan,
     FourierAttention,
+    LinearAttention,
     LocalAttention,
     PerformerAttention,
     ReformerLSHAttention,
@@ -37,7 +38,7 @@ class Case:
         layer: Class.
         options: Its keyword arguments beside `num_heads` and `key_dim`. Small chunks,
             so that a test's length has several.
-        heads: `dense.performer_heads` or its like.
+        heads: `dense.linear_heads` or its like.
         causal: The values of `use_causal_mask` that the layer supports.
         cross: Whether queries and keys may differ in length.
         variant: Whether another case stands for the layer in tests that are marked
@@ -46,7 +47,6 @@ class Case:
         long_length: Positions of that; fewer where time grows with the square.
         shared_key: Whether keys have the projection of the queries.
         smooth: Whether what rounding moves a little, moves outputs a little.
-        honours: Options of Keras' constructor that other layers refuse.
         caches: Whether the state holds keys and values as they were computed.
         gradient_through_state: Whether earlier segments learn from later ones.
     """
@@ -63,7 +63,6 @@ class Case:
     shared_key: bool = False
     smooth: bool = True
     gradient_through_state: bool = True
-    honours: tuple = ()
     caches: bool = False
 
     @property
@@ -86,12 +85,15 @@ class Case:
         return self.layer(**{**arguments, **self.options, **options})
 
     def built(self, **options):
-        """A built layer whose biases are not zero, so that a lost one shows."""
+        """A built layer whose biases are not zero, so that a lost one shows.
+
+        Learned feature maps, at first the identity, are another matrix.
+        """
         layer = self.make(**options)
         layer.build((BATCH, LENGTH, DIM), (BATCH, LENGTH, DIM))
         random = np.random.default_rng(2)
         for weight in layer.trainable_weights:
-            if "bias" in weight.name:
+            if "bias" in weight.name or "feature" in weight.name:
                 weight.assign(random.normal(size=weight.shape) * 0.2)
         return layer
 
@@ -106,8 +108,13 @@ class Case:
 
 def performer(name, causal=(False, True), cross=True, variant=True, **options):
     options = {"chunk_size": 2, **options}
-    heads = dense.performer_heads
+    heads = dense.linear_heads
     return Case(name, PerformerAttention, options, heads, causal, cross, variant)
+
+
+def linear(name, variant=True, **options):
+    options = {"chunk_size": 2, **options}
+    return Case(name, LinearAttention, options, dense.linear_heads, variant=variant)
 
 
 def sparse(name, variant=False, **options):
@@ -161,7 +168,6 @@ def softmax(name, variant=False, **options):
         variant=variant,
         long={},
         long_length=512,
-        honours=("sliding_window", "flash_attention"),
         caches=True,
     )
 
@@ -190,7 +196,8 @@ CASES = [
         qk_norm=True,
         temperature=0.5,
     ),
-    performer("elu", feature_map="elu"),
+    linear("elu", variant=False),
+    linear("hedgehog", feature_map="hedgehog"),
     performer("callable-sum", feature_map=squared_relu, normalize=False),
     performer(
         "window",

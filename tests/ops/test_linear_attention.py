@@ -284,3 +284,87 @@ def test_state_errors():
         linear_attention(
             query, key, value, causal=True, state=state, implementation="reference"
         )
+
+
+@pytest.mark.parametrize("normalize", [True, False], ids=["normalized", "sum"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+def test_one_position_at_a_time_gives_the_definition(weighted, masked, normalize):
+    query, key, value, log_weight, mask = draw(length=17)
+    # The first keys are hidden, and some by their weight.
+    mask[:, :3] = False
+    log_weight[:, 5:8] = -np.inf
+    if not normalize:
+        log_weight = log_weight / 50
+    log_weight = log_weight if weighted else None
+    mask = mask if masked else None
+    if normalize:
+        correct = definition(query, key, value, log_weight, mask, True)
+    else:
+        correct = dense.dots(query.astype("float64"), key.astype("float64"))
+        if weighted:
+            correct *= np.exp(np.moveaxis(log_weight, 1, 2))[:, :, None]
+        correct, _ = dense.weigh(correct, value, mask, True, normalize=False)
+    if masked:
+        key = np.where(mask[..., None, None], key, np.nan)
+        value = np.where(mask[..., None, None], value, np.nan)
+    # Tokens, a segment that goes on with their state, and tokens that go on with its.
+    starts = [*range(6), 9, *range(10, 17)]
+    state, outputs = linear_attention_state(2, 2, 5, 3), []
+    for start, stop in zip(starts, [*starts[1:], 17], strict=True):
+        part = slice(start, stop)
+        output, state = linear_attention(
+            query[:, part],
+            key[:, part],
+            value[:, part],
+            key_log_weight=log_weight[:, part] if weighted else None,
+            key_mask=mask[:, part] if masked else None,
+            causal=True,
+            state=state,
+            normalize=normalize,
+            chunk_size=2,
+        )
+        outputs.append(to_numpy(output))
+    output = np.concatenate(outputs, axis=1)
+    np.testing.assert_allclose(output, correct, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_one_position_are_those_of_the_reference():
+    query, key, value, log_weight, _ = draw(length=1)
+    log_weight = log_weight / 50
+    cotangent = np.sin(np.arange(value.size, dtype="float32")).reshape(value.shape)
+    past = draw(length=4, seed=1)[:3]
+    arrays = [
+        np.concatenate(pair, axis=1)
+        for pair in zip(past, (query, key, value), strict=True)
+    ]
+    weights = np.concatenate([np.zeros((2, 4, 2), "float32"), log_weight], axis=1)
+
+    def streamed(query, key, value, weights):
+        state = linear_attention_state(2, 2, 5, 3)
+        for start in range(5):
+            part = slice(start, start + 1)
+            output, state = linear_attention(
+                query[:, part],
+                key[:, part],
+                value[:, part],
+                key_log_weight=weights[:, part],
+                causal=True,
+                state=state,
+            )
+        return ops.sum(ops.multiply(output, cotangent))
+
+    def reference(query, key, value, weights):
+        output = linear_attention(
+            query,
+            key,
+            value,
+            key_log_weight=weights,
+            causal=True,
+            implementation="reference",
+        )
+        return ops.sum(ops.multiply(output[:, 4:], cotangent))
+
+    ours = gradients(streamed, *arrays, weights)
+    for one, other in zip(ours, gradients(reference, *arrays, weights), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

@@ -16,11 +16,14 @@ from keras_efficient_attn.ops.common.checks import (
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.linear_attention.api import (
-    CHUNK_SIZE as LINEAR_CHUNK_SIZE,
-)
-from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_state_spec,
     mapped_linear_attention,
+)
+from keras_efficient_attn.ops.linear_attention.config import (
+    CHUNK_SIZE as LINEAR_CHUNK_SIZE,
+)
+from keras_efficient_attn.ops.linear_attention.config import (
+    LinearAttentionConfig,
 )
 from keras_efficient_attn.ops.linear_attention.feature_maps import (
     MAX_POLYNOMIAL_FEATURES,
@@ -243,14 +246,16 @@ class FourierAttention(EfficientAttention):
             query * radius,
             key * radius,
             value,
-            query_map=fourier.squared_features,
-            key_map=fourier.squared_features,
-            num_features=self.feature_dim,
+            LinearAttentionConfig(
+                fourier.squared_features,
+                fourier.squared_features,
+                self.feature_dim,
+                causal=call.causal,
+                chunk_size=self.chunk_size or LINEAR_CHUNK_SIZE,
+            ),
             map_weights=(ops.cast(self._frequencies, query.dtype),),
             key_mask=call.key_mask,
-            causal=call.causal,
             state=call.state,
-            chunk_size=self.chunk_size or LINEAR_CHUNK_SIZE,
         )
         return heads, state
 

@@ -141,14 +141,19 @@ def _items(text):
     return [item for item in re.split(r",(?=\w+=)", text) if item]
 
 
-def _parse_options(identifier, text, layer_class):
+def constructor_arguments(layer_class):
+    """Names of the constructor's arguments, those of the base classes too, as a set."""
     last = layer_class.__mro__.index(keras.layers.MultiHeadAttention)
-    known = {
+    return {
         name
         for parent in layer_class.__mro__[: last + 1]
         for name, parameter in inspect.signature(parent.__init__).parameters.items()
         if name != "self" and parameter.kind not in _VARIADIC
     }
+
+
+def _parse_options(identifier, text, layer_class):
+    known = constructor_arguments(layer_class)
     options = {}
     for item in _items(text):
         name, _, value = item.partition("=")

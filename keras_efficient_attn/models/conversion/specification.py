@@ -6,7 +6,11 @@ import keras
 
 from keras_efficient_attn.layers import EfficientAttention, ReformerLSHAttention
 from keras_efficient_attn.layers.attention.base import AttentionCall
-from keras_efficient_attn.layers.attention.registry import parse_attention, with_option
+from keras_efficient_attn.layers.attention.registry import (
+    constructor_arguments,
+    parse_attention,
+    with_option,
+)
 from keras_efficient_attn.models.conversion.stand_ins import StandIn, stand_in_class
 
 # What the model decides, and not whoever chooses an attention for it.
@@ -58,7 +62,7 @@ def with_window(spec, window):
         ValueError: If the layer has no window.
     """
     layer_class = _layer_class(spec)
-    if "window" not in inspect.signature(layer_class.__init__).parameters:
+    if "window" not in constructor_arguments(layer_class):
         raise ValueError(
             f"`window_budget` needs layers with a `window`, and {layer_class.__name__} "
             f"has none. Received: attention={spec!r}"
@@ -129,7 +133,7 @@ def _class_and_options(spec):
             raise ValueError(
                 f"The model decides {', '.join(taken)}. Received: attention={spec!r}"
             )
-        if "qk_norm" in inspect.signature(layer_class.__init__).parameters:
+        if "qk_norm" in constructor_arguments(layer_class):
             # The trained queries and keys have the norms they have.
             options.setdefault("qk_norm", False)
         return layer_class, options

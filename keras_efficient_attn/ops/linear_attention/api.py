@@ -9,8 +9,14 @@ from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, bounded_log_weight
 from keras_efficient_attn.ops.common.state import make_state
 from keras_efficient_attn.ops.linear_attention import chunked, reference
+from keras_efficient_attn.ops.linear_attention.config import (
+    CHUNK_SIZE,
+    LinearAttentionConfig,
+)
+from keras_efficient_attn.ops.linear_attention.recurrent import (
+    recurrent_linear_attention,
+)
 
-CHUNK_SIZE = 64
 STATE_NAMES = ("sum", "normalizer", "log_scale")
 
 
@@ -55,7 +61,8 @@ def linear_attention(
             What stands at other keys is not read, NaN included.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
         state: Optional state from `linear_attention_state` or an earlier call: the
-            keys of earlier segments. Needs `causal=True` and equal lengths.
+            keys of earlier segments. Needs `causal=True` and equal lengths. A single
+            position then costs one pass over the state.
         normalize: Whether to divide by the sum of the weights. Defaults to `True`.
         chunk_size: Positions a chunk; changes the speed, not the result beyond
             rounding. Defaults to 64.
@@ -83,12 +90,14 @@ def linear_attention(
         - [Katharopoulos et al., 2020](https://arxiv.org/abs/2006.16236)
     """
     _check_shapes(query_features, key_features, value, key_log_weight, key_mask)
-    chunk_size = CHUNK_SIZE if chunk_size is None else chunk_size
-    if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(
-            "`chunk_size` must be a positive integer or None. "
-            f"Received: chunk_size={chunk_size!r}"
-        )
+    config = LinearAttentionConfig(
+        given_features,
+        given_features,
+        key_features.shape[-1],
+        causal=causal,
+        chunk_size=CHUNK_SIZE if chunk_size is None else chunk_size,
+        output="normalized" if normalize else "sum",
+    )
     if implementation not in (None, "chunked", "reference"):
         raise ValueError(
             "`implementation` must be None, 'chunked' or 'reference'. "
@@ -115,36 +124,25 @@ def linear_attention(
         query_features,
         key_features,
         value,
-        query_map=given_features,
-        key_map=given_features,
-        num_features=key_features.shape[-1],
+        config,
         key_log_weight=key_log_weight,
         key_mask=key_mask,
-        causal=causal,
         state=state,
-        chunk_size=chunk_size,
-        output="normalized" if normalize else "sum",
     )
     output = ops.cast(outputs[0], value.dtype)
     return output if state is None else (output, new_state)
 
 
-@compiled("query_map", "key_map", "num_features", "causal", "chunk_size", "output")
+@compiled("config")
 def mapped_linear_attention(
     query,
     key,
     value,
-    *,
-    query_map,
-    key_map,
-    num_features,
+    config,
     map_weights=(),
     key_log_weight=None,
     key_mask=None,
-    causal=False,
     state=None,
-    chunk_size=CHUNK_SIZE,
-    output="normalized",
 ):
     """`linear_attention` that computes features chunk by chunk, forward and backward.
 
@@ -153,15 +151,9 @@ def mapped_linear_attention(
 
     Args:
         query, key, value: `(batch, length, heads, dim)`.
-        query_map, key_map: `(x, *map_weights) -> (features, log_scale)`, acting on
-            the last axis of `x`; the true features are `features * exp(log_scale)`,
-            and `log_scale` (one axis less) may be `None`. Pass the same objects for
-            the same maps: JAX compiles once per object.
-        num_features: Size of the features.
-        map_weights: Tuple of tensors the maps read.
-        key_log_weight, key_mask, causal, state, chunk_size: As `linear_attention`.
-        output: `"normalized"`, `"sum"` (not divided), or `"partial"`: values,
-            totals and log scales for `partial_attention.merge`.
+        config: `LinearAttentionConfig`.
+        map_weights: Tuple of tensors that the feature maps read.
+        key_log_weight, key_mask, state: As `linear_attention`.
 
     Returns:
         `(outputs, state)`: a tuple of tensors in the accumulator's dtype, and the
@@ -179,37 +171,30 @@ def mapped_linear_attention(
     if key_log_weight is not None:
         key_log_weight = bounded_log_weight(ops.cast(key_log_weight, dtype), key_mask)
 
+    attend = chunked.full_linear_attention
     if state is not None:
         carry = tuple(ops.cast(state[name], dtype) for name in STATE_NAMES)
-        if key_log_weight is None:
-            # The state may stand at another scale than that of unweighted keys.
-            key_log_weight = ops.zeros(ops.shape(key)[:3], dtype)
     else:
         batch, heads = ops.shape(query)[0], query.shape[2]
         carry = (
-            ops.zeros((batch, heads, num_features, ops.shape(value)[-1]), dtype),
-            ops.zeros((batch, heads, num_features), dtype),
+            ops.zeros((batch, heads, config.num_features, ops.shape(value)[-1]), dtype),
+            ops.zeros((batch, heads, config.num_features), dtype),
             ops.full((batch, heads), LOG_ZERO, dtype),
         )
-    attend = chunked.full_linear_attention
-    if causal:
-        attend = chunked.causal_linear_attention
-        if query.shape[1] is None or query.shape[1] != key.shape[1]:
-            key, value, valid, key_log_weight = _as_long_as(
-                query, key, value, valid, key_log_weight
-            )
+    if config.causal and state is not None and query.shape[1] == key.shape[1] == 1:
+        attend = recurrent_linear_attention
+    else:
+        if state is not None and key_log_weight is None:
+            # The state may stand at another scale than that of unweighted keys.
+            key_log_weight = ops.zeros(ops.shape(key)[:3], dtype)
+        if config.causal:
+            attend = chunked.causal_linear_attention
+            if query.shape[1] is None or query.shape[1] != key.shape[1]:
+                key, value, valid, key_log_weight = _as_long_as(
+                    query, key, value, valid, key_log_weight
+                )
     outputs, carry = attend(
-        query,
-        key,
-        value,
-        valid,
-        key_log_weight,
-        carry,
-        query_map,
-        key_map,
-        tuple(map_weights),
-        chunk_size,
-        output,
+        query, key, value, valid, key_log_weight, carry, tuple(map_weights), config
     )
     if state is None:
         return outputs, None

@@ -35,171 +35,191 @@ from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
 
 
 @functools.cache
-def causal_step(query_map, key_map, chunk_size, masked, output):
+def causal_step(config, chunk_size, masked):
     """`(step, gradient)` for `recompute_scan`, one object per configuration.
 
     The carry is `(sum, normalizer, log_scale)`; `x` is `(query, key, value)` and what
     `mapped_keys` takes; the constants are the weights of the maps. `log_scale` is a
     constant for gradients.
+
+    Args:
+        config: `LinearAttentionConfig`.
+        chunk_size: Positions per chunk of this sequence.
+        masked: Whether `x` says which keys exist.
     """
 
     def prepare(x, map_weights):
         dtype = accumulator_dtype(*x)
         x = (by_head(ops.cast(t, dtype), chunk_size) for t in x)
         query, key, value, *rest = x
-        query, query_log_scale = query_map(query, *map_weights)
-        key, log_weight = mapped_keys(key_map, key, rest, map_weights, masked)
+        query, query_log_scale = config.query_map(query, *map_weights)
+        key, log_weight = mapped_keys(config.key_map, key, rest, map_weights, masked)
         return query, key, value, log_weight, query_log_scale
 
     def step(carry, x, map_weights):
         query, key, value, log_weight, query_log_scale = prepare(x, map_weights)
-        parts, new_carry = _chunks(carry, query, key, value, log_weight)
-        values = parts["scores"] @ value + parts["far_query"] @ parts["before"]
-        outputs = _outputs(values, parts, query_log_scale, output)
-        return new_carry, tuple(by_position(t) for t in outputs)
+        chunks = _Chunks(carry, query, key, value, log_weight)
+        values = chunks.scores @ value + chunks.far_query @ chunks.before
+        outputs = _outputs(values, chunks, query_log_scale, config.output)
+        return chunks.carry, tuple(by_position(t) for t in outputs)
 
     def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
         prepared, pull = vector_jacobian_product(prepare, (x, map_weights))
         query, key, value, log_weight, query_log_scale = prepared
-        parts, _ = _chunks(carry, query, key, value, log_weight)
-        of_values, of_totals, of_query_log_scale = _outputs_gradient(
-            parts, query_log_scale, y, y_gradient, chunk_size, output
+        chunks = _Chunks(carry, query, key, value, log_weight)
+        grad_values, grad_totals, grad_query_log_scale = _outputs_gradient(
+            chunks, query_log_scale, y, y_gradient, chunk_size, config.output
         )
-        of_carry, *of_chunks = _chunks_gradient(
-            parts, query, key, value, log_weight, of_values, of_totals, carry_gradient
+        grad_carry, *grad_chunks = chunks.gradient(
+            grad_values, grad_totals, carry_gradient
         )
-        return of_carry, *pull((*of_chunks, of_query_log_scale))
+        return grad_carry, *pull((*grad_chunks, grad_query_log_scale))
 
     return step, gradient
 
 
-def _chunks(carry, query, key, value, log_weight):
-    """What both directions need: scores, states before the chunks, and their weights.
+class _Chunks:
+    """A group of chunks: scores, and states before each chunk as queries read them.
 
-    `far_query` are the queries as they read the states.
+    Attributes:
+        scores: A of the formulae, `(batch, heads, chunks, chunk_size, chunk_size)`.
+        scale: Log scale of the scores, `(batch, heads, chunks, chunk_size)`, or `None`
+            for 0.
+        far_query, far_key: Queries as they read states, keys as they enter them.
+        before, before_normalizer: States before each chunk.
+        weights: `(batch, heads, chunks + 1, chunks + 1)`; see `_prefix_weights`.
+        carry: The state after the last chunk.
     """
-    sums, normalizer, log_scale = carry
-    log_scale = ops.stop_gradient(log_scale)
-    scores = query @ ops.swapaxes(key, -1, -2)
-    parts = {"scale": None, "factors": None, "far_query": query, "far_key": key}
-    if log_weight is None:
-        parts["scores"] = ops.tril(scores)
-        batch, heads, chunks = sizes(query)[:3]
-        weights = ops.cast(lower_triangle(chunks + 1), query.dtype)
-        parts["weights"] = ops.broadcast_to(
-            weights, (ops.shape(query)[0], heads, chunks + 1, chunks + 1)
+
+    def __init__(self, carry, query, key, value, log_weight):
+        sums, normalizer, log_scale = carry
+        log_scale = ops.stop_gradient(log_scale)
+        self.query, self.key, self.value = query, key, value
+        self.scores = query @ ops.swapaxes(key, -1, -2)
+        self.far_query, self.far_key = query, key
+        self.log_weight = log_weight
+        self.scale = None
+        if log_weight is None:
+            self.scores = ops.tril(self.scores)
+            batch, heads, chunks = sizes(query)[:3]
+            weights = ops.cast(lower_triangle(chunks + 1), query.dtype)
+            self.weights = ops.broadcast_to(
+                weights, (ops.shape(query)[0], heads, chunks + 1, chunks + 1)
+            )
+        else:
+            log_scale = self._weigh(log_scale, log_weight)
+        local = ops.swapaxes(self.far_key, -1, -2) @ value
+        self.before, sums = _prefix_sums(sums, local, self.weights)
+        local = ops.sum(self.far_key, axis=-2)
+        self.before_normalizer, normalizer = _prefix_sums(
+            normalizer, local, self.weights
         )
-    else:
+        self.carry = sums, normalizer, log_scale
+
+    def _weigh(self, log_scale, log_weight):
+        """Weighs scores, keys and queries; returns the log scale after the chunks."""
         constant = ops.stop_gradient(log_weight)
         chunk_max = ops.max(constant, axis=-1, initial=LOG_ZERO)
-        # Of the state, and of each query: what it may see, and no more.
-        state_max, parts["weights"] = _prefix_weights(log_scale, chunk_max)
-        log_scale = state_max[..., -1]
-        lower = lower_triangle(ops.shape(query)[3])
+        # The maxima of the state and of what each query may see, and of no more.
+        state_max, self.weights = _prefix_weights(log_scale, chunk_max)
+        lower = lower_triangle(ops.shape(self.query)[3])
         seen = ops.where(lower, constant[..., None, :], LOG_ZERO)
-        scale = larger(
+        self.scale = larger(
             ops.max(seen, axis=-1, initial=LOG_ZERO), state_max[..., :-1, None]
         )
-        shifted = log_weight[..., None, :] - scale[..., None]
+        shifted = log_weight[..., None, :] - self.scale[..., None]
         # Above the diagonal the shift may be large: cut before the exponential.
         shifted = ops.where(lower, shifted, LOG_ZERO)
-        parts["scale"] = scale
-        parts["factors"] = ops.where(lower, ops.exp(shifted), 0.0)
-        parts["scores"] = scores * parts["factors"]
-        parts["key_factors"] = ops.exp(log_weight - chunk_max[..., None])[..., None]
-        parts["query_factors"] = ops.exp(state_max[..., :-1, None] - scale)[..., None]
-        parts["far_key"] = key * parts["key_factors"]
-        parts["far_query"] = query * parts["query_factors"]
-    local = ops.swapaxes(parts["far_key"], -1, -2) @ value
-    parts["before"], sums = _prefix_sums(sums, local, parts["weights"])
-    local = ops.sum(parts["far_key"], axis=-2)
-    parts["before_normalizer"], normalizer = _prefix_sums(
-        normalizer, local, parts["weights"]
-    )
-    return parts, (sums, normalizer, log_scale)
+        self.factors = ops.where(lower, ops.exp(shifted), 0.0)
+        self.scores = self.scores * self.factors
+        self.key_factors = ops.exp(log_weight - chunk_max[..., None])[..., None]
+        query_factors = ops.exp(state_max[..., :-1, None] - self.scale)
+        self.query_factors = query_factors[..., None]
+        self.far_key = self.key * self.key_factors
+        self.far_query = self.query * self.query_factors
+        return state_max[..., -1]
 
+    def totals(self):
+        far = self.far_query @ self.before_normalizer[..., None]
+        return ops.sum(self.scores, axis=-1) + far[..., 0]
 
-def _chunks_gradient(
-    parts, query, key, value, log_weight, of_values, of_totals, carry_gradient
-):
-    """Gradients of the carry, queries, keys, values and log weights."""
-    far_query, far_key = parts["far_query"], parts["far_key"]
-    of_scores = of_values @ ops.swapaxes(value, -1, -2)
-    of_far_query = of_values @ ops.swapaxes(parts["before"], -1, -2)
-    of_before = ops.swapaxes(far_query, -1, -2) @ of_values
-    of_before_normalizer = ops.zeros_like(parts["before_normalizer"])
-    if of_totals is not None:
-        column = of_totals[..., None]
-        of_scores = of_scores + column
-        of_far_query = of_far_query + column * parts["before_normalizer"][..., None, :]
-        of_before_normalizer = (ops.swapaxes(far_query, -1, -2) @ column)[..., 0]
-    of_sums, of_local = _prefix_sums_gradient(
-        of_before, carry_gradient[0], parts["weights"]
-    )
-    of_normalizer, of_local_normalizer = _prefix_sums_gradient(
-        of_before_normalizer, carry_gradient[1], parts["weights"]
-    )
-    of_value = ops.swapaxes(parts["scores"], -1, -2) @ of_values + far_key @ of_local
-    of_far_key = (
-        value @ ops.swapaxes(of_local, -1, -2) + of_local_normalizer[..., None, :]
-    )
-    of_log_weight = None
-    if log_weight is None:
-        of_scores = ops.tril(of_scores)
-    else:
-        # Above the diagonal, scores and factors are zero.
-        of_log_weight = ops.sum(of_scores * parts["scores"], axis=-2) + ops.sum(
-            of_far_key * far_key, axis=-1
+    def total_scale(self, query_log_scale):
+        """The log scale of the sums, or `None` for 0."""
+        if self.scale is None or query_log_scale is None:
+            return query_log_scale if self.scale is None else self.scale
+        return self.scale + query_log_scale
+
+    def gradient(self, grad_values, grad_totals, carry_gradient):
+        """Gradients of the carry, queries, keys, values and log weights."""
+        grad_scores = grad_values @ ops.swapaxes(self.value, -1, -2)
+        grad_far_query = grad_values @ ops.swapaxes(self.before, -1, -2)
+        grad_before = ops.swapaxes(self.far_query, -1, -2) @ grad_values
+        grad_before_normalizer = ops.zeros_like(self.before_normalizer)
+        if grad_totals is not None:
+            column = grad_totals[..., None]
+            grad_scores = grad_scores + column
+            grad_far_query = (
+                grad_far_query + column * self.before_normalizer[..., None, :]
+            )
+            grad_before_normalizer = ops.swapaxes(self.far_query, -1, -2) @ column
+            grad_before_normalizer = grad_before_normalizer[..., 0]
+        grad_sums, grad_local = _prefix_sums_gradient(
+            grad_before, carry_gradient[0], self.weights
         )
-        of_scores = of_scores * parts["factors"]
-        of_far_query = of_far_query * parts["query_factors"]
-        of_far_key = of_far_key * parts["key_factors"]
-    of_query = of_scores @ key + of_far_query
-    of_key = ops.swapaxes(of_scores, -1, -2) @ query + of_far_key
-    of_carry = (of_sums, of_normalizer, ops.zeros_like(carry_gradient[2]))
-    return of_carry, of_query, of_key, of_value, of_log_weight
+        grad_normalizer, grad_local_normalizer = _prefix_sums_gradient(
+            grad_before_normalizer, carry_gradient[1], self.weights
+        )
+        grad_value = (
+            ops.swapaxes(self.scores, -1, -2) @ grad_values + self.far_key @ grad_local
+        )
+        grad_far_key = (
+            self.value @ ops.swapaxes(grad_local, -1, -2)
+            + grad_local_normalizer[..., None, :]
+        )
+        grad_log_weight = None
+        if self.log_weight is None:
+            grad_scores = ops.tril(grad_scores)
+        else:
+            # Above the diagonal, scores and factors are zero.
+            grad_log_weight = ops.sum(grad_scores * self.scores, axis=-2) + ops.sum(
+                grad_far_key * self.far_key, axis=-1
+            )
+            grad_scores = grad_scores * self.factors
+            grad_far_query = grad_far_query * self.query_factors
+            grad_far_key = grad_far_key * self.key_factors
+        grad_query = grad_scores @ self.key + grad_far_query
+        grad_key = ops.swapaxes(grad_scores, -1, -2) @ self.query + grad_far_key
+        grad_carry = grad_sums, grad_normalizer, ops.zeros_like(carry_gradient[2])
+        return grad_carry, grad_query, grad_key, grad_value, grad_log_weight
 
 
-def _totals(parts):
-    far = parts["far_query"] @ parts["before_normalizer"][..., None]
-    return ops.sum(parts["scores"], axis=-1) + far[..., 0]
-
-
-def _outputs(values, parts, query_log_scale, output):
+def _outputs(values, chunks, query_log_scale, output):
     if output == "normalized":
-        return (divided(values, _totals(parts)),)
-    scale = _total_scale(parts, query_log_scale)
+        return (divided(values, chunks.totals()),)
+    scale = chunks.total_scale(query_log_scale)
     if output == "sum":
         return (values if scale is None else values * ops.exp(scale)[..., None],)
-    totals = _totals(parts)
+    totals = chunks.totals()
     return values, totals, ops.zeros_like(totals) if scale is None else scale
 
 
-def _total_scale(parts, query_log_scale):
-    """The log scale of the sums, or `None` for 0."""
-    scale = parts["scale"]
-    if scale is None or query_log_scale is None:
-        return query_log_scale if scale is None else scale
-    return scale + query_log_scale
-
-
-def _outputs_gradient(parts, query_log_scale, y, y_gradient, chunk_size, output):
+def _outputs_gradient(chunks, query_log_scale, y, y_gradient, chunk_size, output):
     """Gradients of values, totals and the queries' log scales; `None` for zero."""
-    of_y = by_head(y_gradient[0], chunk_size)
+    grad_y = by_head(y_gradient[0], chunk_size)
     if output == "partial":
-        of_totals, of_scale = (
+        grad_totals, grad_scale = (
             by_head(columns(t), chunk_size)[..., 0] for t in y_gradient[1:]
         )
-        return of_y, of_totals, None if query_log_scale is None else of_scale
+        return grad_y, grad_totals, None if query_log_scale is None else grad_scale
     # A product with ones: XLA on a CPU is ten times slower in sums of products.
-    ones = ops.ones((ops.shape(y[0])[-1], 1), of_y.dtype)
+    ones = ops.ones((ops.shape(y[0])[-1], 1), grad_y.dtype)
     along = by_head((y_gradient[0] * y[0]) @ ones, chunk_size)[..., 0]
     if output == "normalized":
-        inverse = reciprocal(_totals(parts))
-        return of_y * inverse[..., None], -along * inverse, None
-    scale = _total_scale(parts, query_log_scale)
-    of_values = of_y if scale is None else of_y * ops.exp(scale)[..., None]
-    return of_values, None, None if query_log_scale is None else along
+        inverse = reciprocal(chunks.totals())
+        return grad_y * inverse[..., None], -along * inverse, None
+    scale = chunks.total_scale(query_log_scale)
+    grad_values = grad_y if scale is None else grad_y * ops.exp(scale)[..., None]
+    return grad_values, None, None if query_log_scale is None else along
 
 
 def _prefix_weights(log_scale, chunk_max):
@@ -229,17 +249,17 @@ def _prefix_sums(first, local, weights):
     )
 
 
-def _prefix_sums_gradient(of_before, of_last, weights):
+def _prefix_sums_gradient(grad_before, grad_last, weights):
     """Gradients of `first` and of `local`."""
-    batch, heads, chunks, *tail = sizes(of_before)
-    of_before, of_last = _flat(of_before), _flat(of_last[:, :, None])
+    batch, heads, chunks, *tail = sizes(grad_before)
+    grad_before, grad_last = _flat(grad_before), _flat(grad_last[:, :, None])
     weights = ops.swapaxes(weights, -1, -2)
     by_before, by_last = weights[..., :-1], weights[..., -1:]
-    of_first = by_before[..., :1, :] @ of_before + by_last[..., :1, :] * of_last
-    of_local = by_before[..., 1:, :] @ of_before + by_last[..., 1:, :] * of_last
+    grad_first = by_before[..., :1, :] @ grad_before + by_last[..., :1, :] * grad_last
+    grad_local = by_before[..., 1:, :] @ grad_before + by_last[..., 1:, :] * grad_last
     return (
-        ops.reshape(of_first, (batch, heads, *tail)),
-        ops.reshape(of_local, (batch, heads, chunks, *tail)),
+        ops.reshape(grad_first, (batch, heads, *tail)),
+        ops.reshape(grad_local, (batch, heads, chunks, *tail)),
     )
 
 

@@ -16,14 +16,14 @@ from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
 
 
 @functools.cache
-def causal_step(query_map, key_map, chunk_size, masked, output):
+def causal_step(config, chunk_size, masked):
     """As `causal_step.causal_step`; to be called where no gradient is recorded."""
 
     def prepare(x, map_weights):
         dtype = getattr(torch, accumulator_dtype(*x))
         query, key, value, *rest = (_by_head(t.to(dtype), chunk_size) for t in x)
-        query, query_log_scale = query_map(query, *map_weights)
-        key, log_weight = mapped_keys(key_map, key, rest, map_weights, masked)
+        query, query_log_scale = config.query_map(query, *map_weights)
+        key, log_weight = mapped_keys(config.key_map, key, rest, map_weights, masked)
         return query, key, value, log_weight, query_log_scale
 
     @_without_autocast
@@ -33,7 +33,7 @@ def causal_step(query_map, key_map, chunk_size, masked, output):
         values = torch.bmm(chunks.scores, chunks.value)
         values.baddbmm_(chunks.far_query, chunks.before)
         shape = query.shape[:-1]
-        outputs = _outputs(values, chunks, query_log_scale, shape, output)
+        outputs = _outputs(values, chunks, query_log_scale, shape, config.output)
         return chunks.carry, tuple(_by_position(t, shape) for t in outputs)
 
     @_without_autocast
@@ -41,20 +41,20 @@ def causal_step(query_map, key_map, chunk_size, masked, output):
         prepared, pull = vector_jacobian_product(prepare, (x, map_weights))
         query, key, value, log_weight, query_log_scale = prepared
         chunks = _Chunks(carry, query, key, value, log_weight)
-        of_values, of_totals, of_query_log_scale = _outputs_gradient(
-            chunks, query_log_scale, y, y_gradient, chunk_size, output
+        grad_values, grad_totals, grad_query_log_scale = _outputs_gradient(
+            chunks, query_log_scale, y, y_gradient, chunk_size, config.output
         )
-        of_carry, of_query, of_key, of_value, of_log_weight = chunks.gradient(
-            of_values, of_totals, carry_gradient
+        grad_carry, grad_query, grad_key, grad_value, grad_log_weight = chunks.gradient(
+            grad_values, grad_totals, carry_gradient
         )
-        of_prepared = (
-            of_query.view(query.shape),
-            of_key.view(key.shape),
-            of_value.view(value.shape),
-            None if of_log_weight is None else of_log_weight.view(log_weight.shape),
-            of_query_log_scale,
+        grad_prepared = (
+            grad_query.view(query.shape),
+            grad_key.view(key.shape),
+            grad_value.view(value.shape),
+            None if grad_log_weight is None else grad_log_weight.view(log_weight.shape),
+            grad_query_log_scale,
         )
-        return of_carry, *pull(of_prepared)
+        return grad_carry, *pull(grad_prepared)
 
     return step, gradient
 
@@ -116,8 +116,8 @@ class _Chunks:
         chunk_max = log_weight.amax(-1)
         maxima = torch.cat([log_scale[..., None], chunk_max], -1)
         running = maxima.cummax(-1).values
-        # Of the state, and of each query: what it may see, and no more. Beyond that
-        # differences may be large: they are cut before the exponential.
+        # The maxima of the state and of what each query may see, and of no more. Beyond
+        # that differences may be large: they are cut before the exponential.
         weights = maxima[..., None, :] - running[..., None]
         self.weights = weights.clamp_(max=0.0).exp_().tril_().flatten(0, 1)
         state_max = running[..., :-1, None]
@@ -143,17 +143,17 @@ class _Chunks:
         last = torch.baddbmm(by_first[:, -1:] * state, by_local[:, -1:], states)
         return before.view(local.shape), last.view(first.shape)
 
-    def _prefix_sums_gradient(self, of_before, of_last):
+    def _prefix_sums_gradient(self, grad_before, grad_last):
         """Gradients of `first` and of `local`."""
         rows = self.batch * self.heads
-        size = math.prod(of_before.shape[1:])
-        last = of_last.reshape(rows, 1, size)
-        states = of_before.view(rows, self.chunks, size)
+        size = math.prod(grad_before.shape[1:])
+        last = grad_last.reshape(rows, 1, size)
+        states = grad_before.view(rows, self.chunks, size)
         weights = self.weights.mT
         by_before, by_last = weights[..., :-1], weights[..., -1:]
-        of_first = torch.baddbmm(by_last[:, :1] * last, by_before[:, :1], states)
-        of_local = torch.baddbmm(by_last[:, 1:] * last, by_before[:, 1:], states)
-        return of_first.view(of_last.shape), of_local.view(of_before.shape)
+        grad_first = torch.baddbmm(by_last[:, :1] * last, by_before[:, :1], states)
+        grad_local = torch.baddbmm(by_last[:, 1:] * last, by_before[:, 1:], states)
+        return grad_first.view(grad_last.shape), grad_local.view(grad_before.shape)
 
     def totals(self):
         far = torch.bmm(self.far_query, self.before_normalizer[..., None])
@@ -165,43 +165,45 @@ class _Chunks:
             return query_log_scale if self.scale is None else self.scale
         return self.scale + query_log_scale
 
-    def gradient(self, of_values, of_totals, carry_gradient):
+    def gradient(self, grad_values, grad_totals, carry_gradient):
         """Gradients of the carry, queries, keys, values and log weights."""
-        of_scores = torch.bmm(of_values, self.value.mT)
-        of_far_query = torch.bmm(of_values, self.before.mT)
-        of_before = torch.bmm(self.far_query.mT, of_values)
-        of_before_normalizer = torch.zeros_like(self.before_normalizer)
-        if of_totals is not None:
-            column = of_totals[..., None]
-            of_scores.add_(column)
-            of_far_query.addcmul_(column, self.before_normalizer[:, None])
-            of_before_normalizer = torch.bmm(self.far_query.mT, column)[..., 0]
-        of_sums, of_local = self._prefix_sums_gradient(of_before, carry_gradient[0])
-        of_normalizer, of_local_normalizer = self._prefix_sums_gradient(
-            of_before_normalizer, carry_gradient[1]
+        grad_scores = torch.bmm(grad_values, self.value.mT)
+        grad_far_query = torch.bmm(grad_values, self.before.mT)
+        grad_before = torch.bmm(self.far_query.mT, grad_values)
+        grad_before_normalizer = torch.zeros_like(self.before_normalizer)
+        if grad_totals is not None:
+            column = grad_totals[..., None]
+            grad_scores.add_(column)
+            grad_far_query.addcmul_(column, self.before_normalizer[:, None])
+            grad_before_normalizer = torch.bmm(self.far_query.mT, column)[..., 0]
+        grad_sums, grad_local = self._prefix_sums_gradient(
+            grad_before, carry_gradient[0]
         )
-        of_value = torch.bmm(self.scores.mT, of_values)
-        of_value.baddbmm_(self.far_key, of_local)
-        of_far_key = torch.bmm(self.value, of_local.mT)
-        of_far_key.add_(of_local_normalizer[:, None])
-        of_log_weight = None
+        grad_normalizer, grad_local_normalizer = self._prefix_sums_gradient(
+            grad_before_normalizer, carry_gradient[1]
+        )
+        grad_value = torch.bmm(self.scores.mT, grad_values)
+        grad_value.baddbmm_(self.far_key, grad_local)
+        grad_far_key = torch.bmm(self.value, grad_local.mT)
+        grad_far_key.add_(grad_local_normalizer[:, None])
+        grad_log_weight = None
         if self.log_weight is None:
-            of_scores.tril_()
+            grad_scores.tril_()
         else:
             # Above the diagonal, scores and factors are zero.
-            of_log_weight = (of_scores * self.scores).sum(-2)
-            of_log_weight.add_((of_far_key * self.far_key).sum(-1))
-            of_scores.mul_(self.factors)
-            of_far_query.mul_(self.query_factors)
-            of_far_key.mul_(self.key_factors)
-        of_query = of_far_query.baddbmm_(of_scores, self.key)
-        of_key = of_far_key.baddbmm_(of_scores.mT, self.query)
-        of_carry = of_sums, of_normalizer, torch.zeros_like(carry_gradient[2])
-        return of_carry, of_query, of_key, of_value, of_log_weight
+            grad_log_weight = (grad_scores * self.scores).sum(-2)
+            grad_log_weight.add_((grad_far_key * self.far_key).sum(-1))
+            grad_scores.mul_(self.factors)
+            grad_far_query.mul_(self.query_factors)
+            grad_far_key.mul_(self.key_factors)
+        grad_query = grad_far_query.baddbmm_(grad_scores, self.key)
+        grad_key = grad_far_key.baddbmm_(grad_scores.mT, self.query)
+        grad_carry = grad_sums, grad_normalizer, torch.zeros_like(carry_gradient[2])
+        return grad_carry, grad_query, grad_key, grad_value, grad_log_weight
 
 
 def _reciprocal(totals):
-    """As `partial_attention.reciprocal`."""
+    """As `online_softmax.reciprocal`."""
     least = 1e-290 if totals.dtype == torch.float64 else 1e-30
     hidden = totals.abs() <= least
     return totals.reciprocal().masked_fill_(hidden, 0.0)
@@ -220,17 +222,17 @@ def _outputs(values, chunks, query_log_scale, shape, output):
 
 def _outputs_gradient(chunks, query_log_scale, y, y_gradient, chunk_size, output):
     """Gradients of values, totals and the queries' log scales; `None` for zero."""
-    of_y = _by_head(y_gradient[0], chunk_size).flatten(0, 2)
+    grad_y = _by_head(y_gradient[0], chunk_size).flatten(0, 2)
     if output == "partial":
-        of_totals, of_scale = (_by_head(t, chunk_size) for t in y_gradient[1:])
-        of_scale = None if query_log_scale is None else of_scale
-        return of_y, of_totals.flatten(0, 2), of_scale
+        grad_totals, grad_scale = (_by_head(t, chunk_size) for t in y_gradient[1:])
+        grad_scale = None if query_log_scale is None else grad_scale
+        return grad_y, grad_totals.flatten(0, 2), grad_scale
     along = _by_head((y_gradient[0] * y[0]).sum(-1), chunk_size)
     if output == "normalized":
         inverse = _reciprocal(chunks.totals())
-        of_totals = along.flatten(0, 2).mul_(inverse).neg_()
-        return of_y * inverse[..., None], of_totals, None
+        grad_totals = along.flatten(0, 2).mul_(inverse).neg_()
+        return grad_y * inverse[..., None], grad_totals, None
     scale = chunks.total_scale(query_log_scale)
     if scale is not None:
-        of_y = of_y * scale.flatten(0, 2).exp()[..., None]
-    return of_y, None, None if query_log_scale is None else along
+        grad_y = grad_y * scale.flatten(0, 2).exp()[..., None]
+    return grad_y, None, None if query_log_scale is None else along

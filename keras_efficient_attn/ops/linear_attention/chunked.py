@@ -23,17 +23,7 @@ from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
 
 
 def causal_linear_attention(
-    query,
-    key,
-    value,
-    valid,
-    key_log_weight,
-    state,
-    query_map,
-    key_map,
-    map_weights,
-    chunk_size,
-    output,
+    query, key, value, valid, key_log_weight, state, map_weights, config
 ):
     """Causal attention over `(batch, length, heads, dim)`.
 
@@ -45,11 +35,8 @@ def causal_linear_attention(
         key_log_weight: `(batch, length, heads)`, or `None`.
         state: `(sum, normalizer, log_scale)` of shapes `(batch, heads, features,
             value_dim)`, `(batch, heads, features)` and `(batch, heads)`.
-        query_map, key_map: `(x, *map_weights) -> (features, log_scale or None)`.
         map_weights: Tuple of tensors.
-        chunk_size: Positions in a chunk.
-        output: `"normalized"`, `"sum"`, or `"partial"` for `(values, totals,
-            log_scale)`.
+        config: `LinearAttentionConfig`.
 
     Returns:
         `(outputs, state)`; `outputs` is a tuple of tensors, batch and length first.
@@ -57,49 +44,43 @@ def causal_linear_attention(
     length = ops.shape(query)[1]
     heads, features = state[0].shape[1:3]
     floats = heads * (2 * features + 3 * (value.shape[-1] or features))
-    size, chunks, groups = chunk_layout(length, chunk_size, query.shape[0], floats)
+    size, chunks, groups = chunk_layout(
+        length, config.chunk_size, query.shape[0], floats
+    )
     if valid is None and not _divides(groups * chunks * size, length):
         valid = ops.ones(ops.shape(key)[:2], state[0].dtype)
     xs = [query, key, value]
     xs += [columns(t) for t in (valid, key_log_weight) if t is not None]
     xs = tuple(pad_to(x, groups * chunks * size) for x in xs)
     make_step = _implementation().causal_step
-    step, gradient = make_step(query_map, key_map, size, valid is not None, output)
+    step, gradient = make_step(config, size, valid is not None)
     state, outputs = recompute_scan(step, state, xs, map_weights, gradient, groups)
     return tuple(y[:, :length] for y in outputs), state
 
 
 def full_linear_attention(
-    query,
-    key,
-    value,
-    valid,
-    key_log_weight,
-    state,
-    query_map,
-    key_map,
-    map_weights,
-    chunk_size,
-    output,
+    query, key, value, valid, key_log_weight, state, map_weights, config
 ):
     """As `causal_linear_attention`, each query attending to every valid key."""
     heads, features = state[0].shape[1:3]
     floats = heads * (features + 2 * (value.shape[-1] or features))
     size, chunks, groups = chunk_layout(
-        ops.shape(key)[1], chunk_size, key.shape[0], floats
+        ops.shape(key)[1], config.chunk_size, key.shape[0], floats
     )
     if valid is None and not _divides(groups * chunks * size, ops.shape(key)[1]):
         valid = ops.ones(ops.shape(key)[:2], state[0].dtype)
     xs = [key, value]
     xs += [columns(t) for t in (valid, key_log_weight) if t is not None]
     xs = tuple(pad_to(x, groups * chunks * size) for x in xs)
-    step = _key_step(key_map, valid is not None)
+    step = _key_step(config.key_map, valid is not None)
     state, _ = recompute_scan(step, state, xs, map_weights, num_steps=groups)
 
     length = ops.shape(query)[1]
-    size, chunks, groups = chunk_layout(length, chunk_size, query.shape[0], floats)
+    size, chunks, groups = chunk_layout(
+        length, config.chunk_size, query.shape[0], floats
+    )
     xs = (pad_to(query, groups * chunks * size),)
-    step, consts = _query_step(query_map, output), (*state, *map_weights)
+    step, consts = _query_step(config.query_map, config.output), (*state, *map_weights)
     _, outputs = recompute_scan(step, (), xs, consts, num_steps=groups)
     return tuple(y[:, :length] for y in outputs), state
 

@@ -190,11 +190,12 @@ def softmax_query_features(x):
     return ops.softmax(x, axis=-1), None
 
 
-def exponential_key_features(x):
-    """The keys that go with `softmax_query_features`: `exp(x)`.
+def exponential_features(x):
+    """`exp(x)`, entry by entry.
 
-    Efficient attention divides each feature by its own sum over the keys; here, as in
-    all linear attention of this package, one denominator divides the whole row.
+    Also the keys that go with `softmax_query_features`. Efficient attention divides
+    each feature by its own sum over the keys; here, as in all linear attention of this
+    package, one denominator divides the whole row.
 
     Args:
         x: `(..., head_dim)`.
@@ -203,6 +204,24 @@ def exponential_key_features(x):
         Features `(..., head_dim)` and their log scale.
     """
     return _exponential(x, 0.5 * math.log(x.shape[-1]))
+
+
+def hedgehog_features(x, kernel):
+    """`softmax([Wx, −Wx])`, with a matrix `W` for each head.
+
+    Args:
+        x: `(batch, heads, chunks, chunk_size, head_dim)`.
+        kernel: `(heads, head_dim, m)`, the transposed matrices.
+
+    Returns:
+        Features `(batch, heads, chunks, chunk_size, 2m)` and `None`.
+
+    Reference:
+        - [Zhang et al., 2024](https://arxiv.org/abs/2402.04347)
+    """
+    x = ops.einsum("bhcsd,hdm->bhcsm", x, kernel)
+    both = ops.concatenate([x, -x], axis=-1)
+    return ops.softmax(both, axis=-1) + FEATURE_FLOOR, None
 
 
 def taylor_features(x, order=2):

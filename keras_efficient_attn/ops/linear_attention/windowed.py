@@ -1,5 +1,7 @@
 """Exact attention to the nearest keys, joined with features for the far ones."""
 
+import dataclasses
+
 from keras import ops
 
 from keras_efficient_attn.ops.common.block_softmax import (
@@ -14,32 +16,14 @@ from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.masks import SlidingWindow
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
 from keras_efficient_attn.ops.linear_attention.api import mapped_linear_attention
+from keras_efficient_attn.ops.linear_attention.recurrent import attend_to_all
+
+STATE_NAMES = ("window_key", "window_value", "window_mask")
 
 
-@compiled(
-    "window",
-    "query_map",
-    "key_map",
-    "num_features",
-    "causal",
-    "chunk_size",
-    "normalize",
-)
+@compiled("config")
 def windowed_linear_attention(
-    query,
-    key,
-    value,
-    *,
-    window,
-    query_map,
-    key_map,
-    num_features,
-    map_weights=(),
-    key_mask=None,
-    causal=False,
-    state=None,
-    chunk_size=64,
-    normalize=True,
+    query, key, value, config, map_weights=(), key_mask=None, state=None
 ):
     """Linear attention whose nearest keys are attended exactly.
 
@@ -54,34 +38,34 @@ def windowed_linear_attention(
 
     Args:
         query, key, value: `(batch, length, heads, dim)`, equally long.
-        window: Positive integer: a query sees itself and `window - 1` earlier keys
-            exactly and, if not causal, as many later ones.
-        query_map, key_map, num_features, map_weights, key_mask, causal,
-            chunk_size: As for `mapped_linear_attention`.
+        config: `LinearAttentionConfig` with a `window`: a query sees itself and
+            `window - 1` earlier keys exactly and, if not causal, as many later ones;
+            `output` is `"normalized"` or `"sum"`.
+        map_weights, key_mask: As for `mapped_linear_attention`.
         state: Optional state; needs `causal`. The linear state of the far keys, and
             the last `window` keys in `"window_key"`, `"window_value"` and
             `"window_mask"`.
-        normalize: Whether to divide by the sum of the weights.
 
     Returns:
         `(output, state)`: `(batch, length, heads, value_dim)` in the accumulator's
         dtype, and the new state or `None`.
     """
     query, key, value, valid = masked_inputs(query, key, value, key_mask)
-    length = ops.shape(query)[1]
+    length, window = ops.shape(query)[1], config.window
 
     # Everything that has a past: the last `window` positions before this segment.
     if state is None:
         past = tuple(pad_length(t[:, :0], window, 0) for t in (key, value, valid))
         far_state = None
     else:
-        names = ("window_key", "window_value", "window_mask")
-        past = tuple(ops.cast(state[name], query.dtype) for name in names)
-        far_state = {k: v for k, v in state.items() if k not in names}
+        past = tuple(ops.cast(state[name], query.dtype) for name in STATE_NAMES)
+        far_state = {k: v for k, v in state.items() if k not in STATE_NAMES}
     history = tuple(
         ops.concatenate([old, new], axis=1)
         for old, new in zip(past, (key, value, valid), strict=True)
     )
+
+    far_config = dataclasses.replace(config, causal=True, output="partial", window=None)
 
     def far(query, delayed, state):
         key, value, valid = delayed
@@ -89,63 +73,46 @@ def windowed_linear_attention(
             query,
             key,
             value,
-            query_map=query_map,
-            key_map=key_map,
-            num_features=num_features,
+            far_config,
             map_weights=map_weights,
             key_mask=valid > 0,
-            causal=True,
             state=state,
-            chunk_size=chunk_size,
-            output="partial",
         )
 
     before, far_state = far(query, tuple(t[:, :length] for t in history), far_state)
-    rule = SlidingWindow(window, causal)
+    rule = SlidingWindow(window, config.causal)
     if state is None:
         near = attend_near(query, key, value, valid, rule)
+    elif query.shape[1] == key.shape[1] == 1:
+        near = attend_to_all(query, *(t[:, 1:] for t in history))
     else:
         # The rule asks for distances only: any start will do.
         near = attend_recent(query, *(t[:, 1:] for t in history), rule, start=0)
     parts = [near, before]
-    if not causal:
+    if not config.causal:
         delayed = tuple(
             pad_length(ops.flip(t[:, window:], axis=1), window, 0)[:, :length]
             for t in (key, value, valid)
         )
         after, _ = far(ops.flip(query, axis=1), delayed, None)
         parts.append(tuple(ops.flip(t, axis=1) for t in after))
-    output = finish(*merge(parts), normalize)
+    output = finish(*merge(parts), config.output == "normalized")
     if state is None:
         return output, None
-    names = ("window_key", "window_value", "window_mask")
     recent = (t[:, length:] for t in history)
-    return output, {**far_state, **dict(zip(names, recent, strict=True))}
+    return output, {**far_state, **dict(zip(STATE_NAMES, recent, strict=True))}
 
 
 def windowed_linear_attention_at(
-    position,
-    query,
-    key,
-    value,
-    *,
-    window,
-    query_map,
-    key_map,
-    num_features,
-    map_weights=(),
-    key_mask=None,
-    chunk_size=64,
-    normalize=True,
+    position, query, key, value, config, map_weights=(), key_mask=None
 ):
     """Causal `windowed_linear_attention` for one of the queries alone.
 
     Args:
         position: Of the query among the keys, an integer or a scalar.
         query: `(batch, 1, heads, dim)`.
-        window: As there, or `None` for features only.
-        key, value, query_map, key_map, num_features, map_weights, key_mask,
-            chunk_size, normalize: As there.
+        key, value, map_weights, key_mask: As there.
+        config: As there; without a `window`, all keys count by their features.
 
     Returns:
         `(batch, 1, heads, value_dim)` in the accumulator's dtype.
@@ -153,22 +120,18 @@ def windowed_linear_attention_at(
     query, key, value, valid = masked_inputs(query, key, value, key_mask)
     positions = ops.arange(ops.shape(key)[1], dtype="int32")
     distance = ops.cast(position, "int32") - positions
-    far = ops.logical_and(valid > 0, distance >= (window or 0))
+    far = ops.logical_and(valid > 0, distance >= (config.window or 0))
     part, _ = mapped_linear_attention(
         query,
         key,
         value,
-        query_map=query_map,
-        key_map=key_map,
-        num_features=num_features,
+        dataclasses.replace(config, causal=False, output="partial", window=None),
         map_weights=map_weights,
         key_mask=far,
-        chunk_size=chunk_size,
-        output="partial",
     )
     parts = [part]
-    if window is not None:
-        rule = SlidingWindow(window, True)
+    if config.window is not None:
+        rule = SlidingWindow(config.window, True)
         first, near = keys_seen(position, rule, key, value, valid)
         parts.append(attend_at(position, query, *near, rule, first))
-    return finish(*merge(parts), normalize)
+    return finish(*merge(parts), config.output == "normalized")

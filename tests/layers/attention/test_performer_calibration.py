@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 from keras_efficient_attn import PerformerAttention
-from keras_efficient_attn.layers.attention.performer.calibration import (
+from keras_efficient_attn.layers.attention.linear.calibration import (
     balanced_coordinates,
     sampling_variance,
     worth_seeing,
@@ -80,16 +80,16 @@ def similarity(layer, query, key):
     known = np.exp((mean * key).sum(-1) + 0.5 * (unseen * key**2).sum(-1))
     known = np.moveaxis(known, 1, 2)[:, :, None]
     exact, centred = np.exp(dense.dots(query, key)), query - mean
-    if layer.feature_map in ("taylor", "power"):
+    if layer.feature_map.name in ("taylor", "power"):
         rank = layer.rank or KEY_DIM
-        estimate = dense.KERNELS[layer.feature_map](
+        estimate = dense.KERNELS[layer.feature_map.name](
             centred[..., :rank], key[..., :rank], None, 2
         )
         return estimate * known, exact
     seen, shape = calibration(layer, "seen"), calibration(layer, "shape")
     (rows,) = [w for w in layer.non_trainable_weights if w.name == "projection"]
     rows = to_numpy(rows).astype("float64")
-    if layer.feature_map == "hyperbolic":
+    if layer.feature_map.name == "hyperbolic":
         rows = np.concatenate([rows, -rows])
     # Drawn from N(0, 1 - 4A), the weight being the ratio of the densities.
     variance = 1.0 - 4.0 * shape

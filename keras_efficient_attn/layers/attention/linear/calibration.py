@@ -1,13 +1,16 @@
-"""What `PerformerAttention` knows of the queries and keys of a trained layer."""
+"""Statistics of the queries and keys of a trained layer, for `PerformerAttention`."""
 
 import keras
 import numpy as np
 from keras import ops
 
-# Of the mean variance of queries or keys, what they are taken to have at least in
-# every direction, so that no direction is stretched without bound.
+from keras_efficient_attn.layers.attention.feature_maps import identity
+from keras_efficient_attn.ops.common.numerics import wide_dtype
+
+# Every direction counts with at least this part of the mean variance of queries or
+# keys, so that no direction is stretched without bound.
 LEAST_VARIANCE = 1e-6
-# Of a sequence, that calibration looks at: it forms the matrix of their weights.
+# Calibration looks at so many queries of a sequence: it forms the matrix of weights.
 MOST_QUERIES = 512
 # Exponents beyond say nothing but "too large".
 LARGEST_EXPONENT = 100.0
@@ -36,13 +39,13 @@ class KernelCalibration(keras.layers.Layer):
                 shape=(heads, *shape),
                 initializer=initializer,
                 # Rounded maps would not be inverse to each other.
-                dtype="float64" if self.variable_dtype == "float64" else "float32",
+                dtype=wide_dtype(self.variable_dtype),
                 trainable=False,
                 autocast=False,
             )
 
-        self._query_map = weight("query_map", _identity, dim, dim)
-        self._key_map = weight("key_map", _identity, dim, dim)
+        self._query_map = weight("query_map", identity, dim, dim)
+        self._key_map = weight("key_map", identity, dim, dim)
         self._query_center = weight("query_center", "zeros", dim)
         self._key_center = weight("key_center", "zeros", dim)
         self._unseen_variance = weight("unseen_variance", "zeros", dim)
@@ -67,7 +70,7 @@ class KernelCalibration(keras.layers.Layer):
         return query, ops.einsum("bthd,hde->bthe", key, _cast(self._key_map, key))
 
     def map_weights(self, x):
-        """What the feature maps read beside `x`, in the layout of chunks."""
+        """The tensors that the feature maps read, in the layout of chunks."""
         own = [self._query_center, self._unseen_variance]
         if self.random:
             own += [self._seen, self._shape]
@@ -126,21 +129,22 @@ class FarMoments:
         self.query, self.key = Moments(), Moments()
 
     def add(self, query, key, query_mask, key_mask):
-        """Counts a batch.
+        """Adds a batch to the moments.
 
         Args:
             query, key: Arrays `(batch, length, heads, dim)`, as features take them.
             query_mask, key_mask: Boolean arrays `(batch, length)`.
         """
         for row in range(len(query)):
-            of_queries = np.flatnonzero(query_mask[row])
-            of_keys = np.flatnonzero(key_mask[row])
-            if not len(of_queries) or not len(of_keys):
+            query_positions = np.flatnonzero(query_mask[row])
+            key_positions = np.flatnonzero(key_mask[row])
+            if not len(query_positions) or not len(key_positions):
                 continue
-            of_queries = of_queries[:: -(-len(of_queries) // MOST_QUERIES)]
-            queries = query[row][of_queries].astype("float64")
-            keys = key[row][of_keys].astype("float64")
-            steps = of_queries[:, None] - of_keys
+            stride = -(-len(query_positions) // MOST_QUERIES)
+            query_positions = query_positions[::stride]
+            queries = query[row][query_positions].astype("float64")
+            keys = key[row][key_positions].astype("float64")
+            steps = query_positions[:, None] - key_positions
             weights = self._far_weights(queries, keys, steps)
             self.query.add(queries, weights.sum(2))
             self.key.add(keys, weights.sum(1))
@@ -171,7 +175,7 @@ class Moments:
         self.weight, self._sum, self._squares = 0.0, 0.0, 0.0
 
     def add(self, vectors, weights):
-        """Counts vectors `(number, heads, dim)` with weights `(heads, number)`."""
+        """Adds vectors `(number, heads, dim)` with weights `(heads, number)`."""
         weighted = vectors * weights.T[..., None]
         self.weight = self.weight + weights.sum(1)
         self._sum = self._sum + weighted.sum(0)
@@ -195,8 +199,8 @@ class Moments:
 def balanced_coordinates(query_covariance, key_covariance):
     """Coordinates in which queries and keys have one covariance, and a diagonal one.
 
-    Of all pairs of maps that leave dot products as they are, these make
-    `E‖q + k‖²`, and with it the variance of random features, the smallest.
+    No other pair of maps that leave dot products as they are has a smaller
+    `E‖q + k‖²`, and with it a smaller variance of random features.
 
     Args:
         query_covariance, key_covariance: Arrays `(heads, dim, dim)`.
@@ -271,10 +275,6 @@ def _floored(matrices):
     dim = matrices.shape[-1]
     mean = np.trace(matrices, axis1=1, axis2=2)[:, None, None] / dim
     return matrices + LEAST_VARIANCE * np.where(mean > 0, mean, 1.0) * np.eye(dim)
-
-
-def _identity(shape, dtype=None):
-    return ops.zeros(shape, dtype) + ops.eye(shape[-1], dtype=dtype)
 
 
 def _cast(weight, x):

@@ -1,0 +1,594 @@
+"""Feature maps of linear attention, as objects that are found by name.
+
+The functions of features are in `ops.feature_maps`; an object says which of them it is,
+checks its arguments, and declares the weights that they read.
+"""
+
+import dataclasses
+import functools
+
+import keras
+
+from keras_efficient_attn.ops.common import random_features
+from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.numerics import wide_dtype
+from keras_efficient_attn.ops.linear_attention import calibrated_features
+from keras_efficient_attn.ops.linear_attention import feature_maps as functions
+
+ROW_NORMS = ("chi", "sqrt_dim")
+_CLASSES = {}
+
+
+def register_feature_map(name, package="Custom"):
+    """Class decorator: makes a `FeatureMap` known by a name, and to Keras for saving.
+
+    Args:
+        name: What layers take as `feature_map`.
+        package: Package of the class in saved files. Defaults to `"Custom"`.
+
+    Raises:
+        ValueError: If another class has the name.
+    """
+
+    def register(feature_map):
+        known = _CLASSES.get(name, feature_map)
+        # A class may be defined again, as in a notebook.
+        if (known.__module__, known.__qualname__) != (
+            feature_map.__module__,
+            feature_map.__qualname__,
+        ):
+            raise ValueError(
+                f"`name` must be new. Received: name={name!r}, the name of "
+                f"{known.__name__}"
+            )
+        feature_map.name = name
+        _CLASSES[name] = feature_map
+        return keras.saving.register_keras_serializable(package)(feature_map)
+
+    return register
+
+
+def names():
+    """The names that `get` knows, as a tuple."""
+    return tuple(_CLASSES)
+
+
+def get(identifier, **options):
+    """The feature map that an identifier stands for.
+
+    Args:
+        identifier: A name, a `FeatureMap`, or a function without weights that maps
+            `(..., head_dim)` to non-negative features `(..., num_features)`.
+        **options: Arguments of the map, where it is given by name; `num_features` of
+            a function. Defaults to `head_dim` of them.
+
+    Raises:
+        ValueError: For an unknown name, or options that the map does not have.
+
+    Example:
+
+    >>> from keras_efficient_attn.layers import feature_maps
+    >>> feature_maps.get("taylor", order=4)
+    TaylorFeatures(order=4)
+    """
+    if isinstance(identifier, str) and identifier in _CLASSES:
+        feature_map = _CLASSES[identifier]
+        known = {field.name for field in dataclasses.fields(feature_map)}
+    elif isinstance(identifier, FeatureMap):
+        feature_map, known = lambda: identifier, ()
+    elif isinstance(identifier, keras.Layer):
+        raise ValueError(
+            "`feature_map` must be a name, a `FeatureMap` or a function without "
+            "weights; a map with weights is a `FeatureMap`. Received: "
+            f"feature_map={identifier}"
+        )
+    elif callable(identifier):
+        known = ("num_features",)
+
+        def feature_map(**options):
+            return FunctionFeatures(identifier, **options)
+    else:
+        raise ValueError(
+            f"`feature_map` must be one of {', '.join(_CLASSES)}, a `FeatureMap`, or "
+            f"a callable. Received: feature_map={identifier!r}"
+        )
+    for option, value in options.items():
+        if option not in known:
+            raise ValueError(
+                f"feature_map={identifier!r} has no choice of `{option}`. Received: "
+                f"{option}={value!r}"
+            )
+    return feature_map(**options)
+
+
+@functools.cache
+def feature_functions(feature_map):
+    """`(query_features, key_features)`: one pair of objects for equal maps."""
+    return feature_map.query_features, feature_map.key_features
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureMap:
+    """A map `φ` of queries and keys whose dot products are the attention's weights.
+
+    A subclass has `query_features`, and `key_features` if keys have another map. With
+    arguments it is a frozen dataclass. It holds no tensors: what its functions read is
+    created in `create_weights` and passed to them, so that equal maps are one object
+    for a compiler, and gradients reach the weights through the scan over chunks.
+
+    Attributes:
+        name: The name that it is registered by.
+        positive: Whether `φ(q)·φ(k)` is never negative. Defaults to `True`.
+        causal: Whether the features of a position depend on that position alone.
+            Defaults to `True`.
+        estimates_softmax: Whether `φ(q)·φ(k)` estimates `exp(q·k)`. Layers then scale
+            queries and keys by `head_dim^(-1/4)`. Defaults to `False`.
+        random: Whether it has a weight `"projection"` of random rows. Defaults to
+            `False`.
+        can_calibrate: Whether it has a form about the means of queries and keys. See
+            `CalibratedFeatures`. Defaults to `False`.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn.layers import FeatureMap, LinearAttention
+    >>> from keras_efficient_attn.layers import register_feature_map
+    >>> @register_feature_map("gained_relu")
+    ... class GainedRelu(FeatureMap):
+    ...     def create_weights(self, layer, seed):
+    ...         shape = (layer.num_heads, 1, 1, layer.key_dim)
+    ...         return (layer.add_weight(shape, "ones", name="feature_gain"),)
+    ...
+    ...     def query_features(self, x, gain):
+    ...         return keras.ops.relu(gain * x) + 1e-3, None
+    >>> layer = LinearAttention(2, 8, feature_map="gained_relu")
+    """
+
+    positive = True
+    causal = True
+    estimates_softmax = False
+    random = False
+    can_calibrate = False
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if not isinstance(cls.__dict__.get("name"), property):
+            cls.name = cls.__name__
+
+    def feature_dim(self, head_dim):
+        """Number of features of heads of a size. Defaults to `head_dim`.
+
+        Raises:
+            ValueError: If the arguments do not fit that size.
+        """
+        return head_dim
+
+    def create_weights(self, layer, seed):
+        """Creates the weights, by `layer.add_weight`.
+
+        Args:
+            layer: The layer that owns them, with `num_heads` and `key_dim`.
+            seed: `keras.random.SeedGenerator` if the map is `random`, or `None`.
+
+        Returns:
+            Tuple of variables. The functions of features get them as tensors in the
+            dtype of `x`.
+        """
+        return ()
+
+    def map_weights(self, weights, query, key, call):
+        """What the functions read, from the weights and the call.
+
+        Args:
+            weights: Tuple of tensors, from `create_weights`.
+            query, key: `(batch, length, heads, head_dim)`, scaled.
+            call: `AttentionCall`, with the masks.
+
+        Returns:
+            Tuple of tensors. Defaults to `weights`.
+        """
+        return weights
+
+    def query_features(self, x, *weights):
+        """Features of queries.
+
+        Args:
+            x: `(batch, heads, chunks, chunk_size, head_dim)`.
+            *weights: From `map_weights`.
+
+        Returns:
+            `(features, log_scale)`: `(..., feature_dim)`, and `(...)` or `None` for
+            zero. The true features are `features * exp(log_scale)`.
+        """
+        raise NotImplementedError
+
+    def key_features(self, x, *weights):
+        """Features of keys. Defaults to those of queries."""
+        return self.query_features(x, *weights)
+
+    def multiplications(self, head_dim):
+        """Multiply-adds in matrix products for the features of one head's vector."""
+        return 0
+
+    def get_config(self):
+        """The arguments, as a dict."""
+        fields = dataclasses.fields(self)
+        return {field.name: getattr(self, field.name) for field in fields}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**config)
+
+
+def _register(name):
+    return register_feature_map(name, package="keras_efficient_attn")
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomFeatures(FeatureMap):
+    """Base of maps with a projection whose rows are random.
+
+    Args:
+        num_features: Number of features. Defaults to `max(256, d · ln(d))` for heads
+            of size `d`.
+        orthogonal: Whether rows are orthogonal in blocks of `d`. Defaults to `True`.
+        row_norm: `"chi"` (unbiased, the default) or `"sqrt_dim"`.
+    """
+
+    num_features: int | None = None
+    orthogonal: bool = True
+    row_norm: str = "chi"
+
+    random = True
+    estimates_softmax = True
+    features_per_row = 1
+
+    def __post_init__(self):
+        check_positive_int("num_features", self.num_features, optional=True)
+        if (self.num_features or 0) % self.features_per_row:
+            raise ValueError(
+                f"`num_features` must be even for feature_map={self.name!r}, which "
+                f"makes two of each row. Received: num_features={self.num_features}"
+            )
+        if self.row_norm not in ROW_NORMS:
+            raise ValueError(
+                f"`row_norm` must be one of {', '.join(ROW_NORMS)}. Received: "
+                f"row_norm={self.row_norm!r}"
+            )
+
+    def feature_dim(self, head_dim):
+        return self.features_per_row * self.num_rows(head_dim)
+
+    def num_rows(self, head_dim):
+        """Rows of the projection."""
+        size = self.num_features or random_features.default_num_features(head_dim)
+        return size // self.features_per_row
+
+    def draw(self, head_dim, seed):
+        """Random numbers that `project` makes a projection of."""
+        rows = self.num_rows(head_dim)
+        return random_features.gaussian_blocks(rows, head_dim, seed)
+
+    def project(self, draws, dtype):
+        """The projection `(rows, head_dim)` of draws."""
+        projection = random_features.random_projection(
+            *draws, self.orthogonal, self.row_norm
+        )
+        return keras.ops.cast(projection, dtype)
+
+    def create_weights(self, layer, seed):
+        projection = layer.add_weight(
+            name="projection",
+            shape=(self.num_rows(layer.key_dim), layer.key_dim),
+            initializer=lambda shape, dtype: self.project(
+                self.draw(layer.key_dim, seed), dtype
+            ),
+            # Rounded rows would not be orthogonal.
+            dtype=wide_dtype(layer.variable_dtype),
+            trainable=False,
+            # Not cast to the compute dtype: assignments have to reach it.
+            autocast=False,
+        )
+        return (projection,)
+
+    def multiplications(self, head_dim):
+        return head_dim * self.num_rows(head_dim)
+
+
+@_register("favor+")
+class FavorPlusFeatures(RandomFeatures):
+    """`ops.feature_maps.positive_random_features`."""
+
+    can_calibrate = True
+    _hyperbolic = False
+
+    def query_features(self, x, projection):
+        return functions.positive_random_features(x, projection, self._hyperbolic)
+
+    def seen_features(self, x, rank, *weights):
+        """Features of a calibrated layer; see `CalibratedFeatures`."""
+        return calibrated_features.seen_random_features(x, *weights, self._hyperbolic)
+
+
+@_register("hyperbolic")
+class HyperbolicFeatures(FavorPlusFeatures):
+    """`ops.feature_maps.positive_random_features`, both signs of each row."""
+
+    features_per_row = 2
+    _hyperbolic = True
+
+
+@_register("favor++")
+class FavorPlusPlusFeatures(RandomFeatures):
+    """`ops.feature_maps.optimal_positive_features`, by the statistics of a sequence."""
+
+    causal = False
+
+    def map_weights(self, weights, query, key, call):
+        shape = functions.optimal_shape(query, key, call.query_mask, call.key_mask)
+        return (*weights, shape[..., None, None, None])
+
+    def query_features(self, x, projection, shape):
+        return functions.optimal_positive_features(x, projection, shape)
+
+
+@_register("trigonometric")
+class TrigonometricFeatures(RandomFeatures):
+    """`ops.feature_maps.trigonometric_features`."""
+
+    positive = False
+    features_per_row = 2
+
+    def query_features(self, x, projection):
+        return functions.trigonometric_features(x, projection)
+
+
+@dataclasses.dataclass(frozen=True)
+class PolynomialFeatures(FeatureMap):
+    """Base of maps of all monomials up to a degree.
+
+    Args:
+        order: The degree, even. Defaults to 2.
+    """
+
+    order: int = 2
+
+    estimates_softmax = True
+    can_calibrate = True
+
+    def feature_dim(self, head_dim):
+        return functions.polynomial_dimension(head_dim, self.order)
+
+    def seen_features(self, x, rank):
+        """Features of a calibrated layer; see `CalibratedFeatures`."""
+        return calibrated_features.seen_polynomial_features(
+            x, self.query_features, rank
+        )
+
+
+@_register("taylor")
+class TaylorFeatures(PolynomialFeatures):
+    """`ops.feature_maps.taylor_features`."""
+
+    def query_features(self, x):
+        return functions.taylor_features(x, self.order)
+
+
+@_register("power")
+class PowerFeatures(PolynomialFeatures):
+    """`ops.feature_maps.power_features`."""
+
+    def query_features(self, x):
+        return functions.power_features(x, self.order)
+
+
+@_register("relu")
+@dataclasses.dataclass(frozen=True)
+class ReluFeatures(RandomFeatures):
+    """`ops.feature_maps.relu_features`, of a random projection with `num_features`.
+
+    Args:
+        num_features: Rows of the projection. Defaults to `None`: no projection.
+        orthogonal, row_norm: As `RandomFeatures`, for a projection.
+    """
+
+    estimates_softmax = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        drawn = self.orthogonal is not True or self.row_norm != "chi"
+        if drawn and not self.random:
+            raise ValueError(
+                "feature_map='relu' has no projection without `num_features`, and no "
+                "use for `orthogonal` and `row_norm`. Received: "
+                f"orthogonal={self.orthogonal!r}, row_norm={self.row_norm!r}"
+            )
+
+    @property
+    def random(self):
+        return self.num_features is not None
+
+    def num_rows(self, head_dim):
+        return self.num_features or 0
+
+    def feature_dim(self, head_dim):
+        return self.num_features or head_dim
+
+    def create_weights(self, layer, seed):
+        return super().create_weights(layer, seed) if self.random else ()
+
+    def query_features(self, x, projection=None):
+        return functions.relu_features(x, projection)
+
+
+@_register("elu")
+class EluFeatures(FeatureMap):
+    """`ops.feature_maps.elu_features`: elu(x) + 1."""
+
+    def query_features(self, x):
+        return functions.elu_features(x)
+
+
+@_register("exp")
+class ExponentialFeatures(FeatureMap):
+    """`ops.feature_maps.exponential_features`: exp(x)."""
+
+    def query_features(self, x):
+        return functions.exponential_features(x)
+
+
+@_register("softmax")
+class SoftmaxFeatures(FeatureMap):
+    """Softmax over the features of queries, exponential of keys."""
+
+    def query_features(self, x):
+        return functions.softmax_query_features(x)
+
+    def key_features(self, x):
+        return functions.exponential_features(x)
+
+
+@_register("hedgehog")
+class HedgehogFeatures(FeatureMap):
+    """`ops.feature_maps.hedgehog_features`: softmax([Wx, −Wx]), `W` learned.
+
+    Every head has one matrix for queries and one for keys, at first the identity.
+    """
+
+    def feature_dim(self, head_dim):
+        return 2 * head_dim
+
+    def create_weights(self, layer, seed):
+        return tuple(
+            layer.add_weight(
+                name=f"{side}_feature_kernel",
+                shape=(layer.num_heads, layer.key_dim, layer.key_dim),
+                initializer=identity,
+                autocast=False,
+            )
+            for side in ("query", "key")
+        )
+
+    def query_features(self, x, query_kernel, key_kernel):
+        return functions.hedgehog_features(x, query_kernel)
+
+    def key_features(self, x, query_kernel, key_kernel):
+        return functions.hedgehog_features(x, key_kernel)
+
+    def multiplications(self, head_dim):
+        return head_dim * head_dim
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+@dataclasses.dataclass(frozen=True)
+class FunctionFeatures(FeatureMap):
+    """A function without weights as a feature map.
+
+    Args:
+        function: Maps `(..., head_dim)` to non-negative features
+            `(..., num_features)`; for saving, a registered custom object of Keras.
+        num_features: Number of features. Defaults to `head_dim`.
+    """
+
+    function: object
+    num_features: int | None = None
+
+    def __post_init__(self):
+        check_positive_int("num_features", self.num_features, optional=True)
+
+    @property
+    def name(self):
+        return getattr(self.function, "__name__", repr(self.function))
+
+    def feature_dim(self, head_dim):
+        return self.num_features or head_dim
+
+    def query_features(self, x):
+        features = self.function(x)
+        size = self.feature_dim(x.shape[-1])
+        if features.shape[-1] != size:
+            raise ValueError(
+                f"`feature_map` must give `num_features={size}` features (by default, "
+                f"`key_dim`). Received: features of shape {tuple(features.shape)}"
+            )
+        return features, None
+
+    def get_config(self):
+        function = keras.saving.serialize_keras_object(self.function)
+        return {**super().get_config(), "function": function}
+
+    @classmethod
+    def from_config(cls, config):
+        function = keras.saving.deserialize_keras_object(config["function"])
+        return cls(**{**config, "function": function})
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibratedFeatures(FeatureMap):
+    """A map that `can_calibrate`, about the means of queries and keys.
+
+    The functions read the weights of a `KernelCalibration` before those of the map.
+
+    Args:
+        features: The map.
+        rank: Number of coordinates that a polynomial map sees. Defaults to `None`:
+            all of them.
+    """
+
+    features: FeatureMap
+    rank: int | None = None
+
+    estimates_softmax = True
+
+    def __post_init__(self):
+        if not self.features.can_calibrate:
+            known = (name for name in names() if get(name).can_calibrate)
+            raise ValueError(
+                f"`calibrated` is for the feature maps {', '.join(known)}. Received: "
+                f"feature_map={self.features.name!r}"
+            )
+        check_positive_int("rank", self.rank, optional=True)
+
+    @property
+    def name(self):
+        return self.features.name
+
+    @property
+    def random(self):
+        return self.features.random
+
+    def feature_dim(self, head_dim):
+        if self.rank is not None and (self.random or self.rank > head_dim):
+            raise ValueError(
+                "`rank` is a number of coordinates, at most `key_dim`, for a "
+                f"polynomial feature map. Received: rank={self.rank}, "
+                f"key_dim={head_dim}, feature_map={self.name!r}"
+            )
+        return self.features.feature_dim(self.rank or head_dim)
+
+    def create_weights(self, layer, seed):
+        return self.features.create_weights(layer, seed)
+
+    def query_features(self, x, *weights):
+        return calibrated_features.query_features(self._seen, x, *weights)
+
+    def key_features(self, x, *weights):
+        return calibrated_features.key_features(self._seen, x, *weights)
+
+    def _seen(self, x, *weights):
+        return self.features.seen_features(x, self.rank or x.shape[-1], *weights)
+
+    def draw(self, head_dim, seed):
+        return self.features.draw(head_dim, seed)
+
+    def project(self, draws, dtype):
+        return self.features.project(draws, dtype)
+
+    def multiplications(self, head_dim):
+        return self.features.multiplications(head_dim)
+
+
+def identity(shape, dtype=None):
+    """Initializer of `(..., dim, dim)`: identity matrices."""
+    eye = keras.ops.eye(shape[-1], dtype=dtype)
+    return keras.ops.zeros(shape, dtype) + eye

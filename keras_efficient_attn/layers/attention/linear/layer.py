@@ -1,0 +1,319 @@
+"""LinearAttention: attention through a feature map, in linear time."""
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.layers.attention import feature_maps
+from keras_efficient_attn.layers.attention.base import AttentionCall, EfficientAttention
+from keras_efficient_attn.layers.attention.registry import register_attention
+from keras_efficient_attn.ops.common.checks import (
+    check_positive_int,
+    check_positive_number,
+    check_rotary_wavelength,
+)
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, rms_normalize
+from keras_efficient_attn.ops.common.pairs import count_pairs
+from keras_efficient_attn.ops.linear_attention.api import (
+    linear_attention_state_spec,
+    mapped_linear_attention,
+)
+from keras_efficient_attn.ops.linear_attention.config import (
+    CHUNK_SIZE,
+    LinearAttentionConfig,
+)
+from keras_efficient_attn.ops.linear_attention.windowed import (
+    windowed_linear_attention,
+    windowed_linear_attention_at,
+)
+
+
+@register_attention("linear")
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class LinearAttention(EfficientAttention):
+    """Attention whose weights are dot products of features, in linear time.
+
+    Softmax attention weighs key `s` for query `t` by `exp(q·k)`. Here the weight is
+    `φ(q)·φ(k)`, so that the keys can be summed up before the queries come:
+
+    ```
+    head[t] = φ(q[t]) (Σ_s φ(k[s])ᵀ v[s]) / φ(q[t])·(Σ_s φ(k[s]))
+    ```
+
+    Time and memory grow linearly with the length, and a causal layer needs a state of
+    constant size only. For maps that estimate the exponential, `q` and `k` are scaled
+    by `key_dim^(-1/4)`, so that the weight estimates that of softmax attention.
+
+    Args:
+        *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
+            name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the concatenated
+            heads), `use_bias`, ….
+        feature_map: Name of the map, a `FeatureMap`, or a function without weights.
+            Defaults to `"elu"`.
+
+            | name | map | features |
+            |---|---|---|
+            | `"elu"` | elu(x) + 1 | d |
+            | `"exp"` | exp(x) | d |
+            | `"softmax"` | softmax of queries, exponential of keys | d |
+            | `"hedgehog"` | softmax([Wx, −Wx]), learned per head | 2d |
+            | `"relu"` | relu(x) + 1e-3 | d |
+            | `"taylor"` | Taylor expansion of the exponential, order 2 | C(d + 2, 2) |
+            | `"power"` | (1 + q·k/2)² | C(d + 2, 2) |
+            | `"favor+"` | positive random features | max(256, d · ln(d)) |
+            | `"hyperbolic"` | both signs of each random row | max(256, d · ln(d)) |
+            | `"favor++"` | optimal positive features, not causal | max(256, …) |
+            | `"trigonometric"` | sines and cosines, signed | max(256, …) |
+
+            A map with other arguments is given as an object, such as
+            `feature_maps.get("taylor", order=4)`. A function maps `(..., key_dim)` to
+            as many non-negative features; it is registered for serialization, as any
+            custom object of Keras. A map with weights is a subclass of `FeatureMap`.
+        window: Number of nearest keys to attend to exactly, with the features for
+            the others under one denominator: a query sees itself and `window - 1`
+            earlier keys exactly and, if not causal, as many later ones. For maps that
+            estimate the exponential, and lengths that agree. Defaults to `None`;
+            `sliding_window` of `keras.layers.MultiHeadAttention` means the same.
+        normalize: Whether to divide by the sum of the weights. Defaults to `True`.
+        qk_norm: Whether queries and keys are RMS-normalised (without gain) before
+            scaling. Defaults to `False`.
+        temperature: Positive float; `q·k` is divided by it. Defaults to 1.
+        rotary_wavelength: Longest wavelength of rotary positions, applied to
+            queries and keys before the map, such as 10,000. Defaults to `None`: no
+            positions.
+        chunk_size: Positions per chunk; speed only. Defaults to 64.
+        **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. `seed` also
+            seeds the projection of random maps.
+
+    Call arguments:
+        query: `(batch, query_length, query_dim)`.
+        value: `(batch, key_length, value_dim)`.
+        key: Optional `(batch, key_length, key_dim)`; defaults to `value`.
+        query_mask, value_mask, key_mask, attention_mask, return_attention_scores,
+            training, use_causal_mask, state: As `EfficientAttention`.
+
+    Returns:
+        `output` `(batch, query_length, output_dim)`; `(output, scores)` with
+        `return_attention_scores`; `(output, state)` with `state`.
+
+    Raises:
+        ValueError: If an argument is invalid, or the feature map has too many
+            features to help; on a call with `use_causal_mask` for a map that is not
+            causal.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import LinearAttention
+    >>> layer = LinearAttention(num_heads=4, key_dim=32)
+    >>> x = keras.random.normal((2, 1000, 64))
+    >>> layer(x, x, use_causal_mask=True).shape
+    (2, 1000, 64)
+
+    Streaming, a token at a time, in constant memory:
+
+    >>> state = layer.get_initial_state(batch_size=2)
+    >>> y, state = layer(x[:, :1], x[:, :1], use_causal_mask=True, state=state)
+
+    Reference:
+        - [Katharopoulos et al., 2020](https://arxiv.org/abs/2006.16236)
+    """
+
+    takes_sliding_window = True
+
+    def __init__(
+        self,
+        *args,
+        feature_map="elu",
+        window=None,
+        normalize=True,
+        qk_norm=False,
+        temperature=1.0,
+        rotary_wavelength=None,
+        chunk_size=CHUNK_SIZE,
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        self.feature_map = feature_maps.get(feature_map)
+        self.window = self._window_or(window)
+        self.normalize = normalize
+        self.qk_norm = qk_norm
+        self.temperature = temperature
+        self.rotary_wavelength = rotary_wavelength
+        self.chunk_size = chunk_size
+        self._check_window()
+        check_positive_int("chunk_size", chunk_size)
+        check_positive_number("temperature", temperature)
+        check_rotary_wavelength(rotary_wavelength, self._key_dim)
+        # As it was given, for `get_config`.
+        self._feature_map_identifier = feature_map
+        self._feature_dim = self.feature_map.feature_dim(self._key_dim)
+
+    def _check_window(self):
+        check_positive_int("window", self.window, optional=True)
+        if self.window is None or self.feature_map.estimates_softmax:
+            return
+        estimating = ", ".join(
+            name
+            for name in feature_maps.names()
+            if feature_maps.get(name).estimates_softmax
+        )
+        raise ValueError(
+            "`window` joins exact weights exp(q·k) with features, which have to "
+            f"estimate them: {estimating}. Received: window={self.window}, "
+            f"sliding_window={self._sliding_window}, "
+            f"feature_map={self.feature_map.name!r}"
+        )
+
+    @property
+    def feature_dim(self):
+        """Number of features per head."""
+        return self._feature_dim
+
+    @property
+    def estimates_softmax(self):
+        return (
+            self.feature_map.estimates_softmax
+            and self.normalize
+            and not self.qk_norm
+            and self.temperature == 1.0
+            and self.rotary_wavelength is None
+            and not self._use_gate
+        )
+
+    def operations(self, length, causal):
+        if self._use_gate:
+            return None
+        heads, dim, value_dim = self._num_heads, self._key_dim, self._value_dim
+        features = 4 * heads * self.feature_map.multiplications(dim)
+        sums = 4 * heads * value_dim * self._feature_dim
+        window = min(self.window or 0, length)
+        per_pair = 2 * heads * (dim + value_dim)
+        pairs = count_pairs(window, length, causal)
+        return (features + sums) * length + per_pair * pairs
+
+    def build(self, query_shape, value_shape, key_shape=None):
+        super().build(query_shape, value_shape, key_shape)
+        self._projection_seed = None
+        if self.feature_map.random:
+            self._projection_seed = keras.random.SeedGenerator(self.seed)
+        self._map_variables = self.feature_map.create_weights(
+            self, self._projection_seed
+        )
+
+    def state_spec(self, batch_size, max_length):
+        heads, dtype = self._num_heads, self.state_dtype
+        sizes = (batch_size, heads, self._feature_dim, self._value_dim)
+        spec = linear_attention_state_spec(*sizes, dtype)
+        if self.window is not None:
+            rows = (batch_size, self.window)
+            spec["window_key"] = ((*rows, heads, self._key_dim), dtype)
+            spec["window_value"] = ((*rows, heads, self._value_dim), dtype)
+            spec["window_mask"] = (rows, dtype)
+        if self.rotary_wavelength is not None:
+            spec["position"] = ((batch_size,), "int32")
+        return spec
+
+    def attend(self, query, key, value, call):
+        state, position = call.state, None
+        if self.rotary_wavelength is not None and state is not None:
+            state = dict(state)
+            position = state.pop("position")
+        dtype = accumulator_dtype(query, key, value)
+        query = self._prepared(query, dtype, position)
+        key = self._prepared(key, dtype, position)
+        query, key, map_weights = self._map_inputs(query, key, call)
+        config, tensors = self._config(call.causal), (query, key, value)
+        options = dict(map_weights=map_weights, key_mask=call.key_mask, state=state)
+        if self.window is None:
+            (heads,), state = mapped_linear_attention(*tensors, config, **options)
+        else:
+            heads, state = windowed_linear_attention(*tensors, config, **options)
+        if position is not None:
+            state["position"] = position + ops.shape(query)[1]
+        if self._dropout > 0.0:
+            heads = self._dropout_layer(heads, training=call.training)
+        return heads, state
+
+    def attend_at(self, position, query, key, value, key_mask):
+        if query.shape[1] != 1:
+            return super().attend_at(position, query, key, value, key_mask)
+        dtype = accumulator_dtype(query, key, value)
+        start = ops.reshape(ops.cast(position, "int32"), (1,))
+        query = self._prepared(query, dtype, start)
+        key = self._prepared(key, dtype, None)
+        call = AttentionCall(key_mask=key_mask)
+        query, key, map_weights = self._map_inputs(query, key, call)
+        return windowed_linear_attention_at(
+            position,
+            query,
+            key,
+            value,
+            self._config(True),
+            map_weights=map_weights,
+            key_mask=key_mask,
+        )
+
+    def _prepared(self, x, dtype, position):
+        """Queries or keys, normalised, rotated and scaled."""
+        x = ops.cast(x, dtype)
+        if self.qk_norm:
+            x = rms_normalize(x)
+        x = self._rotated(x, position)
+        scale = self.temperature**-0.5
+        if self.feature_map.estimates_softmax:
+            scale *= self._key_dim**-0.25
+        return x if scale == 1.0 else x * scale
+
+    def _map_inputs(self, query, key, call):
+        """Queries and keys as the feature map takes them, and the tensors it reads."""
+        weights = tuple(ops.cast(w, query.dtype) for w in self._map_variables)
+        return query, key, self.feature_map.map_weights(weights, query, key, call)
+
+    def _config(self, causal):
+        return LinearAttentionConfig(
+            *feature_maps.feature_functions(self.feature_map),
+            self._feature_dim,
+            causal=causal,
+            chunk_size=self.chunk_size,
+            output="normalized" if self.normalize else "sum",
+            window=self.window,
+        )
+
+    def _check_call(self, query, value, key, call):
+        super()._check_call(query, value, key, call)
+        if call.causal and not self.feature_map.causal:
+            raise ValueError(
+                f"feature_map={self.feature_map.name!r} reads the whole sequence and "
+                "has no causal form; use another, such as 'favor+' or 'hyperbolic'. "
+                "Received: use_causal_mask=True"
+            )
+        lengths = query.shape[1], key.shape[1]
+        if self.window is not None and None not in lengths and len(set(lengths)) > 1:
+            raise ValueError(
+                "`window` needs queries and keys at the same positions. Received: "
+                f"query length {lengths[0]}, key length {lengths[1]}"
+            )
+
+    def get_config(self):
+        feature_map = self._feature_map_identifier
+        if not isinstance(feature_map, str):
+            feature_map = keras.saving.serialize_keras_object(feature_map)
+        return {
+            **super().get_config(),
+            "feature_map": feature_map,
+            "window": self.window,
+            "normalize": self.normalize,
+            "qk_norm": self.qk_norm,
+            "temperature": self.temperature,
+            "rotary_wavelength": self.rotary_wavelength,
+            "chunk_size": self.chunk_size,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        config = dict(config)
+        if not isinstance(config.get("feature_map", ""), str):
+            config["feature_map"] = keras.saving.deserialize_keras_object(
+                config["feature_map"]
+            )
+        return super().from_config(config)

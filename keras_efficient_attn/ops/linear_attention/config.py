@@ -1,0 +1,40 @@
+"""The options of linear attention, which travel together."""
+
+import collections.abc
+import dataclasses
+
+from keras_efficient_attn.ops.common.checks import check_positive_int
+
+CHUNK_SIZE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearAttentionConfig:
+    """What linear attention computes, but for its tensors: one static argument.
+
+    Attributes:
+        query_map, key_map: `(x, *map_weights) -> (features, log_scale)`, acting on
+            the last axis of `x` `(batch, heads, chunks, chunk_size, head_dim)`; the
+            true features are `features * exp(log_scale)`, and `log_scale` (one axis
+            less) may be `None`. Pass the same function objects for the same maps: JAX
+            compiles once per object.
+        num_features: Size of the features.
+        causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
+        chunk_size: Positions per chunk; speed only. Defaults to 64.
+        output: `"normalized"` (the default), `"sum"` (not divided), or `"partial"`:
+            values, totals and log scales for `online_softmax.merge`.
+        window: Number of nearest keys to attend to exactly, for
+            `windowed_linear_attention`. Defaults to `None`.
+    """
+
+    query_map: collections.abc.Callable
+    key_map: collections.abc.Callable
+    num_features: int
+    causal: bool = False
+    chunk_size: int = CHUNK_SIZE
+    output: str = "normalized"
+    window: int | None = None
+
+    def __post_init__(self):
+        check_positive_int("chunk_size", self.chunk_size)
+        check_positive_int("window", self.window, optional=True)

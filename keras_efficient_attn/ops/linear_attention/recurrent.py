@@ -1,0 +1,97 @@
+"""Linear attention for one position and a state: what generation runs.
+
+```
+M' = max(M, l)
+S' = e^(M − M') S + e^(l − M') φ(k)ᵀ v
+z' = e^(M − M') z + e^(l − M') φ(k)
+y  = φ(q) S' / φ(q)·z'
+```
+
+with the log weight `l` of the key and the running maximum `M`. The state is that of
+the chunked form, and either can go on where the other ended.
+"""
+
+from keras import ops
+
+from keras_efficient_attn.ops.common.block_softmax import softmax_part
+from keras_efficient_attn.ops.common.chunking import sizes
+from keras_efficient_attn.ops.common.numerics import larger
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
+from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
+
+
+def recurrent_linear_attention(
+    query, key, value, valid, key_log_weight, state, map_weights, config
+):
+    """Causal attention of one position, after those in the state.
+
+    Args:
+        query, key: `(batch, 1, heads, dim)`.
+        value: `(batch, 1, heads, value_dim)`, zero where not valid.
+        valid: `(batch, 1)`, 1 for keys that exist and 0 for others, or `None`.
+        key_log_weight: `(batch, 1, heads)`, or `None`.
+        state: `(sum, normalizer, log_scale)`, as `causal_linear_attention`.
+        map_weights: Tuple of tensors.
+        config: `LinearAttentionConfig`.
+
+    Returns:
+        `(outputs, state)`, as `causal_linear_attention`.
+    """
+    sums, normalizer, log_scale = state
+    batch, _, heads, value_dim = sizes(value)
+
+    def by_head(x, heads, dim):
+        return ops.reshape(ops.cast(x, sums.dtype), (batch, heads, 1, 1, dim))
+
+    rest = [] if valid is None else [by_head(valid, 1, 1)]
+    rest += [] if key_log_weight is None else [by_head(key_log_weight, heads, 1)]
+    query = by_head(query, heads, query.shape[-1])
+    query, query_log_scale = config.query_map(query, *map_weights)
+    key = by_head(key, heads, key.shape[-1])
+    masked = valid is not None
+    key, log_weight = mapped_keys(config.key_map, key, rest, map_weights, masked)
+    query = ops.reshape(query, (batch, heads, 1, config.num_features))
+    key = ops.reshape(key, (batch, heads, config.num_features))
+    if log_weight is None:
+        log_weight = ops.zeros_like(log_scale)
+        if valid is not None:
+            log_weight = ops.where(valid > 0, log_weight, LOG_ZERO)
+    else:
+        log_weight = ops.reshape(log_weight, (batch, heads))
+    new_log_scale = larger(log_scale, ops.stop_gradient(log_weight))
+    kept = ops.exp(log_scale - new_log_scale)[..., None]
+    key = key * ops.exp(log_weight - new_log_scale)[..., None]
+    value = ops.reshape(ops.cast(value, sums.dtype), (batch, heads, 1, value_dim))
+    sums = sums * kept[..., None] + key[..., None] * value
+    normalizer = normalizer * kept + key
+
+    # `outputs` have the position before the heads, and one position needs no transpose.
+    values = ops.reshape(query @ sums, (batch, 1, heads, value_dim))
+    totals = ops.reshape(query @ normalizer[..., None], (batch, 1, heads))
+    state = sums, normalizer, new_log_scale
+    if config.output == "normalized":
+        return (finish(values, totals, None, True),), state
+    scale = new_log_scale[:, None]
+    if query_log_scale is not None:
+        scale = scale + ops.reshape(query_log_scale, (batch, 1, heads))
+    if config.output == "sum":
+        return (finish(values, totals, scale, False),), state
+    return (values, totals, scale), state
+
+
+def attend_to_all(query, key, value, valid):
+    """The part of a softmax of one query over all keys that exist.
+
+    Args:
+        query: `(batch, 1, heads, dim)`, scaled.
+        key: `(batch, keys, heads, dim)`.
+        value: `(batch, keys, heads, value_dim)`, zero where not valid.
+        valid: `(batch, keys)`.
+
+    Returns:
+        `(values, totals, log_scale)` for `online_softmax.merge`, each of
+        `(batch, 1, heads, ...)`.
+    """
+    query, key, value = (ops.swapaxes(x, 1, 2) for x in (query, key, value))
+    part = softmax_part(query, key, value, valid[:, None, None] > 0, None)
+    return tuple(ops.swapaxes(x, 1, 2) for x in part)

@@ -1,0 +1,211 @@
+"""Feature maps by name, from users, and those with weights."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn import LinearAttention, PerformerAttention
+from keras_efficient_attn.layers import (
+    FeatureMap,
+    feature_maps,
+    register_feature_map,
+)
+from keras_efficient_attn.ops.linear_attention.api import mapped_linear_attention
+from keras_efficient_attn.ops.linear_attention.config import LinearAttentionConfig
+from tests import dense
+from tests.autodiff import gradients, to_numpy
+from tests.contract.test_saving import assert_same_model
+
+DIM = 8
+NAMES = (
+    "favor+ hyperbolic favor++ trigonometric taylor power relu elu exp softmax hedgehog"
+).split()
+ESTIMATES = "favor+ hyperbolic favor++ trigonometric taylor power".split()
+
+
+def inputs(length=19, seed=0):
+    random = np.random.default_rng(seed)
+    return random.normal(size=(2, length, 12)).astype("float32")
+
+
+def built(**options):
+    """A layer whose learned maps are not the identity."""
+    layer = LinearAttention(2, DIM, chunk_size=4, **options)
+    layer.build((2, 19, 12), (2, 19, 12))
+    random = np.random.default_rng(3)
+    for weight in layer.trainable_weights:
+        if "feature" in weight.name:
+            weight.assign(random.normal(size=weight.shape) * 0.5)
+    return layer
+
+
+def test_every_map_has_a_name_and_says_what_it_is():
+    assert set(NAMES) <= set(feature_maps.names())
+    for name in NAMES:
+        feature_map = feature_maps.get(name)
+        assert feature_map.name == name
+        assert feature_map.estimates_softmax == (name in ESTIMATES)
+        assert feature_map.causal == (name != "favor++")
+        assert feature_map.positive == (name != "trigonometric")
+        again = feature_maps.get(name)
+        assert again == feature_map and hash(again) == hash(feature_map)
+        # One pair of function objects: JAX compiles once.
+        functions = feature_maps.feature_functions
+        assert functions(again)[0] is functions(feature_map)[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_maps_equal_the_dense_definition(name, causal):
+    if causal and name == "favor++":
+        pytest.skip("favor++ is not causal")
+    layer, x = built(feature_map=name), inputs()
+    mask = np.random.default_rng(1).random(x.shape[:2]) > 0.2
+    hidden = np.where(mask[..., None], x, np.nan).astype("float32")
+    output = to_numpy(layer(x, hidden, key_mask=mask, use_causal_mask=causal))
+    expected, _ = dense.layer_output(
+        layer, dense.linear_heads, x, x, key_mask=mask, causal=causal
+    )
+    np.testing.assert_allclose(output, expected, rtol=1e-3, atol=1e-4)
+    size = layer.feature_map.feature_dim(DIM)
+    assert layer.get_initial_state(1)["sum"].shape == (1, 2, size, DIM)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_maps_survive_configurations_of_keras(name):
+    options = {"order": 4} if name in ("taylor", "power") else {}
+    if name in ("favor+", "hyperbolic", "favor++", "trigonometric"):
+        options = {"num_features": 6, "orthogonal": False, "row_norm": "sqrt_dim"}
+    feature_map = feature_maps.get(name, **options)
+    config = keras.saving.serialize_keras_object(feature_map)
+    assert keras.saving.deserialize_keras_object(config) == feature_map
+    layer = LinearAttention(2, DIM, feature_map=feature_map)
+    again = LinearAttention.from_config(layer.get_config())
+    assert again.feature_map == feature_map
+    by_name = LinearAttention(2, DIM, feature_map=name)
+    assert by_name.get_config()["feature_map"] == name
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1000.0])
+@pytest.mark.parametrize("name", ["exp", "hedgehog", "softmax"])
+def test_exponentials_neither_overflow_nor_vanish(name, scale):
+    layer, x = built(feature_map=name), inputs(length=30)
+    output = to_numpy(layer(scale * x, scale * x, use_causal_mask=True))
+    assert np.all(np.isfinite(output))
+    # The first query sees one key, whatever its weight.
+    alone = to_numpy(layer(scale * x[:, :1], scale * x[:, :1]))
+    np.testing.assert_allclose(output[:, :1], alone, rtol=1e-4, atol=1e-4 * scale)
+    assert np.all(np.abs(alone).max(-1) > 0)
+
+
+def test_hedgehog_begins_as_the_softmax_of_both_signs():
+    layer, x = LinearAttention(2, DIM, feature_map="hedgehog"), inputs()
+    output = to_numpy(layer(x, x))
+    kernels = [w for w in layer.trainable_weights if "feature" in w.name]
+    assert sorted(w.name for w in kernels) == [
+        "key_feature_kernel",
+        "query_feature_kernel",
+    ]
+    for kernel in kernels:
+        np.testing.assert_array_equal(to_numpy(kernel), np.stack([np.eye(DIM)] * 2))
+
+    def plain(x):
+        both = ops.concatenate([x, -x], axis=-1)
+        return ops.softmax(both, axis=-1)
+
+    other = PerformerAttention(2, DIM, feature_map=plain, num_features=2 * DIM)
+    other.build(x.shape, x.shape)
+    projections = [w for w in layer.weights if "feature" not in w.name]
+    other.set_weights([to_numpy(w) for w in projections])
+    np.testing.assert_allclose(output, to_numpy(other(x, x)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_gradients_of_a_map_s_weights_are_differences(causal):
+    random = np.random.default_rng(3)
+    query, key, value = random.normal(size=(3, 2, 9, 2, DIM)).astype("float32")
+    start, direction = random.normal(size=(2, 2, 2, DIM, DIM)) * 0.5
+    config = LinearAttentionConfig(
+        *feature_maps.feature_functions(feature_maps.get("hedgehog")),
+        2 * DIM,
+        causal=causal,
+        chunk_size=4,
+    )
+
+    def loss(*kernels):
+        (heads,), _ = mapped_linear_attention(query, key, value, config, kernels)
+        return ops.sum(ops.square(heads))
+
+    def definition(kernels):
+        similarity = dense.hedgehog(query, key, *kernels)
+        heads, _ = dense.weigh(similarity, value.astype("float64"), causal=causal)
+        return (heads**2).sum()
+
+    slopes = gradients(loss, *start.astype("float32"))
+    for side in (0, 1):
+        step = 1e-4 * np.eye(2)[side][:, None, None, None] * direction
+        difference = definition(start + step) - definition(start - step)
+        ours = (slopes[side].astype("float64") * direction[side]).sum()
+        np.testing.assert_allclose(ours, difference / 2e-4, rtol=1e-3)
+
+
+@register_feature_map("tests_gained_relu", package="tests")
+@dataclasses.dataclass(frozen=True)
+class GainedRelu(FeatureMap):
+    """A user's map: a gain per head and channel that is learned."""
+
+    epsilon: float = 1e-3
+
+    def create_weights(self, layer, seed):
+        shape = (layer.num_heads, 1, 1, layer.key_dim)
+        return (layer.add_weight(shape, "ones", name="feature_gain"),)
+
+    def query_features(self, x, gain):
+        return ops.relu(x * gain) + self.epsilon, None
+
+    def key_features(self, x, gain):
+        return ops.relu(x) + self.epsilon, None
+
+
+def test_a_map_from_outside_learns_and_is_saved(tmp_path, backend):
+    layer = LinearAttention(2, DIM, feature_map="tests_gained_relu", chunk_size=4)
+    sequence = keras.Input((None, 12))
+    model = keras.Model(sequence, layer(sequence, sequence, use_causal_mask=True))
+    (gain,) = (w for w in layer.trainable_weights if w.name == "feature_gain")
+    assert gain.path.endswith("/feature_gain")
+    x = inputs()
+    # At first it is "relu" without a projection.
+    plain = LinearAttention(2, DIM, feature_map="relu")
+    plain.build(x.shape, x.shape)
+    plain.set_weights([to_numpy(w) for w in layer.weights if w is not gain])
+    np.testing.assert_allclose(
+        to_numpy(model(x)), to_numpy(plain(x, x, use_causal_mask=True)), atol=1e-5
+    )
+    model.compile(keras.optimizers.Adam(0.1), "mse", jit_compile=backend != "torch")
+    model.fit(x, x[..., :1] + np.zeros_like(x), epochs=2, verbose=0)
+    assert np.all(to_numpy(gain) != 1.0)
+    model.save(tmp_path / "model.keras")
+    restored = keras.saving.load_model(tmp_path / "model.keras")
+    assert_same_model(restored, model, x)
+    assert restored.layers[-1].feature_map == GainedRelu()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: feature_maps.get("rbf"), "feature_map='rbf'"),
+        (lambda: feature_maps.get(3), "feature_map=3"),
+        (lambda: feature_maps.get("elu", order=2), "order=2"),
+        (lambda: feature_maps.get("favor+", num_features=0), "num_features=0"),
+        (lambda: feature_maps.get("relu", orthogonal=False), "orthogonal=False"),
+        (lambda: feature_maps.get(GainedRelu(), order=2), "order=2"),
+        (lambda: feature_maps.get(keras.layers.Dense(2)), "without weights"),
+        (lambda: register_feature_map("elu")(GainedRelu), "name='elu'"),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

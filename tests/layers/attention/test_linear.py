@@ -1,0 +1,140 @@
+"""LinearAttention: arguments, windows, and one position at a time."""
+
+import numpy as np
+import pytest
+
+from keras_efficient_attn import LinearAttention, PerformerAttention
+from keras_efficient_attn.layers import get_attention
+from tests import dense
+from tests.autodiff import to_numpy
+
+DIM = 8
+LENGTH = 23
+LAYERS = {
+    "elu": (LinearAttention, {}),
+    "exp": (LinearAttention, {"feature_map": "exp"}),
+    "hedgehog": (LinearAttention, {"feature_map": "hedgehog"}),
+    "sum": (LinearAttention, {"normalize": False}),
+    "rotary": (LinearAttention, {"rotary_wavelength": 50.0, "qk_norm": True}),
+    "favor+": (PerformerAttention, {"num_features": 16}),
+    "power": (LinearAttention, {"feature_map": "power"}),
+    "window": (PerformerAttention, {"num_features": 16, "window": 4}),
+    "window of one": (LinearAttention, {"feature_map": "taylor", "window": 1}),
+    "long window": (LinearAttention, {"feature_map": "power", "window": 40}),
+    "calibrated": (
+        PerformerAttention,
+        {"feature_map": "power", "rank": 3, "window": 4, "calibrated": True},
+    ),
+}
+
+
+def inputs(seed=0):
+    random = np.random.default_rng(seed)
+    return random.normal(size=(2, LENGTH, 12)).astype("float32")
+
+
+def streamed(layer, x, mask, cuts):
+    """Outputs of the segments between the cuts, and the last state."""
+    state, outputs = layer.get_initial_state(2), []
+    for start, stop in zip((0, *cuts), (*cuts, LENGTH), strict=True):
+        part = x[:, start:stop]
+        output, state = layer(
+            part,
+            part,
+            key_mask=mask[:, start:stop],
+            use_causal_mask=True,
+            state=state,
+        )
+        outputs.append(to_numpy(output))
+    return np.concatenate(outputs, axis=1), state
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_tokens_and_segments_give_the_definition(name):
+    layer_class, options = LAYERS[name]
+    layer = layer_class(2, DIM, chunk_size=4, **options)
+    x = inputs()
+    layer.build(x.shape, x.shape)
+    # The first keys and a row of others are hidden.
+    mask = np.random.default_rng(1).random((2, LENGTH)) > 0.3
+    mask[0, :3] = mask[1, 9:15] = False
+    hidden = np.where(mask[..., None], x, np.nan).astype("float32")
+    if name == "calibrated":
+        layer.calibrate(inputs(seed=1))
+        whole = to_numpy(layer(x, hidden, key_mask=mask, use_causal_mask=True))
+    else:
+        whole, _ = dense.layer_output(
+            layer, dense.linear_heads, x, x, key_mask=mask, causal=True
+        )
+    every = tuple(range(1, LENGTH))
+    # From segments to tokens and back: both have one state.
+    for cuts in (every, (7, 8, 9, 10, 18), (1, 2, 3, 20)):
+        output, _ = streamed(layer, x, mask, cuts)
+        np.testing.assert_allclose(output, whole, rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["elu", "favor+", "window"])
+def test_hidden_tokens_write_nothing_and_are_not_read(name):
+    layer_class, options = LAYERS[name]
+    layer, x = layer_class(2, DIM, **options), inputs()
+    layer.build(x.shape, x.shape)
+    mask = np.ones((2, LENGTH), bool)
+    mask[:, 10:] = False
+    mask[0, 0] = False
+    _, state = streamed(layer, x, mask, tuple(range(1, LENGTH)))
+    x[~mask] = np.nan
+    _, again = streamed(layer, x, mask, tuple(range(1, LENGTH)))
+    for key in state:
+        np.testing.assert_array_equal(to_numpy(again[key]), to_numpy(state[key]))
+    if name != "window":
+        _, shorter = streamed(layer, x, mask, tuple(range(1, 11)))
+        np.testing.assert_allclose(
+            to_numpy(state["sum"]), to_numpy(shorter["sum"]), rtol=1e-6
+        )
+
+
+def test_states_stay_wide_under_a_narrow_policy():
+    layer, x = LinearAttention(2, DIM, dtype="mixed_bfloat16"), inputs()[:, :1]
+    state = layer.build(x.shape, x.shape) or layer.get_initial_state(2)
+    output, state = layer(x, x, use_causal_mask=True, state=state)
+    assert "bfloat16" in str(output.dtype)
+    assert all("float32" in str(tensor.dtype) for tensor in state.values())
+
+
+def test_elu_is_the_default_and_the_name_is_linear():
+    layer = get_attention("linear", num_heads=2, key_dim=DIM)
+    assert type(layer) is LinearAttention
+    assert layer.feature_map.name == "elu"
+    performer = PerformerAttention(2, DIM, feature_map="elu")
+    x = inputs()
+    layer.build(x.shape, x.shape)
+    performer.build(x.shape, x.shape)
+    performer.set_weights(layer.get_weights())
+    np.testing.assert_array_equal(to_numpy(layer(x, x)), to_numpy(performer(x, x)))
+
+
+def test_sliding_window_of_keras_is_the_window():
+    layer = LinearAttention(2, DIM, feature_map="power", sliding_window=5)
+    assert layer.window == 5
+    assert LinearAttention.from_config(layer.get_config()).window == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 4}, "window=4, feature_map='elu'"),
+        ({"sliding_window": 4}, "sliding_window=4, feature_map='elu'"),
+        (
+            {"feature_map": "power", "window": 3, "sliding_window": 4},
+            "window=3, sliding_window=4",
+        ),
+        ({"window": 0}, "window=0"),
+        ({"temperature": 0}, "temperature=0"),
+        ({"chunk_size": 0}, "chunk_size=0"),
+        ({"feature_map": "rbf"}, "feature_map='rbf'"),
+    ],
+    ids=str,
+)
+def test_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        LinearAttention(2, DIM, **options)
