@@ -61,7 +61,8 @@ def ours(attention, batch, length, arguments):
     model = EfficientCausalLM(backbone)
 
     def step(tokens, state):
-        logits, _, state = model.call_with_cache(tokens, state)
+        hidden, state = model.backbone.stream(tokens, state)
+        logits = model.backbone.token_embedding(hidden, reverse=True)
         return logits, state
 
     state = backbone.get_initial_state(batch, length + STEPS)

@@ -69,7 +69,8 @@ def measure(arguments, context):
     model = EfficientCausalLM(backbone)
 
     def with_memory(tokens, state):
-        logits, _, state = model.call_with_cache(tokens, state)
+        hidden, state = model.backbone.stream(tokens, state)
+        logits = model.backbone.token_embedding(hidden, reverse=True)
         return logits, state
 
     def sliding(tokens):

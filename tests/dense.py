@@ -125,6 +125,16 @@ def local_heads(layer, query, key, value, query_mask=None, key_mask=None, causal
     return softmax_heads(layer, allowed, query, key, value, key_mask, causal)
 
 
+def full_softmax_heads(
+    layer, query, key, value, query_mask=None, key_mask=None, causal=False
+):
+    """SoftmaxAttention's heads: every key, or those in the sliding window."""
+    distance = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])
+    window = layer.get_config()["sliding_window"] or max(query.shape[1], key.shape[1])
+    allowed = (np.abs(distance) < window)[None]
+    return softmax_heads(layer, allowed, query, key, value, key_mask, causal)
+
+
 def is_near(layer, i, j):
     """Whether a query sees a key, of positions in the order of the sequence."""
     if layer.window is not None:

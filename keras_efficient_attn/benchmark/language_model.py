@@ -59,7 +59,8 @@ def next_token_loss(model, tokens, targets, training=False):
 
 def stream(model, tokens, state):
     """`(logits, state)` of the next tokens of a sequence."""
-    logits, _, state = model.call_with_cache(tokens, state)
+    hidden, state = model.backbone.stream(tokens, state)
+    logits = model.backbone.token_embedding(hidden, reverse=True)
     return logits, state
 
 

@@ -15,6 +15,7 @@ from keras_efficient_attn import (
     PerformerAttention,
     ReformerLSHAttention,
     RelativePositionXL,
+    SoftmaxAttention,
     SparseAttention,
     VQAttention,
 )
@@ -46,8 +47,9 @@ class Case:
         long_length: Positions of that; fewer where time grows with the square.
         shared_key: Whether keys have the projection of the queries.
         smooth: Whether what rounding moves a little, moves outputs a little.
+        honours: Options of Keras' constructor that other layers refuse.
+        caches: Whether the state holds keys and values as they were computed.
         gradient_through_state: Whether earlier segments learn from later ones.
-        sliding_window: Whether the layer takes Keras' `sliding_window` as its window.
     """
 
     name: str
@@ -62,7 +64,8 @@ class Case:
     shared_key: bool = False
     smooth: bool = True
     gradient_through_state: bool = True
-    sliding_window: bool = False
+    honours: tuple = ()
+    caches: bool = False
 
     @property
     def sums(self):
@@ -158,6 +161,20 @@ def reformer(name, **options):
     )
 
 
+def softmax(name, variant=False, **options):
+    return Case(
+        name,
+        SoftmaxAttention,
+        options,
+        dense.full_softmax_heads,
+        variant=variant,
+        long={},
+        long_length=512,
+        honours=("sliding_window", "flash_attention"),
+        caches=True,
+    )
+
+
 def xl(name, variant=False, **options):
     return Case(
         name,
@@ -173,7 +190,8 @@ def xl(name, variant=False, **options):
 
 CASES = [
     dataclasses.replace(
-        performer("favor+", num_features=16, variant=False), sliding_window=True
+        performer("favor+", num_features=16, variant=False),
+        honours=("sliding_window",),
     ),
     performer("favor++", num_features=16, feature_map="favor++", causal=(False,)),
     performer(
@@ -231,6 +249,8 @@ CASES = [
         same_length=True,
         clamp_length=3,
     ),
+    softmax("softmax"),
+    softmax("softmax-window", variant=True, sliding_window=4, rotary_wavelength=50.0),
     reformer("reformer", bucket_size=4, num_hashes=2, num_buckets=4),
 ]
 

@@ -5,7 +5,6 @@ import json
 import keras
 import numpy as np
 import pytest
-from keras import ops
 
 from keras_efficient_attn import PerformerAttention, SoftmaxAttention
 from keras_efficient_attn.models import (
@@ -298,12 +297,3 @@ def test_learned_positions_end():
     backbone = make_backbone("recurrent")
     with pytest.raises(ValueError, match="32"):
         backbone(inputs("recurrent", length=33))
-
-
-def test_softmax_state_excludes_masks():
-    layer = SoftmaxAttention(2, 4)
-    x = ops.ones((1, 3, 8))
-    layer.build(x.shape, x.shape)
-    state = layer.get_initial_state(1, 5)
-    with pytest.raises(ValueError, match="masks"):
-        layer(x, x, key_mask=ops.ones((1, 3)), use_causal_mask=True, state=state)

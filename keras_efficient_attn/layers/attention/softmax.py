@@ -90,7 +90,7 @@ class SoftmaxAttention(EfficientAttention):
     def attend(self, query, key, value, call):
         state, start, key_mask = call.state, None, call.key_mask
         position = None if state is None else state["position"]
-        dtype = query.dtype
+        dtype = keras.backend.standardize_dtype(query.dtype)
         if self.rotary_wavelength is not None:
             # Half precision cannot tell far positions apart.
             wide = accumulator_dtype(query, key)
@@ -109,7 +109,9 @@ class SoftmaxAttention(EfficientAttention):
         if key_mask is not None:
             keys = key_mask[:, None, None]
             mask = keys if mask is None else ops.logical_and(mask, keys)
-        if call.scores or (call.training and self._dropout > 0.0):
+        dropped = call.training and self._dropout > 0.0
+        # Keras' fused kernels round float64 to float32.
+        if call.scores or dropped or dtype == "float64":
             return self._attend_by_matrix(query, key, value, mask, call), state
         # A causal mask alone is the kernel's own.
         causal = call.causal and state is None and self._sliding_window is None

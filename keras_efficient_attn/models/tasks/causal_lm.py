@@ -5,13 +5,14 @@ import keras_hub
 from keras import ops
 
 from keras_efficient_attn.models.backbone import EfficientTransformerBackbone
+from keras_efficient_attn.models.blocks.transformer_stack import TransformerStack
 from keras_efficient_attn.models.tasks.byte_tokenizer import (
     EfficientCausalLMPreprocessor,
 )
 from keras_efficient_attn.models.tasks.task import TaskMixin
 
-# Tokens of a prompt that are read at once; the rest of it one by one.
-PROMPT_CHUNK = 64
+# Tokens of a prompt that are read at once: the largest number that is left, each time.
+PROMPT_SEGMENTS = (1024, 128, 16, 1)
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -77,20 +78,116 @@ class EfficientCausalLM(TaskMixin, keras_hub.models.CausalLM):
         outputs = backbone.token_embedding(backbone(inputs), reverse=True)
         super().__init__(inputs=inputs, outputs=outputs, **kwargs)
 
-    def call_with_cache(self, token_ids, cache):
+    def get_initial_cache(self, batch_size, max_length=None):
+        """The cache before the first token.
+
+        Args:
+            batch_size: Rows in the batch.
+            max_length: Tokens that it can hold, for layers whose state grows.
+
+        Returns:
+            Dict of `state`, the backbone's, and `position` `(batch,)`, the number of
+            tokens read.
+        """
+        return {
+            "state": self.backbone.get_initial_state(batch_size, max_length),
+            "position": ops.zeros((batch_size,), "int32"),
+        }
+
+    def call_with_cache(self, token_ids, cache, cache_update_index):
         """Reads the next tokens of a sequence.
 
         Args:
             token_ids: Integers `(batch, length)`.
-            cache: The backbone's state before them; it knows its position.
+            cache: From `get_initial_cache` or the previous call. Layers with a state
+                of constant size cannot read a position again, or leave one out.
+            cache_update_index: Position of the first token, an integer or a scalar:
+                the number of tokens that the cache has read. Outputs for any other
+                are NaN.
 
         Returns:
             `(logits, hidden_states, cache)`: `(batch, length, vocabulary_size)`,
-            `(batch, length, hidden_dim)`, and the state after them.
+            `(batch, length, hidden_dim)`, and the cache after them.
         """
-        hidden_states, cache = self.backbone.stream(token_ids, cache)
+        hidden_states, state = self.backbone.stream(token_ids, cache["state"])
+        position = cache["position"]
+        follows = position == ops.cast(cache_update_index, "int32")
+        # A compiled program cannot raise.
+        nan = ops.cast(float("nan"), hidden_states.dtype)
+        hidden_states = ops.where(follows[:, None, None], hidden_states, nan)
         logits = self.backbone.token_embedding(hidden_states, reverse=True)
-        return logits, hidden_states, cache
+        position = position + ops.shape(token_ids)[1]
+        return logits, hidden_states, {"state": state, "position": position}
+
+    def score(
+        self,
+        token_ids,
+        padding_mask=None,
+        scoring_mode="logits",
+        layer_intercept_fn=None,
+        target_ids=None,
+    ):
+        """Scores given tokens, as the causal language models of KerasHub do.
+
+        Args:
+            token_ids: Integers `(batch, length)`.
+            padding_mask: Optional boolean `(batch, length)`, false at padding.
+                Defaults to no padding.
+            scoring_mode: `"logits"` (the default) or `"loss"`, per token.
+            layer_intercept_fn: Optional callable `(x, i) -> x` of activations `(batch,
+                length, hidden_dim)`: `i` is −1 for the embeddings and counts the
+                blocks from 0. Not for reversible or adaptive stacks, which have no
+                such activations.
+            target_ids: Integers `(batch, length)`, the tokens to predict; needed by
+                `"loss"`.
+
+        Returns:
+            Logits `(batch, length, vocabulary_size)`, or losses `(batch, length)`.
+
+        Raises:
+            ValueError: For an unknown `scoring_mode`, `"loss"` without `target_ids`, or
+                a `layer_intercept_fn` where there is nothing to intercept.
+        """
+        if scoring_mode not in ("logits", "loss"):
+            raise ValueError(
+                "`scoring_mode` must be 'logits' or 'loss'. Received: "
+                f"scoring_mode={scoring_mode!r}"
+            )
+        if scoring_mode == "loss" and target_ids is None:
+            raise ValueError(
+                "`scoring_mode='loss'` needs `target_ids`. Received: target_ids=None"
+            )
+        if padding_mask is None:
+            padding_mask = ops.ones_like(token_ids)
+        inputs = {"token_ids": token_ids, "padding_mask": padding_mask}
+        if layer_intercept_fn is None:
+            logits = self(inputs)
+        else:
+            hidden = self._intercepted(inputs, layer_intercept_fn)
+            logits = self.backbone.token_embedding(hidden, reverse=True)
+        if scoring_mode == "logits":
+            return logits
+        loss = keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="none"
+        )
+        return loss(target_ids, logits)
+
+    def _intercepted(self, inputs, layer_intercept_fn):
+        """The backbone's output, each block's activations going through a function."""
+        stack = self.backbone.decoder
+        if type(stack) is not TransformerStack or (
+            stack.blocks[0].residual == "reversible"
+        ):
+            raise ValueError(
+                "`layer_intercept_fn` needs blocks with activations of their own, "
+                "which reversible and adaptive stacks do not have. Received: "
+                f"layer_intercept_fn={layer_intercept_fn!r}"
+            )
+        mask = ops.cast(inputs["padding_mask"], "bool")
+        x = layer_intercept_fn(self.backbone.embedding(inputs["token_ids"]), -1)
+        for i, block in enumerate(stack.blocks * stack.num_recurrences):
+            x = layer_intercept_fn(block(x, padding_mask=mask), i)
+        return x if stack.final_norm is None else stack.final_norm(x)
 
     def read_prompt(self, token_ids, count):
         """The cache after the first tokens of each row.
@@ -100,20 +197,22 @@ class EfficientCausalLM(TaskMixin, keras_hub.models.CausalLM):
             count: How many tokens to read, an integer or a scalar tensor.
         """
         batch_size, max_length = ops.shape(token_ids)
-        cache = self.backbone.get_initial_state(batch_size, max_length)
+        cache = self.get_initial_cache(batch_size, max_length)
         start = ops.convert_to_tensor(0, "int32")
         count = ops.cast(count, "int32")
-        for size in (PROMPT_CHUNK, 1):
+
+        def read(size):
+            def body(start, cache):
+                tokens = ops.slice(token_ids, (0, start), (batch_size, size))
+                return start + size, self.call_with_cache(tokens, cache, start)[2]
+
+            return body
+
+        for size in PROMPT_SEGMENTS:
             if size <= max_length:
                 start, cache = ops.while_loop(
                     lambda start, cache, size=size: start + size <= count,
-                    lambda start, cache, size=size: (
-                        start + size,
-                        self.backbone.stream(
-                            ops.slice(token_ids, (0, start), (batch_size, size)),
-                            cache,
-                        )[1],
-                    ),
+                    read(size),
                     (start, cache),
                 )
         return cache
@@ -142,7 +241,7 @@ class EfficientCausalLM(TaskMixin, keras_hub.models.CausalLM):
 
         def next_token(prompt, cache, index):
             token = ops.slice(prompt, (0, index - 1), (ops.shape(prompt)[0], 1))
-            logits, hidden, cache = self.call_with_cache(token, cache)
+            logits, hidden, cache = self.call_with_cache(token, cache, index - 1)
             return ops.squeeze(logits, axis=1), ops.squeeze(hidden, axis=1), cache
 
         token_ids = self.sampler(

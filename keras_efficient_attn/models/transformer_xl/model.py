@@ -88,7 +88,7 @@ class TransformerXL(keras.Model):
                 trainable=False,
                 autocast=False,
             )
-            for x in keras.tree.flatten(self._empty_memory())
+            for x in _leaves(self._empty_memory())
         ]
         self.reset_memory()
         self.built = True
@@ -119,10 +119,12 @@ class TransformerXL(keras.Model):
         if reset is not None:
             memory = [
                 _where_rows(reset, new, old)
-                for new, old in zip(keras.tree.flatten(empty), memory, strict=True)
+                for new, old in zip(_leaves(empty), memory, strict=True)
             ]
-        memory = keras.tree.pack_sequence_as(empty, memory)
-        logits, _, memory = self.language_model.call_with_cache(tokens, memory)
+        memory = _packed(empty, iter(memory))
+        backbone = self.language_model.backbone
+        hidden, memory = backbone.stream(tokens, memory)
+        logits = backbone.token_embedding(hidden, reverse=True)
         self._remember(memory)
         return logits
 
@@ -181,7 +183,7 @@ class TransformerXL(keras.Model):
         )
 
     def _remember(self, memory):
-        for variable, x in zip(self._memory, keras.tree.flatten(memory), strict=True):
+        for variable, x in zip(self._memory, _leaves(memory), strict=True):
             variable.assign(ops.stop_gradient(x))
 
     def _check_data(self, data):
@@ -213,6 +215,23 @@ class _Resets(keras.callbacks.Callback):
 
     def on_predict_begin(self, logs=None):
         self.model.reset_memory()
+
+
+def _leaves(state):
+    """The tensors of a nest of dicts, sorted by name: saved files rely on the order.
+
+    `keras.tree.flatten` has another order on PyTorch than on other backends.
+    """
+    if not isinstance(state, dict):
+        return [state]
+    return [leaf for name in sorted(state) for leaf in _leaves(state[name])]
+
+
+def _packed(like, leaves):
+    """A nest of dicts from an iterator over its tensors in the order of `_leaves`."""
+    if not isinstance(like, dict):
+        return next(leaves)
+    return {name: _packed(like[name], leaves) for name in sorted(like)}
 
 
 def _where_rows(rows, chosen, other):

@@ -10,6 +10,7 @@ from keras_efficient_attn import (
     SparseAttention,
     VQAttention,
 )
+from keras_efficient_attn.layers.attention.base import AttentionCall
 
 LENGTH, HEADS, DIM = 7, 2, 4
 LAYERS = {
@@ -48,7 +49,9 @@ def test_a_position_of_the_whole_sequence(name):
     )
     mask = np.array([[0, 1, 1, 1, 0, 1, 1], [1] * LENGTH], "bool")
     mask = ops.convert_to_tensor(mask)
-    whole, _ = layer.attend(query, key, value, None, mask, True, None, False)
+    whole, _ = layer.attend(
+        query, key, value, AttentionCall(key_mask=mask, causal=True)
+    )
     whole = ops.convert_to_numpy(whole)
     for position in (0, 5):
         at = query[:, position : position + 1]

@@ -3,7 +3,7 @@
 import keras
 import pytest
 
-from keras_efficient_attn import PerformerAttention
+from keras_efficient_attn import PerformerAttention, SoftmaxAttention
 from keras_efficient_attn.layers import attention_names, get_attention
 
 
@@ -25,7 +25,7 @@ def test_values_may_hold_commas():
     layer = get_attention(
         "softmax:output_shape=(3,),dropout=0.5", num_heads=1, key_dim=2
     )
-    assert type(layer) is keras.layers.MultiHeadAttention
+    assert type(layer) is SoftmaxAttention
     assert layer.get_config()["output_shape"] == (3,)
     assert layer.get_config()["dropout"] == 0.5
 

@@ -181,5 +181,5 @@ def test_calls_that_are_refused():
         layer(x, x, use_causal_mask=True, state=wide)
     with pytest.raises(ValueError, match="built=False"):
         RelativePositionXL(HEADS, KEY_DIM).get_initial_state(BATCH)
-    with pytest.raises(ValueError, match="memory_length=-2"):
+    with pytest.raises(ValueError, match="max_length=-2"):
         layer.get_initial_state(BATCH, -2)

@@ -460,7 +460,7 @@ def test_configurations_outside_the_contract(causal, options):
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
     if causal:
         state, pieces = layer.get_initial_state(2), []
-        assert set(state) == set(layer.state_names)
+        assert set(state) == set(layer.state_spec(1, None))
         for start, stop in ((0, 1), (1, 20)):
             piece = x[:, start:stop]
             y, state = layer(piece, piece, use_causal_mask=True, state=state)

@@ -20,8 +20,8 @@ samplers = keras_hub.samplers
 
 @pytest.fixture(autouse=True)
 def short_prompt_chunks(monkeypatch):
-    """So that a test's prompt has a chunk and a rest."""
-    monkeypatch.setattr(causal_lm, "PROMPT_CHUNK", 3)
+    """A test's prompt then has segments and a rest."""
+    monkeypatch.setattr(causal_lm, "PROMPT_SEGMENTS", (3, 1))
 
 
 def prompts(lengths, length=LENGTH):
@@ -230,3 +230,58 @@ def test_what_cannot_generate_says_so():
         generate(model, prompts((4,), length=33))
     with pytest.raises(ValueError, match="decoder"):
         make_backbone("encoder").get_initial_state(1, 5)
+
+
+def test_the_cache_follows_keras_hubs_signature():
+    model, tokens = make_model("bytes"), prompts((LENGTH,))["token_ids"]
+    expected = to_numpy(model({"token_ids": tokens, "padding_mask": tokens * 0 + 1}))
+    cache, received = model.get_initial_cache(1, LENGTH), []
+    for start, end in ((0, 5), (5, 6), (6, LENGTH)):
+        logits, hidden, cache = model.call_with_cache(
+            tokens[:, start:end], cache, start
+        )
+        assert tuple(hidden.shape)[:2] == (1, end - start)
+        received.append(to_numpy(logits))
+    received = np.concatenate(received, axis=1)
+    np.testing.assert_allclose(received, expected, rtol=1e-3, atol=1e-4)
+    # A position that the state is not at cannot be read.
+    wrong, _, _ = model.call_with_cache(tokens[:, :1], cache, 3)
+    assert np.isnan(to_numpy(wrong)).all()
+
+
+@pytest.mark.parametrize("name", ["defaults", "recurrent"])
+def test_scores_are_the_logits_and_their_loss(name):
+    model, data = make_model(name), prompts((LENGTH, 7))
+    expected = to_numpy(model(data))
+    np.testing.assert_array_equal(to_numpy(model.score(**data)), expected)
+    seen = []
+
+    def intercept(x, i):
+        seen.append(i)
+        return x
+
+    received = model.score(**data, layer_intercept_fn=intercept)
+    np.testing.assert_allclose(to_numpy(received), expected, atol=1e-5)
+    backbone = model.backbone.decoder
+    blocks = len(backbone.blocks) * backbone.num_recurrences
+    assert seen == list(range(-1, blocks))
+    doubled = model.score(**data, layer_intercept_fn=lambda x, i: x * 2 if i < 0 else x)
+    assert np.abs(to_numpy(doubled) - expected).max() > 1e-3
+
+    targets = np.roll(data["token_ids"], -1, axis=1)
+    loss = model.score(**data, scoring_mode="loss", target_ids=targets)
+    shifted = expected - expected.max(-1, keepdims=True)
+    log = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    log = np.take_along_axis(log, targets[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(to_numpy(loss), -log, rtol=1e-4, atol=1e-5)
+
+
+def test_scores_that_cannot_be():
+    model, data = make_model("defaults"), prompts((5,))
+    with pytest.raises(ValueError, match="scoring_mode='bits'"):
+        model.score(**data, scoring_mode="bits")
+    with pytest.raises(ValueError, match="target_ids=None"):
+        model.score(**data, scoring_mode="loss")
+    reversible = make_model("defaults", residual="reversible")
+    with pytest.raises(ValueError, match="layer_intercept_fn="):
+        reversible.score(**data, layer_intercept_fn=lambda x, i: x)

@@ -223,3 +223,9 @@ def test_data_that_are_refused():
         Segments(np.arange(9), 2, 0)
     with pytest.raises(ValueError, match=r"tokens\.shape=\(2, 9\)"):
         Segments(np.ones((2, 9)), 2, 3)
+
+
+def test_the_memory_has_one_order_on_every_backend():
+    # A file that is written on one backend is read on another: mask, then memory.
+    shapes = [tuple(variable.shape) for variable in make_model()._memory]
+    assert shapes == [(BATCH, 6), (BATCH, 6, 8)] * (len(shapes) // 2)
