@@ -217,12 +217,13 @@ def vq_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=Fa
     scale = layer.key_dim**-0.25
     query, key = query * scale, key * scale
     u = v = 0.0
-    if layer.relative_positions:
+    config = layer.config
+    if config.relative_positions:
         u, v = scale * weights["content_bias"], scale * weights["position_bias"]
     sigma = None
     if layer.assignment == "soft":
         codes = weights["codes"]
-        sigma = np.exp(weights.get("log_sigma", np.log(layer.sigma)))
+        sigma = np.exp(weights.get("log_sigma", np.log(layer.codebook_config.sigma)))
     else:
         codes = weights["sum"] / np.maximum(weights["count"], 1e-2)[..., None]
     query = query + u
@@ -231,7 +232,7 @@ def vq_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=Fa
         query = np.einsum("bthd,hde->bthe", query, weights["query_map"])
         key = np.einsum("bthd,hde->bthe", key, weights["key_map"])
     positions = 0.0
-    if layer.relative_positions:
+    if config.relative_positions:
         kernel = weights["position_kernel"] * scale
         frequency = 1e5 ** (-np.arange(len(kernel) // 2) / (len(kernel) // 2))
         distance = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])[None]
@@ -244,14 +245,13 @@ def vq_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=Fa
         key,
         codes,
         sigma,
-        layer.window,
-        layer.quantize_window,
-        layer.cache,
+        config.window,
+        config.quantize_window,
         positions,
     )
-    if layer.order == 2:
+    if config.order == 2:
         similarity = similarity * vq_expansion(
-            query, key, codes, layer.rank, layer.window, key_mask, causal
+            query, key, codes, config.rank, config.window, key_mask, causal
         )
     return weigh(similarity, value, key_mask, causal)
 
@@ -263,7 +263,6 @@ def vq_similarity(
     sigma=None,
     window=None,
     quantize_window=False,
-    cache=True,
     positions=0.0,
 ):
     """exp(q·k) inside the window, Σ p(c | k) exp(q·c) outside, `(batch, heads, T, S)`.
@@ -285,7 +284,7 @@ def vq_similarity(
     if quantize_window:
         key = np.einsum("bshc,hcd->bshd", p, codes)
     exact = np.exp(dots(query, key) + positions)
-    return np.where(abs(distance) < window, exact, similarity * cache)
+    return np.where(abs(distance) < window, exact, similarity)
 
 
 def vq_expansion(

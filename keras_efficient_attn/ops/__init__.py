@@ -22,6 +22,7 @@ from keras_efficient_attn.ops.lsh_attention import (
     lsh_attention,
     lsh_attention_state,
 )
+from keras_efficient_attn.ops.relative_attention import relative_attention
 from keras_efficient_attn.ops.sparse_attention import (
     sparse_attention,
     sparse_attention_state,
@@ -44,6 +45,7 @@ __all__ = [
     "lsh_attention",
     "lsh_attention_state",
     "random_features",
+    "relative_attention",
     "sparse_attention",
     "sparse_attention_state",
     "sparse_pattern",

@@ -1,5 +1,7 @@
 """Windows, blocks and rectangles: what they hold, and what they compute."""
 
+import contextlib
+import functools
 import types
 
 import numpy as np
@@ -14,6 +16,7 @@ from keras_efficient_attn.ops import (
 from tests import dense
 from tests.autodiff import gradient_function, to_numpy
 from tests.largest_tensor import largest_tensor
+from tests.ops.pieces import SIZES, TOLERANCE, masked_softmax, read_in_pieces
 
 PATTERNS = [
     dict(window=6),
@@ -121,12 +124,12 @@ def test_it_is_the_masked_softmax(pattern, causal):
     output = to_numpy(local_attention(query, key, value, **arguments))
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
     # The derivative of a softmax, written out.
-    of_weights = np.einsum("bthv,bshv->bhts", weight, value)
-    mean = (weights * of_weights).sum(-1, keepdims=True)
-    of_logits = weights * (of_weights - mean) / 2
+    grad_weights = np.einsum("bthv,bshv->bhts", weight, value)
+    mean = (weights * grad_weights).sum(-1, keepdims=True)
+    grad_logits = weights * (grad_weights - mean) / 2
     gradients = (
-        np.einsum("bhts,bshd->bthd", of_logits, key),
-        np.einsum("bhts,bthd->bshd", of_logits, query),
+        np.einsum("bhts,bshd->bthd", grad_logits, key),
+        np.einsum("bhts,bthd->bshd", grad_logits, query),
         np.einsum("bhts,bthv->bshv", weights, weight),
     )
     for received, correct in zip(
@@ -153,26 +156,107 @@ def test_a_window_of_one_copies_the_values():
     np.testing.assert_allclose(output, x, rtol=1e-6)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=pattern_id)
-def test_it_streams(pattern):
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    "pattern",
+    # One key, and a window that is never full.
+    [*PATTERNS, dict(window=1), dict(window=50), dict(query_block=40, memory=9)],
+    ids=pattern_id,
+)
+def test_tokens_and_segments_are_the_whole(pattern, sizes):
     length = 31
-    query, key, value = heads_of(length), heads_of(length, seed=1), heads_of(length, 5)
-    whole = to_numpy(local_attention(query, key, value, causal=True, **pattern))
+    tensors = heads_of(length), heads_of(length, seed=1), heads_of(length, 5)
+    mask = np.random.default_rng(3).random((2, length)) > 0.3
+    mask[0, :4] = False
+    # A key that the mask hides is not read.
+    tensors[1][~mask] = tensors[2][~mask] = np.nan
     state = local_attention_state(2, 2, 4, 5, **pattern)
-    outputs, start = [], 0
-    for size in (1, 29, 1):
-        piece = slice(start, start + size)
-        output, state = local_attention(
-            query[:, piece],
-            key[:, piece],
-            value[:, piece],
-            causal=True,
-            state=state,
-            **pattern,
+    names = {name: tuple(x.shape) for name, x in state.items()}
+
+    def attend(query, key, value, mask, state):
+        return local_attention(
+            query, key, value, causal=True, key_mask=mask, state=state, **pattern
         )
-        outputs.append(to_numpy(output))
-        start += size
-    np.testing.assert_allclose(np.concatenate(outputs, 1), whole, rtol=1e-4, atol=1e-5)
+
+    output, state = read_in_pieces(
+        attend, state, (*tensors, mask), SIZES[sizes](length)
+    )
+    clean = [np.nan_to_num(x) for x in tensors]
+    allowed = defined(pattern, length, True) & mask[:, None, None]
+    expected = masked_softmax(*clean, allowed, scale=0.5)
+    np.testing.assert_allclose(output, expected, **TOLERANCE)
+    assert {name: tuple(x.shape) for name, x in state.items()} == names
+    assert to_numpy(state["position"]).tolist() == [length, length]
+    # The last keys, in order, as far back as a query sees; there were none before.
+    reach = names["mask"][1]
+    kept = np.pad(mask, ((0, 0), (reach, 0)))[:, length:]
+    np.testing.assert_array_equal(to_numpy(state["mask"]) > 0, kept)
+    keys = np.pad(clean[1], ((0, 0), (reach, 0), (0, 0), (0, 0)))[:, length:]
+    np.testing.assert_array_equal(to_numpy(state["key"]), keys)
+
+
+def test_a_token_in_float64(backend):
+    wide = contextlib.nullcontext()
+    if backend == "jax":
+        import jax
+
+        wide = jax.enable_x64(True)
+    query, key, value = (heads_of(9, seed=n).astype("float64") for n in range(3))
+
+    def attend(query, key, value, state):
+        return local_attention(query, key, value, window=5, causal=True, state=state)
+
+    with wide:
+        state = local_attention_state(2, 2, 4, 4, window=5, dtype="float64")
+        output, _ = read_in_pieces(attend, state, (query, key, value), (1,) * 9)
+    allowed = defined(dict(window=5), 9, True)
+    expected = masked_softmax(query, key, value, allowed, scale=0.5)
+    assert output.dtype == "float64"
+    np.testing.assert_allclose(output, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_gradients_of_a_token():
+    length, x = 7, heads_of(7)
+    weight = heads_of(length, seed=4)
+
+    def loss(x, sizes):
+        state, total, start = local_attention_state(2, 2, 4, 4, window=3), 0.0, 0
+        for size in sizes:
+            piece = x[:, start : start + size]
+            output, state = local_attention(
+                piece, piece, piece, window=3, causal=True, state=state
+            )
+            total += ops.sum(ops.multiply(output, weight[:, start : start + size]))
+            start += size
+        return total
+
+    (tokens,), (segments,) = (
+        gradient_function(functools.partial(loss, sizes=sizes))(x)
+        for sizes in ((1,) * length, (3, 4))
+    )
+    np.testing.assert_allclose(tokens, segments, **TOLERANCE)
+
+
+def test_dropout_of_a_token():
+    length, rate = 400, 0.4
+    random = np.random.default_rng(0)
+    key = random.normal(size=(2, length, 3, 4)).astype("float32")
+    one_hot = np.eye(length, dtype="float32")[None, :, None]
+    value = np.broadcast_to(one_hot, (2, length, 3, length))
+    options = dict(window=length, causal=True)
+    state = local_attention_state(2, 3, 4, length, window=length)
+    piece = slice(0, length - 1)
+    _, state = local_attention(
+        key[:, piece], key[:, piece], value[:, piece], state=state, **options
+    )
+    last = [x[:, -1:] for x in (key, key, value)]
+    weights, dropped = (
+        to_numpy(local_attention(*last, state=state, **options, **dropout)[0])
+        for dropout in ({}, dict(dropout=rate, dropout_seed=np.array([1.0, 2.0])))
+    )
+    kept = dropped != 0
+    np.testing.assert_allclose(dropped[kept], weights[kept] / (1 - rate), rtol=1e-5)
+    assert abs(kept.mean() - (1 - rate)) < 4 * np.sqrt(rate * (1 - rate) / kept.size)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +299,10 @@ def test_memory_grows_with_the_length(causal, backend):
     ("options", "message"),
     [
         (dict(window=0), "window=0"),
+        (dict(window=True), "window=True"),
+        (dict(query_block=True), "query_block=True"),
+        (dict(query_block=2, memory=True), "memory=True"),
+        (dict(query_block=(2, True), grid=(2, 2)), r"query_block=\(2, True\)"),
         (dict(window=4, query_block=4), "exclude each other"),
         (dict(memory=4), "memory=4, query_block=None"),
         (dict(grid=(2, 2)), r"grid=\(2, 2\), query_block=None"),

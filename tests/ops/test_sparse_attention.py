@@ -11,6 +11,7 @@ from keras_efficient_attn.ops import (
 )
 from tests.autodiff import gradient_function, to_numpy
 from tests.largest_tensor import largest_tensor
+from tests.ops.pieces import SIZES, TOLERANCE, masked_softmax, read_in_pieces
 
 # Drawn by hand from the sets of the paper: 9 positions, a stride of 3.
 DRAWN = {
@@ -175,12 +176,12 @@ def test_it_is_the_masked_softmax(pattern, causal):
     weights, expected = dense(*(x.astype("float64") for x in (query, key, value)))
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
     # The derivative of a softmax, written out.
-    of_weights = np.einsum("bthv,bshv->bhts", weight, value)
-    mean = (weights * of_weights).sum(-1, keepdims=True)
-    of_logits = 0.7 * weights * (of_weights - mean)
+    grad_weights = np.einsum("bthv,bshv->bhts", weight, value)
+    mean = (weights * grad_weights).sum(-1, keepdims=True)
+    grad_logits = 0.7 * weights * (grad_weights - mean)
     gradients = (
-        np.einsum("bhts,bshd->bthd", of_logits, key),
-        np.einsum("bhts,bthd->bshd", of_logits, query),
+        np.einsum("bhts,bshd->bthd", grad_logits, key),
+        np.einsum("bhts,bthd->bshd", grad_logits, query),
         np.einsum("bhts,bthv->bshv", weights, weight),
     )
     for received, correct in zip(
@@ -205,26 +206,59 @@ def test_reference_and_lengths_that_differ(pattern):
         )
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=pattern_id)
-def test_it_streams(pattern):
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *PATTERNS,
+        # A stride that is longer than what is read, each factor on its own.
+        *(
+            dict(pattern=name, stride=stride, heads=heads)
+            for name in ("strided", "fixed")
+            for stride, heads in ((40, "merged"), (5, 0), (5, 1))
+        ),
+    ],
+    ids=str,
+)
+def test_tokens_and_segments_are_the_whole(pattern, sizes):
     length = 23
-    query, key, value = heads_of(length), heads_of(length, seed=1), heads_of(length, 5)
-    whole = to_numpy(sparse_attention(query, key, value, causal=True, **pattern))
+    tensors = heads_of(length), heads_of(length, seed=1), heads_of(length, 5)
+    mask = np.random.default_rng(3).random((2, length)) > 0.3
+    mask[0, :4] = False
+    # A key that the mask hides is not read.
+    tensors[1][~mask] = tensors[2][~mask] = np.nan
     state = sparse_attention_state(2, 3, 4, 5, length, **pattern)
-    outputs, start = [], 0
-    for size in (1, 21, 1):
-        piece = slice(start, start + size)
-        output, state = sparse_attention(
-            query[:, piece],
-            key[:, piece],
-            value[:, piece],
-            causal=True,
-            state=state,
-            **pattern,
+    names = {name: tuple(x.shape) for name, x in state.items()}
+
+    def attend(query, key, value, mask, state):
+        return sparse_attention(
+            query, key, value, causal=True, key_mask=mask, state=state, **pattern
         )
-        outputs.append(to_numpy(output))
-        start += size
-    np.testing.assert_allclose(np.concatenate(outputs, 1), whole, rtol=1e-4, atol=1e-5)
+
+    output, state = read_in_pieces(
+        attend, state, (*tensors, mask), SIZES[sizes](length)
+    )
+    allowed = sparse_pattern(length, **pattern, num_heads=3)
+    allowed = allowed & mask[:, None, None]
+    clean = [np.nan_to_num(x) for x in tensors]
+    expected = masked_softmax(*clean, allowed, scale=0.5)
+    np.testing.assert_allclose(output, expected, **TOLERANCE)
+    assert {name: tuple(x.shape) for name, x in state.items()} == names
+    assert to_numpy(state["position"]).tolist() == [length, length]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=pattern_id)
+@pytest.mark.parametrize("size", [1, 12])
+def test_outputs_beyond_the_cache_are_nan(pattern, size):
+    # Room for 10 positions, in blocks of 5.
+    state, x = sparse_attention_state(2, 3, 4, 4, 8, **pattern), heads_of(12)
+
+    def attend(x, state):
+        return sparse_attention(x, x, x, causal=True, state=state, **pattern)
+
+    output, _ = read_in_pieces(attend, state, (x,), (size,) * (12 // size))
+    first = 10 if size == 1 else 0
+    assert np.isfinite(output[:, :first]).all() and np.isnan(output[:, first:]).all()
 
 
 @pytest.mark.parametrize("name", ["strided", "fixed"])
@@ -332,6 +366,8 @@ def test_gradients_drop_the_same_weights():
     [
         (dict(pattern="dense"), "pattern='dense'"),
         (dict(stride=0), "stride=0"),
+        (dict(stride=True), "stride=True"),
+        (dict(pattern="fixed", summary=True), "summary=True"),
         (dict(pattern="fixed", summary=9), "summary=9, stride=8"),
         (dict(summary=2), "summary=2, pattern='strided'"),
         (dict(pattern="fixed", summary=2, heads=0), "summary=2, heads=0"),

@@ -7,6 +7,7 @@ from keras import ops
 from keras_efficient_attn.ops import linear_attention, vq_attention, vq_attention_state
 from keras_efficient_attn.ops.linear_attention import feature_maps
 from keras_efficient_attn.ops.vq_attention import codebook as codebooks
+from keras_efficient_attn.ops.vq_attention import compressed, expanded
 from tests import dense
 from tests.autodiff import gradients, to_numpy
 
@@ -38,7 +39,6 @@ WINDOWS = {
     "no-window": dict(),
     "exact": dict(window=5),
     "quantised": dict(window=5, quantize_window=True),
-    "no-cache": dict(window=5, quantize_window=True, cache=False),
     "soft": dict(sigma=np.array([0.5, 1.5], "float32")),
     "soft-window": dict(sigma=np.array([0.5, 1.5], "float32"), window=5),
     "expanded": dict(order=2),
@@ -57,19 +57,22 @@ def test_every_block_length_gives_the_definition(options, causal):
         np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
 
 
+# By lengths of blocks that no other test has, so that nothing was compiled before.
+@pytest.mark.parametrize(
+    ("in_turn", "lengths"), [(False, (1, 3)), (True, (2, 5))], ids=["groups", "turns"]
+)
 @pytest.mark.parametrize("name", ["exact", "soft", "expanded-window"])
-def test_every_reduction_gives_the_definition(name):
+def test_caches_are_summed_in_groups_or_in_turn(name, in_turn, lengths, monkeypatch):
+    for module in (compressed, expanded):
+        monkeypatch.setattr(module, "sums_in_turn", lambda: in_turn)
     options = WINDOWS[name]
     query, key, value, codes, mask = draw()
-    arguments = dict(key_mask=mask, causal=True, **options)
     correct = definition(query, key, value, codes, mask, True, **options)
-    for how in (
-        dict(block_length=1),
-        dict(block_length=5, reduction="scan"),
-        dict(block_length=5, reduction="matmul"),
-        dict(block_length=5, reduction="cumsum"),
-    ):
-        output = vq_attention(query, key, value, codes, **arguments, **how)
+    arguments = dict(key_mask=mask, causal=True, **options)
+    for length in lengths:
+        output = vq_attention(
+            query, key, value, codes, block_length=length, **arguments
+        )
         np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
 
 
@@ -95,7 +98,7 @@ def test_lengths_that_differ(lengths, causal):
         np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["exact", "quantised", "no-cache", "soft-window"])
+@pytest.mark.parametrize("name", ["exact", "quantised", "soft-window"])
 def test_gradients_are_those_of_the_definition(name):
     options = WINDOWS[name]
     query, key, value, codes, mask = draw()
@@ -216,12 +219,12 @@ def test_gradients_through_the_cache_can_be_stopped():
         )
         return ops.sum(ops.multiply(output, weight))
 
-    of_query, of_value = gradients(loss, query, value)
+    grad_query, grad_value = gradients(loss, query, value)
     similarity = dense.vq_similarity(query, key, codes, window=5)
     weights = dense.weigh(similarity, value, causal=True)[1]
     distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
     expected = np.einsum("bhts,bthv->bshv", weights * (distance < 5), weight)
-    np.testing.assert_allclose(of_value, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(grad_value, expected, rtol=1e-4, atol=1e-5)
 
     def slope(step):
         moved = query + step * weight[..., :1].astype("float64")
@@ -229,7 +232,7 @@ def test_gradients_through_the_cache_can_be_stopped():
         return (dense.weigh(similarity, value, causal=True)[0] * weight).sum()
 
     expected = (slope(1e-4) - slope(-1e-4)) / 2e-4
-    received = (of_query * weight[..., :1]).sum()
+    received = (grad_query * weight[..., :1]).sum()
     np.testing.assert_allclose(received, expected, rtol=1e-3)
 
 
@@ -302,6 +305,107 @@ def test_a_code_without_keys_sets_no_scale(sigma):
     np.testing.assert_allclose(to_numpy(output)[0, :, 0, 0], expected, atol=1e-4)
 
 
+STREAMED = {
+    **WINDOWS,
+    "wide-window": dict(window=40),
+    "stopped": dict(window=5, gradient_through_cache=False),
+    "expanded-in-part": dict(order=2, rank=3),
+}
+
+
+def streamed(arrays, mask, pieces, options, relative=None):
+    """The outputs of pieces of a sequence, joined, and the last state."""
+    query, key, value, codes = arrays
+    of_state = {n: x for n, x in options.items() if n in ("order", "rank", "window")}
+    state = vq_attention_state(2, 2, CODES, DIM, 3, soft="sigma" in options, **of_state)
+    outputs = []
+    for start, stop in pieces:
+        part = slice(start, stop)
+        arguments = dict(key_mask=mask[:, part], **options)
+        if relative is not None:
+            position_query, position_key = relative
+            arguments["position_query"] = position_query[:, part]
+            arguments["position_key"] = position_key
+        output, state = vq_attention(
+            query[:, part],
+            key[:, part],
+            value[:, part],
+            codes,
+            causal=True,
+            state=state,
+            **arguments,
+        )
+        outputs.append(output)
+    return ops.concatenate(outputs, axis=1), state
+
+
+def tokens(start, stop):
+    return [(i, i + 1) for i in range(start, stop)]
+
+
+@pytest.mark.parametrize("options", STREAMED.values(), ids=STREAMED.keys())
+def test_tokens_and_segments_share_a_state_and_give_the_definition(options):
+    *arrays, mask = draw()
+    # Masked keys are never read.
+    arrays[1] = np.where(mask[..., None, None], arrays[1], np.nan)
+    hidden = [x if i != 1 else np.nan_to_num(x) for i, x in enumerate(arrays)]
+    known = {n: x for n, x in options.items() if n != "gradient_through_cache"}
+    correct = definition(*hidden, mask, True, **known)
+    states = []
+    for pieces in (
+        tokens(0, LENGTH),
+        [(0, LENGTH)],
+        [*tokens(0, 2), (2, 9), *tokens(9, 12), (12, LENGTH)],
+    ):
+        output, state = streamed(arrays, mask, pieces, options)
+        np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
+        states.append(state)
+    for name, tensor in states[0].items():
+        for other in states[1:]:
+            np.testing.assert_allclose(
+                to_numpy(other[name]), to_numpy(tensor), rtol=1e-4, atol=1e-5
+            )
+
+
+def test_tokens_have_relative_positions():
+    *arrays, mask = draw()
+    query, key, _, codes = (x.astype("float64") for x in arrays)
+    random = np.random.default_rng(3)
+    relative = random.normal(size=query.shape), random.normal(size=(5, 2, DIM))
+    by_distance = np.einsum("bthd,mhd->bhtm", *relative)
+    distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    index = np.broadcast_to(np.clip(4 - distance, 0, 4), (2, 2, LENGTH, LENGTH))
+    positions = np.take_along_axis(by_distance, index, axis=-1)
+    similarity = dense.vq_similarity(query, key, codes, window=5, positions=positions)
+    correct = dense.weigh(similarity, arrays[2], mask, True)[0]
+    relative = [x.astype("float32") for x in relative]
+    for pieces in (tokens(0, LENGTH), [(0, 8), *tokens(8, LENGTH)]):
+        output, _ = streamed(arrays, mask, pieces, dict(window=5), relative)
+        np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["exact", "quantised", "soft-window", "soft"])
+def test_gradients_through_tokens_are_those_of_the_definition(name):
+    options, length = WINDOWS[name], 9
+    query, key, value, codes, mask = draw(length)
+    weight = np.random.default_rng(1).normal(size=value.shape).astype("float32")
+
+    def by_token(*arrays):
+        output, _ = streamed(arrays, mask, tokens(0, length), options)
+        return ops.sum(ops.multiply(output, weight))
+
+    def by_definition(*arrays):
+        output = vq_attention(
+            *arrays, key_mask=mask, causal=True, implementation="reference", **options
+        )
+        return ops.sum(ops.multiply(output, weight))
+
+    received = gradients(by_token, query, key, value, codes)
+    expected = gradients(by_definition, query, key, value, codes)
+    for ours, theirs in zip(received, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
 def test_hundred_thousand_bfloat16_tokens_are_counted_one_by_one():
     length, segment = 100_000, 20_000
     random = np.random.default_rng(0)
@@ -349,10 +453,10 @@ def test_codes_with_a_share_near_zero_have_finite_gradients():
         sigma = np.ones(1, "float32")
         return ops.sum(vq_attention(key, key, 1.0 + key, codes, sigma=sigma))
 
-    of_key, of_codes = gradients(loss, key, codes)
+    grad_key, grad_codes = gradients(loss, key, codes)
     # A single value is the output, whatever the weights.
-    np.testing.assert_allclose(of_key.ravel(), [1.0], rtol=1e-5)
-    np.testing.assert_allclose(of_codes.ravel(), [0.0, 0.0], atol=1e-6)
+    np.testing.assert_allclose(grad_key.ravel(), [1.0], rtol=1e-5)
+    np.testing.assert_allclose(grad_codes.ravel(), [0.0, 0.0], atol=1e-6)
 
 
 def test_k_means_finds_separate_clusters():
@@ -415,10 +519,8 @@ def test_moving_averages_fade_together():
 WRONG = [
     (dict(window=0), "window=0"),
     (dict(block_length=-1), "block_length=-1"),
-    (dict(reduction="sum"), "reduction='sum'"),
     (dict(implementation="fast"), "implementation='fast'"),
     (dict(quantize_window=True), "window=None"),
-    (dict(cache=False), "window=None"),
     (dict(window=2, quantize_window=True, sigma=np.ones(2)), "`sigma`"),
     (dict(state={}), "causal=False"),
     (dict(order=1), "order=1"),
@@ -426,7 +528,6 @@ WRONG = [
     (dict(order=2, rank=DIM + 1), "rank=5"),
     (dict(order=2, sigma=np.ones(2)), "`sigma`"),
     (dict(order=2, window=2, quantize_window=True), "quantize_window=True"),
-    (dict(order=2, window=2, cache=False), "cache=False"),
     (dict(position_query=np.zeros((2, LENGTH, 2, DIM))), "window=None"),
     (dict(window=5, position_query=np.zeros((2, LENGTH, 2, DIM))), "go together"),
     (dict(window=5, position_key=np.zeros((9, 2, DIM))), "go together"),

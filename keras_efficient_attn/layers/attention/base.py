@@ -109,6 +109,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
 
     # Longest wavelength of rotary positions; subclasses that rotate set their own.
     rotary_wavelength = None
+    # Whether `sliding_window` of Keras' constructor sets the layer's `window`.
+    takes_sliding_window = False
     # Positions that a state holds where nobody says.
     _default_max_length = None
 
@@ -134,7 +136,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
 
     def _check_keras_options(self):
         """Refuses what Keras' constructor takes and this layer cannot honour."""
-        if self._sliding_window is not None:
+        if self._sliding_window is not None and not self.takes_sliding_window:
             raise ValueError(
                 f"{type(self).__name__} has no window, and cannot honour "
                 f"`sliding_window`. Received: sliding_window={self._sliding_window}"
@@ -144,6 +146,23 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
                 f"{type(self).__name__} is not softmax attention and cannot use "
                 "flash attention. Received: flash_attention=True"
             )
+
+    def _window_or(self, window, default=None):
+        """The `window` of a layer: Keras' `sliding_window` if that is given.
+
+        Args:
+            window: The layer's argument.
+            default: Value of it that counts as not given.
+        """
+        sliding = self._sliding_window
+        if sliding is None:
+            return window
+        if window not in (None, default, sliding):
+            raise ValueError(
+                "`sliding_window` is the layer's `window`: give one of them. Received: "
+                f"sliding_window={sliding}, window={window}"
+            )
+        return sliding
 
     def attend(self, query, key, value, call):
         """Computes attention on projected heads. Subclasses implement this.
@@ -313,7 +332,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         for name, shape in zip(("query", "value", "key"), shapes, strict=True):
             if shape is not None and len(shape) != axes.rank:
                 raise ValueError(
-                    f"`{name}` must have as many axes as `query`. Received: "
+                    f"The ranks of `query` and `{name}` must be equal. Received: "
                     f"{name}.shape={tuple(shape)}, query.shape={tuple(query_shape)}"
                 )
         self._build_projections(
@@ -474,7 +493,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         for name, x in zip(("query", "value", "key"), inputs, strict=True):
             if len(x.shape) != axes.rank:
                 raise ValueError(
-                    f"`{name}` must have as many axes as `query`. Received: "
+                    f"The ranks of `query` and `{name}` must be equal. Received: "
                     f"{name}.shape={tuple(x.shape)}, query.shape={tuple(query.shape)}"
                 )
         names = ("query_mask", "value_mask", "key_mask")

@@ -1,9 +1,8 @@
 """A cache of keys and values: the state of layers whose weights are not features."""
 
-import keras
 from keras import ops
 
-from keras_efficient_attn.ops.common.cache_capacity import nan_beyond
+from keras_efficient_attn.ops.common.cache import nan_beyond, write_positions
 from keras_efficient_attn.ops.common.checks import check_positive_int
 
 
@@ -44,13 +43,5 @@ def extend_cache(cache, new):
 
 
 def _write(old, start, new):
-    capacity, length = ops.shape(old)[1], ops.shape(new)[1]
-    new = nan_beyond(capacity, start, ops.cast(new, old.dtype))
-    start = ops.minimum(start, capacity - length)
-    if keras.backend.backend() != "tensorflow":
-        return ops.slice_update(old, (0, start, *[0] * (len(old.shape) - 2)), new)
-    # TensorFlow has no gradient for an updated slice.
-    offset = ops.arange(capacity, dtype="int32") - start
-    written = ops.logical_and(offset >= 0, offset < length)
-    written = ops.reshape(written, (1, -1, *[1] * (len(old.shape) - 2)))
-    return ops.where(written, ops.take(new, ops.clip(offset, 0, length - 1), 1), old)
+    new = nan_beyond(ops.shape(old)[1], start, ops.cast(new, old.dtype))
+    return write_positions(old, new, start)

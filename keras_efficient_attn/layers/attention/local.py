@@ -9,14 +9,14 @@ from keras import ops
 from keras_efficient_attn.layers.attention.axes import SequenceAxes
 from keras_efficient_attn.layers.attention.patterns import PatternAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
-from keras_efficient_attn.ops.common.inputs import recent_keys_spec
+from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
 from keras_efficient_attn.ops.local_attention.api import (
-    check_local_pattern,
     local_attention,
     local_attention_at,
-    local_rule,
 )
+from keras_efficient_attn.ops.local_attention.config import LocalConfig
 from keras_efficient_attn.ops.local_attention.grid import generation_order, reordered
 from keras_efficient_attn.ops.local_attention.pairs import local_pairs
 
@@ -44,7 +44,8 @@ class LocalAttention(PatternAttention):
         *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
             name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the normalised
             weights), `use_bias`, ….
-        window: Positive integer. Defaults to 128 without `query_block`.
+        window: Positive integer. Defaults to `sliding_window`, and to 128 with neither
+            that nor `query_block`.
         query_block: Positive integer, or a pair of them for images.
         memory: Integer that is not negative, or a pair. Defaults to `query_block`.
         grid: Rows and columns of the image, for a pair `query_block`. Defaults to
@@ -53,7 +54,8 @@ class LocalAttention(PatternAttention):
             default), or `"block"`, rectangle by rectangle and row by row in each.
         rotary_wavelength: Longest wavelength of rotary positions, over 2π, such as
             10,000, along the sequence. Defaults to `None`: no positions.
-        **kwargs: Further arguments of `keras.layers.MultiHeadAttention`.
+        **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. Its
+            `sliding_window` is the `window`.
 
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
@@ -98,7 +100,7 @@ class LocalAttention(PatternAttention):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.window = window
+        self.window = self._window_of(window)
         self.query_block = _pair(query_block)
         self.memory = _pair(memory)
         self.grid = _pair(grid)
@@ -106,7 +108,7 @@ class LocalAttention(PatternAttention):
         # The shape of an image may still tell the grid.
         if grid is None and self._is_grid:
             grid = (1, 1)
-        check_local_pattern(window, query_block, memory, grid, order)
+        LocalConfig(self.window, query_block, memory, grid, order)
 
     @property
     def pattern_arguments(self):
@@ -115,10 +117,7 @@ class LocalAttention(PatternAttention):
         Raises:
             ValueError: If the `grid` is not known yet.
         """
-        names = ("window", "query_block", "memory", "grid")
-        received = {name: getattr(self, name) for name in names}
-        checked = check_local_pattern(**received, order=self.order)
-        return {**dict(zip(names, checked, strict=True)), "order": self.order}
+        return dataclasses.asdict(self._config())
 
     def build(self, query_shape, value_shape, key_shape=None):
         shapes = {"query": query_shape, "value": value_shape}
@@ -131,15 +130,14 @@ class LocalAttention(PatternAttention):
         super().build(*shapes.values())
 
     def state_spec(self, batch_size, max_length):
-        pattern = self.pattern_arguments
-        reach = local_rule(**pattern, causal=True).reach
+        reach = self._config().mask_fn(causal=True).reach
         sizes = (batch_size, reach, self._num_heads, self._key_dim, self._value_dim)
         return recent_keys_spec(*sizes, self.state_dtype)
 
     def operations(self, length, causal):
         if self._use_gate:
             return None
-        pairs = local_pairs(length, causal, **self.pattern_arguments)
+        pairs = local_pairs(length, causal, self._config())
         per_pair = 2 * self._num_heads * (self._key_dim + self._value_dim)
         return None if pairs is None else per_pair * pairs
 
@@ -153,11 +151,7 @@ class LocalAttention(PatternAttention):
         query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
         start = ops.reshape(ops.cast(position, "int32"), (1,))
         query, key = self._rotated(query, start), self._rotated(key)
-        names = ("window", "query_block", "memory")
-        pattern = {name: getattr(self, name) for name in names}
-        return local_attention_at(
-            position, query, key, value, key_mask=key_mask, **pattern
-        )
+        return local_attention_at(position, query, key, value, key_mask, self._config())
 
     def _axes_of(self, rank):
         if self._is_grid and rank == 4 and self._sequence_axes is None:
@@ -179,6 +173,28 @@ class LocalAttention(PatternAttention):
             "grid": self.grid,
             "order": self.order,
         }
+
+    def _config(self):
+        return LocalConfig(
+            self.window, self.query_block, self.memory, self.grid, self.order
+        )
+
+    def _check_keras_options(self):
+        # The window is this layer's own, and Keras is to know of none.
+        self._keras_window, self._sliding_window = self._sliding_window, None
+        super()._check_keras_options()
+
+    def _window_of(self, window):
+        """The `window`, which Keras' `sliding_window` is too."""
+        if self._keras_window is None:
+            return window
+        check_positive_int("sliding_window", self._keras_window)
+        if window not in (None, self._keras_window):
+            raise ValueError(
+                "`window` and `sliding_window` must not differ. Received: "
+                f"window={window!r}, sliding_window={self._keras_window}"
+            )
+        return self._keras_window
 
     @property
     def _is_grid(self):

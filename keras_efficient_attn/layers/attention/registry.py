@@ -71,6 +71,11 @@ def attention_names():
     return tuple(sorted(_LAYERS))
 
 
+def attention_class(name):
+    """The class that a name stands for."""
+    return _LAYERS[name]
+
+
 def get_attention(identifier, **defaults):
     """The attention layer that a name stands for.
 

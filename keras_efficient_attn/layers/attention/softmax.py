@@ -146,7 +146,8 @@ class SoftmaxAttention(EfficientAttention):
         weights = ops.softmax(weights, axis=-1)
         if mask is not None:
             weights = ops.where(mask, weights, 0.0)
-        weights = self._dropout_layer(weights, training=call.training)
+        # The layer's dropout would cast to the compute dtype.
+        weights = ops.cast(self._dropout_layer(weights, training=call.training), dtype)
         return ops.einsum("bhts,bshd->bthd", weights, value)
 
     def _mask(self, length, keys, start, causal):

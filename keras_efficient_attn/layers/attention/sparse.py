@@ -6,10 +6,10 @@ from keras_efficient_attn.layers.attention.patterns import PatternAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.sparse_attention.api import (
     sparse_attention,
-    sparse_attention_state_spec,
+    sparse_attention_spec,
 )
+from keras_efficient_attn.ops.sparse_attention.config import SparseConfig
 from keras_efficient_attn.ops.sparse_attention.pairs import sparse_pairs
-from keras_efficient_attn.ops.sparse_attention.patterns import check_sparse_pattern
 
 STRIDE = 128
 
@@ -97,7 +97,8 @@ class SparseAttention(PatternAttention):
         self.stride = stride
         self.summary = summary
         self.heads = heads
-        check_sparse_pattern(**self.pattern_arguments, num_heads=self._num_heads)
+        # It checks itself.
+        self._config()
 
     @property
     def pattern_arguments(self):
@@ -121,21 +122,13 @@ class SparseAttention(PatternAttention):
     def state_spec(self, batch_size, max_length):
         # A token reads `stride + max_length / stride` keys with the strided pattern,
         # and `stride + summary · max_length / stride` with the fixed one.
-        return sparse_attention_state_spec(
-            batch_size,
-            self._num_heads,
-            self._key_dim,
-            self._value_dim,
-            max_length,
-            dtype=self.state_dtype,
-            **self.pattern_arguments,
-        )
+        sizes = (batch_size, max_length, self._key_dim, self._value_dim)
+        return sparse_attention_spec(self._config(), *sizes, self.state_dtype)
 
     def operations(self, length, causal):
         if self._use_gate:
             return None
-        pattern = self.pattern_arguments
-        pairs = sparse_pairs(length, causal, self._num_heads, **pattern)
+        pairs = sparse_pairs(length, causal, self._config())
         return 2 * (self._key_dim + self._value_dim) * pairs
 
     def attend_to_pattern(self, query, key, value, **arguments):
@@ -151,3 +144,6 @@ class SparseAttention(PatternAttention):
             "summary": self.summary,
             "heads": self.heads,
         }
+
+    def _config(self):
+        return SparseConfig(**self.pattern_arguments, num_heads=self._num_heads)

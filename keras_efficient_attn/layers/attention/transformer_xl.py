@@ -7,13 +7,14 @@ from keras import ops
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
-from keras_efficient_attn.ops.common.inputs import masked_inputs
+from keras_efficient_attn.ops.common.checks import check_int, may_agree
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.common.relative_positions import distance_sinusoids
 from keras_efficient_attn.ops.common.weight_dropout import dropout_seed
 from keras_efficient_attn.ops.relative_attention.api import relative_attention
 
-# Of the sinusoids of distances, over 2π.
+# Longest wavelength of the sinusoids of distances, over 2π.
 MAX_WAVELENGTH = 10_000.0
 OWN_BIASES = ("own", "shared")
 
@@ -91,6 +92,11 @@ class RelativePositionXL(EfficientAttention):
             own elsewhere; or a `PositionBiases`, for the layers it is passed to.
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`.
 
+    Attributes:
+        input_norm: Optional function that the layer applies to its inputs and to the
+            memory of them, with its weights of today. A `TransformerBlock` sets its
+            norm, and calls the layer with inputs that are not normalised.
+
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
         `use_causal_mask`, `return_attention_scores`, `state`; with `state`, `key` has
@@ -123,6 +129,8 @@ class RelativePositionXL(EfficientAttention):
         - [Dai et al., 2019](https://arxiv.org/abs/1901.02860)
     """
 
+    input_norm = None
+
     def __init__(
         self,
         *args,
@@ -136,9 +144,8 @@ class RelativePositionXL(EfficientAttention):
         self.memory_length = memory_length
         self.clamp_length = clamp_length
         self.same_length = same_length
-        _check_length("memory_length", memory_length, 0)
-        if clamp_length is not None:
-            _check_length("clamp_length", clamp_length, 1, " or None")
+        check_int("memory_length", memory_length, 0)
+        check_int("clamp_length", clamp_length, 1, optional=True)
         if isinstance(biases, PositionBiases):
             sizes = biases.num_heads, biases.key_dim
             if sizes != (self._num_heads, self._key_dim):
@@ -192,7 +199,7 @@ class RelativePositionXL(EfficientAttention):
 
     def state_spec(self, batch_size, max_length):
         # With `same_length`, queries see `max_length` positions before them.
-        _check_length("max_length", max_length, 0)
+        check_int("max_length", max_length, 0)
         if not self.built:
             raise ValueError(
                 "`get_initial_state()` needs a built layer: the memory has its inputs' "
@@ -219,31 +226,22 @@ class RelativePositionXL(EfficientAttention):
     def attend(self, query, key, value, call):
         offset = call.options.get("offset", 0)
         memory_length = call.options.get("memory_length", self.memory_length)
-        key_mask, causal = call.key_mask, call.causal
-        query, key, value, valid = masked_inputs(query, key, value, key_mask)
-        dtype, scale = query.dtype, self._key_dim**-0.5
-        content_bias, position_bias = (
-            scale * ops.cast(bias, dtype)
-            for bias in (self.biases.content_bias, self.biases.position_bias)
-        )
-        window = None
-        if self.same_length:
-            window = 1 + memory_length
-        dropout = seed = None
+        dtype = accumulator_dtype(query, key, value)
+        dropout, seed = 0.0, None
         if call.training and self._dropout > 0.0:
             dropout = self._dropout
             seed = dropout_seed(self._dropout_layer.seed_generator, dtype)
         length, keys = ops.shape(query)[1], ops.shape(key)[1]
+        later = 0 if call.causal else keys - offset - 1
         heads = relative_attention(
-            query * scale + content_bias,
-            key,
-            value,
-            valid,
-            query * scale + position_bias,
-            self._position_keys(offset + length, 0 if causal else keys - offset, dtype),
+            *(ops.cast(t, dtype) for t in (query, key, value)),
+            self._position_keys(offset + length, later, dtype),
+            content_bias=ops.convert_to_tensor(self.biases.content_bias),
+            position_bias=ops.convert_to_tensor(self.biases.position_bias),
             offset=offset,
-            causal=causal,
-            window=window,
+            window=1 + memory_length if self.same_length else None,
+            causal=call.causal,
+            key_mask=call.key_mask,
             documents=call.options.get("documents"),
             dropout=dropout,
             dropout_seed=seed,
@@ -260,40 +258,56 @@ class RelativePositionXL(EfficientAttention):
         return {"reset": reset}
 
     def _attend_inputs(self, query, value, key, call):
-        reset = call.options.get("reset")
-        length = ops.shape(query)[1]
-        of_queries = None if reset is None else _document_numbers(reset, length)
+        reset, documents = call.options.get("reset"), None
+        if reset is not None:
+            documents = tuple(
+                _document_numbers(reset, ops.shape(x)[1]) for x in (query, key)
+            )
         if call.state is None:
-            if reset is None:
-                return super()._attend_inputs(query, value, key, call)
-            of_keys = _document_numbers(reset, ops.shape(value)[1])
-            options = {"documents": (of_queries, of_keys)}
+            options = {"documents": documents}
             call = dataclasses.replace(call, options=options)
+            query, value, key = self._normalized(query, value, key)
             return super()._attend_inputs(query, value, key, call)
 
         memory, seen = call.state["memory"], call.state["mask"]
+        length, memory_length = ops.shape(query)[1], memory.shape[1]
         mask = ops.ones(ops.shape(value)[:2], seen.dtype)
         if call.key_mask is not None:
             mask = ops.cast(call.key_mask, seen.dtype)
         kept = ops.concatenate([seen, mask], axis=1)
         extended = ops.concatenate([ops.cast(memory, value.dtype), value], axis=1)
-        options = {"offset": memory.shape[1], "memory_length": memory.shape[1]}
-        if reset is not None:
+        if documents is not None:
             # The memory comes before all documents of the segment.
-            of_memory = ops.zeros_like(of_queries[:, :1])
-            of_memory = ops.broadcast_to(of_memory, ops.shape(memory)[:2])
-            of_keys = ops.concatenate([of_memory, of_queries], axis=1)
-            options["documents"] = of_queries, of_keys
+            before = ops.zeros_like(documents[1][:, :1])
+            before = ops.broadcast_to(before, ops.shape(memory)[:2])
+            key_documents = ops.concatenate([before, documents[1]], axis=1)
+            documents = documents[0], key_documents
         whole = dataclasses.replace(
-            call, key_mask=kept > 0, state=None, options=options
+            call,
+            key_mask=kept > 0,
+            state=None,
+            options={
+                "offset": memory_length,
+                "memory_length": memory_length,
+                "documents": documents,
+            },
         )
-        output, _ = super()._attend_inputs(query, extended, extended, whole)
-        if reset is not None:
-            kept = ops.where(of_keys == of_queries[:, -1:], kept, ops.zeros_like(kept))
+        inputs = self._normalized(query, extended, extended)
+        output, _ = super()._attend_inputs(*inputs, whole)
+        if documents is not None:
+            last = documents[0][:, -1:]
+            kept = ops.where(documents[1] == last, kept, ops.zeros_like(kept))
         return output, {
-            "memory": following_memory(memory, value, call.key_mask),
+            "memory": _next_memory(memory, value, call.key_mask),
             "mask": kept[:, length:],
         }
+
+    def _normalized(self, query, value, key):
+        """The inputs after `input_norm`, the same tensors staying the same."""
+        if self.input_norm is None:
+            return query, value, key
+        normed = {id(x): self.input_norm(x) for x in (query, value, key)}
+        return tuple(normed[id(x)] for x in (query, value, key))
 
     def _check_call(self, query, value, key, call):
         super()._check_call(query, value, key, call)
@@ -342,7 +356,7 @@ class RelativePositionXL(EfficientAttention):
         return (self._num_heads, self._key_dim)
 
     def _position_keys(self, after, before, dtype):
-        """Of distances from `after - 1` falling to `-before`."""
+        """Keys of distances that fall from `after - 1` to `-before`."""
         steps = ops.arange(after + before, dtype="int32")
         distances = ops.cast(after - 1 - steps, dtype)
         if self.clamp_length is not None:
@@ -351,13 +365,13 @@ class RelativePositionXL(EfficientAttention):
         return ops.einsum("md,dhk->mhk", waves, ops.cast(self._position, dtype))
 
 
-def following_memory(memory, inputs, mask=None):
+def _next_memory(memory, inputs, mask):
     """The memory after a segment: as many last inputs, without gradients.
 
     Args:
         memory: `(batch, memory_length, dim)`.
         inputs: `(batch, length, dim)`, of the segment.
-        mask: Optional boolean `(batch, length)`; the memory has zeros elsewhere.
+        mask: Boolean `(batch, length)` or `None`; the memory has zeros elsewhere.
     """
     if mask is not None:
         kept = ops.cast(mask, "bool")[..., None]
@@ -379,20 +393,9 @@ def _document_numbers(reset, length):
 def _check_reset(reset, query, value):
     shape = tuple(reset.shape)
     for x in (query, value):
-        expected = tuple(x.shape[: len(shape)])
-        if len(shape) not in (1, 2) or any(
-            None not in (a, b) and a != b for a, b in zip(shape, expected, strict=True)
-        ):
+        if len(shape) not in (1, 2) or not may_agree(shape, x.shape[: len(shape)]):
             raise ValueError(
                 "`reset` must have the shape (batch,) or (batch, length) of `query` "
                 f"and `value`. Received: reset.shape={shape}, "
                 f"query.shape={tuple(query.shape)}, value.shape={tuple(value.shape)}"
             )
-
-
-def _check_length(argument, received, least, alternative=""):
-    if isinstance(received, bool) or not isinstance(received, int) or received < least:
-        raise ValueError(
-            f"`{argument}` must be an integer of at least {least}{alternative}. "
-            f"Received: {argument}={received!r}"
-        )

@@ -1,9 +1,7 @@
 """A Transformer block: attention, cross-attention and a feed-forward network."""
 
 import keras
-from keras import ops
 
-from keras_efficient_attn.layers.attention.transformer_xl import following_memory
 from keras_efficient_attn.layers.residual.chain import Sublayer
 from keras_efficient_attn.models.blocks.residual import get_residual_class
 from keras_efficient_attn.models.blocks.separable_convolution import (
@@ -106,6 +104,10 @@ class TransformerBlock(keras.layers.Layer):
         if cross_attention is not None:
             self.cross_attention_residual = connection("cross_attention")
         self.feed_forward_residual = connection("feed_forward")
+        # What remembers inputs normalises them, and its memory of them, itself.
+        self._attention_normalizes = convolution is None and attention.remembers_inputs
+        if self._attention_normalizes:
+            attention.input_norm = self.attention_residual.before
 
     def build(self, x_shape, memory_shape=None, **shapes):
         for layer in (
@@ -251,7 +253,7 @@ class TransformerBlock(keras.layers.Layer):
     def _attend(self, x, padding_mask, state, training):
         """The self-attention's update, and the new state."""
         new_state = {}
-        h = self.attention_residual.before(x)
+        h = x if self._attention_normalizes else self.attention_residual.before(x)
         if self.convolution is not None and state is None:
             h = self.convolution(h)
         elif self.convolution is not None:
@@ -264,16 +266,7 @@ class TransformerBlock(keras.layers.Layer):
         if state is None:
             return self.attention(h, h, **options), new_state
         attention_state = state["attention"]
-        remembers_x = self.convolution is None and self.attention.remembers_inputs
-        if remembers_x:
-            # The norm is of the memory and the segment, with the weights of today.
-            memory = attention_state["memory"]
-            normed = ops.cast(self.attention_residual.before(memory), memory.dtype)
-            attention_state = {**attention_state, "memory": normed}
         h, attention_state = self.attention(h, h, state=attention_state, **options)
-        if remembers_x:
-            memory = following_memory(memory, x, padding_mask)
-            attention_state = {**attention_state, "memory": memory}
         new_state["attention"] = attention_state
         return h, new_state
 

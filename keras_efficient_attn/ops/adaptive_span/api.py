@@ -2,23 +2,13 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.adaptive_span.bands import attend_bands
+from keras_efficient_attn.ops.adaptive_span.bands import attend_in_bands
+from keras_efficient_attn.ops.adaptive_span.config import RAMP, SpanConfig
+from keras_efficient_attn.ops.adaptive_span.recurrent import attend_next
 from keras_efficient_attn.ops.adaptive_span.reference import reference_attention
-from keras_efficient_attn.ops.common.checks import check_pattern_call, is_positive_int
-from keras_efficient_attn.ops.common.chunking import pad_length
-from keras_efficient_attn.ops.common.compiled import compiled
-from keras_efficient_attn.ops.common.inputs import (
-    RECENT,
-    extended,
-    fitted,
-    masked_inputs,
-    recent_keys,
-    recent_keys_spec,
-)
-from keras_efficient_attn.ops.common.online_softmax import finish
+from keras_efficient_attn.ops.common.inputs import SoftmaxOptions, check_call
+from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
 from keras_efficient_attn.ops.common.state import make_state
-
-RAMP = 32
 
 
 def adaptive_span_attention(
@@ -96,98 +86,30 @@ def adaptive_span_attention(
     Reference:
         - [Sukhbaatar et al., 2019](https://arxiv.org/abs/1905.07799)
     """
-    check_pattern_call(
-        query,
-        key,
-        value,
-        key_mask,
-        causal,
-        state,
-        implementation,
-        dropout,
-        dropout_seed,
-    )
-    _check(query, spans, window, ramp, position_key)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    options = SoftmaxOptions(bool(causal), scale, dropout)
+    inputs = query, key, value, key_mask
+    check_call(inputs, options, state, dropout_seed, implementation)
+    config = SpanConfig(window, ramp)
+    _check_operands(query, spans, position_key, window)
     if position_key is not None:
         position_key = position_key[:window]
     if implementation == "reference":
-        output = reference_attention(
-            query,
-            key,
-            value,
-            spans,
-            window,
-            ramp,
-            position_key,
-            causal,
-            key_mask,
-            scale,
-        )
+        output = reference_attention(inputs, spans, position_key, config, options)
         return ops.cast(output, value.dtype)
-    output, new_state = _adaptive_span_attention(
-        query,
-        key,
-        value,
+    recurrent = state is not None and query.shape[1] == 1
+    attend = attend_next if recurrent else attend_in_bands
+    output, new_state = attend(
+        inputs,
         spans,
         position_key,
-        key_mask,
         state,
         dropout_seed,
-        window=window,
-        ramp=ramp,
-        causal=causal,
-        scale=scale,
-        dropout=dropout,
+        config=config,
+        options=options,
     )
     output = ops.cast(output, value.dtype)
     return output if state is None else (output, new_state)
-
-
-@compiled("window", "ramp", "causal", "scale", "dropout")
-def _adaptive_span_attention(
-    query,
-    key,
-    value,
-    spans,
-    position_key,
-    key_mask,
-    state,
-    seed,
-    *,
-    window,
-    ramp,
-    causal,
-    scale,
-    dropout,
-):
-    length = ops.shape(query)[1]
-    query, key, value, valid = masked_inputs(query, key, value, key_mask)
-    query = query * scale
-    new_state = None
-    if state is None:
-        query, key, value, valid = fitted(query, key, value, valid)
-        longest = query.shape[1]
-        if isinstance(longest, int):
-            # No query has more keys on one side.
-            window = max(1, min(window, longest))
-        past = tuple(pad_length(t, window - 1, 0) for t in (key, value, valid))
-    else:
-        past = extended(_of_window(state, window), key, value, valid)
-        new_state = recent_keys(past, length, state["position"])
-    if position_key is not None:
-        position_key = ops.cast(position_key[:window], query.dtype)
-    part = attend_bands(
-        query,
-        *past,
-        ops.cast(spans, query.dtype),
-        window=window,
-        causal=causal,
-        ramp=ramp,
-        position_key=position_key,
-        dropout=(dropout, seed) if dropout else None,
-    )
-    return finish(*(t[:, :length] for t in part), True), new_state
 
 
 def adaptive_span_state(
@@ -205,28 +127,13 @@ def adaptive_span_state(
         `(batch, window - 1)`, the last keys, and of `"position"` `(batch,)`, the
         number of positions read.
     """
-    sizes = (batch_size, window - 1, num_heads, key_dim, value_dim)
+    reach = SpanConfig(window).window - 1
+    sizes = (batch_size, reach, num_heads, key_dim, value_dim)
     return make_state(recent_keys_spec(*sizes, dtype))
 
 
-def _of_window(state, window):
-    """The last keys of a state, as many as belong to the state of a window."""
-    excess = state["mask"].shape[1] - (window - 1)
-    fit = {}
-    for name in RECENT:
-        t = state[name]
-        fit[name] = t[:, excess:] if excess > 0 else pad_length(t, -excess, 0)
-    return fit
-
-
-def _check(query, spans, window, ramp, position_key):
-    """Raises `ValueError` for what is this operation's own."""
-    if not is_positive_int(window):
-        raise ValueError(
-            f"`window` must be a positive integer. Received: window={window!r}"
-        )
-    if not isinstance(ramp, int | float) or isinstance(ramp, bool) or not ramp > 0:
-        raise ValueError(f"`ramp` must be a positive number. Received: ramp={ramp!r}")
+def _check_operands(query, spans, position_key, window):
+    """Raises `ValueError` for shapes of what only this operation has."""
     shape, heads = tuple(spans.shape), query.shape[2]
     if len(shape) not in (1, 3) or shape[-1] != heads:
         raise ValueError(

@@ -1,18 +1,27 @@
 """Softmax under a soft mask over distances, on the band of the matrix that it keeps."""
 
+import dataclasses
 import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.block_softmax import scan_groups
+from keras_efficient_attn.ops.common.block_softmax import merge_blocks, scan_groups
 from keras_efficient_attn.ops.common.chunking import (
     chunk_count,
     chunk_layout,
     heads_first,
     overlapping_blocks,
+    pad_length,
     pad_to,
 )
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.inputs import masked_inputs, pad_to_common_length
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
+from keras_efficient_attn.ops.common.recent_keys import (
+    append_segment,
+    drop_oldest,
+    fit_recent,
+)
 from keras_efficient_attn.ops.common.relative_positions import shifted_to_keys
 from keras_efficient_attn.ops.common.weight_dropout import drop
 
@@ -20,7 +29,7 @@ MIN_BLOCK = 64
 
 
 def soft_mask(spans, distance, ramp):
-    """`min(max((ramp + span - distance) / ramp, 0), 1)`, of a new last axes.
+    """`min(max((ramp + span - distance) / ramp, 0), 1)`, with a new last axis.
 
     Args:
         spans: `(..., queries)`, in positions.
@@ -33,24 +42,63 @@ def soft_mask(spans, distance, ramp):
     return ops.where(mask > 0.0, mask, 0.0)
 
 
-def attend_bands(
-    query, key, value, valid, spans, *, window, causal, ramp, position_key, dropout
-):
+@compiled("config", "options")
+def attend_in_bands(inputs, spans, position_key, state, seed, config, options):
+    """`(output, new state or None)` of a sequence, or of a segment with a state.
+
+    Args:
+        inputs: `(query, key, value, key_mask)`.
+        spans: `(heads,)`, or `(batch, query_length, heads)`.
+        position_key: `(window, dim)` by distance, or `None`.
+        state: As from `adaptive_span_state`, or `None`.
+        seed: Seed of the dropout, or `None`.
+        config: `SpanConfig`.
+        options: `SoftmaxOptions`.
+    """
+    query, key, value, valid = masked_inputs(*inputs)
+    length, new_state = ops.shape(query)[1], None
+    query = query * options.scale
+    if state is None:
+        query, key, value, valid = pad_to_common_length(query, key, value, valid)
+        longest = query.shape[1]
+        if isinstance(longest, int):
+            # No query has more keys on one side.
+            window = max(1, min(config.window, longest))
+            config = dataclasses.replace(config, window=window)
+        past = [pad_length(t, config.window - 1, 0) for t in (key, value, valid)]
+    else:
+        past = append_segment(fit_recent(state, config.window - 1), key, value, valid)
+        new_state = drop_oldest(past, length, state["position"])
+    if position_key is not None:
+        position_key = ops.cast(position_key[: config.window], query.dtype)
+    spans = ops.cast(spans, query.dtype)
+    part = _attend_band(
+        (query, *past),
+        spans,
+        position_key,
+        options.dropped(seed),
+        config,
+        options.causal,
+    )
+    return finish(*(t[:, :length] for t in part), True), new_state
+
+
+def _attend_band(inputs, spans, position_key, dropout, config, causal):
     """`(values, totals, log_scale)` of each query over the keys in its band.
 
     Args:
-        query: `(batch, length, heads, dim)`, scaled.
-        key, value: `(batch, window - 1 + length, heads, dim)`: those of the
-            positions, and of `window - 1` before them; `value` zero where not valid.
-        valid: `(batch, window - 1 + length)`, 1 for keys that exist.
+        inputs: The query `(batch, length, heads, dim)`, scaled; keys and values
+            `(batch, window - 1 + length, heads, dim)`: those of the positions, and of
+            `window - 1` before them, values zero where not valid; and `valid`
+            `(batch, window - 1 + length)`, 1 for keys that exist.
         spans: `(heads,)`, or `(batch, length, heads)`.
-        window: A query sees itself and `window - 1` earlier keys and, if not causal,
-            as many later ones.
-        causal: Whether queries see no later keys.
-        ramp: As for `soft_mask`.
         position_key: `(window, dim)` by distance, or `None`.
         dropout: `(rate, seed)` or `None`.
+        config: `SpanConfig`.
+        causal: Whether queries see no later keys.
     """
+    query, key, value, valid = inputs
+    window = config.window
     batch, _, heads, dim = query.shape
     length = ops.shape(query)[1]
     # Blocks shorter than the window waste less of the products, and copy more keys.
@@ -83,27 +131,29 @@ def attend_bands(
         rate, seed = dropout
         xs.append(ops.cast(ops.arange(groups), query.dtype)[None])
         consts.append(ops.cast(seed, query.dtype))
-    step = _band_step(window, causal, ramp, position_key is not None, rate)
+    step = _band_step(config, causal, position_key is not None, rate)
     part = scan_groups(step, tuple(xs), tuple(consts), groups)
-    return tuple(_joined(t[:, :blocks])[:, :length] for t in part)
+    return tuple(merge_blocks(t[:, :blocks])[:, :length] for t in part)
 
 
 @functools.cache
-def _band_step(window, causal, ramp, relative, rate):
+def _band_step(config, causal, relative, rate):
+    window = config.window
+
     def step(carry, x, consts):
         query, key, value, valid, spans, *rest = x
         query, key, value, spans = (heads_first(t) for t in (query, key, value, spans))
         size, width = query.shape[3], key.shape[3]
         logits = query @ ops.swapaxes(key, -1, -2)
         if relative:
-            of_positions = query @ ops.transpose(consts[0])
-            logits = logits + shifted_to_keys(of_positions, width)
+            by_distance = query @ ops.transpose(consts[0])
+            logits = logits + shifted_to_keys(by_distance, width)
         distance = ops.arange(size, dtype="int32")[:, None] + (window - 1)
         distance = distance - ops.arange(width, dtype="int32")
         near = ops.logical_and(
             distance < window, distance >= (0 if causal else 1 - window)
         )
-        mask = soft_mask(spans, ops.abs(distance), ramp)
+        mask = soft_mask(spans, ops.abs(distance), config.ramp)
         exists = ops.logical_and(near, valid[:, None, :, None, :] > 0)
         exists = ops.logical_and(exists, mask > 0)
         logits = ops.where(exists, logits, LOG_ZERO)
@@ -119,9 +169,3 @@ def _band_step(window, causal, ramp, relative, rate):
         )
 
     return step
-
-
-def _joined(x):
-    """`(batch, blocks, size, ...)` as `(batch, blocks · size, ...)`."""
-    batch, blocks, size, *tail = ops.shape(x)
-    return ops.reshape(x, (batch, blocks * size, *tail))

@@ -1,14 +1,6 @@
 """Softmax attention from blocks of queries to blocks of keys, a few blocks at a time.
 
-A rule says which keys a query sees: a callable of the positions of both, integers that
-broadcast, which has nothing but operators in it, so that it works for NumPy arrays and
-for tensors alike. Rules are hashable: a compiled step belongs to each. Those over one
-axis have
-
-- `period`: positions after which the rule repeats itself;
-- `before`, `after`: how far blocks that start at multiples of `period`, and are as
-  long as one, see beyond their ends;
-- `reach`: how far back a single query can see.
+A mask function says which keys a query sees: see `ops.common.masks`.
 """
 
 import functools
@@ -39,9 +31,8 @@ def attend_blocks(
     key,
     value,
     valid,
-    rule,
-    query_positions,
-    key_positions,
+    mask_fn,
+    positions,
     dropout=None,
     relative=None,
 ):
@@ -52,10 +43,9 @@ def attend_blocks(
         key: `(batch, blocks, width, heads, dim)`.
         value: `(batch, blocks, width, heads, value_dim)`, zero where not valid.
         valid: `(batch, blocks, width)`, 1 for keys that exist and 0 for others.
-        rule: Which keys a query sees.
-        query_positions: What the rule reads: `(size,)`, the same in all blocks, or
-            `(blocks, size)`.
-        key_positions: `(width,)` or `(blocks, width)`.
+        mask_fn: Which keys a query sees.
+        positions: Of queries and of keys, for `mask_fn`: `(size,)` and `(width,)`, the
+            same in all blocks, or `(blocks, size)` and `(blocks, width)`.
         dropout: `(rate, seed)` or `None`.
         relative: `(position_query, position_key)` or `None`: queries of the shape of
             `query`, and keys `(distances, heads, dim)`; their products are added to
@@ -63,7 +53,7 @@ def attend_blocks(
             `i + m`.
 
     Returns:
-        `(values, totals, log_scale)` for `partial_attention.merge`, each of
+        `(values, totals, log_scale)` for `online_softmax.merge`, each of
         `(batch, blocks, size, heads, ...)`.
     """
     batch, blocks, size, heads, dim = query.shape
@@ -81,8 +71,8 @@ def attend_blocks(
         position_query, position_key = relative
         arrays.append(position_query)
         consts.append(position_key)
-    shared = len(query_positions.shape) == 1
-    positions = [ops.cast(p, query.dtype) for p in (query_positions, key_positions)]
+    shared = len(positions[0].shape) == 1
+    positions = [ops.cast(p, query.dtype) for p in positions]
     if not shared:
         arrays += [position[None] for position in positions]
     xs = [pad_to(x, groups * unit * units) for x in arrays]
@@ -92,7 +82,7 @@ def attend_blocks(
         rate, seed = dropout
         xs.append(ops.cast(ops.arange(groups), query.dtype)[None])
         consts.append(ops.cast(seed, query.dtype))
-    step = _block_step(rule, shared, rate, relative is not None)
+    step = _block_step(mask_fn, shared, rate, relative is not None)
     part = scan_groups(step, tuple(xs), tuple(consts), groups)
     return tuple(t[:, :blocks] for t in part)
 
@@ -105,25 +95,25 @@ def scan_groups(step, xs, consts, groups):
 
 
 @functools.cache
-def _block_step(rule, shared, rate, relative):
+def _block_step(mask_fn, shared, rate, relative):
     def step(carry, x, consts):
         query, key, value, valid, *rest = x
         query, key, value = (heads_first(t) for t in (query, key, value))
-        of_positions = None
+        position_logits = None
         if relative:
             position_query, *rest = rest
             position_key, *consts = consts
-            of_positions = _products_by_key(
+            position_logits = _products_by_key(
                 heads_first(position_query), position_key, ops.shape(key)[3]
             )
         positions = consts[:2] if shared else rest[:2]
         i, j = (ops.cast(p, "int32") for p in positions)
         # (1, 1, 1 or blocks, size, width)
-        allowed = rule(i[..., :, None], j[..., None, :])
+        allowed = mask_fn(i[..., :, None], j[..., None, :])
         allowed = allowed[None, None, None] if shared else allowed[:, None]
         allowed = ops.logical_and(allowed, valid[:, None, :, None, :] > 0)
         dropout = None if rate is None else (rate, rest[-1][0, 0], consts[-1])
-        part = softmax_part(query, key, value, allowed, dropout, of_positions)
+        part = softmax_part(query, key, value, allowed, dropout, position_logits)
         return carry, tuple(
             ops.transpose(t, _BLOCKS_FIRST[: len(t.shape)]) for t in part
         )
@@ -141,11 +131,11 @@ def _products_by_key(position_query, position_key, width):
     return shifted_to_keys(products, width)
 
 
-def softmax_part(query, key, value, allowed, dropout, of_positions=None):
+def softmax_part(query, key, value, allowed, dropout, position_logits=None):
     """`(values, totals, log_scale)` of matrices of queries, keys and values."""
     logits = query @ ops.swapaxes(key, -1, -2)
-    if of_positions is not None:
-        logits = logits + of_positions
+    if position_logits is not None:
+        logits = logits + position_logits
     logits = ops.where(allowed, logits, LOG_ZERO)
     scale = ops.max(ops.stop_gradient(logits), axis=-1)
     weights = ops.where(allowed, ops.exp(logits - scale[..., None]), 0.0)
@@ -155,18 +145,15 @@ def softmax_part(query, key, value, allowed, dropout, of_positions=None):
     return weights @ value, totals, scale
 
 
-def attend_shared(
-    query, key, value, valid, rule, query_positions, key_positions, dropout=None
-):
+def attend_shared(query, key, value, valid, mask_fn, positions, dropout=None):
     """The part of a softmax over keys that all queries share.
 
     Args:
         query: `(batch, length, heads, dim)`, scaled.
         key, value: `(batch, keys, heads, dim)`, `value` zero where not valid.
         valid: `(batch, keys, heads)`.
-        rule: Which keys a query sees.
-        query_positions: `(length,)`.
-        key_positions: `(heads, keys)`.
+        mask_fn: Which keys a query sees.
+        positions: Of queries `(length,)`, and of keys `(heads, keys)`.
         dropout: `(rate, seed)` or `None`.
 
     Returns:
@@ -178,27 +165,28 @@ def attend_shared(
     if isinstance(keys, int):
         floats = heads * (2 * keys + dim + (value.shape[-1] or dim))
     size, chunks, groups = chunk_layout(length, MIN_BLOCK, query.shape[0], floats)
-    positions = ops.cast(query_positions, query.dtype)[None]
-    xs = [pad_to(x, groups * size * chunks) for x in (query, positions)]
-    consts = [key, value, valid, ops.cast(key_positions, query.dtype)]
+    query_positions, key_positions = (ops.cast(p, query.dtype) for p in positions)
+    xs = (query, query_positions[None])
+    xs = [pad_to(x, groups * size * chunks) for x in xs]
+    consts = [key, value, valid, key_positions]
     consts[:3] = (ops.swapaxes(t, 1, 2) for t in consts[:3])
     rate = None
     if dropout is not None:
         rate, seed = dropout
         xs.append(ops.cast(ops.arange(groups), query.dtype)[None])
         consts.append(ops.cast(seed, query.dtype))
-    step = _shared_step(rule, rate)
+    step = _shared_step(mask_fn, rate)
     part = scan_groups(step, tuple(xs), tuple(consts), groups)
     return tuple(t[:, :length] for t in part)
 
 
 @functools.cache
-def _shared_step(rule, rate):
+def _shared_step(mask_fn, rate):
     def step(carry, x, consts):
         query, i = ops.swapaxes(x[0], 1, 2), ops.cast(x[1], "int32")
         key, value, valid, j = consts[:4]
         j = ops.cast(j, "int32")
-        allowed = rule(i[:, None, :, None], j[None, :, None, :])
+        allowed = mask_fn(i[:, None, :, None], j[None, :, None, :])
         allowed = ops.logical_and(allowed, valid[:, :, None, :] > 0)
         dropout = None if rate is None else (rate, x[-1][0, 0], consts[-1])
         part = softmax_part(query, key, value, allowed, dropout)
@@ -207,89 +195,93 @@ def _shared_step(rule, rate):
     return step
 
 
-def attend_near(query, key, value, valid, rule, dropout=None, relative=None):
-    """The part of a softmax over the keys that a rule allows around each query.
+def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
+    """The part of a softmax over the keys that a mask function allows near each query.
 
     Args:
         query: `(batch, length, heads, dim)`, scaled, from position 0 on.
         key, value: `(batch, length, heads, dim)`, `value` zero where not valid.
         valid: `(batch, length)`.
-        rule: Which keys a query sees.
+        mask_fn: Which keys a query sees.
         dropout: `(rate, seed)` or `None`.
-        relative: As for `attend_blocks`, with the distances that the rule allows.
+        relative: As for `attend_blocks`, with the distances that `mask_fn` allows.
 
     Returns:
         `(values, totals, log_scale)`, each of `(batch, length, heads, ...)`.
     """
-    before, after = rule.before, rule.after
-    block = max(MIN_BLOCK, before, after) // rule.period * rule.period
-    block = max(rule.period, block)
+    before, after, period = mask_fn.before, mask_fn.after, mask_fn.period
+    block = max(MIN_BLOCK, before, after) // period * period
+    block = max(period, block)
     length = ops.shape(query)[1]
     if isinstance(length, int):
-        block = min(block, chunk_count(length, rule.period) * rule.period)
+        block = min(block, chunk_count(length, period) * period)
     # Congruent to the true positions, and not negative.
-    base = -(-before // rule.period) * rule.period
-    past = tuple(pad_length(t, before, 0) for t in (key, value, valid))
-    return _near(
-        query,
-        *past,
-        rule,
-        block,
-        before,
-        after,
-        lambda count: (
-            base + np.arange(block),
-            base - before + np.arange(before + block + after),
-        ),
-        dropout,
-        relative,
-    )
+    base = -(-before // period) * period
+    width = before + block + after
+    positions = base + np.arange(block), base - before + np.arange(width)
+    past = (pad_length(t, before, 0) for t in (key, value, valid))
+    return _attend_band((query, *past), mask_fn, positions, dropout, relative)
 
 
 def attend_recent(
-    query, key, value, valid, rule, start, codes=None, dropout=None, relative=None
+    query, key, value, valid, mask_fn, start, dropout=None, relative=None
 ):
     """As `attend_near`, for a causal segment of a sequence, and the keys before it.
 
     Args:
         query: `(batch, length, heads, dim)`, scaled.
-        key, value: `(batch, reach + length, heads, dim)`: the last `rule.reach` keys
-            before the segment, and those of the segment.
+        key, value: `(batch, reach + length, heads, dim)`: the last `mask_fn.reach`
+            keys before the segment, and those of the segment.
         valid: `(batch, reach + length)`.
-        rule: Which keys a query sees.
+        mask_fn: Which keys a query sees.
         start: Position of the segment's first query, an integer or a scalar.
-        codes: What stands for each position before the rule, integers `(positions,)`;
-            by default the position itself.
         dropout: `(rate, seed)` or `None`.
         relative: As for `attend_near`.
     """
-    reach, length = rule.reach, ops.shape(query)[1]
+    reach, length = mask_fn.reach, ops.shape(query)[1]
     block = max(MIN_BLOCK, reach)
     if isinstance(length, int):
         block = max(1, min(block, length))
-
-    def positions(count):
-        first = start + block * ops.arange(count, dtype="int32")[:, None]
-        result = (
-            first + ops.arange(block, dtype="int32"),
-            first - reach + ops.arange(reach + block, dtype="int32"),
-        )
-        if codes is None:
-            return result
-        table, last = ops.convert_to_tensor(codes, "int32"), len(codes) - 1
-        return tuple(ops.take(table, ops.clip(p, 0, last), axis=0) for p in result)
-
-    return _near(
-        query, key, value, valid, rule, block, reach, 0, positions, dropout, relative
+    count = chunk_count(length, block)
+    first = start + block * ops.arange(count, dtype="int32")[:, None]
+    positions = (
+        first + ops.arange(block, dtype="int32"),
+        first - reach + ops.arange(reach + block, dtype="int32"),
     )
+    inputs = query, key, value, valid
+    return _attend_band(inputs, mask_fn, positions, dropout, relative)
 
 
-def keys_seen(position, rule, *tensors):
+def _attend_band(inputs, mask_fn, positions, dropout, relative):
+    """Attention in blocks, to keys that start some positions before the queries.
+
+    The positions of queries and keys, as for `attend_blocks`, tell the blocks' sizes.
+    """
+    query, *keys = inputs
+    length, (block, width) = ops.shape(query)[1], (p.shape[-1] for p in positions)
+    count = chunk_count(length, block)
+    query = overlapping_blocks(query, block, count, block)
+    keys = (overlapping_blocks(t, block, count, width) for t in keys)
+    if relative is not None:
+        position_query, position_key = relative
+        position_query = overlapping_blocks(position_query, block, count, block)
+        relative = position_query, position_key
+    part = attend_blocks(query, *keys, mask_fn, positions, dropout, relative)
+    return tuple(merge_blocks(t)[:, :length] for t in part)
+
+
+def merge_blocks(x):
+    """`(batch, blocks, size, ...)` as `(batch, blocks · size, ...)`."""
+    batch, blocks, size, *tail = sizes(x)
+    return ops.reshape(x, (batch, blocks * size, *tail))
+
+
+def keys_seen(position, mask_fn, *tensors):
     """The part of tensors `(batch, length, ...)` that a query may see.
 
     Args:
         position: Of the query, an integer or a scalar.
-        rule: Which keys it sees: causal.
+        mask_fn: Which keys it sees: causal.
         *tensors: Keys, values and masks; `None` stays.
 
     Returns:
@@ -298,8 +290,8 @@ def keys_seen(position, rule, *tensors):
     length = ops.shape(tensors[0])[1]
     if not isinstance(length, int):
         return 0, tensors
-    width = min(rule.reach + 1, length)
-    first = ops.clip(ops.cast(position, "int32") - rule.reach, 0, length - width)
+    width = min(mask_fn.reach + 1, length)
+    first = ops.clip(ops.cast(position, "int32") - mask_fn.reach, 0, length - width)
 
     def part(x):
         batch, _, *tail = ops.shape(x)
@@ -309,14 +301,14 @@ def keys_seen(position, rule, *tensors):
     return first, [None if x is None else part(x) for x in tensors]
 
 
-def attend_at(position, query, key, value, valid, rule, first):
+def attend_at(position, query, key, value, valid, mask_fn, first):
     """As `attend_near`, for a single query.
 
     Args:
         position: Of the query, an integer or a scalar.
         query: `(batch, 1, heads, dim)`, scaled.
         key, value, valid: As for `attend_near`, of any number of keys in a row.
-        rule: Which keys a query sees.
+        mask_fn: Which keys a query sees.
         first: Position of the first of these keys.
     """
     heads = query.shape[2]
@@ -326,44 +318,9 @@ def attend_at(position, query, key, value, valid, rule, first):
         key,
         value,
         ops.repeat(valid[..., None], heads, axis=-1),
-        rule,
-        ops.reshape(ops.cast(position, "int32"), (1,)),
-        ops.repeat(positions[None], heads, axis=0),
+        mask_fn,
+        (
+            ops.reshape(ops.cast(position, "int32"), (1,)),
+            ops.repeat(positions[None], heads, axis=0),
+        ),
     )
-
-
-def _near(
-    query,
-    key,
-    value,
-    valid,
-    rule,
-    block,
-    before,
-    after,
-    make_positions,
-    dropout,
-    relative,
-):
-    """Attention to keys that start `before` positions before the queries."""
-    length = ops.shape(query)[1]
-    count = chunk_count(length, block)
-    query = overlapping_blocks(query, block, count, block)
-    key, value, valid = (
-        overlapping_blocks(t, block, count, before + block + after)
-        for t in (key, value, valid)
-    )
-    if relative is not None:
-        position_query, position_key = relative
-        position_query = overlapping_blocks(position_query, block, count, block)
-        relative = position_query, position_key
-    part = attend_blocks(
-        query, key, value, valid, rule, *make_positions(count), dropout, relative
-    )
-    return tuple(joined(t)[:, :length] for t in part)
-
-
-def joined(x):
-    """`(batch, blocks, size, ...)` as `(batch, blocks · size, ...)`."""
-    batch, blocks, size, *tail = sizes(x)
-    return ops.reshape(x, (batch, blocks * size, *tail))

@@ -14,6 +14,17 @@ def check_positive_int(argument, received, optional=False):
         )
 
 
+def check_int(argument, received, least, optional=False):
+    """Raises `ValueError` unless it is an integer, `least` or more, or `None` if so."""
+    if optional and received is None:
+        return
+    if not is_int(received) or received < least:
+        raise ValueError(
+            f"`{argument}` must be an integer of at least {least}"
+            f"{' or None' if optional else ''}. Received: {argument}={received!r}"
+        )
+
+
 def check_positive_number(argument, received, optional=False):
     """Raises `ValueError` unless `received` is one, or `None` where that is allowed."""
     if optional and received is None:
@@ -39,54 +50,95 @@ def is_number(received):
     return isinstance(received, int | float) and not isinstance(received, bool)
 
 
-def is_positive_int(x):
-    return isinstance(x, int) and not isinstance(x, bool) and x > 0
+def is_int(received):
+    """Whether it is an int, and not a boolean."""
+    return isinstance(received, int) and not isinstance(received, bool)
 
 
-def is_pair(x, least):
-    """Whether `x` is two integers, neither below `least`."""
+def is_positive_int(received):
+    return is_int(received) and received > 0
+
+
+def is_pair(received, least):
+    """Whether it is two integers, neither below `least`."""
     return (
-        isinstance(x, list | tuple)
-        and len(x) == 2
-        and all(isinstance(n, int) and n >= least for n in x)
+        isinstance(received, list | tuple)
+        and len(received) == 2
+        and all(is_int(n) and n >= least for n in received)
     )
 
 
-def check_pattern_call(
-    query, key, value, key_mask, causal, state, implementation, dropout, seed
-):
-    """Raises `ValueError` for what does not go together."""
-    shapes = {"q": tuple(query.shape), "k": tuple(key.shape), "v": tuple(value.shape)}
-    if any(len(shape) != 4 for shape in shapes.values()):
+def may_agree(first, second):
+    """Whether two shapes are equal as far as they are known."""
+    first, second = tuple(first), tuple(second)
+    return len(first) == len(second) and all(
+        a is None or b is None or a == b for a, b in zip(first, second, strict=True)
+    )
+
+
+def check_heads(query, key, value, key_mask=None):
+    """Raises `ValueError` unless the shapes of one attention agree.
+
+    Args:
+        query: `(batch, query_length, heads, dim)`.
+        key: `(batch, key_length, heads, dim)`.
+        value: `(batch, key_length, heads, value_dim)`.
+        key_mask: `(batch, key_length)` or `None`.
+    """
+    queries, keys, values = (tuple(t.shape) for t in (query, key, value))
+    if any(len(shape) != 4 for shape in (queries, keys, values)):
         raise ValueError(
             "`query`, `key` and `value` must have the shape (batch, length, heads, "
-            f"dim). Received: query.shape={shapes['q']}, key.shape={shapes['k']}, "
-            f"value.shape={shapes['v']}"
+            f"dim). Received: query.shape={queries}, key.shape={keys}, "
+            f"value.shape={values}"
         )
-    if not may_agree(shapes["q"][2:], shapes["k"][2:]):
+    if not may_agree(queries[2:], keys[2:]):
         raise ValueError(
             "`query` and `key` must agree in heads and dim. Received: "
-            f"query.shape={shapes['q']}, key.shape={shapes['k']}"
+            f"query.shape={queries}, key.shape={keys}"
         )
-    if not may_agree(shapes["k"][:3], shapes["v"][:3]):
+    if not may_agree(keys[:3], values[:3]):
         raise ValueError(
             "`key` and `value` must agree in batch, length and heads. Received: "
-            f"key.shape={shapes['k']}, value.shape={shapes['v']}"
+            f"key.shape={keys}, value.shape={values}"
         )
-    if key_mask is not None and not may_agree(tuple(key_mask.shape), shapes["k"][:2]):
+    if key_mask is not None and not may_agree(key_mask.shape, keys[:2]):
         raise ValueError(
-            f"`key_mask` must have the shape {shapes['k'][:2]} of `key`. Received: "
+            f"`key_mask` must have the shape {keys[:2]} of `key`. Received: "
             f"key_mask.shape={tuple(key_mask.shape)}"
         )
-    if implementation not in (None, "blocks", "reference"):
+
+
+def check_streaming(query, key, causal, state):
+    """Raises `ValueError` for a `state` in a call that cannot go on from one."""
+    if state is None:
+        return
+    if not causal:
         raise ValueError(
-            "`implementation` must be None, 'blocks' or 'reference'. Received: "
-            f"implementation={implementation!r}"
+            "`state` holds the past, and needs `causal=True`. Received: causal=False"
         )
+    if not may_agree(query.shape[1:2], key.shape[1:2]):
+        raise ValueError(
+            "With `state`, queries and keys must have the same length. Received: "
+            f"query.shape={tuple(query.shape)}, key.shape={tuple(key.shape)}"
+        )
+
+
+def check_dropout(dropout, seed):
+    """Raises `ValueError` for a rate of dropout without random bits."""
     if dropout and seed is None:
         raise ValueError(
             f"`dropout` needs a `dropout_seed`. Received: dropout={dropout}, "
             "dropout_seed=None"
+        )
+
+
+def check_implementation(implementation, state, dropout):
+    """Raises `ValueError` for an unknown one, or for what the reference lacks."""
+    if implementation not in (None, "blocks", "reference"):
+        raise ValueError(
+            "`implementation` must be None, 'blocks' or 'reference'. Received: "
+            f"implementation={implementation!r}"
         )
     if implementation == "reference" and (state is not None or dropout):
         raise ValueError(
@@ -94,21 +146,3 @@ def check_pattern_call(
             f"Received: state={None if state is None else sorted(state)}, "
             f"dropout={dropout}"
         )
-    if state is None:
-        return
-    if not causal:
-        raise ValueError(
-            "`state` holds the past, and needs `causal=True`. Received: causal=False"
-        )
-    if not may_agree(shapes["q"][1:2], shapes["k"][1:2]):
-        raise ValueError(
-            "With `state`, queries and keys must have the same length. Received: "
-            f"query.shape={shapes['q']}, key.shape={shapes['k']}"
-        )
-
-
-def may_agree(first, second):
-    """Whether two shapes are equal as far as they are known."""
-    return len(first) == len(second) and all(
-        a is None or b is None or a == b for a, b in zip(first, second, strict=True)
-    )

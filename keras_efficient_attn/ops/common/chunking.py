@@ -141,6 +141,16 @@ def fit_length(x, length):
     return pad_length(x, 0, padding)[:, :length]
 
 
+def longer_length(first, second):
+    """The larger of two lengths, or their sum where they cannot be compared."""
+    if isinstance(first, int) and isinstance(second, int):
+        return max(first, second)
+    if keras.backend.backend() == "jax":
+        # JAX exports symbolic lengths, and compares only those that are the same.
+        return first + second
+    return ops.maximum(first, second)
+
+
 def lower_triangle(size):
     """Boolean `(size, size)`, true on and below the diagonal."""
     positions = ops.arange(size)

@@ -1,12 +1,54 @@
-"""What local and sparse attention do with their inputs and states."""
+"""Inputs of softmax attention over a pattern: masked, cast, of one length."""
+
+import dataclasses
 
 import keras
 from keras import ops
 
+from keras_efficient_attn.ops.common.checks import (
+    check_dropout,
+    check_heads,
+    check_implementation,
+    check_streaming,
+)
 from keras_efficient_attn.ops.common.chunking import pad_length
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 
-RECENT = ("key", "value", "mask")
+
+@dataclasses.dataclass(frozen=True)
+class SoftmaxOptions:
+    """Options that all patterns share; hashable, for compilers.
+
+    Attributes:
+        causal: Whether query `t` sees keys `0..t` only.
+        scale: Factor of the dot products.
+        dropout: Rate of dropout on the normalised weights.
+    """
+
+    causal: bool
+    scale: float
+    dropout: float
+
+    def dropped(self, seed):
+        """`(rate, seed)`, or `None` without dropout."""
+        return (self.dropout, seed) if self.dropout else None
+
+
+def check_call(inputs, options, state, seed, implementation):
+    """Raises `ValueError` for arguments of a public operation that do not agree.
+
+    Args:
+        inputs: `(query, key, value, key_mask)`.
+        options: `SoftmaxOptions`.
+        state: State or `None`.
+        seed: Seed of the dropout, or `None`.
+        implementation: Name or `None`.
+    """
+    query, key, _, _ = inputs
+    check_heads(*inputs)
+    check_implementation(implementation, state, options.dropout)
+    check_dropout(options.dropout, seed)
+    check_streaming(query, key, options.causal, state)
 
 
 def masked_inputs(query, key, value, key_mask):
@@ -22,7 +64,7 @@ def masked_inputs(query, key, value, key_mask):
     return query, key, value, valid
 
 
-def fitted(query, key, value, valid):
+def pad_to_common_length(query, key, value, valid):
     """All as long as the longest, with zeros, and keys that do not exist, behind."""
     lengths = ops.shape(query)[1], ops.shape(key)[1]
     if all(isinstance(length, int) for length in lengths):
@@ -37,28 +79,3 @@ def fitted(query, key, value, valid):
         pad_length(t, 0, length - lengths[1]) for t in (key, value, valid)
     )
     return query, key, value, valid
-
-
-def extended(state, key, value, valid):
-    """The recent keys of a state, and those of a segment behind them."""
-    return tuple(
-        ops.concatenate([ops.cast(state[name], new.dtype), new], axis=1)
-        for name, new in zip(RECENT, (key, value, valid), strict=True)
-    )
-
-
-def recent_keys_spec(batch_size, reach, num_heads, key_dim, value_dim, dtype):
-    """Names, shapes and dtypes of a state of the last `reach` keys."""
-    rows = (batch_size, reach)
-    return {
-        "key": ((*rows, num_heads, key_dim), dtype),
-        "value": ((*rows, num_heads, value_dim), dtype),
-        "mask": (rows, dtype),
-        "position": ((batch_size,), "int32"),
-    }
-
-
-def recent_keys(past, length, position):
-    """The state after a segment, from `extended`."""
-    state = {name: t[:, length:] for name, t in zip(RECENT, past, strict=True)}
-    return {**state, "position": position + length}

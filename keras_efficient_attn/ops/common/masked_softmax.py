@@ -1,4 +1,4 @@
-"""Softmax attention over the keys that a boolean matrix allows: the definition."""
+"""The quadratic definition of softmax attention under a boolean matrix."""
 
 import numpy as np
 from keras import ops

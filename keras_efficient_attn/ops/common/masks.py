@@ -1,4 +1,15 @@
-"""Which keys a query sees near it; see `block_attention` for what a rule is."""
+"""Which keys a query sees, as functions of both positions.
+
+A mask function takes the positions of queries and keys, integers that broadcast, and
+has nothing but operators in it, so that it works for NumPy arrays and for tensors
+alike. It is hashable: a compiled step belongs to each. Those over one axis have
+
+- `period`: positions after which the pattern repeats itself;
+- `before`, `after`: how far blocks that start at multiples of `period`, and are as
+  long as one, see beyond their ends;
+- `reach`: how far back a single query can see;
+- `sees_all_in_reach`: whether a causal query sees all keys as far back as that.
+"""
 
 import dataclasses
 
@@ -11,6 +22,7 @@ class SlidingWindow:
     causal: bool
 
     period = 1
+    sees_all_in_reach = True
 
     @property
     def before(self):
@@ -38,6 +50,8 @@ class QueryBlocks:
     memory: int
     causal: bool
 
+    sees_all_in_reach = False
+
     @property
     def period(self):
         return self.block
@@ -58,47 +72,3 @@ class QueryBlocks:
         start = i - i % self.block
         end = i if self.causal else start + self.block - 1 + self.memory
         return (j >= start - self.memory) & (j <= end)
-
-
-@dataclasses.dataclass(frozen=True)
-class GridBlocks:
-    """The query's own rectangle, and a halo above, left and right of it.
-
-    Positions are those in a grid of `columns` columns, row by row. If not causal, the
-    whole rectangle, with a halo below it too.
-
-    Attributes:
-        block: Rows and columns of a rectangle.
-        memory: Rows above, and columns left and right.
-        block_order: Whether images grow rectangle by rectangle, instead of row by row.
-        causal: Whether a query sees what came before it in that order only.
-        columns: Columns of the grid.
-        reach: How far back a query sees, in positions of the order.
-    """
-
-    block: tuple
-    memory: tuple
-    block_order: bool
-    causal: bool
-    columns: int
-    reach: int = 0
-
-    def __call__(self, i, j):
-        height, width = self.block
-        above, beside = self.memory
-        row, column = i // self.columns, i % self.columns
-        key_row, key_column = j // self.columns, j % self.columns
-        top, left = row - row % height, column - column % width
-        below = 0 if self.causal else above
-        seen = (key_row >= top - above) & (key_row < top + height + below)
-        seen = seen & (key_column >= left - beside)
-        seen = seen & (key_column < left + width + beside)
-        if not self.causal:
-            return seen
-        raster = j <= i
-        if not self.block_order:
-            return seen & raster
-        # Earlier rectangles: those above, those on the left; later ones: the right.
-        own = (key_row >= top) & (key_column >= left)
-        earlier = (key_row < top) | (key_column < left)
-        return seen & (earlier | (own & raster & (key_column < left + width)))

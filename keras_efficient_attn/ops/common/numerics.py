@@ -20,7 +20,32 @@ def larger(first, second):
     return ops.where(first > second, first, second)
 
 
+def cumulative_sum(x, axis):
+    """The sums along an axis. `ops.cumsum` turns float64 to float32 on PyTorch."""
+    if keras.backend.backend() == "torch":
+        return x.cumsum(axis)
+    return ops.cumsum(x, axis=axis)
+
+
 def rms_normalize(x):
     """`x` with a root mean square of 1 along its last axis, in the dtype of `x`."""
     mean = ops.sum(ops.square(x), axis=-1, keepdims=True) / x.shape[-1]
     return x * ops.rsqrt(mean + 1e-6)
+
+
+def sine(x):
+    """`ops.sin`, which on JAX rounds float64 to float32."""
+    return _elementwise("sin", x)
+
+
+def cosine(x):
+    """`ops.cos`, which on JAX rounds float64 to float32."""
+    return _elementwise("cos", x)
+
+
+def _elementwise(name, x):
+    if keras.backend.backend() == "jax":
+        import jax.numpy
+
+        return getattr(jax.numpy, name)(x)
+    return getattr(ops, name)(x)

@@ -1,4 +1,5 @@
-from keras_efficient_attn.ops.fourier.api import IMPLEMENTATIONS, fourier_attention
+from keras_efficient_attn.ops.fourier.api import fourier_attention
+from keras_efficient_attn.ops.fourier.config import CHUNK_SIZE, IMPLEMENTATIONS
 from keras_efficient_attn.ops.fourier.estimators import (
     fourier_density,
     fourier_regression,
@@ -11,7 +12,6 @@ from keras_efficient_attn.ops.fourier.random_features import (
     squared_features,
     squared_features_size,
 )
-from keras_efficient_attn.ops.fourier.tiled import CHUNK_SIZE
 
 __all__ = [
     "CHUNK_SIZE",

@@ -5,12 +5,12 @@ import itertools
 import keras
 from keras import ops
 
+from keras_efficient_attn.ops.common.checks import may_agree
 from keras_efficient_attn.ops.common.online_softmax import divided
 from keras_efficient_attn.ops.fourier import reference
-from keras_efficient_attn.ops.fourier.kernel import check_power
-from keras_efficient_attn.ops.fourier.tiled import CHUNK_SIZE, fourier_sums
+from keras_efficient_attn.ops.fourier.config import FourierConfig
+from keras_efficient_attn.ops.fourier.tiled import fourier_sums
 
-IMPLEMENTATIONS = (None, "tiled", "fused", "reference")
 # Causal attention is computed for at most this many parts of the queries, each with the
 # keys up to its end, and each of at least so many queries.
 CAUSAL_PARTS = 4
@@ -50,7 +50,7 @@ def fourier_attention(
             larger, the narrower the kernel.
         power: 2, 4, 6 or 8. Defaults to 4.
         key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
-            What stands at other keys is not read, NaN included.
+            Other keys are never read: they may be NaN.
         causal: Whether query `t` sees keys `0..t + first_position` only. Defaults to
             `False`.
         first_position: Index among the keys of the first query's own key, if `causal`:
@@ -81,18 +81,7 @@ def fourier_attention(
         - [Nguyen et al., 2022](https://arxiv.org/abs/2206.00206)
     """
     _check_shapes(query, key, value, key_mask)
-    check_power(power)
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"`implementation` must be one of {IMPLEMENTATIONS}. Received: "
-            f"implementation={implementation!r}"
-        )
-    chunk_size = CHUNK_SIZE if chunk_size is None else chunk_size
-    if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(
-            "`chunk_size` must be a positive integer or None. "
-            f"Received: chunk_size={chunk_size!r}"
-        )
+    config = FourierConfig(power, causal, chunk_size, implementation)
     if implementation == "reference":
         return reference.fourier_attention(
             query, key, value, radius, power, key_mask, causal, first_position
@@ -100,20 +89,12 @@ def fourier_attention(
 
     def attend(query, key, value, key_mask, first_position):
         values, totals, _ = fourier_sums(
-            query,
-            key,
-            value,
-            radius,
-            first_position,
-            power=power,
-            key_mask=key_mask,
-            causal=causal,
-            chunk_size=chunk_size,
-            fused=implementation == "fused",
+            query, key, value, radius, config, key_mask, first_position
         )
         return ops.cast(divided(values, totals), value.dtype)
 
-    if not causal or not _parts(query, key, first_position):
+    parts = _parts(query, key, first_position) if causal else []
+    if not parts:
         return attend(query, key, value, key_mask, first_position)
     return ops.concatenate(
         [
@@ -124,7 +105,7 @@ def fourier_attention(
                 None if key_mask is None else key_mask[:, :seen],
                 first_position + start,
             )
-            for start, stop, seen in _parts(query, key, first_position)
+            for start, stop, seen in parts
         ],
         axis=1,
     )
@@ -147,12 +128,6 @@ def _parts(query, key, first_position):
 
 
 def _check_shapes(query, key, value, key_mask):
-    def differ(first, second):
-        return any(
-            a is not None and b is not None and a != b
-            for a, b in zip(first, second, strict=True)
-        )
-
     shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
     for name, shape in shapes.items():
         if len(shape) != 4:
@@ -161,19 +136,17 @@ def _check_shapes(query, key, value, key_mask):
                 f"Received: {name}.shape={tuple(shape)}"
             )
     queries, keys, values = (tuple(shape) for shape in shapes.values())
-    if differ(queries[:1] + queries[2:], keys[:1] + keys[2:]):
+    if not may_agree(queries[:1] + queries[2:], keys[:1] + keys[2:]):
         raise ValueError(
             "`query` and `key` must agree in batch, heads and head_dim. Received: "
             f"query.shape={queries}, key.shape={keys}"
         )
-    if differ(keys[:3], values[:3]):
+    if not may_agree(keys[:3], values[:3]):
         raise ValueError(
             "`key` and `value` must agree in batch, length and heads. Received: "
             f"key.shape={keys}, value.shape={values}"
         )
-    if key_mask is not None and (
-        len(key_mask.shape) != 2 or differ(tuple(key_mask.shape), keys[:2])
-    ):
+    if key_mask is not None and not may_agree(tuple(key_mask.shape), keys[:2]):
         raise ValueError(
             f"`key_mask` must have the shape {keys[:2]} of `key`. Received: "
             f"key_mask.shape={tuple(key_mask.shape)}"

@@ -5,8 +5,9 @@ import math
 from keras import ops
 
 from keras_efficient_attn.ops.common.online_softmax import divided
+from keras_efficient_attn.ops.fourier.config import FourierConfig
 from keras_efficient_attn.ops.fourier.kernel import check_power
-from keras_efficient_attn.ops.fourier.tiled import CHUNK_SIZE, fourier_sums
+from keras_efficient_attn.ops.fourier.tiled import fourier_sums
 
 
 def kernel_integral(power=4):
@@ -114,7 +115,7 @@ def fourier_regression(points, samples, targets, radius, power=4):
 
 def _sums(points, samples, targets, radius, power):
     """`fourier_sums` of one row and one head."""
-    check_power(power)
+    config = FourierConfig(power)
     shapes = [tuple(x.shape) for x in (points, samples, targets)]
     if (
         any(len(shape) != 2 for shape in shapes)
@@ -130,6 +131,5 @@ def _sums(points, samples, targets, radius, power):
     return fourier_sums(
         *(x[None, :, None] for x in (points, samples, targets)),
         radius,
-        power=power,
-        chunk_size=CHUNK_SIZE,
+        config,
     )

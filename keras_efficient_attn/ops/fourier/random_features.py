@@ -13,12 +13,13 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.ops.common.numerics import cosine, sine
 from keras_efficient_attn.ops.common.pair_products import pair_products
 from keras_efficient_attn.ops.common.random_features import (
     gaussian_blocks,
     random_projection,
 )
-from keras_efficient_attn.ops.fourier.kernel import check_power, cosine, sine
+from keras_efficient_attn.ops.fourier.kernel import check_power
 
 
 def kernel_frequencies(num_frequencies, dim, power=4, orthogonal=True, seed=None):

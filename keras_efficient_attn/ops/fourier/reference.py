@@ -2,8 +2,8 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.numerics import sine
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided
-from keras_efficient_attn.ops.fourier.kernel import sine
 
 
 def fourier_attention(

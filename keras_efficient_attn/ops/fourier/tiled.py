@@ -2,7 +2,6 @@
 
 import functools
 
-import keras
 from keras import ops
 
 from keras_efficient_attn.ops.common.chunking import chunk_layout, pad_to
@@ -13,41 +12,26 @@ from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.fourier.kernel import (
     SLOTS,
     join_dims,
-    log_kernel,
-    log_kernel_gradient,
+    kernel_for,
     split_dims,
-    with_sines,
 )
 
-CHUNK_SIZE = 4
 # Keys that are assumed where their number is not known yet.
 USUAL_KEYS = 1024
 
 
-@compiled("power", "causal", "chunk_size", "fused")
-def fourier_sums(
-    query,
-    key,
-    value,
-    radius,
-    first_position=0,
-    *,
-    power=4,
-    key_mask=None,
-    causal=False,
-    chunk_size=CHUNK_SIZE,
-    fused=False,
-):
+@compiled("config")
+def fourier_sums(query, key, value, radius, config, key_mask=None, first_position=0):
     """The sums of `fourier_attention`, relative to the largest weight of each query.
 
     Args:
-        query, key, value, radius, first_position, power, key_mask, causal, chunk_size:
-            As for `fourier_attention`.
-        fused: Whether its implementation is `"fused"`.
+        query, key, value, radius, key_mask, first_position: As for
+            `fourier_attention`.
+        config: `FourierConfig`, for any implementation but the reference.
 
     Returns:
         `(values, totals, log_scale)` of shapes `(batch, length, heads, value_dim)` and
-        `(batch, length, heads)`: a part for `partial_attention.merge`.
+        `(batch, length, heads)`: a part for `online_softmax.merge`.
     """
     dtype = accumulator_dtype(query, key, value)
     valid = None
@@ -63,11 +47,11 @@ def fourier_sums(
     length, heads = ops.shape(query)[1], query.shape[2]
     keys = key.shape[1] if isinstance(key.shape[1], int) else USUAL_KEYS
     floats = heads * max(1, keys)
-    if not fused:
+    if not config.is_fused:
         floats *= -(-query.shape[3] // SLOTS)
-    size, chunks, tiles = chunk_layout(length, chunk_size, query.shape[0], floats)
+    size, chunks, tiles = chunk_layout(length, config.tile_size, query.shape[0], floats)
     xs = (query,)
-    if causal:
+    if config.causal:
         last_seen = ops.arange(length, dtype="int32") + ops.cast(
             first_position, "int32"
         )
@@ -75,27 +59,26 @@ def fourier_sums(
     xs = tuple(pad_to(x, tiles * chunks * size) for x in xs)
     consts = (ops.transpose(value, (0, 2, 1, 3)),)
     consts += () if valid is None else (valid,)
-    consts += with_sines(split_dims(key), fused)
-    step, gradient = _step(power, causal, valid is not None, fused)
-    if keras.backend.backend() == "jax":
-        # XLA makes the same of the automatic one, which has a derivative.
-        gradient = None
+    consts += kernel_for(config.is_fused).prepare(split_dims(key))
+    step, gradient = _step(config, valid is not None)
     _, sums = recompute_scan(step, (), xs, consts, gradient, num_steps=tiles)
     return tuple(y[:, :length] for y in sums)
 
 
 @functools.cache
-def _step(power, causal, masked, fused):
+def _step(config, masked):
     """`(step, gradient)` for `recompute_scan`, one object per configuration.
 
     `x` is the queries and, if `causal`, the index of the last key that each sees; the
     constants are the values, if `masked` 1 for keys that exist and 0 for others, and
-    the keys `with_sines`.
+    arrays that the kernel reads of keys.
     """
+    power, causal = config.power, config.causal
+    kernel = kernel_for(config.is_fused)
     first = 2 if masked else 1
 
     def logits(query, x, consts):
-        logs = power * log_kernel(query, consts[first:])
+        logs = power * kernel.log_kernel(query, consts[first:])
         if masked:
             logs = ops.where(consts[1][:, None, None, :] > 0, logs, LOG_ZERO)
         if causal:
@@ -108,7 +91,7 @@ def _step(power, causal, masked, fused):
         return ops.where(logs > LOG_ZERO, ops.exp(logs - scale[..., None]), 0.0)
 
     def step(carry, x, consts):
-        logs = logits(with_sines(split_dims(x[0]), fused), x, consts)
+        logs = logits(kernel.prepare(split_dims(x[0])), x, consts)
         scale = ops.max(ops.stop_gradient(logs), axis=-1, initial=LOG_ZERO)
         weights = weights_of(logs, scale)
         values = ops.transpose(weights @ consts[0], (0, 2, 1, 3))
@@ -116,18 +99,21 @@ def _step(power, causal, masked, fused):
         return carry, (values, *(ops.swapaxes(t, 1, 2) for t in (totals, scale)))
 
     def gradient(carry, x, consts, y, carry_gradient, y_gradient):
-        query, value = with_sines(split_dims(x[0]), fused), consts[0]
+        query, value = kernel.prepare(split_dims(x[0])), consts[0]
         scale = ops.swapaxes(y[2], 1, 2)
         weights = weights_of(logits(query, x, consts), scale)
-        of_values = ops.transpose(y_gradient[0], (0, 2, 1, 3))
-        of_totals = ops.swapaxes(y_gradient[1], 1, 2)[..., None]
-        of_weights = of_values @ ops.swapaxes(value, -1, -2) + of_totals
-        of_logs = power * (of_weights * weights)
-        of_query, of_key = log_kernel_gradient(query, consts[first:], of_logs)
-        of_value = ops.swapaxes(weights, -1, -2) @ of_values
-        of_x = (join_dims(of_query, x[0].shape[-1]), *map(ops.zeros_like, x[1:]))
-        of_valid, of_sines = consts[1:first], consts[first + 1 :]
-        of_valid, of_sines = (map(ops.zeros_like, t) for t in (of_valid, of_sines))
-        return (), of_x, (of_value, *of_valid, of_key, *of_sines)
+        grad_sums = ops.transpose(y_gradient[0], (0, 2, 1, 3))
+        grad_totals = ops.swapaxes(y_gradient[1], 1, 2)[..., None]
+        grad_weights = grad_sums @ ops.swapaxes(value, -1, -2) + grad_totals
+        grad_logs = power * (grad_weights * weights)
+        grad_query, grad_key = kernel.log_kernel_gradient(
+            query, consts[first:], grad_logs
+        )
+        grad_value = ops.swapaxes(weights, -1, -2) @ grad_sums
+        grad_query = join_dims(grad_query, x[0].shape[-1])
+        grad_valid = map(ops.zeros_like, consts[1:first])
+        grad_sines = map(ops.zeros_like, consts[first + 1 :])
+        grad_consts = (grad_value, *grad_valid, grad_key, *grad_sines)
+        return (), (grad_query, *map(ops.zeros_like, x[1:])), grad_consts
 
-    return step, gradient
+    return step, gradient if kernel.log_kernel_gradient is not None else None

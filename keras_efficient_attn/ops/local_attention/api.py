@@ -3,37 +3,19 @@
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.common import masked_softmax as reference
-from keras_efficient_attn.ops.common.block_softmax import (
-    attend_at,
-    attend_near,
-    attend_recent,
-    keys_seen,
-)
-from keras_efficient_attn.ops.common.checks import (
-    check_pattern_call,
-    is_pair,
-    is_positive_int,
-)
-from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.block_softmax import attend_at, keys_seen
 from keras_efficient_attn.ops.common.inputs import (
-    extended,
-    fitted,
+    SoftmaxOptions,
+    check_call,
     masked_inputs,
-    recent_keys,
-    recent_keys_spec,
 )
-from keras_efficient_attn.ops.common.masks import QueryBlocks, SlidingWindow
+from keras_efficient_attn.ops.common.masked_softmax import masked_attention
 from keras_efficient_attn.ops.common.online_softmax import finish
+from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
 from keras_efficient_attn.ops.common.state import make_state
-from keras_efficient_attn.ops.local_attention.grid import (
-    attend_grid,
-    generation_order,
-    grid_rule,
-)
-
-WINDOW = 128
-ORDERS = ("raster", "block")
+from keras_efficient_attn.ops.local_attention.blocks import attend_in_blocks
+from keras_efficient_attn.ops.local_attention.config import LocalConfig
+from keras_efficient_attn.ops.local_attention.recurrent import attend_next
 
 
 def local_attention(
@@ -117,145 +99,45 @@ def local_attention(
     Reference:
         - [Parmar et al., 2018](https://arxiv.org/abs/1802.05751)
     """
-    window, query_block, memory, grid = check_local_pattern(
-        window, query_block, memory, grid, order
-    )
-    pattern = dict(
-        window=window, query_block=query_block, memory=memory, grid=grid, order=order
-    )
-    check_pattern_call(
-        query,
-        key,
-        value,
-        key_mask,
-        causal,
-        state,
-        implementation,
-        dropout,
-        dropout_seed,
-    )
-    if grid is not None:
-        for name, tensor in (("query", query), ("key", key)):
-            if tensor.shape[1] is not None and _longer(tensor.shape[1], grid):
-                raise ValueError(
-                    f"`grid` {grid} must hold all positions. Received: "
-                    f"{name}.shape={tuple(tensor.shape)}"
-                )
+    config = LocalConfig(window, query_block, memory, grid, order)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    options = SoftmaxOptions(bool(causal), scale, dropout)
+    inputs = query, key, value, key_mask
+    check_call(inputs, options, state, dropout_seed, implementation)
+    for name, tensor in (("query", query), ("key", key)):
+        shape = tuple(tensor.shape)
+        config.check_length(f"{name}.shape", shape[1], shape)
     if implementation == "reference":
-        lengths = query.shape[1], key.shape[1]
-        allowed = local_pattern(max(lengths), causal=causal, **pattern)
-        output = reference.masked_attention(
-            query,
-            key,
-            value,
-            allowed[None, : lengths[0], : lengths[1]],
-            key_mask,
-            scale,
-        )
+        allowed = _allowed(config, query.shape[1], key.shape[1], causal)
+        output = masked_attention(*inputs[:3], allowed[None], key_mask, scale)
         return ops.cast(output, value.dtype)
-    output, new_state = _local_attention(
-        query,
-        key,
-        value,
-        key_mask,
-        state,
-        dropout_seed,
-        causal=causal,
-        scale=scale,
-        dropout=dropout,
-        **pattern,
+    recurrent = state is not None and query.shape[1] == 1
+    attend = attend_next if recurrent else attend_in_blocks
+    output, new_state = attend(
+        inputs, state, dropout_seed, config=config, options=options
     )
     output = ops.cast(output, value.dtype)
     return output if state is None else (output, new_state)
 
 
-@compiled(
-    "window",
-    "query_block",
-    "memory",
-    "grid",
-    "order",
-    "causal",
-    "scale",
-    "dropout",
-)
-def _local_attention(
-    query,
-    key,
-    value,
-    key_mask,
-    state,
-    seed,
-    *,
-    window,
-    query_block,
-    memory,
-    grid,
-    order,
-    causal,
-    scale,
-    dropout,
-):
-    length = ops.shape(query)[1]
-    query, key, value, valid = masked_inputs(query, key, value, key_mask)
-    query = query * scale
-    dropped = (dropout, seed) if dropout else None
-    rule = local_rule(window, query_block, memory, grid, order, causal)
-    if state is not None:
-        past = extended(state, key, value, valid)
-        codes = None
-        if grid is not None:
-            codes = generation_order(grid, query_block, order == "block")
-        start = state["position"][0]
-        part = attend_recent(query, *past, rule, start, codes, dropped)
-        state = recent_keys(past, length, state["position"])
-        return finish(*part, True), state
-    query, key, value, valid = fitted(query, key, value, valid)
-    if grid is None:
-        part = attend_near(query, key, value, valid, rule, dropped)
-    else:
-        part = attend_grid(query, key, value, valid, grid, rule, dropped)
-    return finish(*(t[:, :length] for t in part), True), None
-
-
-def local_attention_at(
-    position,
-    query,
-    key,
-    value,
-    *,
-    window=None,
-    query_block=None,
-    memory=None,
-    key_mask=None,
-):
+def local_attention_at(position, query, key, value, key_mask, config):
     """Causal `local_attention` over a sequence for one of its queries alone.
 
     Args:
         position: Of the query among the keys, an integer or a scalar.
         query: `(batch, 1, heads, dim)`.
-        key, value, window, query_block, memory, key_mask: As for `local_attention`.
+        key, value, key_mask: As for `local_attention`.
+        config: `LocalConfig`, of a window or of blocks of a sequence.
 
     Returns:
         `(batch, 1, heads, value_dim)` in the accumulator's dtype.
     """
-    checked = check_local_pattern(window, query_block, memory, None, "raster")
-    rule = local_rule(*checked, "raster", True)
-    first, (key, value, key_mask) = keys_seen(position, rule, key, value, key_mask)
+    mask_fn = config.mask_fn(causal=True)
+    first, (key, value, key_mask) = keys_seen(position, mask_fn, key, value, key_mask)
     query, key, value, valid = masked_inputs(query, key, value, key_mask)
     query = query * query.shape[-1] ** -0.5
-    part = attend_at(position, query, key, value, valid, rule, first)
+    part = attend_at(position, query, key, value, valid, mask_fn, first)
     return finish(*part, True)
-
-
-def local_rule(window, query_block, memory, grid, order, causal):
-    """The rule of checked arguments."""
-    if window is not None:
-        return SlidingWindow(window, causal)
-    if grid is None:
-        return QueryBlocks(query_block, memory, causal)
-    return grid_rule(grid, query_block, memory, order == "block", causal)
 
 
 def local_attention_state(
@@ -283,8 +165,8 @@ def local_attention_state(
         `(batch, reach)`, the last keys, as far back as a query sees, and of
         `"position"` `(batch,)`, the number of positions read.
     """
-    checked = check_local_pattern(window, query_block, memory, grid, order)
-    reach = local_rule(*checked, order, True).reach
+    config = LocalConfig(window, query_block, memory, grid, order)
+    reach = config.mask_fn(causal=True).reach
     sizes = (batch_size, reach, num_heads, key_dim, value_dim)
     return make_state(recent_keys_spec(*sizes, dtype))
 
@@ -317,86 +199,11 @@ def local_pattern(
            [0, 1, 1, 0],
            [0, 0, 1, 1]])
     """
-    window, query_block, memory, grid = check_local_pattern(
-        window, query_block, memory, grid, order
-    )
-    rule = local_rule(window, query_block, memory, grid, order, causal)
-    positions = np.arange(length)
-    if grid is not None:
-        if _longer(length, grid):
-            raise ValueError(
-                f"`grid` {grid} must hold all positions. Received: length={length}"
-            )
-        positions = generation_order(grid, query_block, order == "block")[:length]
-    return rule(positions[:, None], positions[None, :])
+    config = LocalConfig(window, query_block, memory, grid, order)
+    config.check_length("length", length, length)
+    return _allowed(config, length, length, causal)
 
 
-def check_local_pattern(window, query_block, memory, grid, order):
-    """`(window, query_block, memory, grid)` with defaults, pairs as tuples.
-
-    Raises:
-        ValueError: If they do not make a pattern.
-    """
-    if query_block is None:
-        for name, argument in (("memory", memory), ("grid", grid)):
-            if argument is not None:
-                raise ValueError(
-                    f"`{name}` is for a `query_block`. Received: {name}={argument!r}, "
-                    "query_block=None"
-                )
-        window = WINDOW if window is None else window
-        if not is_positive_int(window):
-            raise ValueError(
-                f"`window` must be a positive integer. Received: window={window!r}"
-            )
-    elif window is not None:
-        raise ValueError(
-            "`window` and `query_block` exclude each other. Received: "
-            f"window={window!r}, query_block={query_block!r}"
-        )
-    paired = query_block is not None and not isinstance(query_block, int)
-    if paired:
-        memory = query_block if memory is None else memory
-        if not is_pair(query_block, 1):
-            raise ValueError(
-                "`query_block` must be a positive integer, or a pair of them. "
-                f"Received: query_block={query_block!r}"
-            )
-        if not is_pair(memory, 0):
-            raise ValueError(
-                "`memory` must be a pair of integers that are not negative, as "
-                f"`query_block` is a pair. Received: memory={memory!r}"
-            )
-        if not is_pair(grid, 1):
-            raise ValueError(
-                "`grid` must be the rows and columns of the image, as `query_block` "
-                f"is a pair. Received: grid={grid!r}"
-            )
-        query_block, memory, grid = tuple(query_block), tuple(memory), tuple(grid)
-    elif query_block is not None:
-        memory = query_block if memory is None else memory
-        if not is_positive_int(query_block):
-            raise ValueError(
-                "`query_block` must be a positive integer, or a pair of them. "
-                f"Received: query_block={query_block!r}"
-            )
-        if not isinstance(memory, int) or memory < 0:
-            raise ValueError(
-                "`memory` must be an integer that is not negative, as `query_block` "
-                f"is one. Received: memory={memory!r}"
-            )
-        if grid is not None:
-            raise ValueError(
-                "`grid` is for a pair `query_block`. Received: "
-                f"grid={grid!r}, query_block={query_block!r}"
-            )
-    if order not in ORDERS or (order != "raster" and not paired):
-        raise ValueError(
-            f"`order` must be one of {', '.join(ORDERS)}; 'block' is for a pair "
-            f"`query_block`. Received: order={order!r}, query_block={query_block!r}"
-        )
-    return window, query_block, memory, grid
-
-
-def _longer(length, grid):
-    return isinstance(length, int) and length > grid[0] * grid[1]
+def _allowed(config, query_length, key_length, causal):
+    i, j = np.arange(query_length)[:, None], np.arange(key_length)[None, :]
+    return config.mask_fn(causal)(i, j)

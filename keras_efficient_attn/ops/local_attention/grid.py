@@ -12,20 +12,100 @@ from keras_efficient_attn.ops.common.chunking import (
     pad_length,
     sizes,
 )
-from keras_efficient_attn.ops.common.masks import GridBlocks
 
 
-def grid_rule(grid, block, memory, block_order, causal):
-    """The `GridBlocks` over positions of the image itself."""
-    rows, columns = grid
-    (height, width), (above, beside) = block, memory
-    if block_order:
-        bands, steps = -(-above // height), -(-beside // width)
-        reach = bands * height * columns + (steps + 1) * height * width
-    else:
-        reach = (height - 1 + above) * columns + width - 1 + beside
-    reach = min(reach, rows * columns - 1)
-    return GridBlocks(block, memory, block_order, causal, columns, reach)
+@dataclasses.dataclass(frozen=True)
+class GridBlocks:
+    """The query's own rectangle, and a halo above, left and right of it.
+
+    Positions are those in a grid of `columns` columns, row by row. If not causal, the
+    whole rectangle, with a halo below it too.
+
+    Attributes:
+        block: Rows and columns of a rectangle.
+        memory: Rows above, and columns left and right.
+        block_order: Whether images grow rectangle by rectangle, instead of row by row.
+        causal: Whether a query sees what came before it in that order only.
+        columns: Columns of the grid.
+    """
+
+    block: tuple
+    memory: tuple
+    block_order: bool
+    causal: bool
+    columns: int
+
+    def __call__(self, i, j):
+        height, width = self.block
+        above, beside = self.memory
+        row, column = i // self.columns, i % self.columns
+        key_row, key_column = j // self.columns, j % self.columns
+        top, left = row - row % height, column - column % width
+        below = 0 if self.causal else above
+        seen = (key_row >= top - above) & (key_row < top + height + below)
+        seen = seen & (key_column >= left - beside)
+        seen = seen & (key_column < left + width + beside)
+        if not self.causal:
+            return seen
+        raster = j <= i
+        if not self.block_order:
+            return seen & raster
+        # Earlier rectangles: those above, those on the left; later ones: the right.
+        own = (key_row >= top) & (key_column >= left)
+        earlier = (key_row < top) | (key_column < left)
+        return seen & (earlier | (own & raster & (key_column < left + width)))
+
+
+@dataclasses.dataclass(frozen=True)
+class GridSteps:
+    """As `GridBlocks`, over the steps in which an image grows.
+
+    Attributes:
+        grid: Rows and columns of the image.
+        block, memory, block_order, causal: As for `GridBlocks`.
+    """
+
+    grid: tuple
+    block: tuple
+    memory: tuple
+    block_order: bool
+    causal: bool
+
+    sees_all_in_reach = False
+
+    @property
+    def reach(self):
+        """How far back a query sees, in steps."""
+        rows, columns = self.grid
+        (height, width), (above, beside) = self.block, self.memory
+        if self.block_order:
+            bands, steps = -(-above // height), -(-beside // width)
+            reach = bands * height * columns + (steps + 1) * height * width
+        else:
+            reach = (height - 1 + above) * columns + width - 1 + beside
+        return min(reach, rows * columns - 1)
+
+    @property
+    def order(self):
+        """Position in the image, row by row, of each step."""
+        return generation_order(self.grid, self.block, self.block_order)
+
+    def in_columns(self, columns):
+        """The mask function over positions of an image of that many columns."""
+        return GridBlocks(
+            self.block, self.memory, self.block_order, self.causal, columns
+        )
+
+    def __call__(self, i, j):
+        return self.in_columns(self.grid[1])(self._position(i), self._position(j))
+
+    def _position(self, steps):
+        last = len(self.order) - 1
+        if isinstance(steps, np.ndarray):
+            return self.order[np.clip(steps, 0, last)]
+        # Steps before the first and after the last have no keys, and no queries.
+        table = ops.convert_to_tensor(self.order, "int32")
+        return ops.take(table, ops.clip(steps, 0, last), axis=0)
 
 
 @functools.cache
@@ -55,7 +135,7 @@ def reordered(x, order):
     return ops.take(x, ops.convert_to_tensor(order, "int32"), axis=1)
 
 
-def attend_grid(query, key, value, valid, grid, rule, dropout=None):
+def attend_grid(query, key, value, valid, mask_fn, dropout=None):
     """The part of a softmax over what the rectangles of an image see.
 
     Args:
@@ -63,26 +143,25 @@ def attend_grid(query, key, value, valid, grid, rule, dropout=None):
             which the image grows, all of them or fewer.
         key, value: `(batch, length, heads, dim)`, `value` zero where not valid.
         valid: `(batch, length)`.
-        grid: Rows and columns of the image.
-        rule: From `grid_rule`.
+        mask_fn: `GridSteps`.
         dropout: `(rate, seed)` or `None`.
 
     Returns:
         `(values, totals, log_scale)`, each of `(batch, length, heads, ...)`.
     """
-    (height, width), (above, beside) = rule.block, rule.memory
-    below = 0 if rule.causal else above
-    order = generation_order(grid, rule.block, rule.block_order)
-    place = np.argsort(order)
+    grid, block, order = mask_fn.grid, mask_fn.block, mask_fn.order
+    (height, width), (above, beside) = block, mask_fn.memory
+    below = 0 if mask_fn.causal else above
+    step_of = np.argsort(order)
     length, size = ops.shape(query)[1], len(order)
     missing = size - length if isinstance(length, int) else size
 
     def rectangles(x, above, below, beside):
-        x = reordered(pad_length(x, 0, missing)[:, :size], place)
-        return _rectangles(x, grid, rule.block, above, below, beside)
+        x = reordered(pad_length(x, 0, missing)[:, :size], step_of)
+        return _rectangles(x, grid, block, above, below, beside)
 
     def steps(x):
-        x = reordered(_image(x, grid, rule.block), order)
+        x = reordered(_image(x, grid, block), order)
         if isinstance(length, int):
             return x[:, :length]
         # JAX exports no slice that might be longer than the tensor.
@@ -95,7 +174,6 @@ def attend_grid(query, key, value, valid, grid, rule, dropout=None):
     # A rectangle far enough from the edges of a virtual image, and its surroundings.
     top, left = -(-above // height) * height, -(-beside // width) * width
     columns = left + width + beside
-    virtual = dataclasses.replace(rule, columns=columns)
 
     def positions(first_row, last_row, first, last):
         rows = np.arange(first_row, last_row)[:, None]
@@ -106,9 +184,11 @@ def attend_grid(query, key, value, valid, grid, rule, dropout=None):
         key,
         value,
         valid,
-        virtual,
-        positions(top, top + height, left, left + width),
-        positions(top - above, top + height + below, left - beside, columns),
+        mask_fn.in_columns(columns),
+        (
+            positions(top, top + height, left, left + width),
+            positions(top - above, top + height + below, left - beside, columns),
+        ),
         dropout,
     )
     return tuple(map(steps, part))

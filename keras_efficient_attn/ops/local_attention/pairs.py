@@ -5,17 +5,18 @@ import numpy as np
 from keras_efficient_attn.ops.common.pairs import count_pairs
 
 
-def local_pairs(length, causal, window, query_block, memory, grid, order):
+def local_pairs(length, causal, config):
     """Pairs of a query and a key that it sees, of one head; `None` if unknown."""
-    if window is not None:
-        return count_pairs(min(window, length), length, causal)
-    if grid is None:
+    query_block, memory = config.query_block, config.memory
+    if config.window is not None:
+        return count_pairs(min(config.window, length), length, causal)
+    if not config.is_grid:
         i = np.arange(length)
         start = i - i % query_block
         last = start + query_block - 1 + memory
         last = i if causal else np.minimum(last, length - 1)
         return int((last - np.maximum(start - memory, 0) + 1).sum())
-    rows, columns = grid
+    rows, columns = config.grid
     if length != rows * columns:
         return None
     (height, width), (above, beside) = query_block, memory
@@ -27,7 +28,7 @@ def local_pairs(length, causal, window, query_block, memory, grid, order):
     if not causal:
         down = np.minimum(top + height + above, rows) - first_row
         return int((down * across).sum())
-    if order == "raster":
+    if config.order == "raster":
         return int(((row - first_row) * across + column - first + 1).sum())
     done = (np.minimum(top + height, rows) - top) * (left - first)
     own = (row - top) * (right - left) + column - left + 1

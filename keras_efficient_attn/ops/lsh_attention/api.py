@@ -5,7 +5,7 @@ from keras import ops
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.lsh_attention.chunked import chunked_lsh_attention
-from keras_efficient_attn.ops.lsh_attention.layout import MAX_CODE
+from keras_efficient_attn.ops.lsh_attention.config import LSHConfig
 from keras_efficient_attn.ops.lsh_attention.reference import reference_lsh_attention
 from keras_efficient_attn.ops.lsh_attention.streaming import streamed_lsh_attention
 
@@ -55,7 +55,7 @@ def lsh_attention(
             chunk, see nothing, and give zeros.
         state: Optional state, from `lsh_attention_state` or the previous segment's
             call. Needs `causal` and `aligned`.
-        scale: Of the logits. Defaults to 1.
+        scale: Factor of the logits. Defaults to 1.
         dropout_mask: Optional factors of the weights, `(batch, heads, rounds,
             chunk_size, 2 · chunk_size)`, the same for all chunks.
         implementation: `"chunked"` (the default), or `"reference"`: the dense matrix,
@@ -66,17 +66,17 @@ def lsh_attention(
         dtype, and the new state or `None`.
 
     Raises:
-        ValueError: If a `state` is given without `causal` and `aligned`, for an
-            unknown implementation, or for more positions and buckets than the sort can
-            hold.
+        ValueError: If a `state` is given without `causal` and `aligned`, for sizes
+            that are no positive integers, for an unknown implementation, or for more
+            positions and buckets than the sort can hold.
 
     Reference:
         - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
     """
     query, value, buckets = map(ops.convert_to_tensor, (query, value, buckets))
-    length = query.shape[1]
-    if isinstance(length, int):
-        _check_size(length, num_buckets, aligned)
+    config = LSHConfig(num_buckets, chunk_size, causal, aligned, scale)
+    if isinstance(query.shape[1], int):
+        config.check_length(query.shape[1])
     if state is not None and not (causal and aligned):
         raise ValueError(
             "`state` needs causal=True and aligned=True. Received: "
@@ -93,50 +93,13 @@ def lsh_attention(
             "implementation='reference' has no `state` and no `dropout_mask`. "
             "Received one of them."
         )
-    return _lsh_attention(
-        query,
-        value,
-        buckets,
-        key_mask,
-        state,
-        dropout_mask,
-        num_buckets=num_buckets,
-        chunk_size=chunk_size,
-        causal=causal,
-        aligned=aligned,
-        scale=scale,
-        implementation=implementation,
-    )
+    extras = (key_mask, state, dropout_mask)
+    return _attend(query, value, buckets, *extras, config, implementation)
 
 
-def _check_size(length, num_buckets, aligned):
-    # Of hidden positions; buckets are centred at zero.
-    last_key = (num_buckets - num_buckets // 2) * (length + 1) + length
-    last_code = length + (num_buckets if aligned else 0)
-    if last_key >= 2**31 or last_code > MAX_CODE:
-        raise ValueError(
-            "LSH attention sorts by 32-bit keys, and counts in float32: "
-            "⌈`num_buckets` / 2⌉ · (`length` + 1) + `length` must be below 2^31, and "
-            "`length`, plus `num_buckets` if `aligned`, at most 2^24. Received: "
-            f"length={length}, num_buckets={num_buckets}, aligned={aligned}"
-        )
-
-
-@compiled("num_buckets", "chunk_size", "causal", "aligned", "scale", "implementation")
-def _lsh_attention(
-    query,
-    value,
-    buckets,
-    key_mask,
-    state,
-    dropout_mask,
-    *,
-    num_buckets,
-    chunk_size,
-    causal,
-    aligned,
-    scale,
-    implementation,
+@compiled("config", "implementation")
+def _attend(
+    query, value, buckets, key_mask, state, dropout_mask, config, implementation
 ):
     dtype = accumulator_dtype(query, value)
     if key_mask is None:
@@ -148,19 +111,10 @@ def _lsh_attention(
     query, value = ops.cast(query, dtype), ops.cast(value, dtype)
     if dropout_mask is not None:
         dropout_mask = ops.cast(dropout_mask, dtype)
+    tensors = (query, value, buckets, kept)
     if state is not None:
-        return streamed_lsh_attention(
-            query,
-            value,
-            buckets,
-            kept,
-            {name: ops.cast(tensor, dtype) for name, tensor in state.items()},
-            num_buckets,
-            chunk_size,
-            scale,
-            dropout_mask,
-        )
-    tensors, how = (query, value, buckets, kept), (chunk_size, causal, aligned, scale)
+        state = {name: ops.cast(tensor, dtype) for name, tensor in state.items()}
+        return streamed_lsh_attention(*tensors, config, state, dropout_mask)
     if implementation == "reference":
-        return reference_lsh_attention(*tensors, *how), None
-    return chunked_lsh_attention(*tensors, num_buckets, *how, dropout_mask), None
+        return reference_lsh_attention(*tensors, config), None
+    return chunked_lsh_attention(*tensors, config, dropout_mask), None

@@ -21,25 +21,22 @@ from keras_efficient_attn.ops.lsh_attention.shared import (
 TORCH_TILES = 4
 
 
-def chunked_lsh_attention(
-    query,
-    value,
-    buckets,
-    kept,
-    num_buckets,
-    chunk_size,
-    causal,
-    aligned,
-    scale,
-    dropout,
-):
-    """As `lsh_attention`, of which all arguments come in the accumulator's dtype."""
+def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
+    """As `lsh_attention`, with all tensors in the accumulator's dtype.
+
+    Args:
+        query, value, buckets: As there, with zeros at hidden positions.
+        kept: Boolean `(batch, length)`, `False` for hidden positions.
+        config: `LSHConfig`.
+        dropout: As `dropout_mask` there, or `None`.
+    """
     batch, length, heads, dim = ops.shape(query)
     rounds = buckets.shape[2]
     value_dim = ops.shape(value)[-1]
+    chunk_size = config.chunk_size
     if isinstance(length, int):
         chunk_size = max(1, min(chunk_size, length))
-    # One more position, hidden, stands in the slots that are empty.
+    # One more position, hidden, fills the slots that are empty.
     query, value = (pad_length(t, 0, 1) for t in (query, value))
     kept = ops.cast(ops.pad(ops.cast(kept, "int32"), [(0, 0), (0, 1)]), "bool")
     buckets = ops.pad(buckets, [(0, 0)] * 3 + [(0, 1)])
@@ -48,7 +45,8 @@ def chunked_lsh_attention(
     if keras.backend.backend() == "torch":
         # Larger tiles: operations run one by one, and each has its cost.
         floats = max(1, floats // TORCH_TILES)
-    layout = make_layout(buckets, kept, num_buckets, chunk_size, aligned, floats)
+    cut = (config.num_buckets, chunk_size, config.aligned)
+    layout = make_layout(buckets, kept, *cut, floats)
     table = ops.concatenate([query, value], axis=-1)
     table = ops.concatenate(
         [ops.transpose(table, (0, 2, 1, 3)), _ids(layout, length + 1, query.dtype)],
@@ -69,7 +67,7 @@ def chunked_lsh_attention(
     shape = (batch, heads, rounds, layout.tiles, *tile, width)
     x = ops.moveaxis(ops.reshape(rows(layout.token), shape), 3, 0)
     last = rows(layout.last_token)[:, :, :, None]
-    step = _step(query.shape[-1], value.shape[-1], rounds, causal, scale)
+    step = _step(query.shape[-1], value.shape[-1], rounds, config.causal, config.scale)
     consts = () if dropout is None else (dropout[..., :chunk_size, : 2 * chunk_size],)
     _, (sums,) = recompute_scan(step, (last,), (x,), consts)
 
@@ -97,7 +95,7 @@ def chunked_lsh_attention(
 def _ids(layout, length, dtype):
     """Position, codes and codes before: `(batch, heads, length, 1 + 2 rounds)`."""
     position = ops.arange(length, dtype="int32") + ops.zeros_like(layout.code[:, :, 0])
-    # The position that stands for none has one that no other is before.
+    # The position of empty slots is one that no other precedes.
     position = ops.where(layout.code[:, :, 0] < 0, -1, position)
     ids = ops.concatenate([position[:, :, None], layout.code, layout.before], axis=2)
     return ops.cast(ops.transpose(ids, (0, 1, 3, 2)), dtype)
@@ -137,7 +135,7 @@ def _step(dim, value_dim, rounds, causal, scale):
             )
             seen = ops.logical_and(seen, allowed[:, :, r])
             for earlier in range(r):
-                # What an earlier round has seen counts there.
+                # A key that an earlier round has seen counts there.
                 one = slice(earlier, earlier + 1)
                 here, there = against(
                     code[:, :, r, ..., one], key_code[:, :, r, ..., one]

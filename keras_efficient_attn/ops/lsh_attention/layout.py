@@ -1,4 +1,4 @@
-"""Where each position stands when buckets are sorted and cut into chunks."""
+"""The place of each position when buckets are sorted and cut into chunks."""
 
 import collections
 
@@ -42,7 +42,7 @@ def make_layout(buckets, kept, num_buckets, chunk_size, aligned, floats_per_posi
         aligned: Whether each bucket starts a chunk. Then no position's chunk depends
             on later positions, and the chunk before is of the same bucket.
             Otherwise chunks run on across buckets, and the last is before the first.
-        floats_per_position: For the size of a tile.
+        floats_per_position: Floats that a position takes in a step.
     """
     batch, heads, rounds, length = ops.shape(buckets)
     kept = kept[:, None, None, :]
@@ -67,7 +67,7 @@ def make_layout(buckets, kept, num_buckets, chunk_size, aligned, floats_per_posi
     chunk = within // chunk_size
     start = ops.take_along_axis(first, own, axis=-1)
     slot = start * chunk_size + within
-    # Between two buckets, a code of no chunk: the one before a bucket's first.
+    # Between two buckets, a code of no chunk: the code before a bucket's first.
     code = start + chunk + own + 1
     before = code - 1
     if not aligned:

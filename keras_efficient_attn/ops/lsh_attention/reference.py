@@ -5,22 +5,22 @@ from keras import ops
 from keras_efficient_attn.ops.lsh_attention.shared import masked_part, unit, with_self
 
 
-def visible_pairs(buckets, kept, chunk_size, causal, aligned):
+def visible_pairs(buckets, kept, config):
     """Which keys each query sees in any round: `(batch, heads, length, length)`."""
     length = ops.shape(buckets)[-1]
     position = ops.arange(length, dtype="int32")
     later = position[:, None] > position[None, :]
     same = buckets[..., :, None] == buckets[..., None, :]
     ahead = ops.logical_and(same, later)
-    if not aligned:
+    if not config.aligned:
         other = buckets[..., :, None] > buckets[..., None, :]
         ahead = ops.logical_or(ahead, other)
     # The chunk of a position: how many stand before it among those it is cut with.
     ahead = ops.logical_and(ahead, kept[:, None, None, None, :])
-    chunk = ops.sum(ops.cast(ahead, "int32"), axis=-1) // chunk_size
+    chunk = ops.sum(ops.cast(ahead, "int32"), axis=-1) // config.chunk_size
     query_chunk, key_chunk = chunk[..., :, None], chunk[..., None, :]
     near = ops.logical_or(query_chunk == key_chunk, query_chunk == key_chunk + 1)
-    if aligned:
+    if config.aligned:
         near = ops.logical_and(near, same)
     else:
         last = ops.max(ops.where(kept[:, None, None], chunk, 0), axis=-1)
@@ -29,17 +29,15 @@ def visible_pairs(buckets, kept, chunk_size, causal, aligned):
     seen = ops.any(near, axis=2)
     seen = ops.logical_and(seen, kept[:, None, :, None])
     seen = ops.logical_and(seen, kept[:, None, None, :])
-    other = later if causal else position[:, None] != position[None, :]
+    other = later if config.causal else position[:, None] != position[None, :]
     return ops.logical_and(seen, other)
 
 
-def reference_lsh_attention(
-    query, value, buckets, kept, chunk_size, causal, aligned, scale
-):
+def reference_lsh_attention(query, value, buckets, kept, config):
     """As `lsh_attention`, without dropout."""
-    allowed = visible_pairs(buckets, kept, chunk_size, causal, aligned)
+    allowed = visible_pairs(buckets, kept, config)
     query, value = (ops.transpose(t, (0, 2, 1, 3)) for t in (query, value))
-    logits = (query * scale) @ ops.swapaxes(unit(query), -1, -2)
+    logits = (query * config.scale) @ ops.swapaxes(unit(query), -1, -2)
     values, totals, _ = masked_part(logits, allowed, value)
     output = with_self(values, totals, value)
     output = ops.where(kept[:, None, :, None], output, 0.0)

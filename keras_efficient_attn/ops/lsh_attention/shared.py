@@ -1,4 +1,4 @@
-"""What the forms of LSH attention have in common."""
+"""Steps that all forms of LSH attention take."""
 
 import math
 
@@ -18,7 +18,7 @@ def unit(x):
 
 def masked_part(logits, allowed, value, dropout_mask=None):
     """The part `(values, totals, log_scale)` of `(..., queries, keys)` logits."""
-    # Of minus infinity the exponential is 0, and fast.
+    # The exponential of minus infinity is 0, and fast.
     logits = ops.where(allowed, logits, -math.inf)
     scale = ops.max(ops.stop_gradient(logits), axis=-1)
     scale = ops.where(scale == -math.inf, LOG_ZERO, scale)

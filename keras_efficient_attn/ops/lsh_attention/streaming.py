@@ -48,9 +48,7 @@ def lsh_attention_state_spec(
     }
 
 
-def streamed_lsh_attention(
-    query, value, buckets, kept, state, num_buckets, chunk_size, scale, dropout
-):
+def streamed_lsh_attention(query, value, buckets, kept, config, state, dropout):
     """The causal, aligned `lsh_attention`, and the new state.
 
     The cache has two chunks of keys for each bucket, the rank of a key in its bucket
@@ -58,8 +56,8 @@ def streamed_lsh_attention(
     """
     batch, length, heads, dim = query.shape
     rounds, value_dim = buckets.shape[2], value.shape[-1]
-    found = heads * rounds * 2 * chunk_size * (dim + value_dim) * (batch or 1)
-    block = max(1, min(chunk_size, FOUND_FLOATS // found))
+    found = heads * rounds * 2 * config.chunk_size * (dim + value_dim) * (batch or 1)
+    block = max(1, min(config.chunk_size, FOUND_FLOATS // found))
     if isinstance(length, int):
         block = min(block, max(1, length))
         steps = max(1, -(-length // block))
@@ -70,10 +68,10 @@ def streamed_lsh_attention(
     buckets = ops.cast(ops.transpose(buckets, (0, 3, 1, 2)), dtype)
     inputs = (query, value, buckets, ops.cast(kept, dtype))
     xs = tuple(pad_to(t, steps * block) for t in inputs)
-    step = _step(dim, value_dim, rounds, num_buckets, chunk_size, scale)
+    step = _step(dim, value_dim, rounds, config)
     consts = ()
     if dropout is not None:
-        # Of queries in a chunk, by the keys of the cache and those of the block.
+        # For queries in a chunk: by the keys of the cache, and by those of the block.
         consts = (dropout[..., :block, :], dropout[:, :, 0, :block, :block])
     carry = (state["cache"], state["count"])
     (cache, count), (output,) = recompute_scan(
@@ -83,7 +81,8 @@ def streamed_lsh_attention(
 
 
 @functools.cache
-def _step(dim, value_dim, rounds, num_buckets, chunk_size, scale):
+def _step(dim, value_dim, rounds, config):
+    num_buckets, chunk_size = config.num_buckets, config.chunk_size
     ring = 2 * chunk_size
     cache_rows, width = num_buckets * ring + 1, dim + value_dim + rounds
 
@@ -113,11 +112,11 @@ def _step(dim, value_dim, rounds, num_buckets, chunk_size, scale):
         # The keys of this block.
         in_round = near(code[..., None, :], code[..., :, None], before[..., :, None])
         seen = ops.any(ops.logical_and(in_round, same), axis=2)
-        key, scaled = unit(query), query * scale
+        key, scaled = unit(query), query * config.scale
         logits = scaled @ ops.swapaxes(key, -1, -2)
         parts = [masked_part(logits, seen, value, consts[1] if consts else None)]
 
-        # Those of the cache, round by round; what an earlier one has seen counts there.
+        # The keys of the cache, round by round; a key counts in the first that sees it.
         index = bucket[..., None] * ring + ops.arange(ring, dtype="int32")
         index = ops.reshape(index, (batch, heads * rounds, block * ring))
         table = ops.reshape(cache, (batch, heads * rounds, cache_rows, width))
@@ -148,7 +147,7 @@ def _step(dim, value_dim, rounds, num_buckets, chunk_size, scale):
         output = with_self(values, totals, value)
         output = ops.where(kept[:, None, :, None], output, 0.0)
 
-        # Each key takes the place of the one that stood two chunks before it.
+        # Each key takes the place of the key two chunks before it.
         visible = kept[:, None, None, :]
         place = ops.where(visible, bucket * ring + rank % ring, cache_rows - 1)
         codes = ops.cast(ops.transpose(code, (0, 1, 3, 2)), cache.dtype)

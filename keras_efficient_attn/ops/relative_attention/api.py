@@ -1,128 +1,134 @@
-"""Softmax attention with terms for distances, some queries at a time."""
-
-import functools
+"""Softmax attention with relative positions, as in Transformer-XL."""
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.block_softmax import (
-    MIN_BLOCK,
-    scan_groups,
-    softmax_part,
-)
-from keras_efficient_attn.ops.common.chunking import (
-    GROUP_FLOATS,
-    chunk_layout,
-    pad_length,
-    pad_to,
-)
-from keras_efficient_attn.ops.common.compiled import compiled
-from keras_efficient_attn.ops.common.online_softmax import divided
-from keras_efficient_attn.ops.common.relative_positions import shifted_by_query
+from keras_efficient_attn.ops.common.checks import may_agree
+from keras_efficient_attn.ops.common.inputs import SoftmaxOptions, check_call
+from keras_efficient_attn.ops.relative_attention.config import RelativeConfig
+from keras_efficient_attn.ops.relative_attention.recurrent import attend_last
+from keras_efficient_attn.ops.relative_attention.reference import reference_attention
+from keras_efficient_attn.ops.relative_attention.tiles import attend_in_tiles
 
 
-@compiled("offset", "causal", "window", "dropout")
 def relative_attention(
     query,
     key,
     value,
-    valid,
-    position_query,
     position_key,
     *,
-    offset,
-    causal,
-    window,
+    content_bias=None,
+    position_bias=None,
+    offset=0,
+    window=None,
+    causal=False,
+    key_mask=None,
     documents=None,
-    dropout=None,
+    scale=None,
+    dropout=0.0,
     dropout_seed=None,
+    implementation=None,
 ):
     """Softmax attention with a product for each distance beside that for each key.
 
     ```
-    w[i, j] = exp(query[i]·key[j] + position_query[i]·position_key[offset + i − j])
+    w[t, s] = exp(scale · ((q[t] + u)·k[s] + (q[t] + v)·p[offset + t − s]))
+    output[t] = Σ_s w[t, s] v[s] / Σ_s w[t, s]
     ```
 
-    The matrix exists for some queries at a time, and again for their gradients.
+    over the keys `s` that `key_mask` keeps. The matrix of weights exists for some
+    queries at a time, and again for their gradients: time is proportional to
+    `query_length · key_length`, memory to the lengths. A query that sees no key gets
+    zeros.
+
+    A recurrence over segments puts the keys of earlier segments, the memory, before
+    the segment's own, with `offset` for their number.
 
     Args:
-        query, position_query: `(batch, length, heads, dim)`, scaled.
-        key, value: `(batch, keys, heads, dim)`, `value` zero where not valid.
-        valid: `(batch, keys)`, 1 for keys that exist and 0 for others.
-        position_key: `(distances, heads, dim)`, of distances that fall by one from
-            `offset + length - 1`: to 0 if causal, to `offset - keys` if not.
-        offset: Position of the first query, where the first key has position 0.
-        causal: Whether a query sees its own position and earlier ones only.
-        window: Only distances below it are seen; `None` for all.
-        documents: Optional pair of numbers `(batch, length)` and `(batch, keys)`:
-            queries see the keys of equal ones.
-        dropout: Rate of dropout on the normalised weights, or `None`.
-        dropout_seed: Floats `(2,)`, from `weight_dropout.dropout_seed`.
+        query: `(batch, query_length, heads, dim)`.
+        key: `(batch, key_length, heads, dim)`.
+        value: `(batch, key_length, heads, value_dim)`.
+        position_key: `(distances, heads, dim)`: the p of distances that fall by one,
+            from `offset + query_length - 1` to 0 if `causal`, otherwise to
+            `offset - key_length + 1`.
+        content_bias: Optional u, `(heads, dim)`.
+        position_bias: Optional v, `(heads, dim)`.
+        offset: Position of the first query, where the first key has position 0: an
+            integer from 0 to `key_length`. Defaults to 0.
+        window: Optional positive integer: only distances below it, on both sides,
+            are seen. Defaults to `None`: all.
+        causal: Whether a query sees its own position and earlier ones only. Defaults
+            to `False`.
+        key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
+            Other keys are not read, NaN included.
+        documents: Optional pair of numbers `(batch, query_length)` and `(batch,
+            key_length)`: queries see the keys of equal ones.
+        scale: Factor of the products. Defaults to `1 / √dim`.
+        dropout: Rate of dropout on the normalised weights. Defaults to 0.
+        dropout_seed: Floats `(2,)` from `weight_dropout.dropout_seed`, for `dropout`.
+        implementation: `"blocks"` (the default) or `"reference"`, the quadratic
+            definition.
 
     Returns:
-        `(batch, length, heads, value_dim)`; zero for a query that sees no key.
+        `(batch, query_length, heads, value_dim)` in the dtype of `value`.
+
+    Raises:
+        ValueError: For shapes that do not agree, or arguments named above that
+            cannot be honoured.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import ops
+    >>> x = keras.random.normal((1, 100, 4, 32))
+    >>> distances = keras.random.normal((100, 4, 32))
+    >>> ops.relative_attention(x, x, x, distances, causal=True).shape
+    (1, 100, 4, 32)
+
+    Reference:
+        - [Dai et al., 2019](https://arxiv.org/abs/1901.02860)
     """
-    length, keys, heads = ops.shape(query)[1], ops.shape(key)[1], query.shape[2]
-    dtype = query.dtype
-    floats = GROUP_FLOATS // MIN_BLOCK
-    if isinstance(keys, int):
-        floats = heads * 4 * max(1, keys)
-    size, chunks, groups = chunk_layout(length, MIN_BLOCK, query.shape[0], floats)
-    size = size * chunks
-
-    # The first query of the last group is the first row's; what no causal query sees
-    # has no product.
-    after = keys - offset if causal else 0
-    position_key = pad_length(position_key[None], groups * size - length, after)[0]
-    positions = ops.cast(ops.arange(length, dtype="int32") + offset, dtype)[None]
-    xs = [query, position_query, positions]
-    consts = [key, value, valid, position_key]
-    if documents is not None:
-        of_queries, of_keys = (ops.cast(numbers, dtype) for numbers in documents)
-        xs.append(of_queries)
-        consts.append(of_keys)
-    consts[:2] = (ops.swapaxes(t, 1, 2) for t in consts[:2])
-    xs = [pad_to(x, groups * size) for x in xs]
-    xs.append(ops.cast(ops.arange(groups), dtype)[None])
-    if dropout is not None:
-        consts.append(ops.cast(dropout_seed, dtype))
-    single = isinstance(groups, int) and groups == 1
-    step = _step(causal, window, documents is not None, dropout, single)
-    (heads,) = scan_groups(step, tuple(xs), tuple(consts), groups)
-    return heads[:, :length]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    options = SoftmaxOptions(bool(causal), scale, dropout)
+    inputs = query, key, value, key_mask
+    check_call(inputs, options, None, dropout_seed, implementation)
+    config = RelativeConfig(offset, window)
+    biases = content_bias, position_bias
+    _check_operands(query, key, position_key, biases, config, options)
+    operands = inputs, position_key, biases, documents
+    if implementation == "reference":
+        output = reference_attention(*operands, config, options)
+        return ops.cast(output, value.dtype)
+    last = options.causal and query.shape[1] == 1 and key.shape[1] == offset + 1
+    attend = attend_last if last else attend_in_tiles
+    output = attend(*operands, dropout_seed, config=config, options=options)
+    return ops.cast(output, value.dtype)
 
 
-@functools.cache
-def _step(causal, window, documents, rate, single):
-    def step(carry, x, consts):
-        query, position_query, positions, *rest, group = x
-        group = group[0, 0]
-        key, value, valid, position_key, *others = consts
-        query, position_query = (ops.swapaxes(t, 1, 2) for t in (query, position_query))
-        size, width = ops.shape(query)[2], ops.shape(key)[2]
-
-        distance = positions[0][:, None] - ops.cast(
-            ops.arange(width, dtype="int32"), positions.dtype
+def _check_operands(query, key, position_key, biases, config, options):
+    """Raises `ValueError` for shapes of what only this operation has."""
+    length, (keys, *head) = query.shape[1], key.shape[1:]
+    head, offset = tuple(head), config.offset
+    if keys is not None and offset > keys:
+        raise ValueError(
+            "`offset` must be at most the number of keys. Received: "
+            f"offset={offset}, key.shape={tuple(key.shape)}"
         )
-        allowed = valid[:, None, None, :] > 0
-        if causal:
-            allowed = ops.logical_and(allowed, distance >= 0)
-        if window is not None:
-            allowed = ops.logical_and(allowed, ops.abs(distance) < window)
-        if documents:
-            same = rest[0][:, None, :, None] == others[0][:, None, None, :]
-            allowed = ops.logical_and(allowed, same)
-
-        if not single:
-            # The rows of these queries' distances.
-            last = ops.shape(position_key)[0] - width - size
-            first = last - size * ops.cast(group, "int32")
-            rows = first + ops.arange(size + width, dtype="int32")
-            position_key = ops.take(position_key, rows, axis=0)
-        products = position_query @ ops.transpose(position_key, (1, 2, 0))
-        dropout = None if rate is None else (rate, group, others[-1])
-        values, totals, _ = softmax_part(
-            query, key, value, allowed, dropout, shifted_by_query(products, width)
+    for name, bias in zip(("content_bias", "position_bias"), biases, strict=True):
+        if bias is not None and tuple(bias.shape) != head:
+            raise ValueError(
+                f"`{name}` must have the shape (heads, dim) = {head}. Received: "
+                f"{name}.shape={tuple(bias.shape)}"
+            )
+    distances = None
+    if options.causal and length is not None:
+        distances = offset + length
+    elif not options.causal and None not in (length, keys):
+        distances = length + keys - 1
+    if not may_agree(position_key.shape, (distances, *head)):
+        raise ValueError(
+            "`position_key` must have the shape (distances, heads, dim) = "
+            f"{(distances, *head)}, from distance `offset + query_length - 1` on. "
+            f"Received: position_key.shape={tuple(position_key.shape)}, "
+            f"query.shape={tuple(query.shape)}, key.shape={tuple(key.shape)}, "
+            f"offset={offset}"
         )
-        return carry, (ops.swapaxes(divided(values, totals), 1, 2),)
-
-    return step

@@ -1,8 +1,6 @@
 from keras_efficient_attn.ops.sparse_attention.api import (
     sparse_attention,
     sparse_attention_state,
-)
-from keras_efficient_attn.ops.sparse_attention.patterns import (
     sparse_pattern,
 )
 

@@ -1,41 +1,22 @@
 """Sparse attention: the strided and fixed factorisations of Sparse Transformers."""
 
+import dataclasses
+
+import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.common.block_softmax import attend_near, attend_recent
-from keras_efficient_attn.ops.common.cache_capacity import nan_beyond
-from keras_efficient_attn.ops.common.checks import check_pattern_call, is_positive_int
-from keras_efficient_attn.ops.common.compiled import compiled
-from keras_efficient_attn.ops.common.inputs import (
-    extended,
-    fitted,
-    masked_inputs,
-    recent_keys,
-)
+from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.inputs import SoftmaxOptions, check_call
 from keras_efficient_attn.ops.common.masked_softmax import masked_attention
-from keras_efficient_attn.ops.common.online_softmax import finish, merge
+from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
 from keras_efficient_attn.ops.common.state import make_state
-from keras_efficient_attn.ops.sparse_attention.fixed import (
-    attend_cached_summaries,
-    attend_summaries,
-    write_summaries,
-)
+from keras_efficient_attn.ops.sparse_attention.blocks import attend_in_blocks
+from keras_efficient_attn.ops.sparse_attention.config import SparseConfig
 from keras_efficient_attn.ops.sparse_attention.patterns import (
-    Columns,
-    Summaries,
-    check_sparse_pattern,
-    far_heads,
-    near_heads,
-    near_rule,
-    sparse_pattern,
+    head_factors,
+    summary_start,
 )
-from keras_efficient_attn.ops.sparse_attention.strided import (
-    attend_cached_columns,
-    attend_columns,
-    write_positions,
-)
-
-FAR = ("far_key", "far_value", "far_mask")
+from keras_efficient_attn.ops.sparse_attention.recurrent import attend_next
 
 
 def sparse_attention(
@@ -118,150 +99,24 @@ def sparse_attention(
     Reference:
         - [Child et al., 2019](https://arxiv.org/abs/1904.10509)
     """
-    check_pattern_call(
-        query,
-        key,
-        value,
-        key_mask,
-        causal,
-        state,
-        implementation,
-        dropout,
-        dropout_seed,
-    )
-    pattern = dict(pattern=pattern, stride=stride, summary=summary, heads=heads)
-    num_heads = query.shape[2]
-    check_sparse_pattern(**pattern, num_heads=num_heads)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    options = SoftmaxOptions(bool(causal), scale, dropout)
+    inputs = query, key, value, key_mask
+    check_call(inputs, options, state, dropout_seed, implementation)
+    config = SparseConfig(pattern, stride, summary, heads, query.shape[2])
     if implementation == "reference":
         lengths = query.shape[1], key.shape[1]
-        allowed = sparse_pattern(
-            max(lengths), **pattern, num_heads=num_heads, causal=causal
-        )
-        output = masked_attention(
-            query,
-            key,
-            value,
-            allowed[:, : lengths[0], : lengths[1]],
-            key_mask,
-            scale,
-        )
+        allowed = _allowed(config, max(lengths), causal)
+        allowed = allowed[:, : lengths[0], : lengths[1]]
+        output = masked_attention(*inputs[:3], allowed, key_mask, scale)
         return ops.cast(output, value.dtype)
-    output, new_state = _sparse_attention(
-        query,
-        key,
-        value,
-        key_mask,
-        state,
-        dropout_seed,
-        causal=causal,
-        scale=scale,
-        dropout=dropout,
-        **pattern,
+    recurrent = state is not None and query.shape[1] == 1
+    attend = attend_next if recurrent else attend_in_blocks
+    output, new_state = attend(
+        inputs, state, dropout_seed, config=config, options=options
     )
     output = ops.cast(output, value.dtype)
     return output if state is None else (output, new_state)
-
-
-@compiled("pattern", "stride", "summary", "heads", "causal", "scale", "dropout")
-def _sparse_attention(
-    query,
-    key,
-    value,
-    key_mask,
-    state,
-    seed,
-    *,
-    pattern,
-    stride,
-    summary,
-    heads,
-    causal,
-    scale,
-    dropout,
-):
-    length, num_heads = ops.shape(query)[1], query.shape[2]
-    query, key, value, valid = masked_inputs(query, key, value, key_mask)
-    if state is None:
-        query, key, value, valid = fitted(query, key, value, valid)
-    query = query * scale
-    # The first heads have the first factor, and the last ones the second.
-    near = near_heads(heads, num_heads)
-    far = num_heads - far_heads(heads, num_heads)
-    parts, new_state = [], {}
-    if near:
-        inputs = (query[:, :, :near], key[:, :, :near], value[:, :, :near], valid)
-        dropped = (dropout, seed) if dropout else None
-        rule = near_rule(pattern, stride, causal)
-        part, recent = _near(inputs, rule, state, dropped)
-        parts.append(part)
-        new_state |= recent
-    if far < num_heads:
-        inputs = (query[:, :, far:], key[:, :, far:], value[:, :, far:], valid)
-        # Other bits than those of the first factor.
-        dropped = (dropout, ops.flip(seed)) if dropout else None
-        remainder = heads == "merged"
-        if pattern == "strided":
-            rule = Columns(stride, causal, remainder)
-            part, cache = _columns(inputs, rule, state, dropped)
-        else:
-            rule = Summaries(stride, causal, remainder)
-            part, cache = _summaries(inputs, rule, summary, state, dropped)
-        parts.append(part)
-        new_state |= cache
-    if heads == "merged":
-        output = finish(*merge(parts), True)
-    else:
-        output = ops.concatenate([finish(*part, True) for part in parts], axis=2)
-    if state is None:
-        return output[:, :length], None
-    if far < num_heads:
-        capacity = ops.shape(state["far_key"])[1]
-        if pattern == "fixed":
-            capacity = capacity // summary * stride
-        output = nan_beyond(capacity, state["position"][0], output)
-    return output, {**new_state, "position": state["position"] + length}
-
-
-def _near(inputs, rule, state, dropout):
-    """The part of the first factor, and what a state keeps for it."""
-    if state is None:
-        return attend_near(*inputs, rule, dropout), {}
-    query, *keys = inputs
-    past, position = extended(state, *keys), state["position"]
-    part = attend_recent(query, *past, rule, position[0], dropout=dropout)
-    return part, recent_keys(past, ops.shape(query)[1], position)
-
-
-def _columns(inputs, rule, state, dropout):
-    """The part of the strided pattern's second factor, and the cache of all keys."""
-    if state is None:
-        return attend_columns(*inputs, rule, dropout), {}
-    query, *keys = inputs
-    start = state["position"][0]
-    cache = [
-        write_positions(ops.cast(state[name], new.dtype), new, start)
-        for name, new in zip(FAR, keys, strict=True)
-    ]
-    part = attend_cached_columns(query, *cache, rule, start, dropout)
-    return part, dict(zip(FAR, cache, strict=True))
-
-
-def _summaries(inputs, rule, summary, state, dropout):
-    """The part of the fixed pattern's second factor, and the cache of summaries."""
-    if state is None:
-        return attend_summaries(*inputs, rule, summary, dropout), {}
-    query, key, value, valid = inputs
-    start = state["position"][0]
-    valid = ops.broadcast_to(valid[..., None], ops.shape(key)[:3])
-    cache = [
-        write_summaries(
-            ops.cast(state[name], new.dtype), new, rule.stride, summary, start
-        )
-        for name, new in zip(FAR, (key, value, valid), strict=True)
-    ]
-    part = attend_cached_summaries(query, *cache, rule, summary, start, dropout)
-    return part, dict(zip(FAR, cache, strict=True))
 
 
 def sparse_attention_state(
@@ -298,42 +153,85 @@ def sparse_attention_state(
     Raises:
         ValueError: For arguments that make no pattern.
     """
-    options = dict(pattern=pattern, stride=stride, summary=summary, heads=heads)
-    sizes = (batch_size, num_heads, key_dim, value_dim, max_length)
-    return make_state(sparse_attention_state_spec(*sizes, **options, dtype=dtype))
+    config = SparseConfig(pattern, stride, summary, heads, num_heads)
+    sizes = (batch_size, max_length, key_dim, value_dim)
+    return make_state(sparse_attention_spec(config, *sizes, dtype))
 
 
-def sparse_attention_state_spec(
-    batch_size,
-    num_heads,
-    key_dim,
-    value_dim,
-    max_length,
-    *,
-    pattern,
-    stride,
-    summary,
-    heads,
-    dtype,
-):
-    """Names, shapes and dtypes of `sparse_attention_state`."""
-    check_sparse_pattern(pattern, stride, summary, heads, num_heads)
-    if not is_positive_int(max_length):
-        raise ValueError(
-            f"`max_length` must be a positive integer. Received: {max_length!r}"
-        )
-    spec = {"position": ((batch_size,), "int32")}
-    near, far = near_heads(heads, num_heads), far_heads(heads, num_heads)
-    if near:
-        rows = (batch_size, near_rule(pattern, stride, True).reach)
-        spec["key"] = ((*rows, near, key_dim), dtype)
-        spec["value"] = ((*rows, near, value_dim), dtype)
-        spec["mask"] = (rows, dtype)
+def sparse_attention_spec(config, batch_size, max_length, key_dim, value_dim, dtype):
+    """Names, shapes and dtypes of `sparse_attention_state`, of a `SparseConfig`."""
+    check_positive_int("max_length", max_length)
+    near, far = config.near_heads, config.far_heads
+    reach = config.masks(causal=True)[0].reach
+    spec = recent_keys_spec(batch_size, reach, near, key_dim, value_dim, dtype)
+    if not near:
+        spec = {"position": spec["position"]}
     if far:
-        blocks = -(-max_length // stride)
-        strided = pattern == "strided"
-        rows = (batch_size, blocks * (stride if strided else summary))
+        blocks = -(-max_length // config.stride)
+        strided = config.pattern == "strided"
+        rows = (batch_size, blocks * (config.stride if strided else config.summary))
         spec["far_key"] = ((*rows, far, key_dim), dtype)
         spec["far_value"] = ((*rows, far, value_dim), dtype)
         spec["far_mask"] = (rows if strided else (*rows, far), dtype)
     return spec
+
+
+def sparse_pattern(
+    length,
+    pattern="strided",
+    *,
+    stride,
+    summary=1,
+    heads="merged",
+    num_heads=None,
+    causal=True,
+):
+    """Which keys each query of `sparse_attention` sees, for plots and tests.
+
+    Args:
+        length: Number of positions.
+        pattern, stride, summary, heads: As for `sparse_attention`.
+        num_heads: Number of heads. Defaults to 1, and 2 for `heads="split"`.
+        causal: Whether query `t` sees keys `0..t` only. Defaults to `True`.
+
+    Returns:
+        Boolean NumPy array `(num_heads, length, length)`: rows are queries.
+
+    Raises:
+        ValueError: For arguments that make no pattern.
+
+    Example:
+
+    >>> from keras_efficient_attn.ops import sparse_pattern
+    >>> sparse_pattern(6, "fixed", stride=3)[0].astype(int)
+    array([[1, 0, 0, 0, 0, 0],
+           [1, 1, 0, 0, 0, 0],
+           [1, 1, 1, 0, 0, 0],
+           [0, 0, 1, 1, 0, 0],
+           [0, 0, 1, 1, 1, 0],
+           [0, 0, 1, 1, 1, 1]])
+    """
+    if num_heads is None:
+        num_heads = 2 if heads == "split" else 1
+    config = SparseConfig(pattern, stride, summary, heads, num_heads)
+    return _allowed(config, length, causal)
+
+
+def _allowed(config, length, causal):
+    """The boolean matrix of each head, `(num_heads, length, length)`."""
+    i, j = np.arange(length)[:, None], np.arange(length)[None, :]
+    near_mask, far_mask = config.masks(causal)
+    first = near_mask(i, j)
+    second = dataclasses.replace(far_mask, remainder=False)(i, j)
+    strided = config.pattern == "strided"
+    matrices = []
+    for near, number in head_factors(config):
+        seen = first if near else np.zeros_like(first)
+        if number is not None and strided:
+            seen = seen | second
+        elif number is not None:
+            start = summary_start(config.stride, config.summary, number)
+            offset = j % config.stride - start
+            seen = seen | (second & (offset >= 0) & (offset < config.summary))
+        matrices.append(seen)
+    return np.stack(matrices)

@@ -11,17 +11,17 @@ from keras_efficient_attn.ops.common.chunking import chunk_count, pad_length
 from keras_efficient_attn.ops.sparse_attention.patterns import summary_start
 
 
-def attend_summaries(query, key, value, valid, rule, summary, dropout):
+def attend_summaries(query, key, value, valid, mask_fn, summary, dropout):
     """The part of the summaries of a whole sequence.
 
     Args:
         query, key, value: `(batch, length, heads, dim)`, equally long.
         valid: `(batch, length)`.
-        rule: `Summaries`.
+        mask_fn: `Summaries`.
         summary: Positions of a summary.
         dropout: `(rate, seed)` or `None`.
     """
-    stride, heads = rule.stride, query.shape[2]
+    stride, heads = mask_fn.stride, query.shape[2]
     length = ops.shape(query)[1]
     blocks = chunk_count(length, stride)
     valid = ops.broadcast_to(valid[..., None], ops.shape(key)[:3])
@@ -39,26 +39,33 @@ def attend_summaries(query, key, value, valid, rule, summary, dropout):
     return attend_shared(
         query,
         *map(select, (key, value, valid)),
-        rule,
-        ops.arange(length, dtype="int32"),
-        summary_positions(blocks, stride, summary, heads),
+        mask_fn,
+        (
+            ops.arange(length, dtype="int32"),
+            summary_positions(blocks, stride, summary, heads),
+        ),
         dropout,
     )
 
 
-def attend_cached_summaries(query, key, value, valid, rule, summary, start, dropout):
-    """The part of a segment over a cache of summaries that holds the segment's too."""
-    heads = query.shape[2]
-    return attend_shared(
-        query,
-        key,
-        value,
-        valid,
-        rule,
-        start + ops.arange(ops.shape(query)[1], dtype="int32"),
-        summary_positions(key.shape[1] // summary, rule.stride, summary, heads),
-        dropout,
+def attend_cached_summaries(query, cache, mask_fn, summary, start, dropout):
+    """The part of a segment over a cache of summaries that holds the segment's too.
+
+    Args:
+        query: `(batch, length, heads, dim)`, from position `start` on.
+        cache: Keys, values and masks, `(batch, blocks · summary, heads, ...)`.
+        mask_fn: A causal `Summaries`.
+        summary: Positions of a summary.
+        start: Scalar.
+        dropout: `(rate, seed)` or `None`.
+    """
+    length, heads = ops.shape(query)[1], query.shape[2]
+    blocks = cache[0].shape[1] // summary
+    positions = (
+        start + ops.arange(length, dtype="int32"),
+        summary_positions(blocks, mask_fn.stride, summary, heads),
     )
+    return attend_shared(query, *cache, mask_fn, positions, dropout)
 
 
 def write_summaries(cache, segment, stride, summary, start):

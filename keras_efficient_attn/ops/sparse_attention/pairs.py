@@ -8,11 +8,11 @@ from keras_efficient_attn.ops.sparse_attention.patterns import (
 )
 
 
-def sparse_pairs(length, causal, num_heads, pattern, stride, summary, heads):
-    """Pairs of a query and a key that it sees, of all heads together."""
-    i = np.arange(length)
+def sparse_pairs(length, causal, config):
+    """Pairs of a query and a key that it sees, of all heads of a `SparseConfig`."""
+    i, stride, summary = np.arange(length), config.stride, config.summary
     # For each query: keys of the first factor, of the second, and of both.
-    if pattern == "strided":
+    if config.pattern == "strided":
         counts = np.minimum(i, stride) + 1, i // stride + 1, 1 + (i >= stride)
         if not causal:
             # Symmetric, and the query itself is there once.
@@ -33,7 +33,7 @@ def sparse_pairs(length, causal, num_heads, pattern, stride, summary, heads):
             return own, end // stride * summary + in_last, both
 
     total = 0
-    for near, number in head_factors(heads, num_heads):
+    for near, number in head_factors(config):
         first, second, both = of_head(number or 0)
         has_far = number is not None
         total += near * first.sum() + has_far * second.sum()

@@ -1,21 +1,6 @@
-"""The strided and the fixed pattern of Sparse Transformers, as rules."""
+"""The second factors of sparse patterns, as mask functions."""
 
 import dataclasses
-
-import numpy as np
-
-from keras_efficient_attn.ops.common.checks import is_positive_int
-from keras_efficient_attn.ops.common.masks import QueryBlocks, SlidingWindow
-
-PATTERNS = ("strided", "fixed")
-HEADS = ("merged", "split", 0, 1)
-
-
-def near_rule(pattern, stride, causal):
-    """The first factor: the previous `stride` positions, or the own block."""
-    if pattern == "strided":
-        return SlidingWindow(stride + 1, causal)
-    return QueryBlocks(stride, 0, causal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +39,10 @@ class Summaries:
     remainder: bool
 
     def __call__(self, i, j):
-        block, key_block = i // self.stride, j // self.stride
         if self.causal:
-            return key_block < block if self.remainder else j <= i
+            # Before the own block, or up to the query.
+            return j < i - i % self.stride if self.remainder else j <= i
+        block, key_block = i // self.stride, j // self.stride
         return key_block != block if self.remainder else key_block >= 0 * block
 
 
@@ -68,120 +54,11 @@ def summary_start(stride, summary, head):
     return stride - (head % (stride // summary) + 1) * summary
 
 
-def head_factors(heads, num_heads):
-    """What each head attends to: `(the first factor?, its number in the second)`.
+def head_factors(config):
+    """What each head of a `SparseConfig` attends to: `(first factor?, number)`.
 
-    Heads without the second factor have no number in it.
+    Its number is that among the heads with the second factor, or `None` without it.
     """
-    if heads == "merged":
-        return [(True, head) for head in range(num_heads)]
-    if heads == "split":
-        near = near_heads(heads, num_heads)
-        far = range(num_heads - near)
-        return [(True, None)] * near + [(False, head) for head in far]
-    if heads == 0:
-        return [(True, None)] * num_heads
-    return [(False, head) for head in range(num_heads)]
-
-
-def near_heads(heads, num_heads):
-    """How many heads, the first ones, have the first factor."""
-    if heads == "split":
-        return (num_heads + 1) // 2
-    return 0 if heads == 1 else num_heads
-
-
-def far_heads(heads, num_heads):
-    """How many heads, the last ones, have the second factor."""
-    if heads == "split":
-        return num_heads // 2
-    return 0 if heads == 0 else num_heads
-
-
-def sparse_pattern(
-    length,
-    pattern="strided",
-    *,
-    stride,
-    summary=1,
-    heads="merged",
-    num_heads=None,
-    causal=True,
-):
-    """Which keys each query of `sparse_attention` sees, for plots and tests.
-
-    Args:
-        length: Number of positions.
-        pattern, stride, summary, heads: As for `sparse_attention`.
-        num_heads: Number of heads. Defaults to 1, and 2 for `heads="split"`.
-        causal: Whether query `t` sees keys `0..t` only. Defaults to `True`.
-
-    Returns:
-        Boolean NumPy array `(num_heads, length, length)`: rows are queries.
-
-    Raises:
-        ValueError: For arguments that make no pattern.
-
-    Example:
-
-    >>> from keras_efficient_attn.ops import sparse_pattern
-    >>> sparse_pattern(6, "fixed", stride=3)[0].astype(int)
-    array([[1, 0, 0, 0, 0, 0],
-           [1, 1, 0, 0, 0, 0],
-           [1, 1, 1, 0, 0, 0],
-           [0, 0, 1, 1, 0, 0],
-           [0, 0, 1, 1, 1, 0],
-           [0, 0, 1, 1, 1, 1]])
-    """
-    if num_heads is None:
-        num_heads = 2 if heads == "split" else 1
-    check_sparse_pattern(pattern, stride, summary, heads, num_heads)
-    i, j = np.arange(length)[:, None], np.arange(length)[None, :]
-    first = near_rule(pattern, stride, causal)(i, j)
-    matrices = []
-    for near, number in head_factors(heads, num_heads):
-        seen = first if near else np.zeros_like(first)
-        if number is not None and pattern == "strided":
-            seen = seen | Columns(stride, causal, False)(i, j)
-        elif number is not None:
-            offset = j % stride - summary_start(stride, summary, number)
-            second = Summaries(stride, causal, False)(i, j)
-            seen = seen | (second & (offset >= 0) & (offset < summary))
-        matrices.append(seen)
-    return np.stack(matrices)
-
-
-def check_sparse_pattern(pattern, stride, summary, heads, num_heads):
-    """Raises `ValueError` for arguments that make no pattern."""
-    if pattern not in PATTERNS:
-        raise ValueError(
-            f"`pattern` must be one of {', '.join(PATTERNS)}. Received: "
-            f"pattern={pattern!r}"
-        )
-    if not is_positive_int(stride):
-        raise ValueError(
-            f"`stride` must be a positive integer. Received: stride={stride!r}"
-        )
-    if not is_positive_int(summary) or summary > stride:
-        raise ValueError(
-            "`summary` must be a positive integer, at most `stride`. Received: "
-            f"summary={summary!r}, stride={stride}"
-        )
-    if pattern == "strided" and summary != 1:
-        raise ValueError(
-            "`summary` is for pattern='fixed'. Received: "
-            f"summary={summary}, pattern={pattern!r}"
-        )
-    if isinstance(heads, bool) or heads not in HEADS:
-        raise ValueError(
-            f"`heads` must be 'merged', 'split', 0 or 1. Received: heads={heads!r}"
-        )
-    if heads == 0 and summary != 1:
-        raise ValueError(
-            "`summary` is for the second factor, which heads=0 leaves out. Received: "
-            f"summary={summary}, heads=0"
-        )
-    if heads == "split" and num_heads < 2:
-        raise ValueError(
-            f"heads='split' needs two heads at least. Received: num_heads={num_heads}"
-        )
+    numbers = [None] * (config.num_heads - config.far_heads)
+    numbers += range(config.far_heads)
+    return [(head < config.near_heads, n) for head, n in enumerate(numbers)]

@@ -11,70 +11,50 @@ from keras_efficient_attn.ops.common.block_softmax import attend_blocks
 from keras_efficient_attn.ops.common.chunking import chunk_count, pad_length
 
 
-def attend_columns(query, key, value, valid, rule, dropout):
+def attend_columns(query, key, value, valid, mask_fn, dropout):
     """The part of every column, of `(batch, length, heads, dim)`, equally long."""
-    length, stride = ops.shape(query)[1], rule.stride
+    length, stride = ops.shape(query)[1], mask_fn.stride
     rows = chunk_count(length, stride)
     query, key, value, valid = (
         _by_column(t, rows, stride) for t in (query, key, value, valid)
     )
     arange = np.arange if isinstance(rows, int) else ops.arange
-    positions = arange(rows) * stride
-    part = attend_blocks(query, key, value, valid, rule, positions, positions, dropout)
+    positions = (arange(rows) * stride,) * 2
+    part = attend_blocks(query, key, value, valid, mask_fn, positions, dropout)
     return tuple(_by_row(t)[:, :length] for t in part)
 
 
-def attend_cached_columns(query, key, value, valid, rule, start, dropout):
+def attend_cached_columns(query, cache, mask_fn, start, dropout):
     """The part of a segment's queries over a cache that already holds the segment.
 
     Args:
         query: `(batch, length, heads, dim)`, from position `start` on.
-        key, value: `(batch, capacity, heads, dim)`, position `s` in slot `s`.
-        valid: `(batch, capacity)`, 0 for slots that hold no key.
-        rule: A causal `Columns`.
+        cache: Keys and values `(batch, capacity, heads, dim)`, position `s` in slot
+            `s`, and masks `(batch, capacity)`, 0 for slots that hold no key.
+        mask_fn: A causal `Columns`.
         start: Scalar.
         dropout: `(rate, seed)` or `None`.
     """
-    length, stride = ops.shape(query)[1], rule.stride
+    length, stride = ops.shape(query)[1], mask_fn.stride
     # A segment shorter than a row reads its own columns only.
     columns = min(stride, length) if isinstance(length, int) else stride
     rows = chunk_count(length, columns)
     step = ops.arange(columns, dtype="int32")
     chosen = (start + step) % stride
-    cached = key.shape[1] // stride
+    cached = cache[0].shape[1] // stride
 
     def read(x):
         batch, _, *tail = ops.shape(x)
         x = ops.reshape(x, (batch, cached, stride, *tail))
         return ops.swapaxes(ops.take(x, chosen, axis=2), 1, 2)
 
-    positions = start + step[:, None] + columns * ops.arange(rows, dtype="int32")
-    part = attend_blocks(
-        _by_column(query, rows, columns),
-        *map(read, (key, value, valid)),
-        rule,
-        positions,
+    positions = (
+        start + step[:, None] + columns * ops.arange(rows, dtype="int32"),
         chosen[:, None] + stride * ops.arange(cached, dtype="int32"),
-        dropout,
     )
+    query = _by_column(query, rows, columns)
+    part = attend_blocks(query, *map(read, cache), mask_fn, positions, dropout)
     return tuple(_by_row(t)[:, :length] for t in part)
-
-
-def write_positions(cache, segment, start):
-    """A cache `(batch, capacity, ...)` with a segment from position `start` on.
-
-    Beyond the capacity the last slot is overwritten.
-    """
-    batch, length, *tail = ops.shape(segment)
-    rows = ops.repeat(ops.arange(batch, dtype="int32"), length)
-    slots = start + ops.arange(length, dtype="int32")
-    slots = ops.tile(ops.minimum(slots, ops.shape(cache)[1] - 1), (batch,))
-    # Not `slice_update`, which has no gradient on TensorFlow.
-    return ops.scatter_update(
-        cache,
-        ops.stack([rows, slots], axis=1),
-        ops.reshape(segment, (batch * length, *tail)),
-    )
 
 
 def _by_column(x, rows, columns):

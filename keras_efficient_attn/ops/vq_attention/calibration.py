@@ -11,7 +11,7 @@ from keras_efficient_attn.ops.vq_attention.codebook import (
     plus_plus,
 )
 
-# Of the mean variance of queries, what they are taken to have in every direction.
+# Least variance of queries in any direction, as a share of their mean variance.
 LEAST_VARIANCE = 1e-4
 
 
@@ -29,7 +29,7 @@ def fitted(keys, moments, num_codes, iterations, seed):
             Euclidean metric in the coordinates of the keys.
         num_codes: Number of codes.
         iterations: Iterations of k-means after k-means++.
-        seed: Of the draws, or `None`.
+        seed: Seed of the draws, or `None`.
 
     Returns:
         `(codes, maps, error)`: `(heads, codes, dim)` in the new coordinates; the maps

@@ -1,6 +1,6 @@
 """Codebooks: nearest codes, mixtures, moving averages, k-means.
 
-Codebooks are `(heads, codes, dim)`. What chooses codes has no gradient.
+Codebooks are `(heads, codes, dim)`. The choice of codes has no gradient.
 """
 
 from keras import ops
@@ -34,6 +34,10 @@ def nearest_codes(key, codebook):
         int32 `(batch, length, heads)`.
     """
     key, codebook = ops.stop_gradient(key), ops.stop_gradient(codebook)
+    if key.shape[1] == 1:
+        products = similarity(ops.swapaxes(key, 1, 2), codebook)
+        index = ops.argmax(products, axis=-1)
+        return ops.cast(ops.swapaxes(index, 1, 2), "int32")
     heads, codes = codebook.shape[:2]
     length = ops.shape(key)[1]
     size, chunks, groups = chunk_layout(

@@ -18,7 +18,7 @@ from keras_efficient_attn.ops.common.chunking import (
     lower_triangle,
     pad_to,
 )
-from keras_efficient_attn.ops.common.numerics import larger
+from keras_efficient_attn.ops.common.numerics import cumulative_sum, larger
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.vq_attention.codebook import responsibilities
@@ -27,90 +27,101 @@ from keras_efficient_attn.ops.vq_attention.codebook import responsibilities
 MIN_COUNT = 1e-20
 
 
-def causal_compressed_attention(
-    query, key, value, valid, index, codebook, sigma, state, block_length, reduction
-):
+def causal_compressed_attention(query, keys, codebook, cache, config):
     """The part of the keys `0..t` for query `t`, through their codes.
 
     Args:
         query: `(batch, length, heads, dim)`.
-        key: Of the same shape: the codes of the keys, or the keys if `sigma`.
-        value: `(batch, length, heads, value_dim)`, zero where not valid.
-        valid: `(batch, length)`, 1 for keys that exist and 0 for others.
-        index: int32 `(batch, length, heads)`, the codes' indices; `None` if `sigma`.
-        codebook: `(heads, codes, dim)`.
-        sigma: `(heads,)`, or `None` for the nearest code alone.
-        state: `(sum, count)` of shapes `(batch, heads, codes, value_dim)` and
+        keys: `Keys`: the codes of the keys or, for soft codes, the keys; values are
+            zero where no key is.
+        codebook: `Codebook`.
+        cache: `(sum, count)` of shapes `(batch, heads, codes, value_dim)` and
             `(batch, heads, codes)`.
-        block_length: Positions in a block.
-        reduction: How the caches before the blocks are summed: `"scan"`, one block
-            after the other, or several at once by `"matmul"` or `"cumsum"`.
+        config: `VQConfig`.
 
     Returns:
-        `(part, state)`: values, totals and log scales for `partial_attention.merge`,
-        and the state after the last position.
+        `(part, cache)`: values, totals and log scales for `online_softmax.merge`, and
+        the cache after the last position.
     """
-    size, blocks, groups = layout(query, value, codebook, block_length, reduction)
-    xs = [query, key, value, columns(valid)]
-    if index is not None:
-        xs.append(columns(ops.cast(index, query.dtype)))
+    in_turn = sums_in_turn()
+    size, blocks, groups = layout(
+        query, keys.value, codebook.codes, config.block_size, in_turn
+    )
+    xs = (query, *key_columns(keys))
     xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
-    consts = (codebook,) if sigma is None else (codebook, sigma)
-    step = _causal_step(size, reduction)
-    state, part = recompute_scan(step, state, xs, consts, num_steps=groups)
-    return tuple(y[:, : ops.shape(query)[1]] for y in part), state
+    step, consts = _causal_step(size), _weights(codebook)
+    cache, part = recompute_scan(step, cache, xs, consts, num_steps=groups)
+    return tuple(y[:, : ops.shape(query)[1]] for y in part), cache
 
 
-def full_compressed_attention(
-    query, key, value, valid, index, codebook, sigma, state, block_length
-):
+def full_compressed_attention(query, keys, codebook, cache, config):
     """As `causal_compressed_attention`, each query attending to every valid key.
 
     Queries and keys may differ in length.
     """
-    size, blocks, groups = layout(key, value, codebook, block_length, "cumsum")
-    xs = [key, value, columns(valid)]
-    if index is not None:
-        xs.append(columns(ops.cast(index, query.dtype)))
-    xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
-    consts = (codebook,) if sigma is None else (codebook, sigma)
-    state, _ = recompute_scan(_key_step, state, xs, consts, num_steps=groups)
+    codes = codebook.codes
+    cut = (keys.value, codes, config.block_size, False)
+    size, blocks, groups = layout(keys.key, *cut)
+    xs = tuple(pad_to(x, groups * blocks * size) for x in key_columns(keys))
+    consts = _weights(codebook)
+    cache, _ = recompute_scan(_key_step, cache, xs, consts, num_steps=groups)
 
-    size, blocks, groups = layout(query, value, codebook, block_length, "cumsum")
-    xs = (pad_to(query, groups * blocks * size),)
-    consts = (codebook, *state)
+    size, blocks, groups = layout(query, *cut)
+    xs, consts = (pad_to(query, groups * blocks * size),), (codes, *cache)
     _, part = recompute_scan(_query_step, (), xs, consts, num_steps=groups)
-    return tuple(y[:, : ops.shape(query)[1]] for y in part), state
+    return tuple(y[:, : ops.shape(query)[1]] for y in part), cache
 
 
-def layout(sequence, value, codebook, block_length, reduction, features=0):
+def sums_in_turn():
+    """Whether the caches before the blocks are summed one block after the other.
+
+    Otherwise those of several blocks at once. Which of them is faster, in training and
+    forward, depends on the backend.
+    """
+    return keras.backend.backend() == "tensorflow"
+
+
+def layout(sequence, value, codes, block_length, in_turn, features=0):
     """How a sequence is cut: `(positions in a block, blocks in a group, groups)`.
 
     Args:
+        in_turn: Whether each group is a single block.
         features: Features of a key, each of which is multiplied with its value.
     """
-    heads, codes, dim = codebook.shape
+    heads, num_codes, dim = codes.shape
     value_dim = value.shape[-1] or dim
-    floats = heads * (3 * codes + 2 * dim + 2 * (1 + features) * value_dim)
+    floats = heads * (3 * num_codes + 2 * dim + 2 * (1 + features) * value_dim)
     length = ops.shape(sequence)[1]
     size, blocks, groups = chunk_layout(length, block_length, sequence.shape[0], floats)
-    # Of symbolic lengths, as JAX exports them, there is one group.
+    # Symbolic lengths, as JAX exports them, make one group.
     known = isinstance(length, int) or keras.backend.backend() != "jax"
-    if reduction == "scan" and known:
+    if in_turn and known:
         return size, 1, blocks * groups
     return size, blocks, groups
 
 
+def key_columns(keys):
+    """The tensors of `Keys` as a scan takes them: `(batch, length, heads, ...)`."""
+    tensors = (keys.key, keys.value, columns(keys.valid))
+    if keys.index is None:
+        return tensors
+    return *tensors, columns(ops.cast(keys.index, keys.value.dtype))
+
+
+def _weights(codebook):
+    return tuple(t for t in codebook if t is not None)
+
+
 @functools.cache
-def _causal_step(block_length, reduction):
+def _causal_step(block_length):
     def step(carry, x, consts):
         codebook, *mixture = consts
         query, key, value, valid, *index = (by_head(t, block_length) for t in x)
         chosen = _chosen(key, valid, index, codebook, mixture)
         transposed = ops.swapaxes(chosen, -1, -2)
-        before, sums = prefix_sums(carry[0], transposed @ value, reduction)
+        before, sums = prefix_sums(carry[0], transposed @ value)
         local = ops.sum(chosen, axis=-2)
-        counts_before, counts = prefix_sums(carry[1], local, reduction)
+        counts_before, counts = prefix_sums(carry[1], local)
         logits = query @ ops.swapaxes(codebook[:, None], -1, -2)
         if mixture:
             part = _read_mixture(logits, chosen, value, before, counts_before)
@@ -170,13 +181,13 @@ def _read(logits, sums, counts, block=None):
     logits = ops.where(full, logits + log_counts[..., None, :], LOG_ZERO)
     scale = ops.max(ops.stop_gradient(logits), axis=-1)
     if block is not None:
-        of_keys, seen, values = block
-        of_keys = ops.where(seen, of_keys, LOG_ZERO)
-        scale = larger(scale, ops.max(ops.stop_gradient(of_keys), axis=-1))
+        key_logits, seen, values = block
+        key_logits = ops.where(seen, key_logits, LOG_ZERO)
+        scale = larger(scale, ops.max(ops.stop_gradient(key_logits), axis=-1))
     weights = ops.where(full, ops.exp(logits - scale[..., None]), 0.0)
     total, value = ops.sum(weights, axis=-1), weights @ means
     if block is not None:
-        weights = ops.where(seen, ops.exp(of_keys - scale[..., None]), 0.0)
+        weights = ops.where(seen, ops.exp(key_logits - scale[..., None]), 0.0)
         total, value = total + ops.sum(weights, axis=-1), value + weights @ values
     return value, total, scale
 
@@ -198,24 +209,15 @@ def _read_mixture(logits, chosen, values, sums, counts):
     # Without the counts, at most 1 / count.
     shifted = ops.where(full, logits - scale[..., None], LOG_ZERO)
     weights = ops.exp(shifted)
-    of_keys = (weights @ ops.swapaxes(chosen, -1, -2)) * lower
-    return weights @ sums + of_keys @ values, total, scale
+    key_weights = (weights @ ops.swapaxes(chosen, -1, -2)) * lower
+    return weights @ sums + key_weights @ values, total, scale
 
 
-def prefix_sums(first, local, reduction):
+def prefix_sums(first, local):
     """Sums before each block, and after the last."""
     blocks = ops.shape(local)[2]
     if isinstance(blocks, int) and blocks == 1:
         return first[:, :, None], first + local[:, :, 0]
-    states = ops.concatenate([first[:, :, None], local], axis=2)
-    if reduction == "matmul":
-        batch, heads, _, *tail = ops.shape(states)
-        lower = ops.cast(lower_triangle(blocks + 1), local.dtype)
-        flat = ops.reshape(states, (batch, heads, blocks + 1, -1))
-        states = ops.reshape(lower @ flat, (batch, heads, blocks + 1, *tail))
-    elif keras.backend.backend() == "torch":
-        # `ops.cumsum` rounds float64 to float32.
-        states = states.cumsum(2)
-    else:
-        states = ops.cumsum(states, axis=2)
-    return states[:, :, :-1], states[:, :, -1]
+    sums = ops.concatenate([first[:, :, None], local], axis=2)
+    sums = cumulative_sum(sums, axis=2)
+    return sums[:, :, :-1], sums[:, :, -1]

@@ -20,7 +20,6 @@ from keras import ops
 from keras_efficient_attn.ops.common.chunking import (
     by_head,
     by_position,
-    columns,
     lower_triangle,
     pad_to,
     sizes,
@@ -28,103 +27,85 @@ from keras_efficient_attn.ops.common.chunking import (
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.pair_products import pair_products
 from keras_efficient_attn.ops.common.scan import recompute_scan
+from keras_efficient_attn.ops.vq_attention.cache import num_features
 from keras_efficient_attn.ops.vq_attention.compressed import (
     MIN_COUNT,
+    key_columns,
     layout,
     one_hot_codes,
     prefix_sums,
+    sums_in_turn,
 )
 
 
-def num_features(rank):
-    """Monomials of degree 0, 1 and 2 of `rank` coordinates."""
-    return (rank + 1) * (rank + 2) // 2
-
-
-def causal_expanded_attention(
-    query, residual, value, valid, index, codebook, rank, state, block_length, reduction
-):
+def causal_expanded_attention(query, keys, codebook, cache, config):
     """The part of the keys `0..t` for query `t`, expanded around their codes.
 
     Args:
         query: `(batch, length, heads, dim)`.
-        residual: Of the same shape: the keys less their codes.
-        value: `(batch, length, heads, value_dim)`, zero where not valid.
-        valid: `(batch, length)`, 1 for keys that exist and 0 for others.
-        index: int32 `(batch, length, heads)`, the codes' indices.
-        codebook: `(heads, codes, dim)`.
-        rank: Coordinates of the residuals that are expanded.
-        state: `(sum, count, square)` of shapes `(batch, heads, codes, features,
+        keys: `Keys`: the residuals, that is the keys less their codes; values are zero
+            where no key is.
+        codebook: `Codebook`.
+        cache: `(sum, count, square)` of shapes `(batch, heads, codes, features,
             value_dim)`, `(batch, heads, codes, features)` and `(batch, heads, codes,
             dim - rank)`; without the last if `rank` is `dim`.
-        block_length: Positions in a block.
-        reduction: As in `causal_compressed_attention`.
+        config: `VQConfig`.
 
     Returns:
-        `(part, state)`: values, totals and log scales for `partial_attention.merge`,
-        and the state after the last position.
+        `(part, cache)`: values, totals and log scales for `online_softmax.merge`, and
+        the cache after the last position.
     """
-    features = num_features(rank)
-    size, blocks, groups = layout(
-        query, value, codebook, block_length, reduction, features
-    )
-    xs = (query, *_keys(residual, value, valid, index))
+    codes = codebook.codes
+    rank = config.expanded_dims(codes.shape[-1])
+    cut = (keys.value, codes, config.block_size, sums_in_turn(), num_features(rank))
+    size, blocks, groups = layout(query, *cut)
+    xs = (query, *key_columns(keys))
     xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
-    step = _causal_step(size, rank, reduction)
-    state, part = recompute_scan(step, state, xs, (codebook,), num_steps=groups)
-    return tuple(y[:, : ops.shape(query)[1]] for y in part), state
+    step = _causal_step(size, rank)
+    cache, part = recompute_scan(step, cache, xs, (codes,), num_steps=groups)
+    return tuple(y[:, : ops.shape(query)[1]] for y in part), cache
 
 
-def full_expanded_attention(
-    query, residual, value, valid, index, codebook, rank, state, block_length
-):
+def full_expanded_attention(query, keys, codebook, cache, config):
     """As `causal_expanded_attention`, each query attending to every valid key.
 
     Queries and keys may differ in length.
     """
-    cut = (value, codebook, block_length, "scan", num_features(rank))
-    size, blocks, groups = layout(residual, *cut)
-    xs = tuple(
-        pad_to(x, groups * blocks * size) for x in _keys(residual, value, valid, index)
-    )
+    codes = codebook.codes
+    rank = config.expanded_dims(codes.shape[-1])
+    cut = (keys.value, codes, config.block_size, True, num_features(rank))
+    size, blocks, groups = layout(keys.key, *cut)
+    xs = tuple(pad_to(x, groups * blocks * size) for x in key_columns(keys))
     step = _key_step(rank)
-    state, _ = recompute_scan(step, state, xs, (codebook,), num_steps=groups)
+    cache, _ = recompute_scan(step, cache, xs, (codes,), num_steps=groups)
 
     size, blocks, groups = layout(query, *cut)
-    xs, consts = (pad_to(query, groups * blocks * size),), (codebook, *state)
+    xs, consts = (pad_to(query, groups * blocks * size),), (codes, *cache)
     _, part = recompute_scan(_query_step(rank), (), xs, consts, num_steps=groups)
-    return tuple(y[:, : ops.shape(query)[1]] for y in part), state
+    return tuple(y[:, : ops.shape(query)[1]] for y in part), cache
 
 
-def expanded_attention_in_a_block(
-    query, residual, value, valid, index, codebook, rank, causal
-):
+def expanded_attention_in_a_block(query, keys, codebook, config, causal):
     """The part of all keys, causal or not, where no cache comes before or after.
 
     Time and memory grow with the square of the length, and not with the number of
     features.
     """
-    xs, step = (query, *_keys(residual, value, valid, index)), _block_step(rank, causal)
-    return recompute_scan(step, (), xs, (codebook,), num_steps=1)[1]
-
-
-def _keys(residual, value, valid, index):
-    return residual, value, columns(valid), columns(ops.cast(index, residual.dtype))
+    codes = codebook.codes
+    step = _block_step(config.expanded_dims(codes.shape[-1]), causal)
+    xs = (query, *key_columns(keys))
+    return recompute_scan(step, (), xs, (codes,), num_steps=1)[1]
 
 
 @functools.cache
-def _causal_step(block_length, rank, reduction):
+def _causal_step(block_length, rank):
     def step(carry, x, consts):
         (codebook,) = consts
         query, residual, value, valid, index = (by_head(t, block_length) for t in x)
         chosen = one_hot_codes(index, valid, codebook)
-        local = _sums(chosen, residual, value, rank)
-        states = [
-            prefix_sums(first, new, reduction)
-            for first, new in zip(carry, local, strict=True)
-        ]
-        before, after = zip(*states, strict=True)
-        part = _read(query, codebook, before, rank, (chosen, residual, value))
+        local = feature_sums(chosen, residual, value, rank)
+        before, after = zip(*map(prefix_sums, carry, local), strict=True)
+        part = read(query, codebook, before, rank, (chosen, residual, value))
         return after, tuple(by_position(t) for t in part)
 
     return step
@@ -136,7 +117,7 @@ def _key_step(rank):
         (codebook,) = consts
         residual, value, valid, index = (by_head(t, ops.shape(x[0])[1]) for t in x)
         chosen = one_hot_codes(index, valid, codebook)
-        local = _sums(chosen, residual, value, rank)
+        local = feature_sums(chosen, residual, value, rank)
         return tuple(a + b[:, :, 0] for a, b in zip(carry, local, strict=True)), ()
 
     return step
@@ -148,7 +129,7 @@ def _query_step(rank):
         codebook, *state = consts
         query = by_head(x[0], ops.shape(x[0])[1])
         state = tuple(t[:, :, None] for t in state)
-        part = _read(query, codebook, state, rank)
+        part = read(query, codebook, state, rank)
         return carry, tuple(by_position(t) for t in part)
 
     return step
@@ -161,16 +142,17 @@ def _block_step(rank, causal):
         query, residual, value, valid, index = (by_head(t, ops.shape(t)[1]) for t in x)
         chosen = one_hot_codes(index, valid, codebook)
         block = chosen, residual, value
-        part = _read(query, codebook, None, rank, block, causal)
+        part = read(query, codebook, None, rank, block, causal)
         return carry, tuple(by_position(t) for t in part)
 
     return step
 
 
 def _features(x, rank):
-    """Of the dot product `1 + s + s²/2`, with `s` that of the first `rank` entries.
+    """Features whose dot product is `1 + s + s²/2`.
 
-    `((1 + s)² + 1) / 2`: the pairs of `(1, x)`, the one that is constant first.
+    `s` is the dot product of the first `rank` entries, and the features of
+    `((1 + s)² + 1) / 2` are the pairs of `(1, x)`, the constant one first.
     """
     x = ops.concatenate([ops.ones_like(x[..., :1]), x[..., :rank]], axis=-1)
     pairs = pair_products(x)
@@ -179,8 +161,15 @@ def _features(x, rank):
     return pairs * ops.convert_to_tensor(weights, x.dtype)
 
 
-def _sums(chosen, residual, value, rank):
-    """What the keys of each block add to the cache."""
+def feature_sums(chosen, residual, value, rank):
+    """The sums of each block's keys, which are added to the cache.
+
+    Args:
+        chosen: `(batch, heads, blocks, length, codes)`, from `one_hot_codes`.
+        residual: `(batch, heads, blocks, length, dim)`.
+        value: `(batch, heads, blocks, length, value_dim)`.
+        rank: Coordinates of the residuals that are expanded.
+    """
     by_code = ops.swapaxes(chosen, -1, -2)
     features = _features(residual, rank)
     products = _flat(features[..., None] * value[..., None, :])
@@ -191,7 +180,7 @@ def _sums(chosen, residual, value, rank):
     return sums
 
 
-def _read(query, codebook, cache, rank, block=None, causal=True):
+def read(query, codebook, cache, rank, block=None, causal=True):
     """The part of the keys in the cache, and of those of the same block.
 
     Args:
@@ -216,30 +205,30 @@ def _read(query, codebook, cache, rank, block=None, causal=True):
     with_numbers = logits + ops.log(ops.where(full, numbers, 1.0))
     with_numbers = ops.where(full, with_numbers, LOG_ZERO)
     scale = ops.max(ops.stop_gradient(with_numbers), axis=-1)
-    # Of one key of each code, as if it were the code: at most 1 / number.
+    # The weight of one key of each code, as if it were the code: at most 1 / number.
     weights = ops.exp(ops.where(full, logits - scale[..., None], LOG_ZERO))
 
     output = total = 0.0
     if cache is not None:
         features = _features(query, rank)
-        of_features = weights @ _flat(sums)
+        by_feature = weights @ _flat(sums)
         shape = (*sizes(features), ops.shape(sums)[-1])
-        output = (features[..., None, :] @ ops.reshape(of_features, shape))[..., 0, :]
+        output = (features[..., None, :] @ ops.reshape(by_feature, shape))[..., 0, :]
         total = ops.sum(features * (weights @ counts), axis=-1)
     if block is not None:
         by_code = ops.swapaxes(chosen, -1, -2)
         x = query[..., :rank] @ ops.swapaxes(residual[..., :rank], -1, -2)
-        of_keys = (weights @ by_code) * seen * (1.0 + x + 0.5 * ops.square(x))
-        output = output + of_keys @ value
-        total = total + ops.sum(of_keys, axis=-1)
+        key_weights = (weights @ by_code) * seen * (1.0 + x + 0.5 * ops.square(x))
+        output = output + key_weights @ value
+        total = total + ops.sum(key_weights, axis=-1)
     if rank < query.shape[-1]:
         halves = 0.5 * ops.square(query[..., rank:])
         spread = 0.0
         if cache is not None:
             spread = halves @ ops.swapaxes(squares[0], -1, -2)
         if block is not None:
-            of_pairs = halves @ ops.swapaxes(ops.square(residual[..., rank:]), -1, -2)
-            spread = spread + (of_pairs * seen) @ chosen
+            pairs = halves @ ops.swapaxes(ops.square(residual[..., rank:]), -1, -2)
+            spread = spread + (pairs * seen) @ chosen
         spread = weights * spread
         total = total + ops.sum(spread, axis=-1)
         # Each key of a code has the mean.

@@ -7,26 +7,14 @@ from keras_efficient_attn.ops.common.online_softmax import divided
 from keras_efficient_attn.ops.common.relative_positions import window_distances
 
 
-def vq_attention(
-    query,
-    key,
-    value,
-    codebook,
-    sigma=None,
-    order=0,
-    rank=None,
-    window=None,
-    quantize_window=False,
-    cache=True,
-    key_mask=None,
-    causal=False,
-    position_query=None,
-    position_key=None,
-):
-    """Arguments and shapes are those of `ops.vq_attention`, without the state.
+def vq_attention(query, keys, codebook, config, causal, positions=None):
+    """`ops.vq_attention` without the state.
 
     The `(query_length, key_length)` weights are formed, in the dtype of the input.
+    Arguments are those of `attend_to_keys_and_codes`; keys need no `index`.
     """
+    key, value, key_mask, _ = keys
+    (codebook, sigma), window = codebook, config.window
     length, key_length = ops.shape(query)[1], ops.shape(key)[1]
     if key_mask is not None:
         kept = ops.cast(key_mask, "bool")
@@ -49,8 +37,8 @@ def vq_attention(
         log_p = log_p - ops.log(ops.sum(ops.exp(log_p), axis=-1, keepdims=True))
 
     # log Σ exp(q·c) p(c | k), for every query and key.
-    of_codes = ops.einsum("bthd,hcd->bthc", query, codebook)
-    joint = of_codes[:, :, None] + log_p[:, None]
+    code_logits = ops.einsum("bthd,hcd->bthc", query, codebook)
+    joint = code_logits[:, :, None] + log_p[:, None]
     largest = ops.stop_gradient(ops.max(joint, axis=-1, keepdims=True))
     far = ops.log(ops.sum(ops.exp(joint - largest), axis=-1)) + largest[..., 0]
     logits = ops.transpose(far, (0, 3, 1, 2))
@@ -62,21 +50,21 @@ def vq_attention(
         allowed = allowed & kept[:, None, None, :]
     if causal:
         allowed = allowed & (distance >= 0)
-    if order == 2:
+    if config.order == 2:
         chosen = ops.exp(log_p)
         residual = key - ops.einsum("bshc,hcd->bshd", chosen, codebook)
-        rank = key.shape[-1] if rank is None else rank
+        rank = config.expanded_dims(key.shape[-1])
         logits = logits + ops.log(
             _expansion(query, residual, chosen, rank, allowed, distance, window)
         )
     if window is not None:
         near = ops.abs(distance) < window
-        if quantize_window:
+        if config.quantize_window:
             code = ops.einsum("bshc,hcd->bshd", ops.exp(log_p), codebook)
             key = key + ops.stop_gradient(code - key)
         exact = ops.einsum("bthd,bshd->bhts", query, key)
-        if position_key is not None:
-            by_distance = ops.einsum("bthd,mhd->bhtm", position_query, position_key)
+        if positions is not None:
+            by_distance = ops.einsum("bthd,mhd->bhtm", *positions)
             every = window_distances(window, causal)
             index = ops.convert_to_tensor(every[0], "int32") - distance
             index = ops.where(near, index, 0)
@@ -84,8 +72,6 @@ def vq_attention(
             index = ops.broadcast_to(index[None, None], ops.shape(exact))
             exact = exact + ops.take_along_axis(by_distance, index, axis=-1)
         logits = ops.where(near, exact, logits)
-        if not cache:
-            allowed = allowed & near
     logits = ops.where(allowed, logits, -1e30)
     largest = ops.stop_gradient(ops.max(logits, axis=-1, keepdims=True))
     largest = larger(largest, ops.zeros_like(largest) - 1e29)
@@ -111,6 +97,6 @@ def _expansion(query, residual, chosen, rank, allowed, distance, window):
     for side in sides:
         seen = ops.cast(allowed & side, x.dtype)
         number = (seen + ops.zeros_like(x)) @ same_code
-        of_side = (seen * squares) @ same_code / larger(number, ops.ones_like(number))
-        mean = mean + ops.where(allowed & side, of_side, 0.0)
+        one_side = (seen * squares) @ same_code / larger(number, ops.ones_like(number))
+        mean = mean + ops.where(allowed & side, one_side, 0.0)
     return 1.0 + x + 0.5 * ops.square(x) + 0.5 * mean

@@ -10,7 +10,6 @@ from keras_efficient_attn.layers import TrimSpans, plot_spans, trim_spans
 from keras_efficient_attn.layers.attention.adaptive_span import layer as adaptive_span
 from keras_efficient_attn.layers.attention.adaptive_span.layer import UnitInterval
 from keras_efficient_attn.models import FeedForward, TransformerBlock, TransformerStack
-from keras_efficient_attn.ops import adaptive_span_attention
 from tests import dense
 from tests.autodiff import gradients, to_numpy
 from tests.largest_tensor import largest_tensor
@@ -298,58 +297,6 @@ def test_the_plot_has_a_point_for_each_head(tmp_path):
     np.testing.assert_allclose(means, [22.95, 50], rtol=1e-6)
     with pytest.raises(ValueError, match="AdaptiveSpan"):
         plot_spans(keras.Sequential([keras.layers.Dense(1)]))
-
-
-# The operation.
-
-
-def operands(length=150):
-    random = np.random.default_rng(5)
-    q, k, v = random.normal(size=(3, 2, length, 3, 4)).astype("float32")
-    spans = random.uniform(-9, 30, (2, length, 3)).astype("float32")
-    return q, k, v, spans
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_blocks_are_the_quadratic_definition(causal):
-    q, k, v, spans = operands()
-    options = dict(
-        window=33,
-        ramp=5.5,
-        position_key=k[0, :40, 0],
-        causal=causal,
-        key_mask=np.random.default_rng(6).random((2, 150)) > 0.3,
-    )
-    for given in (spans, spans[0, 0]):
-        definition, blocks = (
-            to_numpy(
-                adaptive_span_attention(
-                    q, k, v, given, implementation=implementation, **options
-                )
-            )
-            for implementation in ("reference", "blocks")
-        )
-        np.testing.assert_allclose(blocks, definition, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window": 0}, "window=0"),
-        ({"ramp": 0}, "ramp=0"),
-        ({"spans": np.zeros((2, 3))}, r"spans\.shape=\(2, 3\)"),
-        ({"position_key": np.zeros((7, 4))}, r"position_key\.shape=\(7, 4\), window=8"),
-    ],
-    ids=str,
-)
-def test_operands_that_do_not_fit(options, message):
-    q, k, v, spans = operands(9)
-    options = {"spans": spans, "window": 8, **options}
-    with pytest.raises(ValueError, match=message):
-        adaptive_span_attention(q, k, v, **options)
-
-
-# Errors.
 
 
 @pytest.mark.parametrize(

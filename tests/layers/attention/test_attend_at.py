@@ -31,7 +31,7 @@ LAYERS = {
     "soft codes": (VQAttention, dict(num_codes=3, window=2, assignment="soft")),
     "codes in the window": (
         VQAttention,
-        dict(num_codes=3, window=2, quantize_window=True, cache=False),
+        dict(num_codes=3, window=2, quantize_window=True),
     ),
     "distances": (VQAttention, dict(num_codes=3, window=2, relative_positions=True)),
 }

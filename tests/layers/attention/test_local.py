@@ -117,3 +117,39 @@ def test_dropout_of_weights_is_recomputed_alike():
     second, again = graded(zero + 1)
     np.testing.assert_array_equal(gradient, again)
     np.testing.assert_allclose(second - first, gradient.sum(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sliding_window_is_that_of_keras(causal):
+    x = np.random.default_rng(0).normal(size=(2, 13, 6)).astype("float32")
+    theirs = keras.layers.MultiHeadAttention(2, 4, sliding_window=3)
+    layer = LocalAttention(2, 4, sliding_window=3)
+    theirs.build(x.shape, x.shape)
+    layer.build(x.shape, x.shape)
+    layer.set_weights(theirs.get_weights())
+    expected, scores = theirs(
+        x, x, use_causal_mask=causal, return_attention_scores=True
+    )
+    output, weights = layer(x, x, use_causal_mask=causal, return_attention_scores=True)
+    for received, correct in ((output, expected), (weights, scores)):
+        np.testing.assert_allclose(
+            to_numpy(received), to_numpy(correct), rtol=1e-4, atol=1e-5
+        )
+    restored = LocalAttention.from_config(layer.get_config())
+    assert (layer.window, restored.window) == (3, 3)
+    assert LocalAttention(2, 4, window=3, sliding_window=3).window == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 4, "sliding_window": 3}, "window=4, sliding_window=3"),
+        ({"query_block": 4, "sliding_window": 3}, "window=3, query_block=4"),
+        ({"sliding_window": True}, "sliding_window=True"),
+        ({"window": True}, "window=True"),
+    ],
+    ids=str,
+)
+def test_windows_that_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        LocalAttention(2, 4, **options)

@@ -134,6 +134,44 @@ def test_tiles_of_queries_are_the_whole_and_no_matrix_exists():
     assert largest_tensor(loss, text(1000)) < 1000 * 1000 * HEADS * BATCH / 4
 
 
+@pytest.mark.parametrize("sizes", [(1,) * 9, (4, 1, 1, 3)], ids=str)
+def test_tokens_are_the_whole_with_masks(sizes):
+    layer, x = make(memory_length=9), text(9)
+    mask = np.random.default_rng(3).random((BATCH, 9)) > 0.3
+    mask[0, :2] = False
+    x[~mask] = np.nan
+    expected, _ = dense.layer_output(
+        layer,
+        dense.xl_heads,
+        np.nan_to_num(x),
+        np.nan_to_num(x),
+        key_mask=mask,
+        causal=True,
+    )
+    state, outputs, start = layer.get_initial_state(BATCH), [], 0
+    for size in sizes:
+        piece = slice(start, start + size)
+        masks = dict(key_mask=mask[:, piece], query_mask=mask[:, piece])
+        output, state = read(layer, x[:, piece], state, **masks)
+        outputs.append(output)
+        start += size
+    received = np.concatenate(outputs, axis=1)
+    assert_close(received[mask], expected[mask])
+
+
+def test_the_norm_of_today_is_of_the_memory_and_the_segment():
+    layer, x = make(), text(7)
+    _, state = read(layer, x[:, :5], layer.get_initial_state(BATCH))
+    # The memory holds inputs as they were.
+    layer.input_norm = lambda x: 0.5 * x
+    output, state = read(layer, x[:, 5:], state)
+    assert_close(output, after_a_memory(layer, 0.5 * x[:, 5:], 0.5 * x[:, 1:5]))
+    np.testing.assert_array_equal(to_numpy(state["memory"]), x[:, 3:7])
+    whole = to_numpy(layer(x, x, use_causal_mask=True))
+    layer.input_norm = None
+    assert_close(whole, to_numpy(layer(0.5 * x, 0.5 * x, use_causal_mask=True)))
+
+
 def test_layers_share_biases_and_come_back_sharing(tmp_path):
     biases = PositionBiases(HEADS, KEY_DIM)
     sequence = keras.Input((None, DIM))

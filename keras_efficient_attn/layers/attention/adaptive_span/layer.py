@@ -8,14 +8,16 @@ from keras import ops
 
 from keras_efficient_attn.layers.attention.patterns import PatternAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
-from keras_efficient_attn.ops.adaptive_span.api import (
-    RAMP,
-    adaptive_span_attention,
+from keras_efficient_attn.ops.adaptive_span.api import adaptive_span_attention
+from keras_efficient_attn.ops.adaptive_span.config import RAMP
+from keras_efficient_attn.ops.common.checks import (
+    check_positive_int,
+    is_number,
+    is_positive_int,
 )
-from keras_efficient_attn.ops.common.checks import is_number, is_positive_int
-from keras_efficient_attn.ops.common.inputs import recent_keys_spec
 from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.common.pairs import count_pairs
+from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
 from keras_efficient_attn.ops.reversible.replay import is_replay
 
 MAX_SPAN = 1024
@@ -286,31 +288,30 @@ class AdaptiveSpan(PatternAttention):
             return self.max_span * ops.convert_to_tensor(self._span)
         query = ops.cast(query, self._span_kernel.dtype)
         if query_mask is not None:
-            kept = ops.cast(query_mask, "bool")[..., None]
-            query = ops.where(kept, query, ops.zeros_like(query))
+            query = ops.where(query_mask[..., None], query, ops.zeros_like(query))
         logits = query @ ops.convert_to_tensor(self._span_kernel)
         return self.max_span * ops.sigmoid(logits + self._span_bias)
 
     def _learn_from(self, spans, query_mask):
-        """Adds the penalty, and keeps what dynamic spans were like."""
+        """Adds the penalty, and keeps the mean and the largest of dynamic spans."""
         if self.dynamic:
             if query_mask is None:
                 weights = ops.ones(ops.shape(spans)[:2], spans.dtype)
             else:
-                weights = ops.cast(ops.cast(query_mask, "bool"), spans.dtype)
+                weights = ops.cast(query_mask, spans.dtype)
             weights = weights[..., None]
             number = ops.sum(weights)
             number = ops.where(number > 0, number, 1.0)
-            of_heads = ops.sum(spans * weights, axis=(0, 1)) / number
-            self._mean_span.assign(ops.stop_gradient(of_heads))
+            mean_spans = ops.sum(spans * weights, axis=(0, 1)) / number
+            self._mean_span.assign(ops.stop_gradient(mean_spans))
             largest = ops.stop_gradient(ops.max(spans * weights, axis=(0, 1)))
             remembered = DECAY * ops.convert_to_tensor(self._largest_span)
             larger = ops.where(largest > remembered, largest, remembered)
             self._largest_span.assign(larger)
         else:
-            of_heads = spans
+            mean_spans = spans
         if self.penalty:
-            self.add_loss(self.penalty * ops.mean(of_heads))
+            self.add_loss(self.penalty * ops.mean(mean_spans))
 
     def _make_position_keys(self):
         self._position_keys = PositionKeys(
@@ -325,11 +326,7 @@ class AdaptiveSpan(PatternAttention):
             )
 
     def _check_arguments(self):
-        if not is_positive_int(self.max_span):
-            raise ValueError(
-                "`max_span` must be a positive integer. Received: "
-                f"max_span={self.max_span!r}"
-            )
+        check_positive_int("max_span", self.max_span)
         if not is_positive_int(self.window) or self.window > self.max_span:
             raise ValueError(
                 f"`window` must be a positive integer up to `max_span` "

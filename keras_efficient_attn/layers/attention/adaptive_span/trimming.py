@@ -3,6 +3,7 @@
 import keras
 
 from keras_efficient_attn.layers.attention.adaptive_span.layer import AdaptiveSpan
+from keras_efficient_attn.ops.common.checks import check_positive_int
 
 
 def trim_spans(model):
@@ -59,10 +60,7 @@ class TrimSpans(keras.callbacks.Callback):
 
     def __init__(self, every=1000):
         super().__init__()
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ValueError(
-                f"`every` must be a positive integer. Received: every={every!r}"
-            )
+        check_positive_int("every", every)
         self.every = every
         self._steps = 0
 

@@ -3,12 +3,18 @@
 And the coordinates in which keys are compared with hard codes.
 """
 
+import dataclasses
 import math
 
 import keras
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.ops.common.checks import (
+    check_positive_int,
+    check_positive_number,
+    is_number,
+)
 from keras_efficient_attn.ops.common.replicas import of_first_replica, sum_over_replicas
 from keras_efficient_attn.ops.vq_attention.codebook import (
     batch_statistics,
@@ -19,7 +25,74 @@ from keras_efficient_attn.ops.vq_attention.codebook import (
     random_keys,
 )
 
+ASSIGNMENTS = ("hard", "soft")
 CODEBOOK_INITS = ("first_batch", "random")
+# Options that one assignment alone has.
+HARD_ONLY = ("decay", "commitment_weight", "revive_after")
+SOFT_ONLY = ("sigma", "learn_sigma")
+
+
+@dataclasses.dataclass(frozen=True)
+class CodebookConfig:
+    """The codes of each head, and how they learn: arguments of `VQAttention`.
+
+    Raises:
+        ValueError: For options that are invalid, or that the assignment has no use for.
+    """
+
+    num_codes: int = 512
+    assignment: str = "hard"
+    sigma: float = 1.0
+    learn_sigma: bool = False
+    decay: float = 0.99
+    commitment_weight: float = 1e-4
+    codebook_init: str | None = None
+    revive_after: int | None = 100
+
+    def __post_init__(self):
+        check_positive_int("num_codes", self.num_codes)
+        check_positive_int("revive_after", self.revive_after, optional=True)
+        if self.assignment not in ASSIGNMENTS:
+            raise ValueError(
+                f"`assignment` must be one of {', '.join(ASSIGNMENTS)}. Received: "
+                f"assignment={self.assignment!r}"
+            )
+        unused = HARD_ONLY if self.is_soft else SOFT_ONLY
+        for field in dataclasses.fields(self):
+            received = getattr(self, field.name)
+            if field.name in unused and received != field.default:
+                raise ValueError(
+                    f"assignment={self.assignment!r} has no use for `{field.name}`. "
+                    f"Received: {field.name}={received!r}"
+                )
+        if self.codebook_init not in (None, *CODEBOOK_INITS):
+            raise ValueError(
+                "`codebook_init` must be None or one of "
+                f"{', '.join(CODEBOOK_INITS)}. Received: "
+                f"codebook_init={self.codebook_init!r}"
+            )
+        if self.is_soft and self.codebook_init == "first_batch":
+            raise ValueError(
+                "Soft codes are trained weights: start them at random, or from data "
+                "by `calibrate`. Received: codebook_init='first_batch'"
+            )
+        check_positive_number("sigma", self.sigma)
+        if not is_number(self.decay) or not 0 < self.decay < 1:
+            raise ValueError(
+                "`decay` must be a number between 0 and 1. Received: "
+                f"decay={self.decay!r}"
+            )
+        weight = self.commitment_weight
+        if not is_number(weight) or not 0 <= weight < math.inf:
+            raise ValueError(
+                "`commitment_weight` must be a number of at least 0. Received: "
+                f"commitment_weight={weight!r}"
+            )
+
+    @property
+    def is_soft(self):
+        """Whether each key has a share in every code."""
+        return self.assignment == "soft"
 
 
 class _RandomCodes(keras.initializers.Initializer):
@@ -39,20 +112,18 @@ class MixtureCodebook(keras.layers.Layer):
     """Codes that are trained as any weight, with the width of their Gaussians.
 
     Args:
-        num_heads, num_codes, dim: Sizes.
-        sigma: Standard deviation of the Gaussians around the codes.
-        learn_sigma: Whether each head learns its own.
-        seed: Of the random codes.
+        num_heads, dim: Sizes.
+        config: `CodebookConfig`, with its `sigma`: the standard deviation of the
+            Gaussians around the codes.
+        seed: Seed of the random codes.
         **kwargs: Those of `keras.layers.Layer`.
     """
 
-    def __init__(
-        self, num_heads, num_codes, dim, sigma, learn_sigma, seed=None, **kwargs
-    ):
+    def __init__(self, num_heads, dim, config, seed=None, **kwargs):
         super().__init__(**kwargs)
-        self.shape = (num_heads, num_codes, dim)
-        self.initial_sigma = sigma
-        self.learn_sigma = learn_sigma
+        self.shape = (num_heads, config.num_codes, dim)
+        self.initial_sigma = config.sigma
+        self.learn_sigma = config.learn_sigma
         self.seed = seed
 
     def build(self, input_shape=None):
@@ -98,23 +169,18 @@ class MovingCodebook(keras.layers.Layer):
     global to begin with.
 
     Args:
-        num_heads, num_codes, dim: Sizes.
-        init: `"first_batch"` or `"random"`.
-        decay: Of the moving averages, a training call.
-        revive_after: Training calls without a key after which a code moves to a
-            random key, or `None`.
-        seed: Of the random codes, and of the keys drawn.
+        num_heads, dim: Sizes.
+        config: `CodebookConfig`.
+        seed: Seed of the random codes, and of the keys drawn.
         **kwargs: Those of `keras.layers.Layer`.
     """
 
-    def __init__(
-        self, num_heads, num_codes, dim, init, decay, revive_after, seed=None, **kwargs
-    ):
+    def __init__(self, num_heads, dim, config, seed=None, **kwargs):
         super().__init__(**kwargs)
-        self.shape = (num_heads, num_codes, dim)
-        self.init = init
-        self.decay = decay
-        self.revive_after = revive_after
+        self.shape = (num_heads, config.num_codes, dim)
+        self.draws_codes = config.codebook_init != "random"
+        self.decay = config.decay
+        self.revive_after = config.revive_after
         self.seed = seed
 
     def build(self, input_shape=None):
@@ -134,17 +200,17 @@ class MovingCodebook(keras.layers.Layer):
 
         self._sum = statistic("sum", self.shape, _RandomCodes(self.seed))
         self._count = statistic("count", (heads, codes), "ones")
-        # What `count` would be without revivals.
+        # `count` as it would be without revivals.
         one_key = keras.initializers.Constant(1.0 - self.decay)
         self._usage = statistic("usage", (heads, codes), one_key)
         # Training calls since the last key.
         self._idle = statistic("idle_calls", (heads, codes), "zeros")
-        # Of the squared norms of errors and of keys.
+        # Averages of the squared norms of errors and of keys.
         self._error = statistic("error", (heads, 2), "zeros")
         # For gradient checkpointing, which runs the last call again.
         self._last = statistic("last_codes", self.shape, "zeros")
         self._drawn = None
-        if self.init == "first_batch":
+        if self.draws_codes:
             self._drawn = statistic("drawn", (), "zeros")
         self._generator = keras.random.SeedGenerator(self.seed)
 
@@ -263,10 +329,10 @@ class MovingCodebook(keras.layers.Layer):
 
 
 class Coordinates(keras.layers.Layer):
-    """Coordinates of queries and keys in which their products stay what they are.
+    """Coordinates of queries and keys that leave their products as they are.
 
-    Each head has a matrix for its queries and one for its keys, and the one is the
-    inverse of the other's transpose. Both are the identity until `assign`.
+    Each head has a matrix for its queries and one for its keys; each is the inverse
+    of the other's transpose. Both are the identity until `assign`.
 
     Args:
         num_heads, dim: Sizes.
@@ -290,11 +356,11 @@ class Coordinates(keras.layers.Layer):
             for name in ("query_map", "key_map")
         )
 
-    def of_queries(self, query):
+    def map_queries(self, query):
         """`(batch, length, heads, dim)`, of the same shape."""
         return _mapped(query, self._query_map)
 
-    def of_keys(self, key):
+    def map_keys(self, key):
         """`(batch, length, heads, dim)`, of the same shape."""
         return _mapped(key, self._key_map)
 

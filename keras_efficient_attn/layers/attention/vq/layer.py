@@ -1,5 +1,7 @@
 """VQAttention: softmax attention over vector-quantised keys, in linear time."""
 
+import dataclasses
+
 import keras
 import numpy as np
 from keras import ops
@@ -7,15 +9,13 @@ from keras import ops
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.calibration import calibration_batches
 from keras_efficient_attn.layers.attention.registry import register_attention
-from keras_efficient_attn.layers.attention.vq.arguments import (
-    HARD_ONLY,
-    check_arguments,
-)
 from keras_efficient_attn.layers.attention.vq.codebooks import (
+    CodebookConfig,
     Coordinates,
     MixtureCodebook,
     MovingCodebook,
 )
+from keras_efficient_attn.ops.common.checks import check_rotary_wavelength
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, rms_normalize
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.common.relative_positions import (
@@ -25,14 +25,16 @@ from keras_efficient_attn.ops.common.relative_positions import (
 from keras_efficient_attn.ops.reversible.remembered import remembered
 from keras_efficient_attn.ops.reversible.replay import is_replay
 from keras_efficient_attn.ops.vq_attention.api import (
-    quantized_attention,
-    vq_attention_state_spec,
+    attend_at_position,
+    attend_to_keys_and_codes,
 )
+from keras_efficient_attn.ops.vq_attention.cache import num_features, state_spec
 from keras_efficient_attn.ops.vq_attention.calibration import fitted
 from keras_efficient_attn.ops.vq_attention.codebook import look_up, nearest_codes
-from keras_efficient_attn.ops.vq_attention.expanded import num_features
+from keras_efficient_attn.ops.vq_attention.config import VQConfig
+from keras_efficient_attn.ops.vq_attention.tensors import Codebook, Keys, Positions
 
-# Of the sinusoids of relative positions, over 2π.
+# Longest wavelength of the sinusoids of relative positions, over 2π.
 MAX_WAVELENGTH = 100_000.0
 
 
@@ -94,18 +96,16 @@ class VQAttention(EfficientAttention):
         quantize_window: Whether keys in the window become their codes too, with
             straight-through gradients, as in Transformer-VQ. For hard codes. Defaults
             to `False`.
-        cache: Whether keys beyond the window are seen at all. `False`, which needs
-            `quantize_window=True`, is for comparison. Defaults to `True`.
         gradient_through_cache: Whether values (with `order=2` keys; for soft codes,
             keys and codes) learn from queries beyond the window. Defaults to `True`.
         sigma: Width of soft codes, in the units of scaled keys, whose norm is
             `key_dim^(1/4)`. Defaults to 1.
         learn_sigma: Whether each head learns its own, from `sigma` on. Defaults to
             `False`.
-        decay: Of the moving averages of hard codes, a training call. Defaults to
-            0.99.
-        commitment_weight: Of the commitment loss, which is added in training. Defaults
-            to 1e-4.
+        decay: Decay of the moving averages of hard codes, per training call. Defaults
+            to 0.99.
+        commitment_weight: Factor of the commitment loss, which is added in training.
+            Defaults to 1e-4.
         codebook_init: `"first_batch"`: by k-means++ from the keys of the first
             training call, and random until then; the default for hard codes. Or
             `"random"`, the default for soft ones.
@@ -167,7 +167,6 @@ class VQAttention(EfficientAttention):
         order=0,
         rank=None,
         quantize_window=False,
-        cache=True,
         gradient_through_cache=True,
         sigma=1.0,
         learn_sigma=False,
@@ -182,39 +181,39 @@ class VQAttention(EfficientAttention):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.num_codes = num_codes
-        self.window = window
-        self.assignment = assignment
-        self.order = order
-        self.rank = rank
-        self.quantize_window = quantize_window
-        self.cache = cache
-        self.gradient_through_cache = gradient_through_cache
-        self.sigma = sigma
-        self.learn_sigma = learn_sigma
-        self.decay = decay
-        self.commitment_weight = commitment_weight
-        self.codebook_init = codebook_init
-        self.revive_after = revive_after
-        self.relative_positions = relative_positions
+        self.codebook_config = CodebookConfig(
+            num_codes=num_codes,
+            assignment=assignment,
+            sigma=sigma,
+            learn_sigma=learn_sigma,
+            decay=decay,
+            commitment_weight=commitment_weight,
+            codebook_init=codebook_init,
+            revive_after=revive_after,
+        )
+        self.config = VQConfig(
+            soft=self.codebook_config.is_soft,
+            order=order,
+            rank=rank,
+            window=window,
+            quantize_window=quantize_window,
+            relative_positions=relative_positions,
+            gradient_through_cache=gradient_through_cache,
+            block_length=block_length,
+        )
+        self.config.check_key_dim(self._key_dim)
+        check_rotary_wavelength(rotary_wavelength, self._key_dim)
         self.qk_norm = qk_norm
         self.rotary_wavelength = rotary_wavelength
-        self.block_length = block_length
-        check_arguments(self, self._key_dim)
 
     def build(self, query_shape, value_shape, key_shape=None):
         super().build(query_shape, value_shape, key_shape)
-        sizes = (self._num_heads, self.num_codes, self._key_dim)
         options = dict(seed=self.seed, dtype=self.dtype_policy, name="codebook")
-        if self.assignment == "soft":
-            self._codebook = MixtureCodebook(
-                *sizes, self.sigma, self.learn_sigma, **options
-            )
+        arguments = (self._num_heads, self._key_dim, self.codebook_config)
+        if self.config.soft:
+            self._codebook = MixtureCodebook(*arguments, **options)
         else:
-            init = self.codebook_init or "first_batch"
-            self._codebook = MovingCodebook(
-                *sizes, init, self.decay, self.revive_after, **options
-            )
+            self._codebook = MovingCodebook(*arguments, **options)
             self._coordinates = Coordinates(
                 self._num_heads,
                 self._key_dim,
@@ -223,7 +222,7 @@ class VQAttention(EfficientAttention):
             )
             self._coordinates.build()
         self._codebook.build()
-        if not self.relative_positions:
+        if not self.config.relative_positions:
             return
         heads = (self._num_heads, self._key_dim)
         self._content_bias = self.add_weight(
@@ -241,6 +240,25 @@ class VQAttention(EfficientAttention):
         )
 
     @property
+    def num_codes(self):
+        """Codes of each head."""
+        return self.codebook_config.num_codes
+
+    @property
+    def assignment(self):
+        """`"hard"` or `"soft"`."""
+        return self.codebook_config.assignment
+
+    @property
+    def window(self):
+        """Number of nearest keys that are attended to exactly, or `None`."""
+        return self.config.window
+
+    @window.setter
+    def window(self, window):
+        self.config = dataclasses.replace(self.config, window=window)
+
+    @property
     def codebook(self):
         """The codes, a tensor `(heads, codes, key_dim)`.
 
@@ -256,9 +274,8 @@ class VQAttention(EfficientAttention):
     @property
     def estimates_softmax(self):
         return (
-            self.cache
-            and not self.qk_norm
-            and not self.relative_positions
+            not self.qk_norm
+            and not self.config.relative_positions
             and self.rotary_wavelength is None
             and not self._use_gate
         )
@@ -268,55 +285,37 @@ class VQAttention(EfficientAttention):
             return None
         heads, dim, value_dim = self._num_heads, self._key_dim, self._value_dim
         window = 0 if self.window is None else min(self.window, length)
-        terms = 2 if self.relative_positions else 1
+        terms = 2 if self.config.relative_positions else 1
         per_pair = 2 * heads * (terms * dim + value_dim)
         # Finding the code and weighing it; reading, and for soft codes writing, values.
-        codes = 4 * dim if self.cache else 2 * dim
-        if self.cache:
-            through_values = (4 if self.assignment == "soft" else 2) * value_dim
-            if self.order == 2:
-                through_values *= num_features(self.rank or dim)
-            codes += through_values
-        codes *= heads * self.num_codes
-        return codes * length + per_pair * count_pairs(window, length, causal)
+        through_values = (4 if self.config.soft else 2) * value_dim
+        if self.config.order == 2:
+            through_values *= num_features(self.config.expanded_dims(dim))
+        per_position = heads * self.num_codes * (4 * dim + through_values)
+        pairs = count_pairs(window, length, causal)
+        return per_position * length + per_pair * pairs
 
     def state_spec(self, batch_size, max_length):
-        spec = vq_attention_state_spec(
-            batch_size,
-            self._num_heads,
-            self.num_codes,
-            self._key_dim,
-            self._value_dim,
-            soft=self.assignment == "soft",
-            order=self.order,
-            rank=self.rank,
-            window=self.window,
-            cache=self.cache,
-            dtype=self.state_dtype,
-        )
+        sizes = (self._num_heads, self.num_codes, self._key_dim, self._value_dim)
+        spec = state_spec(batch_size, *sizes, self.config, self.state_dtype)
         if self.rotary_wavelength is not None:
             spec["position"] = ((batch_size,), "int32")
         return spec
 
     def attend(self, query, key, value, call):
         state, key_mask = call.state, call.key_mask
-        dtype = accumulator_dtype(query, key, value)
-        position = None
+        dtype, start = accumulator_dtype(query, key, value), None
         if self.rotary_wavelength is not None and state is not None:
             state = dict(state)
-            position = state.pop("position")
-        query = self._prepared(query, dtype, position)
-        key = self._prepared(key, dtype, position)
-        position_query, position_key = None, None
-        if self.relative_positions:
-            scale = self._key_dim**-0.25
-            position_query = query + scale * ops.cast(self._position_bias, dtype)
-            position_key = scale * self._position_keys(call.causal, dtype)
-
-        query, key = self._compared_query(query), self._compared_key(key)
-        soft = self.assignment == "soft"
+            start = state.pop("position")
+        query = self._prepared(query, dtype, start)
+        key = self._compared_key(self._prepared(key, dtype, start))
+        positions = None
+        if self.config.relative_positions:
+            positions = self._relative_positions(query, call.causal)
+        query = self._compared_query(query)
         learns = self._learns(call.training)
-        # Gradient checkpointing needs what the first run made, and made once.
+        # Gradient checkpointing runs again with the codes of the first run.
         again = learns and is_replay()
         if again:
             codes = self._codebook.last_codes
@@ -326,66 +325,43 @@ class VQAttention(EfficientAttention):
             codes = self.codebook
         # A rebuilt key may be off by rounding, which must not tip its code.
         codes = ops.cast(codes, dtype)
-        index = None if soft else remembered(lambda: nearest_codes(key, codes))
-        heads, new_state = quantized_attention(
+        index = None
+        if not self.config.soft:
+            index = remembered(lambda: nearest_codes(key, codes))
+        heads, new_state = attend_to_keys_and_codes(
             query,
-            key,
-            value,
-            codes,
-            sigma=self._codebook.sigma if soft else None,
-            order=self.order,
-            rank=self.rank,
-            window=self.window,
-            quantize_window=self.quantize_window,
-            cache=self.cache,
-            gradient_through_cache=self.gradient_through_cache,
-            key_mask=key_mask,
-            causal=call.causal,
-            position_query=position_query,
-            position_key=position_key,
-            state=state,
-            block_length=self.block_length,
-            index=index,
+            Keys(key, value, key_mask, index),
+            self._codebook_of(codes),
+            self.config,
+            call.causal,
+            positions,
+            state,
         )
         if learns:
             valid = _countable(key, key_mask)
             loss = self._commitment(key, codes, index, valid)
             if not again:
-                if self.commitment_weight:
+                if self.codebook_config.commitment_weight:
                     self.add_loss(loss)
                 self._codebook.update(key, index, valid, codes)
-        if position is not None:
-            new_state["position"] = position + ops.shape(query)[1]
+        if start is not None:
+            new_state["position"] = start + ops.shape(query)[1]
         if self._dropout > 0.0:
             heads = self._dropout_layer(heads, training=call.training)
         return heads, new_state
 
     def attend_at(self, position, query, key, value, key_mask):
-        if self.relative_positions or query.shape[1] != 1:
+        if self.config.relative_positions or query.shape[1] != 1:
             return super().attend_at(position, query, key, value, key_mask)
         dtype = accumulator_dtype(query, key, value)
         start = ops.reshape(ops.cast(position, "int32"), (1,))
         query = self._compared_query(self._prepared(query, dtype, start))
         key = self._compared_key(self._prepared(key, dtype, None))
         codes = ops.cast(self.codebook, dtype)
-        soft = self.assignment == "soft"
-        heads, _ = quantized_attention(
-            query,
-            key,
-            value,
-            codes,
-            sigma=self._codebook.sigma if soft else None,
-            order=self.order,
-            rank=self.rank,
-            window=self.window,
-            quantize_window=self.quantize_window,
-            cache=self.cache,
-            key_mask=key_mask,
-            block_length=self.block_length,
-            index=None if soft else nearest_codes(key, codes),
-            at=position,
-        )
-        return heads
+        index = None if self.config.soft else nearest_codes(key, codes)
+        keys = Keys(key, value, key_mask, index)
+        codebook = self._codebook_of(codes)
+        return attend_at_position(query, keys, codebook, self.config, position)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
         """`call` as it is: rematerialised, it would update the codebook twice.
@@ -402,11 +378,11 @@ class VQAttention(EfficientAttention):
         coordinates are those in which its terms are uncorrelated and decrease.
 
         Args:
-            data: What the layer gets as `key` (or `value`): an array
+            data: The `key` (or `value`) that the layer gets: an array
                 `(batch, length, dim)`, or an iterable of batches, each such an array
                 or, with padding, a pair of it and a boolean `(batch, length)`, `True`
                 for positions to use.
-            query: What it gets as `query`, in the same form; the two need not agree
+            query: The `query` that it gets, in the same form; the two need not agree
                 in number and length. Defaults to `data`: self-attention. Soft codes
                 have no use for it.
             iterations: Iterations of k-means after k-means++. Defaults to 20.
@@ -439,13 +415,13 @@ class VQAttention(EfficientAttention):
             raise ValueError("`query` must hold at least one query. Received: none")
         codes, maps, error = fitted(
             np.concatenate(keys),
-            moments if self.assignment == "hard" else None,
+            None if self.config.soft else moments,
             self.num_codes,
             iterations,
             self.seed,
         )
         self._codebook.assign(codes)
-        if self.assignment == "hard":
+        if not self.config.soft:
             self._coordinates.assign(*maps)
         return error
 
@@ -456,7 +432,7 @@ class VQAttention(EfficientAttention):
         calls; codes start as if they had one.
         """
         self._check_hard("codebook_usage")
-        calls = self.revive_after or HARD_ONLY["revive_after"]
+        calls = self.codebook_config.revive_after or CodebookConfig.revive_after
         return float(np.mean(self._codebook.idle_calls() < calls))
 
     def codebook_entropy(self):
@@ -476,26 +452,15 @@ class VQAttention(EfficientAttention):
         return float(self._codebook.relative_error().mean())
 
     def get_config(self):
+        attention = dataclasses.asdict(self.config)
+        # The assignment says it.
+        del attention["soft"]
         return {
             **super().get_config(),
-            "num_codes": self.num_codes,
-            "window": self.window,
-            "assignment": self.assignment,
-            "order": self.order,
-            "rank": self.rank,
-            "quantize_window": self.quantize_window,
-            "cache": self.cache,
-            "gradient_through_cache": self.gradient_through_cache,
-            "sigma": self.sigma,
-            "learn_sigma": self.learn_sigma,
-            "decay": self.decay,
-            "commitment_weight": self.commitment_weight,
-            "codebook_init": self.codebook_init,
-            "revive_after": self.revive_after,
-            "relative_positions": self.relative_positions,
+            **attention,
+            **dataclasses.asdict(self.codebook_config),
             "qk_norm": self.qk_norm,
             "rotary_wavelength": self.rotary_wavelength,
-            "block_length": self.block_length,
         }
 
     @property
@@ -511,7 +476,7 @@ class VQAttention(EfficientAttention):
 
     def _content_query(self, query):
         """Prepared queries for the products with keys, with their bias."""
-        if not self.relative_positions:
+        if not self.config.relative_positions:
             return query
         bias = ops.cast(self._content_bias, query.dtype)
         return query + self._key_dim**-0.25 * bias
@@ -519,13 +484,15 @@ class VQAttention(EfficientAttention):
     def _compared_query(self, query):
         """Prepared queries in the coordinates in which keys are compared with codes."""
         query = self._content_query(query)
-        hard = self.assignment == "hard"
-        return self._coordinates.of_queries(query) if hard else query
+        return query if self.config.soft else self._coordinates.map_queries(query)
 
     def _compared_key(self, key):
         """Prepared keys in these coordinates."""
-        hard = self.assignment == "hard"
-        return self._coordinates.of_keys(key) if hard else key
+        return key if self.config.soft else self._coordinates.map_keys(key)
+
+    def _codebook_of(self, codes):
+        """Codes, with the width of soft ones."""
+        return Codebook(codes, self._codebook.sigma if self.config.soft else None)
 
     def _calibration_keys(self, x):
         """Prepared keys of data, an array `(batch, length, heads, key_dim)`."""
@@ -538,16 +505,24 @@ class VQAttention(EfficientAttention):
         query = self._prepared(query, accumulator_dtype(query), None)
         return ops.convert_to_numpy(self._content_query(query))
 
-    def _position_keys(self, causal, dtype):
-        """Of all distances in the window, `(distances, heads, key_dim)`."""
+    def _relative_positions(self, query, causal):
+        """Prepared queries with their bias, and a key for each distance in the window.
+
+        Keys are `(distances, heads, key_dim)`.
+        """
         distances = window_distances(self.window, causal)
         waves = sinusoids(distances, self._sinusoid_dim, MAX_WAVELENGTH)
-        kernel = ops.cast(self._position_kernel, dtype)
-        return ops.einsum("md,dhk->mhk", ops.convert_to_tensor(waves, dtype), kernel)
+        bias, kernel = (
+            ops.cast(weight, query.dtype)
+            for weight in (self._position_bias, self._position_kernel)
+        )
+        waves = ops.convert_to_tensor(waves, query.dtype)
+        key, scale = ops.einsum("md,dhk->mhk", waves, kernel), self._key_dim**-0.25
+        return Positions(query + scale * bias, scale * key)
 
     def _learns(self, training):
         """Whether a call moves the codes."""
-        return training and self.trainable and self.assignment == "hard"
+        return training and self.trainable and not self.config.soft
 
     def _scores(self, query, key, value, call):
         if self._learns(call.training):
@@ -563,10 +538,10 @@ class VQAttention(EfficientAttention):
         errors = ops.sum(ops.square(key - codes), axis=(2, 3)) * valid
         number = ops.sum(valid)
         mean = ops.sum(errors) / ops.where(number > 0, number, 1.0)
-        return self.commitment_weight * mean
+        return self.codebook_config.commitment_weight * mean
 
     def _check_hard(self, method):
-        if self.assignment != "hard" or not self.built:
+        if self.config.soft or not self.built:
             raise ValueError(
                 f"`{method}()` needs a built layer with hard codes. Received: "
                 f"assignment={self.assignment!r}, built={self.built}"

@@ -2,7 +2,7 @@
 
 PyTorch runs operation by operation. One sine of a difference is cheaper here than the
 products that make one of the sines and cosines of its ends, and arithmetic cheaper than
-`torch.where`, which takes longest of all.
+`torch.where`, which takes longest of all. See `kernel.Kernel` for the functions.
 """
 
 import torch
@@ -16,23 +16,25 @@ NEAR = 1 / 16
 TERMS = {torch.float32: 3, torch.float64: 8}
 
 
+def prepare(angles):
+    return (angles,)
+
+
 def log_kernel(query, keys):
-    """See `kernel.log_kernel`; of angles alone, `(slots, ..., length)`."""
     product = None
-    for a, b in zip(query, keys, strict=True):
+    for a, b in zip(*query, *keys, strict=True):
         z = (a[..., :, None] - b[..., None, :]).abs_().clamp_(min=TINY)
         ratio = torch.sin(z).div_(z)
         product = ratio if product is None else product.mul_(ratio)
     return product.abs_().log_().clamp_(min=LOG_ZERO).sum(dim=2)
 
 
-def log_kernel_gradient(query, keys, of_logs):
-    """See `kernel.log_kernel_gradient`."""
-    *series, last = _series(TERMS[of_logs.dtype])
-    smallest = torch.finfo(of_logs.dtype).tiny
-    of_logs = of_logs[:, :, None]
-    of_query, of_key = [], []
-    for a, b in zip(query, keys, strict=True):
+def log_kernel_gradient(query, keys, grad_logs):
+    *series, last = _series(TERMS[grad_logs.dtype])
+    smallest = torch.finfo(grad_logs.dtype).tiny
+    grad_logs = grad_logs[:, :, None]
+    grad_query, grad_key = [], []
+    for a, b in zip(*query, *keys, strict=True):
         z = a[..., :, None] - b[..., None, :]
         # The series is of no use beyond, and must not overflow there.
         square = (z * z).clamp_(max=NEAR)
@@ -43,10 +45,10 @@ def log_kernel_gradient(query, keys, of_logs):
         tangent = torch.tan(z)
         # 0, and not NaN, where z is 0.
         far = (z - tangent).div_(tangent.mul_(z).add_(smallest))
-        of_z = far.lerp_(near, square.lt_(NEAR)).mul_(of_logs)
-        of_query.append(of_z.sum(dim=-1))
-        of_key.append(-of_z.sum(dim=-2))
-    return torch.stack(of_query), torch.stack(of_key)
+        grad_z = far.lerp_(near, square.lt_(NEAR)).mul_(grad_logs)
+        grad_query.append(grad_z.sum(dim=-1))
+        grad_key.append(-grad_z.sum(dim=-2))
+    return torch.stack(grad_query), torch.stack(grad_key)
 
 
 def _series(terms):

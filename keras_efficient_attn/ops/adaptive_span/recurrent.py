@@ -1,0 +1,44 @@
+"""Attention with a span of one position, from the keys that a state holds."""
+
+from keras import ops
+
+from keras_efficient_attn.ops.adaptive_span.bands import soft_mask
+from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.inputs import masked_inputs
+from keras_efficient_attn.ops.common.recent_keys import (
+    append_segment,
+    drop_oldest,
+    fit_recent,
+)
+from keras_efficient_attn.ops.common.single_query import attend_single
+
+
+@compiled("config", "options")
+def attend_next(inputs, spans, position_key, state, seed, config, options):
+    """The next position's output, `(batch, 1, heads, value_dim)`, and the new state.
+
+    Args:
+        inputs: `(query, key, value, key_mask)` of one position.
+        spans: `(heads,)`, or `(batch, 1, heads)`.
+        position_key: `(window, dim)` by distance, or `None`.
+        state: As from `adaptive_span_state`.
+        seed: Seed of the dropout, or `None`.
+        config: `SpanConfig`.
+        options: `SoftmaxOptions`.
+    """
+    query, *segment = masked_inputs(*inputs)
+    query = query * options.scale
+    past = append_segment(fit_recent(state, config.window - 1), *segment)
+    key, value, valid = past
+    # (batch or 1, heads, 1)
+    spans = ops.cast(spans, query.dtype)
+    spans = spans[None, :, None] if len(spans.shape) == 1 else ops.swapaxes(spans, 1, 2)
+    distance = ops.arange(config.window - 1, -1, -1, dtype="int32")
+    mask = soft_mask(spans, distance[None], config.ramp)
+    allowed = ops.logical_and(valid[:, None, None] > 0, mask > 0)
+    logits = ops.log(ops.where(mask > 0, mask, 1.0))
+    if position_key is not None:
+        by_key = ops.flip(ops.cast(position_key, query.dtype), axis=0)
+        logits = logits + ops.einsum("bqhd,kd->bhqk", query, by_key)
+    output = attend_single(query, key, value, allowed, options.dropped(seed), logits)
+    return output, drop_oldest(past, 1, state["position"])

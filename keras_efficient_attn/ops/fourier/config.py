@@ -1,0 +1,49 @@
+"""The options of Fourier attention."""
+
+import dataclasses
+
+from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.fourier.kernel import check_power
+
+IMPLEMENTATIONS = (None, "tiled", "fused", "reference")
+# Queries in a tile, at least.
+CHUNK_SIZE = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class FourierConfig:
+    """The kernel, the pairs that count, and the way they are computed.
+
+    Attributes:
+        power: 2, 4, 6 or 8.
+        causal: Whether a query sees no later keys.
+        chunk_size: Least number of queries in a tile; `None` for the default.
+        implementation: One of `IMPLEMENTATIONS`.
+
+    Raises:
+        ValueError: For options that are none of these.
+    """
+
+    power: int = 4
+    causal: bool = False
+    chunk_size: int | None = None
+    implementation: str | None = None
+
+    def __post_init__(self):
+        check_power(self.power)
+        check_positive_int("chunk_size", self.chunk_size, optional=True)
+        if self.implementation not in IMPLEMENTATIONS:
+            raise ValueError(
+                f"`implementation` must be one of {IMPLEMENTATIONS}. Received: "
+                f"implementation={self.implementation!r}"
+            )
+
+    @property
+    def is_fused(self):
+        """Whether PyTorch compiles the kernel."""
+        return self.implementation == "fused"
+
+    @property
+    def tile_size(self):
+        """Queries in a tile, at least."""
+        return self.chunk_size or CHUNK_SIZE

@@ -1,0 +1,36 @@
+"""Local attention of whole sequences and segments, in blocks of queries and keys."""
+
+from keras import ops
+
+from keras_efficient_attn.ops.common.block_softmax import attend_near, attend_recent
+from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.inputs import masked_inputs, pad_to_common_length
+from keras_efficient_attn.ops.common.online_softmax import finish
+from keras_efficient_attn.ops.common.recent_keys import append_segment, drop_oldest
+from keras_efficient_attn.ops.local_attention.grid import attend_grid
+
+
+@compiled("config", "options")
+def attend_in_blocks(inputs, state, seed, config, options):
+    """`(output, new state or None)` of a sequence, or of a segment with a state.
+
+    Args:
+        inputs: `(query, key, value, key_mask)`.
+        state: As from `local_attention_state`, or `None`.
+        seed: Seed of the dropout, or `None`.
+        config: `LocalConfig`.
+        options: `SoftmaxOptions`.
+    """
+    query, key, value, valid = masked_inputs(*inputs)
+    length = ops.shape(query)[1]
+    query = query * options.scale
+    dropout = options.dropped(seed)
+    mask_fn = config.mask_fn(options.causal)
+    if state is not None:
+        past, position = append_segment(state, key, value, valid), state["position"]
+        part = attend_recent(query, *past, mask_fn, position[0], dropout)
+        return finish(*part, True), drop_oldest(past, length, position)
+    inputs = pad_to_common_length(query, key, value, valid)
+    attend = attend_grid if config.is_grid else attend_near
+    part = attend(*inputs, mask_fn, dropout)
+    return finish(*(t[:, :length] for t in part), True), None

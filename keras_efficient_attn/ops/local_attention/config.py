@@ -1,0 +1,138 @@
+"""The patterns of local attention."""
+
+import dataclasses
+
+from keras_efficient_attn.ops.common.checks import (
+    check_positive_int,
+    is_int,
+    is_pair,
+    is_positive_int,
+)
+from keras_efficient_attn.ops.common.masks import QueryBlocks, SlidingWindow
+from keras_efficient_attn.ops.local_attention.grid import GridSteps
+
+WINDOW = 128
+ORDERS = ("raster", "block")
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalConfig:
+    """Which keys are near a query; checks itself, and fills in defaults.
+
+    Args:
+        window: Positive integer. Defaults to 128 without `query_block`.
+        query_block: Positive integer, or a pair of them.
+        memory: Integer that is not negative, or a pair. Defaults to `query_block`.
+        grid: Rows and columns of the image, for a pair `query_block`.
+        order: `"raster"` (the default) or `"block"`, for a `grid`.
+
+    Raises:
+        ValueError: If the arguments do not make a pattern.
+    """
+
+    window: int | None = None
+    query_block: int | tuple | None = None
+    memory: int | tuple | None = None
+    grid: tuple | None = None
+    order: str = "raster"
+
+    def __post_init__(self):
+        if self.query_block is None:
+            self._check_window()
+        elif self.window is not None:
+            raise ValueError(
+                "`window` and `query_block` exclude each other. Received: "
+                f"window={self.window!r}, query_block={self.query_block!r}"
+            )
+        else:
+            if self.memory is None:
+                self._set(memory=self.query_block)
+            if self.is_grid:
+                self._check_grid()
+            else:
+                self._check_blocks()
+        if self.order not in ORDERS or (self.order != "raster" and not self.is_grid):
+            raise ValueError(
+                f"`order` must be one of {', '.join(ORDERS)}; 'block' is for a pair "
+                f"`query_block`. Received: order={self.order!r}, "
+                f"query_block={self.query_block!r}"
+            )
+
+    @property
+    def is_grid(self):
+        """Whether positions are those of an image."""
+        return self.query_block is not None and not isinstance(self.query_block, int)
+
+    def mask_fn(self, causal):
+        """The mask function over positions of the sequence."""
+        if self.window is not None:
+            return SlidingWindow(self.window, causal)
+        if self.is_grid:
+            return GridSteps(
+                self.grid, self.query_block, self.memory, self.order == "block", causal
+            )
+        return QueryBlocks(self.query_block, self.memory, causal)
+
+    def check_length(self, argument, length, received):
+        """Raises `ValueError` for more positions than the grid has."""
+        if self.grid is None or not isinstance(length, int):
+            return
+        if length > self.grid[0] * self.grid[1]:
+            raise ValueError(
+                f"`grid` {self.grid} must hold all positions. Received: "
+                f"{argument}={received}"
+            )
+
+    def _check_window(self):
+        for name, argument in (("memory", self.memory), ("grid", self.grid)):
+            if argument is not None:
+                raise ValueError(
+                    f"`{name}` is for a `query_block`. Received: {name}={argument!r}, "
+                    "query_block=None"
+                )
+        if self.window is None:
+            self._set(window=WINDOW)
+        check_positive_int("window", self.window)
+
+    def _check_grid(self):
+        if not is_pair(self.query_block, 1):
+            raise ValueError(
+                "`query_block` must be a positive integer, or a pair of them. "
+                f"Received: query_block={self.query_block!r}"
+            )
+        if not is_pair(self.memory, 0):
+            raise ValueError(
+                "`memory` must be a pair of integers that are not negative, as "
+                f"`query_block` is a pair. Received: memory={self.memory!r}"
+            )
+        if not is_pair(self.grid, 1):
+            raise ValueError(
+                "`grid` must be the rows and columns of the image, as `query_block` "
+                f"is a pair. Received: grid={self.grid!r}"
+            )
+        self._set(
+            query_block=tuple(self.query_block),
+            memory=tuple(self.memory),
+            grid=tuple(self.grid),
+        )
+
+    def _check_blocks(self):
+        if not is_positive_int(self.query_block):
+            raise ValueError(
+                "`query_block` must be a positive integer, or a pair of them. "
+                f"Received: query_block={self.query_block!r}"
+            )
+        if not is_int(self.memory) or self.memory < 0:
+            raise ValueError(
+                "`memory` must be an integer that is not negative, as `query_block` "
+                f"is one. Received: memory={self.memory!r}"
+            )
+        if self.grid is not None:
+            raise ValueError(
+                "`grid` is for a pair `query_block`. Received: "
+                f"grid={self.grid!r}, query_block={self.query_block!r}"
+            )
+
+    def _set(self, **fields):
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)

@@ -1,0 +1,38 @@
+"""Attention with relative positions of the last position alone."""
+
+import numpy as np
+from keras import ops
+
+from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.inputs import masked_inputs
+from keras_efficient_attn.ops.common.single_query import attend_single
+from keras_efficient_attn.ops.relative_attention.tiles import biased_queries
+
+
+@compiled("config", "options")
+def attend_last(inputs, position_key, biases, documents, seed, config, options):
+    """The output of one query that is behind all keys but its own.
+
+    Args:
+        inputs: `(query, key, value, key_mask)`; the query is `(batch, 1, heads, dim)`,
+            and the keys, `(batch, offset + 1, heads, dim)`, are those of its state,
+            the memory, and its own.
+        position_key: `(offset + 1, heads, dim)`, of distances that fall to 0.
+        biases, documents, seed, config, options: As for `attend_in_tiles`.
+
+    Returns:
+        `(batch, 1, heads, value_dim)`.
+    """
+    query, key, value, valid = masked_inputs(*inputs)
+    content, position = biased_queries(query, biases, options.scale)
+    allowed = (valid > 0)[:, None, None]
+    if config.window is not None and config.window <= config.offset:
+        near = np.arange(config.offset, -1, -1) < config.window
+        allowed = ops.logical_and(allowed, ops.convert_to_tensor(near))
+    if documents is not None:
+        same = documents[0] == documents[1]
+        allowed = ops.logical_and(allowed, same[:, None, None])
+    # In the order of the keys, as the distances fall.
+    position_key = ops.cast(position_key, query.dtype)
+    logits = ops.einsum("bqhd,khd->bhqk", position, position_key)
+    return attend_single(content, key, value, allowed, options.dropped(seed), logits)

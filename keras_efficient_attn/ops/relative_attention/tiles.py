@@ -1,0 +1,118 @@
+"""Attention with relative positions of whole segments, some queries at a time."""
+
+import functools
+
+from keras import ops
+
+from keras_efficient_attn.ops.common.block_softmax import (
+    MIN_BLOCK,
+    scan_groups,
+    softmax_part,
+)
+from keras_efficient_attn.ops.common.chunking import (
+    GROUP_FLOATS,
+    chunk_layout,
+    pad_length,
+    pad_to,
+)
+from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.inputs import masked_inputs
+from keras_efficient_attn.ops.common.online_softmax import divided
+from keras_efficient_attn.ops.common.relative_positions import shifted_by_query
+
+
+@compiled("config", "options")
+def attend_in_tiles(inputs, position_key, biases, documents, seed, config, options):
+    """The output `(batch, query_length, heads, value_dim)`.
+
+    The matrix of weights exists for some queries at a time, and again for their
+    gradients.
+
+    Args:
+        inputs: `(query, key, value, key_mask)`.
+        position_key, documents: As for `relative_attention`.
+        biases: Pair of `(heads, dim)` or `None`: what is added to queries for their
+            products with keys, and with `position_key`.
+        seed: Seed of the dropout, or `None`.
+        config: `RelativeConfig`.
+        options: `SoftmaxOptions`.
+    """
+    query, key, value, valid = masked_inputs(*inputs)
+    query, position_query = biased_queries(query, biases, options.scale)
+    offset, causal = config.offset, options.causal
+    length, keys, heads = ops.shape(query)[1], ops.shape(key)[1], query.shape[2]
+    dtype = query.dtype
+    position_key = ops.cast(position_key, dtype)
+    floats = GROUP_FLOATS // MIN_BLOCK
+    if isinstance(keys, int):
+        floats = heads * 4 * max(1, keys)
+    size, chunks, groups = chunk_layout(length, MIN_BLOCK, query.shape[0], floats)
+    size = size * chunks
+
+    # The first query of the last group is the first row's; what no query sees has no
+    # product.
+    after = keys - offset if causal else 1
+    position_key = pad_length(position_key[None], groups * size - length, after)[0]
+    positions = ops.cast(ops.arange(length, dtype="int32") + offset, dtype)[None]
+    xs = [query, position_query, positions]
+    consts = [key, value, valid, position_key]
+    if documents is not None:
+        query_documents, key_documents = (ops.cast(x, dtype) for x in documents)
+        xs.append(query_documents)
+        consts.append(key_documents)
+    consts[:2] = (ops.swapaxes(t, 1, 2) for t in consts[:2])
+    xs = [pad_to(x, groups * size) for x in xs]
+    xs.append(ops.cast(ops.arange(groups), dtype)[None])
+    rate = options.dropout or None
+    if rate:
+        consts.append(ops.cast(seed, dtype))
+    single = isinstance(groups, int) and groups == 1
+    step = _step(causal, config.window, documents is not None, rate, single)
+    (heads,) = scan_groups(step, tuple(xs), tuple(consts), groups)
+    return heads[:, :length]
+
+
+def biased_queries(query, biases, scale):
+    """The queries for keys and those for positions, scaled."""
+    query = query * scale
+    return tuple(
+        query if bias is None else query + scale * ops.cast(bias, query.dtype)
+        for bias in biases
+    )
+
+
+@functools.cache
+def _step(causal, window, documents, rate, single):
+    def step(carry, x, consts):
+        query, position_query, positions, *rest, group = x
+        group = group[0, 0]
+        key, value, valid, position_key, *others = consts
+        query, position_query = (ops.swapaxes(t, 1, 2) for t in (query, position_query))
+        size, width = ops.shape(query)[2], ops.shape(key)[2]
+
+        distance = positions[0][:, None] - ops.cast(
+            ops.arange(width, dtype="int32"), positions.dtype
+        )
+        allowed = valid[:, None, None, :] > 0
+        if causal:
+            allowed = ops.logical_and(allowed, distance >= 0)
+        if window is not None:
+            allowed = ops.logical_and(allowed, ops.abs(distance) < window)
+        if documents:
+            same = rest[0][:, None, :, None] == others[0][:, None, None, :]
+            allowed = ops.logical_and(allowed, same)
+
+        if not single:
+            # The rows of these queries' distances.
+            last = ops.shape(position_key)[0] - width - size
+            first = last - size * ops.cast(group, "int32")
+            rows = first + ops.arange(size + width, dtype="int32")
+            position_key = ops.take(position_key, rows, axis=0)
+        products = position_query @ ops.transpose(position_key, (1, 2, 0))
+        dropout = None if rate is None else (rate, group, others[-1])
+        values, totals, _ = softmax_part(
+            query, key, value, allowed, dropout, shifted_by_query(products, width)
+        )
+        return carry, (ops.swapaxes(divided(values, totals), 1, 2),)
+
+    return step

@@ -1,0 +1,127 @@
+"""The arguments of a sparse pattern."""
+
+import dataclasses
+
+from keras import ops
+
+from keras_efficient_attn.ops.common.checks import check_positive_int, is_positive_int
+from keras_efficient_attn.ops.common.masks import QueryBlocks, SlidingWindow
+from keras_efficient_attn.ops.sparse_attention.patterns import Columns, Summaries
+
+PATTERNS = ("strided", "fixed")
+HEADS = ("merged", "split", 0, 1)
+# Names of the second factor's cache in a state.
+FAR = ("far_key", "far_value", "far_mask")
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseConfig:
+    """A pattern of two factors, and which heads have which; checks itself.
+
+    Args:
+        pattern: `"strided"` or `"fixed"`.
+        stride: Positive integer.
+        summary: Positions of a block that stand for it in the fixed pattern.
+        heads: `"merged"`, `"split"`, `0` or `1`.
+        num_heads: Number of heads.
+
+    Raises:
+        ValueError: For arguments that make no pattern.
+    """
+
+    pattern: str
+    stride: int
+    summary: int
+    heads: str | int
+    num_heads: int
+
+    def __post_init__(self):
+        if self.pattern not in PATTERNS:
+            raise ValueError(
+                f"`pattern` must be one of {', '.join(PATTERNS)}. Received: "
+                f"pattern={self.pattern!r}"
+            )
+        check_positive_int("stride", self.stride)
+        if not is_positive_int(self.summary) or self.summary > self.stride:
+            raise ValueError(
+                "`summary` must be a positive integer, at most `stride`. Received: "
+                f"summary={self.summary!r}, stride={self.stride}"
+            )
+        if self.pattern == "strided" and self.summary != 1:
+            raise ValueError(
+                "`summary` is for pattern='fixed'. Received: "
+                f"summary={self.summary}, pattern={self.pattern!r}"
+            )
+        if isinstance(self.heads, bool) or self.heads not in HEADS:
+            raise ValueError(
+                "`heads` must be 'merged', 'split', 0 or 1. Received: "
+                f"heads={self.heads!r}"
+            )
+        if self.heads == 0 and self.summary != 1:
+            raise ValueError(
+                "`summary` is for the second factor, which heads=0 leaves out. "
+                f"Received: summary={self.summary}, heads=0"
+            )
+        if self.heads == "split" and self.num_heads < 2:
+            raise ValueError(
+                "heads='split' needs two heads at least. Received: "
+                f"num_heads={self.num_heads}"
+            )
+
+    @property
+    def near_heads(self):
+        """How many heads, the first ones, have the first factor."""
+        if self.heads == "split":
+            return (self.num_heads + 1) // 2
+        return 0 if self.heads == 1 else self.num_heads
+
+    @property
+    def far_heads(self):
+        """How many heads, the last ones, have the second factor."""
+        if self.heads == "split":
+            return self.num_heads // 2
+        return 0 if self.heads == 0 else self.num_heads
+
+    @property
+    def merges(self):
+        """Whether each head sees both factors."""
+        return self.heads == "merged"
+
+    def masks(self, causal):
+        """The mask functions of both factors.
+
+        The first is the previous `stride` positions, or the own block; the second is
+        without what a head sees through the first.
+        """
+        stride = self.stride
+        if self.pattern == "strided":
+            near = SlidingWindow(stride + 1, causal)
+            return near, Columns(stride, causal, self.merges)
+        near = QueryBlocks(stride, 0, causal)
+        return near, Summaries(stride, causal, self.merges)
+
+    def dropouts(self, options, seed):
+        """`(rate, seed)` of each factor, or `None`s: each has bits of its own."""
+        if not options.dropout:
+            return None, None
+        return options.dropped(seed), options.dropped(ops.flip(seed))
+
+    def split_heads(self, *tensors):
+        """Those of the heads with the first factor, and with the second.
+
+        Args:
+            *tensors: `(batch, length, heads, dim)`, or `(batch, length)` for all heads.
+        """
+        near, far = self.near_heads, self.num_heads - self.far_heads
+        return (
+            [t if len(t.shape) == 2 else t[:, :, :near] for t in tensors],
+            [t if len(t.shape) == 2 else t[:, :, far:] for t in tensors],
+        )
+
+    def capacity(self, far_key):
+        """Positions that a cache `(batch, slots, heads, dim)` has room for."""
+        return (
+            far_key.shape[1]
+            // self.summary
+            * (self.stride if self.pattern == "fixed" else 1)
+        )

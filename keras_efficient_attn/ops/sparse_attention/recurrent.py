@@ -1,0 +1,104 @@
+"""Sparse attention of one position, from the keys that a state holds."""
+
+from keras import ops
+
+from keras_efficient_attn.ops.common.cache import nan_beyond
+from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.inputs import masked_inputs
+from keras_efficient_attn.ops.common.recent_keys import append_segment, drop_oldest
+from keras_efficient_attn.ops.common.single_query import attend_single, seen_recent
+from keras_efficient_attn.ops.sparse_attention.blocks import write_far
+from keras_efficient_attn.ops.sparse_attention.config import FAR
+from keras_efficient_attn.ops.sparse_attention.fixed import summary_positions
+
+
+@compiled("config", "options")
+def attend_next(inputs, state, seed, config, options):
+    """The next position's output, `(batch, 1, heads, value_dim)`, and the new state.
+
+    Args:
+        inputs: `(query, key, value, key_mask)` of one position.
+        state: As from `sparse_attention_state`.
+        seed: Seed of the dropout, or `None`.
+        config: `SparseConfig`.
+        options: `SoftmaxOptions`.
+    """
+    query, *keys = masked_inputs(*inputs)
+    near, far = config.split_heads(query * options.scale, *keys)
+    near_dropout, far_dropout = config.dropouts(options, seed)
+    near_mask, _ = config.masks(causal=True)
+    position, seen, new_state = state["position"], [], {}
+    if config.near_heads:
+        past = append_segment(state, *near[1:])
+        allowed = seen_recent(past[2], position, near_mask)
+        seen.append((near[0], *past[:2], allowed[:, None, None], near_dropout))
+        new_state |= drop_oldest(past, 1, position)
+    if config.far_heads:
+        read = _read_column if config.pattern == "strided" else _read_summaries
+        *far_keys, cache = read(state, far[1:], config)
+        seen.append((far[0], *far_keys, far_dropout))
+        new_state |= dict(zip(FAR, cache, strict=True))
+    if config.merges:
+        seen = [_join_keys(*seen)]
+    outputs = [attend_single(*part) for part in seen]
+    output = outputs[0] if len(outputs) == 1 else ops.concatenate(outputs, axis=2)
+    if config.far_heads:
+        output = nan_beyond(config.capacity(state["far_key"]), position[0], output)
+    return output, {**new_state, "position": position + 1}
+
+
+def _read_column(state, keys, config):
+    """Keys and values of the position's column, which it sees, and the new cache."""
+    position, stride = state["position"][0], config.stride
+    cache = write_far(state, keys, config)
+    column = position % stride
+    rows = cache[0].shape[1] // stride
+
+    def read(x):
+        batch, _, *tail = ops.shape(x)
+        x = ops.reshape(x, (batch, rows, stride, *tail))
+        start, sizes = [0, 0, column, *(0 for _ in tail)], (batch, rows, 1, *tail)
+        return ops.reshape(ops.slice(x, start, sizes), (batch, rows, *tail))
+
+    key, value, valid = map(read, cache)
+    # All of them but those that the first factor sees, or that are yet to come.
+    last = position - stride - 1 if config.merges else position
+    allowed = column + stride * ops.arange(rows, dtype="int32") <= last
+    return key, value, ops.logical_and(allowed, valid > 0)[:, None, None], cache
+
+
+def _read_summaries(state, keys, config):
+    """Keys and values of all summaries, which the position sees, and the new cache."""
+    position = state["position"][0]
+    cache = [ops.cast(state[name], t.dtype) for name, t in zip(FAR, keys, strict=True)]
+    blocks = cache[0].shape[1] // config.summary
+    # (heads, slots)
+    positions = summary_positions(
+        blocks, config.stride, config.summary, config.far_heads
+    )
+    own = ops.transpose(positions == position)[None]
+    key, value, valid = keys
+    cache = [
+        ops.where(own[..., None], key, cache[0]),
+        ops.where(own[..., None], value, cache[1]),
+        ops.where(own, valid[..., None], cache[2]),
+    ]
+    allowed = config.masks(causal=True)[1](position, positions)
+    allowed = ops.logical_and(allowed, ops.swapaxes(cache[2], 1, 2) > 0)
+    return *cache[:2], allowed[:, :, None], cache
+
+
+def _join_keys(near, far):
+    """The keys that heads with both factors see, once, in one row."""
+    query, key, value, allowed, dropout = near
+    _, far_key, far_value, far_allowed, _ = far
+    heads = far_allowed.shape[1]
+    if heads > 1:
+        allowed = ops.repeat(allowed, heads, axis=1)
+    return (
+        query,
+        ops.concatenate([key, far_key], axis=1),
+        ops.concatenate([value, far_value], axis=1),
+        ops.concatenate([allowed, far_allowed], axis=-1),
+        dropout,
+    )

@@ -1,0 +1,58 @@
+"""The cache of attention over codes, and the state of a causal sequence.
+
+A cache has, per code, the sum of the values of its keys and their number. With
+`order=2` it has both for each of the features of the residuals, and, where a rank
+leaves coordinates out, the sum of the squares of the residuals in these. A state has
+the cache of the keys that have left the window, and the last `window` keys.
+"""
+
+from keras import ops
+
+CACHE_NAMES = ("code_sum", "code_count", "code_square")
+# By the order of `Keys`.
+WINDOW_NAMES = ("window_key", "window_value", "window_mask", "window_code")
+
+
+def num_features(rank):
+    """Monomials of degree 0, 1 and 2 of `rank` coordinates."""
+    return (rank + 1) * (rank + 2) // 2
+
+
+def empty_cache(batch, codebook, value_dim, config, dtype):
+    """The cache before the first key, a tuple of tensors."""
+    shapes = _cache_shapes(batch, *codebook.codes.shape, value_dim, config)
+    return tuple(ops.zeros(shape, dtype) for shape in shapes)
+
+
+def cache_of(state, dtype):
+    """The cache in a state."""
+    return tuple(ops.cast(state[name], dtype) for name in CACHE_NAMES if name in state)
+
+
+def named_cache(cache):
+    """A cache as the part of a state that it is."""
+    return dict(zip(CACHE_NAMES, cache, strict=False))
+
+
+def state_spec(batch, heads, codes, key_dim, value_dim, config, dtype):
+    """The tensors of a state: `{name: (shape, dtype)}`."""
+    shapes = _cache_shapes(batch, heads, codes, key_dim, value_dim, config)
+    spec = {name: (shape, dtype) for name, shape in named_cache(shapes).items()}
+    if config.window is not None:
+        rows = (batch, config.window)
+        spec["window_key"] = (*rows, heads, key_dim), dtype
+        spec["window_value"] = (*rows, heads, value_dim), dtype
+        spec["window_mask"] = rows, dtype
+        if not config.soft:
+            spec["window_code"] = (*rows, heads), "int32"
+    return spec
+
+
+def _cache_shapes(batch, heads, codes, key_dim, value_dim, config):
+    sizes = (batch, heads, codes)
+    if config.order == 0:
+        return (*sizes, value_dim), sizes
+    rank = config.expanded_dims(key_dim)
+    features = num_features(rank)
+    shapes = (*sizes, features, value_dim), (*sizes, features)
+    return shapes if rank == key_dim else (*shapes, (*sizes, key_dim - rank))

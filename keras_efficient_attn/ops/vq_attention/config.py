@@ -1,0 +1,82 @@
+"""The options of attention over quantised keys."""
+
+import dataclasses
+
+from keras_efficient_attn.ops.common.checks import check_positive_int
+
+# By `order`. The pairs of a block cost less than a read of the sums of many features.
+BLOCK_LENGTHS = {0: 128, 2: 512}
+
+
+@dataclasses.dataclass(frozen=True)
+class VQConfig:
+    """Which keys a query sees as they are, and how codes represent the others.
+
+    Attributes:
+        soft: Whether a key has a share in every code, and not in the nearest alone.
+        order: 0, or 2 to expand far keys around their codes to second order.
+        rank: With `order=2`, the number of coordinates that are expanded; `None`
+            for all.
+        window: Number of nearest keys that are seen as they are; `None` for none.
+        quantize_window: Whether keys in the window become their codes too.
+        relative_positions: Whether logits in the window have a term for the distance.
+        gradient_through_cache: Whether keys, values and codes get a gradient through
+            the weights beyond the window.
+        block_length: Positions in a block; `None` for the default of the order.
+
+    Raises:
+        ValueError: For options that are invalid or exclude each other.
+    """
+
+    soft: bool = False
+    order: int = 0
+    rank: int | None = None
+    window: int | None = None
+    quantize_window: bool = False
+    relative_positions: bool = False
+    gradient_through_cache: bool = True
+    block_length: int | None = None
+
+    def __post_init__(self):
+        for argument in ("window", "block_length", "rank"):
+            check_positive_int(argument, getattr(self, argument), optional=True)
+        if isinstance(self.order, bool) or self.order not in BLOCK_LENGTHS:
+            raise ValueError(f"`order` must be 0 or 2. Received: order={self.order!r}")
+        if self.order == 0 and self.rank is not None:
+            raise ValueError(
+                f"`rank` needs `order=2`. Received: order=0, rank={self.rank}"
+            )
+        if self.window is None and (self.quantize_window or self.relative_positions):
+            raise ValueError(
+                "`quantize_window` and relative positions need a `window`. Received: "
+                f"quantize_window={self.quantize_window}, "
+                f"relative_positions={self.relative_positions}, window=None"
+            )
+        if self.quantize_window and self.soft:
+            raise ValueError(
+                "`quantize_window` puts the nearest code in the place of a key, and "
+                "excludes soft codes, those with a `sigma`. Received both."
+            )
+        if self.order == 2 and (self.soft or self.quantize_window):
+            raise ValueError(
+                "`order=2` expands keys around their nearest codes, and excludes "
+                "`quantize_window` and soft codes, those with a `sigma`. Received: "
+                f"quantize_window={self.quantize_window}, soft={self.soft}"
+            )
+
+    def check_key_dim(self, key_dim):
+        """Raises `ValueError` for a `rank` above the dim of the keys."""
+        if self.rank is not None and self.rank > key_dim:
+            raise ValueError(
+                "`rank` must be None or an integer from 1 to the dim of the keys, "
+                f"{key_dim}. Received: rank={self.rank}"
+            )
+
+    def expanded_dims(self, key_dim):
+        """The number of coordinates, the first ones, that `order=2` expands."""
+        return key_dim if self.rank is None else self.rank
+
+    @property
+    def block_size(self):
+        """Positions in a block."""
+        return self.block_length or BLOCK_LENGTHS[self.order]

@@ -1,0 +1,66 @@
+"""Attention to keys through their codes: which form it takes."""
+
+from keras import ops
+
+from keras_efficient_attn.ops.vq_attention.cache import empty_cache
+from keras_efficient_attn.ops.vq_attention.codebook import look_up
+from keras_efficient_attn.ops.vq_attention.compressed import (
+    causal_compressed_attention,
+    full_compressed_attention,
+)
+from keras_efficient_attn.ops.vq_attention.expanded import (
+    causal_expanded_attention,
+    expanded_attention_in_a_block,
+    full_expanded_attention,
+)
+from keras_efficient_attn.ops.vq_attention.tensors import each
+
+
+def far_keys(keys, codebook, config):
+    """The keys as they are seen beyond the window: their codes or residuals.
+
+    Soft codes need the keys themselves.
+    """
+    if config.soft:
+        return keys
+    codes = look_up(codebook.codes, keys.index)
+    return keys._replace(key=codes if config.order == 0 else keys.key - codes)
+
+
+def attend_far(query, keys, codebook, config, causal=True, cache=None):
+    """The part of the keys through their codes, and the cache after the last key.
+
+    Args:
+        query: `(batch, query_length, heads, dim)`.
+        keys: `Keys` from `far_keys`.
+        codebook: `Codebook`.
+        config: `VQConfig`.
+        causal: Whether query `t` sees keys `0..t` only.
+        cache: The cache of earlier keys, or `None` for none.
+
+    Returns:
+        `(part, cache)`, for `online_softmax.merge`; no cache where none was given and
+        none was needed.
+    """
+    in_a_block = cache is None and config.order == 2 and _fit(config, query, keys.key)
+    if cache is None and not in_a_block:
+        batch, value_dim = ops.shape(query)[0], ops.shape(keys.value)[-1]
+        cache = empty_cache(batch, codebook, value_dim, config, query.dtype)
+    if not config.gradient_through_cache:
+        keys, codebook, cache = (
+            each(ops.stop_gradient, t) for t in (keys, codebook, cache or ())
+        )
+    if in_a_block:
+        part = expanded_attention_in_a_block(query, keys, codebook, config, causal)
+        return part, None
+    if config.order == 2:
+        attend = causal_expanded_attention if causal else full_expanded_attention
+    else:
+        attend = causal_compressed_attention if causal else full_compressed_attention
+    return attend(query, keys, codebook, cache, config)
+
+
+def _fit(config, query, key):
+    """Whether queries and keys are known to fit in a block."""
+    lengths = query.shape[1], key.shape[1]
+    return all(isinstance(n, int) and 0 < n <= config.block_size for n in lengths)

@@ -1,0 +1,130 @@
+"""One position of a causal sequence: one key more in the state, and one read of it."""
+
+from keras import ops
+
+from keras_efficient_attn.ops.common.online_softmax import (
+    LOG_ZERO,
+    divided,
+    finish,
+    merge,
+)
+from keras_efficient_attn.ops.vq_attention.cache import cache_of, named_cache
+from keras_efficient_attn.ops.vq_attention.codebook import look_up, responsibilities
+from keras_efficient_attn.ops.vq_attention.compressed import MIN_COUNT, one_hot_codes
+from keras_efficient_attn.ops.vq_attention.expanded import feature_sums, read
+from keras_efficient_attn.ops.vq_attention.tensors import each
+from keras_efficient_attn.ops.vq_attention.window import (
+    named_window,
+    near_keys,
+    with_history,
+)
+
+
+def attend_token(query, keys, codebook, config, positions, state):
+    """As `window.attend_segment`, for a segment of one position, window or not.
+
+    Args:
+        query: `(batch, 1, heads, dim)`.
+        keys: `Keys` of length 1.
+        codebook: `Codebook`.
+        config: `VQConfig`.
+        positions: `Positions` or `None`.
+        state: The state before the position.
+
+    Returns:
+        `(output, state)`: `(batch, 1, heads, value_dim)`, and the state after it.
+    """
+    query, window, new_state = ops.swapaxes(query, 1, 2), None, {}
+    if config.window is not None:
+        history = with_history(state, near_keys(keys, codebook, config))
+        keys, recent = each(lambda t: t[:, :1], history), each(_without_first, history)
+        new_state = named_window(recent)
+        window = _window(query, recent, positions)
+    cache = cache_of(state, query.dtype)
+    if not config.gradient_through_cache:
+        keys, codebook, cache = (
+            each(ops.stop_gradient, t) for t in (keys, codebook, cache)
+        )
+    cache = _with_key(cache, keys, codebook, config)
+    output = _read(query, cache, codebook.codes, config, window)
+    return ops.swapaxes(output, 1, 2), {**new_state, **named_cache(cache)}
+
+
+def _without_first(x):
+    return x[:, 1:]
+
+
+def _window(query, recent, positions):
+    """Logits, values and which are valid, of the keys in the window.
+
+    Returns:
+        Tensors of shapes `(batch, heads, 1, window)`, `(batch, heads, window,
+        value_dim)` and `(batch, 1, 1, window)`.
+    """
+    logits = query @ ops.transpose(recent.key, (0, 2, 3, 1))
+    if positions is not None:
+        position_query = ops.swapaxes(positions.query, 1, 2)
+        logits = logits + position_query @ ops.transpose(positions.key, (1, 2, 0))
+    return logits, ops.swapaxes(recent.value, 1, 2), recent.valid[:, None, None]
+
+
+def _with_key(cache, keys, codebook, config):
+    """The cache with one key more."""
+    codes, valid = codebook.codes, keys.valid[..., None]
+    value = ops.swapaxes(keys.value, 1, 2)
+    if config.soft:
+        key = ops.swapaxes(keys.key, 1, 2)[:, :, None]
+        chosen = responsibilities(key, codes, codebook.sigma)[:, :, 0, 0] * valid
+    else:
+        chosen = one_hot_codes(keys.index[:, 0, :, None], valid, codes)
+    if config.order == 0:
+        sums, counts = cache
+        return sums + chosen[..., None] * value, counts + chosen
+    residual = ops.swapaxes(keys.key - look_up(codes, keys.index), 1, 2)
+    block = (t[:, :, None] for t in (chosen[:, :, None], residual, value))
+    new = feature_sums(*block, config.expanded_dims(codes.shape[-1]))
+    return tuple(old + t[:, :, 0] for old, t in zip(cache, new, strict=True))
+
+
+def _read(query, cache, codes, config, window):
+    """The output of all keys, `(batch, heads, 1, value_dim)`."""
+    if config.order == 2:
+        rank = config.expanded_dims(codes.shape[-1])
+        expanded = each(lambda t: t[:, :, None], cache)
+        part = read(query[:, :, None], codes, expanded, rank)
+        parts = [each(lambda t: t[:, :, 0], part)]
+        if window is not None:
+            logits, values, valid = window
+            weights, *totals_and_scale = _weigh(logits, valid)
+            parts.append((weights @ values, *totals_and_scale))
+        return finish(*merge(parts), normalize=True)
+    sums, numbers = cache
+    numbers, num_codes = numbers[:, :, None], codes.shape[1]
+    logits = query @ ops.swapaxes(codes, -1, -2)
+    if window is None:
+        weights, total, _ = _weigh(logits, numbers)
+        return divided(weights @ sums, total)
+    # A key in the window counts as a code with one key, a hidden one as an empty code.
+    window_logits, values, valid = window
+    valid = ops.broadcast_to(valid, ops.shape(window_logits))
+    weights, total, _ = _weigh(
+        ops.concatenate([logits, window_logits], axis=-1),
+        ops.concatenate([numbers, valid], axis=-1),
+    )
+    output = weights[..., :num_codes] @ sums + weights[..., num_codes:] @ values
+    return divided(output, total)
+
+
+def _weigh(logits, numbers):
+    """The softmax over codes, each with its number of keys, which may be 0.
+
+    Returns:
+        `(weights, total, log_scale)`, the weights being those of one key of each code.
+    """
+    full = numbers > MIN_COUNT
+    with_numbers = logits + ops.log(ops.where(full, numbers, 1.0))
+    with_numbers = ops.stop_gradient(ops.where(full, with_numbers, LOG_ZERO))
+    scale = ops.max(with_numbers, axis=-1)
+    # At most 1 / number.
+    weights = ops.exp(ops.where(full, logits - scale[..., None], LOG_ZERO))
+    return weights, ops.sum(weights * numbers, axis=-1), scale

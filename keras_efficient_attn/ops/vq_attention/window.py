@@ -1,0 +1,149 @@
+"""Attention to the keys of a window as they are, and to the codes of the others.
+
+A key reaches the codes when it leaves the window: keys delayed by the window's length
+are attended to causally. Where queries see later keys as well, the same is done once
+more from the end.
+"""
+
+from keras import ops
+
+from keras_efficient_attn.ops.common.block_softmax import attend_near, attend_recent
+from keras_efficient_attn.ops.common.chunking import (
+    fit_length,
+    longer_length,
+    pad_length,
+)
+from keras_efficient_attn.ops.common.masks import SlidingWindow
+from keras_efficient_attn.ops.common.online_softmax import finish, merge
+from keras_efficient_attn.ops.vq_attention.cache import (
+    WINDOW_NAMES,
+    cache_of,
+    named_cache,
+)
+from keras_efficient_attn.ops.vq_attention.codebook import look_up, straight_through
+from keras_efficient_attn.ops.vq_attention.far import attend_far, far_keys
+from keras_efficient_attn.ops.vq_attention.tensors import Keys, Positions, each
+
+
+def near_keys(keys, codebook, config):
+    """The keys as they are seen in the window: their codes, if these are quantised."""
+    if not config.quantize_window:
+        return keys
+    codes = look_up(codebook.codes, keys.index)
+    return keys._replace(key=straight_through(keys.key, codes))
+
+
+def attend_sequence(query, keys, codebook, config, causal, positions):
+    """A whole sequence.
+
+    Args:
+        query: `(batch, query_length, heads, dim)`.
+        keys: `Keys`.
+        codebook: `Codebook`.
+        config: `VQConfig`.
+        causal: Whether query `t` sees keys `0..t` only.
+        positions: `Positions` or `None`.
+
+    Returns:
+        `(batch, query_length, heads, value_dim)`.
+    """
+    length = ops.shape(query)[1]
+    query, keys, positions = _fitted(query, keys, causal, positions)
+    total, window = ops.shape(query)[1], config.window
+    if isinstance(total, int) and total < window:
+        positions = _nearest_positions(positions, window - total, causal)
+        window = max(1, total)
+    near, rule = near_keys(keys, codebook, config), SlidingWindow(window, causal)
+    parts = [attend_near(query, *near[:3], rule, relative=positions)]
+    # A sequence that fits in the window has no far keys.
+    if not (isinstance(total, int) and total <= window):
+        far = far_keys(keys, codebook, config)
+        delayed = _delayed(far, window, total)
+        parts.append(attend_far(query, delayed, codebook, config)[0])
+        if not causal:
+            query, far = _reversed(query), each(_reversed, far)
+            delayed = _delayed(far, window, total)
+            after, _ = attend_far(query, delayed, codebook, config)
+            parts.append(each(_reversed, after))
+    return finish(*merge(parts), normalize=True)[:, :length]
+
+
+def attend_segment(query, keys, codebook, config, positions, state):
+    """A segment of a causal sequence; arguments as for `attend_sequence`.
+
+    Args:
+        state: The state before the segment.
+
+    Returns:
+        `(output, state)`.
+    """
+    query, keys, positions = _fitted(query, keys, True, positions)
+    length = ops.shape(query)[1]
+    near = near_keys(keys, codebook, config)
+    history = with_history(state, near)
+    rule = SlidingWindow(config.window, True)
+    recent = (t[:, 1:] for t in history[:3])
+    # The rule asks for distances only: any start will do.
+    part = attend_recent(query, *recent, rule, start=0, relative=positions)
+    leaving = each(lambda t: t[:, :length], history)
+    far, cache = attend_far(
+        query,
+        far_keys(leaving, codebook, config),
+        codebook,
+        config,
+        cache=cache_of(state, query.dtype),
+    )
+    output = finish(*merge([part, far]), normalize=True)
+    recent = each(lambda t: t[:, length:], history)
+    return output, {**named_window(recent), **named_cache(cache)}
+
+
+def with_history(state, near):
+    """The keys of a state's window, and those of a segment behind them."""
+    past = Keys(*(state.get(name) for name in WINDOW_NAMES))
+    return Keys(
+        *(
+            None if new is None else ops.concatenate([ops.cast(old, new.dtype), new], 1)
+            for old, new in zip(past, near, strict=True)
+        )
+    )
+
+
+def named_window(recent):
+    """The keys of a window, as the part of a state that they are."""
+    pairs = zip(WINDOW_NAMES, recent, strict=True)
+    return {name: t for name, t in pairs if t is not None}
+
+
+def _fitted(query, keys, causal, positions):
+    """All of one length; only queries without keys in reach are left out."""
+    lengths = query.shape[1], keys.key.shape[1]
+    if None not in lengths and lengths[0] == lengths[1]:
+        return query, keys, positions
+    total = ops.shape(query)[1]
+    if not causal:
+        # Queries after the last key still see those in the window before them.
+        total = longer_length(total, ops.shape(keys.key)[1])
+
+    def fit(x):
+        return fit_length(x, total)
+
+    if positions is not None:
+        positions = positions._replace(query=fit(positions.query))
+    return fit(query), each(fit, keys), positions
+
+
+def _delayed(keys, window, total):
+    return each(lambda t: pad_length(t, window, 0)[:, :total], keys)
+
+
+def _reversed(x):
+    return ops.flip(x, axis=1)
+
+
+def _nearest_positions(positions, number, causal):
+    """Without the keys of the `number` farthest distances, on either side."""
+    if positions is None:
+        return None
+    last = positions.key.shape[0] - (0 if causal else number)
+    return Positions(positions.query, positions.key[number:last])
