@@ -7,7 +7,13 @@ import numpy as np
 from keras import ops
 
 from algorithms.data import END, START, examples, model_inputs, symbols
-from keras_efficient_attn.models import EfficientTransformerBackbone
+from keras_efficient_attn.models import (
+    EfficientTransformerBackbone,
+    EmbeddingOptions,
+    FeedForwardOptions,
+    PositionOptions,
+    RecurrenceOptions,
+)
 
 VANILLA, UNIVERSAL, ADAPTIVE = "vanilla", "universal", "adaptive"
 
@@ -19,12 +25,11 @@ def build_backbone(kind, task, arguments):
         num_heads=arguments.heads,
         attention=arguments.attention,
         architecture="encoder_decoder",
-        positions="sinusoidal",
-        positions_each_layer=True,
+        positions=PositionOptions(
+            "sinusoidal", each_layer=True, max_offset=arguments.position_offset
+        ),
         # Against sinusoids of amplitude 1, added in every layer.
-        scale_embeddings=True,
-        max_position_offset=arguments.position_offset,
-        activation="relu",
+        embedding=EmbeddingOptions(scale=True),
     )
     if kind == VANILLA:
         dim = vanilla_dim(arguments)
@@ -32,6 +37,7 @@ def build_backbone(kind, task, arguments):
             num_layers=arguments.depth,
             hidden_dim=dim,
             intermediate_dim=4 * dim,
+            feed_forward="relu",
             **options,
         )
     adaptive = None
@@ -44,10 +50,11 @@ def build_backbone(kind, task, arguments):
         num_layers=1,
         hidden_dim=arguments.dim,
         intermediate_dim=4 * arguments.dim,
-        num_recurrences=arguments.depth,
-        step_signals="learned",
-        adaptive_computation=adaptive,
-        transition=arguments.transition,
+        recurrence=RecurrenceOptions(arguments.depth, "learned", adaptive),
+        feed_forward=FeedForwardOptions(
+            "relu",
+            separable_convolution=arguments.transition == "separable_convolution",
+        ),
         **options,
     )
 

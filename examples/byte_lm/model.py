@@ -5,8 +5,14 @@ import math
 import keras
 
 from byte_lm.errors import UsageError
+from byte_lm.hashed_ngrams import HashedNGrams
+from byte_lm.ngram_recall import NGramRecall
 from keras_efficient_attn.layers import get_attention
-from keras_efficient_attn.models import EfficientCausalLM, EfficientTransformerBackbone
+from keras_efficient_attn.models import (
+    EfficientCausalLM,
+    EfficientTransformerBackbone,
+    EmbeddingOptions,
+)
 
 NUM_BYTES = 256
 
@@ -78,12 +84,15 @@ def build_model(attention, layers, dim, heads, residual="pre_norm"):
         intermediate_dim=4 * dim,
         attention=attention,
         residual=residual,
-        activation="squared_relu",
+        feed_forward="squared_relu",
         use_bias=False,
         convolution=4,
-        ngram_orders=(2, 3, 4, 5, 6),
-        ngram_rows=128 * dim,
-        recall_orders=(2, 3, 4, 5, 6, 8),
-        tie_embeddings=False,
+        embedding=EmbeddingOptions(
+            "untied",
+            features=(
+                HashedNGrams(dim, rows=128 * dim, name="ngrams"),
+                NGramRecall(NUM_BYTES, dim, name="recall"),
+            ),
+        ),
     )
     return EfficientCausalLM(backbone)

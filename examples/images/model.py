@@ -7,7 +7,11 @@ import keras_hub
 import numpy as np
 
 from images.data import batches, model_inputs
-from keras_efficient_attn.models import EfficientCausalLM, EfficientTransformerBackbone
+from keras_efficient_attn.models import (
+    EfficientCausalLM,
+    EfficientTransformerBackbone,
+    PositionOptions,
+)
 from step_clock import StepClock
 
 NAMES = ("local2d", "local1d", "strided", "fixed", "softmax")
@@ -43,9 +47,8 @@ def make_model(name, images, arguments):
         hidden_dim=arguments.dim,
         intermediate_dim=4 * arguments.dim,
         attention=attention_name(name, images),
-        positions="learned",
-        max_sequence_length=images.length + 1,
-        tie_embeddings=False,
+        positions=PositionOptions("learned", max_length=images.length + 1),
+        embedding="untied",
     )
     model = EfficientCausalLM(backbone)
     warmup = max(1, arguments.steps // 10)

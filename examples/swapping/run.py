@@ -7,7 +7,7 @@ import keras_hub
 import numpy as np
 
 from byte_lm.errors import UsageError
-from keras_efficient_attn import EfficientAttention, VQAttention
+from keras_efficient_attn import VQAttention
 from keras_efficient_attn.layers.attention.registry import parse_attention
 from keras_efficient_attn.models import convert_backbone, swap_report
 from swapping import original as originals
@@ -110,8 +110,7 @@ def _convert(backbone, name, fitted, arguments):
 
 
 def _windows(backbone):
-    layers = backbone._flatten_layers()
-    return [layer.window for layer in layers if isinstance(layer, EfficientAttention)]
+    return [adapter.kernel.window for adapter in backbone.attention_adapters]
 
 
 def _save(converted, preprocessor, held_out, folder):

@@ -1,4 +1,4 @@
-"""Models on KerasHub: a backbone for every attention layer, its tasks, and swapping.
+"""Models on KerasHub: a backbone for every attention layer, tasks, and conversion.
 
 Importing this module imports KerasHub; importing `keras_efficient_attn` does not.
 """
@@ -6,11 +6,17 @@ Importing this module imports KerasHub; importing `keras_efficient_attn` does no
 from keras_efficient_attn.models.auxiliary_losses import AuxiliaryLosses
 from keras_efficient_attn.models.backbone import EfficientTransformerBackbone
 from keras_efficient_attn.models.blocks.convolution import CausalConvolution
-from keras_efficient_attn.models.blocks.feed_forward import FeedForward
+from keras_efficient_attn.models.blocks.feed_forward import (
+    FeedForward,
+    FeedForwardOptions,
+)
+from keras_efficient_attn.models.blocks.input_embedding import EmbeddingOptions
 from keras_efficient_attn.models.blocks.positions import (
     LearnedPositions,
+    PositionOptions,
     SinusoidalPositions,
 )
+from keras_efficient_attn.models.blocks.residual import ResidualOptions
 from keras_efficient_attn.models.blocks.separable_convolution import (
     SeparableConvolution,
 )
@@ -22,8 +28,6 @@ from keras_efficient_attn.models.conversion import (
     replace_attention,
     swap_report,
 )
-from keras_efficient_attn.models.hashed_ngrams import HashedNGrams
-from keras_efficient_attn.models.ngram_recall import NGramRecall
 from keras_efficient_attn.models.presets import preset_names
 from keras_efficient_attn.models.tasks.byte_tokenizer import (
     EfficientByteTokenizer,
@@ -40,7 +44,10 @@ from keras_efficient_attn.models.tasks.text_classifier import (
 )
 from keras_efficient_attn.models.transformer_xl.model import TransformerXL
 from keras_efficient_attn.models.transformer_xl.segments import Segments
-from keras_efficient_attn.models.universal.transformer import UniversalTransformer
+from keras_efficient_attn.models.universal.transformer import (
+    RecurrenceOptions,
+    UniversalTransformer,
+)
 
 __all__ = [
     "AuxiliaryLosses",
@@ -53,10 +60,13 @@ __all__ = [
     "EfficientTextClassifier",
     "EfficientTextClassifierPreprocessor",
     "EfficientTransformerBackbone",
+    "EmbeddingOptions",
     "FeedForward",
-    "HashedNGrams",
+    "FeedForwardOptions",
     "LearnedPositions",
-    "NGramRecall",
+    "PositionOptions",
+    "RecurrenceOptions",
+    "ResidualOptions",
     "Segments",
     "SeparableConvolution",
     "SinusoidalPositions",

@@ -174,20 +174,20 @@ class AuxiliaryLosses(keras.Model):
             last = i == self._num_layers - 1
             if self.norms and not last:
                 hidden = self.norms[i](hidden)
-            of_layer = 0.0
+            layer_loss = 0.0
             for shift in range(1 if last else 0, self.num_targets):
-                of_target = self._loss_of_target(
+                target_loss = self._target_loss(
                     hidden, next(heads), y, shift, sample_weight
                 )
-                of_layer += (self.target_weight if shift else 1.0) * of_target
+                layer_loss += (self.target_weight if shift else 1.0) * target_loss
             if not last:
-                of_layer = ops.where(step < self.stops()[i], of_layer, 0.0)
-            loss = loss + ops.cast(of_layer, loss.dtype)
+                layer_loss = ops.where(step < self.stops()[i], layer_loss, 0.0)
+            loss = loss + ops.cast(layer_loss, loss.dtype)
         if training:
             self._training_step.assign(step + 1)
         return loss
 
-    def _loss_of_target(self, hidden, head, y, shift, sample_weight):
+    def _target_loss(self, hidden, head, y, shift, sample_weight):
         """The mean over the positions whose target, `shift` after the next, exists."""
         length = ops.shape(y)[1] - shift
         losses = head(hidden[:, :length], y[:, shift:])

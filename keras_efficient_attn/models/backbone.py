@@ -1,11 +1,12 @@
 """The backbone in which every attention layer of this package can stand."""
 
 import random
+from types import SimpleNamespace
 
 import keras
 import keras_hub
 
-from keras_efficient_attn.layers import ChunkedFeedForward
+from keras_efficient_attn.layers.feed_forward.chunked import ChunkedFeedForward
 from keras_efficient_attn.models.blocks.attention import (
     attention_spec,
     make_attention,
@@ -13,21 +14,37 @@ from keras_efficient_attn.models.blocks.attention import (
 from keras_efficient_attn.models.blocks.convolution import CausalConvolution
 from keras_efficient_attn.models.blocks.feed_forward import (
     FeedForward,
-    get_activation,
-    serialize_activation,
+    FeedForwardOptions,
 )
-from keras_efficient_attn.models.blocks.input_embedding import InputEmbedding
-from keras_efficient_attn.models.blocks.positions import get_positions
+from keras_efficient_attn.models.blocks.input_embedding import (
+    EmbeddingOptions,
+    InputEmbedding,
+)
+from keras_efficient_attn.models.blocks.positions import PositionOptions
+from keras_efficient_attn.models.blocks.residual import ResidualOptions
 from keras_efficient_attn.models.blocks.separable_convolution import (
     SeparableConvolution,
 )
 from keras_efficient_attn.models.blocks.transformer_block import TransformerBlock
 from keras_efficient_attn.models.blocks.transformer_stack import TransformerStack
+from keras_efficient_attn.models.options import Options, check_name
 from keras_efficient_attn.models.presets import PresetMixin
-from keras_efficient_attn.models.universal.transformer import UniversalTransformer
+from keras_efficient_attn.models.universal.transformer import (
+    RecurrenceOptions,
+    UniversalTransformer,
+)
 
 ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
-TRANSITIONS = ("feed_forward", "separable_convolution")
+# What else the constructor has in scope.
+NOT_OURS = ("self", "__class__", "dtype", "name", "trainable")
+# The options that a value or a dict of fields can stand for.
+OPTIONS = {
+    "residual": ResidualOptions,
+    "feed_forward": FeedForwardOptions,
+    "positions": PositionOptions,
+    "recurrence": RecurrenceOptions,
+    "embedding": EmbeddingOptions,
+}
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -35,11 +52,14 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
     """A Transformer with any attention: KerasHub's backbone for this package's layers.
 
     ```
-    x = embeddings(tokens) [+ n-grams] [+ recall] [+ positions]
-    num_recurrences times, for each block:
+    x = embeddings(tokens) [+ features(tokens)] [+ positions]
+    recurrence times, for each block:
         x = x + attention([convolution](norm(x)))
         x = x + feed_forward(norm(x))
     ```
+
+    What travels together is one argument: an object of options, a dict of its fields,
+    or the value of its first field.
 
     Args:
         vocabulary_size: Number of tokens.
@@ -58,60 +78,22 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
             `"encoder_decoder"`.
         cross_attention: The attention of a decoder to its encoder, as `attention`,
             one for all blocks. Defaults to `"softmax"`.
-        residual: `"pre_norm"` (the default), `"post_norm"`, `"gated"` (of GTrXL, a
-            `keras_efficient_attn.GatedResidual` in the place of each sum; other gates
-            are `"gated_input"`, `"gated_output"`, `"gated_highway"` and
-            `"gated_sigmoid_tanh"`), or `"reversible"`: two streams, whose activations
-            are rebuilt in the backward pass, for memory that does not grow with the
-            number of layers (`keras_efficient_attn.ReversibleStack`).
-        norm: `"layer_norm"` (the default) or `"rms_norm"`.
-        norm_epsilon: Of the norms. Defaults to 1e-5.
-        activation: Of the feed-forward networks: name of a Keras activation,
-            `"squared_relu"`, or a callable. Defaults to `"gelu"`.
-        gated_feed_forward: Whether they are gated linear units. Defaults to `False`.
-        feed_forward_chunk: Positions that a feed-forward network works on at once,
-            recomputed for the gradient (`keras_efficient_attn.ChunkedFeedForward`).
-            Defaults to `None`: all.
-        transition: What follows attention in a block: `"feed_forward"` (the default) or
-            `"separable_convolution"` (`SeparableConvolution`), of the same width.
-        use_bias: Whether dense layers, projections and layer norms have biases.
-            Defaults to `True`.
-        positions: `"sinusoidal"`, `"learned"`, `"rotary"` (inside the attention
-            layers), or `None`, the default: none but what the layers have of their
-            own.
-        max_sequence_length: Number of `"learned"` positions.
-        positions_each_layer: Whether every block adds positions to its input, a
-            table of its own for `"learned"`, instead of once to the embeddings. A
-            Universal Transformer has one table, and adds it in each recurrence.
-            Defaults to `False`.
-        max_position_offset: In training, positions count from a random number up to
-            this, so that a model knows those of longer sequences. With
-            `"encoder_decoder"`, where the two count from the same number, it needs
-            `positions_each_layer`. Defaults to 0.
-        num_recurrences: How often all the blocks are applied, one after the other,
-            with the same weights. Defaults to 1.
-        step_signals: `"learned"` or `"sinusoidal"` signals that tell the recurrences
-            apart, which makes a `UniversalTransformer` of encoder and decoder. Defaults
-            to `None`.
-        adaptive_computation: Dict of options, such as `{"ponder_cost": 0.01}`, or `{}`:
-            each position has as many recurrences as it asks for, `num_recurrences` at
-            most (`UniversalTransformer`). Defaults to `None`.
+        residual: `ResidualOptions`, or a kind: `"pre_norm"` (the default),
+            `"post_norm"`, `"gated"` or `"reversible"`.
+        feed_forward: `FeedForwardOptions`, or an activation. Defaults to `"gelu"`.
+        positions: `PositionOptions`, or a kind: `"sinusoidal"`, `"rotary"`, or `None`
+            (the default). `"learned"` positions need a `max_length`.
+        recurrence: `RecurrenceOptions`, or how often all the blocks are applied with
+            the same weights. Defaults to 1.
         convolution: Positions that a depthwise causal convolution before each
             self-attention reaches, such as 4. Defaults to `None`: no convolution.
-        ngram_orders: Lengths of the hashed n-grams whose embeddings are added to
-            those of the tokens, such as `(2, 3, 4, 5, 6)`. Defaults to `()`: none.
-        ngram_rows: Rows of the table of each order. Defaults to 16,384.
-        ngram_width: Width of these rows. Defaults to 32.
-        recall_orders: Lengths of the n-grams that are looked up in the text so far,
-            for embeddings of what followed them (`NGramRecall`), such as
-            `(2, 3, 4, 5, 6, 8)`. Defaults to `()`: none. For causal text.
-        tie_embeddings: Whether the output projection of language models is the
-            embedding. Defaults to `True`.
-        scale_embeddings: Whether token embeddings are multiplied by `√hidden_dim`.
-            Defaults to `False`.
+        embedding: `EmbeddingOptions`, or `"tied"` (the default) or `"untied"`: whether
+            the output projection of language models is the embedding.
+        use_bias: Whether dense layers, projections and layer norms have biases.
+            Defaults to `True`.
         dropout: Rate of dropout on embeddings and sublayers' outputs. Defaults to 0.
         dtype: Policy of all layers.
-        **kwargs: Those of `keras.Model`, such as `name`.
+        name, trainable: Those of `keras.Model`.
 
     Call arguments:
         inputs: Dict of integers `token_ids` and `padding_mask` (1, and 0 at padding,
@@ -130,7 +112,10 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
     Example:
 
     ```python
-    from keras_efficient_attn.models import EfficientTransformerBackbone
+    from keras_efficient_attn.models import (
+        EfficientTransformerBackbone,
+        FeedForwardOptions,
+    )
 
     backbone = EfficientTransformerBackbone(
         vocabulary_size=256,
@@ -139,6 +124,7 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         hidden_dim=64,
         intermediate_dim=256,
         attention=["performer:feature_map=elu", "softmax"],
+        feed_forward=FeedForwardOptions("silu", gated=True),
         positions="rotary",
     )
     tokens = keras.random.randint((2, 100), 0, 256)
@@ -172,74 +158,34 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         architecture="decoder",
         cross_attention="softmax",
         residual="pre_norm",
-        norm="layer_norm",
-        norm_epsilon=1e-5,
-        activation="gelu",
-        gated_feed_forward=False,
-        feed_forward_chunk=None,
-        transition="feed_forward",
-        use_bias=True,
+        feed_forward="gelu",
         positions=None,
-        max_sequence_length=None,
-        positions_each_layer=False,
-        max_position_offset=0,
-        num_recurrences=1,
-        step_signals=None,
-        adaptive_computation=None,
+        recurrence=1,
         convolution=None,
-        ngram_orders=(),
-        ngram_rows=2**14,
-        ngram_width=32,
-        recall_orders=(),
-        tie_embeddings=True,
-        scale_embeddings=False,
+        embedding="tied",
+        use_bias=True,
         dropout=0.0,
         dtype=None,
-        **kwargs,
+        name=None,
+        trainable=True,
     ):
+        # The arguments that describe the backbone, each under its name. Without
+        # **kwargs: Keras takes unknown ones in silence.
+        options = SimpleNamespace(
+            **{key: value for key, value in locals().items() if key not in NOT_OURS}
+        )
         if isinstance(attention, list | tuple):
-            attention = [attention_spec(item) for item in attention]
+            options.attention = [attention_spec(item) for item in attention]
         else:
-            attention = attention_spec(attention)
-        config = {
-            "vocabulary_size": vocabulary_size,
-            "num_layers": num_layers,
-            "num_heads": num_heads,
-            "hidden_dim": hidden_dim,
-            "intermediate_dim": intermediate_dim,
-            "attention": attention,
-            "head_dim": head_dim,
-            "architecture": architecture,
-            "cross_attention": attention_spec(cross_attention),
-            "residual": residual,
-            "norm": norm,
-            "norm_epsilon": norm_epsilon,
-            "activation": serialize_activation(get_activation(activation)),
-            "gated_feed_forward": gated_feed_forward,
-            "feed_forward_chunk": feed_forward_chunk,
-            "transition": transition,
-            "use_bias": use_bias,
-            "positions": positions,
-            "max_sequence_length": max_sequence_length,
-            "positions_each_layer": positions_each_layer,
-            "max_position_offset": max_position_offset,
-            "num_recurrences": num_recurrences,
-            "step_signals": step_signals,
-            "adaptive_computation": adaptive_computation,
-            "convolution": convolution,
-            "ngram_orders": list(ngram_orders),
-            "ngram_rows": ngram_rows,
-            "ngram_width": ngram_width,
-            "recall_orders": list(recall_orders),
-            "tie_embeddings": tie_embeddings,
-            "scale_embeddings": scale_embeddings,
-            "dropout": dropout,
-        }
-        _check(config)
+            options.attention = attention_spec(attention)
+        options.cross_attention = attention_spec(cross_attention)
+        for key, kind in OPTIONS.items():
+            setattr(options, key, kind.get(getattr(options, key)))
+        _check(options)
 
         # === Layers ===
-        layers = _Layers(config, dtype)
-        embedding = layers.embedding()
+        layers = _Layers(options, dtype)
+        embedding_layer = layers.embedding()
         encoder = decoder = None
         if architecture != "decoder":
             encoder = layers.stack("encoder", causal=False)
@@ -259,12 +205,12 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
             inputs = sequence_inputs("encoder_") | sequence_inputs("decoder_")
             encoder_mask = inputs["encoder_padding_mask"]
             memory = encoder(
-                embedding(inputs["encoder_token_ids"]), padding_mask=encoder_mask
+                embedding_layer(inputs["encoder_token_ids"]), padding_mask=encoder_mask
             )
             outputs = {
                 "encoder_sequence_output": memory,
                 "decoder_sequence_output": decoder(
-                    embedding(inputs["decoder_token_ids"]),
+                    embedding_layer(inputs["decoder_token_ids"]),
                     padding_mask=inputs["decoder_padding_mask"],
                     memory=memory,
                     memory_padding_mask=encoder_mask,
@@ -273,26 +219,31 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         else:
             inputs = sequence_inputs()
             outputs = (encoder or decoder)(
-                embedding(inputs["token_ids"]), padding_mask=inputs["padding_mask"]
+                embedding_layer(inputs["token_ids"]),
+                padding_mask=inputs["padding_mask"],
             )
-        super().__init__(inputs=inputs, outputs=outputs, dtype=dtype, **kwargs)
+        super().__init__(
+            inputs=inputs, outputs=outputs, dtype=dtype, name=name, trainable=trainable
+        )
 
         # === Config ===
-        self.embedding = embedding
+        self.embedding = embedding_layer
         self.encoder = encoder
         self.decoder = decoder
-        self.token_embedding = embedding.token_embedding
+        self.token_embedding = embedding_layer.token_embedding
         self.transformer_layers = [
             block
             for stack in (encoder, decoder)
             if stack is not None
             for block in stack.blocks
         ]
-        self.config = config
-        for name in ("vocabulary_size", "num_layers", "num_heads", "hidden_dim"):
-            setattr(self, name, config[name])
+        self.vocabulary_size = vocabulary_size
+        self.num_layers = num_layers
+        self.num_heads = num_heads
+        self.hidden_dim = hidden_dim
         self.architecture = architecture
-        self.max_sequence_length = max_sequence_length
+        self.max_sequence_length = options.positions.max_length
+        self._options = options
 
     def get_initial_state(self, batch_size, max_length=None, memory_length=None):
         """The state before the first token, for `stream`.
@@ -378,115 +329,110 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         return x, {"embedding": embedding_state, "decoder": decoder_state}
 
     def get_config(self):
-        return {**super().get_config(), **self.config}
+        config = {
+            name: value.get_config() if isinstance(value, Options) else value
+            for name, value in vars(self._options).items()
+        }
+        return {**super().get_config(), **config}
 
 
 class _Layers:
-    """Makes the layers of a backbone from its configuration."""
+    """Makes the layers of a backbone from its arguments."""
 
-    def __init__(self, config, dtype):
-        self.config = config
+    def __init__(self, options, dtype):
+        self.options = options
         self.dtype = dtype
         self.shared_biases = None
         # Of all layers that add positions: they are to draw the same offsets.
         self.offset_seed = random.randrange(2**31)
 
     def embedding(self):
-        config = self.config
-        once = config["positions"] != "rotary" and not config["positions_each_layer"]
+        options = self.options
+        once = options.positions.added and not options.positions.each_layer
         return InputEmbedding(
-            config["vocabulary_size"],
-            config["hidden_dim"],
-            positions=config["positions"] if once else None,
-            max_length=config["max_sequence_length"] if once else None,
-            max_position_offset=config["max_position_offset"] if once else 0,
-            ngram_orders=config["ngram_orders"],
-            ngram_rows=config["ngram_rows"],
-            ngram_width=config["ngram_width"],
-            recall_orders=config["recall_orders"],
-            tie_weights=config["tie_embeddings"],
-            scale=config["scale_embeddings"],
-            dropout=config["dropout"],
+            options.vocabulary_size,
+            options.hidden_dim,
+            embedding=options.embedding,
+            positions=options.positions if once else None,
+            dropout=options.dropout,
             dtype=self.dtype,
             name="embedding",
         )
 
     def stack(self, name, causal, cross=False):
-        blocks = [
-            self.block(i, causal, cross) for i in range(self.config["num_layers"])
-        ]
-        options = dict(dtype=self.dtype, name=name)
-        if not _is_universal(self.config):
-            return TransformerStack(blocks, self.config["num_recurrences"], **options)
+        recurrence = self.options.recurrence
+        blocks = [self.block(i, causal, cross) for i in range(self.options.num_layers)]
+        if not recurrence.universal:
+            return TransformerStack(
+                blocks, recurrence.num_recurrences, dtype=self.dtype, name=name
+            )
         return UniversalTransformer(
             blocks,
-            self.config["num_recurrences"],
+            **recurrence.get_config(),
             positions=self.repeated_positions(),
-            step_signals=self.config["step_signals"],
-            adaptive_computation=self.config["adaptive_computation"],
-            **options,
+            dtype=self.dtype,
+            name=name,
         )
 
     def block(self, i, causal, cross):
-        config = self.config
-        specs = config["attention"]
+        options = self.options
+        specs = options.attention
         spec = specs[i % len(specs)] if isinstance(specs, list) else specs
-        rotary = config["positions"] == "rotary"
-        return TransformerBlock(
-            attention=self.attention(spec, rotary, "attention"),
-            feed_forward=self.transition(causal),
-            causal=causal,
-            cross_attention=self.attention(
-                config["cross_attention"], False, "cross_attention"
+        rotary = options.positions.kind == "rotary"
+        attention = self.attention(spec, rotary, "attention")
+        cross_attention = positions = None
+        if cross:
+            cross_attention = self.attention(
+                options.cross_attention, False, "cross_attention"
             )
-            if cross
-            else None,
+        if not options.recurrence.universal:
+            positions = self.repeated_positions()
+        return TransformerBlock(
+            attention=attention,
+            feed_forward=self.feed_forward(causal),
+            causal=causal,
+            cross_attention=cross_attention,
             convolution=self.convolution(),
-            positions=None if _is_universal(config) else self.repeated_positions(),
-            residual=config["residual"],
-            norm=config["norm"],
-            norm_epsilon=config["norm_epsilon"],
-            use_bias=config["use_bias"],
-            dropout=config["dropout"],
+            positions=positions,
+            residual=options.residual.kind,
+            norm=options.residual.norm,
+            norm_epsilon=options.residual.norm_epsilon,
+            use_bias=options.use_bias,
+            dropout=options.dropout,
             dtype=self.dtype,
             name=f"block_{i}",
         )
 
-    def transition(self, causal):
-        config = self.config
-        if config["transition"] == "separable_convolution":
+    def feed_forward(self, causal):
+        width, feed_forward = self.options.intermediate_dim, self.options.feed_forward
+        common = dict(
+            activation=feed_forward.activation,
+            use_bias=self.options.use_bias,
+            dtype=self.dtype,
+        )
+        if feed_forward.separable_convolution:
             return SeparableConvolution(
-                config["intermediate_dim"],
-                activation=config["activation"],
-                causal=causal,
-                use_bias=config["use_bias"],
-                dtype=self.dtype,
-                name="separable_convolution",
+                width, causal=causal, name="separable_convolution", **common
             )
         layer = FeedForward(
-            config["intermediate_dim"],
-            activation=config["activation"],
-            gated=config["gated_feed_forward"],
-            use_bias=config["use_bias"],
-            dtype=self.dtype,
-            name="feed_forward",
+            width, gated=feed_forward.gated, name="feed_forward", **common
         )
-        if config["feed_forward_chunk"] is None:
+        if feed_forward.chunk_size is None:
             return layer
         return ChunkedFeedForward(
             layer,
-            config["feed_forward_chunk"],
+            feed_forward.chunk_size,
             dtype=self.dtype,
             name="chunked_feed_forward",
         )
 
     def attention(self, spec, rotary, name):
-        config = self.config
+        options = self.options
         layer = make_attention(
             spec,
-            num_heads=config["num_heads"],
-            key_dim=config["head_dim"] or config["hidden_dim"] // config["num_heads"],
-            use_bias=config["use_bias"],
+            num_heads=options.num_heads,
+            key_dim=options.head_dim or options.hidden_dim // options.num_heads,
+            use_bias=options.use_bias,
             rotary=rotary,
             biases=self.shared_biases,
             name=name,
@@ -497,87 +443,50 @@ class _Layers:
         return layer
 
     def convolution(self):
-        if self.config["convolution"] is None:
+        if self.options.convolution is None:
             return None
         return CausalConvolution(
-            self.config["convolution"], dtype=self.dtype, name="convolution"
+            self.options.convolution, dtype=self.dtype, name="convolution"
         )
 
     def repeated_positions(self):
         """The layer that adds positions again and again, or `None`."""
-        if not self.config["positions_each_layer"]:
+        positions = self.options.positions
+        if not positions.each_layer:
             return None
-        return get_positions(
-            self.config["positions"],
-            self.config["max_sequence_length"],
-            self.config["max_position_offset"],
-            self.offset_seed,
-            dtype=self.dtype,
-            name="positions",
+        return positions.make_layer(
+            self.offset_seed, dtype=self.dtype, name="positions"
         )
 
 
-def _is_universal(config):
-    """Whether encoder and decoder are a `UniversalTransformer`."""
-    options = (config["step_signals"], config["adaptive_computation"])
-    return any(option is not None for option in options)
-
-
-def _check(config):
+def _check(options):
     """Raises `ValueError` for what the layers would not notice."""
     sizes = ("vocabulary_size", "num_layers", "num_heads", "hidden_dim")
     for name in (*sizes, "head_dim"):
-        received = config[name]
+        received = getattr(options, name)
         if name == "head_dim" and received is None:
             continue
         if not isinstance(received, int) or received < 1:
             raise ValueError(
                 f"`{name}` must be a positive integer. Received: {name}={received!r}"
             )
-    if config["head_dim"] is None and config["hidden_dim"] % config["num_heads"]:
+    if options.head_dim is None and options.hidden_dim % options.num_heads:
         raise ValueError(
             "`hidden_dim` must be a multiple of `num_heads`, or `head_dim` given. "
-            f"Received: hidden_dim={config['hidden_dim']}, "
-            f"num_heads={config['num_heads']}"
+            f"Received: hidden_dim={options.hidden_dim}, "
+            f"num_heads={options.num_heads}"
         )
-    if config["attention"] == []:
+    if options.attention == []:
         raise ValueError("`attention` must name a layer. Received: attention=[]")
-    if config["architecture"] not in ARCHITECTURES:
-        raise ValueError(
-            f"`architecture` must be one of {', '.join(ARCHITECTURES)}. Received: "
-            f"architecture={config['architecture']!r}"
-        )
-    added = ("sinusoidal", "learned")
-    if config["positions_each_layer"] and config["positions"] not in added:
-        raise ValueError(
-            f"`positions_each_layer` is for the positions {' and '.join(added)}. "
-            f"Received: positions={config['positions']!r}"
-        )
+    check_name("architecture", options.architecture, ARCHITECTURES)
+    positions = options.positions
     if (
-        config["max_position_offset"]
-        and config["architecture"] == "encoder_decoder"
-        and not config["positions_each_layer"]
+        positions.max_offset
+        and options.architecture == "encoder_decoder"
+        and not positions.each_layer
     ):
         raise ValueError(
-            "`max_position_offset` with architecture='encoder_decoder' needs "
-            "positions_each_layer=True: both share one embedding, whose two calls "
-            "would draw two offsets. Received: max_position_offset="
-            f"{config['max_position_offset']!r}"
+            "`max_offset` of positions with architecture='encoder_decoder' needs "
+            "each_layer=True: both share one embedding, whose two calls would draw "
+            f"two offsets. Received: max_offset={positions.max_offset!r}"
         )
-    if config["transition"] not in TRANSITIONS:
-        raise ValueError(
-            f"`transition` must be one of {', '.join(TRANSITIONS)}. Received: "
-            f"transition={config['transition']!r}"
-        )
-    for name in ("gated_feed_forward", "feed_forward_chunk"):
-        if config["transition"] != "feed_forward" and config[name]:
-            raise ValueError(
-                f"`{name}` is for transition='feed_forward'. Received: "
-                f"transition={config['transition']!r}, {name}={config[name]!r}"
-            )
-    # Before the layers, so that errors name the backbone's arguments.
-    get_positions(
-        config["positions"],
-        config["max_sequence_length"],
-        config["max_position_offset"],
-    )

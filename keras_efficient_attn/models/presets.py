@@ -34,7 +34,7 @@ class PresetMixin:
             load_weights: Whether to load weights, or leave them random. Shipped
                 configurations have none. Defaults to `True`.
             **kwargs: Arguments of the backbone or the task that replace those of
-                the preset, such as `dtype` or `max_sequence_length`.
+                the preset, such as `dtype` or `positions`.
 
         Raises:
             ValueError: If the preset does not exist, or has no weights to load.

@@ -47,7 +47,6 @@ class Case:
         long_length: Positions of that; fewer where time grows with the square.
         shared_key: Whether keys have the projection of the queries.
         smooth: Whether what rounding moves a little, moves outputs a little.
-        honours: Options of Keras' constructor that other layers refuse.
         caches: Whether the state holds keys and values as they were computed.
         gradient_through_state: Whether earlier segments learn from later ones.
     """
@@ -64,7 +63,6 @@ class Case:
     shared_key: bool = False
     smooth: bool = True
     gradient_through_state: bool = True
-    honours: tuple = ()
     caches: bool = False
 
     @property
@@ -170,7 +168,6 @@ def softmax(name, variant=False, **options):
         variant=variant,
         long={},
         long_length=512,
-        honours=("sliding_window", "flash_attention"),
         caches=True,
     )
 
@@ -189,10 +186,7 @@ def xl(name, variant=False, **options):
 
 
 CASES = [
-    dataclasses.replace(
-        performer("favor+", num_features=16, variant=False),
-        honours=("sliding_window",),
-    ),
+    performer("favor+", num_features=16, variant=False),
     performer("favor++", num_features=16, feature_map="favor++", causal=(False,)),
     performer(
         "hyperbolic-rotary-norm",

@@ -5,22 +5,39 @@ import numpy as np
 import pytest
 from keras import ops
 
-from tests.contract.cases import BATCH, DIM, LENGTH, inputs
+from keras_efficient_attn.layers import attention_names
+from keras_efficient_attn.layers.attention.registry import attention_class
+from tests.contract.cases import BATCH, DIM, HEADS, KEY_DIM, LENGTH, inputs
 
 pytestmark = pytest.mark.once_a_layer
 CONSTRUCTOR = [
     ({"num_heads": 0}, "num_heads=0"),
     ({"key_dim": -1}, "key_dim=-1"),
     ({"value_dim": 0}, "value_dim=0"),
-    ({"sliding_window": 4}, "sliding_window=4"),
-    ({"flash_attention": True}, "flash_attention=True"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("sliding_window", 4), ("flash_attention", True)]
+)
+@pytest.mark.parametrize("name", attention_names())
+def test_options_of_softmax_attention(name, option, value):
+    """A layer honours them as its own, or refuses them."""
+    layer_class = attention_class(name)
+    honours = {
+        "sliding_window": ("local", "performer", "softmax", "vq"),
+        "flash_attention": ("softmax",),
+    }
+    if name in honours[option]:
+        config = layer_class(HEADS, KEY_DIM, **{option: value}).get_config()
+        assert config.get("window", 4) == 4
+        return
+    with pytest.raises(ValueError, match=f"{option}={value}"):
+        layer_class(HEADS, KEY_DIM, **{option: value})
 
 
 @pytest.mark.parametrize(("options", "message"), CONSTRUCTOR, ids=str)
 def test_constructor(case, options, message):
-    if set(options) & set(case.honours):
-        pytest.skip("The layer honours it.")
     with pytest.raises(ValueError, match=message):
         case.make(**options)
 

@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import train_byte_lm  # noqa: E402
-from byte_lm import data  # noqa: E402
+from byte_lm import data, training  # noqa: E402
 from byte_lm.checkpoints import Checkpoints  # noqa: E402
 from byte_lm.errors import UsageError  # noqa: E402
 from byte_lm.model import BitsPerByte, build_model  # noqa: E402
@@ -40,6 +40,14 @@ def assert_same_weights(folder, expected):
     model = keras.saving.load_model(Path(folder, "model.keras"))
     for weight, other in zip(weights_of(model), weights_of(expected), strict=True):
         np.testing.assert_allclose(weight, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_prompt():
+    """Samples continue a few bytes: prompts are read elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "PROMPT_BYTES", 24)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -176,34 +184,35 @@ def test_run_leaves_model_curve_plot_and_result(finished, trained):
     assert trained(data.model_inputs(np.zeros((1, 100)))).shape == (1, 100, 256)
 
 
-def test_killed_run_resumes_to_the_same_weights(finished, trained, tmp_path):
+def test_killed_run_resumes_from_its_last_whole_checkpoint(trained, tmp_path, capsys):
+    """To the same weights, and with a word about the one that is damaged."""
     script = EXAMPLES / "train_byte_lm.py"
     command = [sys.executable, str(script), *TINY, "--out", str(tmp_path)]
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            while not (tmp_path / "checkpoint-4.json").exists():
+            while not (tmp_path / "checkpoint-8.json").exists():
                 assert process.poll() is None, (tmp_path / "log").read_text()
                 time.sleep(0.01)
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
-    assert Checkpoints(tmp_path).steps()[0] < STEPS
+    newest, before = Checkpoints(tmp_path).steps()
+    assert newest < STEPS
+    damaged = tmp_path / f"checkpoint-{newest}.keras"
+    damaged.write_bytes(damaged.read_bytes()[:1000])
     assert train_byte_lm.main([*TINY, "--out", str(tmp_path), "--resume"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{damaged} is damaged" in printed
+    assert f"Going on from step {before} of {STEPS}" in printed
     assert_same_weights(tmp_path, trained)
 
 
-def test_damaged_checkpoint_is_reported_and_the_previous_used(
-    finished, trained, tmp_path, capsys
-):
-    out = shutil.copytree(finished, tmp_path / "copy")
-    newest = out / f"checkpoint-{STEPS}.keras"
-    newest.write_bytes(newest.read_bytes()[:1000])
-    assert train_byte_lm.main([*TINY, "--out", str(out), "--resume"]) == 0
-    printed = capsys.readouterr().out
-    assert f"{newest} is damaged" in printed
-    assert f"Going on from step {STEPS - 4} of {STEPS}" in printed
-    assert_same_weights(out, trained)
+def test_the_newest_checkpoint_comes_back(finished, trained):
+    model, record = Checkpoints(finished).restore()
+    assert record["step"] == STEPS
+    for weight, other in zip(weights_of(model), weights_of(trained), strict=True):
+        np.testing.assert_array_equal(weight, other)
 
 
 def test_no_whole_checkpoint_is_an_error(finished, tmp_path):
@@ -263,11 +272,18 @@ def test_used_folder_and_other_arguments_are_refused(finished, capsys):
     assert error.count("\n") == 1
 
 
-def test_compare_prints_a_row_for_each(tmp_path, capfd):
+def test_compare_prints_a_row_for_each(tmp_path, capsys, monkeypatch):
+    def run(command):
+        """The process, in this one: killed runs show that the script is one."""
+        python, script, *arguments = command
+        assert (python, Path(script)) == (sys.executable, EXAMPLES / "train_byte_lm.py")
+        return subprocess.CompletedProcess(command, train_byte_lm.main(arguments))
+
+    monkeypatch.setattr(train_byte_lm.subprocess, "run", run)
     options = [*TINY, "--steps", "2", "--out", str(tmp_path)]
     compared = ["performer:num_features=8", "adaptive-span:max_span=16"]
     assert train_byte_lm.main([*options, "--compare", *compared]) == 0
-    lines = capfd.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("attention "))
     assert "peak memory" in lines[header]
     for attention, line in zip(compared, lines[header + 1 :], strict=True):

@@ -30,7 +30,12 @@ from keras_efficient_attn.models import (
     EfficientMaskedLM,
     EfficientTextClassifier,
     EfficientTransformerBackbone,
+    EmbeddingOptions,
     FeedForward,
+    FeedForwardOptions,
+    PositionOptions,
+    RecurrenceOptions,
+    ResidualOptions,
     SeparableConvolution,
     SinusoidalPositions,
     TransformerBlock,
@@ -56,39 +61,27 @@ VQ = "vq:num_codes=6,window=5,block_length=4"
 XL = "xl:memory_length=8"
 RECURRENT = dict(
     num_layers=1,
-    num_recurrences=3,
-    positions="sinusoidal",
-    positions_each_layer=True,
-    step_signals="learned",
-    adaptive_computation={"ponder_cost": 0.1, "halting_bias": -0.5},
+    positions=PositionOptions("sinusoidal", each_layer=True),
+    recurrence=RecurrenceOptions(
+        3, "learned", {"ponder_cost": 0.1, "halting_bias": -0.5}
+    ),
 )
-BYTES = dict(
-    convolution=3,
-    ngram_orders=(2, 3),
-    ngram_rows=64,
-    ngram_width=4,
-    recall_orders=(1, 3),
-    activation="squared_relu",
-    use_bias=False,
-)
+LEARNED = PositionOptions("learned", max_length=40)
 
 BACKBONES = {
     "performer-elu": dict(attention=ELU, positions="sinusoidal"),
     "performer-window": dict(
         attention=WINDOW,
         positions="rotary",
-        norm="rms_norm",
-        activation="silu",
-        gated_feed_forward=True,
+        residual=ResidualOptions(norm="rms_norm"),
+        feed_forward=FeedForwardOptions("silu", gated=True),
         use_bias=False,
     ),
-    "bytes": dict(attention=ELU, **BYTES),
-    "vq": dict(attention=VQ, positions="learned", max_sequence_length=40),
+    "vq": dict(attention=VQ, positions=LEARNED),
     "local": dict(attention="local:window=5", positions="rotary"),
     "sparse": dict(
         attention=["sparse:stride=5", "sparse:pattern=fixed,stride=6,summary=2"],
-        positions="sinusoidal",
-        positions_each_layer=True,
+        positions=PositionOptions("sinusoidal", each_layer=True),
         residual="post_norm",
     ),
     "fourier": dict(attention="fourier:chunk_size=4", positions="sinusoidal"),
@@ -96,7 +89,7 @@ BACKBONES = {
         attention="reformer:bucket_size=4,num_buckets=4,num_hashes=2",
         residual="reversible",
         positions="sinusoidal",
-        feed_forward_chunk=8,
+        feed_forward=FeedForwardOptions(chunk_size=8),
     ),
     "xl": dict(attention=XL),
     "xl-shared": dict(attention=f"{XL},biases=shared", residual="gated"),
@@ -106,24 +99,25 @@ BACKBONES = {
     ),
     "softmax": dict(
         attention="softmax:sliding_window=5",
-        positions="learned",
-        positions_each_layer=True,
-        max_sequence_length=40,
-        scale_embeddings=True,
+        positions=PositionOptions("learned", max_length=40, each_layer=True),
+        embedding=EmbeddingOptions(scale=True),
         head_dim=6,
     ),
     "recurrent": dict(
         attention=[ELU, "softmax"],
-        num_recurrences=2,
+        recurrence=2,
         positions="sinusoidal",
-        feed_forward_chunk=8,
+        feed_forward=FeedForwardOptions(chunk_size=8),
     ),
-    "universal": dict(attention=ELU, transition="separable_convolution", **RECURRENT),
+    "universal": dict(
+        attention=ELU,
+        feed_forward=FeedForwardOptions(separable_convolution=True),
+        **RECURRENT,
+    ),
     "encoder": dict(
         attention=[WINDOW, "softmax"],
         architecture="encoder",
-        positions="learned",
-        max_sequence_length=40,
+        positions=LEARNED,
         dropout=0.1,
     ),
     "encoder-decoder": dict(
@@ -135,8 +129,7 @@ BACKBONES = {
 }
 LANGUAGE_MODELS = {
     "performer-window": dict(attention=WINDOW, positions="rotary", num_layers=1),
-    "bytes": dict(attention=ELU, positions="sinusoidal", num_layers=1, **BYTES),
-    "vq": dict(attention=VQ, positions="learned", max_sequence_length=40, num_layers=1),
+    "vq": dict(attention=VQ, positions=LEARNED, num_layers=1),
     "reformer": dict(
         attention="reformer:bucket_size=16,num_buckets=4,num_hashes=4",
         residual="reversible",
@@ -352,7 +345,7 @@ def universal_transformer(decoder):
         [block],
         num_recurrences=4,
         positions=SinusoidalPositions(),
-        step_signals="sinusoidal" if decoder else "learned",
+        timestep_embedding="sinusoidal" if decoder else "learned",
         adaptive_computation={"ponder_cost": 0.01, "halting_bias": -1.0},
         name="layer",
     )
@@ -386,7 +379,7 @@ def language_model(options):
 
     Tied embeddings would make the last token the likeliest, again and again.
     """
-    model = EfficientCausalLM(backbone(tie_embeddings=False, **options), compile=False)
+    model = EfficientCausalLM(backbone(embedding="untied", **options), compile=False)
     mask = (np.arange(12) < np.array([[3], [6]])).astype("int32")
     prompt = {f"{PROMPT}token_ids": tokens(12, 5) * mask, f"{PROMPT}padding_mask": mask}
     return model, sequence() | prompt
@@ -407,9 +400,7 @@ def text_classifier():
 
 def transformer_xl():
     """Three segments, of which each goes on from the one before."""
-    model = EfficientCausalLM(
-        backbone(attention=XL, tie_embeddings=False), compile=False
-    )
+    model = EfficientCausalLM(backbone(attention=XL, embedding="untied"), compile=False)
     segments = {f"{SEGMENT}{i}": tokens(7, seed=i) for i in range(3)}
     return model, sequence(length=SHORT) | segments
 

@@ -1,13 +1,40 @@
 """The configurations that every test of models runs over, and random weights."""
 
+import keras
 import numpy as np
+from keras import ops
 
-from keras_efficient_attn.models import EfficientTransformerBackbone
+from keras_efficient_attn.models import (
+    EfficientTransformerBackbone,
+    EmbeddingOptions,
+    FeedForwardOptions,
+    PositionOptions,
+    RecurrenceOptions,
+    ResidualOptions,
+)
 
 SIZES = dict(
     vocabulary_size=50, num_layers=1, num_heads=2, hidden_dim=8, intermediate_dim=12
 )
 ELU = "performer:feature_map=elu,chunk_size=4"
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class PreviousToken(keras.layers.Embedding):
+    """A feature of tokens that streams: the embedding of the one before."""
+
+    def get_initial_state(self, batch_size):
+        return ops.zeros((batch_size, 1), "int32")
+
+    def call(self, tokens, state=None):
+        before = ops.zeros_like(tokens[:, :1]) if state is None else state
+        tokens = ops.concatenate([ops.cast(before, tokens.dtype), tokens], axis=1)
+        output = super().call(tokens[:, :-1])
+        return output if state is None else (output, tokens[:, -1:])
+
+    def compute_output_shape(self, input_shape):
+        return (*input_shape, self.output_dim)
+
 
 # Decoders, which generate; together they use every argument of the backbone.
 DECODERS = {
@@ -21,28 +48,23 @@ DECODERS = {
     "bytes": dict(
         attention=ELU,
         convolution=3,
-        ngram_orders=(2, 3),
-        ngram_rows=64,
-        ngram_width=4,
-        recall_orders=(1, 3),
-        activation="squared_relu",
+        feed_forward="squared_relu",
         use_bias=False,
-        tie_embeddings=False,
+        embedding=EmbeddingOptions(
+            "untied", features=(PreviousToken(256, 8), PreviousToken(256, 8))
+        ),
     ),
     "recurrent": dict(
         attention="vq:num_codes=4,window=3,block_length=4",
-        num_recurrences=2,
-        positions="learned",
-        max_sequence_length=32,
-        positions_each_layer=True,
-        norm="rms_norm",
-        gated_feed_forward=True,
-        activation="silu",
+        recurrence=2,
+        positions=PositionOptions("learned", max_length=32, each_layer=True),
+        residual=ResidualOptions(norm="rms_norm"),
+        feed_forward=FeedForwardOptions("silu", gated=True),
     ),
     "softmax": dict(
         attention="softmax:sliding_window=5",
         positions="sinusoidal",
-        scale_embeddings=True,
+        embedding=EmbeddingOptions(scale=True),
         head_dim=6,
     ),
     "reversible": dict(
@@ -50,17 +72,15 @@ DECODERS = {
         attention="reformer:bucket_size=16,num_buckets=2,num_hashes=4",
         residual="reversible",
         positions="sinusoidal",
-        feed_forward_chunk=4,
+        feed_forward={"chunk_size": 4},
     ),
     "universal": dict(
         attention=ELU,
-        num_recurrences=3,
-        positions="sinusoidal",
-        positions_each_layer=True,
-        max_position_offset=9,
-        step_signals="learned",
-        adaptive_computation={"ponder_cost": 0.1, "halting_bias": -0.5},
-        transition="separable_convolution",
+        recurrence=RecurrenceOptions(
+            3, "learned", {"ponder_cost": 0.1, "halting_bias": -0.5}
+        ),
+        positions=PositionOptions("sinusoidal", each_layer=True, max_offset=9),
+        feed_forward=FeedForwardOptions(separable_convolution=True),
         residual="post_norm",
     ),
 }

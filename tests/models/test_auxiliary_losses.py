@@ -4,7 +4,12 @@ import keras
 import numpy as np
 import pytest
 
-from keras_efficient_attn.models import AuxiliaryLosses, EfficientCausalLM
+from keras_efficient_attn.models import (
+    AuxiliaryLosses,
+    EfficientCausalLM,
+    RecurrenceOptions,
+    ResidualOptions,
+)
 from tests.autodiff import to_numpy
 from tests.models.cases import inputs, make_backbone, randomize
 
@@ -14,8 +19,7 @@ def make(residual="pre_norm", num_layers=3, **options):
         "defaults",
         attention="softmax",
         num_layers=num_layers,
-        residual=residual,
-        norm="rms_norm",
+        residual=ResidualOptions(residual, norm="rms_norm"),
     )
     options = {"total_steps": 13, "num_targets": 2, "target_weight": 0.25, **options}
     training = AuxiliaryLosses(EfficientCausalLM(backbone), **options)
@@ -135,7 +139,7 @@ def test_errors_name_what_was_received(options, message):
 def test_models_of_another_kind_are_refused():
     with pytest.raises(ValueError, match="causal language model"):
         AuxiliaryLosses(make_backbone("encoder"), total_steps=1)
-    universal = make_backbone("defaults", num_recurrences=2, step_signals="sinusoidal")
+    universal = make_backbone("defaults", recurrence=RecurrenceOptions(2, "sinusoidal"))
     with pytest.raises(ValueError, match="UniversalTransformer"):
         AuxiliaryLosses(EfficientCausalLM(universal), total_steps=1)
 

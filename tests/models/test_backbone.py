@@ -10,7 +10,9 @@ from keras_efficient_attn import PerformerAttention, SoftmaxAttention
 from keras_efficient_attn.models import (
     CausalConvolution,
     EfficientTransformerBackbone,
-    HashedNGrams,
+    FeedForwardOptions,
+    PositionOptions,
+    ResidualOptions,
 )
 from tests.autodiff import to_numpy
 from tests.models import dense
@@ -51,11 +53,11 @@ def test_a_decoder_is_the_transformer_of_the_definition(residual):
         "softmax",
         attention="softmax",
         positions="rotary",
-        residual=residual,
-        norm="rms_norm" if residual == "post_norm" else "layer_norm",
-        gated_feed_forward=True,
-        activation="silu",
-        num_recurrences=2,
+        residual=ResidualOptions(
+            residual, norm="rms_norm" if residual == "post_norm" else "layer_norm"
+        ),
+        feed_forward=FeedForwardOptions("silu", gated=True),
+        recurrence=2,
     )
     data = inputs("softmax")
     x = dense.numpy(backbone.token_embedding.embeddings)[data["token_ids"]]
@@ -65,7 +67,9 @@ def test_a_decoder_is_the_transformer_of_the_definition(residual):
 
 
 def test_an_encoder_decoder_is_the_transformer_of_the_definition():
-    backbone = make_backbone("encoder-decoder", attention="softmax", activation="relu")
+    backbone = make_backbone(
+        "encoder-decoder", attention="softmax", feed_forward="relu"
+    )
     data = inputs("encoder-decoder")
     table = dense.numpy(backbone.token_embedding.embeddings)
 
@@ -92,23 +96,6 @@ def test_convolution_reaches_back_and_not_forward():
         for back in range(min(3, t + 1)):
             expected += kernel[2 - back] * x[0, t - back]
         np.testing.assert_allclose(received[0, t], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_ngrams_are_those_that_end_at_a_position():
-    text = np.array([[7, 1, 2, 3, 9, 1, 2, 3, 5, 3, 2]], "int32")
-
-    def equal_positions(*orders):
-        vectors = to_numpy(HashedNGrams(4, orders=orders, rows=1000)(text))[0]
-        return {
-            (i, j)
-            for j in range(text.shape[1])
-            for i in range(j)
-            if (vectors[i] == vectors[j]).all()
-        }
-
-    # "1 2" and "2 3" end at two places each, "1 2 3" at one more than once.
-    assert equal_positions(2) == {(2, 6), (3, 7)}
-    assert equal_positions(2, 3) == {(3, 7)}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -146,7 +133,7 @@ def test_decoders_are_causal(name):
 
 
 def test_recurrence_shares_weights():
-    once, twice = (make_backbone("defaults", num_recurrences=n) for n in (1, 2))
+    once, twice = (make_backbone("defaults", recurrence=n) for n in (1, 2))
     twice.set_weights(once.get_weights())
     data = inputs("defaults")
     stack = once.decoder
@@ -200,6 +187,20 @@ def test_file_comes_back(name, tmp_path):
     restored = keras.saving.load_model(tmp_path / "model.keras")
     assert type(restored) is EfficientTransformerBackbone
     assert_close(outputs(restored, data), outputs(backbone, data), rtol=1e-5, atol=1e-6)
+
+
+def test_options_by_shorthand_dict_and_object_are_the_same():
+    positions = PositionOptions("sinusoidal")
+    assert PositionOptions.get("sinusoidal") == positions
+    assert PositionOptions.get({"kind": "sinusoidal"}) == positions
+    assert PositionOptions.get(positions) is positions
+    assert hash(PositionOptions.get("sinusoidal")) == hash(positions)
+    assert PositionOptions.get(positions.get_config()) == positions
+    assert PositionOptions.get(None) == PositionOptions()
+    # A callable for its name.
+    named = FeedForwardOptions("relu")
+    assert FeedForwardOptions(keras.activations.relu) == named
+    assert named.get_config()["activation"] == "relu"
 
 
 # Attention, however it is given.
@@ -266,17 +267,20 @@ def test_keras_own_softmax_gets_a_cache_and_keeps_its_options():
             "MultiHeadAttention",
         ),
         (dict(architecture="both"), ValueError, "both"),
-        (dict(residual="none"), ValueError, "none"),
-        (dict(norm="batch"), ValueError, "batch"),
-        (dict(activation="nothing"), ValueError, "nothing"),
-        (dict(positions="relative"), ValueError, "relative"),
-        (dict(positions="learned"), ValueError, "max_sequence_length"),
-        (dict(max_sequence_length=5), ValueError, "max_sequence_length"),
-        (dict(positions_each_layer=True), ValueError, "positions_each_layer"),
-        (dict(num_recurrences=0), ValueError, "num_recurrences"),
+        (dict(residual="none"), ValueError, "residual='none'"),
+        (dict(residual={"norm": "batch"}), ValueError, "norm='batch'"),
+        (dict(residual={"nrom": "rms_norm"}), ValueError, "nrom='rms_norm'"),
+        (dict(feed_forward="nothing"), ValueError, "nothing"),
+        (dict(feed_forward={"chunk_size": 0}), ValueError, "chunk_size=0"),
+        (dict(positions="relative"), ValueError, "positions='relative'"),
+        (dict(positions="learned"), ValueError, "max_length=None"),
+        (dict(positions={"max_length": 5}), ValueError, "max_length=5"),
+        (dict(positions={"each_layer": True}), ValueError, "each_layer=True"),
+        (dict(recurrence=0), ValueError, "num_recurrences=0"),
         (dict(convolution=1), ValueError, "kernel_size"),
-        (dict(ngram_orders=(0,)), ValueError, "orders"),
-        (dict(ngram_orders=(2,), ngram_rows=0), ValueError, "rows"),
+        (dict(tie_embeddings=False), TypeError, "tie_embeddings"),
+        (dict(embedding="shared"), ValueError, "embedding='shared'"),
+        (dict(embedding={"features": [3]}), TypeError, "features="),
     ],
 )
 def test_errors_name_what_was_received(options, error, message):

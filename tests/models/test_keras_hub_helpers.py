@@ -20,7 +20,7 @@ from keras_efficient_attn.models import (
 )
 from tests.models.cases import ELU, SIZES
 
-pytest.importorskip("tensorflow")
+tf = pytest.importorskip("tensorflow")
 # Their module imports Grain, which tests of preprocessing pipelines alone use.
 if importlib.util.find_spec("grain") is None:
     sys.modules.setdefault("grain", types.ModuleType("grain"))
@@ -30,6 +30,19 @@ from keras_hub.src.tests.test_case import TestCase  # noqa: E402
 OPTIONS = {**SIZES, "vocabulary_size": 256, "attention": ELU}
 TEXTS = ["The quick brown fox", "jumped", "over", "it"]
 LABELS = np.array([0, 1, 0, 1])
+
+
+def traced_once(preprocessor):
+    """The preprocessor, of which all pipelines share one graph."""
+    eager = preprocessor.call
+    graph = tf.function(eager, reduce_retracing=True)
+
+    def call(*args, **kwargs):
+        chosen = eager if tf.executing_eagerly() else graph
+        return chosen(*args, **kwargs)
+
+    preprocessor.call = call
+    return preprocessor
 
 
 class KerasHubTest(TestCase):
@@ -49,8 +62,10 @@ class KerasHubTest(TestCase):
             cls=cls,
             init_kwargs={
                 "backbone": EfficientTransformerBackbone(**OPTIONS, **kwargs),
-                "preprocessor": preprocessor(
-                    EfficientByteTokenizer(), sequence_length=12, **options
+                "preprocessor": traced_once(
+                    preprocessor(
+                        EfficientByteTokenizer(), sequence_length=12, **options
+                    )
                 ),
             }
             | ({"num_classes": 2} if cls is EfficientTextClassifier else {}),

@@ -144,7 +144,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         if self._flash_attention:
             raise ValueError(
                 f"{type(self).__name__} is not softmax attention and cannot use "
-                "flash attention. Received: flash_attention=True"
+                f"flash attention. Received: flash_attention={self._flash_attention}"
             )
 
     def _window_or(self, window, default=None):

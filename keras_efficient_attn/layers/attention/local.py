@@ -9,7 +9,6 @@ from keras import ops
 from keras_efficient_attn.layers.attention.axes import SequenceAxes
 from keras_efficient_attn.layers.attention.patterns import PatternAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
-from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
 from keras_efficient_attn.ops.local_attention.api import (
@@ -89,6 +88,8 @@ class LocalAttention(PatternAttention):
         - [Parmar et al., 2018](https://arxiv.org/abs/1802.05751)
     """
 
+    takes_sliding_window = True
+
     def __init__(
         self,
         *args,
@@ -100,7 +101,7 @@ class LocalAttention(PatternAttention):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.window = self._window_of(window)
+        self.window = self._window_or(window)
         self.query_block = _pair(query_block)
         self.memory = _pair(memory)
         self.grid = _pair(grid)
@@ -178,23 +179,6 @@ class LocalAttention(PatternAttention):
         return LocalConfig(
             self.window, self.query_block, self.memory, self.grid, self.order
         )
-
-    def _check_keras_options(self):
-        # The window is this layer's own, and Keras is to know of none.
-        self._keras_window, self._sliding_window = self._sliding_window, None
-        super()._check_keras_options()
-
-    def _window_of(self, window):
-        """The `window`, which Keras' `sliding_window` is too."""
-        if self._keras_window is None:
-            return window
-        check_positive_int("sliding_window", self._keras_window)
-        if window not in (None, self._keras_window):
-            raise ValueError(
-                "`window` and `sliding_window` must not differ. Received: "
-                f"window={window!r}, sliding_window={self._keras_window}"
-            )
-        return self._keras_window
 
     @property
     def _is_grid(self):

@@ -60,6 +60,8 @@ class SoftmaxAttention(EfficientAttention):
         - [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)
     """
 
+    takes_sliding_window = True
+
     def __init__(self, *args, rotary_wavelength=None, **kwargs):
         super().__init__(*args, **kwargs)
         self.rotary_wavelength = rotary_wavelength

@@ -1,7 +1,12 @@
 """The feed-forward network of a Transformer block."""
 
+import dataclasses
+from collections.abc import Callable
+
 import keras
 from keras import ops
+
+from keras_efficient_attn.models.options import Options
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -15,6 +20,50 @@ def get_activation(identifier):
     if identifier == "squared_relu":
         return squared_relu
     return keras.activations.get(identifier)
+
+
+def serialize_activation(activation):
+    """What `get_activation` understands, and JSON holds."""
+    if activation in (squared_relu, "squared_relu"):
+        return "squared_relu"
+    return keras.activations.serialize(keras.activations.get(activation))
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedForwardOptions(Options):
+    """The feed-forward networks of a backbone: what follows attention in a block.
+
+    Args:
+        activation: Name of a Keras activation, `"squared_relu"`, or a callable.
+            Defaults to `"gelu"`.
+        gated: Whether they are gated linear units. Defaults to `False`.
+        chunk_size: Positions to work on at once, recomputed for the gradient
+            (`keras_efficient_attn.ChunkedFeedForward`). Defaults to `None`: all.
+        separable_convolution: Whether a `SeparableConvolution` of the same width
+            takes the place of the dense layers. Defaults to `False`.
+
+    Raises:
+        ValueError: For an unknown activation, or separable convolutions that are gated
+            or chunked.
+    """
+
+    activation: str | Callable = "gelu"
+    gated: bool = False
+    chunk_size: int | None = None
+    separable_convolution: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "activation", get_activation(self.activation))
+        for name in ("gated", "chunk_size"):
+            if self.separable_convolution and getattr(self, name):
+                raise ValueError(
+                    f"`{name}` is for dense layers. Received: "
+                    f"{name}={getattr(self, name)!r}, separable_convolution=True"
+                )
+
+    def get_config(self):
+        activation = serialize_activation(self.activation)
+        return {**super().get_config(), "activation": activation}
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -105,10 +154,3 @@ class FeedForward(keras.layers.Layer):
             "gated": self.gated,
             "use_bias": self.use_bias,
         }
-
-
-def serialize_activation(activation):
-    """What `get_activation` understands, and JSON holds."""
-    if activation in (squared_relu, "squared_relu"):
-        return "squared_relu"
-    return keras.activations.serialize(keras.activations.get(activation))

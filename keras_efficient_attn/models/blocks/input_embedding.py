@@ -1,34 +1,74 @@
 """From tokens to vectors."""
 
+import dataclasses
 import math
 
 import keras
 
-from keras_efficient_attn.models.blocks.positions import get_positions
-from keras_efficient_attn.models.hashed_ngrams import HashedNGrams
-from keras_efficient_attn.models.ngram_recall import NGramRecall
+from keras_efficient_attn.models.blocks.positions import PositionOptions
+from keras_efficient_attn.models.options import Options, check_name
+
+OUTPUTS = ("tied", "untied")
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingOptions(Options):
+    """The token embeddings of a backbone.
+
+    Args:
+        output: `"tied"` (the default) if the output projection of language models is
+            the embedding, else `"untied"`.
+        scale: Whether token embeddings are multiplied by `√hidden_dim`. Defaults to
+            `False`.
+        features: Layers from token ids `(batch, length)` to `(batch, length,
+            hidden_dim)`, which is added to the embeddings; a layer's configuration
+            stands for the layer. To stream they have `get_initial_state(batch_size)`,
+            and return `(output, state)` from a call with `state`. A layer is a
+            template: each backbone gets its own, with that configuration and the
+            backbone's `dtype`. Defaults to `()`: none.
+
+    Raises:
+        ValueError: For another output.
+        TypeError: If a feature is not a layer.
+    """
+
+    output: str = "tied"
+    scale: bool = False
+    features: tuple[keras.layers.Layer, ...] = ()
+
+    def __post_init__(self):
+        check_name("embedding", self.output, OUTPUTS)
+        features = tuple(
+            keras.saving.deserialize_keras_object(feature)
+            if isinstance(feature, dict)
+            else feature
+            for feature in self.features
+        )
+        for feature in features:
+            if not isinstance(feature, keras.layers.Layer):
+                raise TypeError(
+                    "`features` must be layers, or their configurations. Received: "
+                    f"features={self.features!r}"
+                )
+        object.__setattr__(self, "features", features)
+
+    def get_config(self):
+        features = [keras.saving.serialize_keras_object(f) for f in self.features]
+        return {**super().get_config(), "features": features}
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class InputEmbedding(keras.layers.Layer):
-    """Embeddings of tokens, n-grams, what followed them, and positions, added up.
+    """Embeddings of tokens, features of them, and positions, added up.
 
     Args:
         vocabulary_size: Number of tokens.
         hidden_dim: Width.
-        positions: `"sinusoidal"`, `"learned"`, or `None`, the default.
-        max_length: Number of learned positions.
-        max_position_offset: Largest random offset of positions in training. Defaults to
-            0.
-        ngram_orders: Lengths of hashed n-grams. Defaults to `()`: none.
-        ngram_rows: Rows of each order's table.
-        ngram_width: Width of its rows.
-        recall_orders: Lengths of n-grams whose last followers are recalled. Defaults
-            to `()`: none.
-        tie_weights: Whether `token_embedding(x, reverse=True)`, which gives float32
-            logits, shares the embedding's weights. Defaults to `True`.
-        scale: Whether to multiply token embeddings by `√hidden_dim`. Defaults to
-            `False`.
+        embedding: `EmbeddingOptions`, or what stands for them. With `"tied"`,
+            `token_embedding(x, reverse=True)`, which gives float32 logits, shares the
+            embedding's weights.
+        positions: `PositionOptions`, or what stands for them, for positions that are
+            added here. Defaults to `None`.
         dropout: Rate of dropout on the sum. Defaults to 0.
         **kwargs: Those of `keras.layers.Layer`.
 
@@ -44,55 +84,29 @@ class InputEmbedding(keras.layers.Layer):
         self,
         vocabulary_size,
         hidden_dim,
+        embedding="tied",
         positions=None,
-        max_length=None,
-        max_position_offset=0,
-        ngram_orders=(),
-        ngram_rows=2**14,
-        ngram_width=32,
-        recall_orders=(),
-        tie_weights=True,
-        scale=False,
         dropout=0.0,
         **kwargs,
     ):
         # autocast=False: a state keeps its dtype.
         super().__init__(autocast=False, **kwargs)
-        self.scale = scale
-        self.position_kind = positions
+        self.options = EmbeddingOptions.get(embedding)
+        self.position_options = PositionOptions.get(positions)
         self.token_embedding = keras.layers.ReversibleEmbedding(
             vocabulary_size,
             hidden_dim,
-            tie_weights=tie_weights,
+            tie_weights=self.options.output == "tied",
             reverse_dtype="float32",
             dtype=self.dtype_policy,
             name="token_embedding",
         )
-        self.ngrams = None
-        if ngram_orders:
-            self.ngrams = HashedNGrams(
-                hidden_dim,
-                orders=ngram_orders,
-                rows=ngram_rows,
-                width=ngram_width,
-                dtype=self.dtype_policy,
-                name="ngrams",
-            )
-        self.recall = None
-        if recall_orders:
-            self.recall = NGramRecall(
-                vocabulary_size,
-                hidden_dim,
-                orders=recall_orders,
-                dtype=self.dtype_policy,
-                name="recall",
-            )
-        self.positions = get_positions(
-            positions,
-            max_length,
-            max_position_offset,
-            dtype=self.dtype_policy,
-            name="positions",
+        self.features = [
+            type(layer).from_config({**layer.get_config(), "dtype": self.dtype_policy})
+            for layer in self.options.features
+        ]
+        self.positions = self.position_options.make_layer(
+            dtype=self.dtype_policy, name="positions"
         )
         self.dropout = keras.layers.Dropout(
             dropout, dtype=self.dtype_policy, name="dropout"
@@ -100,44 +114,31 @@ class InputEmbedding(keras.layers.Layer):
 
     def build(self, input_shape):
         self.token_embedding.build(input_shape)
-        if self.ngrams is not None:
-            self.ngrams.build(input_shape)
-        if self.recall is not None:
-            self.recall.build(input_shape)
+        for layer in self.features:
+            layer.build(input_shape)
         if self.positions is not None:
             self.positions.build((*input_shape, self.token_embedding.output_dim))
 
     def get_initial_state(self, batch_size):
         """The state before the first token, a dict of tensors, batch first."""
-        streaming = {
-            "ngrams": self.ngrams,
-            "recall": self.recall,
-            "positions": self.positions,
-        }
         return {
             name: layer.get_initial_state(batch_size)
-            for name, layer in streaming.items()
-            if layer is not None
+            for name, layer in self._streaming_layers()
         }
 
     def call(self, token_ids, state=None, training=None):
-        new_state = {}
-
-        def apply(name, layer, x):
-            if state is None:
-                return layer(x)
-            output, new_state[name] = layer(x, state=state[name])
-            return output
-
         x = self.token_embedding(token_ids)
-        if self.scale:
+        if self.options.scale:
             x = x * math.sqrt(self.token_embedding.output_dim)
-        if self.ngrams is not None:
-            x = x + apply("ngrams", self.ngrams, token_ids)
-        if self.recall is not None:
-            x = x + apply("recall", self.recall, token_ids)
-        if self.positions is not None:
-            x = apply("positions", self.positions, x)
+        new_state = {}
+        for name, layer in self._streaming_layers():
+            adds = layer is self.positions
+            received = x if adds else token_ids
+            if state is None:
+                output = layer(received)
+            else:
+                output, new_state[name] = layer(received, state=state[name])
+            x = output if adds else x + output
         x = self.dropout(x, training=training)
         return x if state is None else (x, new_state)
 
@@ -145,20 +146,19 @@ class InputEmbedding(keras.layers.Layer):
         shape = (*token_ids.shape, self.token_embedding.output_dim)
         return keras.KerasTensor(shape, dtype=self.compute_dtype)
 
+    def _streaming_layers(self):
+        """Names of states and the layers that have them, in the order of calls."""
+        layers = {f"feature_{i}": layer for i, layer in enumerate(self.features)}
+        if self.positions is not None:
+            layers["positions"] = self.positions
+        return layers.items()
+
     def get_config(self):
-        ngrams = self.ngrams
         return {
             **super().get_config(),
             "vocabulary_size": self.token_embedding.input_dim,
             "hidden_dim": self.token_embedding.output_dim,
-            "positions": self.position_kind,
-            "max_length": getattr(self.positions, "max_length", None),
-            "max_position_offset": getattr(self.positions, "max_offset", 0),
-            "ngram_orders": () if ngrams is None else ngrams.orders,
-            "ngram_rows": 2**14 if ngrams is None else ngrams.rows,
-            "ngram_width": 32 if ngrams is None else ngrams.width,
-            "recall_orders": () if self.recall is None else self.recall.orders,
-            "tie_weights": self.token_embedding.tie_weights,
-            "scale": self.scale,
+            "embedding": self.options.get_config(),
+            "positions": self.position_options.get_config(),
             "dropout": self.dropout.rate,
         }

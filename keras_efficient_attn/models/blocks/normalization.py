@@ -2,6 +2,8 @@
 
 import keras
 
+from keras_efficient_attn.models.options import check_name
+
 NORMS = ("layer_norm", "rms_norm")
 
 
@@ -17,12 +19,9 @@ def get_norm(norm, epsilon, use_bias, **kwargs):
     Raises:
         ValueError: For another name.
     """
+    check_name("norm", norm, NORMS)
     if norm == "layer_norm":
         return keras.layers.LayerNormalization(
             epsilon=epsilon, center=use_bias, **kwargs
         )
-    if norm == "rms_norm":
-        return keras.layers.RMSNormalization(epsilon=epsilon, **kwargs)
-    raise ValueError(
-        f"`norm` must be one of {', '.join(NORMS)}. Received: norm={norm!r}"
-    )
+    return keras.layers.RMSNormalization(epsilon=epsilon, **kwargs)

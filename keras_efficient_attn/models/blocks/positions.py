@@ -1,9 +1,13 @@
 """Position embeddings, which stream."""
 
+import dataclasses
+
 import keras
 import keras_hub
 import numpy as np
 from keras import ops
+
+from keras_efficient_attn.models.options import Options
 
 POSITIONS = ("sinusoidal", "learned", "rotary")
 # Longest wavelength of sinusoidal and rotary positions, over 2π.
@@ -158,38 +162,66 @@ class LearnedPositions(Positions):
         return {**super().get_config(), "max_length": self.max_length}
 
 
-def get_positions(positions, max_length=None, max_offset=0, seed=None, **kwargs):
-    """The layer that adds positions to embeddings, or `None`.
+@dataclasses.dataclass(frozen=True)
+class PositionOptions(Options):
+    """How a backbone knows positions.
 
     Args:
-        positions: `"sinusoidal"`, `"learned"`; `"rotary"` and `None` need no layer.
-        max_length: Number of learned positions.
-        max_offset: Largest random offset in training, of a layer.
-        seed: Of the offset.
-        **kwargs: Those of `keras.layers.Layer`.
+        kind: `"sinusoidal"`, `"learned"`, `"rotary"` (inside the attention layers), or
+            `None`, the default: none but what the layers have of their own.
+        max_length: Number of `"learned"` positions.
+        each_layer: Whether every block adds positions to its input, a table of its own
+            for `"learned"`, instead of once to the embeddings. A Universal
+            Transformer has one table, and adds it in each recurrence. Defaults to
+            `False`.
+        max_offset: In training, positions count from a random number up to this, so
+            that a model knows those of longer sequences. Defaults to 0.
 
     Raises:
-        ValueError: For another name, without `max_length` for `"learned"`, or with it
-            for others, or with a `max_offset` where there is no layer.
+        ValueError: For another name, or a field that does not go with it.
     """
-    if positions is not None and positions not in POSITIONS:
-        raise ValueError(
-            f"`positions` must be one of {', '.join(POSITIONS)}, or None. Received: "
-            f"positions={positions!r}"
-        )
-    if (positions == "learned") != (max_length is not None):
-        raise ValueError(
-            "`max_sequence_length` is the number of learned positions: give it for "
-            "positions='learned', and only there. Received: "
-            f"positions={positions!r}, max_sequence_length={max_length!r}"
-        )
-    if max_offset and positions not in ("sinusoidal", "learned"):
-        raise ValueError(
-            "`max_position_offset` is for the positions sinusoidal and learned. "
-            f"Received: positions={positions!r}, max_position_offset={max_offset!r}"
-        )
-    if positions == "sinusoidal":
-        return SinusoidalPositions(max_offset, seed, **kwargs)
-    if positions == "learned":
-        return LearnedPositions(max_length, max_offset, seed, **kwargs)
-    return None
+
+    kind: str | None = None
+    max_length: int | None = None
+    each_layer: bool = False
+    max_offset: int = 0
+
+    def __post_init__(self):
+        if self.kind is not None and self.kind not in POSITIONS:
+            raise ValueError(
+                f"`positions` must be one of {', '.join(POSITIONS)}, or None. "
+                f"Received: positions={self.kind!r}"
+            )
+        if (self.kind == "learned") != (self.max_length is not None):
+            raise ValueError(
+                "`max_length` is the number of learned positions: give it for "
+                "positions of this kind, and only there. Received: "
+                f"kind={self.kind!r}, max_length={self.max_length!r}"
+            )
+        for name in ("each_layer", "max_offset"):
+            if getattr(self, name) and not self.added:
+                raise ValueError(
+                    f"`{name}` is for the positions sinusoidal and learned. Received: "
+                    f"kind={self.kind!r}, {name}={getattr(self, name)!r}"
+                )
+
+    @property
+    def added(self):
+        """Whether a layer adds them to vectors."""
+        return self.kind in ("sinusoidal", "learned")
+
+    def make_layer(self, seed=None, **kwargs):
+        """The layer that adds these positions, or `None`.
+
+        Args:
+            seed: Of the random offset.
+            **kwargs: Those of `keras.layers.Layer`.
+
+        Raises:
+            ValueError: If a length is out of range.
+        """
+        if self.kind == "sinusoidal":
+            return SinusoidalPositions(self.max_offset, seed, **kwargs)
+        if self.kind == "learned":
+            return LearnedPositions(self.max_length, self.max_offset, seed, **kwargs)
+        return None

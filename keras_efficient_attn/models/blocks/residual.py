@@ -1,10 +1,14 @@
 """Residual connections by name: what stands around each sublayer of a block."""
 
+import dataclasses
+from functools import partial
+
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers import GatedResidual
-from keras_efficient_attn.models.blocks.normalization import get_norm
+from keras_efficient_attn.layers.residual.gated import GatedResidual
+from keras_efficient_attn.models.blocks.normalization import NORMS, get_norm
+from keras_efficient_attn.models.options import Options, check_name
 
 
 class Residual(keras.layers.Layer):
@@ -73,18 +77,23 @@ class ReversibleResidual(PreNormResidual):
     """
 
 
-class GruResidual(PreNormResidual):
+class GatedPreNormResidual(PreNormResidual):
     """`gate(x, relu(f(norm(x))))`, of GTrXL; no norm stands at the end of a stack.
 
-    The gate is that of `keras_efficient_attn.GatedResidual`, with its bias of 2.
+    Args:
+        *args: As `Residual`.
+        gate: As `keras_efficient_attn.GatedResidual`, with its bias of 2.
+        **kwargs: As `Residual`.
     """
 
-    gate = "gru"
     final_norm = False
+
+    def __init__(self, *args, gate, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.residual = GatedResidual(gate, dtype=self.dtype_policy, name="gate")
 
     def build(self, input_shape):
         super().build(input_shape)
-        self.residual = GatedResidual(self.gate, dtype=self.dtype_policy, name="gate")
         self.residual.build(input_shape, input_shape)
 
     def after(self, x, update, training=None):
@@ -92,51 +101,55 @@ class GruResidual(PreNormResidual):
         return self.residual(x, update)
 
 
-class InputGateResidual(GruResidual):
-    """`GruResidual` with the gate `"input"`."""
-
-    gate = "input"
-
-
-class OutputGateResidual(GruResidual):
-    """`GruResidual` with the gate `"output"`."""
-
-    gate = "output"
-
-
-class HighwayResidual(GruResidual):
-    """`GruResidual` with the gate `"highway"`."""
-
-    gate = "highway"
-
-
-class SigmoidTanhResidual(GruResidual):
-    """`GruResidual` with the gate `"sigmoid_tanh"`."""
-
-    gate = "sigmoid_tanh"
-
-
 RESIDUALS = {
     "pre_norm": PreNormResidual,
     "post_norm": PostNormResidual,
     "reversible": ReversibleResidual,
-    "gated": GruResidual,
-    "gated_input": InputGateResidual,
-    "gated_output": OutputGateResidual,
-    "gated_highway": HighwayResidual,
-    "gated_sigmoid_tanh": SigmoidTanhResidual,
+    "gated": partial(GatedPreNormResidual, gate="gru"),
+    "gated_input": partial(GatedPreNormResidual, gate="input"),
+    "gated_output": partial(GatedPreNormResidual, gate="output"),
+    "gated_highway": partial(GatedPreNormResidual, gate="highway"),
+    "gated_sigmoid_tanh": partial(GatedPreNormResidual, gate="sigmoid_tanh"),
 }
 
 
-def get_residual_class(residual):
-    """The class of a residual connection.
+@dataclasses.dataclass(frozen=True)
+class ResidualOptions(Options):
+    """The residual connections of a backbone, and their norms.
+
+    Args:
+        kind: `"pre_norm"` (the default), `"post_norm"`, `"gated"` (of GTrXL, a
+            `keras_efficient_attn.GatedResidual` in the place of each sum; other gates
+            are `"gated_input"`, `"gated_output"`, `"gated_highway"` and
+            `"gated_sigmoid_tanh"`), or `"reversible"`: two streams, whose activations
+            are rebuilt in the backward pass, for memory that does not grow with the
+            number of layers (`keras_efficient_attn.ReversibleStack`).
+        norm: `"layer_norm"` (the default) or `"rms_norm"`.
+        norm_epsilon: Added to variances. Defaults to 1e-5.
 
     Raises:
-        ValueError: If `residual` is not a name in `RESIDUALS`.
+        ValueError: For another name.
     """
-    if residual not in RESIDUALS:
-        raise ValueError(
-            f"`residual` must be one of {', '.join(RESIDUALS)}. Received: "
-            f"residual={residual!r}"
-        )
-    return RESIDUALS[residual]
+
+    kind: str = "pre_norm"
+    norm: str = "layer_norm"
+    norm_epsilon: float = 1e-5
+
+    def __post_init__(self):
+        check_name("residual", self.kind, RESIDUALS)
+        check_name("norm", self.norm, NORMS)
+
+
+def get_residual(residual, norm, epsilon, use_bias, dropout, **kwargs):
+    """A residual connection.
+
+    Args:
+        residual: One of the names in `RESIDUALS`.
+        norm, epsilon, use_bias, dropout: As `Residual`.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Raises:
+        ValueError: For another name.
+    """
+    check_name("residual", residual, RESIDUALS)
+    return RESIDUALS[residual](norm, epsilon, use_bias, dropout, **kwargs)

@@ -124,24 +124,32 @@ class SeparableConvolution(keras.layers.Layer):
             raise ValueError(
                 "`state` holds the past, and needs causal=True. Received: causal=False"
             )
-        new_state = {}
-        h = self._convolve("x", x, self.kernels[0], mask, state, new_state)
+        before = {"x": None, "hidden": None} if state is None else state
+        h, after_x = self._convolve(x, self.kernels[0], mask, before["x"])
         h = self.hidden(h)
-        h = self._convolve("hidden", h, self.kernels[1], mask, state, new_state)
+        h, after_hidden = self._convolve(h, self.kernels[1], mask, before["hidden"])
         y = self.output_dense(h)
-        return y if state is None else (y, new_state)
+        return y if state is None else (y, {"x": after_x, "hidden": after_hidden})
 
-    def _convolve(self, name, x, kernel, mask, state, new_state):
+    def _convolve(self, x, kernel, mask, before):
+        """The convolution, and what a later segment reaches of its input.
+
+        Args:
+            x: `(batch, length, dim)`.
+            kernel: `(kernel_size, dim)`.
+            mask: Boolean `(batch, length)` or `None`.
+            before: `(batch, kernel_size - 1, dim)`, or `None` at the start.
+        """
         reach = kernel.shape[0] - 1
         if mask is not None:
             x = ops.where(ops.cast(mask, "bool")[..., None], x, ops.zeros_like(x))
-        if state is None:
+        length = ops.shape(x)[1]
+        if before is None:
             after = 0 if self.causal else reach // 2
             padded = ops.pad(x, ((0, 0), (reach - after, after), (0, 0)))
         else:
-            padded = ops.concatenate([ops.cast(state[name], x.dtype), x], axis=1)
-            new_state[name] = padded[:, ops.shape(x)[1] :]
-        return depthwise(padded, kernel, ops.shape(x)[1])
+            padded = ops.concatenate([ops.cast(before, x.dtype), x], axis=1)
+        return depthwise(padded, kernel, length), padded[:, length:]
 
     def compute_output_shape(self, x_shape):
         return x_shape

@@ -3,7 +3,7 @@
 import keras
 
 from keras_efficient_attn.layers.residual.chain import Sublayer
-from keras_efficient_attn.models.blocks.residual import get_residual_class
+from keras_efficient_attn.models.blocks.residual import get_residual
 from keras_efficient_attn.models.blocks.separable_convolution import (
     SeparableConvolution,
 )
@@ -90,7 +90,8 @@ class TransformerBlock(keras.layers.Layer):
         self.dropout = dropout
 
         def connection(name):
-            return get_residual_class(residual)(
+            return get_residual(
+                residual,
                 norm,
                 norm_epsilon,
                 use_bias,

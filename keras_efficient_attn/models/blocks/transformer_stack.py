@@ -1,5 +1,7 @@
 """A stack of Transformer blocks."""
 
+import typing
+
 import keras
 from keras import ops
 
@@ -9,7 +11,20 @@ from keras_efficient_attn.layers.residual.chain import (
     stream_dtype,
 )
 from keras_efficient_attn.models.blocks.normalization import get_norm
-from keras_efficient_attn.models.blocks.residual import get_residual_class
+
+
+class StackTrace(typing.NamedTuple):
+    """What a stack makes beside its output.
+
+    Attributes:
+        state: Dict of the blocks' new states, by application.
+        layers: List of the output of every application, where they are kept.
+        ponder: The statistics of adaptive computation, or `None`.
+    """
+
+    state: dict
+    layers: list
+    ponder: dict | None = None
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -60,7 +75,7 @@ class TransformerStack(keras.layers.Layer):
         _share_position_keys(self.blocks)
         self.final_norm = None
         first = self.blocks[0]
-        if get_residual_class(first.residual).final_norm:
+        if first.attention_residual.final_norm:
             self.final_norm = get_norm(
                 first.norm,
                 first.norm_epsilon,
@@ -92,38 +107,43 @@ class TransformerStack(keras.layers.Layer):
         return_layers=False,
         training=None,
     ):
-        layers = [] if return_layers else None
-        output = self._run(
-            x,
-            state,
-            training,
+        inputs = dict(
             padding_mask=padding_mask,
             memory=memory,
             memory_padding_mask=memory_padding_mask,
-            layers=layers,
         )
-        return (output, layers) if return_layers else output
-
-    def _run(self, x, state, training, **inputs):
-        new_state = {}
-        x = self._recur(x, state, new_state, training, **inputs)
-        if self.final_norm is not None:
-            x = self.final_norm(x)
-        return x if state is None else (x, new_state)
-
-    def _recur(self, x, state, new_state, training, layers, **inputs):
-        """All applications of the blocks.
-
-        Puts the new state into a dict, and what each makes into a list, unless `None`.
-        """
+        apply = self._recur
         if self.blocks[0].residual == "reversible":
-            return self._reversible(x, state, new_state, training, layers, **inputs)
-        for n in range(self.num_recurrences):
-            x = self._apply_blocks(n, x, state, new_state, training, layers, **inputs)
-        return x
+            apply = self._apply_reversibly
+        x, trace = apply(x, inputs, state, training, return_layers)
+        x = self._normalize(x)
+        if return_layers:
+            return x, trace.layers
+        return x if state is None else (x, trace.state)
 
-    def _apply_blocks(self, n, x, state, new_state, training, layers=None, **inputs):
-        """Each block once, for the time n."""
+    def _normalize(self, x):
+        return x if self.final_norm is None else self.final_norm(x)
+
+    def _recur(self, x, inputs, state, training, keep_layers):
+        """All applications of the blocks: the output, and a `StackTrace`.
+
+        Args:
+            x: `(batch, length, dim)`.
+            inputs: Dict of the other arguments of the blocks.
+            state: As in a call.
+            training: As in a call.
+            keep_layers: Whether the trace has the outputs of all applications.
+        """
+        new_state, layers = {}, []
+        for n in range(self.num_recurrences):
+            x, trace = self._apply_blocks(n, x, inputs, state, training, keep_layers)
+            new_state |= trace.state
+            layers += trace.layers
+        return x, StackTrace(new_state, layers)
+
+    def _apply_blocks(self, n, x, inputs, state, training, keep_layers=False):
+        """Each block once, for the time n: the output, and a `StackTrace`."""
+        new_state, layers = {}, []
         for i, block in enumerate(self.blocks):
             if state is None:
                 x = block(x, **inputs, training=training)
@@ -132,15 +152,16 @@ class TransformerStack(keras.layers.Layer):
                 x, new_state[name] = block(
                     x, **inputs, state=state[name], training=training
                 )
-            if layers is not None:
+            if keep_layers:
                 layers.append(x)
-        return x
+        return x, StackTrace(new_state, layers)
 
-    def _reversible(self, x, state, new_state, training, layers, **inputs):
-        chains = []
+    def _apply_reversibly(self, x, inputs, state, training, keep_layers):
+        """As `_recur`, for blocks that update two streams."""
+        new_state, layers, chains = {}, [], []
         for name, block in self._applications():
             new_state[name] = {}
-            if layers is not None or not chains:
+            if keep_layers or not chains:
                 chains.append([])
             chains[-1] += block.sublayers(
                 **inputs,
@@ -155,9 +176,9 @@ class TransformerStack(keras.layers.Layer):
             else:
                 x1, x2 = plain_residuals(sublayers, x1, x2)
             x = (x1 + x2) / 2
-            if layers is not None:
+            if keep_layers:
                 layers.append(x)
-        return x
+        return x, StackTrace(new_state, layers)
 
     def compute_output_spec(self, x, *args, **kwargs):
         return keras.KerasTensor(x.shape, dtype=self.compute_dtype)

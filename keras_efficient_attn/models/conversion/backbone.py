@@ -1,4 +1,4 @@
-"""Backbones of KerasHub with efficient attention: generated classes, and conversion."""
+"""Backbones of KerasHub with efficient attention: their classes, and conversion."""
 
 import functools
 import inspect
@@ -7,31 +7,31 @@ import warnings
 import keras
 import keras_hub
 
-from keras_efficient_attn.models.conversion.automatic import check_budget, layers_within
-from keras_efficient_attn.models.conversion.calibration import (
+from keras_efficient_attn.models.conversion.fit import (
     batches,
-    calibrate_layers,
-    can_calibrate,
-    check_can_calibrate,
-    layer_names,
-    recorded_inputs,
+    can_fit,
+    check_can_fit,
+    fit,
+    kernel_names,
 )
-from keras_efficient_attn.models.conversion.copying import copy_weights
-from keras_efficient_attn.models.conversion.lora import counted_as_original
-from keras_efficient_attn.models.conversion.places import attention_places, stand_ins
-from keras_efficient_attn.models.conversion.replace import chosen, replace_layers
-from keras_efficient_attn.models.conversion.specification import (
-    of_each_layer,
-    recorded,
-    with_window,
+from keras_efficient_attn.models.conversion.generation import generate_from_states
+from keras_efficient_attn.models.conversion.layer_search import (
+    check_budget,
+    select_layers,
 )
-from keras_efficient_attn.models.conversion.stand_ins import StandIn
-from keras_efficient_attn.models.conversion.windows import (
+from keras_efficient_attn.models.conversion.lora import hide_adapter_weights
+from keras_efficient_attn.models.conversion.plan import plan_conversion
+from keras_efficient_attn.models.conversion.specification import with_window
+from keras_efficient_attn.models.conversion.trace import trace
+from keras_efficient_attn.models.conversion.weights import copy_weights
+from keras_efficient_attn.models.conversion.window_search import (
     SMALLEST_WINDOW,
     check_window_budget,
     choose_windows,
 )
 from keras_efficient_attn.models.presets import PresetMixin
+
+PACKAGE = "keras_efficient_attn"
 
 
 def convert_backbone(
@@ -64,10 +64,12 @@ def convert_backbone(
       called with a `decoder_attention_mask` refuses it, in eager calls as in compiled
       ones; an attention layer that is itself called, outside its block, takes any
       mask `(batch, length, length)` for a causal one.
-    - `generate` keeps KerasHub's cache of keys and values. A token attends for its own
-      position only, but the features and codes of all keys in the cache are computed
-      anew for each: right, but no faster than the original, with features or codes
-      slower, and not in constant time, as an `EfficientCausalLM` is.
+    - `generate` of KerasHub's tasks for GPT-2, OPT, BART, Llama, Mistral, Qwen and
+      Gemma carries the states of the new layers in its cache, beside the keys and
+      values of the layers that keep softmax: if all layers are replaced by layers
+      whose state has a constant size, a token costs constant time. For this, the
+      first backbone of a kind that is converted makes `generate_step` of its tasks
+      ask whether their backbone is converted; other backbones generate as before.
 
     Args:
         backbone: A `keras_hub.models.Backbone`.
@@ -99,9 +101,9 @@ def convert_backbone(
             it is the one in which the sum over the layers of `Σ‖new − old‖² /
             Σ‖old‖²` is least, of the output of each layer on what the original reads
             there: of the layers by themselves, so that the output of the model need
-            not gain; compare the two. For this the backbone runs over the data twice;
-            codes are fitted once, and features, which depend on the window, for each.
-            The `attention` of the copy is the list that names the windows. Needs
+            not gain; compare the two. Codes are fitted once, and features, which
+            depend on the window, for each window. The `attention` of the copy is the
+            list that names the windows. Needs
             `calibrate`, and excludes `layers="auto"`. Defaults to `None`: the windows
             are those that `attention` names.
 
@@ -120,7 +122,7 @@ def convert_backbone(
 
     ```python
     import keras_hub
-    from keras_efficient_attn.models.swap import convert_backbone
+    from keras_efficient_attn.models import convert_backbone
 
     backbone = keras_hub.models.BertBackbone.from_preset("bert_tiny_en_uncased")
     efficient = convert_backbone(backbone, "performer:window=32,num_features=256")
@@ -139,119 +141,96 @@ def convert_backbone(
         )
     check_budget(layers, budget, calibrate)
     check_window_budget(window_budget, layers, calibrate)
-    attention = recorded(attention)
     inputs = None if calibrate is None else batches(calibrate)
-    if isinstance(layers, str) and layers == "auto":
-        return _within_budget(backbone, attention, inputs, budget)
-    count = len(attention_places(backbone))
-    if layers is not None:
-        layers = chosen(layers, count)
-        count = len(layers)
-    attentions = of_each_layer(attention, count)
+    automatic = isinstance(layers, str) and layers == "auto"
+    plan = plan_conversion(backbone, attention, None if automatic else layers)
+    if automatic:
+        return _within_budget(plan, inputs, budget)
     if window_budget is not None:
-        return _with_windows(backbone, attentions, layers, inputs, window_budget)
-    efficient = _converted(backbone, attention, layers)
-    new = stand_ins(efficient)
+        return _with_windows(plan, inputs, window_budget)
+    efficient = apply_plan(plan)
+    adapters = efficient.attention_adapters
     if inputs is not None:
-        check_can_calibrate(new)
-        _calibrate(backbone, efficient, inputs)
-    elif can_calibrate(new):
+        check_can_fit(adapters)
+        fit(adapters, plan.selected, trace(backbone, plan.selected, inputs))
+    elif can_fit(adapters):
         warnings.warn(
-            f"{layer_names(new)} can be fitted to data, and is not: pass `calibrate`, "
-            "or train the copy.",
+            f"{kernel_names(adapters)} can be fitted to data, and is not: pass "
+            "`calibrate`, or train the copy.",
             stacklevel=2,
         )
     return efficient
 
 
-def _within_budget(backbone, attention, inputs, budget):
-    """A copy with as many layers replaced as an error allows."""
-    whole = _converted(backbone, attention, None)
-    fitted = stand_ins(whole)
-    if can_calibrate(fitted):
-        _calibrate(backbone, whole, inputs)
-    layers = layers_within(budget, backbone, whole, inputs)
-    if len(layers) == len(fitted):
-        return whole
-    if isinstance(attention, list):
-        attention = [attention[index] for index in layers]
-    return _fitted_copy(
-        backbone, attention, layers, [fitted[index] for index in layers]
-    )
+def apply_plan(plan, fitted=None):
+    """A converted copy of the backbone of a plan.
 
-
-def _with_windows(backbone, attentions, layers, inputs, budget):
-    """A copy whose windows have a mean within a budget, and the least error."""
-    attentions = [with_window(spec, SMALLEST_WINDOW) for spec in attentions]
-    trial = _converted(backbone, attentions, layers)
-    fitted = stand_ins(trial)
-    places = _replaced_places(backbone, trial)
-    windows = choose_windows(budget, backbone, places, fitted, inputs)
-    attentions = list(map(with_window, attentions, windows))
-    return _fitted_copy(backbone, attentions, layers, fitted)
-
-
-def _converted(backbone, attention, layers):
+    Args:
+        plan: A `ConversionPlan` of a `keras_hub.models.Backbone`.
+        fitted: Adapters whose kernels' weights the copy gets, or `None`.
+    """
+    backbone = plan.model
     efficient = efficient_backbone(type(backbone)).from_config(
-        {**backbone.get_config(), "attention": attention, "attention_layers": layers}
+        {
+            **backbone.get_config(),
+            "attention": plan.attention,
+            "attention_layers": plan.layers,
+        }
     )
     copy_weights(backbone, efficient)
+    if fitted is not None:
+        for adapter, source in zip(efficient.attention_adapters, fitted, strict=True):
+            adapter.kernel.set_weights(source.kernel.get_weights())
     return efficient
 
 
-def _fitted_copy(backbone, attention, layers, fitted):
-    """A copy, with weights of layers that have been fitted."""
-    efficient = _converted(backbone, attention, layers)
-    for layer, source in zip(stand_ins(efficient), fitted, strict=True):
-        layer.set_weights(source.get_weights())
-    return efficient
+def _within_budget(plan, inputs, budget):
+    """A copy with as many layers replaced as an error allows."""
+    whole = apply_plan(plan)
+    fitted = whole.attention_adapters
+    if can_fit(fitted):
+        fit(fitted, plan.sites, trace(plan.model, plan.sites, inputs))
+    layers = select_layers(budget, plan, whole, inputs)
+    if len(layers) == len(fitted):
+        return whole
+    attention = plan.attention
+    if isinstance(attention, list):
+        attention = [attention[index] for index in layers]
+    chosen = plan.replace(attention=attention, layers=layers)
+    return apply_plan(chosen, [fitted[index] for index in layers])
 
 
-def _calibrate(backbone, efficient, inputs):
-    places = _replaced_places(backbone, efficient)
-    calibrate_layers(stand_ins(efficient), recorded_inputs(backbone, places, inputs))
-
-
-def _replaced_places(backbone, efficient):
-    """The places in the backbone where its copy has stand-ins."""
-    new = attention_places(efficient)
-    return [
-        place
-        for place, other in zip(attention_places(backbone), new, strict=True)
-        if isinstance(other.layer, StandIn)
-    ]
-
-
-class _BackboneType(type):
-    """The type of backbones with efficient attention: each equals its stock class.
-
-    KerasHub finds the tasks, preprocessors and tokenizers of a preset by comparing
-    their `backbone_cls` with the class of the preset's backbone. Those of the stock
-    class are those of the efficient one.
-    """
-
-    def __eq__(cls, other):
-        return cls is other or cls.__dict__.get("stock_class") is other
-
-    # Their own: in a set or as keys of a dict, the two are two.
-    __hash__ = type.__hash__
+def _with_windows(plan, inputs, budget):
+    """A copy whose windows have a mean within a budget, and the least error."""
+    attention = [with_window(spec, SMALLEST_WINDOW) for spec in plan.specs]
+    adapters = apply_plan(plan.replace(attention=attention)).attention_adapters
+    records = trace(plan.model, plan.selected, inputs)
+    windows = choose_windows(budget, adapters, plan.selected, records)
+    attention = list(map(with_window, plan.specs, windows))
+    return apply_plan(plan.replace(attention=attention), adapters)
 
 
 class EfficientBackbone(PresetMixin):
-    """What the classes that `efficient_backbone` makes add to the stock class.
+    """The part of a converted backbone that the stock class has not.
 
     Attributes:
         attention: The name or configuration of the attention, or a list of them, one
             for each layer that has it.
         attention_layers: Indices of the layers that have it, or `None` for all.
+        attention_sites: The `AttentionSite`s of all self-attention layers.
     """
 
     def __init__(self, *args, attention, attention_layers=None, **kwargs):
-        attention = recorded(attention)
         super().__init__(*args, **kwargs)
-        replace_layers(self, attention, attention_layers)
-        self.attention = attention
+        plan = plan_conversion(self, attention, attention_layers)
+        self.attention_sites = plan.install(plan.make_adapters())
+        self.attention = plan.attention
         self.attention_layers = attention_layers
+
+    @property
+    def attention_adapters(self):
+        """The `AttentionAdapter`s, in the order of the model."""
+        return [site.layer for site in self.attention_sites if site.is_converted]
 
     def get_config(self):
         attention, layers = self.attention, self.attention_layers
@@ -262,15 +241,15 @@ class EfficientBackbone(PresetMixin):
         }
 
     def enable_lora(self, *args, **kwargs):
-        with counted_as_original(self):
+        with hide_adapter_weights(self, self.attention_sites):
             super().enable_lora(*args, **kwargs)
 
     def save_lora_weights(self, filepath):
-        with counted_as_original(self):
+        with hide_adapter_weights(self, self.attention_sites):
             super().save_lora_weights(filepath)
 
     def load_lora_weights(self, filepath):
-        with counted_as_original(self):
+        with hide_adapter_weights(self, self.attention_sites):
             super().load_lora_weights(filepath)
 
 
@@ -279,16 +258,17 @@ def efficient_backbone(stock_class):
     """The class of backbones of one kind with efficient attention.
 
     Its constructor takes the arguments of the stock class, `attention` and
-    `attention_layers` (as `layers`), as in `convert_backbone`. The classes of all
-    backbones in `keras_hub.models` are registered for serialization when this module
-    is imported; call this function to register that of any other backbone before
-    loading one.
+    `attention_layers` (as `layers`), as in `convert_backbone`. The class is made when
+    it is first asked for. A file that names one of a backbone in `keras_hub.models`
+    loads once `keras_efficient_attn.models` is imported; call this function before
+    loading one of another backbone.
 
     Args:
         stock_class: A subclass of `keras_hub.models.Backbone`.
 
     Returns:
-        A subclass of it, registered as `keras_efficient_attn>Efficient{its name}`.
+        A subclass of it, with the registered name
+        `keras_efficient_attn>Efficient{its name}`.
 
     Raises:
         TypeError: If `stock_class` is something else.
@@ -300,23 +280,60 @@ def efficient_backbone(stock_class):
             "`stock_class` must be a subclass of `keras_hub.models.Backbone`. "
             f"Received: stock_class={stock_class!r}"
         )
-    name = f"Efficient{stock_class.__name__}"
     attributes = {
         "__module__": __name__,
         "__doc__": f"A `{stock_class.__name__}` with efficient self-attention.",
-        "stock_class": stock_class,
     }
-    made = _BackboneType(name, (EfficientBackbone, stock_class), attributes)
-    return keras.saving.register_keras_serializable("keras_efficient_attn")(made)
+    entry = RegistryEntry(stock_class)
+    made = type(entry.__name__, (EfficientBackbone, stock_class), attributes)
+    keras.saving.register_keras_serializable(PACKAGE)(made)
+    entry.register()
+    generate_from_states(stock_class, made)
+    return made
 
 
-def _register_all():
+class RegistryEntry:
+    """An entry of Keras' registry that makes the class when a file names it.
+
+    KerasHub asks of the class in a preset whether it is a `Backbone`, and finds the
+    tasks, preprocessors and tokenizers by comparing their `backbone_cls` with it. The
+    entry is a subclass of the stock class, and equals it.
+
+    Args:
+        stock_class: A subclass of `keras_hub.models.Backbone`.
+    """
+
+    def __init__(self, stock_class):
+        self.stock_class = stock_class
+        self.__name__ = f"Efficient{stock_class.__name__}"
+
+    @property
+    def __bases__(self):
+        # `issubclass` reads it of what is no class.
+        return (efficient_backbone(self.stock_class),)
+
+    def __eq__(self, other):
+        return other is self.stock_class or other is self
+
+    # Its own: in a set, the entry and the stock class are two.
+    __hash__ = object.__hash__
+
+    def from_config(self, config):
+        return efficient_backbone(self.stock_class).from_config(config)
+
+    def register(self):
+        """Puts the entry into the registry, under the name of the class."""
+        name = f"{PACKAGE}>{self.__name__}"
+        keras.saving.get_custom_objects()[name] = self
+
+
+def _register_entries():
     base = keras_hub.models.Backbone
     for stock_class in list(vars(keras_hub.models).values()):
         if not inspect.isclass(stock_class) or stock_class is base:
             continue
         if issubclass(stock_class, base):
-            efficient_backbone(stock_class)
+            RegistryEntry(stock_class).register()
 
 
-_register_all()
+_register_entries()

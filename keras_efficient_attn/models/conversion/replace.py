@@ -2,33 +2,9 @@
 
 import warnings
 
-import keras
-
-from keras_efficient_attn.models.conversion.calibration import (
-    batches,
-    calibrate_layers,
-    check_can_calibrate,
-    recorded_inputs,
-)
-from keras_efficient_attn.models.conversion.places import (
-    attention_places,
-    check_held,
-    name_scopes,
-    put,
-    track_parameters,
-)
-from keras_efficient_attn.models.conversion.specification import (
-    make_stand_in,
-    of_each_layer,
-    recorded,
-)
-
-COMPILED = (
-    "train_function",
-    "test_function",
-    "predict_function",
-    "generate_function",
-)
+from keras_efficient_attn.models.conversion.fit import batches, check_can_fit, fit
+from keras_efficient_attn.models.conversion.plan import build_adapter, plan_conversion
+from keras_efficient_attn.models.conversion.trace import trace
 
 
 def replace_attention(model, attention, layers=None, calibrate=None):
@@ -71,61 +47,20 @@ def replace_attention(model, attention, layers=None, calibrate=None):
     model.compile("adam", "mse")
     ```
     """
-    stand_ins = replace_layers(model, recorded(attention), layers, calibrate)
+    plan = plan_conversion(model, attention, layers)
+    # All of them before any is installed: a refusal leaves the model as it was.
+    adapters = plan.make_adapters()
+    if calibrate is not None:
+        check_can_fit(adapters)
+        records = trace(model, plan.selected, batches(calibrate))
+        for adapter, site in zip(adapters, plan.selected, strict=True):
+            build_adapter(adapter, site)
+        fit(adapters, plan.selected, records)
+    plan.install(adapters)
     warnings.warn(
         f"{model.name} has to be compiled again, and does not survive saving: what is "
         "loaded has softmax attention. `convert_backbone` makes a copy of a backbone "
         "that does.",
         stacklevel=2,
     )
-    return [layer.path for layer in stand_ins]
-
-
-def replace_layers(model, spec, layers, calibrate=None):
-    """`replace_attention`, of a specification that is `recorded`, without a word.
-
-    Returns:
-        The new layers.
-    """
-    places = attention_places(model)
-    places = [places[index] for index in chosen(layers, len(places))]
-    # All of them before any is put: a refusal leaves the model as it was.
-    for place in places:
-        check_held(place)
-    specs = of_each_layer(spec, len(places))
-    stand_ins = [make_stand_in(*pair) for pair in zip(specs, places, strict=True)]
-    if calibrate is not None:
-        check_can_calibrate(stand_ins)
-        inputs = recorded_inputs(model, places, batches(calibrate))
-    for place, layer in zip(places, stand_ins, strict=True):
-        with name_scopes(place.layer.path):
-            layer.take_over(place.layer)
-    if calibrate is not None:
-        calibrate_layers(stand_ins, inputs)
-    for place, layer in zip(places, stand_ins, strict=True):
-        put(place, layer)
-    track_parameters(model)
-    if isinstance(model, keras.Model):
-        model.compiled = False
-    for name in COMPILED:
-        if hasattr(model, name):
-            setattr(model, name, None)
-    return stand_ins
-
-
-def chosen(layers, count):
-    """The indices in `layers`, sorted; all of them for `None`."""
-    if layers is None:
-        return list(range(count))
-    try:
-        indices = sorted(set(layers))
-    except TypeError:
-        indices = [None]
-    if not indices or not all(
-        isinstance(index, int) and 0 <= index < count for index in indices
-    ):
-        raise ValueError(
-            "`layers` must be None or the indices of self-attention layers, from 0 to "
-            f"{count - 1}. Received: layers={layers!r}"
-        )
-    return indices
+    return [adapter.path for adapter in adapters]

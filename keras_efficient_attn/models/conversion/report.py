@@ -1,15 +1,14 @@
-"""What replacing softmax attention changes, layer by layer."""
+"""The errors that efficient attention causes, layer by layer."""
 
 import dataclasses
 
-from keras_efficient_attn.models.conversion.places import attention_places
-from keras_efficient_attn.models.conversion.recording import (
-    recorded_calls,
+from keras_efficient_attn.models.conversion.sites import find_sites
+from keras_efficient_attn.models.conversion.trace import (
     relative_error,
     run,
+    trace_layers,
     valid_rows,
 )
-from keras_efficient_attn.models.conversion.stand_ins import StandIn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +85,7 @@ def swap_report(original, converted, inputs):
     print(swap_report(backbone, efficient, preprocessor(texts)))
     ```
     """
-    old, new = attention_places(original), attention_places(converted)
+    old, new = find_sites(original), find_sites(converted)
     if len(old) != len(new):
         raise ValueError(
             "`original` and `converted` must have as many self-attention layers. "
@@ -95,18 +94,18 @@ def swap_report(original, converted, inputs):
     old_attention, old_blocks = _attention_and_blocks(original, old, inputs)
     _, new_blocks = _attention_and_blocks(converted, new, inputs)
     errors = []
-    for index, (old_place, place) in enumerate(zip(old, new, strict=True)):
+    for index, (old_site, site) in enumerate(zip(old, new, strict=True)):
         calls = old_attention[index]
-        rows = [valid_rows(old_place, call) for call in calls]
-        again = [run(place.layer, *call.args, **call.kwargs) for call in calls]
+        rows = [valid_rows(old_site, call) for call in calls]
+        again = [run(site.layer, *call.args, **call.kwargs) for call in calls]
         residual = None
-        if _in_one_block(place, converted):
+        if site.in_one_block:
             residual = relative_error(old_blocks[index], new_blocks[index], rows)
         errors.append(
             LayerError(
                 index,
-                place.layer.path,
-                isinstance(place.layer, StandIn),
+                site.layer.path,
+                site.is_converted,
                 relative_error([call.output for call in calls], again, rows),
                 residual,
             )
@@ -114,18 +113,14 @@ def swap_report(original, converted, inputs):
     return SwapReport(errors)
 
 
-def _attention_and_blocks(model, places, inputs):
+def _attention_and_blocks(model, sites, inputs):
     """The calls of the attention layers, and the outputs of the blocks around them."""
-    layers = [place.layer for place in places]
-    layers += [place.block for place in places if _in_one_block(place, model)]
-    calls = recorded_calls(model, layers, inputs)
-    blocks = iter(calls[len(places) :])
+    layers = [site.layer for site in sites]
+    layers += [site.block for site in sites if site.in_one_block]
+    calls = trace_layers(model, layers, inputs)
+    blocks = iter(calls[len(sites) :])
     outputs = [
-        [call.output for call in next(blocks)] if _in_one_block(place, model) else []
-        for place in places
+        [call.output for call in next(blocks)] if site.in_one_block else []
+        for site in sites
     ]
-    return calls[: len(places)], outputs
-
-
-def _in_one_block(place, model):
-    return place.block is not model and len(place.holders) == 1
+    return calls[: len(sites)], outputs

@@ -1,27 +1,26 @@
-"""Which attention to put in the places of a model's own: names, layers and configs."""
-
-import inspect
+"""The attention to convert to: names, layers and configurations."""
 
 import keras
 
-from keras_efficient_attn.layers import EfficientAttention, ReformerLSHAttention
-from keras_efficient_attn.layers.attention.base import AttentionCall
+from keras_efficient_attn.layers import (
+    EfficientAttention,
+    ReformerLSHAttention,
+    SoftmaxAttention,
+)
 from keras_efficient_attn.layers.attention.registry import (
     constructor_arguments,
     parse_attention,
     with_option,
 )
-from keras_efficient_attn.models.conversion.stand_ins import StandIn, stand_in_class
 
-# What the model decides, and not whoever chooses an attention for it.
-OF_THE_MODEL = {
-    *inspect.signature(keras.layers.MultiHeadAttention.__init__).parameters,
-    *inspect.signature(EfficientAttention.__init__).parameters,
+# The model decides these arguments, and not the specification.
+MODEL_ARGUMENTS = {
+    *constructor_arguments(EfficientAttention),
     *("name", "dtype", "trainable"),
 } - {"seed"}
 
 
-def recorded(attention):
+def normalize_spec(attention):
     """A name or a configuration, which JSON can hold, or a list of them.
 
     Args:
@@ -31,15 +30,15 @@ def recorded(attention):
         TypeError: If it is of none of these kinds.
     """
     if isinstance(attention, list | tuple):
-        return [_recorded_one(of_layer) for of_layer in attention]
-    return _recorded_one(attention)
+        return [_normalize_one(spec) for spec in attention]
+    return _normalize_one(attention)
 
 
-def of_each_layer(spec, count):
+def specs_per_layer(spec, count):
     """The specification of each layer that is replaced, a list.
 
     Args:
-        spec: From `recorded`.
+        spec: From `normalize_spec`.
         count: Number of the layers.
 
     Raises:
@@ -72,13 +71,43 @@ def with_window(spec, window):
     return {**spec, "config": {**spec["config"], "window": window}}
 
 
+def make_adapter(spec, site):
+    """The adapter for a site, with a kernel: not built, and not in the model.
+
+    Args:
+        spec: The specification of one layer, from `specs_per_layer`.
+        site: An `AttentionSite`.
+
+    Raises:
+        ValueError: If the layer cannot replace the model's.
+    """
+    layer_class, options = _class_and_options(spec)
+    where = f"{layer_class.__name__} cannot take the place of {site.layer.path}"
+    reason = _refusal(layer_class, options, site)
+    if reason is not None:
+        raise ValueError(f"{where}: {reason}")
+    config = {**site.adapter_class.geometry(site.layer), **options}
+    try:
+        # Options of a name are arguments, those of a configuration serialized.
+        kernel = (
+            layer_class(**config)
+            if isinstance(spec, str)
+            else layer_class.from_config(config)
+        )
+        x = keras.KerasTensor((None, None, kernel.key_dim))
+        kernel.compute_output_spec(x, x, use_causal_mask=site.is_causal)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
+    return site.adapter_class(kernel, site.layer, site.is_causal)
+
+
 def _layer_class(spec):
     if isinstance(spec, str):
         return parse_attention(spec)[0]
     return type(keras.saving.deserialize_keras_object(spec))
 
 
-def _recorded_one(attention):
+def _normalize_one(attention):
     multi_head = keras.layers.MultiHeadAttention
     if isinstance(attention, type) and issubclass(attention, multi_head):
         # Its sizes will be the model's.
@@ -94,41 +123,10 @@ def _recorded_one(attention):
     )
 
 
-def make_stand_in(spec, place):
-    """The layer that is to stand in a place: not built, and not put there.
-
-    Args:
-        spec: Of one layer, from `of_each_layer`.
-        place: A `Place`.
-
-    Raises:
-        ValueError: If there cannot be one.
-    """
-    layer_class, options = _class_and_options(spec)
-    where = f"{layer_class.__name__} cannot take the place of {place.layer.path}"
-    reason = _refusal(layer_class, options, place)
-    if reason is not None:
-        raise ValueError(f"{where}: {reason}")
-    config = {**place.stand_in.geometry(place.layer), **options}
-    stand_in = stand_in_class(place.stand_in, layer_class)
-    try:
-        # Options of a name are arguments, those of a configuration serialized.
-        layer = (
-            stand_in(**config)
-            if isinstance(spec, str)
-            else stand_in.from_config(config)
-        )
-        layer.receives_causal_mask = place.is_causal
-        _check_causality(layer)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
-    return layer
-
-
 def _class_and_options(spec):
     if isinstance(spec, str):
         layer_class, options = parse_attention(spec)
-        taken = sorted(OF_THE_MODEL & set(options))
+        taken = sorted(MODEL_ARGUMENTS & set(options))
         if taken:
             raise ValueError(
                 f"The model decides {', '.join(taken)}. Received: attention={spec!r}"
@@ -139,11 +137,12 @@ def _class_and_options(spec):
         return layer_class, options
     layer = keras.saving.deserialize_keras_object(spec)
     config = layer.get_config()
-    return type(layer), {k: v for k, v in config.items() if k not in OF_THE_MODEL}
+    return type(layer), {k: v for k, v in config.items() if k not in MODEL_ARGUMENTS}
 
 
-def _refusal(layer_class, options, place):
-    if not issubclass(layer_class, EfficientAttention):
+def _refusal(layer_class, options, site):
+    is_efficient = issubclass(layer_class, EfficientAttention)
+    if not is_efficient or issubclass(layer_class, SoftmaxAttention):
         return (
             "only an `EfficientAttention` can. To keep softmax in a layer, leave it "
             "out of `layers`."
@@ -153,17 +152,9 @@ def _refusal(layer_class, options, place):
             "it has one projection for queries and keys, and would lose the trained "
             "projection of the keys."
         )
-    rotates = hasattr(place.stand_in, "rotary_attribute")
-    if rotates and options.get("rotary_wavelength") is not None:
+    if site.adapter_class.always_causal and options.get("rotary_wavelength"):
         return (
             "the model rotates queries and keys itself. Received: "
             f"rotary_wavelength={options['rotary_wavelength']}"
         )
-    if isinstance(place.layer, StandIn):
-        return None
-    return place.stand_in.refusal(place.layer)
-
-
-def _check_causality(layer):
-    x = keras.KerasTensor((None, None, layer.key_dim))
-    layer._check_call(x, x, x, AttentionCall(causal=layer.receives_causal_mask))
+    return None if site.is_converted else site.adapter_class.refusal(site.layer)

@@ -1,11 +1,43 @@
 """The Universal Transformer: a block that is recurrent in depth."""
 
+import dataclasses
+
 import keras
 from keras import ops
 
 from keras_efficient_attn.layers.adaptive_computation.halting import Halting
-from keras_efficient_attn.models.blocks.transformer_stack import TransformerStack
-from keras_efficient_attn.models.universal.step_signals import StepSignals
+from keras_efficient_attn.models.blocks.transformer_stack import (
+    StackTrace,
+    TransformerStack,
+)
+from keras_efficient_attn.models.options import Options
+from keras_efficient_attn.models.universal.timestep_embedding import TimestepEmbedding
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrenceOptions(Options):
+    """How often a backbone applies its blocks.
+
+    Args:
+        num_recurrences: How often all the blocks are applied, one after the other,
+            with the same weights. Defaults to 1.
+        timestep_embedding: `"learned"` or `"sinusoidal"` vectors that tell the
+            recurrences apart, which makes a `UniversalTransformer` of encoder and
+            decoder. Defaults to `None`.
+        adaptive_computation: Dict of options, such as `{"ponder_cost": 0.01}`, or `{}`:
+            each position has as many recurrences as it asks for, `num_recurrences` at
+            most (`UniversalTransformer`). Defaults to `None`.
+    """
+
+    num_recurrences: int = 1
+    timestep_embedding: str | None = None
+    adaptive_computation: dict | None = dataclasses.field(default=None, hash=False)
+
+    @property
+    def universal(self):
+        """Whether encoder and decoder are a `UniversalTransformer`."""
+        options = (self.timestep_embedding, self.adaptive_computation)
+        return any(option is not None for option in options)
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -14,7 +46,7 @@ class UniversalTransformer(TransformerStack):
 
     ```
     for n in range(num_recurrences):
-        x = blocks(x + positions + step_signals[n])
+        x = blocks(x + positions + timesteps[n])
     ```
 
     An encoder or a decoder, as its blocks are: `causal`, with `cross_attention`, with
@@ -31,7 +63,8 @@ class UniversalTransformer(TransformerStack):
         num_recurrences: How often, at most with `adaptive_computation`.
         positions: Optional layer, `SinusoidalPositions` or `LearnedPositions`, whose
             signal is added in every step; it is the same in all steps of a call.
-        step_signals: `"learned"` (the default), `"sinusoidal"`, or `None`.
+        timestep_embedding: `"learned"` (the default), `"sinusoidal"`, or `None`: what
+            tells the steps apart (`TimestepEmbedding`).
         adaptive_computation: Options of `AdaptiveComputationTime`, a dict of
             `epsilon`, `ponder_cost`, `halting_bias`, `early_exit`; `{}` for its
             defaults. Defaults to `None`: all positions take all steps.
@@ -74,25 +107,24 @@ class UniversalTransformer(TransformerStack):
         blocks,
         num_recurrences,
         positions=None,
-        step_signals="learned",
+        timestep_embedding="learned",
         adaptive_computation=None,
         **kwargs,
     ):
         super().__init__(blocks, num_recurrences, **kwargs)
         if self.blocks[0].residual == "reversible":
             raise ValueError(
-                "Step signals and adaptive computation have one stream, not two. "
+                "Timesteps and adaptive computation have one stream, not two. "
                 "Received: residual='reversible'"
             )
         self.positions = positions
-        self.step_signal_kind = step_signals
-        self.step_signals = None
-        if step_signals is not None:
-            self.step_signals = StepSignals(
+        self.timestep_embedding = None
+        if timestep_embedding is not None:
+            self.timestep_embedding = TimestepEmbedding(
                 num_recurrences,
-                step_signals,
+                timestep_embedding,
                 dtype=self.dtype_policy,
-                name="step_signals",
+                name="timestep_embedding",
             )
         self.adaptive_computation = adaptive_computation
         self.halting = None
@@ -103,7 +135,7 @@ class UniversalTransformer(TransformerStack):
 
     def build(self, x_shape, memory_shape=None, **shapes):
         super().build(x_shape, memory_shape)
-        for layer in (self.positions, self.step_signals, self.halting):
+        for layer in (self.positions, self.timestep_embedding, self.halting):
             if layer is not None:
                 layer.build(x_shape)
 
@@ -129,42 +161,45 @@ class UniversalTransformer(TransformerStack):
                 f"Received: adaptive_computation={self.adaptive_computation!r}, "
                 f"state given: {state is not None}"
             )
-        ponder = {}
-        output = self._run(
-            x,
-            state,
-            training,
+        inputs = dict(
             padding_mask=padding_mask,
             memory=memory,
             memory_padding_mask=memory_padding_mask,
-            ponder=ponder,
         )
-        return (output, ponder) if return_ponder else output
+        x, trace = self._apply_steps(x, inputs, state, training)
+        x = self._normalize(x)
+        if return_ponder:
+            return x, trace.ponder
+        return x if state is None else (x, trace.state)
 
-    def _recur(self, x, state, new_state, training, ponder, **inputs):
-        signal = None
+    def _apply_steps(self, x, inputs, state, training):
+        """All steps: the output, and a `StackTrace`."""
+        signal, new_state = None, {}
         if self.positions is not None:
             signal, positions_state = self.positions.signal(
                 x, None if state is None else state["positions"], training
             )
-        if state is not None and self.positions is not None:
-            new_state["positions"] = positions_state
+            if state is not None:
+                new_state["positions"] = positions_state
 
         def step(n, x):
             x = x if signal is None else x + ops.cast(signal, x.dtype)
-            x = x if self.step_signals is None else self.step_signals(x, step=n)
-            return self._apply_blocks(n, x, state, new_state, training, **inputs)
+            if self.timestep_embedding is not None:
+                x = self.timestep_embedding(x, step=n)
+            x, trace = self._apply_blocks(n, x, inputs, state, training)
+            new_state.update(trace.state)
+            return x
 
         if self.halting is None:
             for n in range(self.num_recurrences):
                 x = step(n, x)
-            return x
+            return x, StackTrace(new_state, [])
         running = ops.ones_like(x[..., 0], dtype="bool")
         if inputs["padding_mask"] is not None:
             real = ops.cast(inputs["padding_mask"], "bool")
             running = ops.logical_and(running, real)
         x = ops.where(running[..., None], x, ops.zeros_like(x))
-        output, statistics = self.halting.ponder(
+        output, ponder = self.halting.ponder(
             step,
             x,
             lambda state: state,
@@ -172,10 +207,9 @@ class UniversalTransformer(TransformerStack):
             # Later positions attend to this one's states of all steps.
             training or state is not None,
         )
-        ponder.update(statistics)
         if self.halting.ponder_cost and state is None:
-            self.add_loss(self.halting.cost(statistics, running))
-        return ops.cast(output, self.compute_dtype)
+            self.add_loss(self.halting.cost(ponder, running))
+        return ops.cast(output, self.compute_dtype), StackTrace(new_state, [], ponder)
 
     def compute_output_spec(self, x, *args, return_ponder=False, **kwargs):
         output = super().compute_output_spec(x)
@@ -187,7 +221,7 @@ class UniversalTransformer(TransformerStack):
         return {
             **super().get_config(),
             "positions": keras.saving.serialize_keras_object(self.positions),
-            "step_signals": self.step_signal_kind,
+            "timestep_embedding": getattr(self.timestep_embedding, "kind", None),
             "adaptive_computation": self.adaptive_computation,
         }
 

@@ -135,7 +135,7 @@ def test_generation_equals_calls_on_the_whole_sequence():
         intermediate_dim=8,
         attention=["fourier", "fourier:linear=True,num_frequencies=4,power=2"],
         positions="sinusoidal",
-        tie_embeddings=False,
+        embedding="untied",
     )
     model = EfficientCausalLM(backbone)
     tokens = np.zeros((2, 10), "int32")

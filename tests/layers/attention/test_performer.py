@@ -144,8 +144,7 @@ def test_error_against_softmax_falls_with_the_root_of_the_features():
             heads = [to_numpy(dense_(x)) for dense_ in projections(layer)]
             scaled = [head.astype("float64") * DIM**-0.25 for head in heads[:2]]
             exact, _ = dense.weigh(np.exp(dense.dots(*scaled)), heads[2])
-            tensors = map(ops.convert_to_tensor, heads)
-            ours, _ = layer.attend(*tensors, AttentionCall())
+            ours, _ = layer.attend(*map(ops.convert_to_tensor, heads), AttentionCall())
             total += ((to_numpy(ours) - exact) ** 2).mean()
         return math.sqrt(total / 8)
 

@@ -5,7 +5,7 @@ import numpy as np
 from keras import ops
 from keras_hub import models
 
-from keras_efficient_attn.models.conversion.stand_ins import StandIn
+from keras_efficient_attn.models.conversion.adapters import AttentionAdapter
 
 BATCH, LENGTH = 2, 7
 SIZES = dict(vocabulary_size=50, num_layers=2, hidden_dim=16, intermediate_dim=24)
@@ -110,5 +110,7 @@ def assert_same_outputs(first, second, data, tolerance=1e-5):
         np.testing.assert_allclose(new, old, rtol=0, atol=tolerance * np.max(abs(old)))
 
 
-def stand_ins(model):
-    return [layer for layer in model._flatten_layers() if isinstance(layer, StandIn)]
+def kernels(model):
+    """The efficient layers in the places of a model's own, in order."""
+    layers = model._flatten_layers()
+    return [layer.kernel for layer in layers if isinstance(layer, AttentionAdapter)]

@@ -7,7 +7,7 @@ import pytest
 from keras import ops
 
 from keras_efficient_attn.models import convert_backbone, replace_attention
-from keras_efficient_attn.models.conversion.places import attention_places, stand_ins
+from keras_efficient_attn.models.conversion.sites import find_sites
 from tests.models.conversion import families
 
 # As many codes as there are keys in the data: every key is its own code.
@@ -37,8 +37,8 @@ def test_with_a_code_for_each_key_the_data_are_exact(name, options):
 def test_queries_and_keys_are_fitted_as_the_model_rotates_them():
     backbone = families.make("llama")
     efficient = convert_backbone(backbone, families.LOCAL)
-    old = attention_places(backbone)[0].layer
-    new = stand_ins(efficient)[0]
+    old = find_sites(backbone)[0].layer
+    new = families.kernels(efficient)[0]
     x = np.random.default_rng(0).normal(size=(2, 6, 16)).astype("float32")
     for project, dense in (
         (new._projected_query, old._query_dense),
@@ -182,8 +182,8 @@ def test_both_towers_count():
         efficient = convert_backbone(
             backbone, attention, "auto", calibrate=data, budget=1e-4
         )
-        places = enumerate(attention_places(backbone))
-        exact = [i for i, place in places if place.block in tower.encoder_layers]
+        sites = enumerate(find_sites(backbone))
+        exact = [i for i, site in sites if site.block in tower.encoder_layers]
         assert efficient.attention_layers == exact
         families.assert_same_outputs(backbone, efficient, data)
 

@@ -1,6 +1,8 @@
 """Conversion: what stays, what changes, and what is refused."""
 
 import gc
+import subprocess
+import sys
 
 import keras
 import keras_hub
@@ -9,6 +11,8 @@ import pytest
 
 from keras_efficient_attn import LocalAttention, PerformerAttention, VQAttention
 from keras_efficient_attn.models import convert_backbone, efficient_backbone
+from keras_efficient_attn.models.conversion import plan
+from keras_efficient_attn.models.conversion.sites import find_sites
 from tests.models.conversion import families
 
 INEXACT = "performer:num_features=4"
@@ -35,14 +39,13 @@ def test_exact_attention_leaves_every_family_as_it_is(name):
     # Both the stock class and the generated one, with the same weights in their order.
     assert isinstance(efficient, backbone_class)
     assert type(efficient) is efficient_backbone(backbone_class)
-    own = ("projection", "codebook/", "coordinates/")
-    kept = [path for path in paths(efficient) if not any(o in path for o in own)]
+    kept = [path for path in paths(efficient) if "/kernel/" not in path]
     assert kept == paths(backbone)
     # BART has two for each of its layers.
-    assert len(families.stand_ins(efficient)) == (4 if name == "bart" else 2)
+    assert len(families.kernels(efficient)) == (4 if name == "bart" else 2)
 
     # What happens to the copy does not happen to the original.
-    assert not families.stand_ins(backbone)
+    assert not families.kernels(backbone)
     for weight in efficient.weights:
         weight.assign(np.zeros(weight.shape))
     for now, then in zip(backbone.get_weights(), weights, strict=True):
@@ -91,10 +94,14 @@ def test_a_layer_that_is_left_out_keeps_softmax():
         first, second = efficient.transformer_layers
         assert type(first._self_attention_layer) is keras.layers.MultiHeadAttention
         layer = second._self_attention_layer
-        assert isinstance(layer, PerformerAttention)
-        assert (layer.num_heads, layer.key_dim, layer.dropout) == (2, 8, 0.1)
+        assert isinstance(layer.kernel, PerformerAttention)
+        assert (layer.kernel.num_heads, layer.kernel.key_dim, layer.kernel.dropout) == (
+            2,
+            8,
+            0.1,
+        )
         assert efficient.get_config()["attention_layers"] == [1]
-    assert layer.num_features is None
+    assert layer.kernel.num_features is None
 
 
 def test_each_layer_may_have_another_attention(tmp_path):
@@ -103,7 +110,7 @@ def test_each_layer_may_have_another_attention(tmp_path):
     attention = [LocalAttention(1, 2, window=2), "vq:window=1,num_codes=3"]
     # Codes are fitted; the window has nothing to fit.
     both = convert_backbone(backbone, attention, calibrate=data)
-    local, vq = families.stand_ins(both)
+    local, vq = families.kernels(both)
     assert isinstance(local, LocalAttention) and local.window == 2
     assert isinstance(vq, VQAttention) and vq.num_codes == 3
     file = tmp_path / "model.keras"
@@ -114,7 +121,7 @@ def test_each_layer_may_have_another_attention(tmp_path):
         convert_backbone(backbone, attention[0], [0]),
         convert_backbone(backbone, attention[1], [1], calibrate=data),
     ]
-    np.testing.assert_array_equal(families.stand_ins(alone[1])[0].codebook, vq.codebook)
+    np.testing.assert_array_equal(families.kernels(alone[1])[0].codebook, vq.codebook)
 
     def error(converted):
         (old,), (new,) = (families.outputs(m, data) for m in (backbone, converted))
@@ -196,13 +203,75 @@ def test_quantisation_stays_and_can_be_added(name, tmp_path, monkeypatch):
     families.assert_same_outputs(early, loaded, data)
 
 
-def test_generated_classes_are_registered_on_import():
-    registered = keras.saving.get_registered_object(
+FRESH_PROCESS = """
+import sys
+import keras, keras_hub, numpy as np
+from keras_efficient_attn import models
+from keras_efficient_attn.models.conversion import backbone
+
+folder = sys.argv[1]
+assert not backbone.EfficientBackbone.__subclasses__()
+loaded = keras.saving.load_model(folder + "/model.keras")
+made = backbone.EfficientBackbone.__subclasses__()
+assert [c.__name__ for c in made] == ["EfficientBertBackbone"], made
+assert type(loaded) is models.efficient_backbone(keras_hub.models.BertBackbone)
+again = keras_hub.models.Backbone.from_preset(folder + "/gpt2")
+assert type(again) is models.efficient_backbone(keras_hub.models.GPT2Backbone)
+task = keras_hub.models.CausalLM.from_preset(folder + "/gpt2", preprocessor=None)
+assert type(task) is keras_hub.models.GPT2CausalLM
+assert type(task.backbone) is type(again)
+data = dict(np.load(folder + "/data.npz"))
+output = keras.ops.convert_to_numpy(loaded(data)["sequence_output"])
+np.savez(folder + "/outputs.npz", loaded=output)
+"""
+
+
+def test_classes_are_made_when_a_file_names_them(tmp_path):
+    backbone = convert_backbone(families.make("bert"), INEXACT)
+    backbone.save(tmp_path / "model.keras")
+    gpt2 = convert_backbone(families.make("gpt2"), INEXACT)
+    gpt2.save_to_preset(str(tmp_path / "gpt2"))
+    data = families.inputs(backbone)
+    np.savez(tmp_path / "data.npz", **data)
+    subprocess.run(
+        [sys.executable, "-c", FRESH_PROCESS, str(tmp_path)], check=True, timeout=300
+    )
+    received = np.load(tmp_path / "outputs.npz")["loaded"]
+    expected = keras.ops.convert_to_numpy(backbone(data)["sequence_output"])
+    np.testing.assert_allclose(received, expected, atol=1e-5)
+
+
+def test_stock_classes_stay_apart_from_the_registry_entries():
+    stock = keras_hub.models.XLMRobertaBackbone
+    entry = keras.saving.get_registered_object(
         "keras_efficient_attn>EfficientXLMRobertaBackbone"
     )
-    assert registered is efficient_backbone(keras_hub.models.XLMRobertaBackbone)
+    assert issubclass(entry, efficient_backbone(stock)) and entry == stock
+    assert len({entry, stock, efficient_backbone(stock)}) == 3
     with pytest.raises(TypeError, match="stock_class"):
         efficient_backbone(keras.Model)
+
+
+def test_each_model_is_walked_once(monkeypatch):
+    backbone = families.make("distil_bert")
+    data = families.inputs(backbone)
+    walked = []
+
+    def find_sites_of(model):
+        walked.append(model)
+        return find_sites(model)
+
+    monkeypatch.setattr(plan, "find_sites", find_sites_of)
+    for options, models in (
+        ({}, 2),
+        ({"calibrate": data}, 2),
+        # The trial, and the copy with the layers or windows that were chosen.
+        ({"layers": "auto", "budget": 1e3, "calibrate": data}, 2),
+        ({"window_budget": 2, "calibrate": data}, 3),
+    ):
+        walked.clear()
+        convert_backbone(backbone, "vq:window=1,num_codes=3", **options)
+        assert len(walked) == len({id(model) for model in walked}) == models, options
 
 
 def test_refusals():

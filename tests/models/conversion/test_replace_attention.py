@@ -92,7 +92,7 @@ def test_attributes_lists_dicts_and_graphs():
         replaced = replace_attention(model, "local:window=8")
     assert len(replaced) == 4
     assert [id(v) for v in model.weights] == [id(v) for v in variables]
-    found = families.stand_ins(model)
+    found = families.kernels(model)
     assert len(found) == 4 and all(isinstance(v, LocalAttention) for v in found)
     after = ops.convert_to_numpy(model([x, mask]))
     np.testing.assert_allclose(after, before, atol=1e-5 * np.max(abs(before)))
@@ -125,11 +125,11 @@ def test_refusals_leave_the_model_as_it_is():
         replace_attention(model, "local", [4])
     with pytest.raises(ValueError, match="cannot take the place"):
         replace_attention(model, "performer:window=-1")
-    assert not families.stand_ins(model)
+    assert not families.kernels(model)
     hidden = keras.Sequential([keras.Input((None, 8)), Hidden()])
     with pytest.raises(ValueError, match="does not hold its attention"):
         replace_attention(hidden, "local")
-    assert not families.stand_ins(hidden)
+    assert not families.kernels(hidden)
     dense = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     with pytest.raises(ValueError, match="no self-attention layer.*: none"):
         replace_attention(dense, "local")
@@ -145,8 +145,8 @@ def test_a_layer_that_two_hold_is_replaced_in_both():
     for options in ("window=8", "window=5"):
         with pytest.warns(UserWarning):
             assert len(replace_attention(model, f"local:{options}")) == 1
-        (layer,) = families.stand_ins(model)
-        assert all(holder.held is layer for holder in holders)
+        (layer,) = families.kernels(model)
+        assert all(holder.held.kernel is layer for holder in holders)
         assert len(model.weights) == number
         after = ops.convert_to_numpy(model(x))
         np.testing.assert_allclose(after, before, atol=1e-5 * np.max(abs(before)))
@@ -195,7 +195,7 @@ def test_blocks_with_other_masks_are_refused():
     for model in (banded, sam):
         with pytest.raises(ValueError, match="masks that differ between queries"):
             replace_attention(model, "local")
-        assert not families.stand_ins(model)
+        assert not families.kernels(model)
     decoder = keras_hub.layers.TransformerDecoder(8, 2)
     decoder.build(shape)
     holder = Holder(decoder._self_attention_layer, False)

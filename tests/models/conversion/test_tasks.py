@@ -3,12 +3,10 @@
 import keras
 import keras_hub
 import numpy as np
-import pytest
 from keras import ops
 from keras_hub import models
 
 from keras_efficient_attn.models import convert_backbone
-from keras_efficient_attn.models.conversion.places import attention_places
 from tests.models.conversion import families
 
 # Not exact: that it is computed in another way shows.
@@ -18,83 +16,6 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "quick", "fox"]
 
 def array(x):
     return ops.convert_to_numpy(x)
-
-
-@pytest.mark.parametrize(
-    "name, task, attention",
-    [
-        ("gpt2", models.GPT2CausalLM, PERFORMER),
-        ("mistral", models.MistralCausalLM, "local:window=2"),
-        ("gemma", models.GemmaCausalLM, "vq:window=2,num_codes=4"),
-    ],
-)
-def test_the_cache_gives_what_whole_sequences_give(name, task, attention):
-    task = task(convert_backbone(families.make(name), attention))
-    data = families.inputs(task.backbone, padded=False)
-    whole = array(task(data))
-    tokens = ops.convert_to_tensor(data["token_ids"])
-    hidden, cache = task._build_cache(tokens)
-    np.testing.assert_allclose(
-        array(hidden), array(task.backbone(data)), rtol=0, atol=2e-5
-    )
-    # The cache also has later tokens, which are to have no effect.
-    logits, _, _ = task.call_with_cache(tokens[:, 3:4], cache, 3)
-    np.testing.assert_allclose(array(logits), whole[:, 3:4], rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_padding_of_a_cache_is_not_read(name):
-    backbone = families.make(name, num_layers=1)
-    efficient = convert_backbone(backbone, families.LOCAL)
-    old, new = (attention_places(m)[0].layer for m in (backbone, efficient))
-    heads, dim = new._for_query_heads(new._key_dense(np.zeros((1, 1, 16)))).shape[-2:]
-    heads = new.num_key_value_heads or heads
-    random = np.random.default_rng(0)
-    cache = random.normal(size=(2, 2, 6, heads, dim)).astype("float32")
-    x = random.normal(size=(2, 1, 16)).astype("float32")
-    # Four tokens so far, the first two of one row padding; one more of each row.
-    mask = np.array([[[0, 0, 1, 1, 1, 0]], [[1, 1, 1, 1, 1, 0]]], "bool")
-    options = dict(
-        attention_mask=mask,
-        cache=ops.convert_to_tensor(cache),
-        cache_update_index=4,
-    )
-    inputs = (x,) if name == "llama" else (x, x)
-    for first, second in zip(
-        old(*inputs, **options), new(*inputs, **options), strict=True
-    ):
-        np.testing.assert_allclose(array(second), array(first), atol=1e-5)
-
-
-def test_generate_is_greedy():
-    backbone = families.make("gpt2", num_layers=1)
-    task = models.GPT2CausalLM(convert_backbone(backbone, PERFORMER))
-    data = families.inputs(task.backbone, padded=False)
-    data["padding_mask"][:, 3:] = 0
-    task.compile(sampler="greedy")
-    made = task.generate(data, stop_token_ids=None)
-    tokens = array(made["token_ids"])
-    np.testing.assert_array_equal(tokens[:, :3], data["token_ids"][:, :3])
-    logits = array(task({"token_ids": tokens, "padding_mask": np.ones_like(tokens)}))
-    np.testing.assert_array_equal(tokens[:, 3:], logits[:, 2:-1].argmax(-1))
-
-
-def test_generate_with_an_encoder_is_greedy():
-    backbone = families.make("bart", num_layers=1)
-    task = models.BartSeq2SeqLM(convert_backbone(backbone, PERFORMER))
-    data = families.inputs(task.backbone)
-    # The order in which `layers` counts them.
-    blocks = [place.block.name for place in attention_places(task.backbone)]
-    assert blocks == ["transformer_encoder_layer_0", "transformer_decoder_layer_0"]
-    data["decoder_padding_mask"][:] = 0
-    data["decoder_padding_mask"][:, :2] = 1
-    task.compile(sampler="greedy")
-    tokens = array(task.generate(data, stop_token_ids=None)["decoder_token_ids"])
-    np.testing.assert_array_equal(tokens[:, :2], data["decoder_token_ids"][:, :2])
-    data["decoder_token_ids"] = tokens
-    data["decoder_padding_mask"][:] = 1
-    logits = array(task(data))
-    np.testing.assert_array_equal(tokens[:, 2:], logits[:, 1:-1].argmax(-1))
 
 
 def test_a_classifier_trains_and_comes_back_from_a_preset(tmp_path):

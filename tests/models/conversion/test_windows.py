@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from keras_efficient_attn.models import convert_backbone, swap_report
-from keras_efficient_attn.models.conversion.places import attention_places
-from keras_efficient_attn.models.conversion.windows import least_error
+from keras_efficient_attn.models.conversion.sites import find_sites
+from keras_efficient_attn.models.conversion.window_search import least_error
 from tests.models.conversion import families
 
 
@@ -36,7 +36,7 @@ def test_the_least_error_of_all_choices():
 
 def test_the_layer_that_attends_far_gets_the_window():
     backbone = families.make("distil_bert")
-    (near, far) = (place.layer for place in attention_places(backbone))
+    (near, far) = (site.layer for site in find_sites(backbone))
     # The first layer reads orthogonal vectors, and each position attends to itself.
     rows = np.ones((1, 1))
     for _ in range(4):

@@ -61,7 +61,7 @@ def whole_sequence_calls(model, sampler, data):
 
 def make_model(name, **options):
     """Tied embeddings would make the last token the likeliest, again and again."""
-    backbone = make_backbone(name, **{"tie_embeddings": False, **options})
+    backbone = make_backbone(name, **{"embedding": "untied", **options})
     return EfficientCausalLM(backbone)
 
 

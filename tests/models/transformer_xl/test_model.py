@@ -24,7 +24,7 @@ def make_model(memory_length=None, attention="xl:memory_length=6", **options):
             **SIZES,
             "num_layers": 2,
             "attention": attention,
-            "tie_embeddings": False,
+            "embedding": "untied",
             **options,
         }
     )

@@ -8,12 +8,16 @@ from keras_efficient_attn import SoftmaxAttention
 from keras_efficient_attn.models import (
     EfficientTransformerBackbone,
     FeedForward,
+    FeedForwardOptions,
     LearnedPositions,
+    PositionOptions,
+    RecurrenceOptions,
     SeparableConvolution,
     SinusoidalPositions,
     TransformerBlock,
     UniversalTransformer,
 )
+from keras_efficient_attn.models.blocks.transformer_stack import StackTrace
 from tests.autodiff import to_numpy
 from tests.layers.adaptive_computation.adaptive import definition, sigmoid
 from tests.models import dense
@@ -62,7 +66,7 @@ def make_stack(
 
 def expected_output(stack, x, mask, memory=None, memory_mask=None):
     """Of the definition: output and statistics (`None` with fixed steps)."""
-    table = dense.numpy(stack.step_signals.table)
+    table = dense.numpy(stack.timestep_embedding.table)
 
     def step(n, x):
         x = x + dense.sinusoids(x.shape[1], DIM) + table[n]
@@ -137,12 +141,9 @@ def test_generation_of_an_encoder_decoder_equals_the_whole_sequence():
         **SIZES,
         attention="performer:feature_map=elu",
         architecture="encoder_decoder",
-        transition="separable_convolution",
-        positions="sinusoidal",
-        positions_each_layer=True,
-        num_recurrences=2,
-        step_signals="sinusoidal",
-        adaptive_computation={"halting_bias": -1.0},
+        feed_forward=FeedForwardOptions(separable_convolution=True),
+        positions=PositionOptions("sinusoidal", each_layer=True),
+        recurrence=RecurrenceOptions(2, "sinusoidal", {"halting_bias": -1.0}),
     )
     randomize(backbone)
     tokens = np.random.default_rng(0).integers(1, 50, (2, 6)).astype("int32")
@@ -183,12 +184,10 @@ def test_it_trains_compiled_and_stops_compiled(backend):
         **SIZES,
         attention="softmax",
         architecture="encoder",
-        positions="learned",
-        max_sequence_length=20,
-        positions_each_layer=True,
-        num_recurrences=2,
-        step_signals="learned",
-        adaptive_computation={"ponder_cost": 0.1, "halting_bias": -2.0},
+        positions=PositionOptions("learned", max_length=20, each_layer=True),
+        recurrence=RecurrenceOptions(
+            2, "learned", {"ponder_cost": 0.1, "halting_bias": -2.0}
+        ),
     )
     logits = backbone.token_embedding(backbone.output, reverse=True)
     model = keras.Model(backbone.input, logits)
@@ -264,9 +263,7 @@ def test_random_offsets_are_one_shift_in_training_only():
         **{**SIZES, "num_layers": 2},
         attention="softmax",
         architecture="encoder_decoder",
-        positions="sinusoidal",
-        positions_each_layer=True,
-        max_position_offset=1000,
+        positions=PositionOptions("sinusoidal", each_layer=True, max_offset=1000),
     )
     layers = [block.positions for block in backbone.transformer_layers]
     received = [to_numpy(layer(x, training=True))[0, 0] for layer in layers]
@@ -280,12 +277,12 @@ def test_random_offsets_are_one_shift_in_training_only():
 
 
 def test_the_offset_is_the_same_in_all_steps():
-    stack, x = make_stack(step_signals=None, max_offset=9), inputs()
+    stack, x = make_stack(timestep_embedding=None, max_offset=9), inputs()
     seen = []
 
-    def forget(n, x, *args, **kwargs):
+    def forget(n, x, *args):
         seen.append(to_numpy(x))
-        return 0 * x
+        return 0 * x, StackTrace({}, [])
 
     stack._apply_blocks = forget
     stack(x, training=True)
@@ -298,26 +295,30 @@ def test_the_offset_is_the_same_in_all_steps():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(step_signals="none"), "step_signals"),
-        (dict(adaptive_computation=3), "adaptive_computation=3"),
-        (dict(adaptive_computation={"cost": 1}), "cost"),
-        (dict(adaptive_computation={"epsilon": 2}), "epsilon=2"),
-        (dict(step_signals="learned", residual="reversible"), "reversible"),
-        (dict(transition="none"), "transition"),
         (
-            dict(transition="separable_convolution", gated_feed_forward=True),
-            "gated_feed_forward",
+            dict(recurrence={"timestep_embedding": "none"}),
+            "timestep_embedding='none'",
         ),
-        (dict(max_position_offset=5), "max_position_offset"),
+        (dict(recurrence={"adaptive_computation": 3}), "adaptive_computation=3"),
+        (dict(recurrence={"adaptive_computation": {"cost": 1}}), "cost"),
+        (dict(recurrence={"adaptive_computation": {"epsilon": 2}}), "epsilon=2"),
+        (
+            dict(recurrence={"timestep_embedding": "learned"}, residual="reversible"),
+            "reversible",
+        ),
+        (
+            dict(feed_forward={"separable_convolution": True, "gated": True}),
+            "gated=True, separable_convolution=True",
+        ),
+        (dict(positions={"max_offset": 5}), "max_offset=5"),
         (
             dict(
                 architecture="encoder_decoder",
-                positions="sinusoidal",
-                max_position_offset=5,
+                positions={"kind": "sinusoidal", "max_offset": 5},
             ),
-            "positions_each_layer",
+            "each_layer",
         ),
-        (dict(positions="sinusoidal", max_position_offset=-1), "max_offset=-1"),
+        (dict(positions={"kind": "sinusoidal", "max_offset": -1}), "max_offset=-1"),
     ],
 )
 def test_errors_name_what_was_received(options, message):

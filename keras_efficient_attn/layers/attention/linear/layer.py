@@ -118,6 +118,8 @@ class LinearAttention(EfficientAttention):
         - [Katharopoulos et al., 2020](https://arxiv.org/abs/2006.16236)
     """
 
+    takes_sliding_window = True
+
     def __init__(
         self,
         *args,
@@ -132,12 +134,13 @@ class LinearAttention(EfficientAttention):
     ):
         super().__init__(*args, **kwargs)
         self.feature_map = feature_maps.get(feature_map)
-        self.window = self._get_window(window)
+        self.window = self._window_or(window)
         self.normalize = normalize
         self.qk_norm = qk_norm
         self.temperature = temperature
         self.rotary_wavelength = rotary_wavelength
         self.chunk_size = chunk_size
+        self._check_window()
         check_positive_int("chunk_size", chunk_size)
         check_positive_number("temperature", temperature)
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
@@ -145,35 +148,21 @@ class LinearAttention(EfficientAttention):
         self._feature_map_identifier = feature_map
         self._feature_dim = self.feature_map.feature_dim(self._key_dim)
 
-    def _check_keras_options(self):
-        # The window of Keras' constructor is one of this layer.
-        sliding_window, self._sliding_window = self._sliding_window, None
-        super()._check_keras_options()
-        self._sliding_window = sliding_window
-
-    def _get_window(self, window):
-        check_positive_int("window", window, optional=True)
-        argument, sliding_window = "window", self._sliding_window
-        if sliding_window is not None:
-            if window not in (None, sliding_window):
-                raise ValueError(
-                    "`window` and `sliding_window` mean the same, and must not "
-                    f"differ. Received: window={window}, "
-                    f"sliding_window={sliding_window}"
-                )
-            argument, window = "sliding_window", sliding_window
-        if window is not None and not self.feature_map.estimates_softmax:
-            estimating = ", ".join(
-                name
-                for name in feature_maps.names()
-                if feature_maps.get(name).estimates_softmax
-            )
-            raise ValueError(
-                f"`{argument}` joins exact weights exp(q·k) with features, which have "
-                f"to estimate them: {estimating}. Received: {argument}={window}, "
-                f"feature_map={self.feature_map.name!r}"
-            )
-        return window
+    def _check_window(self):
+        check_positive_int("window", self.window, optional=True)
+        if self.window is None or self.feature_map.estimates_softmax:
+            return
+        estimating = ", ".join(
+            name
+            for name in feature_maps.names()
+            if feature_maps.get(name).estimates_softmax
+        )
+        raise ValueError(
+            "`window` joins exact weights exp(q·k) with features, which have to "
+            f"estimate them: {estimating}. Received: window={self.window}, "
+            f"sliding_window={self._sliding_window}, "
+            f"feature_map={self.feature_map.name!r}"
+        )
 
     @property
     def feature_dim(self):

@@ -37,6 +37,9 @@ from keras_efficient_attn.ops.vq_attention.tensors import Codebook, Keys, Positi
 # Longest wavelength of the sinusoids of relative positions, over 2π.
 MAX_WAVELENGTH = 100_000.0
 
+# Keys that are attended to exactly, where nobody says.
+WINDOW = 128
+
 
 @register_attention("vq")
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -158,11 +161,13 @@ class VQAttention(EfficientAttention):
         - [Su, 2023](https://kexue.fm/archives/9862), soft codes and Performer
     """
 
+    takes_sliding_window = True
+
     def __init__(
         self,
         *args,
         num_codes=512,
-        window=128,
+        window=WINDOW,
         assignment="hard",
         order=0,
         rank=None,
@@ -195,7 +200,7 @@ class VQAttention(EfficientAttention):
             soft=self.codebook_config.is_soft,
             order=order,
             rank=rank,
-            window=window,
+            window=self._window_or(window, default=WINDOW),
             quantize_window=quantize_window,
             relative_positions=relative_positions,
             gradient_through_cache=gradient_through_cache,

@@ -7,16 +7,15 @@ import numbers
 
 import keras
 
-from keras_efficient_attn.models.conversion.places import attention_places
-from keras_efficient_attn.models.conversion.recording import (
-    recorded_calls,
+from keras_efficient_attn.models.conversion.trace import (
     relative_error,
     replaced_call,
+    trace_layers,
     valid_rows,
 )
 
 
-def layers_within(budget, original, converted, inputs):
+def select_layers(budget, plan, converted, inputs):
     """The layers that can be replaced within an error, as many as possible.
 
     Each layer is replaced alone, the others keeping softmax; then the longest list of
@@ -27,8 +26,8 @@ def layers_within(budget, original, converted, inputs):
         budget: The largest `√(Σ‖new − old‖² / Σ‖old‖²)` of what leaves the last
             block of a stack, over positions that are no padding. Of several stacks
             (towers, or an encoder and a decoder), each one's.
-        original: A backbone.
-        converted: Its copy, all of whose attention layers are replaced.
+        plan: A `ConversionPlan` for all layers of a backbone.
+        converted: A copy, all of whose attention layers are replaced.
         inputs: List of batches.
 
     Returns:
@@ -37,15 +36,15 @@ def layers_within(budget, original, converted, inputs):
     Raises:
         ValueError: If no layer can be replaced.
     """
-    old, new = attention_places(original), attention_places(converted)
-    ends = [_ends_of_stacks(original, old, batch) for batch in inputs]
+    old, new = plan.sites, converted.attention_sites
+    ends = [_ends_of_stacks(plan.model, old, batch) for batch in inputs]
 
     def error(layers):
         stacks = {}
         for batch, before in zip(inputs, ends, strict=True):
             blocks = {index: new[index].block for index, _ in before}
             with _softmax_except(layers, old, new):
-                calls = recorded_calls(converted, list(blocks.values()), batch)
+                calls = trace_layers(converted, list(blocks.values()), batch)
             after = dict(zip(blocks, calls, strict=True))
             for (index, number), (output, rows) in before.items():
                 stack = stacks.setdefault((index, number), [])
@@ -94,33 +93,28 @@ def check_budget(layers, budget, calibrate):
         )
 
 
-def _ends_of_stacks(model, places, batch):
+def _ends_of_stacks(model, sites, batch):
     """What leaves the last block of each stack, and which of its rows count.
 
     A stack ends where no block takes up, as its first input, what another one returns.
 
     Returns:
-        Dict of pairs `(output, rows)`, by the index of the place and the number of the
+        Dict of pairs `(output, rows)`, by the index of the site and the number of the
         call of its block.
     """
-    layers = [place.layer for place in places] + [place.block for place in places]
-    calls = recorded_calls(model, layers, batch)
-    attention, blocks = calls[: len(places)], calls[len(places) :]
-    taken = {id(_first_input(call)) for made in blocks for call in made}
+    layers = [site.layer for site in sites] + [site.block for site in sites]
+    calls = trace_layers(model, layers, batch)
+    attention, blocks = calls[: len(sites)], calls[len(sites) :]
+    taken = {id(keras.tree.flatten(call.query)[0]) for made in blocks for call in made}
     return {
         (index, number): (
             call.output,
-            valid_rows(places[index], attention[index][number]),
+            valid_rows(sites[index], attention[index][number]),
         )
         for index, made in enumerate(blocks)
         for number, call in enumerate(made)
         if id(_first_output(call)) not in taken
     }
-
-
-def _first_input(call):
-    first, *_ = call.arguments.values()
-    return keras.tree.flatten(first)[0]
 
 
 def _first_output(call):
@@ -131,15 +125,15 @@ def _first_output(call):
 def _softmax_except(layers, old, new):
     """The trained attention itself, for the time of a run, in all other layers."""
     with contextlib.ExitStack() as stack:
-        for index, (old_place, place) in enumerate(zip(old, new, strict=True)):
+        for index, (old_site, site) in enumerate(zip(old, new, strict=True)):
             if index not in layers:
-                call = _with_known_arguments(old_place.layer.call)
-                stack.enter_context(replaced_call(place.layer, call))
+                call = _with_known_arguments(old_site.layer.call)
+                stack.enter_context(replaced_call(site.layer, call))
         yield
 
 
 def _with_known_arguments(call):
-    """A `call` that drops what Keras adds for the signature of another."""
+    """A `call` without the arguments that Keras adds for another signature."""
     names = set(inspect.signature(call).parameters)
 
     def known(*args, **kwargs):

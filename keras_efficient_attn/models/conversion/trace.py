@@ -1,4 +1,4 @@
-"""What the layers of a model are called with, and what they return."""
+"""Records of what the attention layers of a model read and return."""
 
 import contextlib
 import dataclasses
@@ -24,14 +24,55 @@ class Call:
     arguments: dict
     output: object
 
+    @property
+    def query(self):
+        """The first argument."""
+        return next(iter(self.arguments.values()))
 
-def recorded_calls(model, layers, inputs):
+    @property
+    def key(self):
+        """The keys' inputs: those of the queries, unless they are given."""
+        key = self.arguments.get("key")
+        return self.arguments.get("value", self.query) if key is None else key
+
+
+def trace(model, sites, inputs):
+    """The calls of attention layers while a model runs over data once.
+
+    Args:
+        model: A built model.
+        sites: List of `AttentionSite` in it.
+        inputs: List of batches.
+
+    Returns:
+        A list of lists of `Call`, one for each site.
+
+    Raises:
+        ValueError: If the model does not call one of the layers.
+    """
+    layers = [site.layer for site in sites]
+    records = [[] for _ in sites]
+    for batch in inputs:
+        for kept, found in zip(
+            records, trace_layers(model, layers, batch), strict=True
+        ):
+            kept += found
+    for layer, kept in zip(layers, records, strict=True):
+        if not kept:
+            raise ValueError(
+                "The model does not call all of its attention layers, and those it "
+                f"does not have nothing to be fitted to. Received: {layer.path}"
+            )
+    return records
+
+
+def trace_layers(model, layers, batch):
     """The calls of layers while a model runs once, without training.
 
     Args:
         model: A built model.
         layers: List of layers in it.
-        inputs: One batch, as the model takes it.
+        batch: One batch, as the model takes it.
 
     Returns:
         A list of lists of `Call`, one for each layer.
@@ -40,7 +81,7 @@ def recorded_calls(model, layers, inputs):
     with contextlib.ExitStack() as stack:
         for layer, found in zip(layers, calls, strict=True):
             stack.enter_context(replaced_call(layer, _recorder(layer, found)))
-        run(model, inputs, training=False)
+        run(model, batch, training=False)
     return calls
 
 
@@ -68,11 +109,11 @@ def replaced_call(layer, call):
             layer.call = before
 
 
-def valid_rows(place, call):
+def valid_rows(site, call):
     """Boolean `(batch, length)` of positions that are no padding, or `None` for all.
 
     Args:
-        place: A `Place`.
+        site: An `AttentionSite`.
         call: A `Call` of its attention layer.
     """
     masks = [
@@ -80,16 +121,15 @@ def valid_rows(place, call):
     ]
     dense = call.arguments.get("attention_mask")
     if dense is not None:
-        # `(batch, heads, T, S)` and `(T, S)`, of which one row a text is left.
+        # `(batch, heads, T, S)` and `(T, S)`, of which one row per text is left.
         dense = dense[:, 0] if len(dense.shape) == 4 else dense
         dense = dense[None] if len(dense.shape) == 2 else dense
-        dense = dense if dense.shape[-2] == 1 else place.stand_in.mask_of_keys(dense)
+        dense = dense if dense.shape[-2] == 1 else site.adapter_class.key_mask(dense)
         masks.append(dense[:, 0])
     masks = [ops.convert_to_numpy(m).astype(bool) for m in masks if m is not None]
     if not masks:
         return None
-    query, *_ = call.arguments.values()
-    return np.broadcast_to(np.logical_and.reduce(masks), query.shape[:2])
+    return np.broadcast_to(np.logical_and.reduce(masks), call.query.shape[:2])
 
 
 def relative_error(old, new, rows):
@@ -113,14 +153,14 @@ def _recorder(layer, found):
     call = layer.call
     signature = inspect.signature(call)
 
-    def recorded(*args, **kwargs):
+    def record_call(*args, **kwargs):
         output = call(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs).arguments
         arguments |= arguments.pop("kwargs", {})
         found.append(Call(args, kwargs, arguments, output))
         return output
 
-    return recorded
+    return record_call
 
 
 def _array(output):

@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.models.hashed_ngrams import (
+from byte_lm.hashed_ngrams import (
     MAX_VOCABULARY,
     PRIME,
     check_orders,
@@ -13,7 +13,7 @@ from keras_efficient_attn.models.hashed_ngrams import (
 )
 
 
-@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+@keras.saving.register_keras_serializable(package="byte_lm")
 class NGramRecall(keras.layers.Layer):
     """Embeddings of the tokens that followed the last n-grams' earlier occurrences.
 

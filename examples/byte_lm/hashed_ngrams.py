@@ -61,7 +61,7 @@ def hashed_ngrams(padded, length, orders):
     return [by_order[order] for order in orders]
 
 
-@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+@keras.saving.register_keras_serializable(package="byte_lm")
 class HashedNGrams(keras.layers.Layer):
     """Embeddings of the n-grams that end at each position, added up.
 

@@ -5,19 +5,15 @@ import numbers
 
 import numpy as np
 
-from keras_efficient_attn.models.conversion.calibration import (
-    calibrate_layers,
-    recorded_inputs,
-)
-from keras_efficient_attn.models.conversion.recording import (
-    recorded_calls,
+from keras_efficient_attn.models.conversion.fit import fit
+from keras_efficient_attn.models.conversion.trace import (
     relative_error,
     run,
     valid_rows,
 )
 
 SMALLEST_WINDOW = 1
-# Of the budget: smaller windows would save little that others can use.
+# Share of the budget; smaller windows would save little that others can use.
 SMALLEST_SHARE = 1 / 4
 
 
@@ -45,7 +41,7 @@ def check_window_budget(budget, layers, calibrate):
         )
 
 
-def choose_windows(budget, backbone, places, layers, inputs):
+def choose_windows(budget, adapters, sites, records):
     """Gives layers the windows of least error, and fits them to data.
 
     Each layer is tried alone, on what the original reads in its place, with windows
@@ -53,11 +49,9 @@ def choose_windows(budget, backbone, places, layers, inputs):
 
     Args:
         budget: The largest mean of the windows.
-        backbone: The original.
-        places: List of `Place`, in the original.
-        layers: The layers of a copy that stand there; what they have besides the
-            projections changes.
-        inputs: List of batches.
+        adapters: The adapters of a copy; their kernels change.
+        sites: The `AttentionSite`s in the original, in the same order.
+        records: From `trace` of the original, in the same order.
 
     Returns:
         The windows, a list.
@@ -65,29 +59,29 @@ def choose_windows(budget, backbone, places, layers, inputs):
     Raises:
         ValueError: If the errors are no numbers.
     """
-    read = recorded_inputs(backbone, places, inputs)
-    calls = _calls(backbone, places, inputs)
-    total = math.floor(budget * len(layers))
+    total = math.floor(budget * len(adapters))
     smallest = SMALLEST_WINDOW
     while 2 * smallest <= SMALLEST_SHARE * budget:
         smallest *= 2
-    largest = total - (len(layers) - 1) * smallest
+    largest = total - (len(adapters) - 1) * smallest
     errors = []
-    for place, layer, found, made in zip(places, layers, read, calls, strict=True):
-        if not layer.calibrates_beyond_window:
-            calibrate_layers([layer], [found])
-        rows = [valid_rows(place, call) for call in made]
-        old = [call.output for call in made]
+    for adapter, site, calls in zip(adapters, sites, records, strict=True):
+        if not adapter.kernel.calibrates_beyond_window:
+            fit([adapter], [site], [calls])
+        rows = [valid_rows(site, call) for call in calls]
+        old = [call.output for call in calls]
         by_window = {}
-        for window in _candidates(smallest, largest, layer, found):
-            _set_window(layer, window, found)
-            new = [run(layer, *call.args, **call.kwargs) for call in made]
+        for window in _candidates(smallest, largest, adapter.kernel, calls, rows):
+            _set_window(window, adapter, site, calls)
+            new = [run(adapter, *call.args, **call.kwargs) for call in calls]
             error = relative_error(old, new, rows) ** 2
             by_window[window] = math.inf if math.isnan(error) else error
         errors.append(by_window)
     windows = least_error(errors, total)
-    for layer, window, found in zip(layers, windows, read, strict=True):
-        _set_window(layer, window, found)
+    for window, adapter, site, calls in zip(
+        windows, adapters, sites, records, strict=True
+    ):
+        _set_window(window, adapter, site, calls)
     return windows
 
 
@@ -99,12 +93,12 @@ def least_error(errors, total):
         total: The largest sum of the windows.
 
     Returns:
-        The windows, a list. Of equal sums of errors, one with the least windows.
+        The windows, a list: where sums of errors are equal, the least windows.
 
     Raises:
         ValueError: If no choice has a finite error.
     """
-    # Of the layers so far: the least error, by the sum of their windows.
+    # The least error of the layers so far, by the sum of their windows.
     least = np.full(total + 1, math.inf)
     least[0] = 0.0
     last = []
@@ -126,38 +120,28 @@ def least_error(errors, total):
     return chosen[::-1]
 
 
-def _calls(backbone, places, inputs):
-    """The calls of the attention layers, a list for each."""
-    calls = [[] for _ in places]
-    for batch in inputs:
-        found = recorded_calls(backbone, [place.layer for place in places], batch)
-        for kept, more in zip(calls, found, strict=True):
-            kept += more
-    return calls
-
-
-def _candidates(smallest, largest, layer, found):
+def _candidates(smallest, largest, kernel, calls, rows):
     """The windows to try, until one holds all that a query sees."""
-    longest = max(_longest(query, mask) for query, _, mask, _ in found)
+    longest = max(map(_longest, calls, rows))
     windows = [smallest]
     while windows[-1] < longest and 2 * windows[-1] <= largest:
         windows.append(2 * windows[-1])
     # Such a window leaves no key beyond it to fit to.
-    if layer.calibrates_beyond_window and len(windows) > 1 and windows[-1] >= longest:
+    if kernel.calibrates_beyond_window and len(windows) > 1 and windows[-1] >= longest:
         windows.pop()
     return windows
 
 
-def _longest(query, mask):
+def _longest(call, mask):
     """The most positions from the first to the last that is no padding."""
     if mask is None:
-        return query.shape[1]
+        return call.query.shape[1]
     positions = [np.flatnonzero(row) for row in mask if row.any()]
     return max((int(np.ptp(kept)) + 1 for kept in positions), default=0)
 
 
-def _set_window(layer, window, found):
-    """Gives a layer another window, and fits to data what depends on it."""
-    layer.window = window
-    if layer.calibrates_beyond_window:
-        calibrate_layers([layer], [found])
+def _set_window(window, adapter, site, calls):
+    """Gives a kernel another window, and fits to data what depends on it."""
+    adapter.kernel.window = window
+    if adapter.kernel.calibrates_beyond_window:
+        fit([adapter], [site], [calls])

@@ -1,12 +1,19 @@
-"""The follower of an n-gram's last occurrence, against a search through the text."""
+"""N-grams of bytes, against a search through the text."""
+
+import sys
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 
-from keras_efficient_attn.models.hashed_ngrams import HashedNGrams
-from keras_efficient_attn.models.ngram_recall import NGramRecall
 from tests.autodiff import to_numpy
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+from byte_lm.hashed_ngrams import HashedNGrams  # noqa: E402
+from byte_lm.ngram_recall import NGramRecall  # noqa: E402
 
 VOCABULARY, ORDERS = 5, (3, 1, 4)
 
@@ -46,6 +53,23 @@ def test_output_is_that_of_a_search():
     np.testing.assert_allclose(
         to_numpy(layer(tokens.astype("int32"))), searched(layer, tokens), atol=1e-6
     )
+
+
+def test_ngrams_are_those_that_end_at_a_position():
+    text = np.array([[7, 1, 2, 3, 9, 1, 2, 3, 5, 3, 2]], "int32")
+
+    def equal_positions(*orders):
+        vectors = to_numpy(HashedNGrams(4, orders=orders, rows=1000)(text))[0]
+        return {
+            (i, j)
+            for j in range(text.shape[1])
+            for i in range(j)
+            if (vectors[i] == vectors[j]).all()
+        }
+
+    # "1 2" and "2 3" end at two places each, "1 2 3" at one more than once.
+    assert equal_positions(2) == {(2, 6), (3, 7)}
+    assert equal_positions(2, 3) == {(3, 7)}
 
 
 # With 7 rows hashes collide, in the text and in the state alike.

@@ -1,15 +1,16 @@
-"""Signals that tell a block that is applied repeatedly which time it is."""
+"""Vectors that tell a block that is applied repeatedly which time it is."""
 
 import keras
 from keras import ops
 
 from keras_efficient_attn.models.blocks.positions import sinusoids
+from keras_efficient_attn.models.options import check_name
 
-STEP_SIGNALS = ("learned", "sinusoidal")
+KINDS = ("learned", "sinusoidal")
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class StepSignals(keras.layers.Layer):
+class TimestepEmbedding(keras.layers.Layer):
     """Adds a vector for the number of the step to all positions.
 
     Args:
@@ -34,11 +35,7 @@ class StepSignals(keras.layers.Layer):
 
     def __init__(self, num_steps, kind="learned", **kwargs):
         super().__init__(**kwargs)
-        if kind not in STEP_SIGNALS:
-            raise ValueError(
-                f"`step_signals` must be one of {', '.join(STEP_SIGNALS)}, or None. "
-                f"Received: step_signals={kind!r}"
-            )
+        check_name("timestep_embedding", kind, KINDS)
         self.num_steps = num_steps
         self.kind = kind
 
@@ -53,8 +50,8 @@ class StepSignals(keras.layers.Layer):
     def call(self, x, step):
         if self.kind == "learned":
             return x + ops.take(self.table, step, axis=0)
-        signal = sinusoids(ops.cast(step, "float32"), x.shape[-1])
-        return x + ops.cast(signal, x.dtype)
+        vector = sinusoids(ops.cast(step, "float32"), x.shape[-1])
+        return x + ops.cast(vector, x.dtype)
 
     def compute_output_shape(self, x_shape, step_shape=None):
         return x_shape

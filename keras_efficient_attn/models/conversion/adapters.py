@@ -1,0 +1,303 @@
+"""Efficient attention behind the calls of the attention layers that it replaces."""
+
+import types
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.models.conversion.keras_internals import (
+    projections,
+    set_projection,
+    skip_projections,
+)
+
+
+class AttentionAdapter(keras.layers.Layer):
+    """An efficient layer in the place of a trained attention layer, the host.
+
+    The adapter has the host's name and its projections, themselves and not copies, so
+    that their weights, paths, precision, quantisation and LoRA stay; and it takes the
+    arguments that the block around it passes. It holds an `EfficientAttention`, which
+    computes the heads from the projections of the adapter, and has no others.
+
+    Args:
+        kernel: An `EfficientAttention` that is not built, made from `geometry`.
+        host: The attention layer to replace, built; or its adapter.
+        is_causal: Whether the block around passes masks that hide later keys.
+    """
+
+    # Whether every block around such a host makes its masks causal.
+    always_causal = False
+
+    def __init__(self, kernel, host, is_causal):
+        # autocast=False: the projections cast their inputs.
+        super().__init__(
+            name=host.name,
+            dtype=host.dtype_policy,
+            trainable=host.trainable,
+            autocast=False,
+        )
+        self.is_causal = is_causal
+        self._stream = types.SimpleNamespace(position=0)
+        # First, for the weights to have the order that the host's have.
+        self.adopt_projections(host)
+        self.kernel = kernel
+
+    @classmethod
+    def geometry(cls, host):
+        """The arguments of the kernel's constructor that the host decides."""
+        held = projections(host)
+        heads, key_dim = held["query"].partial_output_shape[-2:]
+        groups, value_dim = held["value"].partial_output_shape[-2:]
+        return {
+            "num_heads": heads,
+            "key_dim": key_dim,
+            "value_dim": value_dim,
+            "num_key_value_heads": None if groups == heads else groups,
+            "dropout": held["dropout"].rate,
+            "use_bias": held["query"].bias_axes is not None,
+            "use_gate": "gate" in held,
+            "name": "kernel",
+            "dtype": host.dtype_policy,
+            "trainable": host.trainable,
+        }
+
+    @classmethod
+    def refusal(cls, host):
+        """Why a layer of the right class cannot be replaced, or `None`."""
+        return None
+
+    def adopt_projections(self, host):
+        """Takes over the projections of the host, and what gives it positions."""
+        for name, layer in projections(host).items():
+            set_projection(self, name, layer)
+        self._host_build_config = host.get_build_config()
+
+    def get_build_config(self):
+        return self._host_build_config
+
+    def build(self, *args, **kwargs):
+        """Builds the kernel, for inputs of the shape that the host was built for."""
+        held = projections(self)
+        for name in ("query", "key"):
+            set_projection(self.kernel, name, self._with_positions(held[name]))
+        for name in ("value", "gate", "output"):
+            if name in held:
+                # A function: the kernel has the projection, but does not track it.
+                set_projection(self.kernel, name, held[name].__call__)
+        set_projection(self.kernel, "dropout", held["dropout"])
+        skip_projections(self.kernel)
+        config = self._host_build_config
+        if "input_shape" in config:
+            self.kernel.build(config["input_shape"], config["input_shape"])
+        else:
+            self.kernel.build(**config["shapes_dict"])
+
+    def _with_positions(self, projection):
+        """A projection of queries or keys, and the host's positions."""
+        return lambda x: self.add_positions(projection(x), self._stream.position)
+
+    def add_positions(self, heads, start):
+        """Projected queries or keys `(batch, length, heads, key_dim)`, with positions.
+
+        Args:
+            heads: The projected queries or keys.
+            start: Position of the first of them.
+        """
+        return heads
+
+    # Under these names of Keras' own, the projections are in files.
+    @property
+    def query_dense(self):
+        return projections(self)["query"]
+
+    @property
+    def key_dense(self):
+        return projections(self)["key"]
+
+    @property
+    def value_dense(self):
+        return projections(self)["value"]
+
+    @property
+    def output_dense(self):
+        return projections(self)["output"]
+
+    @staticmethod
+    def key_mask(mask):
+        """`(batch, 1, length)` of a causal `(batch, length, length)` mask."""
+        # The last query sees every key that is no padding.
+        return mask[:, -1:]
+
+    def stream(self, x, state, position, key_mask):
+        """The next positions of a causal sequence.
+
+        Args:
+            x: `(batch, length, dim)`, the inputs of the host.
+            state: Dict of tensors, from `kernel.get_initial_state` or the last call.
+            position: Position of the first of them, an integer or a scalar.
+            key_mask: Boolean `(batch, length)` or `None`.
+
+        Returns:
+            `(output, state)`.
+        """
+        self._stream.position = position
+        try:
+            return self.kernel(
+                x, x, key_mask=key_mask, use_causal_mask=True, state=state
+            )
+        finally:
+            self._stream.position = 0
+
+    def _refuse_cache(self, cache):
+        if cache is not None:
+            raise ValueError(
+                f"{self.name} has efficient attention, whose state is no cache of keys "
+                "and values. `generate` of a KerasHub task carries the states. "
+                f"Received: cache.shape={tuple(cache.shape)}"
+            )
+
+
+class MultiHeadAdapter(AttentionAdapter):
+    """For `keras.layers.MultiHeadAttention` and KerasHub's with a cache."""
+
+    def __init__(self, kernel, host, is_causal):
+        super().__init__(kernel, host, is_causal)
+        self.supports_masking = True
+
+    @classmethod
+    def geometry(cls, host):
+        host_config = getattr(host, "kernel", host).get_config()
+        kept = {name: host_config[name] for name in ("output_shape", "seed")}
+        return kept | super().geometry(host)
+
+    def call(
+        self,
+        query,
+        value,
+        key=None,
+        query_mask=None,
+        value_mask=None,
+        key_mask=None,
+        attention_mask=None,
+        return_attention_scores=False,
+        training=None,
+        use_causal_mask=False,
+        state=None,
+        cache=None,
+        cache_update_index=None,
+    ):
+        self._refuse_cache(cache)
+        return self.kernel(
+            query,
+            value,
+            key,
+            query_mask=query_mask,
+            value_mask=value_mask,
+            key_mask=key_mask,
+            return_attention_scores=return_attention_scores,
+            training=training,
+            state=state,
+            **self._masks(attention_mask, use_causal_mask),
+        )
+
+    def _masks(self, attention_mask, use_causal_mask):
+        # One row of keys: a block that was told not to be causal, or a single token.
+        one_row = attention_mask is None or attention_mask.shape[-2] == 1
+        if self.is_causal and not one_row:
+            attention_mask, use_causal_mask = self.key_mask(attention_mask), True
+        return {"attention_mask": attention_mask, "use_causal_mask": use_causal_mask}
+
+    def compute_mask(self, query, value, query_mask=None, *args, **kwargs):
+        return query_mask
+
+    def compute_output_spec(
+        self,
+        query,
+        value,
+        *args,
+        attention_mask=None,
+        use_causal_mask=False,
+        cache=None,
+        cache_update_index=None,
+        **kwargs,
+    ):
+        kwargs |= self._symbolic_masks(attention_mask, use_causal_mask)
+        return self.kernel.compute_output_spec(query, value, *args, **kwargs)
+
+    def _symbolic_masks(self, attention_mask, use_causal_mask):
+        if attention_mask is not None and self.is_causal:
+            if attention_mask.shape[-2] != 1:
+                return {"use_causal_mask": True}
+        return {"attention_mask": attention_mask, "use_causal_mask": use_causal_mask}
+
+
+class RotaryAdapter(AttentionAdapter):
+    """For the grouped-query attention of Llama, Qwen and Mistral, which rotates."""
+
+    always_causal = True
+    # The attribute of the host that rotates.
+    rotary_attribute = "rotary_embedding_layer"
+
+    def adopt_projections(self, host):
+        setattr(self, self.rotary_attribute, getattr(host, self.rotary_attribute))
+        super().adopt_projections(host)
+
+    def call(
+        self,
+        hidden_states,
+        attention_mask=None,
+        cache=None,
+        cache_update_index=None,
+        training=None,
+    ):
+        self._refuse_cache(cache)
+        if attention_mask is not None:
+            attention_mask = self.key_mask(attention_mask)
+        return self.kernel(
+            hidden_states,
+            hidden_states,
+            attention_mask=attention_mask,
+            training=training,
+            use_causal_mask=True,
+        )
+
+    def compute_output_spec(self, hidden_states, *args, **kwargs):
+        return keras.KerasTensor(hidden_states.shape, dtype=self.compute_dtype)
+
+    def add_positions(self, heads, start):
+        return self.rotary_embedding_layer(heads, start_index=start)
+
+
+class MistralAdapter(RotaryAdapter):
+    """For Mistral's attention, whose mask may hide keys that are far back."""
+
+    @staticmethod
+    def key_mask(mask):
+        # A query that is no padding sees itself.
+        return ops.diagonal(mask, axis1=-2, axis2=-1)[:, None]
+
+
+class GemmaAdapter(RotaryAdapter):
+    """For Gemma's attention, whose rotation interleaves its halves."""
+
+    rotary_attribute = "rope_layer"
+
+    @classmethod
+    def refusal(cls, host):
+        if host.logit_soft_cap is not None:
+            return (
+                "it caps its logits with a tanh, and no efficient layer does. "
+                f"Received: logit_soft_cap={host.logit_soft_cap}"
+            )
+        if not host.query_head_dim_normalize:
+            return (
+                "it scales its logits by the model's width instead of the heads'. "
+                "Received: query_head_dim_normalize=False"
+            )
+        return None
+
+    def add_positions(self, heads, start):
+        shape = ops.shape(heads)
+        halves = ops.split(self.rope_layer(heads, start_index=start), 2, axis=-1)
+        return ops.reshape(ops.stack(halves, axis=-1), shape)

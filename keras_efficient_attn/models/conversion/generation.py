@@ -1,0 +1,258 @@
+"""Generation of KerasHub's tasks from the states of a converted backbone.
+
+KerasHub's `generate_step` builds a cache from the prompts, and samples with it from the
+length of the shortest prompt on, one position per step. Here that cache is a nest of
+tensors, batch first: the state of each efficient layer, and for each layer with softmax
+its keys and values. The prompts are read up to the position before the first step, and
+not beyond: a state, unlike keys and values, cannot be written over. Tokens of longer
+prompts are read at their steps, and stay as they are, by KerasHub's sampler.
+"""
+
+import contextlib
+import inspect
+
+import keras_hub
+from keras import ops
+
+from keras_efficient_attn.models.conversion.keras_internals import (
+    empty_cross_attention_cache,
+    generation_methods,
+    projections,
+    wrap_generate_step,
+)
+from keras_efficient_attn.models.conversion.trace import replaced_call
+
+# Positions of the segments in which prompts are read, the last ones singly.
+SEGMENT_LENGTHS = (512, 32, 1)
+
+
+def generate_from_states(stock_class, efficient_class):
+    """Lets tasks generate from states where their backbone is a converted one.
+
+    Args:
+        stock_class: A subclass of `keras_hub.models.Backbone`.
+        efficient_class: The class of its converted backbones.
+    """
+
+    def make_context(task, inputs):
+        if isinstance(task.backbone, efficient_class):
+            return _states_as_cache(task, inputs)
+        return contextlib.nullcontext()
+
+    for task_class in list(vars(keras_hub.models).values()):
+        if (
+            inspect.isclass(task_class)
+            and issubclass(task_class, keras_hub.models.CausalLM)
+            and task_class.backbone_cls is stock_class
+        ):
+            wrap_generate_step(task_class, make_context)
+
+
+@contextlib.contextmanager
+def _states_as_cache(task, inputs):
+    """Gives a task, for one `generate_step`, methods whose cache holds states."""
+    if isinstance(task, keras_hub.models.Seq2SeqLM):
+        methods = Seq2SeqMethods(task, inputs, "decoder_")
+    else:
+        methods = CausalMethods(task, inputs, "")
+    with generation_methods(task, methods.build_cache, methods.call_with_cache):
+        yield
+
+
+class CausalMethods:
+    """The methods of a `CausalLM` that build and use its cache.
+
+    Args:
+        task: A task of KerasHub with a converted backbone.
+        inputs: The inputs of `generate_step`.
+        prefix: Prefix of the names in `inputs` that belong to the prompts.
+    """
+
+    def __init__(self, task, inputs, prefix):
+        self.task, self.inputs = task, inputs
+        self.sites = [s for s in task.backbone.attention_sites if s.is_causal]
+        mask = ops.cast(inputs[f"{prefix}padding_mask"], "int32")
+        self.batch_size, self.max_length = ops.shape(mask)
+        self.shortest = ops.min(ops.sum(mask, axis=-1))
+        # Of prompts that begin with padding, the first position that is none.
+        self.first = ops.cast(ops.argmax(mask, axis=-1), "int32")
+
+    def build_cache(self, token_ids):
+        """As `_build_cache` of KerasHub."""
+        cache = self.read_prompts(token_ids, self.call_with_cache)
+        return self.hidden_states(), cache
+
+    def call_with_cache(self, token_ids, cache, cache_update_index):
+        """As `call_with_cache` of KerasHub."""
+
+        def forward(stock_cache):
+            return type(self.task).call_with_cache(
+                self.task, token_ids, stock_cache, cache_update_index
+            )
+
+        (logits, hidden_states, _), cache = self.read(
+            forward, cache, cache_update_index
+        )
+        return logits, hidden_states, cache
+
+    def hidden_states(self):
+        """Those of the prompts, which only contrastive search asks for."""
+        if not isinstance(self.task.sampler, keras_hub.samplers.ContrastiveSampler):
+            return None
+        return self.task.backbone(self.inputs)
+
+    def initial_cache(self):
+        """The nest of tensors before the first position."""
+        return {
+            "first": self.first,
+            "layers": [self._initial_state(site) for site in self.sites],
+        }
+
+    def _initial_state(self, site):
+        if site.is_converted:
+            kernel = site.layer.kernel
+            return kernel.get_initial_state(self.batch_size, self.max_length)
+        heads, key_dim = projections(site.layer)["key"].partial_output_shape[-2:]
+        shape = (self.batch_size, 2, self.max_length, heads, key_dim)
+        return ops.zeros(shape, site.layer.compute_dtype)
+
+    def read_prompts(self, token_ids, call):
+        """The cache after all positions before the first that a step reads.
+
+        Args:
+            token_ids: Integers `(batch, max_length)`.
+            call: Called with tokens, a cache and a position; returns a tuple that ends
+                with the next cache.
+        """
+        stop = self.shortest - 1
+        position, cache = ops.zeros((), "int32"), self.initial_cache()
+        for length in SEGMENT_LENGTHS:
+            if length > self.max_length:
+                continue
+
+            def is_left(position, cache, length=length):
+                return position + length <= stop
+
+            def read_segment(position, cache, length=length):
+                shape = (self.batch_size, length)
+                segment = ops.slice(token_ids, (0, position), shape)
+                *_, cache = call(segment, cache, position)
+                return position + length, cache
+
+            position, cache = ops.while_loop(is_left, read_segment, (position, cache))
+        return cache
+
+    def read(self, forward, cache, position):
+        """Runs the model over the next positions.
+
+        Args:
+            forward: Called with a cache of the shape that KerasHub's blocks expect, of
+                which nothing is read; returns what the task's method returns.
+            cache: The nest of tensors.
+            position: The first of the positions.
+
+        Returns:
+            The result of `forward`, and the next nest.
+        """
+        states = list(cache["layers"])
+        kept = not all(site.is_converted for site in self.sites)
+        # Blocks make masks of this length, which layers with softmax alone read.
+        capacity = self.max_length if kept else 1
+        batch_size = ops.shape(cache["first"])[0]
+        shape = (batch_size, self.task.backbone.num_layers, 2, capacity, 1, 1)
+        with contextlib.ExitStack() as stack:
+            for index, site in enumerate(self.sites):
+                make_call = _streaming_call if site.is_converted else _caching_call
+                call = make_call(site, states, index, position, cache["first"])
+                stack.enter_context(replaced_call(site.layer, call))
+            result = forward(ops.zeros(shape, self.task.compute_dtype))
+        return result, {"first": cache["first"], "layers": states}
+
+
+class Seq2SeqMethods(CausalMethods):
+    """The methods of a `Seq2SeqLM`; its cross-attention has KerasHub's cache."""
+
+    def build_cache(self, encoder_token_ids, encoder_padding_mask, decoder_token_ids):
+        encoder = self.task.call_encoder(
+            token_ids=encoder_token_ids, padding_mask=encoder_padding_mask
+        )
+        first = decoder_token_ids[:, :1]
+        cross_cache = empty_cross_attention_cache(self.task, encoder_token_ids, first)
+
+        def call(token_ids, cache, position, cross=cross_cache, cross_index=None):
+            return self.call_with_cache(
+                encoder_hidden_states=encoder,
+                encoder_padding_mask=encoder_padding_mask,
+                decoder_token_ids=token_ids,
+                self_attention_cache=cache,
+                self_attention_cache_update_index=position,
+                cross_attention_cache=cross,
+                cross_attention_cache_update_index=cross_index,
+            )
+
+        *_, cross_cache = call(first, self.initial_cache(), 0, cross_cache, 0)
+
+        def read(token_ids, cache, position):
+            return call(token_ids, cache, position, cross_cache)[:-1]
+
+        cache = self.read_prompts(decoder_token_ids, read)
+        return self.hidden_states(), encoder, cache, cross_cache
+
+    def call_with_cache(
+        self, self_attention_cache, self_attention_cache_update_index, **arguments
+    ):
+        """As `call_decoder_with_cache` of KerasHub."""
+        position = self_attention_cache_update_index
+
+        def forward(stock_cache):
+            return type(self.task).call_decoder_with_cache(
+                self.task,
+                self_attention_cache=stock_cache,
+                self_attention_cache_update_index=position,
+                **arguments,
+            )
+
+        (logits, hidden_states, _, cross_cache), cache = self.read(
+            forward, self_attention_cache, position
+        )
+        return logits, hidden_states, cache, cross_cache
+
+    def hidden_states(self):
+        hidden_states = super().hidden_states()
+        if hidden_states is None:
+            return None
+        return hidden_states["decoder_sequence_output"]
+
+
+def _streaming_call(site, states, index, position, first):
+    """The `call` of an adapter that reads a state, and puts the next into a list."""
+    adapter = site.layer
+
+    def call(*args, cache, **kwargs):
+        x = next(iter((*args, *kwargs.values())))
+        steps = position + ops.arange(ops.shape(x)[1], dtype="int32")
+        is_token = steps >= first[:, None]
+        output, states[index] = adapter.stream(x, states[index], position, is_token)
+        return output, cache
+
+    return call
+
+
+def _caching_call(site, states, index, position, first):
+    """The `call` of a layer with softmax, whose cache is a state of its own."""
+    stock_call = site.layer.call
+
+    def call(*args, attention_mask, cache, **kwargs):
+        steps = ops.arange(ops.shape(states[index])[2], dtype="int32")
+        is_token = (steps >= first[:, None])[:, None]
+        output, states[index] = stock_call(
+            *args,
+            attention_mask=ops.where(
+                is_token, attention_mask, ops.zeros_like(attention_mask)
+            ),
+            cache=states[index],
+            **kwargs,
+        )
+        return output, cache
+
+    return call

@@ -1,0 +1,280 @@
+"""All uses of what Keras and KerasHub do not document, one function for each.
+
+Checked with Keras 3.15 and KerasHub 0.32.
+"""
+
+import contextlib
+import functools
+
+import keras
+import keras_hub
+
+# The same layers have other names in KerasHub's attention layers.
+PROJECTIONS = {
+    "query": "query_dense",
+    "key": "key_dense",
+    "gate": "gate_dense",
+    "value": "value_dense",
+    "dropout": "dropout_layer",
+    "output": "output_dense",
+}
+
+
+def projections(layer):
+    """The projections, and the dropout, of an attention layer: a dict.
+
+    Keras 3.15 has them as `_query_dense`, KerasHub 0.32 also as `query_dense`.
+    """
+    found = {}
+    for name, attribute in PROJECTIONS.items():
+        held = getattr(layer, f"_{attribute}", None)
+        held = getattr(layer, attribute, None) if held is None else held
+        if held is not None:
+            found[name] = held
+    return found
+
+
+def set_projection(layer, name, projection):
+    """Gives an attention layer another projection.
+
+    Keras 3.15 sets `_query_dense` and so on in `MultiHeadAttention.build`.
+    """
+    setattr(layer, f"_{PROJECTIONS[name]}", projection)
+
+
+def child_layers(layer):
+    """The layers that a layer holds, those of a Functional model in their order.
+
+    Keras 3.15 lists the layers that it tracks in `Layer._layers`.
+    """
+    children = layer.layers if isinstance(layer, keras.Model) else []
+    return [*children, *layer._layers]
+
+
+def tracked_layers(layer):
+    """The layers that a layer tracks, in the order of its attributes (Keras 3.15)."""
+    return layer._layers
+
+
+def flat_layers(layer, include_self=True):
+    """A layer and all layers below it (Keras 3.15: `Layer._flatten_layers`)."""
+    return layer._flatten_layers(include_self=include_self)
+
+
+@contextlib.contextmanager
+def hidden_layers(model, hidden):
+    """Leaves layers out of those below a model, for a time; may be nested.
+
+    KerasHub 0.32 numbers the layers with LoRA by `Backbone._flatten_layers`.
+
+    Args:
+        model: A model.
+        hidden: List of layers.
+    """
+    if "_flatten_layers" in vars(model):
+        yield
+        return
+    ids = {id(layer) for layer in hidden}
+    flatten = model._flatten_layers
+
+    def flatten_others(*args, **kwargs):
+        return [layer for layer in flatten(*args, **kwargs) if id(layer) not in ids]
+
+    model._flatten_layers = flatten_others
+    try:
+        yield
+    finally:
+        del model._flatten_layers
+
+
+def own_variables(layer):
+    """The variables of a layer itself, by name.
+
+    Keras 3.15; LoRA and quantisation add them in different orders.
+    """
+    variables = layer._trainable_variables + layer._non_trainable_variables
+    return sorted(variables, key=lambda variable: variable.name)
+
+
+def set_dtype_policy(layer, policy):
+    """Sets the policy of a built layer, which Keras 3.15 has no setter for."""
+    layer._dtype_policy = policy
+
+
+def copy_lora_state(source, target):
+    """Copies which layers have LoRA: attributes of KerasHub 0.32's backbones."""
+    if hasattr(source, "_lora_enabled_layers"):
+        target._lora_rank = source._lora_rank
+        target._lora_enabled_layers = list(source._lora_enabled_layers)
+
+
+def lora_of(layer):
+    """`(rank, alpha)` of a layer with LoRA, else `None` (Keras 3.15)."""
+    if not getattr(layer, "lora_enabled", False):
+        return None
+    return layer.lora_rank, layer.lora_alpha
+
+
+def skip_projections(layer):
+    """Lets an `EfficientAttention` build its own weights alone."""
+    layer._build_projections = lambda *shapes: None
+
+
+def call_arguments(layer):
+    """The arguments of the calls of a layer in a Functional graph (Keras 3.15)."""
+    return [node.arguments for node in layer._inbound_nodes]
+
+
+def attributes_that_hold(parent, layer):
+    """The attributes that are a layer, or a list, tuple or dict with it: a dict."""
+    # On PyTorch, Keras 3.15 has layers among the `_modules`.
+    attributes = {**vars(parent), **vars(parent).get("_modules", {})}
+    # Keras' own list of all layers, however they are held.
+    attributes.pop("_layers", None)
+    found = {}
+    for name, value in attributes.items():
+        held = value.values() if isinstance(value, dict) else value
+        if value is layer or (
+            isinstance(value, list | tuple | dict) and any(v is layer for v in held)
+        ):
+            found[name] = value
+    return found
+
+
+def replace_child(parent, old, new):
+    """Puts a built layer in the place of another one that a layer or model holds.
+
+    Keras 3.15 refuses new layers in what is built, but for its own `_tracker`.
+    """
+    attributes = attributes_that_hold(parent, old)
+    parent._tracker.replace_tracked_value("layers", old, new)
+    for name, value in attributes.items():
+        if value is old:
+            setattr(parent, name, new)
+        elif isinstance(value, tuple):
+            setattr(parent, name, tuple(new if v is old else v for v in value))
+        else:
+            _replace_in_collection(value, old, new)
+    if isinstance(parent, keras.Function):
+        _replace_in_graph(parent, old, new)
+
+
+def _replace_in_graph(model, old, new):
+    """The graph of a Functional model, in nodes and tensors of Keras 3.15."""
+    new._inbound_nodes = old._inbound_nodes
+    new._outbound_nodes = old._outbound_nodes
+    for node in old._inbound_nodes:
+        node.operation = new
+        for tensor in node.outputs:
+            tensor._keras_history = tensor._keras_history._replace(operation=new)
+    for operations in model._operations_by_depth.values():
+        _replace_in_collection(operations, old, new)
+
+
+def _replace_in_collection(collection, old, new):
+    keys = range(len(collection)) if isinstance(collection, list) else list(collection)
+    for key in keys:
+        if collection[key] is old:
+            collection[key] = new
+
+
+def track_parameters(model):
+    """Lets PyTorch know of variables that were added to a built model (Keras 3.15)."""
+    if keras.backend.backend() == "torch":
+        for layer in model._flatten_layers():
+            layer._track_variables()
+
+
+def forget_compiled(model):
+    """Makes a model be compiled again: the functions of Keras 3.15, KerasHub 0.32."""
+    if isinstance(model, keras.Model):
+        model.compiled = False
+    for name in (
+        "train_function",
+        "test_function",
+        "predict_function",
+        "generate_function",
+    ):
+        if hasattr(model, name):
+            setattr(model, name, None)
+
+
+def has_own_masks(block_class):
+    """Whether a subclass of KerasHub's decoder may make masks in its own way.
+
+    KerasHub 0.32 makes them in `_compute_self_attention_mask`.
+    """
+    decoder = keras_hub.layers.TransformerDecoder
+    names = ("call", "_compute_self_attention_mask")
+    return any(
+        getattr(block_class, name) is not getattr(decoder, name) for name in names
+    )
+
+
+def refuse_other_masks(block):
+    """Lets a decoder block refuse a mask that is not causality and padding.
+
+    The block merges all masks into one, in which its attention layer cannot tell them
+    apart; KerasHub 0.32 does so in `_compute_self_attention_mask`.
+    """
+    make_mask = getattr(block, "_compute_self_attention_mask", None)
+    if make_mask is None:
+        return
+
+    def checked(*, decoder_attention_mask=None, **arguments):
+        if decoder_attention_mask is not None:
+            raise ValueError(
+                "Efficient attention cannot apply a mask that differs between "
+                "queries, but for causality. Pass a mask over keys as "
+                "`decoder_padding_mask`. Received: decoder_attention_mask.shape="
+                f"{tuple(decoder_attention_mask.shape)}, in {block.name}"
+            )
+        return make_mask(decoder_attention_mask=None, **arguments)
+
+    block._compute_self_attention_mask = checked
+
+
+def wrap_generate_step(task_class, make_context):
+    """Runs `generate_step` of a task inside a context.
+
+    KerasHub 0.32 tells `_build_cache` nothing of the lengths of the prompts, and its
+    tasks cannot be told to use another cache.
+
+    Args:
+        task_class: A subclass of `keras_hub.models.CausalLM` or `Seq2SeqLM`.
+        make_context: Called with the task and the inputs of `generate_step`; returns a
+            context manager.
+    """
+    stock = task_class.generate_step
+    stock = getattr(stock, "__wrapped__", stock)
+
+    @functools.wraps(stock)
+    def generate_step(self, inputs, stop_token_ids=None):
+        with make_context(self, inputs):
+            return stock(self, inputs, stop_token_ids)
+
+    task_class.generate_step = generate_step
+
+
+@contextlib.contextmanager
+def generation_methods(task, build_cache, call_with_cache):
+    """Gives a task other methods for its cache, for a time.
+
+    KerasHub 0.32 calls them `_build_cache`, and `call_with_cache` or, in a `Seq2SeqLM`,
+    `call_decoder_with_cache`.
+    """
+    is_seq2seq = isinstance(task, keras_hub.models.Seq2SeqLM)
+    name = "call_decoder_with_cache" if is_seq2seq else "call_with_cache"
+    methods = {"_build_cache": build_cache, name: call_with_cache}
+    for method, replacement in methods.items():
+        setattr(task, method, replacement)
+    try:
+        yield
+    finally:
+        for method in methods:
+            delattr(task, method)
+
+
+def empty_cross_attention_cache(task, encoder_token_ids, decoder_token_ids):
+    """The cache of cross-attention, by `_initialize_cache` of KerasHub 0.32."""
+    return task._initialize_cache(encoder_token_ids, decoder_token_ids)[1]

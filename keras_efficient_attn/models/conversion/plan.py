@@ -1,0 +1,142 @@
+"""A conversion: which layers of a model get which attention."""
+
+import contextlib
+import dataclasses
+
+import keras
+
+from keras_efficient_attn.models.conversion.keras_internals import (
+    forget_compiled,
+    refuse_other_masks,
+    replace_child,
+    track_parameters,
+)
+from keras_efficient_attn.models.conversion.sites import find_sites
+from keras_efficient_attn.models.conversion.specification import (
+    make_adapter,
+    normalize_spec,
+    specs_per_layer,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConversionPlan:
+    """Which self-attention layers of a model are replaced, and by what.
+
+    Attributes:
+        model: The built model or layer.
+        sites: All its `AttentionSite`s, in the order of the model.
+        attention: The specification, from `normalize_spec`.
+        layers: Sorted indices of the sites to replace, or `None` for all.
+    """
+
+    model: keras.layers.Layer
+    sites: tuple
+    attention: object
+    layers: list | None
+
+    def __post_init__(self):
+        specs_per_layer(self.attention, len(self.indices))
+
+    @property
+    def indices(self):
+        """The indices of the sites to replace, a list."""
+        return list(range(len(self.sites))) if self.layers is None else self.layers
+
+    @property
+    def selected(self):
+        """The sites to replace, a list."""
+        return [self.sites[index] for index in self.indices]
+
+    @property
+    def specs(self):
+        """The specification for each of `selected`, a list."""
+        return specs_per_layer(self.attention, len(self.indices))
+
+    def replace(self, **changes):
+        """The plan with another `attention` or other `layers`."""
+        return dataclasses.replace(self, **changes)
+
+    def make_adapters(self):
+        """New adapters for `selected`, which are not built.
+
+        Raises:
+            ValueError: If an attention cannot take the place of a layer.
+        """
+        for site in self.selected:
+            site.check_parents()
+        return [
+            make_adapter(spec, site)
+            for spec, site in zip(self.specs, self.selected, strict=True)
+        ]
+
+    def install(self, adapters):
+        """Puts adapters into the model itself, in the places of the layers.
+
+        Args:
+            adapters: From `make_adapters`.
+
+        Returns:
+            All sites of the model as they are now, a tuple.
+        """
+        sites = list(self.sites)
+        for index, site, adapter in zip(
+            self.indices, self.selected, adapters, strict=True
+        ):
+            if not adapter.built:
+                build_adapter(adapter, site)
+            for parent in site.parents:
+                replace_child(parent, site.layer, adapter)
+                if site.is_causal and not site.is_converted:
+                    refuse_other_masks(parent)
+            sites[index] = dataclasses.replace(site, layer=adapter)
+        track_parameters(self.model)
+        forget_compiled(self.model)
+        return tuple(sites)
+
+
+def plan_conversion(model, attention, layers=None):
+    """The plan of a conversion; the model stays as it is.
+
+    Args:
+        model: A built model or layer.
+        attention: As for `convert_backbone`.
+        layers: Indices of self-attention layers, or `None` for all.
+
+    Returns:
+        A `ConversionPlan`.
+
+    Raises:
+        ValueError: If the model has no layer that can be replaced, or not these, or if
+            a list of attentions has another length than the layers.
+        TypeError: If `attention` is none.
+    """
+    attention = normalize_spec(attention)
+    sites = tuple(find_sites(model))
+    return ConversionPlan(model, sites, attention, _check_layers(layers, len(sites)))
+
+
+def build_adapter(adapter, site):
+    """Builds an adapter with the paths of the layer that it replaces."""
+    with contextlib.ExitStack() as stack:
+        for name in site.layer.path.split("/")[:-1]:
+            stack.enter_context(keras.name_scope(name))
+        adapter.build()
+
+
+def _check_layers(layers, count):
+    """The indices in `layers`, sorted; `None` for `None`."""
+    if layers is None:
+        return None
+    try:
+        indices = sorted(set(layers))
+    except TypeError:
+        indices = [None]
+    if not indices or not all(
+        isinstance(index, int) and 0 <= index < count for index in indices
+    ):
+        raise ValueError(
+            "`layers` must be None or the indices of self-attention layers, from 0 to "
+            f"{count - 1}. Received: layers={layers!r}"
+        )
+    return indices

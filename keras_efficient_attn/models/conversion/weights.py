@@ -1,0 +1,56 @@
+"""Copying the state of a backbone to its converted copy."""
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.models.conversion.adapters import AttentionAdapter
+from keras_efficient_attn.models.conversion.keras_internals import (
+    copy_lora_state,
+    lora_of,
+    own_variables,
+    projections,
+    set_dtype_policy,
+    tracked_layers,
+)
+
+
+def copy_weights(source, target):
+    """Copies weights, LoRA and what is trainable.
+
+    Args:
+        source: A backbone.
+        target: A backbone of the same configuration, with adapters in the places of
+            some attention layers. The weights of their kernels stay as they are.
+    """
+    for old, new in _pairs(source, target):
+        if isinstance(new.dtype_policy, keras.dtype_policies.DTypePolicyMap):
+            # Keras cannot save quantised layers that have the whole map.
+            set_dtype_policy(new, old.dtype_policy)
+        lora = lora_of(old)
+        if lora is not None and lora_of(new) is None:
+            rank, alpha = lora
+            new.enable_lora(rank, lora_alpha=alpha)
+        if new.trainable != old.trainable:
+            new.trainable = old.trainable
+    for old, new in _pairs(source, target):
+        if isinstance(new, AttentionAdapter):
+            continue
+        variables = zip(own_variables(old), own_variables(new), strict=True)
+        for old_variable, new_variable in variables:
+            # On JAX a training step gives the buffers of its weights away.
+            new_variable.assign(ops.copy(old_variable))
+            new_variable.trainable = old_variable.trainable
+    copy_lora_state(source, target)
+
+
+def _pairs(old, new):
+    """The layers at the same places of two models, from the outside in."""
+    yield old, new
+    if isinstance(new, AttentionAdapter):
+        children = zip(
+            projections(old).values(), projections(new).values(), strict=True
+        )
+    else:
+        children = zip(tracked_layers(old), tracked_layers(new), strict=True)
+    for pair in children:
+        yield from _pairs(*pair)

@@ -1,0 +1,195 @@
+"""Generation of converted models from states: the tokens of whole calls."""
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+from keras import ops
+from keras_hub import models
+
+from keras_efficient_attn.models import convert_backbone
+from keras_efficient_attn.models.conversion.generation import CausalMethods
+from tests.models.conversion import families
+
+PERFORMER = "performer:feature_map=elu"
+VQ = "vq:window=2,num_codes=4"
+LENGTH = 9
+
+
+def make_task(name, attention, layers=None, **options):
+    task_class = TASKS[name]
+    backbone = families.make(name, **options)
+    # Greedy choices that are far from ties.
+    for weight in backbone.weights:
+        if weight.path.startswith("token_embedding"):
+            weight.assign(3.0 * weight)
+    task = task_class(convert_backbone(backbone, attention, layers))
+    task.compile(sampler="greedy")
+    return task
+
+
+TASKS = {
+    "gpt2": models.GPT2CausalLM,
+    "opt": models.OPTCausalLM,
+    "llama": models.LlamaCausalLM,
+    "mistral": models.MistralCausalLM,
+    "qwen": models.QwenCausalLM,
+    "gemma": models.GemmaCausalLM,
+}
+
+
+def assert_greedy(task, data, tokens, prefix=""):
+    """Tokens are those of the prompts, then those that one whole call finds likeliest.
+
+    The model is causal: one call on the result has the logits of every step.
+    """
+    given = data[f"{prefix}padding_mask"] > 0
+    shown = np.logical_or.accumulate(given, axis=1)
+    inputs = {
+        **data,
+        f"{prefix}token_ids": tokens,
+        f"{prefix}padding_mask": shown.astype("int32"),
+    }
+    likeliest = ops.convert_to_numpy(task(inputs)).argmax(-1)
+    steps = np.arange(tokens.shape[1])
+    made = (steps >= given.sum(1).min()) & ~given
+    assert made.any()
+    np.testing.assert_array_equal(
+        tokens[:, 1:][made[:, 1:]], likeliest[:, :-1][made[:, 1:]]
+    )
+    np.testing.assert_array_equal(tokens[given], data[f"{prefix}token_ids"][given])
+
+
+def generated(task, data, prefix=""):
+    made = task.generate(dict(data), stop_token_ids=None)
+    return ops.convert_to_numpy(made[f"{prefix}token_ids"])
+
+
+def prompts(lengths, starts=None, length=LENGTH):
+    """Prompts of these lengths, after padding on the left up to their starts."""
+    random = np.random.default_rng(1)
+    tokens = random.integers(1, 50, (len(lengths), length)).astype("int32")
+    steps = np.arange(length)
+    starts = np.zeros(len(lengths)) if starts is None else np.array(starts)
+    ends = starts + np.array(lengths)
+    mask = (steps >= starts[:, None]) & (steps < ends[:, None])
+    return {"token_ids": tokens, "padding_mask": mask.astype("int32")}
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "layers"),
+    [
+        ("gpt2", PERFORMER, None),
+        ("gpt2", VQ, [1]),
+        ("opt", "local:window=2", [0]),
+        ("llama", PERFORMER, [1]),
+        ("llama", VQ, None),
+        ("mistral", "local:window=2", [0]),
+        ("qwen", "performer:num_features=4,window=2", [0]),
+        ("gemma", VQ, [1]),
+    ],
+)
+def test_tokens_are_those_of_whole_calls(name, attention, layers):
+    task = make_task(name, attention, layers)
+    # Padding on the right of two prompts, on both sides of another.
+    data = prompts([2, 5, 3], starts=[0, 0, 2])
+    assert_greedy(task, data, generated(task, data))
+
+
+@pytest.mark.parametrize("layers", [None, [0, 3]])
+def test_a_decoder_with_an_encoder(layers):
+    backbone = families.make("bart")
+    converted = convert_backbone(backbone, PERFORMER, layers)
+    task = models.BartSeq2SeqLM(converted)
+    task.compile(sampler="greedy")
+    data = families.inputs(converted)
+    decoder = prompts([2, 3], starts=[0, 1], length=7)
+    data |= {f"decoder_{name}": array for name, array in decoder.items()}
+    assert_greedy(task, data, generated(task, data, "decoder_"), "decoder_")
+
+
+def test_prompts_are_read_in_segments():
+    # Of 32 positions, and the rest singly.
+    task = make_task("gpt2", VQ, [0], num_layers=2, max_sequence_length=48)
+    data = prompts([41, 43], length=46)
+    assert_greedy(task, data, generated(task, data))
+
+
+@pytest.mark.parametrize("sampler", ["beam", "contrastive", "top_k"])
+def test_samplers_that_reorder_the_cache(sampler):
+    samplers = {
+        # With one beam or candidate, they are greedy.
+        "beam": keras_hub.samplers.BeamSampler(num_beams=1),
+        "contrastive": keras_hub.samplers.ContrastiveSampler(k=1, alpha=0.1),
+        "top_k": keras_hub.samplers.TopKSampler(k=1),
+    }
+    task = make_task("gpt2", VQ, [1], num_layers=2)
+    task.compile(sampler=samplers[sampler])
+    data = prompts([3, 4])
+    assert_greedy(task, data, generated(task, data))
+
+
+def test_beams_give_the_likeliest_tokens():
+    task = make_task("gpt2", PERFORMER, [0], num_layers=2, vocabulary_size=6)
+    data = prompts([2, 2], length=4)
+    data["token_ids"] %= 6
+    task.compile(sampler=keras_hub.samplers.BeamSampler(num_beams=6))
+    made = generated(task, data)
+    # With as many beams as tokens, two steps try all pairs.
+    likeliest = [(-np.inf, None), (-np.inf, None)]
+    for pair in np.ndindex(6, 6):
+        tokens = data["token_ids"].copy()
+        tokens[:, 2:] = pair
+        inputs = {"token_ids": tokens, "padding_mask": np.ones_like(tokens)}
+        logits = ops.convert_to_numpy(ops.log_softmax(task(inputs), axis=-1))
+        for row in range(2):
+            found = logits[row, 1, pair[0]] + logits[row, 2, pair[1]]
+            likeliest[row] = max(likeliest[row], (found, pair))
+    np.testing.assert_array_equal(made[:, 2:], [pair for _, pair in likeliest])
+
+
+def test_mixed_precision_keeps_states_wide():
+    task = make_task("gpt2", PERFORMER, [1], num_layers=2, dtype="mixed_bfloat16")
+    data = prompts([3, 3])
+    assert generated(task, data).shape == (2, LENGTH)
+    cache = CausalMethods(task, data, "").initial_cache()
+    softmax, state = cache["layers"]
+    assert keras.backend.standardize_dtype(softmax.dtype) == "bfloat16"
+    dtypes = {keras.backend.standardize_dtype(x.dtype) for x in state.values()}
+    assert dtypes <= {"float32", "int32"}
+
+
+def test_a_loaded_task_generates_the_same(tmp_path):
+    task = make_task("llama", VQ, [0])
+    data = prompts([3, 2])
+    expected = generated(task, data)
+    task.save_to_preset(str(tmp_path))
+    loaded = models.CausalLM.from_preset(str(tmp_path))
+    assert type(loaded) is models.LlamaCausalLM
+    loaded.compile(sampler="greedy")
+    np.testing.assert_array_equal(generated(loaded, data), expected)
+
+
+def test_the_cache_has_one_size_at_every_length():
+    shapes = []
+    for length in (9, 16):
+        task = make_task("gpt2", VQ, num_layers=1)
+        methods = CausalMethods(task, prompts([3, 2], length=length), "")
+        shapes.append(
+            [tuple(x.shape) for x in keras.tree.flatten(methods.initial_cache())]
+        )
+    assert shapes[0] == shapes[1]
+
+
+def test_other_backbones_generate_as_before():
+    convert_backbone(families.make("gpt2", num_layers=1), PERFORMER)
+    task = models.GPT2CausalLM(families.make("gpt2", num_layers=1))
+    task.compile(sampler="greedy")
+    data = prompts([3, 2])
+    assert_greedy(task, data, generated(task, data))
+
+
+def test_a_cache_of_keys_and_values_is_refused():
+    task = make_task("gpt2", PERFORMER, num_layers=1)
+    with pytest.raises(ValueError, match="no cache of keys and values"):
+        task._build_cache(ops.ones((1, 4), "int32"))
