@@ -5,10 +5,8 @@ import dataclasses
 from keras import ops
 
 from keras_efficient_attn.ops.common.block_softmax import (
-    attend_at,
     attend_near,
     attend_recent,
-    keys_seen,
 )
 from keras_efficient_attn.ops.common.chunking import pad_length
 from keras_efficient_attn.ops.common.compiled import compiled
@@ -101,37 +99,3 @@ def windowed_linear_attention(
         return output, None
     recent = (t[:, length:] for t in history)
     return output, {**far_state, **dict(zip(STATE_NAMES, recent, strict=True))}
-
-
-def windowed_linear_attention_at(
-    position, query, key, value, config, map_weights=(), key_mask=None
-):
-    """Causal `windowed_linear_attention` for one of the queries alone.
-
-    Args:
-        position: Of the query among the keys, an integer or a scalar.
-        query: `(batch, 1, heads, dim)`.
-        key, value, map_weights, key_mask: As there.
-        config: As there; without a `window`, all keys count by their features.
-
-    Returns:
-        `(batch, 1, heads, value_dim)` in the accumulator's dtype.
-    """
-    query, key, value, valid = masked_inputs(query, key, value, key_mask)
-    positions = ops.arange(ops.shape(key)[1], dtype="int32")
-    distance = ops.cast(position, "int32") - positions
-    far = ops.logical_and(valid > 0, distance >= (config.window or 0))
-    part, _ = mapped_linear_attention(
-        query,
-        key,
-        value,
-        dataclasses.replace(config, causal=False, output="partial", window=None),
-        map_weights=map_weights,
-        key_mask=far,
-    )
-    parts = [part]
-    if config.window is not None:
-        rule = SlidingWindow(config.window, True)
-        first, near = keys_seen(position, rule, key, value, valid)
-        parts.append(attend_at(position, query, *near, rule, first))
-    return finish(*merge(parts), config.output == "normalized")

@@ -8,7 +8,6 @@ from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import finish
 from keras_efficient_attn.ops.common.state import make_state
 from keras_efficient_attn.ops.vq_attention import reference
-from keras_efficient_attn.ops.vq_attention.at import attend_to_earlier
 from keras_efficient_attn.ops.vq_attention.cache import (
     cache_of,
     named_cache,
@@ -235,16 +234,6 @@ def attend_to_keys_and_codes(
         return attend_segment(query, keys, codebook, config, positions, state)
     output = attend_sequence(query, keys, codebook, config, causal, positions)
     return output, None
-
-
-@compiled("config")
-def attend_at_position(query, keys, codebook, config, position):
-    """Causal attention of a single query to the keys of a whole sequence.
-
-    Arguments and output are those of `attend_to_earlier`, in any dtype.
-    """
-    query, keys, codebook, _ = _prepared(query, keys, codebook, None)
-    return attend_to_earlier(query, keys, codebook, config, position)
 
 
 def _prepared(query, keys, codebook, positions):

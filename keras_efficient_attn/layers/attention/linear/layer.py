@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.attention import feature_maps
-from keras_efficient_attn.layers.attention.base import AttentionCall, EfficientAttention
+from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.common.checks import (
     check_positive_int,
@@ -23,7 +23,6 @@ from keras_efficient_attn.ops.linear_attention.config import (
 )
 from keras_efficient_attn.ops.linear_attention.windowed import (
     windowed_linear_attention,
-    windowed_linear_attention_at,
 )
 
 
@@ -233,25 +232,6 @@ class LinearAttention(EfficientAttention):
         if self._dropout > 0.0:
             heads = self._dropout_layer(heads, training=call.training)
         return heads, state
-
-    def attend_at(self, position, query, key, value, key_mask):
-        if query.shape[1] != 1:
-            return super().attend_at(position, query, key, value, key_mask)
-        dtype = accumulator_dtype(query, key, value)
-        start = ops.reshape(ops.cast(position, "int32"), (1,))
-        query = self._prepared(query, dtype, start)
-        key = self._prepared(key, dtype, None)
-        call = AttentionCall(key_mask=key_mask)
-        query, key, map_weights = self._map_inputs(query, key, call)
-        return windowed_linear_attention_at(
-            position,
-            query,
-            key,
-            value,
-            self._config(True),
-            map_weights=map_weights,
-            key_mask=key_mask,
-        )
 
     def _prepared(self, x, dtype, position):
         """Queries or keys, normalised, rotated and scaled."""

@@ -25,7 +25,6 @@ from keras_efficient_attn.ops.common.relative_positions import (
 from keras_efficient_attn.ops.reversible.remembered import remembered
 from keras_efficient_attn.ops.reversible.replay import is_replay
 from keras_efficient_attn.ops.vq_attention.api import (
-    attend_at_position,
     attend_to_keys_and_codes,
 )
 from keras_efficient_attn.ops.vq_attention.cache import num_features, state_spec
@@ -354,19 +353,6 @@ class VQAttention(EfficientAttention):
         if self._dropout > 0.0:
             heads = self._dropout_layer(heads, training=call.training)
         return heads, new_state
-
-    def attend_at(self, position, query, key, value, key_mask):
-        if self.config.relative_positions or query.shape[1] != 1:
-            return super().attend_at(position, query, key, value, key_mask)
-        dtype = accumulator_dtype(query, key, value)
-        start = ops.reshape(ops.cast(position, "int32"), (1,))
-        query = self._compared_query(self._prepared(query, dtype, start))
-        key = self._compared_key(self._prepared(key, dtype, None))
-        codes = ops.cast(self.codebook, dtype)
-        index = None if self.config.soft else nearest_codes(key, codes)
-        keys = Keys(key, value, key_mask, index)
-        codebook = self._codebook_of(codes)
-        return attend_at_position(query, keys, codebook, self.config, position)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
         """`call` as it is: rematerialised, it would update the codebook twice.
