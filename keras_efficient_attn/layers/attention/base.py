@@ -179,29 +179,6 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         """
         raise NotImplementedError
 
-    def attend_at(self, position, query, key, value, key_mask):
-        """Attends over heads, causally, from a few positions to a whole sequence.
-
-        For decoding with a preallocated cache of keys and values.
-
-        Args:
-            position: Position of the first query among the keys, an integer or a
-                scalar.
-            query: `(batch, query_length, heads, key_dim)`, projected.
-            key, value, key_mask: As for `attend`.
-
-        Returns:
-            `(batch, query_length, heads, value_dim)`: the outputs of `attend` for
-            these queries.
-        """
-        # The queries of other positions are zeros, and their outputs are dropped.
-        at = [0, position, 0, 0]
-        batch, length, heads, _ = ops.shape(query)
-        query = ops.slice_update(ops.zeros_like(key), at, ops.cast(query, key.dtype))
-        call = AttentionCall(key_mask=key_mask, causal=True)
-        output, _ = self.attend(query, key, value, call)
-        return ops.slice(output, at, [batch, length, heads, output.shape[-1]])
-
     def state_spec(self, batch_size, max_length):
         """The tensors of the state, or `None` for a layer that does not stream.
 

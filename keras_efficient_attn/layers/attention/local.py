@@ -4,16 +4,13 @@ import dataclasses
 
 import keras
 import numpy as np
-from keras import ops
 
 from keras_efficient_attn.layers.attention.axes import SequenceAxes
 from keras_efficient_attn.layers.attention.patterns import PatternAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
 from keras_efficient_attn.ops.local_attention.api import (
     local_attention,
-    local_attention_at,
 )
 from keras_efficient_attn.ops.local_attention.config import LocalConfig
 from keras_efficient_attn.ops.local_attention.grid import generation_order, reordered
@@ -143,15 +140,6 @@ class LocalAttention(PatternAttention):
 
     def attend_to_pattern(self, query, key, value, **arguments):
         return local_attention(query, key, value, **self.pattern_arguments, **arguments)
-
-    def attend_at(self, position, query, key, value, key_mask):
-        if self._is_grid or query.shape[1] != 1:
-            return super().attend_at(position, query, key, value, key_mask)
-        dtype = accumulator_dtype(query, key, value)
-        query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
-        start = ops.reshape(ops.cast(position, "int32"), (1,))
-        query, key = self._rotated(query, start), self._rotated(key)
-        return local_attention_at(position, query, key, value, key_mask, self._config())
 
     def _axes_of(self, rank):
         if self._is_grid and rank == 4 and self._sequence_axes is None:

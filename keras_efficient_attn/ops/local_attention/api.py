@@ -3,14 +3,11 @@
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.common.block_softmax import attend_at, keys_seen
 from keras_efficient_attn.ops.common.inputs import (
     SoftmaxOptions,
     check_call,
-    masked_inputs,
 )
 from keras_efficient_attn.ops.common.masked_softmax import masked_attention
-from keras_efficient_attn.ops.common.online_softmax import finish
 from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
 from keras_efficient_attn.ops.common.state import make_state
 from keras_efficient_attn.ops.local_attention.blocks import attend_in_blocks
@@ -119,26 +116,6 @@ def local_attention(
     )
     output = ops.cast(output, value.dtype)
     return output if state is None else (output, new_state)
-
-
-def local_attention_at(position, query, key, value, key_mask, config):
-    """Causal `local_attention` over a sequence for one of its queries alone.
-
-    Args:
-        position: Position of the query among the keys, an integer or a scalar.
-        query: `(batch, 1, heads, dim)`.
-        key, value, key_mask: As for `local_attention`.
-        config: `LocalConfig`, of a window or of blocks of a sequence.
-
-    Returns:
-        `(batch, 1, heads, value_dim)` in the accumulator's dtype.
-    """
-    mask_fn = config.mask_fn(causal=True)
-    first, (key, value, key_mask) = keys_seen(position, mask_fn, key, value, key_mask)
-    query, key, value, valid = masked_inputs(query, key, value, key_mask)
-    query = query * query.shape[-1] ** -0.5
-    part = attend_at(position, query, key, value, valid, mask_fn, first)
-    return finish(*part, True)
 
 
 def local_attention_state(

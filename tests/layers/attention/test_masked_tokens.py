@@ -1,4 +1,4 @@
-"""One query over a cache, against the same position of the whole sequence."""
+"""Token by token with a mask, as generation reads padding on the left."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_position_of_the_whole_sequence(name):
+def test_tokens_give_the_whole_sequence(name):
     layer_class, options = LAYERS[name]
     layer = layer_class(HEADS, DIM, **options)
     layer.build((None, None, 8), (None, None, 8))
@@ -52,10 +52,16 @@ def test_a_position_of_the_whole_sequence(name):
     whole, _ = layer.attend(
         query, key, value, AttentionCall(key_mask=mask, causal=True)
     )
-    whole = ops.convert_to_numpy(whole)
-    for position in (0, 5):
-        at = query[:, position : position + 1]
-        heads = layer.attend_at(position, at, key, value, mask)
-        np.testing.assert_allclose(
-            ops.convert_to_numpy(heads), whole[:, position : position + 1], atol=1e-5
+    state, heads = layer.get_initial_state(2, LENGTH), []
+    for position in range(LENGTH):
+        token = [x[:, position : position + 1] for x in (query, key, value)]
+        call = AttentionCall(
+            key_mask=mask[:, position : position + 1], causal=True, state=state
         )
+        head, state = layer.attend(*token, call)
+        heads.append(head)
+    np.testing.assert_allclose(
+        ops.convert_to_numpy(ops.concatenate(heads, axis=1)),
+        ops.convert_to_numpy(whole),
+        atol=1e-5,
+    )
