@@ -1,6 +1,7 @@
 """The command: arguments in, a table and files out."""
 
 import argparse
+import importlib
 import importlib.util
 import math
 import signal
@@ -40,8 +41,17 @@ def parse_arguments(argv):
         nargs="+",
         default=list(Settings.layers),
         metavar="NAME[:OPTION=VALUE,...]",
-        help=f"{', '.join(attention_names())} (softmax is Keras' own), with options of "
+        help=f"{', '.join(attention_names())} with options of "
         "the constructor: performer:feature_map=favor+,num_features=64",
+    )
+    add(
+        "--import",
+        dest="modules",
+        nargs="+",
+        type=_module,
+        default=[],
+        metavar="MODULE",
+        help="modules of your own that register layers",
     )
     add("--lengths", nargs="+", type=_positive, default=list(Settings.lengths))
     add("--heads", type=_positive, default=Settings.heads)
@@ -80,6 +90,7 @@ def main(argv=None):
     try:
         arguments = parse_arguments(argv)
         out = arguments.pop("out")
+        del arguments["modules"]  # Imported, they have registered their layers.
         settings = Settings(**arguments)
         _check_backend(settings.backend)
         if out is not None:
@@ -122,6 +133,13 @@ def _write(comparison, out):
     except ImportError:
         print("No pictures: matplotlib is not installed.")
     print(f"In {out}: {', '.join(written)}")
+
+
+def _module(name):
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise argparse.ArgumentTypeError(f"cannot import {name}: {error}") from error
 
 
 def _number(convert, accept, expected):

@@ -22,22 +22,10 @@ def compare(
     layers=Settings.layers,
     lengths=Settings.lengths,
     *,
-    heads=Settings.heads,
-    head_dim=Settings.head_dim,
-    batch=Settings.batch,
-    dtype=Settings.dtype,
-    mode=Settings.mode,
-    causal=Settings.causal,
-    backend=Settings.backend,
-    repeats=Settings.repeats,
-    time_limit=Settings.time_limit,
-    peers=Settings.peers,
-    model=Settings.model,
-    matmul_size=Settings.matmul_size,
-    seed=Settings.seed,
     progress=None,
     start_worker=WorkerProcess,
     clock=time.perf_counter,
+    **options,
 ):
     """Compares attention layers on this machine, at one shape and several lengths.
 
@@ -51,6 +39,13 @@ def compare(
             `"performer:feature_map=elu"`, …. Defaults to these and
             `"performer:feature_map=favor+"`.
         lengths: Lengths. Defaults to 512, 1024, 2048 and 4096.
+        **options: Further fields of `Settings`, below.
+        progress: Optional callable that makes a progress bar of a number of steps,
+            such as `keras.utils.Progbar`. Defaults to none.
+        start_worker: Makes a worker for a backend. Defaults to a process.
+        clock: Callable that gives seconds.
+
+    Further fields of `Settings`:
         heads: Heads. Defaults to 8.
         head_dim: Size of a head. Defaults to 64.
         batch: Rows. Defaults to 1.
@@ -64,8 +59,7 @@ def compare(
         repeats: Timed calls. Defaults to 5.
         time_limit: Seconds of computing for a contestant at one length, compilation
             included, and as many again for the checks. After it, the contestant is
-            not tried at longer lengths.
-            Defaults to 60.
+            not tried at longer lengths. Defaults to 60.
         peers: Whether to add installed peers: performer-pytorch, local-attention,
             reformer-pytorch, flash-linear-attention (CUDA). Defaults to `False`.
         model: Whether to compare small causal language models instead of layers: their
@@ -74,16 +68,13 @@ def compare(
         matmul_size: Rows of the square matmul. Defaults to 2048, or 8192 on
             accelerators.
         seed: Seed of weights and inputs. Defaults to 0.
-        progress: Optional callable that makes a progress bar of a number of steps,
-            such as `keras.utils.Progbar`. Defaults to none.
-        start_worker: Makes a worker for a backend. Defaults to a process.
-        clock: Callable that gives seconds.
 
     Returns:
         `Comparison`. An interrupt (Ctrl-C) ends the run with what was measured.
 
     Raises:
         ValueError: If an argument is invalid, naming it.
+        TypeError: For an argument that does not exist.
 
     Example:
 
@@ -97,23 +88,7 @@ def compare(
         print(record.contestant, record.length, record.status, record.seconds)
     ```
     """
-    settings = Settings(
-        layers=layers,
-        lengths=lengths,
-        heads=heads,
-        head_dim=head_dim,
-        batch=batch,
-        dtype=dtype,
-        mode=mode,
-        causal=causal,
-        backend=backend,
-        repeats=repeats,
-        time_limit=time_limit,
-        peers=peers,
-        model=model,
-        matmul_size=matmul_size,
-        seed=seed,
-    )
+    settings = Settings(layers=layers, lengths=lengths, **options)
     return run(settings, progress, start_worker, clock)
 
 

@@ -6,6 +6,7 @@ import math
 
 from keras_efficient_attn.benchmark.peers import PEERS
 from keras_efficient_attn.layers import get_attention
+from keras_efficient_attn.layers.attention.registry import parse_attention
 from keras_efficient_attn.ops.common.backend import backend_name
 
 BACKENDS = ("tensorflow", "jax", "torch")
@@ -94,7 +95,12 @@ class Settings:
         names = ("heads", "head_dim", "batch", "dtype", "mode", "causal", "model")
         names += ("matmul_size", "seed")
         shared = {name: getattr(self, name) for name in names}
-        return {"contestant": contestant, "length": length, **shared}
+        # A layer from outside the package: workers know it by importing its module.
+        module = None
+        if contestant in self.layers:
+            module = parse_attention(contestant)[0].__module__
+        task = {"contestant": contestant, "length": length, "module": module}
+        return {**task, **shared}
 
     def backend_of(self, contestant):
         """The backend that a contestant runs on: its own for a peer."""

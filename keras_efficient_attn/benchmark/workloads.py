@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
 
 import keras
@@ -51,6 +52,8 @@ def build_workload(task):
         ValueError: If the contestant cannot do what is asked.
     """
     keras.utils.set_random_seed(task["seed"])
+    if task["module"] is not None:
+        importlib.import_module(task["module"])
     if task["contestant"] == MATMUL:
         return _matmul(task)
     if task["contestant"] in PEERS:

@@ -24,6 +24,7 @@ from keras_efficient_attn.layers.attention.reformer import ReformerLSHAttention
 from keras_efficient_attn.layers.attention.registry import (
     attention_names,
     get_attention,
+    register_attention,
 )
 from keras_efficient_attn.layers.attention.softmax import SoftmaxAttention
 from keras_efficient_attn.layers.attention.sparse import SparseAttention

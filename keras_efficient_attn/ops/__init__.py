@@ -12,6 +12,7 @@ from keras_efficient_attn.ops.linear_attention import feature_maps as feature_ma
 from keras_efficient_attn.ops.linear_attention import (
     linear_attention,
     linear_attention_state,
+    linear_attention_state_spec,
 )
 from keras_efficient_attn.ops.local_attention import (
     local_attention,
@@ -39,6 +40,7 @@ __all__ = [
     "fourier",
     "linear_attention",
     "linear_attention_state",
+    "linear_attention_state_spec",
     "local_attention",
     "local_attention_state",
     "local_pattern",

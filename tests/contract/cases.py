@@ -20,6 +20,7 @@ from keras_efficient_attn import (
     VQAttention,
 )
 from tests import dense
+from tests.outside import SquareAttention, square_heads
 
 BATCH, LENGTH, DIM, HEADS, KEY_DIM = 2, 37, 12, 2, 8
 
@@ -246,6 +247,7 @@ CASES = [
     softmax("softmax"),
     softmax("softmax-window", variant=True, sliding_window=4, rotary_wavelength=50.0),
     reformer("reformer", bucket_size=4, num_hashes=2, num_buckets=4),
+    Case("outside", SquareAttention, {}, square_heads, long={}),
 ]
 
 

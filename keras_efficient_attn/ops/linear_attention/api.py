@@ -224,7 +224,15 @@ def linear_attention_state(
 def linear_attention_state_spec(
     batch_size, num_heads, num_features, value_dim, dtype="float32"
 ):
-    """Names, shapes, dtypes and values of `linear_attention_state`."""
+    """The description of `linear_attention_state`, for a layer's `state_spec`.
+
+    Args:
+        batch_size, num_heads, num_features, value_dim: Sizes.
+        dtype: `"float32"` (the default) or `"float64"`.
+
+    Returns:
+        Dict of `(shape, dtype)` or `(shape, dtype, value)`.
+    """
     heads = (batch_size, num_heads)
     return {
         "sum": ((*heads, num_features, value_dim), dtype),
