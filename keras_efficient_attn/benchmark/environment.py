@@ -10,11 +10,12 @@ import numpy as np
 
 from keras_efficient_attn import __version__
 from keras_efficient_attn.benchmark.execution import backend_module
+from keras_efficient_attn.ops.common.backend import backend_name
 
 
 def describe_environment():
     """Versions and device of this process, as a dict of strings and numbers."""
-    backend = keras.backend.backend()
+    backend = backend_name()
     return {
         "backend": backend,
         "backend_version": importlib.metadata.version(backend),

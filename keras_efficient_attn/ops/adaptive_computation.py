@@ -3,6 +3,8 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import backend_name
+
 
 def adaptive_computation(
     step, state, running, max_steps, epsilon=0.01, early_exit=False, dtype="float32"
@@ -133,7 +135,7 @@ def _spread(x, like):
 
 def _has_values(carry):
     """Whether a Python loop can see which positions run."""
-    backend = keras.backend.backend()
+    backend = backend_name()
     if backend == "jax":
         import jax
 

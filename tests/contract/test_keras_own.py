@@ -37,7 +37,7 @@ LEFT_OUT = {
     "test_lora": (ALL - {"local", "softmax", "sparse"}, WEIGHTS),
     "test_sliding_window": (ALL - {"local", "softmax"}, BEYOND),
     "test_sliding_window_serialization": (
-        ALL - {"linear", "local", "performer", "softmax", "vq"},
+        ALL - {"local", "performer", "softmax", "vq"},
         NO_WINDOW,
     ),
     "test_initializer": ({"reformer"}, SAME_VECTORS),

@@ -403,8 +403,8 @@ def test_the_predicted_error_falls_with_the_root_of_the_frequencies():
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"query": np.zeros((2, 3, 5))}, ValueError, r"`query` must have the shape"),
-        ({"key": np.zeros((2, KEYS, 2, 4))}, ValueError, "heads and head_dim"),
+        ({"query": np.zeros((2, 3, 5))}, ValueError, r"must have the shape"),
+        ({"key": np.zeros((2, KEYS, 2, 4))}, ValueError, "heads and dim"),
         ({"value": np.zeros((2, 4, 2, 3))}, ValueError, "batch, length and heads"),
         ({"key_mask": np.ones((2, 4))}, ValueError, r"key_mask\.shape=\(2, 4\)"),
         ({"value": np.zeros((2, KEYS, 2, 3), "int32")}, TypeError, "int32"),

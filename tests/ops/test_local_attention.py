@@ -1,6 +1,7 @@
 """Windows, blocks and rectangles: what they hold, and what they compute."""
 
 import contextlib
+import dataclasses
 import functools
 import types
 
@@ -13,6 +14,7 @@ from keras_efficient_attn.ops import (
     local_attention_state,
     local_pattern,
 )
+from keras_efficient_attn.ops.local_attention.config import LocalConfig
 from tests import dense
 from tests.autodiff import gradient_function, to_numpy
 from tests.largest_tensor import largest_tensor
@@ -328,3 +330,13 @@ def test_errors_name_what_was_received(options, message):
 def test_a_pattern_has_to_fit_in_its_grid():
     with pytest.raises(ValueError, match="length=5"):
         local_pattern(5, query_block=(2, 2), grid=(2, 2))
+
+
+def test_a_configuration_is_one_static_argument():
+    lists = LocalConfig(query_block=[2, 3], grid=[4, 6])
+    tuples = LocalConfig(query_block=(2, 3), memory=(2, 3), grid=(4, 6))
+    assert lists == tuples and hash(lists) == hash(tuples)
+    assert LocalConfig() == LocalConfig(window=128)
+    assert LocalConfig(query_block=5).memory == 5
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tuples.window = 3

@@ -18,14 +18,14 @@ Each backend has a module with
 - `device()`: the device, in words.
 """
 
-import importlib
-
 import keras
+
+from keras_efficient_attn.ops.common import backend
 
 
 def backend_module():
     """The module of Keras' backend."""
-    return importlib.import_module(f"{__package__}.{keras.backend.backend()}")
+    return backend.backend_module(__package__)
 
 
 def make_program(function, layer=None, gradients=False, optimizer=None):

@@ -15,6 +15,7 @@ from keras_efficient_attn.ops.common.checks import (
 )
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
 from keras_efficient_attn.ops.common.pairs import count_pairs
+from keras_efficient_attn.ops.fourier.config import FourierConfig
 from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_state_spec,
     mapped_linear_attention,
@@ -294,24 +295,18 @@ class FourierAttention(EfficientAttention):
         return math.sqrt(3 / self.power) * self._key_dim**exponent
 
     def _check_arguments(self):
-        if self.power not in fourier.POWERS:
-            raise ValueError(
-                f"`power` must be one of {fourier.POWERS}. Received: "
-                f"power={self.power!r}"
-            )
+        FourierConfig(
+            power=self.power,
+            chunk_size=self.chunk_size,
+            implementation=self.implementation,
+        )
         if self.radius_per not in RADIUS_SHARING:
             raise ValueError(
                 f"`radius_per` must be one of {', '.join(RADIUS_SHARING)}. Received: "
                 f"radius_per={self.radius_per!r}"
             )
         check_positive_number("initial_radius", self.initial_radius, optional=True)
-        for argument in ("num_frequencies", "chunk_size"):
-            check_positive_int(argument, getattr(self, argument), optional=True)
-        if self.implementation not in fourier.IMPLEMENTATIONS:
-            raise ValueError(
-                f"`implementation` must be one of {fourier.IMPLEMENTATIONS}. Received: "
-                f"implementation={self.implementation!r}"
-            )
+        check_positive_int("num_frequencies", self.num_frequencies, optional=True)
         if not self.linear and (
             self.num_frequencies is not None or self.orthogonal is not True
         ):

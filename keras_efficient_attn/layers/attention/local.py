@@ -22,8 +22,7 @@ from keras_efficient_attn.ops.local_attention.pairs import local_pairs
 class LocalAttention(PatternAttention):
     """Softmax attention to near keys, in linear time, over sequences and images.
 
-    What a query sees, and with `use_causal_mask` only as far as it comes before the
-    query or is the query's own position:
+    A query sees these keys, and with `use_causal_mask` no later ones:
 
     - `window=w`: itself and `w - 1` earlier keys, exactly; not causal, as many later
       ones.

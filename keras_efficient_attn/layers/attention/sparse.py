@@ -44,10 +44,10 @@ class SparseAttention(PatternAttention):
             the rows of an image, or `"fixed"`, for data without, such as text.
         stride: Positions between two keys of the second factor, or of a block.
             Defaults to 128; about the root of the length is fastest.
-        summary: Positions of a block that stand for it in the fixed pattern, such as
-            8 to 32. Different heads have different ones: from the block's end to its
-            start, in turn. Defaults to `stride / 16`, at least 1; and to 1 for the
-            strided pattern and `heads=0`, which have no use for it.
+        summary: Positions of a block that all queries see in the fixed pattern, such
+            as 8 to 32. Each head has its own, from the block's end to its start.
+            Defaults to `stride / 16`, at least 1, for the fixed pattern with a second
+            factor; 1 otherwise.
         heads: The paper's three ways to use the factors. `"merged"` (the default):
             every head sees both, a key of both once. `"split"`: the first half of the
             heads has factor 0, the others have factor 1. `0` or `1`: all heads have

@@ -21,7 +21,7 @@ OWN_BIASES = ("own", "shared")
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class PositionBiases(keras.layers.Layer):
-    """What `RelativePositionXL` adds to all queries: a vector for each head, twice.
+    """The vectors that `RelativePositionXL` adds to all queries, two for each head.
 
     Pass one to several layers as `biases`, and they share it.
 
@@ -69,7 +69,7 @@ class RelativePositionXL(EfficientAttention):
     Without `use_causal_mask`, distances to later keys are negative: those have
     sinusoids of their own.
 
-    The state is the **memory**: the layer's last inputs, as they were, from which keys
+    The state is the **memory**: the layer's last inputs, unchanged, from which keys
     and values are projected anew. Gradients end there. A query sees the part of its
     segment before it, and the memory; positions without an input yet, and masked ones,
     are not seen. Time is proportional to `length · (memory_length + length)`; the
@@ -84,7 +84,7 @@ class RelativePositionXL(EfficientAttention):
         clamp_length: Distances beyond it count as it; for memories that are longer
             than in training. Defaults to `None`: no distance is changed.
         same_length: Whether every query sees itself and `memory_length` positions
-            before it, wherever in its segment it stands (and, if not causal, as many
+            before it, wherever in its segment it is (and, if not causal, as many
             after it), instead of all there are. Without a state, too. Defaults to
             `False`.
         biases: Where `u` and `v` are from: `"own"` (the default); `"shared"`: one pair
@@ -94,8 +94,8 @@ class RelativePositionXL(EfficientAttention):
 
     Attributes:
         input_norm: Optional function that the layer applies to its inputs and to the
-            memory of them, with its weights of today. A `TransformerBlock` sets its
-            norm, and calls the layer with inputs that are not normalised.
+            memory, with the current weights. A `TransformerBlock` sets its norm here,
+            and calls the layer with inputs that are not normalised.
 
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,

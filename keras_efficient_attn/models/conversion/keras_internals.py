@@ -9,6 +9,8 @@ import functools
 import keras
 import keras_hub
 
+from keras_efficient_attn.ops.common.backend import backend_name
+
 # The same layers have other names in KerasHub's attention layers.
 PROJECTIONS = {
     "query": "query_dense",
@@ -180,7 +182,7 @@ def _replace_in_collection(collection, old, new):
 
 def track_parameters(model):
     """Lets PyTorch know of variables that were added to a built model (Keras 3.15)."""
-    if keras.backend.backend() == "torch":
+    if backend_name() == "torch":
         for layer in model._flatten_layers():
             layer._track_variables()
 

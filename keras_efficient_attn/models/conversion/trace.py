@@ -4,9 +4,10 @@ import contextlib
 import dataclasses
 import inspect
 
-import keras
 import numpy as np
 from keras import ops
+
+from keras_efficient_attn.ops.common.backend import backend_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +89,7 @@ def trace_layers(model, layers, batch):
 def run(function, *args, **kwargs):
     """Calls a model or layer without gradients."""
     with contextlib.ExitStack() as stack:
-        if keras.backend.backend() == "torch":
+        if backend_name() == "torch":
             import torch
 
             stack.enter_context(torch.no_grad())

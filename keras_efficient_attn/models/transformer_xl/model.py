@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.models.transformer_xl.segments import Segments
+from keras_efficient_attn.ops.common.backend import backend_name
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -95,7 +96,7 @@ class TransformerXL(keras.Model):
 
     def reset_memory(self):
         """Forgets all, in all rows."""
-        if keras.backend.backend() == "jax":
+        if backend_name() == "jax":
             # Within `fit`, the variables are behind the training state.
             self.jax_state_sync()
         self._remember(self._empty_memory())

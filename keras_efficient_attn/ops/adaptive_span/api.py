@@ -55,8 +55,8 @@ def adaptive_span_attention(
             each distance.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
         key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
-            What stands at other keys is not read, NaN included.
-        scale: Of the dot products. Defaults to `1 / √dim`.
+            Other keys are not read, NaN included.
+        scale: Factor of the dot products. Defaults to `1 / √dim`.
         state: Optional state from `adaptive_span_state` or an earlier call: the keys
             of earlier segments. Needs `causal=True` and equal lengths. It may be of
             another window: keys beyond a shorter window are forgotten, and keys that a

@@ -1,10 +1,32 @@
-"""Modules that are named for a backend."""
+"""Which backend runs, asked in one place."""
 
 import importlib
 
 import keras
 
+BACKENDS = ("jax", "tensorflow", "torch")
+
+
+def backend_name():
+    """`"jax"`, `"tensorflow"` or `"torch"`.
+
+    Raises:
+        ValueError: If Keras runs on another backend.
+    """
+    name = keras.backend.backend()
+    if name not in BACKENDS:
+        raise ValueError(
+            "keras_efficient_attn needs the Keras backend 'tensorflow', 'jax' or "
+            f"'torch'. Received: keras.backend.backend()={name!r}"
+        )
+    return name
+
+
+def pick(default=None, **values):
+    """The value for the backend that runs, such as `pick(4, torch=1)`."""
+    return values.get(backend_name(), default)
+
 
 def backend_module(package):
-    """The module of a package that is named for the backend that Keras runs on."""
-    return importlib.import_module(f"{package}.{keras.backend.backend()}")
+    """The module of a package that is named for the backend."""
+    return importlib.import_module(f"{package}.{backend_name()}")

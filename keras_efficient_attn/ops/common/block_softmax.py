@@ -44,8 +44,9 @@ def attend_blocks(
         value: `(batch, blocks, width, heads, value_dim)`, zero where not valid.
         valid: `(batch, blocks, width)`, 1 for keys that exist and 0 for others.
         mask_fn: Which keys a query sees.
-        positions: Of queries and of keys, for `mask_fn`: `(size,)` and `(width,)`, the
-            same in all blocks, or `(blocks, size)` and `(blocks, width)`.
+        positions: Positions of queries and keys, for `mask_fn`: `(size,)` and
+            `(width,)`, the same in all blocks, or `(blocks, size)` and `(blocks,
+            width)`.
         dropout: `(rate, seed)` or `None`.
         relative: `(position_query, position_key)` or `None`: queries of the shape of
             `query`, and keys `(distances, heads, dim)`; their products are added to
@@ -63,7 +64,7 @@ def attend_blocks(
         floats = heads * (2 * size * width + (size + 2 * width) * (dim + value_dim))
         unit = max(1, MIN_BLOCK // size)
     else:
-        # Of an unknown size: one block at a time.
+        # The size is unknown: one block at a time.
         floats, unit = GROUP_FLOATS, 1
     unit, units, groups = chunk_layout(blocks, unit, batch, floats)
     arrays, consts = [query, key, value, valid], []
@@ -153,7 +154,7 @@ def attend_shared(query, key, value, valid, mask_fn, positions, dropout=None):
         key, value: `(batch, keys, heads, dim)`, `value` zero where not valid.
         valid: `(batch, keys, heads)`.
         mask_fn: Which keys a query sees.
-        positions: Of queries `(length,)`, and of keys `(heads, keys)`.
+        positions: Positions of queries `(length,)`, and of keys `(heads, keys)`.
         dropout: `(rate, seed)` or `None`.
 
     Returns:

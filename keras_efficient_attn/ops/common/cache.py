@@ -1,7 +1,8 @@
 """Caches of a fixed capacity, one slot for each position."""
 
-import keras
 from keras import ops
+
+from keras_efficient_attn.ops.common.backend import backend_name
 
 
 def write_positions(cache, segment, start):
@@ -18,7 +19,7 @@ def write_positions(cache, segment, start):
     if isinstance(length, int) and isinstance(capacity, int) and length > capacity:
         segment, length = segment[:, :capacity], capacity
     start = ops.minimum(start, capacity - length)
-    if keras.backend.backend() != "tensorflow":
+    if backend_name() != "tensorflow":
         at = (0, start, *[0] * (len(cache.shape) - 2))
         return ops.slice_update(cache, at, segment)
     # TensorFlow has no gradient for an updated slice.

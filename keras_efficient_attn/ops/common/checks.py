@@ -110,7 +110,7 @@ def check_heads(query, key, value, key_mask=None):
 
 
 def check_streaming(query, key, causal, state):
-    """Raises `ValueError` for a `state` in a call that cannot go on from one."""
+    """Raises `ValueError` for a `state` without causality, or for other lengths."""
     if state is None:
         return
     if not causal:

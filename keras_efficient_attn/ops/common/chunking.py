@@ -1,7 +1,8 @@
 """Cutting sequences of any length into groups of chunks, and back."""
 
-import keras
 from keras import ops
+
+from keras_efficient_attn.ops.common.backend import backend_name
 
 # Floats of one group of chunks, all heads together, that stay in the cache.
 GROUP_FLOATS = 2**20
@@ -22,7 +23,7 @@ def chunk_layout(length, chunk_size, batch, floats_per_position):
     if isinstance(length, int):
         length = max(1, length)
         chunk_size = min(chunk_size, length)
-    elif keras.backend.backend() == "jax":
+    elif backend_name() == "jax":
         # Symbolic lengths, as JAX exports them, make one group, whose chunk states
         # all exist at once.
         return chunk_size, (length + chunk_size - 1) // chunk_size, 1
@@ -85,7 +86,7 @@ def chunk_count(length, chunk_size):
     """Chunks that hold `length` positions: one at least, where that is known."""
     if isinstance(length, int):
         length = max(1, length)
-    elif keras.backend.backend() != "jax":
+    elif backend_name() != "jax":
         length = ops.maximum(length, 1)
     return (length + chunk_size - 1) // chunk_size
 
@@ -145,7 +146,7 @@ def longer_length(first, second):
     """The larger of two lengths, or their sum where they cannot be compared."""
     if isinstance(first, int) and isinstance(second, int):
         return max(first, second)
-    if keras.backend.backend() == "jax":
+    if backend_name() == "jax":
         # JAX exports symbolic lengths, and compares only those that are the same.
         return first + second
     return ops.maximum(first, second)

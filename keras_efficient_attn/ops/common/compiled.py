@@ -2,7 +2,7 @@
 
 import functools
 
-import keras
+from keras_efficient_attn.ops.common.backend import backend_name
 
 
 def compiled(*static_arguments):
@@ -21,7 +21,7 @@ def compiled(*static_arguments):
 
         @functools.wraps(function)
         def call(*args, **kwargs):
-            if keras.backend.backend() == "jax":
+            if backend_name() == "jax":
                 return jitted()(*args, **kwargs)
             return function(*args, **kwargs)
 
@@ -45,7 +45,7 @@ def compiled_on_torch(function):
 
     @functools.wraps(function)
     def call(*args):
-        if keras.backend.backend() == "torch":
+        if backend_name() == "torch":
             return compiled_by_torch()(*args)
         return function(*args)
 

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-import keras
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import backend_name
 from keras_efficient_attn.ops.common.checks import (
     check_dropout,
     check_heads,
@@ -69,7 +69,7 @@ def pad_to_common_length(query, key, value, valid):
     lengths = ops.shape(query)[1], ops.shape(key)[1]
     if all(isinstance(length, int) for length in lengths):
         length = max(lengths)
-    elif keras.backend.backend() == "jax":
+    elif backend_name() == "jax":
         # JAX exports symbolic lengths, and compares only those that are the same.
         length = lengths[0]
     else:

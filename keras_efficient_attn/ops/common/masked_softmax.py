@@ -14,7 +14,7 @@ def masked_attention(query, key, value, allowed, key_mask, scale):
         query, key, value: `(batch, length, heads, dim)`.
         allowed: Boolean NumPy array `(heads or 1, query_length, key_length)`.
         key_mask: Boolean `(batch, key_length)` or `None`.
-        scale: Of the dot products.
+        scale: Factor of the dot products.
     """
     dtype = accumulator_dtype(query, key, value)
     query, key, value = (ops.cast(t, dtype) for t in (query, key, value))

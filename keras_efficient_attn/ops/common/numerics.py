@@ -3,6 +3,8 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import backend_name
+
 
 def accumulator_dtype(*tensors):
     """float32, or float64 where one of the tensors is."""
@@ -22,7 +24,7 @@ def larger(first, second):
 
 def cumulative_sum(x, axis):
     """The sums along an axis. `ops.cumsum` turns float64 to float32 on PyTorch."""
-    if keras.backend.backend() == "torch":
+    if backend_name() == "torch":
         return x.cumsum(axis)
     return ops.cumsum(x, axis=axis)
 
@@ -44,7 +46,7 @@ def cosine(x):
 
 
 def _elementwise(name, x):
-    if keras.backend.backend() == "jax":
+    if backend_name() == "jax":
         import jax.numpy
 
         return getattr(jax.numpy, name)(x)

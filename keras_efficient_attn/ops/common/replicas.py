@@ -2,8 +2,9 @@
 
 import sys
 
-import keras
 from keras import ops
+
+from keras_efficient_attn.ops.common.backend import backend_name
 
 
 def sum_over_replicas(x):
@@ -11,10 +12,10 @@ def sum_over_replicas(x):
 
     On JAX, arrays span all devices, and a sum is over all of them to begin with.
     """
-    if keras.backend.backend() == "tensorflow":
+    if backend_name() == "tensorflow":
         context = _tensorflow_context()
         return x if context is None else context.all_reduce("SUM", x)
-    if keras.backend.backend() == "torch" and _torch_processes() > 1:
+    if backend_name() == "torch" and _torch_processes() > 1:
         import torch.distributed as distributed
 
         total = x.detach().clone()
@@ -25,13 +26,13 @@ def sum_over_replicas(x):
 
 def of_first_replica(x):
     """The `x` of the first replica, on all of them."""
-    if keras.backend.backend() == "tensorflow":
+    if backend_name() == "tensorflow":
         context = _tensorflow_context()
         if context is None:
             return x
         first = context.replica_id_in_sync_group == 0
         return sum_over_replicas(ops.where(first, x, ops.zeros_like(x)))
-    if keras.backend.backend() == "torch" and _torch_processes() > 1:
+    if backend_name() == "torch" and _torch_processes() > 1:
         import torch.distributed as distributed
 
         first = x.detach().clone()

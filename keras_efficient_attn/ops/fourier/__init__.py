@@ -1,5 +1,4 @@
 from keras_efficient_attn.ops.fourier.api import fourier_attention
-from keras_efficient_attn.ops.fourier.config import CHUNK_SIZE, IMPLEMENTATIONS
 from keras_efficient_attn.ops.fourier.estimators import (
     fourier_density,
     fourier_regression,
@@ -14,8 +13,6 @@ from keras_efficient_attn.ops.fourier.random_features import (
 )
 
 __all__ = [
-    "CHUNK_SIZE",
-    "IMPLEMENTATIONS",
     "POWERS",
     "fourier_attention",
     "fourier_density",

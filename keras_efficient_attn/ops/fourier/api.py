@@ -5,7 +5,7 @@ import itertools
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.common.checks import may_agree
+from keras_efficient_attn.ops.common.checks import check_heads
 from keras_efficient_attn.ops.common.online_softmax import divided
 from keras_efficient_attn.ops.fourier import reference
 from keras_efficient_attn.ops.fourier.config import FourierConfig
@@ -80,7 +80,12 @@ def fourier_attention(
     Reference:
         - [Nguyen et al., 2022](https://arxiv.org/abs/2206.00206)
     """
-    _check_shapes(query, key, value, key_mask)
+    check_heads(query, key, value, key_mask)
+    if not keras.backend.is_float_dtype(value.dtype):
+        raise TypeError(
+            "`value` must be a floating-point tensor. Received: "
+            f"value.dtype={keras.backend.standardize_dtype(value.dtype)}"
+        )
     config = FourierConfig(power, causal, chunk_size, implementation)
     if implementation == "reference":
         return reference.fourier_attention(
@@ -125,34 +130,3 @@ def _parts(query, key, first_position):
         (start, stop, min(keys, stop + first_position))
         for start, stop in itertools.pairwise(ends)
     ]
-
-
-def _check_shapes(query, key, value, key_mask):
-    shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
-    for name, shape in shapes.items():
-        if len(shape) != 4:
-            raise ValueError(
-                f"`{name}` must have the shape (batch, length, heads, dim). "
-                f"Received: {name}.shape={tuple(shape)}"
-            )
-    queries, keys, values = (tuple(shape) for shape in shapes.values())
-    if not may_agree(queries[:1] + queries[2:], keys[:1] + keys[2:]):
-        raise ValueError(
-            "`query` and `key` must agree in batch, heads and head_dim. Received: "
-            f"query.shape={queries}, key.shape={keys}"
-        )
-    if not may_agree(keys[:3], values[:3]):
-        raise ValueError(
-            "`key` and `value` must agree in batch, length and heads. Received: "
-            f"key.shape={keys}, value.shape={values}"
-        )
-    if key_mask is not None and not may_agree(tuple(key_mask.shape), keys[:2]):
-        raise ValueError(
-            f"`key_mask` must have the shape {keys[:2]} of `key`. Received: "
-            f"key_mask.shape={tuple(key_mask.shape)}"
-        )
-    if not keras.backend.is_float_dtype(value.dtype):
-        raise TypeError(
-            "`value` must be a floating-point tensor. Received: "
-            f"value.dtype={keras.backend.standardize_dtype(value.dtype)}"
-        )

@@ -5,10 +5,11 @@ Keys enter the state relative to a running maximum `M` of their log weights:
 """
 
 import functools
+import importlib
 
-import keras
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import pick
 from keras_efficient_attn.ops.common.chunking import (
     by_head,
     by_position,
@@ -86,13 +87,9 @@ def full_linear_attention(
 
 
 def _implementation():
-    if keras.backend.backend() == "torch":
-        from keras_efficient_attn.ops.linear_attention import causal_step_torch
-
-        return causal_step_torch
-    from keras_efficient_attn.ops.linear_attention import causal_step
-
-    return causal_step
+    """The module with the steps for the backend; PyTorch's imports PyTorch."""
+    name = pick("causal_step", torch="causal_step_torch")
+    return importlib.import_module(f"{__package__}.{name}")
 
 
 def _divides(padded, length):

@@ -329,6 +329,12 @@ def _weighted_monomials(x, order, kind):
     The first entry of `x` stands for the constant 1.
     """
     size = x.shape[-1]
+    weights = ops.convert_to_tensor(_monomial_weights(size, order, kind), x.dtype)
+    if tuple(x.shape[-3:-1]) == (1, 1):
+        # For one position few operations count. For sequences, the gradients of
+        # gathers would be added up row by row.
+        factors = np.transpose(_monomial_indices(size, order))
+        return math.prod(ops.take(x, factor, axis=-1) for factor in factors) * weights
     # Monomials of the next degree, sorted by their first factor i: those that may
     # follow i are the ones whose own first factor is at least i, a suffix.
     monomials = x
@@ -338,14 +344,18 @@ def _weighted_monomials(x, order, kind):
         monomials = ops.concatenate(blocks, axis=-1)
         widths = [block.shape[-1] for block in blocks]
         starts = [sum(widths[:i]) for i in range(size)]
-    weights = ops.convert_to_tensor(_monomial_weights(size, order, kind), x.dtype)
     return monomials * weights
+
+
+def _monomial_indices(size, order):
+    """The factors of each monomial, sorted, as tuples of `order` indices."""
+    return list(itertools.combinations_with_replacement(range(size), order))
 
 
 def _monomial_weights(size, order, kind):
     """√ of each monomial's coefficient; index 0 stands for the constant 1."""
     weights = []
-    for indices in itertools.combinations_with_replacement(range(size), order):
+    for indices in _monomial_indices(size, order):
         counts = np.unique(indices, return_counts=True)
         repeats = math.prod(
             math.factorial(int(count))

@@ -39,8 +39,9 @@ def local_attention(
     output[t] = Σ_s exp(scale · q[t]·k[s]) v[s] / Σ_s exp(scale · q[t]·k[s])
     ```
 
-    over the keys `s` near `t` that `key_mask` keeps. Only these products are computed,
-    but for the edges of blocks. What is near, one of:
+    over the keys `s` near `t` that `key_mask` keeps. Only blocks that hold such keys
+    are computed. One token with a `state` is computed by itself, in few operations.
+    The keys near a query are, one of:
 
     - `window`: itself and `window - 1` earlier keys and, if not causal, as many later
       ones.
@@ -68,8 +69,8 @@ def local_attention(
             rectangle, row by row in each), for a `grid`.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
         key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
-            What stands at other keys is not read, NaN included.
-        scale: Of the dot products. Defaults to `1 / √dim`.
+            Other keys are not read, NaN included.
+        scale: Factor of the dot products. Defaults to `1 / √dim`.
         state: Optional state from `local_attention_state` or an earlier call: the
             keys of earlier segments. Needs `causal=True` and equal lengths.
         dropout: Rate of dropout on the normalised weights. Defaults to 0.

@@ -2,9 +2,9 @@
 
 import functools
 
-import keras
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import pick
 from keras_efficient_attn.ops.common.chunking import pad_length
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
 from keras_efficient_attn.ops.common.scan import recompute_scan
@@ -42,9 +42,8 @@ def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
     buckets = ops.pad(buckets, [(0, 0)] * 3 + [(0, 1)])
 
     floats = heads * rounds * (6 * chunk_size + 2 * (dim + (value.shape[-1] or dim)))
-    if keras.backend.backend() == "torch":
-        # Larger tiles: operations run one by one, and each has its cost.
-        floats = max(1, floats // TORCH_TILES)
+    # Larger tiles where operations run one by one, and each has its cost.
+    floats = max(1, floats // pick(1, torch=TORCH_TILES))
     cut = (config.num_buckets, chunk_size, config.aligned)
     layout = make_layout(buckets, kept, *cut, floats)
     table = ops.concatenate([query, value], axis=-1)

@@ -13,7 +13,7 @@ ran, and what they remembered.
 
 import collections
 
-import keras
+from keras_efficient_attn.ops.common.backend import backend_module
 
 Half = collections.namedtuple("Half", ["function", "parameters", "states"])
 Half.__doc__ = """One line of the chain.
@@ -53,20 +53,4 @@ def reversible_chain(halves, x1, x2, parameters, states, tensors):
         - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
     """
     arguments = (list(halves), x1, x2, tuple(parameters), tuple(states), tuple(tensors))
-    return _implementation().reversible_chain(*arguments)
-
-
-def _implementation():
-    backend = keras.backend.backend()
-    if backend == "jax":
-        from keras_efficient_attn.ops.reversible import jax as implementation
-    elif backend == "tensorflow":
-        from keras_efficient_attn.ops.reversible import tensorflow as implementation
-    elif backend == "torch":
-        from keras_efficient_attn.ops.reversible import torch as implementation
-    else:
-        raise ValueError(
-            "keras_efficient_attn needs the Keras backend 'tensorflow', 'jax' or "
-            f"'torch'. Received: keras.backend.backend()={backend!r}"
-        )
-    return implementation
+    return backend_module(__package__).reversible_chain(*arguments)

@@ -2,8 +2,7 @@
 
 import sys
 
-import keras
-
+from keras_efficient_attn.ops.common.backend import backend_name
 from keras_efficient_attn.ops.reversible.remembered import in_chain
 
 # TensorFlow's name for the function of `tf.recompute_grad` that runs it again.
@@ -21,7 +20,7 @@ def is_replay():
     """
     if in_chain():
         return False
-    backend = keras.backend.backend()
+    backend = backend_name()
     if backend == "torch":
         import torch
 

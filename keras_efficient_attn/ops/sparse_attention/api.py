@@ -63,16 +63,16 @@ def sparse_attention(
         pattern: `"strided"` (the default), for data with the period `stride`, such as
             the rows of an image, or `"fixed"`, for text.
         stride: Positive integer.
-        summary: Positions of each block that stand for it in the fixed pattern.
-            Different heads have different ones, from the end of the block to its
-            start, in turn. Defaults to 1.
+        summary: Positions of each block that all queries see in the fixed pattern.
+            Each head has its own, from the end of the block to its start. Defaults to
+            1.
         heads: `"merged"` (the default): each head sees both factors, a key of both
             once. `"split"`: the first half of the heads has factor 0, the others
             have factor 1. `0` or `1`: all heads have that factor.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
         key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
-            What stands at other keys is not read, NaN included.
-        scale: Of the dot products. Defaults to `1 / √dim`.
+            Other keys are not read, NaN included.
+        scale: Factor of the dot products. Defaults to `1 / √dim`.
         state: Optional state from `sparse_attention_state` or an earlier call: the
             keys of earlier segments. Needs `causal=True` and equal lengths.
         dropout: Rate of dropout on the normalised weights. Defaults to 0.

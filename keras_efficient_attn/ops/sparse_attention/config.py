@@ -21,7 +21,7 @@ class SparseConfig:
     Args:
         pattern: `"strided"` or `"fixed"`.
         stride: Positive integer.
-        summary: Positions of a block that stand for it in the fixed pattern.
+        summary: Positions of a block that all queries see in the fixed pattern.
         heads: `"merged"`, `"split"`, `0` or `1`.
         num_heads: Number of heads.
 

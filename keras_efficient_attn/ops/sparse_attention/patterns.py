@@ -49,15 +49,15 @@ class Summaries:
 def summary_start(stride, summary, head):
     """Where in its block a head's summary of `summary` positions begins.
 
-    The first head has the end of the block, the others what is before it, in turn.
+    The first head has the end of the block, each further one the positions before.
     """
     return stride - (head % (stride // summary) + 1) * summary
 
 
 def head_factors(config):
-    """What each head of a `SparseConfig` attends to: `(first factor?, number)`.
+    """The factors of each head of a `SparseConfig`: `(has the first, number)`.
 
-    Its number is that among the heads with the second factor, or `None` without it.
+    The number counts the heads with the second factor; `None` for those without.
     """
     numbers = [None] * (config.num_heads - config.far_heads)
     numbers += range(config.far_heads)

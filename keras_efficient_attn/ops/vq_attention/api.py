@@ -2,6 +2,7 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.checks import check_heads, check_streaming
 from keras_efficient_attn.ops.common.chunking import fit_length
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
@@ -128,7 +129,8 @@ def vq_attention(
     Reference:
         - [Lingle, 2023](https://arxiv.org/abs/2309.16354), Transformer-VQ
     """
-    _check_shapes(query, key, value, codebook)
+    check_heads(query, key, value, key_mask)
+    _check_codebook(query, codebook)
     config = VQConfig(
         soft=sigma is not None,
         order=order,
@@ -149,14 +151,15 @@ def vq_attention(
             "`implementation` must be None, 'chunked' or 'reference'. Received: "
             f"implementation={implementation!r}"
         )
-    if state is not None:
-        _check_state(query, key, causal, implementation)
+    check_streaming(query, key, causal, state)
     codebook = Codebook(codebook, sigma)
     if implementation == "reference":
-        if not gradient_through_cache:
+        if state is not None or not gradient_through_cache:
             raise ValueError(
-                "The reference has no cache whose gradient could be left out. "
-                "Received: implementation='reference', gradient_through_cache=False"
+                "The reference has no state, and no cache whose gradient could be left "
+                "out. Received: implementation='reference', "
+                f"state={None if state is None else sorted(state)}, "
+                f"gradient_through_cache={gradient_through_cache}"
             )
         keys = Keys(key, value, key_mask)
         return reference.vq_attention(query, keys, codebook, config, causal, positions)
@@ -267,20 +270,6 @@ def _attend_to_codes(query, keys, codebook, config, causal, state):
     return finish(*part, normalize=True), state
 
 
-def _check_state(query, key, causal, implementation):
-    if not causal or implementation == "reference":
-        raise ValueError(
-            "`state` needs `causal=True`, and excludes the reference. Received: "
-            f"causal={causal}, implementation={implementation!r}"
-        )
-    lengths = query.shape[1], key.shape[1]
-    if None not in lengths and lengths[0] != lengths[1]:
-        raise ValueError(
-            "With `state`, queries and keys must have the same length. Received: "
-            f"query length {lengths[0]}, key length {lengths[1]}"
-        )
-
-
 def _check_positions(query, positions, window, causal):
     keys = (window if causal else 2 * window - 1, *query.shape[2:])
     expected = (tuple(query.shape), keys)
@@ -292,32 +281,11 @@ def _check_positions(query, positions, window, causal):
         )
 
 
-def _check_shapes(query, key, value, codebook):
-    shapes = {
-        "query": tuple(query.shape),
-        "key": tuple(key.shape),
-        "value": tuple(value.shape),
-    }
-    for name, shape in shapes.items():
-        if len(shape) != 4:
-            raise ValueError(
-                f"`{name}` must have the shape (batch, length, heads, dim). Received: "
-                f"{name}.shape={shape}"
-            )
-    codes = tuple(codebook.shape)
-    heads_and_dims = {shapes[name][2:] for name in ("query", "key")}
-    if len(codes) != 3 or heads_and_dims != {(codes[0], codes[2])}:
+def _check_codebook(query, codebook):
+    heads_and_dim, codes = tuple(query.shape[2:]), tuple(codebook.shape)
+    if len(codes) != 3 or heads_and_dim != (codes[0], codes[2]):
         raise ValueError(
-            "`query`, `key` and `codebook` must agree in heads and dim, `codebook` "
-            "with the shape (heads, codes, dim). Received: "
-            f"query.shape={shapes['query']}, key.shape={shapes['key']}, "
+            "`codebook` must have the shape (heads, codes, dim), with heads and dim of "
+            f"`query`. Received: query.shape={tuple(query.shape)}, "
             f"codebook.shape={codes}"
-        )
-    if any(
-        a is not None and b is not None and a != b
-        for a, b in zip(shapes["key"][:3], shapes["value"][:3], strict=True)
-    ):
-        raise ValueError(
-            "`key` and `value` must agree in batch, length and heads. Received: "
-            f"key.shape={shapes['key']}, value.shape={shapes['value']}"
         )

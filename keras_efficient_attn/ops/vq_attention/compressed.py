@@ -7,9 +7,9 @@ present block, which the cache does not hold yet, are weighed one by one.
 
 import functools
 
-import keras
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import pick
 from keras_efficient_attn.ops.common.chunking import (
     by_head,
     by_position,
@@ -78,7 +78,7 @@ def sums_in_turn():
     Otherwise those of several blocks at once. Which of them is faster, in training and
     forward, depends on the backend.
     """
-    return keras.backend.backend() == "tensorflow"
+    return pick(False, tensorflow=True)
 
 
 def layout(sequence, value, codes, block_length, in_turn, features=0):
@@ -94,7 +94,7 @@ def layout(sequence, value, codes, block_length, in_turn, features=0):
     length = ops.shape(sequence)[1]
     size, blocks, groups = chunk_layout(length, block_length, sequence.shape[0], floats)
     # Symbolic lengths, as JAX exports them, make one group.
-    known = isinstance(length, int) or keras.backend.backend() != "jax"
+    known = isinstance(length, int) or pick(True, jax=False)
     if in_turn and known:
         return size, 1, blocks * groups
     return size, blocks, groups

@@ -143,9 +143,9 @@ def test_a_sliding_window_is_that_of_keras(causal):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": 4, "sliding_window": 3}, "window=4, sliding_window=3"),
+        ({"window": 4, "sliding_window": 3}, "sliding_window=3, window=4"),
         ({"query_block": 4, "sliding_window": 3}, "window=3, query_block=4"),
-        ({"sliding_window": True}, "sliding_window=True"),
+        ({"sliding_window": True}, "window=True"),
         ({"window": True}, "window=True"),
     ],
     ids=str,

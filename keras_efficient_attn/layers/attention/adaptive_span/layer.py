@@ -25,7 +25,7 @@ MAX_SPAN = 1024
 PENALTY = 2e-6
 # A trimmed window is a multiple of this, and has as many keys to spare.
 TRIM_UNIT = 64
-# Of the largest dynamic span that was seen lately, a training call.
+# Factor of the largest dynamic span seen so far, per training call.
 DECAY = 0.99
 # σ reaches 0 nowhere: the smallest bias that a dynamic span starts with.
 LEAST_LOGIT = -4.0
@@ -66,7 +66,7 @@ class AdaptiveSpan(PatternAttention):
         penalty: Number of at least 0: the loss has `penalty · z`, averaged over heads
             and, for dynamic spans, over the positions that a `query_mask` keeps, in
             training. Defaults to 2e-6, which the paper has for spans of 1,024; for
-            those of 8,192, it has 5e-7.
+            spans of 8,192, it has 5e-7.
         dynamic: Whether the span depends on the query's input too,
             `z[t] = max_span · σ(v·x[t] + b)` with v and b of each head. Defaults to
             `False`.

@@ -3,6 +3,7 @@
 import keras
 
 from keras_efficient_attn.layers.attention.adaptive_span.layer import AdaptiveSpan
+from keras_efficient_attn.ops.common.backend import backend_name
 from keras_efficient_attn.ops.common.checks import check_positive_int
 
 
@@ -74,14 +75,14 @@ class TrimSpans(keras.callbacks.Callback):
         self._last_batch = batch
         if self._steps // self.every == before:
             return
-        if keras.backend.backend() == "jax":
+        if backend_name() == "jax":
             # The weights are in the trainer's hands while `fit` runs.
             self.model.jax_state_sync()
         trim_spans(self.model)
 
 
 def _compile_again(model):
-    if keras.backend.backend() == "jax":
+    if backend_name() == "jax":
         # JAX takes a bound method for the function that it has compiled before.
         for name in ("train_step", "test_step", "predict_step"):
             setattr(model, name, _new_function(model, name))
@@ -89,7 +90,7 @@ def _compile_again(model):
         if getattr(model, f"{kind}_function", None) is not None:
             getattr(model, f"make_{kind}_function")(force=True)
     if getattr(model, "generate_function", None) is not None:
-        # Of KerasHub's models, which make it in the next call.
+        # KerasHub's models make it anew in the next call.
         model.generate_function = None
 
 

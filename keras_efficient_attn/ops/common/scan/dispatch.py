@@ -6,7 +6,7 @@ the backend's own loop; the backward pass keeps only the carry at each step and
 runs the step again.
 """
 
-import keras
+from keras_efficient_attn.ops.common.backend import backend_module
 
 
 def recompute_scan(
@@ -49,7 +49,7 @@ def recompute_scan(
     Raises:
         ValueError: If the Keras backend is not TensorFlow, JAX or PyTorch.
     """
-    return _implementation().recompute_scan(
+    return backend_module(__package__).recompute_scan(
         step, carry, xs, consts, gradient, num_steps, step_size
     )
 
@@ -68,20 +68,4 @@ def vector_jacobian_product(function, arguments):
         `(value, pull)`: `pull(gradient)` takes a tuple like `value`, `None` standing
         for zero, and returns tuples like `arguments`.
     """
-    return _implementation().vector_jacobian_product(function, arguments)
-
-
-def _implementation():
-    backend = keras.backend.backend()
-    if backend == "jax":
-        from keras_efficient_attn.ops.common.scan import jax as implementation
-    elif backend == "tensorflow":
-        from keras_efficient_attn.ops.common.scan import tensorflow as implementation
-    elif backend == "torch":
-        from keras_efficient_attn.ops.common.scan import torch as implementation
-    else:
-        raise ValueError(
-            "keras_efficient_attn needs the Keras backend 'tensorflow', 'jax' or "
-            f"'torch'. Received: keras.backend.backend()={backend!r}"
-        )
-    return implementation
+    return backend_module(__package__).vector_jacobian_product(function, arguments)
