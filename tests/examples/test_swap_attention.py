@@ -53,8 +53,12 @@ def test_from_training_to_a_preset(small, tmp_path, capsys):
     assert rows["windows:"] == [["16"]]
     (cells,) = rows["24"]
     softmax, _, swapped, _, faster = map(float, cells)
+    # Times are rounded to tenths of a millisecond, as short as these may be.
     assert softmax > 0 and swapped > 0
-    assert faster == pytest.approx(softmax / swapped, rel=0.2)
+    least, most = (softmax - 0.06) / (swapped + 0.06), (softmax + 0.06) / 0.04
+    if swapped > 0.1:
+        most = (softmax + 0.06) / (swapped - 0.06)
+    assert least - 0.01 <= faster <= most + 0.01
     assert rows["48"] == [["-"] * 5]
     assert [cells[1] for cells in rows["-"]] == ["softmax:", "swapped:"]
     (after,) = rows["after"]

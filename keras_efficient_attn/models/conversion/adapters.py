@@ -202,6 +202,7 @@ class MultiHeadAdapter(AttentionAdapter):
         )
 
     def _masks(self, attention_mask, use_causal_mask):
+        """The masks that the kernel takes."""
         # One row of keys: a block that was told not to be causal, or a single token.
         one_row = attention_mask is None or attention_mask.shape[-2] == 1
         if self.is_causal and not one_row:
@@ -222,14 +223,8 @@ class MultiHeadAdapter(AttentionAdapter):
         cache_update_index=None,
         **kwargs,
     ):
-        kwargs |= self._symbolic_masks(attention_mask, use_causal_mask)
+        kwargs |= self._masks(attention_mask, use_causal_mask)
         return self.kernel.compute_output_spec(query, value, *args, **kwargs)
-
-    def _symbolic_masks(self, attention_mask, use_causal_mask):
-        if attention_mask is not None and self.is_causal:
-            if attention_mask.shape[-2] != 1:
-                return {"use_causal_mask": True}
-        return {"attention_mask": attention_mask, "use_causal_mask": use_causal_mask}
 
 
 class RotaryAdapter(AttentionAdapter):

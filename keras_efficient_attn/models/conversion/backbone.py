@@ -60,26 +60,27 @@ def convert_backbone(
     - Cross-attention stays as it is, and so does what reads the outputs.
     - A sliding window of the original (Mistral, Qwen) is not kept: the new layer sees
       what its own options, such as `window`, say.
-    - Of masks, the new layers read padding and causality. A decoder block that is
-      called with a `decoder_attention_mask` refuses it, in eager calls as in compiled
-      ones; an attention layer that is itself called, outside its block, takes any
-      mask `(batch, length, length)` for a causal one.
+    - The new layers read padding and causality of masks, and nothing else. A decoder
+      block that is called with a `decoder_attention_mask` refuses it, in eager calls as
+      in compiled ones; an attention layer that is itself called, outside its block,
+      takes any mask `(batch, length, length)` for a causal one.
     - `generate` of KerasHub's tasks for GPT-2, OPT, BART, Llama, Mistral, Qwen and
       Gemma carries the states of the new layers in its cache, beside the keys and
       values of the layers that keep softmax: if all layers are replaced by layers
-      whose state has a constant size, a token costs constant time. For this, the
-      first backbone of a kind that is converted makes `generate_step` of its tasks
-      ask whether their backbone is converted; other backbones generate as before.
+      whose state has a constant size, a token costs constant time. For this,
+      converting the first backbone of a kind wraps `generate_step` of the tasks for
+      it, which tasks with other backbones do not notice. The methods of these tasks
+      that take a cache of keys and values (`call_with_cache`) refuse it.
 
     Args:
         backbone: A `keras_hub.models.Backbone`.
         attention: A name with options, such as
             `"performer:window=32,num_features=256"`; a layer, or its configuration as
             `keras.saving.serialize_keras_object` gives it; or a class, for its
-            defaults. Of a layer and a configuration, what belongs to the model
-            (`num_heads`, `key_dim`, `dropout`, `use_bias`, initialisers, `dtype`, …)
-            is not read. By name, `qk_norm` is `False` unless it is named. Or a list of
-            these, one for each layer that is replaced, in the order of the model.
+            defaults. What belongs to the model (`num_heads`, `key_dim`, `dropout`,
+            `use_bias`, initialisers, `dtype`, …) is not read of a layer and a
+            configuration. By name, `qk_norm` is `False` unless it is named. Or a list
+            of these, one for each layer that is replaced, in the order of the model.
         layers: Indices of the self-attention layers to replace, counted from 0
             through the model (in an encoder-decoder, encoder first); others keep
             softmax. `"auto"`: as many as the `budget` allows, those that do least
@@ -97,8 +98,8 @@ def convert_backbone(
         window_budget: The largest mean of the layers' windows, a number of at least
             1: each layer gets a window of its own, whatever window `attention` names.
             The windows are powers of two, from a quarter of the budget on to one that
-            holds the longest text in `calibrate`. Of all choices within the budget,
-            it is the one in which the sum over the layers of `Σ‖new − old‖² /
+            holds the longest text in `calibrate`. Among all choices within the budget,
+            the one is taken in which the sum over the layers of `Σ‖new − old‖² /
             Σ‖old‖²` is least, of the output of each layer on what the original reads
             there: of the layers by themselves, so that the output of the model need
             not gain; compare the two. Codes are fitted once, and features, which

@@ -22,7 +22,7 @@ from keras_efficient_attn.models.conversion.keras_internals import (
 )
 from keras_efficient_attn.models.conversion.trace import replaced_call
 
-# Positions of the segments in which prompts are read, the last ones singly.
+# Prompts are read in segments of these lengths, the longest first.
 SEGMENT_LENGTHS = (512, 32, 1)
 
 
@@ -74,7 +74,7 @@ class CausalMethods:
         mask = ops.cast(inputs[f"{prefix}padding_mask"], "int32")
         self.batch_size, self.max_length = ops.shape(mask)
         self.shortest = ops.min(ops.sum(mask, axis=-1))
-        # Of prompts that begin with padding, the first position that is none.
+        # Prompts may begin with padding: the position of the first token.
         self.first = ops.cast(ops.argmax(mask, axis=-1), "int32")
 
     def build_cache(self, token_ids):

@@ -24,8 +24,8 @@ def select_layers(budget, plan, converted, inputs):
 
     Args:
         budget: The largest `√(Σ‖new − old‖² / Σ‖old‖²)` of what leaves the last
-            block of a stack, over positions that are no padding. Of several stacks
-            (towers, or an encoder and a decoder), each one's.
+            block of a stack, over positions that are no padding. Where there are
+            several stacks (towers, or an encoder and a decoder), it holds for each.
         plan: A `ConversionPlan` for all layers of a backbone.
         converted: A copy, all of whose attention layers are replaced.
         inputs: List of batches.

@@ -33,8 +33,8 @@ def replace_attention(model, attention, layers=None, calibrate=None):
         The paths of the layers that were replaced, a list of strings.
 
     Raises:
-        ValueError: If the model holds no such layer, or `attention` cannot stand in
-            the place of one of them; the model is as it was.
+        ValueError: If the model holds no such layer, or `attention` cannot replace
+            one of them; the model is as it was.
         TypeError: If `attention` is of none of the kinds above.
 
     Example:

@@ -144,8 +144,8 @@ def _refusal(layer_class, options, site):
     is_efficient = issubclass(layer_class, EfficientAttention)
     if not is_efficient or issubclass(layer_class, SoftmaxAttention):
         return (
-            "only an `EfficientAttention` can. To keep softmax in a layer, leave it "
-            "out of `layers`."
+            "only an `EfficientAttention` that is not softmax can. To keep softmax in "
+            "a layer, leave it out of `layers`."
         )
     if issubclass(layer_class, ReformerLSHAttention):
         return (
