@@ -4,6 +4,9 @@ A part of the keys gives, for each query, `values = Σ w v / e^s`, `totals = Σ 
 and the log scale `s`. Parts are brought to a common scale, added, and divided once.
 """
 
+import functools
+import operator
+
 import keras
 from keras import ops
 
@@ -52,6 +55,11 @@ def merge(parts):
     _, _, scales = zip(*parts, strict=True)
     largest = ops.stop_gradient(ops.max(ops.stack(scales), axis=0))
     weights = [ops.exp(scale - largest) for scale in scales]
-    values = sum(w[..., None] * part[0] for w, part in zip(weights, parts, strict=True))
-    totals = sum(w * part[1] for w, part in zip(weights, parts, strict=True))
+    weighted = [
+        (w[..., None] * values, w * totals)
+        for w, (values, totals, _) in zip(weights, parts, strict=True)
+    ]
+    values, totals = (
+        functools.reduce(operator.add, terms) for terms in zip(*weighted, strict=True)
+    )
     return values, totals, largest

@@ -13,7 +13,6 @@ the chunked form, and either can go on where the other ended.
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.block_softmax import softmax_part
 from keras_efficient_attn.ops.common.chunking import sizes
 from keras_efficient_attn.ops.common.numerics import larger
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
@@ -50,15 +49,15 @@ def recurrent_linear_attention(
     key = by_head(key, heads, key.shape[-1])
     masked = valid is not None
     key, log_weight = mapped_keys(config.key_map, key, rest, map_weights, masked)
-    query = ops.reshape(query, (batch, heads, 1, config.num_features))
+    query = ops.reshape(query, (batch, heads, config.num_features))
     key = ops.reshape(key, (batch, heads, config.num_features))
-    if log_weight is None:
-        log_weight = ops.zeros_like(log_scale)
-        if valid is not None:
-            log_weight = ops.where(valid > 0, log_weight, LOG_ZERO)
+    if log_weight is None and valid is None:
+        log_weight, new_log_scale = 0.0, ops.relu(log_scale)
     else:
+        if log_weight is None:
+            log_weight = ops.where(valid > 0, ops.zeros_like(log_scale), LOG_ZERO)
         log_weight = ops.reshape(log_weight, (batch, heads))
-    new_log_scale = larger(log_scale, ops.stop_gradient(log_weight))
+        new_log_scale = larger(log_scale, ops.stop_gradient(log_weight))
     kept = ops.exp(log_scale - new_log_scale)[..., None]
     key = key * ops.exp(log_weight - new_log_scale)[..., None]
     value = ops.reshape(ops.cast(value, sums.dtype), (batch, heads, 1, value_dim))
@@ -66,8 +65,8 @@ def recurrent_linear_attention(
     normalizer = normalizer * kept + key
 
     # `outputs` have the position before the heads, and one position needs no transpose.
-    values = ops.reshape(query @ sums, (batch, 1, heads, value_dim))
-    totals = ops.reshape(query @ normalizer[..., None], (batch, 1, heads))
+    values = ops.reshape(query[:, :, None] @ sums, (batch, 1, heads, value_dim))
+    totals = ops.sum(query * normalizer, axis=-1)[:, None]
     state = sums, normalizer, new_log_scale
     if config.output == "normalized":
         return (finish(values, totals, None, True),), state
@@ -93,5 +92,10 @@ def attend_to_all(query, key, value, valid):
         `(batch, 1, heads, ...)`.
     """
     query, key, value = (ops.swapaxes(x, 1, 2) for x in (query, key, value))
-    part = softmax_part(query, key, value, valid[:, None, None] > 0, None)
+    # Sums and products, which are fewer operations than selections.
+    kept = valid[:, None, None]
+    logits = query @ ops.swapaxes(key, -1, -2) + (1.0 - kept) * LOG_ZERO
+    scale = ops.max(ops.stop_gradient(logits), axis=-1)
+    weights = ops.exp(logits - scale[..., None]) * kept
+    part = weights @ value, ops.sum(weights, axis=-1), scale
     return tuple(ops.swapaxes(x, 1, 2) for x in part)
