@@ -19,9 +19,9 @@ sys.path.insert(0, str(EXAMPLES))
 import train_byte_lm  # noqa: E402
 from byte_lm import data, training  # noqa: E402
 from byte_lm.checkpoints import Checkpoints  # noqa: E402
-from byte_lm.errors import UsageError  # noqa: E402
 from byte_lm.model import BitsPerByte, build_model  # noqa: E402
 from byte_lm.sampling import sample  # noqa: E402
+from command_line import UsageError  # noqa: E402
 
 STEPS = 24
 # One of the standard library's files is text enough.
