@@ -32,6 +32,22 @@ def read_in_pieces(attend, state, tensors, sizes):
     return np.concatenate(outputs, axis=1), state
 
 
+def read_masked_pieces(attention, state, tensors, mask, sizes):
+    """`read_in_pieces` of `attention`, causal, to the keys of a mask.
+
+    Checks that the state keeps its shapes, and that it counts the positions.
+    """
+    shapes = {name: x.shape for name, x in state.items()}
+
+    def attend(query, key, value, mask, state):
+        return attention(query, key, value, causal=True, key_mask=mask, state=state)
+
+    output, state = read_in_pieces(attend, state, (*tensors, mask), sizes)
+    assert {name: x.shape for name, x in state.items()} == shapes
+    assert to_numpy(state["position"]).tolist() == [mask.shape[1]] * len(mask)
+    return output, state
+
+
 def masked_softmax(query, key, value, allowed, scale, logits=0.0, factor=1.0):
     """In float64, from the formula; zeros where `allowed` has no key.
 
