@@ -153,7 +153,7 @@ def reformer(name, **options):
     return Case(name, ReformerLSHAttention, options, heads, long=long, **flags)
 
 
-# Of cases whose time is the square of the length.
+# Cases whose time grows with the square of the length.
 SHORT = dict(long={}, long_length=512)
 
 

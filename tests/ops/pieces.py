@@ -63,7 +63,7 @@ def masked_softmax(query, key, value, allowed, scale, logits=0.0, factor=1.0):
 
 
 def softmax_gradients(query, key, value, allowed, scale, weight):
-    """Of the sum of `weight * masked_softmax(...)`: the derivative, written out.
+    """Derives the sum of `weight * masked_softmax(...)`, written out.
 
     Returns:
         Gradients of `query`, `key` and `value`, in float64.
@@ -98,7 +98,7 @@ def draw_with_hidden_keys(heads_of, length):
 
     Args:
         heads_of: Maps a length, a size of heads and a seed to an array.
-        length: Of all four.
+        length: The length of all four.
     """
     tensors = heads_of(length), heads_of(length, seed=1), heads_of(length, 5)
     mask = draw_mask(length)
