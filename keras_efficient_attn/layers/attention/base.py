@@ -113,6 +113,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
     takes_sliding_window = False
     # Positions that a state holds where nobody says.
     _default_max_length = None
+    # Whether states of several lengths, along their second axis, serve the layer.
+    _takes_any_state_length = property(lambda self: self.state_grows)
 
     def __init__(self, *args, num_key_value_heads=None, **kwargs):
         # autocast=False: inputs reach the projections as they came (those cast
@@ -191,11 +193,6 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             dtype, value)` with a value that broadcasts to the shape; batch first.
         """
         return None
-
-    @property
-    def streams(self):
-        """Whether the layer has a state."""
-        return self.state_spec(1, 1) is not None
 
     @property
     def state_grows(self):
@@ -569,6 +566,16 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
                     "`state` must have the batch size of `query`. Received: "
                     f"state[{name!r}].shape={tuple(tensor.shape)}, "
                     f"query.shape={tuple(query.shape)}"
+                )
+            first = 2 if self._takes_any_state_length else 1
+            expected = tuple(spec[name][0])
+            if len(tensor.shape) != len(expected) or not may_agree(
+                tensor.shape[first:], expected[first:]
+            ):
+                raise ValueError(
+                    "`state` must be one of this layer, or of a layer with the same "
+                    f"options. Received: state[{name!r}].shape="
+                    f"{tuple(tensor.shape)}, instead of {('batch', *expected[1:])}"
                 )
 
     def compute_output_spec(

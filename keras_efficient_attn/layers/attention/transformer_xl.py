@@ -130,6 +130,7 @@ class RelativePositionXL(EfficientAttention):
     """
 
     input_norm = None
+    _takes_any_state_length = True
 
     def __init__(
         self,
@@ -311,19 +312,10 @@ class RelativePositionXL(EfficientAttention):
 
     def _check_call(self, query, value, key, call):
         super()._check_call(query, value, key, call)
-        state = call.state
-        if state is None:
-            return
-        if key is not value:
+        if call.state is not None and key is not value:
             raise ValueError(
                 "The memory is of one sequence: with `state`, `key` must not be given, "
                 f"or be `value`. Received: key.shape={tuple(key.shape)}"
-            )
-        if state["memory"].shape[-1] != value.shape[-1]:
-            raise ValueError(
-                "`state` must have the width of `value`. Received: "
-                f"state['memory'].shape={tuple(state['memory'].shape)}, "
-                f"value.shape={tuple(value.shape)}"
             )
 
     def get_config(self):

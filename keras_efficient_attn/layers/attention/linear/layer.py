@@ -200,6 +200,8 @@ class LinearAttention(EfficientAttention):
         )
 
     def state_spec(self, batch_size, max_length):
+        if not self.feature_map.causal:
+            return None
         heads, dtype = self._num_heads, self.state_dtype
         sizes = (batch_size, heads, self._feature_dim, self._value_dim)
         spec = linear_attention_state_spec(*sizes, dtype)
