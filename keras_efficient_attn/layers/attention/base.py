@@ -166,6 +166,11 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             )
         return sliding
 
+    def _window_config(self):
+        """The `window`, which may be set later, for `get_config`."""
+        sliding = None if self._sliding_window is None else self.window
+        return {"window": self.window, "sliding_window": sliding}
+
     def attend(self, query, key, value, call):
         """Computes attention on projected heads. Subclasses implement this.
 
@@ -280,8 +285,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
                 constant size, whatever it is. Defaults to `None`.
 
         Returns:
-            Flat dict of tensors, batch first; floating-point ones are float32 or
-            wider whatever the compute dtype.
+            Flat dict of tensors, batch first. Floating-point ones are float32 or
+            wider whatever the compute dtype, but for caches of `SoftmaxAttention`.
 
         Raises:
             ValueError: If the layer does not stream, or if its state grows and there
@@ -350,6 +355,11 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         )
         projection.build(shape)
         return projection
+
+    def _new_kernel_initializer(self):
+        """A copy, whose draws are its own, of that of the projections' kernels."""
+        initializer = self._kernel_initializer
+        return initializer.__class__.from_config(initializer.get_config())
 
     @property
     def attention_axes(self):
@@ -516,9 +526,9 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
     def _check_attention_mask(self, shape, key_shape):
         # (T, S), (B, T, S) or (B, H, T, S): all but the batch and S must be 1.
         if len(shape) in (2, 3, 4) and set(shape[-2:-1] + shape[1:-2]) == {1}:
-            of_keys = (*(shape[:1] if len(shape) > 2 else (1,)), shape[-1])
+            received = (*(shape[:1] if len(shape) > 2 else (1,)), shape[-1])
             shared = (1, key_shape[1])
-            if any(may_agree(of_keys, of) for of in (key_shape[:2], shared)):
+            if any(may_agree(received, keys) for keys in (key_shape[:2], shared)):
                 return
             raise ValueError(
                 "`attention_mask` must have the keys' batch size, or 1, and their "

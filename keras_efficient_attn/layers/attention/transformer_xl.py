@@ -175,9 +175,7 @@ class RelativePositionXL(EfficientAttention):
         self._position = self.add_weight(
             name="position",
             shape=(query_shape[-1] + query_shape[-1] % 2, *self._head_shape),
-            initializer=self._kernel_initializer.__class__.from_config(
-                self._kernel_initializer.get_config()
-            ),
+            initializer=self._new_kernel_initializer(),
         )
 
     @property

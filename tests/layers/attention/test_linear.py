@@ -139,6 +139,15 @@ def test_sliding_window_of_keras_is_the_window():
     assert LinearAttention.from_config(layer.get_config()).window == 5
 
 
+@pytest.mark.parametrize("name", ["performer", "vq:num_codes=4"])
+@pytest.mark.parametrize("window", [3, None])
+def test_a_window_that_is_set_later_is_saved(name, window):
+    layer = get_attention(name, num_heads=2, key_dim=4, sliding_window=5)
+    # As the search for windows of `convert_backbone` does.
+    layer.window = window
+    assert type(layer).from_config(layer.get_config()).window == window
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
