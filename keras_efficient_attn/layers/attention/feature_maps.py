@@ -9,6 +9,7 @@ import functools
 
 import keras
 
+from keras_efficient_attn.layers.building import identity
 from keras_efficient_attn.ops.common import random_features
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.numerics import wide_dtype
@@ -594,9 +595,3 @@ class CalibratedFeatures(FeatureMap):
 
     def multiplications(self, head_dim):
         return self.features.multiplications(head_dim)
-
-
-def identity(shape, dtype=None):
-    """Initializer of `(..., dim, dim)`: identity matrices."""
-    eye = keras.ops.eye(shape[-1], dtype=dtype)
-    return keras.ops.zeros(shape, dtype) + eye

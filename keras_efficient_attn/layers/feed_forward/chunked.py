@@ -7,6 +7,7 @@ from keras_efficient_attn.layers.building import build_layer
 from keras_efficient_attn.ops.chunked_cross_entropy import chunked_cross_entropy
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.chunking import chunk_count, pad_to
+from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.common.scan import recompute_scan
 
 
@@ -206,7 +207,7 @@ class ChunkedVocabularyLoss(keras.layers.Layer):
         )
 
     def compute_output_spec(self, hidden, labels):
-        dtype = "float64" if self.compute_dtype == "float64" else "float32"
+        dtype = wide_dtype(self.compute_dtype)
         return keras.KerasTensor(hidden.shape[:-1], dtype=dtype)
 
     def get_config(self):
