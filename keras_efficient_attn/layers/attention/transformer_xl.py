@@ -253,7 +253,14 @@ class RelativePositionXL(EfficientAttention):
         super()._call_options(inputs, state, options)
         if reset is None:
             return {}
-        _check_reset(reset, *inputs[:2])
+        query, value, _ = inputs
+        if self._axes_of(len(query.shape)).folded:
+            raise ValueError(
+                "`reset` needs inputs whose axes between batch and features are all "
+                f"attended to. Received: attention_axes={self.attention_axes}, "
+                f"query.shape={tuple(query.shape)}"
+            )
+        _check_reset(reset, query, value)
         return {"reset": reset}
 
     def _attend_inputs(self, query, value, key, call):
