@@ -1,6 +1,7 @@
-"""Building of a layer that another one holds."""
+"""Building of a layer that another one holds, and of weights."""
 
 import keras
+from keras import ops
 
 
 def build_layer(layer, shape, dtype):
@@ -16,3 +17,8 @@ def build_layer(layer, shape, dtype):
         layer(keras.KerasTensor(shape, dtype=dtype))
     else:
         layer.build(shape)
+
+
+def identity(shape, dtype=None):
+    """Initializer of `(..., dim, dim)`: identity matrices."""
+    return ops.zeros(shape, dtype) + ops.eye(shape[-1], dtype=dtype)

@@ -7,7 +7,15 @@ from keras import ops
 
 from keras_efficient_attn.layers import attention_names
 from keras_efficient_attn.layers.attention.registry import attention_class
-from tests.contract.cases import BATCH, DIM, HEADS, KEY_DIM, LENGTH, inputs
+from tests.contract.cases import (
+    BATCH,
+    CASES,
+    DIM,
+    HEADS,
+    KEY_DIM,
+    LENGTH,
+    inputs,
+)
 
 pytestmark = pytest.mark.once_a_layer
 CONSTRUCTOR = [
@@ -15,6 +23,17 @@ CONSTRUCTOR = [
     ({"key_dim": -1}, "key_dim=-1"),
     ({"value_dim": 0}, "value_dim=0"),
 ]
+
+
+def test_every_layer_of_the_package_is_under_contract():
+    own = {
+        name
+        for name in attention_names()
+        if attention_class(name).__module__.startswith("keras_efficient_attn.")
+    }
+    assert len(own) >= 10
+    held = {case.layer for case in CASES}
+    assert not [name for name in own if attention_class(name) not in held]
 
 
 @pytest.mark.parametrize(
@@ -73,6 +92,15 @@ def test_a_state_of_another_batch_size(causal_case):
             use_causal_mask=True,
             state=causal_case.get_initial_state(layer, BATCH + 1),
         )
+
+
+def test_a_state_of_other_shapes(causal_case):
+    layer, x = causal_case.make(), inputs()
+    state = causal_case.get_initial_state(layer)
+    name, tensor = next((n, t) for n, t in state.items() if len(t.shape) > 2)
+    state[name] = ops.concatenate([tensor, tensor], axis=-1)
+    with pytest.raises(ValueError, match=rf"one of this layer.*state\['{name}'\]"):
+        layer(x, x, use_causal_mask=True, state=state)
 
 
 def test_symbolic_calls_are_checked_too(case):

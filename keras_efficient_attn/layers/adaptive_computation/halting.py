@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.residual.chain import stream_dtype
 from keras_efficient_attn.ops.adaptive_computation import adaptive_computation
+from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -29,17 +30,13 @@ class Halting(keras.layers.Layer):
         **kwargs,
     ):
         super().__init__(autocast=False, **kwargs)
-        if not isinstance(max_steps, int) or max_steps < 1:
-            raise ValueError(
-                "`max_steps` must be a positive integer. Received: "
-                f"max_steps={max_steps!r}"
-            )
-        if not 0 <= epsilon < 1:
+        check_positive_int("max_steps", max_steps)
+        if not is_number(epsilon) or not 0 <= epsilon < 1:
             raise ValueError(
                 "`epsilon` must be at least 0 and less than 1. Received: "
                 f"epsilon={epsilon!r}"
             )
-        if not 0 <= ponder_cost < float("inf"):
+        if not is_number(ponder_cost) or not 0 <= ponder_cost < float("inf"):
             raise ValueError(
                 "`ponder_cost` must be 0 or a positive number. Received: "
                 f"ponder_cost={ponder_cost!r}"

@@ -32,9 +32,11 @@ class SequenceAxes:
             )
         chosen = range(1, rank - 1) if axes is None else axes
         chosen = tuple(axis % rank if -rank <= axis < rank else axis for axis in chosen)
-        if not chosen or any(not 1 <= axis <= rank - 2 for axis in chosen):
+        repeated = len(set(chosen)) < len(chosen)
+        if not chosen or repeated or any(not 1 <= axis <= rank - 2 for axis in chosen):
             raise ValueError(
-                "`attention_axes` must be axes between the batch and the features. "
+                "`attention_axes` must be different axes between the batch and the "
+                "features. "
                 f"Received: attention_axes={axes} for inputs of rank {rank}"
             )
         return cls(rank, chosen)

@@ -113,6 +113,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
     takes_sliding_window = False
     # Positions that a state holds where nobody says.
     _default_max_length = None
+    # Whether states of several lengths, along their second axis, serve the layer.
+    _takes_any_state_length = property(lambda self: self.state_grows)
 
     def __init__(self, *args, num_key_value_heads=None, **kwargs):
         # autocast=False: inputs reach the projections as they came (those cast
@@ -164,6 +166,11 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             )
         return sliding
 
+    def _window_config(self):
+        """The `window`, which may be set later, for `get_config`."""
+        sliding = None if self._sliding_window is None else self.window
+        return {"window": self.window, "sliding_window": sliding}
+
     def attend(self, query, key, value, call):
         """Computes attention on projected heads. Subclasses implement this.
 
@@ -191,11 +198,6 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             dtype, value)` with a value that broadcasts to the shape; batch first.
         """
         return None
-
-    @property
-    def streams(self):
-        """Whether the layer has a state."""
-        return self.state_spec(1, 1) is not None
 
     @property
     def state_grows(self):
@@ -283,8 +285,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
                 constant size, whatever it is. Defaults to `None`.
 
         Returns:
-            Flat dict of tensors, batch first; floating-point ones are float32 or
-            wider whatever the compute dtype.
+            Flat dict of tensors, batch first. Floating-point ones are float32 or
+            wider whatever the compute dtype, but for caches of `SoftmaxAttention`.
 
         Raises:
             ValueError: If the layer does not stream, or if its state grows and there
@@ -353,6 +355,11 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         )
         projection.build(shape)
         return projection
+
+    def _new_kernel_initializer(self):
+        """A copy, whose draws are its own, of that of the projections' kernels."""
+        initializer = self._kernel_initializer
+        return initializer.__class__.from_config(initializer.get_config())
 
     @property
     def attention_axes(self):
@@ -519,9 +526,9 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
     def _check_attention_mask(self, shape, key_shape):
         # (T, S), (B, T, S) or (B, H, T, S): all but the batch and S must be 1.
         if len(shape) in (2, 3, 4) and set(shape[-2:-1] + shape[1:-2]) == {1}:
-            of_keys = (*(shape[:1] if len(shape) > 2 else (1,)), shape[-1])
+            received = (*(shape[:1] if len(shape) > 2 else (1,)), shape[-1])
             shared = (1, key_shape[1])
-            if any(may_agree(of_keys, of) for of in (key_shape[:2], shared)):
+            if any(may_agree(received, keys) for keys in (key_shape[:2], shared)):
                 return
             raise ValueError(
                 "`attention_mask` must have the keys' batch size, or 1, and their "
@@ -569,6 +576,16 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
                     "`state` must have the batch size of `query`. Received: "
                     f"state[{name!r}].shape={tuple(tensor.shape)}, "
                     f"query.shape={tuple(query.shape)}"
+                )
+            first = 2 if self._takes_any_state_length else 1
+            expected = tuple(spec[name][0])
+            if len(tensor.shape) != len(expected) or not may_agree(
+                tensor.shape[first:], expected[first:]
+            ):
+                raise ValueError(
+                    "`state` must be one of this layer, or of a layer with the same "
+                    f"options. Received: state[{name!r}].shape="
+                    f"{tuple(tensor.shape)}, instead of {('batch', *expected[1:])}"
                 )
 
     def compute_output_spec(

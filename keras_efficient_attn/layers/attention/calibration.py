@@ -1,4 +1,4 @@
-"""What the layers that can be calibrated to data have in common."""
+"""The data that layers are calibrated to, batch by batch."""
 
 import itertools
 
@@ -51,10 +51,10 @@ def paired_batches(query, data):
         yield from ((batch, batch) for batch in keys)
         return
     queries = calibration_batches("query", query)
-    for of_queries, of_keys in itertools.zip_longest(queries, keys):
-        if of_queries is None or of_keys is None:
+    for queries_batch, keys_batch in itertools.zip_longest(queries, keys):
+        if queries_batch is None or keys_batch is None:
             raise ValueError(
                 "`query` must have as many batches as `data`. Received: "
-                f"{'more' if of_keys is None else 'fewer'}"
+                f"{'more' if keys_batch is None else 'fewer'}"
             )
-        yield of_queries, of_keys
+        yield queries_batch, keys_batch

@@ -9,6 +9,7 @@ import functools
 
 import keras
 
+from keras_efficient_attn.layers.building import identity
 from keras_efficient_attn.ops.common import random_features
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.numerics import wide_dtype
@@ -48,9 +49,17 @@ def register_feature_map(name, package="Custom"):
     return register
 
 
-def names():
-    """The names that `get` knows, as a tuple."""
-    return tuple(_CLASSES)
+def names(attribute=None):
+    """The names that `get` knows, as a tuple.
+
+    Args:
+        attribute: A boolean attribute of `FeatureMap` that the classes have to have
+            as true. Defaults to `None`: all names.
+    """
+    if attribute is None:
+        return tuple(_CLASSES)
+    # A class may need arguments, so that there is no object to ask.
+    return tuple(n for n, c in _CLASSES.items() if getattr(c, attribute) is True)
 
 
 def get(identifier, **options):
@@ -542,9 +551,9 @@ class CalibratedFeatures(FeatureMap):
 
     def __post_init__(self):
         if not self.features.can_calibrate:
-            known = (name for name in names() if get(name).can_calibrate)
             raise ValueError(
-                f"`calibrated` is for the feature maps {', '.join(known)}. Received: "
+                "`calibrated` is for the feature maps "
+                f"{', '.join(names('can_calibrate'))}. Received: "
                 f"feature_map={self.features.name!r}"
             )
         check_positive_int("rank", self.rank, optional=True)
@@ -586,9 +595,3 @@ class CalibratedFeatures(FeatureMap):
 
     def multiplications(self, head_dim):
         return self.features.multiplications(head_dim)
-
-
-def identity(shape, dtype=None):
-    """Initializer of `(..., dim, dim)`: identity matrices."""
-    eye = keras.ops.eye(shape[-1], dtype=dtype)
-    return keras.ops.zeros(shape, dtype) + eye

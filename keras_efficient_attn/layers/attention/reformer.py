@@ -8,7 +8,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
-from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.checks import check_positive_int, is_int
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.lsh_attention.api import lsh_attention
@@ -395,7 +395,7 @@ class ReformerLSHAttention(EfficientAttention):
                 f"`state` exclude each other. Received: num_hashes={num_hashes}"
             )
         most = self._rounds_at_most
-        if not isinstance(num_hashes, int) or not 1 <= num_hashes <= most:
+        if not is_int(num_hashes) or not 1 <= num_hashes <= most:
             raise ValueError(
                 f"`num_hashes` must be an integer from 1 to max_hashes={most}. "
                 f"Received: num_hashes={num_hashes!r}"
@@ -418,7 +418,7 @@ class ReformerLSHAttention(EfficientAttention):
         factors = self.num_buckets
         factors = factors if isinstance(factors, tuple) else (factors,)
         if not factors or any(
-            not isinstance(size, int) or size < 2 or size % 2 for size in factors
+            not is_int(size) or size < 2 or size % 2 for size in factors
         ):
             raise ValueError(
                 "`num_buckets` must be a positive even integer, or a tuple of them. "
@@ -434,7 +434,7 @@ class ReformerLSHAttention(EfficientAttention):
                     f"{name}={getattr(self, name)!r}"
                 )
         local = self.num_local_heads
-        if not isinstance(local, int) or not 0 <= local < self._num_heads:
+        if not is_int(local) or not 0 <= local < self._num_heads:
             raise ValueError(
                 "`num_local_heads` must be an integer from 0 to num_heads - 1. "
                 f"Received: num_local_heads={local!r}, num_heads={self._num_heads}"

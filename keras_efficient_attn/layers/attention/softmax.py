@@ -6,7 +6,10 @@ from keras import ops
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.cache import cache_spec, extend_cache
 from keras_efficient_attn.layers.attention.registry import register_attention
-from keras_efficient_attn.ops.common.checks import check_rotary_wavelength
+from keras_efficient_attn.ops.common.checks import (
+    check_positive_int,
+    check_rotary_wavelength,
+)
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.pairs import count_pairs
 
@@ -68,7 +71,7 @@ class SoftmaxAttention(EfficientAttention):
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
 
     def _check_keras_options(self):
-        """All that Keras' constructor takes is honoured."""
+        check_positive_int("sliding_window", self._sliding_window, optional=True)
 
     @property
     def state_grows(self):

@@ -130,6 +130,7 @@ class RelativePositionXL(EfficientAttention):
     """
 
     input_norm = None
+    _takes_any_state_length = True
 
     def __init__(
         self,
@@ -174,9 +175,7 @@ class RelativePositionXL(EfficientAttention):
         self._position = self.add_weight(
             name="position",
             shape=(query_shape[-1] + query_shape[-1] % 2, *self._head_shape),
-            initializer=self._kernel_initializer.__class__.from_config(
-                self._kernel_initializer.get_config()
-            ),
+            initializer=self._new_kernel_initializer(),
         )
 
     @property
@@ -254,7 +253,14 @@ class RelativePositionXL(EfficientAttention):
         super()._call_options(inputs, state, options)
         if reset is None:
             return {}
-        _check_reset(reset, *inputs[:2])
+        query, value, _ = inputs
+        if self._axes_of(len(query.shape)).folded:
+            raise ValueError(
+                "`reset` needs inputs whose axes between batch and features are all "
+                f"attended to. Received: attention_axes={self.attention_axes}, "
+                f"query.shape={tuple(query.shape)}"
+            )
+        _check_reset(reset, query, value)
         return {"reset": reset}
 
     def _attend_inputs(self, query, value, key, call):
@@ -311,19 +317,10 @@ class RelativePositionXL(EfficientAttention):
 
     def _check_call(self, query, value, key, call):
         super()._check_call(query, value, key, call)
-        state = call.state
-        if state is None:
-            return
-        if key is not value:
+        if call.state is not None and key is not value:
             raise ValueError(
                 "The memory is of one sequence: with `state`, `key` must not be given, "
                 f"or be `value`. Received: key.shape={tuple(key.shape)}"
-            )
-        if state["memory"].shape[-1] != value.shape[-1]:
-            raise ValueError(
-                "`state` must have the width of `value`. Received: "
-                f"state['memory'].shape={tuple(state['memory'].shape)}, "
-                f"value.shape={tuple(value.shape)}"
             )
 
     def get_config(self):

@@ -1,11 +1,13 @@
-"""What works on each position alone, in slices of the sequence."""
+"""Layers that work on each position alone, in slices of the sequence."""
 
 import keras
 from keras import ops
 
 from keras_efficient_attn.layers.building import build_layer
 from keras_efficient_attn.ops.chunked_cross_entropy import chunked_cross_entropy
+from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.chunking import chunk_count, pad_to
+from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.common.scan import recompute_scan
 
 
@@ -62,7 +64,7 @@ class ChunkedFeedForward(keras.layers.Layer):
                 "`feed_forward` must be a layer. Received: "
                 f"feed_forward={feed_forward!r}"
             )
-        _check_chunk_size(chunk_size)
+        check_positive_int("chunk_size", chunk_size)
         self.feed_forward = feed_forward
         self.chunk_size = chunk_size
         self.supports_masking = True
@@ -172,12 +174,8 @@ class ChunkedVocabularyLoss(keras.layers.Layer):
 
     def __init__(self, vocabulary_size, use_bias=True, chunk_size=128, **kwargs):
         super().__init__(**kwargs)
-        if not isinstance(vocabulary_size, int) or vocabulary_size < 1:
-            raise ValueError(
-                "`vocabulary_size` must be a positive integer. Received: "
-                f"vocabulary_size={vocabulary_size!r}"
-            )
-        _check_chunk_size(chunk_size)
+        check_positive_int("vocabulary_size", vocabulary_size)
+        check_positive_int("chunk_size", chunk_size)
         self.vocabulary_size = vocabulary_size
         self.use_bias = use_bias
         self.chunk_size = chunk_size
@@ -209,7 +207,7 @@ class ChunkedVocabularyLoss(keras.layers.Layer):
         )
 
     def compute_output_spec(self, hidden, labels):
-        dtype = "float64" if self.compute_dtype == "float64" else "float32"
+        dtype = wide_dtype(self.compute_dtype)
         return keras.KerasTensor(hidden.shape[:-1], dtype=dtype)
 
     def get_config(self):
@@ -219,11 +217,3 @@ class ChunkedVocabularyLoss(keras.layers.Layer):
             "use_bias": self.use_bias,
             "chunk_size": self.chunk_size,
         }
-
-
-def _check_chunk_size(chunk_size):
-    if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(
-            "`chunk_size` must be a positive integer. Received: "
-            f"chunk_size={chunk_size!r}"
-        )

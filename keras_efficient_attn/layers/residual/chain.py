@@ -5,6 +5,7 @@ import collections
 import keras
 from keras import ops
 
+from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.reversible.api import Half, reversible_chain
 
 Sublayer = collections.namedtuple("Sublayer", ["call", "layers", "tensors"])
@@ -23,7 +24,7 @@ def stream_dtype(layer):
 
     Rebuilding subtracts what was added: in half precision the rest is rounding.
     """
-    return "float64" if layer.compute_dtype == "float64" else "float32"
+    return wide_dtype(layer.compute_dtype)
 
 
 def plain_residuals(sublayers, x1, x2):

@@ -3,6 +3,8 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.ops.common.checks import is_number
+
 BIAS = 2.0
 # The square matrices of each gate: W are those of the update, U those of the stream.
 KERNELS = {
@@ -73,7 +75,7 @@ class GatedResidual(keras.layers.Layer):
             raise ValueError(
                 f"`gate` must be one of {', '.join(KERNELS)}. Received: gate={gate!r}"
             )
-        if isinstance(bias, bool) or not isinstance(bias, int | float):
+        if not is_number(bias):
             raise ValueError(f"`bias` must be a number. Received: bias={bias!r}")
         if gate == "input" and bias != BIAS:
             raise ValueError(f"gate='input' has no bias. Received: bias={bias!r}")

@@ -224,13 +224,20 @@ class ReversibleStack(keras.layers.Layer):
             if not block.built:
                 block.build([x_shape, x_shape])
 
-    def get_initial_state(self, batch_size):
+    def get_initial_state(self, batch_size, max_length=None):
         """The state before the first position: those of each block's `f`.
 
         For layers `f` that have such a method.
+
+        Args:
+            batch_size: Rows in the batch.
+            max_length: Positions that the states can hold, for an `f` whose state
+                grows with the context; it is passed on if it is given. Defaults to
+                `None`.
         """
+        limit = {} if max_length is None else {"max_length": max_length}
         return {
-            f"block_{i}": block.f.get_initial_state(batch_size)
+            f"block_{i}": block.f.get_initial_state(batch_size, **limit)
             for i, block in enumerate(self.blocks)
         }
 

@@ -14,6 +14,8 @@ import math
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.ops.common.checks import is_positive_int
+
 # What an exponential feature is at least, relative to the largest of its vector: far
 # below rounding, but it keeps the similarity of vectors whose large features differ
 # from underflowing to nothing.
@@ -282,7 +284,7 @@ def polynomial_dimension(head_dim, order):
     Raises:
         ValueError: If the order is odd, or the features would be too many to help.
     """
-    if not isinstance(order, int) or order < 2 or order % 2:
+    if not is_positive_int(order) or order % 2:
         raise ValueError(
             "`order` must be an even positive integer: odd orders give negative "
             f"weights. Received: order={order!r}"

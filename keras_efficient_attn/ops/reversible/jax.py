@@ -19,21 +19,21 @@ def reversible_chain(halves, *arguments):
         return outputs, ((y1, y2), kept, parameters, tensors)
 
     def backward_pass(residuals, gradients):
-        of_x1, of_x2, of_losses, _ = gradients
+        grad_x1, grad_x2, grad_losses, _ = gradients
         streams, kept, parameters, tensors = residuals
         before = [Before(*half, n) for half, n in zip(kept, num_losses, strict=True)]
-        (of_x1, of_x2), of_parameters, of_tensors = backward(
+        (grad_x1, grad_x2), grad_parameters, grad_tensors = backward(
             halves,
             streams,
-            (of_x1, of_x2),
-            of_losses,
+            (grad_x1, grad_x2),
+            grad_losses,
             before,
             parameters,
             tensors,
             _after_gradients,
         )
         # States have no gradient.
-        return of_x1, of_x2, tuple(of_parameters), None, tuple(of_tensors)
+        return grad_x1, grad_x2, tuple(grad_parameters), None, tuple(grad_tensors)
 
     @jax.custom_vjp
     def chain(*arguments):

@@ -70,15 +70,15 @@ def backward(
     """
     streams, gradients = list(streams), list(gradients)
     loss_gradients = list(loss_gradients)
-    of_parameters, of_tensors = [None] * len(parameters), [None] * len(tensors)
+    grad_parameters, grad_tensors = [None] * len(parameters), [None] * len(tensors)
     floating = [i for i, tensor in enumerate(tensors) if is_floating(tensor)]
     for i in reversed(range(len(halves))):
         half, (own_states, values, num_losses) = halves[i], before[i]
         target, source = i % 2, 1 - i % 2
         start = len(loss_gradients) - num_losses
-        of_losses, loss_gradients = loss_gradients[start:], loss_gradients[:start]
+        grad_losses, loss_gradients = loss_gradients[start:], loss_gradients[:start]
 
-        def undo(x, own, chosen, own_states, values, gradient, of_losses, half=half):
+        def undo(x, own, chosen, own_states, values, gradient, grad_losses, half=half):
             def function(x, own, chosen):
                 every = list(tensors)
                 for index, tensor in zip(floating, chosen, strict=True):
@@ -88,12 +88,12 @@ def backward(
                 return (y, *losses)
 
             (y, *_), pull = vector_jacobian_product(function, ((x,), own, chosen))
-            (of_x,), of_own, of_chosen = pull((gradient, *of_losses))
-            return y, of_own, of_chosen, of_x
+            (grad_x,), grad_own, grad_chosen = pull((gradient, *grad_losses))
+            return y, grad_own, grad_chosen, grad_x
 
         own = tuple(parameters[j] for j in half.parameters)
         chosen = tuple(tensors[j] for j in floating)
-        y, of_own, of_chosen, of_x = apart(
+        y, grad_own, grad_chosen, grad_x = apart(
             undo,
             (
                 streams[source],
@@ -102,15 +102,15 @@ def backward(
                 own_states,
                 values,
                 gradients[target],
-                tuple(of_losses),
+                tuple(grad_losses),
             ),
             (streams[source], own, chosen, streams[source]),
         )
         streams[target] = streams[target] - y
-        gradients[source] = gradients[source] + of_x
-        _add(of_parameters, half.parameters, of_own)
-        _add(of_tensors, floating, of_chosen)
-    return gradients, of_parameters, of_tensors
+        gradients[source] = gradients[source] + grad_x
+        _add(grad_parameters, half.parameters, grad_own)
+        _add(grad_tensors, floating, grad_chosen)
+    return gradients, grad_parameters, grad_tensors
 
 
 def is_floating(tensor):

@@ -21,7 +21,7 @@ def reversible_chain(halves, x1, x2, parameters, states, tensors):
         shape.update(losses=len(losses), updated=list(updates))
 
         def gradient(*upstream):
-            of_streams, of_parameters, of_tensors = backward(
+            grad_streams, grad_parameters, grad_tensors = backward(
                 halves,
                 streams,
                 upstream[:2],
@@ -31,7 +31,12 @@ def reversible_chain(halves, x1, x2, parameters, states, tensors):
                 tensors,
                 _branch,
             )
-            every = (*of_streams, *of_parameters, *[None] * len(states), *of_tensors)
+            every = (
+                *grad_streams,
+                *grad_parameters,
+                *[None] * len(states),
+                *grad_tensors,
+            )
             return [None if g is None else tf.convert_to_tensor(g) for g in every]
 
         return (*streams, *losses, *updates.values()), gradient

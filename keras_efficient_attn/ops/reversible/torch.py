@@ -41,7 +41,7 @@ class _Chain(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, of_x1, of_x2, *others):
+    def backward(ctx, grad_x1, grad_x2, *others):
         saved = iter(ctx.saved_tensors)
 
         def following(count):
@@ -56,17 +56,17 @@ class _Chain(torch.autograd.Function):
             Before(own, following(second), num_losses)
             for own, (_, second, num_losses) in zip(states, ctx.sizes, strict=True)
         ]
-        of_streams, of_parameters, of_tensors = backward(
+        grad_streams, grad_parameters, grad_tensors = backward(
             ctx.call["halves"],
             streams,
-            (of_x1, of_x2),
+            (grad_x1, grad_x2),
             others[: ctx.call["losses"]],
             before,
             parameters,
             tensors,
             _apart,
         )
-        return None, *of_streams, *of_parameters, *of_tensors
+        return None, *grad_streams, *grad_parameters, *grad_tensors
 
 
 def _apart(function, arguments, _):

@@ -1,4 +1,4 @@
-"""What AdaptiveSpan has of its own: spans that learn, and windows that follow them."""
+"""Spans of AdaptiveSpan that learn, and windows that follow them."""
 
 import keras
 import numpy as np

@@ -60,7 +60,7 @@ def test_axes_are_saved_as_given():
     np.testing.assert_array_equal(to_numpy(layer(x, x)), to_numpy(copy(x, x)))
 
 
-@pytest.mark.parametrize("axes", [0, 3, 7, -1, ()], ids=str)
+@pytest.mark.parametrize("axes", [0, 3, 7, -1, (), (1, 1), (2, -2)], ids=str)
 def test_axes_that_are_none(axes):
     layer = PerformerAttention(2, 4, feature_map="elu", attention_axes=axes)
     with pytest.raises(ValueError, match="attention_axes="):

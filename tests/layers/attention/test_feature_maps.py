@@ -42,6 +42,27 @@ def built(**options):
     return layer
 
 
+@register_feature_map("leading")
+@dataclasses.dataclass(frozen=True)
+class Leading(feature_maps.FeatureMap):
+    """The first coordinates: a map with an argument that has no default."""
+
+    size: int
+
+    def feature_dim(self, head_dim):
+        return self.size
+
+    def query_features(self, x):
+        return ops.relu(x[..., : self.size]), None
+
+
+def test_errors_name_maps_without_making_them():
+    with pytest.raises(ValueError, match=r"estimate them: favor\+"):
+        LinearAttention(2, DIM, feature_map=Leading(3), window=4)
+    with pytest.raises(ValueError, match=r"feature maps favor\+"):
+        PerformerAttention(2, DIM, feature_map=Leading(3), calibrated=True)
+
+
 def test_every_map_has_a_name_and_says_what_it_is():
     assert set(NAMES) <= set(feature_maps.names())
     for name in NAMES:
@@ -70,6 +91,8 @@ def test_maps_equal_the_dense_definition(name, causal):
         layer, dense.linear_heads, x, x, key_mask=mask, causal=causal
     )
     np.testing.assert_allclose(output, expected, rtol=1e-3, atol=1e-4)
+    if name == "favor++":
+        return
     size = layer.feature_map.feature_dim(DIM)
     assert layer.get_initial_state(1)["sum"].shape == (1, 2, size, DIM)
 

@@ -1,4 +1,4 @@
-"""What FourierAttention adds to the contract."""
+"""FourierAttention beyond the contract."""
 
 import math
 

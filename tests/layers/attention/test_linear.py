@@ -113,10 +113,39 @@ def test_elu_is_the_default_and_the_name_is_linear():
     np.testing.assert_array_equal(to_numpy(layer(x, x)), to_numpy(performer(x, x)))
 
 
+@pytest.mark.parametrize("name", ["performer", "local", "vq:num_codes=4"])
+@pytest.mark.parametrize("length", [1, 6])
+def test_a_state_of_another_window_is_refused(name, length):
+    near, far = (
+        get_attention(name, num_heads=2, key_dim=4, window=window) for window in (3, 5)
+    )
+    x = np.ones((2, length, 6), "float32")
+    for layer in (near, far):
+        layer.build(x.shape, x.shape)
+    state = near.get_initial_state(2)
+    with pytest.raises(ValueError, match=r"with the same options.*shape=\(2, [23],"):
+        far(x, x, use_causal_mask=True, state=state)
+
+
+def test_a_map_without_a_causal_form_has_no_state():
+    layer = PerformerAttention(2, 4, feature_map="favor++")
+    with pytest.raises(ValueError, match="does not stream"):
+        layer.get_initial_state(2)
+
+
 def test_sliding_window_of_keras_is_the_window():
     layer = LinearAttention(2, DIM, feature_map="power", sliding_window=5)
     assert layer.window == 5
     assert LinearAttention.from_config(layer.get_config()).window == 5
+
+
+@pytest.mark.parametrize("name", ["performer", "vq:num_codes=4"])
+@pytest.mark.parametrize("window", [3, None])
+def test_a_window_that_is_set_later_is_saved(name, window):
+    layer = get_attention(name, num_heads=2, key_dim=4, sliding_window=5)
+    # As the search for windows of `convert_backbone` does.
+    layer.window = window
+    assert type(layer).from_config(layer.get_config()).window == window
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is LocalAttention's own: images."""
+"""Images, which only LocalAttention takes."""
 
 import keras
 import numpy as np

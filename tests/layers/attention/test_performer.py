@@ -1,4 +1,4 @@
-"""What is PerformerAttention's own: its maps, its estimates, its projection."""
+"""Maps, estimates and projections of PerformerAttention."""
 
 import math
 

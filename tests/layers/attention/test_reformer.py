@@ -184,6 +184,7 @@ def test_dropout_leaves_the_expected_output():
         ({"aligned": "yes"}, "aligned='yes'"),
         ({"scale_logits": None}, "scale_logits=None"),
         ({"num_local_heads": 2}, "num_local_heads=2"),
+        ({"num_local_heads": True}, "num_local_heads=True"),
         ({"dense_length": 0}, "dense_length=0"),
     ],
     ids=str,
@@ -198,6 +199,8 @@ def test_invalid_calls():
     layer = built(x)
     with pytest.raises(ValueError, match="num_hashes=9"):
         layer(x, x, num_hashes=9)
+    with pytest.raises(ValueError, match="num_hashes=True"):
+        layer(x, x, num_hashes=True)
     with pytest.raises(ValueError, match="num_hashes=2"):
         layer(
             x, x, use_causal_mask=True, num_hashes=2, state=layer.get_initial_state(2)

@@ -1,4 +1,4 @@
-"""What is SparseAttention's own: its heads, and its caches."""
+"""Heads and caches of SparseAttention."""
 
 import keras
 import numpy as np

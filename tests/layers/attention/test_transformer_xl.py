@@ -214,6 +214,10 @@ def test_calls_that_are_refused():
         layer(x, x, x + 1, **causal)
     with pytest.raises(ValueError, match=r"reset\.shape=\(3,\)"):
         layer(x, x, reset=np.zeros(3, bool), **causal)
+    image = np.zeros((BATCH, 3, 4, DIM), "float32")
+    rows = RelativePositionXL(HEADS, KEY_DIM, attention_axes=2)
+    with pytest.raises(ValueError, match=r"`reset` needs.*attention_axes=\(2,\)"):
+        rows(image, image, reset=np.ones(BATCH, bool))
     wide = {**state, "memory": np.zeros((BATCH, 4, DIM + 1), "float32")}
     with pytest.raises(ValueError, match=r"state\['memory'\]\.shape=\(2, 4, 6\)"):
         layer(x, x, use_causal_mask=True, state=wide)

@@ -8,6 +8,7 @@ from keras_efficient_attn import (
     ReformerLSHAttention,
     ReversibleBlock,
     ReversibleStack,
+    SoftmaxAttention,
     VQAttention,
 )
 from keras_efficient_attn.layers.attention import reformer as reformer_lsh_attention
@@ -463,6 +464,30 @@ class Streaming(keras.layers.Layer):
 
     def call(self, x, mask=None, state=None):
         return self.attention(x, x, key_mask=mask, use_causal_mask=True, state=state)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Growing(Streaming):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.attention = SoftmaxAttention(2, 4)
+
+    def get_initial_state(self, batch_size, max_length=None):
+        return self.attention.get_initial_state(batch_size, max_length)
+
+
+def test_states_that_grow_are_given_their_length():
+    blocks = [ReversibleBlock(Growing(), network(i, 0.0, None)) for i in range(2)]
+    stack, x = build(ReversibleStack(blocks)), inputs()
+    state, outputs = stack.get_initial_state(BATCH, LENGTH), []
+    for piece in (slice(0, 4), slice(4, LENGTH)):
+        y, state = stack(x[:, piece], state=state)
+        outputs.append(to_numpy(y))
+    np.testing.assert_allclose(
+        np.concatenate(outputs, 1), to_numpy(stack(x)), rtol=1e-4, atol=1e-5
+    )
+    with pytest.raises(ValueError, match="max_length=None"):
+        stack.get_initial_state(BATCH)
 
 
 def test_masks_and_states_reach_f():

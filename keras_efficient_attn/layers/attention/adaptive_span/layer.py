@@ -108,6 +108,9 @@ class AdaptiveSpan(PatternAttention):
         - [Sukhbaatar et al., 2019](https://arxiv.org/abs/1905.07799)
     """
 
+    # `trim` changes the window while a sequence is read.
+    _takes_any_state_length = True
+
     def __init__(
         self,
         *args,

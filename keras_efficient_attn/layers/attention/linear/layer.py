@@ -151,11 +151,7 @@ class LinearAttention(EfficientAttention):
         check_positive_int("window", self.window, optional=True)
         if self.window is None or self.feature_map.estimates_softmax:
             return
-        estimating = ", ".join(
-            name
-            for name in feature_maps.names()
-            if feature_maps.get(name).estimates_softmax
-        )
+        estimating = ", ".join(feature_maps.names("estimates_softmax"))
         raise ValueError(
             "`window` joins exact weights exp(q·k) with features, which have to "
             f"estimate them: {estimating}. Received: window={self.window}, "
@@ -200,6 +196,8 @@ class LinearAttention(EfficientAttention):
         )
 
     def state_spec(self, batch_size, max_length):
+        if not self.feature_map.causal:
+            return None
         heads, dtype = self._num_heads, self.state_dtype
         sizes = (batch_size, heads, self._feature_dim, self._value_dim)
         spec = linear_attention_state_spec(*sizes, dtype)
@@ -280,8 +278,8 @@ class LinearAttention(EfficientAttention):
             feature_map = keras.saving.serialize_keras_object(feature_map)
         return {
             **super().get_config(),
+            **self._window_config(),
             "feature_map": feature_map,
-            "window": self.window,
             "normalize": self.normalize,
             "qk_norm": self.qk_norm,
             "temperature": self.temperature,

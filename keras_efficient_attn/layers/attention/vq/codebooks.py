@@ -10,11 +10,13 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.layers.building import identity
 from keras_efficient_attn.ops.common.checks import (
     check_positive_int,
     check_positive_number,
     is_number,
 )
+from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.common.replicas import of_first_replica, sum_over_replicas
 from keras_efficient_attn.ops.vq_attention.codebook import (
     batch_statistics,
@@ -127,7 +129,7 @@ class MixtureCodebook(keras.layers.Layer):
         self.seed = seed
 
     def build(self, input_shape=None):
-        dtype = _weight_dtype(self)
+        dtype = wide_dtype(self.variable_dtype)
         self._codes = self.add_weight(
             name="codes",
             shape=self.shape,
@@ -191,7 +193,7 @@ class MovingCodebook(keras.layers.Layer):
                 name=name,
                 shape=shape,
                 initializer=initializer,
-                dtype=_weight_dtype(self),
+                dtype=wide_dtype(self.variable_dtype),
                 trainable=False,
                 # An assignment has to reach the weight, not a copy of it.
                 autocast=False,
@@ -348,8 +350,8 @@ class Coordinates(keras.layers.Layer):
             self.add_weight(
                 name=name,
                 shape=self.shape,
-                initializer=_identity,
-                dtype=_weight_dtype(self),
+                initializer=identity,
+                dtype=wide_dtype(self.variable_dtype),
                 trainable=False,
                 autocast=False,
             )
@@ -369,15 +371,6 @@ class Coordinates(keras.layers.Layer):
         self._key_map.assign(key_map)
 
 
-def _identity(shape, dtype=None):
-    return ops.zeros(shape, dtype) + ops.eye(shape[-1], dtype=dtype)
-
-
 def _mapped(x, matrix):
     matrix = ops.cast(ops.convert_to_tensor(matrix), x.dtype)
     return ops.einsum("bthd,hde->bthe", x, matrix)
-
-
-def _weight_dtype(layer):
-    """float32, whatever the policy, or float64."""
-    return "float64" if layer.variable_dtype == "float64" else "float32"

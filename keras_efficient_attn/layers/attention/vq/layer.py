@@ -238,9 +238,7 @@ class VQAttention(EfficientAttention):
         self._position_kernel = self.add_weight(
             name="position_kernel",
             shape=(self._sinusoid_dim, *heads),
-            initializer=self._kernel_initializer.__class__.from_config(
-                self._kernel_initializer.get_config()
-            ),
+            initializer=self._new_kernel_initializer(),
         )
 
     @property
@@ -450,6 +448,7 @@ class VQAttention(EfficientAttention):
             **super().get_config(),
             **attention,
             **dataclasses.asdict(self.codebook_config),
+            **self._window_config(),
             "qk_norm": self.qk_norm,
             "rotary_wavelength": self.rotary_wavelength,
         }

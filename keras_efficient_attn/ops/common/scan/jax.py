@@ -77,35 +77,35 @@ def _forward(step, gradient, num_steps, carry, xs, consts):
 
 def _backward(step, gradient, num_steps, kept, upstream):
     carries, xs, consts, ys = kept
-    of_carry, of_ys = upstream
+    grad_carry, grad_ys = upstream
 
-    def of_step(carry, i, of_carry):
-        x, of_y = _cut(xs, i, num_steps), _cut(of_ys, i, num_steps)
+    def pull_step(carry, i, grad_carry):
+        x, grad_y = _cut(xs, i, num_steps), _cut(grad_ys, i, num_steps)
         if gradient is None:
             _, pull = jax.vjp(step, carry, x, consts)
-            return pull((of_carry, of_y))
-        return gradient(carry, x, consts, _cut(ys, i, num_steps), of_carry, of_y)
+            return pull((grad_carry, grad_y))
+        return gradient(carry, x, consts, _cut(ys, i, num_steps), grad_carry, grad_y)
 
     def body(state, inputs):
-        of_carry, of_consts, of_xs = state
+        grad_carry, grad_consts, grad_xs = state
         i, carry = inputs
-        of_carry, of_x, of_const = of_step(carry, i, of_carry)
-        of_const = (
-            g for g, const in zip(of_const, consts, strict=True) if _real(const)
+        grad_carry, grad_x, grad_const = pull_step(carry, i, grad_carry)
+        grad_const = (
+            g for g, const in zip(grad_const, consts, strict=True) if _real(const)
         )
-        of_consts = tuple(map(jnp.add, of_consts, of_const))
-        return (of_carry, of_consts, _written(of_xs, i, of_x)), None
+        grad_consts = tuple(map(jnp.add, grad_consts, grad_const))
+        return (grad_carry, grad_consts, _written(grad_xs, i, grad_x)), None
 
-    of_consts = tuple(jnp.zeros_like(const) for const in consts if _real(const))
-    state = of_carry, of_consts, tuple(map(jnp.zeros_like, xs))
+    grad_consts = tuple(jnp.zeros_like(const) for const in consts if _real(const))
+    state = grad_carry, grad_consts, tuple(map(jnp.zeros_like, xs))
     inputs = jnp.arange(num_steps), carries
-    (of_carry, of_consts, of_xs), _ = lax.scan(body, state, inputs, reverse=True)
-    of_consts = iter(of_consts)
+    (grad_carry, grad_consts, grad_xs), _ = lax.scan(body, state, inputs, reverse=True)
+    grad_consts = iter(grad_consts)
     return (
-        of_carry,
-        of_xs,
+        grad_carry,
+        grad_xs,
         tuple(
-            next(of_consts)
+            next(grad_consts)
             if _real(const)
             else np.zeros(const.shape, jax.dtypes.float0)
             for const in consts

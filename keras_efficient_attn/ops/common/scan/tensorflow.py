@@ -74,13 +74,13 @@ def _once(gradient):
 
 
 def _automatic(step):
-    def gradient(carry, x, consts, y, carry_gradient, y_gradient):
+    def gradient(carry, x, consts, y, grad_carry, y_gradient):
         def flat_step(*arguments):
             carry, y = step(*arguments)
             return (*carry, *y)
 
         _, pull = vector_jacobian_product(flat_step, (carry, x, consts))
-        return pull((*carry_gradient, *y_gradient))
+        return pull((*grad_carry, *y_gradient))
 
     return gradient
 
@@ -164,53 +164,50 @@ def _forward(step, carry, xs, consts, steps):
     return final_carry, steps.joined(y_arrays), carries
 
 
-def _backward(
-    step_gradient, carries, xs, consts, ys, carry_gradient, ys_gradient, steps
-):
+def _backward(step_gradient, carries, xs, consts, ys, grad_carry, grad_ys, steps):
     """Runs the loop backwards, recomputing each step from its stored carry."""
     first_carry = _row(carries, 0)
 
-    def of_step(i, carry_gradient):
+    def pull_step(i, grad_carry):
         return step_gradient(
             _row(carries, i),
             steps.cut(xs, i),
             consts,
             steps.cut(ys, i),
-            carry_gradient,
-            steps.cut(ys_gradient, i),
+            grad_carry,
+            steps.cut(grad_ys, i),
         )
 
     if isinstance(steps.number, int) and steps.number == 1:
-        carry_gradient, x_gradient, consts_gradient = of_step(0, carry_gradient)
-        gradients = (*carry_gradient, *steps.only(x_gradient), *consts_gradient)
+        grad_carry, grad_x, grad_consts = pull_step(0, grad_carry)
+        gradients = (*grad_carry, *steps.only(grad_x), *grad_consts)
         return tuple(map(tf.convert_to_tensor, gradients))
 
-    def body(i, carry_gradient, consts_gradient, x_arrays):
-        carry_gradient, x_gradient, const_gradient = of_step(i, carry_gradient)
-        consts_gradient = tuple(
-            total + part
-            for total, part in zip(consts_gradient, const_gradient, strict=True)
+    def body(i, grad_carry, grad_consts, x_arrays):
+        grad_carry, grad_x, grad_const = pull_step(i, grad_carry)
+        grad_consts = tuple(
+            total + part for total, part in zip(grad_consts, grad_const, strict=True)
         )
         return (
             i - 1,
-            _like(first_carry, carry_gradient),
-            _like(consts, consts_gradient),
-            _write(x_arrays, i, x_gradient),
+            _like(first_carry, grad_carry),
+            _like(consts, grad_consts),
+            _write(x_arrays, i, grad_x),
         )
 
-    _, carry_gradient, consts_gradient, x_arrays = tf.while_loop(
+    _, grad_carry, grad_consts, x_arrays = tf.while_loop(
         lambda i, *_: i >= 0,
         body,
         (
             steps.number - 1,
-            _like(first_carry, carry_gradient),
+            _like(first_carry, grad_carry),
             tuple(tf.zeros_like(tensor) for tensor in consts),
             _arrays(steps.cut(xs, 0), steps.number),
         ),
         maximum_iterations=steps.number,
         parallel_iterations=1,
     )
-    return (*carry_gradient, *steps.joined(x_arrays), *consts_gradient)
+    return (*grad_carry, *steps.joined(x_arrays), *grad_consts)
 
 
 def _row(tensors, i):

@@ -163,16 +163,18 @@ class _Scan(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         xs, consts, ys = (tuple(next(saved) for _ in range(n)) for n in ctx.sizes)
         carry_size = len(upstream) - len(ys)
-        of_carry, of_ys = upstream[:carry_size], upstream[carry_size:]
-        inputs = [ctx.steps.cut(tensors) for tensors in (xs, ys, of_ys)]
+        grad_carry, grad_ys = upstream[:carry_size], upstream[carry_size:]
+        inputs = [ctx.steps.cut(tensors) for tensors in (xs, ys, grad_ys)]
         carries = [tuple(next(saved) for _ in range(carry_size)) for _ in inputs[0]]
-        of_consts = tuple(torch.zeros_like(tensor) for tensor in consts)
-        of_xs = _Outputs(ctx.steps)
+        grad_consts = tuple(torch.zeros_like(tensor) for tensor in consts)
+        grad_xs = _Outputs(ctx.steps)
         for i in reversed(range(len(carries))):
-            x, y, of_y = (tensors[i] for tensors in inputs)
-            of_carry, of_x, of_const = ctx.step_gradient(
-                carries[i], x, consts, y, of_carry, of_y
+            x, y, grad_y = (tensors[i] for tensors in inputs)
+            grad_carry, grad_x, grad_const = ctx.step_gradient(
+                carries[i], x, consts, y, grad_carry, grad_y
             )
-            of_xs.write(i, of_x)
-            of_consts = tuple(a + b for a, b in zip(of_consts, of_const, strict=True))
-        return None, None, None, None, None, *of_carry, *of_xs.all(), *of_consts
+            grad_xs.write(i, grad_x)
+            grad_consts = tuple(
+                a + b for a, b in zip(grad_consts, grad_const, strict=True)
+            )
+        return None, None, None, None, None, *grad_carry, *grad_xs.all(), *grad_consts
