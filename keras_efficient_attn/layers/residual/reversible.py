@@ -281,24 +281,27 @@ def merge_streams(x1, x2, merge):
 
 def _run(owner, blocks, x1, x2, mask, states, training):
     """The streams after the blocks; with `states`, `(streams, states)`."""
-    new_states = []
     halves = []
     for i, block in enumerate(blocks):
         state = None if states is None else states[i]
-        f = _first(block.f, mask, state, training, new_states)
-        g = Sublayer(lambda x, g=block.g: g(x, training=training), (block.g,), {})
+        f = _first(block.f, mask, state, training)
+        g = Sublayer(
+            lambda x, g=block.g: (g(x, training=training), None), (block.g,), {}
+        )
         rebuild = bool(
             owner.reversible and block.reversible and training and states is None
         )
         halves += [(rebuild, f), (rebuild, g)]
-    streams = x1, x2
+    new_states = []
     for rebuild, part in itertools.groupby(halves, key=lambda half: half[0]):
         sublayers = [sublayer for _, sublayer in part]
         if rebuild:
-            streams = reversible_residuals(owner, sublayers, *streams)
+            x1, x2 = reversible_residuals(owner, sublayers, x1, x2)
         else:
-            streams = plain_residuals(sublayers, *streams)
-    return streams if states is None else (streams, new_states)
+            x1, x2, made = plain_residuals(sublayers, x1, x2)
+            # Those of `f`; `g` has none.
+            new_states += made[::2]
+    return (x1, x2) if states is None else ((x1, x2), new_states)
 
 
 def _mask_of_f(mask):
@@ -306,7 +309,7 @@ def _mask_of_f(mask):
     return mask[1] if isinstance(mask, list | tuple) else mask
 
 
-def _first(f, mask, state, training, new_states):
+def _first(f, mask, state, training):
     accepted = inspect.signature(f.call).parameters
     if state is not None and "state" not in accepted:
         raise ValueError(
@@ -316,10 +319,8 @@ def _first(f, mask, state, training, new_states):
 
     def call(x, **tensors):
         if state is None:
-            return f(x, training=training, **tensors)
-        output, new_state = f(x, training=training, state=state, **tensors)
-        new_states.append(new_state)
-        return output
+            return f(x, training=training, **tensors), None
+        return f(x, training=training, state=state, **tensors)
 
     tensors = {"mask": mask} if mask is not None and "mask" in accepted else {}
     return Sublayer(call, (f,), tensors)
