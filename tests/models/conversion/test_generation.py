@@ -91,6 +91,7 @@ def prompts(lengths, starts=None, length=LENGTH):
         ("mistral", "local:window=2", [0]),
         ("qwen", "performer:num_features=4,window=2", [0]),
         ("gemma", VQ, [1]),
+        ("gpt2", "xl:same_length=True,memory_length=3", [1]),
     ],
 )
 def test_tokens_are_those_of_whole_calls(name, attention, layers):
