@@ -224,13 +224,19 @@ class ReversibleStack(keras.layers.Layer):
             if not block.built:
                 block.build([x_shape, x_shape])
 
-    def get_initial_state(self, batch_size):
+    def get_initial_state(self, batch_size, max_length=None):
         """The state before the first position: those of each block's `f`.
 
         For layers `f` that have such a method.
+
+        Args:
+            batch_size: Rows in the batch.
+            max_length: Positions that the states can hold, for layers `f` whose state
+                grows: their methods get it where it is given. Defaults to `None`.
         """
+        lengths = () if max_length is None else (max_length,)
         return {
-            f"block_{i}": block.f.get_initial_state(batch_size)
+            f"block_{i}": block.f.get_initial_state(batch_size, *lengths)
             for i, block in enumerate(self.blocks)
         }
 
