@@ -35,6 +35,8 @@ def parse_arguments(argv):
 
 def contestants(length, arguments):
     """Dict of names to layers."""
+    import keras
+
     from keras_efficient_attn.layers import get_attention
 
     stride = 2 ** round(math.log2(length) / 2)
@@ -43,12 +45,14 @@ def contestants(length, arguments):
         "fixed": f"sparse:pattern=fixed,stride={stride},summary={arguments.summary}",
         "local": f"local:window={arguments.window}",
     }
-    if length <= arguments.softmax_up_to:
-        names[CAUSAL] = "softmax"
-    if length <= arguments.masked_up_to:
-        names[MASKED] = "softmax"
     sizes = {"num_heads": arguments.heads, "key_dim": arguments.head_dim}
-    return {name: get_attention(option, **sizes) for name, option in names.items()}
+    layers = {name: get_attention(option, **sizes) for name, option in names.items()}
+    if length <= arguments.softmax_up_to:
+        layers[CAUSAL] = keras.layers.MultiHeadAttention(**sizes)
+    if length <= arguments.masked_up_to:
+        # Keras' own: this package's softmax takes no mask that differs between queries.
+        layers[MASKED] = keras.layers.MultiHeadAttention(**sizes)
+    return layers
 
 
 def measure(length, mode, arguments):

@@ -14,10 +14,8 @@ from byte_lm.checkpoints import Checkpoints, write_text
 from byte_lm.model import BitsPerByte, build_model, check_attention
 from byte_lm.sampling import sample
 from command_line import UsageError, make_folder
+from keras_efficient_attn import AdaptiveSpan
 from keras_efficient_attn.layers import TrimSpans, plot_spans
-from keras_efficient_attn.layers.attention.adaptive_span.trimming import (
-    adaptive_span_layers,
-)
 from step_clock import StepClock
 
 # Bytes that each epoch's validation scores, and that a sample continues.
@@ -241,7 +239,8 @@ def finish(model, splits, arguments, record):
         "peak_mib": peak_mib(),
         "sampled_bytes_per_second": speed,
     }
-    layers = adaptive_span_layers(model)
+    layers = [block.attention for block in model.backbone.transformer_layers]
+    layers = [layer for layer in layers if isinstance(layer, AdaptiveSpan)]
     if layers:
         result["spans"] = [layer.spans().tolist() for layer in layers]
         plot_spans(model, out / "spans.png")

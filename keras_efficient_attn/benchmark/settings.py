@@ -83,6 +83,7 @@ class Settings:
         for identifier in self.layers:
             try:
                 get_attention(identifier, num_heads=self.heads, key_dim=self.head_dim)
+                _check_module(identifier)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"`layers`: {error}") from error
         if len(set(self.layers)) < len(self.layers):
@@ -128,3 +129,13 @@ class Settings:
                 f"`{name}` must be one of {', '.join(choices)}. Received: "
                 f"{name}={received!r}"
             )
+
+
+def _check_module(identifier):
+    layer_class = parse_attention(identifier)[0]
+    if layer_class.__module__ == "__main__":
+        raise ValueError(
+            "a layer must be in a module that the processes that measure it can "
+            f"import, and not in the script itself. Received: {identifier!r}, which is "
+            f"{layer_class.__name__} of __main__"
+        )

@@ -108,7 +108,8 @@ class WorkerProcess:
 
 def _environment(backend, dump):
     root = str(Path(keras_efficient_attn.__file__).resolve().parents[1])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    # The folder of a script has the modules that register its layers.
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH"), sys.path[0]])]
     environment = {**os.environ, "KERAS_BACKEND": backend}
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     # Workers share a device: none may take all of its memory in advance.

@@ -3,10 +3,11 @@ import math
 
 import pytest
 
-from keras_efficient_attn import benchmark
+from keras_efficient_attn import LinearAttention, benchmark
 from keras_efficient_attn.benchmark.plots import write_plots
 from keras_efficient_attn.benchmark.report import table, write_json
 from keras_efficient_attn.benchmark.worker_process import WorkerDied, WorkerTimeout
+from keras_efficient_attn.layers.attention import registry
 from tests.benchmark.fakes import FakeClock, FakeWorker
 
 SOFTMAX, ELU, FAVOR = "softmax", "performer:feature_map=elu", "performer"
@@ -203,6 +204,13 @@ def test_lengths_are_sorted_and_causality_follows_the_mode():
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         benchmark.compare(**arguments)
+
+
+def test_a_layer_of_a_script_cannot_be_measured(monkeypatch):
+    layer_class = type("Mine", (LinearAttention,), {"__module__": "__main__"})
+    monkeypatch.setitem(registry._LAYERS, "mine", layer_class)
+    with pytest.raises(ValueError, match="`layers`.*module.*'mine'"):
+        benchmark.compare(["mine"])
 
 
 def table_rows(comparison, contestant):

@@ -6,7 +6,7 @@ import time
 import keras
 import pytest
 
-from keras_efficient_attn.benchmark import Record
+from keras_efficient_attn.benchmark import Record, worker_process
 from keras_efficient_attn.benchmark.failures import describe_failure
 from keras_efficient_attn.benchmark.resident import peak_increase
 from keras_efficient_attn.benchmark.settings import MATMUL, Settings
@@ -30,6 +30,12 @@ def start():
     yield run
     for worker in workers:
         worker.close()
+
+
+def test_a_worker_finds_the_modules_beside_a_script(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["/folder/of/script", *sys.path])
+    paths = worker_process._environment("jax", "dump")["PYTHONPATH"]
+    assert paths.split(os.pathsep)[-1] == "/folder/of/script"
 
 
 def test_a_worker_measures_in_a_process_of_its_own():

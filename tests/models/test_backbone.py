@@ -6,7 +6,11 @@ import keras
 import numpy as np
 import pytest
 
-from keras_efficient_attn import PerformerAttention, SoftmaxAttention
+from keras_efficient_attn import (
+    EfficientAttention,
+    PerformerAttention,
+    SoftmaxAttention,
+)
 from keras_efficient_attn.models import (
     CausalConvolution,
     EfficientTransformerBackbone,
@@ -290,11 +294,28 @@ def test_errors_name_what_was_received(options, error, message):
 
 def test_rotary_needs_a_layer_that_rotates():
     @keras.saving.register_keras_serializable(package="tests")
-    class Plain(keras.layers.MultiHeadAttention):
+    class Plain(EfficientAttention):
         pass
 
     with pytest.raises(ValueError, match="Plain"):
         make_backbone("defaults", attention=Plain(2, 4), positions="rotary")
+
+
+def test_layers_that_say_nothing_of_themselves_are_refused():
+    @keras.saving.register_keras_serializable(package="tests")
+    class Mine(keras.layers.MultiHeadAttention):
+        pass
+
+    with pytest.raises(ValueError, match="must subclass.*Mine"):
+        make_backbone("defaults", attention=Mine(2, 4))
+
+
+def test_a_memory_beside_a_cache():
+    backbone = make_backbone("defaults", attention=["xl", "softmax"], num_layers=2)
+    blocks = backbone.get_initial_state(3, max_length=9, memory_length=5)["decoder"]
+    memory, cache = (block["attention"] for block in blocks.values())
+    assert memory["memory"].shape[:2] == (3, 5)
+    assert cache["key"].shape[:2] == (3, 9)
 
 
 def test_learned_positions_end():

@@ -57,7 +57,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
 
     A subclass is complete with `attend`. It says of itself, by overriding: its state
     in `state_spec`, `state_grows`, `estimates_softmax`, `can_calibrate`,
-    `calibrates_beyond_window`, `shares_with_blocks`, `remembers_inputs`, `operations`.
+    `calibrates_beyond_window`, `shares_with_blocks`, `remembers_inputs`,
+    `conversion_refusal`, `operations`.
 
     Args:
         *args, **kwargs: Those of `keras.layers.MultiHeadAttention`.
@@ -111,6 +112,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
     rotary_wavelength = None
     # Whether `sliding_window` of Keras' constructor sets the layer's `window`.
     takes_sliding_window = False
+    # Why the layer cannot take the place of trained softmax attention, if so.
+    conversion_refusal = None
     # Positions that a state holds where nobody says.
     _default_max_length = None
     # Whether states of several lengths, along their second axis, serve the layer.

@@ -117,6 +117,11 @@ class ReformerLSHAttention(EfficientAttention):
         - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
     """
 
+    conversion_refusal = (
+        "it has one projection for queries and keys, and would lose the trained "
+        "projection of the keys."
+    )
+
     def __init__(
         self,
         *args,

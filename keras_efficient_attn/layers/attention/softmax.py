@@ -64,6 +64,9 @@ class SoftmaxAttention(EfficientAttention):
     """
 
     takes_sliding_window = True
+    conversion_refusal = (
+        "it is softmax. To keep softmax in a layer, leave it out of `layers`."
+    )
 
     def __init__(self, *args, rotary_wavelength=None, **kwargs):
         super().__init__(*args, **kwargs)

@@ -12,7 +12,8 @@ Sublayer = collections.namedtuple("Sublayer", ["call", "layers", "tensors"])
 Sublayer.__doc__ = """What stands in a residual connection.
 
 Attributes:
-    call: Callable `(x, **tensors) -> y`.
+    call: Callable `(x, **tensors) -> (y, state)`; the state is `None` where the
+        activations are rebuilt.
     layers: The Keras layers that it calls.
     tensors: Dict of the other tensors that it reads, which must not come from
         elsewhere.
@@ -28,16 +29,22 @@ def stream_dtype(layer):
 
 
 def plain_residuals(sublayers, x1, x2):
-    """`x1 + f(x2)`, `x2 + g(x1)`, … with all activations kept for the gradient."""
-    streams = [x1, x2]
+    """`x1 + f(x2)`, `x2 + g(x1)`, … with all activations kept for the gradient.
+
+    Returns:
+        `(x1, x2, states)`: the streams, and a list of what each sublayer gives as its
+        state.
+    """
+    streams, states = [x1, x2], []
     for i, sublayer in enumerate(sublayers):
-        y = sublayer.call(streams[1 - i % 2], **sublayer.tensors)
+        y, state = sublayer.call(streams[1 - i % 2], **sublayer.tensors)
         streams[i % 2] = streams[i % 2] + ops.cast(y, x1.dtype)
-    return tuple(streams)
+        states.append(state)
+    return *streams, states
 
 
 def reversible_residuals(owner, sublayers, x1, x2):
-    """The same numbers as `plain_residuals`, with constant memory in the depth.
+    """The same streams as `plain_residuals`, with constant memory in the depth.
 
     Updates of states are assigned once, and `owner` gets the losses of the layers.
 
@@ -85,7 +92,7 @@ def _pure_function(sublayer, trainable, others, chosen):
         before = [scope.get_current_value(variable) for variable in others]
         with scope:
             own_tensors = (tensors[i] for i in chosen)
-            y = sublayer.call(
+            y, _ = sublayer.call(
                 x, **dict(zip(sublayer.tensors, own_tensors, strict=True))
             )
         foreign = set(scope.state_mapping) - own

@@ -3,7 +3,7 @@
 import keras
 import keras_hub
 
-from keras_efficient_attn.layers import get_attention
+from keras_efficient_attn.layers import EfficientAttention, get_attention
 from keras_efficient_attn.layers.attention.softmax import SoftmaxAttention
 from keras_efficient_attn.models.blocks.positions import MAX_WAVELENGTH
 
@@ -60,13 +60,14 @@ def make_attention(spec, num_heads, key_dim, use_bias, rotary, biases, name, dty
         )
     else:
         layer = keras.saving.deserialize_keras_object(spec)
-        if not isinstance(layer, keras.layers.MultiHeadAttention):
-            raise ValueError(
-                "`attention` must be the configuration of a layer that is a "
-                f"`keras.layers.MultiHeadAttention`. Received: attention={spec}"
-            )
     if type(layer) in STATELESS_SOFTMAX:
         layer = SoftmaxAttention.from_config(layer.get_config())
+    if not isinstance(layer, EfficientAttention):
+        raise ValueError(
+            "`attention` must be a `keras.layers.MultiHeadAttention`, or an "
+            "`EfficientAttention`, which layers of your own must subclass; or the "
+            f"configuration of one. Received: {type(layer).__name__}, attention={spec}"
+        )
     config = {**layer.get_config(), "name": name, "dtype": dtype}
     if rotary:
         if "rotary_wavelength" not in config:

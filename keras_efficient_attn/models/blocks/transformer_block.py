@@ -2,6 +2,7 @@
 
 import keras
 
+from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.residual.chain import Sublayer
 from keras_efficient_attn.models.blocks.residual import get_residual
 from keras_efficient_attn.models.blocks.separable_convolution import (
@@ -18,7 +19,8 @@ class TransformerBlock(keras.layers.Layer):
     post-norm, once or again and again (`UniversalTransformer`).
 
     Args:
-        attention: The self-attention layer, a `keras.layers.MultiHeadAttention`.
+        attention: The self-attention layer, an `EfficientAttention`, which
+            `SoftmaxAttention` is too.
         feed_forward: The layer after it; a `SeparableConvolution` gets mask and state.
         causal: Whether a position sees itself and earlier ones only. Defaults to
             `True`.
@@ -45,6 +47,7 @@ class TransformerBlock(keras.layers.Layer):
         A tensor of the shape of `x`; `(output, state)` with `state`.
 
     Raises:
+        TypeError: If `attention` is another layer.
         ValueError: For an unknown `residual` or `norm`; on a call, for a
             `"reversible"` one, which has two streams.
 
@@ -77,6 +80,11 @@ class TransformerBlock(keras.layers.Layer):
     ):
         # autocast=False: a state keeps its float32 under a mixed policy.
         super().__init__(autocast=False, **kwargs)
+        if not isinstance(attention, EfficientAttention):
+            raise TypeError(
+                "`attention` must be an `EfficientAttention`, such as "
+                f"`SoftmaxAttention`. Received: attention={attention!r}"
+            )
         self.attention = attention
         self.feed_forward = feed_forward
         self.causal = causal
@@ -142,8 +150,6 @@ class TransformerBlock(keras.layers.Layer):
         length = max_length if attention.state_grows else None
         if attention.remembers_inputs and memory_length is not None:
             length = memory_length
-        elif memory_length is not None:
-            length = None
         state = {"attention": attention.get_initial_state(batch_size, length)}
         if self.convolution is not None:
             state["convolution"] = self.convolution.get_initial_state(batch_size)
@@ -167,9 +173,10 @@ class TransformerBlock(keras.layers.Layer):
                 "A block with residual='reversible' has two streams: call the "
                 "`TransformerStack` that it belongs to. Received: a call"
             )
+        positions_state = {}
         if self.positions is not None:
             x, positions_state = self._with_positions(x, state)
-        h, new_state = self._attend(x, padding_mask, state, training)
+        h, attention_state = self._attend(x, padding_mask, state, training)
         x = self.attention_residual.after(x, h, training)
         if self.cross_attention is not None:
             h = self._attend_to_memory(x, memory, memory_padding_mask, training)
@@ -178,41 +185,34 @@ class TransformerBlock(keras.layers.Layer):
         x = self.feed_forward_residual.after(x, h, training)
         if state is None:
             return x
-        new_state.update(transition_state)
-        if self.positions is not None:
-            new_state["positions"] = positions_state
-        return x, new_state
+        return x, positions_state | attention_state | transition_state
 
-    def sublayers(
-        self, padding_mask, memory, memory_padding_mask, state, new_state, training
-    ):
+    def sublayers(self, padding_mask, memory, memory_padding_mask, state, training):
         """What the two streams of a reversible stack go through, in turns.
 
         Args:
             padding_mask, memory, memory_padding_mask, training: As in a call.
             state: The block's state, or `None`.
-            new_state: Dict that the new state is put into.
 
         Returns:
-            List of `Sublayer`.
+            List of `Sublayer`, whose states are parts of the block's.
         """
 
         def attend(x, padding_mask=None):
+            positions_state = {}
             if self.positions is not None:
                 x, positions_state = self._with_positions(x, state)
-                new_state["positions"] = positions_state
-            h, attention_state = self._attend(x, padding_mask, state, training)
-            new_state.update(attention_state)
-            return self.attention_residual.dropout(h, training=training)
+            h, new_state = self._attend(x, padding_mask, state, training)
+            h = self.attention_residual.dropout(h, training=training)
+            return h, positions_state | new_state
 
         def attend_to_memory(x, memory, memory_padding_mask=None):
             h = self._attend_to_memory(x, memory, memory_padding_mask, training)
-            return self.cross_attention_residual.dropout(h, training=training)
+            return self.cross_attention_residual.dropout(h, training=training), {}
 
         def feed_forward(x, padding_mask=None):
-            h, transition_state = self._transition(x, padding_mask, state)
-            new_state.update(transition_state)
-            return self.feed_forward_residual.dropout(h, training=training)
+            h, new_state = self._transition(x, padding_mask, state)
+            return self.feed_forward_residual.dropout(h, training=training), new_state
 
         def sublayer(call, *layers, **tensors):
             return Sublayer(
@@ -248,8 +248,9 @@ class TransformerBlock(keras.layers.Layer):
 
     def _with_positions(self, x, state):
         if state is None:
-            return self.positions(x), None
-        return self.positions(x, state=state["positions"])
+            return self.positions(x), {}
+        x, new_state = self.positions(x, state=state["positions"])
+        return x, {"positions": new_state}
 
     def _attend(self, x, padding_mask, state, training):
         """The self-attention's update, and the new state."""

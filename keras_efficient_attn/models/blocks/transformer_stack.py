@@ -158,27 +158,35 @@ class TransformerStack(keras.layers.Layer):
 
     def _apply_reversibly(self, x, inputs, state, training, keep_layers):
         """As `_recur`, for blocks that update two streams."""
-        new_state, layers, chains = {}, [], []
-        for name, block in self._applications():
-            new_state[name] = {}
-            if keep_layers or not chains:
-                chains.append([])
-            chains[-1] += block.sublayers(
-                **inputs,
-                state=None if state is None else state[name],
-                new_state=new_state[name],
-                training=training,
-            )
         x1 = x2 = ops.cast(x, stream_dtype(self))
+        if state is not None:
+            return self._stream_reversibly(x1, x2, inputs, state, training)
+        chains = [
+            block.sublayers(**inputs, state=None, training=training)
+            for _, block in self._applications()
+        ]
+        if not keep_layers:
+            # One chain rebuilds the activations between blocks, too.
+            chains = [sum(chains, [])]
+        layers = []
         for sublayers in chains:
-            if training and state is None:
+            if training:
                 x1, x2 = reversible_residuals(self, sublayers, x1, x2)
             else:
-                x1, x2 = plain_residuals(sublayers, x1, x2)
-            x = (x1 + x2) / 2
-            if keep_layers:
-                layers.append(x)
-        return x, StackTrace(new_state, layers)
+                x1, x2, _ = plain_residuals(sublayers, x1, x2)
+            x1, x2 = _in_turn(sublayers, x1, x2)
+            layers.append((x1 + x2) / 2)
+        return layers[-1], StackTrace({}, layers)
+
+    def _stream_reversibly(self, x1, x2, inputs, state, training):
+        """As `_apply_reversibly`, with a state."""
+        new_state = {}
+        for name, block in self._applications():
+            sublayers = block.sublayers(**inputs, state=state[name], training=training)
+            x1, x2, parts = plain_residuals(sublayers, x1, x2)
+            x1, x2 = _in_turn(sublayers, x1, x2)
+            new_state[name] = {k: v for part in parts for k, v in part.items()}
+        return (x1 + x2) / 2, StackTrace(new_state, [])
 
     def compute_output_spec(self, x, *args, **kwargs):
         return keras.KerasTensor(x.shape, dtype=self.compute_dtype)
@@ -226,6 +234,11 @@ def _share_position_keys(blocks):
             first = attention
         else:
             attention.share_position_keys(first)
+
+
+def _in_turn(sublayers, x1, x2):
+    """The streams, first that which the next sublayer updates."""
+    return (x2, x1) if len(sublayers) % 2 else (x1, x2)
 
 
 def _name(recurrence, i):

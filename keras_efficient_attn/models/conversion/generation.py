@@ -111,7 +111,9 @@ class CausalMethods:
     def _initial_state(self, site):
         if site.is_converted:
             kernel = site.layer.kernel
-            return kernel.get_initial_state(self.batch_size, self.max_length)
+            # A memory of constant size is what a query sees, not what it has room for.
+            length = self.max_length if kernel.state_grows else None
+            return kernel.get_initial_state(self.batch_size, length)
         heads, key_dim = projections(site.layer)["key"].partial_output_shape[-2:]
         shape = (self.batch_size, 2, self.max_length, heads, key_dim)
         return ops.zeros(shape, site.layer.compute_dtype)

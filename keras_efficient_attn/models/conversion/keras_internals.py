@@ -248,7 +248,6 @@ def wrap_generate_step(task_class, make_context):
             context manager.
     """
     stock = task_class.generate_step
-    stock = getattr(stock, "__wrapped__", stock)
 
     @functools.wraps(stock)
     def generate_step(self, inputs, stop_token_ids=None):
@@ -265,6 +264,11 @@ def generation_methods(task, build_cache, call_with_cache):
     KerasHub 0.32 calls them `_build_cache`, and `call_with_cache` or, in a `Seq2SeqLM`,
     `call_decoder_with_cache`.
     """
+    if "_build_cache" in vars(task):
+        # Tasks with two names, and those that inherit `generate_step`, are wrapped
+        # twice.
+        yield
+        return
     is_seq2seq = isinstance(task, keras_hub.models.Seq2SeqLM)
     name = "call_decoder_with_cache" if is_seq2seq else "call_with_cache"
     methods = {"_build_cache": build_cache, name: call_with_cache}

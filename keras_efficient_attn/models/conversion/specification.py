@@ -2,11 +2,7 @@
 
 import keras
 
-from keras_efficient_attn.layers import (
-    EfficientAttention,
-    ReformerLSHAttention,
-    SoftmaxAttention,
-)
+from keras_efficient_attn.layers import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import (
     constructor_arguments,
     parse_attention,
@@ -141,17 +137,10 @@ def _class_and_options(spec):
 
 
 def _refusal(layer_class, options, site):
-    is_efficient = issubclass(layer_class, EfficientAttention)
-    if not is_efficient or issubclass(layer_class, SoftmaxAttention):
-        return (
-            "only an `EfficientAttention` that is not softmax can. To keep softmax in "
-            "a layer, leave it out of `layers`."
-        )
-    if issubclass(layer_class, ReformerLSHAttention):
-        return (
-            "it has one projection for queries and keys, and would lose the trained "
-            "projection of the keys."
-        )
+    if not issubclass(layer_class, EfficientAttention):
+        return "only an `EfficientAttention` can, and not softmax."
+    if layer_class.conversion_refusal is not None:
+        return layer_class.conversion_refusal
     if site.adapter_class.always_causal and options.get("rotary_wavelength"):
         return (
             "the model rotates queries and keys itself. Received: "

@@ -452,15 +452,15 @@ def test_the_formula_and_the_merges():
 
 @keras.saving.register_keras_serializable(package="tests")
 class Streaming(keras.layers.Layer):
-    def __init__(self, **kwargs):
+    def __init__(self, attention=None, **kwargs):
         super().__init__(**kwargs)
-        self.attention = PerformerAttention(2, 4, feature_map="elu")
+        self.attention = attention or PerformerAttention(2, 4, feature_map="elu")
 
     def build(self, shape):
         self.attention.build(shape, shape)
 
-    def get_initial_state(self, batch_size):
-        return self.attention.get_initial_state(batch_size)
+    def get_initial_state(self, batch_size, max_length=None):
+        return self.attention.get_initial_state(batch_size, max_length)
 
     def call(self, x, mask=None, state=None):
         return self.attention(x, x, key_mask=mask, use_causal_mask=True, state=state)
@@ -506,6 +506,15 @@ def test_masks_and_states_reach_f():
     np.testing.assert_allclose(outputs[0][kept], outputs[1][kept], rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="no such argument"):
         make_stack(1)(x, state=state)
+
+
+def test_states_that_grow_get_their_length():
+    f = Streaming(SoftmaxAttention(2, 4))
+    stack = build(ReversibleStack([ReversibleBlock(f, network(0, 0.0, None))]))
+    (state,) = stack.get_initial_state(BATCH, max_length=5).values()
+    assert tuple(state["key"].shape[:2]) == (BATCH, 5)
+    with pytest.raises(ValueError, match="max_length"):
+        stack.get_initial_state(BATCH)
 
 
 @pytest.mark.parametrize("training", [False, True])

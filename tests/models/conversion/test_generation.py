@@ -1,5 +1,8 @@
 """Generation of converted models from states: the tokens of whole calls."""
 
+import contextlib
+import functools
+
 import keras
 import keras_hub
 import numpy as np
@@ -9,6 +12,7 @@ from keras_hub import models
 
 from keras_efficient_attn.models import convert_backbone
 from keras_efficient_attn.models.conversion.generation import CausalMethods
+from keras_efficient_attn.models.conversion.keras_internals import wrap_generate_step
 from tests.models.conversion import families
 
 PERFORMER = "performer:feature_map=elu"
@@ -87,6 +91,7 @@ def prompts(lengths, starts=None, length=LENGTH):
         ("mistral", "local:window=2", [0]),
         ("qwen", "performer:num_features=4,window=2", [0]),
         ("gemma", VQ, [1]),
+        ("gpt2", "xl:same_length=True,memory_length=3", [1]),
     ],
 )
 def test_tokens_are_those_of_whole_calls(name, attention, layers):
@@ -187,6 +192,29 @@ def test_other_backbones_generate_as_before():
     task.compile(sampler="greedy")
     data = prompts([3, 2])
     assert_greedy(task, data, generated(task, data))
+
+
+def test_what_others_wrapped_stays_wrapped():
+    called = []
+
+    def stock(self, inputs, stop_token_ids=None):
+        called.append("stock")
+        return inputs
+
+    @functools.wraps(stock)
+    def wrapped(*args):
+        called.append("wrapper")
+        return stock(*args)
+
+    @contextlib.contextmanager
+    def context(task, inputs):
+        called.append("context")
+        yield
+
+    task_class = type("Task", (), {"generate_step": wrapped})
+    wrap_generate_step(task_class, context)
+    assert task_class().generate_step(3) == 3
+    assert called == ["context", "wrapper", "stock"]
 
 
 def test_a_cache_of_keys_and_values_is_refused():
