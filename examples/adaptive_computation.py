@@ -12,19 +12,14 @@ both is left in `--out`.
 """
 
 import sys
-from pathlib import Path
 
-from byte_lm.errors import UsageError
 from command_line import (
-    BACKENDS,
     Parser,
+    UsageError,
+    command,
     make_folder,
-    natural,
     not_negative,
-    one_line_errors,
     positive,
-    positive_float,
-    select_backend,
 )
 
 # What a task takes where nothing else is asked for; its size is entries, or digits.
@@ -40,7 +35,7 @@ PAPER = {"parity": "40 without, below 5 with", "addition": "about 0 with"}
 
 
 def parse_arguments(argv):
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     add(
@@ -54,16 +49,12 @@ def parse_arguments(argv):
     add("--size", type=positive, help="entries of parity, digits of a number")
     add("--cell", choices=("simple", "lstm"))
     add("--units", type=positive)
-    add("--steps", type=positive, help="of training")
-    add("--learning-rate", type=positive_float)
     add("--max-steps", type=positive, default=8)
     add("--halting-bias", type=float, default=1.0)
-    add("--batch", type=positive, default=64)
+    parser.add_training(steps=None, batch=64, learning_rate=None)
     add("--test-sequences", type=positive, default=4096)
-    add("--seed", type=natural, default=0)
-    add("--out", default="runs/adaptive_computation", metavar="DIR")
-    add("--verbose", type=int, default=2, help="0: nothing while training")
-    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
+    parser.add_seed_and_verbose(verbose=2)
+    parser.add_out("runs/adaptive_computation", "the picture")
     arguments = parser.parse_args(argv)
     if "addition" in arguments.tasks and (arguments.size or 1) > MAX_DIGITS:
         raise UsageError(
@@ -73,13 +64,11 @@ def parse_arguments(argv):
     return arguments
 
 
-@one_line_errors
-def main(argv=None):
-    """Runs the script; returns its exit status."""
-    arguments = parse_arguments(argv)
-    select_backend(arguments.backend)
+@command(parse_arguments)
+def main(arguments):
+    """Trains the RNNs of each task, and prints and draws what they learnt."""
     make_folder(arguments.out)
-    picture = Path(arguments.out) / "steps.png"
+    picture = arguments.out / "steps.png"
     # These import Keras, which reads the backend once.
     from pondering import tasks
     from pondering.pictures import write_picture
@@ -102,7 +91,6 @@ def main(argv=None):
         print(table(measured))
     write_picture(results, picture)
     print(f"\nAccuracy and steps by difficulty: {picture}")
-    return 0
 
 
 def table(measured):

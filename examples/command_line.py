@@ -9,32 +9,100 @@ import os
 import sys
 from pathlib import Path
 
-from byte_lm.errors import UsageError
-
 BACKENDS = ("tensorflow", "jax", "torch")
 
 
+class UsageError(Exception):
+    """An argument that cannot be honoured; its message is one line."""
+
+
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with an argument in one line, without the usage."""
+    """Parses a script's arguments, with `--backend` and options that scripts share.
+
+    Says what is wrong with an argument in one line, without the usage.
+
+    Args:
+        doc: The script's docstring, whose first line describes it.
+    """
+
+    def __init__(self, doc):
+        super().__init__(description=doc.split("\n")[0])
+        self.add_argument(
+            "--backend", choices=BACKENDS, help="default: as Keras is configured"
+        )
 
     def error(self, message):
         raise UsageError(message)
 
+    def add_attention(
+        self, default, help="a layer of this package, with options of its constructor"
+    ):
+        """Adds `--attention`: one, or one and more where the default is a list."""
+        self.add_argument(
+            "--attention",
+            nargs="+" if isinstance(default, list) else None,
+            default=default,
+            metavar="NAME[:OPTION=VALUE,...]",
+            help=help,
+        )
 
-def one_line_errors(main):
-    """Has a script's `main(argv)` end with one line and status 2 at a `UsageError`."""
+    def add_model_size(self, dim, heads, layers=None):
+        """Adds `--dim` and `--heads`, and `--layers` where it has a default."""
+        if layers is not None:
+            self.add_argument("--layers", type=positive, default=layers)
+        self.add_argument("--dim", type=positive, default=dim, help="width")
+        self.add_argument("--heads", type=positive, default=heads)
 
-    @functools.wraps(main)
-    def wrapped(argv=None):
-        try:
-            return main(argv)
-        except UsageError as error:
-            script = Path(inspect.getfile(main)).name
-            message = " ".join(str(error).split())
-            print(f"{script}: error: {message}", file=sys.stderr)
-            return 2
+    def add_training(self, steps, batch, learning_rate, rows="sequences"):
+        """Adds `--steps`, `--batch` and `--learning-rate`."""
+        self.add_argument("--steps", type=positive, default=steps, help="of training")
+        self.add_argument(
+            "--batch", type=positive, default=batch, help=f"{rows} of a batch"
+        )
+        self.add_argument("--learning-rate", type=positive_float, default=learning_rate)
 
-    return wrapped
+    def add_seed_and_verbose(self, verbose=1):
+        """Adds `--seed` and `--verbose`."""
+        self.add_argument("--seed", type=natural, default=0)
+        self.add_argument(
+            "--verbose", type=int, default=verbose, help="0: nothing while training"
+        )
+
+    def add_out(self, default, contents):
+        """Adds `--out`, the folder for these contents."""
+        self.add_argument(
+            "--out",
+            type=Path,
+            default=Path(default),
+            metavar="FOLDER",
+            help=f"for {contents}",
+        )
+
+
+def command(parse_arguments):
+    """Makes a function of parsed arguments the `main(argv=None)` of its script.
+
+    Keras uses `--backend` before the function begins, which then may import it. `main`
+    returns the script's exit status: 0 or what the function returns; after a
+    `UsageError`, which it prints in one line, 2.
+    """
+
+    def decorate(run):
+        @functools.wraps(run)
+        def main(argv=None):
+            try:
+                arguments = parse_arguments(argv)
+                select_backend(arguments.backend)
+                return run(arguments) or 0
+            except UsageError as error:
+                script = Path(inspect.getfile(run)).name
+                message = " ".join(str(error).split())
+                print(f"{script}: error: {message}", file=sys.stderr)
+                return 2
+
+        return main
+
+    return decorate
 
 
 def select_backend(backend):
@@ -50,9 +118,17 @@ def select_backend(backend):
 def make_folder(folder):
     """Makes the folder of `--out`, or raises `UsageError`."""
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out {folder}: {error.strerror}") from error
+
+
+def check_heads(dim, heads):
+    """Raises `UsageError` if heads of one size do not make up the width."""
+    if dim % heads:
+        raise UsageError(
+            f"--dim must be a multiple of --heads; received --dim {dim} --heads {heads}"
+        )
 
 
 def _number(convert, accept, expected):

@@ -12,57 +12,42 @@ of the attention is left in `--out`.
 """
 
 import sys
-from pathlib import Path
 
 from command_line import (
-    BACKENDS,
     Parser,
+    command,
     make_folder,
-    natural,
     not_negative,
-    one_line_errors,
     positive,
     positive_float,
-    select_backend,
 )
 from image_classes.data import DATASETS, load
 
 
 def parse_arguments(argv):
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
-    add(
-        "--attention",
-        default="fourier",
-        metavar="NAME[:OPTION=VALUE,...]",
-        help="a layer of this package, with options of its constructor",
-    )
+    parser.add_attention("fourier")
     add("--baseline", default="softmax", metavar="NAME", help="what to compare with")
     add("--dataset", choices=DATASETS, default="digits")
     add("--patch", type=positive, default=2, help="pixels on a side of a patch")
-    add("--layers", type=positive, default=4)
-    add("--dim", type=positive, default=64)
-    add("--heads", type=positive, default=4)
+    parser.add_model_size(dim=64, heads=4, layers=4)
     add("--dropout", type=not_negative, default=0.1)
     add("--epochs", type=positive, default=20)
     add("--batch", type=positive, default=64, help="images of a batch")
     add("--learning-rate", type=positive_float, default=2e-3)
-    add("--seeds", type=positive, default=3, help="number of trainings of each")
-    add("--seed", type=natural, default=0, help="the first of the seeds")
-    add("--out", default="runs/image_classes", metavar="DIR", help="for the picture")
-    add("--verbose", type=int, default=2, help="0: nothing while training")
-    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
+    add("--seeds", type=positive, default=3, help="trainings of each, from --seed on")
+    parser.add_seed_and_verbose(verbose=2)
+    parser.add_out("runs/image_classes", "the picture")
     return parser.parse_args(argv)
 
 
-@one_line_errors
-def main(argv=None):
-    """Runs the script; returns its exit status."""
-    arguments = parse_arguments(argv)
-    select_backend(arguments.backend)
+@command(parse_arguments)
+def main(arguments):
+    """Trains each attention, and prints the comparison and draws the attention."""
     images = load(arguments.dataset)
     make_folder(arguments.out)
-    picture = Path(arguments.out) / "attention.png"
+    picture = arguments.out / "attention.png"
     # These import Keras, which reads the backend once.
     from image_classes.model import build_model
     from image_classes.pictures import write_maps
@@ -80,7 +65,6 @@ def main(argv=None):
     print(f"\n{table(results, images, arguments)}")
     write_maps(results, picture)
     print(f"Attention of a held-out image: {picture}")
-    return 0
 
 
 def table(results, images, arguments):

@@ -18,58 +18,36 @@ softmax; or any layer of this package with options of its constructor.
 """
 
 import sys
-from pathlib import Path
 
-from byte_lm.errors import UsageError
-from command_line import (
-    BACKENDS,
-    Parser,
-    make_folder,
-    natural,
-    one_line_errors,
-    positive,
-    positive_float,
-    select_backend,
-)
+from command_line import Parser, UsageError, command, make_folder, natural, positive
 from images.data import SOURCES, load
 
 
 def parse_arguments(argv):
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--data", choices=SOURCES, default="digits")
-    add(
-        "--attention",
-        nargs="+",
-        default=["local2d", "strided", "fixed", "softmax"],
-        metavar="NAME[:OPTION=VALUE,...]",
-        help="local2d, local1d, strided, fixed, softmax, or a layer with options",
+    parser.add_attention(
+        ["local2d", "strided", "fixed", "softmax"],
+        "local2d, local1d, strided, fixed, softmax, or a layer with options",
     )
     add("--size", type=positive, default=16, help="rows and columns of a patch")
     add("--levels", type=positive, default=32, help="levels of brightness, up to 256")
-    add("--layers", type=positive, default=3)
-    add("--dim", type=positive, default=64)
-    add("--heads", type=positive, default=4)
-    add("--steps", type=positive, default=400)
-    add("--batch", type=positive, default=16)
-    add("--learning-rate", type=positive_float, default=3e-3)
+    parser.add_model_size(dim=64, heads=4, layers=3)
+    parser.add_training(steps=400, batch=16, learning_rate=3e-3, rows="images")
     add("--test-images", type=positive, default=200, help="at most")
     add("--samples", type=natural, default=8, help="of each kind; 0 writes none")
-    add("--out", default="runs/images", metavar="FOLDER", help="for the PNGs")
-    add("--seed", type=natural, default=0)
-    add("--verbose", type=int, default=1, help="0: no progress bar")
-    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
+    parser.add_out("runs/images", "the PNGs")
+    parser.add_seed_and_verbose()
     arguments = parser.parse_args(argv)
     if not 2 <= arguments.levels <= 256:
         parser.error(f"--levels must be 2 to 256; received {arguments.levels}")
     return arguments
 
 
-@one_line_errors
-def main(argv=None):
-    """Runs the script; returns its exit status."""
-    arguments = parse_arguments(argv)
-    select_backend(arguments.backend)
+@command(parse_arguments)
+def main(arguments):
+    """Trains each attention, and prints the comparison and writes the images."""
     if arguments.samples:
         make_folder(arguments.out)
     data = load(arguments.data, arguments.size, arguments.levels, arguments.seed)
@@ -97,7 +75,6 @@ def main(argv=None):
             for path in write_pictures(model, name, data, arguments):
                 print(f"wrote {path}")
     print(f"\n{table(results, data, arguments)}")
-    return 0
 
 
 def write_pictures(model, name, data, arguments):
@@ -105,9 +82,10 @@ def write_pictures(model, name, data, arguments):
     from images.model import complete
     from images.pictures import write
 
-    folder = Path(arguments.out)
     stem = "".join(c if c.isalnum() else "_" for c in name)
-    paths = [folder / f"{stem}_{kind}.png" for kind in ("samples", "completions")]
+    paths = [
+        arguments.out / f"{stem}_{kind}.png" for kind in ("samples", "completions")
+    ]
     originals = data.test[: arguments.samples]
     upper = originals[:, : data.length // 2]
     seed = arguments.seed

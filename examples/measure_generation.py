@@ -11,29 +11,22 @@ of its length, and no time depends on what a cache holds: caches are filled at r
 
 import sys
 
-from command_line import (
-    BACKENDS,
-    Parser,
-    one_line_errors,
-    positive,
-    select_backend,
-)
+from command_line import Parser, command, positive
 
 VOCABULARY = 256
 STEPS = 32
 
 
 def parse_arguments(argv):
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
-    add("--attention", nargs="+", default=["performer:feature_map=elu", "softmax"])
+    parser.add_attention(["performer:feature_map=elu", "softmax"])
     add("--lengths", type=positive, nargs="+", default=[1024, 8192, 65536])
     add("--batches", type=positive, nargs="+", default=[1, 8])
     add("--layers", type=positive, default=2)
     add("--heads", type=positive, default=4)
     add("--head-dim", type=positive, default=32)
     add("--repeats", type=positive, default=5)
-    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
     return parser.parse_args(argv)
 
 
@@ -143,11 +136,9 @@ def measure(batch, length, arguments):
     )
 
 
-@one_line_errors
-def main(argv=None):
-    """Runs the script; returns its exit status."""
-    arguments = parse_arguments(argv)
-    select_backend(arguments.backend)
+@command(parse_arguments)
+def main(arguments):
+    """Prints the times of each contestant, batch and context."""
     print("contestant | batch | context | ms a token | tokens/s | quartiles, ms")
     for batch in arguments.batches:
         for length in arguments.lengths:
@@ -158,7 +149,6 @@ def main(argv=None):
                 row = [name, f"{batch}", f"{length}", f"{median:.3f}"]
                 row += [f"{1e3 * batch / median:.0f}", f"{low:.3f}-{high:.3f}"]
                 print(" | ".join(row), flush=True)
-    return 0
 
 
 if __name__ == "__main__":

@@ -12,19 +12,13 @@ weights.
 import math
 import sys
 
-from command_line import (
-    BACKENDS,
-    Parser,
-    one_line_errors,
-    positive,
-    select_backend,
-)
+from command_line import Parser, command, positive
 
 CAUSAL, MASKED = "softmax, causal", "softmax, same mask"
 
 
 def parse_arguments(argv):
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
     modes = ["forward", "train"]
     add("--lengths", type=positive, nargs="+", default=[2**n for n in range(10, 17)])
@@ -36,7 +30,6 @@ def parse_arguments(argv):
     add("--softmax-up-to", type=positive, default=8192, help="longest, causal")
     add("--masked-up-to", type=positive, default=4096, help="longest, same mask")
     add("--repeats", type=positive, default=3)
-    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
     return parser.parse_args(argv)
 
 
@@ -102,11 +95,9 @@ def measure(length, mode, arguments):
     return {name: timing.median for name, timing in timings.items()}
 
 
-@one_line_errors
-def main(argv=None):
-    """Runs the script; returns its exit status."""
-    arguments = parse_arguments(argv)
-    select_backend(arguments.backend)
+@command(parse_arguments)
+def main(arguments):
+    """Prints the times at each length, their slopes, and where they cross."""
     from keras_efficient_attn.benchmark import crossover, log_log_slope
 
     print("mode | length | milliseconds of each")
@@ -127,7 +118,6 @@ def main(argv=None):
                     from_ = crossover(seconds[baseline], seconds[name])
                     row.append(f"faster than {baseline} from {from_}")
             print("; ".join(row), flush=True)
-    return 0
 
 
 if __name__ == "__main__":

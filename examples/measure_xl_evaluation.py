@@ -9,20 +9,13 @@ for each token. The model, its weights and the length of the context are the sam
 
 import sys
 
-from byte_lm.errors import UsageError
-from command_line import (
-    BACKENDS,
-    Parser,
-    one_line_errors,
-    positive,
-    select_backend,
-)
+from command_line import Parser, check_heads, command, positive
 
 VOCABULARY = 256
 
 
 def parse_arguments(argv):
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
     add(
         "--contexts",
@@ -32,17 +25,10 @@ def parse_arguments(argv):
         help="positions before each token",
     )
     add("--segment", type=positive, default=64, help="tokens read at once")
-    add("--layers", type=positive, default=2)
-    add("--dim", type=positive, default=128)
-    add("--heads", type=positive, default=4)
+    parser.add_model_size(dim=128, heads=4, layers=2)
     add("--repeats", type=positive, default=5)
-    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
     arguments = parser.parse_args(argv)
-    if arguments.dim % arguments.heads:
-        raise UsageError(
-            f"--dim must be a multiple of --heads; received --dim {arguments.dim} "
-            f"--heads {arguments.heads}"
-        )
+    check_heads(arguments.dim, arguments.heads)
     return arguments
 
 
@@ -103,11 +89,9 @@ def measure(arguments, context):
     )
 
 
-@one_line_errors
-def main(argv=None):
-    """Runs the script; returns its exit status."""
-    arguments = parse_arguments(argv)
-    select_backend(arguments.backend)
+@command(parse_arguments)
+def main(arguments):
+    """Prints the times of a token at each context."""
     print("context | ms a token, memory | ms a token, sliding | times faster")
     for context in arguments.contexts:
         timings = measure(arguments, context)
@@ -115,7 +99,6 @@ def main(argv=None):
         sliding = 1e3 * timings["sliding"].median
         row = [f"{context}", f"{memory:.3f}", f"{sliding:.3f}"]
         print(" | ".join([*row, f"{sliding / memory:.0f}"]), flush=True)
-    return 0
 
 
 if __name__ == "__main__":

@@ -12,16 +12,7 @@ same, only the number of rounds differs. The table stands beside the paper's, of
 
 import sys
 
-from byte_lm.errors import UsageError
-from command_line import (
-    BACKENDS,
-    Parser,
-    natural,
-    one_line_errors,
-    positive,
-    positive_float,
-    select_backend,
-)
+from command_line import Parser, UsageError, check_heads, command, positive
 
 FULL = "full"
 # Accuracy in percent on the second half: Kitaev et al., 2020, table 2.
@@ -55,7 +46,7 @@ def setting(text):
 
 
 def parse_arguments(argv):
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
     names = dict(nargs="+", type=setting, metavar="full|ROUNDS")
     add("--train", default=[FULL, 1, 2, 4], help="settings to train", **names)
@@ -64,15 +55,10 @@ def parse_arguments(argv):
     add("--symbols", type=positive, default=63, help="that words are made of")
     add("--bucket-size", type=positive, default=32)
     add("--buckets", type=positive, default=8, help="an even number")
-    add("--dim", type=positive, default=64)
-    add("--heads", type=positive, default=4)
-    add("--steps", type=positive, default=800)
-    add("--batch", type=positive, default=16)
-    add("--learning-rate", type=positive_float, default=3e-3)
+    parser.add_model_size(dim=64, heads=4)
+    parser.add_training(steps=800, batch=16, learning_rate=3e-3)
     add("--test-sequences", type=positive, default=256)
-    add("--seed", type=natural, default=0)
-    add("--verbose", type=int, default=1, help="0: no progress bar")
-    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
+    parser.add_seed_and_verbose()
     arguments = parser.parse_args(argv)
     for option, number in (
         ("--length", arguments.length),
@@ -80,19 +66,13 @@ def parse_arguments(argv):
     ):
         if number % 2:
             raise UsageError(f"{option} must be even; received {option} {number}")
-    if arguments.dim % arguments.heads:
-        raise UsageError(
-            f"--dim must be a multiple of --heads; received --dim {arguments.dim} "
-            f"--heads {arguments.heads}"
-        )
+    check_heads(arguments.dim, arguments.heads)
     return arguments
 
 
-@one_line_errors
-def main(argv=None):
-    """Runs the script; returns its exit status."""
-    arguments = parse_arguments(argv)
-    select_backend(arguments.backend)
+@command(parse_arguments)
+def main(arguments):
+    """Trains with each setting, evaluates with all, and prints the table."""
     # It imports Keras, which reads the backend once.
     from duplication.training import accuracies
 
@@ -108,7 +88,6 @@ def main(argv=None):
             flush=True,
         )
     print("\n" + table(rows, arguments.evaluate))
-    return 0
 
 
 def label(setting):

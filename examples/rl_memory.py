@@ -11,25 +11,22 @@ in `--out`, and prints a table of how often the goal is found in the end.
 """
 
 import sys
-from pathlib import Path
 
-from byte_lm.errors import UsageError
 from command_line import (
-    BACKENDS,
     Parser,
+    UsageError,
+    check_heads,
+    command,
     make_folder,
-    natural,
-    one_line_errors,
     positive,
     positive_float,
-    select_backend,
 )
 
 AGENTS = ("gtrxl", "xl", "lstm")
 
 
 def parse_arguments(argv):
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
     add(
         "--agents",
@@ -42,30 +39,20 @@ def parse_arguments(argv):
     add("--seeds", type=positive, default=3, help="runs of each agent")
     add("--updates", type=positive, default=250)
     add("--episodes", type=positive, default=32, help="episodes in an update")
-    add("--dim", type=positive, default=32)
-    add("--layers", type=positive, default=2)
-    add("--heads", type=positive, default=2)
+    parser.add_model_size(dim=32, heads=2, layers=2)
     add("--learning-rate", type=positive_float, default=1e-3)
     add("--discount", type=positive_float, default=0.98)
     add("--entropy", type=positive_float, default=0.02, help="weight of the bonus")
-    add("--seed", type=natural, default=0)
-    add("--verbose", type=int, default=1, help="0: no progress")
-    add("--out", type=Path, default=Path("runs/rl_memory"), help="folder for results")
-    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
+    parser.add_seed_and_verbose()
+    parser.add_out("runs/rl_memory", "the curves")
     arguments = parser.parse_args(argv)
-    if arguments.dim % arguments.heads:
-        raise UsageError(
-            f"--dim must be a multiple of --heads; received --dim {arguments.dim} "
-            f"--heads {arguments.heads}"
-        )
+    check_heads(arguments.dim, arguments.heads)
     return arguments
 
 
-@one_line_errors
-def main(argv=None):
-    """Runs the script; returns its exit status."""
-    arguments = parse_arguments(argv)
-    select_backend(arguments.backend)
+@command(parse_arguments)
+def main(arguments):
+    """Trains the agents, and writes their curves and prints the table."""
     make_folder(arguments.out)
     try:
         import gymnasium  # noqa: F401
@@ -84,7 +71,6 @@ def main(argv=None):
     plot(arguments.out / "curves.png", curves, arguments.corridor, arguments.episodes)
     print("\n" + table(curves))
     print(f"Wrote curves.csv and curves.png in {arguments.out}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -16,20 +16,17 @@ the original gives, and a preset in the folder of `--out`.
 """
 
 import sys
-from pathlib import Path
 
 from byte_lm.data import load_splits
-from byte_lm.errors import UsageError
 from command_line import (
-    BACKENDS,
     Parser,
+    UsageError,
     at_least_one,
+    command,
     make_folder,
     natural,
-    one_line_errors,
     positive,
     positive_float,
-    select_backend,
 )
 
 ATTENTION = [
@@ -42,15 +39,11 @@ ATTENTION = [
 
 
 def parse_arguments(argv):
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--preset", help="name of a preset, or folder of KerasHub or Hugging Face")
-    add(
-        "--attention",
-        nargs="+",
-        default=ATTENTION,
-        metavar="NAME[:OPTION=VALUE,...]",
-        help="layers of this package, with options of their constructors",
+    parser.add_attention(
+        ATTENTION, "layers of this package, with options of their constructors"
     )
     add("--layers", nargs="+", type=natural, help="which to replace; default: all")
     add(
@@ -85,10 +78,8 @@ def parse_arguments(argv):
     )
     add("--steps", type=natural, default=30, help="of fine-tuning")
     add("--learning-rate", type=positive_float, default=2e-5, help="of fine-tuning")
-    add("--out", default="runs/swap", metavar="FOLDER", help="of the new preset")
-    add("--seed", type=natural, default=0)
-    add("--verbose", type=int, default=1, help="0: no progress bars")
-    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
+    parser.add_out("runs/swap", "the new preset")
+    parser.add_seed_and_verbose()
     arguments = parser.parse_args(argv)
     if arguments.layers and arguments.budget:
         raise UsageError("--layers and --budget exclude each other")
@@ -97,13 +88,11 @@ def parse_arguments(argv):
     return arguments
 
 
-@one_line_errors
-def main(argv=None):
-    """Runs the script; returns its exit status."""
-    arguments = parse_arguments(argv)
-    select_backend(arguments.backend)
+@command(parse_arguments)
+def main(arguments):
+    """Swaps each attention in, and prints how close it is and what it costs."""
     make_folder(arguments.out)
-    folder = Path(arguments.out)
+    folder = arguments.out
     if any(folder.iterdir()):
         raise UsageError(f"--out {folder}: holds something; choose another folder")
     splits = load_splits(arguments.text)
@@ -111,7 +100,6 @@ def main(argv=None):
     from swapping.run import run
 
     run(arguments, splits, folder)
-    return 0
 
 
 if __name__ == "__main__":

@@ -12,50 +12,28 @@ attention trains on the same batches, and a table compares accuracy and time.
 
 import sys
 
-from byte_lm.errors import UsageError
-from command_line import (
-    BACKENDS,
-    Parser,
-    natural,
-    one_line_errors,
-    positive,
-    positive_float,
-    select_backend,
-)
+from command_line import Parser, UsageError, command, positive
 from text_classes.data import csv_file, standard_library
 
 
 def parse_arguments(argv):
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
-    add(
-        "--attention",
-        default="performer:feature_map=elu",
-        metavar="NAME[:OPTION=VALUE,...]",
-        help="a layer of this package, with options of its constructor",
-    )
+    parser.add_attention("performer:feature_map=elu")
     add("--baseline", default="softmax", metavar="NAME", help="what to compare with")
     add("--csv", metavar="FILE", help="texts and labels; default: standard library")
     add("--classes", type=positive, default=8, help="packages to tell apart")
     add("--length", type=positive, default=4096, help="bytes of a window")
-    add("--layers", type=positive, default=2)
-    add("--dim", type=positive, default=64)
-    add("--heads", type=positive, default=4)
-    add("--steps", type=positive, default=150)
-    add("--batch", type=positive, default=4, help="windows of a batch")
-    add("--learning-rate", type=positive_float, default=2e-3)
+    parser.add_model_size(dim=64, heads=4, layers=2)
+    parser.add_training(steps=150, batch=4, learning_rate=2e-3, rows="windows")
     add("--test-windows", type=positive, default=16, help="at most, of each class")
-    add("--seed", type=natural, default=0)
-    add("--verbose", type=int, default=1, help="0: no progress bar")
-    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
+    parser.add_seed_and_verbose()
     return parser.parse_args(argv)
 
 
-@one_line_errors
-def main(argv=None):
-    """Runs the script; returns its exit status."""
-    arguments = parse_arguments(argv)
-    select_backend(arguments.backend)
+@command(parse_arguments)
+def main(arguments):
+    """Trains each attention, and prints the comparison."""
     if arguments.csv:
         texts = csv_file(arguments.csv)
     else:
@@ -75,7 +53,6 @@ def main(argv=None):
         print(f"\n== {name}", flush=True)
         results.append(train_and_measure(name, texts, arguments))
     print(f"\n{table(results, len(texts.labels), arguments)}")
-    return 0
 
 
 def table(results, classes, arguments):

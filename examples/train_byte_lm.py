@@ -16,19 +16,8 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
-from byte_lm.errors import UsageError
-from command_line import (
-    BACKENDS,
-    Parser,
-    natural,
-    not_negative,
-    one_line_errors,
-    positive,
-    positive_float,
-    select_backend,
-)
+from command_line import Parser, UsageError, command, natural, not_negative, positive
 
 RESIDUALS = ("pre_norm", "post_norm", "gated", "reversible")
 DTYPES = ("float32", "bfloat16", "mixed_bfloat16", "float16", "mixed_float16")
@@ -50,14 +39,12 @@ FIXED = (
 
 
 def parse_arguments(argv):
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
-    add(
-        "--attention",
-        default="performer:feature_map=elu,qk_norm=True",
-        metavar="NAME[:OPTION=VALUE,...]",
-        help="any attention layer of the package, or softmax, with "
-        "options of the constructor, such as performer:feature_map=favor+,window=64",
+    parser.add_attention(
+        "performer:feature_map=elu,qk_norm=True",
+        "any attention layer of the package, or softmax, with options of the "
+        "constructor, such as performer:feature_map=favor+,window=64",
     )
     add(
         "--compare",
@@ -73,20 +60,15 @@ def parse_arguments(argv):
         default=4096,
         help="bytes per window of held-out text, half of them context",
     )
-    add("--layers", type=positive, default=2)
-    add("--dim", type=positive, default=128)
-    add("--heads", type=positive, default=4)
+    parser.add_model_size(dim=128, heads=4, layers=2)
     add(
         "--residual",
         choices=RESIDUALS,
         default="pre_norm",
         help="reversible keeps no activations: memory is flat in --layers",
     )
-    add("--steps", type=positive, default=900)
-    add("--batch", type=positive, default=2, help="rows of a batch")
-    add("--learning-rate", type=positive_float, default=4e-3)
+    parser.add_training(steps=900, batch=2, learning_rate=4e-3, rows="rows")
     add("--dtype", choices=DTYPES, default="float32", help="Keras' dtype policy")
-    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
     add("--seed", type=natural, default=0)
     add(
         "--epoch-steps",
@@ -107,17 +89,15 @@ def parse_arguments(argv):
         default=0.8,
         help="of the sample; 0 is greedy",
     )
-    add("--out", type=Path, default=Path("runs/byte_lm"), help="folder for the results")
+    parser.add_out("runs/byte_lm", "the results")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
     return parser.parse_args(argv)
 
 
-@one_line_errors
-def main(argv=None):
-    """Runs the script; returns its exit status."""
+@command(parse_arguments)
+def main(arguments):
+    """Trains a model, or one of each attention of `--compare`."""
     try:
-        arguments = parse_arguments(argv)
-        select_backend(arguments.backend)
         # These import Keras, which reads the backend once.
         if arguments.compare:
             compare(arguments)
@@ -128,7 +108,6 @@ def main(argv=None):
     except KeyboardInterrupt:
         print("\nInterrupted; --resume goes on from the last checkpoint.")
         return 130
-    return 0
 
 
 def compare(arguments):

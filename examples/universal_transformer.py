@@ -14,17 +14,7 @@ tested at 400).
 
 import sys
 
-from byte_lm.errors import UsageError
-from command_line import (
-    BACKENDS,
-    Parser,
-    natural,
-    not_negative,
-    one_line_errors,
-    positive,
-    positive_float,
-    select_backend,
-)
+from command_line import Parser, UsageError, command, natural, not_negative, positive
 
 TASKS = ("copy", "reverse", "addition")
 MODELS = ("vanilla", "universal", "adaptive")
@@ -40,15 +30,12 @@ PAPER = {
 
 
 def parse_arguments(argv):
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     add("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    add(
-        "--attention",
-        default="softmax",
-        metavar="NAME[:OPTION=VALUE,...]",
-        help="a causal layer of this package, with options of its constructor",
+    parser.add_attention(
+        "softmax", "a causal layer of this package, with options of its constructor"
     )
     add(
         "--transition",
@@ -65,13 +52,9 @@ def parse_arguments(argv):
     add("--heads", type=positive, default=4)
     add("--ponder-cost", type=not_negative, default=0.001)
     add("--halting-bias", type=float, default=-1.0)
-    add("--steps", type=positive, default=800, help="of training")
-    add("--batch", type=positive, default=64)
-    add("--learning-rate", type=positive_float, default=1e-3)
+    parser.add_training(steps=800, batch=64, learning_rate=1e-3)
     add("--test-sequences", type=positive, default=256)
-    add("--seed", type=natural, default=0)
-    add("--verbose", type=int, default=2, help="0: nothing while training")
-    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
+    parser.add_seed_and_verbose(verbose=2)
     arguments = parser.parse_args(argv)
     if arguments.train_length < 3 or min(arguments.test_lengths) < 3:
         raise UsageError(
@@ -87,11 +70,9 @@ def parse_arguments(argv):
     return arguments
 
 
-@one_line_errors
-def main(argv=None):
-    """Runs the script; returns its exit status."""
-    arguments = parse_arguments(argv)
-    select_backend(arguments.backend)
+@command(parse_arguments)
+def main(arguments):
+    """Trains and tests each model on each task, and prints the table."""
     # It imports Keras, which reads the backend once.
     from algorithms.training import build_backbone, train_and_measure
 
@@ -109,7 +90,6 @@ def main(argv=None):
             results[task, model] = measured
             print(f"{', '.join(cells(measured, arguments))}", flush=True)
     print("\n" + table(results, arguments))
-    return 0
 
 
 def cells(measured, arguments):

@@ -13,16 +13,7 @@ accuracy by the segments that lie between, with a bracket where that reach ends.
 
 import sys
 
-from byte_lm.errors import UsageError
-from command_line import (
-    BACKENDS,
-    Parser,
-    natural,
-    one_line_errors,
-    positive,
-    positive_float,
-    select_backend,
-)
+from command_line import Parser, UsageError, check_heads, command, natural, positive
 
 
 def sizes(text):
@@ -32,7 +23,7 @@ def sizes(text):
 
 
 def parse_arguments(argv):
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
     add(
         "--models",
@@ -50,21 +41,12 @@ def parse_arguments(argv):
     add("--segment", type=positive, default=8, help="positions in a segment")
     add("--segments", type=positive, default=6, help="segments in a document")
     add("--symbols", type=positive, default=8)
-    add("--dim", type=positive, default=32)
-    add("--heads", type=positive, default=2)
-    add("--batch", type=positive, default=32)
-    add("--steps", type=positive, default=1200, help="segments to train on")
-    add("--learning-rate", type=positive_float, default=3e-3)
+    parser.add_model_size(dim=32, heads=2)
+    parser.add_training(steps=1200, batch=32, learning_rate=3e-3, rows="segments")
     add("--test-documents", type=positive, default=512)
-    add("--seed", type=natural, default=0)
-    add("--verbose", type=int, default=1, help="0: no progress bar")
-    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
+    parser.add_seed_and_verbose()
     arguments = parser.parse_args(argv)
-    if arguments.dim % arguments.heads:
-        raise UsageError(
-            f"--dim must be a multiple of --heads; received --dim {arguments.dim} "
-            f"--heads {arguments.heads}"
-        )
+    check_heads(arguments.dim, arguments.heads)
     for layers, memory in arguments.models:
         if memory % arguments.segment:
             raise UsageError(
@@ -75,11 +57,9 @@ def parse_arguments(argv):
     return arguments
 
 
-@one_line_errors
-def main(argv=None):
-    """Runs the script; returns its exit status."""
-    arguments = parse_arguments(argv)
-    select_backend(arguments.backend)
+@command(parse_arguments)
+def main(arguments):
+    """Trains and evaluates each model, and prints the table."""
     # It imports Keras, which reads the backend once.
     from recall.training import accuracies
 
@@ -89,7 +69,6 @@ def main(argv=None):
         for evaluated, row in accuracies(layers, memory, arguments).items():
             rows[layers, memory, evaluated] = row
     print("\n" + table(rows, arguments))
-    return 0
 
 
 def table(rows, arguments):

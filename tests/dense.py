@@ -10,17 +10,30 @@ import numpy as np
 
 def weigh(similarity, value, key_mask=None, causal=False, normalize=True):
     """`(heads, weights)` of a `(batch, heads, T, S)` similarity."""
-    rows, columns = similarity.shape[-2:]
-    allowed = np.ones((1, 1, rows, columns), bool)
-    if causal:
-        allowed = np.tril(allowed)
-    if key_mask is not None:
-        allowed = allowed & np.asarray(key_mask)[:, None, None, :]
+    allowed = allowed_keys(*similarity.shape[-2:], key_mask, causal)
     weights = np.where(allowed, similarity, 0.0)
     if normalize:
         total = weights.sum(-1, keepdims=True)
         weights = np.where(total == 0, 0.0, weights / np.where(total == 0, 1, total))
     return np.einsum("bhts,bshv->bthv", weights, value), weights
+
+
+def weigh_logs(logs, value, key_mask=None, causal=False):
+    """As `weigh` of `exp(logs)`, each row relative to the largest that it may see."""
+    allowed = allowed_keys(*logs.shape[-2:], key_mask, causal)
+    logs = np.where(allowed, logs, -np.inf)
+    largest = logs.max(-1, keepdims=True)
+    return weigh(np.exp(logs - np.where(np.isfinite(largest), largest, 0)), value)
+
+
+def allowed_keys(rows, columns, key_mask, causal):
+    """Boolean, broadcasts to `(batch, heads, rows, columns)`."""
+    allowed = np.ones((1, 1, rows, columns), bool)
+    if causal:
+        allowed = np.tril(allowed)
+    if key_mask is not None:
+        allowed = allowed & np.asarray(key_mask)[:, None, None, :]
+    return allowed
 
 
 def layer_output(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import keras
 
-from byte_lm.errors import UsageError
+from command_line import UsageError
 
 KEPT = 2
 

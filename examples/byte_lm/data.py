@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from byte_lm.errors import UsageError
+from command_line import UsageError
 
 SPLITS = ("train", "validation", "test")
 # The usual split of enwik8: 90, 5 and 5 million of its 100 million bytes.

@@ -4,9 +4,9 @@ import math
 
 import keras
 
-from byte_lm.errors import UsageError
 from byte_lm.hashed_ngrams import HashedNGrams
 from byte_lm.ngram_recall import NGramRecall
+from command_line import UsageError, check_heads
 from keras_efficient_attn.layers import get_attention
 from keras_efficient_attn.models import (
     EfficientCausalLM,
@@ -44,10 +44,7 @@ def check_attention(spec, dim, heads):
         dim: Width of the model.
         heads: Number of heads.
     """
-    if dim % heads:
-        raise UsageError(
-            f"--dim must be a multiple of --heads; received --dim {dim} --heads {heads}"
-        )
+    check_heads(dim, heads)
     try:
         layer = get_attention(spec, num_heads=heads, key_dim=dim // heads)
         x = keras.KerasTensor((1, 8, dim))

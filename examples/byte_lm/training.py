@@ -11,10 +11,9 @@ import keras
 
 from byte_lm import data, results
 from byte_lm.checkpoints import Checkpoints, write_text
-from byte_lm.errors import UsageError
 from byte_lm.model import BitsPerByte, build_model, check_attention
 from byte_lm.sampling import sample
-from command_line import make_folder
+from command_line import UsageError, make_folder
 from keras_efficient_attn import AdaptiveSpan
 from keras_efficient_attn.layers import TrimSpans, plot_spans
 from step_clock import StepClock

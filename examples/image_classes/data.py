@@ -5,7 +5,7 @@ import importlib.util
 
 import numpy as np
 
-from byte_lm.errors import UsageError
+from command_line import UsageError
 
 DATASETS = ("digits", "mnist", "cifar10")
 # Part of the digits that is held out; the others come with a split.

@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from byte_lm.errors import UsageError
+from command_line import UsageError, check_heads
 from keras_efficient_attn.layers import get_attention
 from keras_efficient_attn.models import FeedForward, TransformerBlock, TransformerStack
 
@@ -44,10 +44,7 @@ def build_model(attention, image_shape, classes, arguments):
             f"--patch must divide the images' {height} by {width} pixels; received "
             f"--patch {patch}"
         )
-    if dim % heads:
-        raise UsageError(
-            f"--dim must be a multiple of --heads; received --dim {dim} --heads {heads}"
-        )
+    check_heads(dim, heads)
     try:
         attentions = [
             get_attention(attention, num_heads=heads, key_dim=dim // heads)

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from byte_lm.data import load_splits
-from byte_lm.errors import UsageError
+from command_line import UsageError
 
 SOURCES = ("digits", "photos", "cifar10", "periodic", "text")
 # Of the synthetic rows: how often a pixel is not that of the row above.

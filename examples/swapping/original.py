@@ -6,7 +6,7 @@ import keras
 import keras_hub
 import numpy as np
 
-from byte_lm.errors import UsageError
+from command_line import UsageError
 from keras_efficient_attn.models import EfficientByteTokenizer
 
 # The first that a family of backbones has makes the backbone's inputs of texts.

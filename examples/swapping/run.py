@@ -6,7 +6,7 @@ import time
 import keras_hub
 import numpy as np
 
-from byte_lm.errors import UsageError
+from command_line import UsageError
 from keras_efficient_attn import VQAttention
 from keras_efficient_attn.layers.attention.registry import parse_attention
 from keras_efficient_attn.models import convert_backbone, swap_report

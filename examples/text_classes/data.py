@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from byte_lm.errors import UsageError
+from command_line import UsageError
 
 # Part of each class's texts that is held out.
 HELD_OUT = 0.25

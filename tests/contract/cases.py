@@ -148,42 +148,23 @@ def adaptive_span(name, **options):
 
 
 def reformer(name, **options):
-    return Case(
-        name,
-        ReformerLSHAttention,
-        options,
-        dense.reformer_heads,
-        cross=False,
-        long={"bucket_size": 64},
-        shared_key=True,
-        smooth=False,
-    )
+    flags = dict(cross=False, shared_key=True, smooth=False)
+    long, heads = {"bucket_size": 64}, dense.reformer_heads
+    return Case(name, ReformerLSHAttention, options, heads, long=long, **flags)
+
+
+# Cases whose time grows with the square of the length.
+SHORT = dict(long={}, long_length=512)
 
 
 def softmax(name, variant=False, **options):
-    return Case(
-        name,
-        SoftmaxAttention,
-        options,
-        dense.full_softmax_heads,
-        variant=variant,
-        long={},
-        long_length=512,
-        caches=True,
-    )
+    flags = dict(variant=variant, caches=True, **SHORT)
+    return Case(name, SoftmaxAttention, options, dense.full_softmax_heads, **flags)
 
 
 def xl(name, variant=False, **options):
-    return Case(
-        name,
-        RelativePositionXL,
-        options,
-        dense.xl_heads,
-        variant=variant,
-        long={},
-        long_length=512,
-        gradient_through_state=False,
-    )
+    flags = dict(variant=variant, gradient_through_state=False, **SHORT)
+    return Case(name, RelativePositionXL, options, dense.xl_heads, **flags)
 
 
 CASES = [

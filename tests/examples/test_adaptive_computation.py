@@ -1,14 +1,8 @@
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import adaptive_computation  # noqa: E402
-from pondering.tasks import BLANK, addition, parity  # noqa: E402
+import adaptive_computation
+from pondering.tasks import BLANK, addition, parity
 
 
 def test_parity_counts_the_ones():
@@ -56,8 +50,5 @@ def test_the_script_prints_its_tables_and_leaves_a_picture(capsys, tmp_path):
 @pytest.mark.parametrize(
     "arguments", ["--steps 0", "--tasks some", "--ponder-cost -1", "--size 18"]
 )
-def test_wrong_arguments_are_one_line(arguments, capsys):
-    assert adaptive_computation.main(arguments.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("adaptive_computation.py: error: ")
-    assert error.count("\n") == 1
+def test_wrong_arguments_are_one_line(arguments, error_line):
+    assert error_line(adaptive_computation, arguments.split())

@@ -1,19 +1,12 @@
 """N-grams of bytes, against a search through the text."""
 
-import sys
-from pathlib import Path
-
 import keras
 import numpy as np
 import pytest
 
+from byte_lm.hashed_ngrams import HashedNGrams
+from byte_lm.ngram_recall import NGramRecall
 from tests.autodiff import to_numpy
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-from byte_lm.hashed_ngrams import HashedNGrams  # noqa: E402
-from byte_lm.ngram_recall import NGramRecall  # noqa: E402
 
 VOCABULARY, ORDERS = 5, (3, 1, 4)
 

@@ -1,15 +1,9 @@
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import reformer_duplication  # noqa: E402
-from duplication import training  # noqa: E402
-from duplication.training import Sequences  # noqa: E402
+import reformer_duplication
+from duplication import training
+from duplication.training import Sequences
 
 
 def test_sequences_repeat_their_first_half():
@@ -63,8 +57,5 @@ def test_all_steps_are_trained_and_any_number_of_rounds_is_evaluated(monkeypatch
     "arguments",
     ["--length 7", "--buckets 3", "--dim 6 --heads 4", "--train some", "--steps 0"],
 )
-def test_wrong_arguments_are_one_line(arguments, capsys):
-    assert reformer_duplication.main(arguments.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("reformer_duplication.py: error: ")
-    assert error.count("\n") == 1
+def test_wrong_arguments_are_one_line(arguments, error_line):
+    assert error_line(reformer_duplication, arguments.split())

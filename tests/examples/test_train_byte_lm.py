@@ -13,15 +13,12 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import train_byte_lm  # noqa: E402
-from byte_lm import data, training  # noqa: E402
-from byte_lm.checkpoints import Checkpoints  # noqa: E402
-from byte_lm.errors import UsageError  # noqa: E402
-from byte_lm.model import BitsPerByte, build_model  # noqa: E402
-from byte_lm.sampling import sample  # noqa: E402
+import train_byte_lm
+from byte_lm import data, training
+from byte_lm.checkpoints import Checkpoints
+from byte_lm.model import BitsPerByte, build_model
+from byte_lm.sampling import sample
+from command_line import UsageError
 
 STEPS = 24
 # One of the standard library's files is text enough.
@@ -186,8 +183,8 @@ def test_run_leaves_model_curve_plot_and_result(finished, trained):
 
 def test_killed_run_resumes_from_its_last_whole_checkpoint(trained, tmp_path, capsys):
     """To the same weights, and with a word about the one that is damaged."""
-    script = EXAMPLES / "train_byte_lm.py"
-    command = [sys.executable, str(script), *TINY, "--out", str(tmp_path)]
+    script = train_byte_lm.__file__
+    command = [sys.executable, script, *TINY, "--out", str(tmp_path)]
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
@@ -248,15 +245,12 @@ def test_no_whole_checkpoint_is_an_error(finished, tmp_path):
         (["--compare", "softmax", "softmax"], "--compare: softmax twice"),
     ],
 )
-def test_bad_arguments_get_one_line(options, message, tmp_path, capsys):
+def test_bad_arguments_get_one_line(options, message, tmp_path, error_line):
     empty = tmp_path / "empty"
     empty.touch()
     options = [str(empty) if option == "EMPTY" else option for option in options]
-    status = train_byte_lm.main([*TINY, "--out", str(tmp_path / "out"), *options])
-    printed = capsys.readouterr().err
-    assert status == 2
-    assert message in printed
-    assert printed.count("\n") == 1
+    arguments = [*TINY, "--out", str(tmp_path / "out"), *options]
+    assert message in error_line(train_byte_lm, arguments)
     assert not (tmp_path / "out").exists()
 
 
@@ -276,7 +270,7 @@ def test_compare_prints_a_row_for_each(tmp_path, capsys, monkeypatch):
     def run(command):
         """The process, in this one: killed runs show that the script is one."""
         python, script, *arguments = command
-        assert (python, Path(script)) == (sys.executable, EXAMPLES / "train_byte_lm.py")
+        assert (python, script) == (sys.executable, train_byte_lm.__file__)
         return subprocess.CompletedProcess(command, train_byte_lm.main(arguments))
 
     monkeypatch.setattr(train_byte_lm.subprocess, "run", run)

@@ -1,14 +1,8 @@
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import universal_transformer  # noqa: E402
-from algorithms.data import END, FIRST, PLUS, START, examples, model_inputs  # noqa: E402
+import universal_transformer
+from algorithms.data import END, FIRST, PLUS, START, examples, model_inputs
 
 
 def number(digits):
@@ -62,8 +56,5 @@ def test_the_script_prints_its_table(capsys):
     "arguments",
     ["--steps 0", "--dim 6", "--test-lengths 2", "--attention nothing"],
 )
-def test_wrong_arguments_are_one_line(arguments, capsys):
-    assert universal_transformer.main(arguments.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("universal_transformer.py: error: ")
-    assert error.count("\n") == 1
+def test_wrong_arguments_are_one_line(arguments, error_line):
+    assert error_line(universal_transformer, arguments.split())

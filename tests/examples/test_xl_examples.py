@@ -1,21 +1,15 @@
 """The recall experiment and the maze: data, environment, and one tiny run of each."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import rl_memory  # noqa: E402
-import xl_recall  # noqa: E402
-from maze.curves import smoothed  # noqa: E402
-from maze.environment import FORWARD, TMaze  # noqa: E402
-from maze.training import learning_targets  # noqa: E402
-from recall.training import PlantedSymbols  # noqa: E402
+import rl_memory
+import xl_recall
+from maze.curves import smoothed
+from maze.environment import FORWARD, TMaze
+from maze.training import learning_targets
+from recall.training import PlantedSymbols
 
 
 def test_a_document_has_one_symbol_in_its_first_segment():
@@ -120,8 +114,5 @@ def test_the_maze_script_leaves_its_curves(tmp_path, capsys):
         (rl_memory, "--out /dev/null/here"),
     ],
 )
-def test_wrong_arguments_are_one_line(script, arguments, capsys):
-    assert script.main(arguments.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"{script.__name__}.py: error: ")
-    assert error.count("\n") == 1
+def test_wrong_arguments_are_one_line(script, arguments, error_line):
+    assert error_line(script, arguments.split())

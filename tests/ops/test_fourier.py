@@ -28,15 +28,7 @@ def definition(query, key, value, radius, power, mask=None, causal=False):
     z = radius * (query[:, :, None].astype("float64") - key[:, None])
     logs = power * np.log(abs(np.sinc(z / np.pi))).sum(-1)
     logs = np.moveaxis(logs, -1, 1)
-    allowed = np.ones(logs.shape, bool)
-    if causal:
-        allowed &= np.tril(np.ones(logs.shape[-2:], bool))
-    if mask is not None:
-        allowed &= mask[:, None, None]
-    logs = np.where(allowed, logs, -np.inf)
-    largest = logs.max(-1, keepdims=True)
-    weights = np.exp(logs - np.where(np.isfinite(largest), largest, 0))
-    return dense.weigh(weights, value)[0]
+    return dense.weigh_logs(logs, value, mask, causal)[0]
 
 
 @pytest.mark.parametrize("power", fourier.POWERS)

@@ -24,15 +24,7 @@ def definition(query, key, value, log_weight, mask, causal):
     logs = np.log(dense.dots(query.astype("float64"), key.astype("float64")))
     if log_weight is not None:
         logs = logs + np.moveaxis(log_weight.astype("float64"), 1, 2)[:, :, None]
-    allowed = np.ones(logs.shape, bool)
-    if causal:
-        allowed &= np.tril(np.ones(logs.shape[-2:], bool))
-    if mask is not None:
-        allowed &= mask[:, None, None]
-    logs = np.where(allowed, logs, -np.inf)
-    largest = logs.max(-1, keepdims=True)
-    weights = np.exp(logs - np.where(np.isfinite(largest), largest, 0))
-    return dense.weigh(weights, value)[0]
+    return dense.weigh_logs(logs, value, mask, causal)[0]
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])

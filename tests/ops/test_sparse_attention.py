@@ -1,5 +1,7 @@
 """The patterns of Sparse Transformers, and what they compute."""
 
+import functools
+
 import numpy as np
 import pytest
 from keras import ops
@@ -11,7 +13,17 @@ from keras_efficient_attn.ops import (
 )
 from tests.autodiff import gradient_function, to_numpy
 from tests.largest_tensor import largest_tensor
-from tests.ops.pieces import SIZES, TOLERANCE, masked_softmax, read_in_pieces
+from tests.ops.pieces import (
+    SIZES,
+    TOLERANCE,
+    assert_gradients_are,
+    draw_mask,
+    draw_with_hidden_keys,
+    masked_softmax,
+    read_in_pieces,
+    read_masked_pieces,
+    softmax_gradients,
+)
 
 # Drawn by hand from the sets of the paper: 9 positions, a stride of 3.
 DRAWN = {
@@ -154,8 +166,7 @@ def test_every_pair_is_connected_within_p_plus_1_positions(pattern, length):
 def test_it_is_the_masked_softmax(pattern, causal):
     length = 37
     query, key, value = heads_of(length), heads_of(length, seed=1), heads_of(length, 5)
-    mask = np.random.default_rng(3).random((2, length)) > 0.3
-    mask[0, :4] = False
+    mask = draw_mask(length)
     weight = heads_of(length, 5, seed=4).astype("float64")
     arguments = dict(key_mask=mask, causal=causal, scale=0.7)
     allowed = sparse_pattern(length, **pattern, num_heads=3, causal=causal)
@@ -165,29 +176,13 @@ def test_it_is_the_masked_softmax(pattern, causal):
         output = sparse_attention(query, key, value, **pattern, **arguments)
         return ops.sum(ops.multiply(output, weight.astype("float32")))
 
-    def dense(query, key, value):
-        logits = 0.7 * np.einsum("bthd,bshd->bhts", query, key)
-        weights = np.where(allowed, np.exp(logits), 0.0)
-        total = weights.sum(-1, keepdims=True)
-        weights = weights / np.where(total == 0, 1.0, total)
-        return weights, np.einsum("bhts,bshv->bthv", weights, value)
-
     output = to_numpy(sparse_attention(query, key, value, **pattern, **arguments))
-    weights, expected = dense(*(x.astype("float64") for x in (query, key, value)))
-    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
-    # The derivative of a softmax, written out.
-    grad_weights = np.einsum("bthv,bshv->bhts", weight, value)
-    mean = (weights * grad_weights).sum(-1, keepdims=True)
-    grad_logits = 0.7 * weights * (grad_weights - mean)
-    gradients = (
-        np.einsum("bhts,bshd->bthd", grad_logits, key),
-        np.einsum("bhts,bthd->bshd", grad_logits, query),
-        np.einsum("bhts,bthv->bshv", weights, weight),
+    expected = masked_softmax(query, key, value, allowed, scale=0.7)
+    np.testing.assert_allclose(output, expected, **TOLERANCE)
+    assert_gradients_are(
+        gradient_function(loss)(query, key, value),
+        softmax_gradients(query, key, value, allowed, 0.7, weight),
     )
-    for received, correct in zip(
-        gradient_function(loss)(query, key, value), gradients, strict=True
-    ):
-        np.testing.assert_allclose(received, correct, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=pattern_id)
@@ -222,29 +217,16 @@ def test_reference_and_lengths_that_differ(pattern):
 )
 def test_tokens_and_segments_are_the_whole(pattern, sizes):
     length = 23
-    tensors = heads_of(length), heads_of(length, seed=1), heads_of(length, 5)
-    mask = np.random.default_rng(3).random((2, length)) > 0.3
-    mask[0, :4] = False
-    # A key that the mask hides is not read.
-    tensors[1][~mask] = tensors[2][~mask] = np.nan
+    *tensors, mask = draw_with_hidden_keys(heads_of, length)
     state = sparse_attention_state(2, 3, 4, 5, length, **pattern)
-    names = {name: tuple(x.shape) for name, x in state.items()}
-
-    def attend(query, key, value, mask, state):
-        return sparse_attention(
-            query, key, value, causal=True, key_mask=mask, state=state, **pattern
-        )
-
-    output, state = read_in_pieces(
-        attend, state, (*tensors, mask), SIZES[sizes](length)
-    )
+    attention = functools.partial(sparse_attention, **pattern)
+    sizes = SIZES[sizes](length)
+    output, _ = read_masked_pieces(attention, state, tensors, mask, sizes)
     allowed = sparse_pattern(length, **pattern, num_heads=3)
     allowed = allowed & mask[:, None, None]
     clean = [np.nan_to_num(x) for x in tensors]
     expected = masked_softmax(*clean, allowed, scale=0.5)
     np.testing.assert_allclose(output, expected, **TOLERANCE)
-    assert {name: tuple(x.shape) for name, x in state.items()} == names
-    assert to_numpy(state["position"]).tolist() == [length, length]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=pattern_id)

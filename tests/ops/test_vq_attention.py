@@ -83,17 +83,9 @@ def test_caches_are_summed_in_groups_or_in_turn(name, in_turn, lengths, monkeypa
 )
 def test_lengths_that_differ(lengths, causal):
     query, key, value, codes, mask = draw(*lengths)
+    arguments = dict(key_mask=mask, causal=causal, block_length=4)
     for options in ({}, {"window": 3}, {"window": 40}, {"order": 2, "rank": 1}):
-        output = vq_attention(
-            query,
-            key,
-            value,
-            codes,
-            key_mask=mask,
-            causal=causal,
-            block_length=4,
-            **options,
-        )
+        output = vq_attention(query, key, value, codes, **arguments, **options)
         correct = definition(query, key, value, codes, mask, causal, **options)
         np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
 
@@ -137,16 +129,8 @@ def test_expanded_keys_learn_as_the_definition_says(name, causal):
     directions = [random.normal(size=x.shape) for x in (query, key, value)]
 
     def loss(query, key, value):
-        output = vq_attention(
-            query,
-            key,
-            value,
-            codes,
-            key_mask=mask,
-            causal=causal,
-            block_length=8,
-            **WINDOWS[name],
-        )
+        arguments = dict(key_mask=mask, causal=causal, block_length=8)
+        output = vq_attention(query, key, value, codes, **arguments, **WINDOWS[name])
         return ops.sum(ops.multiply(output, weight))
 
     received = gradients(loss, query, key, value, xla=True)

@@ -122,16 +122,19 @@ class SoftmaxAttention(EfficientAttention):
         causal = call.causal and state is None and self._sliding_window is None
         if causal and key_mask is None:
             mask = None
+        if dtype == "float16" and not self._flash_attention:
+            # Its range does not hold the logits of large queries and keys.
+            query, key, value = (ops.cast(x, "float32") for x in (query, key, value))
+        # Kernels want one width: zeros change no logit, and are cut off the values.
+        width = max(self._key_dim, value.shape[-1])
         heads = ops.dot_product_attention(
-            query,
-            key,
-            value,
+            *(_widened(x, width) for x in (query, key, value)),
             mask=mask,
             scale=self._inverse_sqrt_key_dim,
             is_causal=causal and mask is None,
             flash_attention=self._flash_attention or None,
         )
-        return _where_any(mask, heads), state
+        return _where_any(mask, heads[..., : value.shape[-1]]), state
 
     def get_config(self):
         return {**super().get_config(), "rotary_wavelength": self.rotary_wavelength}
@@ -168,6 +171,12 @@ class SoftmaxAttention(EfficientAttention):
             near = ops.abs(distance) < self._sliding_window
             seen = ops.logical_and(seen, near)
         return seen[None, None]
+
+
+def _widened(x, width):
+    """`(batch, length, heads, dim)` with zeros behind, up to a width."""
+    missing = width - x.shape[-1]
+    return ops.pad(x, [(0, 0)] * 3 + [(0, missing)]) if missing else x
 
 
 def _where_any(mask, heads):

@@ -22,6 +22,7 @@ from tests.autodiff import to_numpy
 from tests.layers.adaptive_computation.adaptive import definition, sigmoid
 from tests.models import dense
 from tests.models.cases import SIZES, randomize
+from tests.ops.pieces import read_in_pieces
 
 BATCH, LENGTH, DIM, STEPS = 2, 7, 8, 4
 MASK = np.array([[1] * 7, [1] * 4 + [0] * 3], bool)
@@ -127,13 +128,13 @@ def test_a_decoder_streams_what_it_computes_at_once():
     stack, x = make_stack({}, causal=True), inputs()
     expected, statistics = expected_output(stack, x, np.ones_like(MASK))
     assert len(np.unique(statistics["steps"])) >= 2
-    state, received = stack.get_initial_state(BATCH, LENGTH), []
-    for part in (slice(0, 3), slice(3, 4), slice(4, 7)):
-        output, state = stack(x[:, part], state=state)
-        received.append(to_numpy(output))
-    np.testing.assert_allclose(
-        np.concatenate(received, axis=1), expected, rtol=1e-3, atol=1e-3
+    received, _ = read_in_pieces(
+        lambda part, state: stack(part, state=state),
+        stack.get_initial_state(BATCH, LENGTH),
+        [x],
+        sizes=(3, 1, 3),
     )
+    np.testing.assert_allclose(received, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_generation_of_an_encoder_decoder_equals_the_whole_sequence():
@@ -235,13 +236,13 @@ def test_separable_convolutions_are_those_of_the_definition(causal):
         return
     x = inputs()
     whole = to_numpy(layer(x))
-    state, parts = layer.get_initial_state(BATCH), []
-    for part in (slice(0, 1), slice(1, 4), slice(4, 7)):
-        output, state = layer(x[:, part], state=state)
-        parts.append(to_numpy(output))
-    np.testing.assert_allclose(
-        np.concatenate(parts, axis=1), whole, rtol=1e-4, atol=1e-5
+    received, _ = read_in_pieces(
+        lambda part, state: layer(part, state=state),
+        layer.get_initial_state(BATCH),
+        [x],
+        sizes=(1, 3, 3),
     )
+    np.testing.assert_allclose(received, whole, rtol=1e-4, atol=1e-5)
 
 
 def test_random_offsets_are_one_shift_in_training_only():

@@ -1,0 +1,40 @@
+"""The scripts say what they take without Keras, and so without a backend."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("script", "option"),
+    [
+        ("adaptive_computation", "--ponder-cost"),
+        ("image_classification", "--dataset"),
+        ("image_generation", "--data"),
+        ("measure_generation", "--batches"),
+        ("measure_patterns", "--modes"),
+        ("measure_xl_evaluation", "--contexts"),
+        ("reformer_duplication", "--buckets"),
+        ("rl_memory", "--agents"),
+        ("swap_attention", "--preset"),
+        ("text_classification", "--csv"),
+        ("train_byte_lm", "--compare"),
+        ("universal_transformer", "--tasks"),
+        ("xl_recall", "--models"),
+    ],
+)
+def test_help_needs_no_backend(script, option):
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / f"{script}.py", "--help"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "KERAS_BACKEND": "none"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert option in done.stdout
+    assert "--backend" in done.stdout
