@@ -231,13 +231,12 @@ class ReversibleStack(keras.layers.Layer):
 
         Args:
             batch_size: Rows in the batch.
-            max_length: Positions that the states can hold, for an `f` whose state
-                grows with the context; it is passed on if it is given. Defaults to
-                `None`.
+            max_length: Positions that the states can hold, for layers `f` whose state
+                grows: their methods get it where it is given. Defaults to `None`.
         """
-        limit = {} if max_length is None else {"max_length": max_length}
+        lengths = () if max_length is None else (max_length,)
         return {
-            f"block_{i}": block.f.get_initial_state(batch_size, **limit)
+            f"block_{i}": block.f.get_initial_state(batch_size, *lengths)
             for i, block in enumerate(self.blocks)
         }
 
@@ -288,24 +287,27 @@ def merge_streams(x1, x2, merge):
 
 def _run(owner, blocks, x1, x2, mask, states, training):
     """The streams after the blocks; with `states`, `(streams, states)`."""
-    new_states = []
     halves = []
     for i, block in enumerate(blocks):
         state = None if states is None else states[i]
-        f = _first(block.f, mask, state, training, new_states)
-        g = Sublayer(lambda x, g=block.g: g(x, training=training), (block.g,), {})
+        f = _first(block.f, mask, state, training)
+        g = Sublayer(
+            lambda x, g=block.g: (g(x, training=training), None), (block.g,), {}
+        )
         rebuild = bool(
             owner.reversible and block.reversible and training and states is None
         )
         halves += [(rebuild, f), (rebuild, g)]
-    streams = x1, x2
+    new_states = []
     for rebuild, part in itertools.groupby(halves, key=lambda half: half[0]):
         sublayers = [sublayer for _, sublayer in part]
         if rebuild:
-            streams = reversible_residuals(owner, sublayers, *streams)
+            x1, x2 = reversible_residuals(owner, sublayers, x1, x2)
         else:
-            streams = plain_residuals(sublayers, *streams)
-    return streams if states is None else (streams, new_states)
+            x1, x2, made = plain_residuals(sublayers, x1, x2)
+            # Those of `f`; `g` has none.
+            new_states += made[::2]
+    return (x1, x2) if states is None else ((x1, x2), new_states)
 
 
 def _mask_of_f(mask):
@@ -313,7 +315,7 @@ def _mask_of_f(mask):
     return mask[1] if isinstance(mask, list | tuple) else mask
 
 
-def _first(f, mask, state, training, new_states):
+def _first(f, mask, state, training):
     accepted = inspect.signature(f.call).parameters
     if state is not None and "state" not in accepted:
         raise ValueError(
@@ -323,10 +325,8 @@ def _first(f, mask, state, training, new_states):
 
     def call(x, **tensors):
         if state is None:
-            return f(x, training=training, **tensors)
-        output, new_state = f(x, training=training, state=state, **tensors)
-        new_states.append(new_state)
-        return output
+            return f(x, training=training, **tensors), None
+        return f(x, training=training, state=state, **tensors)
 
     tensors = {"mask": mask} if mask is not None and "mask" in accepted else {}
     return Sublayer(call, (f,), tensors)
