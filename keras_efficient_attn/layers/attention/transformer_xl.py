@@ -354,7 +354,8 @@ class RelativePositionXL(EfficientAttention):
 
     def _position_keys(self, after, before, dtype):
         """Keys of distances that fall from `after - 1` to `-before`."""
-        steps = ops.arange(after + before, dtype="int32")
+        # An empty sequence has one distance fewer than none.
+        steps = ops.arange(after + before + 1, dtype="int32")[:-1]
         distances = ops.cast(after - 1 - steps, dtype)
         if self.clamp_length is not None:
             distances = ops.clip(distances, -self.clamp_length, self.clamp_length)
