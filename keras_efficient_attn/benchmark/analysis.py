@@ -1,4 +1,4 @@
-"""What curves of time or memory over length say."""
+"""Slopes and crossovers of curves of time or memory over length."""
 
 import math
 

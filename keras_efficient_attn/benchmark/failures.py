@@ -1,4 +1,4 @@
-"""What went wrong at a point, in a word and a line."""
+"""Failures at a point, described by a word and a line."""
 
 import re
 

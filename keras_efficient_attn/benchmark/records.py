@@ -1,4 +1,4 @@
-"""What `compare` returns."""
+"""The records that `compare` returns."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What to compare: checked once, and plain enough to be written to a file."""
+"""Settings of a comparison: checked once, and plain enough for a file."""
 
 import dataclasses
 import importlib.util
@@ -92,7 +92,7 @@ class Settings:
             )
 
     def task(self, contestant, length):
-        """What a worker has to know about one contestant at one length, as a dict."""
+        """The task of a worker: one contestant at one length, as a dict."""
         names = ("heads", "head_dim", "batch", "dtype", "mode", "causal", "model")
         names += ("matmul_size", "seed")
         shared = {name: getattr(self, name) for name in names}

@@ -1,4 +1,4 @@
-"""What one contestant computes at one length, ready to be timed."""
+"""Workloads: the computation of one contestant at one length, to be timed."""
 
 import dataclasses
 import functools

@@ -354,7 +354,7 @@ class RelativePositionXL(EfficientAttention):
 
     def _position_keys(self, after, before, dtype):
         """Keys of distances that fall from `after - 1` to `-before`."""
-        # An empty sequence has one distance fewer than none.
+        # Without causality, an empty sequence asks for −1 distances: there are none.
         steps = ops.arange(after + before + 1, dtype="int32")[:-1]
         distances = ops.cast(after - 1 - steps, dtype)
         if self.clamp_length is not None:

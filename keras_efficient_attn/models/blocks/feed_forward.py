@@ -23,7 +23,7 @@ def get_activation(identifier):
 
 
 def serialize_activation(activation):
-    """What `get_activation` understands, and JSON holds."""
+    """An activation as `get_activation` reads it and JSON holds it."""
     if activation in (squared_relu, "squared_relu"):
         return "squared_relu"
     return keras.activations.serialize(keras.activations.get(activation))

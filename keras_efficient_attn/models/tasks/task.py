@@ -1,4 +1,4 @@
-"""What the tasks have in common."""
+"""The common base of the tasks."""
 
 import keras
 

@@ -57,7 +57,7 @@ def _differentiable(step, gradient, num_steps, carry, xs, consts):
 
 
 def _loop(step, num_steps, carry, xs, consts):
-    """What the scan returns, and the carry before each step."""
+    """The results of the scan, and the carry before each step."""
 
     def body(state, i):
         carry, ys = state
