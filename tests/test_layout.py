@@ -8,6 +8,8 @@ import pytest
 import keras_efficient_attn
 from keras_efficient_attn import benchmark, layers, models, ops
 
+pytestmark = pytest.mark.any_backend
+
 ROOT = Path(keras_efficient_attn.__file__).parent
 MODULES = {
     ".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path

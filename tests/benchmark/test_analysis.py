@@ -4,6 +4,8 @@ import pytest
 
 from keras_efficient_attn.benchmark import crossover, log_log_slope
 
+pytestmark = pytest.mark.any_backend
+
 
 @pytest.mark.parametrize("power", [0.0, 1.0, 1.7, 2.0])
 def test_slope_of_a_power_law(power):

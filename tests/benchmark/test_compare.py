@@ -10,6 +10,8 @@ from keras_efficient_attn.benchmark.worker_process import WorkerDied, WorkerTime
 from keras_efficient_attn.layers.attention import registry
 from tests.benchmark.fakes import FakeClock, FakeWorker
 
+pytestmark = pytest.mark.any_backend
+
 SOFTMAX, ELU, FAVOR = "softmax", "performer:feature_map=elu", "performer"
 LENGTHS = (100, 200, 400)
 

@@ -8,6 +8,8 @@ from keras_efficient_attn.benchmark.operations import (
 from keras_efficient_attn.layers import get_attention
 from keras_efficient_attn.ops import local_pattern, sparse_pattern
 
+pytestmark = pytest.mark.any_backend
+
 HEADS, HEAD_DIM, LENGTH, BATCH = 2, 8, 12, 3
 WIDTH = HEADS * HEAD_DIM
 PROJECTIONS = 4 * 2 * WIDTH * WIDTH

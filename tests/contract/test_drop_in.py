@@ -160,12 +160,12 @@ def test_activity_regularizer_and_loss(case):
     assert min(abs(loss - own) for loss in losses) < 1e-4 * own
 
 
-def test_scores_with_unknown_length_in_a_graph(setting, backend):
+def test_scores_with_unknown_length_in_a_graph(case, backend):
     if backend != "tensorflow":
         pytest.skip("only TensorFlow traces unknown lengths")
     import tensorflow as tf
 
-    case, causal = setting
+    causal = case.usual
     layer, x = case.built(), inputs()
 
     @tf.function(input_signature=[tf.TensorSpec((None, None, DIM))], autograph=False)

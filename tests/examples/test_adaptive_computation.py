@@ -4,6 +4,8 @@ import pytest
 import adaptive_computation
 from pondering.tasks import BLANK, addition, parity
 
+pytestmark = pytest.mark.any_backend
+
 
 def test_parity_counts_the_ones():
     task = parity(200, 6, seed=1)

@@ -8,6 +8,8 @@ from byte_lm.hashed_ngrams import HashedNGrams
 from byte_lm.ngram_recall import NGramRecall
 from tests.autodiff import to_numpy
 
+pytestmark = pytest.mark.any_backend
+
 VOCABULARY, ORDERS = 5, (3, 1, 4)
 
 

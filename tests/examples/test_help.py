@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.any_backend
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 

@@ -4,6 +4,8 @@ import pytest
 import image_generation
 from images import data
 
+pytestmark = pytest.mark.any_backend
+
 TINY = (
     "--layers 1 --dim 16 --heads 2 --steps 60 --batch 16 --learning-rate 0.02 "
     "--test-images 40 --samples 1 --verbose 0"

@@ -5,6 +5,8 @@ import reformer_duplication
 from duplication import training
 from duplication.training import Sequences
 
+pytestmark = pytest.mark.any_backend
+
 
 def test_sequences_repeat_their_first_half():
     data = Sequences(steps=3, batch=4, length=10, symbols=5, seed=1)

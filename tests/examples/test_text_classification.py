@@ -4,6 +4,8 @@ import pytest
 import text_classification
 from text_classes import data
 
+pytestmark = pytest.mark.any_backend
+
 TINY = (
     "--length 24 --layers 1 --dim 8 --heads 2 --batch 8 --steps 25 --test-windows 5 "
     "--learning-rate 0.05 --verbose 0"

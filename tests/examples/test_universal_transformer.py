@@ -4,6 +4,8 @@ import pytest
 import universal_transformer
 from algorithms.data import END, FIRST, PLUS, START, examples, model_inputs
 
+pytestmark = pytest.mark.any_backend
+
 
 def number(digits):
     return int("".join(str(digit - FIRST) for digit in digits[::-1]))

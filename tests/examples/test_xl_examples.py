@@ -11,6 +11,8 @@ from maze.environment import FORWARD, TMaze
 from maze.training import learning_targets
 from recall.training import PlantedSymbols
 
+pytestmark = pytest.mark.any_backend
+
 
 def test_a_document_has_one_symbol_in_its_first_segment():
     data = PlantedSymbols(documents=2, batch=3, length=4, segments=3, symbols=5, seed=1)

@@ -112,7 +112,7 @@ def test_padding_changes_nothing_and_lengths_may_vary(name):
         else value
         for key, value in data.items()
     }
-    received = compiled_outputs(backbone, changed)
+    received = outputs(backbone, changed)
     assert_close(received, expected, rtol=1e-4, atol=1e-5)
     # The first row without its padding: the one sequence, or both.
     alone = {

@@ -6,6 +6,8 @@ import pytest
 from keras_efficient_attn import PerformerAttention, SoftmaxAttention
 from keras_efficient_attn.layers import attention_names, get_attention
 
+pytestmark = pytest.mark.any_backend
+
 
 def test_options_become_constructor_arguments():
     layer = get_attention(
