@@ -237,6 +237,11 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         """Whether the layer has weights in common with those of other blocks."""
         return False
 
+    @property
+    def gate_dense(self):
+        """The projection of the gate, or `None` without `use_gate`."""
+        return self._gate_dense if self._use_gate else None
+
     def operations(self, length, causal):
         """Useful operations between the projections, for one row of self-attention.
 

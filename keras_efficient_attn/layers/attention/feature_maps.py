@@ -594,4 +594,5 @@ class CalibratedFeatures(FeatureMap):
         return self.features.project(draws, dtype)
 
     def multiplications(self, head_dim):
-        return self.features.multiplications(head_dim)
+        # The coordinates are a product with a matrix.
+        return head_dim**2 + self.features.multiplications(head_dim)

@@ -209,8 +209,6 @@ class FourierAttention(EfficientAttention):
         return cache_spec(batch_size, max_length, tails, dtype)
 
     def operations(self, length, causal):
-        if self._use_gate:
-            return None
         heads, dim, value_dim = self._num_heads, self._key_dim, self._value_dim
         if not self.linear:
             # Difference, sine, quotient and product per dimension of the key.

@@ -132,8 +132,6 @@ class LocalAttention(PatternAttention):
         return recent_keys_spec(*sizes, self.state_dtype)
 
     def operations(self, length, causal):
-        if self._use_gate:
-            return None
         pairs = local_pairs(length, causal, self._config())
         per_pair = 2 * self._num_heads * (self._key_dim + self._value_dim)
         return None if pairs is None else per_pair * pairs

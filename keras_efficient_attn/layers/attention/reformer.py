@@ -196,8 +196,6 @@ class ReformerLSHAttention(EfficientAttention):
         return np.where(own & others, -np.inf, logits)
 
     def operations(self, length, causal):
-        if self._use_gate:
-            return None
         dense = self.dense_length is not None and length <= self.dense_length
         pairs = count_pairs(length, length, causal)
         rounds, rotations = self.num_hashes, sum(self._factors) // 2

@@ -89,8 +89,6 @@ class SoftmaxAttention(EfficientAttention):
         return cache_spec(batch_size, max_length, tails, self._cache_dtype)
 
     def operations(self, length, causal):
-        if self._use_gate:
-            return None
         window = min(self._sliding_window or length, length)
         per_pair = 2 * self._num_heads * (self._key_dim + self._value_dim)
         return per_pair * count_pairs(window, length, causal)

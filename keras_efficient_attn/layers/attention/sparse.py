@@ -126,8 +126,6 @@ class SparseAttention(PatternAttention):
         return sparse_attention_spec(self._config(), *sizes, self.state_dtype)
 
     def operations(self, length, causal):
-        if self._use_gate:
-            return None
         pairs = sparse_pairs(length, causal, self._config())
         return 2 * (self._key_dim + self._value_dim) * pairs
 

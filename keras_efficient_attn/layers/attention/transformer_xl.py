@@ -211,8 +211,6 @@ class RelativePositionXL(EfficientAttention):
         }
 
     def operations(self, length, causal):
-        if self._use_gate:
-            return None
         heads, dim = self._num_heads, self._key_dim
         window = length
         if self.same_length:

@@ -177,8 +177,6 @@ class AdaptiveSpan(PatternAttention):
         return recent_keys_spec(*sizes, self.state_dtype)
 
     def operations(self, length, causal):
-        if self._use_gate:
-            return None
         terms = 2 if self.relative_positions else 1
         per_pair = 2 * self._num_heads * (terms * self._key_dim + self._value_dim)
         return per_pair * count_pairs(min(self.window, length), length, causal)

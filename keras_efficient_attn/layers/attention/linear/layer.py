@@ -176,8 +176,6 @@ class LinearAttention(EfficientAttention):
         )
 
     def operations(self, length, causal):
-        if self._use_gate:
-            return None
         heads, dim, value_dim = self._num_heads, self._key_dim, self._value_dim
         features = 4 * heads * self.feature_map.multiplications(dim)
         sums = 4 * heads * value_dim * self._feature_dim

@@ -283,8 +283,6 @@ class VQAttention(EfficientAttention):
         )
 
     def operations(self, length, causal):
-        if self._use_gate:
-            return None
         heads, dim, value_dim = self._num_heads, self._key_dim, self._value_dim
         window = 0 if self.window is None else min(self.window, length)
         terms = 2 if self.config.relative_positions else 1
