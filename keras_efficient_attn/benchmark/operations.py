@@ -3,8 +3,9 @@
 A multiplication and an addition are two operations. A layer counts those between its
 projections (`EfficientAttention.operations`); the projections are counted here, with
 `2 · dim · width` per position for each (query, key, value, output, and the gate where
-there is one), where `width` is heads times head size. Products inside chunks, padding and recomputation are the
-implementation's, and not counted. A backward pass counts twice the forward pass.
+there is one), where `width` is heads times head size. Products inside chunks, padding
+and recomputation are the implementation's, and not counted. A backward pass counts
+twice the forward pass.
 """
 
 BACKWARD = 2

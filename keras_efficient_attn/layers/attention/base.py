@@ -57,8 +57,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
 
     A subclass is complete with `attend`. It says of itself, by overriding: its state
     in `state_spec`, `state_grows`, `estimates_softmax`, `can_calibrate`,
-    `calibrates_beyond_window`, `shares_with_blocks`, `remembers_inputs`,
-    `conversion_refusal`, `operations`.
+    `calibrates_beyond_window`, `shares_with_blocks` and `share_weights_with`,
+    `remembers_inputs`, `conversion_refusal`, `operations`.
 
     Args:
         *args, **kwargs: Those of `keras.layers.MultiHeadAttention`.
@@ -234,8 +234,16 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
 
     @property
     def shares_with_blocks(self):
-        """Whether the layer has weights in common with those of other blocks."""
+        """Whether the layers of a stack that say so have weights in common."""
         return False
+
+    def share_weights_with(self, other):
+        """Takes another layer's weights for those that both `shares_with_blocks` mean.
+
+        Args:
+            other: A layer of the same class and sizes. This layer must not be built.
+        """
+        raise NotImplementedError
 
     @property
     def gate_dense(self):

@@ -68,10 +68,9 @@ class SparseAttention(PatternAttention):
 
     >>> import keras
     >>> from keras_efficient_attn import SparseAttention
-    >>> layer = SparseAttention(num_heads=4, key_dim=16, pattern="fixed", stride=32)
     >>> x = keras.random.normal((2, 1000, 64))
-    >>> layer(x, x, use_causal_mask=True).shape
-    (2, 1000, 64)
+    >>> layer = SparseAttention(num_heads=4, key_dim=16, pattern="fixed", stride=32)
+    >>> output = layer(x, x, use_causal_mask=True)
 
     Layers that take turns, by name:
 

@@ -15,7 +15,7 @@ from keras_efficient_attn.layers.attention.vq.codebooks import (
     MixtureCodebook,
     MovingCodebook,
 )
-from keras_efficient_attn.ops.common.checks import check_rotary_wavelength
+from keras_efficient_attn.ops.common.checks import check_bool, check_rotary_wavelength
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, rms_normalize
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.common.relative_positions import (
@@ -206,6 +206,9 @@ class VQAttention(EfficientAttention):
             block_length=block_length,
         )
         self.config.check_key_dim(self._key_dim)
+        for name in ("quantize_window", "gradient_through_cache", "relative_positions"):
+            check_bool(name, getattr(self.config, name))
+        check_bool("qk_norm", qk_norm)
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
         self.qk_norm = qk_norm
         self.rotary_wavelength = rotary_wavelength
