@@ -429,7 +429,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         return self.call(*args, **kwargs)
 
     def _output_spec(self, axes, inputs, call):
-        """What a call gives, as `KerasTensor`s."""
+        """The results of a call, as `KerasTensor`s."""
         sequences = {
             id(x): keras.KerasTensor(axes.sequence_shape(x.shape), dtype=x.dtype)
             for x in inputs

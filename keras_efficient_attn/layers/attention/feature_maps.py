@@ -115,8 +115,7 @@ def get(identifier, **options):
     return made
 
 
-# Bounded, as all that is cached for what users make: a compiler compiles again what was
-# forgotten.
+# Bounded: it holds maps that users make.
 @functools.lru_cache(256)
 def feature_functions(feature_map):
     """`(query_features, key_features)`: one pair of objects for equal maps."""
@@ -193,7 +192,7 @@ class FeatureMap:
         return ()
 
     def map_weights(self, weights, query, key, call):
-        """What the functions read, from the weights and the call.
+        """Tensors for the functions to read, from the weights and the call.
 
         Args:
             weights: Tuple of tensors, from `create_weights`.

@@ -14,7 +14,7 @@ from keras_efficient_attn.models.blocks.normalization import get_norm
 
 
 class StackTrace(typing.NamedTuple):
-    """What a stack makes beside its output.
+    """The results of a stack beside its output.
 
     Attributes:
         state: Dict of the blocks' new states, by application.
