@@ -201,12 +201,8 @@ class FourierAttention(EfficientAttention):
         if self.linear:
             sizes = (batch_size, heads, self.feature_dim, self._value_dim)
             return linear_attention_state_spec(*sizes, dtype)
-        tails = {
-            "key": (heads, self._key_dim),
-            "value": (heads, self._value_dim),
-            "mask": (),
-        }
-        return cache_spec(batch_size, max_length, tails, dtype)
+        sizes = (heads, self._key_dim, self._value_dim)
+        return cache_spec(batch_size, max_length, *sizes, dtype)
 
     def operations(self, length, causal):
         heads, dim, value_dim = self._num_heads, self._key_dim, self._value_dim
@@ -261,12 +257,9 @@ class FourierAttention(EfficientAttention):
     def _attend_exact(self, query, key, value, radius, call):
         state, key_mask, first_position = call.state, call.key_mask, 0
         if state is not None:
-            if key_mask is None:
-                key_mask = ops.ones(ops.shape(key)[:2], key.dtype)
-            new = {"key": key, "value": value, "mask": key_mask}
-            state, first_position = extend_cache(state, new)
-            key, value = (ops.cast(state[name], key.dtype) for name in ("key", "value"))
-            key_mask = state["mask"]
+            state, key, value, key_mask, first_position = extend_cache(
+                state, key, value, key_mask
+            )
         heads = fourier.fourier_attention(
             query,
             key,
