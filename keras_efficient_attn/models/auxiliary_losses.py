@@ -4,7 +4,9 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers import ChunkedVocabularyLoss
+from keras_efficient_attn.layers.building import add_counter
 from keras_efficient_attn.models.blocks.normalization import get_norm
+from keras_efficient_attn.models.tasks.task import uncompiled_config
 from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
 
 
@@ -86,14 +88,7 @@ class AuxiliaryLosses(keras.Model):
         self.total_steps = total_steps
         self.num_targets = num_targets
         self.target_weight = target_weight
-        self._training_step = self.add_weight(
-            name="training_step",
-            shape=(),
-            dtype="int32",
-            initializer="zeros",
-            trainable=False,
-            aggregation="only_first_replica",
-        )
+        self._training_step = add_counter(self, "training_step")
         stack = backbone.decoder
         self._num_layers = len(stack.blocks) * stack.num_recurrences
         layers = range(1, self._num_layers + 1)
@@ -195,12 +190,9 @@ class AuxiliaryLosses(keras.Model):
         return super().compute_metrics(x, y, logits, sample_weight)
 
     def get_config(self):
-        model = keras.saving.serialize_keras_object(self.model)
-        # Nothing is trained with the optimizer that a task is made with.
-        model.pop("compile_config", None)
         return {
             **super().get_config(),
-            "model": model,
+            "model": uncompiled_config(self.model),
             "total_steps": self.total_steps,
             "num_targets": self.num_targets,
             "target_weight": self.target_weight,

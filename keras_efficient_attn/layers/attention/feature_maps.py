@@ -565,13 +565,8 @@ class CalibratedFeatures(FeatureMap):
             )
         check_positive_int("rank", self.rank, optional=True)
 
-    @property
-    def name(self):
-        return self.features.name
-
-    @property
-    def random(self):
-        return self.features.random
+    name = property(lambda self: self.features.name)
+    random = property(lambda self: self.features.random)
 
     def feature_dim(self, head_dim):
         if self.rank is not None and (self.random or self.rank > head_dim):

@@ -169,9 +169,10 @@ class RelativePositionXL(EfficientAttention):
         self._memory_dim = value_shape[-1]
         if not self.biases.built:
             self.biases.build()
+        waves = query_shape[-1] + query_shape[-1] % 2
         self._position = self.add_weight(
             name="position",
-            shape=(query_shape[-1] + query_shape[-1] % 2, *self._head_shape),
+            shape=(waves, self._num_heads, self._key_dim),
             initializer=self._new_kernel_initializer(),
         )
 
@@ -368,10 +369,6 @@ class RelativePositionXL(EfficientAttention):
             biases = keras.saving.deserialize_keras_object(biases)
             config = {**config, "biases": biases}
         return super().from_config(config)
-
-    @property
-    def _head_shape(self):
-        return (self._num_heads, self._key_dim)
 
     def _position_keys(self, after, before, dtype):
         """Keys of distances that fall from `after - 1` to `-before`."""

@@ -12,6 +12,7 @@ from keras_efficient_attn.layers.attention.linear.calibration import (
 )
 from keras_efficient_attn.layers.attention.linear.layer import LinearAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
+from keras_efficient_attn.layers.building import add_counter
 from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 
@@ -160,14 +161,7 @@ class PerformerAttention(LinearAttention):
             )
             self._calibration.build()
         if self.redraw_interval is not None:
-            self._calls_since_redraw = self.add_weight(
-                name="calls_since_redraw",
-                shape=(),
-                dtype="int32",
-                initializer="zeros",
-                trainable=False,
-                autocast=False,
-            )
+            self._calls_since_redraw = add_counter(self, "calls_since_redraw")
 
     def redraw(self):
         """Draws a new projection.

@@ -334,7 +334,7 @@ class VQAttention(EfficientAttention):
         heads, new_state = attend_to_keys_and_codes(
             query,
             Keys(key, value, key_mask, index),
-            self._codebook_of(codes),
+            Codebook(codes, self._codebook.sigma if self.config.soft else None),
             self.config,
             call.causal,
             positions,
@@ -480,10 +480,6 @@ class VQAttention(EfficientAttention):
     def _compared_key(self, key):
         """Prepared keys in these coordinates."""
         return key if self.config.soft else self._coordinates.map_keys(key)
-
-    def _codebook_of(self, codes):
-        """Codes, with the width of soft ones."""
-        return Codebook(codes, self._codebook.sigma if self.config.soft else None)
 
     def _calibration_keys(self, x):
         """Prepared keys of data, an array `(batch, length, heads, key_dim)`."""
