@@ -2,9 +2,10 @@
 
 A multiplication and an addition are two operations. A layer counts those between its
 projections (`EfficientAttention.operations`); the projections are counted here, with
-`8 · dim · width` per position (query, key, value and output), where `width` is heads
-times head size. Products inside chunks, padding and recomputation are the
-implementation's, and not counted. A backward pass counts twice the forward pass.
+`2 · dim · width` per position for each (query, key, value, output, and the gate where
+there is one), where `width` is heads times head size. Products inside chunks, padding
+and recomputation are the implementation's, and not counted. A backward pass counts
+twice the forward pass.
 """
 
 BACKWARD = 2
@@ -38,5 +39,7 @@ def _projections(layer):
     projections = [layer.query_dense, layer.value_dense, layer.output_dense]
     if layer.key_dense is not layer.query_dense:
         projections.append(layer.key_dense)
+    if layer.gate_dense is not None:
+        projections.append(layer.gate_dense)
     shapes = [projection.kernel.shape for projection in projections]
     return 2 * sum(shape[0] * shape[1] * shape[2] for shape in shapes)

@@ -30,7 +30,7 @@ class Timing:
 
     @property
     def compilation(self):
-        """What the first call took longer than the median of the later ones."""
+        """Seconds of the first call beyond the median of the later ones."""
         return max(self.first - self.median, 0.0)
 
 

@@ -19,6 +19,19 @@ def build_layer(layer, shape, dtype):
         layer.build(shape)
 
 
+def add_counter(layer, name):
+    """A weight of a layer that counts its calls, from 0 on."""
+    return layer.add_weight(
+        name=name,
+        shape=(),
+        dtype="int32",
+        initializer="zeros",
+        trainable=False,
+        autocast=False,
+        aggregation="only_first_replica",
+    )
+
+
 def identity(shape, dtype=None):
     """Initializer of `(..., dim, dim)`: identity matrices."""
     return ops.zeros(shape, dtype) + ops.eye(shape[-1], dtype=dtype)

@@ -4,8 +4,10 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers import ChunkedVocabularyLoss
+from keras_efficient_attn.layers.building import add_counter
 from keras_efficient_attn.models.blocks.normalization import get_norm
-from keras_efficient_attn.models.universal.transformer import UniversalTransformer
+from keras_efficient_attn.models.tasks.task import uncompiled_config
+from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -70,21 +72,14 @@ class AuxiliaryLosses(keras.Model):
                 "EfficientTransformerBackbone, such as EfficientCausalLM. Received: "
                 f"model={model!r}"
             )
-        if isinstance(backbone.decoder, UniversalTransformer):
+        if not backbone.decoder.returns_layers:
             raise ValueError(
                 "`model` must have layers with outputs of their own, and not the steps "
                 f"of a UniversalTransformer. Received: model={model!r}"
             )
-        for name, received in (
-            ("total_steps", total_steps),
-            ("num_targets", num_targets),
-        ):
-            if not isinstance(received, int) or received < 1:
-                raise ValueError(
-                    f"`{name}` must be a positive integer. Received: "
-                    f"{name}={received!r}"
-                )
-        if not isinstance(target_weight, int | float) or not target_weight >= 0:
+        check_positive_int("total_steps", total_steps)
+        check_positive_int("num_targets", num_targets)
+        if not is_number(target_weight) or not target_weight >= 0:
             raise ValueError(
                 "`target_weight` must be a number of at least 0. Received: "
                 f"target_weight={target_weight!r}"
@@ -93,14 +88,7 @@ class AuxiliaryLosses(keras.Model):
         self.total_steps = total_steps
         self.num_targets = num_targets
         self.target_weight = target_weight
-        self._training_step = self.add_weight(
-            name="training_step",
-            shape=(),
-            dtype="int32",
-            initializer="zeros",
-            trainable=False,
-            aggregation="only_first_replica",
-        )
+        self._training_step = add_counter(self, "training_step")
         stack = backbone.decoder
         self._num_layers = len(stack.blocks) * stack.num_recurrences
         layers = range(1, self._num_layers + 1)
@@ -202,12 +190,9 @@ class AuxiliaryLosses(keras.Model):
         return super().compute_metrics(x, y, logits, sample_weight)
 
     def get_config(self):
-        model = keras.saving.serialize_keras_object(self.model)
-        # Nothing is trained with the optimizer that a task is made with.
-        model.pop("compile_config", None)
         return {
             **super().get_config(),
-            "model": model,
+            "model": uncompiled_config(self.model),
             "total_steps": self.total_steps,
             "num_targets": self.num_targets,
             "target_weight": self.target_weight,

@@ -33,6 +33,7 @@ from keras_efficient_attn.models.universal.transformer import (
     RecurrenceOptions,
     UniversalTransformer,
 )
+from keras_efficient_attn.ops.common.checks import check_positive_int
 
 ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
 # What else the constructor has in scope.
@@ -342,7 +343,6 @@ class _Layers:
     def __init__(self, options, dtype):
         self.options = options
         self.dtype = dtype
-        self.shared_biases = None
         # Of all layers that add positions: they are to draw the same offsets.
         self.offset_seed = random.randrange(2**31)
 
@@ -428,19 +428,15 @@ class _Layers:
 
     def attention(self, spec, rotary, name):
         options = self.options
-        layer = make_attention(
+        return make_attention(
             spec,
             num_heads=options.num_heads,
             key_dim=options.head_dim or options.hidden_dim // options.num_heads,
             use_bias=options.use_bias,
             rotary=rotary,
-            biases=self.shared_biases,
             name=name,
             dtype=self.dtype,
         )
-        if layer.shares_with_blocks and layer.remembers_inputs:
-            self.shared_biases = layer.biases
-        return layer
 
     def convolution(self):
         if self.options.convolution is None:
@@ -463,13 +459,8 @@ def _check(options):
     """Raises `ValueError` for what the layers would not notice."""
     sizes = ("vocabulary_size", "num_layers", "num_heads", "hidden_dim")
     for name in (*sizes, "head_dim"):
-        received = getattr(options, name)
-        if name == "head_dim" and received is None:
-            continue
-        if not isinstance(received, int) or received < 1:
-            raise ValueError(
-                f"`{name}` must be a positive integer. Received: {name}={received!r}"
-            )
+        optional = name == "head_dim"
+        check_positive_int(name, getattr(options, name), optional)
     if options.head_dim is None and options.hidden_dim % options.num_heads:
         raise ValueError(
             "`hidden_dim` must be a multiple of `num_heads`, or `head_dim` given. "

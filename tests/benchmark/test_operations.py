@@ -164,7 +164,22 @@ def test_a_sliding_window_counts_its_pairs():
 @pytest.mark.parametrize(
     "name", ["softmax", "performer", "vq", "local:window=4", "sparse", "xl"]
 )
-def test_gated_layers_have_no_count(name):
-    layer = build(f"{name}{',' if ':' in name else ':'}use_gate=True")
-    assert layer_operations(layer, BATCH, LENGTH, True) is None
-    assert decode_operations(layer, BATCH, LENGTH) is None
+def test_gated_layers_have_one_more_projection(name):
+    layer = build(name)
+    gated = build(f"{name}{',' if ':' in name else ':'}use_gate=True")
+    more = BATCH * PROJECTIONS // 4
+    count = layer_operations(layer, BATCH, LENGTH, True)
+    assert layer_operations(gated, BATCH, LENGTH, True) == count + LENGTH * more
+    count = decode_operations(layer, BATCH, LENGTH)
+    assert decode_operations(gated, BATCH, LENGTH) == count + more
+
+
+def test_a_calibrated_layer_counts_its_coordinates():
+    plain, calibrated = (
+        build(f"performer:feature_map=taylor,calibrated={calibrated}")
+        for calibrated in (False, True)
+    )
+    # One matrix for queries and one for keys, of each head.
+    more = BATCH * 2 * 2 * HEADS * HEAD_DIM**2
+    count = layer_operations(plain, BATCH, LENGTH, True)
+    assert layer_operations(calibrated, BATCH, LENGTH, True) == count + LENGTH * more

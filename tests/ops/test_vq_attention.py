@@ -6,8 +6,11 @@ from keras import ops
 
 from keras_efficient_attn.ops import linear_attention, vq_attention, vq_attention_state
 from keras_efficient_attn.ops.linear_attention import feature_maps
-from keras_efficient_attn.ops.vq_attention import codebook as codebooks
-from keras_efficient_attn.ops.vq_attention import compressed, expanded
+from keras_efficient_attn.ops.vq_attention import (
+    codebook as codebooks,
+    compressed,
+    expanded,
+)
 from tests import dense
 from tests.autodiff import gradients, to_numpy
 

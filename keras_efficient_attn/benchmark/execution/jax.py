@@ -60,12 +60,12 @@ class Program:
             return self._stateless(trainable, fixed, merged)
 
         output, pull, updated = jax.vjp(run, trainable, floats, has_aux=True)
-        of_weights, of_inputs = pull(cotangent)
+        grad_weights, grad_inputs = pull(cotangent)
         if self._optimizer is not None:
-            of_weights, slots = self._optimizer.stateless_apply(
-                slots, of_weights, trainable
+            grad_weights, slots = self._optimizer.stateless_apply(
+                slots, grad_weights, trainable
             )
-        return [output, *of_inputs, *of_weights, *updated, *slots]
+        return [output, *grad_inputs, *grad_weights, *updated, *slots]
 
     def _stateless(self, trainable, fixed, inputs):
         variables = self._trainable + self._fixed

@@ -50,11 +50,11 @@ class Program:
         )
         # The gradient of an embedding is a few rows; a training step needs them all.
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        of_inputs, of_weights = gradients[: len(floats)], gradients[len(floats) :]
+        grad_inputs, grad_weights = gradients[: len(floats)], gradients[len(floats) :]
         if self._optimizer is None:
-            return [output, *of_inputs, *of_weights]
-        self._optimizer.apply(of_weights)
-        return [output, *of_inputs]
+            return [output, *grad_inputs, *grad_weights]
+        self._optimizer.apply(grad_weights)
+        return [output, *grad_inputs]
 
 
 def wait(outputs):

@@ -36,12 +36,12 @@ class Program:
         gradients = torch.autograd.grad(
             output, floats + self._trainable, cotangent, materialize_grads=True
         )
-        of_inputs, of_weights = gradients[: len(floats)], gradients[len(floats) :]
+        grad_inputs, grad_weights = gradients[: len(floats)], gradients[len(floats) :]
         if self._optimizer is None:
-            return [output.detach(), *of_inputs, *of_weights]
+            return [output.detach(), *grad_inputs, *grad_weights]
         with torch.no_grad():
-            self._optimizer.apply(list(of_weights))
-        return [output.detach(), *of_inputs]
+            self._optimizer.apply(list(grad_weights))
+        return [output.detach(), *grad_inputs]
 
 
 def wait(outputs):

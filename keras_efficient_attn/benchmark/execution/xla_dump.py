@@ -1,4 +1,4 @@
-"""What XLA says of the programs that it compiles: the memory of their temporaries.
+"""The memory of temporaries, as XLA writes it down for programs that it compiles.
 
 TensorFlow tells nobody how much a compiled program allocates, and its allocator keeps
 what was freed, so that resident memory does not show it either. XLA itself writes it

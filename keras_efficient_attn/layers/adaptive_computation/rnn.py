@@ -146,14 +146,7 @@ class AdaptiveRNN(keras.layers.RNN):
         }
         return outputs, ponder
 
-    def compute_output_spec(
-        self,
-        sequences,
-        initial_state=None,
-        mask=None,
-        training=False,
-        return_ponder=False,
-    ):
+    def compute_output_spec(self, sequences, *args, return_ponder=False, **kwargs):
         shapes = self.compute_output_shape(sequences.shape)
         shapes = list(shapes) if self.return_state else [shapes]
         results = [_specification(shape, self.compute_dtype) for shape in shapes]

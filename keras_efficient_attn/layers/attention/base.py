@@ -57,8 +57,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
 
     A subclass is complete with `attend`. It says of itself, by overriding: its state
     in `state_spec`, `state_grows`, `estimates_softmax`, `can_calibrate`,
-    `calibrates_beyond_window`, `shares_with_blocks`, `remembers_inputs`,
-    `conversion_refusal`, `operations`.
+    `calibrates_beyond_window`, `shares_with_blocks` and `share_weights_with`,
+    `remembers_inputs`, `conversion_refusal`, `operations`.
 
     Args:
         *args, **kwargs: Those of `keras.layers.MultiHeadAttention`.
@@ -234,8 +234,21 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
 
     @property
     def shares_with_blocks(self):
-        """Whether the layer has weights in common with those of other blocks."""
+        """Whether the layers of a stack that say so have weights in common."""
         return False
+
+    def share_weights_with(self, other):
+        """Takes another layer's weights for those that both `shares_with_blocks` mean.
+
+        Args:
+            other: A layer of the same class and sizes. This layer must not be built.
+        """
+        raise NotImplementedError
+
+    @property
+    def gate_dense(self):
+        """The projection of the gate, or `None` without `use_gate`."""
+        return self._gate_dense if self._use_gate else None
 
     def operations(self, length, causal):
         """Useful operations between the projections, for one row of self-attention.
@@ -387,15 +400,20 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         inputs = (query, value, value if key is None else key)
         masks = (query_mask, value_mask, key_mask, attention_mask)
         axes = self._check_inputs(inputs, masks, state)
-        sequences, masks = _as_sequences(axes, inputs, masks)
         call = AttentionCall(
-            query_mask=None if masks[0] is None else ops.cast(masks[0], "bool"),
-            key_mask=_merged_key_mask(masks, sequences[2]),
             causal=bool(use_causal_mask),
             training=bool(training),
             state=state,
             scores=return_attention_scores,
             options=self._call_options(inputs, state, options),
+        )
+        if _any_symbolic(inputs, masks, state):
+            return self._output_spec(axes, inputs, call)
+        sequences, masks = _as_sequences(axes, inputs, masks)
+        call = dataclasses.replace(
+            call,
+            query_mask=None if masks[0] is None else ops.cast(masks[0], "bool"),
+            key_mask=_merged_key_mask(masks, sequences[2]),
         )
         self._check_call(*sequences, call)
         output, more = self._attend_inputs(*sequences, call)
@@ -404,6 +422,31 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             return output, more
         if return_attention_scores:
             return output, axes.scores_from_sequence(more, query, inputs[2])
+        return output
+
+    def compute_output_spec(self, *args, **kwargs):
+        # A call with symbolic inputs is checked, and ends before it computes.
+        return self.call(*args, **kwargs)
+
+    def _output_spec(self, axes, inputs, call):
+        """The results of a call, as `KerasTensor`s."""
+        sequences = {
+            id(x): keras.KerasTensor(axes.sequence_shape(x.shape), dtype=x.dtype)
+            for x in inputs
+        }
+        self._check_call(*(sequences[id(x)] for x in inputs), call)
+        shapes = [x.shape for x in inputs]
+        output = keras.KerasTensor(
+            self.compute_output_shape(*shapes), dtype=self.compute_dtype
+        )
+        if call.state is not None:
+            return output, {
+                name: keras.KerasTensor(tensor.shape, dtype=tensor.dtype)
+                for name, tensor in call.state.items()
+            }
+        if call.scores:
+            shape = axes.scores_shape(shapes[0], shapes[2], self._num_heads)
+            return output, keras.KerasTensor(shape, dtype=self.compute_dtype)
         return output
 
     def _attend_inputs(self, query, value, key, call):
@@ -591,51 +634,6 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
                     f"{tuple(tensor.shape)}, instead of {('batch', *expected[1:])}"
                 )
 
-    def compute_output_spec(
-        self,
-        query,
-        value,
-        key=None,
-        query_mask=None,
-        value_mask=None,
-        key_mask=None,
-        attention_mask=None,
-        return_attention_scores=False,
-        training=None,
-        use_causal_mask=False,
-        state=None,
-        **options,
-    ):
-        inputs = (query, value, value if key is None else key)
-        masks = (query_mask, value_mask, key_mask, attention_mask)
-        axes = self._check_inputs(inputs, masks, state)
-        call = AttentionCall(
-            causal=bool(use_causal_mask),
-            state=state,
-            scores=return_attention_scores,
-            options=self._call_options(inputs, state, options),
-        )
-        sequences = inputs
-        if not axes.is_sequence:
-            sequences = (
-                keras.KerasTensor(axes.sequence_shape(x.shape), dtype=x.dtype)
-                for x in inputs
-            )
-        self._check_call(*sequences, call)
-        output = keras.KerasTensor(
-            self.compute_output_shape(*(x.shape for x in inputs)),
-            dtype=self.compute_dtype,
-        )
-        if state is not None:
-            return output, {
-                name: keras.KerasTensor(tensor.shape, dtype=tensor.dtype)
-                for name, tensor in state.items()
-            }
-        if return_attention_scores:
-            shape = axes.scores_shape(query.shape, inputs[2].shape, self._num_heads)
-            return output, keras.KerasTensor(shape, dtype=self.compute_dtype)
-        return output
-
     def set_weights(self, weights):
         """Sets all weights; or the projections alone, from a `MultiHeadAttention`.
 
@@ -670,6 +668,10 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             )
             config["dtype"] = keras.dtype_policies.serialize(policies)
         return config
+
+
+def _any_symbolic(*nests):
+    return any(isinstance(x, keras.KerasTensor) for x in keras.tree.flatten(nests))
 
 
 def _as_sequences(axes, inputs, masks):

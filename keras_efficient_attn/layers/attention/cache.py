@@ -4,44 +4,39 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.cache import nan_beyond, write_positions
 from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.recent_keys import RECENT, recent_keys_spec
 
 
-def cache_spec(batch_size, max_length, tails, dtype):
-    """`state_spec` of a cache.
+def cache_spec(batch_size, max_length, *sizes_and_dtype):
+    """`state_spec` of `max_length` positions; those beyond are NaN.
 
     Args:
-        batch_size: Rows in the batch.
-        max_length: Positions that the cache can hold; those beyond are NaN.
-        tails: Dict of names and the shapes of one position's tensors.
-        dtype: Dtype of these tensors.
-
-    Returns:
-        Dict of the names, `(batch, max_length, *tail)`, and `position`, the number of
-        positions read, `(batch,)`.
+        batch_size, max_length, *sizes_and_dtype: As of `recent_keys_spec`.
     """
     check_positive_int("max_length", max_length)
-    spec = {
-        name: ((batch_size, max_length, *tail), dtype) for name, tail in tails.items()
-    }
-    return {**spec, "position": ((batch_size,), "int32")}
+    return recent_keys_spec(batch_size, max_length, *sizes_and_dtype)
 
 
-def extend_cache(cache, new):
+def extend_cache(cache, key, value, key_mask):
     """Writes the next positions.
 
     Args:
         cache: From `cache_spec` or an earlier call; all rows have the same position.
-        new: Dict of tensors `(batch, length, *tail)`.
+        key: `(batch, length, heads, key_dim)`.
+        value: `(batch, length, heads, value_dim)`.
+        key_mask: Boolean `(batch, length)`, or `None` for all.
 
     Returns:
-        `(cache, start)`: the cache after them, and the position of the first, a scalar.
+        `(cache, key, value, mask, start)`: the cache after them; all that it holds, the
+        mask in the cache's dtype; and the position of the first, a scalar.
     """
-    start = cache["position"][0]
-    length = ops.shape(next(iter(new.values())))[1]
-    extended = {name: _write(cache[name], start, x) for name, x in new.items()}
-    return {**extended, "position": cache["position"] + length}, start
-
-
-def _write(old, start, new):
-    new = nan_beyond(ops.shape(old)[1], start, ops.cast(new, old.dtype))
-    return write_positions(old, new, start)
+    start, rows = cache["position"][0], ops.shape(key)[:2]
+    if key_mask is None:
+        key_mask = ops.ones(rows, "bool")
+    extended = {"position": cache["position"] + rows[1]}
+    for name, new in zip(RECENT, (key, value, key_mask), strict=True):
+        old = cache[name]
+        new = nan_beyond(ops.shape(old)[1], start, ops.cast(new, old.dtype))
+        extended[name] = write_positions(old, new, start)
+    keys, values = (ops.cast(extended[name], key.dtype) for name in ("key", "value"))
+    return extended, keys, values, extended["mask"], start

@@ -9,12 +9,15 @@ import functools
 
 import keras
 
+from keras_efficient_attn.layers.attention.named import add_named
 from keras_efficient_attn.layers.building import identity
 from keras_efficient_attn.ops.common import random_features
-from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
 from keras_efficient_attn.ops.common.numerics import wide_dtype
-from keras_efficient_attn.ops.linear_attention import calibrated_features
-from keras_efficient_attn.ops.linear_attention import feature_maps as functions
+from keras_efficient_attn.ops.linear_attention import (
+    calibrated_features,
+    feature_maps as functions,
+)
 
 ROW_NORMS = ("chi", "sqrt_dim")
 _CLASSES = {}
@@ -32,18 +35,8 @@ def register_feature_map(name, package="Custom"):
     """
 
     def register(feature_map):
-        known = _CLASSES.get(name, feature_map)
-        # A class may be defined again, as in a notebook.
-        if (known.__module__, known.__qualname__) != (
-            feature_map.__module__,
-            feature_map.__qualname__,
-        ):
-            raise ValueError(
-                f"`name` must be new. Received: name={name!r}, the name of "
-                f"{known.__name__}"
-            )
+        add_named(_CLASSES, name, feature_map)
         feature_map.name = name
-        _CLASSES[name] = feature_map
         return keras.saving.register_keras_serializable(package)(feature_map)
 
     return register
@@ -73,6 +66,7 @@ def get(identifier, **options):
 
     Raises:
         ValueError: For an unknown name, or options that the map does not have.
+        TypeError: For a `FeatureMap` with an argument that is not hashable.
 
     Example:
 
@@ -107,10 +101,22 @@ def get(identifier, **options):
                 f"feature_map={identifier!r} has no choice of `{option}`. Received: "
                 f"{option}={value!r}"
             )
-    return feature_map(**options)
+    made = feature_map(**options)
+    for field in dataclasses.fields(made):
+        value = getattr(made, field.name)
+        try:
+            hash(value)
+        except TypeError as error:
+            raise TypeError(
+                f"The arguments of a `FeatureMap` must be hashable, such as tuples: "
+                "equal maps are one object for a compiler. Received: "
+                f"{type(made).__name__} with {field.name}={value!r}"
+            ) from error
+    return made
 
 
-@functools.cache
+# Bounded: it holds maps that users make.
+@functools.lru_cache(256)
 def feature_functions(feature_map):
     """`(query_features, key_features)`: one pair of objects for equal maps."""
     return feature_map.query_features, feature_map.key_features
@@ -186,7 +192,7 @@ class FeatureMap:
         return ()
 
     def map_weights(self, weights, query, key, call):
-        """What the functions read, from the weights and the call.
+        """Tensors for the functions to read, from the weights and the call.
 
         Args:
             weights: Tuple of tensors, from `create_weights`.
@@ -259,6 +265,7 @@ class RandomFeatures(FeatureMap):
                 f"`num_features` must be even for feature_map={self.name!r}, which "
                 f"makes two of each row. Received: num_features={self.num_features}"
             )
+        check_bool("orthogonal", self.orthogonal)
         if self.row_norm not in ROW_NORMS:
             raise ValueError(
                 f"`row_norm` must be one of {', '.join(ROW_NORMS)}. Received: "
@@ -558,13 +565,8 @@ class CalibratedFeatures(FeatureMap):
             )
         check_positive_int("rank", self.rank, optional=True)
 
-    @property
-    def name(self):
-        return self.features.name
-
-    @property
-    def random(self):
-        return self.features.random
+    name = property(lambda self: self.features.name)
+    random = property(lambda self: self.features.random)
 
     def feature_dim(self, head_dim):
         if self.rank is not None and (self.random or self.rank > head_dim):
@@ -594,4 +596,5 @@ class CalibratedFeatures(FeatureMap):
         return self.features.project(draws, dtype)
 
     def multiplications(self, head_dim):
-        return self.features.multiplications(head_dim)
+        # The coordinates are a product with a matrix.
+        return head_dim**2 + self.features.multiplications(head_dim)

@@ -10,6 +10,7 @@ from keras_efficient_attn.layers.attention.cache import cache_spec, extend_cache
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops import fourier
 from keras_efficient_attn.ops.common.checks import (
+    check_bool,
     check_positive_int,
     check_positive_number,
 )
@@ -22,8 +23,6 @@ from keras_efficient_attn.ops.linear_attention.api import (
 )
 from keras_efficient_attn.ops.linear_attention.config import (
     CHUNK_SIZE as LINEAR_CHUNK_SIZE,
-)
-from keras_efficient_attn.ops.linear_attention.config import (
     LinearAttentionConfig,
 )
 from keras_efficient_attn.ops.linear_attention.feature_maps import (
@@ -114,8 +113,9 @@ class FourierAttention(EfficientAttention):
     >>> from keras_efficient_attn import FourierAttention
     >>> layer = FourierAttention(num_heads=4, key_dim=32)
     >>> x = keras.random.normal((2, 100, 64))
-    >>> layer(x, x, use_causal_mask=True).shape
-    (2, 100, 64)
+    >>> output = layer(x, x)
+    >>> layer.radius.shape  # One for each head.
+    (4, 1)
 
     Streaming, with a cache of 100 positions:
 
@@ -201,16 +201,10 @@ class FourierAttention(EfficientAttention):
         if self.linear:
             sizes = (batch_size, heads, self.feature_dim, self._value_dim)
             return linear_attention_state_spec(*sizes, dtype)
-        tails = {
-            "key": (heads, self._key_dim),
-            "value": (heads, self._value_dim),
-            "mask": (),
-        }
-        return cache_spec(batch_size, max_length, tails, dtype)
+        sizes = (heads, self._key_dim, self._value_dim)
+        return cache_spec(batch_size, max_length, *sizes, dtype)
 
     def operations(self, length, causal):
-        if self._use_gate:
-            return None
         heads, dim, value_dim = self._num_heads, self._key_dim, self._value_dim
         if not self.linear:
             # Difference, sine, quotient and product per dimension of the key.
@@ -263,12 +257,9 @@ class FourierAttention(EfficientAttention):
     def _attend_exact(self, query, key, value, radius, call):
         state, key_mask, first_position = call.state, call.key_mask, 0
         if state is not None:
-            if key_mask is None:
-                key_mask = ops.ones(ops.shape(key)[:2], key.dtype)
-            new = {"key": key, "value": value, "mask": key_mask}
-            state, first_position = extend_cache(state, new)
-            key, value = (ops.cast(state[name], key.dtype) for name in ("key", "value"))
-            key_mask = state["mask"]
+            state, key, value, key_mask, first_position = extend_cache(
+                state, key, value, key_mask
+            )
         heads = fourier.fourier_attention(
             query,
             key,
@@ -305,6 +296,8 @@ class FourierAttention(EfficientAttention):
                 f"`radius_per` must be one of {', '.join(RADIUS_SHARING)}. Received: "
                 f"radius_per={self.radius_per!r}"
             )
+        check_bool("linear", self.linear)
+        check_bool("orthogonal", self.orthogonal)
         check_positive_number("initial_radius", self.initial_radius, optional=True)
         check_positive_int("num_frequencies", self.num_frequencies, optional=True)
         if not self.linear and (

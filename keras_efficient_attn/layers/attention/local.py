@@ -73,8 +73,7 @@ class LocalAttention(PatternAttention):
     >>> from keras_efficient_attn import LocalAttention
     >>> layer = LocalAttention(num_heads=4, key_dim=16, window=64)
     >>> x = keras.random.normal((2, 1000, 64))
-    >>> layer(x, x, use_causal_mask=True).shape
-    (2, 1000, 64)
+    >>> output = layer(x, x, use_causal_mask=True)
     >>> layer = LocalAttention(4, 16, query_block=(4, 8), memory=(4, 4))
     >>> image = keras.random.normal((2, 20, 30, 64))
     >>> layer(image, image, use_causal_mask=True).shape
@@ -132,8 +131,6 @@ class LocalAttention(PatternAttention):
         return recent_keys_spec(*sizes, self.state_dtype)
 
     def operations(self, length, causal):
-        if self._use_gate:
-            return None
         pairs = local_pairs(length, causal, self._config())
         per_pair = 2 * self._num_heads * (self._key_dim + self._value_dim)
         return None if pairs is None else per_pair * pairs

@@ -8,7 +8,11 @@ from keras import ops
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
-from keras_efficient_attn.ops.common.checks import check_positive_int, is_int
+from keras_efficient_attn.ops.common.checks import (
+    check_bool,
+    check_positive_int,
+    is_int,
+)
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.lsh_attention.api import lsh_attention
@@ -104,14 +108,10 @@ class ReformerLSHAttention(EfficientAttention):
 
     >>> import keras
     >>> from keras_efficient_attn import ReformerLSHAttention
-    >>> layer = ReformerLSHAttention(num_heads=4, key_dim=32)
     >>> x = keras.random.normal((2, 1000, 64))
-    >>> layer(x, x, use_causal_mask=True).shape
-    (2, 1000, 64)
-
-    More rounds, nearer to dense attention:
-
-    >>> y = layer(x, x, use_causal_mask=True, num_hashes=8)
+    >>> layer = ReformerLSHAttention(num_heads=4, key_dim=32)
+    >>> y = layer(x, x, use_causal_mask=True)
+    >>> y = layer(x, x, use_causal_mask=True, num_hashes=8)  # Nearer to all pairs.
 
     Reference:
         - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
@@ -196,8 +196,6 @@ class ReformerLSHAttention(EfficientAttention):
         return np.where(own & others, -np.inf, logits)
 
     def operations(self, length, causal):
-        if self._use_gate:
-            return None
         dense = self.dense_length is not None and length <= self.dense_length
         pairs = count_pairs(length, length, causal)
         rounds, rotations = self.num_hashes, sum(self._factors) // 2
@@ -429,15 +427,8 @@ class ReformerLSHAttention(EfficientAttention):
                 "`num_buckets` must be a positive even integer, or a tuple of them. "
                 f"Received: num_buckets={self.num_buckets!r}"
             )
-        for name, choices in (
-            ("aligned", (None, True, False)),
-            ("scale_logits", (True, False)),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"`{name}` must be one of {choices}. Received: "
-                    f"{name}={getattr(self, name)!r}"
-                )
+        check_bool("aligned", self.aligned, optional=True)
+        check_bool("scale_logits", self.scale_logits)
         local = self.num_local_heads
         if not is_int(local) or not 0 <= local < self._num_heads:
             raise ValueError(

@@ -7,6 +7,7 @@ import re
 import keras
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
+from keras_efficient_attn.layers.attention.named import add_named
 
 _LAYERS = {}
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -51,16 +52,7 @@ def register_attention(name):
                 "An attention layer must be a subclass of `EfficientAttention`. "
                 f"Received: {layer_class!r}"
             )
-        known = _LAYERS.get(name, layer_class)
-        if (known.__module__, known.__qualname__) != (
-            layer_class.__module__,
-            layer_class.__qualname__,
-        ):
-            raise ValueError(
-                f"{name!r} names {known.__name__} already. Received: "
-                f"{layer_class.__name__}"
-            )
-        _LAYERS[name] = layer_class
+        add_named(_LAYERS, name, layer_class)
         return layer_class
 
     return register

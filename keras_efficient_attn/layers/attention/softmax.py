@@ -81,16 +81,11 @@ class SoftmaxAttention(EfficientAttention):
         return True
 
     def state_spec(self, batch_size, max_length):
-        tails = {
-            "key": (self._num_heads, self._key_dim),
-            "value": (self._num_heads, self._value_dim),
-            "mask": (),
-        }
-        return cache_spec(batch_size, max_length, tails, self._cache_dtype)
+        sizes = (self._num_heads, self._key_dim, self._value_dim)
+        # A cache as wide as the computation: it is most of what a token reads.
+        return cache_spec(batch_size, max_length, *sizes, self.compute_dtype)
 
     def operations(self, length, causal):
-        if self._use_gate:
-            return None
         window = min(self._sliding_window or length, length)
         per_pair = 2 * self._num_heads * (self._key_dim + self._value_dim)
         return per_pair * count_pairs(window, length, causal)
@@ -107,12 +102,10 @@ class SoftmaxAttention(EfficientAttention):
                 for x in (query, key)
             )
         if state is not None:
-            if key_mask is None:
-                key_mask = ops.ones(ops.shape(key)[:2], self._cache_dtype)
-            new = {"key": key, "value": value, "mask": key_mask}
-            state, start = extend_cache(state, new)
-            key, value = (ops.cast(state[name], dtype) for name in ("key", "value"))
-            key_mask = state["mask"] > 0
+            state, key, value, key_mask, start = extend_cache(
+                state, key, value, key_mask
+            )
+            key_mask = key_mask > 0
         mask = self._mask(ops.shape(query)[1], ops.shape(key)[1], start, call.causal)
         if key_mask is not None:
             keys = key_mask[:, None, None]
@@ -141,11 +134,6 @@ class SoftmaxAttention(EfficientAttention):
 
     def get_config(self):
         return {**super().get_config(), "rotary_wavelength": self.rotary_wavelength}
-
-    @property
-    def _cache_dtype(self):
-        # A cache as wide as the computation: it is most of what a token reads.
-        return self.compute_dtype
 
     def _attend_by_matrix(self, query, key, value, mask, call):
         dtype = accumulator_dtype(query, key, value)

@@ -68,10 +68,9 @@ class SparseAttention(PatternAttention):
 
     >>> import keras
     >>> from keras_efficient_attn import SparseAttention
-    >>> layer = SparseAttention(num_heads=4, key_dim=16, pattern="fixed", stride=32)
     >>> x = keras.random.normal((2, 1000, 64))
-    >>> layer(x, x, use_causal_mask=True).shape
-    (2, 1000, 64)
+    >>> layer = SparseAttention(num_heads=4, key_dim=16, pattern="fixed", stride=32)
+    >>> output = layer(x, x, use_causal_mask=True)
 
     Layers that take turns, by name:
 
@@ -126,8 +125,6 @@ class SparseAttention(PatternAttention):
         return sparse_attention_spec(self._config(), *sizes, self.state_dtype)
 
     def operations(self, length, causal):
-        if self._use_gate:
-            return None
         pairs = sparse_pairs(length, causal, self._config())
         return 2 * (self._key_dim + self._value_dim) * pairs
 

@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
-from keras_efficient_attn.ops.common.checks import check_int, may_agree
+from keras_efficient_attn.ops.common.checks import check_bool, check_int, may_agree
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.common.relative_positions import distance_sinusoids
@@ -70,7 +70,10 @@ class RelativePositionXL(EfficientAttention):
     sinusoids of their own.
 
     The state is the **memory**: the layer's last inputs, unchanged, from which keys
-    and values are projected anew. Gradients end there. A query sees the part of its
+    and values are projected anew. Gradients end there. `max_length` of
+    `get_initial_state` is the length of the memory, `memory_length` if it is not given:
+    with `same_length`, too, where it is also the number of positions before it that
+    every query sees in calls with that state. A query sees the part of its
     segment before it, and the memory; positions without an input yet, and masked ones,
     are not seen. Time is proportional to `length · (memory_length + length)`; the
     matrix of weights exists for some queries at a time.
@@ -87,9 +90,9 @@ class RelativePositionXL(EfficientAttention):
             before it, wherever in its segment it is (and, if not causal, as many
             after it), instead of all there are. Without a state, too. Defaults to
             `False`.
-        biases: Where `u` and `v` are from: `"own"` (the default); `"shared"`: one pair
-            for all layers of a backbone that say so, as in the paper, and the layer's
-            own elsewhere; or a `PositionBiases`, for the layers it is passed to.
+        biases: Where `u` and `v` are from: `"own"` (the default); `"shared"`: in a
+            `TransformerStack`, one pair for all layers that say so, as in the paper;
+            or a `PositionBiases`, for the layers it is passed to.
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`.
 
     Attributes:
@@ -115,8 +118,7 @@ class RelativePositionXL(EfficientAttention):
     >>> from keras_efficient_attn import RelativePositionXL
     >>> layer = RelativePositionXL(num_heads=4, key_dim=16, memory_length=64)
     >>> text = keras.random.normal((2, 96, 32))
-    >>> layer(text, text, use_causal_mask=True).shape
-    (2, 96, 32)
+    >>> layer.build(text.shape, text.shape)
     >>> state = layer.get_initial_state(batch_size=2)
     >>> for segment in keras.ops.split(text, 3, axis=1):
     ...     output, state = layer(
@@ -145,16 +147,11 @@ class RelativePositionXL(EfficientAttention):
         self.memory_length = memory_length
         self.clamp_length = clamp_length
         self.same_length = same_length
+        check_bool("same_length", same_length)
         check_int("memory_length", memory_length, 0)
         check_int("clamp_length", clamp_length, 1, optional=True)
         if isinstance(biases, PositionBiases):
-            sizes = biases.num_heads, biases.key_dim
-            if sizes != (self._num_heads, self._key_dim):
-                raise ValueError(
-                    "`biases` must have the layer's heads and width "
-                    f"{(self._num_heads, self._key_dim)}. Received: "
-                    f"num_heads={sizes[0]}, key_dim={sizes[1]}"
-                )
+            self._check_biases(biases)
         elif biases not in OWN_BIASES:
             raise ValueError(
                 f"`biases` must be one of {', '.join(OWN_BIASES)}, or a "
@@ -172,9 +169,10 @@ class RelativePositionXL(EfficientAttention):
         self._memory_dim = value_shape[-1]
         if not self.biases.built:
             self.biases.build()
+        waves = query_shape[-1] + query_shape[-1] % 2
         self._position = self.add_weight(
             name="position",
-            shape=(query_shape[-1] + query_shape[-1] % 2, *self._head_shape),
+            shape=(waves, self._num_heads, self._key_dim),
             initializer=self._new_kernel_initializer(),
         )
 
@@ -196,8 +194,34 @@ class RelativePositionXL(EfficientAttention):
     def shares_with_blocks(self):
         return self._source_of_biases == "shared"
 
+    def share_weights_with(self, other):
+        """Takes another layer's `biases` for its own.
+
+        Args:
+            other: A `RelativePositionXL` with as many heads of the same `key_dim`. This
+                layer must not be built yet.
+
+        Raises:
+            ValueError: If it is, or the two differ.
+        """
+        if self.built:
+            raise ValueError(
+                "A layer takes another's `biases` before it is built. Received: "
+                "built=True"
+            )
+        self._check_biases(other.biases)
+        self.biases = other.biases
+
+    def _check_biases(self, biases):
+        sizes = biases.num_heads, biases.key_dim
+        if sizes != (self._num_heads, self._key_dim):
+            raise ValueError(
+                "`biases` must have the layer's heads and width "
+                f"{(self._num_heads, self._key_dim)}. Received: "
+                f"num_heads={sizes[0]}, key_dim={sizes[1]}"
+            )
+
     def state_spec(self, batch_size, max_length):
-        # With `same_length`, queries see `max_length` positions before them.
         check_int("max_length", max_length, 0)
         if not self.built:
             raise ValueError(
@@ -211,8 +235,6 @@ class RelativePositionXL(EfficientAttention):
         }
 
     def operations(self, length, causal):
-        if self._use_gate:
-            return None
         heads, dim = self._num_heads, self._key_dim
         window = length
         if self.same_length:
@@ -347,10 +369,6 @@ class RelativePositionXL(EfficientAttention):
             biases = keras.saving.deserialize_keras_object(biases)
             config = {**config, "biases": biases}
         return super().from_config(config)
-
-    @property
-    def _head_shape(self):
-        return (self._num_heads, self._key_dim)
 
     def _position_keys(self, after, before, dtype):
         """Keys of distances that fall from `after - 1` to `-before`."""

@@ -9,7 +9,7 @@ from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.reversible.api import Half, reversible_chain
 
 Sublayer = collections.namedtuple("Sublayer", ["call", "layers", "tensors"])
-Sublayer.__doc__ = """What stands in a residual connection.
+Sublayer.__doc__ = """A function in a residual connection.
 
 Attributes:
     call: Callable `(x, **tensors) -> (y, state)`; the state is `None` where the

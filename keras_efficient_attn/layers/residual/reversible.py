@@ -13,6 +13,7 @@ from keras_efficient_attn.layers.residual.chain import (
     reversible_residuals,
     stream_dtype,
 )
+from keras_efficient_attn.ops.common.checks import check_bool
 
 MERGES = ("mean", "concatenate")
 
@@ -88,6 +89,7 @@ class ReversibleBlock(keras.layers.Layer):
                 raise TypeError(f"`{name}` must be a layer. Received: {name}={layer!r}")
         self.f = f
         self.g = g
+        check_bool("reversible", reversible)
         self.reversible = reversible
         self.supports_masking = True
 
@@ -216,6 +218,7 @@ class ReversibleStack(keras.layers.Layer):
                 f"`merge` must be one of {', '.join(MERGES)}. Received: merge={merge!r}"
             )
         self.merge = merge
+        check_bool("reversible", reversible)
         self.reversible = reversible
         self.supports_masking = True
 

@@ -36,7 +36,7 @@ def attention_spec(attention):
     )
 
 
-def make_attention(spec, num_heads, key_dim, use_bias, rotary, biases, name, dtype):
+def make_attention(spec, num_heads, key_dim, use_bias, rotary, name, dtype):
     """A new layer for one block.
 
     Args:
@@ -45,8 +45,6 @@ def make_attention(spec, num_heads, key_dim, use_bias, rotary, biases, name, dty
         key_dim: Width of a head, for a name.
         use_bias: Whether projections have biases, for a name.
         rotary: Whether to give the layer rotary positions.
-        biases: `PositionBiases` for a layer with `biases="shared"`; `None` for its
-            own.
         name: Of the layer.
         dtype: Policy of the layer.
 
@@ -78,6 +76,4 @@ def make_attention(spec, num_heads, key_dim, use_bias, rotary, biases, name, dty
             )
         if config.get("rotary_wavelength") is None:
             config["rotary_wavelength"] = MAX_WAVELENGTH
-    if biases is not None and config.get("biases") == "shared":
-        config["biases"] = biases
     return type(layer).from_config(config)

@@ -14,7 +14,7 @@ from keras_efficient_attn.models.blocks.normalization import get_norm
 
 
 class StackTrace(typing.NamedTuple):
-    """What a stack makes beside its output.
+    """The results of a stack beside its output.
 
     Attributes:
         state: Dict of the blocks' new states, by application.
@@ -35,8 +35,8 @@ class TransformerStack(keras.layers.Layer):
     turns, both of which start as `x` and whose mean is the output. In training, the
     activations are rebuilt in the backward pass instead of kept.
 
-    `AdaptiveSpan` layers with `relative_positions="shared"` have one table in all
-    blocks.
+    Attention layers that say so (`AdaptiveSpan` with `relative_positions="shared"`,
+    `RelativePositionXL` with `biases="shared"`) have these weights in common.
 
     Args:
         blocks: List of `TransformerBlock`, of the same `residual` and `norm`.
@@ -72,7 +72,7 @@ class TransformerStack(keras.layers.Layer):
             )
         self.blocks = list(blocks)
         self.num_recurrences = num_recurrences
-        _share_position_keys(self.blocks)
+        _share_weights(self.blocks)
         self.final_norm = None
         first = self.blocks[0]
         if first.attention_residual.final_norm:
@@ -83,6 +83,11 @@ class TransformerStack(keras.layers.Layer):
                 dtype=self.dtype_policy,
                 name="final_norm",
             )
+
+    @property
+    def returns_layers(self):
+        """Whether each application of a block has an output, for `return_layers`."""
+        return True
 
     def build(self, x_shape, memory_shape=None, **shapes):
         for block in self.blocks:
@@ -224,16 +229,13 @@ def _unbuilt(config):
     }
 
 
-def _share_position_keys(blocks):
-    first = None
-    for block in blocks:
-        attention = block.attention
-        if not attention.shares_with_blocks or attention.remembers_inputs:
-            continue
-        if first is None:
-            first = attention
-        else:
-            attention.share_position_keys(first)
+def _share_weights(blocks):
+    first = {}
+    for attention in (block.attention for block in blocks):
+        if attention.shares_with_blocks:
+            owner = first.setdefault(type(attention), attention)
+            if attention is not owner:
+                attention.share_weights_with(owner)
 
 
 def _in_turn(sublayers, x1, x2):

@@ -107,21 +107,10 @@ class AttentionAdapter(keras.layers.Layer):
         return heads
 
     # Under these names of Keras' own, the projections are in files.
-    @property
-    def query_dense(self):
-        return projections(self)["query"]
-
-    @property
-    def key_dense(self):
-        return projections(self)["key"]
-
-    @property
-    def value_dense(self):
-        return projections(self)["value"]
-
-    @property
-    def output_dense(self):
-        return projections(self)["output"]
+    query_dense = property(lambda self: projections(self)["query"])
+    key_dense = property(lambda self: projections(self)["key"])
+    value_dense = property(lambda self: projections(self)["value"])
+    output_dense = property(lambda self: projections(self)["output"])
 
     @staticmethod
     def key_mask(mask):
@@ -188,18 +177,10 @@ class MultiHeadAdapter(AttentionAdapter):
         cache_update_index=None,
     ):
         self._refuse_cache(cache)
-        return self.kernel(
-            query,
-            value,
-            key,
-            query_mask=query_mask,
-            value_mask=value_mask,
-            key_mask=key_mask,
-            return_attention_scores=return_attention_scores,
-            training=training,
-            state=state,
-            **self._masks(attention_mask, use_causal_mask),
-        )
+        masks = self._masks(attention_mask, use_causal_mask)
+        masks |= dict(query_mask=query_mask, value_mask=value_mask, key_mask=key_mask)
+        options = dict(return_attention_scores=return_attention_scores, state=state)
+        return self.kernel(query, value, key, training=training, **masks, **options)
 
     def _masks(self, attention_mask, use_causal_mask):
         """The masks that the kernel takes."""

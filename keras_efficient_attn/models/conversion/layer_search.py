@@ -94,7 +94,7 @@ def check_budget(layers, budget, calibrate):
 
 
 def _ends_of_stacks(model, sites, batch):
-    """What leaves the last block of each stack, and which of its rows count.
+    """The outputs of the last block of each stack, and which of their rows count.
 
     A stack ends where no block takes up, as its first input, what another one returns.
 

@@ -5,7 +5,6 @@ import keras_hub
 from keras import ops
 
 from keras_efficient_attn.models.backbone import EfficientTransformerBackbone
-from keras_efficient_attn.models.blocks.transformer_stack import TransformerStack
 from keras_efficient_attn.models.tasks.byte_tokenizer import (
     EfficientCausalLMPreprocessor,
 )
@@ -175,9 +174,7 @@ class EfficientCausalLM(TaskMixin, keras_hub.models.CausalLM):
     def _intercepted(self, inputs, layer_intercept_fn):
         """The backbone's output, each block's activations going through a function."""
         stack = self.backbone.decoder
-        if type(stack) is not TransformerStack or (
-            stack.blocks[0].residual == "reversible"
-        ):
+        if not stack.returns_layers or stack.blocks[0].residual == "reversible":
             raise ValueError(
                 "`layer_intercept_fn` needs blocks with activations of their own, "
                 "which reversible and adaptive stacks do not have. Received: "

@@ -5,6 +5,14 @@ import keras
 from keras_efficient_attn.models.presets import PresetMixin
 
 
+def uncompiled_config(model):
+    """The configuration of a model that another one trains, with its own optimizer."""
+    config = keras.saving.serialize_keras_object(model)
+    # The model would come back with an optimizer for all weights.
+    config.pop("compile_config", None)
+    return config
+
+
 class TaskMixin(PresetMixin):
     """Presets that ship with the package, any kind of data, and training that resumes.
 

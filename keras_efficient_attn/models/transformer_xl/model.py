@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.models.tasks.task import uncompiled_config
 from keras_efficient_attn.models.transformer_xl.segments import Segments
 from keras_efficient_attn.ops.common.backend import backend_name
 
@@ -162,12 +163,9 @@ class TransformerXL(keras.Model):
         return keras.KerasTensor(shape, dtype="float32")
 
     def get_config(self):
-        language_model = keras.saving.serialize_keras_object(self.language_model)
-        # It would come back with an optimizer of its own for all weights.
-        language_model.pop("compile_config", None)
         return {
             **super().get_config(),
-            "language_model": language_model,
+            "language_model": uncompiled_config(self.language_model),
             "batch_size": self.batch_size,
             "memory_length": self.memory_length,
         }

@@ -133,6 +133,11 @@ class UniversalTransformer(TransformerStack):
                 adaptive_computation, num_recurrences, self.dtype_policy
             )
 
+    @property
+    def returns_layers(self):
+        # Its steps are not layers: positions may halt between them.
+        return False
+
     def build(self, x_shape, memory_shape=None, **shapes):
         super().build(x_shape, memory_shape)
         for layer in (self.positions, self.timestep_embedding, self.halting):

@@ -25,6 +25,15 @@ def check_int(argument, received, least, optional=False):
         )
 
 
+def check_bool(argument, received, optional=False):
+    """Raises `ValueError` unless `received` is one, or `None` where that is allowed."""
+    if not (isinstance(received, bool) or optional and received is None):
+        raise ValueError(
+            f"`{argument}` must be a boolean{' or None' if optional else ''}. "
+            f"Received: {argument}={received!r}"
+        )
+
+
 def check_positive_number(argument, received, optional=False):
     """Raises `ValueError` unless `received` is one, or `None` where that is allowed."""
     if optional and received is None:

@@ -34,7 +34,8 @@ from keras_efficient_attn.ops.common.scan import vector_jacobian_product
 from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
 
 
-@functools.cache
+# Bounded: it holds functions that users make.
+@functools.lru_cache(256)
 def causal_step(config, chunk_size, masked):
     """`(step, gradient)` for `recompute_scan`, one object per configuration.
 

@@ -15,7 +15,8 @@ from keras_efficient_attn.ops.common.scan import vector_jacobian_product
 from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
 
 
-@functools.cache
+# Bounded: it holds functions that users make.
+@functools.lru_cache(256)
 def causal_step(config, chunk_size, masked):
     """As `causal_step.causal_step`; to be called where no gradient is recorded."""
 

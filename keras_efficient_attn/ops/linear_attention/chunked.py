@@ -97,7 +97,8 @@ def _divides(padded, length):
     return isinstance(padded, int) and isinstance(length, int) and padded == length
 
 
-@functools.cache
+# Bounded: it holds functions that users make.
+@functools.lru_cache(256)
 def _key_step(key_map, masked):
     """Adds a group of keys to the state."""
 
@@ -123,7 +124,8 @@ def _key_step(key_map, masked):
     return step
 
 
-@functools.cache
+# Bounded: it holds functions that users make.
+@functools.lru_cache(256)
 def _query_step(query_map, output):
     """Reads a group of queries' outputs from the state."""
 

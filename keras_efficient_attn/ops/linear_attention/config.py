@@ -10,7 +10,7 @@ CHUNK_SIZE = 64
 
 @dataclasses.dataclass(frozen=True)
 class LinearAttentionConfig:
-    """What linear attention computes, but for its tensors: one static argument.
+    """Linear attention but for its tensors: one static argument.
 
     Attributes:
         query_map, key_map: `(x, *map_weights) -> (features, log_scale)`, acting on

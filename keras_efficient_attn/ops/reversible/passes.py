@@ -10,7 +10,7 @@ from keras_efficient_attn.ops.common.scan import vector_jacobian_product
 from keras_efficient_attn.ops.reversible.remembered import recording, replaying
 
 Before = collections.namedtuple("Before", ["states", "remembered", "num_losses"])
-Before.__doc__ = """What a half needs for its second run, and how many losses it has."""
+Before.__doc__ = """A half's needs for its second run, and how many losses it has."""
 
 
 def forward(halves, x1, x2, parameters, states, tensors, apart):

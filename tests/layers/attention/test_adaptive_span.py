@@ -324,4 +324,4 @@ def test_what_has_no_meaning_is_refused():
     with pytest.raises(ValueError, match="every=0"):
         TrimSpans(every=0)
     with pytest.raises(ValueError, match="and the first must not be built"):
-        make().share_position_keys(make())
+        make().share_weights_with(make())

@@ -226,9 +226,29 @@ def test_a_map_from_outside_learns_and_is_saved(tmp_path, backend):
         (lambda: feature_maps.get("relu", orthogonal=False), "orthogonal=False"),
         (lambda: feature_maps.get(GainedRelu(), order=2), "order=2"),
         (lambda: feature_maps.get(keras.layers.Dense(2)), "without weights"),
-        (lambda: register_feature_map("elu")(GainedRelu), "name='elu'"),
+        (
+            lambda: register_feature_map("elu")(GainedRelu),
+            "'elu' names EluFeatures already",
+        ),
     ],
 )
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_an_argument_that_is_not_hashable_is_named():
+    @dataclasses.dataclass(frozen=True)
+    class Powers(FeatureMap):
+        exponents: tuple
+
+    assert feature_maps.get(Powers((1, 2))).exponents == (1, 2)
+    with pytest.raises(TypeError, match=r"Powers with exponents=\[1, 2\]"):
+        LinearAttention(2, 4, feature_map=Powers([1, 2]))
+
+
+def test_what_is_kept_for_feature_maps_is_bounded():
+    for order in range(300):
+        feature_maps.feature_functions(feature_maps.PolynomialFeatures(order))
+    kept = feature_maps.feature_functions.cache_info()
+    assert kept.currsize == kept.maxsize < 300

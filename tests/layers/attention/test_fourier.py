@@ -106,6 +106,8 @@ def test_the_linear_form_is_that_of_its_frequencies_and_streams():
         ({"chunk_size": 0}, "chunk_size=0"),
         ({"num_frequencies": 8}, "num_frequencies=8"),
         ({"orthogonal": False}, "orthogonal=False"),
+        ({"linear": True, "orthogonal": None}, "orthogonal=None"),
+        ({"linear": "yes"}, "linear='yes'"),
         ({"linear": True, "num_frequencies": -1}, "num_frequencies=-1"),
         ({"linear": True, "num_frequencies": 91}, "16653 features"),
         ({"linear": True, "initial_radius": 2.0}, "noise.*initial_radius=2.0"),

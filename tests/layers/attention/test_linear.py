@@ -160,6 +160,8 @@ def test_a_window_that_is_set_later_is_saved(name, window):
         ({"window": 0}, "window=0"),
         ({"temperature": 0}, "temperature=0"),
         ({"chunk_size": 0}, "chunk_size=0"),
+        ({"normalize": "no"}, "normalize='no'"),
+        ({"qk_norm": 1}, "qk_norm=1"),
         ({"feature_map": "rbf"}, "feature_map='rbf'"),
     ],
     ids=str,

@@ -302,6 +302,8 @@ def test_memory_of_the_compiled_program_is_linear_in_the_length(backend):
     [
         ({"feature_map": "rbf"}, "feature_map='rbf'"),
         ({"num_features": 0}, "num_features=0"),
+        ({"orthogonal": "no"}, "orthogonal='no'"),
+        ({"calibrated": 1}, "calibrated=1"),
         ({"num_features": 7, "feature_map": "hyperbolic"}, "num_features=7"),
         ({"num_features": 7, "feature_map": "elu"}, "num_features=7"),
         ({"order": 2}, "order=2"),

@@ -190,12 +190,36 @@ def test_layers_share_biases_and_come_back_sharing(tmp_path):
     assert_close(to_numpy(restored(x)), to_numpy(model(x)))
 
 
+def test_layers_that_cannot_share():
+    layer, other = make(biases="shared"), RelativePositionXL(HEADS, KEY_DIM)
+    with pytest.raises(ValueError, match="built=True"):
+        layer.share_weights_with(other)
+    with pytest.raises(ValueError, match=f"num_heads={HEADS}"):
+        RelativePositionXL(HEADS + 1, KEY_DIM).share_weights_with(other)
+
+
+def test_symbolic_calls_fold_axes_and_check_the_memory():
+    layer = RelativePositionXL(HEADS, KEY_DIM, attention_axes=(1, 2))
+    image = keras.Input((2, 3, DIM), batch_size=BATCH)
+    layer.build(image.shape, image.shape)
+    state = {
+        name: keras.Input(x.shape[1:], batch_size=BATCH)
+        for name, x in layer.get_initial_state(BATCH).items()
+    }
+    causal = dict(use_causal_mask=True, state=state)
+    output, _ = layer(image, image, **causal)
+    assert output.shape == image.shape
+    with pytest.raises(ValueError, match="`key` must not be given"):
+        layer(image, image, keras.ops.copy(image), **causal)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"memory_length": -1}, "memory_length=-1"),
         ({"memory_length": 2.5}, "memory_length=2.5"),
         ({"clamp_length": 0}, "clamp_length=0"),
+        ({"same_length": 8}, "same_length=8"),
         ({"biases": "none"}, "biases='none'"),
         ({"biases": PositionBiases(3, 4)}, "num_heads=3"),
     ],

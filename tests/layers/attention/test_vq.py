@@ -479,6 +479,11 @@ def test_a_window_over_everything_is_softmax_attention():
 WRONG = [
     (dict(num_codes=0), "num_codes=0"),
     (dict(window=0), "window=0"),
+    (dict(qk_norm="no"), "qk_norm='no'"),
+    (dict(quantize_window=1), "quantize_window=1"),
+    (dict(gradient_through_cache=None), "gradient_through_cache=None"),
+    (dict(relative_positions="shared"), "relative_positions='shared'"),
+    (dict(assignment="soft", learn_sigma="yes"), "learn_sigma='yes'"),
     (dict(block_length=1.5), "block_length=1.5"),
     (dict(assignment="fuzzy"), "assignment='fuzzy'"),
     (dict(sigma=2.0), "no use for `sigma`"),

@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from keras_efficient_attn import LinearAttention, SoftmaxAttention
+from keras_efficient_attn import (
+    AdaptiveSpan,
+    LinearAttention,
+    RelativePositionXL,
+    SoftmaxAttention,
+)
 from keras_efficient_attn.models import FeedForward, TransformerBlock, TransformerStack
 from tests.autodiff import to_numpy
 
@@ -33,3 +38,24 @@ def test_three_sublayers_update_two_streams_in_turns(training):
     np.testing.assert_allclose(
         np.concatenate(outputs, axis=1), expected, rtol=1e-5, atol=1e-6
     )
+
+
+def test_layers_that_say_so_share_weights_with_those_of_their_class():
+    stack = TransformerStack(
+        [
+            TransformerBlock(layer_class(2, 4, **{option: choice}), FeedForward(8))
+            for layer_class, option, common in (
+                (AdaptiveSpan, "relative_positions", True),
+                (RelativePositionXL, "biases", "own"),
+            )
+            for choice in ("shared", common, "shared")
+        ]
+    )
+    for made in (stack, TransformerStack.from_config(stack.get_config())):
+        x = np.random.default_rng(0).normal(size=(2, 5, 8)).astype("float32")
+        made(x)
+        layers = [block.attention for block in made.blocks]
+        tables = [layer._position_keys for layer in layers[:3]]
+        biases = [layer.biases for layer in layers[3:]]
+        for first, other, last in (tables, biases):
+            assert first is last and first is not other

@@ -11,6 +11,7 @@ from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.adaptive_span.api import adaptive_span_attention
 from keras_efficient_attn.ops.adaptive_span.config import RAMP
 from keras_efficient_attn.ops.common.checks import (
+    check_bool,
     check_positive_int,
     is_number,
     is_positive_int,
@@ -177,8 +178,6 @@ class AdaptiveSpan(PatternAttention):
         return recent_keys_spec(*sizes, self.state_dtype)
 
     def operations(self, length, causal):
-        if self._use_gate:
-            return None
         terms = 2 if self.relative_positions else 1
         per_pair = 2 * self._num_heads * (terms * self._key_dim + self._value_dim)
         return per_pair * count_pairs(min(self.window, length), length, causal)
@@ -223,12 +222,15 @@ class AdaptiveSpan(PatternAttention):
         self.window = min(self.max_span, rounded + TRIM_UNIT)
         return self.window
 
-    def share_position_keys(self, other):
+    def share_weights_with(self, other):
         """Takes another layer's table of `relative_positions` for its own.
 
         Args:
             other: An `AdaptiveSpan` with `relative_positions`, of the same `max_span`
                 and `key_dim`. This layer must not be built yet.
+
+        Raises:
+            ValueError: If it is, or the two differ.
         """
         mine, theirs = (
             (layer.relative_positions, layer.max_span, layer._key_dim)
@@ -350,15 +352,9 @@ class AdaptiveSpan(PatternAttention):
                     f"`{argument}` must be a number, {kind}. Received: "
                     f"{argument}={received!r}"
                 )
-        if not isinstance(self.dynamic, bool):
-            raise ValueError(
-                f"`dynamic` must be a boolean. Received: dynamic={self.dynamic!r}"
-            )
-        if self.relative_positions not in (False, True, "shared"):
-            raise ValueError(
-                "`relative_positions` must be a boolean or 'shared'. Received: "
-                f"relative_positions={self.relative_positions!r}"
-            )
+        check_bool("dynamic", self.dynamic)
+        if self.relative_positions != "shared":
+            check_bool("relative_positions", self.relative_positions)
 
 
 class PositionKeys(keras.layers.Layer):

@@ -7,6 +7,7 @@ from keras_efficient_attn.layers.attention import feature_maps
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.common.checks import (
+    check_bool,
     check_positive_int,
     check_positive_number,
     check_rotary_wavelength,
@@ -140,6 +141,8 @@ class LinearAttention(EfficientAttention):
         self.rotary_wavelength = rotary_wavelength
         self.chunk_size = chunk_size
         self._check_window()
+        check_bool("normalize", normalize)
+        check_bool("qk_norm", qk_norm)
         check_positive_int("chunk_size", chunk_size)
         check_positive_number("temperature", temperature)
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
@@ -176,8 +179,6 @@ class LinearAttention(EfficientAttention):
         )
 
     def operations(self, length, causal):
-        if self._use_gate:
-            return None
         heads, dim, value_dim = self._num_heads, self._key_dim, self._value_dim
         features = 4 * heads * self.feature_map.multiplications(dim)
         sums = 4 * heads * value_dim * self._feature_dim

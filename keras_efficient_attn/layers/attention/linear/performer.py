@@ -12,7 +12,8 @@ from keras_efficient_attn.layers.attention.linear.calibration import (
 )
 from keras_efficient_attn.layers.attention.linear.layer import LinearAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
-from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.layers.building import add_counter
+from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 
 
@@ -65,15 +66,10 @@ class PerformerAttention(LinearAttention):
             `keras.layers.MultiHeadAttention`. `seed` also seeds the projection.
 
     Call arguments:
-        query: `(batch, query_length, query_dim)`.
-        value: `(batch, key_length, value_dim)`.
-        key: Optional `(batch, key_length, key_dim)`; defaults to `value`.
-        query_mask, value_mask, key_mask, attention_mask, return_attention_scores,
-            training, use_causal_mask, state: As `EfficientAttention`.
+        As `LinearAttention`.
 
     Returns:
-        `output` `(batch, query_length, output_dim)`; `(output, scores)` with
-        `return_attention_scores`; `(output, state)` with `state`.
+        As `LinearAttention`.
 
     Raises:
         ValueError: If an argument is invalid, or given for a map that has no use for
@@ -84,10 +80,9 @@ class PerformerAttention(LinearAttention):
 
     >>> import keras
     >>> from keras_efficient_attn import PerformerAttention
-    >>> layer = PerformerAttention(num_heads=4, key_dim=32)
+    >>> layer = PerformerAttention(num_heads=4, key_dim=32, redraw_interval=1000)
     >>> x = keras.random.normal((2, 1000, 64))
-    >>> layer(x, x, use_causal_mask=True).shape
-    (2, 1000, 64)
+    >>> output = layer(x, x, use_causal_mask=True, training=True)
 
     In the place of trained softmax attention, without training:
 
@@ -114,6 +109,7 @@ class PerformerAttention(LinearAttention):
         rank=None,
         **kwargs,
     ):
+        check_bool("calibrated", calibrated)
         options = _given_options(num_features, order, orthogonal, row_norm)
         used_map = feature_maps.get(feature_map, **options)
         if calibrated:
@@ -165,14 +161,7 @@ class PerformerAttention(LinearAttention):
             )
             self._calibration.build()
         if self.redraw_interval is not None:
-            self._calls_since_redraw = self.add_weight(
-                name="calls_since_redraw",
-                shape=(),
-                dtype="int32",
-                initializer="zeros",
-                trainable=False,
-                autocast=False,
-            )
+            self._calls_since_redraw = add_counter(self, "calls_since_redraw")
 
     def redraw(self):
         """Draws a new projection.

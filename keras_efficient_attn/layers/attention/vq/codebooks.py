@@ -12,6 +12,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.building import identity
 from keras_efficient_attn.ops.common.checks import (
+    check_bool,
     check_positive_int,
     check_positive_number,
     is_number,
@@ -52,6 +53,7 @@ class CodebookConfig:
     revive_after: int | None = 100
 
     def __post_init__(self):
+        check_bool("learn_sigma", self.learn_sigma)
         check_positive_int("num_codes", self.num_codes)
         check_positive_int("revive_after", self.revive_after, optional=True)
         if self.assignment not in ASSIGNMENTS:

@@ -15,7 +15,7 @@ from keras_efficient_attn.layers.attention.vq.codebooks import (
     MixtureCodebook,
     MovingCodebook,
 )
-from keras_efficient_attn.ops.common.checks import check_rotary_wavelength
+from keras_efficient_attn.ops.common.checks import check_bool, check_rotary_wavelength
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, rms_normalize
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.common.relative_positions import (
@@ -206,6 +206,9 @@ class VQAttention(EfficientAttention):
             block_length=block_length,
         )
         self.config.check_key_dim(self._key_dim)
+        for name in ("quantize_window", "gradient_through_cache", "relative_positions"):
+            check_bool(name, getattr(self.config, name))
+        check_bool("qk_norm", qk_norm)
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
         self.qk_norm = qk_norm
         self.rotary_wavelength = rotary_wavelength
@@ -283,8 +286,6 @@ class VQAttention(EfficientAttention):
         )
 
     def operations(self, length, causal):
-        if self._use_gate:
-            return None
         heads, dim, value_dim = self._num_heads, self._key_dim, self._value_dim
         window = 0 if self.window is None else min(self.window, length)
         terms = 2 if self.config.relative_positions else 1
@@ -333,7 +334,7 @@ class VQAttention(EfficientAttention):
         heads, new_state = attend_to_keys_and_codes(
             query,
             Keys(key, value, key_mask, index),
-            self._codebook_of(codes),
+            Codebook(codes, self._codebook.sigma if self.config.soft else None),
             self.config,
             call.causal,
             positions,
@@ -479,10 +480,6 @@ class VQAttention(EfficientAttention):
     def _compared_key(self, key):
         """Prepared keys in these coordinates."""
         return key if self.config.soft else self._coordinates.map_keys(key)
-
-    def _codebook_of(self, codes):
-        """Codes, with the width of soft ones."""
-        return Codebook(codes, self._codebook.sigma if self.config.soft else None)
 
     def _calibration_keys(self, x):
         """Prepared keys of data, an array `(batch, length, heads, key_dim)`."""
