@@ -7,15 +7,15 @@ from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided
 
 
-def masked_attention(query, key, value, allowed, key_mask, scale):
+def masked_attention(inputs, allowed, scale):
     """Quadratic, from the formula.
 
     Args:
-        query, key, value: `(batch, length, heads, dim)`.
+        inputs: `(query, key, value, key_mask)`.
         allowed: Boolean NumPy array `(heads or 1, query_length, key_length)`.
-        key_mask: Boolean `(batch, key_length)` or `None`.
         scale: Factor of the dot products.
     """
+    query, key, value, key_mask = inputs
     dtype = accumulator_dtype(query, key, value)
     query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
     allowed = ops.convert_to_tensor(np.asarray(allowed)[None])

@@ -1,18 +1,15 @@
 """Local attention: softmax over keys near the query, in a sequence or an image."""
 
-import numpy as np
-from keras import ops
-
-from keras_efficient_attn.ops.common.inputs import (
-    SoftmaxOptions,
-    check_call,
-)
-from keras_efficient_attn.ops.common.masked_softmax import masked_attention
+from keras_efficient_attn.ops.common.inputs import SoftmaxCall
 from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
 from keras_efficient_attn.ops.common.state import make_state
 from keras_efficient_attn.ops.local_attention.blocks import attend_in_blocks
 from keras_efficient_attn.ops.local_attention.config import LocalConfig
 from keras_efficient_attn.ops.local_attention.recurrent import attend_next
+from keras_efficient_attn.ops.local_attention.reference import (
+    reference_attention,
+    visible_keys,
+)
 
 
 def local_attention(
@@ -72,19 +69,20 @@ def local_attention(
             Other keys are not read, NaN included.
         scale: Factor of the dot products. Defaults to `1 / √dim`.
         state: Optional state from `local_attention_state` or an earlier call: the
-            keys of earlier segments. Needs `causal=True` and equal lengths.
-        dropout: Rate of dropout on the normalised weights. Defaults to 0.
-        dropout_seed: Floats `(2,)` from `weight_dropout.dropout_seed`, for `dropout`.
-        implementation: `"blocks"` (the default) or `"reference"`, the quadratic
-            definition.
+            earlier keys that a query can see. Needs `causal=True` and equal lengths.
+        dropout, dropout_seed: Rate of dropout on the normalised weights, by default 0,
+            and the floats `(2,)` from `weight_dropout.dropout_seed` that it needs.
+        implementation: `"blocks"` (the default), or `"reference"`: the quadratic
+            definition, without `state` and `dropout`.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
         `state`, the pair of that and the state after the last position.
 
     Raises:
-        ValueError: For shapes that do not agree, or arguments named above that
-            cannot be honoured.
+        ValueError: If `window`, `query_block`, `memory`, `grid` and `order` make no
+            pattern, or one for shorter sequences; if shapes do not agree, or `state`
+            or `dropout` comes without what it needs.
 
     Example:
 
@@ -98,24 +96,14 @@ def local_attention(
         - [Parmar et al., 2018](https://arxiv.org/abs/1802.05751)
     """
     config = LocalConfig(window, query_block, memory, grid, order)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    options = SoftmaxOptions(bool(causal), scale, dropout)
     inputs = query, key, value, key_mask
-    check_call(inputs, options, state, dropout_seed, implementation)
+    call = SoftmaxCall(
+        inputs, causal, scale, state, dropout, dropout_seed, implementation
+    )
     for name, tensor in (("query", query), ("key", key)):
         shape = tuple(tensor.shape)
         config.check_length(f"{name}.shape", shape[1], shape)
-    if implementation == "reference":
-        allowed = _allowed(config, query.shape[1], key.shape[1], causal)
-        output = masked_attention(*inputs[:3], allowed[None], key_mask, scale)
-        return ops.cast(output, value.dtype)
-    recurrent = state is not None and query.shape[1] == 1
-    attend = attend_next if recurrent else attend_in_blocks
-    output, new_state = attend(
-        inputs, state, dropout_seed, config=config, options=options
-    )
-    output = ops.cast(output, value.dtype)
-    return output if state is None else (output, new_state)
+    return call.attend(config, (attend_in_blocks, attend_next, reference_attention))
 
 
 def local_attention_state(
@@ -179,9 +167,4 @@ def local_pattern(
     """
     config = LocalConfig(window, query_block, memory, grid, order)
     config.check_length("length", length, length)
-    return _allowed(config, length, length, causal)
-
-
-def _allowed(config, query_length, key_length, causal):
-    i, j = np.arange(query_length)[:, None], np.arange(key_length)[None, :]
-    return config.mask_fn(causal)(i, j)
+    return visible_keys(config, length, length, causal)
