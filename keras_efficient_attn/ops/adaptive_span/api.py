@@ -22,8 +22,7 @@ def adaptive_span_attention(
     key_mask=None,
     scale=None,
     state=None,
-    dropout=0.0,
-    dropout_seed=None,
+    dropout=None,
     implementation=None,
 ):
     """Softmax attention under a soft mask that ends at a span, and has its gradient.
@@ -59,8 +58,8 @@ def adaptive_span_attention(
             `causal=True` and as many queries as keys. It may be of another window:
             keys beyond a shorter window are forgotten, and keys that a shorter one did
             not keep stay unseen.
-        dropout, dropout_seed: Rate of dropout on the normalised weights, by default 0,
-            and the floats `(2,)` from `weight_dropout.dropout_seed` that it needs.
+        dropout: Optional `(rate, seed)` of dropout on the normalised weights, with
+            floats `(2,)` from `weight_dropout.dropout_seed`.
         implementation: `"blocks"` (the default) or `"reference"`, the formula, which
             takes no `state` and no `dropout`.
 
@@ -70,8 +69,8 @@ def adaptive_span_attention(
 
     Raises:
         ValueError: If `window` or `ramp` is not positive, if the shapes of `spans`,
-            `position_key` or the other tensors do not fit, or if `state` or `dropout`
-            comes without what it needs.
+            `position_key` or the other tensors do not fit, or if a `state` cannot be
+            continued by this call.
 
     Example:
 
@@ -86,9 +85,7 @@ def adaptive_span_attention(
         - [Sukhbaatar et al., 2019](https://arxiv.org/abs/1905.07799)
     """
     inputs = query, key, value, key_mask
-    call = SoftmaxCall(
-        inputs, causal, scale, state, dropout, dropout_seed, implementation
-    )
+    call = SoftmaxCall(inputs, causal, scale, state, dropout, implementation)
     config = SpanConfig(window, ramp)
     _check_operands(query, spans, position_key, window)
     if position_key is not None:

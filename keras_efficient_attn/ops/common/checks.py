@@ -126,12 +126,15 @@ def check_streaming(query, key, causal, state):
         )
 
 
-def check_dropout(dropout, seed):
-    """Raises `ValueError` for a rate of dropout without random bits."""
-    if dropout and seed is None:
+def check_dropout(received):
+    """Raises `ValueError` unless it is `None`, or a rate and a seed of dropout."""
+    if received is None:
+        return
+    pair = isinstance(received, list | tuple) and len(received) == 2
+    if not pair or not is_number(received[0]) or not 0 <= received[0] < 1:
         raise ValueError(
-            f"`dropout` needs a `dropout_seed`. Received: dropout={dropout}, "
-            "dropout_seed=None"
+            "`dropout` must be None or a pair of a rate, at least 0 and below 1, and a "
+            f"seed. Received: dropout={received!r}"
         )
 
 

@@ -43,8 +43,7 @@ class SoftmaxCall:
         causal: Whether query `t` sees keys `0..t` only.
         scale: Factor of the dot products, or `None` for `1 / √dim`.
         state: State or `None`.
-        dropout: Rate of dropout on the normalised weights.
-        seed: Seed of the dropout, or `None`.
+        dropout: `(rate, seed)` of dropout on the normalised weights, or `None`.
         implementation: Name or `None`.
 
     Raises:
@@ -55,16 +54,15 @@ class SoftmaxCall:
     causal: bool
     scale: float | None
     state: dict | None
-    dropout: float
-    seed: object
+    dropout: tuple | None
     implementation: str | None
 
     def __post_init__(self):
         query, key, _, _ = self.inputs
         check_heads(*self.inputs)
-        refused = dict(state=self.state, dropout=self.dropout or None)
+        check_dropout(self.dropout)
+        refused = dict(state=self.state, dropout=self.dropout)
         check_implementation(self.implementation, "blocks", **refused)
-        check_dropout(self.dropout, self.seed)
         check_streaming(query, key, self.causal, self.state)
 
     @property
@@ -73,7 +71,13 @@ class SoftmaxCall:
         scale = self.scale
         if scale is None:
             scale = self.inputs[0].shape[-1] ** -0.5
-        return SoftmaxOptions(bool(self.causal), scale, self.dropout)
+        rate = 0.0 if self.dropout is None else self.dropout[0]
+        return SoftmaxOptions(bool(self.causal), scale, rate)
+
+    @property
+    def seed(self):
+        """The seed of the dropout, or `None`."""
+        return None if self.dropout is None else self.dropout[1]
 
     def attend(self, config, forms, *operands):
         """The output in the dtype of the values; with a state, the pair of both.

@@ -26,8 +26,7 @@ def local_attention(
     key_mask=None,
     scale=None,
     state=None,
-    dropout=0.0,
-    dropout_seed=None,
+    dropout=None,
     implementation=None,
 ):
     """Softmax attention to the keys near the query, in linear time and memory.
@@ -70,8 +69,8 @@ def local_attention(
         scale: Factor of the dot products. Defaults to `1 / √dim`.
         state: Optional state from `local_attention_state` or an earlier call: the
             earlier keys that a query can see. Needs `causal=True` and equal lengths.
-        dropout, dropout_seed: Rate of dropout on the normalised weights, by default 0,
-            and the floats `(2,)` from `weight_dropout.dropout_seed` that it needs.
+        dropout: Optional `(rate, seed)` of dropout on the normalised weights, with
+            floats `(2,)` from `weight_dropout.dropout_seed`.
         implementation: `"blocks"` (the default), or `"reference"`: the quadratic
             definition, without `state` and `dropout`.
 
@@ -81,8 +80,8 @@ def local_attention(
 
     Raises:
         ValueError: If `window`, `query_block`, `memory`, `grid` and `order` make no
-            pattern, or one for shorter sequences; if shapes do not agree, or `state`
-            or `dropout` comes without what it needs.
+            pattern, or one for shorter sequences; if shapes do not agree, if a
+            `state` cannot be continued by this call, or for another `dropout`.
 
     Example:
 
@@ -97,9 +96,7 @@ def local_attention(
     """
     config = LocalConfig(window, query_block, memory, grid, order)
     inputs = query, key, value, key_mask
-    call = SoftmaxCall(
-        inputs, causal, scale, state, dropout, dropout_seed, implementation
-    )
+    call = SoftmaxCall(inputs, causal, scale, state, dropout, implementation)
     for name, tensor in (("query", query), ("key", key)):
         shape = tuple(tensor.shape)
         config.check_length(f"{name}.shape", shape[1], shape)

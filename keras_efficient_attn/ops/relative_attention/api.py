@@ -24,8 +24,7 @@ def relative_attention(
     key_mask=None,
     documents=None,
     scale=None,
-    dropout=0.0,
-    dropout_seed=None,
+    dropout=None,
     implementation=None,
 ):
     """Softmax attention with a product for each distance beside that for each key.
@@ -63,8 +62,8 @@ def relative_attention(
         documents: Optional pair of numbers `(batch, query_length)` and `(batch,
             key_length)`: queries see the keys of equal ones.
         scale: Factor of the products. Defaults to `1 / √dim`.
-        dropout, dropout_seed: Rate of dropout on the normalised weights, by default 0,
-            and the floats `(2,)` from `weight_dropout.dropout_seed` that it needs.
+        dropout: Optional `(rate, seed)` of dropout on the normalised weights, with
+            floats `(2,)` from `weight_dropout.dropout_seed`.
         implementation: `"blocks"` (the default) or `"reference"`, the formula with a
             vector for each pair, without `dropout`.
 
@@ -73,8 +72,8 @@ def relative_attention(
 
     Raises:
         ValueError: If `offset` or `window` is out of range, `position_key` does not
-            have all distances, a bias is not `(heads, dim)`, other shapes do not agree,
-            or `dropout` comes without a seed.
+            have all distances, a bias is not `(heads, dim)`, or other shapes do not
+            agree.
 
     Example:
 
@@ -89,9 +88,7 @@ def relative_attention(
         - [Dai et al., 2019](https://arxiv.org/abs/1901.02860)
     """
     inputs = query, key, value, key_mask
-    call = SoftmaxCall(
-        inputs, causal, scale, None, dropout, dropout_seed, implementation
-    )
+    call = SoftmaxCall(inputs, causal, scale, None, dropout, implementation)
     config, options = RelativeConfig(offset, window), call.options
     biases = content_bias, position_bias
     _check_operands(query, key, position_key, biases, config, options)
@@ -101,7 +98,7 @@ def relative_attention(
         return ops.cast(output, value.dtype)
     last = options.causal and query.shape[1] == 1 and key.shape[1] == offset + 1
     attend = attend_last if last else attend_in_tiles
-    output = attend(*operands, dropout_seed, config=config, options=options)
+    output = attend(*operands, call.seed, config=config, options=options)
     return ops.cast(output, value.dtype)
 
 

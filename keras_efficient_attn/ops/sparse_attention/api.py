@@ -26,8 +26,7 @@ def sparse_attention(
     key_mask=None,
     scale=None,
     state=None,
-    dropout=0.0,
-    dropout_seed=None,
+    dropout=None,
     implementation=None,
 ):
     """Softmax attention over a pattern of two factors, which reach every key in two.
@@ -69,9 +68,9 @@ def sparse_attention(
         scale: Factor of the dot products. Defaults to `1 / √dim`.
         state: Optional state from `sparse_attention_state`, of the same pattern, or
             from an earlier call; for `causal=True` and as many queries as keys.
-        dropout, dropout_seed: Rate of dropout on the normalised weights, by default 0,
-            and the floats `(2,)` from `weight_dropout.dropout_seed` that it needs;
-            each factor has random bits of its own.
+        dropout: Optional `(rate, seed)` of dropout on the normalised weights, with
+            floats `(2,)` from `weight_dropout.dropout_seed`; each factor has random
+            bits of its own.
         implementation: `"blocks"` (the default), or `"reference"`: the matrix of
             `sparse_pattern`, without `state` and `dropout`.
 
@@ -81,8 +80,8 @@ def sparse_attention(
 
     Raises:
         ValueError: If `pattern`, `stride`, `summary` and `heads` make no pattern, or
-            not for so few heads; if shapes do not agree, if a `state` cannot be
-            continued by this call, or `dropout` has no seed.
+            not for so few heads; if shapes do not agree, or for a `state` of another
+            pattern or without `causal`.
 
     Example:
 
@@ -96,9 +95,7 @@ def sparse_attention(
         - [Child et al., 2019](https://arxiv.org/abs/1904.10509)
     """
     inputs = query, key, value, key_mask
-    call = SoftmaxCall(
-        inputs, causal, scale, state, dropout, dropout_seed, implementation
-    )
+    call = SoftmaxCall(inputs, causal, scale, state, dropout, implementation)
     config = SparseConfig(pattern, stride, summary, heads, query.shape[2])
     return call.attend(config, (attend_in_blocks, attend_next, reference_attention))
 
