@@ -2,6 +2,8 @@
 
 import math
 
+import keras
+
 
 def check_positive_int(argument, received, optional=False):
     """Raises `ValueError` unless `received` is one, or `None` where that is allowed."""
@@ -108,6 +110,15 @@ def check_heads(query, key, value, key_mask=None, names=("query", "key")):
         raise ValueError(
             f"`key_mask` must have the shape {keys[:2]} of `{of_key}`. Received: "
             f"key_mask.shape={tuple(key_mask.shape)}"
+        )
+
+
+def check_float_dtype(argument, received):
+    """Raises `TypeError` unless the tensor is of a floating-point dtype."""
+    if not keras.backend.is_float_dtype(received.dtype):
+        raise TypeError(
+            f"`{argument}` must be a floating-point tensor. Received: "
+            f"{argument}.dtype={keras.backend.standardize_dtype(received.dtype)}"
         )
 
 

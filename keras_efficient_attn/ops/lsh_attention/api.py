@@ -2,14 +2,13 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.checks import check_implementation
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.lsh_attention.chunked import chunked_lsh_attention
 from keras_efficient_attn.ops.lsh_attention.config import LSHConfig
 from keras_efficient_attn.ops.lsh_attention.reference import reference_lsh_attention
 from keras_efficient_attn.ops.lsh_attention.streaming import streamed_lsh_attention
-
-IMPLEMENTATIONS = ("chunked", "reference")
 
 
 def lsh_attention(
@@ -25,7 +24,7 @@ def lsh_attention(
     state=None,
     scale=1.0,
     dropout_mask=None,
-    implementation="chunked",
+    implementation=None,
 ):
     """Softmax attention of a sequence to itself, inside hash buckets.
 
@@ -82,17 +81,9 @@ def lsh_attention(
             "`state` needs causal=True and aligned=True. Received: "
             f"causal={causal}, aligned={aligned}"
         )
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"`implementation` must be one of {', '.join(IMPLEMENTATIONS)}. Received: "
-            f"implementation={implementation!r}"
-        )
-    extra = state is not None or dropout_mask is not None
-    if implementation == "reference" and extra:
-        raise ValueError(
-            "implementation='reference' has no `state` and no `dropout_mask`. "
-            "Received one of them."
-        )
+    check_implementation(
+        implementation, "chunked", state=state, dropout_mask=dropout_mask
+    )
     extras = (key_mask, state, dropout_mask)
     return _attend(query, value, buckets, *extras, config, implementation)
 

@@ -2,7 +2,11 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.checks import check_heads, check_streaming
+from keras_efficient_attn.ops.common.checks import (
+    check_heads,
+    check_implementation,
+    check_streaming,
+)
 from keras_efficient_attn.ops.common.chunking import fit_length
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
@@ -146,20 +150,14 @@ def vq_attention(
     if config.relative_positions:
         positions = Positions(position_query, position_key)
         _check_positions(query, positions, window, causal)
-    if implementation not in (None, "chunked", "reference"):
-        raise ValueError(
-            "`implementation` must be None, 'chunked' or 'reference'. Received: "
-            f"implementation={implementation!r}"
-        )
+    check_implementation(implementation, "chunked", state=state)
     check_streaming(query, key, causal, state)
     codebook = Codebook(codebook, sigma)
     if implementation == "reference":
-        if state is not None or not gradient_through_cache:
+        if not gradient_through_cache:
             raise ValueError(
-                "The reference has no state, and no cache whose gradient could be left "
-                "out. Received: implementation='reference', "
-                f"state={None if state is None else sorted(state)}, "
-                f"gradient_through_cache={gradient_through_cache}"
+                "The reference has no cache whose gradient could be left out. "
+                "Received: implementation='reference', gradient_through_cache=False"
             )
         keys = Keys(key, value, key_mask)
         return reference.vq_attention(query, keys, codebook, config, causal, positions)
