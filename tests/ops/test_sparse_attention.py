@@ -352,6 +352,8 @@ def test_gradients_drop_the_same_weights():
         (dict(summary=2), "summary=2, pattern='strided'"),
         (dict(pattern="fixed", summary=2, heads=0), "summary=2, heads=0"),
         (dict(heads=2), "heads=2"),
+        (dict(heads=1.0), "heads=1.0"),
+        (dict(heads=True), "heads=True"),
         (dict(heads="split", query=heads_of(4, heads=1)), "num_heads=1"),
         (dict(query=heads_of(4)[0]), r"query.shape=\(4, 3, 4\)"),
         (dict(key=heads_of(4, 5)), "agree in heads and dim"),

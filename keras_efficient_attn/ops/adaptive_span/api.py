@@ -6,7 +6,7 @@ from keras_efficient_attn.ops.adaptive_span.recurrent import attend_next
 from keras_efficient_attn.ops.adaptive_span.reference import reference_attention
 from keras_efficient_attn.ops.common.inputs import SoftmaxCall
 from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
-from keras_efficient_attn.ops.common.state import make_state
+from keras_efficient_attn.ops.common.state import check_state, make_state
 
 
 def adaptive_span_attention(
@@ -88,6 +88,8 @@ def adaptive_span_attention(
     call = SoftmaxCall(inputs, causal, scale, state, dropout, implementation)
     config = SpanConfig(window, ramp)
     _check_operands(query, spans, position_key, window)
+    sizes = (*key.shape[2:], value.shape[-1])
+    check_state(state, recent_keys_spec(None, None, *sizes, None))
     if position_key is not None:
         position_key = position_key[:window]
     forms = attend_in_bands, attend_next, reference_attention

@@ -13,7 +13,7 @@ from keras_efficient_attn.ops.common.chunking import fit_length
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, bounded_log_weight
-from keras_efficient_attn.ops.common.state import make_state
+from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.linear_attention import chunked
 from keras_efficient_attn.ops.linear_attention.config import (
     CHUNK_SIZE,
@@ -119,6 +119,8 @@ def linear_attention(
         chunk_size=CHUNK_SIZE if chunk_size is None else chunk_size,
         output="normalized" if normalize else "sum",
     )
+    sizes = (*key_features.shape[2:], value.shape[-1])
+    check_state(state, linear_attention_state_spec(None, *sizes))
     outputs, new_state = mapped_linear_attention(
         query_features,
         key_features,

@@ -2,7 +2,7 @@
 
 from keras_efficient_attn.ops.common.inputs import SoftmaxCall
 from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
-from keras_efficient_attn.ops.common.state import make_state
+from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.local_attention.blocks import attend_in_blocks
 from keras_efficient_attn.ops.local_attention.config import LocalConfig
 from keras_efficient_attn.ops.local_attention.recurrent import attend_next
@@ -100,6 +100,7 @@ def local_attention(
     for name, tensor in (("query", query), ("key", key)):
         shape = tuple(tensor.shape)
         config.check_length(f"{name}.shape", shape[1], shape)
+    check_state(state, _state_spec(config, None, *key.shape[2:], value.shape[-1], None))
     return call.attend(config, (attend_in_blocks, attend_next, reference_attention))
 
 
@@ -109,46 +110,39 @@ def local_attention_state(
     key_dim,
     value_dim,
     *,
-    window=None,
-    query_block=None,
-    memory=None,
-    grid=None,
-    order="raster",
     dtype="float32",
+    **pattern,
 ):
     """The state of causal local attention before the first position.
 
     Args:
         batch_size, num_heads, key_dim, value_dim: Sizes.
-        window, query_block, memory, grid, order: As for `local_attention`.
         dtype: `"float32"` (the default) or `"float64"`.
+        **pattern: `window`, `query_block`, `memory`, `grid`, `order`, as for
+            `local_attention`.
 
     Returns:
         Dict of `"key"`, `"value"` `(batch, reach, heads, dim)` and `"mask"`
         `(batch, reach)`, the last keys, as far back as a query sees, and of
         `"position"` `(batch,)`, the number of positions read.
     """
-    config = LocalConfig(window, query_block, memory, grid, order)
+    sizes = (batch_size, num_heads, key_dim, value_dim)
+    return make_state(_state_spec(LocalConfig(**pattern), *sizes, dtype))
+
+
+def _state_spec(config, batch_size, *sizes_and_dtype):
     reach = config.mask_fn(causal=True).reach
-    sizes = (batch_size, reach, num_heads, key_dim, value_dim)
-    return make_state(recent_keys_spec(*sizes, dtype))
+    return recent_keys_spec(batch_size, reach, *sizes_and_dtype)
 
 
-def local_pattern(
-    length,
-    *,
-    window=None,
-    query_block=None,
-    memory=None,
-    grid=None,
-    order="raster",
-    causal=False,
-):
+def local_pattern(length, *, causal=False, **pattern):
     """Which keys each query of `local_attention` sees, for plots and tests.
 
     Args:
         length: Number of positions.
-        window, query_block, memory, grid, order, causal: As for `local_attention`.
+        causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
+        **pattern: `window`, `query_block`, `memory`, `grid`, `order`, as for
+            `local_attention`.
 
     Returns:
         Boolean NumPy array `(length, length)`: rows are queries.
@@ -162,6 +156,6 @@ def local_pattern(
            [0, 1, 1, 0],
            [0, 0, 1, 1]])
     """
-    config = LocalConfig(window, query_block, memory, grid, order)
+    config = LocalConfig(**pattern)
     config.check_length("length", length, length)
     return visible_keys(config, length, length, causal)

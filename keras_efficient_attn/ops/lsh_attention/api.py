@@ -5,10 +5,14 @@ from keras import ops
 from keras_efficient_attn.ops.common.checks import check_implementation
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.state import check_state
 from keras_efficient_attn.ops.lsh_attention.chunked import chunked_lsh_attention
 from keras_efficient_attn.ops.lsh_attention.config import LSHConfig
 from keras_efficient_attn.ops.lsh_attention.reference import reference_lsh_attention
-from keras_efficient_attn.ops.lsh_attention.streaming import streamed_lsh_attention
+from keras_efficient_attn.ops.lsh_attention.streaming import (
+    lsh_attention_state_spec,
+    streamed_lsh_attention,
+)
 
 
 def lsh_attention(
@@ -65,9 +69,9 @@ def lsh_attention(
         dtype, and the new state or `None`.
 
     Raises:
-        ValueError: If a `state` is given without `causal` and `aligned`, for sizes
-            that are no positive integers, for an unknown implementation, or for more
-            positions and buckets than the sort can hold.
+        ValueError: If a `state` is given without `causal` and `aligned`, or is of
+            other sizes; for sizes that are no positive integers, for an unknown
+            implementation, or for more positions and buckets than the sort can hold.
 
     Reference:
         - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
@@ -84,6 +88,9 @@ def lsh_attention(
     check_implementation(
         implementation, "chunked", state=state, dropout_mask=dropout_mask
     )
+    sizes = (*buckets.shape[1:3], num_buckets, chunk_size)
+    sizes = (*sizes, query.shape[-1], value.shape[-1])
+    check_state(state, lsh_attention_state_spec(None, *sizes, None))
     extras = (key_mask, state, dropout_mask)
     return _attend(query, value, buckets, *extras, config, implementation)
 

@@ -3,7 +3,7 @@
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.inputs import SoftmaxCall
 from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
-from keras_efficient_attn.ops.common.state import make_state
+from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.sparse_attention.blocks import attend_in_blocks
 from keras_efficient_attn.ops.sparse_attention.config import SparseConfig
 from keras_efficient_attn.ops.sparse_attention.recurrent import attend_next
@@ -97,6 +97,10 @@ def sparse_attention(
     inputs = query, key, value, key_mask
     call = SoftmaxCall(inputs, causal, scale, state, dropout, implementation)
     config = SparseConfig(pattern, stride, summary, heads, query.shape[2])
+    if state is not None:
+        room = config.capacity(state["far_key"]) if "far_key" in state else 1
+        sizes = (room, key.shape[-1], value.shape[-1])
+        check_state(state, sparse_attention_spec(config, None, *sizes, None))
     return call.attend(config, (attend_in_blocks, attend_next, reference_attention))
 
 

@@ -9,9 +9,10 @@ from keras_efficient_attn.ops.common.checks import (
 )
 from keras_efficient_attn.ops.common.chunking import fit_length
 from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import finish
-from keras_efficient_attn.ops.common.state import make_state
+from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.vq_attention import reference
 from keras_efficient_attn.ops.vq_attention.cache import (
     cache_of,
@@ -152,6 +153,8 @@ def vq_attention(
         _check_positions(query, positions, window, causal)
     check_implementation(implementation, "chunked", state=state)
     check_streaming(query, key, causal, state)
+    sizes = (*codebook.shape, value.shape[-1])
+    check_state(state, state_spec(None, *sizes, config, None))
     codebook = Codebook(codebook, sigma)
     if implementation == "reference":
         if not gradient_through_cache:
@@ -239,22 +242,16 @@ def attend_to_keys_and_codes(
 
 def _prepared(query, keys, codebook, positions):
     """All in the accumulator's dtype, with zeros where no key is."""
-    dtype = accumulator_dtype(query, keys.key, keys.value)
+    query, *key_value_valid = masked_inputs(query, *keys[:3])
 
     def cast(x):
-        return ops.cast(x, dtype)
+        return ops.cast(x, query.dtype)
 
-    key, value, valid = cast(keys.key), cast(keys.value), keys.valid
-    if valid is None:
-        valid = ops.ones(ops.shape(key)[:2], dtype)
-    else:
-        kept = ops.cast(valid, "bool")[..., None, None]
-        key, value = (ops.where(kept, t, ops.zeros_like(t)) for t in (key, value))
     codebook = each(cast, codebook)
     if codebook.sigma is None:
         codebook = each(ops.stop_gradient, codebook)
     positions = None if positions is None else each(cast, positions)
-    return cast(query), Keys(key, value, cast(valid), keys.index), codebook, positions
+    return query, Keys(*key_value_valid, keys.index), codebook, positions
 
 
 def _attend_to_codes(query, keys, codebook, config, causal, state):

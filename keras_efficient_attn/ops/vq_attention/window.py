@@ -34,19 +34,7 @@ def near_keys(keys, codebook, config):
 
 
 def attend_sequence(query, keys, codebook, config, causal, positions):
-    """A whole sequence.
-
-    Args:
-        query: `(batch, query_length, heads, dim)`.
-        keys: `Keys`.
-        codebook: `Codebook`.
-        config: `VQConfig`.
-        causal: Whether query `t` sees keys `0..t` only.
-        positions: `Positions` or `None`.
-
-    Returns:
-        `(batch, query_length, heads, value_dim)`.
-    """
+    """The output of a whole sequence; arguments as for `attend_to_keys_and_codes`."""
     length = ops.shape(query)[1]
     query, keys, positions = _fitted(query, keys, causal, positions)
     total, window = ops.shape(query)[1], config.window
