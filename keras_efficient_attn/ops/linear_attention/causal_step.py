@@ -57,18 +57,16 @@ def causal_step(config, chunk_size, masked):
         return query, key, value, log_weight, query_log_scale
 
     def step(carry, x, map_weights):
-        query, key, value, log_weight, query_log_scale = prepare(x, map_weights)
-        chunks = _Chunks(carry, query, key, value, log_weight)
-        values = chunks.scores @ value + chunks.far_query @ chunks.before
-        outputs = _outputs(values, chunks, query_log_scale, config.output)
+        chunks = _Chunks(carry, *prepare(x, map_weights))
+        values = chunks.scores @ chunks.value + chunks.far_query @ chunks.before
+        outputs = _outputs(values, chunks, config.output)
         return chunks.carry, tuple(by_position(t) for t in outputs)
 
     def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
         prepared, pull = vector_jacobian_product(prepare, (x, map_weights))
-        query, key, value, log_weight, query_log_scale = prepared
-        chunks = _Chunks(carry, query, key, value, log_weight)
+        chunks = _Chunks(carry, *prepared)
         grad_values, grad_totals, grad_query_log_scale = _outputs_gradient(
-            chunks, query_log_scale, y, y_gradient, chunk_size, config.output
+            chunks, y, y_gradient, chunk_size, config.output
         )
         grad_carry, *grad_chunks = chunks.gradient(
             grad_values, grad_totals, carry_gradient
@@ -91,13 +89,13 @@ class _Chunks:
         carry: The state after the last chunk.
     """
 
-    def __init__(self, carry, query, key, value, log_weight):
+    def __init__(self, carry, query, key, value, log_weight, query_log_scale):
         sums, normalizer, log_scale = carry
         log_scale = ops.stop_gradient(log_scale)
         self.query, self.key, self.value = query, key, value
         self.scores = query @ ops.swapaxes(key, -1, -2)
         self.far_query, self.far_key = query, key
-        self.log_weight = log_weight
+        self.log_weight, self.query_log_scale = log_weight, query_log_scale
         self.scale = None
         if log_weight is None:
             self.scores = ops.tril(self.scores)
@@ -143,11 +141,11 @@ class _Chunks:
         far = self.far_query @ self.before_normalizer[..., None]
         return ops.sum(self.scores, axis=-1) + far[..., 0]
 
-    def total_scale(self, query_log_scale):
+    def total_scale(self):
         """The log scale of the sums, or `None` for 0."""
-        if self.scale is None or query_log_scale is None:
-            return query_log_scale if self.scale is None else self.scale
-        return self.scale + query_log_scale
+        if self.scale is None or self.query_log_scale is None:
+            return self.query_log_scale if self.scale is None else self.scale
+        return self.scale + self.query_log_scale
 
     def gradient(self, grad_values, grad_totals, carry_gradient):
         """Gradients of the carry, queries, keys, values and log weights."""
@@ -193,33 +191,34 @@ class _Chunks:
         return grad_carry, grad_query, grad_key, grad_value, grad_log_weight
 
 
-def _outputs(values, chunks, query_log_scale, output):
+def _outputs(values, chunks, output):
     if output == "normalized":
         return (divided(values, chunks.totals()),)
-    scale = chunks.total_scale(query_log_scale)
+    scale = chunks.total_scale()
     if output == "sum":
         return (values if scale is None else values * ops.exp(scale)[..., None],)
     totals = chunks.totals()
     return values, totals, ops.zeros_like(totals) if scale is None else scale
 
 
-def _outputs_gradient(chunks, query_log_scale, y, y_gradient, chunk_size, output):
+def _outputs_gradient(chunks, y, y_gradient, chunk_size, output):
     """Gradients of values, totals and the queries' log scales; `None` for zero."""
     grad_y = by_head(y_gradient[0], chunk_size)
     if output == "partial":
         grad_totals, grad_scale = (
             by_head(columns(t), chunk_size)[..., 0] for t in y_gradient[1:]
         )
-        return grad_y, grad_totals, None if query_log_scale is None else grad_scale
+        scaled = chunks.query_log_scale is not None
+        return grad_y, grad_totals, grad_scale if scaled else None
     # A product with ones: XLA on a CPU is ten times slower in sums of products.
     ones = ops.ones((ops.shape(y[0])[-1], 1), grad_y.dtype)
     along = by_head((y_gradient[0] * y[0]) @ ones, chunk_size)[..., 0]
     if output == "normalized":
         inverse = reciprocal(chunks.totals())
         return grad_y * inverse[..., None], -along * inverse, None
-    scale = chunks.total_scale(query_log_scale)
+    scale = chunks.total_scale()
     grad_values = grad_y if scale is None else grad_y * ops.exp(scale)[..., None]
-    return grad_values, None, None if query_log_scale is None else along
+    return grad_values, None, None if chunks.query_log_scale is None else along
 
 
 def _prefix_weights(log_scale, chunk_max):

@@ -28,33 +28,28 @@ def causal_step(config, chunk_size, masked):
 
     @_without_autocast
     def step(carry, x, map_weights):
-        query, key, value, log_weight, query_log_scale = prepare(x, map_weights)
-        chunks = _Chunks(carry, query, key, value, log_weight)
+        prepared = prepare(x, map_weights)
+        chunks, shape = _Chunks(carry, *prepared), prepared[0].shape[:-1]
         values = torch.bmm(chunks.scores, chunks.value)
         values.baddbmm_(chunks.far_query, chunks.before)
-        shape = query.shape[:-1]
-        outputs = _outputs(values, chunks, query_log_scale, shape, config.output)
+        outputs = _outputs(values, chunks, config.output)
         return chunks.carry, tuple(_by_position(t, shape) for t in outputs)
 
     @_without_autocast
     def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
         prepared, pull = vector_jacobian_product(prepare, (x, map_weights))
-        query, key, value, log_weight, query_log_scale = prepared
-        chunks = _Chunks(carry, query, key, value, log_weight)
+        chunks = _Chunks(carry, *prepared)
         grad_values, grad_totals, grad_query_log_scale = _outputs_gradient(
-            chunks, query_log_scale, y, y_gradient, chunk_size, config.output
+            chunks, y, y_gradient, chunk_size, config.output
         )
-        grad_carry, grad_query, grad_key, grad_value, grad_log_weight = chunks.gradient(
+        grad_carry, *grad_chunks = chunks.gradient(
             grad_values, grad_totals, carry_gradient
         )
         grad_prepared = (
-            grad_query.view(query.shape),
-            grad_key.view(key.shape),
-            grad_value.view(value.shape),
-            None if grad_log_weight is None else grad_log_weight.view(log_weight.shape),
-            grad_query_log_scale,
+            None if grad is None else grad.view(tensor.shape)
+            for grad, tensor in zip(grad_chunks, prepared[:4], strict=True)
         )
-        return grad_carry, *pull(grad_prepared)
+        return grad_carry, *pull((*grad_prepared, grad_query_log_scale))
 
     return step, gradient
 
@@ -86,7 +81,7 @@ def _by_position(x, shape):
 class _Chunks:
     """A group of chunks: scores, and states before each chunk as queries read them."""
 
-    def __init__(self, carry, query, key, value, log_weight):
+    def __init__(self, carry, query, key, value, log_weight, query_log_scale):
         self.batch, self.heads, self.chunks = query.shape[:3]
         sums, normalizer, log_scale = carry
         self.query, self.key, self.value = (
@@ -94,7 +89,7 @@ class _Chunks:
         )
         self.scores = torch.bmm(self.query, self.key.mT)
         self.far_query, self.far_key = self.query, self.key
-        self.log_weight = log_weight
+        self.log_weight, self.query_log_scale = log_weight, query_log_scale
         self.scale = None
         if log_weight is None:
             self.scores.tril_()
@@ -159,11 +154,11 @@ class _Chunks:
         far = torch.bmm(self.far_query, self.before_normalizer[..., None])
         return far[..., 0].add_(self.scores.sum(-1))
 
-    def total_scale(self, query_log_scale):
+    def total_scale(self):
         """The log scale of the sums, or `None` for 0."""
-        if self.scale is None or query_log_scale is None:
-            return query_log_scale if self.scale is None else self.scale
-        return self.scale + query_log_scale
+        if self.scale is None or self.query_log_scale is None:
+            return self.query_log_scale if self.scale is None else self.scale
+        return self.scale + self.query_log_scale
 
     def gradient(self, grad_values, grad_totals, carry_gradient):
         """Gradients of the carry, queries, keys, values and log weights."""
@@ -209,10 +204,10 @@ def _reciprocal(totals):
     return totals.reciprocal().masked_fill_(hidden, 0.0)
 
 
-def _outputs(values, chunks, query_log_scale, shape, output):
+def _outputs(values, chunks, output):
     if output == "normalized":
         return (values.mul_(_reciprocal(chunks.totals())[..., None]),)
-    scale = chunks.total_scale(query_log_scale)
+    scale = chunks.total_scale()
     scale = None if scale is None else scale.flatten(0, 2)
     if output == "sum":
         return (values if scale is None else values.mul_(scale.exp()[..., None]),)
@@ -220,19 +215,19 @@ def _outputs(values, chunks, query_log_scale, shape, output):
     return values, totals, torch.zeros_like(totals) if scale is None else scale
 
 
-def _outputs_gradient(chunks, query_log_scale, y, y_gradient, chunk_size, output):
+def _outputs_gradient(chunks, y, y_gradient, chunk_size, output):
     """Gradients of values, totals and the queries' log scales; `None` for zero."""
     grad_y = _by_head(y_gradient[0], chunk_size).flatten(0, 2)
     if output == "partial":
         grad_totals, grad_scale = (_by_head(t, chunk_size) for t in y_gradient[1:])
-        grad_scale = None if query_log_scale is None else grad_scale
-        return grad_y, grad_totals.flatten(0, 2), grad_scale
+        scaled = chunks.query_log_scale is not None
+        return grad_y, grad_totals.flatten(0, 2), grad_scale if scaled else None
     along = _by_head((y_gradient[0] * y[0]).sum(-1), chunk_size)
     if output == "normalized":
         inverse = _reciprocal(chunks.totals())
         grad_totals = along.flatten(0, 2).mul_(inverse).neg_()
         return grad_y * inverse[..., None], grad_totals, None
-    scale = chunks.total_scale(query_log_scale)
+    scale = chunks.total_scale()
     if scale is not None:
         grad_y = grad_y * scale.flatten(0, 2).exp()[..., None]
-    return grad_y, None, None if query_log_scale is None else along
+    return grad_y, None, None if chunks.query_log_scale is None else along

@@ -163,11 +163,7 @@ def relu_features(x, projection=None, epsilon=1e-3):
 def elu_features(x):
     """`elu(x) + 1`, computed so that it stays positive where `elu(x)` rounds to −1.
 
-    Args:
-        x: `(..., head_dim)`.
-
-    Returns:
-        Features `(..., head_dim)` and `None`.
+    Returns features of the shape of `x`, and `None`.
 
     Reference:
         - [Katharopoulos et al., 2020](https://arxiv.org/abs/2006.16236)
@@ -178,13 +174,7 @@ def elu_features(x):
 
 
 def softmax_query_features(x):
-    """Efficient attention's queries: softmax over the features.
-
-    Args:
-        x: `(..., head_dim)`.
-
-    Returns:
-        Features `(..., head_dim)` and `None`.
+    """Efficient attention's queries: softmax over the last axis, and `None`.
 
     Reference:
         - [Shen et al., 2021](https://arxiv.org/abs/1812.01243)
