@@ -73,8 +73,8 @@ def linear_attention(
         normalize: Whether to divide by the sum of the weights. Defaults to `True`.
         chunk_size: Positions a chunk; changes the speed, not the result beyond
             rounding. Defaults to 64.
-        implementation: `"chunked"` (the default) or `"reference"`, the quadratic
-            definition.
+        implementation: `"chunked"` (the default), or `"reference"`: the quadratic
+            definition, without `state`.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a

@@ -65,13 +65,10 @@ def causal_step(config, chunk_size, masked):
     def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
         prepared, pull = vector_jacobian_product(prepare, (x, map_weights))
         chunks = _Chunks(carry, *prepared)
-        grad_values, grad_totals, grad_query_log_scale = _outputs_gradient(
-            chunks, y, y_gradient, chunk_size, config.output
+        grad_carry, *grad_prepared = chunks.gradient(
+            y, y_gradient, carry_gradient, config.output
         )
-        grad_carry, *grad_chunks = chunks.gradient(
-            grad_values, grad_totals, carry_gradient
-        )
-        return grad_carry, *pull((*grad_chunks, grad_query_log_scale))
+        return grad_carry, *pull(grad_prepared)
 
     return step, gradient
 
@@ -147,8 +144,11 @@ class _Chunks:
             return self.query_log_scale if self.scale is None else self.scale
         return self.scale + self.query_log_scale
 
-    def gradient(self, grad_values, grad_totals, carry_gradient):
-        """Gradients of the carry, queries, keys, values and log weights."""
+    def gradient(self, y, y_gradient, carry_gradient, output):
+        """Gradients of the carry, and of what the chunks were made of."""
+        grad_values, grad_totals, grad_query_log_scale = _outputs_gradient(
+            self, y, y_gradient, output
+        )
         grad_scores = grad_values @ ops.swapaxes(self.value, -1, -2)
         grad_far_query = grad_values @ ops.swapaxes(self.before, -1, -2)
         grad_before = ops.swapaxes(self.far_query, -1, -2) @ grad_values
@@ -188,7 +188,8 @@ class _Chunks:
         grad_query = grad_scores @ self.key + grad_far_query
         grad_key = ops.swapaxes(grad_scores, -1, -2) @ self.query + grad_far_key
         grad_carry = grad_sums, grad_normalizer, ops.zeros_like(carry_gradient[2])
-        return grad_carry, grad_query, grad_key, grad_value, grad_log_weight
+        grad_inputs = grad_query, grad_key, grad_value, grad_log_weight
+        return grad_carry, *grad_inputs, grad_query_log_scale
 
 
 def _outputs(values, chunks, output):
@@ -201,8 +202,9 @@ def _outputs(values, chunks, output):
     return values, totals, ops.zeros_like(totals) if scale is None else scale
 
 
-def _outputs_gradient(chunks, y, y_gradient, chunk_size, output):
+def _outputs_gradient(chunks, y, y_gradient, output):
     """Gradients of values, totals and the queries' log scales; `None` for zero."""
+    chunk_size = ops.shape(chunks.query)[3]
     grad_y = by_head(y_gradient[0], chunk_size)
     if output == "partial":
         grad_totals, grad_scale = (

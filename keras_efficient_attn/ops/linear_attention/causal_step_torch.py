@@ -39,17 +39,10 @@ def causal_step(config, chunk_size, masked):
     def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
         prepared, pull = vector_jacobian_product(prepare, (x, map_weights))
         chunks = _Chunks(carry, *prepared)
-        grad_values, grad_totals, grad_query_log_scale = _outputs_gradient(
-            chunks, y, y_gradient, chunk_size, config.output
+        grad_carry, *grad_prepared = chunks.gradient(
+            y, y_gradient, carry_gradient, config.output
         )
-        grad_carry, *grad_chunks = chunks.gradient(
-            grad_values, grad_totals, carry_gradient
-        )
-        grad_prepared = (
-            None if grad is None else grad.view(tensor.shape)
-            for grad, tensor in zip(grad_chunks, prepared[:4], strict=True)
-        )
-        return grad_carry, *pull((*grad_prepared, grad_query_log_scale))
+        return grad_carry, *pull(grad_prepared)
 
     return step, gradient
 
@@ -160,8 +153,11 @@ class _Chunks:
             return self.query_log_scale if self.scale is None else self.scale
         return self.scale + self.query_log_scale
 
-    def gradient(self, grad_values, grad_totals, carry_gradient):
-        """Gradients of the carry, queries, keys, values and log weights."""
+    def gradient(self, y, y_gradient, carry_gradient, output):
+        """Gradients of the carry, and of what the chunks were made of."""
+        grad_values, grad_totals, grad_query_log_scale = _outputs_gradient(
+            self, y, y_gradient, output
+        )
         grad_scores = torch.bmm(grad_values, self.value.mT)
         grad_far_query = torch.bmm(grad_values, self.before.mT)
         grad_before = torch.bmm(self.far_query.mT, grad_values)
@@ -194,7 +190,11 @@ class _Chunks:
         grad_query = grad_far_query.baddbmm_(grad_scores, self.key)
         grad_key = grad_far_key.baddbmm_(grad_scores.mT, self.query)
         grad_carry = grad_sums, grad_normalizer, torch.zeros_like(carry_gradient[2])
-        return grad_carry, grad_query, grad_key, grad_value, grad_log_weight
+        grad_inputs = (
+            None if t is None else t.unflatten(0, (self.batch, self.heads, self.chunks))
+            for t in (grad_query, grad_key, grad_value, grad_log_weight)
+        )
+        return grad_carry, *grad_inputs, grad_query_log_scale
 
 
 def _reciprocal(totals):
@@ -215,8 +215,9 @@ def _outputs(values, chunks, output):
     return values, totals, torch.zeros_like(totals) if scale is None else scale
 
 
-def _outputs_gradient(chunks, y, y_gradient, chunk_size, output):
+def _outputs_gradient(chunks, y, y_gradient, output):
     """Gradients of values, totals and the queries' log scales; `None` for zero."""
+    chunk_size = chunks.query.shape[1]
     grad_y = _by_head(y_gradient[0], chunk_size).flatten(0, 2)
     if output == "partial":
         grad_totals, grad_scale = (_by_head(t, chunk_size) for t in y_gradient[1:])

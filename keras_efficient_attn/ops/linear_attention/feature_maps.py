@@ -243,17 +243,8 @@ def power_features(x, order=2):
     """The exponential's definition at finite n: `φ(q)·φ(k) = (1 + q·k/n)^n`.
 
     `C(head_dim + n, n)` features, as many as `taylor_features` of the same order,
-    whose error is smaller while the logits are. Zero at `q·k = −n`.
-
-    Args:
-        x: `(..., head_dim)`.
-        order: `n`, even. Defaults to 2.
-
-    Returns:
-        Features `(..., C(head_dim + n, n))` and their log scale.
-
-    Raises:
-        ValueError: If the order is odd, or the features would be too many to help.
+    whose error is smaller while the logits are. Zero at `q·k = −n`. Arguments, what is
+    returned and what is raised are those of `taylor_features`.
 
     Reference:
         - [Su, 2021](https://kexue.fm/archives/8601)

@@ -110,7 +110,7 @@ def vq_attention(
         block_length: Positions in a block; changes the speed, not the result beyond
             rounding. Defaults to 128, with `order=2` to 512.
         implementation: `"chunked"` (the default) or `"reference"`, the quadratic
-            definition.
+            definition, which has no `state` and always `gradient_through_cache`.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
