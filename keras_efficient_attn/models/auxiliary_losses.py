@@ -6,6 +6,7 @@ from keras import ops
 from keras_efficient_attn.layers import ChunkedVocabularyLoss
 from keras_efficient_attn.models.blocks.normalization import get_norm
 from keras_efficient_attn.models.universal.transformer import UniversalTransformer
+from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -75,16 +76,9 @@ class AuxiliaryLosses(keras.Model):
                 "`model` must have layers with outputs of their own, and not the steps "
                 f"of a UniversalTransformer. Received: model={model!r}"
             )
-        for name, received in (
-            ("total_steps", total_steps),
-            ("num_targets", num_targets),
-        ):
-            if not isinstance(received, int) or received < 1:
-                raise ValueError(
-                    f"`{name}` must be a positive integer. Received: "
-                    f"{name}={received!r}"
-                )
-        if not isinstance(target_weight, int | float) or not target_weight >= 0:
+        check_positive_int("total_steps", total_steps)
+        check_positive_int("num_targets", num_targets)
+        if not is_number(target_weight) or not target_weight >= 0:
             raise ValueError(
                 "`target_weight` must be a number of at least 0. Received: "
                 f"target_weight={target_weight!r}"

@@ -17,6 +17,21 @@ class TaskMixin(PresetMixin):
     needs neither.
     """
 
+    def take_parts(self, backbone, preprocessor, *architectures):
+        """Keeps what a task is made of, if the backbone has one of the architectures.
+
+        Raises:
+            ValueError: If it has another.
+        """
+        if backbone.architecture not in architectures:
+            raise ValueError(
+                f"{type(self).__name__} needs a backbone with architecture="
+                f"{' or '.join(map(repr, architectures))}. Received: "
+                f"architecture={backbone.architecture!r}"
+            )
+        self.backbone = backbone
+        self.preprocessor = preprocessor
+
     def fit(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
         """As `keras.Model.fit`; strings go through the preprocessor."""
         data = dict(x=x, y=y, batch_size=batch_size, sample_weight=sample_weight)

@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_efficient_attn.models.transformer_xl.segments import Segments
 from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -66,17 +67,8 @@ class TransformerXL(keras.Model):
 
     def __init__(self, language_model, batch_size, memory_length=None, **kwargs):
         super().__init__(**kwargs)
-        for argument, received, least in (
-            ("batch_size", batch_size, 1),
-            ("memory_length", memory_length, 0),
-        ):
-            if argument == "memory_length" and received is None:
-                continue
-            if not isinstance(received, int) or received < least:
-                raise ValueError(
-                    f"`{argument}` must be an integer of at least {least}. Received: "
-                    f"{argument}={received!r}"
-                )
+        check_positive_int("batch_size", batch_size)
+        check_int("memory_length", memory_length, 0, optional=True)
         self.language_model = language_model
         self.batch_size = batch_size
         self.memory_length = memory_length

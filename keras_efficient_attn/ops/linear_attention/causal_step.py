@@ -31,7 +31,7 @@ from keras_efficient_attn.ops.common.chunking import (
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, larger
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided, reciprocal
 from keras_efficient_attn.ops.common.scan import vector_jacobian_product
-from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
+from keras_efficient_attn.ops.linear_attention.keys import mapped_keys, sum_of_scales
 
 
 @functools.cache
@@ -138,12 +138,6 @@ class _Chunks:
         far = self.far_query @ self.before_normalizer[..., None]
         return ops.sum(self.scores, axis=-1) + far[..., 0]
 
-    def total_scale(self):
-        """The log scale of the sums, or `None` for 0."""
-        if self.scale is None or self.query_log_scale is None:
-            return self.query_log_scale if self.scale is None else self.scale
-        return self.scale + self.query_log_scale
-
     def gradient(self, y, y_gradient, carry_gradient, output):
         """Gradients of the carry, and of what the chunks were made of."""
         grad_values, grad_totals, grad_query_log_scale = _outputs_gradient(
@@ -195,7 +189,7 @@ class _Chunks:
 def _outputs(values, chunks, output):
     if output == "normalized":
         return (divided(values, chunks.totals()),)
-    scale = chunks.total_scale()
+    scale = sum_of_scales(chunks.scale, chunks.query_log_scale)
     if output == "sum":
         return (values if scale is None else values * ops.exp(scale)[..., None],)
     totals = chunks.totals()
@@ -218,7 +212,7 @@ def _outputs_gradient(chunks, y, y_gradient, output):
     if output == "normalized":
         inverse = reciprocal(chunks.totals())
         return grad_y * inverse[..., None], -along * inverse, None
-    scale = chunks.total_scale()
+    scale = sum_of_scales(chunks.scale, chunks.query_log_scale)
     grad_values = grad_y if scale is None else grad_y * ops.exp(scale)[..., None]
     return grad_values, None, None if chunks.query_log_scale is None else along
 

@@ -12,7 +12,7 @@ import torch
 
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.scan import vector_jacobian_product
-from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
+from keras_efficient_attn.ops.linear_attention.keys import mapped_keys, sum_of_scales
 
 
 @functools.cache
@@ -147,12 +147,6 @@ class _Chunks:
         far = torch.bmm(self.far_query, self.before_normalizer[..., None])
         return far[..., 0].add_(self.scores.sum(-1))
 
-    def total_scale(self):
-        """The log scale of the sums, or `None` for 0."""
-        if self.scale is None or self.query_log_scale is None:
-            return self.query_log_scale if self.scale is None else self.scale
-        return self.scale + self.query_log_scale
-
     def gradient(self, y, y_gradient, carry_gradient, output):
         """Gradients of the carry, and of what the chunks were made of."""
         grad_values, grad_totals, grad_query_log_scale = _outputs_gradient(
@@ -207,7 +201,7 @@ def _reciprocal(totals):
 def _outputs(values, chunks, output):
     if output == "normalized":
         return (values.mul_(_reciprocal(chunks.totals())[..., None]),)
-    scale = chunks.total_scale()
+    scale = sum_of_scales(chunks.scale, chunks.query_log_scale)
     scale = None if scale is None else scale.flatten(0, 2)
     if output == "sum":
         return (values if scale is None else values.mul_(scale.exp()[..., None]),)
@@ -228,7 +222,7 @@ def _outputs_gradient(chunks, y, y_gradient, output):
         inverse = _reciprocal(chunks.totals())
         grad_totals = along.flatten(0, 2).mul_(inverse).neg_()
         return grad_y * inverse[..., None], grad_totals, None
-    scale = chunks.total_scale()
+    scale = sum_of_scales(chunks.scale, chunks.query_log_scale)
     if scale is not None:
         grad_y = grad_y * scale.flatten(0, 2).exp()[..., None]
     return grad_y, None, None if chunks.query_log_scale is None else along
