@@ -28,49 +28,20 @@ from keras_efficient_attn.ops.common.chunking import (
     lower_triangle,
     sizes,
 )
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype, larger
+from keras_efficient_attn.ops.common.numerics import larger
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided, reciprocal
-from keras_efficient_attn.ops.common.scan import vector_jacobian_product
-from keras_efficient_attn.ops.linear_attention.keys import mapped_keys, sum_of_scales
+from keras_efficient_attn.ops.linear_attention.keys import sum_of_scales
+from keras_efficient_attn.ops.linear_attention.steps import step_and_gradient
 
 
 @functools.cache
 def causal_step(config, chunk_size, masked):
-    """`(step, gradient)` for `recompute_scan`, one object per configuration.
+    """`step_and_gradient` with chunks of a length, one object per configuration."""
 
-    The carry is `(sum, normalizer, log_scale)`; `x` is `(query, key, value)` and what
-    `mapped_keys` takes; the constants are the weights of the maps. `log_scale` is a
-    constant for gradients.
+    def split(x, dtype):
+        return by_head(ops.cast(x, dtype), chunk_size)
 
-    Args:
-        config: `LinearAttentionConfig`.
-        chunk_size: Positions per chunk of this sequence.
-        masked: Whether `x` says which keys exist.
-    """
-
-    def prepare(x, map_weights):
-        dtype = accumulator_dtype(*x)
-        x = (by_head(ops.cast(t, dtype), chunk_size) for t in x)
-        query, key, value, *rest = x
-        query, query_log_scale = config.query_map(query, *map_weights)
-        key, log_weight = mapped_keys(config.key_map, key, rest, map_weights, masked)
-        return query, key, value, log_weight, query_log_scale
-
-    def step(carry, x, map_weights):
-        chunks = _Chunks(carry, *prepare(x, map_weights))
-        values = chunks.scores @ chunks.value + chunks.far_query @ chunks.before
-        outputs = _outputs(values, chunks, config.output)
-        return chunks.carry, tuple(by_position(t) for t in outputs)
-
-    def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
-        prepared, pull = vector_jacobian_product(prepare, (x, map_weights))
-        chunks = _Chunks(carry, *prepared)
-        grad_carry, *grad_prepared = chunks.gradient(
-            y, y_gradient, carry_gradient, config.output
-        )
-        return grad_carry, *pull(grad_prepared)
-
-    return step, gradient
+    return step_and_gradient(config, masked, split, _Chunks)
 
 
 class _Chunks:
@@ -138,6 +109,20 @@ class _Chunks:
         far = self.far_query @ self.before_normalizer[..., None]
         return ops.sum(self.scores, axis=-1) + far[..., 0]
 
+    def outputs(self, output):
+        """A tuple of tensors, batch and positions first."""
+        values = self.scores @ self.value + self.far_query @ self.before
+        scale = sum_of_scales(self.scale, self.query_log_scale)
+        if output == "normalized":
+            outputs = (divided(values, self.totals()),)
+        elif output == "sum":
+            outputs = (values if scale is None else values * ops.exp(scale)[..., None],)
+        else:
+            totals = self.totals()
+            scale = ops.zeros_like(totals) if scale is None else scale
+            outputs = values, totals, scale
+        return tuple(by_position(t) for t in outputs)
+
     def gradient(self, y, y_gradient, carry_gradient, output):
         """Gradients of the carry, and of what the chunks were made of."""
         grad_values, grad_totals, grad_query_log_scale = _outputs_gradient(
@@ -184,16 +169,6 @@ class _Chunks:
         grad_carry = grad_sums, grad_normalizer, ops.zeros_like(carry_gradient[2])
         grad_inputs = grad_query, grad_key, grad_value, grad_log_weight
         return grad_carry, *grad_inputs, grad_query_log_scale
-
-
-def _outputs(values, chunks, output):
-    if output == "normalized":
-        return (divided(values, chunks.totals()),)
-    scale = sum_of_scales(chunks.scale, chunks.query_log_scale)
-    if output == "sum":
-        return (values if scale is None else values * ops.exp(scale)[..., None],)
-    totals = chunks.totals()
-    return values, totals, ops.zeros_like(totals) if scale is None else scale
 
 
 def _outputs_gradient(chunks, y, y_gradient, output):

@@ -10,41 +10,19 @@ import math
 
 import torch
 
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype
-from keras_efficient_attn.ops.common.scan import vector_jacobian_product
-from keras_efficient_attn.ops.linear_attention.keys import mapped_keys, sum_of_scales
+from keras_efficient_attn.ops.linear_attention.keys import sum_of_scales
+from keras_efficient_attn.ops.linear_attention.steps import step_and_gradient
 
 
 @functools.cache
 def causal_step(config, chunk_size, masked):
     """As `causal_step.causal_step`; to be called where no gradient is recorded."""
 
-    def prepare(x, map_weights):
-        dtype = getattr(torch, accumulator_dtype(*x))
-        query, key, value, *rest = (_by_head(t.to(dtype), chunk_size) for t in x)
-        query, query_log_scale = config.query_map(query, *map_weights)
-        key, log_weight = mapped_keys(config.key_map, key, rest, map_weights, masked)
-        return query, key, value, log_weight, query_log_scale
+    def split(x, dtype):
+        return _by_head(x.to(getattr(torch, dtype)), chunk_size)
 
-    @_without_autocast
-    def step(carry, x, map_weights):
-        prepared = prepare(x, map_weights)
-        chunks, shape = _Chunks(carry, *prepared), prepared[0].shape[:-1]
-        values = torch.bmm(chunks.scores, chunks.value)
-        values.baddbmm_(chunks.far_query, chunks.before)
-        outputs = _outputs(values, chunks, config.output)
-        return chunks.carry, tuple(_by_position(t, shape) for t in outputs)
-
-    @_without_autocast
-    def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
-        prepared, pull = vector_jacobian_product(prepare, (x, map_weights))
-        chunks = _Chunks(carry, *prepared)
-        grad_carry, *grad_prepared = chunks.gradient(
-            y, y_gradient, carry_gradient, config.output
-        )
-        return grad_carry, *pull(grad_prepared)
-
-    return step, gradient
+    steps = step_and_gradient(config, masked, split, _Chunks)
+    return tuple(map(_without_autocast, steps))
 
 
 def _without_autocast(function):
@@ -62,13 +40,6 @@ def _by_head(x, chunk_size):
     """`(batch, group, heads, ...)` as `(batch, heads, chunks, chunk_size, ...)`."""
     chunks = x.shape[1] // chunk_size
     return x.transpose(1, 2).contiguous().unflatten(2, (chunks, chunk_size))
-
-
-def _by_position(x, shape):
-    """`(batch · heads · chunks, chunk_size, ...)` as `(batch, group, heads, ...)`."""
-    batch, heads, chunks, chunk_size = shape
-    x = x.view(batch, heads, chunks * chunk_size, *x.shape[2:])
-    return x.transpose(1, 2)
 
 
 class _Chunks:
@@ -147,6 +118,30 @@ class _Chunks:
         far = torch.bmm(self.far_query, self.before_normalizer[..., None])
         return far[..., 0].add_(self.scores.sum(-1))
 
+    def outputs(self, output):
+        """A tuple of tensors, batch and positions first."""
+        values = torch.bmm(self.scores, self.value)
+        values.baddbmm_(self.far_query, self.before)
+        scale = sum_of_scales(self.scale, self.query_log_scale)
+        scale = None if scale is None else scale.flatten(0, 2)
+        if output == "normalized":
+            outputs = (values.mul_(_reciprocal(self.totals())[..., None]),)
+        elif output == "sum":
+            if scale is not None:
+                values.mul_(scale.exp()[..., None])
+            outputs = (values,)
+        else:
+            totals = self.totals()
+            scale = torch.zeros_like(totals) if scale is None else scale
+            outputs = values, totals, scale
+        return tuple(map(self._by_position, outputs))
+
+    def _by_position(self, x):
+        """A tensor in the layout of the sums as `(batch, group, heads, ...)`."""
+        group = self.chunks * x.shape[1]
+        x = x.view(self.batch, self.heads, group, *x.shape[2:])
+        return x.transpose(1, 2)
+
     def gradient(self, y, y_gradient, carry_gradient, output):
         """Gradients of the carry, and of what the chunks were made of."""
         grad_values, grad_totals, grad_query_log_scale = _outputs_gradient(
@@ -196,17 +191,6 @@ def _reciprocal(totals):
     least = 1e-290 if totals.dtype == torch.float64 else 1e-30
     hidden = totals.abs() <= least
     return totals.reciprocal().masked_fill_(hidden, 0.0)
-
-
-def _outputs(values, chunks, output):
-    if output == "normalized":
-        return (values.mul_(_reciprocal(chunks.totals())[..., None]),)
-    scale = sum_of_scales(chunks.scale, chunks.query_log_scale)
-    scale = None if scale is None else scale.flatten(0, 2)
-    if output == "sum":
-        return (values if scale is None else values.mul_(scale.exp()[..., None]),)
-    totals = chunks.totals()
-    return values, totals, torch.zeros_like(totals) if scale is None else scale
 
 
 def _outputs_gradient(chunks, y, y_gradient, output):
