@@ -78,11 +78,8 @@ class Positions(keras.layers.Layer):
         return input_shape
 
     def get_config(self):
-        return {
-            **super().get_config(),
-            "max_offset": self.max_offset,
-            "seed": self.seed,
-        }
+        config = super().get_config()
+        return {**config, "max_offset": self.max_offset, "seed": self.seed}
 
 
 def sinusoids(positions, dim):

@@ -14,7 +14,8 @@ class EfficientTextClassifierPreprocessor(keras_hub.models.TextClassifierPreproc
 
     Args:
         tokenizer: A tokenizer.
-        sequence_length: Tokens of a row. Defaults to 512.
+        sequence_length: Tokens of a row: the first ones of a longer text, with padding
+            after a shorter one. Defaults to 512.
         **kwargs: Those of `keras_hub.models.TextClassifierPreprocessor`.
 
     Example:

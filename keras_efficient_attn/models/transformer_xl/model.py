@@ -3,13 +3,14 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.models.task_wrapper import TaskWrapper
 from keras_efficient_attn.models.transformer_xl.segments import Segments
 from keras_efficient_attn.ops.common.backend import backend_name
 from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class TransformerXL(keras.Model):
+class TransformerXL(TaskWrapper):
     """Segment-level recurrence: a language model whose memory outlasts a batch.
 
     A call reads each row as what comes after the same row of the call before, with the
@@ -64,6 +65,8 @@ class TransformerXL(keras.Model):
     Reference:
         - [Dai et al., 2019](https://arxiv.org/abs/1901.02860)
     """
+
+    task_argument = "language_model"
 
     def __init__(self, language_model, batch_size, memory_length=None, **kwargs):
         super().__init__(**kwargs)
@@ -154,20 +157,11 @@ class TransformerXL(keras.Model):
         return keras.KerasTensor(shape, dtype="float32")
 
     def get_config(self):
-        language_model = keras.saving.serialize_keras_object(self.language_model)
-        # It would come back with an optimizer of its own for all weights.
-        language_model.pop("compile_config", None)
         return {
             **super().get_config(),
-            "language_model": language_model,
             "batch_size": self.batch_size,
             "memory_length": self.memory_length,
         }
-
-    @classmethod
-    def from_config(cls, config):
-        model = keras.saving.deserialize_keras_object(config["language_model"])
-        return cls(**{**config, "language_model": model})
 
     def _empty_memory(self):
         """The layers' states before the first segment."""

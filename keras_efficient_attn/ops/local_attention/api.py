@@ -32,10 +32,11 @@ def local_attention(
     """Softmax attention to the keys near the query, in linear time and memory.
 
     ```
-    output[t] = Σ_s exp(scale · q[t]·k[s]) v[s] / Σ_s exp(scale · q[t]·k[s])
+    w[t, s]   = exp(scale · q[t]·k[s])     if s is near t
+    output[t] = Σ_s w[t, s] v[s] / Σ_s w[t, s]
     ```
 
-    over the keys `s` near `t` that `key_mask` keeps. Only blocks that hold such keys
+    over the keys `s` that `key_mask` keeps. Only blocks that hold such keys
     are computed. One token with a `state` is computed by itself, in few operations.
     The keys near a query are, one of:
 
