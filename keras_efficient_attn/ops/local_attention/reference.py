@@ -2,7 +2,10 @@
 
 import numpy as np
 
-from keras_efficient_attn.ops.common.masked_softmax import masked_attention
+from keras_efficient_attn.ops.common.dense_softmax import (
+    dense_attention,
+    dense_products,
+)
 
 
 def visible_keys(config, query_length, key_length, causal):
@@ -12,7 +15,10 @@ def visible_keys(config, query_length, key_length, causal):
 
 
 def reference_attention(inputs, config, options):
-    """The output, as `SoftmaxCall.attend` wants it of a definition."""
-    lengths = inputs[0].shape[1], inputs[1].shape[1]
-    visible = visible_keys(config, *lengths, options.causal)
-    return masked_attention(inputs, visible[None], options.scale)
+    """The output, from the formula."""
+
+    def weigh(query, key):
+        visible = visible_keys(config, query.shape[1], key.shape[1], options.causal)
+        return dense_products(query * options.scale, key), visible
+
+    return dense_attention(inputs, weigh)

@@ -4,7 +4,10 @@ import dataclasses
 
 import numpy as np
 
-from keras_efficient_attn.ops.common.masked_softmax import masked_attention
+from keras_efficient_attn.ops.common.dense_softmax import (
+    dense_attention,
+    dense_products,
+)
 from keras_efficient_attn.ops.sparse_attention.patterns import (
     head_factors,
     summary_start,
@@ -12,10 +15,15 @@ from keras_efficient_attn.ops.sparse_attention.patterns import (
 
 
 def reference_attention(inputs, config, options):
-    """The output, as `SoftmaxCall.attend` wants it of a definition."""
-    queries, keys = inputs[0].shape[1], inputs[1].shape[1]
-    visible = visible_keys(config, max(queries, keys), options.causal)
-    return masked_attention(inputs, visible[:, :queries, :keys], options.scale)
+    """The output, from the formula."""
+
+    def weigh(query, key):
+        queries, keys = query.shape[1], key.shape[1]
+        visible = visible_keys(config, max(queries, keys), options.causal)
+        products = dense_products(query * options.scale, key)
+        return products, visible[:, :queries, :keys]
+
+    return dense_attention(inputs, weigh)
 
 
 def visible_keys(config, length, causal):
