@@ -6,12 +6,12 @@ from keras import ops
 from keras_efficient_attn.layers import ChunkedVocabularyLoss
 from keras_efficient_attn.layers.building import add_counter
 from keras_efficient_attn.models.blocks.normalization import get_norm
-from keras_efficient_attn.models.tasks.task import uncompiled_config
+from keras_efficient_attn.models.task_wrapper import TaskWrapper
 from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class AuxiliaryLosses(keras.Model):
+class AuxiliaryLosses(TaskWrapper):
     """A causal language model in training, with losses of its lower layers too.
 
     ```
@@ -62,6 +62,8 @@ class AuxiliaryLosses(keras.Model):
     Reference:
         - [Al-Rfou et al., 2019](https://arxiv.org/abs/1808.04444)
     """
+
+    task_argument = "model"
 
     def __init__(self, model, total_steps, num_targets=2, target_weight=0.5, **kwargs):
         super().__init__(**kwargs)
@@ -192,13 +194,7 @@ class AuxiliaryLosses(keras.Model):
     def get_config(self):
         return {
             **super().get_config(),
-            "model": uncompiled_config(self.model),
             "total_steps": self.total_steps,
             "num_targets": self.num_targets,
             "target_weight": self.target_weight,
         }
-
-    @classmethod
-    def from_config(cls, config):
-        model = keras.saving.deserialize_keras_object(config["model"])
-        return cls(**{**config, "model": model})

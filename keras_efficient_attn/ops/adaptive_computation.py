@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.checks import check_positive_int
 
 
 def adaptive_computation(
@@ -41,6 +42,9 @@ def adaptive_computation(
         and `remainders` R, of the shape of `running`, and `probabilities` p, with an
         axis more of length `max_steps`; all are 0 where a position started halted.
 
+    Raises:
+        ValueError: If `max_steps` is not a positive integer.
+
     Example:
 
     >>> import keras
@@ -54,6 +58,7 @@ def adaptive_computation(
     Reference:
         - [Graves, 2016](https://arxiv.org/abs/1603.08983)
     """
+    check_positive_int("max_steps", max_steps)
     running = ops.cast(running, "bool")
     zeros = ops.zeros_like(running, dtype=dtype)
     weighted = keras.tree.map_structure(lambda s: ops.zeros_like(s, dtype=dtype), state)

@@ -4,6 +4,7 @@ import functools
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.chunking import chunk_count, pad_to
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
@@ -26,7 +27,11 @@ def chunked_cross_entropy(hidden, kernel, bias, labels, *, chunk_size=128):
 
     Returns:
         `(batch, length)`, float32 or wider, in nats.
+
+    Raises:
+        ValueError: If `chunk_size` is not a positive integer.
     """
+    check_positive_int("chunk_size", chunk_size)
     dtype = accumulator_dtype(hidden, kernel)
     length = ops.shape(hidden)[1]
     if isinstance(length, int):

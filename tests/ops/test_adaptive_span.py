@@ -42,6 +42,8 @@ def test_blocks_are_the_quadratic_definition(causal):
     [
         ({"window": 0}, "window=0"),
         ({"ramp": 0}, "ramp=0"),
+        ({"ramp": True}, "ramp=True"),
+        ({"ramp": float("inf")}, "ramp=inf"),
         ({"spans": np.zeros((2, 3))}, r"spans\.shape=\(2, 3\)"),
         ({"position_key": np.zeros((7, 4))}, r"position_key\.shape=\(7, 4\), window=8"),
     ],

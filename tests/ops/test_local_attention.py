@@ -237,7 +237,7 @@ def test_dropout_of_a_token():
     last = [x[:, -1:] for x in (key, key, value)]
     weights, dropped = (
         to_numpy(local_attention(*last, state=state, **options, **dropout)[0])
-        for dropout in ({}, dict(dropout=rate, dropout_seed=np.array([1.0, 2.0])))
+        for dropout in ({}, dict(dropout=(rate, np.array([1.0, 2.0]))))
     )
     kept = dropped != 0
     np.testing.assert_allclose(dropped[kept], weights[kept] / (1 - rate), rtol=1e-5)

@@ -308,8 +308,7 @@ def test_dropped_weights_are_zero_and_the_others_larger():
             x,
             x,
             one_hot,
-            dropout=rate,
-            dropout_seed=np.array([1.0, 2.0], "float32"),
+            dropout=(rate, np.array([1.0, 2.0], "float32")),
             **arguments,
         )
     )
@@ -333,8 +332,7 @@ def test_gradients_drop_the_same_weights():
             x,
             value,
             stride=4,
-            dropout=0.5,
-            dropout_seed=ops.convert_to_tensor([3.0, 4.0]),
+            dropout=(0.5, ops.convert_to_tensor([3.0, 4.0])),
         )
         return ops.sum(ops.multiply(output, weight))
 
@@ -354,16 +352,20 @@ def test_gradients_drop_the_same_weights():
         (dict(summary=2), "summary=2, pattern='strided'"),
         (dict(pattern="fixed", summary=2, heads=0), "summary=2, heads=0"),
         (dict(heads=2), "heads=2"),
+        (dict(heads=1.0), "heads=1.0"),
+        (dict(heads=True), "heads=True"),
         (dict(heads="split", query=heads_of(4, heads=1)), "num_heads=1"),
         (dict(query=heads_of(4)[0]), r"query.shape=\(4, 3, 4\)"),
         (dict(key=heads_of(4, 5)), "agree in heads and dim"),
         (dict(value=heads_of(5)), "agree in batch, length"),
         (dict(key_mask=np.ones((2, 9), bool)), r"key_mask.shape=\(2, 9\)"),
         (dict(implementation="dense"), "implementation='dense'"),
-        (dict(dropout=0.5), "dropout_seed=None"),
+        (dict(dropout=0.5), "dropout=0.5"),
+        (dict(dropout=(1.0, (1.0, 2.0))), "below 1"),
+        (dict(dropout=(True, (1.0, 2.0))), "dropout=.True"),
         (
-            dict(implementation="reference", dropout=0.5, dropout_seed=(1.0, 2.0)),
-            "dropout=0.5",
+            dict(implementation="reference", dropout=(0.5, (1.0, 2.0))),
+            "no `dropout`. Received: dropout",
         ),
         (dict(state={}), "causal=False"),
         (dict(state={}, causal=True, query=heads_of(1)), "same length"),

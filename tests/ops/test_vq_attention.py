@@ -511,6 +511,7 @@ WRONG = [
     (dict(window=2, quantize_window=True, sigma=np.ones(2)), "`sigma`"),
     (dict(state={}), "causal=False"),
     (dict(order=1), "order=1"),
+    (dict(order=2.0), "order=2.0"),
     (dict(rank=2), "order=0"),
     (dict(order=2, rank=DIM + 1), "rank=5"),
     (dict(order=2, sigma=np.ones(2)), "`sigma`"),

@@ -36,8 +36,8 @@ class PatternAttention(EfficientAttention):
 
         Args:
             query, key, value: `(batch, length, heads, dim)`, rotated, not scaled.
-            **arguments: `causal`, `key_mask`, `state`, `dropout` and `dropout_seed`,
-                as for `ops.local_attention`, and the subclass' own.
+            **arguments: `causal`, `key_mask`, `state` and `dropout`, as for
+                `ops.local_attention`, and the subclass' own.
         """
         raise NotImplementedError
 
@@ -52,8 +52,7 @@ class PatternAttention(EfficientAttention):
         )
         if call.training and self._dropout > 0.0:
             generator = self._dropout_layer.seed_generator
-            arguments["dropout"] = self._dropout
-            arguments["dropout_seed"] = dropout_seed(generator, dtype)
+            arguments["dropout"] = self._dropout, dropout_seed(generator, dtype)
         output = self.attend_to_pattern(query, key, value, **arguments)
         return (output, None) if state is None else output
 

@@ -248,10 +248,10 @@ class RelativePositionXL(EfficientAttention):
         offset = call.options.get("offset", 0)
         memory_length = call.options.get("memory_length", self.memory_length)
         dtype = accumulator_dtype(query, key, value)
-        dropout, seed = 0.0, None
+        dropout = None
         if call.training and self._dropout > 0.0:
-            dropout = self._dropout
-            seed = dropout_seed(self._dropout_layer.seed_generator, dtype)
+            generator = self._dropout_layer.seed_generator
+            dropout = self._dropout, dropout_seed(generator, dtype)
         length, keys = ops.shape(query)[1], ops.shape(key)[1]
         later = 0 if call.causal else keys - offset - 1
         heads = relative_attention(
@@ -265,7 +265,6 @@ class RelativePositionXL(EfficientAttention):
             key_mask=call.key_mask,
             documents=call.options.get("documents"),
             dropout=dropout,
-            dropout_seed=seed,
         )
         return heads, None
 

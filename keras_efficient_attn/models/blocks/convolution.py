@@ -3,6 +3,8 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.ops.common.checks import check_int
+
 
 def depthwise(padded, kernel, length):
     """`y[t] = Σ_i kernel[i] ⊙ padded[t + i]` for the first `length` positions t.
@@ -23,8 +25,7 @@ class CausalConvolution(keras.layers.Layer):
     y[t] = x[t] + Σ_i w[i] ⊙ x[t − kernel_size + 1 + i]
     ```
 
-    It tells attention the order of the tokens, at any length. Its state is the last
-    `kernel_size - 1` inputs.
+    It tells attention the order of the tokens, at any length.
 
     Args:
         kernel_size: Number of positions, the present one included. Defaults to 4.
@@ -32,7 +33,8 @@ class CausalConvolution(keras.layers.Layer):
 
     Call arguments:
         x: `(batch, length, dim)`.
-        state: Optional, from `get_initial_state` or the previous segment's call.
+        state: Optional, from `get_initial_state` or the previous segment's call: the
+            last `kernel_size - 1` inputs.
 
     Returns:
         A tensor of the shape of `x`; `(output, state)` with `state`.
@@ -52,11 +54,7 @@ class CausalConvolution(keras.layers.Layer):
 
     def __init__(self, kernel_size=4, **kwargs):
         super().__init__(**kwargs)
-        if not isinstance(kernel_size, int) or kernel_size < 2:
-            raise ValueError(
-                "`kernel_size` must be an integer of at least 2. Received: "
-                f"kernel_size={kernel_size!r}"
-            )
+        check_int("kernel_size", kernel_size, 2)
         self.kernel_size = kernel_size
 
     def build(self, input_shape):

@@ -7,6 +7,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.models.options import Options
+from keras_efficient_attn.ops.common.checks import check_positive_int
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -27,6 +28,29 @@ def serialize_activation(activation):
     if activation in (squared_relu, "squared_relu"):
         return "squared_relu"
     return keras.activations.serialize(keras.activations.get(activation))
+
+
+def make_dense(layer, name, input_shape):
+    """A built dense layer of a feed-forward network.
+
+    Args:
+        layer: The network, with a `hidden_dim`, an `activation` and `use_bias`.
+        name: `"hidden"`, with the activation; `"gate"`, or `"output"`, back to the
+            width of the input.
+        input_shape: Of the network.
+    """
+    widths = input_shape[-1], layer.hidden_dim
+    if name == "output":
+        widths = widths[::-1]
+    dense = keras.layers.Dense(
+        widths[1],
+        activation=layer.activation if name == "hidden" else None,
+        use_bias=layer.use_bias,
+        dtype=layer.dtype_policy,
+        name=name,
+    )
+    dense.build((*input_shape[:-1], widths[0]))
+    return dense
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,33 +133,17 @@ class FeedForward(keras.layers.Layer):
         self, hidden_dim, activation="gelu", gated=False, use_bias=True, **kwargs
     ):
         super().__init__(**kwargs)
-        if not isinstance(hidden_dim, int) or hidden_dim < 1:
-            raise ValueError(
-                "`hidden_dim` must be a positive integer. Received: "
-                f"hidden_dim={hidden_dim!r}"
-            )
+        check_positive_int("hidden_dim", hidden_dim)
         self.hidden_dim = hidden_dim
         self.activation = get_activation(activation)
         self.gated = gated
         self.use_bias = use_bias
 
     def build(self, input_shape):
-        def dense(name, units, shape, activation=None):
-            layer = keras.layers.Dense(
-                units,
-                activation=activation,
-                use_bias=self.use_bias,
-                dtype=self.dtype_policy,
-                name=name,
-            )
-            layer.build(shape)
-            return layer
-
-        hidden_shape = (*input_shape[:-1], self.hidden_dim)
-        self.hidden = dense("hidden", self.hidden_dim, input_shape, self.activation)
+        self.hidden = make_dense(self, "hidden", input_shape)
         if self.gated:
-            self.gate = dense("gate", self.hidden_dim, input_shape)
-        self.output_dense = dense("output", input_shape[-1], hidden_shape)
+            self.gate = make_dense(self, "gate", input_shape)
+        self.output_dense = make_dense(self, "output", input_shape)
 
     def call(self, x):
         hidden = self.hidden(x)

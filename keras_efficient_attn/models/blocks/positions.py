@@ -8,6 +8,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.models.options import Options
+from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 
 POSITIONS = ("sinusoidal", "learned", "rotary")
 # Longest wavelength of sinusoidal and rotary positions, over 2π.
@@ -25,13 +26,12 @@ class Positions(keras.layers.Layer):
             same numbers, as those of an encoder and its decoder should.
         **kwargs: Those of `keras.layers.Layer`.
 
-    The state is the number of positions read so far, `(batch,)`, the same for all
-    rows: what an integer in each row's cache can be, whatever the sampler does to
-    the batch axis.
-
     Call arguments:
         x: `(batch, length, dim)`.
-        state: Optional, from `get_initial_state` or the previous segment's call.
+        state: Optional, from `get_initial_state` or the previous segment's call: the
+            number of positions read so far, `(batch,)`, the same for all rows: what an
+            integer in each row's cache can be, whatever a sampler does to the batch
+            axis.
 
     Returns:
         A tensor of the shape of `x`; `(output, state)` with `state`.
@@ -42,11 +42,7 @@ class Positions(keras.layers.Layer):
 
     def __init__(self, max_offset=0, seed=None, **kwargs):
         super().__init__(**kwargs)
-        if not isinstance(max_offset, int) or max_offset < 0:
-            raise ValueError(
-                "`max_offset` must be an integer of at least 0. Received: "
-                f"max_offset={max_offset!r}"
-            )
+        check_int("max_offset", max_offset, 0)
         self.max_offset = max_offset
         self.seed = seed
         if max_offset:
@@ -82,11 +78,8 @@ class Positions(keras.layers.Layer):
         return input_shape
 
     def get_config(self):
-        return {
-            **super().get_config(),
-            "max_offset": self.max_offset,
-            "seed": self.seed,
-        }
+        config = super().get_config()
+        return {**config, "max_offset": self.max_offset, "seed": self.seed}
 
 
 def sinusoids(positions, dim):
@@ -127,11 +120,12 @@ class LearnedPositions(Positions):
         **kwargs: Those of `keras.layers.Layer`.
 
     Raises:
-        ValueError: If an input is longer than `max_length`.
+        ValueError: If `max_length` is not a positive integer, or an input is longer.
     """
 
     def __init__(self, max_length, max_offset=0, seed=None, **kwargs):
         super().__init__(max_offset, seed, **kwargs)
+        check_positive_int("max_length", max_length)
         self.max_length = max_length
         self.table = keras_hub.layers.PositionEmbedding(
             max_length,

@@ -6,8 +6,10 @@ from keras import ops
 from keras_efficient_attn.models.blocks.convolution import depthwise
 from keras_efficient_attn.models.blocks.feed_forward import (
     get_activation,
+    make_dense,
     serialize_activation,
 )
+from keras_efficient_attn.ops.common.checks import check_positive_int, is_pair
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -63,22 +65,15 @@ class SeparableConvolution(keras.layers.Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        if not isinstance(hidden_dim, int) or hidden_dim < 1:
-            raise ValueError(
-                "`hidden_dim` must be a positive integer. Received: "
-                f"hidden_dim={hidden_dim!r}"
-            )
-        kernel_sizes = tuple(kernel_sizes)
-        if len(kernel_sizes) != 2 or not all(
-            isinstance(size, int) and size > 0 for size in kernel_sizes
-        ):
+        check_positive_int("hidden_dim", hidden_dim)
+        if not is_pair(kernel_sizes, 1):
             raise ValueError(
                 "`kernel_sizes` must be a pair of positive integers. Received: "
                 f"kernel_sizes={kernel_sizes!r}"
             )
         self.supports_masking = True
         self.hidden_dim = hidden_dim
-        self.kernel_sizes = kernel_sizes
+        self.kernel_sizes = tuple(kernel_sizes)
         self.activation = get_activation(activation)
         self.causal = causal
         self.use_bias = use_bias
@@ -96,19 +91,8 @@ class SeparableConvolution(keras.layers.Layer):
             )
         ]
 
-        def dense(name, units, width, activation=None):
-            layer = keras.layers.Dense(
-                units,
-                activation=activation,
-                use_bias=self.use_bias,
-                dtype=self.dtype_policy,
-                name=name,
-            )
-            layer.build((*x_shape[:-1], width))
-            return layer
-
-        self.hidden = dense("hidden", self.hidden_dim, widths[0], self.activation)
-        self.output_dense = dense("output", widths[0], widths[1])
+        self.hidden = make_dense(self, "hidden", x_shape)
+        self.output_dense = make_dense(self, "output", x_shape)
 
     def get_initial_state(self, batch_size):
         """The state before the first position: the inputs that either still reaches."""

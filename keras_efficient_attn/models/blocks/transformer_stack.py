@@ -11,6 +11,7 @@ from keras_efficient_attn.layers.residual.chain import (
     stream_dtype,
 )
 from keras_efficient_attn.models.blocks.normalization import get_norm
+from keras_efficient_attn.ops.common.checks import check_positive_int
 
 
 class StackTrace(typing.NamedTuple):
@@ -65,13 +66,11 @@ class TransformerStack(keras.layers.Layer):
     def __init__(self, blocks, num_recurrences=1, **kwargs):
         # autocast=False: a state keeps its float32 under a mixed policy.
         super().__init__(autocast=False, **kwargs)
-        if not isinstance(num_recurrences, int) or num_recurrences < 1:
-            raise ValueError(
-                "`num_recurrences` must be a positive integer. Received: "
-                f"num_recurrences={num_recurrences!r}"
-            )
+        check_positive_int("num_recurrences", num_recurrences)
         self.blocks = list(blocks)
         self.num_recurrences = num_recurrences
+        # What a `UniversalTransformer` may have.
+        self.adaptive_computation = self.halting = None
         _share_weights(self.blocks)
         self.final_norm = None
         first = self.blocks[0]
@@ -110,8 +109,15 @@ class TransformerStack(keras.layers.Layer):
         memory_padding_mask=None,
         state=None,
         return_layers=False,
+        return_ponder=False,
         training=None,
     ):
+        if return_ponder and (self.halting is None or state is not None):
+            raise ValueError(
+                "`return_ponder` needs `adaptive_computation`, and excludes `state`. "
+                f"Received: adaptive_computation={self.adaptive_computation!r}, "
+                f"state given: {state is not None}"
+            )
         inputs = dict(
             padding_mask=padding_mask,
             memory=memory,
@@ -121,13 +127,12 @@ class TransformerStack(keras.layers.Layer):
         if self.blocks[0].residual == "reversible":
             apply = self._apply_reversibly
         x, trace = apply(x, inputs, state, training, return_layers)
-        x = self._normalize(x)
+        x = x if self.final_norm is None else self.final_norm(x)
         if return_layers:
             return x, trace.layers
+        if return_ponder:
+            return x, trace.ponder
         return x if state is None else (x, trace.state)
-
-    def _normalize(self, x):
-        return x if self.final_norm is None else self.final_norm(x)
 
     def _recur(self, x, inputs, state, training, keep_layers):
         """All applications of the blocks: the output, and a `StackTrace`.

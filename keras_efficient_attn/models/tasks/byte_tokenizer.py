@@ -52,9 +52,10 @@ class EfficientCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
     """Strings to `token_ids` and `padding_mask`, and the next tokens as labels.
 
     Args:
-        tokenizer: A tokenizer.
-        sequence_length: Tokens of a row. Defaults to 1024.
-        **kwargs: Those of `keras_hub.models.CausalLMPreprocessor`.
+        tokenizer, sequence_length: A tokenizer, and the tokens of a row, start and end
+            included. Defaults to 1024.
+        **kwargs: Those of `keras_hub.models.CausalLMPreprocessor`, such as whether to
+            add start and end.
 
     Example:
 

@@ -44,18 +44,13 @@ class EfficientCausalLM(TaskMixin, keras_hub.models.CausalLM):
     Example:
 
     ```python
-    from keras_efficient_attn.models import (
-        EfficientByteTokenizer,
-        EfficientCausalLM,
-        EfficientCausalLMPreprocessor,
-        EfficientTransformerBackbone,
-    )
+    from keras_efficient_attn import models
 
-    backbone = EfficientTransformerBackbone(256, 2, 4, 64, 256)
-    preprocessor = EfficientCausalLMPreprocessor(
-        EfficientByteTokenizer(), sequence_length=100
+    backbone = models.EfficientTransformerBackbone(256, 2, 4, 64, 256)
+    preprocessor = models.EfficientCausalLMPreprocessor(
+        models.EfficientByteTokenizer(), sequence_length=100
     )
-    model = EfficientCausalLM(backbone, preprocessor)
+    model = models.EfficientCausalLM(backbone, preprocessor)
     model.compile(sampler="top_k")
     model.generate(["def ", "import "], max_length=50)
     ```
@@ -65,14 +60,7 @@ class EfficientCausalLM(TaskMixin, keras_hub.models.CausalLM):
     preprocessor_cls = EfficientCausalLMPreprocessor
 
     def __init__(self, backbone, preprocessor=None, **kwargs):
-        if backbone.architecture != "decoder":
-            raise ValueError(
-                "A causal language model needs a backbone with "
-                "architecture='decoder'. Received: "
-                f"architecture={backbone.architecture!r}"
-            )
-        self.backbone = backbone
-        self.preprocessor = preprocessor
+        self.take_parts(backbone, preprocessor, "decoder")
         inputs = backbone.input
         outputs = backbone.token_embedding(backbone(inputs), reverse=True)
         super().__init__(inputs=inputs, outputs=outputs, **kwargs)

@@ -55,18 +55,15 @@ class EfficientMaskedLM(TaskMixin, keras_hub.models.MaskedLM):
     Example:
 
     ```python
-    from keras_efficient_attn.models import (
-        EfficientByteTokenizer,
-        EfficientMaskedLM,
-        EfficientMaskedLMPreprocessor,
-        EfficientTransformerBackbone,
-    )
+    from keras_efficient_attn import models
 
-    backbone = EfficientTransformerBackbone(256, 2, 4, 64, 256, architecture="encoder")
-    preprocessor = EfficientMaskedLMPreprocessor(
-        EfficientByteTokenizer(), sequence_length=100, mask_selection_length=20
+    backbone = models.EfficientTransformerBackbone(
+        256, 2, 4, 64, 256, architecture="encoder"
     )
-    model = EfficientMaskedLM(backbone, preprocessor)
+    preprocessor = models.EfficientMaskedLMPreprocessor(
+        models.EfficientByteTokenizer(), sequence_length=100, mask_selection_length=20
+    )
+    model = models.EfficientMaskedLM(backbone, preprocessor)
     model.fit(["The quick brown fox.", "The lazy dog."])
     ```
 
@@ -78,14 +75,7 @@ class EfficientMaskedLM(TaskMixin, keras_hub.models.MaskedLM):
     preprocessor_cls = EfficientMaskedLMPreprocessor
 
     def __init__(self, backbone, preprocessor=None, **kwargs):
-        if backbone.architecture != "encoder":
-            raise ValueError(
-                "A masked language model needs a backbone with "
-                "architecture='encoder'. Received: "
-                f"architecture={backbone.architecture!r}"
-            )
-        self.backbone = backbone
-        self.preprocessor = preprocessor
+        self.take_parts(backbone, preprocessor, "encoder")
         inputs = {
             **backbone.input,
             "mask_positions": keras.Input(

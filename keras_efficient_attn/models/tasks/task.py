@@ -5,14 +5,6 @@ import keras
 from keras_efficient_attn.models.presets import PresetMixin
 
 
-def uncompiled_config(model):
-    """The configuration of a model that another one trains, with its own optimizer."""
-    config = keras.saving.serialize_keras_object(model)
-    # The model would come back with an optimizer for all weights.
-    config.pop("compile_config", None)
-    return config
-
-
 class TaskMixin(PresetMixin):
     """Presets that ship with the package, any kind of data, and training that resumes.
 
@@ -24,6 +16,21 @@ class TaskMixin(PresetMixin):
     what `keras.Model` takes, generators and `keras.utils.PyDataset` included, and
     needs neither.
     """
+
+    def take_parts(self, backbone, preprocessor, *architectures):
+        """Keeps what a task is made of, if the backbone has one of the architectures.
+
+        Raises:
+            ValueError: If it has another.
+        """
+        if backbone.architecture not in architectures:
+            raise ValueError(
+                f"{type(self).__name__} needs a backbone with architecture="
+                f"{' or '.join(map(repr, architectures))}. Received: "
+                f"architecture={backbone.architecture!r}"
+            )
+        self.backbone = backbone
+        self.preprocessor = preprocessor
 
     def fit(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
         """As `keras.Model.fit`; strings go through the preprocessor."""

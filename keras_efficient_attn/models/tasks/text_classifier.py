@@ -14,7 +14,8 @@ class EfficientTextClassifierPreprocessor(keras_hub.models.TextClassifierPreproc
 
     Args:
         tokenizer: A tokenizer.
-        sequence_length: Tokens of a row. Defaults to 512.
+        sequence_length: Tokens of a row: the first ones of a longer text, with padding
+            after a shorter one. Defaults to 512.
         **kwargs: Those of `keras_hub.models.TextClassifierPreprocessor`.
 
     Example:
@@ -64,18 +65,14 @@ class EfficientTextClassifier(TaskMixin, keras_hub.models.TextClassifier):
     Example:
 
     ```python
-    from keras_efficient_attn.models import (
-        EfficientByteTokenizer,
-        EfficientTextClassifier,
-        EfficientTextClassifierPreprocessor,
-        EfficientTransformerBackbone,
-    )
+    from keras_efficient_attn import models
 
-    backbone = EfficientTransformerBackbone(256, 2, 4, 64, 256, architecture="encoder")
-    preprocessor = EfficientTextClassifierPreprocessor(
-        EfficientByteTokenizer(), sequence_length=100
+    tokenizer = models.EfficientByteTokenizer()
+    model = models.EfficientTextClassifier(
+        models.EfficientTransformerBackbone(256, 2, 4, 64, 256, architecture="encoder"),
+        num_classes=2,
+        preprocessor=models.EfficientTextClassifierPreprocessor(tokenizer, 100),
     )
-    model = EfficientTextClassifier(backbone, 2, preprocessor)
     model.fit(["good", "bad"], [1, 0])
     ```
     """
@@ -93,13 +90,7 @@ class EfficientTextClassifier(TaskMixin, keras_hub.models.TextClassifier):
         compile=True,
         **kwargs,
     ):
-        if backbone.architecture == "encoder_decoder":
-            raise ValueError(
-                "A text classifier needs a backbone with architecture='encoder' or "
-                "'decoder'. Received: architecture='encoder_decoder'"
-            )
-        self.backbone = backbone
-        self.preprocessor = preprocessor
+        self.take_parts(backbone, preprocessor, "encoder", "decoder")
         inputs = backbone.input
         # Half precision cannot count the tokens of a long text.
         pooled = keras.layers.GlobalAveragePooling1D(dtype="float32", name="pooling")(

@@ -3,13 +3,14 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.models.tasks.task import uncompiled_config
+from keras_efficient_attn.models.task_wrapper import TaskWrapper
 from keras_efficient_attn.models.transformer_xl.segments import Segments
 from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class TransformerXL(keras.Model):
+class TransformerXL(TaskWrapper):
     """Segment-level recurrence: a language model whose memory outlasts a batch.
 
     A call reads each row as what comes after the same row of the call before, with the
@@ -65,19 +66,12 @@ class TransformerXL(keras.Model):
         - [Dai et al., 2019](https://arxiv.org/abs/1901.02860)
     """
 
+    task_argument = "language_model"
+
     def __init__(self, language_model, batch_size, memory_length=None, **kwargs):
         super().__init__(**kwargs)
-        for argument, received, least in (
-            ("batch_size", batch_size, 1),
-            ("memory_length", memory_length, 0),
-        ):
-            if argument == "memory_length" and received is None:
-                continue
-            if not isinstance(received, int) or received < least:
-                raise ValueError(
-                    f"`{argument}` must be an integer of at least {least}. Received: "
-                    f"{argument}={received!r}"
-                )
+        check_positive_int("batch_size", batch_size)
+        check_int("memory_length", memory_length, 0, optional=True)
         self.language_model = language_model
         self.batch_size = batch_size
         self.memory_length = memory_length
@@ -165,15 +159,9 @@ class TransformerXL(keras.Model):
     def get_config(self):
         return {
             **super().get_config(),
-            "language_model": uncompiled_config(self.language_model),
             "batch_size": self.batch_size,
             "memory_length": self.memory_length,
         }
-
-    @classmethod
-    def from_config(cls, config):
-        model = keras.saving.deserialize_keras_object(config["language_model"])
-        return cls(**{**config, "language_model": model})
 
     def _empty_memory(self):
         """The layers' states before the first segment."""

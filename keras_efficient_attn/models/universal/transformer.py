@@ -71,16 +71,17 @@ class UniversalTransformer(TransformerStack):
         **kwargs: Those of `keras.layers.Layer`.
 
     Call arguments:
-        As `TransformerBlock`, and
+        As `TransformerStack`, and
         return_ponder: Whether to return `(output, ponder)`, with the dict of
             `AdaptiveComputationTime`. Excludes `state`.
 
     Returns:
-        A tensor of the shape of `x`; `(output, state)` with `state`.
+        As `TransformerStack`; `(output, ponder)` with `return_ponder`.
 
     Raises:
         ValueError: For an argument out of range, blocks with `residual="reversible"`,
-            or a call with `return_ponder` and without `adaptive_computation`.
+            or a call with `return_ponder` and without `adaptive_computation`, or with
+            `return_layers` and with it.
 
     Example:
 
@@ -127,7 +128,6 @@ class UniversalTransformer(TransformerStack):
                 name="timestep_embedding",
             )
         self.adaptive_computation = adaptive_computation
-        self.halting = None
         if adaptive_computation is not None:
             self.halting = _halting(
                 adaptive_computation, num_recurrences, self.dtype_policy
@@ -150,36 +150,13 @@ class UniversalTransformer(TransformerStack):
             state["positions"] = self.positions.get_initial_state(batch_size)
         return state
 
-    def call(
-        self,
-        x,
-        padding_mask=None,
-        memory=None,
-        memory_padding_mask=None,
-        state=None,
-        training=None,
-        return_ponder=False,
-    ):
-        if return_ponder and (self.halting is None or state is not None):
+    def _recur(self, x, inputs, state, training, keep_layers):
+        if keep_layers and self.halting is not None:
             raise ValueError(
-                "`return_ponder` needs `adaptive_computation`, and excludes `state`. "
-                f"Received: adaptive_computation={self.adaptive_computation!r}, "
-                f"state given: {state is not None}"
+                "`return_layers` excludes `adaptive_computation`. Received: "
+                f"adaptive_computation={self.adaptive_computation!r}"
             )
-        inputs = dict(
-            padding_mask=padding_mask,
-            memory=memory,
-            memory_padding_mask=memory_padding_mask,
-        )
-        x, trace = self._apply_steps(x, inputs, state, training)
-        x = self._normalize(x)
-        if return_ponder:
-            return x, trace.ponder
-        return x if state is None else (x, trace.state)
-
-    def _apply_steps(self, x, inputs, state, training):
-        """All steps: the output, and a `StackTrace`."""
-        signal, new_state = None, {}
+        signal, new_state, layers = None, {}, []
         if self.positions is not None:
             signal, positions_state = self.positions.signal(
                 x, None if state is None else state["positions"], training
@@ -191,14 +168,15 @@ class UniversalTransformer(TransformerStack):
             x = x if signal is None else x + ops.cast(signal, x.dtype)
             if self.timestep_embedding is not None:
                 x = self.timestep_embedding(x, step=n)
-            x, trace = self._apply_blocks(n, x, inputs, state, training)
+            x, trace = self._apply_blocks(n, x, inputs, state, training, keep_layers)
             new_state.update(trace.state)
+            layers.extend(trace.layers)
             return x
 
         if self.halting is None:
             for n in range(self.num_recurrences):
                 x = step(n, x)
-            return x, StackTrace(new_state, [])
+            return x, StackTrace(new_state, layers)
         running = ops.ones_like(x[..., 0], dtype="bool")
         if inputs["padding_mask"] is not None:
             real = ops.cast(inputs["padding_mask"], "bool")

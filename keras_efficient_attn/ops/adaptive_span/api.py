@@ -1,14 +1,12 @@
 """Attention whose reach is a number that can be learned."""
 
-from keras import ops
-
 from keras_efficient_attn.ops.adaptive_span.bands import attend_in_bands
 from keras_efficient_attn.ops.adaptive_span.config import RAMP, SpanConfig
 from keras_efficient_attn.ops.adaptive_span.recurrent import attend_next
 from keras_efficient_attn.ops.adaptive_span.reference import reference_attention
-from keras_efficient_attn.ops.common.inputs import SoftmaxOptions, check_call
+from keras_efficient_attn.ops.common.inputs import SoftmaxCall
 from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
-from keras_efficient_attn.ops.common.state import make_state
+from keras_efficient_attn.ops.common.state import check_state, make_state
 
 
 def adaptive_span_attention(
@@ -24,8 +22,7 @@ def adaptive_span_attention(
     key_mask=None,
     scale=None,
     state=None,
-    dropout=0.0,
-    dropout_seed=None,
+    dropout=None,
     implementation=None,
 ):
     """Softmax attention under a soft mask that ends at a span, and has its gradient.
@@ -57,22 +54,23 @@ def adaptive_span_attention(
         key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
             Other keys are not read, NaN included.
         scale: Factor of the dot products. Defaults to `1 / √dim`.
-        state: Optional state from `adaptive_span_state` or an earlier call: the keys
-            of earlier segments. Needs `causal=True` and equal lengths. It may be of
-            another window: keys beyond a shorter window are forgotten, and keys that a
-            shorter one did not keep stay unseen.
-        dropout: Rate of dropout on the normalised weights. Defaults to 0.
-        dropout_seed: Floats `(2,)` from `weight_dropout.dropout_seed`, for `dropout`.
-        implementation: `"blocks"` (the default) or `"reference"`, the quadratic
-            definition.
+        state: Optional state from `adaptive_span_state` or an earlier call, for
+            `causal=True` and as many queries as keys. It may be of another window:
+            keys beyond a shorter window are forgotten, and keys that a shorter one did
+            not keep stay unseen.
+        dropout: Optional `(rate, seed)` of dropout on the normalised weights, with
+            floats `(2,)` from `weight_dropout.dropout_seed`.
+        implementation: `"blocks"` (the default) or `"reference"`, the formula, which
+            takes no `state` and no `dropout`.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
-        `state`, the pair of that and the state after the last position.
+        `state`, that and the last `window - 1` keys as a new state.
 
     Raises:
-        ValueError: For shapes that do not agree, or arguments named above that
-            cannot be honoured.
+        ValueError: If `window` or `ramp` is not positive, if the shapes of `spans`,
+            `position_key` or the other tensors do not fit, or if a `state` cannot be
+            continued by this call.
 
     Example:
 
@@ -86,30 +84,16 @@ def adaptive_span_attention(
     Reference:
         - [Sukhbaatar et al., 2019](https://arxiv.org/abs/1905.07799)
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    options = SoftmaxOptions(bool(causal), scale, dropout)
     inputs = query, key, value, key_mask
-    check_call(inputs, options, state, dropout_seed, implementation)
+    call = SoftmaxCall(inputs, causal, scale, state, dropout, implementation)
     config = SpanConfig(window, ramp)
     _check_operands(query, spans, position_key, window)
+    sizes = (*key.shape[2:], value.shape[-1])
+    check_state(state, recent_keys_spec(None, None, *sizes, None))
     if position_key is not None:
         position_key = position_key[:window]
-    if implementation == "reference":
-        output = reference_attention(inputs, spans, position_key, config, options)
-        return ops.cast(output, value.dtype)
-    recurrent = state is not None and query.shape[1] == 1
-    attend = attend_next if recurrent else attend_in_bands
-    output, new_state = attend(
-        inputs,
-        spans,
-        position_key,
-        state,
-        dropout_seed,
-        config=config,
-        options=options,
-    )
-    output = ops.cast(output, value.dtype)
-    return output if state is None else (output, new_state)
+    forms = attend_in_bands, attend_next, reference_attention
+    return call.attend(config, forms, spans, position_key)
 
 
 def adaptive_span_state(

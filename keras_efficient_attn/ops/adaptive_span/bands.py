@@ -47,13 +47,10 @@ def attend_in_bands(inputs, spans, position_key, state, seed, config, options):
     """`(output, new state or None)` of a sequence, or of a segment with a state.
 
     Args:
-        inputs: `(query, key, value, key_mask)`.
         spans: `(heads,)`, or `(batch, query_length, heads)`.
         position_key: `(window, dim)` by distance, or `None`.
-        state: As from `adaptive_span_state`, or `None`.
-        seed: Seed of the dropout, or `None`.
         config: `SpanConfig`.
-        options: `SoftmaxOptions`.
+        inputs, state, seed, options: Those of `SoftmaxCall.attend`'s forms.
     """
     query, key, value, valid = masked_inputs(*inputs)
     length, new_state = ops.shape(query)[1], None

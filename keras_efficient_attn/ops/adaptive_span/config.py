@@ -2,7 +2,10 @@
 
 import dataclasses
 
-from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
+from keras_efficient_attn.ops.common.checks import (
+    check_positive_int,
+    check_positive_number,
+)
 
 RAMP = 32
 
@@ -26,7 +29,4 @@ class SpanConfig:
 
     def __post_init__(self):
         check_positive_int("window", self.window)
-        if not is_number(self.ramp) or not self.ramp > 0:
-            raise ValueError(
-                f"`ramp` must be a positive number. Received: ramp={self.ramp!r}"
-            )
+        check_positive_number("ramp", self.ramp)

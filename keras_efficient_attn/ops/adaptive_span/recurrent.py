@@ -15,17 +15,7 @@ from keras_efficient_attn.ops.common.single_query import attend_single
 
 @compiled("config", "options")
 def attend_next(inputs, spans, position_key, state, seed, config, options):
-    """The next position's output, `(batch, 1, heads, value_dim)`, and the new state.
-
-    Args:
-        inputs: `(query, key, value, key_mask)` of one position.
-        spans: `(heads,)`, or `(batch, 1, heads)`.
-        position_key: `(window, dim)` by distance, or `None`.
-        state: As from `adaptive_span_state`.
-        seed: Seed of the dropout, or `None`.
-        config: `SpanConfig`.
-        options: `SoftmaxOptions`.
-    """
+    """As `attend_in_bands`, for one position and a state."""
     query, *segment = masked_inputs(*inputs)
     query = query * options.scale
     past = append_segment(fit_recent(state, config.window - 1), *segment)

@@ -2,6 +2,8 @@
 
 import math
 
+import keras
+
 
 def check_positive_int(argument, received, optional=False):
     """Raises `ValueError` unless `received` is one, or `None` where that is allowed."""
@@ -85,7 +87,7 @@ def may_agree(first, second):
     )
 
 
-def check_heads(query, key, value, key_mask=None):
+def check_heads(query, key, value, key_mask=None, names=("query", "key")):
     """Raises `ValueError` unless the shapes of one attention agree.
 
     Args:
@@ -93,28 +95,39 @@ def check_heads(query, key, value, key_mask=None):
         key: `(batch, key_length, heads, dim)`.
         value: `(batch, key_length, heads, value_dim)`.
         key_mask: `(batch, key_length)` or `None`.
+        names: What the operation calls `query` and `key`.
     """
+    of_query, of_key = names
     queries, keys, values = (tuple(t.shape) for t in (query, key, value))
     if any(len(shape) != 4 for shape in (queries, keys, values)):
         raise ValueError(
-            "`query`, `key` and `value` must have the shape (batch, length, heads, "
-            f"dim). Received: query.shape={queries}, key.shape={keys}, "
-            f"value.shape={values}"
+            f"`{of_query}`, `{of_key}` and `value` must have the shape (batch, length, "
+            f"heads, dim). Received: {of_query}.shape={queries}, "
+            f"{of_key}.shape={keys}, value.shape={values}"
         )
     if not may_agree(queries[2:], keys[2:]):
         raise ValueError(
-            "`query` and `key` must agree in heads and dim. Received: "
-            f"query.shape={queries}, key.shape={keys}"
+            f"`{of_query}` and `{of_key}` must agree in heads and dim. Received: "
+            f"{of_query}.shape={queries}, {of_key}.shape={keys}"
         )
     if not may_agree(keys[:3], values[:3]):
         raise ValueError(
-            "`key` and `value` must agree in batch, length and heads. Received: "
-            f"key.shape={keys}, value.shape={values}"
+            f"`{of_key}` and `value` must agree in batch, length and heads. Received: "
+            f"{of_key}.shape={keys}, value.shape={values}"
         )
     if key_mask is not None and not may_agree(key_mask.shape, keys[:2]):
         raise ValueError(
-            f"`key_mask` must have the shape {keys[:2]} of `key`. Received: "
+            f"`key_mask` must have the shape {keys[:2]} of `{of_key}`. Received: "
             f"key_mask.shape={tuple(key_mask.shape)}"
+        )
+
+
+def check_float_dtype(argument, received):
+    """Raises `TypeError` unless the tensor is of a floating-point dtype."""
+    if not keras.backend.is_float_dtype(received.dtype):
+        raise TypeError(
+            f"`{argument}` must be a floating-point tensor. Received: "
+            f"{argument}.dtype={keras.backend.standardize_dtype(received.dtype)}"
         )
 
 
@@ -129,29 +142,43 @@ def check_streaming(query, key, causal, state):
     if not may_agree(query.shape[1:2], key.shape[1:2]):
         raise ValueError(
             "With `state`, queries and keys must have the same length. Received: "
-            f"query.shape={tuple(query.shape)}, key.shape={tuple(key.shape)}"
+            f"shapes {tuple(query.shape)} and {tuple(key.shape)}"
         )
 
 
-def check_dropout(dropout, seed):
-    """Raises `ValueError` for a rate of dropout without random bits."""
-    if dropout and seed is None:
+def check_dropout(received):
+    """Raises `ValueError` unless it is `None`, or a rate and a seed of dropout."""
+    if received is None:
+        return
+    pair = isinstance(received, list | tuple) and len(received) == 2
+    if not pair or not is_number(received[0]) or not 0 <= received[0] < 1:
         raise ValueError(
-            f"`dropout` needs a `dropout_seed`. Received: dropout={dropout}, "
-            "dropout_seed=None"
+            "`dropout` must be None or a pair of a rate, at least 0 and below 1, and a "
+            f"seed. Received: dropout={received!r}"
         )
 
 
-def check_implementation(implementation, state, dropout):
-    """Raises `ValueError` for an unknown one, or for what the reference lacks."""
-    if implementation not in (None, "blocks", "reference"):
+def check_implementation(implementation, fast, **refused):
+    """Raises `ValueError` for an unknown one, or for what the reference lacks.
+
+    Args:
+        implementation: `None`, `"reference"`, or `fast`.
+        fast: Name of the implementation that is not the definition.
+        **refused: Arguments that the reference does not take, `None` if not given.
+    """
+    if implementation not in (None, fast, "reference"):
         raise ValueError(
-            "`implementation` must be None, 'blocks' or 'reference'. Received: "
+            f"`implementation` must be None, {fast!r} or 'reference'. Received: "
             f"implementation={implementation!r}"
         )
-    if implementation == "reference" and (state is not None or dropout):
+    given = [
+        f"{name}={received!r}" if isinstance(received, int | float) else name
+        for name, received in refused.items()
+        if received is not None
+    ]
+    if implementation == "reference" and given:
+        names = " and no ".join(f"`{name}`" for name in refused)
         raise ValueError(
-            "`implementation='reference'` takes no `state` and no `dropout`. "
-            f"Received: state={None if state is None else sorted(state)}, "
-            f"dropout={dropout}"
+            f"`implementation='reference'` takes no {names}. Received: "
+            f"{', '.join(given)}"
         )

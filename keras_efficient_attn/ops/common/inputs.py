@@ -34,21 +34,74 @@ class SoftmaxOptions:
         return (self.dropout, seed) if self.dropout else None
 
 
-def check_call(inputs, options, state, seed, implementation):
-    """Raises `ValueError` for arguments of a public operation that do not agree.
+@dataclasses.dataclass(frozen=True, eq=False)
+class SoftmaxCall:
+    """What every operation of softmax attention over a pattern is given.
 
-    Args:
+    Attributes:
         inputs: `(query, key, value, key_mask)`.
-        options: `SoftmaxOptions`.
+        causal: Whether query `t` sees keys `0..t` only.
+        scale: Factor of the dot products, or `None` for `1 / √dim`.
         state: State or `None`.
-        seed: Seed of the dropout, or `None`.
+        dropout: `(rate, seed)` of dropout on the normalised weights, or `None`.
         implementation: Name or `None`.
+
+    Raises:
+        ValueError: For arguments that do not agree.
     """
-    query, key, _, _ = inputs
-    check_heads(*inputs)
-    check_implementation(implementation, state, options.dropout)
-    check_dropout(options.dropout, seed)
-    check_streaming(query, key, options.causal, state)
+
+    inputs: tuple
+    causal: bool
+    scale: float | None
+    state: dict | None
+    dropout: tuple | None
+    implementation: str | None
+
+    def __post_init__(self):
+        query, key, _, _ = self.inputs
+        check_heads(*self.inputs)
+        check_dropout(self.dropout)
+        refused = dict(state=self.state, dropout=self.dropout)
+        check_implementation(self.implementation, "blocks", **refused)
+        check_streaming(query, key, self.causal, self.state)
+
+    @property
+    def options(self):
+        """The `SoftmaxOptions`."""
+        scale = self.scale
+        if scale is None:
+            scale = self.inputs[0].shape[-1] ** -0.5
+        rate = 0.0 if self.dropout is None else self.dropout[0]
+        return SoftmaxOptions(bool(self.causal), scale, rate)
+
+    @property
+    def seed(self):
+        """The seed of the dropout, or `None`."""
+        return None if self.dropout is None else self.dropout[1]
+
+    def attend(self, config, forms, *operands):
+        """The output in the dtype of the values; with a state, the pair of both.
+
+        Args:
+            config: The pattern, hashable.
+            forms: `(blocks, single, reference)`: for sequences and segments, for one
+                position with a state, and the definition. The first two are called
+                with `(inputs, *operands, state, seed, config, options)` and return
+                `(output, new state or None)`, the last with `(inputs, *operands,
+                config, options)` and returns the output.
+            *operands: What only this operation has.
+        """
+        blocks, single, reference = forms
+        inputs, state, options = self.inputs, self.state, self.options
+        if self.implementation == "reference":
+            output, new_state = reference(inputs, *operands, config, options), None
+        else:
+            form = blocks if state is None or inputs[0].shape[1] != 1 else single
+            output, new_state = form(
+                inputs, *operands, state, self.seed, config=config, options=options
+            )
+        output = ops.cast(output, inputs[2].dtype)
+        return output if state is None else (output, new_state)
 
 
 def masked_inputs(query, key, value, key_mask):

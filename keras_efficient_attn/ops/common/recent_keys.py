@@ -23,11 +23,11 @@ def recent_keys_spec(batch_size, reach, num_heads, key_dim, value_dim, dtype):
     }
 
 
-def append_segment(state, key, value, valid):
+def append_segment(state, *segment, names=RECENT):
     """The keys, values and masks of a state, and those of a segment behind them."""
     return tuple(
         ops.concatenate([ops.cast(state[name], new.dtype), new], axis=1)
-        for name, new in zip(RECENT, (key, value, valid), strict=True)
+        for name, new in zip(names, segment, strict=True)
     )
 
 

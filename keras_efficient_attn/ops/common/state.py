@@ -2,6 +2,8 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.checks import may_agree
+
 
 def make_state(spec):
     """The tensors of a state.
@@ -11,6 +13,26 @@ def make_state(spec):
             value that broadcasts to the shape.
     """
     return {name: _filled(*entry) for name, entry in spec.items()}
+
+
+def check_state(state, spec):
+    """Raises `ValueError` for a state, if there is one, that `spec` does not describe.
+
+    Args:
+        state: Dict of tensors, or `None`.
+        spec: As for `make_state`, with `None` for sizes that do not matter.
+    """
+    if state is None:
+        return
+    expected = {name: entry[0] for name, entry in spec.items()}
+    received = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if received.keys() != expected.keys() or not all(
+        may_agree(received[name], shape) for name, shape in expected.items()
+    ):
+        raise ValueError(
+            "`state` must be of the same options and sizes as the call, with the "
+            f"shapes {expected}. Received: a state with the shapes {received}"
+        )
 
 
 def _filled(shape, dtype, value=None):

@@ -2,10 +2,9 @@
 
 import itertools
 
-import keras
 from keras import ops
 
-from keras_efficient_attn.ops.common.checks import check_heads
+from keras_efficient_attn.ops.common.checks import check_float_dtype, check_heads
 from keras_efficient_attn.ops.common.online_softmax import divided
 from keras_efficient_attn.ops.fourier import reference
 from keras_efficient_attn.ops.fourier.config import FourierConfig
@@ -81,11 +80,7 @@ def fourier_attention(
         - [Nguyen et al., 2022](https://arxiv.org/abs/2206.00206)
     """
     check_heads(query, key, value, key_mask)
-    if not keras.backend.is_float_dtype(value.dtype):
-        raise TypeError(
-            "`value` must be a floating-point tensor. Received: "
-            f"value.dtype={keras.backend.standardize_dtype(value.dtype)}"
-        )
+    check_float_dtype("value", value)
     config = FourierConfig(power, causal, chunk_size, implementation)
     if implementation == "reference":
         return reference.fourier_attention(

@@ -51,7 +51,7 @@ def kernel_for(is_fused):
 
 def check_power(power):
     """Raises `ValueError` for a power that the kernel does not have."""
-    if power not in POWERS:
+    if isinstance(power, float) or power not in POWERS:
         raise ValueError(f"`power` must be one of {POWERS}. Received: power={power!r}")
 
 

@@ -1,14 +1,20 @@
 """Linear attention: similarity as a dot product of features."""
 
-import keras
 from keras import ops
 
+from keras_efficient_attn.ops.common.checks import (
+    check_float_dtype,
+    check_heads,
+    check_implementation,
+    check_streaming,
+    may_agree,
+)
 from keras_efficient_attn.ops.common.chunking import fit_length
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, bounded_log_weight
-from keras_efficient_attn.ops.common.state import make_state
-from keras_efficient_attn.ops.linear_attention import chunked, reference
+from keras_efficient_attn.ops.common.state import check_state, make_state
+from keras_efficient_attn.ops.linear_attention import chunked
 from keras_efficient_attn.ops.linear_attention.config import (
     CHUNK_SIZE,
     LinearAttentionConfig,
@@ -16,6 +22,7 @@ from keras_efficient_attn.ops.linear_attention.config import (
 from keras_efficient_attn.ops.linear_attention.recurrent import (
     recurrent_linear_attention,
 )
+from keras_efficient_attn.ops.linear_attention.reference import reference_attention
 
 STATE_NAMES = ("sum", "normalizer", "log_scale")
 
@@ -58,7 +65,7 @@ def linear_attention(
             maximum, so that weights like `exp(1000)` neither overflow nor push
             others out.
         key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
-            What stands at other keys is not read, NaN included.
+            Other keys are not read, NaN included.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
         state: Optional state from `linear_attention_state` or an earlier call: the
             keys of earlier segments. Needs `causal=True` and equal lengths. A single
@@ -66,8 +73,8 @@ def linear_attention(
         normalize: Whether to divide by the sum of the weights. Defaults to `True`.
         chunk_size: Positions a chunk; changes the speed, not the result beyond
             rounding. Defaults to 64.
-        implementation: `"chunked"` (the default) or `"reference"`, the quadratic
-            definition.
+        implementation: `"chunked"` (the default), or `"reference"`: the quadratic
+            definition, without `state`.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
@@ -76,6 +83,7 @@ def linear_attention(
     Raises:
         ValueError: If shapes do not agree, or `state` comes without `causal`, with
             lengths that differ, or with the reference.
+        TypeError: If `value` is not of a floating-point dtype.
 
     Example:
 
@@ -89,7 +97,20 @@ def linear_attention(
     Reference:
         - [Katharopoulos et al., 2020](https://arxiv.org/abs/2006.16236)
     """
-    _check_shapes(query_features, key_features, value, key_log_weight, key_mask)
+    inputs = query_features, key_features, value, key_mask
+    check_heads(*inputs, names=("query_features", "key_features"))
+    weights = None if key_log_weight is None else tuple(key_log_weight.shape)
+    if weights is not None and not may_agree(weights, key_features.shape[:3]):
+        raise ValueError(
+            "`key_log_weight` must have the shape (batch, key_length, heads) of "
+            f"`key_features`. Received: key_log_weight.shape={weights}, "
+            f"key_features.shape={tuple(key_features.shape)}"
+        )
+    check_float_dtype("value", value)
+    check_implementation(implementation, "chunked", state=state)
+    check_streaming(query_features, key_features, causal, state)
+    if implementation == "reference":
+        return reference_attention(inputs, key_log_weight, causal, normalize)
     config = LinearAttentionConfig(
         given_features,
         given_features,
@@ -98,28 +119,8 @@ def linear_attention(
         chunk_size=CHUNK_SIZE if chunk_size is None else chunk_size,
         output="normalized" if normalize else "sum",
     )
-    if implementation not in (None, "chunked", "reference"):
-        raise ValueError(
-            "`implementation` must be None, 'chunked' or 'reference'. "
-            f"Received: implementation={implementation!r}"
-        )
-    if implementation == "reference":
-        if state is not None:
-            raise ValueError(
-                "`implementation='reference'` takes no `state`. Received: "
-                f"state with keys {sorted(state)}"
-            )
-        return reference.linear_attention(
-            query_features,
-            key_features,
-            value,
-            key_log_weight=key_log_weight,
-            key_mask=key_mask,
-            causal=causal,
-            normalize=normalize,
-        )
-    if state is not None:
-        _check_state(query_features, key_features, causal)
+    sizes = (*key_features.shape[2:], value.shape[-1])
+    check_state(state, linear_attention_state_spec(None, *sizes))
     outputs, new_state = mapped_linear_attention(
         query_features,
         key_features,
@@ -224,15 +225,7 @@ def linear_attention_state(
 def linear_attention_state_spec(
     batch_size, num_heads, num_features, value_dim, dtype="float32"
 ):
-    """The description of `linear_attention_state`, for a layer's `state_spec`.
-
-    Args:
-        batch_size, num_heads, num_features, value_dim: Sizes.
-        dtype: `"float32"` (the default) or `"float64"`.
-
-    Returns:
-        Dict of `(shape, dtype)` or `(shape, dtype, value)`.
-    """
+    """As `make_state` wants it: the description of `linear_attention_state`."""
     heads = (batch_size, num_heads)
     return {
         "sum": ((*heads, num_features, value_dim), dtype),
@@ -248,63 +241,3 @@ def _as_long_as(query, key, value, valid, key_log_weight):
     length = ops.shape(query)[1]
     keys = (key, value, valid, key_log_weight)
     return tuple(None if x is None else fit_length(x, length) for x in keys)
-
-
-def _check_state(query_features, key_features, causal):
-    if not causal:
-        raise ValueError(
-            "`state` holds the past, and needs `causal=True`. Received: causal=False"
-        )
-    lengths = query_features.shape[1], key_features.shape[1]
-    if None not in lengths and lengths[0] != lengths[1]:
-        raise ValueError(
-            "With `state`, queries and keys must have the same length. Received: "
-            f"query length {lengths[0]}, key length {lengths[1]}"
-        )
-
-
-def _check_shapes(query_features, key_features, value, key_log_weight, key_mask):
-    def differs(first, second):
-        return first is not None and second is not None and first != second
-
-    shapes = {
-        "query_features": tuple(query_features.shape),
-        "key_features": tuple(key_features.shape),
-        "value": tuple(value.shape),
-    }
-    for name, shape in shapes.items():
-        if len(shape) != 4:
-            raise ValueError(
-                f"`{name}` must have the shape (batch, length, heads, dim). "
-                f"Received: {name}.shape={shape}"
-            )
-    queries, keys, values = shapes.values()
-    if differs(queries[-1], keys[-1]) or differs(queries[2], keys[2]):
-        raise ValueError(
-            "`query_features` and `key_features` must agree in heads and features. "
-            f"Received: query_features.shape={queries}, key_features.shape={keys}"
-        )
-    if any(differs(a, b) for a, b in zip(keys[:3], values[:3], strict=True)):
-        raise ValueError(
-            "`key_features` and `value` must agree in batch, length and heads. "
-            f"Received: key_features.shape={keys}, value.shape={values}"
-        )
-    for name, tensor, rank in (
-        ("key_log_weight", key_log_weight, 3),
-        ("key_mask", key_mask, 2),
-    ):
-        if tensor is None:
-            continue
-        shape = tuple(tensor.shape)
-        if len(shape) != rank or any(
-            differs(a, b) for a, b in zip(shape, keys[:rank], strict=True)
-        ):
-            raise ValueError(
-                f"`{name}` must have the shape {keys[:rank]} of `key_features`. "
-                f"Received: {name}.shape={shape}"
-            )
-    if not keras.backend.is_float_dtype(value.dtype):
-        raise TypeError(
-            "`value` must be a floating-point tensor. Received: "
-            f"value.dtype={keras.backend.standardize_dtype(value.dtype)}"
-        )

@@ -28,55 +28,21 @@ from keras_efficient_attn.ops.common.chunking import (
     lower_triangle,
     sizes,
 )
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype, larger
+from keras_efficient_attn.ops.common.numerics import larger
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided, reciprocal
-from keras_efficient_attn.ops.common.scan import vector_jacobian_product
-from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
+from keras_efficient_attn.ops.linear_attention.keys import sum_of_scales
+from keras_efficient_attn.ops.linear_attention.steps import step_and_gradient
 
 
 # Bounded: it holds functions that users make.
 @functools.lru_cache(256)
 def causal_step(config, chunk_size, masked):
-    """`(step, gradient)` for `recompute_scan`, one object per configuration.
+    """`step_and_gradient` with chunks of a length, one object per configuration."""
 
-    The carry is `(sum, normalizer, log_scale)`; `x` is `(query, key, value)` and what
-    `mapped_keys` takes; the constants are the weights of the maps. `log_scale` is a
-    constant for gradients.
+    def split(x, dtype):
+        return by_head(ops.cast(x, dtype), chunk_size)
 
-    Args:
-        config: `LinearAttentionConfig`.
-        chunk_size: Positions per chunk of this sequence.
-        masked: Whether `x` says which keys exist.
-    """
-
-    def prepare(x, map_weights):
-        dtype = accumulator_dtype(*x)
-        x = (by_head(ops.cast(t, dtype), chunk_size) for t in x)
-        query, key, value, *rest = x
-        query, query_log_scale = config.query_map(query, *map_weights)
-        key, log_weight = mapped_keys(config.key_map, key, rest, map_weights, masked)
-        return query, key, value, log_weight, query_log_scale
-
-    def step(carry, x, map_weights):
-        query, key, value, log_weight, query_log_scale = prepare(x, map_weights)
-        chunks = _Chunks(carry, query, key, value, log_weight)
-        values = chunks.scores @ value + chunks.far_query @ chunks.before
-        outputs = _outputs(values, chunks, query_log_scale, config.output)
-        return chunks.carry, tuple(by_position(t) for t in outputs)
-
-    def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
-        prepared, pull = vector_jacobian_product(prepare, (x, map_weights))
-        query, key, value, log_weight, query_log_scale = prepared
-        chunks = _Chunks(carry, query, key, value, log_weight)
-        grad_values, grad_totals, grad_query_log_scale = _outputs_gradient(
-            chunks, query_log_scale, y, y_gradient, chunk_size, config.output
-        )
-        grad_carry, *grad_chunks = chunks.gradient(
-            grad_values, grad_totals, carry_gradient
-        )
-        return grad_carry, *pull((*grad_chunks, grad_query_log_scale))
-
-    return step, gradient
+    return step_and_gradient(config, masked, split, _Chunks)
 
 
 class _Chunks:
@@ -92,13 +58,13 @@ class _Chunks:
         carry: The state after the last chunk.
     """
 
-    def __init__(self, carry, query, key, value, log_weight):
+    def __init__(self, carry, query, key, value, log_weight, query_log_scale):
         sums, normalizer, log_scale = carry
         log_scale = ops.stop_gradient(log_scale)
         self.query, self.key, self.value = query, key, value
         self.scores = query @ ops.swapaxes(key, -1, -2)
         self.far_query, self.far_key = query, key
-        self.log_weight = log_weight
+        self.log_weight, self.query_log_scale = log_weight, query_log_scale
         self.scale = None
         if log_weight is None:
             self.scores = ops.tril(self.scores)
@@ -144,14 +110,25 @@ class _Chunks:
         far = self.far_query @ self.before_normalizer[..., None]
         return ops.sum(self.scores, axis=-1) + far[..., 0]
 
-    def total_scale(self, query_log_scale):
-        """The log scale of the sums, or `None` for 0."""
-        if self.scale is None or query_log_scale is None:
-            return query_log_scale if self.scale is None else self.scale
-        return self.scale + query_log_scale
+    def outputs(self, output):
+        """A tuple of tensors, batch and positions first."""
+        values = self.scores @ self.value + self.far_query @ self.before
+        scale = sum_of_scales(self.scale, self.query_log_scale)
+        if output == "normalized":
+            outputs = (divided(values, self.totals()),)
+        elif output == "sum":
+            outputs = (values if scale is None else values * ops.exp(scale)[..., None],)
+        else:
+            totals = self.totals()
+            scale = ops.zeros_like(totals) if scale is None else scale
+            outputs = values, totals, scale
+        return tuple(by_position(t) for t in outputs)
 
-    def gradient(self, grad_values, grad_totals, carry_gradient):
-        """Gradients of the carry, queries, keys, values and log weights."""
+    def gradient(self, y, y_gradient, carry_gradient, output):
+        """Gradients of the carry, and of what the chunks were made of."""
+        grad_values, grad_totals, grad_query_log_scale = _outputs_gradient(
+            self, y, y_gradient, output
+        )
         grad_scores = grad_values @ ops.swapaxes(self.value, -1, -2)
         grad_far_query = grad_values @ ops.swapaxes(self.before, -1, -2)
         grad_before = ops.swapaxes(self.far_query, -1, -2) @ grad_values
@@ -191,36 +168,29 @@ class _Chunks:
         grad_query = grad_scores @ self.key + grad_far_query
         grad_key = ops.swapaxes(grad_scores, -1, -2) @ self.query + grad_far_key
         grad_carry = grad_sums, grad_normalizer, ops.zeros_like(carry_gradient[2])
-        return grad_carry, grad_query, grad_key, grad_value, grad_log_weight
+        grad_inputs = grad_query, grad_key, grad_value, grad_log_weight
+        return grad_carry, *grad_inputs, grad_query_log_scale
 
 
-def _outputs(values, chunks, query_log_scale, output):
-    if output == "normalized":
-        return (divided(values, chunks.totals()),)
-    scale = chunks.total_scale(query_log_scale)
-    if output == "sum":
-        return (values if scale is None else values * ops.exp(scale)[..., None],)
-    totals = chunks.totals()
-    return values, totals, ops.zeros_like(totals) if scale is None else scale
-
-
-def _outputs_gradient(chunks, query_log_scale, y, y_gradient, chunk_size, output):
+def _outputs_gradient(chunks, y, y_gradient, output):
     """Gradients of values, totals and the queries' log scales; `None` for zero."""
+    chunk_size = ops.shape(chunks.query)[3]
     grad_y = by_head(y_gradient[0], chunk_size)
     if output == "partial":
         grad_totals, grad_scale = (
             by_head(columns(t), chunk_size)[..., 0] for t in y_gradient[1:]
         )
-        return grad_y, grad_totals, None if query_log_scale is None else grad_scale
+        scaled = chunks.query_log_scale is not None
+        return grad_y, grad_totals, grad_scale if scaled else None
     # A product with ones: XLA on a CPU is ten times slower in sums of products.
     ones = ops.ones((ops.shape(y[0])[-1], 1), grad_y.dtype)
     along = by_head((y_gradient[0] * y[0]) @ ones, chunk_size)[..., 0]
     if output == "normalized":
         inverse = reciprocal(chunks.totals())
         return grad_y * inverse[..., None], -along * inverse, None
-    scale = chunks.total_scale(query_log_scale)
+    scale = sum_of_scales(chunks.scale, chunks.query_log_scale)
     grad_values = grad_y if scale is None else grad_y * ops.exp(scale)[..., None]
-    return grad_values, None, None if query_log_scale is None else along
+    return grad_values, None, None if chunks.query_log_scale is None else along
 
 
 def _prefix_weights(log_scale, chunk_max):

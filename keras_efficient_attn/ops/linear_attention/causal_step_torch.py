@@ -10,9 +10,8 @@ import math
 
 import torch
 
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype
-from keras_efficient_attn.ops.common.scan import vector_jacobian_product
-from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
+from keras_efficient_attn.ops.linear_attention.keys import sum_of_scales
+from keras_efficient_attn.ops.linear_attention.steps import step_and_gradient
 
 
 # Bounded: it holds functions that users make.
@@ -20,44 +19,11 @@ from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
 def causal_step(config, chunk_size, masked):
     """As `causal_step.causal_step`; to be called where no gradient is recorded."""
 
-    def prepare(x, map_weights):
-        dtype = getattr(torch, accumulator_dtype(*x))
-        query, key, value, *rest = (_by_head(t.to(dtype), chunk_size) for t in x)
-        query, query_log_scale = config.query_map(query, *map_weights)
-        key, log_weight = mapped_keys(config.key_map, key, rest, map_weights, masked)
-        return query, key, value, log_weight, query_log_scale
+    def split(x, dtype):
+        return _by_head(x.to(getattr(torch, dtype)), chunk_size)
 
-    @_without_autocast
-    def step(carry, x, map_weights):
-        query, key, value, log_weight, query_log_scale = prepare(x, map_weights)
-        chunks = _Chunks(carry, query, key, value, log_weight)
-        values = torch.bmm(chunks.scores, chunks.value)
-        values.baddbmm_(chunks.far_query, chunks.before)
-        shape = query.shape[:-1]
-        outputs = _outputs(values, chunks, query_log_scale, shape, config.output)
-        return chunks.carry, tuple(_by_position(t, shape) for t in outputs)
-
-    @_without_autocast
-    def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
-        prepared, pull = vector_jacobian_product(prepare, (x, map_weights))
-        query, key, value, log_weight, query_log_scale = prepared
-        chunks = _Chunks(carry, query, key, value, log_weight)
-        grad_values, grad_totals, grad_query_log_scale = _outputs_gradient(
-            chunks, query_log_scale, y, y_gradient, chunk_size, config.output
-        )
-        grad_carry, grad_query, grad_key, grad_value, grad_log_weight = chunks.gradient(
-            grad_values, grad_totals, carry_gradient
-        )
-        grad_prepared = (
-            grad_query.view(query.shape),
-            grad_key.view(key.shape),
-            grad_value.view(value.shape),
-            None if grad_log_weight is None else grad_log_weight.view(log_weight.shape),
-            grad_query_log_scale,
-        )
-        return grad_carry, *pull(grad_prepared)
-
-    return step, gradient
+    steps = step_and_gradient(config, masked, split, _Chunks)
+    return tuple(map(_without_autocast, steps))
 
 
 def _without_autocast(function):
@@ -77,17 +43,10 @@ def _by_head(x, chunk_size):
     return x.transpose(1, 2).contiguous().unflatten(2, (chunks, chunk_size))
 
 
-def _by_position(x, shape):
-    """`(batch · heads · chunks, chunk_size, ...)` as `(batch, group, heads, ...)`."""
-    batch, heads, chunks, chunk_size = shape
-    x = x.view(batch, heads, chunks * chunk_size, *x.shape[2:])
-    return x.transpose(1, 2)
-
-
 class _Chunks:
     """A group of chunks: scores, and states before each chunk as queries read them."""
 
-    def __init__(self, carry, query, key, value, log_weight):
+    def __init__(self, carry, query, key, value, log_weight, query_log_scale):
         self.batch, self.heads, self.chunks = query.shape[:3]
         sums, normalizer, log_scale = carry
         self.query, self.key, self.value = (
@@ -95,7 +54,7 @@ class _Chunks:
         )
         self.scores = torch.bmm(self.query, self.key.mT)
         self.far_query, self.far_key = self.query, self.key
-        self.log_weight = log_weight
+        self.log_weight, self.query_log_scale = log_weight, query_log_scale
         self.scale = None
         if log_weight is None:
             self.scores.tril_()
@@ -160,14 +119,35 @@ class _Chunks:
         far = torch.bmm(self.far_query, self.before_normalizer[..., None])
         return far[..., 0].add_(self.scores.sum(-1))
 
-    def total_scale(self, query_log_scale):
-        """The log scale of the sums, or `None` for 0."""
-        if self.scale is None or query_log_scale is None:
-            return query_log_scale if self.scale is None else self.scale
-        return self.scale + query_log_scale
+    def outputs(self, output):
+        """A tuple of tensors, batch and positions first."""
+        values = torch.bmm(self.scores, self.value)
+        values.baddbmm_(self.far_query, self.before)
+        scale = sum_of_scales(self.scale, self.query_log_scale)
+        scale = None if scale is None else scale.flatten(0, 2)
+        if output == "normalized":
+            outputs = (values.mul_(_reciprocal(self.totals())[..., None]),)
+        elif output == "sum":
+            if scale is not None:
+                values.mul_(scale.exp()[..., None])
+            outputs = (values,)
+        else:
+            totals = self.totals()
+            scale = torch.zeros_like(totals) if scale is None else scale
+            outputs = values, totals, scale
+        return tuple(map(self._by_position, outputs))
 
-    def gradient(self, grad_values, grad_totals, carry_gradient):
-        """Gradients of the carry, queries, keys, values and log weights."""
+    def _by_position(self, x):
+        """A tensor in the layout of the sums as `(batch, group, heads, ...)`."""
+        group = self.chunks * x.shape[1]
+        x = x.view(self.batch, self.heads, group, *x.shape[2:])
+        return x.transpose(1, 2)
+
+    def gradient(self, y, y_gradient, carry_gradient, output):
+        """Gradients of the carry, and of what the chunks were made of."""
+        grad_values, grad_totals, grad_query_log_scale = _outputs_gradient(
+            self, y, y_gradient, output
+        )
         grad_scores = torch.bmm(grad_values, self.value.mT)
         grad_far_query = torch.bmm(grad_values, self.before.mT)
         grad_before = torch.bmm(self.far_query.mT, grad_values)
@@ -200,7 +180,11 @@ class _Chunks:
         grad_query = grad_far_query.baddbmm_(grad_scores, self.key)
         grad_key = grad_far_key.baddbmm_(grad_scores.mT, self.query)
         grad_carry = grad_sums, grad_normalizer, torch.zeros_like(carry_gradient[2])
-        return grad_carry, grad_query, grad_key, grad_value, grad_log_weight
+        grad_inputs = (
+            None if t is None else t.unflatten(0, (self.batch, self.heads, self.chunks))
+            for t in (grad_query, grad_key, grad_value, grad_log_weight)
+        )
+        return grad_carry, *grad_inputs, grad_query_log_scale
 
 
 def _reciprocal(totals):
@@ -210,30 +194,20 @@ def _reciprocal(totals):
     return totals.reciprocal().masked_fill_(hidden, 0.0)
 
 
-def _outputs(values, chunks, query_log_scale, shape, output):
-    if output == "normalized":
-        return (values.mul_(_reciprocal(chunks.totals())[..., None]),)
-    scale = chunks.total_scale(query_log_scale)
-    scale = None if scale is None else scale.flatten(0, 2)
-    if output == "sum":
-        return (values if scale is None else values.mul_(scale.exp()[..., None]),)
-    totals = chunks.totals()
-    return values, totals, torch.zeros_like(totals) if scale is None else scale
-
-
-def _outputs_gradient(chunks, query_log_scale, y, y_gradient, chunk_size, output):
+def _outputs_gradient(chunks, y, y_gradient, output):
     """Gradients of values, totals and the queries' log scales; `None` for zero."""
+    chunk_size = chunks.query.shape[1]
     grad_y = _by_head(y_gradient[0], chunk_size).flatten(0, 2)
     if output == "partial":
         grad_totals, grad_scale = (_by_head(t, chunk_size) for t in y_gradient[1:])
-        grad_scale = None if query_log_scale is None else grad_scale
-        return grad_y, grad_totals.flatten(0, 2), grad_scale
+        scaled = chunks.query_log_scale is not None
+        return grad_y, grad_totals.flatten(0, 2), grad_scale if scaled else None
     along = _by_head((y_gradient[0] * y[0]).sum(-1), chunk_size)
     if output == "normalized":
         inverse = _reciprocal(chunks.totals())
         grad_totals = along.flatten(0, 2).mul_(inverse).neg_()
         return grad_y * inverse[..., None], grad_totals, None
-    scale = chunks.total_scale(query_log_scale)
+    scale = sum_of_scales(chunks.scale, chunks.query_log_scale)
     if scale is not None:
         grad_y = grad_y * scale.flatten(0, 2).exp()[..., None]
-    return grad_y, None, None if query_log_scale is None else along
+    return grad_y, None, None if chunks.query_log_scale is None else along

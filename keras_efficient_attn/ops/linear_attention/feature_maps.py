@@ -163,11 +163,7 @@ def relu_features(x, projection=None, epsilon=1e-3):
 def elu_features(x):
     """`elu(x) + 1`, computed so that it stays positive where `elu(x)` rounds to −1.
 
-    Args:
-        x: `(..., head_dim)`.
-
-    Returns:
-        Features `(..., head_dim)` and `None`.
+    Returns features of the shape of `x`, and `None`.
 
     Reference:
         - [Katharopoulos et al., 2020](https://arxiv.org/abs/2006.16236)
@@ -178,13 +174,7 @@ def elu_features(x):
 
 
 def softmax_query_features(x):
-    """Efficient attention's queries: softmax over the features.
-
-    Args:
-        x: `(..., head_dim)`.
-
-    Returns:
-        Features `(..., head_dim)` and `None`.
+    """Efficient attention's queries: softmax over the last axis, and `None`.
 
     Reference:
         - [Shen et al., 2021](https://arxiv.org/abs/1812.01243)
@@ -253,17 +243,8 @@ def power_features(x, order=2):
     """The exponential's definition at finite n: `φ(q)·φ(k) = (1 + q·k/n)^n`.
 
     `C(head_dim + n, n)` features, as many as `taylor_features` of the same order,
-    whose error is smaller while the logits are. Zero at `q·k = −n`.
-
-    Args:
-        x: `(..., head_dim)`.
-        order: `n`, even. Defaults to 2.
-
-    Returns:
-        Features `(..., C(head_dim + n, n))` and their log scale.
-
-    Raises:
-        ValueError: If the order is odd, or the features would be too many to help.
+    whose error is smaller while the logits are. Zero at `q·k = −n`. Arguments, what is
+    returned and what is raised are those of `taylor_features`.
 
     Reference:
         - [Su, 2021](https://kexue.fm/archives/8601)

@@ -22,9 +22,16 @@ def mapped_keys(key_map, key, rest, map_weights, masked):
         (explicit,) = rest
         seen = ops.cast(explicit > LOG_ZERO, key.dtype)
         valid = seen if valid is None else valid * seen
-        log_weight = explicit if log_weight is None else log_weight + explicit
+        log_weight = sum_of_scales(log_weight, explicit)
     if valid is not None:
         key = key * valid[..., None]
         if log_weight is not None:
             log_weight = ops.where(valid > 0, log_weight, LOG_ZERO)
     return key, log_weight
+
+
+def sum_of_scales(first, second):
+    """The sum of two log scales or weights, of which `None` is 0."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second

@@ -9,20 +9,14 @@ from keras_efficient_attn.ops.common.online_softmax import (
 )
 
 
-def linear_attention(
-    query_features,
-    key_features,
-    value,
-    key_log_weight=None,
-    key_mask=None,
-    causal=False,
-    normalize=True,
-):
+def reference_attention(inputs, key_log_weight, causal, normalize):
     """Weights `w[t, s] = exp(l[s]) φq[t]·φk[s]`; output `Σ w v / Σ w`, or `Σ w v`.
 
-    Arguments and shapes are those of `ops.linear_attention`, without the state.
-    The `(query_length, key_length)` weights are formed, in the dtype of the input.
+    Arguments are those of `ops.linear_attention`; `inputs` are `(query_features,
+    key_features, value, key_mask)`. The `(query_length, key_length)` weights are
+    formed, in the dtype of the input.
     """
+    query_features, key_features, value, key_mask = inputs
     weights = ops.einsum("bthm,bshm->bhts", query_features, key_features)
     allowed = ops.ones_like(weights, dtype="bool")
     if key_mask is not None:

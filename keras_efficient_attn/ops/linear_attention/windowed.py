@@ -13,6 +13,7 @@ from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.masks import SlidingWindow
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
+from keras_efficient_attn.ops.common.recent_keys import append_segment
 from keras_efficient_attn.ops.linear_attention.api import mapped_linear_attention
 from keras_efficient_attn.ops.linear_attention.recurrent import attend_to_all
 
@@ -51,17 +52,13 @@ def windowed_linear_attention(
     query, key, value, valid = masked_inputs(query, key, value, key_mask)
     length, window = ops.shape(query)[1], config.window
 
-    # Everything that has a past: the last `window` positions before this segment.
+    # The keys of this segment, and of the last `window` positions before it.
     if state is None:
-        past = tuple(pad_length(t[:, :0], window, 0) for t in (key, value, valid))
+        history = tuple(pad_length(t, window, 0) for t in (key, value, valid))
         far_state = None
     else:
-        past = tuple(ops.cast(state[name], query.dtype) for name in STATE_NAMES)
+        history = append_segment(state, key, value, valid, names=STATE_NAMES)
         far_state = {k: v for k, v in state.items() if k not in STATE_NAMES}
-    history = tuple(
-        ops.concatenate([old, new], axis=1)
-        for old, new in zip(past, (key, value, valid), strict=True)
-    )
 
     far_config = dataclasses.replace(config, causal=True, output="partial", window=None)
 

@@ -1,18 +1,15 @@
 """Local attention: softmax over keys near the query, in a sequence or an image."""
 
-import numpy as np
-from keras import ops
-
-from keras_efficient_attn.ops.common.inputs import (
-    SoftmaxOptions,
-    check_call,
-)
-from keras_efficient_attn.ops.common.masked_softmax import masked_attention
+from keras_efficient_attn.ops.common.inputs import SoftmaxCall
 from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
-from keras_efficient_attn.ops.common.state import make_state
+from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.local_attention.blocks import attend_in_blocks
 from keras_efficient_attn.ops.local_attention.config import LocalConfig
 from keras_efficient_attn.ops.local_attention.recurrent import attend_next
+from keras_efficient_attn.ops.local_attention.reference import (
+    reference_attention,
+    visible_keys,
+)
 
 
 def local_attention(
@@ -29,17 +26,17 @@ def local_attention(
     key_mask=None,
     scale=None,
     state=None,
-    dropout=0.0,
-    dropout_seed=None,
+    dropout=None,
     implementation=None,
 ):
     """Softmax attention to the keys near the query, in linear time and memory.
 
     ```
-    output[t] = Σ_s exp(scale · q[t]·k[s]) v[s] / Σ_s exp(scale · q[t]·k[s])
+    w[t, s]   = exp(scale · q[t]·k[s])     if s is near t
+    output[t] = Σ_s w[t, s] v[s] / Σ_s w[t, s]
     ```
 
-    over the keys `s` near `t` that `key_mask` keeps. Only blocks that hold such keys
+    over the keys `s` that `key_mask` keeps. Only blocks that hold such keys
     are computed. One token with a `state` is computed by itself, in few operations.
     The keys near a query are, one of:
 
@@ -72,19 +69,20 @@ def local_attention(
             Other keys are not read, NaN included.
         scale: Factor of the dot products. Defaults to `1 / √dim`.
         state: Optional state from `local_attention_state` or an earlier call: the
-            keys of earlier segments. Needs `causal=True` and equal lengths.
-        dropout: Rate of dropout on the normalised weights. Defaults to 0.
-        dropout_seed: Floats `(2,)` from `weight_dropout.dropout_seed`, for `dropout`.
-        implementation: `"blocks"` (the default) or `"reference"`, the quadratic
-            definition.
+            earlier keys that a query can see. Needs `causal=True` and equal lengths.
+        dropout: Optional `(rate, seed)` of dropout on the normalised weights, with
+            floats `(2,)` from `weight_dropout.dropout_seed`.
+        implementation: `"blocks"` (the default), or `"reference"`: the quadratic
+            definition, without `state` and `dropout`.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
         `state`, the pair of that and the state after the last position.
 
     Raises:
-        ValueError: For shapes that do not agree, or arguments named above that
-            cannot be honoured.
+        ValueError: If `window`, `query_block`, `memory`, `grid` and `order` make no
+            pattern, or one for shorter sequences; if shapes do not agree, if a
+            `state` cannot be continued by this call, or for another `dropout`.
 
     Example:
 
@@ -98,24 +96,13 @@ def local_attention(
         - [Parmar et al., 2018](https://arxiv.org/abs/1802.05751)
     """
     config = LocalConfig(window, query_block, memory, grid, order)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    options = SoftmaxOptions(bool(causal), scale, dropout)
     inputs = query, key, value, key_mask
-    check_call(inputs, options, state, dropout_seed, implementation)
+    call = SoftmaxCall(inputs, causal, scale, state, dropout, implementation)
     for name, tensor in (("query", query), ("key", key)):
         shape = tuple(tensor.shape)
         config.check_length(f"{name}.shape", shape[1], shape)
-    if implementation == "reference":
-        allowed = _allowed(config, query.shape[1], key.shape[1], causal)
-        output = masked_attention(*inputs[:3], allowed[None], key_mask, scale)
-        return ops.cast(output, value.dtype)
-    recurrent = state is not None and query.shape[1] == 1
-    attend = attend_next if recurrent else attend_in_blocks
-    output, new_state = attend(
-        inputs, state, dropout_seed, config=config, options=options
-    )
-    output = ops.cast(output, value.dtype)
-    return output if state is None else (output, new_state)
+    check_state(state, _state_spec(config, None, *key.shape[2:], value.shape[-1], None))
+    return call.attend(config, (attend_in_blocks, attend_next, reference_attention))
 
 
 def local_attention_state(
@@ -124,46 +111,39 @@ def local_attention_state(
     key_dim,
     value_dim,
     *,
-    window=None,
-    query_block=None,
-    memory=None,
-    grid=None,
-    order="raster",
     dtype="float32",
+    **pattern,
 ):
     """The state of causal local attention before the first position.
 
     Args:
         batch_size, num_heads, key_dim, value_dim: Sizes.
-        window, query_block, memory, grid, order: As for `local_attention`.
         dtype: `"float32"` (the default) or `"float64"`.
+        **pattern: `window`, `query_block`, `memory`, `grid`, `order`, as for
+            `local_attention`.
 
     Returns:
         Dict of `"key"`, `"value"` `(batch, reach, heads, dim)` and `"mask"`
         `(batch, reach)`, the last keys, as far back as a query sees, and of
         `"position"` `(batch,)`, the number of positions read.
     """
-    config = LocalConfig(window, query_block, memory, grid, order)
+    sizes = (batch_size, num_heads, key_dim, value_dim)
+    return make_state(_state_spec(LocalConfig(**pattern), *sizes, dtype))
+
+
+def _state_spec(config, batch_size, *sizes_and_dtype):
     reach = config.mask_fn(causal=True).reach
-    sizes = (batch_size, reach, num_heads, key_dim, value_dim)
-    return make_state(recent_keys_spec(*sizes, dtype))
+    return recent_keys_spec(batch_size, reach, *sizes_and_dtype)
 
 
-def local_pattern(
-    length,
-    *,
-    window=None,
-    query_block=None,
-    memory=None,
-    grid=None,
-    order="raster",
-    causal=False,
-):
+def local_pattern(length, *, causal=False, **pattern):
     """Which keys each query of `local_attention` sees, for plots and tests.
 
     Args:
         length: Number of positions.
-        window, query_block, memory, grid, order, causal: As for `local_attention`.
+        causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
+        **pattern: `window`, `query_block`, `memory`, `grid`, `order`, as for
+            `local_attention`.
 
     Returns:
         Boolean NumPy array `(length, length)`: rows are queries.
@@ -177,11 +157,6 @@ def local_pattern(
            [0, 1, 1, 0],
            [0, 0, 1, 1]])
     """
-    config = LocalConfig(window, query_block, memory, grid, order)
+    config = LocalConfig(**pattern)
     config.check_length("length", length, length)
-    return _allowed(config, length, length, causal)
-
-
-def _allowed(config, query_length, key_length, causal):
-    i, j = np.arange(query_length)[:, None], np.arange(key_length)[None, :]
-    return config.mask_fn(causal)(i, j)
+    return visible_keys(config, length, length, causal)

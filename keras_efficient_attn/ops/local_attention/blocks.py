@@ -14,12 +14,7 @@ from keras_efficient_attn.ops.local_attention.grid import attend_grid
 def attend_in_blocks(inputs, state, seed, config, options):
     """`(output, new state or None)` of a sequence, or of a segment with a state.
 
-    Args:
-        inputs: `(query, key, value, key_mask)`.
-        state: As from `local_attention_state`, or `None`.
-        seed: Seed of the dropout, or `None`.
-        config: `LocalConfig`.
-        options: `SoftmaxOptions`.
+    Arguments are those of `SoftmaxCall.attend`'s forms, with a `LocalConfig`.
     """
     query, key, value, valid = masked_inputs(*inputs)
     length = ops.shape(query)[1]

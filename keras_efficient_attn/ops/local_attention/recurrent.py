@@ -7,15 +7,7 @@ from keras_efficient_attn.ops.common.single_query import attend_recent_single
 
 @compiled("config", "options")
 def attend_next(inputs, state, seed, config, options):
-    """The next position's output, `(batch, 1, heads, value_dim)`, and the new state.
-
-    Args:
-        inputs: `(query, key, value, key_mask)` of one position.
-        state: As from `local_attention_state`.
-        seed: Seed of the dropout, or `None`.
-        config: `LocalConfig`.
-        options: `SoftmaxOptions`.
-    """
+    """As `attend_in_blocks`, for one position and a state."""
     query, *segment = masked_inputs(*inputs)
     inputs = (query * options.scale, *segment)
     mask_fn = config.mask_fn(causal=True)

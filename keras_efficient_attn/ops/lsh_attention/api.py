@@ -2,14 +2,17 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.checks import check_implementation
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.state import check_state
 from keras_efficient_attn.ops.lsh_attention.chunked import chunked_lsh_attention
 from keras_efficient_attn.ops.lsh_attention.config import LSHConfig
 from keras_efficient_attn.ops.lsh_attention.reference import reference_lsh_attention
-from keras_efficient_attn.ops.lsh_attention.streaming import streamed_lsh_attention
-
-IMPLEMENTATIONS = ("chunked", "reference")
+from keras_efficient_attn.ops.lsh_attention.streaming import (
+    lsh_attention_state_spec,
+    streamed_lsh_attention,
+)
 
 
 def lsh_attention(
@@ -25,7 +28,7 @@ def lsh_attention(
     state=None,
     scale=1.0,
     dropout_mask=None,
-    implementation="chunked",
+    implementation=None,
 ):
     """Softmax attention of a sequence to itself, inside hash buckets.
 
@@ -66,9 +69,9 @@ def lsh_attention(
         dtype, and the new state or `None`.
 
     Raises:
-        ValueError: If a `state` is given without `causal` and `aligned`, for sizes
-            that are no positive integers, for an unknown implementation, or for more
-            positions and buckets than the sort can hold.
+        ValueError: If a `state` is given without `causal` and `aligned`, or is of
+            other sizes; for sizes that are no positive integers, for an unknown
+            implementation, or for more positions and buckets than the sort can hold.
 
     Reference:
         - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
@@ -82,17 +85,12 @@ def lsh_attention(
             "`state` needs causal=True and aligned=True. Received: "
             f"causal={causal}, aligned={aligned}"
         )
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"`implementation` must be one of {', '.join(IMPLEMENTATIONS)}. Received: "
-            f"implementation={implementation!r}"
-        )
-    extra = state is not None or dropout_mask is not None
-    if implementation == "reference" and extra:
-        raise ValueError(
-            "implementation='reference' has no `state` and no `dropout_mask`. "
-            "Received one of them."
-        )
+    check_implementation(
+        implementation, "chunked", state=state, dropout_mask=dropout_mask
+    )
+    sizes = (*buckets.shape[1:3], num_buckets, chunk_size)
+    sizes = (*sizes, query.shape[-1], value.shape[-1])
+    check_state(state, lsh_attention_state_spec(None, *sizes, None))
     extras = (key_mask, state, dropout_mask)
     return _attend(query, value, buckets, *extras, config, implementation)
 

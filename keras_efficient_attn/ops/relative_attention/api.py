@@ -3,7 +3,7 @@
 from keras import ops
 
 from keras_efficient_attn.ops.common.checks import may_agree
-from keras_efficient_attn.ops.common.inputs import SoftmaxOptions, check_call
+from keras_efficient_attn.ops.common.inputs import SoftmaxCall
 from keras_efficient_attn.ops.relative_attention.config import RelativeConfig
 from keras_efficient_attn.ops.relative_attention.recurrent import attend_last
 from keras_efficient_attn.ops.relative_attention.reference import reference_attention
@@ -24,8 +24,7 @@ def relative_attention(
     key_mask=None,
     documents=None,
     scale=None,
-    dropout=0.0,
-    dropout_seed=None,
+    dropout=None,
     implementation=None,
 ):
     """Softmax attention with a product for each distance beside that for each key.
@@ -63,17 +62,18 @@ def relative_attention(
         documents: Optional pair of numbers `(batch, query_length)` and `(batch,
             key_length)`: queries see the keys of equal ones.
         scale: Factor of the products. Defaults to `1 / √dim`.
-        dropout: Rate of dropout on the normalised weights. Defaults to 0.
-        dropout_seed: Floats `(2,)` from `weight_dropout.dropout_seed`, for `dropout`.
-        implementation: `"blocks"` (the default) or `"reference"`, the quadratic
-            definition.
+        dropout: Optional `(rate, seed)` of dropout on the normalised weights, with
+            floats `(2,)` from `weight_dropout.dropout_seed`.
+        implementation: `"blocks"` (the default) or `"reference"`, the formula with a
+            vector for each pair, without `dropout`.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`.
 
     Raises:
-        ValueError: For shapes that do not agree, or arguments named above that
-            cannot be honoured.
+        ValueError: If `offset` or `window` is out of range, `position_key` does not
+            have all distances, a bias is not `(heads, dim)`, or other shapes do not
+            agree.
 
     Example:
 
@@ -87,11 +87,9 @@ def relative_attention(
     Reference:
         - [Dai et al., 2019](https://arxiv.org/abs/1901.02860)
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    options = SoftmaxOptions(bool(causal), scale, dropout)
     inputs = query, key, value, key_mask
-    check_call(inputs, options, None, dropout_seed, implementation)
-    config = RelativeConfig(offset, window)
+    call = SoftmaxCall(inputs, causal, scale, None, dropout, implementation)
+    config, options = RelativeConfig(offset, window), call.options
     biases = content_bias, position_bias
     _check_operands(query, key, position_key, biases, config, options)
     operands = inputs, position_key, biases, documents
@@ -100,7 +98,7 @@ def relative_attention(
         return ops.cast(output, value.dtype)
     last = options.causal and query.shape[1] == 1 and key.shape[1] == offset + 1
     attend = attend_last if last else attend_in_tiles
-    output = attend(*operands, dropout_seed, config=config, options=options)
+    output = attend(*operands, call.seed, config=config, options=options)
     return ops.cast(output, value.dtype)
 
 

@@ -1,22 +1,16 @@
 """Sparse attention: the strided and fixed factorisations of Sparse Transformers."""
 
-import dataclasses
-
-import numpy as np
-from keras import ops
-
 from keras_efficient_attn.ops.common.checks import check_positive_int
-from keras_efficient_attn.ops.common.inputs import SoftmaxOptions, check_call
-from keras_efficient_attn.ops.common.masked_softmax import masked_attention
+from keras_efficient_attn.ops.common.inputs import SoftmaxCall
 from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
-from keras_efficient_attn.ops.common.state import make_state
+from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.sparse_attention.blocks import attend_in_blocks
 from keras_efficient_attn.ops.sparse_attention.config import SparseConfig
-from keras_efficient_attn.ops.sparse_attention.patterns import (
-    head_factors,
-    summary_start,
-)
 from keras_efficient_attn.ops.sparse_attention.recurrent import attend_next
+from keras_efficient_attn.ops.sparse_attention.reference import (
+    reference_attention,
+    visible_keys,
+)
 
 
 def sparse_attention(
@@ -32,8 +26,7 @@ def sparse_attention(
     key_mask=None,
     scale=None,
     state=None,
-    dropout=0.0,
-    dropout_seed=None,
+    dropout=None,
     implementation=None,
 ):
     """Softmax attention over a pattern of two factors, which reach every key in two.
@@ -73,20 +66,22 @@ def sparse_attention(
         key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
             Other keys are not read, NaN included.
         scale: Factor of the dot products. Defaults to `1 / √dim`.
-        state: Optional state from `sparse_attention_state` or an earlier call: the
-            keys of earlier segments. Needs `causal=True` and equal lengths.
-        dropout: Rate of dropout on the normalised weights. Defaults to 0.
-        dropout_seed: Floats `(2,)` from `weight_dropout.dropout_seed`, for `dropout`.
-        implementation: `"blocks"` (the default) or `"reference"`, the quadratic
-            definition.
+        state: Optional state from `sparse_attention_state`, of the same pattern, or
+            from an earlier call; for `causal=True` and as many queries as keys.
+        dropout: Optional `(rate, seed)` of dropout on the normalised weights, with
+            floats `(2,)` from `weight_dropout.dropout_seed`; each factor has random
+            bits of its own.
+        implementation: `"blocks"` (the default), or `"reference"`: the matrix of
+            `sparse_pattern`, without `state` and `dropout`.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
-        `state`, the pair of that and the state after the last position.
+        `state`, `(output, new state)`. Outputs beyond the state's room are NaN.
 
     Raises:
-        ValueError: For shapes that do not agree, or arguments named above that
-            cannot be honoured.
+        ValueError: If `pattern`, `stride`, `summary` and `heads` make no pattern, or
+            not for so few heads; if shapes do not agree, or for a `state` of another
+            pattern or without `causal`.
 
     Example:
 
@@ -99,24 +94,14 @@ def sparse_attention(
     Reference:
         - [Child et al., 2019](https://arxiv.org/abs/1904.10509)
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    options = SoftmaxOptions(bool(causal), scale, dropout)
     inputs = query, key, value, key_mask
-    check_call(inputs, options, state, dropout_seed, implementation)
+    call = SoftmaxCall(inputs, causal, scale, state, dropout, implementation)
     config = SparseConfig(pattern, stride, summary, heads, query.shape[2])
-    if implementation == "reference":
-        lengths = query.shape[1], key.shape[1]
-        allowed = _allowed(config, max(lengths), causal)
-        allowed = allowed[:, : lengths[0], : lengths[1]]
-        output = masked_attention(*inputs[:3], allowed, key_mask, scale)
-        return ops.cast(output, value.dtype)
-    recurrent = state is not None and query.shape[1] == 1
-    attend = attend_next if recurrent else attend_in_blocks
-    output, new_state = attend(
-        inputs, state, dropout_seed, config=config, options=options
-    )
-    output = ops.cast(output, value.dtype)
-    return output if state is None else (output, new_state)
+    if state is not None:
+        room = config.capacity(state["far_key"]) if "far_key" in state else 1
+        sizes = (room, key.shape[-1], value.shape[-1])
+        check_state(state, sparse_attention_spec(config, None, *sizes, None))
+    return call.attend(config, (attend_in_blocks, attend_next, reference_attention))
 
 
 def sparse_attention_state(
@@ -214,24 +199,4 @@ def sparse_pattern(
     if num_heads is None:
         num_heads = 2 if heads == "split" else 1
     config = SparseConfig(pattern, stride, summary, heads, num_heads)
-    return _allowed(config, length, causal)
-
-
-def _allowed(config, length, causal):
-    """The boolean matrix of each head, `(num_heads, length, length)`."""
-    i, j = np.arange(length)[:, None], np.arange(length)[None, :]
-    near_mask, far_mask = config.masks(causal)
-    first = near_mask(i, j)
-    second = dataclasses.replace(far_mask, remainder=False)(i, j)
-    strided = config.pattern == "strided"
-    matrices = []
-    for near, number in head_factors(config):
-        seen = first if near else np.zeros_like(first)
-        if number is not None and strided:
-            seen = seen | second
-        elif number is not None:
-            start = summary_start(config.stride, config.summary, number)
-            offset = j % config.stride - start
-            seen = seen | (second & (offset >= 0) & (offset < config.summary))
-        matrices.append(seen)
-    return np.stack(matrices)
+    return visible_keys(config, length, causal)

@@ -24,12 +24,7 @@ from keras_efficient_attn.ops.sparse_attention.strided import (
 def attend_in_blocks(inputs, state, seed, config, options):
     """`(output, new state or None)` of a sequence, or of a segment with a state.
 
-    Args:
-        inputs: `(query, key, value, key_mask)`.
-        state: As from `sparse_attention_state`, or `None`.
-        seed: Seed of the dropout, or `None`.
-        config: `SparseConfig`.
-        options: `SoftmaxOptions`.
+    Arguments are those of `SoftmaxCall.attend`'s forms, with a `SparseConfig`.
     """
     length = ops.shape(inputs[0])[1]
     inputs = masked_inputs(*inputs)

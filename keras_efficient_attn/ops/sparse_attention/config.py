@@ -52,7 +52,7 @@ class SparseConfig:
                 "`summary` is for pattern='fixed'. Received: "
                 f"summary={self.summary}, pattern={self.pattern!r}"
             )
-        if isinstance(self.heads, bool) or self.heads not in HEADS:
+        if isinstance(self.heads, bool | float) or self.heads not in HEADS:
             raise ValueError(
                 "`heads` must be 'merged', 'split', 0 or 1. Received: "
                 f"heads={self.heads!r}"

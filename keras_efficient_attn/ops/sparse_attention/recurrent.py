@@ -14,15 +14,7 @@ from keras_efficient_attn.ops.sparse_attention.fixed import summary_positions
 
 @compiled("config", "options")
 def attend_next(inputs, state, seed, config, options):
-    """The next position's output, `(batch, 1, heads, value_dim)`, and the new state.
-
-    Args:
-        inputs: `(query, key, value, key_mask)` of one position.
-        state: As from `sparse_attention_state`.
-        seed: Seed of the dropout, or `None`.
-        config: `SparseConfig`.
-        options: `SoftmaxOptions`.
-    """
+    """As `attend_in_blocks`, for one position and a state."""
     query, *keys = masked_inputs(*inputs)
     near, far = config.split_heads(query * options.scale, *keys)
     near_dropout, far_dropout = config.dropouts(options, seed)

@@ -2,12 +2,17 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.checks import check_heads, check_streaming
+from keras_efficient_attn.ops.common.checks import (
+    check_heads,
+    check_implementation,
+    check_streaming,
+)
 from keras_efficient_attn.ops.common.chunking import fit_length
 from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import finish
-from keras_efficient_attn.ops.common.state import make_state
+from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.vq_attention import reference
 from keras_efficient_attn.ops.vq_attention.cache import (
     cache_of,
@@ -105,7 +110,7 @@ def vq_attention(
         block_length: Positions in a block; changes the speed, not the result beyond
             rounding. Defaults to 128, with `order=2` to 512.
         implementation: `"chunked"` (the default) or `"reference"`, the quadratic
-            definition.
+            definition, which has no `state` and always `gradient_through_cache`.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
@@ -146,20 +151,16 @@ def vq_attention(
     if config.relative_positions:
         positions = Positions(position_query, position_key)
         _check_positions(query, positions, window, causal)
-    if implementation not in (None, "chunked", "reference"):
-        raise ValueError(
-            "`implementation` must be None, 'chunked' or 'reference'. Received: "
-            f"implementation={implementation!r}"
-        )
+    check_implementation(implementation, "chunked", state=state)
     check_streaming(query, key, causal, state)
+    sizes = (*codebook.shape, value.shape[-1])
+    check_state(state, state_spec(None, *sizes, config, None))
     codebook = Codebook(codebook, sigma)
     if implementation == "reference":
-        if state is not None or not gradient_through_cache:
+        if not gradient_through_cache:
             raise ValueError(
-                "The reference has no state, and no cache whose gradient could be left "
-                "out. Received: implementation='reference', "
-                f"state={None if state is None else sorted(state)}, "
-                f"gradient_through_cache={gradient_through_cache}"
+                "The reference has no cache whose gradient could be left out. "
+                "Received: implementation='reference', gradient_through_cache=False"
             )
         keys = Keys(key, value, key_mask)
         return reference.vq_attention(query, keys, codebook, config, causal, positions)
@@ -241,22 +242,16 @@ def attend_to_keys_and_codes(
 
 def _prepared(query, keys, codebook, positions):
     """All in the accumulator's dtype, with zeros where no key is."""
-    dtype = accumulator_dtype(query, keys.key, keys.value)
+    query, *key_value_valid = masked_inputs(query, *keys[:3])
 
     def cast(x):
-        return ops.cast(x, dtype)
+        return ops.cast(x, query.dtype)
 
-    key, value, valid = cast(keys.key), cast(keys.value), keys.valid
-    if valid is None:
-        valid = ops.ones(ops.shape(key)[:2], dtype)
-    else:
-        kept = ops.cast(valid, "bool")[..., None, None]
-        key, value = (ops.where(kept, t, ops.zeros_like(t)) for t in (key, value))
     codebook = each(cast, codebook)
     if codebook.sigma is None:
         codebook = each(ops.stop_gradient, codebook)
     positions = None if positions is None else each(cast, positions)
-    return cast(query), Keys(key, value, cast(valid), keys.index), codebook, positions
+    return query, Keys(*key_value_valid, keys.index), codebook, positions
 
 
 def _attend_to_codes(query, keys, codebook, config, causal, state):

@@ -40,7 +40,7 @@ class VQConfig:
     def __post_init__(self):
         for argument in ("window", "block_length", "rank"):
             check_positive_int(argument, getattr(self, argument), optional=True)
-        if isinstance(self.order, bool) or self.order not in BLOCK_LENGTHS:
+        if isinstance(self.order, bool | float) or self.order not in BLOCK_LENGTHS:
             raise ValueError(f"`order` must be 0 or 2. Received: order={self.order!r}")
         if self.order == 0 and self.rank is not None:
             raise ValueError(

@@ -21,19 +21,7 @@ from keras_efficient_attn.ops.vq_attention.window import (
 
 
 def attend_token(query, keys, codebook, config, positions, state):
-    """As `window.attend_segment`, for a segment of one position, window or not.
-
-    Args:
-        query: `(batch, 1, heads, dim)`.
-        keys: `Keys` of length 1.
-        codebook: `Codebook`.
-        config: `VQConfig`.
-        positions: `Positions` or `None`.
-        state: The state before the position.
-
-    Returns:
-        `(output, state)`: `(batch, 1, heads, value_dim)`, and the state after it.
-    """
+    """As `window.attend_segment`, for a segment of one position, window or not."""
     query, window, new_state = ops.swapaxes(query, 1, 2), None, {}
     if config.window is not None:
         history = with_history(state, near_keys(keys, codebook, config))

@@ -15,6 +15,7 @@ from keras_efficient_attn.ops.common.chunking import (
 )
 from keras_efficient_attn.ops.common.masks import SlidingWindow
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
+from keras_efficient_attn.ops.common.recent_keys import append_segment
 from keras_efficient_attn.ops.vq_attention.cache import (
     WINDOW_NAMES,
     cache_of,
@@ -34,19 +35,7 @@ def near_keys(keys, codebook, config):
 
 
 def attend_sequence(query, keys, codebook, config, causal, positions):
-    """A whole sequence.
-
-    Args:
-        query: `(batch, query_length, heads, dim)`.
-        keys: `Keys`.
-        codebook: `Codebook`.
-        config: `VQConfig`.
-        causal: Whether query `t` sees keys `0..t` only.
-        positions: `Positions` or `None`.
-
-    Returns:
-        `(batch, query_length, heads, value_dim)`.
-    """
+    """The output of a whole sequence; arguments as for `attend_to_keys_and_codes`."""
     length = ops.shape(query)[1]
     query, keys, positions = _fitted(query, keys, causal, positions)
     total, window = ops.shape(query)[1], config.window
@@ -100,13 +89,9 @@ def attend_segment(query, keys, codebook, config, positions, state):
 
 def with_history(state, near):
     """The keys of a state's window, and those of a segment behind them."""
-    past = Keys(*(state.get(name) for name in WINDOW_NAMES))
-    return Keys(
-        *(
-            None if new is None else ops.concatenate([ops.cast(old, new.dtype), new], 1)
-            for old, new in zip(past, near, strict=True)
-        )
-    )
+    # Soft codes have no index, the last of the four.
+    given = [t for t in near if t is not None]
+    return Keys(*append_segment(state, *given, names=WINDOW_NAMES[: len(given)]))
 
 
 def named_window(recent):

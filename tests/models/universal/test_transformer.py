@@ -331,3 +331,15 @@ def test_a_ponder_that_does_not_exist_is_refused():
     stack = make_stack()
     with pytest.raises(ValueError, match="return_ponder"):
         stack(inputs(), return_ponder=True)
+
+
+def test_the_layers_of_fixed_steps_are_returned():
+    stack = make_stack()
+    output, layers = stack(inputs(), return_layers=True)
+    assert len(layers) == STEPS
+    np.testing.assert_allclose(to_numpy(stack.final_norm(layers[-1])), to_numpy(output))
+
+
+def test_adaptive_steps_have_no_layers_to_return():
+    with pytest.raises(ValueError, match="adaptive_computation={}"):
+        make_stack({})(inputs(), return_layers=True)

@@ -53,9 +53,12 @@ class _Rows:
         self.number = number
 
     def cut(self, tensors):
-        """The tensors of each step."""
+        """The tensors of each step, of which there may be none."""
+        return list(zip(*map(self.split, tensors), strict=True)) or [()] * self.number
+
+    def split(self, tensor):
         # unbind, not indexing: the gradient of x[i] is a zero tensor as large as x.
-        return _by_step(map(torch.unbind, tensors), self.number)
+        return torch.unbind(tensor)
 
     def join(self, tensors):
         return torch.stack(tensors)
@@ -63,17 +66,14 @@ class _Rows:
     def space_for(self, tensor):
         """An empty tensor for the outputs of all steps, and the part of each."""
         whole = tensor.new_empty(self.number, *tensor.shape)
-        return whole, whole.unbind()
+        return whole, self.split(whole)
 
 
-class _Positions:
+class _Positions(_Rows):
     """Steps that each take as many positions of axis 1."""
 
-    def __init__(self, number):
-        self.number = number
-
-    def cut(self, tensors):
-        return _by_step(map(self._split, tensors), self.number)
+    def split(self, tensor):
+        return torch.split(tensor, tensor.shape[1] // self.number, 1)
 
     def join(self, tensors):
         return torch.cat(tensors, 1)
@@ -81,15 +81,7 @@ class _Positions:
     def space_for(self, tensor):
         batch, size, *tail = tensor.shape
         whole = tensor.new_empty(batch, self.number * size, *tail)
-        return whole, self._split(whole)
-
-    def _split(self, tensor):
-        return torch.split(tensor, tensor.shape[1] // self.number, 1)
-
-
-def _by_step(parts, number):
-    """Parts of each tensor as tuples of each step, of which there may be no tensor."""
-    return list(zip(*parts, strict=True)) or [()] * number
+        return whole, self.split(whole)
 
 
 class _Outputs:

@@ -1,0 +1,35 @@
+"""The quadratic definition of softmax attention, which algorithms fill in."""
+
+from keras import ops
+
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided
+
+
+def dense_attention(inputs, weigh):
+    """`Σ f e^l v / Σ f e^l` over all keys, in the accumulator's dtype.
+
+    Args:
+        inputs: `(query, key, value, key_mask)`.
+        weigh: `(query, key) -> (l, f)`: logits `(batch, heads, queries, keys)`, and
+            factors that broadcast to them, booleans or floats; 0 hides a key.
+    """
+    query, key, value, key_mask = inputs
+    dtype = accumulator_dtype(query, key, value)
+    query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
+    if key_mask is not None:
+        kept = ops.cast(key_mask, "bool")[..., None, None]
+        key, value = (ops.where(kept, t, 0.0) for t in (key, value))
+    logits, factors = weigh(query, key)
+    factors = ops.cast(factors, dtype)
+    if key_mask is not None:
+        factors = factors * ops.cast(key_mask, dtype)[:, None, None]
+    logits = ops.where(factors > 0, logits, LOG_ZERO)
+    weights = factors * ops.exp(logits - ops.max(logits, axis=-1, keepdims=True))
+    values = ops.einsum("bhts,bshv->bthv", weights, value)
+    return divided(values, ops.swapaxes(ops.sum(weights, axis=-1), 1, 2))
+
+
+def dense_products(query, key):
+    """The products of all queries and keys, `(batch, heads, queries, keys)`."""
+    return ops.einsum("bthd,bshd->bhts", query, key)
