@@ -1,8 +1,10 @@
 """The command: arguments in, a table and files out."""
 
 import argparse
+import dataclasses
 import importlib
 import importlib.util
+import json
 import math
 import signal
 import sys
@@ -11,6 +13,12 @@ from pathlib import Path
 import keras
 
 from keras_efficient_attn.benchmark.compare import run
+from keras_efficient_attn.benchmark.compile_for import (
+    TARGETS,
+    check_can_compile_for,
+    estimate_all,
+    table as estimates_table,
+)
 from keras_efficient_attn.benchmark.plots import write_plots
 from keras_efficient_attn.benchmark.report import table, write_csv, write_json
 from keras_efficient_attn.benchmark.settings import BACKENDS, DTYPES, MODES, Settings
@@ -76,6 +84,12 @@ def parse_arguments(argv):
         help="computing time of a contestant at one length, with compilation",
     )
     add("--out", type=Path, metavar="DIR", help="folder for CSV, JSON and PNG files")
+    add(
+        "--compile-for",
+        choices=TARGETS,
+        help="compile for an accelerator that need not be here, and print its "
+        "compiler's estimates; needs the extra tpu-compile",
+    )
     add("--peers", action="store_true", help="add public packages that are installed")
     add(
         "--model",
@@ -89,16 +103,22 @@ def main(argv=None):
     """Runs the command; returns its exit status."""
     try:
         arguments = parse_arguments(argv)
-        out = arguments.pop("out")
+        out, target = arguments.pop("out"), arguments.pop("compile_for")
+        if target is not None and arguments["backend"] is None:
+            arguments["backend"] = "jax"
         del arguments["modules"]  # Imported, they have registered their layers.
         settings = Settings(**arguments)
         _check_backend(settings.backend)
+        if target is not None:
+            check_can_compile_for(settings)
         if out is not None:
             _make_folder(out)
     except ValueError as error:
         message = " ".join(str(error).split())
         print(f"benchmark: error: {message}", file=sys.stderr)
         return 2
+    if target is not None:
+        return _estimate(settings, target, out)
     # What was measured is shown and written however the run is ended.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     comparison = run(settings, progress=_progress_bar)
@@ -106,6 +126,17 @@ def main(argv=None):
     if out is not None:
         _write(comparison, out)
     return 0 if comparison.complete else 130
+
+
+def _estimate(settings, target, out):
+    estimates = list(estimate_all(settings, target))
+    print(estimates_table(settings, target, estimates))
+    if out is not None:
+        rows = [dataclasses.asdict(estimate) for estimate in estimates]
+        path = out / "estimates.json"
+        path.write_text(json.dumps({"target": target, "estimates": rows}, indent=2))
+        print(f"In {out}: {path.name}")
+    return 0
 
 
 def _progress_bar(steps):

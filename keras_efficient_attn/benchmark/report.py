@@ -48,8 +48,8 @@ def table(comparison):
         (
             item.contestant,
             item.crossover or DASH,
-            _format(item.time_slope, ".2f"),
-            _format(item.memory_slope, ".2f"),
+            format_number(item.time_slope, ".2f"),
+            format_number(item.memory_slope, ".2f"),
         )
         for item in comparison.summaries()
     ]
@@ -103,14 +103,14 @@ def _row(record, softmax_seconds):
     return (
         record.contestant,
         f"{record.length}",
-        _format(record.seconds * 1e3, ".3g"),
-        f"{_format(low * 1e3, '.3g')}-{_format(high * 1e3, '.3g')}",
+        format_number(record.seconds * 1e3, ".3g"),
+        f"{format_number(low * 1e3, '.3g')}-{format_number(high * 1e3, '.3g')}",
         f"{record.tokens_per_second:,.0f}",
-        _format(record.memory_bytes / 2**20, ".1f"),
-        _format(record.compile_seconds, ".2f"),
-        _format(record.peak_share, ".1%"),
-        _format(ratio, ".2f"),
-        _format(record.error, ".2e"),
+        format_number(record.memory_bytes / 2**20, ".1f"),
+        format_number(record.compile_seconds, ".2f"),
+        format_number(record.peak_share, ".1%"),
+        format_number(ratio, ".2f"),
+        format_number(record.error, ".2e"),
         "; ".join(filter(None, notes)),
     )
 
@@ -142,7 +142,8 @@ def _notes(comparison):
         yield "Interrupted: longer lengths are missing."
 
 
-def _format(number, how):
+def format_number(number, how):
+    """A number as text, or a dash for `None`."""
     if number is None:
         return DASH
     text = format(number, how)

@@ -4,9 +4,11 @@ import json
 import os
 import sys
 
+from keras_efficient_attn.benchmark.compile_for import compile_task
 from keras_efficient_attn.benchmark.environment import describe_environment
 from keras_efficient_attn.benchmark.failures import describe_failure
 from keras_efficient_attn.benchmark.measurement import Measurement
+from keras_efficient_attn.benchmark.workloads import build_workload
 
 
 class Answers:
@@ -17,19 +19,21 @@ class Answers:
 
     def answer(self, request):
         """The reply to a request, as a dict; failures are replies, too."""
-        preparing = request["do"] == "prepare"
+        building = request["do"] in ("prepare", "compile")
         try:
-            if preparing:
+            if request["do"] == "prepare":
                 self._measurement = None
                 measurement = Measurement(request["task"])
                 prepared = measurement.prepare()
                 self._measurement = measurement
                 return prepared
+            if request["do"] == "compile":
+                return compile_task(build_workload(request["task"]), request["target"])
             if request["do"] == "repeat":
                 return self._measurement.repeat(request["turn"])
             return self._measurement.check()
         except Exception as error:
-            return describe_failure(error, building=preparing)
+            return describe_failure(error, building=building)
 
 
 def main():

@@ -34,9 +34,10 @@ class WorkerProcess:
     Args:
         backend: Value of `KERAS_BACKEND`.
         command: Words of the command. Defaults to this package's worker.
+        environment: Further variables of the environment.
     """
 
-    def __init__(self, backend, command=None):
+    def __init__(self, backend, command=None, environment=None):
         if command is None:
             command = [sys.executable, "-m", "keras_efficient_attn.benchmark.worker"]
         self._stderr = tempfile.TemporaryFile("w+")
@@ -47,7 +48,7 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
-            env=_environment(backend, self._dump.name),
+            env={**_environment(backend, self._dump.name), **(environment or {})},
         )
         self._replies = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -60,7 +61,7 @@ class WorkerProcess:
         """Sends a dict and returns the reply.
 
         Raises:
-            WorkerTimeout: If there is none within `timeout` seconds.
+            WorkerTimeout: If there is none within `timeout` seconds; `None` waits.
             WorkerDied: If the process has ended.
         """
         try:

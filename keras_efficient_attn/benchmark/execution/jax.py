@@ -22,15 +22,19 @@ class Program:
         self._compiled = None
 
     def __call__(self, *inputs):
-        arguments = (
-            [variable.value for variable in self._trainable],
-            [variable.value for variable in self._fixed],
-            [variable.value for variable in self._slots],
-            *inputs,
-        )
+        arguments = self._arguments(inputs)
         if self._compiled is None:
             self._compiled = self._jitted.lower(*arguments).compile()
         return self._compiled(*arguments)
+
+    def compile_for(self, device, inputs):
+        """The program compiled for a device, which need not be present."""
+        sharding = jax.sharding.SingleDeviceSharding(device)
+        described = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            self._arguments(inputs),
+        )
+        return self._jitted.lower(*described).compile()
 
     @property
     def temporary_bytes(self):
@@ -47,6 +51,10 @@ class Program:
             + analysis.output_size_in_bytes
             - analysis.alias_size_in_bytes
         )
+
+    def _arguments(self, inputs):
+        variables = (self._trainable, self._fixed, self._slots)
+        return (*([v.value for v in group] for group in variables), *inputs)
 
     def _forward(self, trainable, fixed, slots, *inputs):
         return self._stateless(trainable, fixed, inputs)[0]

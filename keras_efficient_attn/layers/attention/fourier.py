@@ -21,10 +21,7 @@ from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_state_spec,
     mapped_linear_attention,
 )
-from keras_efficient_attn.ops.linear_attention.config import (
-    CHUNK_SIZE as LINEAR_CHUNK_SIZE,
-    LinearAttentionConfig,
-)
+from keras_efficient_attn.ops.linear_attention.config import LinearAttentionConfig
 from keras_efficient_attn.ops.linear_attention.feature_maps import (
     MAX_POLYNOMIAL_FEATURES,
 )
@@ -91,7 +88,8 @@ class FourierAttention(EfficientAttention):
         orthogonal: Whether the frequencies are orthogonal in blocks of `key_dim`.
             Defaults to `True`.
         chunk_size: Queries in a tile, at least; with `linear`, positions in a chunk.
-            Speed and memory only. Defaults to 4, and 64 with `linear`.
+            Speed and memory only. Defaults to what suits the device: on a CPU 4, and 64
+            with `linear`.
         implementation: Of the exact form: `"tiled"` (the default); `"fused"`, for which
             PyTorch needs a compiler, or `"reference"`, the definition: see
             `ops.fourier_attention`.
@@ -246,7 +244,7 @@ class FourierAttention(EfficientAttention):
                 fourier.squared_features,
                 self.feature_dim,
                 causal=call.causal,
-                chunk_size=self.chunk_size or LINEAR_CHUNK_SIZE,
+                chunk_size=self.chunk_size,
             ),
             map_weights=(ops.cast(self._frequencies, query.dtype),),
             key_mask=call.key_mask,

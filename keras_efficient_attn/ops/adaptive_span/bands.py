@@ -17,6 +17,7 @@ from keras_efficient_attn.ops.common.chunking import (
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.inputs import masked_inputs, pad_to_common_length
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
+from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.recent_keys import (
     append_segment,
     drop_oldest,
@@ -24,8 +25,6 @@ from keras_efficient_attn.ops.common.recent_keys import (
 )
 from keras_efficient_attn.ops.common.relative_positions import shifted_to_keys
 from keras_efficient_attn.ops.common.weight_dropout import drop
-
-MIN_BLOCK = 64
 
 
 def soft_mask(spans, distance, ramp):
@@ -99,7 +98,7 @@ def _attend_band(inputs, spans, position_key, dropout, config, causal):
     batch, _, heads, dim = query.shape
     length = ops.shape(query)[1]
     # Blocks shorter than the window waste less of the products, and copy more keys.
-    size = max(MIN_BLOCK, window // 4)
+    size = max(device_plan().block, window // 4)
     if isinstance(length, int):
         size = max(1, min(size, length))
     blocks = chunk_count(length, size)
@@ -113,7 +112,7 @@ def _attend_band(inputs, spans, position_key, dropout, config, causal):
     arrays.append(spans)
     value_dim = value.shape[-1] or dim
     floats = heads * (3 * size * width + (size + 2 * width) * (dim + value_dim))
-    unit = max(1, MIN_BLOCK // size)
+    unit = max(1, device_plan().block // size)
     unit, units, groups = chunk_layout(blocks, unit, batch, floats)
     xs = [pad_to(x, groups * unit * units) for x in arrays]
     consts = []

@@ -9,7 +9,6 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.chunking import (
-    GROUP_FLOATS,
     chunk_count,
     chunk_layout,
     heads_first,
@@ -19,11 +18,10 @@ from keras_efficient_attn.ops.common.chunking import (
     sizes,
 )
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.relative_positions import shifted_to_keys
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.common.weight_dropout import drop
-
-MIN_BLOCK = 64
 
 
 def attend_blocks(
@@ -62,10 +60,10 @@ def attend_blocks(
     width, value_dim = key.shape[2], value.shape[-1] or dim
     if isinstance(size, int) and isinstance(width, int):
         floats = heads * (2 * size * width + (size + 2 * width) * (dim + value_dim))
-        unit = max(1, MIN_BLOCK // size)
+        unit = max(1, device_plan().block // size)
     else:
         # The size is unknown: one block at a time.
-        floats, unit = GROUP_FLOATS, 1
+        floats, unit = device_plan().step_floats, 1
     unit, units, groups = chunk_layout(blocks, unit, batch, floats)
     arrays, consts = [query, key, value, valid], []
     if relative is not None:
@@ -162,10 +160,11 @@ def attend_shared(query, key, value, valid, mask_fn, positions, dropout=None):
     """
     length, heads, dim = ops.shape(query)[1], query.shape[2], query.shape[3]
     keys = key.shape[1]
-    floats = GROUP_FLOATS // MIN_BLOCK
+    plan = device_plan()
+    floats = plan.step_floats // plan.block
     if isinstance(keys, int):
         floats = heads * (2 * keys + dim + (value.shape[-1] or dim))
-    size, chunks, groups = chunk_layout(length, MIN_BLOCK, query.shape[0], floats)
+    size, chunks, groups = chunk_layout(length, plan.block, query.shape[0], floats)
     query_positions, key_positions = (ops.cast(p, query.dtype) for p in positions)
     xs = (query, query_positions[None])
     xs = [pad_to(x, groups * size * chunks) for x in xs]
@@ -211,7 +210,7 @@ def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
         `(values, totals, log_scale)`, each of `(batch, length, heads, ...)`.
     """
     before, after, period = mask_fn.before, mask_fn.after, mask_fn.period
-    block = max(MIN_BLOCK, before, after) // period * period
+    block = max(device_plan().block, before, after) // period * period
     block = max(period, block)
     length = ops.shape(query)[1]
     if isinstance(length, int):
@@ -240,7 +239,7 @@ def attend_recent(
         relative: As for `attend_near`.
     """
     reach, length = mask_fn.reach, ops.shape(query)[1]
-    block = max(MIN_BLOCK, reach)
+    block = max(device_plan().block, reach)
     if isinstance(length, int):
         block = max(1, min(block, length))
     count = chunk_count(length, block)

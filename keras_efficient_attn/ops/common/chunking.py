@@ -3,10 +3,7 @@
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import backend_name
-
-# Floats of one group of chunks, all heads together, that stay in the cache.
-GROUP_FLOATS = 2**20
-MAX_CHUNKS_IN_GROUP = 16
+from keras_efficient_attn.ops.common.plan import device_plan
 
 
 def chunk_layout(length, chunk_size, batch, floats_per_position):
@@ -31,12 +28,13 @@ def chunk_layout(length, chunk_size, batch, floats_per_position):
         length = ops.maximum(length, 1)
     if isinstance(batch, int):
         floats_per_position *= max(1, batch)
-    most = GROUP_FLOATS // (floats_per_position * chunk_size)
-    most = max(1, min(most, MAX_CHUNKS_IN_GROUP))
+    plan = device_plan()
+    most = plan.step_floats // (floats_per_position * chunk_size)
+    most = max(1, min(most, plan.max_chunks))
     total = (length + chunk_size - 1) // chunk_size
     if isinstance(total, int):
         # Somewhat larger or smaller groups where they need no padding.
-        largest = min(most * 4 // 3, MAX_CHUNKS_IN_GROUP, total)
+        largest = min(most * 4 // 3, plan.max_chunks, total)
         for chunks in range(largest, most // 2, -1):
             if total % chunks == 0:
                 return chunk_size, chunks, total // chunks

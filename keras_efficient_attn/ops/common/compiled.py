@@ -3,6 +3,7 @@
 import functools
 
 from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.plan import device_kind
 
 
 def compiled(*static_arguments):
@@ -14,15 +15,20 @@ def compiled(*static_arguments):
 
     def decorate(function):
         @functools.cache
-        def jitted():
+        def jitted(device_kind):
             import jax
 
-            return jax.jit(function, static_argnames=static_arguments)
+            # One object for each plan: JAX knows what it has compiled by the object.
+            @functools.wraps(function)
+            def planned(*args, **kwargs):
+                return function(*args, **kwargs)
+
+            return jax.jit(planned, static_argnames=static_arguments)
 
         @functools.wraps(function)
         def call(*args, **kwargs):
             if backend_name() == "jax":
-                return jitted()(*args, **kwargs)
+                return jitted(device_kind())(*args, **kwargs)
             return function(*args, **kwargs)
 
         return call

@@ -3,11 +3,10 @@
 import dataclasses
 
 from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.fourier.kernel import check_power
 
 IMPLEMENTATIONS = (None, "tiled", "fused", "reference")
-# Queries in a tile, at least.
-CHUNK_SIZE = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,4 +45,4 @@ class FourierConfig:
     @property
     def tile_size(self):
         """Queries in a tile, at least."""
-        return self.chunk_size or CHUNK_SIZE
+        return self.chunk_size or device_plan().fourier_tile

@@ -16,7 +16,6 @@ from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, bounded_log
 from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.linear_attention import chunked
 from keras_efficient_attn.ops.linear_attention.config import (
-    CHUNK_SIZE,
     LinearAttentionConfig,
 )
 from keras_efficient_attn.ops.linear_attention.recurrent import (
@@ -72,7 +71,7 @@ def linear_attention(
             position then costs one pass over the state.
         normalize: Whether to divide by the sum of the weights. Defaults to `True`.
         chunk_size: Positions a chunk; changes the speed, not the result beyond
-            rounding. Defaults to 64.
+            rounding. Defaults to the plan of the device: 64 on a CPU.
         implementation: `"chunked"` (the default), or `"reference"`: the quadratic
             definition, without `state`.
 
@@ -116,7 +115,7 @@ def linear_attention(
         given_features,
         key_features.shape[-1],
         causal=causal,
-        chunk_size=CHUNK_SIZE if chunk_size is None else chunk_size,
+        chunk_size=chunk_size,
         output="normalized" if normalize else "sum",
     )
     sizes = (*key_features.shape[2:], value.shape[-1])

@@ -46,7 +46,7 @@ def causal_linear_attention(
     heads, features = state[0].shape[1:3]
     floats = heads * (2 * features + 3 * (value.shape[-1] or features))
     size, chunks, groups = chunk_layout(
-        length, config.chunk_size, query.shape[0], floats
+        length, config.chunk_length, query.shape[0], floats
     )
     if valid is None and not _divides(groups * chunks * size, length):
         valid = ops.ones(ops.shape(key)[:2], state[0].dtype)
@@ -66,7 +66,7 @@ def full_linear_attention(
     heads, features = state[0].shape[1:3]
     floats = heads * (features + 2 * (value.shape[-1] or features))
     size, chunks, groups = chunk_layout(
-        ops.shape(key)[1], config.chunk_size, key.shape[0], floats
+        ops.shape(key)[1], config.chunk_length, key.shape[0], floats
     )
     if valid is None and not _divides(groups * chunks * size, ops.shape(key)[1]):
         valid = ops.ones(ops.shape(key)[:2], state[0].dtype)
@@ -78,7 +78,7 @@ def full_linear_attention(
 
     length = ops.shape(query)[1]
     size, chunks, groups = chunk_layout(
-        length, config.chunk_size, query.shape[0], floats
+        length, config.chunk_length, query.shape[0], floats
     )
     xs = (pad_to(query, groups * chunks * size),)
     step, consts = _query_step(config.query_map, config.output), (*state, *map_weights)

@@ -4,8 +4,7 @@ import collections.abc
 import dataclasses
 
 from keras_efficient_attn.ops.common.checks import check_positive_int
-
-CHUNK_SIZE = 64
+from keras_efficient_attn.ops.common.plan import device_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +19,8 @@ class LinearAttentionConfig:
             compiles once per object.
         num_features: Size of the features.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
-        chunk_size: Positions per chunk; speed only. Defaults to 64.
+        chunk_size: Positions per chunk; speed only. Defaults to `None`: those of the
+            device's plan.
         output: `"normalized"` (the default), `"sum"` (not divided), or `"partial"`:
             values, totals and log scales for `online_softmax.merge`.
         window: Number of nearest keys to attend to exactly, for
@@ -31,10 +31,15 @@ class LinearAttentionConfig:
     key_map: collections.abc.Callable
     num_features: int
     causal: bool = False
-    chunk_size: int = CHUNK_SIZE
+    chunk_size: int | None = None
     output: str = "normalized"
     window: int | None = None
 
     def __post_init__(self):
-        check_positive_int("chunk_size", self.chunk_size)
+        check_positive_int("chunk_size", self.chunk_size, optional=True)
         check_positive_int("window", self.window, optional=True)
+
+    @property
+    def chunk_length(self):
+        """Positions per chunk, of the argument or of the plan."""
+        return self.chunk_size or device_plan().chunk_size

@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.chunking import pad_to
 from keras_efficient_attn.ops.common.online_softmax import merge
+from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.common.state import make_state
 from keras_efficient_attn.ops.lsh_attention.shared import (
@@ -16,9 +17,6 @@ from keras_efficient_attn.ops.lsh_attention.shared import (
     unit,
     with_self,
 )
-
-# Floats of the keys that the positions of one step find in their buckets.
-FOUND_FLOATS = 2**21
 
 
 def lsh_attention_state(*sizes, dtype="float32"):
@@ -57,7 +55,8 @@ def streamed_lsh_attention(query, value, buckets, kept, config, state, dropout):
     batch, length, heads, dim = query.shape
     rounds, value_dim = buckets.shape[2], value.shape[-1]
     found = heads * rounds * 2 * config.chunk_size * (dim + value_dim) * (batch or 1)
-    block = max(1, min(config.chunk_size, FOUND_FLOATS // found))
+    # Each position of a step finds keys of its own in its bucket.
+    block = max(1, min(config.chunk_size, device_plan().found_floats // found))
     if isinstance(length, int):
         block = min(block, max(1, length))
         steps = max(1, -(-length // block))

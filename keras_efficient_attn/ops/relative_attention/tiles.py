@@ -5,12 +5,10 @@ import functools
 from keras import ops
 
 from keras_efficient_attn.ops.common.block_softmax import (
-    MIN_BLOCK,
     scan_groups,
     softmax_part,
 )
 from keras_efficient_attn.ops.common.chunking import (
-    GROUP_FLOATS,
     chunk_layout,
     pad_length,
     pad_to,
@@ -18,6 +16,7 @@ from keras_efficient_attn.ops.common.chunking import (
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.online_softmax import divided
+from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.relative_positions import shifted_by_query
 
 
@@ -43,10 +42,11 @@ def attend_in_tiles(inputs, position_key, biases, documents, seed, config, optio
     length, keys, heads = ops.shape(query)[1], ops.shape(key)[1], query.shape[2]
     dtype = query.dtype
     position_key = ops.cast(position_key, dtype)
-    floats = GROUP_FLOATS // MIN_BLOCK
+    plan = device_plan()
+    floats = plan.step_floats // plan.block
     if isinstance(keys, int):
         floats = heads * 4 * max(1, keys)
-    size, chunks, groups = chunk_layout(length, MIN_BLOCK, query.shape[0], floats)
+    size, chunks, groups = chunk_layout(length, plan.block, query.shape[0], floats)
     size = size * chunks
 
     # The first query of the last group is the first row's; what no query sees has no

@@ -13,9 +13,9 @@ from keras_efficient_attn.ops.common.chunking import (
 )
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.numerics import larger
+from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.scan import recompute_scan
 
-QUANTIZE_CHUNK = 128
 # Keys a code that k-means++ reads.
 KEYS_PER_CODE = 64
 # A code that fewer keys than this stand for keeps the place it has.
@@ -41,7 +41,7 @@ def nearest_codes(key, codebook):
     heads, codes = codebook.shape[:2]
     length = ops.shape(key)[1]
     size, chunks, groups = chunk_layout(
-        length, QUANTIZE_CHUNK, key.shape[0], heads * codes
+        length, device_plan().quantize_chunk, key.shape[0], heads * codes
     )
     xs = (pad_to(key, groups * chunks * size),)
     _, (index,) = recompute_scan(_nearest_step, (), xs, (codebook,), num_steps=groups)

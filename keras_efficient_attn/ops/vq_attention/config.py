@@ -3,9 +3,9 @@
 import dataclasses
 
 from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.plan import device_plan
 
-# By `order`. The pairs of a block cost less than a read of the sums of many features.
-BLOCK_LENGTHS = {0: 128, 2: 512}
+ORDERS = (0, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class VQConfig:
         relative_positions: Whether logits in the window have a term for the distance.
         gradient_through_cache: Whether keys, values and codes get a gradient through
             the weights beyond the window.
-        block_length: Positions in a block; `None` for the default of the order.
+        block_length: Positions in a block; `None` for the plan's.
 
     Raises:
         ValueError: For options that are invalid or exclude each other.
@@ -40,7 +40,7 @@ class VQConfig:
     def __post_init__(self):
         for argument in ("window", "block_length", "rank"):
             check_positive_int(argument, getattr(self, argument), optional=True)
-        if isinstance(self.order, bool | float) or self.order not in BLOCK_LENGTHS:
+        if isinstance(self.order, bool | float) or self.order not in ORDERS:
             raise ValueError(f"`order` must be 0 or 2. Received: order={self.order!r}")
         if self.order == 0 and self.rank is not None:
             raise ValueError(
@@ -78,5 +78,9 @@ class VQConfig:
 
     @property
     def block_size(self):
-        """Positions in a block."""
-        return self.block_length or BLOCK_LENGTHS[self.order]
+        """Positions in a block, of the argument or of the plan."""
+        if self.block_length is not None:
+            return self.block_length
+        # A read of the sums of many features costs more than the pairs of a block.
+        plan = device_plan()
+        return plan.expanded_code_block if self.order else plan.code_block

@@ -1,5 +1,7 @@
 """Spans of AdaptiveSpan that learn, and windows that follow them."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from keras_efficient_attn.layers import TrimSpans, plot_spans, trim_spans
 from keras_efficient_attn.layers.attention.adaptive_span import layer as adaptive_span
 from keras_efficient_attn.layers.attention.adaptive_span.layer import UnitInterval
 from keras_efficient_attn.models import FeedForward, TransformerBlock, TransformerStack
+from keras_efficient_attn.ops.common.plan import DEVICE_PLANS
 from tests import dense
 from tests.autodiff import gradients, to_numpy
 from tests.largest_tensor import largest_tensor
@@ -94,7 +97,8 @@ class WithWeights:
 
 def test_spans_have_the_slope_of_the_formula(monkeypatch):
     # So that the blocks of the band are computed again for the gradient.
-    monkeypatch.setattr("keras_efficient_attn.ops.common.chunking.GROUP_FLOATS", 1)
+    small = dataclasses.replace(DEVICE_PLANS["cpu"], step_floats=1)
+    monkeypatch.setitem(DEVICE_PLANS, "cpu", small)
     assert_slopes(make(), {"span"}, inputs())
 
 

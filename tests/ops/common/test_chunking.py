@@ -2,7 +2,8 @@
 
 import pytest
 
-from keras_efficient_attn.ops.common.chunking import GROUP_FLOATS, chunk_layout
+from keras_efficient_attn.ops.common.chunking import chunk_layout
+from keras_efficient_attn.ops.common.plan import device_plan
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 1000, 1024, 8192, 10007])
@@ -11,7 +12,7 @@ def test_groups_cover_a_length_with_little_padding(length, floats):
     size, chunks, groups = chunk_layout(length, 64, 1, floats)
     covered = size * chunks * groups
     assert length <= covered < length + size * (groups + chunks)
-    assert chunks == 1 or size * chunks * floats <= GROUP_FLOATS * 4 / 3
+    assert chunks == 1 or size * chunks * floats <= device_plan().step_floats * 4 / 3
 
 
 @pytest.mark.parametrize("length", [1024, 2048, 8192, 2**17])

@@ -19,7 +19,6 @@ from keras_efficient_attn.ops.linear_attention.api import (
     mapped_linear_attention,
 )
 from keras_efficient_attn.ops.linear_attention.config import (
-    CHUNK_SIZE,
     LinearAttentionConfig,
 )
 from keras_efficient_attn.ops.linear_attention.windowed import (
@@ -80,7 +79,8 @@ class LinearAttention(EfficientAttention):
         rotary_wavelength: Longest wavelength of rotary positions, applied to
             queries and keys before the map, such as 10,000. Defaults to `None`: no
             positions.
-        chunk_size: Positions per chunk; speed only. Defaults to 64.
+        chunk_size: Positions per chunk; speed only. Defaults to `None`: what suits
+            the device, 64 on a CPU.
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. `seed` also
             seeds the projection of random maps.
 
@@ -129,7 +129,7 @@ class LinearAttention(EfficientAttention):
         qk_norm=False,
         temperature=1.0,
         rotary_wavelength=None,
-        chunk_size=CHUNK_SIZE,
+        chunk_size=None,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
@@ -143,7 +143,7 @@ class LinearAttention(EfficientAttention):
         self._check_window()
         check_bool("normalize", normalize)
         check_bool("qk_norm", qk_norm)
-        check_positive_int("chunk_size", chunk_size)
+        check_positive_int("chunk_size", chunk_size, optional=True)
         check_positive_number("temperature", temperature)
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
         # As it was given, for `get_config`.

@@ -1,0 +1,174 @@
+"""What the compiler of an accelerator that is not here makes of the layers.
+
+`libtpu` compiles for a TPU that is described, not present: the compiled program says
+how much memory it needs, and how many cycles the compiler expects it to take. These
+are estimates: good for comparing two forms of one thing, for memory, and for whether a
+program compiles at all.
+"""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import time
+
+import keras
+import numpy as np
+
+from keras_efficient_attn.benchmark.failures import OK
+from keras_efficient_attn.benchmark.report import aligned, format_number
+from keras_efficient_attn.benchmark.worker_process import WorkerDied, WorkerProcess
+from keras_efficient_attn.ops.common.plan import planned_for
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """An accelerator that is compiled for.
+
+    Attributes:
+        topology: The compiler's name of the smallest slice with it.
+        kind: Kind of device, for the plan of operations.
+        clock: Cycles per second.
+        peak: Operations per second of products of bfloat16 matrices.
+    """
+
+    topology: str
+    kind: str
+    clock: float
+    peak: float
+
+
+# 4 matrix units of 128 by 128, each with a product and a sum per cycle.
+TARGETS = {"tpu-v5e": Target("v5e:2x2", "tpu", 1.5e9, 197e12)}
+# The compiler looks for no device, and JAX computes on the CPU.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    # Several processes may compile at a time: none of them holds a device.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What the compiler says of one contestant at one length.
+
+    Attributes:
+        contestant: Name.
+        length: Positions.
+        status: `"ok"`, or why there is no estimate.
+        detail: A line about the status, or empty.
+        seconds: Estimated seconds, without kernels written by hand.
+        kernels: Number of kernels written by hand, which the estimate leaves out.
+        peak_share: Useful operations per estimated second, as a share of the peak.
+        temporary_bytes: Memory beside inputs and outputs.
+        compile_seconds: Measured seconds of compiling.
+    """
+
+    contestant: str
+    length: int
+    status: str
+    detail: str = ""
+    seconds: float | None = None
+    kernels: int = 0
+    peak_share: float | None = None
+    temporary_bytes: int | None = None
+    compile_seconds: float | None = None
+
+
+def check_can_compile_for(settings):
+    """Raises `ValueError` for settings without an estimate."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            "--compile-for needs libtpu, which is not installed: pip install "
+            "'keras-efficient-attn[tpu-compile]'"
+        )
+    if settings.backend != "jax":
+        raise ValueError(
+            f"--compile-for is for JAX. Received: --backend {settings.backend}"
+        )
+    if settings.mode == "decode" or settings.model or settings.peers:
+        raise ValueError(
+            "--compile-for takes layers and whole sequences. Received: "
+            f"mode={settings.mode}, model={settings.model}, peers={settings.peers}"
+        )
+
+
+def estimate_all(settings, target):
+    """Yields an `Estimate` for each layer and length, each from a process of its own.
+
+    Args:
+        settings: `Settings`.
+        target: Name in `TARGETS`.
+    """
+    for length in settings.lengths:
+        for contestant in settings.layers:
+            # A process of its own: libtpu serves one at a time.
+            worker = WorkerProcess("jax", environment=ENVIRONMENT)
+            try:
+                worker.started()
+                task = settings.task(contestant, length)
+                request = {"do": "compile", "task": task, "target": target}
+                reply = worker.request(request, timeout=None)
+            except WorkerDied as error:
+                reply = {"status": "failed", "detail": str(error)}
+            finally:
+                worker.close()
+            yield Estimate(contestant, length, **reply)
+
+
+def compile_task(workload, target):
+    """The worker's side: the fields of an `Estimate` but for its name, as a dict."""
+    from keras_efficient_attn.benchmark.execution import tpu
+
+    target = TARGETS[target]
+    inputs = workload.make_inputs(np.random.default_rng(0))
+    start = time.perf_counter()
+    with planned_for(target.kind):
+        compiled = workload.program.compile_for(tpu.device(target.topology), inputs)
+    seconds = time.perf_counter() - start
+    cycles, kernels = tpu.estimated_cycles(compiled.as_text())
+    estimated = cycles / target.clock
+    useful = workload.operations
+    share = None if useful is None or kernels else useful / estimated / target.peak
+    return {
+        "status": OK,
+        "seconds": estimated,
+        "kernels": kernels,
+        "peak_share": share,
+        "temporary_bytes": int(compiled.memory_analysis().temp_size_in_bytes),
+        "compile_seconds": seconds,
+    }
+
+
+def table(settings, target, estimates):
+    """The estimates as lines of text, and what they are."""
+    rows = [("contestant", "length", "ms", "of peak", "MiB", "compile s", "")]
+    for item in estimates:
+        notes = [item.status if item.status != OK else "", item.detail]
+        if item.kernels:
+            notes.append(f"without {item.kernels} kernels")
+        rows.append(
+            (
+                item.contestant,
+                f"{item.length}",
+                format_number(item.seconds and item.seconds * 1e3, ".3g"),
+                format_number(item.peak_share, ".1%"),
+                format_number(
+                    item.temporary_bytes and item.temporary_bytes / 2**20, ".0f"
+                ),
+                format_number(item.compile_seconds, ".1f"),
+                "; ".join(filter(None, notes)),
+            )
+        )
+    about = (
+        f"Estimates of the compiler for {target} (libtpu "
+        f"{importlib.metadata.version('libtpu')}, JAX "
+        f"{importlib.metadata.version('jax')}, Keras {keras.__version__}), not "
+        f"measurements: {settings.mode}{', causal' if settings.causal else ''}, batch "
+        f"{settings.batch}, {settings.heads} heads of {settings.head_dim}, "
+        f"{settings.dtype}; MiB: temporaries"
+    )
+    return "\n".join([*aligned(rows), "", about])

@@ -1,0 +1,9 @@
+from keras_efficient_attn.ops.common.plan.plan import (
+    DEVICE_PLANS,
+    DevicePlan,
+    device_kind,
+    device_plan,
+    planned_for,
+)
+
+__all__ = ["DEVICE_PLANS", "DevicePlan", "device_kind", "device_plan", "planned_for"]

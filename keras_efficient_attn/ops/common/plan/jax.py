@@ -1,0 +1,7 @@
+"""The kind of device that JAX computes on."""
+
+import jax
+
+
+def device_kind():
+    return jax.default_backend()

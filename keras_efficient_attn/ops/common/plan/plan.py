@@ -1,0 +1,121 @@
+"""How sequences are cut, for the kind of device that computes.
+
+A CPU wants steps whose tensors stay in its cache, one after the other. A GPU or a TPU
+wants few large steps: all chunks in parallel, as long as their tensors fit in memory.
+"""
+
+import contextlib
+import dataclasses
+
+from keras_efficient_attn.ops.common.backend import backend_module
+
+
+@dataclasses.dataclass(frozen=True)
+class DevicePlan:
+    """Sizes that change the speed and the memory of an operation, not its result.
+
+    Attributes:
+        step_floats: Floats of the tensors of one step of a scan.
+        max_chunks: Most chunks in one step.
+        chunk_size: Positions in a chunk of linear attention.
+        block: Fewest queries in a block of softmax attention.
+        code_block: Positions in a block of attention to codes.
+        expanded_code_block: The same with `order=2`, whose states are larger.
+        quantize_chunk: Positions whose nearest codes are looked for together.
+        fourier_tile: Fewest queries in a tile of the exact Fourier attention.
+        found_floats: Floats of the keys that one step of streamed LSH attention finds.
+    """
+
+    step_floats: int
+    max_chunks: int
+    chunk_size: int
+    block: int
+    code_block: int
+    expanded_code_block: int
+    quantize_chunk: int
+    fourier_tile: int
+    found_floats: int
+
+
+DEVICE_PLANS = {
+    "cpu": DevicePlan(
+        step_floats=2**20,
+        max_chunks=16,
+        chunk_size=64,
+        block=64,
+        code_block=128,
+        expanded_code_block=512,
+        quantize_chunk=128,
+        fourier_tile=4,
+        found_floats=2**21,
+    ),
+    "gpu": DevicePlan(
+        step_floats=2**26,
+        max_chunks=256,
+        chunk_size=128,
+        block=128,
+        code_block=256,
+        expanded_code_block=512,
+        quantize_chunk=1024,
+        fourier_tile=8,
+        found_floats=2**24,
+    ),
+    "tpu": DevicePlan(
+        step_floats=2**26,
+        max_chunks=256,
+        chunk_size=256,
+        block=256,
+        code_block=256,
+        expanded_code_block=512,
+        quantize_chunk=1024,
+        fourier_tile=8,
+        found_floats=2**24,
+    ),
+}
+
+_named = []
+
+
+def device_kind():
+    """`"cpu"`, `"gpu"` or `"tpu"`: where the backend computes by default.
+
+    Another kind of accelerator counts as a GPU.
+    """
+    kind = _named[-1] if _named else backend_module(__package__).device_kind()
+    return kind if kind in DEVICE_PLANS else "gpu"
+
+
+def device_plan():
+    """The `DevicePlan` of the device that computes."""
+    return DEVICE_PLANS[device_kind()]
+
+
+@contextlib.contextmanager
+def planned_for(kind):
+    """Context in which operations are planned for a device that need not be present.
+
+    What is traced inside, such as a program that is exported, has the plan of that
+    kind of device.
+
+    Args:
+        kind: `"cpu"`, `"gpu"` or `"tpu"`.
+
+    Raises:
+        ValueError: For another kind.
+
+    Example:
+
+    >>> from keras_efficient_attn.ops.common.plan import device_kind, planned_for
+    >>> with planned_for("tpu"):
+    ...     device_kind()
+    'tpu'
+    """
+    if kind not in DEVICE_PLANS:
+        raise ValueError(
+            f"`kind` must be one of {', '.join(DEVICE_PLANS)}. Received: kind={kind!r}"
+        )
+    _named.append(kind)
+    try:
+        yield
+    finally:
+        _named.pop()

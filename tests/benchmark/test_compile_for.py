@@ -1,0 +1,79 @@
+"""Estimates for an accelerator that is not here."""
+
+import importlib.util
+import json
+
+import keras
+import pytest
+
+from keras_efficient_attn.benchmark import cli
+
+jax_only = pytest.mark.skipif(
+    keras.backend.backend() != "jax", reason="the compiler is JAX's"
+)
+# A loop of 5 trips around a fusion of 100 cycles, one more fusion of 7, a kernel.
+PROGRAM = """HloModule jit_f
+%body (p: (s32[])) -> (s32[]) {
+  %fusion.1 = f32[8] fusion(), backend_config={"estimated_cycles":"100"}
+}
+%condition (p: (s32[])) -> pred[] {
+  %constant.2 = s32[] constant(5)
+}
+%called (p: f32[8]) -> f32[8] {
+  %fusion.3 = f32[8] fusion(), backend_config={"estimated_cycles":"7"}
+}
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %while.1 = (s32[]) while(%x), condition=%condition, body=%body
+  %call.1 = f32[8] call(%x), to_apply=%called
+  %kernel = f32[8] custom-call(%x), custom_call_target="tpu_custom_call"
+}
+"""
+
+
+@jax_only
+def test_cycles_of_loops_count_as_often_as_they_run():
+    from keras_efficient_attn.benchmark.execution.tpu import estimated_cycles
+
+    assert estimated_cycles(PROGRAM) == (5 * 100 + 7, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "pip install"),
+        (["--backend", "torch"], "--backend torch"),
+        (["--mode", "decode"], "mode=decode"),
+        (["--peers"], "peers=True"),
+    ],
+)
+def test_what_has_no_estimate_is_refused_in_one_line(
+    arguments, said, monkeypatch, capsys
+):
+    found = importlib.util.find_spec
+
+    def find_spec(name):
+        if name == "libtpu":
+            return None if said == "pip install" else True
+        return found(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    assert cli.main(["--compile-for", "tpu-v5e", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+@jax_only
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+def test_a_layer_is_compiled_for_a_tpu(tmp_path, capsys):
+    arguments = ["--layers", "linear", "--lengths", "512", "--heads", "2"]
+    arguments += ["--head-dim", "128", "--dtype", "mixed_bfloat16", "--causal"]
+    arguments += ["--out", str(tmp_path)]
+    assert cli.main(["--compile-for", "tpu-v5e", *arguments]) == 0
+    assert "not measurements" in capsys.readouterr().out
+    content = json.loads((tmp_path / "estimates.json").read_text())
+    (estimate,) = content["estimates"]
+    assert estimate["status"] == "ok"
+    # No faster than the chip, and no slower than a hundred times that.
+    assert 0.01 < estimate["peak_share"] < 1
