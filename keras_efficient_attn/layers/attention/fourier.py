@@ -23,6 +23,8 @@ from keras_efficient_attn.ops.linear_attention.api import (
 )
 from keras_efficient_attn.ops.linear_attention.config import (
     CHUNK_SIZE as LINEAR_CHUNK_SIZE,
+)
+from keras_efficient_attn.ops.linear_attention.config import (
     LinearAttentionConfig,
 )
 from keras_efficient_attn.ops.linear_attention.feature_maps import (
