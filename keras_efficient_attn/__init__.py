@@ -2,30 +2,55 @@
 
 import importlib
 
-from keras_efficient_attn import layers as layers, ops as ops
+from keras_efficient_attn import layers as layers
+from keras_efficient_attn import ops as ops
 from keras_efficient_attn.layers import (
-    AdaptiveComputationTime as AdaptiveComputationTime,
-    AdaptiveRNN as AdaptiveRNN,
-    AdaptiveSpan as AdaptiveSpan,
-    ChunkedFeedForward as ChunkedFeedForward,
-    ChunkedVocabularyLoss as ChunkedVocabularyLoss,
-    EfficientAttention as EfficientAttention,
-    FourierAttention as FourierAttention,
-    GatedResidual as GatedResidual,
-    LinearAttention as LinearAttention,
-    LocalAttention as LocalAttention,
-    PerformerAttention as PerformerAttention,
-    PositionBiases as PositionBiases,
-    ReformerLSHAttention as ReformerLSHAttention,
-    RelativePositionXL as RelativePositionXL,
-    ReversibleBlock as ReversibleBlock,
-    ReversibleStack as ReversibleStack,
-    SoftmaxAttention as SoftmaxAttention,
-    SparseAttention as SparseAttention,
-    VQAttention as VQAttention,
+    AdaptiveComputationTime,
+    AdaptiveRNN,
+    AdaptiveSpan,
+    ChunkedFeedForward,
+    ChunkedVocabularyLoss,
+    EfficientAttention,
+    FourierAttention,
+    GatedResidual,
+    LinearAttention,
+    LocalAttention,
+    PerformerAttention,
+    PositionBiases,
+    ReformerLSHAttention,
+    RelativePositionXL,
+    ReversibleBlock,
+    ReversibleStack,
+    SoftmaxAttention,
+    SparseAttention,
+    VQAttention,
 )
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AdaptiveComputationTime",
+    "AdaptiveRNN",
+    "AdaptiveSpan",
+    "ChunkedFeedForward",
+    "ChunkedVocabularyLoss",
+    "EfficientAttention",
+    "LinearAttention",
+    "LocalAttention",
+    "FourierAttention",
+    "PerformerAttention",
+    "GatedResidual",
+    "PositionBiases",
+    "ReformerLSHAttention",
+    "RelativePositionXL",
+    "ReversibleBlock",
+    "ReversibleStack",
+    "SoftmaxAttention",
+    "SparseAttention",
+    "VQAttention",
+    "layers",
+    "ops",
+]
 
 
 def __getattr__(name):

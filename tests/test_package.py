@@ -16,8 +16,8 @@ BACKENDS = {"tensorflow", "jax", "torch"}
 # The base of all attention layers is exported, but is not in saved files.
 EXPORTED = {
     name
-    for name, exported in vars(keras_efficient_attn).items()
-    if isinstance(exported, type)
+    for name in keras_efficient_attn.__all__
+    if isinstance(getattr(keras_efficient_attn, name), type)
 } - {"EfficientAttention"}
 # Registered, but only made by other layers.
 PARTS = {"Halting", "_ReportingCell"}

@@ -17,6 +17,8 @@ from keras_efficient_attn.benchmark.compile_for import (
     TARGETS,
     check_can_compile_for,
     estimate_all,
+)
+from keras_efficient_attn.benchmark.compile_for import (
     table as estimates_table,
 )
 from keras_efficient_attn.benchmark.plots import write_plots

@@ -10,6 +10,8 @@ from keras_efficient_attn.ops.chunked_cross_entropy import chunked_cross_entropy
 from keras_efficient_attn.ops.common import random_features as random_features
 from keras_efficient_attn.ops.linear_attention import (
     feature_maps as feature_maps,
+)
+from keras_efficient_attn.ops.linear_attention import (
     linear_attention,
     linear_attention_state,
     linear_attention_state_spec,

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from keras import ops
 
 from keras_efficient_attn.ops import linear_attention, linear_attention_state

@@ -8,6 +8,8 @@ from keras_efficient_attn.ops import linear_attention, vq_attention, vq_attentio
 from keras_efficient_attn.ops.linear_attention import feature_maps
 from keras_efficient_attn.ops.vq_attention import (
     codebook as codebooks,
+)
+from keras_efficient_attn.ops.vq_attention import (
     compressed,
     expanded,
 )

@@ -16,6 +16,8 @@ from keras_efficient_attn.ops.common.checks import check_bool, check_positive_in
 from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.linear_attention import (
     calibrated_features,
+)
+from keras_efficient_attn.ops.linear_attention import (
     feature_maps as functions,
 )
 
