@@ -89,7 +89,8 @@ def adaptive_span_attention(
     config = SpanConfig(window, ramp)
     _check_operands(query, spans, position_key, window)
     sizes = (*key.shape[2:], value.shape[-1])
-    check_state(state, recent_keys_spec(None, None, *sizes, None))
+    if state is not None:
+        check_state(state, recent_keys_spec(None, None, *sizes, None))
     if position_key is not None:
         position_key = position_key[:window]
     forms = attend_in_bands, attend_next, reference_attention

@@ -16,14 +16,12 @@ def make_state(spec):
 
 
 def check_state(state, spec):
-    """Raises `ValueError` for a state, if there is one, that `spec` does not describe.
+    """Raises `ValueError` for a state that `spec` does not describe.
 
     Args:
-        state: Dict of tensors, or `None`.
+        state: Dict of tensors.
         spec: As for `make_state`, with `None` for sizes that do not matter.
     """
-    if state is None:
-        return
     expected = {name: entry[0] for name, entry in spec.items()}
     received = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if received.keys() != expected.keys() or not all(

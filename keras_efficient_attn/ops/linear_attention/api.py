@@ -119,7 +119,8 @@ def linear_attention(
         output="normalized" if normalize else "sum",
     )
     sizes = (*key_features.shape[2:], value.shape[-1])
-    check_state(state, linear_attention_state_spec(None, *sizes))
+    if state is not None:
+        check_state(state, linear_attention_state_spec(None, *sizes))
     outputs, new_state = mapped_linear_attention(
         query_features,
         key_features,

@@ -101,7 +101,10 @@ def local_attention(
     for name, tensor in (("query", query), ("key", key)):
         shape = tuple(tensor.shape)
         config.check_length(f"{name}.shape", shape[1], shape)
-    check_state(state, _state_spec(config, None, *key.shape[2:], value.shape[-1], None))
+    if state is not None:
+        check_state(
+            state, _state_spec(config, None, *key.shape[2:], value.shape[-1], None)
+        )
     return call.attend(config, (attend_in_blocks, attend_next, reference_attention))
 
 

@@ -90,7 +90,8 @@ def lsh_attention(
     )
     sizes = (*buckets.shape[1:3], num_buckets, chunk_size)
     sizes = (*sizes, query.shape[-1], value.shape[-1])
-    check_state(state, lsh_attention_state_spec(None, *sizes, None))
+    if state is not None:
+        check_state(state, lsh_attention_state_spec(None, *sizes, None))
     extras = (key_mask, state, dropout_mask)
     return _attend(query, value, buckets, *extras, config, implementation)
 

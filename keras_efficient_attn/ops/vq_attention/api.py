@@ -154,7 +154,8 @@ def vq_attention(
     check_implementation(implementation, "chunked", state=state)
     check_streaming(query, key, causal, state)
     sizes = (*codebook.shape, value.shape[-1])
-    check_state(state, state_spec(None, *sizes, config, None))
+    if state is not None:
+        check_state(state, state_spec(None, *sizes, config, None))
     codebook = Codebook(codebook, sigma)
     if implementation == "reference":
         if not gradient_through_cache:
