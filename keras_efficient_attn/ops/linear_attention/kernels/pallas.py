@@ -15,6 +15,7 @@ from keras_efficient_attn.ops.common.online_softmax import (
 )
 from keras_efficient_attn.ops.linear_attention.config import given_features
 from keras_efficient_attn.ops.linear_attention.kernels.pallas_blocks import (
+    LANES,
     STATE_NAMES,
     Plan,
     from_row,
@@ -29,8 +30,8 @@ from keras_efficient_attn.ops.linear_attention.kernels.pallas_full import (
 # Positions of a matrix of scores: half of them are those of later keys.
 CHUNK = 128
 # Positions of a program: the more, the fewer programs have to start.
-BLOCK = 512
-# Bytes of a program's inputs and outputs, which wait for two programs at a time.
+BLOCK = 1024
+# Bytes of a program's inputs and outputs, held for two programs at a time.
 BLOCK_BYTES = 2**22
 
 
@@ -85,7 +86,7 @@ def linear_attention(
         length=key.shape[1],
         features=config.num_features,
         value_dim=value.shape[-1],
-        block=_block(key, value),
+        block=_block(key, value, config.num_features),
         chunk=CHUNK,
         operand=operand,
     )
@@ -95,7 +96,7 @@ def linear_attention(
         outputs = causal(plan, {**inputs, "query": queries.tensor})
     else:
         sums = key_state(plan, inputs)
-        block = _block(query, value)
+        block = _block(query, value, config.num_features)
         plan = dataclasses.replace(plan, length=query.shape[1], block=block)
         inputs = {"query": queries.tensor, "weights": queries.weights, **sums}
         outputs = read_state(plan, inputs)
@@ -139,9 +140,12 @@ class _Mapped:
             self.log_scale = jnp.swapaxes(log_scale[:, :, 0], 1, 2)
 
 
-def _block(x, value):
-    """Positions of a program, which are as many chunks as fit and are needed."""
-    floats = 3 * (x.shape[-1] + value.shape[-1])
+def _block(x, value, features):
+    """Positions of a program: as many chunks as fit and are needed."""
+    # A vector takes whole lanes. Features stay inside, but as many of them as of
+    # anything else are computed with, and the program grows with them.
+    widest = LANES * -(-max(x.shape[-1], features) // LANES)
+    floats = 3 * (widest + LANES * -(-value.shape[-1] // LANES))
     fitting = BLOCK_BYTES // (2 * floats * max(x.dtype.itemsize, value.dtype.itemsize))
     chunks = max(1, min(BLOCK, fitting) // CHUNK)
     return CHUNK * min(chunks, -(-x.shape[1] // CHUNK))

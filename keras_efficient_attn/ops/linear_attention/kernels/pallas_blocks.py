@@ -314,6 +314,16 @@ def add_to(references, gradients):
         ref[...] += gradient
 
 
+def given_columns(plan, inputs):
+    """The given log weights of each chunk's keys, or their mask, or nothing."""
+    for name in ("log_weight", "mask"):
+        if name in inputs:
+            starts = range(0, plan.block, plan.chunk)
+            # A row of one matrix for each chunk, at most: one transpose.
+            return as_columns(*(inputs[name][:, pl.ds(i, plan.chunk)] for i in starts))
+    return ()
+
+
 class Chunk:
     """A chunk of a block: what it reads, masked, with the features of its keys.
 
@@ -322,6 +332,7 @@ class Chunk:
         inputs: The references, by name.
         block: Index of the block.
         index: Index of the chunk in the block, an int.
+        given: From `given_columns`.
 
     Attributes:
         rows: The chunk's slice of the block.
@@ -329,7 +340,7 @@ class Chunk:
         kept: Column, whether the key is to be seen; `None`: all are.
     """
 
-    def __init__(self, plan, inputs, block, index):
+    def __init__(self, plan, inputs, block, index, given):
         self.plan, self.inputs = plan, inputs
         self.rows = pl.ds(index * plan.chunk, plan.chunk)
         self.start = block * plan.block + index * plan.chunk
@@ -340,11 +351,10 @@ class Chunk:
             self.kept = self.exists
         self.given_weight = None
         if "log_weight" in inputs:
-            (self.given_weight,) = as_columns(inputs["log_weight"][:, self.rows])
+            self.given_weight = given[index]
             self._keep(self.given_weight > LOG_ZERO)
         elif "mask" in inputs:
-            (mask,) = as_columns(inputs["mask"][:, self.rows])
-            self._keep(mask > 0.0)
+            self._keep(given[index] > 0.0)
 
     def _places(self, shape, axis):
         return self.start + lax.broadcasted_iota(jnp.int32, shape, axis)

@@ -24,6 +24,7 @@ from keras_efficient_attn.ops.linear_attention.kernels.pallas_blocks import (
     as_rows,
     call,
     dot,
+    given_columns,
     like,
     lower_triangle,
     materialized,
@@ -166,8 +167,9 @@ class _Step:
 def linear_attention_forward(plan, inputs, outputs, **scratch):
     start(inputs, scratch)
     state = {name: ref[...] for name, ref in scratch.items()}
+    given = given_columns(plan, inputs)
     for index in range(plan.chunks):
-        chunk = Chunk(plan, inputs, pl.program_id(2), index)
+        chunk = Chunk(plan, inputs, pl.program_id(2), index, given)
         step = _Step(plan, chunk, state)
         values = dot(plan, step.scores, step.value)
         values += dot(plan, step.far_query, state["sum"])
@@ -199,8 +201,9 @@ def linear_attention_query_gradient(plan, inputs, outputs, **scratch):
     """
     start(inputs, scratch, outputs["weights"])
     state = {name: ref[...] for name, ref in scratch.items()}
+    given = given_columns(plan, inputs)
     for index in range(plan.chunks):
-        chunk = Chunk(plan, inputs, pl.program_id(2), index)
+        chunk = Chunk(plan, inputs, pl.program_id(2), index, given)
         step = _Step(plan, chunk, state)
         grad_values = chunk.load("output", chunk.exists)
         grad_totals, grad_scale, columns = None, None, {}
@@ -250,8 +253,9 @@ def linear_attention_key_gradient(plan, inputs, outputs, **scratch):
     start(inputs, scratch, outputs["weights"])
     grad_sums, grad_normalizer = (scratch[name][...] for name in SUMS)
     block = plan.blocks - 1 - pl.program_id(2)
+    given = given_columns(plan, inputs)
     for index in reversed(range(plan.chunks)):
-        chunk = Chunk(plan, inputs, block, index)
+        chunk = Chunk(plan, inputs, block, index, given)
         query, _ = chunk.query_features()
         key, log_weight = chunk.key_features()
         value, grad_output = chunk.value(), chunk.load("output", chunk.exists)

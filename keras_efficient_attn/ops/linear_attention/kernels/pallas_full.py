@@ -20,6 +20,7 @@ from keras_efficient_attn.ops.linear_attention.kernels.pallas_blocks import (
     as_rows,
     call,
     dot,
+    given_columns,
     like,
     materialized,
     only,
@@ -109,8 +110,9 @@ read_state.defvjp(_read_forward, _read_backward, symbolic_zeros=True)
 def linear_attention_keys(plan, inputs, outputs, **scratch):
     start(inputs, scratch)
     sums, normalizer, log_scale = (scratch[name][...] for name in STATE_NAMES)
+    given = given_columns(plan, inputs)
     for index in range(plan.chunks):
-        chunk = Chunk(plan, inputs, pl.program_id(2), index)
+        chunk = Chunk(plan, inputs, pl.program_id(2), index, given)
         key, log_weight = chunk.key_features()
         if plan.weighted:
             after = jnp.maximum(log_scale, jnp.max(log_weight, axis=0, keepdims=True))
@@ -134,8 +136,9 @@ def linear_attention_keys(plan, inputs, outputs, **scratch):
 def linear_attention_keys_gradient(plan, inputs, outputs):
     start(inputs, {}, outputs["weights"])
     grad_sums, grad_normalizer = (inputs[name][...] for name in SUMS)
+    given = given_columns(plan, inputs)
     for index in range(plan.chunks):
-        chunk = Chunk(plan, inputs, pl.program_id(2), index)
+        chunk = Chunk(plan, inputs, pl.program_id(2), index, given)
         key, log_weight = chunk.key_features()
         grad_key = dot(plan, chunk.value(), grad_sums, (1, 1)) + grad_normalizer
         grad_log_weight = None
@@ -155,8 +158,9 @@ def linear_attention_keys_gradient(plan, inputs, outputs):
 
 def linear_attention_queries(plan, inputs, outputs):
     sums, normalizer, log_scale = (inputs[name][...] for name in STATE_NAMES)
+    given = given_columns(plan, inputs)
     for index in range(plan.chunks):
-        chunk = Chunk(plan, inputs, pl.program_id(2), index)
+        chunk = Chunk(plan, inputs, pl.program_id(2), index, given)
         query, scale = chunk.query_features()
         values = dot(plan, query, sums)
         totals = along_rows(query * normalizer)
@@ -173,8 +177,9 @@ def linear_attention_queries(plan, inputs, outputs):
 def linear_attention_queries_gradient(plan, inputs, outputs):
     sums = [outputs[name] for name in SUMS]
     start(inputs, {}, [*sums, *outputs["weights"]])
+    given = given_columns(plan, inputs)
     for index in range(plan.chunks):
-        chunk = Chunk(plan, inputs, pl.program_id(2), index)
+        chunk = Chunk(plan, inputs, pl.program_id(2), index, given)
         query, _ = chunk.query_features()
         normalizer = inputs["normalizer"][...]
         grad_values = chunk.load("output", chunk.exists)
