@@ -17,18 +17,15 @@ from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.linear_attention import chunked
 from keras_efficient_attn.ops.linear_attention.config import (
     LinearAttentionConfig,
+    given_features,
 )
+from keras_efficient_attn.ops.linear_attention.kernels.choice import choose_kernel
 from keras_efficient_attn.ops.linear_attention.recurrent import (
     recurrent_linear_attention,
 )
 from keras_efficient_attn.ops.linear_attention.reference import reference_attention
 
 STATE_NAMES = ("sum", "normalizer", "log_scale")
-
-
-def given_features(features, *_):
-    """The feature map of features that were computed before: itself."""
-    return features, None
 
 
 def linear_attention(
@@ -72,8 +69,15 @@ def linear_attention(
         normalize: Whether to divide by the sum of the weights. Defaults to `True`.
         chunk_size: Positions a chunk; changes the speed, not the result beyond
             rounding. Defaults to the plan of the device: 64 on a CPU.
-        implementation: `"chunked"` (the default), or `"reference"`: the quadratic
-            definition, without `state`.
+        implementation: `"chunked"`, for every backend and device; `"pallas"`, a kernel
+            for TPUs (with JAX, float32 or bfloat16, sizes that are known, heads of at
+            most 512 and at most 1,024 features); or `"reference"`, the quadratic
+            definition, without `state`. Defaults to `None`: the kernel on a single TPU
+            where it can run, and else chunks. The kernel divides sequences in its own
+            way, not by `chunk_size`; values of bfloat16 it multiplies in bfloat16 and
+            adds up in float32; it has first derivatives, backwards. On other devices
+            `"pallas"` is interpreted, slowly, for tests. One position and a state need
+            no kernel, and use none.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
@@ -81,7 +85,8 @@ def linear_attention(
 
     Raises:
         ValueError: If shapes do not agree, or `state` comes without `causal`, with
-            lengths that differ, or with the reference.
+            lengths that differ, or with the reference; or if the kernel is asked for
+            and cannot run.
         TypeError: If `value` is not of a floating-point dtype.
 
     Example:
@@ -106,7 +111,7 @@ def linear_attention(
             f"key_features.shape={tuple(key_features.shape)}"
         )
     check_float_dtype("value", value)
-    check_implementation(implementation, "chunked", state=state)
+    _check_implementation(implementation, state)
     check_streaming(query_features, key_features, causal, state)
     if implementation == "reference":
         return reference_attention(inputs, key_log_weight, causal, normalize)
@@ -117,6 +122,8 @@ def linear_attention(
         causal=causal,
         chunk_size=chunk_size,
         output="normalized" if normalize else "sum",
+        implementation=implementation,
+        rowwise_maps=True,
     )
     sizes = (*key_features.shape[2:], value.shape[-1])
     if state is not None:
@@ -158,9 +165,17 @@ def mapped_linear_attention(
 
     Returns:
         `(outputs, state)`: a tuple of tensors in the accumulator's dtype, and the
-        state after the last position (`None` without `state`).
+        state after the last position (`None` without `state`). A kernel gives
+        normalized outputs in the dtype of `value`.
     """
     query, key, value = map(ops.convert_to_tensor, (query, key, value))
+    one_position = config.causal and query.shape[1] == key.shape[1] == 1
+    is_decoding = one_position and state is not None
+    if not is_decoding:
+        kernel = choose_kernel(query, key, value, state, config)
+        if kernel is not None:
+            rest = map_weights, key_log_weight, key_mask, state
+            return kernel.linear_attention(query, key, value, config, *rest)
     dtype = accumulator_dtype(query, key, value)
     if key_mask is not None:
         kept = ops.cast(key_mask, "bool")[..., None, None]
@@ -182,7 +197,7 @@ def mapped_linear_attention(
             ops.zeros((batch, heads, config.num_features), dtype),
             ops.full((batch, heads), LOG_ZERO, dtype),
         )
-    if config.causal and state is not None and query.shape[1] == key.shape[1] == 1:
+    if is_decoding:
         attend = recurrent_linear_attention
     else:
         if state is not None and key_log_weight is None:
@@ -232,6 +247,17 @@ def linear_attention_state_spec(
         "normalizer": ((*heads, num_features), dtype),
         "log_scale": (heads, dtype, LOG_ZERO),
     }
+
+
+def _check_implementation(implementation, state):
+    """Raises `ValueError` for an unknown one, or the reference with a `state`."""
+    if implementation not in (None, "chunked", "pallas", "reference"):
+        raise ValueError(
+            "`implementation` must be None, 'chunked', 'pallas' or 'reference'. "
+            f"Received: implementation={implementation!r}"
+        )
+    if implementation == "reference":
+        check_implementation(implementation, "chunked", state=state)
 
 
 def _as_long_as(query, key, value, valid, key_log_weight):

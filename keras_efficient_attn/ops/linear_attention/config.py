@@ -7,6 +7,11 @@ from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.plan import device_plan
 
 
+def given_features(features, *_):
+    """The feature map of features that were computed before: themselves, and `None`."""
+    return features, None
+
+
 @dataclasses.dataclass(frozen=True)
 class LinearAttentionConfig:
     """Linear attention but for its tensors: one static argument.
@@ -25,6 +30,12 @@ class LinearAttentionConfig:
             values, totals and log scales for `online_softmax.merge`.
         window: Number of nearest keys to attend to exactly, for
             `windowed_linear_attention`. Defaults to `None`.
+        implementation: `"chunked"`, `"pallas"`, or `None` (the default): by device.
+            See `ops.linear_attention`.
+        rowwise_maps: Whether the maps work on the last axis alone, whatever the axes
+            before it, and read weights that are matrices `(n, m)`. A kernel then
+            computes features itself, and they never exist in memory. Defaults to
+            `False`.
     """
 
     query_map: collections.abc.Callable
@@ -34,10 +45,17 @@ class LinearAttentionConfig:
     chunk_size: int | None = None
     output: str = "normalized"
     window: int | None = None
+    implementation: str | None = None
+    rowwise_maps: bool = False
 
     def __post_init__(self):
         check_positive_int("chunk_size", self.chunk_size, optional=True)
         check_positive_int("window", self.window, optional=True)
+        if self.implementation not in (None, "chunked", "pallas"):
+            raise ValueError(
+                "`implementation` must be None, 'chunked' or 'pallas'. Received: "
+                f"implementation={self.implementation!r}"
+            )
 
     @property
     def chunk_length(self):

@@ -1,0 +1,1 @@
+"""Linear attention as kernels of one kind of accelerator; loaded when first used."""

@@ -1,0 +1,431 @@
+"""What the Pallas kernels of linear attention share: their plan, and their blocks.
+
+A kernel runs over a grid of (batch, heads, blocks). Each of its operands is one of
+
+- positions: `(batch, heads, length, dim)`. XLA has projections write them so, and read
+  them, without a copy; as `(batch, length, heads * dim)` it copies them, for the tiles
+  of a TPU are others with heads as an axis;
+- a row for each head, or one for all heads: `(batch, heads or 1, 1, length)`;
+- a state: `(batch, heads, n, m)`; the gradient of a weight is one as well;
+- a weight of the feature maps, `(n, m)`, which every program reads whole.
+
+In a kernel, what belongs to queries or keys one by one is a column `(chunk, 1)` or a
+row `(1, chunk)`.
+"""
+
+import collections.abc
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+
+LANES = 128
+STATE_NAMES = ("sum", "normalizer", "log_scale")
+# The parts of the state that have gradients.
+SUMS = ("sum", "normalizer")
+ROW_NAMES = (
+    "mask",
+    "log_weight",
+    "totals",
+    "scale",
+    "before",
+    "factor",
+    "grad_totals",
+    "grad_scale",
+)
+POSITION_NAMES = ("query", "key", "value", "output")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is known of a call before it runs: one static argument.
+
+    Attributes:
+        query_map, key_map: As `LinearAttentionConfig`, for blocks `(chunk, dim)`.
+        output: `"normalized"`; `"values"`, not divided and without a scale; or
+            `"partial"`: values, totals and log scales.
+        weighted: Whether keys have log weights, given or of their map.
+        batch, heads, length: Sizes.
+        features, value_dim: Sizes of the state.
+        block: Positions per program.
+        chunk: Positions per matrix of scores; divides `block`.
+        operand: Dtype of the values, and of what matrix products take; they add up in
+            float32.
+    """
+
+    query_map: collections.abc.Callable
+    key_map: collections.abc.Callable
+    output: str
+    weighted: bool
+    batch: int
+    heads: int
+    length: int
+    features: int
+    value_dim: int
+    block: int
+    chunk: int
+    operand: str
+
+    @property
+    def blocks(self):
+        return pl.cdiv(self.length, self.block)
+
+    @property
+    def chunks(self):
+        """Chunks in a block."""
+        return self.block // self.chunk
+
+    @property
+    def ragged(self):
+        """Whether the last block reaches beyond the length."""
+        return self.length % self.block != 0
+
+    def positions(self, dim, dtype):
+        """The shape of an output with a vector for each position."""
+        shape = self.batch, self.heads, self.length, dim
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def row(self):
+        shape = self.batch, self.heads, 1, self.length
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def outputs(self):
+        """Shapes of what queries get, by name; a partial output is float32."""
+        dtype = "float32" if self.output == "partial" else self.operand
+        outputs = {"output": self.positions(self.value_dim, dtype)}
+        if self.output == "partial":
+            outputs |= {"totals": self.row(), "scale": self.row()}
+        return outputs
+
+    def state(self, names=STATE_NAMES):
+        """Shapes of parts of the state, by name."""
+        sizes = {
+            "sum": (self.features, self.value_dim),
+            "normalizer": (1, self.features),
+            "log_scale": (1, 1),
+        }
+        return {name: self.per_head(sizes[name]) for name in names}
+
+    def per_head(self, size):
+        shape = self.batch, self.heads, *size
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def weights(self, inputs):
+        """Shapes of the gradients of the maps' weights, for each head."""
+        return tuple(self.per_head(weight.shape) for weight in inputs["weights"])
+
+    def scratch(self, names=STATE_NAMES):
+        shapes = self.state(names)
+        return {
+            name: pltpu.VMEM(shape.shape[2:], jnp.float32)
+            for name, shape in shapes.items()
+        }
+
+
+def to_row(x):
+    """`(batch, length)` or `(batch, length, heads)` as rows."""
+    x = x.astype(jnp.float32)
+    return x[:, None, None] if x.ndim == 2 else jnp.swapaxes(x, 1, 2)[:, :, None]
+
+
+def from_row(x):
+    """Rows as `(batch, length, heads)`."""
+    return jnp.swapaxes(x[:, :, 0], 1, 2)
+
+
+def call(plan, kernel, inputs, outputs, scratch, backwards=False):
+    """Runs a kernel over all blocks of all heads, the last block first if `backwards`.
+
+    Args:
+        plan: `Plan`.
+        kernel: Called with `plan`, the references of `inputs` and of `outputs` and, by
+            name, of `scratch`.
+        inputs, outputs: Dicts by name, of arrays and of their shapes.
+        scratch: Dict.
+    """
+    specs = [_specs(plan, tensors, backwards) for tensors in (inputs, outputs)]
+
+    def run(inputs, interpret):
+        def body(inputs, outputs, **scratch):
+            kernel(plan, inputs, outputs, **scratch)
+
+        return pl.pallas_call(
+            body,
+            out_shape=outputs,
+            grid=(plan.batch, plan.heads, plan.blocks),
+            in_specs=(specs[0],),
+            out_specs=specs[1],
+            scratch_shapes=scratch,
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "arbitrary")
+            ),
+            interpret=interpret,
+            name=kernel.__name__.strip("_"),
+        )(inputs)
+
+    return lax.platform_dependent(
+        inputs, tpu=lambda x: run(x, False), default=lambda x: run(x, True)
+    )
+
+
+def _specs(plan, tensors, backwards):
+    def at(i):
+        return plan.blocks - 1 - i if backwards else i
+
+    def spec(name, tensor):
+        shape = tensor.shape
+        if name in POSITION_NAMES:
+            block = None, None, plan.block, shape[3]
+            return pl.BlockSpec(block, lambda b, h, i: (b, h, at(i), 0))
+        if name in ROW_NAMES:
+            block = None, None, 1, plan.block
+            if shape[1] == 1:
+                return pl.BlockSpec(block, lambda b, h, i: (b, 0, 0, at(i)))
+            return pl.BlockSpec(block, lambda b, h, i: (b, h, 0, at(i)))
+        if len(shape) == 2:
+            return pl.BlockSpec(shape, lambda b, h, i: (0, 0))
+        return pl.BlockSpec((None, None, *shape[2:]), lambda b, h, i: (b, h, 0, 0))
+
+    return {
+        name: jax.tree.map(lambda tensor, name=name: spec(name, tensor), tree)
+        for name, tree in tensors.items()
+    }
+
+
+def dot(plan, a, b, contract=(1, 0)):
+    """A matrix product, over an axis of each."""
+    dims = ((contract[0],), (contract[1],)), ((), ())
+    a, b = a.astype(plan.operand), b.astype(plan.operand)
+    return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+
+
+def as_rows(*columns):
+    """Columns `(n, 1)` as rows `(1, n)`, by one transpose."""
+    if not columns:
+        return ()
+    size = columns[0].shape[0]
+    lane = lax.broadcasted_iota(jnp.int32, (size, LANES), 1)
+    both = jnp.broadcast_to(columns[-1], (size, LANES))
+    for index in range(len(columns) - 2, -1, -1):
+        both = jnp.where(lane == index, columns[index], both)
+    both = both.T
+    return tuple(both[i : i + 1] for i in range(len(columns)))
+
+
+def as_columns(*rows):
+    """Rows `(1, n)` as columns `(n, 1)`, by one transpose."""
+    if not rows:
+        return ()
+    size = rows[0].shape[1]
+    line = lax.broadcasted_iota(jnp.int32, (LANES, size), 0)
+    both = jnp.broadcast_to(rows[-1], (LANES, size))
+    for index in range(len(rows) - 2, -1, -1):
+        both = jnp.where(line == index, rows[index], both)
+    both = both.T
+    return tuple(both[:, i : i + 1] for i in range(len(rows)))
+
+
+def upper_triangle(size):
+    """Boolean `(size, size)`: whether the row is no larger than the column."""
+    rows = lax.broadcasted_iota(jnp.int32, (size, size), 0)
+    return rows <= lax.broadcasted_iota(jnp.int32, (size, size), 1)
+
+
+def lower_triangle(size):
+    """Boolean `(size, size)`: whether the row is no smaller than the column."""
+    rows = lax.broadcasted_iota(jnp.int32, (size, size), 0)
+    return rows >= lax.broadcasted_iota(jnp.int32, (size, size), 1)
+
+
+def along_rows(x):
+    """The sums along each row, as a column."""
+    return jnp.sum(x, axis=1, keepdims=True)
+
+
+def like(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def values_of(inputs):
+    """Inputs of a function whose `defvjp` has `symbolic_zeros`, and what is trained.
+
+    Returns:
+        The arrays, and `()` if the gradient of a weight is asked for, or `None`.
+    """
+    trained = any(weight.perturbed for weight in inputs["weights"])
+    arrays = jax.tree.map(
+        lambda x: x.value, inputs, is_leaf=lambda x: isinstance(x, CustomVJPPrimal)
+    )
+    return arrays, () if trained else None
+
+
+def sum_of_weights(*gradients):
+    """Gradients of weights, of all heads and of several kernels, added up."""
+    return tuple(
+        sum(x.sum((0, 1)) for x in same) for same in zip(*gradients, strict=True)
+    )
+
+
+def materialized(x):
+    """A gradient as an array, where JAX says that it is zero as well."""
+    if isinstance(x, SymbolicZero):
+        return jnp.zeros(x.aval.shape, x.aval.dtype)
+    return x
+
+
+def reciprocal(totals):
+    """As `online_softmax.reciprocal`."""
+    seen = jnp.abs(totals) > 1e-30
+    return jnp.where(seen, 1.0 / jnp.where(seen, totals, 1.0), 0.0)
+
+
+def only(kept, x, otherwise=0.0):
+    """`x` where it is kept; everywhere if `kept` is `None`."""
+    return x if kept is None else jnp.where(kept, x, otherwise)
+
+
+def start(inputs, scratch, weights=()):
+    """In a head's first program: the state that is given, or that of no position.
+
+    Args:
+        inputs, scratch: References by name.
+        weights: References of gradients that programs add to.
+    """
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        for name, ref in scratch.items():
+            if name in inputs:
+                ref[...] = inputs[name][...]
+            else:
+                ref[...] = jnp.full_like(ref, LOG_ZERO if name == "log_scale" else 0.0)
+        for ref in weights:
+            ref[...] = jnp.zeros_like(ref)
+
+
+def add_to(references, gradients):
+    for ref, gradient in zip(references, gradients, strict=False):
+        ref[...] += gradient
+
+
+def given_columns(plan, inputs):
+    """The given log weights of each chunk's keys, or their mask, or nothing."""
+    for name in ("log_weight", "mask"):
+        if name in inputs:
+            starts = range(0, plan.block, plan.chunk)
+            # A row of one matrix for each chunk, at most: one transpose.
+            return as_columns(*(inputs[name][:, pl.ds(i, plan.chunk)] for i in starts))
+    return ()
+
+
+class Chunk:
+    """A chunk of a block: what it reads, masked, with the features of its keys.
+
+    Args:
+        plan: `Plan`.
+        inputs: The references, by name.
+        block: Index of the block.
+        index: Index of the chunk in the block, an int.
+        given: From `given_columns`.
+
+    Attributes:
+        rows: The chunk's slice of the block.
+        exists: Column, whether the position is one of the sequence; `None`: all are.
+        kept: Column, whether the key is to be seen; `None`: all are.
+    """
+
+    def __init__(self, plan, inputs, block, index, given):
+        self.plan, self.inputs = plan, inputs
+        self.rows = pl.ds(index * plan.chunk, plan.chunk)
+        self.start = block * plan.block + index * plan.chunk
+        self.exists = self.exists_row = self.kept = None
+        if plan.ragged:
+            self.exists = self._places((plan.chunk, 1), 0) < plan.length
+            self.exists_row = self._places((1, plan.chunk), 1) < plan.length
+            self.kept = self.exists
+        self.given_weight = None
+        if "log_weight" in inputs:
+            self.given_weight = given[index]
+            self._keep(self.given_weight > LOG_ZERO)
+        elif "mask" in inputs:
+            self._keep(given[index] > 0.0)
+
+    def _places(self, shape, axis):
+        return self.start + lax.broadcasted_iota(jnp.int32, shape, axis)
+
+    def _keep(self, kept):
+        self.kept = kept if self.kept is None else self.kept & kept
+
+    def row(self, name):
+        """A row that an earlier kernel wrote, 0 beyond the sequence."""
+        return only(self.exists_row, self.inputs[name][:, self.rows])
+
+    def first(self, name, otherwise):
+        """The first of a row, `(1, 1)`; `otherwise` if the chunk is all padding."""
+        x = self.inputs[name][:, self.rows][:, :1]
+        return jnp.where(self.start < self.plan.length, x, otherwise)
+
+    def load(self, name, kept):
+        x = self.inputs[name][self.rows, :]
+        if kept is None:
+            return x
+        return jnp.where(kept, x.astype(jnp.float32), 0.0)
+
+    def value(self):
+        return self.load("value", self.kept)
+
+    def weights(self):
+        return tuple(ref[...] for ref in self.inputs["weights"])
+
+    def query_features(self):
+        """`(features, log_scale)`: `(chunk, features)`, and a column or `None`."""
+        query = self.load("query", self.exists).astype(jnp.float32)
+        (features, log_scale), self._pull_query = jax.vjp(
+            self.plan.query_map, query, *self.weights()
+        )
+        self._query_log_scale = log_scale
+        return features, None if log_scale is None else log_scale[:, None]
+
+    def query_gradient(self, grad_features, grad_log_scale=None):
+        """Gradients of queries and of the weights of the map."""
+        grad_log_scale = _like(self._query_log_scale, grad_log_scale)
+        return self._pull_query((grad_features, grad_log_scale))
+
+    def key_features(self):
+        """`(features, log_weight)`: `(chunk, features)`, and a column or `None`."""
+        key = self.load("key", self.kept).astype(jnp.float32)
+        (features, log_scale), self._pull_key = jax.vjp(
+            self.plan.key_map, key, *self.weights()
+        )
+        self._key_log_scale = log_scale
+        log_weight = self.given_weight
+        if log_scale is not None:
+            log_scale = log_scale[:, None]
+            log_weight = log_scale if log_weight is None else log_weight + log_scale
+        if self.plan.weighted:
+            if log_weight is None:
+                # Next to a state, which may stand at another scale.
+                log_weight = jnp.zeros((self.plan.chunk, 1), jnp.float32)
+            log_weight = only(self.kept, log_weight, LOG_ZERO)
+        return only(self.kept, features), log_weight
+
+    def key_gradient(self, grad_features, grad_log_weight):
+        """Gradients of keys and of the weights of the map, of kept keys alone."""
+        grad_features = only(self.kept, grad_features)
+        if grad_log_weight is not None:
+            grad_log_weight = only(self.kept, grad_log_weight)
+        grad_log_scale = _like(self._key_log_scale, grad_log_weight)
+        return self._pull_key((grad_features, grad_log_scale))
+
+
+def _like(log_scale, gradient):
+    """The gradient of a log scale `(chunk,)` or `None`, from a column or `None`."""
+    if log_scale is None:
+        return None
+    return jnp.zeros_like(log_scale) if gradient is None else gradient[:, 0]

@@ -1,0 +1,341 @@
+"""Causal linear attention in Pallas kernels, forward and backward.
+
+The formulae are those of `causal_step`. A program walks over the chunks of a head and
+keeps the state in scratch memory. The backward pass needs no saved states: one kernel
+walks forwards again, for the gradients of queries, which read the state before their
+chunk; another walks backwards, for those of keys and values, with the gradient of the
+state after their chunk. Only rows go between them, a few numbers for each query.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+from keras_efficient_attn.ops.linear_attention.kernels.pallas_blocks import (
+    STATE_NAMES,
+    SUMS,
+    Chunk,
+    add_to,
+    along_rows,
+    as_columns,
+    as_rows,
+    call,
+    dot,
+    given_columns,
+    like,
+    lower_triangle,
+    materialized,
+    only,
+    reciprocal,
+    start,
+    sum_of_weights,
+    upper_triangle,
+    values_of,
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def causal(plan, inputs):
+    """Causal linear attention.
+
+    Args:
+        plan: `Plan`.
+        inputs: Dict of `"query"`, `"key"` and `"value"`, positions; `"weights"`, a
+            tuple; perhaps `"mask"` or `"log_weight"`, rows, of which the latter is
+            `LOG_ZERO` for keys that are hidden; perhaps the parts of the state, the
+            normalizer `(1, features)` and the log scale `(1, 1)` for each head.
+
+    Returns:
+        Dict of `"output"`; of `"totals"` and `"scale"`, rows, if the plan's output is
+        partial; and of the parts of the state after the last position, if there are
+        any in the inputs.
+    """
+    outputs = plan.outputs()
+    if "sum" in inputs:
+        outputs |= plan.state()
+    return call(plan, linear_attention_forward, inputs, outputs, plan.scratch())
+
+
+def _forward(plan, inputs):
+    inputs, trained = values_of(inputs)
+    return causal(plan, inputs), (inputs, trained)
+
+
+def _backward(plan, residuals, gradients):
+    inputs, trained = residuals
+    gradients = {name: materialized(x) for name, x in gradients.items()}
+    weights = () if trained is None else plan.weights(inputs)
+
+    given = {**inputs, "output": gradients["output"]}
+    rows = ("scale", "before") if plan.weighted else ()
+    if plan.output == "partial":
+        given["grad_totals"] = gradients["totals"]
+        given["grad_scale"] = gradients["scale"]
+    elif plan.output == "normalized":
+        rows += ("factor", "grad_totals")
+    outputs = {"query": like(inputs["query"]), "weights": weights}
+    outputs |= {name: plan.row() for name in rows}
+    scratch = plan.scratch()
+    first = call(plan, linear_attention_query_gradient, given, outputs, scratch)
+
+    unused = "sum", "normalizer", "log_scale", "grad_scale"
+    given = {name: x for name, x in given.items() if name not in unused}
+    given |= {name: first[name] for name in rows}
+    outputs = {name: like(inputs[name]) for name in ("key", "value")}
+    outputs["weights"] = weights
+    if "sum" in inputs:
+        given |= {name: gradients[name] for name in SUMS}
+        outputs |= plan.state(SUMS)
+    if "log_weight" in inputs:
+        outputs["log_weight"] = plan.row()
+    second = call(
+        plan,
+        linear_attention_key_gradient,
+        given,
+        outputs,
+        plan.scratch(SUMS),
+        backwards=True,
+    )
+    zeros = jax.tree.map(jnp.zeros_like, inputs)
+    result = {**zeros, **second, "query": first["query"]}
+    grad_weights = sum_of_weights(first["weights"], second["weights"])
+    result["weights"] = grad_weights or zeros["weights"]
+    return (result,)
+
+
+causal.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+class _Step:
+    """The scores of a chunk, and the state after it.
+
+    Attributes:
+        key, value: Features of keys, and values.
+        query_log_scale: Of the features of queries, a column; `None` for 0.
+        scores: Weighed, 0 for later keys.
+        factors: What scores are multiplied by; `None` for 1.
+        scale: Log scale of what a query sums up, a column; `None` for 0.
+        far_query: Queries as they read the state before the chunk.
+        query_factor: What they are multiplied by for that; `None` for 1.
+        after: The state after the chunk, by name.
+    """
+
+    def __init__(self, plan, chunk, state):
+        query, self.query_log_scale = chunk.query_features()
+        key, log_weight = chunk.key_features()
+        self.key, self.value = key, chunk.value()
+        self.scores = dot(plan, query, key, (1, 1))
+        self.far_query, far_key = query, key
+        self.factors = self.scale = self.query_factor = None
+        sums, normalizer, log_scale = (state[name] for name in STATE_NAMES)
+        lower = lower_triangle(plan.chunk)
+        if not plan.weighted:
+            self.scores = jnp.where(lower, self.scores, 0.0)
+        else:
+            (row,) = as_rows(log_weight)
+            seen = jnp.where(lower, row, LOG_ZERO)
+            # The maxima of the state and of what each query may see, and of no more.
+            largest = jnp.max(seen, axis=1, keepdims=True)
+            self.scale = jnp.maximum(largest, log_scale)
+            self.factors = jnp.where(lower, jnp.exp(seen - self.scale), 0.0)
+            self.scores = self.scores * self.factors
+            self.query_factor = jnp.exp(log_scale - self.scale)
+            self.far_query = query * self.query_factor
+            after = jnp.maximum(log_scale, jnp.max(log_weight, axis=0, keepdims=True))
+            far_key = key * jnp.exp(log_weight - after)
+            kept, log_scale = jnp.exp(log_scale - after), after
+            sums, normalizer = sums * kept, normalizer * kept
+        self.after = {
+            "sum": sums + dot(plan, far_key, self.value, (0, 0)),
+            "normalizer": normalizer + jnp.sum(far_key, axis=0, keepdims=True),
+            "log_scale": log_scale,
+        }
+
+    def totals(self, state):
+        near = along_rows(self.scores)
+        return near + along_rows(self.far_query * state["normalizer"])
+
+    def whole_scale(self):
+        """The log scale of values and totals, a column."""
+        scales = [x for x in (self.scale, self.query_log_scale) if x is not None]
+        return sum(scales) if scales else jnp.zeros((self.key.shape[0], 1))
+
+
+def linear_attention_forward(plan, inputs, outputs, **scratch):
+    start(inputs, scratch)
+    state = {name: ref[...] for name, ref in scratch.items()}
+    given = given_columns(plan, inputs)
+    for index in range(plan.chunks):
+        chunk = Chunk(plan, inputs, pl.program_id(2), index, given)
+        step = _Step(plan, chunk, state)
+        values = dot(plan, step.scores, step.value)
+        values += dot(plan, step.far_query, state["sum"])
+        if plan.output == "normalized":
+            values = values * reciprocal(step.totals(state))
+        elif plan.output == "partial":
+            totals, scale = as_rows(step.totals(state), step.whole_scale())
+            outputs["totals"][:, chunk.rows] = totals
+            outputs["scale"][:, chunk.rows] = scale
+        output = outputs["output"]
+        output[chunk.rows, :] = values.astype(output.dtype)
+        state = step.after
+    for name, ref in scratch.items():
+        ref[...] = state[name]
+    if "sum" in outputs:
+
+        @pl.when(pl.program_id(2) == plan.blocks - 1)
+        def _():
+            for name in scratch:
+                outputs[name][...] = state[name]
+
+
+def linear_attention_query_gradient(plan, inputs, outputs, **scratch):
+    """Of queries, and what the gradient of keys needs to know of each query.
+
+    Writes the rows `factor` and `grad_totals`: the gradient of the sum of values is
+    that of the output times the one, that of totals is the other. `scale` is that of
+    scores, `before` the log scale of the state before the query's chunk.
+    """
+    start(inputs, scratch, outputs["weights"])
+    state = {name: ref[...] for name, ref in scratch.items()}
+    given = given_columns(plan, inputs)
+    for index in range(plan.chunks):
+        chunk = Chunk(plan, inputs, pl.program_id(2), index, given)
+        step = _Step(plan, chunk, state)
+        grad_values = chunk.load("output", chunk.exists)
+        grad_totals, grad_scale, columns = None, None, {}
+        if plan.output == "normalized":
+            factor = reciprocal(step.totals(state))
+            grad_values = grad_values * factor
+            columns["factor"] = factor
+        elif plan.output == "partial":
+            grad_totals, grad_scale = as_columns(
+                chunk.row("grad_totals"), chunk.row("grad_scale")
+            )
+        grad_scores = dot(plan, grad_values, step.value, (1, 1))
+        grad_query = dot(plan, grad_values, state["sum"], (1, 1))
+        if plan.output == "normalized":
+            # The product of the output and its gradient, without the output.
+            along = along_rows(grad_scores * step.scores)
+            along += along_rows(grad_query * step.far_query)
+            grad_totals = columns["grad_totals"] = -along * factor
+        if grad_totals is not None:
+            grad_scores = grad_scores + grad_totals
+            grad_query = grad_query + grad_totals * state["normalizer"]
+        if plan.weighted:
+            grad_scores = grad_scores * step.factors
+            grad_query = grad_query * step.query_factor
+            columns["scale"] = step.scale
+            columns["before"] = jnp.broadcast_to(state["log_scale"], step.scale.shape)
+        else:
+            grad_scores = jnp.where(lower_triangle(plan.chunk), grad_scores, 0.0)
+        grad_query = grad_query + dot(plan, grad_scores, step.key)
+        grad_query, *grad_weights = chunk.query_gradient(grad_query, grad_scale)
+        outputs["query"][chunk.rows, :] = grad_query.astype(outputs["query"].dtype)
+        add_to(outputs["weights"], grad_weights)
+        if columns:
+            for name, row in zip(columns, as_rows(*columns.values()), strict=True):
+                outputs[name][:, chunk.rows] = row
+        state = step.after
+    for name, ref in scratch.items():
+        ref[...] = state[name]
+
+
+def linear_attention_key_gradient(plan, inputs, outputs, **scratch):
+    """Of keys, values, log weights and the state; blocks come from last to first.
+
+    Scores are transposed here, a row for each key: what belongs to a query is a row
+    already.
+    """
+    start(inputs, scratch, outputs["weights"])
+    grad_sums, grad_normalizer = (scratch[name][...] for name in SUMS)
+    block = plan.blocks - 1 - pl.program_id(2)
+    given = given_columns(plan, inputs)
+    for index in reversed(range(plan.chunks)):
+        chunk = Chunk(plan, inputs, block, index, given)
+        query, _ = chunk.query_features()
+        key, log_weight = chunk.key_features()
+        value, grad_output = chunk.value(), chunk.load("output", chunk.exists)
+        factor = chunk.row("factor") if "factor" in inputs else None
+        grad_totals = chunk.row("grad_totals") if "grad_totals" in inputs else None
+        seen = upper_triangle(plan.chunk)
+        far_key, kept = key, None
+        scores = dot(plan, key, query, (1, 1))
+        if plan.weighted:
+            if chunk.exists_row is not None:
+                seen = seen & chunk.exists_row
+            # A chunk that is all padding leaves the maximum at its least.
+            scale, before = chunk.row("scale"), chunk.first("before", LOG_ZERO)
+            after = jnp.maximum(before, jnp.max(log_weight, axis=0, keepdims=True))
+            factors = jnp.exp(jnp.where(seen, log_weight - scale, LOG_ZERO))
+            factors = jnp.where(seen, factors, 0.0)
+            scores = scores * factors
+            key_factor, kept = jnp.exp(log_weight - after), jnp.exp(before - after)
+            far_key = key * key_factor
+            far_factor = only(chunk.exists_row, jnp.exp(before - scale))
+        else:
+            scores = jnp.where(seen, scores, 0.0)
+            far_factor = None
+
+        # Values: of their own chunk, and through the state.
+        near = scores if factor is None else scores * factor
+        grad_value = dot(plan, near, grad_output) + dot(plan, far_key, grad_sums)
+        grad_value = only(chunk.kept, grad_value)
+        outputs["value"][chunk.rows, :] = grad_value.astype(outputs["value"].dtype)
+
+        # Keys, and their log weights.
+        grad_scores = dot(plan, value, grad_output, (1, 1))
+        if factor is not None:
+            grad_scores = grad_scores * factor
+        if grad_totals is not None:
+            grad_scores = grad_scores + grad_totals
+        grad_key = dot(plan, value, grad_sums, (1, 1)) + grad_normalizer
+        grad_log_weight = None
+        if plan.weighted:
+            grad_log_weight = along_rows(grad_scores * scores)
+            grad_log_weight += along_rows(grad_key * far_key)
+            grad_scores = grad_scores * factors
+            grad_key = grad_key * key_factor
+        else:
+            grad_scores = jnp.where(seen, grad_scores, 0.0)
+        grad_key = grad_key + dot(plan, grad_scores, query)
+        grad_key, *grad_weights = chunk.key_gradient(grad_key, grad_log_weight)
+        outputs["key"][chunk.rows, :] = grad_key.astype(outputs["key"].dtype)
+        add_to(outputs["weights"], grad_weights)
+        if "log_weight" in outputs:
+            grad_log_weight = only(chunk.kept, grad_log_weight)
+            (outputs["log_weight"][:, chunk.rows],) = as_rows(grad_log_weight)
+
+        # The state before the chunk.
+        if kept is not None:
+            grad_sums, grad_normalizer = grad_sums * kept, grad_normalizer * kept
+        rows = {}
+        if far_factor is not None or factor is not None:
+            rows["values"] = _product(far_factor, factor)
+        if grad_totals is not None:
+            rows["totals"] = _product(far_factor, grad_totals)
+        columns = dict(zip(rows, as_columns(*rows.values()), strict=True))
+        if "values" in rows:
+            grad_output = grad_output * columns["values"]
+        grad_sums = grad_sums + dot(plan, query, grad_output, (0, 0))
+        if "totals" in rows:
+            far = jnp.sum(query * columns["totals"], axis=0, keepdims=True)
+            grad_normalizer = grad_normalizer + far
+    scratch["sum"][...] = grad_sums
+    scratch["normalizer"][...] = grad_normalizer
+    if "sum" in outputs:
+
+        @pl.when(pl.program_id(2) == plan.blocks - 1)
+        def _():
+            outputs["sum"][...] = grad_sums
+            outputs["normalizer"][...] = grad_normalizer
+
+
+def _product(first, second):
+    """A product, where `None` stands for 1."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first * second

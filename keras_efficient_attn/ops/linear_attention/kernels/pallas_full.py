@@ -1,0 +1,204 @@
+"""Linear attention that is not causal, in Pallas kernels, forward and backward.
+
+One kernel sums keys and values up to the state, another reads the state for each
+query; either has a kernel for its gradient, which recomputes the features.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from keras_efficient_attn.ops.linear_attention.kernels.pallas_blocks import (
+    STATE_NAMES,
+    SUMS,
+    Chunk,
+    add_to,
+    along_rows,
+    as_columns,
+    as_rows,
+    call,
+    dot,
+    given_columns,
+    like,
+    materialized,
+    only,
+    reciprocal,
+    start,
+    sum_of_weights,
+    values_of,
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def key_state(plan, inputs):
+    """The state of all keys.
+
+    Args:
+        plan: `Plan` of the keys.
+        inputs: As `pallas_causal.causal`, without queries and state.
+
+    Returns:
+        Dict of the parts of the state.
+    """
+    scratch = plan.scratch()
+    return call(plan, linear_attention_keys, inputs, plan.state(), scratch)
+
+
+def _key_forward(plan, inputs):
+    inputs, trained = values_of(inputs)
+    state = key_state(plan, inputs)
+    return state, (inputs, state["log_scale"], trained)
+
+
+def _key_backward(plan, residuals, gradients):
+    inputs, log_scale, trained = residuals
+    given = {**inputs, "log_scale": log_scale}
+    given |= {name: materialized(gradients[name]) for name in SUMS}
+    outputs = {name: like(inputs[name]) for name in ("key", "value")}
+    outputs["weights"] = () if trained is None else plan.weights(inputs)
+    if "log_weight" in inputs:
+        outputs["log_weight"] = plan.row()
+    result = call(plan, linear_attention_keys_gradient, given, outputs, {})
+    zeros = jax.tree.map(jnp.zeros_like, inputs)
+    result["weights"] = sum_of_weights(result["weights"]) or zeros["weights"]
+    return ({**zeros, **result},)
+
+
+key_state.defvjp(_key_forward, _key_backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def read_state(plan, inputs):
+    """What queries read from a state.
+
+    Args:
+        plan: `Plan` of the queries.
+        inputs: Dict of `"query"`, positions; `"weights"`, a tuple; and the parts of
+            the state.
+
+    Returns:
+        Dict as `pallas_causal.causal`, without a state.
+    """
+    return call(plan, linear_attention_queries, inputs, plan.outputs(), {})
+
+
+def _read_forward(plan, inputs):
+    inputs, trained = values_of(inputs)
+    return read_state(plan, inputs), (inputs, trained)
+
+
+def _read_backward(plan, residuals, gradients):
+    inputs, trained = residuals
+    gradients = {name: materialized(x) for name, x in gradients.items()}
+    given = {**inputs, "output": gradients["output"]}
+    if plan.output == "partial":
+        given["grad_totals"] = gradients["totals"]
+        given["grad_scale"] = gradients["scale"]
+    outputs = {"query": like(inputs["query"]), **plan.state(SUMS)}
+    outputs["weights"] = () if trained is None else plan.weights(inputs)
+    result = call(plan, linear_attention_queries_gradient, given, outputs, {})
+    zeros = jax.tree.map(jnp.zeros_like, inputs)
+    result["weights"] = sum_of_weights(result["weights"]) or zeros["weights"]
+    return ({**zeros, **result},)
+
+
+read_state.defvjp(_read_forward, _read_backward, symbolic_zeros=True)
+
+
+def linear_attention_keys(plan, inputs, outputs, **scratch):
+    start(inputs, scratch)
+    sums, normalizer, log_scale = (scratch[name][...] for name in STATE_NAMES)
+    given = given_columns(plan, inputs)
+    for index in range(plan.chunks):
+        chunk = Chunk(plan, inputs, pl.program_id(2), index, given)
+        key, log_weight = chunk.key_features()
+        if plan.weighted:
+            after = jnp.maximum(log_scale, jnp.max(log_weight, axis=0, keepdims=True))
+            key = key * jnp.exp(log_weight - after)
+            kept, log_scale = jnp.exp(log_scale - after), after
+            sums, normalizer = sums * kept, normalizer * kept
+        sums = sums + dot(plan, key, chunk.value(), (0, 0))
+        normalizer = normalizer + jnp.sum(key, axis=0, keepdims=True)
+    state = dict(zip(STATE_NAMES, (sums, normalizer, log_scale), strict=True))
+    for name, ref in scratch.items():
+        ref[...] = state[name]
+
+    @pl.when(pl.program_id(2) == plan.blocks - 1)
+    def _():
+        if not plan.weighted:
+            state["log_scale"] = jnp.zeros_like(log_scale)
+        for name in scratch:
+            outputs[name][...] = state[name]
+
+
+def linear_attention_keys_gradient(plan, inputs, outputs):
+    start(inputs, {}, outputs["weights"])
+    grad_sums, grad_normalizer = (inputs[name][...] for name in SUMS)
+    given = given_columns(plan, inputs)
+    for index in range(plan.chunks):
+        chunk = Chunk(plan, inputs, pl.program_id(2), index, given)
+        key, log_weight = chunk.key_features()
+        grad_key = dot(plan, chunk.value(), grad_sums, (1, 1)) + grad_normalizer
+        grad_log_weight = None
+        if plan.weighted:
+            factor = jnp.exp(log_weight - inputs["log_scale"][...])
+            grad_log_weight = along_rows(grad_key * key) * factor
+            key, grad_key = key * factor, grad_key * factor
+        grad_value = only(chunk.kept, dot(plan, key, grad_sums))
+        outputs["value"][chunk.rows, :] = grad_value.astype(outputs["value"].dtype)
+        grad_key, *grad_weights = chunk.key_gradient(grad_key, grad_log_weight)
+        outputs["key"][chunk.rows, :] = grad_key.astype(outputs["key"].dtype)
+        add_to(outputs["weights"], grad_weights)
+        if "log_weight" in outputs:
+            grad_log_weight = only(chunk.kept, grad_log_weight)
+            (outputs["log_weight"][:, chunk.rows],) = as_rows(grad_log_weight)
+
+
+def linear_attention_queries(plan, inputs, outputs):
+    sums, normalizer, log_scale = (inputs[name][...] for name in STATE_NAMES)
+    given = given_columns(plan, inputs)
+    for index in range(plan.chunks):
+        chunk = Chunk(plan, inputs, pl.program_id(2), index, given)
+        query, scale = chunk.query_features()
+        values = dot(plan, query, sums)
+        totals = along_rows(query * normalizer)
+        if plan.output == "normalized":
+            values = values * reciprocal(totals)
+        elif plan.output == "partial":
+            scale = jnp.zeros_like(totals) if scale is None else scale
+            rows = as_rows(totals, scale + log_scale)
+            outputs["totals"][:, chunk.rows], outputs["scale"][:, chunk.rows] = rows
+        output = outputs["output"]
+        output[chunk.rows, :] = values.astype(output.dtype)
+
+
+def linear_attention_queries_gradient(plan, inputs, outputs):
+    sums = [outputs[name] for name in SUMS]
+    start(inputs, {}, [*sums, *outputs["weights"]])
+    given = given_columns(plan, inputs)
+    for index in range(plan.chunks):
+        chunk = Chunk(plan, inputs, pl.program_id(2), index, given)
+        query, _ = chunk.query_features()
+        normalizer = inputs["normalizer"][...]
+        grad_values = chunk.load("output", chunk.exists)
+        grad_totals = grad_scale = None
+        if plan.output == "normalized":
+            factor = reciprocal(along_rows(query * normalizer))
+            grad_values = grad_values * factor
+        elif plan.output == "partial":
+            rows = chunk.row("grad_totals"), chunk.row("grad_scale")
+            grad_totals, grad_scale = as_columns(*rows)
+        grad_query = dot(plan, grad_values, inputs["sum"][...], (1, 1))
+        if plan.output == "normalized":
+            # The product of the output and its gradient, without the output.
+            grad_totals = -along_rows(grad_query * query) * factor
+        grad_sums = [dot(plan, query, grad_values, (0, 0))]
+        if grad_totals is not None:
+            grad_query = grad_query + grad_totals * normalizer
+            grad_sums += [jnp.sum(query * grad_totals, axis=0, keepdims=True)]
+        add_to(sums, grad_sums)
+        grad_query, *grad_weights = chunk.query_gradient(grad_query, grad_scale)
+        outputs["query"][chunk.rows, :] = grad_query.astype(outputs["query"].dtype)
+        add_to(outputs["weights"], grad_weights)
