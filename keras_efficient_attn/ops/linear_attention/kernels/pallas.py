@@ -147,8 +147,11 @@ def _block(x, value, features):
     widest = LANES * -(-max(x.shape[-1], features) // LANES)
     floats = 3 * (widest + LANES * -(-value.shape[-1] // LANES))
     fitting = BLOCK_BYTES // (2 * floats * max(x.dtype.itemsize, value.dtype.itemsize))
-    chunks = max(1, min(BLOCK, fitting) // CHUNK)
-    return CHUNK * min(chunks, -(-x.shape[1] // CHUNK))
+    needed = -(-x.shape[1] // CHUNK)
+    most = min(max(1, min(BLOCK, fitting) // CHUNK), needed)
+    # Somewhat fewer, where no block then is in part beyond the length.
+    whole = (n for n in range(most, most // 2, -1) if needed % n == 0)
+    return CHUNK * next(whole, most)
 
 
 def _to_matrices(state):
