@@ -144,6 +144,9 @@ class FeatureMap:
             `False`.
         can_calibrate: Whether it has a form about the means of queries and keys. See
             `CalibratedFeatures`. Defaults to `False`.
+        rowwise: Whether the functions work on the last axis of any array, and read
+            weights that are matrices, so that a kernel can compute the features that
+            it needs. Defaults to `False`.
 
     Example:
 
@@ -166,6 +169,7 @@ class FeatureMap:
     estimates_softmax = False
     random = False
     can_calibrate = False
+    rowwise = False
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -318,6 +322,7 @@ class FavorPlusFeatures(RandomFeatures):
     """`ops.feature_maps.positive_random_features`."""
 
     can_calibrate = True
+    rowwise = True
     _hyperbolic = False
 
     def query_features(self, x, projection):
@@ -411,6 +416,7 @@ class ReluFeatures(RandomFeatures):
     """
 
     estimates_softmax = False
+    rowwise = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -443,6 +449,8 @@ class ReluFeatures(RandomFeatures):
 class EluFeatures(FeatureMap):
     """`ops.feature_maps.elu_features`: elu(x) + 1."""
 
+    rowwise = True
+
     def query_features(self, x):
         return functions.elu_features(x)
 
@@ -450,6 +458,8 @@ class EluFeatures(FeatureMap):
 @_register("exp")
 class ExponentialFeatures(FeatureMap):
     """`ops.feature_maps.exponential_features`: exp(x)."""
+
+    rowwise = True
 
     def query_features(self, x):
         return functions.exponential_features(x)

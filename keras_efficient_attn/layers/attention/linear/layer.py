@@ -256,6 +256,7 @@ class LinearAttention(EfficientAttention):
             chunk_size=self.chunk_size,
             output="normalized" if self.normalize else "sum",
             window=self.window,
+            rowwise_maps=self.feature_map.rowwise,
         )
 
     def _check_call(self, query, value, key, call):

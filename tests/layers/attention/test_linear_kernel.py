@@ -1,0 +1,55 @@
+"""Layers of the linear path with the TPU's kernel, which Pallas interprets here."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn.layers import get_attention
+from keras_efficient_attn.ops.linear_attention.kernels import choice
+from tests.autodiff import gradients
+
+BATCH, LENGTH, DIM = 2, 139, 12
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() != "jax", reason="Pallas is JAX's"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "causal"),
+    [
+        ("linear", True),
+        ("linear", False),
+        ("linear:feature_map=hedgehog", True),
+        ("linear:feature_map=relu,normalize=False", False),
+        ("performer:num_features=16", True),
+        ("performer:num_features=16", False),
+        ("performer:num_features=16,window=5", True),
+    ],
+)
+def test_the_kernel_gives_outputs_and_gradients_of_the_chunks(
+    name, causal, monkeypatch
+):
+    layer = get_attention(name, num_heads=2, key_dim=8, seed=1)
+    random = np.random.default_rng(0)
+    x, weight = random.normal(size=(2, BATCH, LENGTH, DIM)).astype("float32")
+    layer.build(x.shape, x.shape)
+    mask = np.arange(LENGTH) < np.array([[LENGTH], [90]])
+
+    def loss(x):
+        output = layer(x, x, query_mask=mask, value_mask=mask, use_causal_mask=causal)
+        return ops.sum(ops.multiply(output, weight))
+
+    results, asked = {}, []
+    for has_tpu in (False, True):
+        monkeypatch.setattr(
+            choice, "_has_one_tpu", lambda here=has_tpu: asked.append(here) or here
+        )
+        # Compiled programs are told apart by their options.
+        layer.chunk_size = 65 if has_tpu else 64
+        (results[has_tpu],) = gradients(loss, x)
+    assert set(asked) == {False, True}
+    size = np.abs(results[False]).max()
+    np.testing.assert_allclose(
+        results[True], results[False], rtol=1e-3, atol=1e-4 * size
+    )
