@@ -6,11 +6,12 @@ from keras import ops
 from keras_efficient_attn.ops.common.plan import planned_for
 from tests.contract.cases import DIM
 
-PLATFORMS = ("tpu", "cuda")
+PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 
 
 @pytest.mark.once_a_layer
-def test_jax_exports_the_layer(case, backend):
+@pytest.mark.parametrize("kind", PLATFORMS)
+def test_jax_exports_the_layer(case, kind, backend):
     if backend != "jax":
         pytest.skip("the export is JAX's")
     import jax
@@ -29,9 +30,10 @@ def test_jax_exports_the_layer(case, backend):
 
     function = jax.jit(jax.value_and_grad(loss))
     x = jax.ShapeDtypeStruct(shape, "bfloat16")
-    with planned_for("tpu"):
-        exported = jax.export.export(function, platforms=PLATFORMS)(*weights, x)
-    assert exported.platforms == PLATFORMS
+    platforms = (PLATFORMS[kind],)
+    with planned_for(kind):
+        exported = jax.export.export(function, platforms=platforms)(*weights, x)
+    assert exported.platforms == platforms
     value, *gradients = exported.out_avals
     assert value.shape == ()
     assert [g.shape for g in gradients] == [w.shape for w in weights[0]]

@@ -5,6 +5,7 @@ import importlib
 import keras
 
 from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.plan import device_kind
 
 DTYPES = ("float32", "bfloat16")
 MOST_DIM = 512
@@ -35,12 +36,12 @@ def choose_kernel(query, key, value, state, config):
 
 
 def _has_one_tpu():
-    """Whether JAX runs on one TPU; between several, XLA cannot divide a kernel."""
-    if backend_name() != "jax":
+    """Whether JAX plans for one TPU; between several, XLA cannot divide a kernel."""
+    if backend_name() != "jax" or device_kind() != "tpu":
         return False
     import jax
 
-    return jax.default_backend() == "tpu" and jax.device_count() == 1
+    return jax.device_count() == 1
 
 
 def _obstacle(query, key, value, state, config):
