@@ -108,7 +108,8 @@ def vq_attention(
         state: Optional state from `vq_attention_state` or an earlier call: the keys
             of earlier segments. Needs `causal=True` and equal lengths.
         block_length: Positions in a block; changes the speed, not the result beyond
-            rounding. Defaults to 128, with `order=2` to 512.
+            rounding. Defaults to the plan of the device: on a CPU 128, with `order=2`
+            512.
         implementation: `"chunked"` (the default) or `"reference"`, the quadratic
             definition, which has no `state` and always `gradient_through_cache`.
 

@@ -123,8 +123,8 @@ class VQAttention(EfficientAttention):
         rotary_wavelength: Longest wavelength of rotary positions, applied to
             queries and keys before they are quantised, such as 10,000. Defaults to
             `None`: no positions.
-        block_length: Positions in a block; speed only. Defaults to 128, with
-            `order=2` to 512.
+        block_length: Positions in a block; speed only. Defaults to what suits
+            the device: on a CPU 128, with `order=2` 512.
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. `seed` also
             seeds the codebook.
 
