@@ -55,7 +55,7 @@ def fourier_attention(
         first_position: Index among the keys of the first query's own key, if `causal`:
             an integer or a scalar tensor. Defaults to 0.
         chunk_size: Least number of queries in a tile; changes speed and memory, not the
-            result beyond rounding. Defaults to 4.
+            result beyond rounding. Defaults to the plan of the device: on a CPU 4.
         implementation: `"tiled"` (the default); `"fused"`, on PyTorch the same compiled
             by `torch.compile`, which takes up to half a minute at the first call and a
             C++ compiler (Triton on GPUs), and on JAX and TensorFlow no different, for
