@@ -1,8 +1,8 @@
-"""What the compiler of an accelerator that is not here makes of the layers.
+"""Estimates of the compiler of an accelerator that is not here.
 
 `libtpu` compiles for a TPU that is described, not present: the compiled program says
-how much memory it needs, and how many cycles the compiler expects it to take. These
-are estimates: good for comparing two forms of one thing, for memory, and for whether a
+how much memory it needs, and how many cycles the compiler expects it to take. That is
+good for comparing two forms of one thing, for memory, and for whether a
 program compiles at all.
 """
 
@@ -14,8 +14,9 @@ import time
 import keras
 import numpy as np
 
-from keras_efficient_attn.benchmark.failures import OK
+from keras_efficient_attn.benchmark.failures import FAILED, OK
 from keras_efficient_attn.benchmark.report import aligned, format_number
+from keras_efficient_attn.benchmark.settings import Settings
 from keras_efficient_attn.benchmark.worker_process import WorkerDied, WorkerProcess
 from keras_efficient_attn.ops.common.plan import planned_for
 
@@ -53,7 +54,7 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What the compiler says of one contestant at one length.
+    """The compiler's estimate of one contestant at one length.
 
     Attributes:
         contestant: Name.
@@ -94,6 +95,12 @@ def check_can_compile_for(settings):
             "--compile-for takes layers and whole sequences. Received: "
             f"mode={settings.mode}, model={settings.model}, peers={settings.peers}"
         )
+    for name in ("repeats", "time_limit"):
+        if getattr(settings, name) != getattr(Settings, name):
+            raise ValueError(
+                f"--compile-for times nothing, and takes no `{name}`. Received: "
+                f"{name}={getattr(settings, name)}"
+            )
 
 
 def estimate_all(settings, target):
@@ -113,7 +120,7 @@ def estimate_all(settings, target):
                 request = {"do": "compile", "task": task, "target": target}
                 reply = worker.request(request, timeout=None)
             except WorkerDied as error:
-                reply = {"status": "failed", "detail": str(error)}
+                reply = {"status": FAILED, "detail": str(error)}
             finally:
                 worker.close()
             yield Estimate(contestant, length, **reply)

@@ -44,6 +44,7 @@ def test_cycles_of_loops_count_as_often_as_they_run():
         (["--backend", "torch"], "--backend torch"),
         (["--mode", "decode"], "mode=decode"),
         (["--peers"], "peers=True"),
+        (["--repeats", "3"], "repeats=3"),
     ],
 )
 def test_what_has_no_estimate_is_refused_in_one_line(

@@ -360,3 +360,11 @@ def test_gradients_of_one_position_are_those_of_the_reference():
     ours = gradients(streamed, *arrays, weights)
     for one, other in zip(ours, gradients(reference, *arrays, weights), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_kernel_for_tpus_names_its_backend(backend):
+    if backend == "jax":
+        pytest.skip("JAX has the kernel")
+    query, key, value, *_ = draw()
+    with pytest.raises(ValueError, match=f"needs the backend 'jax'.*{backend!r}"):
+        linear_attention(query, key, value, implementation="pallas")

@@ -315,6 +315,12 @@ def test_errors(shape, dtype, message):
         linear_attention(x, x, x, implementation="pallas")
 
 
+def test_a_size_of_chunks_is_not_the_kernels():
+    x = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(ValueError, match="Received: chunk_size=2"):
+        linear_attention(x, x, x, chunk_size=2, implementation="pallas")
+
+
 def test_sizes_have_to_be_known():
     (length,) = jax.export.symbolic_shape("length")
     x = jax.ShapeDtypeStruct((1, length, 2, 8), "float32")

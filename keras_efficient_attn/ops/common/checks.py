@@ -95,29 +95,29 @@ def check_heads(query, key, value, key_mask=None, names=("query", "key")):
         key: `(batch, key_length, heads, dim)`.
         value: `(batch, key_length, heads, value_dim)`.
         key_mask: `(batch, key_length)` or `None`.
-        names: What the operation calls `query` and `key`.
+        names: The operation's own names of `query` and `key`.
     """
-    of_query, of_key = names
+    query_name, key_name = names
     queries, keys, values = (tuple(t.shape) for t in (query, key, value))
     if any(len(shape) != 4 for shape in (queries, keys, values)):
         raise ValueError(
-            f"`{of_query}`, `{of_key}` and `value` must have the shape (batch, length, "
-            f"heads, dim). Received: {of_query}.shape={queries}, "
-            f"{of_key}.shape={keys}, value.shape={values}"
+            f"`{query_name}`, `{key_name}` and `value` must have the shape (batch, "
+            f"length, heads, dim). Received: {query_name}.shape={queries}, "
+            f"{key_name}.shape={keys}, value.shape={values}"
         )
     if not may_agree(queries[2:], keys[2:]):
         raise ValueError(
-            f"`{of_query}` and `{of_key}` must agree in heads and dim. Received: "
-            f"{of_query}.shape={queries}, {of_key}.shape={keys}"
+            f"`{query_name}` and `{key_name}` must agree in heads and dim. Received: "
+            f"{query_name}.shape={queries}, {key_name}.shape={keys}"
         )
     if not may_agree(keys[:3], values[:3]):
         raise ValueError(
-            f"`{of_key}` and `value` must agree in batch, length and heads. Received: "
-            f"{of_key}.shape={keys}, value.shape={values}"
+            f"`{key_name}` and `value` must agree in batch, length and heads. "
+            f"Received: {key_name}.shape={keys}, value.shape={values}"
         )
     if key_mask is not None and not may_agree(key_mask.shape, keys[:2]):
         raise ValueError(
-            f"`key_mask` must have the shape {keys[:2]} of `{of_key}`. Received: "
+            f"`key_mask` must have the shape {keys[:2]} of `{key_name}`. Received: "
             f"key_mask.shape={tuple(key_mask.shape)}"
         )
 
@@ -158,17 +158,18 @@ def check_dropout(received):
         )
 
 
-def check_implementation(implementation, fast, **refused):
+def check_implementation(implementation, *fast, **refused):
     """Raises `ValueError` for an unknown one, or for what the reference lacks.
 
     Args:
-        implementation: `None`, `"reference"`, or `fast`.
-        fast: Name of the implementation that is not the definition.
+        implementation: `None`, `"reference"`, or one of `fast`.
+        *fast: Names of the implementations that are not the definition.
         **refused: Arguments that the reference does not take, `None` if not given.
     """
-    if implementation not in (None, fast, "reference"):
+    if implementation not in (None, *fast, "reference"):
+        names = ", ".join(map(repr, (None, *fast)))
         raise ValueError(
-            f"`implementation` must be None, {fast!r} or 'reference'. Received: "
+            f"`implementation` must be {names} or 'reference'. Received: "
             f"implementation={implementation!r}"
         )
     given = [

@@ -36,7 +36,7 @@ class SoftmaxOptions:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SoftmaxCall:
-    """What every operation of softmax attention over a pattern is given.
+    """The arguments that every operation of softmax attention over a pattern has.
 
     Attributes:
         inputs: `(query, key, value, key_mask)`.
@@ -89,7 +89,7 @@ class SoftmaxCall:
                 with `(inputs, *operands, state, seed, config, options)` and return
                 `(output, new state or None)`, the last with `(inputs, *operands,
                 config, options)` and returns the output.
-            *operands: What only this operation has.
+            *operands: Tensors that only this operation has.
         """
         blocks, single, reference = forms
         inputs, state, options = self.inputs, self.state, self.options

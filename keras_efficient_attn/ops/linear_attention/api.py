@@ -74,10 +74,10 @@ def linear_attention(
             most 512 and at most 1,024 features); or `"reference"`, the quadratic
             definition, without `state`. Defaults to `None`: the kernel on a single TPU
             where it can run, and else chunks. The kernel divides sequences in its own
-            way, not by `chunk_size`; values of bfloat16 it multiplies in bfloat16 and
-            adds up in float32; it has first derivatives, backwards. On other devices
-            `"pallas"` is interpreted, slowly, for tests. One position and a state need
-            no kernel, and use none.
+            way, and takes no `chunk_size`; it multiplies values of bfloat16 in
+            bfloat16 and adds up in float32; it has first derivatives, backwards. On
+            other devices `"pallas"` is interpreted, slowly, for tests. One position and
+            a state need no kernel, and use none.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
@@ -111,7 +111,7 @@ def linear_attention(
             f"key_features.shape={tuple(key_features.shape)}"
         )
     check_float_dtype("value", value)
-    _check_implementation(implementation, state)
+    check_implementation(implementation, "chunked", "pallas", state=state)
     check_streaming(query_features, key_features, causal, state)
     if implementation == "reference":
         return reference_attention(inputs, key_log_weight, causal, normalize)
@@ -247,17 +247,6 @@ def linear_attention_state_spec(
         "normalizer": ((*heads, num_features), dtype),
         "log_scale": (heads, dtype, LOG_ZERO),
     }
-
-
-def _check_implementation(implementation, state):
-    """Raises `ValueError` for an unknown one, or the reference with a `state`."""
-    if implementation not in (None, "chunked", "pallas", "reference"):
-        raise ValueError(
-            "`implementation` must be None, 'chunked', 'pallas' or 'reference'. "
-            f"Received: implementation={implementation!r}"
-        )
-    if implementation == "reference":
-        check_implementation(implementation, "chunked", state=state)
 
 
 def _as_long_as(query, key, value, valid, key_log_weight):

@@ -37,41 +37,32 @@ class DevicePlan:
     found_floats: int
 
 
-DEVICE_PLANS = {
-    "cpu": DevicePlan(
-        step_floats=2**20,
-        max_chunks=16,
-        chunk_size=64,
-        block=64,
-        code_block=128,
-        expanded_code_block=512,
-        quantize_chunk=128,
-        fourier_tile=4,
-        found_floats=2**21,
-    ),
-    "gpu": DevicePlan(
-        step_floats=2**26,
-        max_chunks=256,
-        chunk_size=128,
-        block=128,
-        code_block=256,
-        expanded_code_block=512,
-        quantize_chunk=1024,
-        fourier_tile=8,
-        found_floats=2**24,
-    ),
-    "tpu": DevicePlan(
-        step_floats=2**26,
-        max_chunks=256,
-        chunk_size=256,
-        block=256,
-        code_block=256,
-        expanded_code_block=512,
-        quantize_chunk=1024,
-        fourier_tile=8,
-        found_floats=2**24,
-    ),
-}
+_CPU = DevicePlan(
+    step_floats=2**20,
+    max_chunks=16,
+    chunk_size=64,
+    block=64,
+    code_block=128,
+    expanded_code_block=512,
+    quantize_chunk=128,
+    fourier_tile=4,
+    found_floats=2**21,
+)
+# By the estimates of the compiler.
+_TPU = DevicePlan(
+    step_floats=2**26,
+    max_chunks=256,
+    chunk_size=256,
+    block=256,
+    code_block=256,
+    expanded_code_block=512,
+    quantize_chunk=1024,
+    fourier_tile=8,
+    found_floats=2**24,
+)
+# Not measured on one yet.
+_GPU = dataclasses.replace(_TPU, chunk_size=128, block=128)
+DEVICE_PLANS = {"cpu": _CPU, "gpu": _GPU, "tpu": _TPU}
 
 _named = []
 
@@ -94,8 +85,8 @@ def device_plan():
 def planned_for(kind):
     """Context in which operations are planned for a device that need not be present.
 
-    What is traced inside, such as a program that is exported, has the plan of that
-    kind of device.
+    A program that is traced inside, to be exported, say, has the plan of that kind of
+    device.
 
     Args:
         kind: `"cpu"`, `"gpu"` or `"tpu"`.

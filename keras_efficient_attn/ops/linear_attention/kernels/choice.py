@@ -48,6 +48,8 @@ def _obstacle(query, key, value, state, config):
     """Why the kernel cannot compute a call, or `None`."""
     if backend_name() != "jax":
         return f"needs the backend 'jax'. Received: {backend_name()!r}"
+    if config.chunk_size is not None:
+        return f"takes no `chunk_size`. Received: chunk_size={config.chunk_size}"
     tensors = (query, key, value, *(state or {}).values())
     dtypes = [keras.backend.standardize_dtype(x.dtype) for x in tensors]
     if not set(dtypes) <= set(DTYPES):

@@ -1,4 +1,4 @@
-"""What the Pallas kernels of linear attention share: their plan, and their blocks.
+"""Parts that the Pallas kernels of linear attention share: their plan, their blocks.
 
 A kernel runs over a grid of (batch, heads, blocks). Each of its operands is one of
 
@@ -44,7 +44,7 @@ POSITION_NAMES = ("query", "key", "value", "output")
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is known of a call before it runs: one static argument.
+    """The sizes and options of a call, known before it runs: one static argument.
 
     Attributes:
         query_map, key_map: As `LinearAttentionConfig`, for blocks `(chunk, dim)`.
@@ -209,26 +209,27 @@ def as_rows(*columns):
     """Columns `(n, 1)` as rows `(1, n)`, by one transpose."""
     if not columns:
         return ()
-    size = columns[0].shape[0]
-    lane = lax.broadcasted_iota(jnp.int32, (size, LANES), 1)
-    both = jnp.broadcast_to(columns[-1], (size, LANES))
-    for index in range(len(columns) - 2, -1, -1):
-        both = jnp.where(lane == index, columns[index], both)
-    both = both.T
-    return tuple(both[i : i + 1] for i in range(len(columns)))
+    matrix = _side_by_side(columns, axis=1).T
+    return tuple(matrix[i : i + 1] for i in range(len(columns)))
 
 
 def as_columns(*rows):
     """Rows `(1, n)` as columns `(n, 1)`, by one transpose."""
     if not rows:
         return ()
-    size = rows[0].shape[1]
-    line = lax.broadcasted_iota(jnp.int32, (LANES, size), 0)
-    both = jnp.broadcast_to(rows[-1], (LANES, size))
-    for index in range(len(rows) - 2, -1, -1):
-        both = jnp.where(line == index, rows[index], both)
-    both = both.T
-    return tuple(both[:, i : i + 1] for i in range(len(rows)))
+    matrix = _side_by_side(rows, axis=0).T
+    return tuple(matrix[:, i : i + 1] for i in range(len(rows)))
+
+
+def _side_by_side(parts, axis):
+    """Columns or rows as the first ones of a matrix with `LANES` of them."""
+    shape = list(parts[0].shape)
+    shape[axis] = LANES
+    place = lax.broadcasted_iota(jnp.int32, shape, axis)
+    matrix = jnp.broadcast_to(parts[-1], shape)
+    for index in reversed(range(len(parts) - 1)):
+        matrix = jnp.where(place == index, parts[index], matrix)
+    return matrix
 
 
 def upper_triangle(size):

@@ -71,7 +71,7 @@ key_state.defvjp(_key_forward, _key_backward, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def read_state(plan, inputs):
-    """What queries read from a state.
+    """The outputs that queries read from a state.
 
     Args:
         plan: `Plan` of the queries.
