@@ -7,6 +7,7 @@ from keras_efficient_attn.layers import ChunkedVocabularyLoss
 from keras_efficient_attn.layers.building import add_counter
 from keras_efficient_attn.models.blocks.normalization import get_norm
 from keras_efficient_attn.models.task_wrapper import TaskWrapper
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
 
 
@@ -179,7 +180,7 @@ class AuxiliaryLosses(TaskWrapper):
 
     def _target_loss(self, hidden, head, y, shift, sample_weight):
         """The mean over the positions whose target, `shift` after the next, exists."""
-        length = ops.shape(y)[1] - shift
+        length = shape_of(y)[1] - shift
         losses = head(hidden[:, :length], y[:, shift:])
         if sample_weight is not None:
             weight = ops.cast(sample_weight, losses.dtype)

@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import backend_name, shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int
 
 
@@ -123,7 +123,7 @@ def _where(running, new_state, state):
         # A loop needs the same shapes, as far as they are known, after each step.
         ops.where(
             _spread(running, old),
-            ops.reshape(ops.cast(fresh, old.dtype), ops.shape(old)),
+            ops.reshape(ops.cast(fresh, old.dtype), shape_of(old)),
             old,
         )
         for old, fresh in zip(keras.tree.flatten(state), new, strict=True)

@@ -4,6 +4,7 @@ import functools
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.chunking import chunk_count, pad_to
 from keras_efficient_attn.ops.common.compiled import compiled
@@ -33,7 +34,7 @@ def chunked_cross_entropy(hidden, kernel, bias, labels, *, chunk_size=128):
     """
     check_positive_int("chunk_size", chunk_size)
     dtype = accumulator_dtype(hidden, kernel)
-    length = ops.shape(hidden)[1]
+    length = shape_of(hidden)[1]
     if isinstance(length, int):
         chunk_size = max(1, min(chunk_size, length))
     chunks = chunk_count(length, chunk_size)

@@ -7,6 +7,7 @@ from keras_efficient_attn.layers.adaptive_computation.layer import (
     AdaptiveComputationTime,
 )
 from keras_efficient_attn.layers.residual.chain import stream_dtype
+from keras_efficient_attn.ops.common.backend import shape_of
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -89,7 +90,7 @@ class AdaptiveRNN(keras.layers.RNN):
         if initial_state is None and self.stateful:
             initial_state = self.states
         elif initial_state is None:
-            initial_state = self.get_initial_state(ops.shape(sequences)[0])
+            initial_state = self.get_initial_state(shape_of(sequences)[0])
         if not keras.tree.is_nested(initial_state):
             initial_state = [initial_state]
         initial_state = keras.tree.map_structure(

@@ -5,6 +5,8 @@ import math
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
+
 
 @dataclasses.dataclass(frozen=True)
 class SequenceAxes:
@@ -65,7 +67,7 @@ class SequenceAxes:
         """`(batch, ..., dim)` as `(rows, length, dim)`."""
         if self.is_sequence:
             return x
-        sizes = ops.shape(x)
+        sizes = shape_of(x)
         rows = math.prod(sizes[axis] for axis in (0, *self.folded))
         length = math.prod(sizes[axis] for axis in self.axes)
         x = ops.transpose(x, self._order)
@@ -81,8 +83,8 @@ class SequenceAxes:
         """`(rows, length, ...)` with the axes that `like` `(batch, ..., dim)` has."""
         if self.is_sequence:
             return x
-        sizes = ops.shape(like)
-        tail = ops.shape(x)[2:]
+        sizes = shape_of(like)
+        tail = shape_of(x)[2:]
         x = ops.reshape(x, (*(sizes[axis] for axis in self._order[:-1]), *tail))
         inner = len(self._order) - 1
         back = sorted(range(inner), key=self._order.__getitem__)
@@ -92,8 +94,8 @@ class SequenceAxes:
         """`(rows, heads, T, S)` with the axes of the inputs: rows, heads, T and S."""
         if self.is_sequence:
             return scores
-        queries, keys = ops.shape(query), ops.shape(key)
-        heads = ops.shape(scores)[1]
+        queries, keys = shape_of(query), shape_of(key)
+        heads = shape_of(scores)[1]
         return ops.reshape(scores, self._scores_shape(queries, keys, heads))
 
     def scores_shape(self, query_shape, key_shape, heads):

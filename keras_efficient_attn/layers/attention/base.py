@@ -7,6 +7,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.layers.attention.axes import SequenceAxes
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import is_positive_int, may_agree
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
 from keras_efficient_attn.ops.common.rotary import rotate_from
@@ -496,7 +497,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
 
     def _scores(self, query, key, value, call):
         """The matrix that `attend` will apply to the values: its image of one-hots."""
-        batch, length = ops.shape(key)[:2]
+        batch, length = shape_of(key)[:2]
         one_hot = ops.eye(length, dtype=accumulator_dtype(value))[None, :, None, :]
         one_hot = ops.broadcast_to(one_hot, (batch, length, self._num_heads, length))
         quiet = dataclasses.replace(call, training=False)
@@ -707,7 +708,7 @@ def _emptied(x, mask):
 
 def _key_mask_of(attention_mask, key):
     """The `(batch, key_length)` mask that a dense mask repeats for every query."""
-    batch, length = ops.shape(key)[:2]
-    rows = 1 if len(attention_mask.shape) == 2 else ops.shape(attention_mask)[0]
+    batch, length = shape_of(key)[:2]
+    rows = 1 if len(attention_mask.shape) == 2 else shape_of(attention_mask)[0]
     mask = ops.reshape(ops.cast(attention_mask, "bool"), (rows, length))
     return ops.broadcast_to(mask, (batch, length))

@@ -2,6 +2,7 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.cache import nan_beyond, write_positions
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.recent_keys import RECENT, recent_keys_spec
@@ -30,13 +31,13 @@ def extend_cache(cache, key, value, key_mask):
         `(cache, key, value, mask, start)`: the cache after them; all that it holds, the
         mask in the cache's dtype; and the position of the first, a scalar.
     """
-    start, rows = cache["position"][0], ops.shape(key)[:2]
+    start, rows = cache["position"][0], shape_of(key)[:2]
     if key_mask is None:
         key_mask = ops.ones(rows, "bool")
     extended = {"position": cache["position"] + rows[1]}
     for name, new in zip(RECENT, (key, value, key_mask), strict=True):
         old = cache[name]
-        new = nan_beyond(ops.shape(old)[1], start, ops.cast(new, old.dtype))
+        new = nan_beyond(shape_of(old)[1], start, ops.cast(new, old.dtype))
         extended[name] = write_positions(old, new, start)
     keys, values = (ops.cast(extended[name], key.dtype) for name in ("key", "value"))
     return extended, keys, values, extended["mask"], start

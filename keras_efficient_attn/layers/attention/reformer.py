@@ -8,6 +8,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
     check_positive_int,
@@ -233,7 +234,7 @@ class ReformerLSHAttention(EfficientAttention):
         dtype = accumulator_dtype(query, value)
         query, value = ops.cast(query, dtype), ops.cast(value, dtype)
         if self.dense_length is not None:
-            length = ops.shape(query)[1]
+            length = shape_of(query)[1]
             if not isinstance(length, int):
                 raise ValueError(
                     "`dense_length` needs a length that is known when a graph is "
@@ -330,7 +331,7 @@ class ReformerLSHAttention(EfficientAttention):
     def _dropout_mask(self, query, rounds, chunk_size, training):
         if not (training and self._dropout > 0.0):
             return None
-        batch, _, heads, _ = ops.shape(query)
+        batch, _, heads, _ = shape_of(query)
         shape = (batch, heads, rounds, chunk_size, 2 * chunk_size)
         return self._dropout_layer(ops.ones(shape, query.dtype), training=True)
 
@@ -452,5 +453,5 @@ class ReformerLSHAttention(EfficientAttention):
 
 def _one_bucket(query):
     """The buckets of a hash that has one, in one round."""
-    batch, length, heads, _ = ops.shape(query)
+    batch, length, heads, _ = shape_of(query)
     return ops.zeros((batch, heads, 1, length), "int32")

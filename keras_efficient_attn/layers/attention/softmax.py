@@ -6,6 +6,7 @@ from keras import ops
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.cache import cache_spec, extend_cache
 from keras_efficient_attn.layers.attention.registry import register_attention
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_positive_int,
     check_rotary_wavelength,
@@ -106,7 +107,7 @@ class SoftmaxAttention(EfficientAttention):
                 state, key, value, key_mask
             )
             key_mask = key_mask > 0
-        mask = self._mask(ops.shape(query)[1], ops.shape(key)[1], start, call.causal)
+        mask = self._mask(shape_of(query)[1], shape_of(key)[1], start, call.causal)
         if key_mask is not None:
             keys = key_mask[:, None, None]
             mask = keys if mask is None else ops.logical_and(mask, keys)

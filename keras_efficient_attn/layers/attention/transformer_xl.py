@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_bool, check_int, may_agree
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.pairs import count_pairs
@@ -252,7 +253,7 @@ class RelativePositionXL(EfficientAttention):
         if call.training and self._dropout > 0.0:
             generator = self._dropout_layer.seed_generator
             dropout = self._dropout, dropout_seed(generator, dtype)
-        length, keys = ops.shape(query)[1], ops.shape(key)[1]
+        length, keys = shape_of(query)[1], shape_of(key)[1]
         later = 0 if call.causal else keys - offset - 1
         heads = relative_attention(
             *(ops.cast(t, dtype) for t in (query, key, value)),
@@ -288,7 +289,7 @@ class RelativePositionXL(EfficientAttention):
         reset, documents = call.options.get("reset"), None
         if reset is not None:
             documents = tuple(
-                _document_numbers(reset, ops.shape(x)[1]) for x in (query, key)
+                _document_numbers(reset, shape_of(x)[1]) for x in (query, key)
             )
         if call.state is None:
             options = {"documents": documents}
@@ -297,8 +298,8 @@ class RelativePositionXL(EfficientAttention):
             return super()._attend_inputs(query, value, key, call)
 
         memory, seen = call.state["memory"], call.state["mask"]
-        length, memory_length = ops.shape(query)[1], memory.shape[1]
-        mask = ops.ones(ops.shape(value)[:2], seen.dtype)
+        length, memory_length = shape_of(query)[1], memory.shape[1]
+        mask = ops.ones(shape_of(value)[:2], seen.dtype)
         if call.key_mask is not None:
             mask = ops.cast(call.key_mask, seen.dtype)
         kept = ops.concatenate([seen, mask], axis=1)
@@ -306,7 +307,7 @@ class RelativePositionXL(EfficientAttention):
         if documents is not None:
             # The memory comes before all documents of the segment.
             before = ops.zeros_like(documents[1][:, :1])
-            before = ops.broadcast_to(before, ops.shape(memory)[:2])
+            before = ops.broadcast_to(before, shape_of(memory)[:2])
             key_documents = ops.concatenate([before, documents[1]], axis=1)
             documents = documents[0], key_documents
         whole = dataclasses.replace(
@@ -393,7 +394,7 @@ def _next_memory(memory, inputs, mask):
         inputs = ops.where(kept, inputs, ops.zeros_like(inputs))
     inputs = ops.cast(inputs, memory.dtype)
     extended = ops.concatenate([memory, inputs], axis=1)
-    return ops.stop_gradient(extended[:, ops.shape(inputs)[1] :])
+    return ops.stop_gradient(extended[:, shape_of(inputs)[1] :])
 
 
 def _document_numbers(reset, length):

@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.building import build_layer
 from keras_efficient_attn.ops.chunked_cross_entropy import chunked_cross_entropy
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.chunking import chunk_count, pad_to
 from keras_efficient_attn.ops.common.numerics import wide_dtype
@@ -77,7 +78,7 @@ class ChunkedFeedForward(keras.layers.Layer):
         build_layer(self.feed_forward, x_shape, self.compute_dtype)
 
     def call(self, x, training=None):
-        length = ops.shape(x)[1]
+        length = shape_of(x)[1]
         chunk_size = self.chunk_size
         if isinstance(length, int):
             chunk_size = max(1, min(chunk_size, length))

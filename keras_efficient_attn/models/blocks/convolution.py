@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_int
 
 
@@ -72,7 +73,7 @@ class CausalConvolution(keras.layers.Layer):
         )
 
     def call(self, x, state=None):
-        length = ops.shape(x)[1]
+        length = shape_of(x)[1]
         if state is None:
             padded = ops.pad(x, ((0, 0), (self.kernel_size - 1, 0), (0, 0)))
         else:

@@ -8,6 +8,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.models.options import Options
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 
 POSITIONS = ("sinusoidal", "learned", "rotary")
@@ -64,7 +65,7 @@ class Positions(keras.layers.Layer):
         """What is added to `x`, which broadcasts with it, and the new state."""
         if state is None:
             return self.embed(x, self.first_position(x, training)), None
-        return self.embed(x, state[0]), state + ops.shape(x)[1]
+        return self.embed(x, state[0]), state + shape_of(x)[1]
 
     def embed(self, x, start):
         """Embeddings that broadcast with `x`, from position `start` on."""
@@ -104,7 +105,7 @@ class SinusoidalPositions(Positions):
     """
 
     def embed(self, x, start):
-        steps = ops.arange(ops.shape(x)[1], dtype="int32") + start
+        steps = ops.arange(shape_of(x)[1], dtype="int32") + start
         sines = sinusoids(ops.cast(steps, "float32"), x.shape[-1])
         return ops.cast(sines[None], x.dtype)
 
@@ -141,7 +142,7 @@ class LearnedPositions(Positions):
         start = super().first_position(x, training)
         if not (self.max_offset and training):
             return start
-        return ops.minimum(start, ops.maximum(self.max_length - ops.shape(x)[1], 0))
+        return ops.minimum(start, ops.maximum(self.max_length - shape_of(x)[1], 0))
 
     def embed(self, x, start):
         length = x.shape[1]

@@ -9,6 +9,7 @@ from keras_efficient_attn.models.blocks.feed_forward import (
     make_dense,
     serialize_activation,
 )
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int, is_pair
 
 
@@ -127,7 +128,7 @@ class SeparableConvolution(keras.layers.Layer):
         reach = kernel.shape[0] - 1
         if mask is not None:
             x = ops.where(ops.cast(mask, "bool")[..., None], x, ops.zeros_like(x))
-        length = ops.shape(x)[1]
+        length = shape_of(x)[1]
         if before is None:
             after = 0 if self.causal else reach // 2
             padded = ops.pad(x, ((0, 0), (reach - after, after), (0, 0)))

@@ -10,6 +10,7 @@ from keras_efficient_attn.models.conversion.keras_internals import (
     set_projection,
     skip_projections,
 )
+from keras_efficient_attn.ops.common.backend import shape_of
 
 
 class AttentionAdapter(keras.layers.Layer):
@@ -274,6 +275,6 @@ class GemmaAdapter(RotaryAdapter):
         return None
 
     def add_positions(self, heads, start):
-        shape = ops.shape(heads)
+        shape = shape_of(heads)
         halves = ops.split(self.rope_layer(heads, start_index=start), 2, axis=-1)
         return ops.reshape(ops.stack(halves, axis=-1), shape)

@@ -21,6 +21,7 @@ from keras_efficient_attn.models.conversion.keras_internals import (
     wrap_generate_step,
 )
 from keras_efficient_attn.models.conversion.trace import replaced_call
+from keras_efficient_attn.ops.common.backend import shape_of
 
 # Prompts are read in segments of these lengths, the longest first.
 SEGMENT_LENGTHS = (512, 32, 1)
@@ -72,7 +73,7 @@ class CausalMethods:
         self.task, self.inputs = task, inputs
         self.sites = [s for s in task.backbone.attention_sites if s.is_causal]
         mask = ops.cast(inputs[f"{prefix}padding_mask"], "int32")
-        self.batch_size, self.max_length = ops.shape(mask)
+        self.batch_size, self.max_length = shape_of(mask)
         self.shortest = ops.min(ops.sum(mask, axis=-1))
         # Prompts may begin with padding: the position of the first token.
         self.first = ops.cast(ops.argmax(mask, axis=-1), "int32")
@@ -160,7 +161,7 @@ class CausalMethods:
         kept = not all(site.is_converted for site in self.sites)
         # Blocks make masks of this length, which layers with softmax alone read.
         capacity = self.max_length if kept else 1
-        batch_size = ops.shape(cache["first"])[0]
+        batch_size = shape_of(cache["first"])[0]
         shape = (batch_size, self.task.backbone.num_layers, 2, capacity, 1, 1)
         with contextlib.ExitStack() as stack:
             for index, site in enumerate(self.sites):
@@ -232,7 +233,7 @@ def _streaming_call(site, states, index, position, first):
 
     def call(*args, cache, **kwargs):
         x = next(iter((*args, *kwargs.values())))
-        steps = position + ops.arange(ops.shape(x)[1], dtype="int32")
+        steps = position + ops.arange(shape_of(x)[1], dtype="int32")
         is_token = steps >= first[:, None]
         output, states[index] = adapter.stream(x, states[index], position, is_token)
         return output, cache
@@ -245,7 +246,7 @@ def _caching_call(site, states, index, position, first):
     stock_call = site.layer.call
 
     def call(*args, attention_mask, cache, **kwargs):
-        steps = ops.arange(ops.shape(states[index])[2], dtype="int32")
+        steps = ops.arange(shape_of(states[index])[2], dtype="int32")
         is_token = (steps >= first[:, None])[:, None]
         output, states[index] = stock_call(
             *args,

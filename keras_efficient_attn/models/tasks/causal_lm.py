@@ -9,6 +9,7 @@ from keras_efficient_attn.models.tasks.byte_tokenizer import (
     EfficientCausalLMPreprocessor,
 )
 from keras_efficient_attn.models.tasks.task import TaskMixin
+from keras_efficient_attn.ops.common.backend import shape_of
 
 # Tokens of a prompt that are read at once: the largest number that is left, each time.
 PROMPT_SEGMENTS = (1024, 128, 16, 1)
@@ -103,7 +104,7 @@ class EfficientCausalLM(TaskMixin, keras_hub.models.CausalLM):
         nan = ops.cast(float("nan"), hidden_states.dtype)
         hidden_states = ops.where(follows[:, None, None], hidden_states, nan)
         logits = self.backbone.token_embedding(hidden_states, reverse=True)
-        position = position + ops.shape(token_ids)[1]
+        position = position + shape_of(token_ids)[1]
         return logits, hidden_states, {"state": state, "position": position}
 
     def score(
@@ -181,7 +182,7 @@ class EfficientCausalLM(TaskMixin, keras_hub.models.CausalLM):
             token_ids: Integers `(batch, max_length)`.
             count: How many tokens to read, an integer or a scalar tensor.
         """
-        batch_size, max_length = ops.shape(token_ids)
+        batch_size, max_length = shape_of(token_ids)
         cache = self.get_initial_cache(batch_size, max_length)
         start = ops.convert_to_tensor(0, "int32")
         count = ops.cast(count, "int32")
@@ -225,7 +226,7 @@ class EfficientCausalLM(TaskMixin, keras_hub.models.CausalLM):
         cache = self.read_prompt(token_ids, index - 1)
 
         def next_token(prompt, cache, index):
-            token = ops.slice(prompt, (0, index - 1), (ops.shape(prompt)[0], 1))
+            token = ops.slice(prompt, (0, index - 1), (shape_of(prompt)[0], 1))
             logits, hidden, cache = self.call_with_cache(token, cache, index - 1)
             return ops.squeeze(logits, axis=1), ops.squeeze(hidden, axis=1), cache
 

@@ -5,7 +5,7 @@ from keras import ops
 
 from keras_efficient_attn.models.task_wrapper import TaskWrapper
 from keras_efficient_attn.models.transformer_xl.segments import Segments
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import backend_name, shape_of
 from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 
 
@@ -100,7 +100,7 @@ class TransformerXL(TaskWrapper):
         reset = None
         if isinstance(inputs, dict):
             inputs, reset = inputs["token_ids"], inputs.get("reset")
-        batch_size, length = ops.shape(inputs)
+        batch_size, length = shape_of(inputs)
         if isinstance(batch_size, int) and batch_size != self.batch_size:
             raise ValueError(
                 f"The memory has {self.batch_size} rows, and so must every batch; pass "

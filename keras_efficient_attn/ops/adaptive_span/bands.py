@@ -5,6 +5,7 @@ import functools
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import merge_blocks, scan_groups
 from keras_efficient_attn.ops.common.chunking import (
     chunk_count,
@@ -52,7 +53,7 @@ def attend_in_bands(inputs, spans, position_key, state, seed, config, options):
         inputs, state, seed, options: Those of `SoftmaxCall.attend`'s forms.
     """
     query, key, value, valid = masked_inputs(*inputs)
-    length, new_state = ops.shape(query)[1], None
+    length, new_state = shape_of(query)[1], None
     query = query * options.scale
     if state is None:
         query, key, value, valid = pad_to_common_length(query, key, value, valid)
@@ -96,7 +97,7 @@ def _attend_band(inputs, spans, position_key, dropout, config, causal):
     query, key, value, valid = inputs
     window = config.window
     batch, _, heads, dim = query.shape
-    length = ops.shape(query)[1]
+    length = shape_of(query)[1]
     # Blocks shorter than the window waste less of the products, and copy more keys.
     size = max(device_plan().block, window // 4)
     if isinstance(length, int):

@@ -3,6 +3,7 @@
 import importlib
 
 import keras
+from keras import ops
 
 BACKENDS = ("jax", "tensorflow", "torch")
 
@@ -30,3 +31,13 @@ def pick(default=None, **values):
 def backend_module(package):
     """The module of a package that is named for the backend."""
     return importlib.import_module(f"{package}.{backend_name()}")
+
+
+def shape_of(x):
+    """`ops.shape`, with few operations for sizes that TensorFlow does not know yet."""
+    if backend_name() != "tensorflow" or None not in x.shape:
+        return ops.shape(x)
+    import tensorflow as tf
+
+    sizes = tf.unstack(tf.shape(x))
+    return tuple(s if n is None else n for n, s in zip(x.shape, sizes, strict=True))

@@ -8,6 +8,7 @@ import functools
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import (
     chunk_count,
     chunk_layout,
@@ -56,7 +57,7 @@ def attend_blocks(
         `(batch, blocks, size, heads, ...)`.
     """
     batch, blocks, size, heads, dim = query.shape
-    blocks = ops.shape(query)[1]
+    blocks = shape_of(query)[1]
     width, value_dim = key.shape[2], value.shape[-1] or dim
     if isinstance(size, int) and isinstance(width, int):
         floats = heads * (2 * size * width + (size + 2 * width) * (dim + value_dim))
@@ -103,7 +104,7 @@ def _block_step(mask_fn, shared, rate, relative):
             position_query, *rest = rest
             position_key, *consts = consts
             position_logits = _products_by_key(
-                heads_first(position_query), position_key, ops.shape(key)[3]
+                heads_first(position_query), position_key, shape_of(key)[3]
             )
         positions = consts[:2] if shared else rest[:2]
         i, j = (ops.cast(p, "int32") for p in positions)
@@ -158,7 +159,7 @@ def attend_shared(query, key, value, valid, mask_fn, positions, dropout=None):
     Returns:
         `(values, totals, log_scale)`, each of `(batch, length, heads, ...)`.
     """
-    length, heads, dim = ops.shape(query)[1], query.shape[2], query.shape[3]
+    length, heads, dim = shape_of(query)[1], query.shape[2], query.shape[3]
     keys = key.shape[1]
     plan = device_plan()
     floats = plan.step_floats // plan.block
@@ -212,7 +213,7 @@ def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
     before, after, period = mask_fn.before, mask_fn.after, mask_fn.period
     block = max(device_plan().block, before, after) // period * period
     block = max(period, block)
-    length = ops.shape(query)[1]
+    length = shape_of(query)[1]
     if isinstance(length, int):
         block = min(block, chunk_count(length, period) * period)
     # Congruent to the true positions, and not negative.
@@ -238,7 +239,7 @@ def attend_recent(
         dropout: `(rate, seed)` or `None`.
         relative: As for `attend_near`.
     """
-    reach, length = mask_fn.reach, ops.shape(query)[1]
+    reach, length = mask_fn.reach, shape_of(query)[1]
     block = max(device_plan().block, reach)
     if isinstance(length, int):
         block = max(1, min(block, length))
@@ -258,7 +259,7 @@ def _attend_band(inputs, mask_fn, positions, dropout, relative):
     The positions of queries and keys, as for `attend_blocks`, tell the blocks' sizes.
     """
     query, *keys = inputs
-    length, (block, width) = ops.shape(query)[1], (p.shape[-1] for p in positions)
+    length, (block, width) = shape_of(query)[1], (p.shape[-1] for p in positions)
     count = chunk_count(length, block)
     query = overlapping_blocks(query, block, count, block)
     keys = (overlapping_blocks(t, block, count, width) for t in keys)

@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import backend_name, shape_of
 
 
 def write_positions(cache, segment, start):
@@ -15,7 +15,7 @@ def write_positions(cache, segment, start):
         segment: `(batch, length, ...)`, of the dtype of `cache`.
         start: Scalar.
     """
-    capacity, length = ops.shape(cache)[1], ops.shape(segment)[1]
+    capacity, length = shape_of(cache)[1], shape_of(segment)[1]
     if isinstance(length, int) and isinstance(capacity, int) and length > capacity:
         segment, length = segment[:, :capacity], capacity
     start = ops.minimum(start, capacity - length)
@@ -41,5 +41,5 @@ def nan_beyond(capacity, start, x):
         start: Position of the first, a scalar.
         x: `(batch, length, ...)`.
     """
-    fits = start + ops.shape(x)[1] <= capacity
+    fits = start + shape_of(x)[1] <= capacity
     return ops.where(fits, x, ops.cast(float("nan"), x.dtype))

@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import backend_name, shape_of
 from keras_efficient_attn.ops.common.plan import device_plan
 
 
@@ -48,7 +48,7 @@ def sizes(x):
     -1 for a batch of which alone the size is not known: it need not be computed.
     """
     batch, *rest = x.shape
-    return (-1, *rest) if batch is None and None not in rest else ops.shape(x)
+    return (-1, *rest) if batch is None and None not in rest else shape_of(x)
 
 
 def columns(x):
@@ -132,7 +132,7 @@ def pad_to(x, length):
 
 def fit_length(x, length):
     """`x` cut, or padded with zeros, to `length` along axis 1."""
-    present = ops.shape(x)[1]
+    present = shape_of(x)[1]
     if isinstance(length, int) and isinstance(present, int):
         padding = max(length - present, 0)
     else:

@@ -4,7 +4,7 @@ import dataclasses
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import backend_name, shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_dropout,
     check_heads,
@@ -12,6 +12,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_streaming,
 )
 from keras_efficient_attn.ops.common.chunking import pad_length
+from keras_efficient_attn.ops.common.interval_softmax.choice import choose_kernel
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 
 
@@ -45,6 +46,7 @@ class SoftmaxCall:
         state: State or `None`.
         dropout: `(rate, seed)` of dropout on the normalised weights, or `None`.
         implementation: Name or `None`.
+        kernels: Names of the kernels that may compute the operation.
 
     Raises:
         ValueError: For arguments that do not agree.
@@ -56,13 +58,14 @@ class SoftmaxCall:
     state: dict | None
     dropout: tuple | None
     implementation: str | None
+    kernels: tuple = ()
 
     def __post_init__(self):
         query, key, _, _ = self.inputs
         check_heads(*self.inputs)
         check_dropout(self.dropout)
         refused = dict(state=self.state, dropout=self.dropout)
-        check_implementation(self.implementation, "blocks", **refused)
+        check_implementation(self.implementation, "blocks", *self.kernels, **refused)
         check_streaming(query, key, self.causal, self.state)
 
     @property
@@ -85,15 +88,20 @@ class SoftmaxCall:
         Args:
             config: The pattern, hashable.
             forms: `(blocks, single, reference)`: for sequences and segments, for one
-                position with a state, and the definition. The first two are called
-                with `(inputs, *operands, state, seed, config, options)` and return
-                `(output, new state or None)`, the last with `(inputs, *operands,
-                config, options)` and returns the output.
+                position with a state, and the definition; with `kernels`, also the
+                form that a kernel computes. The first two are called with `(inputs,
+                *operands, state, seed, config, options)` and return `(output, new
+                state or None)`, the others with `(inputs, *operands, config, options)`,
+                and with the kernel's module, and return the output.
             *operands: Tensors that only this operation has.
         """
-        blocks, single, reference = forms
+        blocks, single, reference, *by_kernel = forms
         inputs, state, options = self.inputs, self.state, self.options
-        if self.implementation == "reference":
+        kernel = choose_kernel(self, config) if by_kernel else None
+        if kernel is not None:
+            output = by_kernel[0](inputs, *operands, config, options, kernel)
+            new_state = None
+        elif self.implementation == "reference":
             output, new_state = reference(inputs, *operands, config, options), None
         else:
             form = blocks if state is None or inputs[0].shape[1] != 1 else single
@@ -104,14 +112,21 @@ class SoftmaxCall:
         return output if state is None else (output, new_state)
 
 
+def hide_masked(keys, key_mask):
+    """Keys, or values, with zeros for those that a mask hides: they are not read."""
+    if key_mask is None:
+        return keys
+    kept = ops.cast(key_mask, "bool")[..., None, None]
+    return ops.where(kept, keys, ops.zeros_like(keys))
+
+
 def masked_inputs(query, key, value, key_mask):
     """Query, key, value, and which keys exist, in the accumulator's dtype."""
     dtype = accumulator_dtype(query, key, value)
+    key, value = hide_masked(key, key_mask), hide_masked(value, key_mask)
     if key_mask is None:
-        valid = ops.ones(ops.shape(key)[:2], dtype)
+        valid = ops.ones(shape_of(key)[:2], dtype)
     else:
-        kept = ops.cast(key_mask, "bool")[..., None, None]
-        key, value = (ops.where(kept, t, ops.zeros_like(t)) for t in (key, value))
         valid = ops.cast(key_mask, dtype)
     query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
     return query, key, value, valid
@@ -119,7 +134,7 @@ def masked_inputs(query, key, value, key_mask):
 
 def pad_to_common_length(query, key, value, valid):
     """All as long as the longest, with zeros, and keys that do not exist, behind."""
-    lengths = ops.shape(query)[1], ops.shape(key)[1]
+    lengths = shape_of(query)[1], shape_of(key)[1]
     if all(isinstance(length, int) for length in lengths):
         length = max(lengths)
     elif backend_name() == "jax":

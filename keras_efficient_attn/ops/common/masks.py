@@ -8,14 +8,23 @@ alike. It is hashable: a compiled step belongs to each. Those over one axis have
 - `before`, `after`: how far blocks that start at multiples of `period`, and are as
   long as one, see beyond their ends;
 - `reach`: how far back a single query can see;
-- `sees_all_in_reach`: whether a causal query sees all keys as far back as that.
+- `sees_all_in_reach`: whether a causal query sees all keys as far back as that;
+- `interval(i)`: the first and the last key that a query sees.
 """
 
 import dataclasses
 
 
+class IntervalMask:
+    """A mask function whose queries see all keys between two positions."""
+
+    def __call__(self, i, j):
+        first, last = self.interval(i)
+        return (j >= first) & (j <= last)
+
+
 @dataclasses.dataclass(frozen=True)
-class SlidingWindow:
+class SlidingWindow(IntervalMask):
     """Itself and `window - 1` earlier keys and, if not causal, as many later ones."""
 
     window: int
@@ -34,13 +43,12 @@ class SlidingWindow:
     def after(self):
         return 0 if self.causal else self.window - 1
 
-    def __call__(self, i, j):
-        distance = i - j
-        return (distance < self.window) & (distance >= -self.after)
+    def interval(self, i):
+        return i - self.before, i + self.after
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryBlocks:
+class QueryBlocks(IntervalMask):
     """The query's own block of `block` positions, and `memory` positions before it.
 
     If not causal, the whole block, and as many positions after it.
@@ -68,7 +76,7 @@ class QueryBlocks:
     def reach(self):
         return self.memory + self.block - 1
 
-    def __call__(self, i, j):
+    def interval(self, i):
         start = i - i % self.block
         end = i if self.causal else start + self.block - 1 + self.memory
-        return (j >= start - self.memory) & (j <= end)
+        return start - self.memory, end

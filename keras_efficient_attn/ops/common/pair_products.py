@@ -5,6 +5,8 @@ import math
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
+
 
 def pair_products(x):
     """Features whose dot product is `(x·y)²`.
@@ -18,7 +20,7 @@ def pair_products(x):
     Returns:
         `(..., size·(size + 1)/2)`.
     """
-    *batch, _ = ops.shape(x)
+    *batch, _ = shape_of(x)
     size = x.shape[-1]
     rows = size // 2 + 1
     # Laid out in rows of one more, the repeated vector is shifted by one in each row.

@@ -3,6 +3,8 @@
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
+
 
 def window_distances(window, causal):
     """Distances `query position - key position` in a window, falling, as an array."""
@@ -33,7 +35,7 @@ def shifted_to_keys(scores, width):
     Returns:
         `(..., queries, width)`, zero for keys that no distance leads to.
     """
-    *batch, queries, distances = ops.shape(scores)
+    *batch, queries, distances = shape_of(scores)
     # Rows that are one longer than `width` run ahead of rows of `width` by one a row.
     padding = [(0, 0)] * (len(batch) + 1) + [(0, width + 1 - distances)]
     scores = ops.reshape(ops.pad(scores, padding), (*batch, queries * (width + 1)))
@@ -60,7 +62,7 @@ def shifted_by_query(scores, width):
     Returns:
         `(..., queries, width)`.
     """
-    *batch, queries, distances = ops.shape(scores)
+    *batch, queries, distances = shape_of(scores)
     # Each row begins one entry earlier than the row above it.
     padding = [(0, 0)] * (len(batch) + 1) + [(1, 0)]
     scores = ops.reshape(ops.pad(scores, padding), (*batch, distances + 1, queries))

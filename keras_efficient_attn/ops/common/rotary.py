@@ -3,6 +3,8 @@
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
+
 
 def rotary_embedding(x, positions, max_wavelength=10_000.0):
     """Rotates pairs of channels by angles that grow with the position.
@@ -40,7 +42,7 @@ def rotate_from(x, start, max_wavelength):
         start: Position of the first, integers `(batch,)`; `None` for 0.
         max_wavelength: As there.
     """
-    positions = ops.arange(ops.shape(x)[1], dtype="int32")[None]
+    positions = ops.arange(shape_of(x)[1], dtype="int32")[None]
     if start is not None:
         positions = positions + start[:, None]
     return rotary_embedding(x, positions, max_wavelength)

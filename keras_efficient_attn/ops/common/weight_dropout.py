@@ -7,6 +7,8 @@ time, on every backend, without keeping them.
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
+
 
 def drop(weights, rate, step_number, seed):
     """Weights of which a share `rate` is zero and the others are divided by the rest.
@@ -17,7 +19,7 @@ def drop(weights, rate, step_number, seed):
         step_number: Scalar float, below 2^24: another number, other bits.
         seed: Floats `(2,)`, below 2^24, from `dropout_seed`.
     """
-    shape = ops.shape(weights)
+    shape = shape_of(weights)
     count = 1
     for size in shape:
         count = count * size

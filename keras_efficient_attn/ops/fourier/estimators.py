@@ -4,6 +4,7 @@ import math
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.online_softmax import divided
 from keras_efficient_attn.ops.fourier.config import FourierConfig
 from keras_efficient_attn.ops.fourier.kernel import check_power
@@ -74,7 +75,7 @@ def fourier_density(points, samples, radius, power=4):
     points, samples = (ops.convert_to_tensor(x) for x in (points, samples))
     ones = ops.ones_like(samples[:, :1])
     _, totals, log_scale = _sums(points, samples, ones, radius, power)
-    dim, count = points.shape[1], ops.cast(ops.shape(samples)[0], totals.dtype)
+    dim, count = points.shape[1], ops.cast(shape_of(samples)[0], totals.dtype)
     radius = ops.broadcast_to(ops.cast(radius, totals.dtype), (dim,))
     log_volume = ops.sum(ops.log(radius)) - dim * math.log(kernel_integral(power))
     return (totals * ops.exp(log_scale + log_volume) / count)[0, :, 0]

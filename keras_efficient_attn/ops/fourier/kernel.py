@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_module
+from keras_efficient_attn.ops.common.backend import backend_module, shape_of
 
 POWERS = (2, 4, 6, 8)
 # A product of this many sin(z)/z stays in the range of float32 up to z of 1e9.
@@ -60,7 +60,7 @@ def split_dims(x):
 
     Zeros fill the last dimensions up: their factor is sin(0)/0 = 1.
     """
-    batch, length, heads, dim = ops.shape(x)
+    batch, length, heads, dim = shape_of(x)
     if dim % SLOTS:
         x = ops.pad(x, [(0, 0)] * 3 + [(0, -dim % SLOTS)])
     x = ops.reshape(x, (batch, length, heads, SLOTS, -(-dim // SLOTS)))
@@ -69,6 +69,6 @@ def split_dims(x):
 
 def join_dims(x, dim):
     """The inverse of `split_dims`."""
-    slots, batch, heads, groups, length = ops.shape(x)
+    slots, batch, heads, groups, length = shape_of(x)
     x = ops.transpose(x, (1, 4, 2, 0, 3))
     return ops.reshape(x, (batch, length, heads, slots * groups))[..., :dim]

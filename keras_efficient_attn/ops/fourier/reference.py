@@ -2,6 +2,7 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.numerics import sine
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided
 
@@ -26,8 +27,8 @@ def fourier_attention(
         logs = ops.where(kept[:, None, None, :], logs, LOG_ZERO)
         value = ops.where(kept[..., None, None], value, ops.zeros_like(value))
     if causal:
-        rows = ops.arange(ops.shape(query)[1])[:, None] + first_position
-        columns = ops.arange(ops.shape(key)[1])[None, :]
+        rows = ops.arange(shape_of(query)[1])[:, None] + first_position
+        columns = ops.arange(shape_of(key)[1])[None, :]
         logs = ops.where(rows >= columns, logs, LOG_ZERO)
     largest = ops.stop_gradient(ops.max(logs, axis=-1, keepdims=True))
     weights = ops.where(logs > LOG_ZERO, ops.exp(logs - largest), 0.0)

@@ -4,6 +4,7 @@ import functools
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import chunk_layout, pad_to
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
@@ -44,7 +45,7 @@ def fourier_sums(query, key, value, radius, config, key_mask=None, first_positio
     radius = ops.cast(radius, dtype)
     query, key = query * radius, key * radius
 
-    length, heads = ops.shape(query)[1], query.shape[2]
+    length, heads = shape_of(query)[1], query.shape[2]
     keys = key.shape[1] if isinstance(key.shape[1], int) else USUAL_KEYS
     floats = heads * max(1, keys)
     if not config.is_fused:
@@ -82,7 +83,7 @@ def _step(config, masked):
         if masked:
             logs = ops.where(consts[1][:, None, None, :] > 0, logs, LOG_ZERO)
         if causal:
-            columns = ops.arange(ops.shape(logs)[-1], dtype=x[1].dtype)
+            columns = ops.arange(shape_of(logs)[-1], dtype=x[1].dtype)
             allowed = columns <= x[1][:, None, :, None]
             logs = ops.where(allowed, logs, LOG_ZERO)
         return logs

@@ -2,6 +2,7 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_float_dtype,
     check_heads,
@@ -191,9 +192,9 @@ def mapped_linear_attention(
     if state is not None:
         carry = tuple(ops.cast(state[name], dtype) for name in STATE_NAMES)
     else:
-        batch, heads = ops.shape(query)[0], query.shape[2]
+        batch, heads = shape_of(query)[0], query.shape[2]
         carry = (
-            ops.zeros((batch, heads, config.num_features, ops.shape(value)[-1]), dtype),
+            ops.zeros((batch, heads, config.num_features, shape_of(value)[-1]), dtype),
             ops.zeros((batch, heads, config.num_features), dtype),
             ops.full((batch, heads), LOG_ZERO, dtype),
         )
@@ -202,7 +203,7 @@ def mapped_linear_attention(
     else:
         if state is not None and key_log_weight is None:
             # The state may stand at another scale than that of unweighted keys.
-            key_log_weight = ops.zeros(ops.shape(key)[:3], dtype)
+            key_log_weight = ops.zeros(shape_of(key)[:3], dtype)
         if config.causal:
             attend = chunked.causal_linear_attention
             if query.shape[1] is None or query.shape[1] != key.shape[1]:
@@ -252,7 +253,7 @@ def linear_attention_state_spec(
 def _as_long_as(query, key, value, valid, key_log_weight):
     """Keys cut or padded with zeros (that are not valid) to the query's length."""
     if valid is None:
-        valid = ops.ones(ops.shape(key)[:2], accumulator_dtype(query, key, value))
-    length = ops.shape(query)[1]
+        valid = ops.ones(shape_of(key)[:2], accumulator_dtype(query, key, value))
+    length = shape_of(query)[1]
     keys = (key, value, valid, key_log_weight)
     return tuple(None if x is None else fit_length(x, length) for x in keys)

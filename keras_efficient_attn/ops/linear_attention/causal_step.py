@@ -21,6 +21,7 @@ import functools
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import (
     by_head,
     by_position,
@@ -71,7 +72,7 @@ class _Chunks:
             batch, heads, chunks = sizes(query)[:3]
             weights = ops.cast(lower_triangle(chunks + 1), query.dtype)
             self.weights = ops.broadcast_to(
-                weights, (ops.shape(query)[0], heads, chunks + 1, chunks + 1)
+                weights, (shape_of(query)[0], heads, chunks + 1, chunks + 1)
             )
         else:
             log_scale = self._weigh(log_scale, log_weight)
@@ -89,7 +90,7 @@ class _Chunks:
         chunk_max = ops.max(constant, axis=-1, initial=LOG_ZERO)
         # The maxima of the state and of what each query may see, and of no more.
         state_max, self.weights = _prefix_weights(log_scale, chunk_max)
-        lower = lower_triangle(ops.shape(self.query)[3])
+        lower = lower_triangle(shape_of(self.query)[3])
         seen = ops.where(lower, constant[..., None, :], LOG_ZERO)
         self.scale = larger(
             ops.max(seen, axis=-1, initial=LOG_ZERO), state_max[..., :-1, None]
@@ -174,7 +175,7 @@ class _Chunks:
 
 def _outputs_gradient(chunks, y, y_gradient, output):
     """Gradients of values, totals and the queries' log scales; `None` for zero."""
-    chunk_size = ops.shape(chunks.query)[3]
+    chunk_size = shape_of(chunks.query)[3]
     grad_y = by_head(y_gradient[0], chunk_size)
     if output == "partial":
         grad_totals, grad_scale = (
@@ -183,7 +184,7 @@ def _outputs_gradient(chunks, y, y_gradient, output):
         scaled = chunks.query_log_scale is not None
         return grad_y, grad_totals, grad_scale if scaled else None
     # A product with ones: XLA on a CPU is ten times slower in sums of products.
-    ones = ops.ones((ops.shape(y[0])[-1], 1), grad_y.dtype)
+    ones = ops.ones((shape_of(y[0])[-1], 1), grad_y.dtype)
     along = by_head((y_gradient[0] * y[0]) @ ones, chunk_size)[..., 0]
     if output == "normalized":
         inverse = reciprocal(chunks.totals())
@@ -201,7 +202,7 @@ def _prefix_weights(log_scale, chunk_max):
     weights, lower triangular, whose column 0 is the state's.
     """
     maxima = ops.concatenate([log_scale[..., None], chunk_max], axis=-1)
-    lower = lower_triangle(ops.shape(maxima)[-1])
+    lower = lower_triangle(shape_of(maxima)[-1])
     seen = ops.where(lower, maxima[..., None, :], LOG_ZERO)
     running = ops.max(seen, axis=-1, initial=LOG_ZERO)
     return running, ops.where(lower, ops.exp(seen - running[..., None]), 0.0)

@@ -9,7 +9,7 @@ import importlib
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import pick
+from keras_efficient_attn.ops.common.backend import pick, shape_of
 from keras_efficient_attn.ops.common.chunking import (
     by_head,
     by_position,
@@ -42,14 +42,14 @@ def causal_linear_attention(
     Returns:
         `(outputs, state)`; `outputs` is a tuple of tensors, batch and length first.
     """
-    length = ops.shape(query)[1]
+    length = shape_of(query)[1]
     heads, features = state[0].shape[1:3]
     floats = heads * (2 * features + 3 * (value.shape[-1] or features))
     size, chunks, groups = chunk_layout(
         length, config.chunk_length, query.shape[0], floats
     )
     if valid is None and not _divides(groups * chunks * size, length):
-        valid = ops.ones(ops.shape(key)[:2], state[0].dtype)
+        valid = ops.ones(shape_of(key)[:2], state[0].dtype)
     xs = [query, key, value]
     xs += [columns(t) for t in (valid, key_log_weight) if t is not None]
     xs = tuple(pad_to(x, groups * chunks * size) for x in xs)
@@ -66,17 +66,17 @@ def full_linear_attention(
     heads, features = state[0].shape[1:3]
     floats = heads * (features + 2 * (value.shape[-1] or features))
     size, chunks, groups = chunk_layout(
-        ops.shape(key)[1], config.chunk_length, key.shape[0], floats
+        shape_of(key)[1], config.chunk_length, key.shape[0], floats
     )
-    if valid is None and not _divides(groups * chunks * size, ops.shape(key)[1]):
-        valid = ops.ones(ops.shape(key)[:2], state[0].dtype)
+    if valid is None and not _divides(groups * chunks * size, shape_of(key)[1]):
+        valid = ops.ones(shape_of(key)[:2], state[0].dtype)
     xs = [key, value]
     xs += [columns(t) for t in (valid, key_log_weight) if t is not None]
     xs = tuple(pad_to(x, groups * chunks * size) for x in xs)
     step = _key_step(config.key_map, valid is not None)
     state, _ = recompute_scan(step, state, xs, map_weights, num_steps=groups)
 
-    length = ops.shape(query)[1]
+    length = shape_of(query)[1]
     size, chunks, groups = chunk_layout(
         length, config.chunk_length, query.shape[0], floats
     )
@@ -104,7 +104,7 @@ def _key_step(key_map, masked):
 
     def step(carry, x, map_weights):
         sums, normalizer, log_scale = carry
-        group = ops.shape(x[0])[1]
+        group = shape_of(x[0])[1]
         key, value, *rest = (by_head(ops.cast(t, sums.dtype), group) for t in x)
         key, log_weight = mapped_keys(key_map, key, rest, map_weights, masked)
         if log_weight is None:
@@ -131,11 +131,11 @@ def _query_step(query_map, output):
 
     def step(carry, x, consts):
         sums, normalizer, log_scale, *map_weights = consts
-        query = by_head(ops.cast(x[0], sums.dtype), ops.shape(x[0])[1])
+        query = by_head(ops.cast(x[0], sums.dtype), shape_of(x[0])[1])
         query, query_log_scale = query_map(query, *map_weights)
         values = query @ sums[:, :, None]
         totals = (query @ normalizer[:, :, None, :, None])[..., 0]
-        scale = ops.broadcast_to(log_scale[..., None, None], ops.shape(totals))
+        scale = ops.broadcast_to(log_scale[..., None, None], shape_of(totals))
         if query_log_scale is not None:
             scale = scale + query_log_scale
         if output == "partial":

@@ -14,6 +14,7 @@ import math
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import is_positive_int
 
 # What an exponential feature is at least, relative to the largest of its vector: far
@@ -102,7 +103,7 @@ def optimal_shape(query, key, query_mask=None, key_mask=None):
     def mean(x, mask):
         # Sums, because `ops.mean` rounds float64 to float32 on PyTorch.
         if mask is None:
-            return ops.sum(x, axis=1) / ops.cast(ops.shape(x)[1], x.dtype)
+            return ops.sum(x, axis=1) / ops.cast(shape_of(x)[1], x.dtype)
         mask = ops.cast(mask, x.dtype)[..., None, None]
         return ops.sum(x * mask, axis=1) / _at_least(ops.sum(mask, axis=1), 1.0)
 

@@ -2,6 +2,7 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.online_softmax import (
     LOG_ZERO,
     bounded_log_weight,
@@ -24,8 +25,8 @@ def reference_attention(inputs, key_log_weight, causal, normalize):
         allowed = allowed & kept[:, None, None, :]
         value = ops.where(kept[..., None, None], value, ops.zeros_like(value))
     if causal:
-        rows = ops.arange(ops.shape(query_features)[1])[:, None]
-        columns = ops.arange(ops.shape(key_features)[1])[None, :]
+        rows = ops.arange(shape_of(query_features)[1])[:, None]
+        columns = ops.arange(shape_of(key_features)[1])[None, :]
         allowed = allowed & (rows >= columns)
     if key_log_weight is not None:
         logs = bounded_log_weight(key_log_weight, key_mask)

@@ -4,6 +4,7 @@ import dataclasses
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import (
     attend_near,
     attend_recent,
@@ -50,7 +51,7 @@ def windowed_linear_attention(
         dtype, and the new state or `None`.
     """
     query, key, value, valid = masked_inputs(query, key, value, key_mask)
-    length, window = ops.shape(query)[1], config.window
+    length, window = shape_of(query)[1], config.window
 
     # The keys of this segment, and of the last `window` positions before it.
     if state is None:

@@ -1,9 +1,11 @@
 """Local attention: softmax over keys near the query, in a sequence or an image."""
 
 from keras_efficient_attn.ops.common.inputs import SoftmaxCall
+from keras_efficient_attn.ops.common.interval_softmax.choice import KERNELS
 from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
 from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.local_attention.blocks import attend_in_blocks
+from keras_efficient_attn.ops.local_attention.by_kernel import attend_by_kernel
 from keras_efficient_attn.ops.local_attention.config import LocalConfig
 from keras_efficient_attn.ops.local_attention.recurrent import attend_next
 from keras_efficient_attn.ops.local_attention.reference import (
@@ -72,8 +74,13 @@ def local_attention(
             earlier keys that a query can see. Needs `causal=True` and equal lengths.
         dropout: Optional `(rate, seed)` of dropout on the normalised weights, with
             floats `(2,)` from `weight_dropout.dropout_seed`.
-        implementation: `"blocks"` (the default), or `"reference"`: the quadratic
-            definition, without `state` and `dropout`.
+        implementation: `"blocks"`, for every backend and device; `"splash"`, JAX's
+            splash attention for TPUs, or `"flex"`, PyTorch's FlexAttention for CUDA:
+            both without `grid`, `state` and `dropout`, and for known sizes; or
+            `"reference"`: the quadratic definition, without `state` and `dropout`.
+            Defaults to `None`: the kernel of the device where it can run (a single
+            TPU; a CUDA device and heads of 16 or more), and else blocks. On a CPU,
+            `"splash"` is interpreted and `"flex"` has no gradients.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
@@ -82,7 +89,8 @@ def local_attention(
     Raises:
         ValueError: If `window`, `query_block`, `memory`, `grid` and `order` make no
             pattern, or one for shorter sequences; if shapes do not agree, if a
-            `state` cannot be continued by this call, or for another `dropout`.
+            `state` cannot be continued by this call, for another `dropout`, or if a
+            kernel is asked for and cannot run.
 
     Example:
 
@@ -97,7 +105,9 @@ def local_attention(
     """
     config = LocalConfig(window, query_block, memory, grid, order)
     inputs = query, key, value, key_mask
-    call = SoftmaxCall(inputs, causal, scale, state, dropout, implementation)
+    call = SoftmaxCall(
+        inputs, causal, scale, state, dropout, implementation, tuple(KERNELS)
+    )
     for name, tensor in (("query", query), ("key", key)):
         shape = tuple(tensor.shape)
         config.check_length(f"{name}.shape", shape[1], shape)
@@ -105,7 +115,8 @@ def local_attention(
         check_state(
             state, _state_spec(config, None, *key.shape[2:], value.shape[-1], None)
         )
-    return call.attend(config, (attend_in_blocks, attend_next, reference_attention))
+    forms = attend_in_blocks, attend_next, reference_attention, attend_by_kernel
+    return call.attend(config, forms)
 
 
 def local_attention_state(

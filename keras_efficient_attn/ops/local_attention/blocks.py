@@ -1,7 +1,6 @@
 """Local attention of whole sequences and segments, in blocks of queries and keys."""
 
-from keras import ops
-
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import attend_near, attend_recent
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.inputs import masked_inputs, pad_to_common_length
@@ -17,7 +16,7 @@ def attend_in_blocks(inputs, state, seed, config, options):
     Arguments are those of `SoftmaxCall.attend`'s forms, with a `LocalConfig`.
     """
     query, key, value, valid = masked_inputs(*inputs)
-    length = ops.shape(query)[1]
+    length = shape_of(query)[1]
     query = query * options.scale
     dropout = options.dropped(seed)
     mask_fn = config.mask_fn(options.causal)

@@ -73,6 +73,10 @@ class LocalConfig:
             )
         return QueryBlocks(self.query_block, self.memory, causal)
 
+    def kernel_obstacle(self, name, causal):
+        """Why a kernel of `interval_softmax` cannot compute the pattern, or `None`."""
+        return "takes no `grid`. Received: one" if self.is_grid else None
+
     def check_length(self, argument, length, received):
         """Raises `ValueError` for more positions than the grid has."""
         if self.grid is None or not isinstance(length, int):

@@ -6,6 +6,7 @@ import functools
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import attend_blocks
 from keras_efficient_attn.ops.common.chunking import (
     overlapping_blocks,
@@ -153,7 +154,7 @@ def attend_grid(query, key, value, valid, mask_fn, dropout=None):
     (height, width), (above, beside) = block, mask_fn.memory
     below = 0 if mask_fn.causal else above
     step_of = np.argsort(order)
-    length, size = ops.shape(query)[1], len(order)
+    length, size = shape_of(query)[1], len(order)
     missing = size - length if isinstance(length, int) else size
 
     def rectangles(x, above, below, beside):
@@ -196,7 +197,7 @@ def attend_grid(query, key, value, valid, mask_fn, dropout=None):
 
 def _rectangles(x, grid, block, above, below, beside):
     """`(batch, rows · columns, ...)` as `(batch, rectangles, positions, ...)`."""
-    batch, _, *tail = ops.shape(x)
+    batch, _, *tail = shape_of(x)
     down, across = (-(-n // size) for n, size in zip(grid, block, strict=True))
     height, width = above + block[0] + below, block[1] + 2 * beside
     x = pad_length(ops.reshape(x, (batch, *grid, *tail)), above, 0)

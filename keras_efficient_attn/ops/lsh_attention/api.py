@@ -2,6 +2,7 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_implementation
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
@@ -102,7 +103,7 @@ def _attend(
 ):
     dtype = accumulator_dtype(query, value)
     if key_mask is None:
-        kept = ops.ones(ops.shape(query)[:2], "bool")
+        kept = ops.ones(shape_of(query)[:2], "bool")
     else:
         kept = ops.cast(key_mask, "bool")
         hidden = ops.logical_not(kept)[..., None, None]

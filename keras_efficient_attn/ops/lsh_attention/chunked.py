@@ -4,7 +4,7 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import pick
+from keras_efficient_attn.ops.common.backend import pick, shape_of
 from keras_efficient_attn.ops.common.chunking import pad_length
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
 from keras_efficient_attn.ops.common.scan import recompute_scan
@@ -30,9 +30,9 @@ def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
         config: `LSHConfig`.
         dropout: As `dropout_mask` there, or `None`.
     """
-    batch, length, heads, dim = ops.shape(query)
+    batch, length, heads, dim = shape_of(query)
     rounds = buckets.shape[2]
-    value_dim = ops.shape(value)[-1]
+    value_dim = shape_of(value)[-1]
     chunk_size = config.chunk_size
     if isinstance(length, int):
         chunk_size = max(1, min(chunk_size, length))
@@ -55,14 +55,14 @@ def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
 
     def rows(token):
         """The rows of these positions, `(batch, heads, rounds, slots, width)`."""
-        slots = ops.shape(token)[-1]
+        slots = shape_of(token)[-1]
         token = ops.reshape(token, (batch, heads, rounds * slots))
         return ops.reshape(
             take_rows(table, token), (batch, heads, rounds, slots, width)
         )
 
     tile = (layout.chunks_in_tile, chunk_size)
-    slots = ops.shape(layout.token)[-1]
+    slots = shape_of(layout.token)[-1]
     shape = (batch, heads, rounds, layout.tiles, *tile, width)
     x = ops.moveaxis(ops.reshape(rows(layout.token), shape), 3, 0)
     last = rows(layout.last_token)[:, :, :, None]
@@ -107,8 +107,8 @@ def _step(dim, value_dim, rounds, causal, scale):
 
     def step(carry, x, consts):
         (last,), (rows,) = carry, x
-        width = value_dim or ops.shape(rows)[-1] - dim - 1 - 2 * rounds
-        chunk_size = ops.shape(rows)[4]
+        width = value_dim or shape_of(rows)[-1] - dim - 1 - 2 * rounds
+        chunk_size = shape_of(rows)[4]
         before = ops.concatenate([last, rows[:, :, :, :-1]], axis=3)
         query, _, position, code, code_before = cut(rows, width)
         keys = ops.concatenate([before, rows], axis=4)
@@ -150,7 +150,7 @@ def _step(dim, value_dim, rounds, causal, scale):
         values, totals, scales = masked_part(logits, allowed, value, dropout)
         sums = ops.concatenate([values, totals[..., None], scales[..., None]], axis=-1)
         # TensorFlow loses the rank where the width is not known.
-        sums = ops.reshape(sums, (*ops.shape(rows)[:5], width + 2))
+        sums = ops.reshape(sums, (*shape_of(rows)[:5], width + 2))
         return (rows[:, :, :, -1:],), (sums,)
 
     return step

@@ -4,6 +4,7 @@ import collections
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import chunk_layout
 
 # Positions and codes pass through float32 tensors, which hold integers up to here.
@@ -44,7 +45,7 @@ def make_layout(buckets, kept, num_buckets, chunk_size, aligned, floats_per_posi
             Otherwise chunks run on across buckets, and the last is before the first.
         floats_per_position: Floats that a position takes in a step.
     """
-    batch, heads, rounds, length = ops.shape(buckets)
+    batch, heads, rounds, length = shape_of(buckets)
     kept = kept[:, None, None, :]
     bucket = ops.where(kept, buckets, num_buckets)
     # Unique keys; centred at zero, they have all of the 32 bits.
@@ -89,7 +90,7 @@ def make_layout(buckets, kept, num_buckets, chunk_size, aligned, floats_per_posi
         index = (start + skipped * chunk_size)[..., None]
         index = index + ops.arange(chunk_size, dtype="int32")
         filled = index < end[..., None]
-        shape = (batch, heads, rounds, ops.shape(chunk)[-1] * chunk_size)
+        shape = (batch, heads, rounds, shape_of(chunk)[-1] * chunk_size)
         index = ops.reshape(ops.where(filled, index, 0), shape)
         token = ops.take_along_axis(order, index, axis=-1)
         return ops.where(ops.reshape(filled, shape), token, length - 1)
@@ -117,7 +118,7 @@ def _count_below(ascending, values):
     Returns:
         Integers `(..., count)`.
     """
-    length = ops.shape(ascending)[-1]
+    length = shape_of(ascending)[-1]
     values = values + ops.zeros_like(ascending[..., :1])
     steps = (length if isinstance(length, int) else MAX_CODE).bit_length()
     count = ops.zeros_like(values)

@@ -2,12 +2,13 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.lsh_attention.shared import masked_part, unit, with_self
 
 
 def visible_pairs(buckets, kept, config):
     """Which keys each query sees in any round: `(batch, heads, length, length)`."""
-    length = ops.shape(buckets)[-1]
+    length = shape_of(buckets)[-1]
     position = ops.arange(length, dtype="int32")
     later = position[:, None] > position[None, :]
     same = buckets[..., :, None] == buckets[..., None, :]

@@ -4,6 +4,7 @@ import math
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided
 
 # Added to squared norms: a vector of zeros has a unit vector of zeros.
@@ -54,7 +55,7 @@ def take_rows(table, index):
     Returns:
         `(batch, heads, count, width)`.
     """
-    batch, heads, length, width = ops.shape(table)
+    batch, heads, length, width = shape_of(table)
     offset = ops.arange(batch, dtype="int32")[:, None] * heads
     offset = (offset + ops.arange(heads, dtype="int32")) * length
     flat = ops.reshape(table, (batch * heads * length, width))

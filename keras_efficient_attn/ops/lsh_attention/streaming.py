@@ -5,6 +5,7 @@ import functools
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import pad_to
 from keras_efficient_attn.ops.common.online_softmax import merge
 from keras_efficient_attn.ops.common.plan import device_plan
@@ -61,7 +62,7 @@ def streamed_lsh_attention(query, value, buckets, kept, config, state, dropout):
         block = min(block, max(1, length))
         steps = max(1, -(-length // block))
     else:
-        length = ops.shape(query)[1]
+        length = shape_of(query)[1]
         steps = (length + block - 1) // block
     dtype = query.dtype
     buckets = ops.cast(ops.transpose(buckets, (0, 3, 1, 2)), dtype)
@@ -88,7 +89,7 @@ def _step(dim, value_dim, rounds, config):
     def step(carry, x, consts):
         cache, count = carry
         query, value, bucket, kept = x
-        batch, block, heads = ops.shape(query)[:3]
+        batch, block, heads = shape_of(query)[:3]
         query, value = (ops.transpose(t, (0, 2, 1, 3)) for t in (query, value))
         bucket = ops.cast(ops.transpose(bucket, (0, 2, 3, 1)), "int32")
         kept = kept > 0
@@ -155,7 +156,7 @@ def _step(dim, value_dim, rounds, config):
         new = ops.broadcast_to(new, (batch, heads, rounds, block, width))
         offset = ops.arange(batch * heads * rounds, dtype="int32") * cache_rows
         place = place + ops.reshape(offset, (batch, heads, rounds, 1))
-        shape = ops.shape(cache)
+        shape = shape_of(cache)
         cache = ops.scatter_update(
             ops.reshape(cache, (batch * heads * rounds * cache_rows, width)),
             ops.reshape(place, (-1, 1)),

@@ -4,6 +4,7 @@ import functools
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import (
     scan_groups,
     softmax_part,
@@ -39,7 +40,7 @@ def attend_in_tiles(inputs, position_key, biases, documents, seed, config, optio
     query, key, value, valid = masked_inputs(*inputs)
     query, position_query = biased_queries(query, biases, options.scale)
     offset, causal = config.offset, options.causal
-    length, keys, heads = ops.shape(query)[1], ops.shape(key)[1], query.shape[2]
+    length, keys, heads = shape_of(query)[1], shape_of(key)[1], query.shape[2]
     dtype = query.dtype
     position_key = ops.cast(position_key, dtype)
     plan = device_plan()
@@ -88,7 +89,7 @@ def _step(causal, window, documents, rate, single):
         group = group[0, 0]
         key, value, valid, position_key, *others = consts
         query, position_query = (ops.swapaxes(t, 1, 2) for t in (query, position_query))
-        size, width = ops.shape(query)[2], ops.shape(key)[2]
+        size, width = shape_of(query)[2], shape_of(key)[2]
 
         distance = positions[0][:, None] - ops.cast(
             ops.arange(width, dtype="int32"), positions.dtype
@@ -104,7 +105,7 @@ def _step(causal, window, documents, rate, single):
 
         if not single:
             # The rows of these queries' distances.
-            last = ops.shape(position_key)[0] - width - size
+            last = shape_of(position_key)[0] - width - size
             first = last - size * ops.cast(group, "int32")
             rows = first + ops.arange(size + width, dtype="int32")
             position_key = ops.take(position_key, rows, axis=0)

@@ -2,9 +2,11 @@
 
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.inputs import SoftmaxCall
+from keras_efficient_attn.ops.common.interval_softmax.choice import KERNELS
 from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
 from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.sparse_attention.blocks import attend_in_blocks
+from keras_efficient_attn.ops.sparse_attention.by_kernel import attend_by_kernel
 from keras_efficient_attn.ops.sparse_attention.config import SparseConfig
 from keras_efficient_attn.ops.sparse_attention.recurrent import attend_next
 from keras_efficient_attn.ops.sparse_attention.reference import (
@@ -71,8 +73,14 @@ def sparse_attention(
         dropout: Optional `(rate, seed)` of dropout on the normalised weights, with
             floats `(2,)` from `weight_dropout.dropout_seed`; each factor has random
             bits of its own.
-        implementation: `"blocks"` (the default), or `"reference"`: the matrix of
-            `sparse_pattern`, without `state` and `dropout`.
+        implementation: `"blocks"`, for every backend and device; `"splash"`, JAX's
+            splash attention for TPUs, or `"flex"`, PyTorch's FlexAttention for CUDA:
+            both without `state` and `dropout`, for known sizes, and not for causal
+            heads of summaries alone; splash attention cannot merge the strided
+            factors; or `"reference"`: the matrix of `sparse_pattern`, without `state`
+            and `dropout`. Defaults to `None`: the kernel of the device where it can
+            run (a single TPU; a CUDA device and heads of 16 or more), and else blocks.
+            On a CPU, `"splash"` is interpreted and `"flex"` has no gradients.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
@@ -80,8 +88,8 @@ def sparse_attention(
 
     Raises:
         ValueError: If `pattern`, `stride`, `summary` and `heads` make no pattern, or
-            not for so few heads; if shapes do not agree, or for a `state` of another
-            pattern or without `causal`.
+            not for so few heads; if shapes do not agree, for a `state` of another
+            pattern or without `causal`, or if a kernel is asked for and cannot run.
 
     Example:
 
@@ -95,13 +103,16 @@ def sparse_attention(
         - [Child et al., 2019](https://arxiv.org/abs/1904.10509)
     """
     inputs = query, key, value, key_mask
-    call = SoftmaxCall(inputs, causal, scale, state, dropout, implementation)
+    call = SoftmaxCall(
+        inputs, causal, scale, state, dropout, implementation, tuple(KERNELS)
+    )
     config = SparseConfig(pattern, stride, summary, heads, query.shape[2])
     if state is not None:
         room = config.capacity(state["far_key"]) if "far_key" in state else 1
         sizes = (room, key.shape[-1], value.shape[-1])
         check_state(state, sparse_attention_spec(config, None, *sizes, None))
-    return call.attend(config, (attend_in_blocks, attend_next, reference_attention))
+    forms = attend_in_blocks, attend_next, reference_attention, attend_by_kernel
+    return call.attend(config, forms)
 
 
 def sparse_attention_state(

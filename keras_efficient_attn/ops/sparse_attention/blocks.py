@@ -2,6 +2,7 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import attend_near, attend_recent
 from keras_efficient_attn.ops.common.cache import nan_beyond, write_positions
 from keras_efficient_attn.ops.common.compiled import compiled
@@ -26,7 +27,7 @@ def attend_in_blocks(inputs, state, seed, config, options):
 
     Arguments are those of `SoftmaxCall.attend`'s forms, with a `SparseConfig`.
     """
-    length = ops.shape(inputs[0])[1]
+    length = shape_of(inputs[0])[1]
     inputs = masked_inputs(*inputs)
     if state is None:
         inputs = pad_to_common_length(*inputs)
@@ -88,7 +89,7 @@ def write_far(state, keys, config):
             for old, new in zip(cache, keys, strict=True)
         ]
     key, value, valid = keys
-    valid = ops.broadcast_to(valid[..., None], ops.shape(key)[:3])
+    valid = ops.broadcast_to(valid[..., None], shape_of(key)[:3])
     return [
         write_summaries(old, new, config.stride, config.summary, start)
         for old, new in zip(cache, (key, value, valid), strict=True)

@@ -100,6 +100,21 @@ class SparseConfig:
         near = QueryBlocks(stride, 0, causal)
         return near, Summaries(stride, causal, self.merges)
 
+    def kernel_obstacle(self, name, causal):
+        """Why a kernel of `interval_softmax` cannot compute the pattern, or `None`."""
+        if self.pattern == "strided":
+            if self.merges and name == "splash":
+                return (
+                    "cannot merge the factors of pattern='strided'. Received: "
+                    "heads='merged'"
+                )
+        elif self.far_heads and not self.merges and causal:
+            return (
+                "needs causal heads that see the same positions; summaries differ. "
+                f"Received: heads={self.heads!r}"
+            )
+        return None
+
     def dropouts(self, options, seed):
         """`(rate, seed)` of each factor, or `None`s: each has bits of its own."""
         if not options.dropout:

@@ -6,6 +6,7 @@ Each head has summaries of its own, `summary` positions of each block of `stride
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import attend_shared
 from keras_efficient_attn.ops.common.chunking import chunk_count, pad_length
 from keras_efficient_attn.ops.sparse_attention.patterns import summary_start
@@ -22,23 +23,12 @@ def attend_summaries(query, key, value, valid, mask_fn, summary, dropout):
         dropout: `(rate, seed)` or `None`.
     """
     stride, heads = mask_fn.stride, query.shape[2]
-    length = ops.shape(query)[1]
+    length = shape_of(query)[1]
     blocks = chunk_count(length, stride)
-    valid = ops.broadcast_to(valid[..., None], ops.shape(key)[:3])
-
-    def select(x):
-        batch, _, _, *tail = ops.shape(x)
-        x = pad_length(x, 0, blocks * stride - length)
-        x = ops.reshape(x, (batch, blocks, stride, heads, *tail))
-        starts = [summary_start(stride, summary, head) for head in range(heads)]
-        x = ops.stack(
-            [x[:, :, s : s + summary, head] for head, s in enumerate(starts)], axis=3
-        )
-        return ops.reshape(x, (batch, blocks * summary, heads, *tail))
-
+    valid = ops.broadcast_to(valid[..., None], shape_of(key)[:3])
     return attend_shared(
         query,
-        *map(select, (key, value, valid)),
+        *(gather_summaries(x, stride, summary) for x in (key, value, valid)),
         mask_fn,
         (
             ops.arange(length, dtype="int32"),
@@ -46,6 +36,19 @@ def attend_summaries(query, key, value, valid, mask_fn, summary, dropout):
         ),
         dropout,
     )
+
+
+def gather_summaries(x, stride, summary):
+    """Each head's summaries: `(batch, length, heads, ...)`, of fewer positions."""
+    batch, length, heads, *tail = shape_of(x)
+    blocks = chunk_count(length, stride)
+    x = pad_length(x, 0, blocks * stride - length)
+    x = ops.reshape(x, (batch, blocks, stride, heads, *tail))
+    starts = [summary_start(stride, summary, head) for head in range(heads)]
+    x = ops.stack(
+        [x[:, :, s : s + summary, head] for head, s in enumerate(starts)], axis=3
+    )
+    return ops.reshape(x, (batch, blocks * summary, heads, *tail))
 
 
 def attend_cached_summaries(query, cache, mask_fn, summary, start, dropout):
@@ -59,7 +62,7 @@ def attend_cached_summaries(query, cache, mask_fn, summary, start, dropout):
         start: Scalar.
         dropout: `(rate, seed)` or `None`.
     """
-    length, heads = ops.shape(query)[1], query.shape[2]
+    length, heads = shape_of(query)[1], query.shape[2]
     blocks = cache[0].shape[1] // summary
     positions = (
         start + ops.arange(length, dtype="int32"),
@@ -77,7 +80,7 @@ def write_summaries(cache, segment, stride, summary, start):
         stride, summary: Positions of a block and of its summary.
         start: Scalar.
     """
-    length, heads = ops.shape(segment)[1], cache.shape[2]
+    length, heads = shape_of(segment)[1], cache.shape[2]
     blocks = cache.shape[1] // summary
     # Where in the segment each slot's key stands.
     steps = summary_positions(blocks, stride, summary, heads) - start

@@ -2,6 +2,7 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.cache import nan_beyond
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.inputs import masked_inputs
@@ -47,7 +48,7 @@ def _read_column(state, keys, config):
     rows = cache[0].shape[1] // stride
 
     def read(x):
-        batch, _, *tail = ops.shape(x)
+        batch, _, *tail = shape_of(x)
         x = ops.reshape(x, (batch, rows, stride, *tail))
         start, sizes = [0, 0, column, *(0 for _ in tail)], (batch, rows, 1, *tail)
         return ops.reshape(ops.slice(x, start, sizes), (batch, rows, *tail))

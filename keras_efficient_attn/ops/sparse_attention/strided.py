@@ -7,21 +7,22 @@ own column.
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import attend_blocks
 from keras_efficient_attn.ops.common.chunking import chunk_count, pad_length
 
 
 def attend_columns(query, key, value, valid, mask_fn, dropout):
     """The part of every column, of `(batch, length, heads, dim)`, equally long."""
-    length, stride = ops.shape(query)[1], mask_fn.stride
+    length, stride = shape_of(query)[1], mask_fn.stride
     rows = chunk_count(length, stride)
     query, key, value, valid = (
-        _by_column(t, rows, stride) for t in (query, key, value, valid)
+        by_column(t, rows, stride) for t in (query, key, value, valid)
     )
     arange = np.arange if isinstance(rows, int) else ops.arange
     positions = (arange(rows) * stride,) * 2
     part = attend_blocks(query, key, value, valid, mask_fn, positions, dropout)
-    return tuple(_by_row(t)[:, :length] for t in part)
+    return tuple(by_row(t)[:, :length] for t in part)
 
 
 def attend_cached_columns(query, cache, mask_fn, start, dropout):
@@ -35,7 +36,7 @@ def attend_cached_columns(query, cache, mask_fn, start, dropout):
         start: Scalar.
         dropout: `(rate, seed)` or `None`.
     """
-    length, stride = ops.shape(query)[1], mask_fn.stride
+    length, stride = shape_of(query)[1], mask_fn.stride
     # A segment shorter than a row reads its own columns only.
     columns = min(stride, length) if isinstance(length, int) else stride
     rows = chunk_count(length, columns)
@@ -44,7 +45,7 @@ def attend_cached_columns(query, cache, mask_fn, start, dropout):
     cached = cache[0].shape[1] // stride
 
     def read(x):
-        batch, _, *tail = ops.shape(x)
+        batch, _, *tail = shape_of(x)
         x = ops.reshape(x, (batch, cached, stride, *tail))
         return ops.swapaxes(ops.take(x, chosen, axis=2), 1, 2)
 
@@ -52,19 +53,19 @@ def attend_cached_columns(query, cache, mask_fn, start, dropout):
         start + step[:, None] + columns * ops.arange(rows, dtype="int32"),
         chosen[:, None] + stride * ops.arange(cached, dtype="int32"),
     )
-    query = _by_column(query, rows, columns)
+    query = by_column(query, rows, columns)
     part = attend_blocks(query, *map(read, cache), mask_fn, positions, dropout)
-    return tuple(_by_row(t)[:, :length] for t in part)
+    return tuple(by_row(t)[:, :length] for t in part)
 
 
-def _by_column(x, rows, columns):
+def by_column(x, rows, columns):
     """`(batch, length, ...)` as `(batch, columns, rows, ...)`, padded with zeros."""
-    batch, length, *tail = ops.shape(x)
+    batch, length, *tail = shape_of(x)
     x = pad_length(x, 0, rows * columns - length)
     return ops.swapaxes(ops.reshape(x, (batch, rows, columns, *tail)), 1, 2)
 
 
-def _by_row(x):
+def by_row(x):
     """`(batch, columns, rows, ...)` as `(batch, rows · columns, ...)`."""
-    batch, columns, rows, *tail = ops.shape(x)
+    batch, columns, rows, *tail = shape_of(x)
     return ops.reshape(ops.swapaxes(x, 1, 2), (batch, rows * columns, *tail))

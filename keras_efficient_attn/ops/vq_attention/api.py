@@ -2,6 +2,7 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_heads,
     check_implementation,
@@ -260,7 +261,7 @@ def _attend_to_codes(query, keys, codebook, config, causal, state):
     """Attention to codes alone, of all keys: `(output, state)`."""
     keys, cache = far_keys(keys, codebook, config), None
     if causal:
-        keys = each(lambda t: fit_length(t, ops.shape(query)[1]), keys)
+        keys = each(lambda t: fit_length(t, shape_of(query)[1]), keys)
         cache = None if state is None else cache_of(state, query.dtype)
     part, cache = attend_far(query, keys, codebook, config, causal, cache)
     state = None if state is None else named_cache(cache)

@@ -5,6 +5,7 @@ Codebooks are `(heads, codes, dim)`. The choice of codes has no gradient.
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import (
     by_head,
     by_position,
@@ -39,7 +40,7 @@ def nearest_codes(key, codebook):
         index = ops.argmax(products, axis=-1)
         return ops.cast(ops.swapaxes(index, 1, 2), "int32")
     heads, codes = codebook.shape[:2]
-    length = ops.shape(key)[1]
+    length = shape_of(key)[1]
     size, chunks, groups = chunk_layout(
         length, device_plan().quantize_chunk, key.shape[0], heads * codes
     )
@@ -50,7 +51,7 @@ def nearest_codes(key, codebook):
 
 def _nearest_step(carry, x, consts):
     (codebook,) = consts
-    key = by_head(x[0], ops.shape(x[0])[1])
+    key = by_head(x[0], shape_of(x[0])[1])
     index = ops.argmax(similarity(key, codebook[:, None]), axis=-1)
     return carry, (by_position(ops.cast(index, key.dtype)),)
 
@@ -221,7 +222,7 @@ def random_keys(key, valid, uniforms):
     """
     heads, dim = key.shape[2:]
     keys, valid = ops.reshape(key, (-1, dim)), ops.reshape(valid, (-1,))
-    number = ops.shape(valid)[0]
+    number = shape_of(valid)[0]
     place = ops.cast(uniforms * ops.cast(number, uniforms.dtype), "int32")
     # Rounding may reach the end.
     place = ops.where(place < number, place, number - 1)

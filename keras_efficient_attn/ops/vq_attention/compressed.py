@@ -9,7 +9,7 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import pick
+from keras_efficient_attn.ops.common.backend import pick, shape_of
 from keras_efficient_attn.ops.common.chunking import (
     by_head,
     by_position,
@@ -51,7 +51,7 @@ def causal_compressed_attention(query, keys, codebook, cache, config):
     xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
     step, consts = _causal_step(size), _weights(codebook)
     cache, part = recompute_scan(step, cache, xs, consts, num_steps=groups)
-    return tuple(y[:, : ops.shape(query)[1]] for y in part), cache
+    return tuple(y[:, : shape_of(query)[1]] for y in part), cache
 
 
 def full_compressed_attention(query, keys, codebook, cache, config):
@@ -69,7 +69,7 @@ def full_compressed_attention(query, keys, codebook, cache, config):
     size, blocks, groups = layout(query, *cut)
     xs, consts = (pad_to(query, groups * blocks * size),), (codes, *cache)
     _, part = recompute_scan(_query_step, (), xs, consts, num_steps=groups)
-    return tuple(y[:, : ops.shape(query)[1]] for y in part), cache
+    return tuple(y[:, : shape_of(query)[1]] for y in part), cache
 
 
 def sums_in_turn():
@@ -91,7 +91,7 @@ def layout(sequence, value, codes, block_length, in_turn, features=0):
     heads, num_codes, dim = codes.shape
     value_dim = value.shape[-1] or dim
     floats = heads * (3 * num_codes + 2 * dim + 2 * (1 + features) * value_dim)
-    length = ops.shape(sequence)[1]
+    length = shape_of(sequence)[1]
     size, blocks, groups = chunk_layout(length, block_length, sequence.shape[0], floats)
     # Symbolic lengths, as JAX exports them, make one group.
     known = isinstance(length, int) or pick(True, jax=False)
@@ -139,7 +139,7 @@ def _causal_step(block_length):
 def _key_step(carry, x, consts):
     sums, counts = carry
     codebook, *mixture = consts
-    key, value, valid, *index = (by_head(t, ops.shape(x[0])[1]) for t in x)
+    key, value, valid, *index = (by_head(t, shape_of(x[0])[1]) for t in x)
     chosen = _chosen(key, valid, index, codebook, mixture)
     sums = sums + (ops.swapaxes(chosen, -1, -2) @ value)[:, :, 0]
     return (sums, counts + ops.sum(chosen, axis=(2, 3))), ()
@@ -147,7 +147,7 @@ def _key_step(carry, x, consts):
 
 def _query_step(carry, x, consts):
     codebook, sums, counts = consts
-    query = by_head(x[0], ops.shape(x[0])[1])
+    query = by_head(x[0], shape_of(x[0])[1])
     logits = query @ ops.swapaxes(codebook[:, None], -1, -2)
     part = _read(logits, sums[:, :, None], counts[:, :, None])
     return carry, tuple(by_position(t) for t in part)
@@ -198,7 +198,7 @@ def _read_mixture(logits, chosen, values, sums, counts):
     Its weight is `Σ_c exp(q·c) p(c | key)`, and a code that no key has reached yet
     must not set the scale: the counts are those up to the query.
     """
-    lower = ops.cast(lower_triangle(ops.shape(logits)[3]), logits.dtype)
+    lower = ops.cast(lower_triangle(shape_of(logits)[3]), logits.dtype)
     counts = counts[..., None, :] + lower @ chosen
     full = counts > MIN_COUNT
     with_counts = logits + ops.log(ops.where(full, counts, 1.0))
@@ -215,7 +215,7 @@ def _read_mixture(logits, chosen, values, sums, counts):
 
 def prefix_sums(first, local):
     """Sums before each block, and after the last."""
-    blocks = ops.shape(local)[2]
+    blocks = shape_of(local)[2]
     if isinstance(blocks, int) and blocks == 1:
         return first[:, :, None], first + local[:, :, 0]
     sums = ops.concatenate([first[:, :, None], local], axis=2)

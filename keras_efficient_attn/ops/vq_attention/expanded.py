@@ -17,6 +17,7 @@ import math
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import (
     by_head,
     by_position,
@@ -63,7 +64,7 @@ def causal_expanded_attention(query, keys, codebook, cache, config):
     xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
     step = _causal_step(size, rank)
     cache, part = recompute_scan(step, cache, xs, (codes,), num_steps=groups)
-    return tuple(y[:, : ops.shape(query)[1]] for y in part), cache
+    return tuple(y[:, : shape_of(query)[1]] for y in part), cache
 
 
 def full_expanded_attention(query, keys, codebook, cache, config):
@@ -82,7 +83,7 @@ def full_expanded_attention(query, keys, codebook, cache, config):
     size, blocks, groups = layout(query, *cut)
     xs, consts = (pad_to(query, groups * blocks * size),), (codes, *cache)
     _, part = recompute_scan(_query_step(rank), (), xs, consts, num_steps=groups)
-    return tuple(y[:, : ops.shape(query)[1]] for y in part), cache
+    return tuple(y[:, : shape_of(query)[1]] for y in part), cache
 
 
 def expanded_attention_in_a_block(query, keys, codebook, config, causal):
@@ -115,7 +116,7 @@ def _causal_step(block_length, rank):
 def _key_step(rank):
     def step(carry, x, consts):
         (codebook,) = consts
-        residual, value, valid, index = (by_head(t, ops.shape(x[0])[1]) for t in x)
+        residual, value, valid, index = (by_head(t, shape_of(x[0])[1]) for t in x)
         chosen = one_hot_codes(index, valid, codebook)
         local = feature_sums(chosen, residual, value, rank)
         return tuple(a + b[:, :, 0] for a, b in zip(carry, local, strict=True)), ()
@@ -127,7 +128,7 @@ def _key_step(rank):
 def _query_step(rank):
     def step(carry, x, consts):
         codebook, *state = consts
-        query = by_head(x[0], ops.shape(x[0])[1])
+        query = by_head(x[0], shape_of(x[0])[1])
         state = tuple(t[:, :, None] for t in state)
         part = read(query, codebook, state, rank)
         return carry, tuple(by_position(t) for t in part)
@@ -139,7 +140,7 @@ def _query_step(rank):
 def _block_step(rank, causal):
     def step(carry, x, consts):
         (codebook,) = consts
-        query, residual, value, valid, index = (by_head(t, ops.shape(t)[1]) for t in x)
+        query, residual, value, valid, index = (by_head(t, shape_of(t)[1]) for t in x)
         chosen = one_hot_codes(index, valid, codebook)
         block = chosen, residual, value
         part = read(query, codebook, None, rank, block, causal)
@@ -173,7 +174,7 @@ def feature_sums(chosen, residual, value, rank):
     by_code = ops.swapaxes(chosen, -1, -2)
     features = _features(residual, rank)
     products = _flat(features[..., None] * value[..., None, :])
-    shape = (*sizes(by_code)[:-1], features.shape[-1], ops.shape(value)[-1])
+    shape = (*sizes(by_code)[:-1], features.shape[-1], shape_of(value)[-1])
     sums = (ops.reshape(by_code @ products, shape), by_code @ features)
     if rank < residual.shape[-1]:
         sums += (by_code @ ops.square(residual[..., rank:]),)
@@ -197,9 +198,9 @@ def read(query, codebook, cache, rank, block=None, causal=True):
     if block is not None:
         # Up to the query: a code that no key has reached yet must not set the scale.
         chosen, residual, value = block
-        seen = ops.ones((ops.shape(query)[3], ops.shape(value)[3]), query.dtype)
+        seen = ops.ones((shape_of(query)[3], shape_of(value)[3]), query.dtype)
         if causal:
-            seen = ops.cast(lower_triangle(ops.shape(query)[3]), query.dtype)
+            seen = ops.cast(lower_triangle(shape_of(query)[3]), query.dtype)
         numbers = numbers + seen @ chosen
     full = numbers > MIN_COUNT
     with_numbers = logits + ops.log(ops.where(full, numbers, 1.0))
@@ -212,7 +213,7 @@ def read(query, codebook, cache, rank, block=None, causal=True):
     if cache is not None:
         features = _features(query, rank)
         by_feature = weights @ _flat(sums)
-        shape = (*sizes(features), ops.shape(sums)[-1])
+        shape = (*sizes(features), shape_of(sums)[-1])
         output = (features[..., None, :] @ ops.reshape(by_feature, shape))[..., 0, :]
         total = ops.sum(features * (weights @ counts), axis=-1)
     if block is not None:

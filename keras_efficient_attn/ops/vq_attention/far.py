@@ -2,6 +2,7 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.vq_attention.cache import empty_cache
 from keras_efficient_attn.ops.vq_attention.codebook import look_up
 from keras_efficient_attn.ops.vq_attention.compressed import (
@@ -44,7 +45,7 @@ def attend_far(query, keys, codebook, config, causal=True, cache=None):
     """
     in_a_block = cache is None and config.order == 2 and _fit(config, query, keys.key)
     if cache is None and not in_a_block:
-        batch, value_dim = ops.shape(query)[0], ops.shape(keys.value)[-1]
+        batch, value_dim = shape_of(query)[0], shape_of(keys.value)[-1]
         cache = empty_cache(batch, codebook, value_dim, config, query.dtype)
     if not config.gradient_through_cache:
         keys, codebook, cache = (

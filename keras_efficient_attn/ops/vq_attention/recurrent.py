@@ -2,6 +2,7 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.online_softmax import (
     LOG_ZERO,
     divided,
@@ -94,7 +95,7 @@ def _read(query, cache, codes, config, window):
         return divided(weights @ sums, total)
     # A key in the window counts as a code with one key, a hidden one as an empty code.
     window_logits, values, valid = window
-    valid = ops.broadcast_to(valid, ops.shape(window_logits))
+    valid = ops.broadcast_to(valid, shape_of(window_logits))
     weights, total, _ = _weigh(
         ops.concatenate([logits, window_logits], axis=-1),
         ops.concatenate([numbers, valid], axis=-1),

@@ -2,6 +2,7 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.numerics import larger
 from keras_efficient_attn.ops.common.online_softmax import divided
 from keras_efficient_attn.ops.common.relative_positions import window_distances
@@ -15,7 +16,7 @@ def vq_attention(query, keys, codebook, config, causal, positions=None):
     """
     key, value, key_mask, _ = keys
     (codebook, sigma), window = codebook, config.window
-    length, key_length = ops.shape(query)[1], ops.shape(key)[1]
+    length, key_length = shape_of(query)[1], shape_of(key)[1]
     if key_mask is not None:
         kept = ops.cast(key_mask, "bool")
         key = ops.where(kept[..., None, None], key, ops.zeros_like(key))
@@ -69,7 +70,7 @@ def vq_attention(query, keys, codebook, config, causal, positions=None):
             index = ops.convert_to_tensor(every[0], "int32") - distance
             index = ops.where(near, index, 0)
             index = ops.where(index < len(every), index, 0)
-            index = ops.broadcast_to(index[None, None], ops.shape(exact))
+            index = ops.broadcast_to(index[None, None], shape_of(exact))
             exact = exact + ops.take_along_axis(by_distance, index, axis=-1)
         logits = ops.where(near, exact, logits)
     logits = ops.where(allowed, logits, -1e30)

@@ -7,6 +7,7 @@ more from the end.
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import attend_near, attend_recent
 from keras_efficient_attn.ops.common.chunking import (
     fit_length,
@@ -36,9 +37,9 @@ def near_keys(keys, codebook, config):
 
 def attend_sequence(query, keys, codebook, config, causal, positions):
     """The output of a whole sequence; arguments as for `attend_to_keys_and_codes`."""
-    length = ops.shape(query)[1]
+    length = shape_of(query)[1]
     query, keys, positions = _fitted(query, keys, causal, positions)
-    total, window = ops.shape(query)[1], config.window
+    total, window = shape_of(query)[1], config.window
     if isinstance(total, int) and total < window:
         positions = _nearest_positions(positions, window - total, causal)
         window = max(1, total)
@@ -67,7 +68,7 @@ def attend_segment(query, keys, codebook, config, positions, state):
         `(output, state)`.
     """
     query, keys, positions = _fitted(query, keys, True, positions)
-    length = ops.shape(query)[1]
+    length = shape_of(query)[1]
     near = near_keys(keys, codebook, config)
     history = with_history(state, near)
     rule = SlidingWindow(config.window, True)
@@ -105,10 +106,10 @@ def _fitted(query, keys, causal, positions):
     lengths = query.shape[1], keys.key.shape[1]
     if None not in lengths and lengths[0] == lengths[1]:
         return query, keys, positions
-    total = ops.shape(query)[1]
+    total = shape_of(query)[1]
     if not causal:
         # Queries after the last key still see those in the window before them.
-        total = longer_length(total, ops.shape(keys.key)[1])
+        total = longer_length(total, shape_of(keys.key)[1])
 
     def fit(x):
         return fit_length(x, total)

@@ -10,6 +10,7 @@ from keras_efficient_attn.layers.attention.patterns import PatternAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.adaptive_span.api import adaptive_span_attention
 from keras_efficient_attn.ops.adaptive_span.config import RAMP
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
     check_positive_int,
@@ -301,7 +302,7 @@ class AdaptiveSpan(PatternAttention):
         """Adds the penalty, and keeps the mean and the largest of dynamic spans."""
         if self.dynamic:
             if query_mask is None:
-                weights = ops.ones(ops.shape(spans)[:2], spans.dtype)
+                weights = ops.ones(shape_of(spans)[:2], spans.dtype)
             else:
                 weights = ops.cast(query_mask, spans.dtype)
             weights = weights[..., None]

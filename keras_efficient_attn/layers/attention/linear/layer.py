@@ -6,6 +6,7 @@ from keras import ops
 from keras_efficient_attn.layers.attention import feature_maps
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
     check_positive_int,
@@ -227,7 +228,7 @@ class LinearAttention(EfficientAttention):
         else:
             heads, state = windowed_linear_attention(*tensors, config, **options)
         if position is not None:
-            state["position"] = position + ops.shape(query)[1]
+            state["position"] = position + shape_of(query)[1]
         if self._dropout > 0.0:
             heads = self._dropout_layer(heads, training=call.training)
         return heads, state

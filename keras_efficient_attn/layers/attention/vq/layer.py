@@ -15,6 +15,7 @@ from keras_efficient_attn.layers.attention.vq.codebooks import (
     MixtureCodebook,
     MovingCodebook,
 )
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_bool, check_rotary_wavelength
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, rms_normalize
 from keras_efficient_attn.ops.common.pairs import count_pairs
@@ -348,7 +349,7 @@ class VQAttention(EfficientAttention):
                     self.add_loss(loss)
                 self._codebook.update(key, index, valid, codes)
         if start is not None:
-            new_state["position"] = start + ops.shape(query)[1]
+            new_state["position"] = start + shape_of(query)[1]
         if self._dropout > 0.0:
             heads = self._dropout_layer(heads, training=call.training)
         return heads, new_state
@@ -538,7 +539,7 @@ class VQAttention(EfficientAttention):
 def _countable(key, key_mask):
     """1 for keys that a codebook learns from, and 0 for others, `(batch, length)`."""
     if key_mask is None:
-        return ops.ones(ops.shape(key)[:2], key.dtype)
+        return ops.ones(shape_of(key)[:2], key.dtype)
     return ops.cast(key_mask, key.dtype)
 
 

@@ -3,7 +3,15 @@ from keras_efficient_attn.ops.common.plan.plan import (
     DevicePlan,
     device_kind,
     device_plan,
+    has_one_tpu,
     planned_for,
 )
 
-__all__ = ["DEVICE_PLANS", "DevicePlan", "device_kind", "device_plan", "planned_for"]
+__all__ = [
+    "DEVICE_PLANS",
+    "DevicePlan",
+    "device_kind",
+    "device_plan",
+    "has_one_tpu",
+    "planned_for",
+]

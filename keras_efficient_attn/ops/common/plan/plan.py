@@ -7,7 +7,7 @@ wants few large steps: all chunks in parallel, as long as their tensors fit in m
 import contextlib
 import dataclasses
 
-from keras_efficient_attn.ops.common.backend import backend_module
+from keras_efficient_attn.ops.common.backend import backend_module, backend_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,15 @@ def device_kind():
     """
     kind = _named[-1] if _named else backend_module(__package__).device_kind()
     return kind if kind in DEVICE_PLANS else "gpu"
+
+
+def has_one_tpu():
+    """Whether JAX plans for one TPU; between several, XLA cannot divide a kernel."""
+    if backend_name() != "jax" or device_kind() != "tpu":
+        return False
+    import jax
+
+    return jax.device_count() == 1
 
 
 def device_plan():

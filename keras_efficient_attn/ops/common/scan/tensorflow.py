@@ -5,7 +5,11 @@ intermediate tensor; here the backward loop is written out, so neither happens. 
 single step needs no loop, which would take as long again to trace and to compile.
 """
 
+import functools
+
 import tensorflow as tf
+
+from keras_efficient_attn.ops.common.backend import shape_of
 
 
 def recompute_scan(step, carry, xs, consts, step_gradient, num_steps, step_size):
@@ -91,8 +95,9 @@ class _Rows:
     def __init__(self, x):
         self.number = tf.shape(x)[0] if x.shape[0] is None else x.shape[0]
 
-    def cut(self, tensors, i):
-        return _row(tensors, i)
+    def cutter(self, tensors):
+        """A function from the number of a step to what it takes."""
+        return functools.partial(_row, tensors)
 
     def only(self, tensors):
         """The outputs of a single step."""
@@ -109,15 +114,28 @@ class _Positions:
         self.number = num_steps
         self._size = step_size
 
-    def cut(self, tensors, i):
-        return tuple(self._slice(tensor, i) for tensor in tensors)
-
-    def _slice(self, tensor, i):
+    def cutter(self, tensors):
         if isinstance(self.number, int) and self.number == 1:
-            return tensor
-        sizes = _sizes(tensor)
-        sizes[1] = self._size or sizes[1] // self.number
-        return tf.slice(tensor, [0, i * sizes[1]] + [0] * (len(sizes) - 2), sizes)
+            return lambda i: tensors
+        # Made here, these operations are not made again in every loop.
+        cuts = [self._cut(tensor) for tensor in tensors]
+
+        def cut(i):
+            pieces = []
+            for tensor, stride, sizes, known in cuts:
+                piece = tf.slice(tensor, i * stride, sizes)
+                pieces.append(tf.ensure_shape(piece, known))
+            return tuple(pieces)
+
+        return cut
+
+    def _cut(self, tensor):
+        """The tensor; from one piece's start to the next; a piece's shape, twice."""
+        batch, length, *tail = shape_of(tensor)
+        size = self._size or length // self.number
+        stride = tf.stack([0, size] + [0] * len(tail))
+        known = [n if isinstance(n, int) else None for n in (batch, size, *tail)]
+        return tensor, stride, tf.stack([batch, size, *tail]), known
 
     def only(self, tensors):
         return tensors
@@ -126,23 +144,17 @@ class _Positions:
         return tuple(self._join(array.stack()) for array in arrays)
 
     def _join(self, stacked):
-        steps, batch, size, *tail = _sizes(stacked)
-        order = [1, 0, *range(2, 3 + len(tail))]
+        steps, batch, size, *tail = shape_of(stacked)
         if stacked.shape[1] != 1:
-            stacked = tf.transpose(stacked, order)
+            stacked = tf.transpose(stacked, [1, 0, *range(2, 3 + len(tail))])
         return tf.reshape(stacked, [batch, steps * size, *tail])
-
-
-def _sizes(tensor):
-    """The shape of a tensor, as integers where it is known."""
-    dynamic = tf.shape(tensor)
-    return [dynamic[i] if n is None else n for i, n in enumerate(tensor.shape)]
 
 
 def _forward(step, carry, xs, consts, steps):
     """Runs the loop; returns the last carry, the outputs and each step's carry."""
     # The first step stands outside the loop: it tells the shapes of the outputs.
-    next_carry, y = step(carry, steps.cut(xs, 0), consts)
+    cut = steps.cutter(xs)
+    next_carry, y = step(carry, cut(0), consts)
     if isinstance(steps.number, int) and steps.number == 1:
         return next_carry, steps.only(y), _as_only(carry)
     carry_arrays = _write(_arrays(carry, steps.number), 0, carry)
@@ -150,7 +162,7 @@ def _forward(step, carry, xs, consts, steps):
 
     def body(i, carry, carry_arrays, y_arrays):
         carry_arrays = _write(carry_arrays, i, carry)
-        new_carry, y = step(carry, steps.cut(xs, i), consts)
+        new_carry, y = step(carry, cut(i), consts)
         return i + 1, _like(carry, new_carry), carry_arrays, _write(y_arrays, i, y)
 
     _, final_carry, carry_arrays, y_arrays = tf.while_loop(
@@ -167,15 +179,11 @@ def _forward(step, carry, xs, consts, steps):
 def _backward(step_gradient, carries, xs, consts, ys, grad_carry, grad_ys, steps):
     """Runs the loop backwards, recomputing each step from its stored carry."""
     first_carry = _row(carries, 0)
+    cut, cut_y, cut_gradient = map(steps.cutter, (xs, ys, grad_ys))
 
     def pull_step(i, grad_carry):
         return step_gradient(
-            _row(carries, i),
-            steps.cut(xs, i),
-            consts,
-            steps.cut(ys, i),
-            grad_carry,
-            steps.cut(grad_ys, i),
+            _row(carries, i), cut(i), consts, cut_y(i), grad_carry, cut_gradient(i)
         )
 
     if isinstance(steps.number, int) and steps.number == 1:
@@ -202,7 +210,7 @@ def _backward(step_gradient, carries, xs, consts, ys, grad_carry, grad_ys, steps
             steps.number - 1,
             _like(first_carry, grad_carry),
             tuple(tf.zeros_like(tensor) for tensor in consts),
-            _arrays(steps.cut(xs, 0), steps.number),
+            _arrays(cut(0), steps.number),
         ),
         maximum_iterations=steps.number,
         parallel_iterations=1,

@@ -5,7 +5,7 @@ import importlib
 import keras
 
 from keras_efficient_attn.ops.common.backend import backend_name
-from keras_efficient_attn.ops.common.plan import device_kind
+from keras_efficient_attn.ops.common.plan import has_one_tpu
 
 DTYPES = ("float32", "bfloat16")
 MOST_DIM = 512
@@ -25,7 +25,7 @@ def choose_kernel(query, key, value, state, config):
         ValueError: If the configuration names a kernel that cannot run.
     """
     named = config.implementation == "pallas"
-    if not named and (config.implementation is not None or not _has_one_tpu()):
+    if not named and (config.implementation is not None or not has_one_tpu()):
         return None
     reason = _obstacle(query, key, value, state, config)
     if reason is None:
@@ -33,15 +33,6 @@ def choose_kernel(query, key, value, state, config):
     if named:
         raise ValueError(f"`implementation='pallas'` {reason}")
     return None
-
-
-def _has_one_tpu():
-    """Whether JAX plans for one TPU; between several, XLA cannot divide a kernel."""
-    if backend_name() != "jax" or device_kind() != "tpu":
-        return False
-    import jax
-
-    return jax.device_count() == 1
 
 
 def _obstacle(query, key, value, state, config):

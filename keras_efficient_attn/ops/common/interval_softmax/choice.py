@@ -1,0 +1,69 @@
+"""Which kernel of the backend computes a call of softmax attention, if any."""
+
+import importlib
+
+import keras
+
+from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.plan import has_one_tpu
+
+# The backend that brings each kernel.
+KERNELS = {"splash": "jax", "flex": "torch"}
+DTYPES = ("float32", "bfloat16", "float16")
+# FlexAttention's compiler refuses smaller heads.
+LEAST_DIM = 16
+
+
+def choose_kernel(call, config):
+    """The module of the kernel that computes a call; `None`: blocks do.
+
+    Args:
+        call: `SoftmaxCall`.
+        config: The pattern; `kernel_obstacle(name, causal)` says why a kernel cannot
+            compute it, or is `None`.
+
+    Raises:
+        ValueError: If the call names a kernel that cannot run.
+    """
+    named = call.implementation in KERNELS
+    name = call.implementation if named else _preferred(call)
+    if name is None:
+        return None
+    reason = _obstacle(name, call) or config.kernel_obstacle(name, call.causal)
+    if reason is None:
+        return importlib.import_module(f"{__package__}.{name}")
+    if named:
+        raise ValueError(f"`implementation={name!r}` {reason}")
+    return None
+
+
+def _preferred(call):
+    """The name of the kernel for the device, if no implementation is named."""
+    if call.implementation is not None:
+        return None
+    backend, query = backend_name(), call.inputs[0]
+    if backend == "jax":
+        return "splash" if has_one_tpu() else None
+    if backend == "torch" and query.is_cuda:
+        fits = min(query.shape[-1], call.inputs[2].shape[-1]) >= LEAST_DIM
+        return "flex" if fits else None
+    return None
+
+
+def _obstacle(name, call):
+    """Why a kernel cannot compute a call, whatever its pattern, or `None`."""
+    if backend_name() != KERNELS[name]:
+        return f"needs the backend {KERNELS[name]!r}. Received: {backend_name()!r}"
+    for argument in ("state", "dropout"):
+        if getattr(call, argument) is not None:
+            return f"takes no `{argument}`. Received: one"
+    query, key, value, _ = call.inputs
+    for x in (query, key, value):
+        dtype = keras.backend.standardize_dtype(x.dtype)
+        if dtype not in DTYPES:
+            return f"computes with {', '.join(DTYPES)}. Received: {dtype}"
+    shapes = [tuple(x.shape) for x in (query, key, value)]
+    sizes = [size for shape in shapes for size in shape]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return f"needs a batch and positions, of known sizes. Received: shapes {shapes}"
+    return None

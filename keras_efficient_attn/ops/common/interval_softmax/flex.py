@@ -1,0 +1,99 @@
+"""Softmax over intervals of the keys by FlexAttention, PyTorch's kernel for CUDA.
+
+On a CPU PyTorch computes it without a kernel, and without gradients, for tests.
+"""
+
+import functools
+import math
+
+import numpy as np
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from keras_efficient_attn.ops.common.interval_softmax.intervals import bounds, sees
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+
+# Queries and keys of a block.
+BLOCK = 128
+
+
+def attend(query, key, value, valid, pattern, scale):
+    """The output of softmax attention, in the dtype of `value`.
+
+    Args:
+        query, key, value: `(batch, length, heads, dim)`, keys and values finite.
+        valid: `(batch, keys)` or `(batch, keys, heads)`, not 0 for keys that exist, or
+            `None`: all do.
+        pattern: Which keys a query sees, as `intervals` has it.
+        scale: Factor of the dot products.
+    """
+    return _attend(query, key, value, valid, pattern, scale)[0].transpose(1, 2)
+
+
+def attend_part(query, key, value, valid, pattern, scale):
+    """As `attend`: `(values, totals, log_scale)` for `online_softmax.merge`."""
+    output, aux = _attend(query, key, value, valid, pattern, scale)
+    log_scale = aux.lse.transpose(1, 2)
+    seen = log_scale > -math.inf
+    return (
+        output.transpose(1, 2).float(),
+        seen.float(),
+        torch.where(seen, log_scale, LOG_ZERO),
+    )
+
+
+def _attend(query, key, value, valid, pattern, scale):
+    mask = block_mask(pattern, query.shape[1], valid, query.device)
+    compute = _compiled() if query.is_cuda else flex_attention
+    return compute(
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        block_mask=mask,
+        scale=scale,
+        return_aux=AuxRequest(lse=True),
+    )
+
+
+@functools.cache
+def _compiled():
+    return torch.compile(flex_attention)
+
+
+def block_mask(pattern, queries, valid, device):
+    """The `BlockMask` of a pattern, and of the keys that exist."""
+    if valid is None:
+
+        def mask_mod(batch, head, i, j):
+            return sees(pattern, i, j)
+    elif valid.ndim == 2:
+
+        def mask_mod(batch, head, i, j):
+            return sees(pattern, i, j) & (valid[batch, j] != 0)
+    else:
+
+        def mask_mod(batch, head, i, j):
+            return sees(pattern, i, j) & (valid[batch, j, head] != 0)
+
+    counts, indices = _blocks(pattern, queries)
+    return BlockMask.from_kv_blocks(
+        torch.as_tensor(counts, device=device)[None, None],
+        torch.as_tensor(indices, device=device)[None, None],
+        BLOCK_SIZE=BLOCK,
+        mask_mod=mask_mod,
+        seq_lengths=(queries, pattern.keys),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _blocks(pattern, queries):
+    """How many blocks of keys each block of queries sees, and which, those first."""
+    blocks, key_blocks = -(-queries // BLOCK), -(-pattern.keys // BLOCK)
+    seen = np.zeros((blocks, key_blocks), bool)
+    starts = np.arange(blocks) * BLOCK
+    number = np.arange(key_blocks)
+    for first, last in bounds(pattern, queries):
+        empty = last < first
+        first = np.minimum.reduceat(np.where(empty, pattern.keys, first), starts)
+        last = np.maximum.reduceat(np.where(empty, -1, last), starts)
+        seen |= (number >= first[:, None] // BLOCK) & (number <= last[:, None] // BLOCK)
+    indices = np.argsort(~seen, axis=1, kind="stable")
+    return seen.sum(1).astype("int32"), indices.astype("int32")

@@ -1,0 +1,61 @@
+"""Patterns in which a query sees all keys of a few intervals.
+
+A pattern is hashable, has the number of its `keys`, and `intervals(i)`: pairs of the
+first and the last key that query `i` sees, of which one may be empty. It has nothing
+but operators in it, so that it works for NumPy arrays and for tensors alike.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from keras_efficient_attn.ops.common.masks import QueryBlocks, SlidingWindow
+
+
+@dataclasses.dataclass(frozen=True)
+class NearKeys:
+    """The keys that a mask function of `ops.common.masks` allows."""
+
+    mask_fn: SlidingWindow | QueryBlocks
+    keys: int
+
+    def intervals(self, i):
+        first, last = self.mask_fn.interval(i)
+        # The smaller of both.
+        beyond = last > self.keys - 1
+        return ((first, last - (last - self.keys + 1) * beyond),)
+
+
+@dataclasses.dataclass(frozen=True)
+class AllKeys:
+    """All keys."""
+
+    keys: int
+
+    def intervals(self, i):
+        return ((0, self.keys - 1),)
+
+
+def sees(pattern, i, j):
+    """Whether query `i` sees key `j`."""
+    seen = j < 0
+    for first, last in pattern.intervals(i):
+        seen = seen | ((j >= first) & (j <= last))
+    return seen
+
+
+def bounds(pattern, queries):
+    """First and last keys of the intervals, `(intervals, 2, queries)`, in NumPy.
+
+    Inside `[0, keys]` and `[-1, keys - 1]`: empty intervals end before they begin.
+    """
+    i = np.arange(queries)
+    pairs = np.stack(
+        [
+            [np.broadcast_to(end, i.shape) for end in pair]
+            for pair in pattern.intervals(i)
+        ]
+    )
+    first = np.clip(pairs[:, 0], 0, pattern.keys)
+    last = np.clip(pairs[:, 1], -1, pattern.keys - 1)
+    return np.stack([first, np.maximum(last, first - 1)], axis=1)

@@ -1,0 +1,135 @@
+"""Softmax over intervals of the keys by splash attention, JAX's kernel for TPUs.
+
+Elsewhere than on a TPU, Pallas interprets it: the same results, slowly, for tests.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+
+from keras_efficient_attn.ops.common.interval_softmax.intervals import bounds
+from keras_efficient_attn.ops.common.plan import device_kind
+
+# Rows of a vector register's lanes: blocks are multiples of them.
+LANES = 128
+# Queries and keys of a block.
+BLOCK = 512
+
+
+def attend(query, key, value, valid, pattern, scale):
+    """The output of softmax attention, in the dtype of `value`.
+
+    Args:
+        query, key, value: `(batch, length, heads, dim)`, keys and values finite.
+        valid: `(batch, keys)` or `(batch, keys, heads)`, not 0 for keys that exist, or
+            `None`: all do.
+        pattern: Which keys a query sees, as `intervals` has it.
+        scale: Factor of the dot products.
+    """
+    batch, length, heads, _ = query.shape
+    # The kernel multiplies queries of the inputs' dtype; the factor is exact before.
+    query = (query.astype("float32") * scale).astype(query.dtype)
+    rows = _padded(length), _padded(key.shape[1])
+    query, key, value = (
+        _one_head(x, size)
+        for x, size in zip(
+            (query, key, value), (rows[0], rows[1], rows[1]), strict=True
+        )
+    )
+    kernel = _kernel(pattern, length, rows, device_kind() != "tpu")
+    if valid is None:
+        output = jax.vmap(kernel)(query, key, value)
+        seen = _has_keys(pattern, length)[None, :, None, None]
+    else:
+        valid = jnp.broadcast_to(
+            valid[..., None] if valid.ndim == 2 else valid, (*valid.shape[:2], heads)
+        )
+        valid = jnp.swapaxes(valid != 0, 1, 2)
+        seen = jnp.swapaxes(_sees_any(pattern, length, valid), 1, 2)[..., None]
+        hidden = jnp.pad(~valid, ((0, 0), (0, 0), (0, rows[1] - valid.shape[-1])))
+        ids = splash_attention_kernel.SegmentIds(
+            jnp.zeros((batch * heads, rows[0]), "int32"),
+            hidden.reshape(batch * heads, -1).astype("int32"),
+        )
+        output = jax.vmap(kernel)(query, key, value, ids)
+    output = output.reshape(batch, heads, rows[0], -1)[:, :, :length]
+    # Queries without keys have averages of what their blocks hold.
+    return jnp.where(seen, jnp.swapaxes(output, 1, 2), 0)
+
+
+def _padded(length):
+    unit = LANES if length < BLOCK else BLOCK
+    return -(-length // unit) * unit
+
+
+def _one_head(x, rows):
+    """`(batch, length, heads, dim)` as `(batch · heads, 1, rows, dim)`, zeros behind.
+
+    Heads see the same keys: the kernel has one mask, and programs for each head.
+    """
+    batch, length, heads, dim = x.shape
+    x = jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, rows - length), (0, 0)))
+    return x.reshape(batch * heads, 1, rows, dim)
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel(pattern, queries, rows, interpret):
+    mask = splash_attention_mask.MultiHeadMask([_Mask(pattern, queries, rows)])
+    block, key_block = (min(BLOCK, size) for size in rows)
+    sizes = splash_attention_kernel.BlockSizes(
+        block_q=block,
+        block_kv=key_block,
+        block_q_dkv=block,
+        block_kv_dkv=key_block,
+        block_q_dq=block,
+        block_kv_dq=key_block,
+    )
+    # Lists of blocks are constants, also if the caller is being traced.
+    with jax.ensure_compile_time_eval():
+        return splash_attention_kernel.make_splash_mha_single_device(
+            mask, block_sizes=sizes, interpret=interpret
+        )
+
+
+class _Mask(splash_attention_mask.Mask):
+    """A pattern for splash attention, which asks for it block by block."""
+
+    def __init__(self, pattern, queries, shape):
+        self._bounds = bounds(pattern, queries)
+        self._shape = shape
+
+    @property
+    def shape(self):
+        return self._shape
+
+    def __getitem__(self, index):
+        (start, stop, _), (first_key, end, _) = (
+            part.indices(size) for part, size in zip(index, self._shape, strict=True)
+        )
+        block = np.zeros((stop - start, end - first_key), bool)
+        for first, last in self._bounds[:, :, start:stop]:
+            # Queries that only fill a block see nothing.
+            if len(first) and first.min() < end and last.max() >= first_key:
+                keys = np.arange(first_key, end)
+                seen = (keys >= first[:, None]) & (keys <= last[:, None])
+                block[: len(first)] |= seen
+        return block
+
+
+def _has_keys(pattern, queries):
+    first, last = np.moveaxis(bounds(pattern, queries), 1, 0)
+    return (last >= first).any(axis=0)
+
+
+def _sees_any(pattern, queries, valid):
+    """`(batch, heads, queries)`, from `valid` `(batch, heads, keys)`."""
+    counts = jnp.cumsum(valid, axis=-1, dtype="int32")
+    counts = jnp.pad(counts, ((0, 0), (0, 0), (1, 0)))
+    first, last = np.moveaxis(bounds(pattern, queries), 1, 0)
+    return (counts[..., last + 1] > counts[..., first]).any(axis=-2)

@@ -1,0 +1,126 @@
+"""Sparse attention of whole sequences by a kernel that the backend brings."""
+
+import dataclasses
+
+from keras import ops
+
+from keras_efficient_attn.ops.common.chunking import chunk_count, fit_length
+from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.inputs import hide_masked
+from keras_efficient_attn.ops.common.interval_softmax.intervals import (
+    AllKeys,
+    NearKeys,
+)
+from keras_efficient_attn.ops.common.online_softmax import finish, merge
+from keras_efficient_attn.ops.sparse_attention.fixed import gather_summaries
+from keras_efficient_attn.ops.sparse_attention.strided import by_column, by_row
+
+
+@compiled("config", "options", "kernel")
+def attend_by_kernel(inputs, config, options, kernel):
+    """The output, by a module of `interval_softmax`."""
+    length, scale = inputs[0].shape[1], options.scale
+    inputs = _whole_blocks(*inputs, config.stride)
+    near, far = config.split_heads(*inputs)
+    near_keys = NearKeys(config.masks(options.causal)[0], inputs[1].shape[1])
+    if config.merges and config.pattern == "strided":
+        parts = [
+            kernel.attend_part(*near, near_keys, scale),
+            _attend_columns(kernel.attend_part, far, config, options),
+        ]
+        return finish(*merge(parts), True)[:, :length]
+    outputs = []
+    if config.merges:
+        pattern = KeysAndSummaries(near_keys, config.stride, config.summary)
+        keys = [_joined(*pair) for pair in zip(inputs[1:], _summaries(far, config))]
+        outputs.append(kernel.attend(inputs[0], *keys, pattern, scale))
+    elif config.near_heads:
+        outputs.append(kernel.attend(*near, near_keys, scale))
+    if config.far_heads and config.pattern == "strided":
+        outputs.append(_attend_columns(kernel.attend, far, config, options))
+    elif config.far_heads and not config.merges:
+        summaries = _summaries(far, config)
+        pattern = AllKeys(summaries[0].shape[1])
+        outputs.append(kernel.attend(far[0], *summaries, pattern, scale))
+    return ops.concatenate(outputs, axis=2)[:, :length]
+
+
+def _whole_blocks(query, key, value, key_mask, stride):
+    """Inputs of whole blocks, or rows of columns, and which keys exist, as 0 or 1."""
+    valid = ops.ones(key.shape[:2]) if key_mask is None else key_mask
+    valid = ops.cast(valid, "int32")
+    key, value = hide_masked(key, key_mask), hide_masked(value, key_mask)
+    length = chunk_count(max(query.shape[1], key.shape[1]), stride) * stride
+    return [fit_length(x, length) for x in (query, key, value, valid)]
+
+
+def _attend_columns(attend, inputs, config, options):
+    """The output, or the part, of every column, which stands for a sequence."""
+    batch, length = inputs[0].shape[:2]
+    rows = length // config.stride
+    columns = [by_column(x, rows, config.stride) for x in inputs]
+    columns = [ops.reshape(x, (-1, *x.shape[2:])) for x in columns]
+    pattern = ColumnRows(rows, options.causal, config.merges)
+    outputs = attend(*columns, pattern, options.scale)
+    is_part = isinstance(outputs, tuple)
+    outputs = [
+        by_row(ops.reshape(x, (batch, config.stride, *x.shape[1:])))
+        for x in (outputs if is_part else [outputs])
+    ]
+    return outputs if is_part else outputs[0]
+
+
+def _summaries(inputs, config):
+    """Keys and values of the summaries, and which exist, `(batch, slots, heads, ...)`."""
+    _, key, value, valid = inputs
+    valid = ops.broadcast_to(valid[..., None], key.shape[:3])
+    return [
+        gather_summaries(x, config.stride, config.summary) for x in (key, value, valid)
+    ]
+
+
+def _joined(keys, summaries):
+    if len(keys.shape) == 2:
+        keys = ops.broadcast_to(keys[..., None], (*keys.shape, summaries.shape[2]))
+    return ops.concatenate([keys, summaries], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnRows:
+    """The rows of one column: earlier ones, and if not causal later ones, too.
+
+    Attributes:
+        keys: Number of rows.
+        causal: Whether earlier ones only.
+        remainder: Whether without the rows next to the query, and its own.
+    """
+
+    keys: int
+    causal: bool
+    remainder: bool
+
+    def intervals(self, i):
+        if not self.remainder:
+            return ((0, i if self.causal else self.keys - 1),)
+        earlier = 0, i - 2
+        return (earlier,) if self.causal else (earlier, (i + 2, self.keys - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class KeysAndSummaries:
+    """The own block's keys, and behind all keys the summaries of the other blocks."""
+
+    near: NearKeys
+    stride: int
+    summary: int
+
+    @property
+    def keys(self):
+        return self.near.keys + self.near.keys // self.stride * self.summary
+
+    def intervals(self, i):
+        first, block = self.near.keys, i // self.stride
+        earlier = first, first + block * self.summary - 1
+        later = first + (block + 1) * self.summary, self.keys - 1
+        causal = self.near.mask_fn.causal
+        return (*self.near.intervals(i), earlier, *(() if causal else (later,)))
