@@ -36,6 +36,7 @@ def printed(capsys):
     return rows
 
 
+@pytest.mark.any_backend
 def test_from_training_to_a_preset(small, tmp_path, capsys):
     out = tmp_path / "new" / "folder"
     arguments = [*small, "--attention", NARROW, "--window-budget", "16"]
@@ -67,6 +68,7 @@ def test_from_training_to_a_preset(small, tmp_path, capsys):
     assert "holds something" in capsys.readouterr().err
 
 
+@pytest.mark.any_backend
 def test_of_a_preset_what_is_left_is_measured(small, tmp_path, capsys):
     backbone = families.make("bert")
     tokenizer = keras_hub.models.BertTokenizer(

@@ -151,6 +151,7 @@ def test_bits_per_byte_is_the_mean_of_minus_log2():
     assert float(uniform.result()) == pytest.approx(math.log2(256))
 
 
+@pytest.mark.any_backend
 @pytest.mark.parametrize(
     "attention", ["performer:num_features=16,window=4,rotary_wavelength=100", "softmax"]
 )
@@ -266,6 +267,7 @@ def test_used_folder_and_other_arguments_are_refused(finished, capsys):
     assert error.count("\n") == 1
 
 
+@pytest.mark.any_backend
 def test_compare_prints_a_row_for_each(tmp_path, capsys, monkeypatch):
     def run(command):
         """The process, in this one: killed runs show that the script is one."""

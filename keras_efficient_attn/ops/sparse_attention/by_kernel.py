@@ -32,7 +32,7 @@ def attend_by_kernel(inputs, config, options, kernel):
     outputs = []
     if config.merges:
         pattern = KeysAndSummaries(near_keys, config.stride, config.summary)
-        keys = [_joined(*pair) for pair in zip(inputs[1:], _summaries(far, config))]
+        keys = map(_joined, inputs[1:], _summaries(far, config))
         outputs.append(kernel.attend(inputs[0], *keys, pattern, scale))
     elif config.near_heads:
         outputs.append(kernel.attend(*near, near_keys, scale))
@@ -71,7 +71,7 @@ def _attend_columns(attend, inputs, config, options):
 
 
 def _summaries(inputs, config):
-    """Keys and values of the summaries, and which exist, `(batch, slots, heads, ...)`."""
+    """Keys, values and which exist, of each head's summaries."""
     _, key, value, valid = inputs
     valid = ops.broadcast_to(valid[..., None], key.shape[:3])
     return [

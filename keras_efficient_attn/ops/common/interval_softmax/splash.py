@@ -35,14 +35,10 @@ def attend(query, key, value, valid, pattern, scale):
     batch, length, heads, _ = query.shape
     # The kernel multiplies queries of the inputs' dtype; the factor is exact before.
     query = (query.astype("float32") * scale).astype(query.dtype)
-    rows = _padded(length), _padded(key.shape[1])
-    query, key, value = (
-        _one_head(x, size)
-        for x, size in zip(
-            (query, key, value), (rows[0], rows[1], rows[1]), strict=True
-        )
-    )
-    kernel = _kernel(pattern, length, rows, device_kind() != "tpu")
+    rows, key_rows = _padded(length), _padded(key.shape[1])
+    query = _one_head(query, rows)
+    key, value = _one_head(key, key_rows), _one_head(value, key_rows)
+    kernel = _kernel(pattern, length, (rows, key_rows), device_kind() != "tpu")
     if valid is None:
         output = jax.vmap(kernel)(query, key, value)
         seen = _has_keys(pattern, length)[None, :, None, None]
@@ -52,13 +48,13 @@ def attend(query, key, value, valid, pattern, scale):
         )
         valid = jnp.swapaxes(valid != 0, 1, 2)
         seen = jnp.swapaxes(_sees_any(pattern, length, valid), 1, 2)[..., None]
-        hidden = jnp.pad(~valid, ((0, 0), (0, 0), (0, rows[1] - valid.shape[-1])))
+        hidden = jnp.pad(~valid, ((0, 0), (0, 0), (0, key_rows - valid.shape[-1])))
         ids = splash_attention_kernel.SegmentIds(
-            jnp.zeros((batch * heads, rows[0]), "int32"),
+            jnp.zeros((batch * heads, rows), "int32"),
             hidden.reshape(batch * heads, -1).astype("int32"),
         )
         output = jax.vmap(kernel)(query, key, value, ids)
-    output = output.reshape(batch, heads, rows[0], -1)[:, :, :length]
+    output = output.reshape(batch, heads, rows, -1)[:, :, :length]
     # Queries without keys have averages of what their blocks hold.
     return jnp.where(seen, jnp.swapaxes(output, 1, 2), 0)
 
