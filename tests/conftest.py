@@ -4,7 +4,7 @@ import os
 import pytest
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# The softmax of oneDNN, which some CPUs get, refuses six axes; Keras' attention has them.
+# The softmax of oneDNN, which some CPUs get, refuses six axes; Keras has them.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 # Tests compile thousands of small programs and run each once: compile fast.
 os.environ.setdefault(

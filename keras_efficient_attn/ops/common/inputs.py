@@ -67,6 +67,8 @@ class SoftmaxCall:
         refused = dict(state=self.state, dropout=self.dropout)
         check_implementation(self.implementation, "blocks", *self.kernels, **refused)
         check_streaming(query, key, self.causal, self.state)
+        tensors = [x if x is None else ops.convert_to_tensor(x) for x in self.inputs]
+        object.__setattr__(self, "inputs", tuple(tensors))
 
     @property
     def options(self):

@@ -8,13 +8,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel,
     splash_attention_mask,
 )
 
 from keras_efficient_attn.ops.common.interval_softmax.intervals import bounds
-from keras_efficient_attn.ops.common.plan import device_kind
 
 # Rows of a vector register's lanes: blocks are multiples of them.
 LANES = 128
@@ -38,9 +38,8 @@ def attend(query, key, value, valid, pattern, scale):
     rows, key_rows = _padded(length), _padded(key.shape[1])
     query = _one_head(query, rows)
     key, value = _one_head(key, key_rows), _one_head(value, key_rows)
-    kernel = _kernel(pattern, length, (rows, key_rows), device_kind() != "tpu")
+    inputs = [query, key, value]
     if valid is None:
-        output = jax.vmap(kernel)(query, key, value)
         seen = _has_keys(pattern, length)[None, :, None, None]
     else:
         valid = jnp.broadcast_to(
@@ -53,7 +52,15 @@ def attend(query, key, value, valid, pattern, scale):
             jnp.zeros((batch * heads, rows), "int32"),
             hidden.reshape(batch * heads, -1).astype("int32"),
         )
-        output = jax.vmap(kernel)(query, key, value, ids)
+        inputs.append(ids)
+
+    def run(inputs, interpret):
+        kernel = _kernel(pattern, length, (rows, key_rows), interpret)
+        return jax.vmap(kernel)(*inputs)
+
+    output = lax.platform_dependent(
+        inputs, tpu=lambda x: run(x, False), default=lambda x: run(x, True)
+    )
     output = output.reshape(batch, heads, rows, -1)[:, :, :length]
     # Queries without keys have averages of what their blocks hold.
     return jnp.where(seen, jnp.swapaxes(output, 1, 2), 0)

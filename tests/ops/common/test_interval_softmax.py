@@ -1,0 +1,187 @@
+"""Softmax over patterns by JAX's splash attention and PyTorch's FlexAttention."""
+
+import importlib
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn.ops import (
+    local_attention,
+    local_pattern,
+    sparse_attention,
+    sparse_pattern,
+)
+from keras_efficient_attn.ops.common.interval_softmax.choice import KERNELS
+from tests.autodiff import gradient_function, to_numpy
+from tests.ops.pieces import (
+    TOLERANCE,
+    assert_gradients_are,
+    masked_softmax,
+    softmax_gradients,
+)
+
+KERNEL = {backend: name for name, backend in KERNELS.items()}
+LENGTH, HEADS = 200, 2
+# An operation's arguments, whether it is causal, whether keys are hidden.
+LOCAL = [
+    (dict(window=9), True, True),
+    (dict(window=130), False, False),
+    (dict(query_block=7, memory=3), True, False),
+    (dict(query_block=60), False, True),
+]
+SPARSE = [
+    (dict(pattern="strided", stride=13, heads="split"), True, True),
+    (dict(pattern="strided", stride=13, heads=1), False, False),
+    (dict(pattern="fixed", stride=40, summary=3), True, False),
+    (dict(pattern="fixed", stride=13), False, True),
+    (dict(pattern="fixed", stride=13, heads="split"), False, True),
+    (dict(pattern="fixed", stride=13, heads=0), True, False),
+]
+# FlexAttention gives log scales, by which two parts are merged.
+MERGED = [
+    (dict(pattern="strided", stride=13), True, True),
+    (dict(pattern="strided", stride=13), False, False),
+]
+
+
+@pytest.fixture(autouse=True)
+def kernel(backend, monkeypatch):
+    """The name of the backend's kernel, which cuts short sequences into blocks."""
+    if backend not in KERNEL:
+        pytest.skip("TensorFlow brings no such kernel")
+    name = KERNEL[backend]
+    package = "keras_efficient_attn.ops.common.interval_softmax"
+    monkeypatch.setattr(importlib.import_module(f"{package}.{name}"), "BLOCK", 128)
+    if name == "flex":
+        flex_attention = importlib.import_module("torch.nn.attention.flex_attention")
+        # It refuses gradients on a CPU, where it can compute them all the same.
+        monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    return name
+
+
+def heads_of(length, dim=8, seed=0):
+    random = np.random.default_rng(seed)
+    return random.normal(size=(2, length, HEADS, dim)).astype("float32")
+
+
+def draw_mask(masked, length=LENGTH):
+    """The first keys are hidden from the first sequence: some queries see none."""
+    if not masked:
+        return None
+    mask = np.random.default_rng(3).random((2, length)) > 0.3
+    mask[0, :20] = False
+    return mask
+
+
+def check(attend, allowed, mask, key_length=LENGTH):
+    """Compares values and gradients with the formula; hidden keys are NaN."""
+    tensors = heads_of(LENGTH), heads_of(key_length, seed=1), heads_of(key_length, 5)
+    weight = heads_of(LENGTH, 5, seed=4)
+    seen = np.broadcast_to(allowed, (2, HEADS, LENGTH, key_length))
+    poisoned = list(tensors)
+    if mask is not None:
+        seen = seen & mask[:, None, None]
+        hidden = ~mask[..., None, None]
+        poisoned[1:] = (np.where(hidden, np.nan, x) for x in tensors[1:])
+
+    def loss(query, key, value):
+        output = attend(query, key, value, key_mask=mask, scale=0.5)
+        return ops.sum(ops.multiply(output, weight))
+
+    output = to_numpy(attend(*poisoned, key_mask=mask, scale=0.5))
+    expected = masked_softmax(*tensors, seen, scale=0.5)
+    np.testing.assert_allclose(output, expected, **TOLERANCE)
+    assert_gradients_are(
+        gradient_function(loss)(*poisoned),
+        softmax_gradients(*tensors, seen, 0.5, weight),
+    )
+
+
+@pytest.mark.parametrize(("pattern", "causal", "masked"), LOCAL, ids=str)
+def test_local_attention_is_the_masked_softmax(kernel, pattern, causal, masked):
+    def attend(*tensors, **arguments):
+        options = dict(causal=causal, implementation=kernel)
+        return local_attention(*tensors, **pattern, **arguments, **options)
+
+    allowed = local_pattern(LENGTH, causal=causal, **pattern)
+    check(attend, allowed, draw_mask(masked))
+
+
+@pytest.mark.parametrize(("pattern", "causal", "masked"), SPARSE + MERGED, ids=str)
+def test_sparse_attention_is_the_masked_softmax(kernel, pattern, causal, masked):
+    if kernel == "splash" and (pattern, causal, masked) in MERGED:
+        pytest.skip("splash attention cannot merge parts")
+
+    def attend(*tensors, **arguments):
+        options = dict(causal=causal, implementation=kernel)
+        return sparse_attention(*tensors, **pattern, **arguments, **options)
+
+    allowed = sparse_pattern(LENGTH, **pattern, causal=causal, num_heads=HEADS)
+    check(attend, allowed, draw_mask(masked))
+
+
+@pytest.mark.parametrize("key_length", [150, 230])
+def test_lengths_may_differ(kernel, key_length):
+    def attend(*tensors, **arguments):
+        return local_attention(*tensors, window=9, implementation=kernel, **arguments)
+
+    allowed = local_pattern(max(LENGTH, key_length), window=9)
+    check(attend, allowed[:LENGTH, :key_length], None, key_length)
+
+
+def test_values_keep_their_dtype(kernel):
+    x = ops.cast(heads_of(LENGTH, 16), "bfloat16")
+    options = dict(window=9, causal=True)
+    output = local_attention(x, x, x, implementation=kernel, **options)
+    assert keras.backend.standardize_dtype(output.dtype) == "bfloat16"
+    wide = to_numpy(ops.cast(x, "float32"))
+    expected = masked_softmax(
+        wide, wide, wide, local_pattern(LENGTH, **options), scale=0.25
+    )
+    output = to_numpy(ops.cast(output, "float32"))
+    np.testing.assert_allclose(output, expected, rtol=0.02, atol=0.02)
+
+
+def test_lists_of_blocks_hold_the_pattern_and_little_else(backend):
+    if backend != "torch":
+        pytest.skip("splash attention makes its own lists")
+    from keras_efficient_attn.ops.common.interval_softmax import flex
+    from keras_efficient_attn.ops.common.interval_softmax.intervals import NearKeys
+    from keras_efficient_attn.ops.common.masks import SlidingWindow
+
+    length = 8 * flex.BLOCK - 5
+    pattern = NearKeys(SlidingWindow(flex.BLOCK, True), length)
+    blocks = flex.block_mask(pattern, length, None, "cpu").to_dense()[0, 0]
+    near = np.eye(8) + np.eye(8, k=-1)
+    np.testing.assert_array_equal(to_numpy(blocks), near)
+
+
+@pytest.mark.parametrize(
+    ("attend", "options", "message"),
+    [
+        (local_attention, dict(grid=(2, 8), query_block=(2, 2)), "takes no `grid`"),
+        (local_attention, dict(dropout=(0.5, np.zeros(2))), "takes no `dropout`"),
+        (
+            sparse_attention,
+            dict(pattern="fixed", stride=4, heads=1, causal=True),
+            "summaries differ. Received: heads=1",
+        ),
+    ],
+    ids=["grid", "dropout", "summaries"],
+)
+def test_a_kernel_that_is_named_says_why_it_cannot_run(
+    kernel, attend, options, message
+):
+    x = heads_of(16)
+    with pytest.raises(ValueError, match=f"'{kernel}'.*{message}"):
+        attend(x, x, x, implementation=kernel, **options)
+
+
+def test_the_kernel_of_another_backend_is_refused(kernel):
+    (other,) = KERNELS.keys() - {kernel}
+    x = heads_of(16)
+    message = f"'{other}'.* needs the backend '{KERNELS[other]}'"
+    with pytest.raises(ValueError, match=message):
+        local_attention(x, x, x, implementation=other)
