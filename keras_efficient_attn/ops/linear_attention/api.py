@@ -20,6 +20,7 @@ from keras_efficient_attn.ops.linear_attention.config import (
     LinearAttentionConfig,
     given_features,
 )
+from keras_efficient_attn.ops.linear_attention.gated import api as gated
 from keras_efficient_attn.ops.linear_attention.kernels.choice import choose_kernel
 from keras_efficient_attn.ops.linear_attention.recurrent import (
     recurrent_linear_attention,
@@ -37,6 +38,8 @@ def linear_attention(
     key_log_weight=None,
     key_mask=None,
     causal=False,
+    log_decay=None,
+    beta=None,
     state=None,
     normalize=True,
     chunk_size=None,
@@ -53,6 +56,18 @@ def linear_attention(
     grow linearly with the length; the backward pass recomputes inside chunks.
     A query that sees no key gets zeros.
 
+    With `log_decay` or `beta`, the state decays and is corrected: with
+    `g = log_decay` and `S[t] v` for what the state holds under a key,
+
+    ```
+    S'     = diag(exp(g[t])) S[t - 1]
+    S[t]   = S' + beta[t] key_features[t]ᵀ (value[t] - key_features[t] S')
+    output = query_features[t] S[t]
+    ```
+
+    and without `beta`, `S[t] = S' + key_features[t]ᵀ value[t]`. `normalize` divides by
+    what values of 1 would give. A masked key neither decays the state nor writes.
+
     Args:
         query_features: `(batch, query_length, heads, features)`.
         key_features: `(batch, key_length, heads, features)`.
@@ -64,6 +79,13 @@ def linear_attention(
         key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
             Other keys are not read, NaN included.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
+        log_decay: Optional `(batch, key_length, heads)` or, by feature, `(batch,
+            key_length, heads, features)`: logarithms, not positive, of the factor by
+            which a position multiplies the state before it. For `causal=True`, without
+            `key_log_weight`.
+        beta: Optional `(batch, key_length, heads)`: the share, from 0 to 2, of what the
+            state holds under a key that its value replaces (the delta rule); keys
+            should have norm 1. As `log_decay`.
         state: Optional state from `linear_attention_state` or an earlier call: the
             keys of earlier segments. Needs `causal=True` and equal lengths. A single
             position then costs one pass over the state.
@@ -114,7 +136,12 @@ def linear_attention(
     check_float_dtype("value", value)
     check_implementation(implementation, "chunked", "pallas", state=state)
     check_streaming(query_features, key_features, causal, state)
+    rates = log_decay, beta
+    gated.check_rates(*rates, key_features, causal, key_log_weight)
+    is_gated = any(rate is not None for rate in rates)
     if implementation == "reference":
+        if is_gated:
+            return gated.reference(inputs, rates, normalize)
         return reference_attention(inputs, key_log_weight, causal, normalize)
     config = LinearAttentionConfig(
         given_features,
@@ -129,16 +156,17 @@ def linear_attention(
     sizes = (*key_features.shape[2:], value.shape[-1])
     if state is not None:
         check_state(state, linear_attention_state_spec(None, *sizes))
-    outputs, new_state = mapped_linear_attention(
-        query_features,
-        key_features,
-        value,
-        config,
-        key_log_weight=key_log_weight,
-        key_mask=key_mask,
-        state=state,
-    )
-    output = ops.cast(outputs[0], value.dtype)
+    tensors = query_features, key_features, value
+    options = dict(key_mask=key_mask, state=state)
+    if is_gated:
+        output, new_state = gated.mapped_gated_attention(
+            *tensors, rates, config, **options
+        )
+    else:
+        (output,), new_state = mapped_linear_attention(
+            *tensors, config, key_log_weight=key_log_weight, **options
+        )
+    output = ops.cast(output, value.dtype)
     return output if state is None else (output, new_state)
 
 

@@ -1,0 +1,111 @@
+"""Linear attention with a decay and a correction."""
+
+from keras import ops
+
+from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.checks import may_agree
+from keras_efficient_attn.ops.common.chunking import fit_length
+from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.inputs import hide_masked
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.linear_attention.gated.chunked import (
+    chunked_gated_attention,
+)
+from keras_efficient_attn.ops.linear_attention.gated.recurrent import (
+    recurrent_gated_attention,
+)
+from keras_efficient_attn.ops.linear_attention.gated.reference import (
+    reference_gated_attention,
+)
+
+
+@compiled("config")
+def mapped_gated_attention(
+    query, key, value, rates, config, map_weights=(), key_mask=None, state=None
+):
+    """`mapped_linear_attention` with `rates`: log decays, and corrections.
+
+    Args:
+        query, key, value: `(batch, length, heads, dim)`.
+        rates: `(log_decay, beta)`, as for `linear_attention`, each may be `None`.
+        config: `LinearAttentionConfig`, causal, of maps without log scales.
+        map_weights: Tuple of tensors that the feature maps read.
+        key_mask, state: As for `linear_attention`.
+
+    Returns:
+        `(output, state)`: in the accumulator's dtype, and the state after the last
+        position (`None` without `state`).
+    """
+    tensors, rates = _prepared(query, key, value, key_mask, rates)
+    dtype = accumulator_dtype(query, key, value)
+    normalized = config.output == "normalized"
+    batch, length, heads, value_dim = shape_of(tensors[2])
+    if state is None:
+        columns = value_dim + normalized
+        carry = ops.zeros((batch, heads, config.num_features, columns), dtype)
+    else:
+        scale = ops.exp(ops.cast(state["log_scale"], dtype))[..., None, None]
+        carry = ops.cast(state["sum"], dtype)
+        if normalized:
+            normalizer = ops.cast(state["normalizer"], dtype)[..., None]
+            carry = ops.concatenate([carry, normalizer], axis=-1)
+        carry = carry * scale
+    attend = chunked_gated_attention
+    if state is not None and query.shape[1] == 1:
+        attend = recurrent_gated_attention
+    output, carry = attend(tensors, rates, carry, map_weights, config)
+    if state is None:
+        return output, None
+    normalizer = carry[..., -1] if normalized else state["normalizer"]
+    return output, {
+        "sum": carry[..., :value_dim],
+        "normalizer": normalizer,
+        "log_scale": ops.zeros_like(state["log_scale"]),
+    }
+
+
+def reference(inputs, rates, normalize):
+    """The definition, of `(query_features, key_features, value, key_mask)`."""
+    tensors, rates = _prepared(*inputs, rates)
+    return reference_gated_attention(tensors, rates, normalize)
+
+
+def _prepared(query, key, value, key_mask, rates):
+    """Tensors as long as the query, and rates `(batch, length, heads, ...)`.
+
+    Keys that do not exist are zero, as are their rates: they leave the state alone.
+    """
+    dtype = accumulator_dtype(query, key, value)
+    rates = [
+        x if x is None or len(x.shape) == 4 else ops.expand_dims(x, -1) for x in rates
+    ]
+    length = shape_of(query)[1]
+    keys = []
+    for x in (key, value, *rates):
+        if x is not None:
+            x = fit_length(ops.cast(hide_masked(x, key_mask), dtype), length)
+        keys.append(x)
+    key, value, *rates = keys
+    return (ops.cast(query, dtype), key, value), rates
+
+
+def check_rates(log_decay, beta, key_features, causal, key_log_weight):
+    """Raises `ValueError` for rates that do not fit the keys or other arguments."""
+    shape = tuple(key_features.shape)
+    for name, rate in (("log_decay", log_decay), ("beta", beta)):
+        if rate is None:
+            continue
+        fits = may_agree(rate.shape, shape[:3])
+        if name == "log_decay":
+            fits = fits or may_agree(rate.shape, shape)
+        if not fits:
+            by_feature = " or by feature" if name == "log_decay" else ""
+            raise ValueError(
+                f"`{name}` must have the shape (batch, key_length, heads){by_feature} "
+                f"of `key_features`. Received: {name}.shape={tuple(rate.shape)}, "
+                f"key_features.shape={shape}"
+            )
+        if not causal:
+            raise ValueError(f"`{name}` needs causal=True. Received: causal={causal}")
+        if key_log_weight is not None:
+            raise ValueError(f"`{name}` takes no `key_log_weight`. Received: one")

@@ -1,0 +1,63 @@
+"""The TPU's own compiler takes every attention layer, forward and backward.
+
+Run by `make test-tpu`; each layer takes the compiler half a minute or more.
+"""
+
+import importlib.util
+
+import pytest
+
+from keras_efficient_attn.benchmark.compile_for import estimate_all, table
+from keras_efficient_attn.benchmark.settings import Settings
+from keras_efficient_attn.layers.attention.registry import attention_names
+
+pytestmark = [
+    pytest.mark.tpu_compile,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="needs libtpu: pip install 'keras-efficient-attn[tpu-compile]'",
+    ),
+]
+LENGTH = 16384
+GIB = 2**30
+# Their memory grows with the length, or with its power of 1.5.
+LINEAR = [
+    "linear",
+    "performer",
+    "performer:window=128",
+    "vq",
+    "fourier:linear=True,num_frequencies=8",
+    "local",
+    "sparse",
+    "sparse:pattern=fixed",
+    "adaptive-span",
+    "reformer",
+]
+QUADRATIC = ["softmax", "fourier", "xl"]
+
+
+def test_all_layers_are_here():
+    names = {layer.partition(":")[0] for layer in LINEAR + QUADRATIC}
+    assert names == set(attention_names())
+
+
+@pytest.mark.parametrize("layer", LINEAR + QUADRATIC)
+def test_it_compiles_for_a_tpu(layer, capsys):
+    settings = Settings(
+        layers=(layer,),
+        lengths=(LENGTH,),
+        heads=8,
+        head_dim=128,
+        dtype="mixed_bfloat16",
+        mode="train",
+        causal=True,
+        backend="jax",
+    )
+    estimates = list(estimate_all(settings, "tpu-v5e"))
+    with capsys.disabled():
+        print("\n" + table(settings, "tpu-v5e", estimates).partition("\n\n")[0])
+    (estimate,) = estimates
+    assert estimate.status == "ok", estimate.detail
+    assert estimate.seconds > 0
+    if layer in LINEAR:
+        assert estimate.temporary_bytes <= 2 * GIB
