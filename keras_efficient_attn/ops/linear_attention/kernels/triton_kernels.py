@@ -104,41 +104,51 @@ def _places(tile, plan: tl.constexpr):
 
 
 @triton.jit
-def _load_row(row, side, head, places, otherwise: tl.constexpr):
-    start = head.to(tl.int64) * side.length
-    return tl.load(row + start + places, mask=places < side.length, other=otherwise)
+def _load_row(row, side, head, tile, otherwise: tl.constexpr, plan: tl.constexpr):
+    start = row + head.to(tl.int64) * side.length + tile * plan.tile
+    mask = _places(tile, plan) < side.length
+    return tl.load(start + tl.arange(0, plan.tile), mask=mask, other=otherwise)
 
 
 @triton.jit
-def _store_row(row, x, side, head, places):
-    start = head.to(tl.int64) * side.length
-    tl.store(row + start + places, x, mask=places < side.length)
+def _store_row(row, x, side, head, tile, plan: tl.constexpr):
+    start = row + head.to(tl.int64) * side.length + tile * plan.tile
+    mask = _places(tile, plan) < side.length
+    tl.store(start + tl.arange(0, plan.tile), x, mask=mask)
 
 
 @triton.jit
-def _offsets(side, head, places, columns, DIM: tl.constexpr):
-    """Where positions of a head are, as a matrix of `places` and `columns`."""
+def _pointers(x, side, head, tile, columns, DIM: tl.constexpr, plan: tl.constexpr):
+    """Of positions of a head, as a matrix `(tile, columns)`."""
     batch = (head // side.heads).to(tl.int64)
-    start = (batch * side.length * side.heads + head % side.heads) * DIM
-    rows = places.to(tl.int64) * (side.heads * DIM)
-    return start + rows[:, None] + columns[None, :]
+    first = batch * side.length + tile * plan.tile
+    start = x + (first * side.heads + head % side.heads) * DIM
+    # In 32 bits, from the start of the tile on: addresses fill registers, too.
+    rows = tl.arange(0, plan.tile) * (side.heads * DIM)
+    return start + (rows[:, None] + columns[None, :])
 
 
 @triton.jit
-def _load(x, side, head, places, kept, columns, DIM: tl.constexpr):
-    """`(places, columns)`; 0 for positions that are not kept, which are not read."""
-    mask = kept[:, None] & (columns < DIM)[None, :]
-    return tl.load(
-        x + _offsets(side, head, places, columns, DIM), mask=mask, other=0.0
-    )
+def _load(x, side, head, tile, columns, DIM: tl.constexpr, plan: tl.constexpr):
+    """`(tile, columns)`; 0 for positions that are hidden, which are not read."""
+    mask = _kept(side, head, tile, plan)[:, None] & (columns < DIM)[None, :]
+    pointers = _pointers(x, side, head, tile, columns, DIM, plan)
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
-def _kept(side, head, places):
+def _store(output, x, side, head, tile, columns, DIM: tl.constexpr, plan: tl.constexpr):
+    mask = (_places(tile, plan) < side.length)[:, None] & (columns < DIM)[None, :]
+    pointers = _pointers(output, side, head, tile, columns, DIM, plan)
+    tl.store(pointers, x.to(output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _kept(side, head, tile, plan: tl.constexpr):
     """Which positions exist, and are not hidden."""
-    kept = places < side.length
+    kept = _places(tile, plan) < side.length
     if side.log is not None:
-        kept = kept & (_load_row(side.log, side, head, places, LOG_ZERO) > LOG_ZERO)
+        kept = kept & (_load_row(side.log, side, head, tile, LOG_ZERO, plan) > LOG_ZERO)
     return kept
 
 
@@ -164,34 +174,34 @@ def _load_rows(side, columns, places, plan: tl.constexpr):
 
 
 @triton.jit
-def _entries(side, head, places, kept, columns, plan: tl.constexpr):
-    """What the entry function is applied to, `(places, columns)`."""
+def _entries(side, head, tile, columns, plan: tl.constexpr):
+    """What the entry function is applied to, `(tile, columns)`."""
     if side.rows is None:
-        x = _load(side.x, side, head, places, kept, columns, plan.dim).to(tl.float32)
+        x = _load(side.x, side, head, tile, columns, plan.dim, plan).to(tl.float32)
     else:
-        x = tl.zeros([plan.tile, plan.block_features], tl.float32)
+        x = tl.full([plan.tile, plan.block_features], 0.0, tl.float32)
         for start in range(0, plan.dim, plan.block_dim):
             dims = start + tl.arange(0, plan.block_dim)
-            part = _load(side.x, side, head, places, kept, dims, plan.dim)
+            part = _load(side.x, side, head, tile, dims, plan.dim, plan)
             rows = tl.trans(_load_rows(side, columns, dims, plan))
-            # Rounded exponents would be rounded features many times over.
-            x = tl.dot(part.to(tl.float32), rows, x, input_precision="tf32x3")
+            # In bfloat16, the exponents of features would be rounded too much.
+            x = tl.dot(part.to(tl.float32), rows, x, input_precision=plan.precision)
     return x
 
 
 @triton.jit
-def _features(side, head, places, columns, plan: tl.constexpr):
-    """`(places, columns)` of the features; 0 for positions that are not kept."""
-    kept = _kept(side, head, places)
-    x = _entries(side, head, places, kept, columns, plan)
+def _features(side, head, tile, columns, plan: tl.constexpr):
+    """`(tile, columns)` of the features; 0 for positions that are hidden."""
+    x = _entries(side, head, tile, columns, plan)
     # Comparisons are so that NaN stays NaN.
     if plan.entry == "elu":
         x = tl.where(x > 0.0, x + 1.0, tl.exp(tl.where(x > 0.0, 0.0, x)))
     elif plan.entry == "relu":
         x = tl.where(x < 0.0, 0.0, x) + RELU_FLOOR
     elif plan.entry == "exp":
-        maxima = _load_row(side.maxima, side, head, places, 0.0)
+        maxima = _load_row(side.maxima, side, head, tile, 0.0, plan)
         x = tl.exp(x - maxima[:, None]) + FEATURE_FLOOR
+    kept = _kept(side, head, tile, plan)
     return tl.where(kept[:, None] & (columns < plan.features)[None, :], x, 0.0)
 
 
@@ -232,66 +242,65 @@ def _load_normalizer(state, columns, plan: tl.constexpr):
 
 
 @triton.jit
-def _weigh(pairs, own, other, head, places, others, KEYS: tl.constexpr):
-    """Scores or their gradients, `(places, others)`: later keys hidden, and weighed."""
-    if KEYS:
-        seen = places[:, None] <= others[None, :]
-    else:
-        seen = places[:, None] >= others[None, :]
+def _weigh(
+    pairs, own, other, head, tile, other_tile, plan: tl.constexpr, KEYS: tl.constexpr
+):
+    """Scores or their gradients: later keys hidden, and the others weighed."""
+    places = _places(tile, plan)[:, None]
+    others = _places(other_tile, plan)[None, :]
     if own.log is not None:
-        shift = _load_row(own.log, own, head, places, 0.0)[:, None]
-        shift -= _load_row(other.log, other, head, others, 0.0)[None, :]
+        shift = _load_row(own.log, own, head, tile, 0.0, plan)[:, None]
+        shift -= _load_row(other.log, other, head, other_tile, 0.0, plan)[None, :]
         # Positive only for keys that are not seen.
         pairs *= tl.exp(tl.minimum(shift if KEYS else -shift, 0.0))
-    return tl.where(seen, pairs, 0.0)
+    return tl.where(places <= others if KEYS else places >= others, pairs, 0.0)
 
 
 @triton.jit
-def _score(own, other, head, places, others, plan: tl.constexpr):
-    """Products of features, `(places, others)`."""
-    scores = tl.zeros([plan.tile, plan.tile], tl.float32)
+def _score(
+    own, other, head, tile, other_tile, plan: tl.constexpr, KEYS: tl.constexpr
+):
+    """Weighed products of features, `(tile, other_tile)`."""
+    scores = tl.full([plan.tile, plan.tile], 0.0, tl.float32)
     for start in range(0, plan.features, plan.block_features):
         columns = start + tl.arange(0, plan.block_features)
-        ours = _features(own, head, places, columns, plan)
-        theirs = _features(other, head, others, columns, plan)
-        scores = _product(ours, tl.trans(theirs), scores, plan)
-    return scores
+        x = _features(own, head, tile, columns, plan)
+        theirs = _features(other, head, other_tile, columns, plan)
+        scores = _product(x, tl.trans(theirs), scores, plan)
+    return _weigh(scores, own, other, head, tile, other_tile, plan, KEYS)
 
 
 @triton.jit
 def _grad_scores(
-    own, other, head, places, others, plan: tl.constexpr, KEYS: tl.constexpr
+    own, other, head, tile, other_tile, plan: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Gradients of scores, weighed, `(places, others)`."""
-    kept, others_kept = _kept(own, head, places), _kept(other, head, others)
-    pairs = tl.zeros([plan.tile, plan.tile], tl.float32)
+    """Weighed gradients of scores, `(tile, other_tile)`."""
+    pairs = tl.full([plan.tile, plan.tile], 0.0, tl.float32)
     for start in range(0, plan.value_dim, plan.block_values):
         values = start + tl.arange(0, plan.block_values)
-        ours = _load(own.vectors, own, head, places, kept, values, plan.value_dim)
+        x = _load(own.vectors, own, head, tile, values, plan.value_dim, plan)
         theirs = _load(
-            other.vectors, other, head, others, others_kept, values, plan.value_dim
+            other.vectors, other, head, other_tile, values, plan.value_dim, plan
         )
-        pairs = _product(ours, tl.trans(theirs), pairs, plan)
+        pairs = _product(x, tl.trans(theirs), pairs, plan)
     if KEYS:
-        pairs += _load_row(other.bias, other, head, others, 0.0)[None, :]
+        pairs += _load_row(other.bias, other, head, other_tile, 0.0, plan)[None, :]
     else:
-        pairs += _load_row(own.bias, own, head, places, 0.0)[:, None]
-    return _weigh(pairs, own, other, head, places, others, KEYS)
+        pairs += _load_row(own.bias, own, head, tile, 0.0, plan)[:, None]
+    return _weigh(pairs, own, other, head, tile, other_tile, plan, KEYS)
 
 
 @triton.jit
 def find_maxima(side, output, plan: tl.constexpr):
     """The largest entry of each position, as rows."""
     head, tile = _program(side, plan)
-    places = _places(tile, plan)
-    kept = _kept(side, head, places)
     largest = tl.full([plan.tile], float("-inf"), tl.float32)
     for start in range(0, plan.features, plan.block_features):
         columns = start + tl.arange(0, plan.block_features)
-        x = _entries(side, head, places, kept, columns, plan)
+        x = _entries(side, head, tile, columns, plan)
         x = tl.where((columns < plan.features)[None, :], x, float("-inf"))
         largest = tl.maximum(largest, tl.max(x, 1))
-    _store_row(output, largest, side, head, places)
+    _store_row(output, largest, side, head, tile, plan)
 
 
 @triton.jit
@@ -302,19 +311,17 @@ def sum_segments(side, states, slots, plan: tl.constexpr, KEYS: tl.constexpr):
     columns = tl.program_id(1) * plan.block_features
     columns += tl.arange(0, plan.block_features)
     values = tl.program_id(2) * plan.block_values + tl.arange(0, plan.block_values)
-    sums = tl.zeros([plan.block_features, plan.block_values], tl.float32)
-    normalizer = tl.zeros([plan.block_features], tl.float32)
+    sums = tl.full([plan.block_features, plan.block_values], 0.0, tl.float32)
+    normalizer = tl.full([plan.block_features], 0.0, tl.float32)
     tiles = tl.cdiv(side.length, plan.tile)
     for tile in range(segment * plan.span, min((segment + 1) * plan.span, tiles)):
-        places = _places(tile, plan)
-        kept = _kept(side, head, places)
-        x = _features(side, head, places, columns, plan)
+        x = _features(side, head, tile, columns, plan)
         if side.far is not None:
-            x *= _load_row(side.far, side, head, places, 0.0)[:, None]
-        vectors = _load(side.vectors, side, head, places, kept, values, plan.value_dim)
+            x *= _load_row(side.far, side, head, tile, 0.0, plan)[:, None]
+        vectors = _load(side.vectors, side, head, tile, values, plan.value_dim, plan)
         sums = _product(tl.trans(x), vectors, sums, plan)
         if side.bias is not None:
-            x *= _load_row(side.bias, side, head, places, 0.0)[:, None]
+            x *= _load_row(side.bias, side, head, tile, 0.0, plan)[:, None]
         normalizer += tl.sum(x, 0)
     slot = head.to(tl.int64) * slots + segment
     if plan.causal and KEYS:
@@ -343,7 +350,7 @@ def accumulate(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
     head_states = states + head * slots * SIZE + columns
-    state = tl.zeros([BLOCK], tl.float32)
+    state = tl.full([BLOCK], 0.0, tl.float32)
     for index in range(slots):
         slot = (slots - 1 - index) if BACKWARDS else index
         if factors is not None:
@@ -365,96 +372,72 @@ def read_states(
     normalized.
     """
     head, tile = _program(own, plan)
-    places = _places(tile, plan)
     values = tl.program_id(1) * plan.block_values + tl.arange(0, plan.block_values)
     state = _state(states, slots, head, tile, plan, KEYS)
-    sums = tl.zeros([plan.tile, plan.block_values], tl.float32)
-    total = tl.zeros([plan.tile], tl.float32)
-    scores = tl.zeros([plan.tile, plan.tile], tl.float32)
+    sums = tl.full([plan.tile, plan.block_values], 0.0, tl.float32)
+    total = tl.full([plan.tile], 0.0, tl.float32)
     for start in range(0, plan.features, plan.block_features):
         columns = start + tl.arange(0, plan.block_features)
-        x = _features(own, head, places, columns, plan)
-        if plan.causal:
-            theirs = _features(other, head, places, columns, plan)
-            scores = _product(x, tl.trans(theirs), scores, plan)
+        x = _features(own, head, tile, columns, plan)
         if own.far is not None:
-            x *= _load_row(own.far, own, head, places, 0.0)[:, None]
+            x *= _load_row(own.far, own, head, tile, 0.0, plan)[:, None]
         sums = _product(x, _load_sums(state, columns, values, plan), sums, plan)
         if totals is not None:
             total += tl.sum(x * _load_normalizer(state, columns, plan)[None, :], 1)
     if plan.causal:
-        scores = _weigh(scores, own, other, head, places, places, KEYS)
-        kept = _kept(other, head, places)
-        vectors = _load(
-            other.vectors, other, head, places, kept, values, plan.value_dim
-        )
-        sums = _product(scores, vectors, sums, plan)
-        total += tl.sum(scores, 1)
-        if plan.span > 1:
-            first, last = _others(own, tile, plan, KEYS)
-            for index in range(first, last):
-                others = _places(index, plan)
-                scores = _score(own, other, head, places, others, plan)
-                scores = _weigh(scores, own, other, head, places, others, KEYS)
-                kept = _kept(other, head, others)
-                vectors = _load(
-                    other.vectors, other, head, others, kept, values, plan.value_dim
-                )
-                sums = _product(scores, vectors, sums, plan)
-                total += tl.sum(scores, 1)
+        first, last = _seen_tiles(own, tile, plan, KEYS)
+        for index in range(first, last):
+            scores = _score(own, other, head, tile, index, plan, KEYS)
+            vectors = _load(
+                other.vectors, other, head, index, values, plan.value_dim, plan
+            )
+            sums = _product(scores, vectors, sums, plan)
+            total += tl.sum(scores, 1)
     if totals is not None:
         if plan.normalize:
             visible = tl.abs(total) > 1e-30
             total = tl.where(visible, 1.0 / tl.where(visible, total, 1.0), 0.0)
             sums *= total[:, None]
         if tl.program_id(1) == 0:
-            _store_row(totals, total, own, head, places)
-    at = _offsets(own, head, places, values, plan.value_dim)
-    mask = (places < own.length)[:, None] & (values < plan.value_dim)[None, :]
-    tl.store(output + at, sums.to(output.dtype.element_ty), mask=mask)
+            _store_row(totals, total, own, head, tile, plan)
+    _store(output, sums, own, head, tile, values, plan.value_dim, plan)
 
 
 @triton.jit
-def _others(side, tile, plan: tl.constexpr, KEYS: tl.constexpr):
-    """The other tiles of the segment that a tile sees, beside itself."""
+def _seen_tiles(side, tile, plan: tl.constexpr, KEYS: tl.constexpr):
+    """The tiles of its segment that a tile sees, or that see it: first and end."""
     first = tile // plan.span * plan.span
-    last = tile
+    last = tile + 1
     if KEYS:
         last = min(first + plan.span, tl.cdiv(side.length, plan.tile))
-        first = tile + 1
+        first = tile
     return first, last
 
 
 @triton.jit
 def _grad_features(
-    own, other, state, grad_scores, tile, columns, plan: tl.constexpr, KEYS: tl.constexpr
+    own, other, state, tile, columns, plan: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Gradients of a block of features, `(places, columns)`."""
+    """Gradients of a block of features, `(tile, columns)`."""
     head, _ = _program(own, plan)
-    places = _places(tile, plan)
-    kept = _kept(own, head, places)
-    grad = tl.zeros([plan.tile, plan.block_features], tl.float32)
+    grad = tl.full([plan.tile, plan.block_features], 0.0, tl.float32)
     for start in range(0, plan.value_dim, plan.block_values):
         values = start + tl.arange(0, plan.block_values)
-        vectors = _load(own.vectors, own, head, places, kept, values, plan.value_dim)
+        vectors = _load(own.vectors, own, head, tile, values, plan.value_dim, plan)
         sums = _load_sums(state, columns, values, plan)
         grad = _product(vectors, tl.trans(sums), grad, plan)
     normalizer = _load_normalizer(state, columns, plan)[None, :]
     if own.bias is not None:
-        normalizer *= _load_row(own.bias, own, head, places, 0.0)[:, None]
+        normalizer *= _load_row(own.bias, own, head, tile, 0.0, plan)[:, None]
     grad += normalizer
     if own.far is not None:
-        grad *= _load_row(own.far, own, head, places, 0.0)[:, None]
+        grad *= _load_row(own.far, own, head, tile, 0.0, plan)[:, None]
     if plan.causal:
-        theirs = _features(other, head, places, columns, plan)
-        grad = _product(grad_scores, theirs, grad, plan)
-        if plan.span > 1:
-            first, last = _others(own, tile, plan, KEYS)
-            for index in range(first, last):
-                others = _places(index, plan)
-                pairs = _grad_scores(own, other, head, places, others, plan, KEYS)
-                theirs = _features(other, head, others, columns, plan)
-                grad = _product(pairs, theirs, grad, plan)
+        first, last = _seen_tiles(own, tile, plan, KEYS)
+        for index in range(first, last):
+            pairs = _grad_scores(own, other, head, tile, index, plan, KEYS)
+            theirs = _features(other, head, index, columns, plan)
+            grad = _product(pairs, theirs, grad, plan)
     return grad
 
 
@@ -469,36 +452,30 @@ def find_gradients(
     features, to be added up, or for each block of `x`, all equal.
     """
     head, tile = _program(own, plan)
-    places = _places(tile, plan)
     state = _state(states, slots, head, tile, plan, KEYS)
-    pairs = tl.zeros([plan.tile, plan.tile], tl.float32)
-    if plan.causal:
-        pairs = _grad_scores(own, other, head, places, places, plan, KEYS)
-    along = tl.zeros([plan.tile], tl.float32)
+    along = tl.full([plan.tile], 0.0, tl.float32)
     if own.rows is None:
         dims = tl.program_id(1) * plan.block_features
         dims += tl.arange(0, plan.block_features)
-        grad = _grad_features(own, other, state, pairs, tile, dims, plan, KEYS)
-        x = _features(own, head, places, dims, plan)
+        grad = _grad_features(own, other, state, tile, dims, plan, KEYS)
+        x = _features(own, head, tile, dims, plan)
         along += tl.sum(grad * x, 1)
         grad *= _slopes(x, plan)
     else:
         dims = tl.program_id(1) * plan.block_dim + tl.arange(0, plan.block_dim)
-        grad = tl.zeros([plan.tile, plan.block_dim], tl.float32)
+        grad = tl.full([plan.tile, plan.block_dim], 0.0, tl.float32)
         for start in range(0, plan.features, plan.block_features):
             columns = start + tl.arange(0, plan.block_features)
-            part = _grad_features(own, other, state, pairs, tile, columns, plan, KEYS)
-            x = _features(own, head, places, columns, plan)
+            part = _grad_features(own, other, state, tile, columns, plan, KEYS)
+            x = _features(own, head, tile, columns, plan)
             along += tl.sum(part * x, 1)
             part *= _slopes(x, plan)
             rows = _load_rows(own, columns, dims, plan)
             grad = tl.dot(part, rows, grad, input_precision=plan.precision)
-    kept = _kept(own, head, places)
+    kept = _kept(own, head, tile, plan)
     if grad_log is not None:
         heads = tl.num_programs(0) // tl.cdiv(own.length, plan.tile)
         row = tl.program_id(1) * heads + head
-        _store_row(grad_log, tl.where(kept, along, 0.0), own, row, places)
+        _store_row(grad_log, tl.where(kept, along, 0.0), own, row, tile, plan)
     grad = tl.where(kept[:, None], grad, 0.0)
-    at = _offsets(own, head, places, dims, plan.dim)
-    mask = (places < own.length)[:, None] & (dims < plan.dim)[None, :]
-    tl.store(output + at, grad.to(output.dtype.element_ty), mask=mask)
+    _store(output, grad, own, head, tile, dims, plan.dim, plan)

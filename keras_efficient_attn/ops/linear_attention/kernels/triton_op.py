@@ -30,7 +30,11 @@ STATE_FLOATS = 256
 MOST_TILES = 8
 # Tiles in a segment of keys that is not causal: such segments are added up.
 FULL_TILES = 16
+# Columns of a block; the smaller one where float32 is multiplied, whose parts for the
+# tensor cores fill the registers.
 BLOCK = 64
+SMALL_BLOCK = 32
+WARPS = 8
 ACCUMULATED = 1024
 
 
@@ -174,6 +178,8 @@ class _Call:
         dim, value_dim = query.shape[-1], value.shape[-1]
         features = dim if rows is None else rows.shape[0]
         causal = causality == "causal"
+        wide = value.dtype == torch.float32
+        most = BLOCK if rows is None and not wide else SMALL_BLOCK
         self.plan = Plan(
             entry=entry,
             dim=dim,
@@ -183,12 +189,12 @@ class _Call:
             normalize=output == "normalized",
             span=_span(features, value_dim) if causal else FULL_TILES,
             tile=TILE,
-            block_dim=_block(dim),
-            block_features=_block(features),
-            block_values=_block(value_dim),
+            block_dim=_block(dim, most),
+            block_features=_block(features, most),
+            block_values=_block(value_dim, most),
             rounded=value.dtype == torch.bfloat16,
-            # Of float16, no product leaves the range, and no digit is lost.
-            precision="tf32" if value.dtype == torch.float16 else "tf32x3",
+            # For float16 it is as precise, and has the range of float32.
+            precision="tf32x3" if wide else "tf32",
             interpreted=isinstance(read_states, InterpretedFunction),
         )
         sides = (query, None), (key, value)
@@ -215,7 +221,9 @@ class _Call:
     def _with_maxima(self, side):
         maxima = self.row(side.x)
         with torch.cuda.device_of(side.x):
-            find_maxima[(self._tiles(side),)](side, maxima, self.plan)
+            find_maxima[(self._tiles(side),)](
+                side, maxima, self.plan, num_warps=WARPS
+            )
         side = side._replace(maxima=maxima)
         if side.vectors is None:
             return side
@@ -294,7 +302,9 @@ class _Call:
             triton.cdiv(plan.value_dim, plan.block_values),
         )
         with torch.cuda.device_of(side.x):
-            sum_segments[(heads * segments, *blocks)](side, states, slots, plan, keys)
+            sum_segments[(heads * segments, *blocks)](
+                side, states, slots, plan, keys, num_warps=WARPS
+            )
         if not plan.causal:
             states = states.sum(1, keepdim=True)
             return states if given is None else states + given.reshape(states.shape)
@@ -315,7 +325,15 @@ class _Call:
         blocks = triton.cdiv(self.plan.value_dim, self.plan.block_values)
         with torch.cuda.device_of(output):
             read_states[(self._tiles(own), blocks)](
-                own, other, states, output, totals, states.shape[1], self.plan, keys
+                own,
+                other,
+                states,
+                output,
+                totals,
+                states.shape[1],
+                self.plan,
+                keys,
+                num_warps=WARPS,
             )
 
     def find_gradients(self, states, output, keys):
@@ -328,7 +346,15 @@ class _Call:
             grad_log = self.row(own.x).repeat(blocks, 1, 1, 1)
         with torch.cuda.device_of(output):
             find_gradients[(self._tiles(own), blocks)](
-                own, other, states, output, grad_log, states.shape[1], plan, keys
+                own,
+                other,
+                states,
+                output,
+                grad_log,
+                states.shape[1],
+                plan,
+                keys,
+                num_warps=WARPS,
             )
         if not keys:
             return None
@@ -350,5 +376,5 @@ def _span(features, value_dim):
     return min(MOST_TILES, triton.next_power_of_2(tiles))
 
 
-def _block(size):
-    return min(BLOCK, max(16, triton.next_power_of_2(size)))
+def _block(size, most):
+    return min(most, max(16, triton.next_power_of_2(size)))
