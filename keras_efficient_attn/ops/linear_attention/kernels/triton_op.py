@@ -23,18 +23,19 @@ from keras_efficient_attn.ops.linear_attention.kernels.triton_kernels import (
     sum_segments,
 )
 
-TILE = 64
-# Floats of states for each position, at most, where a segment of several tiles
-# serves: shorter segments are fewer operations and more memory.
+# Positions in a chunk. A segment is one or several: the shorter, the fewer operations,
+# and the more memory for states.
+CHUNK = 64
+# Floats of states for each position, at most, as long as a segment has fewer chunks
+# than the most.
 STATE_FLOATS = 256
-MOST_TILES = 8
-# Tiles in a segment of keys that is not causal: such segments are added up.
-FULL_TILES = 16
+MOST_CHUNKS = 8
+# Chunks in a segment of keys that is not causal: such segments are added up.
+FULL_CHUNKS = 16
 # Columns of a block; the smaller one where float32 is multiplied, whose parts for the
-# tensor cores fill the registers.
+# tensor cores fill the registers. Then there are two tiles in a chunk as well.
 BLOCK = 64
 SMALL_BLOCK = 32
-WARPS = 8
 ACCUMULATED = 1024
 
 
@@ -166,6 +167,7 @@ class _Call:
     Attributes:
         inputs: Query, key and value, contiguous.
         plan: `Plan`.
+        launch: Options of the compiler.
         queries, keys: `Side`s.
         last_log_scale: `(batch, heads)`: the log scale of the state after all keys.
     """
@@ -178,8 +180,10 @@ class _Call:
         dim, value_dim = query.shape[-1], value.shape[-1]
         features = dim if rows is None else rows.shape[0]
         causal = causality == "causal"
-        wide = value.dtype == torch.float32
-        most = BLOCK if rows is None and not wide else SMALL_BLOCK
+        wide, rounded = (value.dtype == x for x in (torch.float32, torch.bfloat16))
+        most = BLOCK if rows is None and rounded else SMALL_BLOCK
+        tile = CHUNK // 2 if wide else CHUNK
+        chunks = _chunks(features, value_dim) if causal else FULL_CHUNKS
         self.plan = Plan(
             entry=entry,
             dim=dim,
@@ -187,16 +191,18 @@ class _Call:
             value_dim=value_dim,
             causal=causal,
             normalize=output == "normalized",
-            span=_span(features, value_dim) if causal else FULL_TILES,
-            tile=TILE,
+            span=chunks * (CHUNK // tile),
+            tile=tile,
             block_dim=_block(dim, most),
             block_features=_block(features, most),
             block_values=_block(value_dim, most),
-            rounded=value.dtype == torch.bfloat16,
+            rounded=rounded,
             # For float16 it is as precise, and has the range of float32.
             precision="tf32x3" if wide else "tf32",
             interpreted=isinstance(read_states, InterpretedFunction),
         )
+        # By the registers that the compiler needs: none spills.
+        self.launch = {"num_warps": 8, "num_stages": 1 if wide else 3}
         sides = (query, None), (key, value)
         self.queries, self.keys = (
             Side(x, rows, vectors, None, None, None, None, x.shape[1], x.shape[2])
@@ -222,7 +228,7 @@ class _Call:
         maxima = self.row(side.x)
         with torch.cuda.device_of(side.x):
             find_maxima[(self._tiles(side),)](
-                side, maxima, self.plan, num_warps=WARPS
+                side, maxima, self.plan, **self.launch
             )
         side = side._replace(maxima=maxima)
         if side.vectors is None:
@@ -303,7 +309,7 @@ class _Call:
         )
         with torch.cuda.device_of(side.x):
             sum_segments[(heads * segments, *blocks)](
-                side, states, slots, plan, keys, num_warps=WARPS
+                side, states, slots, plan, keys, **self.launch
             )
         if not plan.causal:
             states = states.sum(1, keepdim=True)
@@ -333,7 +339,7 @@ class _Call:
                 states.shape[1],
                 self.plan,
                 keys,
-                num_warps=WARPS,
+                **self.launch,
             )
 
     def find_gradients(self, states, output, keys):
@@ -354,7 +360,7 @@ class _Call:
                 states.shape[1],
                 plan,
                 keys,
-                num_warps=WARPS,
+                **self.launch,
             )
         if not keys:
             return None
@@ -370,10 +376,10 @@ class _Call:
         return heads * triton.cdiv(side.length, self.plan.tile)
 
 
-def _span(features, value_dim):
-    """Tiles in a causal segment, a power of two."""
-    tiles = triton.cdiv(features * (value_dim + 1), TILE * STATE_FLOATS)
-    return min(MOST_TILES, triton.next_power_of_2(tiles))
+def _chunks(features, value_dim):
+    """Chunks in a causal segment, a power of two."""
+    chunks = triton.cdiv(features * (value_dim + 1), CHUNK * STATE_FLOATS)
+    return min(MOST_CHUNKS, triton.next_power_of_2(chunks))
 
 
 def _block(size, most):
