@@ -6,7 +6,6 @@ import dataclasses
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.plan import device_plan
 
-
 # What computes linear attention, beside the reference.
 IMPLEMENTATIONS = ("chunked", "pallas", "triton", "fla")
 

@@ -1,6 +1,5 @@
 """Which kernel computes a call, if any."""
 
-import importlib
 import importlib.util
 
 import keras
@@ -45,10 +44,21 @@ def choose_kernel(query, key, value, state, config):
         return None
     reason = _obstacle(name, (query, key, value), state, config)
     if reason is None:
-        return importlib.import_module(f"{__package__}.{name}")
+        return _module(name)
     if named:
         raise ValueError(f"`implementation={name!r}` {reason}")
     return None
+
+
+def _module(name):
+    # As statements, which `torch.compile` can trace.
+    if name == "pallas":
+        from keras_efficient_attn.ops.linear_attention.kernels import pallas as module
+    elif name == "triton":
+        from keras_efficient_attn.ops.linear_attention.kernels import triton as module
+    else:
+        from keras_efficient_attn.ops.linear_attention.kernels import fla as module
+    return module
 
 
 def _default_kernel(query):
@@ -121,6 +131,6 @@ def _torch_obstacle(name, query, config):
 
 def _interprets():
     """Whether Triton runs kernels in its interpreter."""
-    from triton import knobs
+    from keras_efficient_attn.ops.linear_attention.kernels import triton_op
 
-    return knobs.runtime.interpret
+    return triton_op.INTERPRETED

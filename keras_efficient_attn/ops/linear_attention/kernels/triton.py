@@ -9,7 +9,6 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.chunking import fit_length
 from keras_efficient_attn.ops.common.online_softmax import (
-    LOG_ZERO,
     bounded_log_weight,
     finish,
 )

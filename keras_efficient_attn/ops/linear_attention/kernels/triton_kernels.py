@@ -257,9 +257,7 @@ def _weigh(
 
 
 @triton.jit
-def _score(
-    own, other, head, tile, other_tile, plan: tl.constexpr, KEYS: tl.constexpr
-):
+def _score(own, other, head, tile, other_tile, plan: tl.constexpr, KEYS: tl.constexpr):
     """Weighed products of features, `(tile, other_tile)`."""
     scores = tl.full([plan.tile, plan.tile], 0.0, tl.float32)
     for start in range(0, plan.features, plan.block_features):

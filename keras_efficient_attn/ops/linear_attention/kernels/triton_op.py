@@ -36,6 +36,7 @@ FULL_CHUNKS = 16
 # tensor cores fill the registers. Then there are two tiles in a chunk as well.
 BLOCK = 64
 SMALL_BLOCK = 32
+INTERPRETED = isinstance(read_states, InterpretedFunction)
 ACCUMULATED = 1024
 
 
@@ -199,7 +200,7 @@ class _Call:
             rounded=rounded,
             # For float16 it is as precise, and has the range of float32.
             precision="tf32x3" if wide else "tf32",
-            interpreted=isinstance(read_states, InterpretedFunction),
+            interpreted=INTERPRETED,
         )
         # By the registers that the compiler needs: none spills.
         self.launch = {"num_warps": 8, "num_stages": 1 if wide else 3}
@@ -227,9 +228,7 @@ class _Call:
     def _with_maxima(self, side):
         maxima = self.row(side.x)
         with torch.cuda.device_of(side.x):
-            find_maxima[(self._tiles(side),)](
-                side, maxima, self.plan, **self.launch
-            )
+            find_maxima[(self._tiles(side),)](side, maxima, self.plan, **self.launch)
         side = side._replace(maxima=maxima)
         if side.vectors is None:
             return side
