@@ -40,6 +40,7 @@ class Case:
     dims: tuple = (8, 5)
     dtype: str = "float32"
     batch: int = 2
+    heads: int = 2
 
     @property
     def num_features(self):
@@ -48,7 +49,7 @@ class Case:
     def draw(self):
         """Arrays by name, of which the mask alone is not differentiated."""
         random = np.random.default_rng(0)
-        batch, heads = self.batch, 2
+        batch, heads = self.batch, self.heads
         dim, value_dim = self.dims
         key_length = self.key_length or self.length
 

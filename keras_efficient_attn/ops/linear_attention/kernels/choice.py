@@ -1,5 +1,6 @@
 """Which kernel computes a call, if any."""
 
+import importlib.metadata
 import importlib.util
 
 import keras
@@ -19,10 +20,26 @@ DTYPES = {
     "triton": ("float32", "bfloat16", "float16"),
     "fla": ("float32", "bfloat16", "float16"),
 }
+LEAST_TRITON = 3, 4
+
+
+def _has_triton():
+    """Whether Triton is installed, and takes tuples as arguments of kernels."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return True  # PyTorch's nightly builds have it by another name.
+    return tuple(map(int, version.split(".")[:2])) >= LEAST_TRITON
+
+
 # Asked once, and without importing them: `torch.compile` traces what a call asks.
 HAS_PACKAGE = {
-    name: importlib.util.find_spec(name) is not None for name in ("triton", "fla")
+    "triton": _has_triton(),
+    "fla": importlib.util.find_spec("fla") is not None,
 }
+PACKAGES = {"triton": "triton, 3.4 or later", "fla": "flash-linear-attention"}
 
 
 def choose_kernel(query, key, value, state, config):
@@ -115,8 +132,7 @@ def _torch_obstacle(name, query, config):
     import torch
 
     if not HAS_PACKAGE[name]:
-        package = "flash-linear-attention" if name == "fla" else name
-        return f"needs the package {package}, which is not installed"
+        return f"needs the package {PACKAGES[name]}, which is not installed"
     if name == "fla" and not config.causal:
         return "is causal. Received: causal=False"
     if not query.is_cuda:

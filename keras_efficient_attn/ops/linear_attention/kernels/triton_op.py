@@ -33,9 +33,10 @@ MOST_CHUNKS = 8
 # Chunks in a segment of keys that is not causal: such segments are added up.
 FULL_CHUNKS = 16
 # Columns of a block; the smaller one where float32 is multiplied, whose parts for the
-# tensor cores fill the registers. Then there are two tiles in a chunk as well.
+# tensor cores fill the registers. Then there are several tiles in a chunk as well.
 BLOCK = 64
 SMALL_BLOCK = 32
+SMALL_TILE = 32
 INTERPRETED = isinstance(read_states, InterpretedFunction)
 ACCUMULATED = 1024
 
@@ -183,7 +184,7 @@ class _Call:
         causal = causality == "causal"
         wide, rounded = (value.dtype == x for x in (torch.float32, torch.bfloat16))
         most = BLOCK if rows is None and rounded else SMALL_BLOCK
-        tile = CHUNK // 2 if wide else CHUNK
+        tile = SMALL_TILE if wide else CHUNK
         chunks = _chunks(features, value_dim) if causal else FULL_CHUNKS
         self.plan = Plan(
             entry=entry,
