@@ -1,6 +1,8 @@
 """The kernels for NVIDIA GPUs, as Triton interprets them."""
 
 import dataclasses
+import sys
+import types
 
 import keras
 import numpy as np
@@ -281,6 +283,46 @@ def test_what_is_missing_is_named(monkeypatch):
     for name, package in (("triton", "triton"), ("fla", "flash-linear-attention")):
         with pytest.raises(ValueError, match=f"needs the package {package}"):
             linear_attention(x, x, x, implementation=name)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(length=20, masked=True, with_state=True),
+        Case(length=20, key_length=12, output="sum"),
+        Case(length=20, output="partial", dtype="bfloat16"),
+    ],
+    ids=["state", "sum", "partial"],
+)
+def test_sums_of_flash_linear_attention_are_completed(case, monkeypatch):
+    """Around a stand-in, which has its arguments and what it returns."""
+
+    def chunk_simple_gla(q, k, v, scale, initial_state, output_final_state):
+        assert q.dtype == k.dtype == v.dtype
+        weights = scale * torch.einsum("bthk,bshk->bhts", q, k).tril()
+        output = torch.einsum("bhts,bshv->bthv", weights, v)
+        state = torch.einsum("bshk,bshv->bhkv", k, v)
+        if initial_state is not None:
+            output += torch.einsum("bthk,bhkv->bthv", q, initial_state)
+            state += initial_state
+        return output, state if output_final_state else None
+
+    module = types.SimpleNamespace(chunk_simple_gla=chunk_simple_gla)
+    for name in ("fla", "fla.ops", "fla.ops.simple_gla"):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(choice, "_torch_obstacle", lambda *_: None)
+    arrays, mask = case.draw()
+    expected = case.fast(arrays, mask, "chunked")
+    if mask is not None:
+        for name in ("key", "value"):
+            arrays[name][~mask] = np.nan
+    tolerance = 1e-5 if case.dtype == "float32" else 0.05
+    for one, other in zip(case.fast(arrays, mask, "fla"), expected, strict=True):
+        error = (one - other).square().mean() / other.square().mean()
+        assert torch.sqrt(error) < tolerance
+    weight = np.zeros((2, case.key_length or 20, 2), "float32")
+    with pytest.raises(ValueError, match="takes no `key_log_weight`"):
+        case.fast({**arrays, "log_weight": weight}, mask, "fla")
 
 
 @pytest.mark.skipif(

@@ -35,8 +35,12 @@ def linear_attention(
             key = ops.where(kept, key, 0.0)
         first = None
         if state is not None:
-            parts = state["sum"], state["normalizer"][..., None]
-            first = torch.cat(parts, -1) * state["log_scale"].exp()[..., None, None]
+            sums, normalizer, log_scale = (
+                ops.cast(state[name], "float32")
+                for name in ("sum", "normalizer", "log_scale")
+            )
+            first = torch.cat([sums, normalizer[..., None]], -1)
+            first = first * log_scale.exp()[..., None, None]
         values, last = chunk_simple_gla(
             query,
             key,
@@ -51,7 +55,7 @@ def linear_attention(
         new_state = {
             "sum": last[..., :-1],
             "normalizer": last[..., -1],
-            "log_scale": torch.zeros_like(state["log_scale"]),
+            "log_scale": torch.zeros_like(log_scale),
         }
     if config.output == "partial":
         return (values, totals, torch.zeros_like(totals)), new_state
@@ -61,7 +65,7 @@ def linear_attention(
 
 
 def _features(x, function, map_weights, dtype):
-    weights = tuple(weight.float() for weight in map_weights)
+    weights = tuple(ops.cast(weight, "float32") for weight in map_weights)
     features, log_scale = function(x.float().transpose(1, 2)[:, :, None], *weights)
     if log_scale is not None:
         raise ValueError(

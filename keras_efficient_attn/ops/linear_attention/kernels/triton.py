@@ -47,13 +47,14 @@ def _linear_attention(tensors, config, map_weights, key_log_weight, key_mask, st
     if key_mask is not None:
         # Kernels mask what they read; here, maps and log scales read keys before them.
         key = ops.where(key_mask[..., None, None], key, 0.0)
-    weights = tuple(weight.float() for weight in map_weights)
+    weights = tuple(ops.cast(weight, "float32") for weight in map_weights)
     query, queries = _mapped(query, config, config.query_map, weights)
     key, keys = _mapped(key, config, config.key_map, weights)
 
     log_weight = keys.log_scale
     if key_log_weight is not None:
-        log_weight = sum_of_scales(key_log_weight.float(), log_weight)
+        key_log_weight = ops.cast(key_log_weight, "float32")
+        log_weight = sum_of_scales(key_log_weight, log_weight)
     if log_weight is None and (key_mask is not None or state is not None):
         # A state may stand at another scale than that of unweighted keys.
         log_weight = torch.zeros(key.shape[:3], device=key.device)
@@ -62,7 +63,8 @@ def _linear_attention(tensors, config, map_weights, key_log_weight, key_mask, st
     first = log_scale = None
     if state is not None:
         sums, normalizer, log_scale = (
-            state[name].float() for name in ("sum", "normalizer", "log_scale")
+            ops.cast(state[name], "float32")
+            for name in ("sum", "normalizer", "log_scale")
         )
         first = torch.cat([sums.flatten(2), normalizer], -1)
 
