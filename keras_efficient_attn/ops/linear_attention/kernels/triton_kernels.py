@@ -347,7 +347,9 @@ def accumulate(
     head = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
-    head_states = states + head * slots * SIZE + columns
+    first = head * slots + (slots - 1 if BACKWARDS else 0)
+    # Moved on step by step: a multiple of the size may be beyond 32 bits.
+    pointers = states + first * SIZE + columns
     state = tl.full([BLOCK], 0.0, tl.float32)
     for index in range(slots):
         slot = (slots - 1 - index) if BACKWARDS else index
@@ -356,8 +358,9 @@ def accumulate(
             inside = (between >= 0) & (between < slots - 1)
             start = head * (slots - 1)
             state *= tl.load(factors + start + between, mask=inside, other=0.0)
-        state += tl.load(head_states + slot * SIZE, mask=mask, other=0.0)
-        tl.store(head_states + slot * SIZE, state, mask=mask)
+        state += tl.load(pointers, mask=mask, other=0.0)
+        tl.store(pointers, state, mask=mask)
+        pointers += -SIZE if BACKWARDS else SIZE
 
 
 @triton.jit
