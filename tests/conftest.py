@@ -12,6 +12,8 @@ os.environ.setdefault(
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
 )
+# Before anything imports Triton: its kernels run in its interpreter, without a GPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 # Traced graphs are many objects and little garbage.
 gc.set_threshold(50_000, 20, 20)
 

@@ -362,9 +362,14 @@ def test_gradients_of_one_position_are_those_of_the_reference():
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_the_kernel_for_tpus_names_its_backend(backend):
-    if backend == "jax":
-        pytest.skip("JAX has the kernel")
+@pytest.mark.parametrize(
+    ("kernel", "its_backend"),
+    [("pallas", "jax"), ("triton", "torch"), ("fla", "torch")],
+)
+def test_a_kernel_names_its_backend(kernel, its_backend, backend):
+    if backend == its_backend:
+        pytest.skip(f"{backend} has the kernel")
     query, key, value, *_ = draw()
-    with pytest.raises(ValueError, match=f"needs the backend 'jax'.*{backend!r}"):
-        linear_attention(query, key, value, implementation="pallas")
+    message = f"needs the backend '{its_backend}'.*{backend!r}"
+    with pytest.raises(ValueError, match=message):
+        linear_attention(query, key, value, implementation=kernel)

@@ -16,6 +16,7 @@ from keras_efficient_attn.ops.common.checks import check_bool, check_positive_in
 from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.linear_attention import (
     calibrated_features,
+    entrywise,
 )
 from keras_efficient_attn.ops.linear_attention import (
     feature_maps as functions,
@@ -120,8 +121,12 @@ def get(identifier, **options):
 # Bounded: it holds maps that users make.
 @functools.lru_cache(256)
 def feature_functions(feature_map):
-    """`(query_features, key_features)`: one pair of objects for equal maps."""
-    return feature_map.query_features, feature_map.key_features
+    """`(query_features, key_features, entrywise)`: the same objects for equal maps."""
+    return (
+        feature_map.query_features,
+        feature_map.key_features,
+        feature_map.entrywise,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +152,10 @@ class FeatureMap:
         rowwise: Whether the functions work on the last axis of any array, and read
             weights that are matrices, so that a kernel can compute the features that
             it needs. Defaults to `False`.
+        entrywise: A method `(x, *weights) -> Entrywise` of maps that are one function
+            of each entry of `x` or of a product with it, the same for queries and
+            keys: kernels for GPUs compute these. Defaults to `None`, and is not
+            inherited where the functions are not.
 
     Example:
 
@@ -170,11 +179,14 @@ class FeatureMap:
     random = False
     can_calibrate = False
     rowwise = False
+    entrywise = None
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if not isinstance(cls.__dict__.get("name"), property):
             cls.name = cls.__name__
+        if {"query_features", "key_features"} & set(cls.__dict__):
+            cls.entrywise = cls.__dict__.get("entrywise")
 
     def feature_dim(self, head_dim):
         """Number of features of heads of a size. Defaults to `head_dim`.
@@ -328,6 +340,9 @@ class FavorPlusFeatures(RandomFeatures):
     def query_features(self, x, projection):
         return functions.positive_random_features(x, projection, self._hyperbolic)
 
+    def entrywise(self, x, projection):
+        return entrywise.positive_random_entries(x, projection, self._hyperbolic)
+
     def seen_features(self, x, rank, *weights):
         """Features of a calibrated layer; see `CalibratedFeatures`."""
         return calibrated_features.seen_random_features(x, *weights, self._hyperbolic)
@@ -444,6 +459,9 @@ class ReluFeatures(RandomFeatures):
     def query_features(self, x, projection=None):
         return functions.relu_features(x, projection)
 
+    def entrywise(self, x, projection=None):
+        return entrywise.relu_entries(x, projection)
+
 
 @_register("elu")
 class EluFeatures(FeatureMap):
@@ -454,6 +472,9 @@ class EluFeatures(FeatureMap):
     def query_features(self, x):
         return functions.elu_features(x)
 
+    def entrywise(self, x):
+        return entrywise.elu_entries(x)
+
 
 @_register("exp")
 class ExponentialFeatures(FeatureMap):
@@ -463,6 +484,9 @@ class ExponentialFeatures(FeatureMap):
 
     def query_features(self, x):
         return functions.exponential_features(x)
+
+    def entrywise(self, x):
+        return entrywise.exponential_entries(x)
 
 
 @_register("softmax")

@@ -17,9 +17,11 @@ from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, bounded_log
 from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.linear_attention import chunked
 from keras_efficient_attn.ops.linear_attention.config import (
+    IMPLEMENTATIONS,
     LinearAttentionConfig,
     given_features,
 )
+from keras_efficient_attn.ops.linear_attention.entrywise import Entrywise
 from keras_efficient_attn.ops.linear_attention.gated import api as gated
 from keras_efficient_attn.ops.linear_attention.kernels.choice import choose_kernel
 from keras_efficient_attn.ops.linear_attention.recurrent import (
@@ -93,14 +95,22 @@ def linear_attention(
         chunk_size: Positions a chunk; changes the speed, not the result beyond
             rounding. Defaults to the plan of the device: 64 on a CPU.
         implementation: `"chunked"`, for every backend and device; `"pallas"`, a kernel
-            for TPUs (with JAX, float32 or bfloat16, sizes that are known, heads of at
-            most 512 and at most 1,024 features); or `"reference"`, the quadratic
-            definition, without `state`. Defaults to `None`: the kernel on a single TPU
-            where it can run, and else chunks. The kernel divides sequences in its own
-            way, and takes no `chunk_size`; it multiplies values of bfloat16 in
-            bfloat16 and adds up in float32; it has first derivatives, backwards. On
-            other devices `"pallas"` is interpreted, slowly, for tests. One position and
-            a state need no kernel, and use none.
+            for TPUs, with JAX; `"triton"`, kernels for NVIDIA GPUs of compute
+            capability 8 or more, with PyTorch; `"fla"`, those of the package
+            flash-linear-attention, where it is installed; or `"reference"`, the
+            quadratic definition, without `state`. Defaults to `None`: `"pallas"` on a
+            single TPU and `"triton"` on a GPU with PyTorch, where they can run, and
+            else chunks.
+
+            Kernels take float32 and bfloat16, on GPUs float16 too; sizes that are
+            known, heads of at most 512 and at most 1,024 features. They divide
+            sequences in their own way, and take no `chunk_size`; they multiply values
+            of bfloat16 in bfloat16 and add up in float32; they have first derivatives,
+            backwards. On other devices `"pallas"` is interpreted, slowly, for tests;
+            so is `"triton"` with `TRITON_INTERPRET=1` in the environment. `"fla"` is
+            causal, takes no `key_log_weight`, at most 256 features, and rounds states
+            to the dtype of `value`. One position and a state need no kernel, and use
+            none.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
@@ -134,7 +144,7 @@ def linear_attention(
             f"key_features.shape={tuple(key_features.shape)}"
         )
     check_float_dtype("value", value)
-    check_implementation(implementation, "chunked", "pallas", state=state)
+    check_implementation(implementation, *IMPLEMENTATIONS, state=state)
     check_streaming(query_features, key_features, causal, state)
     rates = log_decay, beta
     gated.check_rates(*rates, key_features, causal, key_log_weight)
@@ -152,6 +162,7 @@ def linear_attention(
         output="normalized" if normalize else "sum",
         implementation=implementation,
         rowwise_maps=True,
+        entrywise=_identity,
     )
     sizes = (*key_features.shape[2:], value.shape[-1])
     if state is not None:
@@ -276,6 +287,11 @@ def linear_attention_state_spec(
         "normalizer": ((*heads, num_features), dtype),
         "log_scale": (heads, dtype, LOG_ZERO),
     }
+
+
+def _identity(features):
+    """As kernels see features that were computed before."""
+    return Entrywise("identity")
 
 
 def _as_long_as(query, key, value, valid, key_log_weight):

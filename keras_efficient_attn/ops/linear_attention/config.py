@@ -6,6 +6,9 @@ import dataclasses
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.plan import device_plan
 
+# What computes linear attention, beside the reference.
+IMPLEMENTATIONS = ("chunked", "pallas", "triton", "fla")
+
 
 def given_features(features, *_):
     """The feature map of features that were computed before: themselves, and `None`."""
@@ -30,12 +33,14 @@ class LinearAttentionConfig:
             values, totals and log scales for `online_softmax.merge`.
         window: Number of nearest keys to attend to exactly, for
             `windowed_linear_attention`. Defaults to `None`.
-        implementation: `"chunked"`, `"pallas"`, or `None` (the default): by device.
-            See `ops.linear_attention`.
+        implementation: `"chunked"`, `"pallas"`, `"triton"`, `"fla"`, or `None` (the
+            default): by device. See `ops.linear_attention`.
         rowwise_maps: Whether the maps work on the last axis alone, whatever the axes
             before it, and read weights that are matrices `(n, m)`. A kernel then
             computes features itself, and they never exist in memory. Defaults to
             `False`.
+        entrywise: `(x, *map_weights) -> Entrywise`, if both maps are that: a kernel
+            in Triton then computes features itself. Defaults to `None`.
     """
 
     query_map: collections.abc.Callable
@@ -47,13 +52,14 @@ class LinearAttentionConfig:
     window: int | None = None
     implementation: str | None = None
     rowwise_maps: bool = False
+    entrywise: collections.abc.Callable | None = None
 
     def __post_init__(self):
         check_positive_int("chunk_size", self.chunk_size, optional=True)
         check_positive_int("window", self.window, optional=True)
-        if self.implementation not in (None, "chunked", "pallas"):
+        if self.implementation not in (None, *IMPLEMENTATIONS):
             raise ValueError(
-                "`implementation` must be None, 'chunked' or 'pallas'. Received: "
+                f"`implementation` must be None or one of {IMPLEMENTATIONS}. Received: "
                 f"implementation={self.implementation!r}"
             )
 

@@ -73,7 +73,7 @@ def test_every_map_has_a_name_and_says_what_it_is():
         assert feature_map.positive == (name != "trigonometric")
         again = feature_maps.get(name)
         assert again == feature_map and hash(again) == hash(feature_map)
-        # One pair of function objects: JAX compiles once.
+        # The same function objects: JAX compiles once.
         functions = feature_maps.feature_functions
         assert functions(again)[0] is functions(feature_map)[0]
 
@@ -152,7 +152,7 @@ def test_gradients_of_a_map_s_weights_are_differences(causal):
     query, key, value = random.normal(size=(3, 2, 9, 2, DIM)).astype("float32")
     start, direction = random.normal(size=(2, 2, 2, DIM, DIM)) * 0.5
     config = LinearAttentionConfig(
-        *feature_maps.feature_functions(feature_maps.get("hedgehog")),
+        *feature_maps.feature_functions(feature_maps.get("hedgehog"))[:2],
         2 * DIM,
         causal=causal,
         chunk_size=4,
@@ -252,3 +252,50 @@ def test_what_is_kept_for_feature_maps_is_bounded():
         feature_maps.feature_functions(feature_maps.PolynomialFeatures(order))
     kept = feature_maps.feature_functions.cache_info()
     assert kept.currsize == kept.maxsize < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("elu", {}),
+        ("exp", {}),
+        ("relu", {}),
+        ("relu", {"num_features": 6}),
+        ("favor+", {"num_features": 6}),
+        ("hyperbolic", {"num_features": 6}),
+    ],
+)
+def test_entries_are_the_features(name, options):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(2, 5, DIM)).astype("float32")
+    feature_map = feature_maps.get(name, **options)
+    weights = ()
+    if options:
+        rows = feature_map.num_rows(DIM)
+        weights = (ops.convert_to_tensor(random.normal(size=(rows, DIM)), "float32"),)
+    entry, rows, log_scale = feature_map.entrywise(ops.convert_to_tensor(x), *weights)
+    products = x if rows is None else x @ to_numpy(rows).T
+    entries = {
+        "elu": lambda x: np.where(x > 0, x + 1, np.exp(x)),
+        "exp": np.exp,
+        "relu": lambda x: np.maximum(x, 0) + 1e-3,
+    }
+    received = entries[entry](products)
+    if log_scale is not None:
+        received = received * np.exp(to_numpy(log_scale))[..., None]
+    features, scale = feature_map.query_features(ops.convert_to_tensor(x), *weights)
+    expected = to_numpy(features)
+    if scale is not None:
+        expected = expected * np.exp(to_numpy(scale))[..., None]
+    np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_entries_are_not_inherited_without_the_features():
+    elu = type(feature_maps.get("elu"))
+
+    class Doubled(elu):
+        def query_features(self, x):
+            return 2 * super().query_features(x)[0], None
+
+    assert Doubled().entrywise is None
+    assert elu().entrywise is not None

@@ -250,14 +250,17 @@ class LinearAttention(EfficientAttention):
         return query, key, self.feature_map.map_weights(weights, query, key, call)
 
     def _config(self, causal):
+        query_map, key_map, entrywise = feature_maps.feature_functions(self.feature_map)
         return LinearAttentionConfig(
-            *feature_maps.feature_functions(self.feature_map),
+            query_map,
+            key_map,
             self._feature_dim,
             causal=causal,
             chunk_size=self.chunk_size,
             output="normalized" if self.normalize else "sum",
             window=self.window,
             rowwise_maps=self.feature_map.rowwise,
+            entrywise=entrywise,
         )
 
     def _check_call(self, query, value, key, call):

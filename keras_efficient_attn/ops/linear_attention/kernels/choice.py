@@ -1,16 +1,45 @@
 """Which kernel computes a call, if any."""
 
-import importlib
+import importlib.metadata
+import importlib.util
 
 import keras
 
 from keras_efficient_attn.ops.common.backend import backend_name
 from keras_efficient_attn.ops.common.plan import has_one_tpu
 
-DTYPES = ("float32", "bfloat16")
 MOST_DIM = 512
 # The default number of random features for heads of 128 is 622.
 MOST_FEATURES = 1024
+# Compute capability of the first GPUs that multiply bfloat16.
+LEAST_CAPABILITY = 8
+MOST_FLA_FEATURES = 256
+BACKENDS = {"pallas": "jax", "triton": "torch", "fla": "torch"}
+DTYPES = {
+    "pallas": ("float32", "bfloat16"),
+    "triton": ("float32", "bfloat16", "float16"),
+    "fla": ("float32", "bfloat16", "float16"),
+}
+LEAST_TRITON = 3, 4
+
+
+def _has_triton():
+    """Whether Triton is installed, and takes tuples as arguments of kernels."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return True  # PyTorch's nightly builds have it by another name.
+    return tuple(map(int, version.split(".")[:2])) >= LEAST_TRITON
+
+
+# Asked once, and without importing them: `torch.compile` traces what a call asks.
+HAS_PACKAGE = {
+    "triton": _has_triton(),
+    "fla": importlib.util.find_spec("fla") is not None,
+}
+PACKAGES = {"triton": "triton, 3.4 or later", "fla": "flash-linear-attention"}
 
 
 def choose_kernel(query, key, value, state, config):
@@ -24,39 +53,91 @@ def choose_kernel(query, key, value, state, config):
     Raises:
         ValueError: If the configuration names a kernel that cannot run.
     """
-    named = config.implementation == "pallas"
-    if not named and (config.implementation is not None or not has_one_tpu()):
+    named = config.implementation in BACKENDS
+    if not named and config.implementation is not None:
         return None
-    reason = _obstacle(query, key, value, state, config)
+    name = config.implementation if named else _default_kernel(query)
+    if name is None:
+        return None
+    reason = _obstacle(name, (query, key, value), state, config)
     if reason is None:
-        return importlib.import_module(f"{__package__}.pallas")
+        return _module(name)
     if named:
-        raise ValueError(f"`implementation='pallas'` {reason}")
+        raise ValueError(f"`implementation={name!r}` {reason}")
     return None
 
 
-def _obstacle(query, key, value, state, config):
-    """Why the kernel cannot compute a call, or `None`."""
-    if backend_name() != "jax":
-        return f"needs the backend 'jax'. Received: {backend_name()!r}"
+def _module(name):
+    # As statements, which `torch.compile` can trace.
+    if name == "pallas":
+        from keras_efficient_attn.ops.linear_attention.kernels import pallas as module
+    elif name == "triton":
+        from keras_efficient_attn.ops.linear_attention.kernels import triton as module
+    else:
+        from keras_efficient_attn.ops.linear_attention.kernels import fla as module
+    return module
+
+
+def _default_kernel(query):
+    """The kernel for the device that computes, or `None`."""
+    backend = backend_name()
+    if backend == "jax" and has_one_tpu():
+        return "pallas"
+    if backend == "torch" and query.is_cuda:
+        return "triton"
+    return None
+
+
+def _obstacle(name, tensors, state, config):
+    """Why a kernel cannot compute a call, or `None`."""
+    backend = BACKENDS[name]
+    if backend_name() != backend:
+        return f"needs the backend {backend!r}. Received: {backend_name()!r}"
     if config.chunk_size is not None:
         return f"takes no `chunk_size`. Received: chunk_size={config.chunk_size}"
-    tensors = (query, key, value, *(state or {}).values())
-    dtypes = [keras.backend.standardize_dtype(x.dtype) for x in tensors]
-    if not set(dtypes) <= set(DTYPES):
-        wrong = next(dtype for dtype in dtypes if dtype not in DTYPES)
-        return f"computes with {' and '.join(DTYPES)}. Received: {wrong}"
-    shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
+    dtypes = [
+        keras.backend.standardize_dtype(x.dtype)
+        for x in (*tensors, *(state or {}).values())
+    ]
+    known = DTYPES[name]
+    if not set(dtypes) <= set(known):
+        wrong = next(dtype for dtype in dtypes if dtype not in known)
+        return f"computes with {' and '.join(known)}. Received: {wrong}"
+    shapes = tuple(tuple(x.shape) for x in tensors)
     sizes = [size for shape in shapes for size in shape]
     if not all(isinstance(size, int) for size in sizes):
         return f"needs sizes that are known. Received: shapes {shapes}"
     if 0 in sizes:
         return f"needs a batch and positions. Received: shapes {shapes}"
-    dims = {"head_dim": query.shape[-1], "value_dim": value.shape[-1]}
+    dims = {"head_dim": shapes[0][-1], "value_dim": shapes[2][-1]}
     if max(dims.values()) > MOST_DIM:
         return f"holds heads of at most {MOST_DIM}. Received: {dims}"
-    if config.num_features > MOST_FEATURES:
-        return (
-            f"holds at most {MOST_FEATURES} features. Received: {config.num_features}"
-        )
+    most = MOST_FLA_FEATURES if name == "fla" else MOST_FEATURES
+    if config.num_features > most:
+        return f"holds at most {most} features. Received: {config.num_features}"
+    return None if backend == "jax" else _torch_obstacle(name, tensors[0], config)
+
+
+def _torch_obstacle(name, query, config):
+    """What a kernel for CUDA lacks, or `None`."""
+    import torch
+
+    if not HAS_PACKAGE[name]:
+        return f"needs the package {PACKAGES[name]}, which is not installed"
+    if name == "fla" and not config.causal:
+        return "is causal. Received: causal=False"
+    if not query.is_cuda:
+        if name == "triton" and _interprets():
+            return None
+        return f"needs tensors on a CUDA device. Received: {query.device.type}"
+    major = torch.cuda.get_device_properties(query.device).major
+    if torch.version.hip is not None or major < LEAST_CAPABILITY:
+        return f"needs an NVIDIA GPU of compute capability {LEAST_CAPABILITY} or more"
     return None
+
+
+def _interprets():
+    """Whether Triton runs kernels in its interpreter."""
+    from keras_efficient_attn.ops.linear_attention.kernels import triton_op
+
+    return triton_op.INTERPRETED

@@ -1,0 +1,75 @@
+"""Linear attention by `flash-linear-attention`, where a user has it.
+
+Its sums over keys have no weights and no totals. Keys that a mask hides have features
+of zero here, and a further column of ones beside the values has the totals.
+"""
+
+import torch
+from keras import ops
+
+from keras_efficient_attn.ops.common.chunking import fit_length
+from keras_efficient_attn.ops.common.online_softmax import finish
+
+
+def linear_attention(
+    query, key, value, config, map_weights, key_log_weight, key_mask, state
+):
+    """As `mapped_linear_attention`, for what `choose_kernel` lets pass."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    if key_log_weight is not None:
+        raise ValueError("`implementation='fla'` takes no `key_log_weight`")
+    if query.shape[1] != key.shape[1]:
+        if key_mask is None:
+            key_mask = ops.ones(key.shape[:2], "bool")
+        key, value, key_mask = (
+            fit_length(x, query.shape[1]) for x in (key, value, key_mask)
+        )
+    if key_mask is not None:
+        kept = ops.cast(key_mask, "bool")[..., None, None]
+        key, value = (ops.where(kept, x, 0.0) for x in (key, value))
+    with torch.autocast(query.device.type, enabled=False):
+        query = _features(query, config.query_map, map_weights, value.dtype)
+        key = _features(key, config.key_map, map_weights, value.dtype)
+        if key_mask is not None:
+            key = ops.where(kept, key, 0.0)
+        first = None
+        if state is not None:
+            sums, normalizer, log_scale = (
+                ops.cast(state[name], "float32")
+                for name in ("sum", "normalizer", "log_scale")
+            )
+            first = torch.cat([sums, normalizer[..., None]], -1)
+            first = first * log_scale.exp()[..., None, None]
+        values, last = chunk_simple_gla(
+            query,
+            key,
+            torch.cat([value, torch.ones_like(value[..., :1])], -1),
+            scale=1.0,
+            initial_state=first,
+            output_final_state=state is not None,
+        )
+    values, totals = values[..., :-1].float(), values[..., -1].float()
+    new_state = None
+    if state is not None:
+        new_state = {
+            "sum": last[..., :-1],
+            "normalizer": last[..., -1],
+            "log_scale": torch.zeros_like(log_scale),
+        }
+    if config.output == "partial":
+        return (values, totals, torch.zeros_like(totals)), new_state
+    normalize = config.output == "normalized"
+    output = finish(values, totals, torch.zeros_like(totals), normalize)
+    return (output,), new_state
+
+
+def _features(x, function, map_weights, dtype):
+    weights = tuple(ops.cast(weight, "float32") for weight in map_weights)
+    features, log_scale = function(x.float().transpose(1, 2)[:, :, None], *weights)
+    if log_scale is not None:
+        raise ValueError(
+            "`implementation='fla'` takes feature maps without a log scale, such as "
+            "elu + 1. Received: a map with one"
+        )
+    return features[:, :, 0].transpose(1, 2).to(dtype)

@@ -1,0 +1,113 @@
+"""Linear attention in kernels for NVIDIA GPUs, written in Triton, for PyTorch.
+
+With `TRITON_INTERPRET=1` in the environment before Triton is imported, Triton
+interprets them on any device: the same results, slowly, for tests.
+"""
+
+import torch
+from keras import ops
+
+from keras_efficient_attn.ops.common.chunking import fit_length
+from keras_efficient_attn.ops.common.online_softmax import (
+    bounded_log_weight,
+    finish,
+)
+from keras_efficient_attn.ops.linear_attention.entrywise import Entrywise
+from keras_efficient_attn.ops.linear_attention.kernels.triton_op import (
+    linear_attention_op,
+)
+from keras_efficient_attn.ops.linear_attention.keys import sum_of_scales
+
+
+def linear_attention(
+    query, key, value, config, map_weights, key_log_weight, key_mask, state
+):
+    """As `mapped_linear_attention`, for what `choose_kernel` lets pass.
+
+    Normalized outputs have the dtype of `value`. Under `torch.autocast`, too, the
+    dtypes are those of the tensors: products take bfloat16 if `value` is that.
+    """
+    # What is computed here besides the kernels, such as features, is float32.
+    with torch.autocast(query.device.type, enabled=False):
+        return _linear_attention(
+            (query, key, value), config, map_weights, key_log_weight, key_mask, state
+        )
+
+
+def _linear_attention(tensors, config, map_weights, key_log_weight, key_mask, state):
+    query, key, value = tensors
+    if config.causal and query.shape[1] != key.shape[1]:
+        if key_mask is None:
+            key_mask = ops.ones(key.shape[:2], "bool")
+        keys = (key, value, key_mask, key_log_weight)
+        key, value, key_mask, key_log_weight = (
+            None if x is None else fit_length(x, query.shape[1]) for x in keys
+        )
+    key_mask = None if key_mask is None else ops.cast(key_mask, "bool")
+    if key_mask is not None:
+        # Kernels mask what they read; here, maps and log scales read keys before them.
+        key = ops.where(key_mask[..., None, None], key, 0.0)
+    weights = tuple(ops.cast(weight, "float32") for weight in map_weights)
+    query, queries = _mapped(query, config, config.query_map, weights)
+    key, keys = _mapped(key, config, config.key_map, weights)
+
+    log_weight = keys.log_scale
+    if key_log_weight is not None:
+        key_log_weight = ops.cast(key_log_weight, "float32")
+        log_weight = sum_of_scales(key_log_weight, log_weight)
+    if log_weight is None and (key_mask is not None or state is not None):
+        # A state may stand at another scale than that of unweighted keys.
+        log_weight = torch.zeros(key.shape[:3], device=key.device)
+    if log_weight is not None:
+        log_weight = bounded_log_weight(log_weight, key_mask).transpose(1, 2)
+    first = log_scale = None
+    if state is not None:
+        sums, normalizer, log_scale = (
+            ops.cast(state[name], "float32")
+            for name in ("sum", "normalizer", "log_scale")
+        )
+        first = torch.cat([sums.flatten(2), normalizer], -1)
+
+    normalized = config.output == "normalized"
+    options = (
+        queries.entry,
+        "causal" if config.causal else "full",
+        "normalized" if normalized else "partial",
+    )
+    tensors = query, key, value, queries.rows, log_weight, first, log_scale
+    values, totals, scale, last, log_scale = linear_attention_op(
+        *tensors, " ".join(options)
+    )
+    new_state = None
+    if state is not None:
+        split = config.num_features * value.shape[-1]
+        new_state = {
+            "sum": last[..., :split].unflatten(-1, (-1, value.shape[-1])),
+            "normalizer": last[..., split:],
+            "log_scale": log_scale,
+        }
+    if normalized:
+        return (values,), new_state
+    totals, scale = totals.transpose(1, 2), scale.transpose(1, 2)
+    if queries.log_scale is not None:
+        scale = scale + queries.log_scale
+    if config.output == "partial":
+        return (values, totals, scale), new_state
+    return (finish(values, totals, scale, False),), new_state
+
+
+def _mapped(x, config, function, weights):
+    """What the kernels read of queries or keys, and the map that they apply to it.
+
+    Features are computed here if no kernel knows their map, or if the gradient of its
+    rows is asked for, which no kernel computes.
+    """
+    if config.entrywise is not None and not any(w.requires_grad for w in weights):
+        mapped = config.entrywise(x.float(), *weights)
+        return x, mapped
+    features, log_scale = function(x.float().transpose(1, 2)[:, :, None], *weights)
+    features = features[:, :, 0].transpose(1, 2)
+    if log_scale is not None:
+        shape = features.shape[:3]
+        log_scale = log_scale[:, :, 0].transpose(1, 2).expand(shape)
+    return features, Entrywise("identity", log_scale=log_scale)

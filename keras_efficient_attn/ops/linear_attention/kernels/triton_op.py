@@ -1,0 +1,386 @@
+"""Linear attention in Triton kernels as one operation of PyTorch, with its gradient.
+
+The operation and its gradient are opaque to `torch.compile`, which knows their shapes
+and does not break a graph for them. The backward pass keeps the inputs, the output and
+a number for each query, and computes features and states again.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+from keras_efficient_attn.ops.linear_attention.kernels.triton_kernels import (
+    Plan,
+    Side,
+    accumulate,
+    find_gradients,
+    find_maxima,
+    read_states,
+    sum_segments,
+)
+
+# Positions in a chunk. A segment is one or several: the shorter, the fewer operations,
+# and the more memory for states.
+CHUNK = 64
+# Floats of states for each position, at most, as long as a segment has fewer chunks
+# than the most.
+STATE_FLOATS = 256
+MOST_CHUNKS = 8
+# Chunks in a segment of keys that is not causal: such segments are added up.
+FULL_CHUNKS = 16
+# Columns of a block; the smaller one where float32 is multiplied, whose parts for the
+# tensor cores fill the registers. Then there are several tiles in a chunk as well.
+BLOCK = 64
+SMALL_BLOCK = 32
+SMALL_TILE = 32
+INTERPRETED = isinstance(read_states, InterpretedFunction)
+ACCUMULATED = 1024
+
+
+@torch.library.custom_op("keras_efficient_attn::linear_attention", mutates_args=())
+def linear_attention_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Tensor | None,
+    log_weight: Tensor | None,
+    state: Tensor | None,
+    log_scale: Tensor | None,
+    options: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Linear attention.
+
+    Args:
+        query, key, value: `(batch, length, heads, dim)`.
+        rows: As of `Entrywise`, without gradient.
+        log_weight: `(batch, heads, length)`, float32, `LOG_ZERO` for hidden keys.
+            Needed next to a state.
+        state: `(batch, heads, features * (value_dim + 1))`, the sum and the normalizer.
+        log_scale: `(batch, heads)`.
+        options: Words: the `entry` of `Entrywise`, `"causal"` or `"full"`,
+            `"normalized"` or `"partial"`.
+
+    Returns:
+        `(output, totals, scale, state, log_scale)`. With `"partial"`, the output is
+        float32, with totals and log scales `(batch, heads, length)`. With
+        `"normalized"` the totals are their reciprocals. Without a state, the last
+        tensors are those after all keys as well.
+    """
+    call = _Call(query, key, value, rows, log_weight, log_scale, options)
+    states = call.states(state)
+    dtype = value.dtype if call.plan.normalize else torch.float32
+    output = torch.empty(
+        (*query.shape[:3], value.shape[-1]), dtype=dtype, device=query.device
+    )
+    totals = call.row(query)
+    call.read(states, output, totals, keys=False)
+    batch, _, heads, _ = query.shape
+    final = states[:, -1].reshape(batch, heads, -1).clone()
+    return output, totals, call.scale(), final, call.last_log_scale.clone()
+
+
+@linear_attention_op.register_fake
+def _(query, key, value, rows, log_weight, state, log_scale, options):
+    batch, length, heads, dim = query.shape
+    features, value_dim = dim if rows is None else rows.shape[0], value.shape[-1]
+    dtype = value.dtype if "normalized" in options.split() else torch.float32
+    output = query.new_empty((batch, length, heads, value_dim), dtype=dtype)
+    row = query.new_empty((batch, heads, length), dtype=torch.float32)
+    final = row.new_empty((batch, heads, features * (value_dim + 1)))
+    return output, row, torch.empty_like(row), final, row.new_empty((batch, heads))
+
+
+@torch.library.custom_op("keras_efficient_attn::linear_attention_grad", mutates_args=())
+def linear_attention_grad_op(
+    gradients: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    optional: Sequence[Tensor | None],
+    options: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradient of `linear_attention_op`.
+
+    Args:
+        gradients: Of the output, the totals and the state.
+        outputs: The output and the totals.
+        inputs: Query, key and value.
+        optional: The other tensors, in the order of `linear_attention_op`.
+        options: As `linear_attention_op`.
+
+    Returns:
+        Gradients of the query, the key, the value, the log weights and the state.
+    """
+    query, key, value = inputs
+    rows, log_weight, state, log_scale = optional
+    call = _Call(query, key, value, rows, log_weight, log_scale, options)
+    call.differentiate(gradients, outputs)
+    states = call.states(state)
+    grad_states = call.grad_states(gradients[2])
+    grad_query, grad_key, grad_value = map(torch.empty_like, call.inputs)
+    call.find_gradients(states, grad_query, keys=False)
+    grad_log_weight = call.find_gradients(grad_states, grad_key, keys=True)
+    call.read(grad_states, grad_value, None, keys=True)
+    batch, _, heads, _ = query.shape
+    grad_state = grad_states[:, 0].reshape(batch, heads, -1).clone()
+    return grad_query, grad_key, grad_value, grad_log_weight, grad_state
+
+
+@linear_attention_grad_op.register_fake
+def _(gradients, outputs, inputs, optional, options):
+    query, key, value = inputs
+    grads = [x.new_empty(x.shape) for x in inputs]
+    batch, length, heads, _ = key.shape
+    grad_log_weight = key.new_empty((batch, heads, length), dtype=torch.float32)
+    return *grads, grad_log_weight, torch.empty_like(gradients[2])
+
+
+def _keep_for_backward(ctx, inputs, output):
+    *tensors, ctx.options = inputs
+    ctx.save_for_backward(*tensors, *output[:2])
+
+
+def _differentiate(ctx, grad_output, grad_totals, _, grad_state, __):
+    *tensors, output, totals = ctx.saved_tensors
+    gradients = linear_attention_grad_op(
+        [grad_output, grad_totals, grad_state],
+        [output, totals],
+        tensors[:3],
+        tensors[3:],
+        ctx.options,
+    )
+    *grads, grad_log_weight, grad_state = gradients
+    if tensors[4] is None:
+        grad_log_weight = None
+    if tensors[5] is None:
+        grad_state = None
+    return *grads, None, grad_log_weight, grad_state, None, None
+
+
+linear_attention_op.register_autograd(_differentiate, setup_context=_keep_for_backward)
+
+
+class _Call:
+    """The sides of a call, for the kernels, and its launches.
+
+    Attributes:
+        inputs: Query, key and value, contiguous.
+        plan: `Plan`.
+        launch: Options of the compiler.
+        queries, keys: `Side`s.
+        last_log_scale: `(batch, heads)`: the log scale of the state after all keys.
+    """
+
+    def __init__(self, query, key, value, rows, log_weight, log_scale, options):
+        entry, causality, output = options.split()
+        self.inputs = tuple(x.contiguous() for x in (query, key, value))
+        query, key, value = self.inputs
+        rows = None if rows is None else rows.float().contiguous()
+        dim, value_dim = query.shape[-1], value.shape[-1]
+        features = dim if rows is None else rows.shape[0]
+        causal = causality == "causal"
+        wide, rounded = (value.dtype == x for x in (torch.float32, torch.bfloat16))
+        most = BLOCK if rows is None and rounded else SMALL_BLOCK
+        tile = SMALL_TILE if wide else CHUNK
+        chunks = _chunks(features, value_dim) if causal else FULL_CHUNKS
+        self.plan = Plan(
+            entry=entry,
+            dim=dim,
+            features=features,
+            value_dim=value_dim,
+            causal=causal,
+            normalize=output == "normalized",
+            span=chunks * (CHUNK // tile),
+            tile=tile,
+            block_dim=_block(dim, most),
+            block_features=_block(features, most),
+            block_values=_block(value_dim, most),
+            rounded=rounded,
+            # For float16 it is as precise, and has the range of float32.
+            precision="tf32x3" if wide else "tf32",
+            interpreted=INTERPRETED,
+        )
+        # By the registers that the compiler needs: none spills.
+        self.launch = {"num_warps": 8, "num_stages": 1 if wide else 3}
+        sides = (query, None), (key, value)
+        self.queries, self.keys = (
+            Side(x, rows, vectors, None, None, None, None, x.shape[1], x.shape[2])
+            for x, vectors in sides
+        )
+        if log_weight is not None:
+            self.keys = self.keys._replace(log=log_weight.contiguous())
+        if entry == "exp":
+            self.queries = self._with_maxima(self.queries)
+            self.keys = self._with_maxima(self.keys)
+        self._factors = None
+        self.last_log_scale = self.row(query)[..., 0].zero_()
+        if self.keys.log is not None:
+            weigh = self._weigh_causal if causal else self._weigh_full
+            weigh(log_scale)
+
+    def row(self, x):
+        batch, length, heads, _ = x.shape
+        shape = batch, heads, length
+        return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+    def _with_maxima(self, side):
+        maxima = self.row(side.x)
+        with torch.cuda.device_of(side.x):
+            find_maxima[(self._tiles(side),)](side, maxima, self.plan, **self.launch)
+        side = side._replace(maxima=maxima)
+        if side.vectors is None:
+            return side
+        log = maxima
+        if side.log is not None:
+            log = torch.where(side.log > LOG_ZERO, side.log + maxima, LOG_ZERO)
+        return side._replace(log=log)
+
+    def _weigh_causal(self, log_scale):
+        """The running maxima that a query sees, and those between segments."""
+        log = self.keys.log
+        if log_scale is None:
+            log_scale = torch.full_like(log[..., 0], LOG_ZERO)
+        maxima = torch.cat([log_scale[..., None], log], -1).cummax(-1).values
+        size = self.plan.tile * self.plan.span
+        length = log.shape[-1]
+        ends = torch.arange(triton.cdiv(length, size) + 1, device=log.device) * size
+        between = maxima[..., ends.clamp_(max=length)]
+        segments = torch.arange(length, device=log.device) // size
+        running = maxima[..., 1:].contiguous()
+        self.queries = self.queries._replace(
+            log=running, far=(between[..., segments] - running).exp_()
+        )
+        far = (log - between[..., segments + 1]).exp_()
+        self.keys = self.keys._replace(far=far)
+        self._factors = (between[..., :-1] - between[..., 1:]).exp_()
+        self.last_log_scale = maxima[..., -1]
+
+    def _weigh_full(self, _):
+        log = self.keys.log
+        largest = log.amax(-1)
+        far = (log - largest[..., None]).exp_()
+        self.keys = self.keys._replace(far=far)
+        self.last_log_scale = largest
+
+    def scale(self):
+        """The log scales of values and totals."""
+        scale = self.queries.log
+        if scale is None:
+            length = self.queries.length
+            scale = self.last_log_scale[..., None].expand(-1, -1, length)
+        if self.queries.maxima is not None:
+            scale = scale + self.queries.maxima
+        return scale.clone(memory_format=torch.contiguous_format)
+
+    def states(self, first=None):
+        """States before each segment and after the last; after all, if not causal."""
+        return self._accumulated(self.keys, first, keys=True)
+
+    def grad_states(self, last):
+        """The gradients of `states`."""
+        return self._accumulated(self.queries, last, keys=False)
+
+    def differentiate(self, gradients, outputs):
+        """Gives the queries the gradients of values and totals, before the division."""
+        (grad, grad_totals, _), (output, totals) = gradients, outputs
+        if self.plan.normalize:
+            along = (grad.float() * output).sum(-1).transpose(1, 2)
+            grad_totals = -along * totals
+            grad = grad * totals.transpose(1, 2)[..., None]
+        dtype = torch.bfloat16 if self.plan.rounded else torch.float32
+        grad = grad.to(dtype).contiguous()
+        bias = grad_totals.contiguous()
+        self.queries = self.queries._replace(vectors=grad, bias=bias)
+
+    def _accumulated(self, side, given, keys):
+        """Sums over segments, to all of them or from one to the next."""
+        plan = self.plan
+        segments = triton.cdiv(side.length, plan.tile * plan.span)
+        heads = side.x.shape[0] * side.heads
+        slots = segments + 1 if plan.causal else segments
+        shape = heads, slots, plan.state_size
+        states = torch.empty(shape, dtype=torch.float32, device=side.x.device)
+        blocks = (
+            triton.cdiv(plan.features, plan.block_features),
+            triton.cdiv(plan.value_dim, plan.block_values),
+        )
+        with torch.cuda.device_of(side.x):
+            sum_segments[(heads * segments, *blocks)](
+                side, states, slots, plan, keys, **self.launch
+            )
+        if not plan.causal:
+            states = states.sum(1, keepdim=True)
+            return states if given is None else states + given.reshape(states.shape)
+        end = states[:, 0 if keys else -1]
+        if given is None:
+            end.zero_()
+        else:
+            end.copy_(given.reshape(end.shape))
+        grid = heads, triton.cdiv(plan.state_size, ACCUMULATED)
+        with torch.cuda.device_of(side.x):
+            accumulate[grid](
+                states, self._factors, slots, plan.state_size, ACCUMULATED, not keys
+            )
+        return states
+
+    def read(self, states, output, totals, keys):
+        own, other = self._sides(keys)
+        blocks = triton.cdiv(self.plan.value_dim, self.plan.block_values)
+        with torch.cuda.device_of(output):
+            read_states[(self._tiles(own), blocks)](
+                own,
+                other,
+                states,
+                output,
+                totals,
+                states.shape[1],
+                self.plan,
+                keys,
+                **self.launch,
+            )
+
+    def find_gradients(self, states, output, keys):
+        """Writes the gradients of `x`; returns those of log weights, of keys."""
+        own, other = self._sides(keys)
+        plan, grad_log = self.plan, None
+        block = plan.block_features if own.rows is None else plan.block_dim
+        blocks = triton.cdiv(plan.dim, block)
+        if keys:
+            grad_log = self.row(own.x).repeat(blocks, 1, 1, 1)
+        with torch.cuda.device_of(output):
+            find_gradients[(self._tiles(own), blocks)](
+                own,
+                other,
+                states,
+                output,
+                grad_log,
+                states.shape[1],
+                plan,
+                keys,
+                **self.launch,
+            )
+        if not keys:
+            return None
+        return grad_log[0] if own.rows is not None else grad_log.sum(0)
+
+    def _sides(self, keys):
+        sides = self.queries, self.keys
+        return sides[::-1] if keys else sides
+
+    def _tiles(self, side):
+        """Tiles of all heads."""
+        heads = side.x.shape[0] * side.heads
+        return heads * triton.cdiv(side.length, self.plan.tile)
+
+
+def _chunks(features, value_dim):
+    """Chunks in a causal segment, a power of two."""
+    chunks = triton.cdiv(features * (value_dim + 1), CHUNK * STATE_FLOATS)
+    return min(MOST_CHUNKS, triton.next_power_of_2(chunks))
+
+
+def _block(size, most):
+    return min(most, max(16, triton.next_power_of_2(size)))

@@ -1,0 +1,194 @@
+"""Calls of linear attention that kernels have to compute, and their definition."""
+
+import dataclasses
+import functools
+
+import numpy as np
+from keras import ops
+
+from keras_efficient_attn.ops.linear_attention import entrywise, feature_maps
+from keras_efficient_attn.ops.linear_attention.api import mapped_linear_attention
+from keras_efficient_attn.ops.linear_attention.config import (
+    LinearAttentionConfig,
+)
+from keras_efficient_attn.ops.linear_attention.reference import reference_attention
+from tests.autodiff import to_numpy
+
+STATE_NAMES = ("sum", "normalizer", "log_scale")
+ENTRYWISE = {
+    feature_maps.elu_features: entrywise.elu_entries,
+    feature_maps.relu_features: entrywise.relu_entries,
+    feature_maps.exponential_features: entrywise.exponential_entries,
+    feature_maps.positive_random_features: entrywise.positive_random_entries,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call: which map, which options, and the shapes of random tensors."""
+
+    map: object = feature_maps.elu_features
+    rows: int = 0
+    causal: bool = True
+    output: str = "normalized"
+    masked: bool = False
+    weighted: bool = False
+    with_state: bool = False
+    rowwise: bool = True
+    length: int = 150
+    key_length: int | None = None
+    dims: tuple = (8, 5)
+    dtype: str = "float32"
+    batch: int = 2
+    heads: int = 2
+
+    @property
+    def num_features(self):
+        return self.rows or self.dims[0]
+
+    def draw(self):
+        """Arrays by name, of which the mask alone is not differentiated."""
+        random = np.random.default_rng(0)
+        batch, heads = self.batch, self.heads
+        dim, value_dim = self.dims
+        key_length = self.key_length or self.length
+
+        def normal(*shape):
+            return random.normal(size=shape).astype("float32")
+
+        arrays = {
+            "query": normal(batch, self.length, heads, dim),
+            "key": normal(batch, key_length, heads, dim),
+            "value": normal(batch, key_length, heads, value_dim),
+        }
+        mask = None
+        if self.rows:
+            arrays["projection"] = normal(self.rows, dim)
+        if self.weighted:
+            arrays["log_weight"] = 3 * normal(batch, key_length, heads)
+            arrays["log_weight"][:, 3:9] = -np.inf
+        if self.masked:
+            mask = random.random((batch, key_length)) > 0.3
+            mask[:, :2] = False
+        if self.with_state:
+            sizes = batch, heads, self.num_features
+            arrays["sum"] = normal(*sizes, value_dim)
+            arrays["normalizer"] = 1 + np.abs(normal(*sizes))
+            arrays["log_scale"] = normal(batch, heads)
+        return arrays, mask
+
+    def fast(self, arrays, mask, implementation):
+        config = LinearAttentionConfig(
+            self.map,
+            self.map,
+            self.num_features,
+            causal=self.causal,
+            output=self.output,
+            implementation=implementation,
+            rowwise_maps=self.rowwise,
+            entrywise=ENTRYWISE[self.map] if self.rowwise else None,
+        )
+        state = None
+        if self.with_state:
+            state = {name: arrays[name] for name in STATE_NAMES}
+        outputs, state = mapped_linear_attention(
+            *(ops.cast(arrays[name], self.dtype) for name in ("query", "key", "value")),
+            config,
+            map_weights=(arrays["projection"],) if self.rows else (),
+            key_log_weight=arrays.get("log_weight"),
+            key_mask=mask,
+            state=state,
+        )
+        if self.output == "partial":
+            values, totals, scale = outputs
+            factor = ops.exp(scale)
+            outputs = values * factor[..., None], totals * factor
+        if state is not None:
+            factor = ops.exp(state["log_scale"])
+            outputs += (
+                state["sum"] * factor[..., None, None],
+                state["normalizer"] * factor[..., None],
+            )
+        return outputs
+
+    def definition(self, arrays, mask):
+        """By the reference, in the dtype of the arrays."""
+        query, query_scale = self._features(arrays["query"], arrays)
+        key, log_weight = self._features(arrays["key"], arrays)
+        value = arrays["value"]
+        if log_weight is None:
+            log_weight = ops.zeros(key.shape[:3], key.dtype)
+        if "log_weight" in arrays:
+            log_weight = log_weight + arrays["log_weight"]
+        if query_scale is not None:
+            query = query * ops.exp(query_scale)[..., None]
+        mask = np.ones(key.shape[:2], bool) if mask is None else mask
+        past = 0
+        if self.with_state:
+            # As many keys as features, of which each makes one row of the state.
+            past = self.num_features
+            rows = arrays["normalizer"][..., None] * ops.eye(past, dtype=key.dtype)
+            earlier = arrays["sum"] / arrays["normalizer"][..., None]
+            scale = ops.repeat(arrays["log_scale"][:, None], past, axis=1)
+            key = ops.concatenate([ops.swapaxes(rows, 1, 2), key], axis=1)
+            value = ops.concatenate([ops.swapaxes(earlier, 1, 2), value], axis=1)
+            log_weight = ops.concatenate([scale, log_weight], axis=1)
+            mask = np.pad(mask, ((0, 0), (past, 0)), constant_values=True)
+            query = ops.pad(query, ((0, 0), (past, 0), (0, 0), (0, 0)))
+
+        def attend(query, value):
+            inputs = query, key, value, mask
+            normalize = self.output == "normalized"
+            return reference_attention(inputs, log_weight, self.causal, normalize)
+
+        outputs = (attend(query, value)[:, past:],)
+        if self.output == "partial":
+            outputs += (attend(query, ops.ones_like(value[..., :1]))[:, past:, :, 0],)
+        if self.with_state:
+            weights = ops.where(mask[..., None], ops.exp(log_weight), 0.0)
+            key = key * weights[..., None]
+            outputs += ops.einsum("bshm,bshv->bhmv", key, value), ops.sum(key, axis=1)
+        return outputs
+
+    def _features(self, x, arrays):
+        weights = (arrays["projection"],) if self.rows else ()
+        return self.map(x, *weights)
+
+
+favor = functools.partial(Case, feature_maps.positive_random_features, rows=24)
+CASES = {
+    "elu": Case(length=300, masked=True, dims=(8, 5)),
+    "elu-state": Case(weighted=True, masked=True, with_state=True, length=300),
+    "elu-state-alone": Case(with_state=True, length=128, output="sum"),
+    "relu-sum": Case(feature_maps.relu_features, output="sum", length=130),
+    "favor-partial": favor(masked=True, output="partial", length=400),
+    "exp-outside": Case(
+        feature_maps.exponential_features, rowwise=False, masked=True, output="sum"
+    ),
+    "lanes": Case(dims=(128, 128), length=256, weighted=True),
+    "shorter-keys": Case(length=140, key_length=90, dims=(64, 16)),
+    "full-elu": Case(causal=False, key_length=300, dims=(128, 8), masked=True),
+    "full-favor": favor(causal=False, weighted=True, output="partial", masked=True),
+    "full-sum": Case(causal=False, output="sum", length=30, key_length=140),
+}
+
+
+def weighed_sum(outputs):
+    """One number of all outputs, to be differentiated."""
+
+    def weigh(x):
+        weights = np.sin(np.arange(np.prod(x.shape), dtype="float32"))
+        return ops.sum(ops.cast(weights.reshape(x.shape), x.dtype) * x)
+
+    return sum(map(weigh, outputs))
+
+
+def assert_close(received, correct):
+    """Outputs and gradients by name, against those of the definition."""
+    assert set(received) == set(correct)
+    for name, expected in correct.items():
+        expected = to_numpy(expected)
+        limit = 2e-5 * np.abs(expected).max()
+        np.testing.assert_allclose(
+            to_numpy(received[name]), expected, atol=limit, rtol=1e-4, err_msg=name
+        )
