@@ -147,8 +147,10 @@ def linear_attention(
     check_implementation(implementation, *IMPLEMENTATIONS, state=state)
     check_streaming(query_features, key_features, causal, state)
     rates = log_decay, beta
-    gated.check_rates(*rates, key_features, causal, key_log_weight)
     is_gated = any(rate is not None for rate in rates)
+    if is_gated:
+        gated.check_rates(*rates, key_features, causal, key_log_weight)
+        check_implementation(implementation, "chunked")
     if implementation == "reference":
         if is_gated:
             return gated.reference(inputs, rates, normalize)
