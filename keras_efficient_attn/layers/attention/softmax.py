@@ -10,7 +10,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_positive_int,
     check_rotary_wavelength,
 )
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, pad
 from keras_efficient_attn.ops.common.pairs import count_pairs
 
 
@@ -167,7 +167,7 @@ class SoftmaxAttention(EfficientAttention):
 def _widened(x, width):
     """`(batch, length, heads, dim)` with zeros behind, up to a width."""
     missing = width - x.shape[-1]
-    return ops.pad(x, [(0, 0)] * 3 + [(0, missing)]) if missing else x
+    return pad(x, [(0, 0)] * 3 + [(0, missing)]) if missing else x
 
 
 def _where_any(mask, heads):

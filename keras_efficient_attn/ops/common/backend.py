@@ -28,5 +28,8 @@ def pick(default=None, **values):
 
 
 def backend_module(package):
-    """The module of a package that is named for the backend."""
+    """The module of a package that is named for the backend.
+
+    To be asked while modules are imported: `torch.compile` cannot trace an import.
+    """
     return importlib.import_module(f"{package}.{backend_name()}")

@@ -1,4 +1,4 @@
-"""Dtypes of accumulators, and operations that keep float64 on every backend."""
+"""Dtypes of accumulators, and operations where those of Keras have a defect."""
 
 import keras
 from keras import ops
@@ -27,6 +27,21 @@ def cumulative_sum(x, axis):
     if backend_name() == "torch":
         return x.cumsum(axis)
     return ops.cumsum(x, axis=axis)
+
+
+def pad(x, widths):
+    """`x` with zeros before and after along each axis, as many as the pairs say.
+
+    `ops.pad` makes an operation of Keras in each call, and gives it a number: a program
+    that `torch.compile` made would belong to one number.
+    """
+    if backend_name() == "torch":
+        import torch
+
+        return torch.nn.functional.pad(
+            ops.convert_to_tensor(x), [n for pair in reversed(widths) for n in pair]
+        )
+    return ops.pad(x, widths)
 
 
 def rms_normalize(x):

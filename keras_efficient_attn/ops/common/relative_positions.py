@@ -3,6 +3,8 @@
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.ops.common.numerics import pad
+
 
 def window_distances(window, causal):
     """Distances `query position - key position` in a window, falling, as an array."""
@@ -36,7 +38,7 @@ def shifted_to_keys(scores, width):
     *batch, queries, distances = ops.shape(scores)
     # Rows that are one longer than `width` run ahead of rows of `width` by one a row.
     padding = [(0, 0)] * (len(batch) + 1) + [(0, width + 1 - distances)]
-    scores = ops.reshape(ops.pad(scores, padding), (*batch, queries * (width + 1)))
+    scores = ops.reshape(pad(scores, padding), (*batch, queries * (width + 1)))
     return ops.reshape(scores[..., : queries * width], (*batch, queries, width))
 
 
@@ -63,6 +65,6 @@ def shifted_by_query(scores, width):
     *batch, queries, distances = ops.shape(scores)
     # Each row begins one entry earlier than the row above it.
     padding = [(0, 0)] * (len(batch) + 1) + [(1, 0)]
-    scores = ops.reshape(ops.pad(scores, padding), (*batch, distances + 1, queries))
+    scores = ops.reshape(pad(scores, padding), (*batch, distances + 1, queries))
     scores = ops.reshape(scores[..., 1:, :], (*batch, queries, distances))
     return scores[..., :width]

@@ -22,6 +22,11 @@ from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
 
+# The steps for the backend; PyTorch's imports PyTorch.
+_steps = importlib.import_module(
+    f"{__package__}.{pick('causal_step', torch='causal_step_torch')}"
+)
+
 
 def causal_linear_attention(
     query, key, value, valid, key_log_weight, state, map_weights, config
@@ -53,8 +58,7 @@ def causal_linear_attention(
     xs = [query, key, value]
     xs += [columns(t) for t in (valid, key_log_weight) if t is not None]
     xs = tuple(pad_to(x, groups * chunks * size) for x in xs)
-    make_step = _implementation().causal_step
-    step, gradient = make_step(config, size, valid is not None)
+    step, gradient = _steps.causal_step(config, size, valid is not None)
     state, outputs = recompute_scan(step, state, xs, map_weights, gradient, groups)
     return tuple(y[:, :length] for y in outputs), state
 
@@ -84,12 +88,6 @@ def full_linear_attention(
     step, consts = _query_step(config.query_map, config.output), (*state, *map_weights)
     _, outputs = recompute_scan(step, (), xs, consts, num_steps=groups)
     return tuple(y[:, :length] for y in outputs), state
-
-
-def _implementation():
-    """The module with the steps for the backend; PyTorch's imports PyTorch."""
-    name = pick("causal_step", torch="causal_step_torch")
-    return importlib.import_module(f"{__package__}.{name}")
 
 
 def _divides(padded, length):

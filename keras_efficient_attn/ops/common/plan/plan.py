@@ -9,6 +9,8 @@ import dataclasses
 
 from keras_efficient_attn.ops.common.backend import backend_module
 
+_backend = backend_module(__package__)
+
 
 @dataclasses.dataclass(frozen=True)
 class DevicePlan:
@@ -72,7 +74,7 @@ def device_kind():
 
     Another kind of accelerator counts as a GPU.
     """
-    kind = _named[-1] if _named else backend_module(__package__).device_kind()
+    kind = _named[-1] if _named else _backend.device_kind()
     return kind if kind in DEVICE_PLANS else "gpu"
 
 
