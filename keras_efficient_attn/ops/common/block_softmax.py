@@ -17,6 +17,7 @@ from keras_efficient_attn.ops.common.chunking import (
     pad_to,
     sizes,
 )
+from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.relative_positions import shifted_to_keys
@@ -136,7 +137,7 @@ def softmax_part(query, key, value, allowed, dropout, position_logits=None):
     if position_logits is not None:
         logits = logits + position_logits
     logits = ops.where(allowed, logits, LOG_ZERO)
-    scale = ops.max(ops.stop_gradient(logits), axis=-1)
+    scale = max_along(ops.stop_gradient(logits), axis=-1)
     weights = ops.where(allowed, ops.exp(logits - scale[..., None]), 0.0)
     totals = ops.sum(weights, axis=-1)
     if dropout is not None:

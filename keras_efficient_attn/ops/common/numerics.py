@@ -22,6 +22,17 @@ def larger(first, second):
     return ops.where(first > second, first, second)
 
 
+def max_along(x, axis, keepdims=False, initial=None):
+    """`ops.max`, which `torch.compile` does not trace everywhere.
+
+    With `initial`, Keras reads a number from a tensor there.
+    """
+    if backend_name() != "torch":
+        return ops.max(x, axis=axis, keepdims=keepdims, initial=initial)
+    largest = ops.convert_to_tensor(x).amax(axis, keepdims)
+    return largest if initial is None else largest.clamp(min=initial)
+
+
 def cumulative_sum(x, axis):
     """The sums along an axis. `ops.cumsum` turns float64 to float32 on PyTorch."""
     if backend_name() == "torch":

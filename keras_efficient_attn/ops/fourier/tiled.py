@@ -7,7 +7,7 @@ from keras import ops
 from keras_efficient_attn.ops.common.backend import backend_module
 from keras_efficient_attn.ops.common.chunking import chunk_layout, pad_to
 from keras_efficient_attn.ops.common.compiled import compiled
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.fourier.kernel import (
@@ -97,7 +97,7 @@ def _step(config, masked):
 
     def step(carry, x, consts):
         logs = logits(kernel.prepare(split_dims(x[0])), x, consts)
-        scale = ops.max(ops.stop_gradient(logs), axis=-1, initial=LOG_ZERO)
+        scale = max_along(ops.stop_gradient(logs), axis=-1, initial=LOG_ZERO)
         weights = weights_of(logs, scale)
         values = ops.transpose(weights @ consts[0], (0, 2, 1, 3))
         totals = ops.sum(weights, axis=-1)

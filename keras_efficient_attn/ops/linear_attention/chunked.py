@@ -17,7 +17,7 @@ from keras_efficient_attn.ops.common.chunking import (
     columns,
     pad_to,
 )
-from keras_efficient_attn.ops.common.numerics import larger
+from keras_efficient_attn.ops.common.numerics import larger, max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
@@ -109,7 +109,7 @@ def _key_step(key_map, masked):
             log_scale = ops.zeros_like(log_scale)
         else:
             constant = ops.stop_gradient(log_weight)
-            largest = ops.max(constant, axis=(2, 3), initial=LOG_ZERO)
+            largest = max_along(constant, axis=(2, 3), initial=LOG_ZERO)
             largest = larger(log_scale, largest)
             key = key * ops.exp(log_weight - largest[..., None, None])[..., None]
             rescale = ops.exp(log_scale - largest)[..., None]

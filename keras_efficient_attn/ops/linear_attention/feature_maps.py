@@ -15,6 +15,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.checks import is_positive_int
+from keras_efficient_attn.ops.common.numerics import max_along
 
 # What an exponential feature is at least, relative to the largest of its vector: far
 # below rounding, but it keeps the similarity of vectors whose large features differ
@@ -287,7 +288,7 @@ def _at_least(x, bound):
 
 def _exponential(exponents, offset):
     """`exp(exponents + offset) / √m`, as features of at most 1 and a log scale."""
-    largest = ops.stop_gradient(ops.max(exponents, axis=-1))
+    largest = ops.stop_gradient(max_along(exponents, axis=-1))
     log_scale = largest + offset - 0.5 * math.log(exponents.shape[-1])
     return ops.exp(exponents - largest[..., None]) + FEATURE_FLOOR, log_scale
 
@@ -301,7 +302,7 @@ def _monomials(x, order, kind):
     if kind == "power":
         x = x / math.sqrt(order)
     x = ops.concatenate([ops.ones_like(x[..., :1]), x], axis=-1)
-    largest = ops.stop_gradient(ops.max(ops.abs(x), axis=-1))
+    largest = ops.stop_gradient(max_along(ops.abs(x), axis=-1))
     features = _weighted_monomials(x / largest[..., None], order, kind)
     return features, order * ops.log(largest)
 

@@ -12,7 +12,7 @@ from keras_efficient_attn.ops.common.chunking import (
     pad_to,
 )
 from keras_efficient_attn.ops.common.compiled import compiled
-from keras_efficient_attn.ops.common.numerics import larger
+from keras_efficient_attn.ops.common.numerics import larger, max_along
 from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.scan import recompute_scan
 
@@ -74,7 +74,7 @@ def responsibilities(key, codebook, sigma):
     """
     exponents = similarity(key, codebook[:, None])
     exponents = exponents / ops.square(sigma)[:, None, None, None]
-    largest = ops.stop_gradient(ops.max(exponents, axis=-1, keepdims=True))
+    largest = ops.stop_gradient(max_along(exponents, axis=-1, keepdims=True))
     weights = ops.exp(exponents - largest)
     return weights / ops.sum(weights, axis=-1, keepdims=True)
 

@@ -24,6 +24,7 @@ from keras_efficient_attn.ops.common.chunking import (
     pad_to,
     sizes,
 )
+from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.pair_products import pair_products
 from keras_efficient_attn.ops.common.scan import recompute_scan
@@ -204,7 +205,7 @@ def read(query, codebook, cache, rank, block=None, causal=True):
     full = numbers > MIN_COUNT
     with_numbers = logits + ops.log(ops.where(full, numbers, 1.0))
     with_numbers = ops.where(full, with_numbers, LOG_ZERO)
-    scale = ops.max(ops.stop_gradient(with_numbers), axis=-1)
+    scale = max_along(ops.stop_gradient(with_numbers), axis=-1)
     # The weight of one key of each code, as if it were the code: at most 1 / number.
     weights = ops.exp(ops.where(full, logits - scale[..., None], LOG_ZERO))
 
