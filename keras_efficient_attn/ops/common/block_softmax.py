@@ -5,7 +5,6 @@ A mask function says which keys a query sees: see `ops.common.masks`.
 
 import functools
 
-import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.chunking import (
@@ -219,7 +218,10 @@ def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
     # Congruent to the true positions, and not negative.
     base = -(-before // period) * period
     width = before + block + after
-    positions = base + np.arange(block), base - before + np.arange(width)
+    positions = (
+        base + ops.arange(block, dtype="int32"),
+        base - before + ops.arange(width, dtype="int32"),
+    )
     past = (pad_length(t, before, 0) for t in (key, value, valid))
     return _attend_band((query, *past), mask_fn, positions, dropout, relative)
 

@@ -3,12 +3,18 @@
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.numerics import pad
 
 
 def window_distances(window, causal):
     """Distances `query position - key position` in a window, falling, as an array."""
     return np.arange(window - 1, -1 if causal else -window, -1)
+
+
+def wave_frequencies(number, max_wavelength):
+    """Frequencies that fall from 1, evenly in their logarithm, as an array."""
+    return max_wavelength ** (-np.arange(number) / number)
 
 
 def sinusoids(positions, dim, max_wavelength):
@@ -19,7 +25,7 @@ def sinusoids(positions, dim, max_wavelength):
         dim: Even number of channels.
         max_wavelength: Longest wavelength, over 2π.
     """
-    frequencies = max_wavelength ** (-np.arange(dim // 2) / (dim // 2))
+    frequencies = wave_frequencies(dim // 2, max_wavelength)
     angles = np.asarray(positions)[:, None] * frequencies
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
 
@@ -44,8 +50,10 @@ def shifted_to_keys(scores, width):
 
 def distance_sinusoids(distances, dim, max_wavelength):
     """As `sinusoids`, for a floating-point tensor `(distances,)`, in its dtype."""
-    frequencies = max_wavelength ** (-np.arange(dim // 2) / (dim // 2))
-    angles = distances[:, None] * ops.convert_to_tensor(frequencies, distances.dtype)
+    frequencies = constant(
+        wave_frequencies, dim // 2, max_wavelength, dtype=distances.dtype
+    )
+    angles = distances[:, None] * frequencies
     waves = ops.concatenate([ops.sin(angles), ops.cos(angles)], axis=-1)
     return ops.cast(waves, distances.dtype)
 

@@ -15,6 +15,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.checks import is_positive_int
+from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.numerics import max_along
 
 # What an exponential feature is at least, relative to the largest of its vector: far
@@ -313,7 +314,7 @@ def _weighted_monomials(x, order, kind):
     The first entry of `x` stands for the constant 1.
     """
     size = x.shape[-1]
-    weights = ops.convert_to_tensor(_monomial_weights(size, order, kind), x.dtype)
+    weights = constant(_monomial_weights, size, order, kind, dtype=x.dtype)
     if tuple(x.shape[-3:-1]) == (1, 1):
         # For one position few operations count. For sequences, the gradients of
         # gathers would be added up row by row.

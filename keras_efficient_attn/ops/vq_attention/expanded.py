@@ -24,6 +24,7 @@ from keras_efficient_attn.ops.common.chunking import (
     pad_to,
     sizes,
 )
+from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.pair_products import pair_products
@@ -157,9 +158,11 @@ def _features(x, rank):
     """
     x = ops.concatenate([ops.ones_like(x[..., :1]), x[..., :rank]], axis=-1)
     pairs = pair_products(x)
-    weights = np.full(pairs.shape[-1], math.sqrt(0.5))
-    weights[0] = 1.0
-    return pairs * ops.convert_to_tensor(weights, x.dtype)
+    return pairs * constant(_feature_weights, pairs.shape[-1], dtype=x.dtype)
+
+
+def _feature_weights(number):
+    return np.where(np.arange(number) == 0, 1.0, math.sqrt(0.5))
 
 
 def feature_sums(chosen, residual, value, rank):

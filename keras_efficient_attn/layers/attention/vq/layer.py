@@ -16,6 +16,7 @@ from keras_efficient_attn.layers.attention.vq.codebooks import (
     MovingCodebook,
 )
 from keras_efficient_attn.ops.common.checks import check_bool, check_rotary_wavelength
+from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, rms_normalize
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.common.relative_positions import (
@@ -497,13 +498,13 @@ class VQAttention(EfficientAttention):
 
         Keys are `(distances, heads, key_dim)`.
         """
-        distances = window_distances(self.window, causal)
-        waves = sinusoids(distances, self._sinusoid_dim, MAX_WAVELENGTH)
+        waves = constant(
+            _window_waves, self.window, causal, self._sinusoid_dim, dtype=query.dtype
+        )
         bias, kernel = (
             ops.cast(weight, query.dtype)
             for weight in (self._position_bias, self._position_kernel)
         )
-        waves = ops.convert_to_tensor(waves, query.dtype)
         key, scale = ops.einsum("md,dhk->mhk", waves, kernel), self._key_dim**-0.25
         return Positions(query + scale * bias, scale * key)
 
@@ -533,6 +534,11 @@ class VQAttention(EfficientAttention):
                 f"`{method}()` needs a built layer with hard codes. Received: "
                 f"assignment={self.assignment!r}, built={self.built}"
             )
+
+
+def _window_waves(window, causal, dim):
+    """The sinusoids of the distances in a window, an array `(distances, dim)`."""
+    return sinusoids(window_distances(window, causal), dim, MAX_WAVELENGTH)
 
 
 def _countable(key, key_mask):
