@@ -1,6 +1,7 @@
 """Compiling operations: whole ones on JAX, and on PyTorch what takes longest there."""
 
 import functools
+import inspect
 
 from keras_efficient_attn.ops.common.backend import backend_name
 from keras_efficient_attn.ops.common.plan import device_kind
@@ -34,6 +35,38 @@ def compiled(*static_arguments):
         return call
 
     return decorate
+
+
+def opaque_on_torch(function):
+    """Decorator: for `torch.compile`, the function is one operation.
+
+    It may thus look at values, and its loops are not unrolled. It has no gradient.
+
+    Args:
+        function: Of tensors; its result is like the first of them.
+    """
+    if backend_name() != "torch":
+        return function
+    import torch
+
+    names = inspect.signature(function).parameters
+    arguments = ", ".join(f"Tensor {name}" for name in names)
+    operation = torch.library.custom_op(
+        f"keras_efficient_attn::{function.__name__}",
+        # A result may not be an argument itself.
+        lambda *tensors: function(*tensors).clone(),
+        mutates_args=(),
+        schema=f"({arguments}) -> Tensor",
+    )
+    operation.register_fake(lambda first, *_: torch.empty_like(first))
+
+    @functools.wraps(function)
+    def call(*tensors):
+        if torch.compiler.is_compiling():
+            return operation(*tensors)
+        return function(*tensors)
+
+    return call
 
 
 def compiled_on_torch(function):

@@ -11,7 +11,7 @@ from keras_efficient_attn.ops.common.chunking import (
     chunk_layout,
     pad_to,
 )
-from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.compiled import compiled, opaque_on_torch
 from keras_efficient_attn.ops.common.numerics import larger, max_along
 from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.scan import recompute_scan
@@ -183,6 +183,7 @@ def _draw_step(carry, x, consts):
 
 
 @compiled()
+@opaque_on_torch
 def drawn_once(codes, drawn, keys, valid, uniforms):
     """The codes, if they were drawn before or there is no key; else by `plus_plus`.
 
