@@ -2,28 +2,20 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name
-
-
-def _computed(function, arguments, dtype):
-    return ops.convert_to_tensor(function(*arguments), dtype)
-
-
-if backend_name() == "torch":
-    import torch
-
-    _computed = torch.compiler.assume_constant_result(_computed)
+from keras_efficient_attn.ops.common.backend import is_traced_by_torch
 
 
 def constant(function, *arguments, dtype):
     """`function(*arguments)`, an array, as a tensor.
 
     Args:
-        function: Of the arguments alone. `torch.compile`, which traces no NumPy, calls
-            it once for equal arguments.
+        function: Of the arguments alone. `torch.compile`, which traces no NumPy, has
+            the numbers of the array in its program: thousands, not millions.
         *arguments: Hashable, and no tensors.
         dtype: That of the tensor.
     """
-    tensor = _computed(function, arguments, dtype)
-    # Keras asks for the type of tensors, which the compiler knows of results only.
-    return tensor.detach() if backend_name() == "torch" else tensor
+    if is_traced_by_torch():
+        from keras_efficient_attn.ops.common.constants_torch import traced_constant
+
+        return ops.convert_to_tensor(traced_constant(function, *arguments), dtype)
+    return ops.convert_to_tensor(function(*arguments), dtype)

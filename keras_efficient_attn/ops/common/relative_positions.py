@@ -3,6 +3,7 @@
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import backend_name
 from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.numerics import pad
 
@@ -17,17 +18,24 @@ def wave_frequencies(number, max_wavelength):
     return max_wavelength ** (-np.arange(number) / number)
 
 
-def sinusoids(positions, dim, max_wavelength):
-    """Sines, then cosines, of positions: a `(positions, dim)` array, `dim` even.
+def window_sinusoids(window, causal, dim, max_wavelength, dtype):
+    """Sines, then cosines, of the distances in a window.
 
     Args:
-        positions: Array of numbers; they may be negative.
+        window, causal: As `window_distances`.
         dim: Even number of channels.
         max_wavelength: Longest wavelength, over 2π.
+        dtype: That of the tensor `(distances, dim)`, which is rounded once.
     """
+    if backend_name() == "torch":
+        # Other backends may lack float64; `torch.compile` lacks NumPy.
+        last = -1 if causal else -window
+        distances = ops.arange(window - 1, last, -1, dtype="float64")
+        return ops.cast(distance_sinusoids(distances, dim, max_wavelength), dtype)
     frequencies = wave_frequencies(dim // 2, max_wavelength)
-    angles = np.asarray(positions)[:, None] * frequencies
-    return np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
+    angles = window_distances(window, causal)[:, None] * frequencies
+    waves = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
+    return ops.convert_to_tensor(waves, dtype)
 
 
 def shifted_to_keys(scores, width):
@@ -49,7 +57,7 @@ def shifted_to_keys(scores, width):
 
 
 def distance_sinusoids(distances, dim, max_wavelength):
-    """As `sinusoids`, for a floating-point tensor `(distances,)`, in its dtype."""
+    """As `window_sinusoids`, for a tensor `(distances,)`, in its dtype."""
     frequencies = constant(
         wave_frequencies, dim // 2, max_wavelength, dtype=distances.dtype
     )

@@ -16,12 +16,10 @@ from keras_efficient_attn.layers.attention.vq.codebooks import (
     MovingCodebook,
 )
 from keras_efficient_attn.ops.common.checks import check_bool, check_rotary_wavelength
-from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, rms_normalize
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.common.relative_positions import (
-    sinusoids,
-    window_distances,
+    window_sinusoids,
 )
 from keras_efficient_attn.ops.reversible.remembered import remembered
 from keras_efficient_attn.ops.reversible.replay import is_replay
@@ -498,8 +496,8 @@ class VQAttention(EfficientAttention):
 
         Keys are `(distances, heads, key_dim)`.
         """
-        waves = constant(
-            _window_waves, self.window, causal, self._sinusoid_dim, dtype=query.dtype
+        waves = window_sinusoids(
+            self.window, causal, self._sinusoid_dim, MAX_WAVELENGTH, query.dtype
         )
         bias, kernel = (
             ops.cast(weight, query.dtype)
@@ -534,11 +532,6 @@ class VQAttention(EfficientAttention):
                 f"`{method}()` needs a built layer with hard codes. Received: "
                 f"assignment={self.assignment!r}, built={self.built}"
             )
-
-
-def _window_waves(window, causal, dim):
-    """The sinusoids of the distances in a window, an array `(distances, dim)`."""
-    return sinusoids(window_distances(window, causal), dim, MAX_WAVELENGTH)
 
 
 def _countable(key, key_mask):
