@@ -6,6 +6,7 @@ from keras import ops
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.cache import cache_spec, extend_cache
 from keras_efficient_attn.layers.attention.registry import register_attention
+from keras_efficient_attn.ops.common.backend import is_traced_by_torch
 from keras_efficient_attn.ops.common.checks import (
     check_positive_int,
     check_rotary_wavelength,
@@ -123,12 +124,15 @@ class SoftmaxAttention(EfficientAttention):
             query, key, value = (ops.cast(x, "float32") for x in (query, key, value))
         # Kernels want one width: zeros change no logit, and are cut off the values.
         width = max(self._key_dim, value.shape[-1])
+        # Keras asks whether the flash kernel can run, which `torch.compile` cannot
+        # trace. PyTorch asks itself.
+        default = False if is_traced_by_torch() else None
         heads = ops.dot_product_attention(
             *(_widened(x, width) for x in (query, key, value)),
             mask=mask,
             scale=self._inverse_sqrt_key_dim,
             is_causal=causal and mask is None,
-            flash_attention=self._flash_attention or None,
+            flash_attention=self._flash_attention or default,
         )
         return _where_any(mask, heads[..., : value.shape[-1]]), state
 

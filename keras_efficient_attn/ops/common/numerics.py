@@ -33,6 +33,18 @@ def max_along(x, axis, keepdims=False, initial=None):
     return largest if initial is None else largest.clamp(min=initial)
 
 
+def sum_rows(x, index, number):
+    """The sums of the rows `(rows, dim)` that have the same index: `(number, dim)`.
+
+    `ops.segment_sum` repeats the index on PyTorch by a number that it reads from a
+    tensor, which breaks a program of `torch.compile`.
+    """
+    if backend_name() == "torch":
+        index = index.long()[:, None].expand_as(x)
+        return x.new_zeros(number, x.shape[1]).scatter_add(0, index, x)
+    return ops.segment_sum(x, index, num_segments=number)
+
+
 def cumulative_sum(x, axis):
     """The sums along an axis. `ops.cumsum` turns float64 to float32 on PyTorch."""
     if backend_name() == "torch":

@@ -12,7 +12,7 @@ from keras_efficient_attn.ops.common.chunking import (
     pad_to,
 )
 from keras_efficient_attn.ops.common.compiled import compiled, opaque_on_torch
-from keras_efficient_attn.ops.common.numerics import larger, max_along
+from keras_efficient_attn.ops.common.numerics import larger, max_along, sum_rows
 from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.scan import recompute_scan
 
@@ -111,10 +111,10 @@ def code_statistics(key, index, valid, num_codes):
     heads, dim = key.shape[2:]
     weight = ops.zeros_like(key[..., :1]) + valid[:, :, None, None]
     rows = ops.concatenate([weight, key * weight], axis=-1)
-    totals = ops.segment_sum(
+    totals = sum_rows(
         ops.reshape(rows, (-1, dim + 1)),
         ops.reshape(_flat_index(index, num_codes), (-1,)),
-        num_segments=heads * num_codes,
+        heads * num_codes,
     )
     totals = ops.reshape(totals, (heads, num_codes, dim + 1))
     return totals[..., 0], totals[..., 1:]
