@@ -3,7 +3,7 @@
 import functools
 import inspect
 
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import backend_name, is_traced_by_torch
 from keras_efficient_attn.ops.common.plan import device_kind
 
 
@@ -62,9 +62,7 @@ def opaque_on_torch(function):
 
     @functools.wraps(function)
     def call(*tensors):
-        if torch.compiler.is_compiling():
-            return operation(*tensors)
-        return function(*tensors)
+        return (operation if is_traced_by_torch() else function)(*tensors)
 
     return call
 
@@ -72,8 +70,8 @@ def opaque_on_torch(function):
 def compiled_on_torch(function):
     """Decorator: on PyTorch, compiles the function by `torch.compile`.
 
-    Elsewhere it stays as it is, for XLA to compile with what calls it. The first call
-    takes the compiler's time, and so does the first one with other shapes.
+    Elsewhere, and where PyTorch compiles what calls it, it stays as it is. The first
+    call takes the compiler's time, and so does the first one with other shapes.
     """
 
     @functools.cache
@@ -84,7 +82,7 @@ def compiled_on_torch(function):
 
     @functools.wraps(function)
     def call(*args):
-        if backend_name() == "torch":
+        if backend_name() == "torch" and not is_traced_by_torch():
             return compiled_by_torch()(*args)
         return function(*args)
 

@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import backend_name, is_traced_by_torch
 
 
 def accumulator_dtype(*tensors):
@@ -31,6 +31,19 @@ def max_along(x, axis, keepdims=False, initial=None):
         return ops.max(x, axis=axis, keepdims=keepdims, initial=initial)
     largest = ops.convert_to_tensor(x).amax(axis, keepdims)
     return largest if initial is None else largest.clamp(min=initial)
+
+
+def conditional(predicate, compute, otherwise):
+    """`compute()` if a scalar is true, and else the tensor `otherwise`; no gradient.
+
+    `ops.cond` asks for the value on PyTorch, where `torch.compile` has none.
+    """
+    if is_traced_by_torch():
+        import torch
+
+        # No result may be a tensor from outside.
+        return torch.cond(predicate, compute, otherwise.clone)
+    return ops.cond(predicate, compute, lambda: otherwise)
 
 
 def sum_rows(x, index, number):

@@ -31,10 +31,10 @@ def uniform(shape, generator):
     )
 
 
-def normal(shape, generator):
-    """As `keras.random.normal(shape, dtype="float32", seed=generator)`."""
-    if backend_name() != "torch":
-        return keras.random.normal(shape, dtype="float32", seed=generator)
+def normal(shape, seed):
+    """As `keras.random.normal(shape, dtype="float32", seed=seed)`."""
+    if backend_name() != "torch" or not isinstance(seed, keras.random.SeedGenerator):
+        return keras.random.normal(shape, dtype="float32", seed=seed)
     from keras_efficient_attn.ops.common import random_torch
 
-    return random_torch.numbers(shape, next_seed(generator), True, "float32")
+    return random_torch.numbers(shape, next_seed(seed), True, "float32")
