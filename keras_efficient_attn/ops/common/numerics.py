@@ -36,13 +36,11 @@ def max_along(x, axis, keepdims=False, initial=None):
 def conditional(predicate, compute, otherwise):
     """`compute()` if a scalar is true, and else the tensor `otherwise`; no gradient.
 
-    `ops.cond` asks for the value on PyTorch, where `torch.compile` has none.
+    `ops.cond` asks for the value on PyTorch, where `torch.compile` has none: both are
+    computed there.
     """
     if is_traced_by_torch():
-        import torch
-
-        # No result may be a tensor from outside.
-        return torch.cond(predicate, compute, otherwise.clone)
+        return ops.where(predicate, compute(), otherwise)
     return ops.cond(predicate, compute, lambda: otherwise)
 
 
