@@ -63,17 +63,7 @@ OPERATIONS = {
     ),
     "linear-full": (lambda *x: ops.linear_attention(*x, chunk_size=2), POSITIVE),
     "local": (lambda *x: ops.local_attention(*x, window=3, **CAUSAL), None),
-    "local-grid": (
-        lambda *x: ops.local_attention(
-            *x, query_block=(2, 2), memory=(1, 1), grid=(3, 4), order="block", **CAUSAL
-        ),
-        None,
-    ),
     "strided": (lambda *x: ops.sparse_attention(*x, stride=3, **CAUSAL), None),
-    "fixed": (
-        lambda *x: ops.sparse_attention(*x, pattern="fixed", stride=4, summary=2),
-        None,
-    ),
     "vq": (
         lambda *x: ops.vq_attention(*x, CODES, window=3, block_length=2, **CAUSAL),
         None,
