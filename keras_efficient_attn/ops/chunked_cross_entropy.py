@@ -8,7 +8,7 @@ from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.chunking import chunk_count, pad_to
 from keras_efficient_attn.ops.common.compiled import compiled
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, max_along
 from keras_efficient_attn.ops.common.scan import recompute_scan
 
 
@@ -55,7 +55,7 @@ def _step(dtype):
         logits = ops.cast(hidden @ consts[0], dtype)
         if len(consts) > 1:
             logits = logits + ops.cast(consts[1], dtype)
-        largest = ops.max(ops.stop_gradient(logits), axis=-1, keepdims=True)
+        largest = max_along(ops.stop_gradient(logits), axis=-1, keepdims=True)
         logits = logits - largest
         label = ops.cast(labels, "int32")[..., None]
         chosen = ops.take_along_axis(logits, label, axis=-1)[..., 0]

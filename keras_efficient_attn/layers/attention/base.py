@@ -671,8 +671,10 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         return config
 
 
-def _any_symbolic(*nests):
-    return any(isinstance(x, keras.KerasTensor) for x in keras.tree.flatten(nests))
+def _any_symbolic(inputs, masks, state):
+    # `keras.tree` flattens no nested tuples that `torch.compile` traces.
+    tensors = (*inputs, *masks, *(state.values() if isinstance(state, dict) else ()))
+    return any(isinstance(x, keras.KerasTensor) for x in tensors)
 
 
 def _as_sequences(axes, inputs, masks):

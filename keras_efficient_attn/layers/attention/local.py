@@ -3,7 +3,6 @@
 import dataclasses
 
 import keras
-import numpy as np
 
 from keras_efficient_attn.layers.attention.axes import SequenceAxes
 from keras_efficient_attn.layers.attention.patterns import PatternAttention
@@ -13,7 +12,7 @@ from keras_efficient_attn.ops.local_attention.api import (
     local_attention,
 )
 from keras_efficient_attn.ops.local_attention.config import LocalConfig
-from keras_efficient_attn.ops.local_attention.grid import generation_order, reordered
+from keras_efficient_attn.ops.local_attention.grid import GridOrder
 from keras_efficient_attn.ops.local_attention.pairs import local_pairs
 
 
@@ -140,7 +139,7 @@ class LocalAttention(PatternAttention):
 
     def _axes_of(self, rank):
         if self._is_grid and rank == 4 and self._sequence_axes is None:
-            return _ImageAxes(rank, (1, 2), tuple(self._order))
+            return _ImageAxes(rank, (1, 2), self._order)
         return super()._axes_of(rank)
 
     def _check_inputs(self, inputs, masks, state):
@@ -170,7 +169,7 @@ class LocalAttention(PatternAttention):
 
     @property
     def _order(self):
-        return generation_order(self.grid, self.query_block, self.order == "block")
+        return GridOrder(self.grid, self.query_block, self.order == "block")
 
     def _check_images(self, shapes):
         for name, shape in shapes.items():
@@ -186,16 +185,16 @@ class _ImageAxes(SequenceAxes):
     """Rows and columns of an image, in the order in which it grows.
 
     Args:
-        order: Tuple: the place in raster order of each position of the sequence.
+        order: `GridOrder`.
     """
 
-    order: tuple = ()
+    order: GridOrder
 
     def to_sequence(self, x):
-        return reordered(super().to_sequence(x), np.array(self.order))
+        return self.order.to_steps(super().to_sequence(x))
 
     def from_sequence(self, x, like):
-        return super().from_sequence(reordered(x, np.argsort(self.order)), like)
+        return super().from_sequence(self.order.to_rows(x), like)
 
     def scores_from_sequence(self, scores, query, key):
         """Scores stay in the order of the sequence."""

@@ -6,12 +6,12 @@ from keras import ops
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.cache import cache_spec, extend_cache
 from keras_efficient_attn.layers.attention.registry import register_attention
-from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.backend import is_traced_by_torch, shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_positive_int,
     check_rotary_wavelength,
 )
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, pad
 from keras_efficient_attn.ops.common.pairs import count_pairs
 
 
@@ -124,12 +124,15 @@ class SoftmaxAttention(EfficientAttention):
             query, key, value = (ops.cast(x, "float32") for x in (query, key, value))
         # Kernels want one width: zeros change no logit, and are cut off the values.
         width = max(self._key_dim, value.shape[-1])
+        # Keras asks whether the flash kernel can run, which `torch.compile` cannot
+        # trace. PyTorch asks itself.
+        default = False if is_traced_by_torch() else None
         heads = ops.dot_product_attention(
             *(_widened(x, width) for x in (query, key, value)),
             mask=mask,
             scale=self._inverse_sqrt_key_dim,
             is_causal=causal and mask is None,
-            flash_attention=self._flash_attention or None,
+            flash_attention=self._flash_attention or default,
         )
         return _where_any(mask, heads[..., : value.shape[-1]]), state
 
@@ -168,7 +171,7 @@ class SoftmaxAttention(EfficientAttention):
 def _widened(x, width):
     """`(batch, length, heads, dim)` with zeros behind, up to a width."""
     missing = width - x.shape[-1]
-    return ops.pad(x, [(0, 0)] * 3 + [(0, missing)]) if missing else x
+    return pad(x, [(0, 0)] * 3 + [(0, missing)]) if missing else x
 
 
 def _where_any(mask, heads):

@@ -17,6 +17,7 @@ from keras_efficient_attn.ops.common.chunking import (
 )
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.inputs import masked_inputs, pad_to_common_length
+from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
 from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.recent_keys import (
@@ -154,7 +155,7 @@ def _band_step(config, causal, relative, rate):
         exists = ops.logical_and(near, valid[:, None, :, None, :] > 0)
         exists = ops.logical_and(exists, mask > 0)
         logits = ops.where(exists, logits, LOG_ZERO)
-        scale = ops.max(ops.stop_gradient(logits), axis=-1)
+        scale = max_along(ops.stop_gradient(logits), axis=-1)
         weights = ops.where(exists, mask * ops.exp(logits - scale[..., None]), 0.0)
         totals = ops.sum(weights, axis=-1)
         if rate is not None:

@@ -23,13 +23,25 @@ def backend_name():
     return name
 
 
+def is_traced_by_torch():
+    """Whether `torch.compile` is making a program of what calls this."""
+    if backend_name() != "torch":
+        return False
+    import torch
+
+    return torch.compiler.is_compiling()
+
+
 def pick(default=None, **values):
     """The value for the backend that runs, such as `pick(4, torch=1)`."""
     return values.get(backend_name(), default)
 
 
 def backend_module(package):
-    """The module of a package that is named for the backend."""
+    """The module of a package that is named for the backend.
+
+    To be asked while modules are imported: `torch.compile` cannot trace an import.
+    """
     return importlib.import_module(f"{package}.{backend_name()}")
 
 

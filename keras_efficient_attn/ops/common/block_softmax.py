@@ -5,7 +5,6 @@ A mask function says which keys a query sees: see `ops.common.masks`.
 
 import functools
 
-import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
@@ -18,6 +17,7 @@ from keras_efficient_attn.ops.common.chunking import (
     pad_to,
     sizes,
 )
+from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.relative_positions import shifted_to_keys
@@ -137,7 +137,7 @@ def softmax_part(query, key, value, allowed, dropout, position_logits=None):
     if position_logits is not None:
         logits = logits + position_logits
     logits = ops.where(allowed, logits, LOG_ZERO)
-    scale = ops.max(ops.stop_gradient(logits), axis=-1)
+    scale = max_along(ops.stop_gradient(logits), axis=-1)
     weights = ops.where(allowed, ops.exp(logits - scale[..., None]), 0.0)
     totals = ops.sum(weights, axis=-1)
     if dropout is not None:
@@ -219,7 +219,10 @@ def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
     # Congruent to the true positions, and not negative.
     base = -(-before // period) * period
     width = before + block + after
-    positions = base + np.arange(block), base - before + np.arange(width)
+    positions = (
+        base + ops.arange(block, dtype="int32"),
+        base - before + ops.arange(width, dtype="int32"),
+    )
     past = (pad_length(t, before, 0) for t in (key, value, valid))
     return _attend_band((query, *past), mask_fn, positions, dropout, relative)
 

@@ -3,6 +3,7 @@
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import backend_name, shape_of
+from keras_efficient_attn.ops.common.numerics import pad
 from keras_efficient_attn.ops.common.plan import device_plan
 
 
@@ -122,7 +123,7 @@ def pad_length(x, before, after):
     """Zeros before and after along axis 1."""
     if isinstance(before, int) and isinstance(after, int) and not (before or after):
         return x
-    return ops.pad(x, [(0, 0), (before, after)] + [(0, 0)] * (len(x.shape) - 2))
+    return pad(x, [(0, 0), (before, after)] + [(0, 0)] * (len(x.shape) - 2))
 
 
 def pad_to(x, length):

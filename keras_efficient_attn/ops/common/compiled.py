@@ -1,8 +1,9 @@
 """Compiling operations: whole ones on JAX, and on PyTorch what takes longest there."""
 
 import functools
+import inspect
 
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import backend_name, is_traced_by_torch
 from keras_efficient_attn.ops.common.plan import device_kind
 
 
@@ -36,11 +37,41 @@ def compiled(*static_arguments):
     return decorate
 
 
+def opaque_on_torch(function):
+    """Decorator: for `torch.compile`, the function is one operation.
+
+    It may thus look at values, and its loops are not unrolled. It has no gradient.
+
+    Args:
+        function: Of tensors; its result is like the first of them.
+    """
+    if backend_name() != "torch":
+        return function
+    import torch
+
+    names = inspect.signature(function).parameters
+    arguments = ", ".join(f"Tensor {name}" for name in names)
+    operation = torch.library.custom_op(
+        f"keras_efficient_attn::{function.__name__}",
+        # A result may not be an argument itself.
+        lambda *tensors: function(*tensors).clone(),
+        mutates_args=(),
+        schema=f"({arguments}) -> Tensor",
+    )
+    operation.register_fake(lambda first, *_: torch.empty_like(first))
+
+    @functools.wraps(function)
+    def call(*tensors):
+        return (operation if is_traced_by_torch() else function)(*tensors)
+
+    return call
+
+
 def compiled_on_torch(function):
     """Decorator: on PyTorch, compiles the function by `torch.compile`.
 
-    Elsewhere it stays as it is, for XLA to compile with what calls it. The first call
-    takes the compiler's time, and so does the first one with other shapes.
+    Elsewhere, and where PyTorch compiles what calls it, it stays as it is. The first
+    call takes the compiler's time, and so does the first one with other shapes.
     """
 
     @functools.cache
@@ -51,7 +82,7 @@ def compiled_on_torch(function):
 
     @functools.wraps(function)
     def call(*args):
-        if backend_name() == "torch":
+        if backend_name() == "torch" and not is_traced_by_torch():
             return compiled_by_torch()(*args)
         return function(*args)
 

@@ -1,9 +1,9 @@
-"""Dtypes of accumulators, and operations that keep float64 on every backend."""
+"""Dtypes of accumulators, and operations where those of Keras have a defect."""
 
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import backend_name, is_traced_by_torch
 
 
 def accumulator_dtype(*tensors):
@@ -22,11 +22,60 @@ def larger(first, second):
     return ops.where(first > second, first, second)
 
 
+def max_along(x, axis, keepdims=False, initial=None):
+    """`ops.max`, which `torch.compile` does not trace everywhere.
+
+    With `initial`, Keras reads a number from a tensor there.
+    """
+    if backend_name() != "torch":
+        return ops.max(x, axis=axis, keepdims=keepdims, initial=initial)
+    largest = ops.convert_to_tensor(x).amax(axis, keepdims)
+    return largest if initial is None else largest.clamp(min=initial)
+
+
+def conditional(predicate, compute, otherwise):
+    """`compute()` if a scalar is true, and else the tensor `otherwise`; no gradient.
+
+    `ops.cond` asks for the value on PyTorch, where `torch.compile` has none: both are
+    computed there.
+    """
+    if is_traced_by_torch():
+        return ops.where(predicate, compute(), otherwise)
+    return ops.cond(predicate, compute, lambda: otherwise)
+
+
+def sum_rows(x, index, number):
+    """The sums of the rows `(rows, dim)` that have the same index: `(number, dim)`.
+
+    `ops.segment_sum` repeats the index on PyTorch by a number that it reads from a
+    tensor, which breaks a program of `torch.compile`.
+    """
+    if backend_name() == "torch":
+        index = index.long()[:, None].expand_as(x)
+        return x.new_zeros(number, x.shape[1]).scatter_add(0, index, x)
+    return ops.segment_sum(x, index, num_segments=number)
+
+
 def cumulative_sum(x, axis):
     """The sums along an axis. `ops.cumsum` turns float64 to float32 on PyTorch."""
     if backend_name() == "torch":
         return x.cumsum(axis)
     return ops.cumsum(x, axis=axis)
+
+
+def pad(x, widths):
+    """`x` with zeros before and after along each axis, as many as the pairs say.
+
+    `ops.pad` makes an operation of Keras in each call, and gives it a number: a program
+    that `torch.compile` made would belong to one number.
+    """
+    if backend_name() == "torch":
+        import torch
+
+        return torch.nn.functional.pad(
+            ops.convert_to_tensor(x), [n for pair in reversed(widths) for n in pair]
+        )
+    return ops.pad(x, widths)
 
 
 def rms_normalize(x):

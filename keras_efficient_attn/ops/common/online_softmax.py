@@ -10,6 +10,8 @@ import operator
 import keras
 from keras import ops
 
+from keras_efficient_attn.ops.common.numerics import max_along
+
 # Stands for minus infinity as a log weight: its exponential is 0, and unlike
 # infinity it leaves differences between two of itself at 0 instead of NaN.
 LOG_ZERO = -1e30
@@ -53,7 +55,7 @@ def merge(parts):
     A part that saw no key has to have sums of 0; its scale is then free.
     """
     _, _, scales = zip(*parts, strict=True)
-    largest = ops.stop_gradient(ops.max(ops.stack(scales), axis=0))
+    largest = ops.stop_gradient(max_along(ops.stack(scales), axis=0))
     weights = [ops.exp(scale - largest) for scale in scales]
     weighted = [
         (w[..., None] * values, w * totals)

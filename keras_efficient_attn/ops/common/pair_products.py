@@ -6,6 +6,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.constants import constant
 
 
 def pair_products(x):
@@ -30,6 +31,10 @@ def pair_products(x):
         ..., :size
     ]
     products = ops.reshape(shifted * x[..., None, :], (*batch, rows * size))
-    count = size * (size + 1) // 2
-    weights = np.where(np.arange(count) < size, 1.0, math.sqrt(2.0))
-    return products[..., :count] * ops.convert_to_tensor(weights, x.dtype)
+    weights = constant(_weights, size, dtype=x.dtype)
+    return products[..., : weights.shape[0]] * weights
+
+
+def _weights(size):
+    """1 for the squares, which come first, and √2 for the other products."""
+    return np.where(np.arange(size * (size + 1) // 2) < size, 1.0, math.sqrt(2.0))

@@ -2,8 +2,9 @@
 
 import math
 
-import keras
 from keras import ops
+
+from keras_efficient_attn.ops.common.random import normal
 
 
 def default_num_features(dim):
@@ -24,9 +25,7 @@ def gaussian_blocks(num_features, dim, seed):
         and `(num_features, dim)`.
     """
     blocks = -(-num_features // dim)
-    draws = keras.random.normal(
-        (blocks * dim + num_features, dim), dtype="float32", seed=seed
-    )
+    draws = normal((blocks * dim + num_features, dim), seed)
     directions = ops.reshape(draws[: blocks * dim], (blocks, dim, dim))
     return directions, draws[blocks * dim :]
 

@@ -3,7 +3,9 @@
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.backend import backend_name, shape_of
+from keras_efficient_attn.ops.common.constants import constant
+from keras_efficient_attn.ops.common.numerics import pad
 
 
 def window_distances(window, causal):
@@ -11,17 +13,29 @@ def window_distances(window, causal):
     return np.arange(window - 1, -1 if causal else -window, -1)
 
 
-def sinusoids(positions, dim, max_wavelength):
-    """Sines, then cosines, of positions: a `(positions, dim)` array, `dim` even.
+def wave_frequencies(number, max_wavelength):
+    """Frequencies that fall from 1, evenly in their logarithm, as an array."""
+    return max_wavelength ** (-np.arange(number) / number)
+
+
+def window_sinusoids(window, causal, dim, max_wavelength, dtype):
+    """Sines, then cosines, of the distances in a window.
 
     Args:
-        positions: Array of numbers; they may be negative.
+        window, causal: As `window_distances`.
         dim: Even number of channels.
         max_wavelength: Longest wavelength, over 2π.
+        dtype: That of the tensor `(distances, dim)`, which is rounded once.
     """
-    frequencies = max_wavelength ** (-np.arange(dim // 2) / (dim // 2))
-    angles = np.asarray(positions)[:, None] * frequencies
-    return np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
+    if backend_name() == "torch":
+        # Other backends may lack float64; `torch.compile` lacks NumPy.
+        last = -1 if causal else -window
+        distances = ops.arange(window - 1, last, -1, dtype="float64")
+        return ops.cast(distance_sinusoids(distances, dim, max_wavelength), dtype)
+    frequencies = wave_frequencies(dim // 2, max_wavelength)
+    angles = window_distances(window, causal)[:, None] * frequencies
+    waves = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
+    return ops.convert_to_tensor(waves, dtype)
 
 
 def shifted_to_keys(scores, width):
@@ -38,14 +52,16 @@ def shifted_to_keys(scores, width):
     *batch, queries, distances = shape_of(scores)
     # Rows that are one longer than `width` run ahead of rows of `width` by one a row.
     padding = [(0, 0)] * (len(batch) + 1) + [(0, width + 1 - distances)]
-    scores = ops.reshape(ops.pad(scores, padding), (*batch, queries * (width + 1)))
+    scores = ops.reshape(pad(scores, padding), (*batch, queries * (width + 1)))
     return ops.reshape(scores[..., : queries * width], (*batch, queries, width))
 
 
 def distance_sinusoids(distances, dim, max_wavelength):
-    """As `sinusoids`, for a floating-point tensor `(distances,)`, in its dtype."""
-    frequencies = max_wavelength ** (-np.arange(dim // 2) / (dim // 2))
-    angles = distances[:, None] * ops.convert_to_tensor(frequencies, distances.dtype)
+    """As `window_sinusoids`, for a tensor `(distances,)`, in its dtype."""
+    frequencies = constant(
+        wave_frequencies, dim // 2, max_wavelength, dtype=distances.dtype
+    )
+    angles = distances[:, None] * frequencies
     waves = ops.concatenate([ops.sin(angles), ops.cos(angles)], axis=-1)
     return ops.cast(waves, distances.dtype)
 
@@ -65,6 +81,6 @@ def shifted_by_query(scores, width):
     *batch, queries, distances = shape_of(scores)
     # Each row begins one entry earlier than the row above it.
     padding = [(0, 0)] * (len(batch) + 1) + [(1, 0)]
-    scores = ops.reshape(ops.pad(scores, padding), (*batch, distances + 1, queries))
+    scores = ops.reshape(pad(scores, padding), (*batch, distances + 1, queries))
     scores = ops.reshape(scores[..., 1:, :], (*batch, queries, distances))
     return scores[..., :width]

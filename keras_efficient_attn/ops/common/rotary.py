@@ -1,9 +1,10 @@
 """Rotary position embedding."""
 
-import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.constants import constant
+from keras_efficient_attn.ops.common.relative_positions import wave_frequencies
 
 
 def rotary_embedding(x, positions, max_wavelength=10_000.0):
@@ -24,8 +25,7 @@ def rotary_embedding(x, positions, max_wavelength=10_000.0):
         - [Su et al., 2021](https://arxiv.org/abs/2104.09864)
     """
     half = x.shape[-1] // 2
-    frequencies = max_wavelength ** (-np.arange(half) / half)
-    frequencies = ops.convert_to_tensor(frequencies, x.dtype)
+    frequencies = constant(wave_frequencies, half, max_wavelength, dtype=x.dtype)
     angles = ops.cast(positions, x.dtype)[..., None, None] * frequencies
     cos, sin = ops.cos(angles), ops.sin(angles)
     first, second = x[..., :half], x[..., half:]

@@ -2,6 +2,7 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.recent_keys import append_segment, drop_oldest
 from keras_efficient_attn.ops.common.weight_dropout import drop
@@ -26,7 +27,7 @@ def attend_single(query, key, value, allowed, dropout=None, logits=None):
         products = products + logits
     products = ops.where(allowed, products, LOG_ZERO)
     # Without a key to see, all weights are 0 = exp(LOG_ZERO / 2).
-    largest = ops.max(
+    largest = max_along(
         ops.stop_gradient(products), axis=-1, keepdims=True, initial=LOG_ZERO / 2
     )
     weights = ops.exp(products - largest)

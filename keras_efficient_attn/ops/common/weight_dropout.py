@@ -8,6 +8,7 @@ time, on every backend, without keeping them.
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.random import next_seed
 
 
 def drop(weights, rate, step_number, seed):
@@ -34,7 +35,7 @@ def drop(weights, rate, step_number, seed):
 
 def dropout_seed(generator, dtype):
     """The next seed of a `keras.random.SeedGenerator`, as floats `(2,)`."""
-    seed = ops.bitwise_and(ops.cast(generator.next(), "int32"), 0xFFFFFF)
+    seed = ops.bitwise_and(ops.cast(next_seed(generator), "int32"), 0xFFFFFF)
     return ops.cast(seed, dtype)
 
 

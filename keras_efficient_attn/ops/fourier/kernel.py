@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_module, shape_of
+from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.numerics import pad
 
 POWERS = (2, 4, 6, 8)
 # A product of this many sin(z)/z stays in the range of float32 up to z of 1e9.
@@ -43,12 +44,6 @@ class Kernel(NamedTuple):
     log_kernel_gradient: Callable | None
 
 
-def kernel_for(is_fused):
-    """The `Kernel` of the present backend."""
-    kernels = backend_module("keras_efficient_attn.ops.fourier.kernels")
-    return kernels.FUSED if is_fused else kernels.KERNEL
-
-
 def check_power(power):
     """Raises `ValueError` for a power that the kernel does not have."""
     if isinstance(power, float) or power not in POWERS:
@@ -62,7 +57,7 @@ def split_dims(x):
     """
     batch, length, heads, dim = shape_of(x)
     if dim % SLOTS:
-        x = ops.pad(x, [(0, 0)] * 3 + [(0, -dim % SLOTS)])
+        x = pad(x, [(0, 0)] * 3 + [(0, -dim % SLOTS)])
     x = ops.reshape(x, (batch, length, heads, SLOTS, -(-dim // SLOTS)))
     return ops.transpose(x, (3, 0, 2, 4, 1))
 

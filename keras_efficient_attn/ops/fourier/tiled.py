@@ -4,19 +4,19 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.backend import backend_module, shape_of
 from keras_efficient_attn.ops.common.chunking import chunk_layout, pad_to
 from keras_efficient_attn.ops.common.compiled import compiled
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.fourier.kernel import (
     SLOTS,
     join_dims,
-    kernel_for,
     split_dims,
 )
 
+_kernels = backend_module("keras_efficient_attn.ops.fourier.kernels")
 # Keys that are assumed where their number is not known yet.
 USUAL_KEYS = 1024
 
@@ -60,10 +60,14 @@ def fourier_sums(query, key, value, radius, config, key_mask=None, first_positio
     xs = tuple(pad_to(x, tiles * chunks * size) for x in xs)
     consts = (ops.transpose(value, (0, 2, 1, 3)),)
     consts += () if valid is None else (valid,)
-    consts += kernel_for(config.is_fused).prepare(split_dims(key))
+    consts += _kernel(config).prepare(split_dims(key))
     step, gradient = _step(config, valid is not None)
     _, sums = recompute_scan(step, (), xs, consts, gradient, num_steps=tiles)
     return tuple(y[:, :length] for y in sums)
+
+
+def _kernel(config):
+    return _kernels.FUSED if config.is_fused else _kernels.KERNEL
 
 
 @functools.cache
@@ -75,7 +79,7 @@ def _step(config, masked):
     arrays that the kernel reads of keys.
     """
     power, causal = config.power, config.causal
-    kernel = kernel_for(config.is_fused)
+    kernel = _kernel(config)
     first = 2 if masked else 1
 
     def logits(query, x, consts):
@@ -93,7 +97,7 @@ def _step(config, masked):
 
     def step(carry, x, consts):
         logs = logits(kernel.prepare(split_dims(x[0])), x, consts)
-        scale = ops.max(ops.stop_gradient(logs), axis=-1, initial=LOG_ZERO)
+        scale = max_along(ops.stop_gradient(logs), axis=-1, initial=LOG_ZERO)
         weights = weights_of(logs, scale)
         values = ops.transpose(weights @ consts[0], (0, 2, 1, 3))
         totals = ops.sum(weights, axis=-1)

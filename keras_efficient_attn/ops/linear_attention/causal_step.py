@@ -29,7 +29,7 @@ from keras_efficient_attn.ops.common.chunking import (
     lower_triangle,
     sizes,
 )
-from keras_efficient_attn.ops.common.numerics import larger
+from keras_efficient_attn.ops.common.numerics import larger, max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided, reciprocal
 from keras_efficient_attn.ops.linear_attention.keys import sum_of_scales
 from keras_efficient_attn.ops.linear_attention.steps import step_and_gradient
@@ -87,13 +87,13 @@ class _Chunks:
     def _weigh(self, log_scale, log_weight):
         """Weighs scores, keys and queries; returns the log scale after the chunks."""
         constant = ops.stop_gradient(log_weight)
-        chunk_max = ops.max(constant, axis=-1, initial=LOG_ZERO)
+        chunk_max = max_along(constant, axis=-1, initial=LOG_ZERO)
         # The maxima of the state and of what each query may see, and of no more.
         state_max, self.weights = _prefix_weights(log_scale, chunk_max)
         lower = lower_triangle(shape_of(self.query)[3])
         seen = ops.where(lower, constant[..., None, :], LOG_ZERO)
         self.scale = larger(
-            ops.max(seen, axis=-1, initial=LOG_ZERO), state_max[..., :-1, None]
+            max_along(seen, axis=-1, initial=LOG_ZERO), state_max[..., :-1, None]
         )
         shifted = log_weight[..., None, :] - self.scale[..., None]
         # Above the diagonal the shift may be large: cut before the exponential.
@@ -204,7 +204,7 @@ def _prefix_weights(log_scale, chunk_max):
     maxima = ops.concatenate([log_scale[..., None], chunk_max], axis=-1)
     lower = lower_triangle(shape_of(maxima)[-1])
     seen = ops.where(lower, maxima[..., None, :], LOG_ZERO)
-    running = ops.max(seen, axis=-1, initial=LOG_ZERO)
+    running = max_along(seen, axis=-1, initial=LOG_ZERO)
     return running, ops.where(lower, ops.exp(seen - running[..., None]), 0.0)
 
 

@@ -17,10 +17,15 @@ from keras_efficient_attn.ops.common.chunking import (
     columns,
     pad_to,
 )
-from keras_efficient_attn.ops.common.numerics import larger
+from keras_efficient_attn.ops.common.numerics import larger, max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
+
+# The steps for the backend; PyTorch's imports PyTorch.
+_steps = importlib.import_module(
+    f"{__package__}.{pick('causal_step', torch='causal_step_torch')}"
+)
 
 
 def causal_linear_attention(
@@ -53,8 +58,7 @@ def causal_linear_attention(
     xs = [query, key, value]
     xs += [columns(t) for t in (valid, key_log_weight) if t is not None]
     xs = tuple(pad_to(x, groups * chunks * size) for x in xs)
-    make_step = _implementation().causal_step
-    step, gradient = make_step(config, size, valid is not None)
+    step, gradient = _steps.causal_step(config, size, valid is not None)
     state, outputs = recompute_scan(step, state, xs, map_weights, gradient, groups)
     return tuple(y[:, :length] for y in outputs), state
 
@@ -86,12 +90,6 @@ def full_linear_attention(
     return tuple(y[:, :length] for y in outputs), state
 
 
-def _implementation():
-    """The module with the steps for the backend; PyTorch's imports PyTorch."""
-    name = pick("causal_step", torch="causal_step_torch")
-    return importlib.import_module(f"{__package__}.{name}")
-
-
 def _divides(padded, length):
     """Whether a length is known, and padded to itself."""
     return isinstance(padded, int) and isinstance(length, int) and padded == length
@@ -111,7 +109,7 @@ def _key_step(key_map, masked):
             log_scale = ops.zeros_like(log_scale)
         else:
             constant = ops.stop_gradient(log_weight)
-            largest = ops.max(constant, axis=(2, 3), initial=LOG_ZERO)
+            largest = max_along(constant, axis=(2, 3), initial=LOG_ZERO)
             largest = larger(log_scale, largest)
             key = key * ops.exp(log_weight - largest[..., None, None])[..., None]
             rescale = ops.exp(log_scale - largest)[..., None]

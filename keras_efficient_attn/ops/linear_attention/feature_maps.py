@@ -16,6 +16,8 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import is_positive_int
+from keras_efficient_attn.ops.common.constants import constant
+from keras_efficient_attn.ops.common.numerics import max_along
 
 # What an exponential feature is at least, relative to the largest of its vector: far
 # below rounding, but it keeps the similarity of vectors whose large features differ
@@ -288,7 +290,7 @@ def _at_least(x, bound):
 
 def _exponential(exponents, offset):
     """`exp(exponents + offset) / √m`, as features of at most 1 and a log scale."""
-    largest = ops.stop_gradient(ops.max(exponents, axis=-1))
+    largest = ops.stop_gradient(max_along(exponents, axis=-1))
     log_scale = largest + offset - 0.5 * math.log(exponents.shape[-1])
     return ops.exp(exponents - largest[..., None]) + FEATURE_FLOOR, log_scale
 
@@ -302,7 +304,7 @@ def _monomials(x, order, kind):
     if kind == "power":
         x = x / math.sqrt(order)
     x = ops.concatenate([ops.ones_like(x[..., :1]), x], axis=-1)
-    largest = ops.stop_gradient(ops.max(ops.abs(x), axis=-1))
+    largest = ops.stop_gradient(max_along(ops.abs(x), axis=-1))
     features = _weighted_monomials(x / largest[..., None], order, kind)
     return features, order * ops.log(largest)
 
@@ -313,7 +315,7 @@ def _weighted_monomials(x, order, kind):
     The first entry of `x` stands for the constant 1.
     """
     size = x.shape[-1]
-    weights = ops.convert_to_tensor(_monomial_weights(size, order, kind), x.dtype)
+    weights = constant(_monomial_weights, size, order, kind, dtype=x.dtype)
     if tuple(x.shape[-3:-1]) == (1, 1):
         # For one position few operations count. For sequences, the gradients of
         # gathers would be added up row by row.

@@ -14,7 +14,7 @@ the chunked form, and either can go on where the other ended.
 from keras import ops
 
 from keras_efficient_attn.ops.common.chunking import sizes
-from keras_efficient_attn.ops.common.numerics import larger
+from keras_efficient_attn.ops.common.numerics import larger, max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
 from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
 
@@ -95,7 +95,7 @@ def attend_to_all(query, key, value, valid):
     # Sums and products, which are fewer operations than selections.
     kept = valid[:, None, None]
     logits = query @ ops.swapaxes(key, -1, -2) + (1.0 - kept) * LOG_ZERO
-    scale = ops.max(ops.stop_gradient(logits), axis=-1)
+    scale = max_along(ops.stop_gradient(logits), axis=-1)
     weights = ops.exp(logits - scale[..., None]) * kept
     part = weights @ value, ops.sum(weights, axis=-1), scale
     return tuple(ops.swapaxes(x, 1, 2) for x in part)

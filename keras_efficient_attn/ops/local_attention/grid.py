@@ -1,7 +1,6 @@
 """Local attention in two dimensions: rectangles of an image and what surrounds them."""
 
 import dataclasses
-import functools
 
 import numpy as np
 from keras import ops
@@ -13,6 +12,7 @@ from keras_efficient_attn.ops.common.chunking import (
     pad_length,
     sizes,
 )
+from keras_efficient_attn.ops.common.constants import constant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +88,8 @@ class GridSteps:
 
     @property
     def order(self):
-        """Position in the image, row by row, of each step."""
-        return generation_order(self.grid, self.block, self.block_order)
+        """The `GridOrder` of the steps."""
+        return GridOrder(self.grid, self.block, self.block_order)
 
     def in_columns(self, columns):
         """The mask function over positions of an image of that many columns."""
@@ -101,39 +101,63 @@ class GridSteps:
         return self.in_columns(self.grid[1])(self._position(i), self._position(j))
 
     def _position(self, steps):
-        last = len(self.order) - 1
+        last = self.grid[0] * self.grid[1] - 1
         if isinstance(steps, np.ndarray):
-            return self.order[np.clip(steps, 0, last)]
+            order = _positions(self.grid, self.block, self.block_order)
+            return order[np.clip(steps, 0, last)]
         # Steps before the first and after the last have no keys, and no queries.
-        table = ops.convert_to_tensor(self.order, "int32")
-        return ops.take(table, ops.clip(steps, 0, last), axis=0)
+        return ops.take(self.order.positions(), ops.clip(steps, 0, last), axis=0)
 
 
-@functools.cache
-def generation_order(grid, block, block_order):
-    """Position in the image, row by row, of each step of the order in which it grows.
+@dataclasses.dataclass(frozen=True)
+class GridOrder:
+    """The order of the steps in which an image grows.
 
-    Args:
+    Attributes:
         grid: Rows and columns of the image.
         block: Rows and columns of a rectangle.
-        block_order: Whether it grows rectangle by rectangle, row by row in each,
-            instead of row by row altogether.
-
-    Returns:
-        Integer array `(rows · columns,)`, a permutation.
+        by_block: Whether it grows rectangle by rectangle, row by row in each, instead
+            of row by row altogether.
     """
+
+    grid: tuple
+    block: tuple
+    by_block: bool
+
+    def to_steps(self, x):
+        """Positions of an image along axis 1, from row by row to step by step."""
+        return x if self._is_by_row else ops.take(x, self.positions(), axis=1)
+
+    def to_rows(self, x):
+        """Positions of an image along axis 1, from step by step to row by row."""
+        return x if self._is_by_row else ops.take(x, self._table(_steps), axis=1)
+
+    def positions(self):
+        """Position in the image, row by row, of each step, as a tensor."""
+        return self._table(_positions)
+
+    @property
+    def _is_by_row(self):
+        """Whether both orders are the same: a rectangle has one row, or whole ones."""
+        height, width = map(min, self.block, self.grid)
+        return not self.by_block or height == 1 or width == self.grid[1]
+
+    def _table(self, function):
+        return constant(function, self.grid, self.block, self.by_block, dtype="int32")
+
+
+def _positions(grid, block, by_block):
+    """As `GridOrder.positions`, an integer array."""
     rows, columns = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
-    if not block_order:
+    if not by_block:
         return rows * grid[1] + columns
     # The last key counts first.
     return np.lexsort((columns, rows, columns // block[1], rows // block[0]))
 
 
-def reordered(x, order):
-    """`x` with positions taken in that order along axis 1."""
-    if np.array_equal(order, np.arange(len(order))):
-        return x
-    return ops.take(x, ops.convert_to_tensor(order, "int32"), axis=1)
+def _steps(grid, block, by_block):
+    """The step of each position."""
+    return np.argsort(_positions(grid, block, by_block))
 
 
 def attend_grid(query, key, value, valid, mask_fn, dropout=None):
@@ -153,16 +177,15 @@ def attend_grid(query, key, value, valid, mask_fn, dropout=None):
     grid, block, order = mask_fn.grid, mask_fn.block, mask_fn.order
     (height, width), (above, beside) = block, mask_fn.memory
     below = 0 if mask_fn.causal else above
-    step_of = np.argsort(order)
-    length, size = shape_of(query)[1], len(order)
+    length, size = shape_of(query)[1], grid[0] * grid[1]
     missing = size - length if isinstance(length, int) else size
 
     def rectangles(x, above, below, beside):
-        x = reordered(pad_length(x, 0, missing)[:, :size], step_of)
+        x = order.to_rows(pad_length(x, 0, missing)[:, :size])
         return _rectangles(x, grid, block, above, below, beside)
 
     def steps(x):
-        x = reordered(_image(x, grid, block), order)
+        x = order.to_steps(_image(x, grid, block))
         if isinstance(length, int):
             return x[:, :length]
         # JAX exports no slice that might be longer than the tensor.
@@ -177,8 +200,8 @@ def attend_grid(query, key, value, valid, mask_fn, dropout=None):
     columns = left + width + beside
 
     def positions(first_row, last_row, first, last):
-        rows = np.arange(first_row, last_row)[:, None]
-        return (rows * columns + np.arange(first, last)).ravel()
+        rows = ops.arange(first_row, last_row, dtype="int32")[:, None] * columns
+        return ops.reshape(rows + ops.arange(first, last, dtype="int32"), (-1,))
 
     part = attend_blocks(
         query,

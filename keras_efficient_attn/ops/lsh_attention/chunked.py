@@ -6,6 +6,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import pick, shape_of
 from keras_efficient_attn.ops.common.chunking import pad_length
+from keras_efficient_attn.ops.common.numerics import pad
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.lsh_attention.layout import make_layout
@@ -38,8 +39,8 @@ def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
         chunk_size = max(1, min(chunk_size, length))
     # One more position, hidden, fills the slots that are empty.
     query, value = (pad_length(t, 0, 1) for t in (query, value))
-    kept = ops.cast(ops.pad(ops.cast(kept, "int32"), [(0, 0), (0, 1)]), "bool")
-    buckets = ops.pad(buckets, [(0, 0)] * 3 + [(0, 1)])
+    kept = ops.cast(pad(ops.cast(kept, "int32"), [(0, 0), (0, 1)]), "bool")
+    buckets = pad(buckets, [(0, 0)] * 3 + [(0, 1)])
 
     floats = heads * rounds * (6 * chunk_size + 2 * (dim + (value.shape[-1] or dim)))
     # Larger tiles where operations run one by one, and each has its cost.

@@ -5,6 +5,7 @@ import math
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided
 
 # Added to squared norms: a vector of zeros has a unit vector of zeros.
@@ -21,7 +22,7 @@ def masked_part(logits, allowed, value, dropout_mask=None):
     """The part `(values, totals, log_scale)` of `(..., queries, keys)` logits."""
     # The exponential of minus infinity is 0, and fast.
     logits = ops.where(allowed, logits, -math.inf)
-    scale = ops.max(ops.stop_gradient(logits), axis=-1)
+    scale = max_along(ops.stop_gradient(logits), axis=-1)
     scale = ops.where(scale == -math.inf, LOG_ZERO, scale)
     weights = ops.exp(logits - scale[..., None])
     totals = ops.sum(weights, axis=-1)

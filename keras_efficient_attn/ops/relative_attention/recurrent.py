@@ -1,6 +1,5 @@
 """Attention with relative positions of the last position alone."""
 
-import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.compiled import compiled
@@ -27,8 +26,8 @@ def attend_last(inputs, position_key, biases, documents, seed, config, options):
     content, position = biased_queries(query, biases, options.scale)
     allowed = (valid > 0)[:, None, None]
     if config.window is not None and config.window <= config.offset:
-        near = np.arange(config.offset, -1, -1) < config.window
-        allowed = ops.logical_and(allowed, ops.convert_to_tensor(near))
+        distance = ops.arange(config.offset, -1, -1, dtype="int32")
+        allowed = ops.logical_and(allowed, distance < config.window)
     if documents is not None:
         same = documents[0] == documents[1]
         allowed = ops.logical_and(allowed, same[:, None, None])

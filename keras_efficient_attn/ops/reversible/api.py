@@ -15,6 +15,8 @@ import collections
 
 from keras_efficient_attn.ops.common.backend import backend_module
 
+_backend = backend_module(__package__)
+
 Half = collections.namedtuple("Half", ["function", "parameters", "states"])
 Half.__doc__ = """One line of the chain.
 
@@ -53,4 +55,4 @@ def reversible_chain(halves, x1, x2, parameters, states, tensors):
         - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
     """
     arguments = (list(halves), x1, x2, tuple(parameters), tuple(states), tuple(tensors))
-    return backend_module(__package__).reversible_chain(*arguments)
+    return _backend.reversible_chain(*arguments)

@@ -22,10 +22,9 @@ def is_replay():
         return False
     backend = backend_name()
     if backend == "torch":
-        import torch
+        from keras_efficient_attn.ops.reversible.replay_torch import in_backward_pass
 
-        # The number of the backward pass that this thread is in, or -1.
-        return torch._C._current_graph_task_id() != -1
+        return in_backward_pass()
     return backend == "tensorflow" and _called_by(*_TENSORFLOW_REPLAY)
 
 

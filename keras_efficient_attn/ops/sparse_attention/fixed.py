@@ -9,6 +9,7 @@ from keras import ops
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import attend_shared
 from keras_efficient_attn.ops.common.chunking import chunk_count, pad_length
+from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.sparse_attention.patterns import summary_start
 
 
@@ -98,8 +99,12 @@ def write_summaries(cache, segment, stride, summary, start):
 
 def summary_positions(blocks, stride, summary, heads):
     """Positions of the summaries of blocks: integers `(heads, blocks · summary)`."""
-    starts = [summary_start(stride, summary, head) for head in range(heads)]
-    inside = np.asarray(starts)[:, None, None] + np.arange(summary)
-    inside = ops.convert_to_tensor(inside, "int32")
+    inside = constant(_summary_offsets, stride, summary, heads, dtype="int32")
     first = stride * ops.arange(blocks, dtype="int32")[:, None]
     return ops.reshape(inside + first, (heads, blocks * summary))
+
+
+def _summary_offsets(stride, summary, heads):
+    """Positions of a block's summary from the block's start: `(heads, 1, summary)`."""
+    starts = [summary_start(stride, summary, head) for head in range(heads)]
+    return np.asarray(starts)[:, None, None] + np.arange(summary)

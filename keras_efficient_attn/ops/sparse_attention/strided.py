@@ -4,7 +4,6 @@ The sequence fills a table of `stride` columns row by row; a query sees the keys
 own column.
 """
 
-import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
@@ -19,8 +18,7 @@ def attend_columns(query, key, value, valid, mask_fn, dropout):
     query, key, value, valid = (
         by_column(t, rows, stride) for t in (query, key, value, valid)
     )
-    arange = np.arange if isinstance(rows, int) else ops.arange
-    positions = (arange(rows) * stride,) * 2
+    positions = (ops.arange(rows, dtype="int32") * stride,) * 2
     part = attend_blocks(query, key, value, valid, mask_fn, positions, dropout)
     return tuple(by_row(t)[:, :length] for t in part)
 

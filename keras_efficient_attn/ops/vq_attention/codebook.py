@@ -12,8 +12,8 @@ from keras_efficient_attn.ops.common.chunking import (
     chunk_layout,
     pad_to,
 )
-from keras_efficient_attn.ops.common.compiled import compiled
-from keras_efficient_attn.ops.common.numerics import larger
+from keras_efficient_attn.ops.common.compiled import compiled, opaque_on_torch
+from keras_efficient_attn.ops.common.numerics import larger, max_along, sum_rows
 from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.scan import recompute_scan
 
@@ -75,7 +75,7 @@ def responsibilities(key, codebook, sigma):
     """
     exponents = similarity(key, codebook[:, None])
     exponents = exponents / ops.square(sigma)[:, None, None, None]
-    largest = ops.stop_gradient(ops.max(exponents, axis=-1, keepdims=True))
+    largest = ops.stop_gradient(max_along(exponents, axis=-1, keepdims=True))
     weights = ops.exp(exponents - largest)
     return weights / ops.sum(weights, axis=-1, keepdims=True)
 
@@ -112,10 +112,10 @@ def code_statistics(key, index, valid, num_codes):
     heads, dim = key.shape[2:]
     weight = ops.zeros_like(key[..., :1]) + valid[:, :, None, None]
     rows = ops.concatenate([weight, key * weight], axis=-1)
-    totals = ops.segment_sum(
+    totals = sum_rows(
         ops.reshape(rows, (-1, dim + 1)),
         ops.reshape(_flat_index(index, num_codes), (-1,)),
-        num_segments=heads * num_codes,
+        heads * num_codes,
     )
     totals = ops.reshape(totals, (heads, num_codes, dim + 1))
     return totals[..., 0], totals[..., 1:]
@@ -184,6 +184,7 @@ def _draw_step(carry, x, consts):
 
 
 @compiled()
+@opaque_on_torch
 def drawn_once(codes, drawn, keys, valid, uniforms):
     """The codes, if they were drawn before or there is no key; else by `plus_plus`.
 

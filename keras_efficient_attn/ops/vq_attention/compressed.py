@@ -18,7 +18,7 @@ from keras_efficient_attn.ops.common.chunking import (
     lower_triangle,
     pad_to,
 )
-from keras_efficient_attn.ops.common.numerics import cumulative_sum, larger
+from keras_efficient_attn.ops.common.numerics import cumulative_sum, larger, max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.vq_attention.codebook import responsibilities
@@ -179,11 +179,11 @@ def _read(logits, sums, counts, block=None):
     log_counts = ops.log(ops.where(full, counts, 1.0))
     full = full[..., None, :]
     logits = ops.where(full, logits + log_counts[..., None, :], LOG_ZERO)
-    scale = ops.max(ops.stop_gradient(logits), axis=-1)
+    scale = max_along(ops.stop_gradient(logits), axis=-1)
     if block is not None:
         key_logits, seen, values = block
         key_logits = ops.where(seen, key_logits, LOG_ZERO)
-        scale = larger(scale, ops.max(ops.stop_gradient(key_logits), axis=-1))
+        scale = larger(scale, max_along(ops.stop_gradient(key_logits), axis=-1))
     weights = ops.where(full, ops.exp(logits - scale[..., None]), 0.0)
     total, value = ops.sum(weights, axis=-1), weights @ means
     if block is not None:
@@ -203,7 +203,7 @@ def _read_mixture(logits, chosen, values, sums, counts):
     full = counts > MIN_COUNT
     with_counts = logits + ops.log(ops.where(full, counts, 1.0))
     with_counts = ops.where(full, with_counts, LOG_ZERO)
-    scale = ops.max(ops.stop_gradient(with_counts), axis=-1)
+    scale = max_along(ops.stop_gradient(with_counts), axis=-1)
     shifted = ops.where(full, with_counts - scale[..., None], LOG_ZERO)
     total = ops.sum(ops.exp(shifted), axis=-1)
     # Without the counts, at most 1 / count.

@@ -25,6 +25,8 @@ from keras_efficient_attn.ops.common.chunking import (
     pad_to,
     sizes,
 )
+from keras_efficient_attn.ops.common.constants import constant
+from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.pair_products import pair_products
 from keras_efficient_attn.ops.common.scan import recompute_scan
@@ -157,9 +159,11 @@ def _features(x, rank):
     """
     x = ops.concatenate([ops.ones_like(x[..., :1]), x[..., :rank]], axis=-1)
     pairs = pair_products(x)
-    weights = np.full(pairs.shape[-1], math.sqrt(0.5))
-    weights[0] = 1.0
-    return pairs * ops.convert_to_tensor(weights, x.dtype)
+    return pairs * constant(_feature_weights, pairs.shape[-1], dtype=x.dtype)
+
+
+def _feature_weights(number):
+    return np.where(np.arange(number) == 0, 1.0, math.sqrt(0.5))
 
 
 def feature_sums(chosen, residual, value, rank):
@@ -205,7 +209,7 @@ def read(query, codebook, cache, rank, block=None, causal=True):
     full = numbers > MIN_COUNT
     with_numbers = logits + ops.log(ops.where(full, numbers, 1.0))
     with_numbers = ops.where(full, with_numbers, LOG_ZERO)
-    scale = ops.max(ops.stop_gradient(with_numbers), axis=-1)
+    scale = max_along(ops.stop_gradient(with_numbers), axis=-1)
     # The weight of one key of each code, as if it were the code: at most 1 / number.
     weights = ops.exp(ops.where(full, logits - scale[..., None], LOG_ZERO))
 

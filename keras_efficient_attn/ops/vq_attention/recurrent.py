@@ -3,6 +3,7 @@
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import (
     LOG_ZERO,
     divided,
@@ -113,7 +114,7 @@ def _weigh(logits, numbers):
     full = numbers > MIN_COUNT
     with_numbers = logits + ops.log(ops.where(full, numbers, 1.0))
     with_numbers = ops.stop_gradient(ops.where(full, with_numbers, LOG_ZERO))
-    scale = ops.max(with_numbers, axis=-1)
+    scale = max_along(with_numbers, axis=-1)
     # At most 1 / number.
     weights = ops.exp(ops.where(full, logits - scale[..., None], LOG_ZERO))
     return weights, ops.sum(weights * numbers, axis=-1), scale

@@ -17,7 +17,7 @@ from keras_efficient_attn.ops.common.checks import (
     is_number,
     is_positive_int,
 )
-from keras_efficient_attn.ops.common.numerics import wide_dtype
+from keras_efficient_attn.ops.common.numerics import max_along, wide_dtype
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
 from keras_efficient_attn.ops.reversible.replay import is_replay
@@ -310,7 +310,7 @@ class AdaptiveSpan(PatternAttention):
             number = ops.where(number > 0, number, 1.0)
             mean_spans = ops.sum(spans * weights, axis=(0, 1)) / number
             self._mean_span.assign(ops.stop_gradient(mean_spans))
-            largest = ops.stop_gradient(ops.max(spans * weights, axis=(0, 1)))
+            largest = ops.stop_gradient(max_along(spans * weights, axis=(0, 1)))
             remembered = DECAY * ops.convert_to_tensor(self._largest_span)
             larger = ops.where(largest > remembered, largest, remembered)
             self._largest_span.assign(larger)

@@ -14,7 +14,7 @@ from keras_efficient_attn.layers.attention.linear.layer import LinearAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.layers.building import add_counter
 from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, conditional
 
 
 @register_attention("performer")
@@ -263,10 +263,8 @@ class PerformerAttention(LinearAttention):
         # Drawn outside of the condition, where the seed generator may count.
         draws = self.feature_map.draw(self._key_dim, self._projection_seed)
         current = ops.convert_to_tensor(self._projection)
-        projection = ops.cond(
-            due,
-            lambda: self.feature_map.project(draws, current.dtype),
-            lambda: current,
+        projection = conditional(
+            due, lambda: self.feature_map.project(draws, current.dtype), current
         )
         self._projection.assign(projection)
         self._calls_since_redraw.assign(ops.where(due, 1, calls + 1))

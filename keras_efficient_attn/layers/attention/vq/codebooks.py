@@ -18,6 +18,7 @@ from keras_efficient_attn.ops.common.checks import (
     is_number,
 )
 from keras_efficient_attn.ops.common.numerics import wide_dtype
+from keras_efficient_attn.ops.common.random import uniform
 from keras_efficient_attn.ops.common.replicas import of_first_replica, sum_over_replicas
 from keras_efficient_attn.ops.vq_attention.codebook import (
     batch_statistics,
@@ -251,7 +252,7 @@ class MovingCodebook(keras.layers.Layer):
         keys = ops.reshape(ops.stop_gradient(ops.cast(key, dtype)), (-1, heads, dim))
         valid = ops.reshape(ops.cast(valid, dtype), (-1,))
         keys, valid = enough_keys(keys, valid, codes)
-        uniforms = keras.random.uniform((codes, heads), seed=self._generator)
+        uniforms = uniform((codes, heads), self._generator)
         drawn = ops.convert_to_tensor(self._drawn) > 0
         new = drawn_once(
             ops.convert_to_tensor(self._sum),
@@ -309,7 +310,7 @@ class MovingCodebook(keras.layers.Layer):
 
     def _revived(self, sums, counts, dead, key, valid):
         """Dead codes at random keys, with the average count; a hidden key is none."""
-        uniforms = keras.random.uniform(counts.shape, seed=self._generator)
+        uniforms = uniform(counts.shape, self._generator)
         drawn, seen = random_keys(key, valid, uniforms)
         drawn, seen = of_first_replica(drawn), of_first_replica(seen)
         dead = ops.logical_and(dead, seen > 0)

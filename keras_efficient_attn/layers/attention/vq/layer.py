@@ -20,8 +20,7 @@ from keras_efficient_attn.ops.common.checks import check_bool, check_rotary_wave
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, rms_normalize
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.common.relative_positions import (
-    sinusoids,
-    window_distances,
+    window_sinusoids,
 )
 from keras_efficient_attn.ops.reversible.remembered import remembered
 from keras_efficient_attn.ops.reversible.replay import is_replay
@@ -498,13 +497,13 @@ class VQAttention(EfficientAttention):
 
         Keys are `(distances, heads, key_dim)`.
         """
-        distances = window_distances(self.window, causal)
-        waves = sinusoids(distances, self._sinusoid_dim, MAX_WAVELENGTH)
+        waves = window_sinusoids(
+            self.window, causal, self._sinusoid_dim, MAX_WAVELENGTH, query.dtype
+        )
         bias, kernel = (
             ops.cast(weight, query.dtype)
             for weight in (self._position_bias, self._position_kernel)
         )
-        waves = ops.convert_to_tensor(waves, query.dtype)
         key, scale = ops.einsum("md,dhk->mhk", waves, kernel), self._key_dim**-0.25
         return Positions(query + scale * bias, scale * key)
 

@@ -7,7 +7,13 @@ wants few large steps: all chunks in parallel, as long as their tensors fit in m
 import contextlib
 import dataclasses
 
-from keras_efficient_attn.ops.common.backend import backend_module, backend_name
+from keras_efficient_attn.ops.common.backend import (
+    backend_module,
+    backend_name,
+    is_traced_by_torch,
+)
+
+_backend = backend_module(__package__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +68,8 @@ _TPU = DevicePlan(
 )
 # Not measured on one yet.
 _GPU = dataclasses.replace(_TPU, chunk_size=128, block=128)
+# `torch.compile` writes every step out, and takes its time for each.
+_UNROLLED = dataclasses.replace(_CPU, step_floats=2**24, max_chunks=64)
 DEVICE_PLANS = {"cpu": _CPU, "gpu": _GPU, "tpu": _TPU}
 
 _named = []
@@ -72,7 +80,7 @@ def device_kind():
 
     Another kind of accelerator counts as a GPU.
     """
-    kind = _named[-1] if _named else backend_module(__package__).device_kind()
+    kind = _named[-1] if _named else _backend.device_kind()
     return kind if kind in DEVICE_PLANS else "gpu"
 
 
@@ -87,7 +95,8 @@ def has_one_tpu():
 
 def device_plan():
     """The `DevicePlan` of the device that computes."""
-    return DEVICE_PLANS[device_kind()]
+    kind = device_kind()
+    return _UNROLLED if kind == "cpu" and is_traced_by_torch() else DEVICE_PLANS[kind]
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 import torch
 
+# Asked once, as Keras does: `torch.compile` cannot trace the question.
+_ACCELERATED = torch.cuda.is_available() or torch.backends.mps.is_available()
+
 
 def device_kind():
-    accelerated = torch.cuda.is_available() or torch.backends.mps.is_available()
-    return "gpu" if accelerated else "cpu"
+    return "gpu" if _ACCELERATED else "cpu"

@@ -8,6 +8,8 @@ runs the step again.
 
 from keras_efficient_attn.ops.common.backend import backend_module
 
+_backend = backend_module(__package__)
+
 
 def recompute_scan(
     step, carry, xs, consts=(), gradient=None, num_steps=None, step_size=None
@@ -45,11 +47,8 @@ def recompute_scan(
     Returns:
         `(carry, ys)`: the last carry, and the outputs; stacked on a new leading axis,
         or with `num_steps` joined along axis 1.
-
-    Raises:
-        ValueError: If the Keras backend is not TensorFlow, JAX or PyTorch.
     """
-    return backend_module(__package__).recompute_scan(
+    return _backend.recompute_scan(
         step, carry, xs, consts, gradient, num_steps, step_size
     )
 
@@ -68,4 +67,4 @@ def vector_jacobian_product(function, arguments):
         `(value, pull)`: `pull(gradient)` takes a tuple like `value`, `None` standing
         for zero, and returns tuples like `arguments`.
     """
-    return backend_module(__package__).vector_jacobian_product(function, arguments)
+    return _backend.vector_jacobian_product(function, arguments)

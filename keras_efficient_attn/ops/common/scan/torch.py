@@ -19,6 +19,8 @@ def recompute_scan(step, carry, xs, consts, step_gradient, num_steps, _):
 
 
 def vector_jacobian_product(function, arguments):
+    if torch.compiler.is_compiling():
+        return _traced_product(function, arguments)
     with torch.enable_grad():
         arguments = tuple(
             tuple(tensor.detach().requires_grad_() for tensor in group)
@@ -44,6 +46,35 @@ def vector_jacobian_product(function, arguments):
         return tuple(tuple(next(gradients) for _ in group) for group in arguments)
 
     return tuple(None if v is None else v.detach() for v in value), pull
+
+
+def _traced_product(function, arguments):
+    """As `vector_jacobian_product`, by the derivative that `torch.compile` traces.
+
+    Run as it is, it takes no function with a `torch.autograd.Function` inside.
+    """
+    present = []
+
+    def tensors_alone(*arguments):
+        value = function(*arguments)
+        present[:] = [v is not None for v in value]
+        return tuple(v for v in value if v is not None)
+
+    tensors, pull_all = torch.func.vjp(tensors_alone, *arguments)
+    remaining = iter(tensors)
+    value = tuple(next(remaining) if there else None for there in present)
+
+    def pull(gradient):
+        pairs = zip(value, gradient, strict=True)
+        return pull_all(
+            tuple(
+                torch.zeros_like(v) if g is None else g
+                for v, g in pairs
+                if v is not None
+            )
+        )
+
+    return value, pull
 
 
 class _Rows:

@@ -1,0 +1,23 @@
+"""Whether PyTorch is running a backward pass."""
+
+import torch
+
+
+def in_backward_pass():
+    # `torch.compile` takes the answer for a constant, and so it is where nothing runs
+    # the program again.
+    if torch.compiler.is_compiling() and not _may_run_again():
+        return False
+    return _number_of_backward_pass() != -1
+
+
+@torch.compiler.assume_constant_result
+def _may_run_again():
+    """Whether gradient checkpointing calls what is being compiled."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None or _number_of_backward_pass() != -1
+
+
+def _number_of_backward_pass():
+    """The number of the backward pass that this thread is in, or -1."""
+    return torch._C._current_graph_task_id()
