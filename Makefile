@@ -20,7 +20,9 @@ comma := ,
 TRAIN_SETUP = $(VENV)/.installed-examples-$(TRAIN_BACKEND)
 TEST_SETUP = $(VENV)/.installed-test-$(subst $(space),-,$(TEST_BACKENDS))
 
-.PHONY: train test lint
+TPU_SETUP = $(VENV)/.installed-test-jax-tpu-compile
+
+.PHONY: train test test-tpu lint
 
 train: $(TRAIN_SETUP)
 	$(VENV)/bin/python examples/train_byte_lm.py --backend $(TRAIN_BACKEND) $(ARGS)
@@ -28,9 +30,18 @@ train: $(TRAIN_SETUP)
 test: $(TEST_SETUP)
 	$(VENV)/bin/python tests/run_matrix.py $(TEST_BACKENDS) -- $(ARGS)
 
+# Compiles every attention layer for a TPU that need not be there.
+test-tpu: $(TPU_SETUP)
+	KERAS_BACKEND=jax JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest -q -n 2 \
+	    tests/accelerators $(ARGS)
+
 lint: $(TEST_SETUP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+$(TPU_SETUP): $(TEST_SETUP)
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[test,jax,tpu-compile]"
+	touch $@
 
 # A stamp records a finished installation, so that a second run installs nothing.
 $(TRAIN_SETUP): pyproject.toml constraints.txt

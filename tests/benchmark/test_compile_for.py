@@ -11,7 +11,8 @@ from keras_efficient_attn.benchmark import cli
 jax_only = pytest.mark.skipif(
     keras.backend.backend() != "jax", reason="the compiler is JAX's"
 )
-# A loop of 5 trips around a fusion of 100 cycles, one more fusion of 7, a kernel.
+# A loop of 5 trips around a fusion of 100 cycles, one more fusion of 7, a condition
+# for either of both, a kernel.
 PROGRAM = """HloModule jit_f
 %body (p: (s32[])) -> (s32[]) {
   %fusion.1 = f32[8] fusion(), backend_config={"estimated_cycles":"100"}
@@ -25,16 +26,17 @@ PROGRAM = """HloModule jit_f
 ENTRY %main (x: f32[8]) -> f32[8] {
   %while.1 = (s32[]) while(%x), condition=%condition, body=%body
   %call.1 = f32[8] call(%x), to_apply=%called
+  %cond.1 = f32[8] conditional(%x, %x), branch_computations={%body, %called}
   %kernel = f32[8] custom-call(%x), custom_call_target="tpu_custom_call"
 }
 """
 
 
 @jax_only
-def test_cycles_of_loops_count_as_often_as_they_run():
+def test_loops_count_as_often_as_they_run_and_conditions_once():
     from keras_efficient_attn.benchmark.execution.tpu import estimated_cycles
 
-    assert estimated_cycles(PROGRAM) == (5 * 100 + 7, 1)
+    assert estimated_cycles(PROGRAM) == (5 * 100 + 7 + 7, 1)
 
 
 @pytest.mark.parametrize(

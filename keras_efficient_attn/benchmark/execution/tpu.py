@@ -9,8 +9,10 @@ _HEADER = re.compile(r"^(ENTRY )?%([\w.\-<>]+) \(")
 _LOOP = re.compile(r"condition=%([\w.\-<>]+), body=%([\w.\-<>]+)")
 _LIMIT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_CALLED = re.compile(
-    r" (?:call|conditional)\(.*?(?:to_apply|branch_computations)=\{?%([\w.\-<>]+)"
+_CALLED = re.compile(r" call\(.*?to_apply=%([\w.\-<>]+)")
+_BRANCHES = re.compile(
+    r" conditional\(.*?(?:branch_computations=\{([^}]*)\}"
+    r"|true_computation=(%\S+), false_computation=(%\S+))"
 )
 _KERNEL = 'custom_call_target="tpu_custom_call"'
 
@@ -23,6 +25,9 @@ def device(topology):
 
 def estimated_cycles(text):
     """Cycles of the entry computation of a program, loops times their trips.
+
+    Of the branches of a condition, the one with the fewest counts: others are there for
+    what happens once, such as the first draw of a codebook.
 
     Args:
         text: The compiled program as text, in which the compiler has noted an
@@ -48,7 +53,13 @@ def estimated_cycles(text):
         if own is not None:
             return int(own[1])
         called = _CALLED.search(line)
-        return 0 if called is None else total(called[1])
+        if called is not None:
+            return total(called[1])
+        branches = _BRANCHES.search(line)
+        if branches is None:
+            return 0
+        names = ", ".join(filter(None, branches.groups())).split(", ")
+        return min(total(name.strip("%,")) for name in names)
 
     return total(entry), text.count(_KERNEL)
 
