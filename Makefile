@@ -22,7 +22,10 @@ TEST_SETUP = $(VENV)/.installed-test-$(subst $(space),-,$(TEST_BACKENDS))
 
 TPU_SETUP = $(VENV)/.installed-test-jax-tpu-compile
 
-.PHONY: train test test-tpu lint
+FORCED_CONTRACT = TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -q -n 2 \
+    tests/contract -k "favor+ and not favor++"
+
+.PHONY: train test test-accelerators lint
 
 train: $(TRAIN_SETUP)
 	$(VENV)/bin/python examples/train_byte_lm.py --backend $(TRAIN_BACKEND) $(ARGS)
@@ -30,8 +33,11 @@ train: $(TRAIN_SETUP)
 test: $(TEST_SETUP)
 	$(VENV)/bin/python tests/run_matrix.py $(TEST_BACKENDS) -- $(ARGS)
 
-# Compiles every attention layer for a TPU that need not be there.
-test-tpu: $(TPU_SETUP)
+# Every attention layer compiled for a TPU that need not be there, and the contract of
+# PerformerAttention with the kernels, interpreted.
+test-accelerators: $(TPU_SETUP)
+	FORCED_KERNEL=pallas KERAS_BACKEND=jax $(FORCED_CONTRACT) $(ARGS)
+	FORCED_KERNEL=triton KERAS_BACKEND=torch $(FORCED_CONTRACT) $(ARGS)
 	KERAS_BACKEND=jax JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest -q -n 2 \
 	    tests/accelerators $(ARGS)
 

@@ -1,6 +1,6 @@
 """The TPU's own compiler takes every attention layer, forward and backward.
 
-Run by `make test-tpu`; each layer takes the compiler half a minute or more.
+Run by `make test-accelerators`; each layer takes the compiler half a minute or more.
 """
 
 import importlib.util

@@ -1,5 +1,8 @@
+import os
+
 import pytest
 
+from keras_efficient_attn.ops.linear_attention.kernels import choice
 from tests.contract.cases import CASES, case_of, ids
 
 
@@ -32,3 +35,11 @@ def pytest_generate_tests(metafunc):
     if "causal_case" in metafunc.fixturenames:
         causal_cases = [case for case in CASES if True in case.causal]
         metafunc.parametrize("causal_case", causal_cases, ids=ids)
+
+
+@pytest.fixture(autouse=True)
+def forced_kernel(monkeypatch):
+    """With `FORCED_KERNEL=pallas` or `triton`, that kernel computes what it can."""
+    if "FORCED_KERNEL" in os.environ:
+        name = os.environ["FORCED_KERNEL"]
+        monkeypatch.setattr(choice, "_default_kernel", lambda query: name)
