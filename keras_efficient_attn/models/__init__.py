@@ -28,6 +28,7 @@ from keras_efficient_attn.models.conversion import (
     replace_attention,
     swap_report,
 )
+from keras_efficient_attn.models.conversion.accelerate import accelerate
 from keras_efficient_attn.models.presets import preset_names
 from keras_efficient_attn.models.tasks.byte_tokenizer import (
     EfficientByteTokenizer,
@@ -74,6 +75,7 @@ __all__ = [
     "TransformerStack",
     "TransformerXL",
     "UniversalTransformer",
+    "accelerate",
     "convert_backbone",
     "efficient_backbone",
     "preset_names",

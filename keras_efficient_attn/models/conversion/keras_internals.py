@@ -5,6 +5,8 @@ Checked with Keras 3.15 and KerasHub 0.32.
 
 import contextlib
 import functools
+import importlib
+import types
 
 import keras
 import keras_hub
@@ -284,3 +286,33 @@ def generation_methods(task, build_cache, call_with_cache):
 def empty_cross_attention_cache(task, encoder_token_ids, decoder_token_ids):
     """The cache of cross-attention, by `_initialize_cache` of KerasHub 0.32."""
     return task._initialize_cache(encoder_token_ids, decoder_token_ids)[1]
+
+
+def gated_delta_nets(model):
+    """The layers of Qwen 3.5 that compute a gated delta rule (KerasHub 0.32)."""
+    return [
+        layer for layer in model._flatten_layers() if isinstance(layer, _gated_net())
+    ]
+
+
+@functools.cache
+def gated_delta_net_with(rule):
+    """A class of those layers that computes by another rule.
+
+    `call` of KerasHub 0.32 calls two functions of its module, one for sequences and
+    one for a token, with the same arguments: here, it finds `rule` under both names.
+    """
+    original = _gated_net()
+    names = "_chunk_gated_delta_rule", "_recurrent_gated_delta_rule"
+    scope = {**original.call.__globals__, **dict.fromkeys(names, rule)}
+    call = types.FunctionType(
+        original.call.__code__, scope, "call", original.call.__defaults__
+    )
+    return type(original.__name__, (original,), {"call": call})
+
+
+def _gated_net():
+    module = importlib.import_module(
+        "keras_hub.src.models.qwen3_5.qwen3_5_gated_delta_net"
+    )
+    return module.Qwen3_5GatedDeltaNet
