@@ -1,7 +1,5 @@
 """Which kernel of the backend computes a call of softmax attention, if any."""
 
-import importlib
-
 import keras
 
 from keras_efficient_attn.ops.common.backend import backend_name
@@ -31,10 +29,19 @@ def choose_kernel(call, config):
         return None
     reason = _obstacle(name, call) or config.kernel_obstacle(name, call.causal)
     if reason is None:
-        return importlib.import_module(f"{__package__}.{name}")
+        return _module(name)
     if named:
         raise ValueError(f"`implementation={name!r}` {reason}")
     return None
+
+
+def _module(name):
+    # As statements, which `torch.compile` can trace.
+    if name == "splash":
+        from keras_efficient_attn.ops.common.interval_softmax import splash as module
+    else:
+        from keras_efficient_attn.ops.common.interval_softmax import flex as module
+    return module
 
 
 def _preferred(call):

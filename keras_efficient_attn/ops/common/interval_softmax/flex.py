@@ -6,11 +6,10 @@ On a CPU PyTorch computes it without a kernel, and without gradients, for tests.
 import functools
 import math
 
-import numpy as np
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from keras_efficient_attn.ops.common.interval_softmax.intervals import bounds, sees
+from keras_efficient_attn.ops.common.interval_softmax.intervals import sees
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 
 # Queries and keys of a block.
@@ -73,27 +72,30 @@ def block_mask(pattern, queries, valid, device):
         def mask_mod(batch, head, i, j):
             return sees(pattern, i, j) & (valid[batch, j, head] != 0)
 
-    counts, indices = _blocks(pattern, queries)
+    seen = _seen_blocks(pattern, queries, device)
+    counts = seen.sum(1, dtype=torch.int32)
+    # The blocks that are seen, and behind those the others.
+    indices = torch.argsort(seen.int(), dim=1, descending=True, stable=True).int()
     return BlockMask.from_kv_blocks(
-        torch.as_tensor(counts, device=device)[None, None],
-        torch.as_tensor(indices, device=device)[None, None],
+        counts[None, None],
+        indices[None, None],
         BLOCK_SIZE=BLOCK,
         mask_mod=mask_mod,
         seq_lengths=(queries, pattern.keys),
     )
 
 
-@functools.lru_cache(maxsize=64)
-def _blocks(pattern, queries):
-    """How many blocks of keys each block of queries sees, and which, those first."""
+def _seen_blocks(pattern, queries, device):
+    """Whether a block of queries sees any of a block of keys: `(blocks, blocks)`."""
     blocks, key_blocks = -(-queries // BLOCK), -(-pattern.keys // BLOCK)
-    seen = np.zeros((blocks, key_blocks), bool)
-    starts = np.arange(blocks) * BLOCK
-    number = np.arange(key_blocks)
-    for first, last in bounds(pattern, queries):
-        empty = last < first
-        first = np.minimum.reduceat(np.where(empty, pattern.keys, first), starts)
-        last = np.maximum.reduceat(np.where(empty, -1, last), starts)
-        seen |= (number >= first[:, None] // BLOCK) & (number <= last[:, None] // BLOCK)
-    indices = np.argsort(~seen, axis=1, kind="stable")
-    return seen.sum(1).astype("int32"), indices.astype("int32")
+    i = torch.arange(blocks * BLOCK, device=device).clamp(max=queries - 1)
+    number = torch.arange(key_blocks, device=device)
+    seen = torch.zeros(blocks, key_blocks, dtype=torch.bool, device=device)
+    for first, last in pattern.intervals(i):
+        first, last = (first + 0 * i).clamp(min=0), last + 0 * i
+        is_empty = last < first
+        first = torch.where(is_empty, pattern.keys, first).view(blocks, BLOCK).amin(1)
+        last = torch.where(is_empty, -1, last).view(blocks, BLOCK).amax(1)
+        after = number >= first[:, None] // BLOCK
+        seen = seen | (after & (number <= last[:, None] // BLOCK))
+    return seen

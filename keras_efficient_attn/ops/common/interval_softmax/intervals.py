@@ -7,8 +7,6 @@ but operators in it, so that it works for NumPy arrays and for tensors alike.
 
 import dataclasses
 
-import numpy as np
-
 from keras_efficient_attn.ops.common.masks import QueryBlocks, SlidingWindow
 
 
@@ -42,20 +40,3 @@ def sees(pattern, i, j):
     for first, last in pattern.intervals(i):
         seen = seen | ((j >= first) & (j <= last))
     return seen
-
-
-def bounds(pattern, queries):
-    """First and last keys of the intervals, `(intervals, 2, queries)`, in NumPy.
-
-    Inside `[0, keys]` and `[-1, keys - 1]`: empty intervals end before they begin.
-    """
-    i = np.arange(queries)
-    pairs = np.stack(
-        [
-            [np.broadcast_to(end, i.shape) for end in pair]
-            for pair in pattern.intervals(i)
-        ]
-    )
-    first = np.clip(pairs[:, 0], 0, pattern.keys)
-    last = np.clip(pairs[:, 1], -1, pattern.keys - 1)
-    return np.stack([first, np.maximum(last, first - 1)], axis=1)

@@ -14,8 +14,6 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 
-from keras_efficient_attn.ops.common.interval_softmax.intervals import bounds
-
 # Rows of a vector register's lanes: blocks are multiples of them.
 LANES = 128
 # Queries and keys of a block.
@@ -104,7 +102,7 @@ class _Mask(splash_attention_mask.Mask):
     """A pattern for splash attention, which asks for it block by block."""
 
     def __init__(self, pattern, queries, shape):
-        self._bounds = bounds(pattern, queries)
+        self._bounds = _bounds(pattern, queries)
         self._shape = shape
 
     @property
@@ -125,8 +123,25 @@ class _Mask(splash_attention_mask.Mask):
         return block
 
 
+def _bounds(pattern, queries):
+    """First and last keys of the intervals, `(intervals, 2, queries)`, in NumPy.
+
+    Inside `[0, keys]` and `[-1, keys - 1]`: empty intervals end before they begin.
+    """
+    i = np.arange(queries)
+    pairs = np.stack(
+        [
+            [np.broadcast_to(end, i.shape) for end in pair]
+            for pair in pattern.intervals(i)
+        ]
+    )
+    first = np.clip(pairs[:, 0], 0, pattern.keys)
+    last = np.clip(pairs[:, 1], -1, pattern.keys - 1)
+    return np.stack([first, np.maximum(last, first - 1)], axis=1)
+
+
 def _has_keys(pattern, queries):
-    first, last = np.moveaxis(bounds(pattern, queries), 1, 0)
+    first, last = np.moveaxis(_bounds(pattern, queries), 1, 0)
     return (last >= first).any(axis=0)
 
 
@@ -134,5 +149,5 @@ def _sees_any(pattern, queries, valid):
     """`(batch, heads, queries)`, from `valid` `(batch, heads, keys)`."""
     counts = jnp.cumsum(valid, axis=-1, dtype="int32")
     counts = jnp.pad(counts, ((0, 0), (0, 0), (1, 0)))
-    first, last = np.moveaxis(bounds(pattern, queries), 1, 0)
+    first, last = np.moveaxis(_bounds(pattern, queries), 1, 0)
     return (counts[..., last + 1] > counts[..., first]).any(axis=-2)
