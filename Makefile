@@ -38,7 +38,7 @@ test: $(TEST_SETUP)
 test-accelerators: $(TPU_SETUP)
 	FORCED_KERNEL=pallas KERAS_BACKEND=jax $(FORCED_CONTRACT) $(ARGS)
 	FORCED_KERNEL=triton KERAS_BACKEND=torch $(FORCED_CONTRACT) $(ARGS)
-	KERAS_BACKEND=jax JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest -q -n 2 \
+	KERAS_BACKEND=jax JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest -q -n 2 -rP \
 	    tests/accelerators $(ARGS)
 
 lint: $(TEST_SETUP)

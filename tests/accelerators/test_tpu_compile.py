@@ -42,7 +42,7 @@ def test_all_layers_are_here():
 
 
 @pytest.mark.parametrize("layer", LINEAR + OTHERS)
-def test_it_compiles_for_a_tpu(layer, capsys):
+def test_it_compiles_for_a_tpu(layer):
     settings = Settings(
         layers=(layer,),
         lengths=(LENGTH,),
@@ -54,8 +54,7 @@ def test_it_compiles_for_a_tpu(layer, capsys):
         backend="jax",
     )
     estimates = list(estimate_all(settings, "tpu-v5e"))
-    with capsys.disabled():
-        print("\n" + table(settings, "tpu-v5e", estimates).partition("\n\n")[0])
+    print(table(settings, "tpu-v5e", estimates).partition("\n\n")[0])
     (estimate,) = estimates
     assert estimate.status == "ok", estimate.detail
     assert estimate.seconds > 0
