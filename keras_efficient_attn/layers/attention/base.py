@@ -458,9 +458,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         value = _emptied(value, call.key_mask)
         key = _emptied(key, call.key_mask)
 
-        query, key = self._query_and_key(query, key, call)
-        key = self._for_query_heads(key)
-        value = self._for_query_heads(self._value_dense(value))
+        query, key, value, call = self._project_inputs(query, key, value, call)
         scores = None
         if call.scores:
             # First: attending may learn, and then the weights are no longer those
@@ -469,6 +467,16 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         heads, new_state = self.attend(query, key, value, call)
         output = self._project(heads, gate_input, call.query_mask)
         return output, scores if call.scores else new_state
+
+    def _project_inputs(self, query, key, value, call):
+        """The heads of all three, as `attend` gets them, and the call.
+
+        A layer that projects more of its inputs adds it to the call's `options`.
+        """
+        query, key = self._query_and_key(query, key, call)
+        key = self._for_query_heads(key)
+        value = self._for_query_heads(self._value_dense(value))
+        return query, key, value, call
 
     def _query_and_key(self, query, key, call):
         """Both projected, `(batch, length, heads, key_dim)`; keys have their heads."""
