@@ -13,6 +13,9 @@ from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dty
 from keras_efficient_attn.ops.common.rotary import rotate_from
 from keras_efficient_attn.ops.common.state import make_state
 
+# The names that Keras' layer gives its projections.
+PROJECTIONS = ("query", "key", "gate", "value", "attention_output")
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
@@ -653,7 +656,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         projections = [
             variable
             for layer in self._flatten_layers(include_self=False)
-            if isinstance(layer, keras.layers.EinsumDense)
+            if isinstance(layer, keras.layers.EinsumDense) and layer.name in PROJECTIONS
             for variable in layer.weights
         ]
         if len(weights) == len(self.weights) or len(weights) != len(projections):

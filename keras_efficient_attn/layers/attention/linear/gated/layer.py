@@ -8,13 +8,13 @@ from keras import ops
 from keras_efficient_attn.layers.attention.linear.gated.projections import (
     build_projection,
     projected,
+    wide,
 )
 from keras_efficient_attn.layers.attention.linear.layer import LinearAttention
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 from keras_efficient_attn.ops.common.convolution import causal_convolution
 from keras_efficient_attn.ops.common.inputs import hide_masked
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.linear_attention.gated.api import mapped_gated_attention
 
 OUTPUT_NORMS = (None, "rms", "group")
@@ -187,7 +187,9 @@ class GatedStateAttention(LinearAttention):
                 )
                 last[state_name] = ops.cast(inputs, self.state_dtype)
         if self.activation is not None:
-            heads = {name: self.activation(x) for name, x in heads.items()}
+            # In float32: gradients too large for half precision, of short vectors that
+            # are normalised, mostly end where an activation is flat.
+            heads = {name: self.activation(wide(x)) for name, x in heads.items()}
         key, value = map(self._for_query_heads, (heads["key"], heads["value"]))
         options = {**call.options, "rates": rates, "last_inputs": last}
         return heads["query"], key, value, dataclasses.replace(call, options=options)
@@ -204,7 +206,7 @@ class GatedStateAttention(LinearAttention):
 
     def _project(self, heads, gate_input, query_mask):
         if self.output_norm is not None:
-            heads = ops.cast(heads, accumulator_dtype(heads))
+            heads = wide(heads)
             if self.output_norm == "group":
                 heads = heads - _mean(heads)
             power = _mean(ops.square(heads))

@@ -10,7 +10,7 @@ RATES, STEPS = (1.0, 16.0), (1e-3, 0.1)
 
 
 def build_projection(layer, name, input_dim, units, rank=None):
-    """Built `Dense` layers, one after the other, without biases.
+    """Built projections, one after the other, without biases.
 
     Args:
         layer: The attention layer that will own them.
@@ -23,9 +23,10 @@ def build_projection(layer, name, input_dim, units, rank=None):
     layers = []
     for index, width in enumerate(widths):
         suffix = "" if index + 1 == len(widths) else "_low_rank"
-        dense = keras.layers.Dense(
-            width,
-            use_bias=False,
+        # Not `Dense`, which turns float64 to float32 on PyTorch.
+        dense = keras.layers.EinsumDense(
+            "abc,cd->abd",
+            output_shape=(None, width),
             kernel_initializer=layer._new_kernel_initializer(),
             kernel_regularizer=layer._kernel_regularizer,
             kernel_constraint=layer._kernel_constraint,
