@@ -625,7 +625,18 @@ def squared_relu(query, key, projection, order):
     return dots(np.maximum(query, 0) ** 2, np.maximum(key, 0) ** 2)
 
 
+def identity(query, key, projection, order):
+    return dots(query, key)
+
+
+def unit(query, key, projection, order):
+    query, key = (x / np.sqrt(squared_norm(x) + 1e-6) for x in (query, key))
+    return dots(query, key)
+
+
 KERNELS = {
+    "identity": identity,
+    "unit": unit,
     "favor+": favor_plus,
     "hyperbolic": hyperbolic,
     "favor++": None,
