@@ -201,7 +201,7 @@ CASES = [
         cross=False,
         variant=False,
     ),
-    gated("retention", RetentionAttention),
+    gated("retention", RetentionAttention, rotary_wavelength=100.0),
     gated("gated-linear", GatedLinearAttention, decay_rank=3),
     gated(
         "gated-linear-scalar",

@@ -21,8 +21,8 @@ from tests.contract.test_saving import assert_same_model
 
 DIM = 8
 NAMES = (
-    "favor+ hyperbolic favor++ trigonometric taylor power relu elu exp softmax hedgehog "
-    "identity unit"
+    "favor+ hyperbolic favor++ trigonometric taylor power relu elu exp softmax "
+    "hedgehog identity unit"
 ).split()
 ESTIMATES = "favor+ hyperbolic favor++ trigonometric taylor power".split()
 

@@ -82,11 +82,12 @@ def _prepared(query, key, value, key_mask, rates):
     rates = [
         x if x is None or len(x.shape) == 4 else ops.expand_dims(x, -1) for x in rates
     ]
-    length = shape_of(query)[1]
+    same = query.shape[1] is not None and query.shape[1] == key.shape[1]
     keys = []
     for x in (key, value, *rates):
         if x is not None:
-            x = fit_length(ops.cast(hide_masked(x, key_mask), dtype), length)
+            x = ops.cast(hide_masked(x, key_mask), dtype)
+            x = x if same else fit_length(x, shape_of(query)[1])
         keys.append(x)
     key, value, log_decay, beta = keys
     if log_decay is not None:
