@@ -28,6 +28,7 @@ from keras_efficient_attn.ops.common.chunking import (
 )
 from keras_efficient_attn.ops.common.online_softmax import divided
 from keras_efficient_attn.ops.common.scan import recompute_scan
+from keras_efficient_attn.ops.common.triangular import solve_unit_lower
 from keras_efficient_attn.ops.linear_attention.gated.products import (
     BLOCK,
     decay_from_start,
@@ -55,7 +56,7 @@ def chunked_gated_attention(tensors, rates, state, map_weights, config):
     length = shape_of(query)[1]
     heads, features, value_dim = state.shape[1:]
     # What a position takes in the step: rows of matrices, features, values.
-    floats = 4 * config.chunk_length + 6 * features + 5 * value_dim
+    floats = 4 * config.chunk_length + 6 * features + 5 * (value_dim or features)
     if rates[0] is not None and rates[0].shape[-1] != 1:
         floats += 2 * BLOCK * features
     floats *= heads
@@ -134,10 +135,9 @@ def _corrected(key, value, overlaps, beta):
         beta: `(..., chunk_size, 1)`.
     """
     weights = beta * ops.tril(overlaps, k=-1)
-    identity = ops.eye(weights.shape[-1], dtype=weights.dtype)
-    right = beta * ops.concatenate([value, key], axis=-1)
-    solved = ops.solve_triangular(identity + weights, right, lower=True)
-    return solved[..., : value.shape[-1]], solved[..., value.shape[-1] :]
+    right = beta * ops.concatenate([key, value], axis=-1)
+    solved = solve_unit_lower(weights, right)
+    return solved[..., key.shape[-1] :], solved[..., : key.shape[-1]]
 
 
 def _states(state, key, value, read, end):
