@@ -118,7 +118,7 @@ def test_functions_of_gates_survive_the_configuration():
         (DeltaAttention, {"output_gate": "nothing"}, "output_gate='nothing'"),
         (DeltaAttention, {"output_gate_rank": 4}, "output_gate_rank=4"),
         (DeltaAttention, {"window": 4}, "window=4"),
-        (DeltaAttention, {"feature_map": "favor++"}, "feature_map='favor++'"),
+        (DeltaAttention, {"feature_map": "favor++"}, r"feature_map='favor\+\+'"),
         (GatedLinearAttention, {"decay": "matrix"}, "decay='matrix'"),
         (GatedLinearAttention, {"decay_rank": 0}, "decay_rank=0"),
         (GatedLinearAttention, {"decay_temperature": -1}, "decay_temperature=-1"),

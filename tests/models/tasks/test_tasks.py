@@ -186,7 +186,7 @@ PUBLISHED = {
     # The sizes that the papers are named by, with 32,000 tokens.
     "gla_340m": (24, 340, 5),
     "delta_net_340m": (24, 340, 5),
-    "gated_delta_net_1.3b": (21, 1300, 15),
+    "gated_delta_net_1.3b": (21, 1300, 25),
 }
 
 
