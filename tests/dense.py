@@ -60,8 +60,12 @@ def layer_output(
         kernel, bias = (np.asarray(w, "float64") for w in dense.get_weights())
         return np.einsum("btd,dhk->bthk", x, kernel) + bias
 
-    # Spans depend on what is projected, too.
-    options = {"inputs": query} if getattr(layer, "dynamic", False) else {}
+    options = {}
+    if getattr(layer, "dynamic", False):
+        # Spans depend on what is projected, too.
+        options = {"inputs": query}
+    elif hasattr(layer, "output_gate"):
+        options = {"inputs": (query, key)}
     heads, weights = heads_of(
         layer,
         project(layer.query_dense, query),
@@ -111,6 +115,116 @@ def linear_heads(
         exact = np.exp(dots(query, key))
         similarity = np.where(abs(distance) < layer.window, exact, similarity)
     return weigh(similarity, value, key_mask, causal, layer.normalize)
+
+
+def gated_heads(
+    layer,
+    query,
+    key,
+    value,
+    query_mask=None,
+    key_mask=None,
+    causal=False,
+    inputs=None,
+):
+    """Heads of a state that decays and is corrected, position by position.
+
+    What a key's value adds to each output is found with unit vectors for values.
+    """
+    del causal  # The layers always are.
+    weights = {
+        weight.path.removeprefix(f"{layer.path}/"): np.asarray(array, "float64")
+        for weight, array in zip(layer.weights, layer.get_weights(), strict=True)
+    }
+    masks = query_mask, key_mask, key_mask
+    names = "query", "key", "value"
+    query, key, value = (
+        short_convolution(x, weights.get(f"{name}_convolution_kernel"), mask)
+        for x, name, mask in zip((query, key, value), names, masks, strict=True)
+    )
+    if layer.activation is not None:
+        query, key, value = (x * sigmoid(x) for x in (query, key, value))
+    log_decay, beta = rates(layer, weights, inputs[1])
+    groups = query.shape[2] // key.shape[2]
+    key, value = (np.repeat(x, groups, axis=2) for x in (key, value))
+    if layer.rotary_wavelength is not None:
+        query, key = (rotate(x, layer.rotary_wavelength) for x in (query, key))
+    if layer.feature_map.name == "unit":
+        query, key = (
+            x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6) for x in (query, key)
+        )
+    batch, length, heads, dim = query.shape
+    keys = key.shape[1]
+    state = np.zeros((batch, heads, dim, keys))
+    matrix = np.zeros((batch, heads, length, keys))
+    for t in range(length):
+        if t < keys:
+            k, unit = key[:, t], np.eye(keys)[t]
+            after = np.exp(log_decay[:, t])[..., None] * state
+            held = np.einsum("bhd,bhds->bhs", k, after)
+            new = unit if beta is None else beta[:, t, :, None] * (unit - held)
+            after = after + k[..., None] * np.broadcast_to(new, held.shape)[:, :, None]
+            kept = True if key_mask is None else np.asarray(key_mask)[:, t]
+            state = np.where(np.reshape(kept, (-1, 1, 1, 1)), after, state)
+        matrix[:, :, t] = np.einsum("bhd,bhds->bhs", query[:, t], state)
+    matrix /= np.sqrt(dim)
+    outputs = np.einsum("bhts,bshv->bthv", matrix, value)
+    if layer.output_norm == "group":
+        outputs = outputs - outputs.mean(-1, keepdims=True)
+    power = (outputs**2).mean(-1, keepdims=True)
+    outputs = outputs / np.sqrt(power + 1e-5) * weights["norm_scale"]
+    if layer.output_gate is not None:
+        gate = through(weights, "output_gate", inputs[0])
+        swish = layer.get_config()["output_gate"] == "silu"
+        gate = gate * sigmoid(gate) if swish else sigmoid(gate)
+        outputs = outputs * gate.reshape(outputs.shape)
+    return outputs, matrix
+
+
+def rates(layer, weights, x):
+    """`(log_decay, beta)` of a gated layer, `(batch, length, heads, 1 or features)`."""
+    heads = layer.num_heads
+    groups = heads // (layer.num_key_value_heads or heads)
+    shape = (*x.shape[:2], heads // groups, -1)
+    log_decay, beta = np.zeros((*x.shape[:2], heads, 1)), None
+    if "beta/kernel" in weights:
+        beta = layer.max_beta * sigmoid(x @ weights["beta/kernel"])
+        beta = np.repeat(beta, groups, axis=2)
+    if "decay/kernel" in weights:
+        logits = through(weights, "decay", x).reshape(shape)
+        logits = logits + weights["decay_bias"].reshape(shape[2:])
+        if "log_rate" in weights:
+            log_decay = -np.exp(weights["log_rate"]) * np.logaddexp(0, logits)
+        else:
+            log_decay = -np.logaddexp(0, -logits) / layer.decay_temperature
+        log_decay = np.repeat(log_decay, groups, axis=2)
+    elif beta is None:
+        decays = layer.decays or 1 - 2.0 ** (-5 - np.arange(heads))
+        log_decay = log_decay + np.log(decays)[:, None]
+    return log_decay, beta
+
+
+def through(weights, name, x):
+    """`x` through a projection, of low rank if it is that."""
+    if f"{name}_low_rank/kernel" in weights:
+        x = x @ weights[f"{name}_low_rank/kernel"]
+    return x @ weights[f"{name}/kernel"]
+
+
+def short_convolution(x, kernel, mask):
+    """Each position and those before it, zero where a mask hides them."""
+    if kernel is None:
+        return x
+    if mask is not None:
+        x = np.where(np.asarray(mask)[:, :, None, None], x, 0.0)
+    result = np.zeros_like(x)
+    for back in range(min(len(kernel), x.shape[1])):
+        result[:, back:] += kernel[-1 - back] * x[:, : x.shape[1] - back]
+    return result
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
 
 
 def sparse_heads(
@@ -511,7 +625,18 @@ def squared_relu(query, key, projection, order):
     return dots(np.maximum(query, 0) ** 2, np.maximum(key, 0) ** 2)
 
 
+def identity(query, key, projection, order):
+    return dots(query, key)
+
+
+def unit(query, key, projection, order):
+    query, key = (x / np.sqrt(squared_norm(x) + 1e-6) for x in (query, key))
+    return dots(query, key)
+
+
 KERNELS = {
+    "identity": identity,
+    "unit": unit,
     "favor+": favor_plus,
     "hyperbolic": hyperbolic,
     "favor++": None,

@@ -17,6 +17,17 @@ from keras_efficient_attn.layers.attention.feature_maps import (
     register_feature_map,
 )
 from keras_efficient_attn.layers.attention.fourier import FourierAttention
+from keras_efficient_attn.layers.attention.linear.gated.delta import (
+    DeltaAttention,
+    GatedDeltaAttention,
+    KimiDeltaAttention,
+)
+from keras_efficient_attn.layers.attention.linear.gated.gated_linear import (
+    GatedLinearAttention,
+)
+from keras_efficient_attn.layers.attention.linear.gated.retention import (
+    RetentionAttention,
+)
 from keras_efficient_attn.layers.attention.linear.layer import LinearAttention
 from keras_efficient_attn.layers.attention.linear.performer import PerformerAttention
 from keras_efficient_attn.layers.attention.local import LocalAttention
@@ -49,16 +60,21 @@ __all__ = [
     "AdaptiveSpan",
     "ChunkedFeedForward",
     "ChunkedVocabularyLoss",
+    "DeltaAttention",
     "EfficientAttention",
     "LocalAttention",
     "FeatureMap",
     "FourierAttention",
+    "GatedDeltaAttention",
+    "GatedLinearAttention",
+    "KimiDeltaAttention",
     "LinearAttention",
     "PerformerAttention",
     "GatedResidual",
     "PositionBiases",
     "ReformerLSHAttention",
     "RelativePositionXL",
+    "RetentionAttention",
     "ReversibleBlock",
     "ReversibleStack",
     "SoftmaxAttention",

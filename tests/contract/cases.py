@@ -9,12 +9,17 @@ from keras import ops
 
 from keras_efficient_attn import (
     AdaptiveSpan,
+    DeltaAttention,
     FourierAttention,
+    GatedDeltaAttention,
+    GatedLinearAttention,
+    KimiDeltaAttention,
     LinearAttention,
     LocalAttention,
     PerformerAttention,
     ReformerLSHAttention,
     RelativePositionXL,
+    RetentionAttention,
     SoftmaxAttention,
     SparseAttention,
     VQAttention,
@@ -94,7 +99,7 @@ class Case:
         layer.build((BATCH, LENGTH, DIM), (BATCH, LENGTH, DIM))
         random = np.random.default_rng(2)
         for weight in layer.trainable_weights:
-            if "bias" in weight.name or "feature" in weight.name:
+            if any(part in weight.name for part in ("bias", "feature", "norm")):
                 weight.assign(random.normal(size=weight.shape) * 0.2)
         return layer
 
@@ -116,6 +121,13 @@ def performer(name, causal=(False, True), cross=True, variant=True, **options):
 def linear(name, variant=True, **options):
     options = {"chunk_size": 2, **options}
     return Case(name, LinearAttention, options, dense.linear_heads, variant=variant)
+
+
+def gated(name, layer, variant=False, **options):
+    # Chunks of several blocks of decays by feature, and the last one not full.
+    options = {"chunk_size": 20, **options}
+    heads, causal = dense.gated_heads, (True,)
+    return Case(name, layer, options, heads, causal, variant=variant)
 
 
 def sparse(name, variant=False, **options):
@@ -189,6 +201,30 @@ CASES = [
         cross=False,
         variant=False,
     ),
+    gated("retention", RetentionAttention, rotary_wavelength=100.0),
+    gated("gated-linear", GatedLinearAttention, decay_rank=3),
+    gated(
+        "gated-linear-scalar",
+        GatedLinearAttention,
+        variant=True,
+        decay="scalar",
+        decay_rank=None,
+        num_key_value_heads=1,
+        convolution=3,
+        output_gate=None,
+    ),
+    gated("delta", DeltaAttention),
+    gated("gated-delta", GatedDeltaAttention),
+    gated(
+        "gated-delta-shared",
+        GatedDeltaAttention,
+        variant=True,
+        max_beta=2.0,
+        num_key_value_heads=1,
+        rotary_wavelength=50.0,
+        output_norm="group",
+    ),
+    gated("kimi-delta", KimiDeltaAttention, decay_rank=3),
     sparse("strided", stride=5, rotary_wavelength=50.0),
     sparse("fixed", pattern="fixed", stride=6, summary=2, variant=True),
     local("grid", query_block=(3, 2), memory=(2, 1), grid=(6, 7), order="block"),

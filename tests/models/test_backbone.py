@@ -322,3 +322,22 @@ def test_learned_positions_end():
     backbone = make_backbone("recurrent")
     with pytest.raises(ValueError, match="32"):
         backbone(inputs("recurrent", length=33))
+
+
+# Attention with a state that decays or is corrected.
+
+
+@pytest.mark.parametrize(
+    "attention", ["retention", "gated-linear", "delta", "gated-delta", "kimi-delta"]
+)
+def test_recurrent_attention_streams_by_name(attention):
+    options = dict(attention=attention, positions="rotary", num_heads=4)
+    backbone = make_backbone("defaults", hidden_dim=16, **options)
+    data = inputs("defaults")
+    whole = at_real_positions(backbone(data), data)
+    state, parts = backbone.get_initial_state(2), []
+    for part in (slice(0, 1), slice(1, 10), slice(10, 13)):
+        output, state = backbone.stream(data["token_ids"][:, part], state)
+        parts.append(to_numpy(output))
+    streamed = [np.concatenate(parts, axis=1)[data["padding_mask"] == 1]]
+    assert_close(streamed, whole, rtol=1e-3, atol=1e-4)

@@ -13,6 +13,9 @@ from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dty
 from keras_efficient_attn.ops.common.rotary import rotate_from
 from keras_efficient_attn.ops.common.state import make_state
 
+# The names that Keras' layer gives its projections.
+PROJECTIONS = ("query", "key", "gate", "value", "attention_output")
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
@@ -458,9 +461,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         value = _emptied(value, call.key_mask)
         key = _emptied(key, call.key_mask)
 
-        query, key = self._query_and_key(query, key, call)
-        key = self._for_query_heads(key)
-        value = self._for_query_heads(self._value_dense(value))
+        query, key, value, call = self._project_inputs(query, key, value, call)
         scores = None
         if call.scores:
             # First: attending may learn, and then the weights are no longer those
@@ -469,6 +470,16 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         heads, new_state = self.attend(query, key, value, call)
         output = self._project(heads, gate_input, call.query_mask)
         return output, scores if call.scores else new_state
+
+    def _project_inputs(self, query, key, value, call):
+        """The heads of all three, as `attend` gets them, and the call.
+
+        A layer that projects more of its inputs adds it to the call's `options`.
+        """
+        query, key = self._query_and_key(query, key, call)
+        key = self._for_query_heads(key)
+        value = self._for_query_heads(self._value_dense(value))
+        return query, key, value, call
 
     def _query_and_key(self, query, key, call):
         """Both projected, `(batch, length, heads, key_dim)`; keys have their heads."""
@@ -645,7 +656,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         projections = [
             variable
             for layer in self._flatten_layers(include_self=False)
-            if isinstance(layer, keras.layers.EinsumDense)
+            if isinstance(layer, keras.layers.EinsumDense) and layer.name in PROJECTIONS
             for variable in layer.weights
         ]
         if len(weights) == len(self.weights) or len(weights) != len(projections):

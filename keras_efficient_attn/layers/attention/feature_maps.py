@@ -489,6 +489,31 @@ class ExponentialFeatures(FeatureMap):
         return entrywise.exponential_entries(x)
 
 
+@_register("identity")
+class IdentityFeatures(FeatureMap):
+    """Queries and keys as they are."""
+
+    positive = False
+    rowwise = True
+
+    def query_features(self, x):
+        return x, None
+
+    def entrywise(self, x):
+        return entrywise.Entrywise("identity")
+
+
+@_register("unit")
+class UnitFeatures(FeatureMap):
+    """`ops.feature_maps.unit_features`: x / ‖x‖, as the delta rule wants keys."""
+
+    positive = False
+    rowwise = True
+
+    def query_features(self, x):
+        return functions.unit_features(x)
+
+
 @_register("softmax")
 class SoftmaxFeatures(FeatureMap):
     """Softmax over the features of queries, exponential of keys."""

@@ -3,19 +3,8 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_int
-
-
-def depthwise(padded, kernel, length):
-    """`y[t] = Σ_i kernel[i] ⊙ padded[t + i]` for the first `length` positions t.
-
-    Args:
-        padded: `(batch, length + kernel_size - 1, dim)`.
-        kernel: `(kernel_size, dim)`.
-        length: Of the output.
-    """
-    return sum(kernel[i] * padded[:, i : i + length] for i in range(kernel.shape[0]))
+from keras_efficient_attn.ops.common.convolution import causal_convolution
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -73,13 +62,9 @@ class CausalConvolution(keras.layers.Layer):
         )
 
     def call(self, x, state=None):
-        length = shape_of(x)[1]
-        if state is None:
-            padded = ops.pad(x, ((0, 0), (self.kernel_size - 1, 0), (0, 0)))
-        else:
-            padded = ops.concatenate([state, x], axis=1)
-        output = x + depthwise(padded, self.kernel, length)
-        return output if state is None else (output, padded[:, length:])
+        output, last = causal_convolution(x, self.kernel, state)
+        output = x + output
+        return output if state is None else (output, last)
 
     def compute_output_shape(self, input_shape):
         return input_shape

@@ -3,7 +3,6 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.models.blocks.convolution import depthwise
 from keras_efficient_attn.models.blocks.feed_forward import (
     get_activation,
     make_dense,
@@ -11,6 +10,7 @@ from keras_efficient_attn.models.blocks.feed_forward import (
 )
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int, is_pair
+from keras_efficient_attn.ops.common.convolution import depthwise
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")

@@ -83,8 +83,8 @@ def linear_attention(
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
         log_decay: Optional `(batch, key_length, heads)` or, by feature, `(batch,
             key_length, heads, features)`: logarithms, not positive, of the factor by
-            which a position multiplies the state before it. For `causal=True`, without
-            `key_log_weight`.
+            which a position multiplies the state before it; below -40 (a factor of
+            4e-18), -40. For `causal=True`, without `key_log_weight`.
         beta: Optional `(batch, key_length, heads)`: the share, from 0 to 2, of what the
             state holds under a key that its value replaces (the delta rule); keys
             should have norm 1. As `log_decay`.

@@ -176,6 +176,15 @@ def elu_features(x):
     return positive + ops.exp(x - positive), None
 
 
+def unit_features(x):
+    """`x / √(‖x‖² + 1e-6)`, and `None`.
+
+    Reference:
+        - [Yang et al., 2024](https://arxiv.org/abs/2406.06484)
+    """
+    return x * ops.rsqrt(ops.sum(ops.square(x), axis=-1, keepdims=True) + 1e-6), None
+
+
 def softmax_query_features(x):
     """Efficient attention's queries: softmax over the last axis, and `None`.
 

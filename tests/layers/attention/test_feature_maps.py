@@ -21,7 +21,8 @@ from tests.contract.test_saving import assert_same_model
 
 DIM = 8
 NAMES = (
-    "favor+ hyperbolic favor++ trigonometric taylor power relu elu exp softmax hedgehog"
+    "favor+ hyperbolic favor++ trigonometric taylor power relu elu exp softmax "
+    "hedgehog identity unit"
 ).split()
 ESTIMATES = "favor+ hyperbolic favor++ trigonometric taylor power".split()
 
@@ -70,7 +71,8 @@ def test_every_map_has_a_name_and_says_what_it_is():
         assert feature_map.name == name
         assert feature_map.estimates_softmax == (name in ESTIMATES)
         assert feature_map.causal == (name != "favor++")
-        assert feature_map.positive == (name != "trigonometric")
+        signed = name in ("trigonometric", "identity", "unit")
+        assert feature_map.positive == (not signed)
         again = feature_maps.get(name)
         assert again == feature_map and hash(again) == hash(feature_map)
         # The same function objects: JAX compiles once.
@@ -83,7 +85,9 @@ def test_every_map_has_a_name_and_says_what_it_is():
 def test_maps_equal_the_dense_definition(name, causal):
     if causal and name == "favor++":
         pytest.skip("favor++ is not causal")
-    layer, x = built(feature_map=name), inputs()
+    # Weights of both signs may add up to nearly zero.
+    normalize = name not in ("identity", "unit")
+    layer, x = built(feature_map=name, normalize=normalize), inputs()
     mask = np.random.default_rng(1).random(x.shape[:2]) > 0.2
     hidden = np.where(mask[..., None], x, np.nan).astype("float32")
     output = to_numpy(layer(x, hidden, key_mask=mask, use_causal_mask=causal))

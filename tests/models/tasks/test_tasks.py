@@ -181,6 +181,12 @@ PUBLISHED = {
     # Dai et al., table 2.
     "transformer_xl_enwik8_12l": (12, 41, 0.5),
     "transformer_xl_enwik8_24l": (24, 277, 0.5),
+    # Sun et al., table 2.
+    "retnet_1.3b": (24, 1300, 15),
+    # The sizes that the papers are named by, with 32,000 tokens.
+    "gla_340m": (24, 340, 5),
+    "delta_net_340m": (24, 340, 5),
+    "gated_delta_net_1.3b": (21, 1300, 25),
 }
 
 

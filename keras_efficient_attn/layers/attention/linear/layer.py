@@ -54,6 +54,8 @@ class LinearAttention(EfficientAttention):
             |---|---|---|
             | `"elu"` | elu(x) + 1 | d |
             | `"exp"` | exp(x) | d |
+            | `"identity"` | x, signed | d |
+            | `"unit"` | x / ‖x‖, signed | d |
             | `"softmax"` | softmax of queries, exponential of keys | d |
             | `"hedgehog"` | softmax([Wx, −Wx]), learned per head | 2d |
             | `"relu"` | relu(x) + 1e-3 | d |
@@ -221,16 +223,20 @@ class LinearAttention(EfficientAttention):
         query = self._prepared(query, dtype, position)
         key = self._prepared(key, dtype, position)
         query, key, map_weights = self._map_inputs(query, key, call)
-        config, tensors = self._config(call.causal), (query, key, value)
         options = dict(map_weights=map_weights, key_mask=call.key_mask, state=state)
-        if self.window is None:
-            (heads,), state = mapped_linear_attention(*tensors, config, **options)
-        else:
-            heads, state = windowed_linear_attention(*tensors, config, **options)
+        heads, state = self._attend_mapped((query, key, value), call, **options)
         if position is not None:
             state["position"] = position + shape_of(query)[1]
         if self._dropout > 0.0:
             heads = self._dropout_layer(heads, training=call.training)
+        return heads, state
+
+    def _attend_mapped(self, tensors, call, **options):
+        """The operation on queries and keys that are ready for the map, and values."""
+        config = self._config(call.causal)
+        if self.window is not None:
+            return windowed_linear_attention(*tensors, config, **options)
+        (heads,), state = mapped_linear_attention(*tensors, config, **options)
         return heads, state
 
     def _prepared(self, x, dtype, position):

@@ -7,7 +7,7 @@ from keras_efficient_attn.ops.common.checks import may_agree
 from keras_efficient_attn.ops.common.chunking import fit_length
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.inputs import hide_masked
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, larger
 from keras_efficient_attn.ops.linear_attention.gated.chunked import (
     chunked_gated_attention,
 )
@@ -17,6 +17,9 @@ from keras_efficient_attn.ops.linear_attention.gated.recurrent import (
 from keras_efficient_attn.ops.linear_attention.gated.reference import (
     reference_gated_attention,
 )
+
+# What is below counts as this: of −inf, no differences could be taken.
+LEAST_LOG_DECAY = -40.0
 
 
 @compiled("config")
@@ -79,14 +82,18 @@ def _prepared(query, key, value, key_mask, rates):
     rates = [
         x if x is None or len(x.shape) == 4 else ops.expand_dims(x, -1) for x in rates
     ]
-    length = shape_of(query)[1]
+    same = query.shape[1] is not None and query.shape[1] == key.shape[1]
     keys = []
     for x in (key, value, *rates):
         if x is not None:
-            x = fit_length(ops.cast(hide_masked(x, key_mask), dtype), length)
+            x = ops.cast(hide_masked(x, key_mask), dtype)
+            x = x if same else fit_length(x, shape_of(query)[1])
         keys.append(x)
-    key, value, *rates = keys
-    return (ops.cast(query, dtype), key, value), rates
+    key, value, log_decay, beta = keys
+    if log_decay is not None:
+        least = ops.full_like(log_decay, LEAST_LOG_DECAY)
+        log_decay = larger(log_decay, least)
+    return (ops.cast(query, dtype), key, value), (log_decay, beta)
 
 
 def check_rates(log_decay, beta, key_features, causal, key_log_weight):

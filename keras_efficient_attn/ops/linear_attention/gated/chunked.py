@@ -4,7 +4,7 @@ In a chunk, with `G` the sum of the log decays from its start up to and includin
 position, and S the state before the chunk:
 
 ```
-P[t, s] = Σ_i φ(k[t])_i φ(k[s])_i exp(G[t]_i − G[s]_i)                 s < t
+P[t, s] = Σ_i φ(k[t])_i φ(k[s])_i exp(G[t]_i − G[s]_i)             s < t
 (I + diag(β) P) [U, W] = diag(β) [V, φ(K) ∘ exp(G)]
 V'      = U − W S
 Y       = (φ(Q) ∘ exp(G)) S + A V'
@@ -28,7 +28,13 @@ from keras_efficient_attn.ops.common.chunking import (
 )
 from keras_efficient_attn.ops.common.online_softmax import divided
 from keras_efficient_attn.ops.common.scan import recompute_scan
-from keras_efficient_attn.ops.linear_attention.gated.products import decayed_products
+from keras_efficient_attn.ops.common.triangular import solve_unit_lower
+from keras_efficient_attn.ops.linear_attention.gated.products import (
+    BLOCK,
+    decay_from_start,
+    decay_to_end,
+    decayed_products,
+)
 
 
 def chunked_gated_attention(tensors, rates, state, map_weights, config):
@@ -50,7 +56,10 @@ def chunked_gated_attention(tensors, rates, state, map_weights, config):
     length = shape_of(query)[1]
     heads, features, value_dim = state.shape[1:]
     # What a position takes in the step: rows of matrices, features, values.
-    floats = heads * (4 * config.chunk_length + 6 * features + 5 * value_dim)
+    floats = 4 * config.chunk_length + 6 * features + 5 * (value_dim or features)
+    if rates[0] is not None and rates[0].shape[-1] != 1:
+        floats += 2 * BLOCK * features
+    floats *= heads
     size, chunks, groups = chunk_layout(
         length, config.chunk_length, query.shape[0], floats
     )
@@ -75,18 +84,17 @@ def _group_step(config, size, has_decay, has_beta):
         query, key = mapped(config, query, key, map_weights)
         if normalized:
             value = with_ones(value)
-        decay = ops.cumsum(rates.pop(0), axis=3) if has_decay else None
-        scores = decayed_products(query, key, decay)
-        far_query, far_key, end = query, key, None
+        log_decay = rates.pop(0) if has_decay else None
+        lefts = [query, key] if has_beta else [query]
+        scores, *overlaps = decayed_products(lefts, key, log_decay)
+        far_query, far_key, reading_key, read, end = query, key, key, None, None
         if has_decay:
-            last = decay[:, :, :, -1:]
-            far_query = query * ops.exp(decay)
-            far_key = key * ops.exp(last - decay)
-            end = ops.swapaxes(ops.exp(last), -1, -2)
-        read = None
+            factor = ops.exp(decay_from_start(log_decay))
+            far_query, reading_key = query * factor, key * factor
+            far_key = key * ops.exp(decay_to_end(log_decay))
+            end = ops.swapaxes(factor[:, :, :, -1:], -1, -2)
         if has_beta:
-            (beta,) = rates
-            value, read = _corrected(key, value, decay, beta)
+            value, read = _corrected(reading_key, value, *overlaps, *rates)
         before, values, state = _states(state, far_key, value, read, end)
         output = far_query @ before + scores @ values
         if normalized:
@@ -117,14 +125,19 @@ def with_ones(value):
     return ops.concatenate([value, ops.ones_like(value[..., :1])], axis=-1)
 
 
-def _corrected(key, value, decay, beta):
-    """`(U, W)` of the formulae: values, and keys as they read the state."""
-    weights = beta * decayed_products(key, key, decay, diagonal=-1)
-    identity = ops.eye(shape_of(weights)[-1], dtype=weights.dtype)
-    read = key if decay is None else key * ops.exp(decay)
-    right = beta * ops.concatenate([value, read], axis=-1)
-    solved = ops.solve_triangular(identity + weights, right, lower=True)
-    return solved[..., : value.shape[-1]], solved[..., value.shape[-1] :]
+def _corrected(key, value, overlaps, beta):
+    """`(U, W)` of the formulae: values, and keys as they read the state.
+
+    Args:
+        key: Keys that decayed from the chunk's start, `(..., chunk_size, features)`.
+        value: `(..., chunk_size, value_dim)`.
+        overlaps: P, and what is on its diagonal.
+        beta: `(..., chunk_size, 1)`.
+    """
+    weights = beta * ops.tril(overlaps, k=-1)
+    right = beta * ops.concatenate([key, value], axis=-1)
+    solved = solve_unit_lower(weights, right)
+    return solved[..., key.shape[-1] :], solved[..., : key.shape[-1]]
 
 
 def _states(state, key, value, read, end):

@@ -1,75 +1,105 @@
-"""Dot products of vectors that decay from one position to another."""
+"""Decays inside a chunk, and dot products of vectors that decay on the way.
+
+What lies between two positions is added up between these two, not taken as a
+difference of sums from the start: after some strong decays that would have few digits.
+"""
 
 import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import lower_triangle
+from keras_efficient_attn.ops.common.numerics import cumulative_sum
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 
 # Positions whose decays by feature are taken pair by pair.
 BLOCK = 16
 
 
-def decayed_products(query, key, decay, diagonal=0):
-    """`Σ_i q[t]_i k[s]_i exp(G[t]_i − G[s]_i)` for `s ≤ t`, and 0 for others.
+def decay_from_start(log_decay):
+    """The sums up to and including each position, along the last axis but one."""
+    return cumulative_sum(log_decay, len(log_decay.shape) - 2)
+
+
+def decay_to_end(log_decay):
+    """The sums after each position, along the last axis but one."""
+    later = ops.concatenate(
+        [log_decay[..., 1:, :], ops.zeros_like(log_decay[..., :1, :])], axis=-2
+    )
+    return ops.flip(decay_from_start(ops.flip(later, axis=-2)), axis=-2)
+
+
+def decayed_products(lefts, key, log_decay):
+    """`Σ_i x[t]_i k[s]_i exp(Σ_{s < r ≤ t} g[r]_i)` for `s ≤ t`, and 0 for others.
 
     No exponential exceeds 1, however strong the decay.
 
     Args:
-        query, key: `(..., length, features)`.
-        decay: G, `(..., length, 1)` or `(..., length, features)`, which falls along
-            the length; or `None` for 0.
-        diagonal: -1 for `s < t` only. Defaults to 0.
+        lefts: The `x`, a list of `(..., length, features)`.
+        key: `(..., length, features)`.
+        log_decay: g, `(..., length, 1)` or `(..., length, features)`, not positive; or
+            `None` for 0.
 
     Returns:
-        `(..., length, length)`.
+        A list of `(..., length, length)`.
     """
-    if decay is not None and decay.shape[-1] != 1:
-        products = _by_feature(query, key, decay)
-    else:
-        products = query @ ops.swapaxes(key, -1, -2)
-        if decay is not None:
-            lower = lower_triangle(shape_of(products)[-1])
-            change = decay - ops.swapaxes(decay, -1, -2)
-            # Above the diagonal it may be large: cut before the exponential.
-            products = products * ops.exp(ops.where(lower, change, 0.0))
-    return ops.tril(products, k=diagonal)
+    if log_decay is not None and log_decay.shape[-1] != 1:
+        return _by_feature(lefts, key, log_decay)
+    factors = None
+    if log_decay is not None:
+        lower = lower_triangle(shape_of(log_decay)[-2])
+        change = ops.where(ops.tril(lower, k=-1), log_decay, 0.0)
+        change = decay_from_start(change)
+        factors = ops.exp(ops.where(lower, change, LOG_ZERO))
+    products = []
+    for x in lefts:
+        product = x @ ops.swapaxes(key, -1, -2)
+        products.append(ops.tril(product) if factors is None else product * factors)
+    return products
 
 
-def _by_feature(query, key, decay):
-    """The products on and below the diagonal, of decays that differ by feature.
+def _by_feature(lefts, key, log_decay):
+    """The products of decays that differ by feature.
 
     Between blocks, keys decay to the start of the query's block and queries from
     there; inside a block, each pair has its own factors.
     """
-    *batch, length, features = shape_of(query)
+    *batch, length, features = shape_of(key)
     count = -(-length // BLOCK)
-    padding = [(0, 0)] * len(batch) + [(0, count * BLOCK - length), (0, 0)]
-    query, key = ops.pad(query, padding), ops.pad(key, padding)
-    decay = ops.pad(decay, padding, mode="edge")
-    # The decay before the first position of each block.
-    ends = decay[..., BLOCK - 1 : -1 : BLOCK, :]
-    start = ops.concatenate([ops.zeros_like(decay[..., :1, :]), ends], axis=-2)
-    start = start[..., None, :]
+    block = -(-length // count)
+    padding = [(0, 0)] * len(batch) + [(0, count * block - length), (0, 0)]
 
     def by_block(x):
-        return ops.reshape(x, (*batch, count, BLOCK, features))
+        if count * block > length:
+            x = ops.pad(x, padding)
+        return ops.reshape(x, (*batch, count, block, features))
 
-    positions = np.arange(count * BLOCK)
-    earlier = positions < BLOCK * np.arange(count)[:, None]
-    change = ops.where(earlier[..., None], start - decay[..., None, :, :], LOG_ZERO)
-    far_key = key[..., None, :, :] * ops.exp(change)
-    query, block_decay = by_block(query), by_block(decay)
-    far = (query * ops.exp(block_decay - start)) @ ops.swapaxes(far_key, -1, -2)
+    log_decay, key = by_block(log_decay), by_block(key)
+    inner, outer = decay_from_start(log_decay), decay_to_end(log_decay)
 
-    inside = np.tril(np.ones((BLOCK, BLOCK), bool))[..., None]
-    change = block_decay[..., :, None, :] - block_decay[..., None, :, :]
-    factors = ops.exp(ops.where(inside, change, LOG_ZERO))
-    near = query[..., :, None, :] * by_block(key)[..., None, :, :] * factors
-    near = ops.sum(near, axis=-1)
+    # (..., count, block, block, features): from a key to a query of its block.
+    inside = np.tril(np.ones((block, block), bool))[..., None]
+    change = inner[..., :, None, :] - inner[..., None, :, :]
+    near_key = ops.exp(ops.where(inside, change, LOG_ZERO)) * key[..., None, :, :]
     own = np.eye(count, dtype=bool)[:, None, :, None]
-    near = ops.where(own, near[..., None, :], 0.0)
-    whole = (*batch, count * BLOCK, count * BLOCK)
-    products = ops.reshape(far, whole) + ops.reshape(near, whole)
-    return products[..., :length, :length]
+
+    # (..., count, count, features): what lies between a key's block and a query's.
+    first, last, at = np.ogrid[:count, :count, :count]
+    between = ((last < at) & (at < first))[..., None]
+    total = inner[..., -1, :][..., None, None, :, :]
+    between = ops.sum(ops.where(between, total, 0.0), axis=-2)
+    earlier = np.tril(np.ones((count, count), bool), -1)[..., None, None]
+    change = between[..., None, :] + outer[..., None, :, :, :]
+    far_key = ops.exp(ops.where(earlier, change, LOG_ZERO)) * key[..., None, :, :, :]
+    whole = (*batch, count * block, count * block)
+    far_key = ops.reshape(far_key, (*batch, count, count * block, features))
+    far_key = ops.swapaxes(far_key, -1, -2)
+    from_start = ops.exp(inner)
+
+    products = []
+    for x in map(by_block, lefts):
+        far = ops.reshape((x * from_start) @ far_key, whole)
+        near = ops.sum(x[..., :, None, :] * near_key, axis=-1)
+        near = ops.where(own, near[..., None, :], 0.0)
+        products.append((far + ops.reshape(near, whole))[..., :length, :length])
+    return products

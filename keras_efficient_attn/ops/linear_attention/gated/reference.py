@@ -7,6 +7,7 @@ same of keys `p[t, s]`, `y = W (I + diag(β) P)⁻¹ diag(β) v`.
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.numerics import cumulative_sum
 from keras_efficient_attn.ops.common.online_softmax import divided
 
 
@@ -27,7 +28,7 @@ def reference_gated_attention(tensors, rates, normalize):
     lower = ops.tril(ops.ones((query.shape[2],) * 2, "bool"))
     factors = ops.cast(lower, query.dtype)[..., None]
     if decay is not None:
-        decay = ops.cumsum(decay, axis=2)
+        decay = cumulative_sum(decay, 2)
         change = decay[..., :, None, :] - decay[..., None, :, :]
         factors = factors * ops.exp(ops.where(lower[..., None], change, 0.0))
     weights = ops.sum(query[..., :, None, :] * key[..., None, :, :] * factors, axis=-1)

@@ -1,0 +1,291 @@
+"""DeltaAttention and its gated forms: a state that values correct."""
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.layers.attention.linear.gated.layer import GatedStateAttention
+from keras_efficient_attn.layers.attention.linear.gated.projections import (
+    build_projection,
+    log_rates,
+    projected,
+    step_biases,
+    wide,
+)
+from keras_efficient_attn.layers.attention.registry import register_attention
+from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
+
+
+@register_attention("delta")
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class DeltaAttention(GatedStateAttention):
+    """The delta rule: a value replaces what the state held under its key.
+
+    ```
+    β[t]    = max_beta · sigmoid(W x[t])
+    S[t]    = S[t − 1] + β[t] k[t]ᵀ (v[t] − k[t] S[t − 1])
+    head[t] = norm(q[t] S[t] / √key_dim)
+    ```
+
+    with `q`, `k` and `v` after a short convolution and SiLU, and `q` and `k` of norm
+    1. Query `t` sees keys `0..t`, whether or not `use_causal_mask=True` asks for it. A
+    key that a mask hides does not write. Time is linear in the length, and the state
+    constant.
+
+    Args:
+        *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
+            name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the heads before
+            the norm), `use_bias`, ….
+        max_beta: The largest β, above 0 and up to 2. Above 1, the state can change
+            its sign along a key. Defaults to 1.
+        rotary_wavelength: Longest wavelength of rotary positions. Defaults to `None`:
+            no positions.
+        feature_map: A map of `LinearAttention` without log scales, for queries and
+            keys. Defaults to `"unit"`; with keys longer than 1 the state may grow
+            without bound.
+        convolution: Positions that a depthwise causal convolution of projected
+            queries, keys and values reaches; a position that a mask hides counts as
+            zeros. Defaults to 4; `None` for no convolution.
+        activation: Name of an activation of queries, keys and values, after the
+            convolution, or a function. Defaults to `"silu"`; `None` for none.
+        output_norm: Norm of each head's output, with a learned gain: `"rms"` (the
+            default), mean square 1; `"group"`, mean 0 and variance 1; or `None`.
+        output_gate: Activation of a gate that multiplies the heads, a projection of
+            the query input. Defaults to `None`: no gate. `use_gate` of
+            `keras.layers.MultiHeadAttention` is another, sigmoid, gate.
+        output_gate_rank: Rank of its projection. Defaults to `None`: full.
+        **kwargs: Further arguments of `LinearAttention` (`normalize`, `qk_norm`,
+            `temperature`, `chunk_size`) and of `EfficientAttention`; no `window`.
+
+    Call arguments:
+        As `EfficientAttention`: `query` `(batch, query_length, query_dim)`, `value`
+        and `key` `(batch, key_length, …)`. β is a projection of `key`.
+
+    Returns:
+        `output` `(batch, query_length, output_dim)`; `(output, scores)` with
+        `return_attention_scores`, the weights of the values before norm and gate;
+        `(output, state)` with `state`.
+
+    Raises:
+        ValueError: If an argument named above is invalid.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import DeltaAttention
+    >>> layer = DeltaAttention(num_heads=4, key_dim=16)
+    >>> x = keras.random.normal((2, 100, 64))
+    >>> layer(x, x, use_causal_mask=True).shape
+    (2, 100, 64)
+
+    Reference:
+        - [Yang et al., 2024](https://arxiv.org/abs/2406.06484)
+        - [Grazzi et al., 2024](https://arxiv.org/abs/2411.12537), for β up to 2
+    """
+
+    def __init__(
+        self,
+        *args,
+        max_beta=1.0,
+        feature_map="unit",
+        convolution=4,
+        activation="silu",
+        **kwargs,
+    ):
+        super().__init__(
+            *args,
+            feature_map=feature_map,
+            convolution=convolution,
+            activation=activation,
+            **kwargs,
+        )
+        if not is_number(max_beta) or not 0 < max_beta <= 2:
+            raise ValueError(
+                "`max_beta` must be a number above 0 and up to 2. Received: "
+                f"max_beta={max_beta!r}"
+            )
+        self.max_beta = max_beta
+
+    def _build_rates(self, input_dim):
+        self._beta_layers = build_projection(
+            self, "beta", input_dim, self._key_value_heads
+        )
+
+    def _rates(self, key):
+        logits = wide(projected(self._beta_layers, key))
+        beta = self._for_query_heads(self.max_beta * ops.sigmoid(logits))
+        return self._log_decay(key), beta
+
+    def _log_decay(self, key):
+        """The decays of the key inputs, as `_rates` gives them; `None` for none."""
+        return None
+
+    def operations(self, length, causal):
+        # A third product with the state: what it holds under the key.
+        read = 2 * self._num_heads * self._feature_dim * self._value_dim
+        return super().operations(length, causal) + read * length
+
+    def get_config(self):
+        return {**super().get_config(), "max_beta": self.max_beta}
+
+
+class DecayingDeltaAttention(DeltaAttention):
+    """`DeltaAttention` with decays `−exp(A) softplus(W x + b)`, A of each head."""
+
+    def _build_decays(self, input_dim, features, rank=None):
+        """Creates W, A and b.
+
+        Args:
+            input_dim: Width of the inputs.
+            features: Decays per head.
+            rank: Of W; `None` for full.
+        """
+        heads = self._key_value_heads
+        self._decay_layers = build_projection(
+            self, "decay", input_dim, heads * features, rank
+        )
+        self._log_rate = self.add_weight(
+            name="log_rate", shape=(heads, 1), initializer=log_rates(self._seed_of(3))
+        )
+        self._decay_bias = self.add_weight(
+            name="decay_bias",
+            shape=(heads, features),
+            initializer=step_biases(self._seed_of(4)),
+        )
+
+    def _log_decay(self, key):
+        logits = wide(projected(self._decay_layers, key))
+        logits = ops.reshape(logits, (*shape_of(key)[:2], *self._decay_bias.shape))
+        logits = logits + ops.cast(self._decay_bias, logits.dtype)
+        rate = ops.exp(ops.cast(self._log_rate, logits.dtype))
+        return self._for_query_heads(-rate * ops.softplus(logits))
+
+
+@register_attention("gated-delta")
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class GatedDeltaAttention(DecayingDeltaAttention):
+    """The gated delta rule: the state decays, and values correct what is left of it.
+
+    ```
+    α[t]    = exp(−exp(A) softplus(W x[t] + b))
+    β[t]    = max_beta · sigmoid(W' x[t])
+    S'      = α[t] S[t − 1]
+    S[t]    = S' + β[t] k[t]ᵀ (v[t] − k[t] S')
+    head[t] = norm(q[t] S[t] / √key_dim) ⊙ swish(W'' x[t])
+    ```
+
+    with `q`, `k` and `v` after a short convolution and SiLU, and `q` and `k` of norm
+    1; A, α and β are of each head. Query `t` sees keys `0..t`, whether or not
+    `use_causal_mask=True` asks for it. A key that a mask hides neither decays the
+    state nor writes to it. Time is linear in the length, and the state constant.
+
+    Args:
+        *args, **kwargs: The arguments of `DeltaAttention`, with its defaults.
+        output_gate: Activation of the gate that multiplies the heads, a projection of
+            the query input. Defaults to `"silu"`; `None` for no gate.
+
+    Call arguments:
+        As `DeltaAttention`. α and β are projections of `key`.
+
+    Returns:
+        As `DeltaAttention`.
+
+    Raises:
+        ValueError: If an argument is invalid.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import GatedDeltaAttention
+    >>> layer = GatedDeltaAttention(num_heads=4, key_dim=16, max_beta=2.0)
+    >>> x = keras.random.normal((2, 100, 64))
+    >>> layer(x, x, use_causal_mask=True).shape
+    (2, 100, 64)
+
+    Reference:
+        - [Yang et al., 2024](https://arxiv.org/abs/2412.06464)
+    """
+
+    def __init__(self, *args, output_gate="silu", **kwargs):
+        super().__init__(*args, output_gate=output_gate, **kwargs)
+
+    def _build_rates(self, input_dim):
+        super()._build_rates(input_dim)
+        self._build_decays(input_dim, 1)
+
+    def _log_decay(self, key):
+        return super()._log_decay(key)[..., 0]
+
+
+@register_attention("kimi-delta")
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class KimiDeltaAttention(DecayingDeltaAttention):
+    """Kimi Delta Attention: the gated delta rule with a decay per feature of the keys.
+
+    ```
+    α[t]    = exp(−exp(A) softplus(W₂ W₁ x[t] + b))
+    β[t]    = max_beta · sigmoid(W' x[t])
+    S'      = diag(α[t]) S[t − 1]
+    S[t]    = S' + β[t] k[t]ᵀ (v[t] − k[t] S')
+    head[t] = norm(q[t] S[t] / √key_dim) ⊙ sigmoid(W₄ W₃ x[t])
+    ```
+
+    with `q`, `k` and `v` after a short convolution and SiLU, and `q` and `k` of norm
+    1; A and β are of each head. Query `t` sees keys `0..t`, whether or not
+    `use_causal_mask=True` asks for it. A key that a mask hides neither decays the
+    state nor writes to it. Time is linear in the length, and the state constant.
+
+    Args:
+        *args, **kwargs: The arguments of `DeltaAttention`, with its defaults.
+        decay_rank: Rank of `W₂ W₁`. Defaults to `None`: `key_dim`.
+        output_gate: Activation of the gate that multiplies the heads, a projection of
+            the query input. Defaults to `"sigmoid"`; `None` for no gate.
+        output_gate_rank: Rank of its projection. Defaults to `None`: `value_dim`.
+
+    Call arguments:
+        As `DeltaAttention`. α and β are projections of `key`.
+
+    Returns:
+        As `DeltaAttention`.
+
+    Raises:
+        ValueError: If an argument is invalid.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import KimiDeltaAttention
+    >>> layer = KimiDeltaAttention(num_heads=4, key_dim=16)
+    >>> x = keras.random.normal((2, 100, 64))
+    >>> layer(x, x, use_causal_mask=True).shape
+    (2, 100, 64)
+
+    Reference:
+        - [Kimi Team, 2025](https://arxiv.org/abs/2510.26692)
+    """
+
+    def __init__(
+        self,
+        *args,
+        decay_rank=None,
+        output_gate="sigmoid",
+        output_gate_rank=None,
+        **kwargs,
+    ):
+        super().__init__(
+            *args, output_gate=output_gate, output_gate_rank=output_gate_rank, **kwargs
+        )
+        check_positive_int("decay_rank", decay_rank, optional=True)
+        self.decay_rank = decay_rank
+
+    @property
+    def _gate_rank(self):
+        return self.output_gate_rank or self._value_dim
+
+    def _build_rates(self, input_dim):
+        super()._build_rates(input_dim)
+        rank = self.decay_rank or self._key_dim
+        self._build_decays(input_dim, self.feature_dim, rank)
+
+    def get_config(self):
+        return {**super().get_config(), "decay_rank": self.decay_rank}

@@ -1,0 +1,134 @@
+"""GatedLinearAttention: linear attention with learned decays."""
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.layers.attention.linear.gated.layer import GatedStateAttention
+from keras_efficient_attn.layers.attention.linear.gated.projections import (
+    build_projection,
+    projected,
+    wide,
+)
+from keras_efficient_attn.layers.attention.registry import register_attention
+from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.checks import (
+    check_positive_int,
+    check_positive_number,
+)
+
+DECAYS = ("vector", "scalar")
+
+
+@register_attention("gated-linear")
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class GatedLinearAttention(GatedStateAttention):
+    """Gated linear attention: the input decides how much of the state to keep.
+
+    ```
+    g[t]    = log sigmoid(W x[t] + b) / τ
+    S[t]    = diag(exp(g[t])) S[t − 1] + k[t]ᵀ v[t]
+    head[t] = norm(q[t] S[t] / √key_dim) ⊙ swish(W' x[t])
+    ```
+
+    with one decay per feature of `k`, or one per head. Query `t` sees keys `0..t`,
+    whether or not `use_causal_mask=True` asks for it. A key that a mask hides neither
+    decays the state nor writes to it. Time is linear in the length, and the state
+    constant.
+
+    Args:
+        *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
+            name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the heads before
+            the norm), `use_bias`, ….
+        decay: `"vector"`, a decay per feature (the default), or `"scalar"`, per head.
+        decay_rank: Rank of W, or `None` for a full matrix. Defaults to 16.
+        decay_temperature: τ: the larger, the slower the decay. Defaults to 16.
+        rotary_wavelength: Longest wavelength of rotary positions. Defaults to `None`:
+            no positions.
+        feature_map: A map of `LinearAttention` without log scales, for queries and
+            keys. Defaults to `"identity"`.
+        normalize: Whether to divide by the sum of the weights, and not by `√key_dim`,
+            for maps that are positive. Defaults to `False`.
+        convolution: Positions that a depthwise causal convolution of projected
+            queries, keys and values reaches; a position that a mask hides counts as
+            zeros. Defaults to `None`: no convolution.
+        activation: Name of an activation of queries, keys and values, after the
+            convolution, or a function. Defaults to `None`.
+        output_norm: Norm of each head's output, with a learned gain: `"rms"` (the
+            default), mean square 1; `"group"`, mean 0 and variance 1; or `None`.
+        output_gate: Activation of the gate that multiplies the heads, a projection of
+            the query input. Defaults to `"silu"`; `None` for no gate. `use_gate` of
+            `keras.layers.MultiHeadAttention` is another, sigmoid, gate.
+        output_gate_rank: Rank of its projection. Defaults to `None`: full.
+        **kwargs: Further arguments of `LinearAttention` (`qk_norm`, `temperature`,
+            `chunk_size`) and of `EfficientAttention`; no `window`.
+
+    Call arguments:
+        As `EfficientAttention`: `query` `(batch, query_length, query_dim)`, `value`
+        and `key` `(batch, key_length, …)`. Decays are projections of `key`.
+
+    Returns:
+        `output` `(batch, query_length, output_dim)`; `(output, scores)` with
+        `return_attention_scores`, the weights before norm and gate; `(output, state)`
+        with `state`.
+
+    Raises:
+        ValueError: If an argument named above is invalid.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import GatedLinearAttention
+    >>> layer = GatedLinearAttention(num_heads=4, key_dim=16)
+    >>> x = keras.random.normal((2, 100, 64))
+    >>> layer(x, x, use_causal_mask=True).shape
+    (2, 100, 64)
+
+    Reference:
+        - [Yang et al., 2023](https://arxiv.org/abs/2312.06635)
+    """
+
+    def __init__(
+        self,
+        *args,
+        decay="vector",
+        decay_rank=16,
+        decay_temperature=16.0,
+        output_gate="silu",
+        **kwargs,
+    ):
+        super().__init__(*args, output_gate=output_gate, **kwargs)
+        if decay not in DECAYS:
+            raise ValueError(f"`decay` must be one of {DECAYS}. Received: {decay=}")
+        check_positive_int("decay_rank", decay_rank, optional=True)
+        check_positive_number("decay_temperature", decay_temperature)
+        self.decay = decay
+        self.decay_rank = decay_rank
+        self.decay_temperature = decay_temperature
+
+    def _build_rates(self, input_dim):
+        units = self._key_value_heads
+        if self.decay == "vector":
+            units *= self.feature_dim
+        self._decay_layers = build_projection(
+            self, "decay", input_dim, units, self.decay_rank
+        )
+        self._decay_bias = self.add_weight(
+            name="decay_bias", shape=(units,), initializer="zeros"
+        )
+
+    def _rates(self, key):
+        logits = wide(projected(self._decay_layers, key))
+        logits = logits + ops.cast(self._decay_bias, logits.dtype)
+        log_decay = ops.log_sigmoid(logits) / self.decay_temperature
+        if self.decay == "vector":
+            shape = (*shape_of(key)[:2], self._key_value_heads, self.feature_dim)
+            log_decay = ops.reshape(log_decay, shape)
+        return self._for_query_heads(log_decay), None
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "decay": self.decay,
+            "decay_rank": self.decay_rank,
+            "decay_temperature": self.decay_temperature,
+        }

@@ -1,0 +1,249 @@
+"""What the layers with a state that decays or is corrected have in common."""
+
+import dataclasses
+
+import keras
+from keras import ops
+
+from keras_efficient_attn.layers.attention.linear.gated.projections import (
+    build_projection,
+    projected,
+    wide,
+)
+from keras_efficient_attn.layers.attention.linear.layer import LinearAttention
+from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
+from keras_efficient_attn.ops.common.convolution import causal_convolution
+from keras_efficient_attn.ops.common.inputs import hide_masked
+from keras_efficient_attn.ops.linear_attention.gated.api import mapped_gated_attention
+
+OUTPUT_NORMS = (None, "rms", "group")
+EPSILON = 1e-5
+
+
+class GatedStateAttention(LinearAttention):
+    """Linear attention whose state decays, or is corrected, from position to position.
+
+    A subclass says how in `_rates`, and builds what these need in `_build_rates`. The
+    layers are recurrences: query `t` sees keys `0..t`, whether or not
+    `use_causal_mask=True` asks for it; a state needs it, as in all layers.
+
+    Args:
+        *args, **kwargs: Those of `LinearAttention`, without `window`.
+        feature_map: A map without log scales. Defaults to `"identity"`.
+        normalize: Whether to divide by the sum of the weights. Without, heads are
+            divided by `√key_dim`. Defaults to `False`.
+        convolution: Positions that a depthwise causal convolution of projected
+            queries, keys and values reaches, or `None`, the default. Positions that
+            masks hide count as zeros.
+        activation: Name of an activation of queries, keys and values after that, or a
+            function. Defaults to `None`.
+        output_norm: `"rms"` or `"group"`: the norm of each head's output, with a
+            learned gain; or `None`.
+        output_gate: Name of the activation of the output gate, or a function; the
+            gate, a projection of the query input, multiplies the heads after the
+            norm. Defaults to `None`: no gate.
+        output_gate_rank: Rank of that projection. Defaults to `None`: full.
+    """
+
+    takes_sliding_window = False
+    conversion_refusal = "its gates are learned, and the trained model has none."
+
+    def __init__(
+        self,
+        *args,
+        feature_map="identity",
+        normalize=False,
+        convolution=None,
+        activation=None,
+        output_norm="rms",
+        output_gate=None,
+        output_gate_rank=None,
+        **kwargs,
+    ):
+        super().__init__(*args, feature_map=feature_map, normalize=normalize, **kwargs)
+        check_int("convolution", convolution, 2, optional=True)
+        check_positive_int("output_gate_rank", output_gate_rank, optional=True)
+        if output_norm not in OUTPUT_NORMS:
+            raise ValueError(
+                f"`output_norm` must be one of {OUTPUT_NORMS}. Received: "
+                f"output_norm={output_norm!r}"
+            )
+        if not self.feature_map.causal:
+            raise ValueError(
+                f"{type(self).__name__} is causal, and the feature map must be. "
+                f"Received: feature_map={self.feature_map.name!r}"
+            )
+        if output_gate is None and output_gate_rank is not None:
+            raise ValueError(
+                "`output_gate_rank` needs an `output_gate`. Received: "
+                f"output_gate=None, output_gate_rank={output_gate_rank}"
+            )
+        self.convolution = convolution
+        self.activation = _activation("activation", activation)
+        self.output_norm = output_norm
+        self.output_gate = _activation("output_gate", output_gate)
+        self.output_gate_rank = output_gate_rank
+
+    def _check_window(self):
+        if self.window is not None:
+            raise ValueError(
+                f"{type(self).__name__} has a state, and no `window`. Received: "
+                f"window={self.window}"
+            )
+
+    @property
+    def estimates_softmax(self):
+        return False
+
+    @property
+    def _gate_rank(self):
+        """Rank of the output gate's projection; `None` for full."""
+        return self.output_gate_rank
+
+    @property
+    def _key_value_heads(self):
+        return self.num_key_value_heads or self._num_heads
+
+    def build(self, query_shape, value_shape, key_shape=None):
+        super().build(query_shape, value_shape, key_shape)
+        key_dim = (value_shape if key_shape is None else key_shape)[-1]
+        shared = self._key_value_heads
+        self._convolution_kernels = {}
+        if self.convolution is not None:
+            heads = {
+                "query": (self._num_heads, self._key_dim),
+                "key": (shared, self._key_dim),
+                "value": (shared, self._value_dim),
+            }
+            bound = self.convolution**-0.5
+            for index, (name, shape) in enumerate(heads.items()):
+                self._convolution_kernels[name] = self.add_weight(
+                    name=f"{name}_convolution_kernel",
+                    shape=(self.convolution, *shape),
+                    initializer=keras.initializers.RandomUniform(
+                        -bound, bound, seed=self._seed_of(index)
+                    ),
+                )
+        self._norm_scale = None
+        if self.output_norm is not None:
+            by_head = (self._num_heads,) if self.output_norm == "group" else ()
+            self._norm_scale = self.add_weight(
+                name="norm_scale",
+                shape=(*by_head, self._value_dim),
+                initializer="ones",
+            )
+        self._output_gate_layers = []
+        if self.output_gate is not None:
+            self._output_gate_layers = build_projection(
+                self,
+                "output_gate",
+                query_shape[-1],
+                self._num_heads * self._value_dim,
+                self._gate_rank,
+            )
+        self._build_rates(key_dim)
+
+    def _build_rates(self, input_dim):
+        """Creates what `_rates` reads, for key inputs of a width."""
+
+    def _rates(self, key):
+        """`(log_decay, beta)` of the key inputs `(batch, length, input_dim)`.
+
+        Either may be `None`; else `(batch, length, heads)`, decays also `(batch,
+        length, heads, features)`, in the accumulator's dtype.
+        """
+        raise NotImplementedError
+
+    def _seed_of(self, index):
+        """The seed of one of the weights that are drawn here, from the layer's."""
+        return None if self.seed is None else self.seed + index
+
+    def state_spec(self, batch_size, max_length):
+        spec = super().state_spec(batch_size, max_length)
+        if self.convolution is not None:
+            shared, rows = self._key_value_heads, (batch_size, self.convolution - 1)
+            for name, heads, dim in (
+                ("query", self._num_heads, self._key_dim),
+                ("key", shared, self._key_dim),
+                ("value", shared, self._value_dim),
+            ):
+                shape = (*rows, heads, dim)
+                spec[f"{name}_inputs"] = (shape, self.state_dtype)
+        return spec
+
+    def _project_inputs(self, query, key, value, call):
+        rates = self._rates(key)
+        query, key = self._query_and_key(query, key, call)
+        heads = {"query": query, "key": key, "value": self._value_dense(value)}
+        last = {}
+        if self.convolution is not None:
+            for name, x in heads.items():
+                mask = call.query_mask if name == "query" else call.key_mask
+                state_name = f"{name}_inputs"
+                past = None if call.state is None else call.state[state_name]
+                heads[name], inputs = causal_convolution(
+                    hide_masked(x, mask), self._convolution_kernels[name], past
+                )
+                last[state_name] = ops.cast(inputs, self.state_dtype)
+        if self.activation is not None:
+            # In float32: gradients too large for half precision, of short vectors that
+            # are normalised, mostly end where an activation is flat.
+            heads = {name: self.activation(wide(x)) for name, x in heads.items()}
+        key, value = map(self._for_query_heads, (heads["key"], heads["value"]))
+        options = {**call.options, "rates": rates, "last_inputs": last}
+        return heads["query"], key, value, dataclasses.replace(call, options=options)
+
+    def attend(self, query, key, value, call):
+        heads, state = super().attend(query, key, value, call)
+        return heads, state and {**state, **call.options["last_inputs"]}
+
+    def _attend_mapped(self, tensors, call, **options):
+        heads, state = mapped_gated_attention(
+            *tensors, call.options["rates"], self._config(causal=True), **options
+        )
+        return (heads if self.normalize else heads * self._key_dim**-0.5), state
+
+    def _project(self, heads, gate_input, query_mask):
+        if self.output_norm is not None:
+            heads = wide(heads)
+            if self.output_norm == "group":
+                heads = heads - _mean(heads)
+            power = _mean(ops.square(heads))
+            gain = ops.cast(self._norm_scale, heads.dtype)
+            heads = heads * ops.rsqrt(power + EPSILON) * gain
+        if self.output_gate is not None:
+            gate = self.output_gate(projected(self._output_gate_layers, gate_input))
+            heads = ops.cast(heads, gate.dtype) * ops.reshape(gate, shape_of(heads))
+        return super()._project(heads, gate_input, query_mask)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "convolution": self.convolution,
+            "activation": _serialized(self.activation),
+            "output_norm": self.output_norm,
+            "output_gate": _serialized(self.output_gate),
+            "output_gate_rank": self.output_gate_rank,
+        }
+
+
+def _mean(x):
+    return ops.sum(x, axis=-1, keepdims=True) / x.shape[-1]
+
+
+def _activation(argument, identifier):
+    """The function that an identifier stands for, or `None`."""
+    if identifier is None:
+        return None
+    try:
+        return keras.activations.get(identifier)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"`{argument}` must name an activation, or be a function or None. "
+            f"Received: {argument}={identifier!r}"
+        ) from error
+
+
+def _serialized(activation):
+    return None if activation is None else keras.activations.serialize(activation)

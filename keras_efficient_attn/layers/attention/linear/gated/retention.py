@@ -1,0 +1,124 @@
+"""RetentionAttention: linear attention with a fixed decay per head."""
+
+import math
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_efficient_attn.layers.attention.linear.gated.layer import GatedStateAttention
+from keras_efficient_attn.layers.attention.registry import register_attention
+from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.checks import is_number
+
+
+@register_attention("retention")
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class RetentionAttention(GatedStateAttention):
+    """Retention: linear attention whose state decays at a fixed rate per head.
+
+    ```
+    S[t]    = γ S[t − 1] + k[t]ᵀ v[t]
+    head[t] = norm(q[t] S[t] / √key_dim) ⊙ swish(W x[t])
+    ```
+
+    with rotary positions in `q` and `k`, `γ = 1 − 2^(−5 − h)` for head `h`, and the
+    norm of each head's outputs. Query `t` sees keys `0..t`, whether or not
+    `use_causal_mask=True` asks for it. A key that a mask hides neither decays the
+    state nor writes to it. Time is linear in the length, and the state constant.
+
+    Args:
+        *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
+            name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the heads before
+            the norm), `use_bias`, ….
+        decays: The `γ`, numbers above 0 and up to 1, one per head. Defaults to
+            `None`: those of the formula.
+        rotary_wavelength: Longest wavelength of the rotary positions. Defaults to
+            10,000; `None` for no positions.
+        feature_map: A map of `LinearAttention` without log scales, for queries and
+            keys. Defaults to `"identity"`.
+        normalize: Whether to divide by the sum of the weights, and not by `√key_dim`,
+            for maps that are positive. Defaults to `False`.
+        convolution: Positions that a depthwise causal convolution of projected
+            queries, keys and values reaches; a position that a mask hides counts as
+            zeros. Defaults to `None`: no convolution.
+        activation: Name of an activation of queries, keys and values, after the
+            convolution, or a function. Defaults to `None`.
+        output_norm: Norm of each head's output, with a learned gain: `"group"`, mean
+            0 and variance 1; `"rms"`, mean square 1; or `None`. Defaults to
+            `"group"`.
+        output_gate: Activation of the gate that multiplies the heads, a projection of
+            the query input. Defaults to `"silu"`; `None` for no gate. `use_gate` of
+            `keras.layers.MultiHeadAttention` is another, sigmoid, gate.
+        output_gate_rank: Rank of its projection. Defaults to `None`: full.
+        **kwargs: Further arguments of `LinearAttention` (`qk_norm`, `temperature`,
+            `chunk_size`) and of `EfficientAttention`; no `window`.
+
+    Call arguments:
+        As `EfficientAttention`: `query` `(batch, query_length, query_dim)`, `value`
+        and `key` `(batch, key_length, …)`.
+
+    Returns:
+        `output` `(batch, query_length, output_dim)`; `(output, scores)` with
+        `return_attention_scores`, the weights before norm and gate; `(output, state)`
+        with `state`.
+
+    Raises:
+        ValueError: If an argument named above is invalid.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import RetentionAttention
+    >>> layer = RetentionAttention(num_heads=4, key_dim=16)
+    >>> x = keras.random.normal((2, 100, 64))
+    >>> layer(x, x, use_causal_mask=True).shape
+    (2, 100, 64)
+
+    Reference:
+        - [Sun et al., 2023](https://arxiv.org/abs/2307.08621)
+    """
+
+    def __init__(
+        self,
+        *args,
+        decays=None,
+        rotary_wavelength=10_000.0,
+        output_norm="group",
+        output_gate="silu",
+        **kwargs,
+    ):
+        super().__init__(
+            *args,
+            rotary_wavelength=rotary_wavelength,
+            output_norm=output_norm,
+            output_gate=output_gate,
+            **kwargs,
+        )
+        if decays is not None:
+            if not isinstance(decays, list | tuple) or not all(
+                is_number(decay) and 0 < decay <= 1 for decay in decays
+            ):
+                raise ValueError(
+                    "`decays` must be numbers above 0 and up to 1. Received: "
+                    f"decays={decays!r}"
+                )
+            if len(decays) != self._num_heads:
+                raise ValueError(
+                    "`decays` must have one number per head. Received: "
+                    f"decays={decays!r}, num_heads={self._num_heads}"
+                )
+            decays = tuple(decays)
+        self.decays = decays
+
+    def _rates(self, key):
+        if self.decays is None:
+            logs = [math.log1p(-(2.0 ** (-5 - h))) for h in range(self._num_heads)]
+        else:
+            logs = [math.log(decay) for decay in self.decays]
+        logs = ops.convert_to_tensor(np.array(logs), self.state_dtype)
+        shape = (*shape_of(key)[:2], self._num_heads)
+        return ops.broadcast_to(logs, shape), None
+
+    def get_config(self):
+        return {**super().get_config(), "decays": self.decays}

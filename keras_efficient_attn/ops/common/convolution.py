@@ -1,0 +1,36 @@
+"""Depthwise convolutions along a sequence."""
+
+from keras import ops
+
+from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.chunking import pad_length
+
+
+def depthwise(padded, kernel, length):
+    """`y[t] = Σ_i kernel[i] ⊙ padded[t + i]` for the first `length` positions t.
+
+    Args:
+        padded: `(batch, length + kernel_size - 1, ...)`.
+        kernel: `(kernel_size, ...)`.
+        length: Of the output.
+    """
+    return sum(kernel[i] * padded[:, i : i + length] for i in range(kernel.shape[0]))
+
+
+def causal_convolution(x, kernel, past=None):
+    """`depthwise` of each position and those before it.
+
+    Args:
+        x: `(batch, length, ...)`.
+        kernel: `(kernel_size, ...)`; its last entry is for the position itself.
+        past: The `kernel_size - 1` inputs before `x`; `None` for zeros.
+
+    Returns:
+        `(output, last)`: the output, and the last `kernel_size - 1` inputs.
+    """
+    length, reach = shape_of(x)[1], kernel.shape[0] - 1
+    if past is None:
+        padded = pad_length(x, reach, 0)
+    else:
+        padded = ops.concatenate([ops.cast(past, x.dtype), x], axis=1)
+    return depthwise(padded, ops.cast(kernel, x.dtype), length), padded[:, length:]

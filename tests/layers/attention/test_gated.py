@@ -1,0 +1,139 @@
+"""Layers whose state decays or is corrected: their arguments and special cases."""
+
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn import (
+    DeltaAttention,
+    GatedDeltaAttention,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    LinearAttention,
+    RetentionAttention,
+)
+from tests import dense
+from tests.autodiff import to_numpy
+
+DIM, LENGTH = 12, 19
+PLAIN = dict(
+    output_norm=None,
+    output_gate=None,
+    convolution=None,
+    activation=None,
+    rotary_wavelength=None,
+)
+
+
+def inputs(seed=0):
+    random = np.random.default_rng(seed)
+    return random.normal(size=(2, LENGTH, DIM)).astype("float32")
+
+
+def test_without_decay_and_norm_it_is_linear_attention():
+    layer = RetentionAttention(2, 8, decays=(1.0, 1.0), **PLAIN)
+    linear = LinearAttention(2, 8, feature_map="identity", normalize=False)
+    x = inputs()
+    layer.build(x.shape, x.shape)
+    linear.build(x.shape, x.shape)
+    linear.set_weights(layer.get_weights())
+    _, scores = layer(x, x, return_attention_scores=True)
+    _, expected = linear(x, x, use_causal_mask=True, return_attention_scores=True)
+    expected = to_numpy(expected) / np.sqrt(8)
+    np.testing.assert_allclose(to_numpy(scores), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_retention_decays_by_the_distance():
+    layer, x = RetentionAttention(3, 8, rotary_wavelength=None), inputs()
+    _, scores = layer(x, x, return_attention_scores=True)
+    query, key = (to_numpy(side(x)) for side in (layer.query_dense, layer.key_dense))
+    distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    decays = 1 - 2.0 ** (-5 - np.arange(3))
+    factors = np.tril(decays[:, None, None] ** np.maximum(distance, 0))
+    expected = dense.dots(query, key) * factors / np.sqrt(8)
+    np.testing.assert_allclose(to_numpy(scores), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_repeated_key_reads_the_last_value():
+    layer = DeltaAttention(1, 8, use_bias=False, output_norm=None, convolution=None)
+    x = np.repeat(inputs()[:, :1], LENGTH, axis=1)
+    layer.build(x.shape, x.shape)
+    (kernel,) = layer._beta_layers[0].get_weights()
+    # Large logits of one sign: β is 1.
+    sign = np.sign(x[0, 0])[:, None]
+    layer._beta_layers[0].set_weights([1e3 * sign * np.ones_like(kernel)])
+    _, scores = layer(x[:1], x[:1], return_attention_scores=True)
+    weights = to_numpy(scores)[0, 0]
+    np.testing.assert_allclose(weights - np.diag(np.diag(weights)), 0, atol=1e-5)
+    assert np.all(np.abs(np.diag(weights)) > 1e-3)
+
+
+@pytest.mark.parametrize("use_causal_mask", [False, True])
+def test_the_future_is_never_seen(use_causal_mask):
+    layer, x = GatedDeltaAttention(2, 8), inputs()
+    changed = x.copy()
+    changed[:, -1] += 1
+    before, after = (
+        to_numpy(layer(y, y, use_causal_mask=use_causal_mask)) for y in (x, changed)
+    )
+    np.testing.assert_array_equal(before[:, :-1], after[:, :-1])
+
+
+@pytest.mark.parametrize("layer_class", [GatedDeltaAttention, KimiDeltaAttention])
+def test_decays_begin_slow_and_differ(layer_class):
+    layer, x = layer_class(4, 8, seed=3), inputs()
+    layer.build(x.shape, x.shape)
+    log_decay, beta = layer._rates(ops.zeros_like(x))
+    log_decay = to_numpy(log_decay)
+    # Rates from 1 to 16, in steps from 0.001 to 0.1.
+    assert np.all(log_decay < -9e-4) and np.all(log_decay > -1.61)
+    assert len(np.unique(log_decay)) > 3
+    np.testing.assert_allclose(to_numpy(beta), 0.5)
+    again = layer_class.from_config(layer.get_config())
+    again.build(x.shape, x.shape)
+    received, _ = again._rates(ops.zeros_like(x))
+    np.testing.assert_array_equal(to_numpy(received), log_decay)
+
+
+def test_functions_of_gates_survive_the_configuration():
+    layer = DeltaAttention(2, 8, activation=ops.tanh, output_gate="relu")
+    config = layer.get_config()
+    assert config["output_gate"] == "relu"
+    x = inputs()
+    again = DeltaAttention.from_config(config)
+    for one in (layer, again):
+        one.build(x.shape, x.shape)
+    again.set_weights(layer.get_weights())
+    np.testing.assert_array_equal(to_numpy(again(x, x)), to_numpy(layer(x, x)))
+
+
+@pytest.mark.parametrize(
+    ("layer_class", "options", "message"),
+    [
+        (DeltaAttention, {"max_beta": 2.5}, "max_beta=2.5"),
+        (DeltaAttention, {"max_beta": 0}, "max_beta=0"),
+        (DeltaAttention, {"convolution": 1}, "convolution=1"),
+        (DeltaAttention, {"activation": "nothing"}, "activation='nothing'"),
+        (DeltaAttention, {"output_norm": "layer"}, "output_norm='layer'"),
+        (DeltaAttention, {"output_gate": "nothing"}, "output_gate='nothing'"),
+        (DeltaAttention, {"output_gate_rank": 4}, "output_gate_rank=4"),
+        (DeltaAttention, {"window": 4}, "window=4"),
+        (DeltaAttention, {"feature_map": "favor++"}, r"feature_map='favor\+\+'"),
+        (GatedLinearAttention, {"decay": "matrix"}, "decay='matrix'"),
+        (GatedLinearAttention, {"decay_rank": 0}, "decay_rank=0"),
+        (GatedLinearAttention, {"decay_temperature": -1}, "decay_temperature=-1"),
+        (KimiDeltaAttention, {"decay_rank": 0}, "decay_rank=0"),
+        (RetentionAttention, {"decays": (0.5,)}, r"decays=\(0.5,\), num_heads=2"),
+        (RetentionAttention, {"decays": (0.5, 1.5)}, r"decays=\(0.5, 1.5\)"),
+        (RetentionAttention, {"rotary_wavelength": 0}, "rotary_wavelength=0"),
+    ],
+    ids=str,
+)
+def test_errors(layer_class, options, message):
+    with pytest.raises(ValueError, match=message):
+        layer_class(2, 8, **options)
+
+
+def test_feature_maps_with_a_log_scale_are_refused():
+    with pytest.raises(ValueError, match="without a log scale"):
+        DeltaAttention(2, 8, feature_map="favor+")(inputs(), inputs())
