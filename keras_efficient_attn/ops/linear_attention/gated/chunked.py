@@ -30,7 +30,6 @@ from keras_efficient_attn.ops.common.online_softmax import divided
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.common.triangular import solve_unit_lower
 from keras_efficient_attn.ops.linear_attention.gated.products import (
-    BLOCK,
     decay_from_start,
     decay_to_end,
     decayed_products,
@@ -58,7 +57,7 @@ def chunked_gated_attention(tensors, rates, state, map_weights, config):
     # What a position takes in the step: rows of matrices, features, values.
     floats = 4 * config.chunk_length + 6 * features + 5 * (value_dim or features)
     if rates[0] is not None and rates[0].shape[-1] != 1:
-        floats += 2 * BLOCK * features
+        floats += 16 * features
     floats *= heads
     size, chunks, groups = chunk_layout(
         length, config.chunk_length, query.shape[0], floats

@@ -12,8 +12,8 @@ from keras_efficient_attn.ops.common.chunking import lower_triangle
 from keras_efficient_attn.ops.common.numerics import cumulative_sum
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 
-# Positions whose decays by feature are taken pair by pair.
-BLOCK = 16
+# Positions whose decays by feature are taken pair by pair, at most.
+BLOCK = 4
 
 
 def decay_from_start(log_decay):
@@ -61,45 +61,52 @@ def decayed_products(lefts, key, log_decay):
 def _by_feature(lefts, key, log_decay):
     """The products of decays that differ by feature.
 
-    Between blocks, keys decay to the start of the query's block and queries from
-    there; inside a block, each pair has its own factors.
+    Short blocks take each pair's own factors. Two blocks become one of twice the size:
+    from the first to the second, keys decay to the end of the first, and what they
+    meet from the start of the second.
     """
     *batch, length, features = shape_of(key)
-    count = -(-length // BLOCK)
-    block = -(-length // count)
-    padding = [(0, 0)] * len(batch) + [(0, count * block - length), (0, 0)]
+    count = 1
+    while count * BLOCK < length:
+        count *= 2
+    size = -(-length // count)
+    padding = [(0, 0)] * len(batch) + [(0, count * size - length), (0, 0)]
 
     def by_block(x):
-        if count * block > length:
+        if count * size > length:
             x = ops.pad(x, padding)
-        return ops.reshape(x, (*batch, count, block, features))
+        return ops.reshape(x, (*batch, count, size, features))
 
-    log_decay, key = by_block(log_decay), by_block(key)
-    inner, outer = decay_from_start(log_decay), decay_to_end(log_decay)
-
-    # (..., count, block, block, features): from a key to a query of its block.
-    inside = np.tril(np.ones((block, block), bool))[..., None]
-    change = inner[..., :, None, :] - inner[..., None, :, :]
+    log_decay, key, *lefts = map(by_block, (log_decay, key, *lefts))
+    start, end = decay_from_start(log_decay), decay_to_end(log_decay)
+    inside = np.tril(np.ones((size, size), bool))[..., None]
+    change = start[..., :, None, :] - start[..., None, :, :]
     near_key = ops.exp(ops.where(inside, change, LOG_ZERO)) * key[..., None, :, :]
-    own = np.eye(count, dtype=bool)[:, None, :, None]
+    products = [ops.sum(x[..., :, None, :] * near_key, axis=-1) for x in lefts]
+    while count > 1:
+        (start, later), (end, last) = map(_pairs, (start, end))
+        far_key = ops.swapaxes(_pairs(key)[0] * ops.exp(end), -1, -2)
+        from_start = ops.exp(later)
+        products = [
+            _below(*_pairs(product), (_pairs(x)[1] * from_start) @ far_key)
+            for x, product in zip(lefts, products, strict=True)
+        ]
+        # The sums over the first block, and over the second.
+        first, second = start[..., -1:, :], later[..., -1:, :]
+        start = ops.concatenate([start, later + first], axis=-2)
+        end = ops.concatenate([end + second, last], axis=-2)
+        count, size = count // 2, 2 * size
+        joined = (*batch, count, size, features)
+        key, *lefts = (ops.reshape(x, joined) for x in (key, *lefts))
+    return [product[..., 0, :length, :length] for product in products]
 
-    # (..., count, count, features): what lies between a key's block and a query's.
-    first, last, at = np.ogrid[:count, :count, :count]
-    between = ((last < at) & (at < first))[..., None]
-    total = inner[..., -1, :][..., None, None, :, :]
-    between = ops.sum(ops.where(between, total, 0.0), axis=-2)
-    earlier = np.tril(np.ones((count, count), bool), -1)[..., None, None]
-    change = between[..., None, :] + outer[..., None, :, :, :]
-    far_key = ops.exp(ops.where(earlier, change, LOG_ZERO)) * key[..., None, :, :, :]
-    whole = (*batch, count * block, count * block)
-    far_key = ops.reshape(far_key, (*batch, count, count * block, features))
-    far_key = ops.swapaxes(far_key, -1, -2)
-    from_start = ops.exp(inner)
 
-    products = []
-    for x in map(by_block, lefts):
-        far = ops.reshape((x * from_start) @ far_key, whole)
-        near = ops.sum(x[..., :, None, :] * near_key, axis=-1)
-        near = ops.where(own, near[..., None, :], 0.0)
-        products.append((far + ops.reshape(near, whole))[..., :length, :length])
-    return products
+def _pairs(x):
+    """The first, and the second, of each two blocks `(..., blocks, size, dim)`."""
+    return x[..., 0::2, :, :], x[..., 1::2, :, :]
+
+
+def _below(first, second, between):
+    """Two lower triangular blocks and what is below the first, as one."""
+    above = ops.concatenate([first, ops.zeros_like(between)], axis=-1)
+    return ops.concatenate([above, ops.concatenate([between, second], -1)], axis=-2)
