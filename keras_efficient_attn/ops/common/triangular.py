@@ -17,9 +17,13 @@ def solve_unit_lower(matrix, right):
         right: `(..., n, m)`.
     """
     if backend_name() == "jax":
+        import jax
+
         # On a CPU, JAX would call LAPACK, which is slower here, and which a model
-        # that was exported to TensorFlow does not find.
-        return _solve_by_blocks(matrix, right)
+        # that was exported to TensorFlow does not find. On a TPU, products would lose
+        # digits that inverses need.
+        with jax.default_matmul_precision("highest"):
+            return _solve_by_blocks(matrix, right)
     identity = ops.eye(matrix.shape[-1], dtype=matrix.dtype)
     return ops.solve_triangular(identity + matrix, right, lower=True)
 
