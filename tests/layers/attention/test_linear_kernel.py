@@ -43,7 +43,7 @@ def test_the_kernel_gives_outputs_and_gradients_of_the_chunks(
     layer.chunk_size = 64
     (expected,) = gradients(loss, x)
     asked = []
-    monkeypatch.setattr(choice, "_has_one_tpu", lambda: asked.append(1) or True)
+    monkeypatch.setattr(choice, "has_one_tpu", lambda: asked.append(1) or True)
     # A size of chunks asks for chunks.
     layer.chunk_size = None
     (received,) = gradients(loss, x)
