@@ -63,12 +63,11 @@ def _gated_delta_rule(
     value,
     g,
     beta,
-    chunk_size=64,
     initial_state=None,
     output_final_state=False,
     padding_mask=None,
 ):
-    """KerasHub's rule, with its signature: `(output, state or None)`."""
+    """KerasHub's rule, as its layers call it: `(output, state or None)`."""
     state = None
     if output_final_state or initial_state is not None:
         batch, _, heads, dim = ops.shape(key)
@@ -90,7 +89,6 @@ def _gated_delta_rule(
         causal=True,
         state=state,
         normalize=False,
-        chunk_size=chunk_size,
     )
     if state is None:
         return output, None

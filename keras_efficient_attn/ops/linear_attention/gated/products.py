@@ -4,12 +4,11 @@ What lies between two positions is added up between these two, not taken as a
 difference of sums from the start: after some strong decays that would have few digits.
 """
 
-import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import lower_triangle
-from keras_efficient_attn.ops.common.numerics import cumulative_sum
+from keras_efficient_attn.ops.common.numerics import cumulative_sum, pad
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 
 # Positions whose decays by feature are taken pair by pair, at most.
@@ -74,12 +73,12 @@ def _by_feature(lefts, key, log_decay):
 
     def by_block(x):
         if count * size > length:
-            x = ops.pad(x, padding)
+            x = pad(x, padding)
         return ops.reshape(x, (*batch, count, size, features))
 
     log_decay, key, *lefts = map(by_block, (log_decay, key, *lefts))
     start, end = decay_from_start(log_decay), decay_to_end(log_decay)
-    inside = np.tril(np.ones((size, size), bool))[..., None]
+    inside = lower_triangle(size)[..., None]
     change = start[..., :, None, :] - start[..., None, :, :]
     near_key = ops.exp(ops.where(inside, change, LOG_ZERO)) * key[..., None, :, :]
     products = [ops.sum(x[..., :, None, :] * near_key, axis=-1) for x in lefts]

@@ -3,7 +3,6 @@
 import math
 
 import keras
-import numpy as np
 from keras import ops
 
 from keras_efficient_attn.layers.attention.linear.gated.layer import GatedStateAttention
@@ -116,7 +115,7 @@ class RetentionAttention(GatedStateAttention):
             logs = [math.log1p(-(2.0 ** (-5 - h))) for h in range(self._num_heads)]
         else:
             logs = [math.log(decay) for decay in self.decays]
-        logs = ops.convert_to_tensor(np.array(logs), self.state_dtype)
+        logs = ops.convert_to_tensor(logs, self.state_dtype)
         shape = (*shape_of(key)[:2], self._num_heads)
         return ops.broadcast_to(logs, shape), None
 
