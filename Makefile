@@ -33,7 +33,7 @@ train: $(TRAIN_SETUP)
 test: $(TEST_SETUP)
 	$(VENV)/bin/python tests/run_matrix.py $(TEST_BACKENDS) -- $(ARGS)
 
-# Every attention layer compiled for a TPU that need not be there, and the contract of
+# Attention layers compiled for a TPU that need not be there, and the contract of
 # PerformerAttention with the kernels, interpreted.
 test-accelerators: $(TPU_SETUP)
 	FORCED_KERNEL=pallas KERAS_BACKEND=jax $(FORCED_CONTRACT) $(ARGS)

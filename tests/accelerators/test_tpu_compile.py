@@ -25,11 +25,6 @@ LINEAR = [
     "linear",
     "performer",
     "performer:window=128",
-    "retention",
-    "gated-linear",
-    "delta",
-    "gated-delta",
-    "kimi-delta",
     "vq",
     "fourier:linear=True,num_frequencies=8",
     "local",
@@ -41,9 +36,13 @@ LINEAR = [
 OTHERS = ["softmax", "fourier", "xl", "reformer"]
 
 
-def test_all_layers_are_here():
+# The compiler takes more than five minutes for all of these.
+LONG = {"retention", "gated-linear", "delta", "gated-delta", "kimi-delta"}
+
+
+def test_all_other_layers_are_here():
     names = {layer.partition(":")[0] for layer in LINEAR + OTHERS}
-    assert names == set(attention_names())
+    assert names | LONG == set(attention_names())
 
 
 @pytest.mark.parametrize("layer", LINEAR + OTHERS)
