@@ -1,4 +1,4 @@
-"""What the layers with a state that decays or is corrected have in common."""
+"""The base of the layers whose state decays or is corrected."""
 
 import dataclasses
 
