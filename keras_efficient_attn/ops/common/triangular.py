@@ -3,18 +3,17 @@
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import backend_name, shape_of
 
 # Rows whose matrix is inverted.
 BLOCK = 16
 
 
-def solve_unit_lower(matrix, right):
-    """X of `(I + matrix) X = right`.
+def inverse_unit_lower(matrix):
+    """The inverse of `I + matrix`.
 
     Args:
         matrix: `(..., n, n)`, zero on and above the diagonal; `n` is known.
-        right: `(..., n, m)`.
     """
     if backend_name() == "jax":
         import jax
@@ -23,31 +22,42 @@ def solve_unit_lower(matrix, right):
         # that was exported to TensorFlow does not find. On a TPU, products would lose
         # digits that inverses need.
         with jax.default_matmul_precision("highest"):
-            return _solve_by_blocks(matrix, right)
+            return _inverse_by_blocks(matrix)
     identity = ops.eye(matrix.shape[-1], dtype=matrix.dtype)
+    right = ops.broadcast_to(identity, shape_of(matrix))
     return ops.solve_triangular(identity + matrix, right, lower=True)
 
 
-def _solve_by_blocks(matrix, right):
-    """Substitution of blocks, with the inverses of those on the diagonal."""
+def _inverse_by_blocks(matrix):
+    """Inverses of blocks on the diagonal, of which two and two become one."""
     size = matrix.shape[-1]
-    count = -(-size // BLOCK)
+    count = 1
+    while count * BLOCK < size:
+        count *= 2
     block = -(-size // count)
     missing = count * block - size
     if missing:
         before = [(0, 0)] * (len(matrix.shape) - 2)
         matrix = ops.pad(matrix, [*before, (0, missing), (0, missing)])
-        right = ops.pad(right, [*before, (0, missing), (0, 0)])
-    parts = [slice(i * block, (i + 1) * block) for i in range(count)]
-    inverses = _inverse(ops.stack([matrix[..., p, p] for p in parts], axis=-3))
-    solved = []
-    for index, part in enumerate(parts):
-        rest = right[..., part, :]
-        if solved:
-            known = ops.concatenate(solved, axis=-2)
-            rest = rest - matrix[..., part, : index * block] @ known
-        solved.append(inverses[..., index, :, :] @ rest)
-    return ops.concatenate(solved, axis=-2)[..., :size, :]
+
+    def blocks(height, first):
+        """Blocks on the diagonal, or with `first` 1 those left of every second one."""
+        rows = range(first * height, count * block, (1 + first) * height)
+        columns = (row - first * height for row in rows)
+        parts = [
+            matrix[..., row : row + height, column : column + height]
+            for row, column in zip(rows, columns, strict=True)
+        ]
+        return ops.stack(parts, axis=-3)
+
+    inverses = _inverse(blocks(block, 0))
+    while inverses.shape[-3] > 1:
+        first, second = inverses[..., 0::2, :, :], inverses[..., 1::2, :, :]
+        below = -second @ blocks(first.shape[-1], 1) @ first
+        above = ops.concatenate([first, ops.zeros_like(below)], axis=-1)
+        below = ops.concatenate([below, second], axis=-1)
+        inverses = ops.concatenate([above, below], axis=-2)
+    return inverses[..., 0, :size, :size]
 
 
 def _inverse(matrix):

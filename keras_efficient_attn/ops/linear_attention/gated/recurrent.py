@@ -12,7 +12,7 @@ and without `β`, `S = S' + φ(k)ᵀ v`.
 from keras import ops
 
 from keras_efficient_attn.ops.common.online_softmax import divided
-from keras_efficient_attn.ops.linear_attention.gated.chunked import mapped, with_ones
+from keras_efficient_attn.ops.linear_attention.gated.features import mapped, with_ones
 
 
 def recurrent_gated_attention(tensors, rates, state, map_weights, config):

@@ -1,0 +1,24 @@
+"""Features of queries and keys, and values with what normalizes them."""
+
+from keras import ops
+
+
+def mapped(config, query, key, map_weights):
+    """Features of queries and keys.
+
+    Raises:
+        ValueError: For maps whose features have a log scale.
+    """
+    query, query_log_scale = config.query_map(query, *map_weights)
+    key, log_scale = config.key_map(key, *map_weights)
+    if query_log_scale is not None or log_scale is not None:
+        raise ValueError(
+            "`log_decay` and `beta` take feature maps without a log scale, such as "
+            f"'elu'. Received: {config.key_map}"
+        )
+    return query, key
+
+
+def with_ones(value):
+    """Values with one more entry, 1: its sums are those of the weights."""
+    return ops.concatenate([value, ops.ones_like(value[..., :1])], axis=-1)

@@ -1,0 +1,214 @@
+"""One step of linear attention with a decay and a correction, and its gradient.
+
+A step takes a group of chunks. In a chunk, with `G` the sum of the log decays from its
+start up to and including a position, and S the state before the chunk:
+
+```
+P[t, s] = Σ_i φ(k[t])_i φ(k[s])_i exp(G[t]_i − G[s]_i)             s < t
+T       = (I + diag(β) P)⁻¹ diag(β)
+R       = V − (φ(K) ∘ exp(G)) S
+Y       = (φ(Q) ∘ exp(G)) S + A T R
+S'      = diag(exp(G[end])) S + (Tᵀ (φ(K) ∘ exp(G[end] − G)))ᵀ R
+```
+
+where A is as P, with queries for the keys `t`, and `s ≤ t`. Without `β`, T is I and R
+is V. Only R and S' go from chunk to chunk; all else is one batch of products.
+"""
+
+import functools
+
+from keras import ops
+
+from keras_efficient_attn.ops.common.chunking import by_head, by_position
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.online_softmax import divided, reciprocal
+from keras_efficient_attn.ops.common.scan import recompute_scan, vector_jacobian_product
+from keras_efficient_attn.ops.common.triangular import inverse_unit_lower
+from keras_efficient_attn.ops.linear_attention.gated.features import mapped, with_ones
+from keras_efficient_attn.ops.linear_attention.gated.products import (
+    decay_from_start,
+    decay_to_end,
+    decayed_products,
+)
+
+
+# Bounded: it holds functions that users make.
+@functools.lru_cache(256)
+def group_step(config, size, has_decay, has_beta):
+    """`(step, gradient)` for `recompute_scan`.
+
+    The carry is the state; `x` is `(query, key, value)` and the rates there are; the
+    constants are the weights of the maps.
+
+    Args:
+        config: `LinearAttentionConfig`.
+        size: Positions in a chunk.
+        has_decay, has_beta: Which rates there are.
+    """
+    normalized = config.output == "normalized"
+
+    def prepare(x, map_weights):
+        dtype = accumulator_dtype(*x)
+        query, key, value, *rates = (by_head(ops.cast(t, dtype), size) for t in x)
+        query, key = mapped(config, query, key, map_weights)
+        if normalized:
+            value = with_ones(value)
+        log_decay = rates.pop(0) if has_decay else None
+        lefts = [query, key] if has_beta else [query]
+        scores, *overlaps = decayed_products(lefts, key, log_decay)
+        far_query, far_key, reader, end = query, key, key, None
+        if has_decay:
+            factor = ops.exp(decay_from_start(log_decay))
+            far_query = query * factor
+            far_key = key * ops.exp(decay_to_end(log_decay))
+            end = ops.swapaxes(factor[:, :, :, -1:], -1, -2)
+        if not has_beta:
+            return far_query, far_key, value, scores, end
+        if has_decay:
+            reader = key * factor
+        (beta,), (overlaps,) = rates, overlaps
+        overlaps = beta * ops.tril(overlaps, k=-1)
+        return far_query, far_key, value, scores, end, reader, overlaps, beta
+
+    def step(carry, x, map_weights):
+        chunks = _Chunks(*carry, *prepare(x, map_weights))
+        output = chunks.output()
+        if normalized:
+            output = divided(output[..., :-1], output[..., -1])
+        return (chunks.carry,), (by_position(output),)
+
+    def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
+        prepared, pull = vector_jacobian_product(prepare, (x, map_weights))
+        chunks = _Chunks(*carry, *prepared)
+        grad_output = by_head(y_gradient[0], size)
+        if normalized:
+            inverse = reciprocal(chunks.output()[..., -1:])
+            along = ops.sum(grad_output * by_head(y[0], size), axis=-1, keepdims=True)
+            grad_output = ops.concatenate([grad_output, -along], axis=-1) * inverse
+        grad_state, grad_prepared = chunks.gradient(grad_output, *carry_gradient)
+        return (grad_state,), *pull(grad_prepared)
+
+    return step, gradient
+
+
+class _Chunks:
+    """A group of chunks: states before each chunk, and what each adds to them.
+
+    Attributes:
+        scores, far_key: A T and Tᵀ (φ(K) ∘ exp(G[end] − G)) of the formulae.
+        before: States before each chunk, `(batch, heads, chunks, features, dim)`.
+        rest: R.
+        carry: The state after the last chunk.
+    """
+
+    def __init__(
+        self,
+        state,
+        far_query,
+        far_key,
+        value,
+        scores,
+        end,
+        reader=None,
+        overlaps=None,
+        beta=None,
+    ):
+        self.far_query, self.reader, self.end, self.beta = far_query, reader, end, beta
+        self._scores, self._far_key = scores, far_key
+        if beta is not None:
+            self._inverse = inverse_unit_lower(overlaps)
+            self._solved = self._inverse * _transposed(beta)
+            scores = scores @ self._solved
+            far_key = _transposed(self._solved) @ far_key
+        self.scores, self.far_key = scores, far_key
+        step = _state_step(beta is not None, end is not None)
+        xs = _by_chunk(value, far_key, reader, end)
+        (self.carry,), rows = recompute_scan(step, (state,), xs)
+        self.before, *rest = (ops.moveaxis(row, 0, 2) for row in rows)
+        self.rest = rest[0] if rest else value
+
+    def output(self):
+        return self.far_query @ self.before + self.scores @ self.rest
+
+    def gradient(self, grad_output, grad_carry):
+        """Gradients of the state, and of what the chunks were made of."""
+        before, rest = _transposed(self.before), _transposed(self.rest)
+        grad_scores = grad_output @ rest
+        grad_far_query = grad_output @ before
+        step = _state_gradient_step(self.beta is not None, self.end is not None)
+        grad_rest = _transposed(self.scores) @ grad_output
+        grad_before = _transposed(self.far_query) @ grad_output
+        xs = _by_chunk(grad_before, grad_rest, self.far_key, self.reader, self.end)
+        xs = tuple(ops.flip(x, axis=0) for x in xs)
+        (grad_state,), rows = recompute_scan(step, (grad_carry,), xs)
+        grad_after, *rows = (ops.moveaxis(ops.flip(row, axis=0), 0, 2) for row in rows)
+        grad_rest = rows[0] if rows else grad_rest + self.far_key @ grad_after
+        grad_far_key = _transposed(rest) @ _transposed(grad_after)
+        grad_end = None
+        if self.end is not None:
+            grad_end = ops.sum(grad_after * self.before, axis=-1, keepdims=True)
+            if self.end.shape[-2] == 1:
+                grad_end = ops.sum(grad_end, axis=-2, keepdims=True)
+        if self.beta is None:
+            return grad_state, (
+                grad_far_query,
+                grad_far_key,
+                grad_rest,
+                grad_scores,
+                grad_end,
+            )
+        inverse = _transposed(self._inverse)
+        grad_solved = _transposed(self._scores) @ grad_scores
+        grad_solved = grad_solved + self._far_key @ _transposed(grad_far_key)
+        grad_beta = ops.sum(grad_solved * self._inverse, axis=-2)[..., None]
+        grad_overlaps = inverse @ (grad_solved * _transposed(self.beta)) @ inverse
+        return grad_state, (
+            grad_far_query,
+            self._solved @ grad_far_key,
+            grad_rest,
+            grad_scores @ _transposed(self._solved),
+            grad_end,
+            -(grad_rest @ before),
+            -grad_overlaps,
+            grad_beta,
+        )
+
+
+def _transposed(x):
+    return ops.swapaxes(x, -1, -2)
+
+
+def _by_chunk(*tensors):
+    """The tensors there are, chunks first."""
+    return tuple(ops.moveaxis(x, 2, 0) for x in tensors if x is not None)
+
+
+@functools.cache
+def _state_step(reads, decays):
+    """From the state before a chunk to that after it."""
+
+    def step(carry, x, _):
+        (state,), (rest, far_key, *x) = carry, x
+        kept = state * x[-1] if decays else state
+        if reads:
+            rest = rest - x[0] @ state
+        after = kept + _transposed(far_key) @ rest
+        return (after,), (state, rest) if reads else (state,)
+
+    return step
+
+
+@functools.cache
+def _state_gradient_step(reads, decays):
+    """From the gradient of the state after a chunk to that before it."""
+
+    def step(carry, x, _):
+        (after,), (before, rest, far_key, *x) = carry, x
+        y = (after,)
+        if reads:
+            rest = rest + far_key @ after
+            before = before - _transposed(x[0]) @ rest
+            y = after, rest
+        return (before + (after * x[-1] if decays else after),), y
+
+    return step
