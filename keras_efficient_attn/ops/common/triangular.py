@@ -1,12 +1,36 @@
-"""Triangular systems."""
+"""Triangular matrices: sums along sequences, and inverses."""
+
+import contextlib
 
 import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import backend_name, shape_of
+from keras_efficient_attn.ops.common.numerics import cumulative_sum
 
 # Rows whose matrix is inverted.
 BLOCK = 16
+
+
+def sums_up_to(x):
+    """The sums up to and including each position of the last axis but one."""
+    if backend_name() == "jax":
+        return _sums(np.tri(x.shape[-2]), x)
+    return cumulative_sum(x, len(x.shape) - 2)
+
+
+def sums_after(x):
+    """The sums of what follows each position of the last axis but one."""
+    if backend_name() == "jax":
+        return _sums(np.tri(x.shape[-2], k=-1).T, x)
+    later = ops.concatenate([x[..., 1:, :], ops.zeros_like(x[..., :1, :])], axis=-2)
+    return ops.flip(sums_up_to(ops.flip(later, axis=-2)), axis=-2)
+
+
+def _sums(triangle, x):
+    """As a product: a TPU's compiler takes minutes for cumulative sums' gradients."""
+    with _all_digits():
+        return ops.convert_to_tensor(triangle, x.dtype) @ x
 
 
 def inverse_unit_lower(matrix):
@@ -16,16 +40,22 @@ def inverse_unit_lower(matrix):
         matrix: `(..., n, n)`, zero on and above the diagonal; `n` is known.
     """
     if backend_name() == "jax":
-        import jax
-
         # On a CPU, JAX would call LAPACK, which is slower here, and which a model
-        # that was exported to TensorFlow does not find. On a TPU, products would lose
-        # digits that inverses need.
-        with jax.default_matmul_precision("highest"):
+        # that was exported to TensorFlow does not find.
+        with _all_digits():
             return _inverse_by_blocks(matrix)
     identity = ops.eye(matrix.shape[-1], dtype=matrix.dtype)
     right = ops.broadcast_to(identity, shape_of(matrix))
     return ops.solve_triangular(identity + matrix, right, lower=True)
+
+
+@contextlib.contextmanager
+def _all_digits():
+    """Products on a TPU have the digits of float32, not of bfloat16."""
+    import jax
+
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 def _inverse_by_blocks(matrix):

@@ -63,6 +63,6 @@ def test_tokens_give_the_whole_sequence(name):
     np.testing.assert_allclose(
         ops.convert_to_numpy(ops.concatenate(heads, axis=1)),
         ops.convert_to_numpy(whole),
-        rtol=1e-5,
+        rtol=1e-6,
         atol=1e-5,
     )

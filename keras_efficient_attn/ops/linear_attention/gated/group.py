@@ -23,13 +23,13 @@ from keras_efficient_attn.ops.common.chunking import by_head, by_position
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import divided, reciprocal
 from keras_efficient_attn.ops.common.scan import recompute_scan, vector_jacobian_product
-from keras_efficient_attn.ops.common.triangular import inverse_unit_lower
-from keras_efficient_attn.ops.linear_attention.gated.features import mapped, with_ones
-from keras_efficient_attn.ops.linear_attention.gated.products import (
-    decay_from_start,
-    decay_to_end,
-    decayed_products,
+from keras_efficient_attn.ops.common.triangular import (
+    inverse_unit_lower,
+    sums_after,
+    sums_up_to,
 )
+from keras_efficient_attn.ops.linear_attention.gated.features import mapped, with_ones
+from keras_efficient_attn.ops.linear_attention.gated.products import decayed_products
 
 
 # Bounded: it holds functions that users make.
@@ -58,9 +58,9 @@ def group_step(config, size, has_decay, has_beta):
         scores, *overlaps = decayed_products(lefts, key, log_decay)
         far_query, far_key, reader, end = query, key, key, None
         if has_decay:
-            factor = ops.exp(decay_from_start(log_decay))
+            factor = ops.exp(sums_up_to(log_decay))
             far_query = query * factor
-            far_key = key * ops.exp(decay_to_end(log_decay))
+            far_key = key * ops.exp(sums_after(log_decay))
             end = ops.swapaxes(factor[:, :, :, -1:], -1, -2)
         if not has_beta:
             return far_query, far_key, value, scores, end

@@ -8,24 +8,12 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import lower_triangle
-from keras_efficient_attn.ops.common.numerics import cumulative_sum, pad
+from keras_efficient_attn.ops.common.numerics import pad
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+from keras_efficient_attn.ops.common.triangular import sums_after, sums_up_to
 
 # Positions whose decays by feature are taken pair by pair, at most.
 BLOCK = 4
-
-
-def decay_from_start(log_decay):
-    """The sums up to and including each position, along the last axis but one."""
-    return cumulative_sum(log_decay, len(log_decay.shape) - 2)
-
-
-def decay_to_end(log_decay):
-    """The sums after each position, along the last axis but one."""
-    later = ops.concatenate(
-        [log_decay[..., 1:, :], ops.zeros_like(log_decay[..., :1, :])], axis=-2
-    )
-    return ops.flip(decay_from_start(ops.flip(later, axis=-2)), axis=-2)
 
 
 def decayed_products(lefts, key, log_decay):
@@ -48,7 +36,7 @@ def decayed_products(lefts, key, log_decay):
     if log_decay is not None:
         lower = lower_triangle(shape_of(log_decay)[-2])
         change = ops.where(ops.tril(lower, k=-1), log_decay, 0.0)
-        change = decay_from_start(change)
+        change = sums_up_to(change)
         factors = ops.exp(ops.where(lower, change, LOG_ZERO))
     products = []
     for x in lefts:
@@ -77,7 +65,7 @@ def _by_feature(lefts, key, log_decay):
         return ops.reshape(x, (*batch, count, size, features))
 
     log_decay, key, *lefts = map(by_block, (log_decay, key, *lefts))
-    start, end = decay_from_start(log_decay), decay_to_end(log_decay)
+    start, end = sums_up_to(log_decay), sums_after(log_decay)
     inside = lower_triangle(size)[..., None]
     change = start[..., :, None, :] - start[..., None, :, :]
     near_key = ops.exp(ops.where(inside, change, LOG_ZERO)) * key[..., None, :, :]
