@@ -320,6 +320,8 @@ def adaptive_span_heads(
     distance = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])
     mask = (layer.ramp + spans[..., None] - abs(distance)) / layer.ramp
     mask = np.clip(mask, 0, 1) * (abs(distance) < layer.max_span)
+    if not layer.include_self:
+        mask = mask * (distance != 0)
     logits = dots(query, key)
     if layer.relative_positions:
         rows = weights["table"][np.minimum(abs(distance), layer.max_span - 1)]
@@ -463,7 +465,7 @@ def xl_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=Fa
     similarity = np.zeros((batch, heads, length, key.shape[1]))
     for i, j in np.ndindex(length, key.shape[1]):
         distance = offset + i - j
-        if layer.same_length and abs(distance) > layer.memory_length:
+        if layer.same_length and abs(distance) >= layer.memory_length:
             continue
         if causal and distance < 0:
             continue

@@ -252,7 +252,12 @@ CASES = [
         variant=True,
     ),
     adaptive_span("adaptive-span", initial_span=3),
-    adaptive_span("adaptive-span-dynamic", dynamic=True, relative_positions=True),
+    adaptive_span(
+        "adaptive-span-dynamic",
+        dynamic=True,
+        relative_positions=True,
+        include_self=False,
+    ),
     xl("xl"),
     xl(
         "xl-same-length",

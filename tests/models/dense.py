@@ -3,7 +3,10 @@
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.models.blocks.residual import PreNormResidual
+from keras_efficient_attn.models.blocks.residual import (
+    PreNormResidual,
+    ReorderedResidual,
+)
 
 
 def numpy(x):
@@ -55,6 +58,8 @@ def attend(layer, x, memory, mask, causal):
 
 
 def residual(layer, x, sublayer):
+    if isinstance(layer, ReorderedResidual):
+        return x + np.maximum(sublayer(normalize(layer.norm, x)), 0)
     if isinstance(layer, PreNormResidual):
         return x + sublayer(normalize(layer.norm, x))
     return normalize(layer.norm, x + sublayer(x))

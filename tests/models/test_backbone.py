@@ -51,7 +51,7 @@ def assert_close(received, expected, **tolerance):
 # What it computes.
 
 
-@pytest.mark.parametrize("residual", ["pre_norm", "post_norm"])
+@pytest.mark.parametrize("residual", ["pre_norm", "post_norm", "reordered"])
 def test_a_decoder_is_the_transformer_of_the_definition(residual):
     backbone = make_backbone(
         "softmax",

@@ -5,7 +5,10 @@ from keras import ops
 
 from keras_efficient_attn.layers.residual.chain import stream_dtype
 from keras_efficient_attn.ops.adaptive_computation import adaptive_computation
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
+
+REDUCTIONS = ("mean", "sum")
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -13,7 +16,8 @@ class Halting(keras.layers.Layer):
     """The part of `AdaptiveComputationTime` that does not depend on the step.
 
     Args:
-        max_steps, epsilon, ponder_cost, halting_bias, early_exit: As there.
+        max_steps, epsilon, ponder_cost, halting_bias, early_exit, ponder_reduction: As
+            there.
         **kwargs: Those of `keras.layers.Layer`.
 
     Raises:
@@ -27,6 +31,7 @@ class Halting(keras.layers.Layer):
         ponder_cost=0.01,
         halting_bias=1.0,
         early_exit=True,
+        ponder_reduction="mean",
         **kwargs,
     ):
         super().__init__(autocast=False, **kwargs)
@@ -41,11 +46,17 @@ class Halting(keras.layers.Layer):
                 "`ponder_cost` must be 0 or a positive number. Received: "
                 f"ponder_cost={ponder_cost!r}"
             )
+        if ponder_reduction not in REDUCTIONS:
+            raise ValueError(
+                f"`ponder_reduction` must be one of {REDUCTIONS}. Received: "
+                f"ponder_reduction={ponder_reduction!r}"
+            )
         self.max_steps = max_steps
         self.epsilon = epsilon
         self.ponder_cost = ponder_cost
         self.halting_bias = halting_bias
         self.early_exit = early_exit
+        self.ponder_reduction = ponder_reduction
         # Sums of probabilities in half precision would not come to 1.
         self.unit = keras.layers.Dense(
             1,
@@ -84,10 +95,18 @@ class Halting(keras.layers.Layer):
         )
 
     def cost(self, ponder, running):
-        """`ponder_cost` times the mean of N + R over the positions that ran."""
-        ponder = ponder["steps"] + ponder["remainders"]
-        count = ops.sum(ops.cast(running, ponder.dtype))
-        return self.ponder_cost * ops.sum(ponder) / ops.maximum(count, 1)
+        """`ponder_cost` times N + R, reduced over the positions that ran.
+
+        Args:
+            ponder: The statistics; those of positions that did not run are 0.
+            running: Boolean, of the shape of the statistics.
+        """
+        total = ops.sum(ponder["steps"] + ponder["remainders"])
+        if self.ponder_reduction == "mean":
+            count = ops.sum(ops.cast(running, total.dtype))
+        else:
+            count = ops.cast(shape_of(running)[0], total.dtype)
+        return self.ponder_cost * total / ops.maximum(count, 1)
 
     def specification(self, shape):
         """The shapes and dtypes of the statistics, for positions of this shape."""
@@ -109,4 +128,5 @@ class Halting(keras.layers.Layer):
             "ponder_cost": self.ponder_cost,
             "halting_bias": self.halting_bias,
             "early_exit": self.early_exit,
+            "ponder_reduction": self.ponder_reduction,
         }

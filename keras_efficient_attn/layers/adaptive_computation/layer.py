@@ -19,7 +19,7 @@ class AdaptiveComputationTime(keras.layers.Layer):
     N = min(max_steps, min{n: h₁ + … + hₙ ≥ 1 − epsilon})
     R = 1 − (h₁ + … + h_{N−1})
     output = h₁ s₁ + … + h_{N−1} s_{N−1} + R s_N
-    loss += ponder_cost · mean(N + R)
+    loss += ponder_cost · mean(N + R)                      or the sum over positions
     ```
 
     The weights of the states sum to exactly 1. A position that has halted keeps its
@@ -52,6 +52,10 @@ class AdaptiveComputationTime(keras.layers.Layer):
             and only for cells.
         early_exit: Whether calls without `training` stop early. `False` makes their
             gradient possible on JAX, and under XLA on TensorFlow. Defaults to `True`.
+        ponder_reduction: `"mean"` (the default): the loss is the mean of `N + R` over
+            the positions that are not masked, whatever their number. `"sum"`: the sum
+            over the positions of a sequence, as in the paper, and the mean over the
+            batch.
         **kwargs: Those of `keras.layers.Layer`.
 
     Call arguments:
@@ -96,6 +100,7 @@ class AdaptiveComputationTime(keras.layers.Layer):
         halting_bias=1.0,
         input_flag=None,
         early_exit=True,
+        ponder_reduction="mean",
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -115,6 +120,7 @@ class AdaptiveComputationTime(keras.layers.Layer):
             ponder_cost,
             halting_bias,
             early_exit,
+            ponder_reduction,
             dtype=self.dtype_policy,
             name="halting",
         )

@@ -73,11 +73,11 @@ class RelativePositionXL(EfficientAttention):
     The state is the **memory**: the layer's last inputs, unchanged, from which keys
     and values are projected anew. Gradients end there. `max_length` of
     `get_initial_state` is the length of the memory, `memory_length` if it is not given:
-    with `same_length`, too, where it is also the number of positions before it that
-    every query sees in calls with that state. A query sees the part of its
-    segment before it, and the memory; positions without an input yet, and masked ones,
-    are not seen. Time is proportional to `length · (memory_length + length)`; the
-    matrix of weights exists for some queries at a time.
+    with `same_length`, too, where it is also the number of positions that every query
+    sees in calls with that state. A query sees the part of its segment before it, and
+    the memory; positions without an input yet, and masked ones, are not seen. Time is
+    proportional to `length · (memory_length + length)`; the matrix of weights exists
+    for some queries at a time.
 
     Args:
         *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
@@ -87,9 +87,10 @@ class RelativePositionXL(EfficientAttention):
             Defaults to 128.
         clamp_length: Distances beyond it count as it; for memories that are longer
             than in training. Defaults to `None`: no distance is changed.
-        same_length: Whether every query sees itself and `memory_length` positions
-            before it, wherever in its segment it is (and, if not causal, as many
-            after it), instead of all there are. Without a state, too. Defaults to
+        same_length: Whether every query sees the `memory_length` positions up to and
+            including itself, as in the authors' code, wherever in its segment it is
+            (and, if not causal, as many from itself on), instead of all there are.
+            Without a state, too. Needs a `memory_length` of 1 or more. Defaults to
             `False`.
         biases: Where `u` and `v` are from: `"own"` (the default); `"shared"`: in a
             `TransformerStack`, one pair for all layers that say so, as in the paper;
@@ -149,7 +150,7 @@ class RelativePositionXL(EfficientAttention):
         self.clamp_length = clamp_length
         self.same_length = same_length
         check_bool("same_length", same_length)
-        check_int("memory_length", memory_length, 0)
+        check_int("memory_length", memory_length, int(same_length))
         check_int("clamp_length", clamp_length, 1, optional=True)
         if isinstance(biases, PositionBiases):
             self._check_biases(biases)
@@ -223,7 +224,7 @@ class RelativePositionXL(EfficientAttention):
             )
 
     def state_spec(self, batch_size, max_length):
-        check_int("max_length", max_length, 0)
+        check_int("max_length", max_length, int(self.same_length))
         if not self.built:
             raise ValueError(
                 "`get_initial_state()` needs a built layer: the memory has its inputs' "
@@ -239,7 +240,7 @@ class RelativePositionXL(EfficientAttention):
         heads, dim = self._num_heads, self._key_dim
         window = length
         if self.same_length:
-            window = min(self.memory_length + 1, length)
+            window = min(self.memory_length, length)
         per_pair = 2 * heads * (2 * dim + self._value_dim)
         distances = window if causal else 2 * window - 1
         positions = 2 * self._position.shape[0] * heads * dim * distances
@@ -261,7 +262,7 @@ class RelativePositionXL(EfficientAttention):
             content_bias=ops.convert_to_tensor(self.biases.content_bias),
             position_bias=ops.convert_to_tensor(self.biases.position_bias),
             offset=offset,
-            window=1 + memory_length if self.same_length else None,
+            window=memory_length if self.same_length else None,
             causal=call.causal,
             key_mask=call.key_mask,
             documents=call.options.get("documents"),

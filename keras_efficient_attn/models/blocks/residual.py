@@ -77,16 +77,26 @@ class ReversibleResidual(PreNormResidual):
     """
 
 
-class GatedPreNormResidual(PreNormResidual):
-    """`gate(x, relu(f(norm(x))))`, of GTrXL; no norm stands at the end of a stack.
+class ReorderedResidual(PreNormResidual):
+    """`x + relu(f(norm(x)))`, TrXL-I of GTrXL; no norm stands at the end of a stack.
+
+    The gated residuals without their gates: what these are compared with.
+    """
+
+    final_norm = False
+
+    def after(self, x, update, training=None):
+        return super().after(x, ops.relu(update), training=training)
+
+
+class GatedPreNormResidual(ReorderedResidual):
+    """`gate(x, relu(f(norm(x))))`, of GTrXL.
 
     Args:
         *args: As `Residual`.
         gate: As `keras_efficient_attn.GatedResidual`, with its bias of 2.
         **kwargs: As `Residual`.
     """
-
-    final_norm = False
 
     def __init__(self, *args, gate, **kwargs):
         super().__init__(*args, **kwargs)
@@ -105,6 +115,7 @@ RESIDUALS = {
     "pre_norm": PreNormResidual,
     "post_norm": PostNormResidual,
     "reversible": ReversibleResidual,
+    "reordered": ReorderedResidual,
     "gated": partial(GatedPreNormResidual, gate="gru"),
     "gated_input": partial(GatedPreNormResidual, gate="input"),
     "gated_output": partial(GatedPreNormResidual, gate="output"),
@@ -121,9 +132,10 @@ class ResidualOptions(Options):
         kind: `"pre_norm"` (the default), `"post_norm"`, `"gated"` (of GTrXL, a
             `keras_efficient_attn.GatedResidual` in the place of each sum; other gates
             are `"gated_input"`, `"gated_output"`, `"gated_highway"` and
-            `"gated_sigmoid_tanh"`), or `"reversible"`: two streams, whose activations
-            are rebuilt in the backward pass, for memory that does not grow with the
-            number of layers (`keras_efficient_attn.ReversibleStack`).
+            `"gated_sigmoid_tanh"`), `"reordered"` (the same with sums: TrXL-I), or
+            `"reversible"`: two streams, whose activations are rebuilt in the backward
+            pass, for memory that does not grow with the number of layers
+            (`keras_efficient_attn.ReversibleStack`).
         norm: `"layer_norm"` (the default) or `"rms_norm"`.
         norm_epsilon: Added to variances. Defaults to 1e-5.
 

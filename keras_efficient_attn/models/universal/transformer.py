@@ -66,8 +66,8 @@ class UniversalTransformer(TransformerStack):
         timestep_embedding: `"learned"` (the default), `"sinusoidal"`, or `None`: what
             tells the steps apart (`TimestepEmbedding`).
         adaptive_computation: Options of `AdaptiveComputationTime`, a dict of
-            `epsilon`, `ponder_cost`, `halting_bias`, `early_exit`; `{}` for its
-            defaults. Defaults to `None`: all positions take all steps.
+            `epsilon`, `ponder_cost`, `halting_bias`, `early_exit`, `ponder_reduction`;
+            `{}` for its defaults. Defaults to `None`: all positions take all steps.
         **kwargs: Those of `keras.layers.Layer`.
 
     Call arguments:
@@ -215,7 +215,7 @@ class UniversalTransformer(TransformerStack):
 
 
 def _halting(options, max_steps, dtype):
-    known = ("epsilon", "ponder_cost", "halting_bias", "early_exit")
+    known = ("epsilon", "ponder_cost", "halting_bias", "early_exit", "ponder_reduction")
     if not isinstance(options, dict) or set(options) - set(known):
         raise ValueError(
             f"`adaptive_computation` must be None or a dict of {', '.join(known)}. "

@@ -17,6 +17,7 @@ def adaptive_span_attention(
     *,
     window,
     ramp=RAMP,
+    include_self=True,
     position_key=None,
     causal=False,
     key_mask=None,
@@ -48,6 +49,8 @@ def adaptive_span_attention(
             keys and, if not causal, as many later ones.
         ramp: Positive number: positions over which the mask falls from 1 to 0.
             Defaults to 32.
+        include_self: Whether a query sees the key of its own position; the paper's
+            does not. Defaults to `True`.
         position_key: Optional `(distances, dim)`, at least `window` of them: the p of
             each distance.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
@@ -86,7 +89,7 @@ def adaptive_span_attention(
     """
     inputs = query, key, value, key_mask
     call = SoftmaxCall(inputs, causal, scale, state, dropout, implementation)
-    config = SpanConfig(window, ramp)
+    config = SpanConfig(window, ramp, include_self)
     _check_operands(query, spans, position_key, window)
     sizes = (*key.shape[2:], value.shape[-1])
     if state is not None:

@@ -29,18 +29,20 @@ from keras_efficient_attn.ops.common.relative_positions import shifted_to_keys
 from keras_efficient_attn.ops.common.weight_dropout import drop
 
 
-def soft_mask(spans, distance, ramp):
+def soft_mask(spans, distance, config):
     """`min(max((ramp + span - distance) / ramp, 0), 1)`, with a new last axis.
 
     Args:
         spans: `(..., queries)`, in positions.
         distance: Integers `(queries, keys)`, not negative.
-        ramp: Positions over which the mask falls from 1 to 0.
+        config: `SpanConfig`. Without `include_self`, the mask of distance 0 is 0.
     """
+    ramp = config.ramp
     mask = (ramp + spans[..., None] - ops.cast(distance, spans.dtype)) / ramp
     # Not `clip`, whose gradient at its limits depends on the backend.
     mask = ops.where(mask < 1.0, mask, 1.0)
-    return ops.where(mask > 0.0, mask, 0.0)
+    least = 0 if config.include_self else 1
+    return ops.where(ops.logical_and(mask > 0.0, distance >= least), mask, 0.0)
 
 
 @compiled("config", "options")
@@ -151,7 +153,7 @@ def _band_step(config, causal, relative, rate):
         near = ops.logical_and(
             distance < window, distance >= (0 if causal else 1 - window)
         )
-        mask = soft_mask(spans, ops.abs(distance), config.ramp)
+        mask = soft_mask(spans, ops.abs(distance), config)
         exists = ops.logical_and(near, valid[:, None, :, None, :] > 0)
         exists = ops.logical_and(exists, mask > 0)
         logits = ops.where(exists, logits, LOG_ZERO)

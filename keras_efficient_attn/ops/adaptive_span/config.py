@@ -3,6 +3,7 @@
 import dataclasses
 
 from keras_efficient_attn.ops.common.checks import (
+    check_bool,
     check_positive_int,
     check_positive_number,
 )
@@ -19,14 +20,18 @@ class SpanConfig:
             keys and, if not causal, as many later ones.
         ramp: Positive number: positions over which the soft mask falls from 1 to 0.
             Defaults to 32.
+        include_self: Whether a query sees the key of its own position. Defaults to
+            `True`.
 
     Raises:
-        ValueError: If an argument is not positive.
+        ValueError: If a number is not positive, or `include_self` no boolean.
     """
 
     window: int
     ramp: float = RAMP
+    include_self: bool = True
 
     def __post_init__(self):
         check_positive_int("window", self.window)
         check_positive_number("ramp", self.ramp)
+        check_bool("include_self", self.include_self)

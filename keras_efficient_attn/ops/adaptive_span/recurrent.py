@@ -24,7 +24,7 @@ def attend_next(inputs, spans, position_key, state, seed, config, options):
     spans = ops.cast(spans, query.dtype)
     spans = spans[None, :, None] if len(spans.shape) == 1 else ops.swapaxes(spans, 1, 2)
     distance = ops.arange(config.window - 1, -1, -1, dtype="int32")
-    mask = soft_mask(spans, distance[None], config.ramp)
+    mask = soft_mask(spans, distance[None], config)
     allowed = ops.logical_and(valid[:, None, None] > 0, mask > 0)
     logits = ops.log(ops.where(mask > 0, mask, 1.0))
     if position_key is not None:

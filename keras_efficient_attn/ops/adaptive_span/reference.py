@@ -23,7 +23,7 @@ def reference_attention(inputs, spans, position_key, config, options):
             by_query = by_query[None, None]
         # (batch or 1, heads, queries or 1)
         by_query = ops.swapaxes(by_query, 1, 2)
-        mask = ops.where(near, soft_mask(by_query, distance, config.ramp), 0.0)
+        mask = ops.where(near, soft_mask(by_query, distance, config), 0.0)
         query = query * options.scale
         logits = dense_products(query, key)
         if position_key is not None:

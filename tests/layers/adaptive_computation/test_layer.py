@@ -115,6 +115,16 @@ def test_outputs_and_statistics_are_those_of_the_definition():
         np.testing.assert_allclose(to_numpy(layer.losses[0]), cost, rtol=1e-5)
 
 
+def test_the_cost_of_the_paper_is_a_sum_over_the_sequence():
+    layer, x = make_layer(ponder_reduction="sum"), inputs()
+    mask = np.arange(LENGTH) < np.array([LENGTH, 2])[: len(x), None]
+    _, statistics = dense(layer, x, mask)
+    ponder = statistics["steps"] + statistics["remainders"]
+    layer(x, mask=mask)
+    expected = 0.01 * ponder.sum(1).mean()
+    np.testing.assert_allclose(to_numpy(layer.losses[0]), expected, rtol=1e-5)
+
+
 def test_gradient_of_the_ponder_cost():
     """−ponder_cost / positions for each hₙ with n < N, and 0 for the last."""
     layer, x = make_layer(), inputs()

@@ -52,6 +52,16 @@ def assert_as_defined(layer, x):
     np.testing.assert_allclose(output, expected(layer, x), rtol=1e-4, atol=1e-5)
 
 
+def test_a_query_without_its_own_position_sees_earlier_ones():
+    layer, x = make(include_self=False, initial_span=3), inputs()
+    assert_as_defined(layer, x)
+    # The first query sees nothing: what is left is the offset of the output.
+    output = to_numpy(layer(x, x, use_causal_mask=True))
+    bias = np.broadcast_to(layer.get_weights()[-1], output[:, 0].shape)
+    assert [w.path for w in layer.weights][-1].endswith("bias")
+    np.testing.assert_allclose(output[:, 0], bias, atol=1e-6)
+
+
 # Spans learn.
 
 
@@ -310,6 +320,7 @@ def test_the_plot_has_a_point_for_each_head(tmp_path):
         ({"ramp": 0}, "ramp=0"),
         ({"initial_span": 201}, "initial_span=201"),
         ({"initial_span": -1}, "initial_span=-1"),
+        ({"include_self": 0}, "include_self=0"),
         ({"penalty": -1e-6}, "penalty=-1e-06"),
         ({"dynamic": 1}, "dynamic=1"),
         ({"relative_positions": "learned"}, "relative_positions='learned'"),

@@ -60,6 +60,16 @@ def test_a_memory_is_read_as_the_double_loop_does(options):
     np.testing.assert_array_equal(to_numpy(state["memory"]), x[:, 6:])
 
 
+def test_queries_of_the_same_length_see_as_many_keys_as_the_memory_has():
+    """As the authors' code: of 4 positions, the query's own is one."""
+    layer, x = make(memory_length=4, same_length=True), text(10)
+    changed = x.copy()
+    changed[:, 3] += 1
+    first, second = (to_numpy(layer(t, t, use_causal_mask=True)) for t in (x, changed))
+    differs = (np.abs(first - second) > 1e-6).any((0, 2))
+    assert differs.tolist() == [3 <= position < 7 for position in range(10)]
+
+
 def test_empty_slots_are_not_seen():
     layer, x = make(memory_length=6), text(3)
     output, state = read(layer, x, layer.get_initial_state(BATCH))
@@ -220,6 +230,7 @@ def test_symbolic_calls_fold_axes_and_check_the_memory():
         ({"memory_length": 2.5}, "memory_length=2.5"),
         ({"clamp_length": 0}, "clamp_length=0"),
         ({"same_length": 8}, "same_length=8"),
+        ({"same_length": True, "memory_length": 0}, "memory_length=0"),
         ({"biases": "none"}, "biases='none'"),
         ({"biases": PositionBiases(3, 4)}, "num_heads=3"),
     ],

@@ -63,6 +63,9 @@ class AdaptiveSpan(PatternAttention):
             later ones. Defaults to 1,024.
         ramp: Positive number: positions over which the mask falls to 0; a head sees
             as many at least. Defaults to 32.
+        include_self: Whether a query sees its own position. `False` is the paper's: a
+            query sees earlier positions (and, if not causal, later ones), and one that
+            sees none gets zeros. Defaults to `True`.
         initial_span: Number of positions from 0 to `max_span`. Defaults to 0. A
             dynamic span starts from `max_span · σ(-4)` to `max_span · σ(4)`.
         penalty: Number of at least 0: the loss has `penalty · z`, averaged over heads
@@ -118,6 +121,7 @@ class AdaptiveSpan(PatternAttention):
         *args,
         max_span=MAX_SPAN,
         ramp=RAMP,
+        include_self=True,
         initial_span=0,
         penalty=PENALTY,
         dynamic=False,
@@ -128,6 +132,7 @@ class AdaptiveSpan(PatternAttention):
         super().__init__(*args, **kwargs)
         self.max_span = max_span
         self.ramp = ramp
+        self.include_self = include_self
         self.initial_span = initial_span
         self.penalty = penalty
         self.dynamic = dynamic
@@ -258,6 +263,7 @@ class AdaptiveSpan(PatternAttention):
             spans,
             window=self.window,
             ramp=self.ramp,
+            include_self=self.include_self,
             position_key=position_key,
             **arguments,
         )
@@ -274,6 +280,7 @@ class AdaptiveSpan(PatternAttention):
             **super().get_config(),
             "max_span": self.max_span,
             "ramp": self.ramp,
+            "include_self": self.include_self,
             "initial_span": self.initial_span,
             "penalty": self.penalty,
             "dynamic": self.dynamic,
@@ -353,6 +360,7 @@ class AdaptiveSpan(PatternAttention):
                     f"`{argument}` must be a number, {kind}. Received: "
                     f"{argument}={received!r}"
                 )
+        check_bool("include_self", self.include_self)
         check_bool("dynamic", self.dynamic)
         if self.relative_positions != "shared":
             check_bool("relative_positions", self.relative_positions)
