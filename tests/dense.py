@@ -680,7 +680,9 @@ def reformer_heads(
                 cut_aligned = aligned
             else:
                 rounds, cut_aligned = [np.zeros(length, int)], True
-            seen = lsh_visible(rounds, kept[b], layer.bucket_size, cut_aligned)
+            across = layer.across_buckets and not cut_aligned
+            cut = (layer.bucket_size, cut_aligned, across)
+            seen = lsh_visible(rounds, kept[b], *cut)
             scale = dim**-0.5 if layer.scale_logits else 1.0
             weights[b, h] = shared_weights(key[b, :, h], seen, kept[b], causal, scale)
     return np.einsum("bhts,bshv->bthv", weights, value), weights
@@ -696,11 +698,16 @@ def angular_buckets(x, rotations, factors):
     return bucket
 
 
-def lsh_visible(rounds, kept, chunk_size, aligned):
-    """Which keys each position finds, from lists of positions cut into chunks."""
+def lsh_visible(rounds, kept, chunk_size, aligned, across):
+    """Which keys each position finds, from lists of positions cut into chunks.
+
+    `across`: those of all buckets in its chunk and the one before, cyclically.
+    """
     length = len(kept)
     seen = np.zeros((length, length), bool)
     for buckets in rounds:
+        buckets = np.asarray(buckets)
+        found = np.zeros_like(seen)
         order = sorted((buckets[t], t) for t in range(length) if kept[t])
         if aligned:
             lists = [[t for b, t in order if b == c] for c in set(buckets)]
@@ -712,9 +719,12 @@ def lsh_visible(rounds, kept, chunk_size, aligned):
                 for i in range(0, len(positions), chunk_size)
             ]
             for i, chunk in enumerate(chunks):
-                before = chunks[i - 1] if i or not aligned else []
-                seen[np.ix_(chunk, chunk)] = True
-                seen[np.ix_(chunk, before)] = True
+                before = chunks[i - 1] if i or across else []
+                found[np.ix_(chunk, chunk)] = True
+                found[np.ix_(chunk, before)] = True
+        if not across:
+            found &= buckets[:, None] == buckets
+        seen |= found
     return seen
 
 

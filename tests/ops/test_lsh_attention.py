@@ -22,26 +22,36 @@ def arrays(length=LENGTH, rounds=ROUNDS, buckets=BUCKETS, seed=0):
     return query.astype("float32"), value.astype("float32"), ids
 
 
-def expected_output(query, value, buckets, kept, chunk_size, causal, aligned, scale):
+def expected_output(
+    query, value, buckets, kept, chunk_size, causal, aligned, across=False, scale=1.0
+):
     output = np.zeros(value.shape)
     for b in range(len(query)):
         for h in range(query.shape[2]):
-            seen = dense.lsh_visible(buckets[b, h], kept[b], chunk_size, aligned)
+            cut = (chunk_size, aligned, across)
+            seen = dense.lsh_visible(buckets[b, h], kept[b], *cut)
             x = query[b, :, h].astype("float64")
             weights = dense.shared_weights(x, seen, kept[b], causal, scale)
             output[b, :, h] = weights @ value[b, :, h]
     return output
 
 
-@pytest.mark.parametrize("aligned", [False, True])
+CUTS = [
+    dict(aligned=False, across=False),
+    dict(aligned=True, across=False),
+    dict(aligned=False, across=True),
+]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])
 def test_all_rounds_together_are_dense_attention_over_their_union(
-    implementation, causal, aligned
+    implementation, causal, cut
 ):
     query, value, buckets = arrays()
     kept = np.random.default_rng(1).random((BATCH, LENGTH)) > 0.3
-    options = dict(chunk_size=3, causal=causal, aligned=aligned, scale=0.7)
+    options = dict(chunk_size=3, causal=causal, scale=0.7)
     output, _ = lsh_attention(
         query,
         value,
@@ -49,9 +59,11 @@ def test_all_rounds_together_are_dense_attention_over_their_union(
         num_buckets=BUCKETS,
         key_mask=kept,
         implementation=implementation,
+        aligned=cut["aligned"],
+        across_buckets=cut["across"],
         **options,
     )
-    expected = expected_output(query, value, buckets, kept, **options)
+    expected = expected_output(query, value, buckets, kept, **options, **cut)
     np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -59,7 +71,13 @@ def test_all_rounds_together_are_dense_attention_over_their_union(
 def test_two_chunks_are_dense_attention_whatever_the_hash(causal):
     query, value, buckets = arrays(length=12)
     output, _ = lsh_attention(
-        query, value, buckets, num_buckets=BUCKETS, chunk_size=6, causal=causal
+        query,
+        value,
+        buckets,
+        num_buckets=BUCKETS,
+        chunk_size=6,
+        causal=causal,
+        across_buckets=True,
     )
     everything, kept = np.ones((12, 12), bool), np.ones(12, bool)
     for b in range(BATCH):
@@ -109,7 +127,7 @@ def test_chunks_that_run_on_across_buckets_let_the_future_through():
     moved[..., -1] = 1
     outputs = [
         to_numpy(
-            lsh_attention(query, value, ids, num_buckets=2, chunk_size=1, causal=True)[
+            lsh_attention(query, value, ids, num_buckets=2, chunk_size=2, causal=True)[
                 0
             ]
         )
@@ -126,11 +144,15 @@ def test_sort_keys_have_all_of_32_bits(implementation):
     num_buckets = 178_956_968
     spread = buckets * ((num_buckets - 1) // (BUCKETS - 1))
     spread = np.where(buckets == BUCKETS - 1, num_buckets - 1, spread)
-    options = dict(chunk_size=3, key_mask=kept, implementation=implementation)
+    options = dict(
+        chunk_size=3, across_buckets=True, key_mask=kept, implementation=implementation
+    )
     output, _ = lsh_attention(
         query, value, spread.astype("int32"), num_buckets=num_buckets, **options
     )
-    expected = expected_output(query, value, buckets, kept, 3, False, False, 1.0)
+    expected = expected_output(
+        query, value, buckets, kept, 3, False, False, across=True
+    )
     np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="num_buckets=178956969"):
         lsh_attention(query, value, buckets, num_buckets=num_buckets + 1, **options)
@@ -149,7 +171,7 @@ def test_chunks_of_many_buckets_are_told_apart():
     expected = expected_output(query, value, buckets, kept, **options, scale=1.0)
     np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
     query, value, buckets = arrays(length=1)
-    with pytest.raises(ValueError, match="num_buckets=16777216, aligned=True"):
+    with pytest.raises(ValueError, match="num_buckets=16777216, across_buckets=False"):
         lsh_attention(query, value, buckets, num_buckets=2**24, **options)
 
 

@@ -44,10 +44,10 @@ class ReformerLSHAttention(EfficientAttention):
 
     divided by the sum of the weights. In each of `num_hashes` rounds, with rotations R
     of their own, positions are sorted by bucket and cut into chunks of `bucket_size`,
-    and see their chunk and the one before. A key found in several rounds counts once:
-    the output is exactly softmax attention over all that was found. A position sees
-    itself only where it sees nothing else. Work grows with length · `num_hashes` ·
-    `bucket_size`, and the sort with length · log(length).
+    and see those of their bucket in their chunk and the one before. A key found in
+    several rounds counts once: the output is exactly softmax attention over all that
+    was found. A position sees itself only where it sees nothing else. Work grows with
+    length · `num_hashes` · `bucket_size`, and the sort with length · log(length).
 
     **Causality.** Where chunks run on across buckets, as published, whose chunk a
     position is in depends on later positions, and a causal mask inside the chunks does
@@ -81,6 +81,9 @@ class ReformerLSHAttention(EfficientAttention):
             have. Defaults to 8, or `num_hashes` if that is more.
         aligned: Whether each bucket starts a chunk. Defaults to `None`: if
             `use_causal_mask` is set.
+        across_buckets: Whether, where chunks are not aligned, positions see all of
+            their chunk and the one before, other buckets too. Defaults to `False`: the
+            paper's formula, their own bucket.
         scale_logits: Whether logits are divided by `√key_dim`, as in the paper's text;
             `False` is the scale of the authors' code. Defaults to `True`.
         num_local_heads: How many heads, the last ones, see the nearest positions
@@ -131,6 +134,7 @@ class ReformerLSHAttention(EfficientAttention):
         num_buckets=32,
         max_hashes=None,
         aligned=None,
+        across_buckets=False,
         scale_logits=True,
         num_local_heads=0,
         dense_length=None,
@@ -144,6 +148,7 @@ class ReformerLSHAttention(EfficientAttention):
         self.num_buckets = tuple(num_buckets) if several else num_buckets
         self.max_hashes = max_hashes
         self.aligned = aligned
+        self.across_buckets = across_buckets
         self.scale_logits = scale_logits
         self.num_local_heads = num_local_heads
         self.dense_length = dense_length
@@ -288,6 +293,7 @@ class ReformerLSHAttention(EfficientAttention):
                 chunk_size=self.bucket_size,
                 causal=call.causal,
                 aligned=aligned,
+                across_buckets=self.across_buckets and not aligned,
                 key_mask=call.key_mask,
                 state=state,
                 scale=self._scale,
@@ -429,6 +435,12 @@ class ReformerLSHAttention(EfficientAttention):
                 f"Received: num_buckets={self.num_buckets!r}"
             )
         check_bool("aligned", self.aligned, optional=True)
+        check_bool("across_buckets", self.across_buckets)
+        if self.aligned and self.across_buckets:
+            raise ValueError(
+                "Aligned chunks hold one bucket: `across_buckets` and `aligned` "
+                "exclude each other. Received: across_buckets=True, aligned=True"
+            )
         check_bool("scale_logits", self.scale_logits)
         local = self.num_local_heads
         if not is_int(local) or not 0 <= local < self._num_heads:
@@ -445,6 +457,7 @@ class ReformerLSHAttention(EfficientAttention):
             "num_buckets": self.num_buckets,
             "max_hashes": self.max_hashes,
             "aligned": self.aligned,
+            "across_buckets": self.across_buckets,
             "scale_logits": self.scale_logits,
             "num_local_heads": self.num_local_heads,
             "dense_length": self.dense_length,

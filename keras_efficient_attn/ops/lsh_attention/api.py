@@ -25,6 +25,7 @@ def lsh_attention(
     chunk_size,
     causal=False,
     aligned=False,
+    across_buckets=False,
     key_mask=None,
     state=None,
     scale=1.0,
@@ -40,8 +41,8 @@ def lsh_attention(
 
     divided by the sum of the weights; a position that sees no other has its own value.
     In each round positions are sorted by bucket, and by position within a bucket, and
-    cut into chunks; a position sees its own chunk and the one before it. A key that is
-    seen in several rounds counts once.
+    cut into chunks; a position sees the positions of its bucket in its own chunk and
+    the one before it. A key that is seen in several rounds counts once.
 
     Args:
         query: `(batch, length, heads, dim)`.
@@ -50,11 +51,12 @@ def lsh_attention(
         num_buckets: Number of buckets.
         chunk_size: Positions of a chunk.
         causal: Whether position `t` sees `0..t` only. Defaults to `False`.
-        aligned: Whether each bucket starts a chunk, and chunks see those of the same
-            bucket only: up to `length + num_buckets · chunk_size` slots instead of
-            `length`, and no position's chunk depends on later positions. Otherwise
-            chunks hold several buckets, all of which see each other, and the first
-            has the last before it. Defaults to `False`.
+        aligned: Whether each bucket starts a chunk: up to `length + num_buckets ·
+            chunk_size` slots instead of `length`, and no position's chunk depends on
+            later positions. Defaults to `False`: chunks run on across buckets.
+        across_buckets: Whether positions see all of both chunks, other buckets too,
+            and those of the first chunk the last one. Not if `aligned`. Defaults to
+            `False`.
         key_mask: Optional boolean `(batch, length)`: hidden positions stand in no
             chunk, see nothing, and give zeros.
         state: Optional state, from `lsh_attention_state` or the previous segment's
@@ -78,7 +80,7 @@ def lsh_attention(
         - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
     """
     query, value, buckets = map(ops.convert_to_tensor, (query, value, buckets))
-    config = LSHConfig(num_buckets, chunk_size, causal, aligned, scale)
+    config = LSHConfig(num_buckets, chunk_size, causal, aligned, across_buckets, scale)
     if isinstance(query.shape[1], int):
         config.check_length(query.shape[1])
     if state is not None and not (causal and aligned):

@@ -45,8 +45,7 @@ def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
     floats = heads * rounds * (6 * chunk_size + 2 * (dim + (value.shape[-1] or dim)))
     # Larger tiles where operations run one by one, and each has its cost.
     floats = max(1, floats // pick(1, torch=TORCH_TILES))
-    cut = (config.num_buckets, chunk_size, config.aligned)
-    layout = make_layout(buckets, kept, *cut, floats)
+    layout = make_layout(buckets, kept, config, chunk_size, floats)
     table = ops.concatenate([query, value], axis=-1)
     table = ops.concatenate(
         [ops.transpose(table, (0, 2, 1, 3)), _ids(layout, length + 1, query.dtype)],

@@ -21,30 +21,30 @@ Attributes:
         where a slot is empty.
     last_token: `(batch, heads, rounds, chunk_size)`, of the last chunk with any.
     slot: `(batch, heads, rounds, length)`, the slot of a position; 0 if it is hidden.
-    code: `(batch, heads, rounds, length)`, a number for the chunk that a position is
-        in; -1 if it is hidden.
-    before: The code of the chunk before, whose keys a position sees too; no chunk has
+    code: `(batch, heads, rounds, length)`, a number for the part of a chunk that a
+        position is in, and sees; -1 if it is hidden.
+    before: The code of the part of the chunk before that a position sees too; none has
         the code where there is none.
     chunks_in_tile: Chunks that are computed at once.
     tiles: How often.
 """
 
 
-def make_layout(buckets, kept, num_buckets, chunk_size, aligned, floats_per_position):
+def make_layout(buckets, kept, config, chunk_size, floats_per_position):
     """Sorts positions by bucket, and cuts them into chunks.
 
     Args:
-        buckets: Integers `(batch, heads, rounds, length)`, below `num_buckets`.
+        buckets: Integers `(batch, heads, rounds, length)`, below the number of buckets.
         kept: Boolean `(batch, length)`; the others are hidden: they have a bucket of
             their own, behind all others, which is left out. The last position has to
             be hidden.
-        num_buckets: Number of buckets.
-        chunk_size: Slots of a chunk.
-        aligned: Whether each bucket starts a chunk. Then no position's chunk depends
-            on later positions, and the chunk before is of the same bucket.
-            Otherwise chunks run on across buckets, and the last is before the first.
+        config: `LSHConfig`. Where it is `aligned`, no position's chunk depends on later
+            positions. Otherwise chunks run on across buckets; where those see each
+            other, the last chunk is before the first.
+        chunk_size: Slots of a chunk, up to that of `config`.
         floats_per_position: Floats that a position takes in a step.
     """
+    num_buckets, aligned = config.num_buckets, config.aligned
     batch, heads, rounds, length = shape_of(buckets)
     kept = kept[:, None, None, :]
     bucket = ops.where(kept, buckets, num_buckets)
@@ -68,10 +68,13 @@ def make_layout(buckets, kept, num_buckets, chunk_size, aligned, floats_per_posi
     chunk = within // chunk_size
     start = ops.take_along_axis(first, own, axis=-1)
     slot = start * chunk_size + within
-    # Between two buckets, a code of no chunk: the code before a bucket's first.
-    code = start + chunk + own + 1
+    code = start + chunk + 1
+    if not config.across_buckets:
+        # A code for each bucket's part of a chunk. Between two buckets, a code of none:
+        # the one before a bucket's first part.
+        code = code + 2 * bucket
     before = code - 1
-    if not aligned:
+    if config.across_buckets:
         wraps = ops.logical_and(chunk == 0, chunks > 1)
         before = ops.where(wraps, chunks, before)
 

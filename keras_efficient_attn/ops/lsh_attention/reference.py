@@ -21,12 +21,12 @@ def visible_pairs(buckets, kept, config):
     chunk = ops.sum(ops.cast(ahead, "int32"), axis=-1) // config.chunk_size
     query_chunk, key_chunk = chunk[..., :, None], chunk[..., None, :]
     near = ops.logical_or(query_chunk == key_chunk, query_chunk == key_chunk + 1)
-    if config.aligned:
-        near = ops.logical_and(near, same)
-    else:
+    if config.across_buckets:
         last = ops.max(ops.where(kept[:, None, None], chunk, 0), axis=-1)
         wraps = ops.logical_and(query_chunk == 0, key_chunk == last[..., None, None])
         near = ops.logical_or(near, wraps)
+    else:
+        near = ops.logical_and(near, same)
     seen = ops.any(near, axis=2)
     seen = ops.logical_and(seen, kept[:, None, :, None])
     seen = ops.logical_and(seen, kept[:, None, None, :])

@@ -72,6 +72,7 @@ def test_the_number_of_rounds_is_that_of_the_call():
         (dict(num_local_heads=1, num_buckets=(2, 4), scale_logits=False), True),
         (dict(aligned=True, num_hashes=1), False),
         (dict(aligned=False, num_hashes=3), True),
+        (dict(across_buckets=True, num_local_heads=1), False),
     ],
     ids=str,
 )
@@ -182,6 +183,8 @@ def test_dropout_leaves_the_expected_output():
         ({"num_buckets": 32.0}, r"num_buckets=32\.0"),
         ({"num_buckets": None}, "num_buckets=None"),
         ({"aligned": "yes"}, "aligned='yes'"),
+        ({"across_buckets": 1}, "across_buckets=1"),
+        ({"across_buckets": True, "aligned": True}, "across_buckets=True"),
         ({"scale_logits": None}, "scale_logits=None"),
         ({"num_local_heads": 2}, "num_local_heads=2"),
         ({"num_local_heads": True}, "num_local_heads=True"),
