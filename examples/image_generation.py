@@ -13,8 +13,10 @@ CIFAR-10, which is downloaded. `--data periodic` and `--data text` show which sp
 pattern suits which data: rows that repeat themselves, or text, which does not.
 
 Names of attention: local2d (rectangles of a quarter of the image, and a quarter
-around), local1d (two rows), strided and fixed (with the length of a row for a stride),
-softmax; or any layer of this package with options of its constructor.
+around), local2d-blocks (the same, and images grow rectangle by rectangle, as in Image
+Transformer, instead of row by row), local1d (two rows), strided and fixed (with the
+length of a row for a stride), softmax; or any layer of this package with options of its
+constructor.
 """
 
 import sys
@@ -29,7 +31,8 @@ def parse_arguments(argv):
     add("--data", choices=SOURCES, default="digits")
     parser.add_attention(
         ["local2d", "strided", "fixed", "softmax"],
-        "local2d, local1d, strided, fixed, softmax, or a layer with options",
+        "local2d, local2d-blocks, local1d, strided, fixed, softmax, or a layer with "
+        "options",
     )
     add("--size", type=positive, default=16, help="rows and columns of a patch")
     add("--levels", type=positive, default=32, help="levels of brightness, up to 256")
@@ -52,12 +55,13 @@ def main(arguments):
         make_folder(arguments.out)
     data = load(arguments.data, arguments.size, arguments.levels, arguments.seed)
     # This imports Keras, which reads the backend once.
-    from images.model import make_model, train_and_measure
+    from images.model import make_model, order_of, train_and_measure
 
     names = list(dict.fromkeys(arguments.attention))
     try:
         for name in names:
             make_model(name, data, arguments)
+            order_of(name, data)
     except ValueError as error:
         raise UsageError(f"--attention {name}: {error}") from error
     print(
@@ -79,7 +83,7 @@ def main(arguments):
 
 def write_pictures(model, name, data, arguments):
     """Samples, and completions under the images that they complete; returns paths."""
-    from images.model import complete
+    from images.model import complete, order_of
     from images.pictures import write
 
     stem = "".join(c if c.isalnum() else "_" for c in name)
@@ -88,9 +92,9 @@ def write_pictures(model, name, data, arguments):
     ]
     originals = data.test[: arguments.samples]
     upper = originals[:, : data.length // 2]
-    seed = arguments.seed
-    write(paths[0], [complete(model, upper[:, :0], data, seed)], data)
-    write(paths[1], [originals, complete(model, upper, data, seed)], data)
+    rest = data, order_of(name, data), arguments.seed
+    write(paths[0], [complete(model, upper[:, :0], *rest)], data)
+    write(paths[1], [originals, complete(model, upper, *rest)], data)
     return paths
 
 

@@ -1,5 +1,6 @@
 """Trains a model of images, measures it and samples from it."""
 
+import dataclasses
 import math
 
 import keras
@@ -14,7 +15,7 @@ from keras_efficient_attn.models import (
 )
 from step_clock import StepClock
 
-NAMES = ("local2d", "local1d", "strided", "fixed", "softmax")
+NAMES = ("local2d", "local2d-blocks", "local1d", "strided", "fixed", "softmax")
 
 
 def attention_name(name, images):
@@ -23,14 +24,44 @@ def attention_name(name, images):
     Strides and blocks are the rows of the image; other names stay as they are.
     """
     rows, columns = images.rows, images.columns
-    height, width = max(1, rows // 4), max(1, columns // 4)
+    height, width = rectangle(images)
+    local2d = (
+        f"local:query_block=({height},{width}),memory=({height},{width}),"
+        f"grid=({rows},{columns})"
+    )
     return {
-        "local2d": f"local:query_block=({height},{width}),memory=({height},{width}),"
-        f"grid=({rows},{columns})",
+        "local2d": local2d,
+        "local2d-blocks": f"{local2d},order=block",
         "local1d": f"local:query_block={columns},memory={columns}",
         "strided": f"sparse:pattern=strided,stride={columns}",
         "fixed": f"sparse:pattern=fixed,stride={columns},summary={max(1, width // 2)}",
     }.get(name, name)
+
+
+def rectangle(images):
+    """Rows and columns of a query block: a quarter of the image's."""
+    return max(1, images.rows // 4), max(1, images.columns // 4)
+
+
+def order_of(name, images):
+    """The values of an image in the order in which a model reads them, as indices.
+
+    Row by row; `"local2d-blocks"`: rectangle by rectangle, as Image Transformer does.
+
+    Raises:
+        ValueError: If rectangles do not divide the image.
+    """
+    order = np.arange(images.length)
+    if name != "local2d-blocks":
+        return order
+    height, width = rectangle(images)
+    if images.rows % height or images.columns % width:
+        raise ValueError(
+            f"rectangles of {height} x {width} do not divide the image; received "
+            f"{images.rows} x {images.columns} values"
+        )
+    order = order.reshape(images.rows // height, height, -1, width)
+    return order.transpose(0, 2, 1, 3).ravel()
 
 
 def make_model(name, images, arguments):
@@ -76,6 +107,10 @@ def train_and_measure(name, images, arguments):
     """
     keras.utils.set_random_seed(arguments.seed)
     model = make_model(name, images, arguments)
+    order = order_of(name, images)
+    images = dataclasses.replace(
+        images, train=images.train[:, order], test=images.test[:, order]
+    )
     clock = StepClock()
     model.fit(
         batches(images, arguments.batch, arguments.seed),
@@ -99,13 +134,15 @@ def train_and_measure(name, images, arguments):
     }
 
 
-def complete(model, beginnings, images, seed):
+def complete(model, beginnings, images, order, seed):
     """Images that begin as given, sampled on from there value by value.
 
     Args:
         model: From `train_and_measure`.
-        beginnings: Integers `(batch, given)`; none given makes whole images.
+        beginnings: Integers `(batch, given)`, the values before the others in the order
+            of the model too; none given makes whole images.
         images: What the model was trained on.
+        order: From `order_of`.
         seed: Of the draws.
 
     Returns:
@@ -115,7 +152,7 @@ def complete(model, beginnings, images, seed):
     model.compile(sampler=sampler)
     batch, given = beginnings.shape
     tokens = np.full((batch, images.length + 1), images.levels, "int32")
-    tokens[:, 1 : 1 + given] = beginnings
+    tokens[:, 1 : 1 + given] = beginnings[:, order[:given]]
     mask = np.zeros_like(tokens)
     mask[:, : 1 + given] = 1
     generated = model.generate(
@@ -123,4 +160,4 @@ def complete(model, beginnings, images, seed):
     )
     values = np.asarray(generated["token_ids"])[:, 1:]
     # The token before an image is no value.
-    return np.minimum(values, images.levels - 1)
+    return np.minimum(values, images.levels - 1)[:, np.argsort(order)]

@@ -54,6 +54,45 @@ def test_it_learns_and_draws(tmp_path, capsys):
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_images_grow_rectangle_by_rectangle_as_the_layer_has_it():
+    from images import model
+    from keras_efficient_attn.layers import get_attention
+
+    images = data.digits()
+    order = model.order_of("local2d-blocks", images)
+    assert order[:6].tolist() == [0, 1, 8, 9, 2, 3]
+    name = model.attention_name("local2d-blocks", images)
+    layer = get_attention(name, num_heads=1, key_dim=2)
+    grid = np.arange(64, dtype="float32").reshape(1, 8, 8, 1)
+    image = layer._axes_of(4).to_sequence(grid)
+    np.testing.assert_array_equal(np.ravel(image), order)
+
+
+def test_what_is_given_stays_where_it_is():
+    from images import model
+
+    class Counts:
+        """Generates 1, 2, 3, … after what is given."""
+
+        def compile(self, sampler):
+            pass
+
+        def generate(self, inputs, stop_token_ids):
+            tokens, mask = inputs["token_ids"], inputs["padding_mask"]
+            new = np.where(mask == 1, tokens, 1 + np.arange(tokens.shape[1]))
+            return {"token_ids": new}
+
+    images = data.digits()
+    images.levels = 100
+    order = model.order_of("local2d-blocks", images)
+    given = images.test[:2, :32]
+    completed = model.complete(Counts(), given, images, order, seed=0)
+    np.testing.assert_array_equal(completed[:, :32], given)
+    # The first rectangle of the lower half is the 33rd to 36th value that is drawn.
+    lower = completed.reshape(2, 8, 8)[:, 4:]
+    np.testing.assert_array_equal(lower[0, :2, :2], [[34, 35], [36, 37]])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
