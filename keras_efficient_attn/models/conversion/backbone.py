@@ -21,7 +21,10 @@ from keras_efficient_attn.models.conversion.layer_search import (
 )
 from keras_efficient_attn.models.conversion.lora import hide_adapter_weights
 from keras_efficient_attn.models.conversion.plan import plan_conversion
-from keras_efficient_attn.models.conversion.specification import with_window
+from keras_efficient_attn.models.conversion.specification import (
+    is_pattern,
+    with_window,
+)
 from keras_efficient_attn.models.conversion.trace import trace
 from keras_efficient_attn.models.conversion.weights import copy_weights
 from keras_efficient_attn.models.conversion.window_search import (
@@ -81,6 +84,9 @@ def convert_backbone(
             `use_bias`, initialisers, `dtype`, …) is not read of a layer and a
             configuration. By name, `qk_norm` is `False` unless it is named. Or a list
             of these, one for each layer that is replaced, in the order of the model.
+            Or a pattern that is repeated over the layers, a dict of names to numbers:
+            `{"local:window=128": 5, "full": 1}` replaces five layers, keeps the
+            softmax of the sixth, and so on.
         layers: Indices of the self-attention layers to replace, counted from 0
             through the model (in an encoder-decoder, encoder first); others keep
             softmax. `"auto"`: as many as the `budget` allows, those that do least
@@ -144,6 +150,11 @@ def convert_backbone(
     check_window_budget(window_budget, layers, calibrate)
     inputs = None if calibrate is None else batches(calibrate)
     automatic = isinstance(layers, str) and layers == "auto"
+    if automatic and is_pattern(attention):
+        raise ValueError(
+            "A pattern says which layers it replaces, and excludes layers='auto'. "
+            f"Received: attention={attention!r}"
+        )
     plan = plan_conversion(backbone, attention, None if automatic else layers)
     if automatic:
         return _within_budget(plan, inputs, budget)

@@ -13,6 +13,8 @@ from keras_efficient_attn.models.conversion.keras_internals import (
 )
 from keras_efficient_attn.models.conversion.sites import find_sites
 from keras_efficient_attn.models.conversion.specification import (
+    expand_pattern,
+    is_pattern,
     make_adapter,
     normalize_spec,
     specs_per_layer,
@@ -101,7 +103,8 @@ def plan_conversion(model, attention, layers=None):
     Args:
         model: A built model or layer.
         attention: As for `convert_backbone`.
-        layers: Indices of self-attention layers, or `None` for all.
+        layers: Indices of self-attention layers, or `None` for all; `None` for a
+            pattern, which says itself.
 
     Returns:
         A `ConversionPlan`.
@@ -111,8 +114,15 @@ def plan_conversion(model, attention, layers=None):
             a list of attentions has another length than the layers.
         TypeError: If `attention` is none.
     """
-    attention = normalize_spec(attention)
     sites = tuple(find_sites(model))
+    if is_pattern(attention):
+        if layers is not None:
+            raise ValueError(
+                "A pattern says which layers it replaces: `layers` must be None. "
+                f"Received: attention={attention!r}, layers={layers!r}"
+            )
+        attention, layers = expand_pattern(attention, len(sites))
+    attention = normalize_spec(attention)
     return ConversionPlan(model, sites, attention, _check_layers(layers, len(sites)))
 
 

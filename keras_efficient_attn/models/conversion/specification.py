@@ -8,7 +8,10 @@ from keras_efficient_attn.layers.attention.registry import (
     parse_attention,
     with_option,
 )
+from keras_efficient_attn.ops.common.checks import is_positive_int
 
+# The name, in a pattern, of layers that keep their softmax.
+FULL = "full"
 # The model decides these arguments, and not the specification.
 MODEL_ARGUMENTS = {
     *constructor_arguments(EfficientAttention),
@@ -28,6 +31,40 @@ def normalize_spec(attention):
     if isinstance(attention, list | tuple):
         return [_normalize_one(spec) for spec in attention]
     return _normalize_one(attention)
+
+
+def is_pattern(attention):
+    """Whether it is a dict of names to numbers of layers, and no configuration."""
+    return isinstance(attention, dict) and "class_name" not in attention
+
+
+def expand_pattern(pattern, count):
+    """The layers that a pattern replaces, and by what: `(attention, layers)`.
+
+    Args:
+        pattern: Dict of names to numbers of layers, in the order of the model, begun
+            again at its end. `"full"` layers keep their softmax.
+        count: Number of self-attention layers of the model.
+
+    Raises:
+        ValueError: If the pattern does not map names to positive integers, or replaces
+            no layer.
+    """
+    names = []
+    for name, number in pattern.items():
+        if not isinstance(name, str) or not is_positive_int(number):
+            raise ValueError(
+                "`attention`, as a pattern, must be a dict of names to positive "
+                f"integers. Received: attention={pattern!r}"
+            )
+        names += [name] * number
+    layers = [i for i in range(count) if names and names[i % len(names)] != FULL]
+    if not layers:
+        raise ValueError(
+            f"The pattern replaces none of the {count} self-attention layers. "
+            f"Received: attention={pattern!r}"
+        )
+    return [names[i % len(names)] for i in layers], layers
 
 
 def specs_per_layer(spec, count):

@@ -1,12 +1,11 @@
 """Triangular matrices: sums along sequences, and inverses."""
 
-import contextlib
-
 import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import backend_name, shape_of
 from keras_efficient_attn.ops.common.numerics import cumulative_sum
+from keras_efficient_attn.ops.common.plan import device_kind
 
 # Rows whose matrix is inverted.
 BLOCK = 16
@@ -28,8 +27,10 @@ def sums_after(x):
 
 
 def _sums(triangle, x):
-    """As a product: a TPU's compiler takes minutes for cumulative sums' gradients."""
-    with _all_digits():
+    """As a product, which a TPU does faster, with the digits of float32."""
+    import jax
+
+    with jax.default_matmul_precision("highest"):
         return ops.convert_to_tensor(triangle, x.dtype) @ x
 
 
@@ -39,23 +40,13 @@ def inverse_unit_lower(matrix):
     Args:
         matrix: `(..., n, n)`, zero on and above the diagonal; `n` is known.
     """
-    if backend_name() == "jax":
-        # On a CPU, JAX would call LAPACK, which is slower here, and which a model
-        # that was exported to TensorFlow does not find.
-        with _all_digits():
-            return _inverse_by_blocks(matrix)
+    if backend_name() == "jax" and device_kind() == "cpu":
+        # JAX would call LAPACK, which is slower here, and which a model that was
+        # exported to TensorFlow does not find.
+        return _inverse_by_blocks(matrix)
     identity = ops.eye(matrix.shape[-1], dtype=matrix.dtype)
     right = ops.broadcast_to(identity, shape_of(matrix))
     return ops.solve_triangular(identity + matrix, right, lower=True)
-
-
-@contextlib.contextmanager
-def _all_digits():
-    """Products on a TPU have the digits of float32, not of bfloat16."""
-    import jax
-
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def _inverse_by_blocks(matrix):

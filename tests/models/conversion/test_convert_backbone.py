@@ -139,6 +139,20 @@ def test_each_layer_may_have_another_attention(tmp_path):
     for layers, count in ((None, 2), ([1], 1)):
         with pytest.raises(ValueError, match=f"which are {count}. .* list of 3"):
             convert_backbone(backbone, ["local"] * 3, layers)
+    patterns = {
+        "none of the 2": {"full": 1},
+        "dict of names to positive integers": {"local:window=2": 0},
+        "must be a dict": {3: 1},
+    }
+    for message, pattern in patterns.items():
+        with pytest.raises(ValueError, match=message):
+            convert_backbone(backbone, pattern)
+    pattern = {"local:window=2": 1}
+    for layers in ([0], "auto"):
+        budget = dict(calibrate=families.inputs(backbone), budget=0.1)
+        budget = budget if layers == "auto" else {}
+        with pytest.raises(ValueError, match="says which layers"):
+            convert_backbone(backbone, pattern, layers, **budget)
     with pytest.raises(TypeError, match="attention=3"):
         convert_backbone(backbone, ["local", 3])
 

@@ -101,6 +101,14 @@ def test_tokens_are_those_of_whole_calls(name, attention, layers):
     assert_greedy(task, data, generated(task, data))
 
 
+def test_a_pattern_mixes_states_with_keys_and_values():
+    pattern = {"local:window=2": 2, "full": 1}
+    task = make_task("gpt2", pattern, num_layers=4)
+    assert task.backbone.attention_layers == [0, 1, 3]
+    data = prompts([2, 5, 3], starts=[0, 0, 2])
+    assert_greedy(task, data, generated(task, data))
+
+
 @pytest.mark.parametrize("layers", [None, [0, 3]])
 def test_a_decoder_with_an_encoder(layers):
     backbone = families.make("bart")
