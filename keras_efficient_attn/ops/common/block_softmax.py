@@ -61,7 +61,7 @@ def attend_blocks(
         `(values, totals, log_scale)` for `online_softmax.merge`, each of
         `(batch, blocks, size, heads, ...)`.
     """
-    fused = _fused_module(query, dropout, relative)
+    fused = fused_module(query, dropout, relative)
     if fused is not None:
         return fused.attend_blocks(query, key, value, valid, mask_fn, positions)
     batch, blocks, size, heads, dim = query.shape
@@ -167,7 +167,7 @@ def attend_shared(query, key, value, valid, mask_fn, positions, dropout=None):
     Returns:
         `(values, totals, log_scale)`, each of `(batch, length, heads, ...)`.
     """
-    fused = _fused_module(query, dropout)
+    fused = fused_module(query, dropout)
     if fused is not None:
         return fused.attend_shared(query, key, value, valid, mask_fn, positions)
     length, heads, dim = shape_of(query)[1], query.shape[2], query.shape[3]
@@ -221,7 +221,7 @@ def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
     Returns:
         `(values, totals, log_scale)`, each of `(batch, length, heads, ...)`.
     """
-    fused = _fused_module(query, dropout, relative)
+    fused = fused_module(query, dropout, relative)
     if fused is not None:
         return fused.attend_band(query, key, value, valid, mask_fn)
     before, after, period = mask_fn.before, mask_fn.after, mask_fn.period
@@ -256,7 +256,7 @@ def attend_recent(
         dropout: `(rate, seed)` or `None`.
         relative: As for `attend_near`.
     """
-    fused = _fused_module(query, dropout, relative)
+    fused = fused_module(query, dropout, relative)
     if fused is not None and isinstance(mask_fn, IntervalMask):
         return fused.attend_band(query, key, value, valid, mask_fn, start)
     reach, length = mask_fn.reach, shape_of(query)[1]
@@ -297,14 +297,16 @@ def merge_blocks(x):
     return ops.reshape(x, (batch, blocks * size, *tail))
 
 
-def _fused_module(query, dropout, relative=None):
-    """The module of PyTorch's kernel for CPUs, or `None` where it cannot compute.
+def fused_module(query, dropout=None, relative=None):
+    """The module of PyTorch's kernel for CPUs, or `None` where it cannot be used.
 
     `torch.compile` fuses operations by itself.
     """
     if backend_name() != "torch" or is_traced_by_torch():
         return None
-    if query.device.type != "cpu" or not (dropout is None and relative is None):
+    if query.device.type != "cpu" or not query.numel():
+        return None
+    if dropout is not None or relative is not None:
         return None
     from keras_efficient_attn.ops.common import fused_softmax_torch
 

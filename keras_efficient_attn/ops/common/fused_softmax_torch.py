@@ -89,6 +89,21 @@ def attend_shared(query, key, value, valid, mask_fn, positions):
     return _part(query, key, value, valid, cuts)
 
 
+def attend_weighted(query, key, value, log_weight):
+    """The part of a softmax over keys with weights of their own.
+
+    Args:
+        query: `(batch, length, heads, dim)`, scaled.
+        key, value: `(batch, keys, heads, dim)`, finite.
+        log_weight: `(batch, heads, keys)`, added to the logits; without a gradient.
+
+    Returns:
+        As `block_softmax.attend_shared`.
+    """
+    cut = _Cut(log_weight[:, :, None], (0, query.shape[1]), (0, key.shape[1]))
+    return _part(query, key, value, None, [cut])
+
+
 def _additive(mask, dtype):
     return torch.where(mask, 0.0, LOG_ZERO).to(dtype)
 
@@ -143,8 +158,15 @@ class _Cut:
         x = x.unfold(0, size, self.step)
         return x.transpose(2, 3) if x.ndim == 4 else x
 
+    def is_whole(self, query, key):
+        """Whether all queries see all keys in one block of each row."""
+        spans = (0, query.shape[1]), (0, key.shape[1])
+        return self.row is None and (self.queries, self.keys) == spans
+
     def full_mask(self, valid):
-        """The mask, with the keys that do not exist."""
+        """The mask, with the keys that do not exist, if there are any."""
+        if valid is None:
+            return self.mask
         valid = valid if valid.ndim == 3 else valid[..., None]
         exists = self.of(valid, self.keys)[:, :, None] > 0
         return self.mask if exists.all() else torch.where(exists, self.mask, LOG_ZERO)
@@ -164,19 +186,27 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, valid, cuts):
-        output, log_scale = torch.empty_like(query), query.new_empty(query.shape[:3])
-        for cut in cuts:
-            part, scale = _attend(
+        parts = (
+            _attend(
                 cut.of(query, cut.queries),
                 cut.of(key, cut.keys),
                 cut.of(value, cut.keys),
                 attn_mask=cut.full_mask(valid),
                 scale=1.0,
             )
-            cut.of(output, cut.queries).copy_(part)
-            cut.of(log_scale, cut.queries).copy_(scale)
+            for cut in cuts
+        )
+        ctx.whole, ctx.cuts = cuts[0].is_whole(query, key), cuts
+        if ctx.whole:
+            output, log_scale = (t.transpose(1, 2) for t in next(parts))
+        else:
+            output = torch.empty_like(query)
+            log_scale = query.new_empty(query.shape[:3])
+            for cut, part in zip(cuts, parts, strict=True):
+                for whole, piece in zip((output, log_scale), part, strict=True):
+                    cut.of(whole, cut.queries).copy_(piece)
         seen = _is_seen(log_scale)
-        ctx.all_seen, ctx.cuts = bool(seen.all()), cuts
+        ctx.all_seen = bool(seen.all())
         if not ctx.all_seen:
             output = torch.where(seen[..., None], output, 0.0)
         ctx.save_for_backward(query, key, value, valid, output, log_scale)
@@ -193,10 +223,8 @@ class _Attention(torch.autograd.Function):
             grad_output = torch.where(seen[..., None], grad_output, 0.0)
         if grad_scale is not None:
             output = _with_gradient_of_scale(output, grad_output, grad_scale)
-        grad_query = torch.empty_like(query)
-        grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
-        for cut in ctx.cuts:
-            of_query, *of_keys = _attend_backward(
+        parts = (
+            _attend_backward(
                 cut.of(grad_output, cut.queries),
                 cut.of(query, cut.queries),
                 cut.of(key, cut.keys),
@@ -208,10 +236,16 @@ class _Attention(torch.autograd.Function):
                 attn_mask=cut.full_mask(valid),
                 scale=1.0,
             )
-            cut.of(grad_query, cut.queries).copy_(of_query)
-            for grad, piece in zip((grad_key, grad_value), of_keys, strict=True):
-                cut.add(grad, piece)
-        return grad_query, grad_key, grad_value, None, None
+            for cut in ctx.cuts
+        )
+        if ctx.whole:
+            return *(t.transpose(1, 2) for t in next(parts)), None, None
+        grad_query, *grads = map(torch.zeros_like, (query, key, value))
+        for cut, (piece, *pieces) in zip(ctx.cuts, parts, strict=True):
+            cut.of(grad_query, cut.queries).copy_(piece)
+            for grad, of_keys in zip(grads, pieces, strict=True):
+                cut.add(grad, of_keys)
+        return grad_query, *grads, None, None
 
 
 def _with_gradient_of_scale(output, grad_output, grad_scale):
