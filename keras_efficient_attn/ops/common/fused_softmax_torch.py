@@ -40,14 +40,8 @@ def attend_band(query, key, value, valid, mask_fn, start=None):
         size, wide = min(block, length - first), last_key - first_key
         i = start + first + torch.arange(size)[:, None]
         j = start - earlier + first_key + torch.arange(wide)
-        return _Cut(
-            _additive(mask_fn(i, j)[None, None], query.dtype),
-            (first, size),
-            (first_key, wide),
-            block,
-            count,
-            row,
-        )
+        mask = _mask(mask_fn(i, j)[None, None], query.dtype)
+        return _Cut(*mask, (first, size), (first_key, wide), block, count, row)
 
     blocks = -(-length // block)
     # Blocks whose keys all exist have the same mask.
@@ -64,28 +58,31 @@ def attend_band(query, key, value, valid, mask_fn, start=None):
 
 def attend_blocks(query, key, value, valid, mask_fn, positions):
     """As `block_softmax.attend_blocks`."""
-    batch, blocks, size, *tail = query.shape
+    batch, blocks, size = query.shape[:3]
     i, j = positions
-    mask = mask_fn(i[..., :, None], j[..., None, :])
-    if mask.ndim == 3:
-        mask = mask.expand(batch, *mask.shape).flatten(0, 1)[:, None]
+    allowed = mask_fn(i[..., :, None], j[..., None, :])
+    if allowed.ndim == 3:
+        allowed = allowed.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
     else:
-        mask = mask[None, None]
+        allowed = allowed[None, None]
     inputs = (t.flatten(0, 1) for t in (query, key, value, valid))
-    cut = _Cut(_additive(mask, query.dtype), (0, size), (0, key.shape[2]))
+    cut = _Cut(*_mask(allowed, query.dtype), (0, size), (0, key.shape[2]))
     part = _part(*inputs, [cut])
     return tuple(t.unflatten(0, (batch, blocks)) for t in part)
 
 
 def attend_shared(query, key, value, valid, mask_fn, positions):
     """As `block_softmax.attend_shared`."""
-    length, keys, block = query.shape[1], key.shape[1], 2 * device_plan().block
+    block, cuts = 2 * device_plan().block, []
     i, j = positions
-    cuts = []
-    for first in range(0, length, block):
-        rows = i[first : first + block, None]
-        mask = _additive(mask_fn(rows, j[:, None])[None], query.dtype)
-        cuts.append(_Cut(mask, (first, len(rows)), (0, keys)))
+    for first in range(0, query.shape[1], block):
+        rows = i[first : first + block]
+        allowed = mask_fn(rows[:, None], j[:, None])
+        # Without the last keys, which often are later than all queries.
+        seen = allowed.any(0).any(0).nonzero()
+        last = int(seen[-1]) + 1 if len(seen) else 1
+        mask = _mask(allowed[None, ..., :last], query.dtype)
+        cuts.append(_Cut(*mask, (first, len(rows)), (0, last)))
     return _part(query, key, value, valid, cuts)
 
 
@@ -100,12 +97,15 @@ def attend_weighted(query, key, value, log_weight):
     Returns:
         As `block_softmax.attend_shared`.
     """
-    cut = _Cut(log_weight[:, :, None], (0, query.shape[1]), (0, key.shape[1]))
+    spans = (0, query.shape[1]), (0, key.shape[1])
+    cut = _Cut(log_weight[:, :, None], False, *spans)
     return _part(query, key, value, None, [cut])
 
 
-def _additive(mask, dtype):
-    return torch.where(mask, 0.0, LOG_ZERO).to(dtype)
+def _mask(allowed, dtype):
+    """A mask for the logits, and whether query `i` of a block sees keys `0..i` only."""
+    lower = not allowed.triu(1).any()
+    return torch.where(allowed, 0.0, LOG_ZERO).to(dtype), lower
 
 
 def _part(query, key, value, valid, cuts):
@@ -135,6 +135,8 @@ class _Cut:
 
     Attributes:
         mask: `(rows or blocks or 1, heads or 1, queries, keys)`, added to the logits.
+        causal: Whether query `i` of a block sees no keys but its keys `0..i`: others
+            are not computed.
         queries: The first query, and the number of queries in a block.
         keys: The same for keys.
         step: Positions between two blocks.
@@ -143,6 +145,7 @@ class _Cut:
     """
 
     mask: torch.Tensor
+    causal: bool
     queries: tuple
     keys: tuple
     step: int = 0
@@ -191,6 +194,7 @@ class _Attention(torch.autograd.Function):
                 cut.of(query, cut.queries),
                 cut.of(key, cut.keys),
                 cut.of(value, cut.keys),
+                is_causal=cut.causal,
                 attn_mask=cut.full_mask(valid),
                 scale=1.0,
             )
@@ -232,7 +236,7 @@ class _Attention(torch.autograd.Function):
                 cut.of(output, cut.queries),
                 cut.of(log_scale, cut.queries),
                 0.0,
-                False,
+                cut.causal,
                 attn_mask=cut.full_mask(valid),
                 scale=1.0,
             )
