@@ -7,11 +7,7 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import (
-    backend_name,
-    is_traced_by_torch,
-    shape_of,
-)
+from keras_efficient_attn.ops.common.backend import are_values_known, shape_of
 from keras_efficient_attn.ops.common.chunking import (
     chunk_count,
     chunk_layout,
@@ -302,9 +298,7 @@ def fused_module(query, dropout=None, relative=None):
 
     `torch.compile` fuses operations by itself.
     """
-    if backend_name() != "torch" or is_traced_by_torch():
-        return None
-    if query.device.type != "cpu" or not query.numel():
+    if not are_values_known(query) or not query.numel():
         return None
     if dropout is not None or relative is not None:
         return None
