@@ -3,6 +3,8 @@
 Expected is the dense softmax in float64.
 """
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ from keras_efficient_attn.ops import (
     local_pattern,
     sparse_attention,
     sparse_pattern,
+    vq_attention,
 )
+from keras_efficient_attn.ops.common.plan import device_plan
 from tests.autodiff import to_numpy
 from tests.ops.pieces import (
     TOLERANCE,
@@ -26,6 +30,8 @@ if keras.backend.backend() != "torch":
     pytest.skip("the kernel is PyTorch's", allow_module_level=True)
 
 import torch
+
+from keras_efficient_attn.ops.vq_attention import compressed_torch
 
 # Many more blocks than rows of a batch, and the last block is not full.
 LENGTH, HEADS = 430, 2
@@ -188,3 +194,37 @@ def test_parts_far_apart_are_merged():
         correct = softmax_gradients(query, large, value, allowed, 0.5, weight)
         for ours, theirs in zip(gradients, correct, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_codes_are_read_group_by_group(causal, monkeypatch):
+    """Groups of one block each: the sums of one group go on in the next."""
+    plan = dataclasses.replace(device_plan(), step_floats=1)
+    monkeypatch.setattr(compressed_torch, "device_plan", lambda: plan)
+    query, key, value = draw((90, 90), "float64")
+    codes = np.random.default_rng(2).normal(size=(HEADS, 6, 4))
+    index = (key[:, :, :, None] - codes[None, None]) ** 2
+    chosen = codes[np.arange(HEADS), index.sum(-1).argmin(-1)]
+    mask, positions = draw_mask(90), np.arange(90)
+    distance = positions[:, None] - positions
+    near = abs(distance) < 20
+    seen = mask[:, None, None] & (distance >= 0 if causal else np.ones_like(near))
+    # Keys beyond the window are their codes: two sets of keys, under one softmax.
+    allowed = np.concatenate([seen & near, seen & ~near], axis=-1)
+    both = np.concatenate([key, chosen], 1), np.concatenate([value, value], 1)
+    weight = draw((90, 90), "float64")[2]
+    expected = masked_softmax(query, *both, allowed, scale=1.0)
+    of_query, of_key, of_value = softmax_gradients(query, *both, allowed, 1.0, weight)
+    # Codes have no gradient, the values of their keys have.
+    correct = of_query, of_key[:, :90], of_value[:, :90] + of_value[:, 90:]
+    key[~mask] = value[~mask] = np.nan
+
+    def attend(query, key, value):
+        options = dict(window=20, block_length=8, causal=causal, key_mask=mask)
+        return vq_attention(query, key, value, torch.from_numpy(codes), **options)
+
+    output, gradients = graded(attend, (query, key, value), weight)
+    tight = dict(rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(output, expected, **tight)
+    for ours, theirs in zip(gradients, correct, strict=True):
+        np.testing.assert_allclose(ours, theirs, **tight)
