@@ -118,6 +118,30 @@ def test_gradients_are_those_of_the_reference(aligned):
         np.testing.assert_allclose(fast, slow, rtol=1e-3, atol=1e-5)
 
 
+def test_numbers_of_chunks_that_later_positions_decide_change_no_earlier_bit():
+    """All later positions in one bucket fill its chunks; spread, they need others."""
+    length, half = 120, 60
+    query, value, buckets = arrays(length, buckets=16)
+    together = buckets.copy()
+    together[..., half:] = 1
+    spread, packed = (
+        to_numpy(
+            lsh_attention(
+                query,
+                value,
+                ids,
+                num_buckets=16,
+                chunk_size=8,
+                causal=True,
+                aligned=True,
+            )[0]
+        )
+        for ids in (buckets, together)
+    )
+    np.testing.assert_array_equal(spread[:, :half], packed[:, :half])
+    assert np.any(spread[:, half:] != packed[:, half:])
+
+
 def test_chunks_that_run_on_across_buckets_let_the_future_through():
     # Why `aligned` exists: bucket 0 has one more position at the end, and all
     # chunks of bucket 1 move.

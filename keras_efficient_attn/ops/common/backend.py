@@ -32,6 +32,13 @@ def is_traced_by_torch():
     return torch.compiler.is_compiling()
 
 
+def are_values_known(x):
+    """Whether sizes may depend on a tensor's values: PyTorch has them on CPUs."""
+    if backend_name() != "torch" or is_traced_by_torch():
+        return False
+    return x.device.type == "cpu"
+
+
 def pick(default=None, **values):
     """The value for the backend that runs, such as `pick(4, torch=1)`."""
     return values.get(backend_name(), default)

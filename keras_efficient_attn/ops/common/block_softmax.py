@@ -7,7 +7,7 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.backend import are_values_known, shape_of
 from keras_efficient_attn.ops.common.chunking import (
     chunk_count,
     chunk_layout,
@@ -17,6 +17,7 @@ from keras_efficient_attn.ops.common.chunking import (
     pad_to,
     sizes,
 )
+from keras_efficient_attn.ops.common.masks import IntervalMask
 from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.plan import device_plan
@@ -56,6 +57,9 @@ def attend_blocks(
         `(values, totals, log_scale)` for `online_softmax.merge`, each of
         `(batch, blocks, size, heads, ...)`.
     """
+    fused = fused_module(query, dropout, relative)
+    if fused is not None:
+        return fused.attend_blocks(query, key, value, valid, mask_fn, positions)
     batch, blocks, size, heads, dim = query.shape
     blocks = shape_of(query)[1]
     width, value_dim = key.shape[2], value.shape[-1] or dim
@@ -159,6 +163,9 @@ def attend_shared(query, key, value, valid, mask_fn, positions, dropout=None):
     Returns:
         `(values, totals, log_scale)`, each of `(batch, length, heads, ...)`.
     """
+    fused = fused_module(query, dropout)
+    if fused is not None:
+        return fused.attend_shared(query, key, value, valid, mask_fn, positions)
     length, heads, dim = shape_of(query)[1], query.shape[2], query.shape[3]
     keys = key.shape[1]
     plan = device_plan()
@@ -210,6 +217,9 @@ def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
     Returns:
         `(values, totals, log_scale)`, each of `(batch, length, heads, ...)`.
     """
+    fused = fused_module(query, dropout, relative)
+    if fused is not None:
+        return fused.attend_band(query, key, value, valid, mask_fn)
     before, after, period = mask_fn.before, mask_fn.after, mask_fn.period
     block = max(device_plan().block, before, after) // period * period
     block = max(period, block)
@@ -242,6 +252,9 @@ def attend_recent(
         dropout: `(rate, seed)` or `None`.
         relative: As for `attend_near`.
     """
+    fused = fused_module(query, dropout, relative)
+    if fused is not None and isinstance(mask_fn, IntervalMask):
+        return fused.attend_band(query, key, value, valid, mask_fn, start)
     reach, length = mask_fn.reach, shape_of(query)[1]
     block = max(device_plan().block, reach)
     if isinstance(length, int):
@@ -278,3 +291,17 @@ def merge_blocks(x):
     """`(batch, blocks, size, ...)` as `(batch, blocks · size, ...)`."""
     batch, blocks, size, *tail = sizes(x)
     return ops.reshape(x, (batch, blocks * size, *tail))
+
+
+def fused_module(query, dropout=None, relative=None):
+    """The module of PyTorch's kernel for CPUs, or `None` where it cannot be used.
+
+    `torch.compile` fuses operations by itself.
+    """
+    if not are_values_known(query) or not query.numel():
+        return None
+    if dropout is not None or relative is not None:
+        return None
+    from keras_efficient_attn.ops.common import fused_softmax_torch
+
+    return fused_softmax_torch

@@ -4,7 +4,7 @@ import collections
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.backend import are_values_known, shape_of
 from keras_efficient_attn.ops.common.chunking import chunk_layout
 
 # Positions and codes pass through float32 tensors, which hold integers up to here.
@@ -79,7 +79,7 @@ def make_layout(buckets, kept, config, chunk_size, floats_per_position):
         before = ops.where(wraps, chunks, before)
 
     # From slots to positions.
-    most = (length + groups * (chunk_size - 1)) // chunk_size
+    most = _most_chunks(chunks, length, chunk_size)
     _, chunks_in_tile, tiles = chunk_layout(
         most * chunk_size, chunk_size, batch, floats_per_position
     )
@@ -109,6 +109,19 @@ def make_layout(buckets, kept, config, chunk_size, floats_per_position):
         chunks_in_tile=chunks_in_tile,
         tiles=tiles,
     )
+
+
+def _most_chunks(chunks, length, chunk_size):
+    """How many chunks have room for all positions.
+
+    Args:
+        chunks: Integers `(batch, heads, rounds, groups)`, chunks of each group.
+        length: Number of positions.
+        chunk_size: Slots of a chunk.
+    """
+    if are_values_known(chunks):
+        return max(1, int(ops.max(ops.sum(chunks, axis=-1))))
+    return (length + chunks.shape[-1] * (chunk_size - 1)) // chunk_size
 
 
 def _count_below(ascending, values):

@@ -10,6 +10,7 @@ import functools
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import pick, shape_of
+from keras_efficient_attn.ops.common.block_softmax import fused_module
 from keras_efficient_attn.ops.common.chunking import (
     by_head,
     by_position,
@@ -47,6 +48,12 @@ def causal_compressed_attention(query, keys, codebook, cache, config):
     size, blocks, groups = layout(
         query, keys.value, codebook.codes, config.block_size, in_turn
     )
+    if keys.index is not None and fused_module(query) is not None:
+        from keras_efficient_attn.ops.vq_attention import compressed_torch
+
+        return compressed_torch.causal_hard_attention(
+            query, keys, codebook.codes, cache, size, MIN_COUNT
+        )
     xs = (query, *key_columns(keys))
     xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
     step, consts = _causal_step(size), _weights(codebook)

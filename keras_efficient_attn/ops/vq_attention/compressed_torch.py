@@ -1,0 +1,111 @@
+"""Causal attention to hard codes on CPUs, by PyTorch's fused kernel.
+
+The kernel reads the mean values before each block, with the logs of the counts as a
+mask. Sums of values are sums of rows, and no products with one-hot codes.
+"""
+
+import torch
+
+from keras_efficient_attn.ops.common.block_softmax import attend_near
+from keras_efficient_attn.ops.common.chunking import pad_to
+from keras_efficient_attn.ops.common.fused_softmax_torch import attend_weighted
+from keras_efficient_attn.ops.common.masks import QueryBlocks
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
+from keras_efficient_attn.ops.common.plan import device_plan
+
+
+def causal_hard_attention(query, keys, codes, cache, size, least):
+    """As `compressed.causal_compressed_attention`.
+
+    Args:
+        query, keys, cache: As there; `keys` has an `index`.
+        codes: `(heads, codes, dim)`, which get no gradient.
+        size: Positions in a block.
+        least: A code with a smaller count is empty.
+    """
+    (batch, length, heads, _), number = query.shape, codes.shape[1]
+    own = attend_near(query, *keys[:3], QueryBlocks(size, 0, True))
+    blocks = -(-length // size)
+    rows = keys.index.long() + number * torch.arange(heads)
+    valid = keys.valid[..., None].expand(rows.shape)
+    query, value, rows, valid = (
+        pad_to(t, blocks * size).unflatten(1, (blocks, size))
+        for t in (query, keys.value, rows, valid)
+    )
+    sums, counts = (t.flatten(1, 2) for t in cache)
+    group = max(1, device_plan().step_floats // sums.numel())
+    parts = []
+    for first in range(0, blocks, group):
+        present = slice(first, first + group)
+        chosen = rows[:, present].flatten(2)
+        before, counts = _counts(counts, chosen, valid[:, present].flatten(2))
+        full = before > least
+        inverse = torch.where(full, 1.0 / before, 0.0)
+        means, sums = _Means.apply(
+            value[:, present].flatten(2, 3), chosen, inverse, sums
+        )
+        # (batch · blocks, codes, heads, value_dim)
+        means = means.unflatten(2, (heads, number)).flatten(0, 1).transpose(1, 2)
+        log_weight = torch.where(full, before.log(), LOG_ZERO)
+        log_weight = log_weight.unflatten(2, (heads, number)).flatten(0, 1)
+        key = codes.transpose(0, 1).expand(len(means), -1, -1, -1)
+        part = attend_weighted(query[:, present].flatten(0, 1), key, means, log_weight)
+        parts.append([t.unflatten(0, (batch, -1)).flatten(1, 2) for t in part])
+    far = [torch.cat(pieces, 1)[:, :length] for pieces in zip(*parts, strict=True)]
+    cache = tuple(t.unflatten(1, (heads, number)) for t in (sums, counts))
+    return merge([far, own]), cache
+
+
+def _counts(first, rows, valid):
+    """The counts before each block, and after the last.
+
+    Args:
+        first: `(batch, rows)`.
+        rows: `(batch, blocks, keys)`, the row that each key counts in.
+        valid: `(batch, blocks, keys)`.
+    """
+    local = first.new_zeros(*rows.shape[:2], first.shape[1]).scatter_add_(
+        2, rows, valid
+    )
+    counts = torch.cat([first[:, None], local], 1).cumsum(1)
+    return counts[:, :-1], counts[:, -1]
+
+
+class _Means(torch.autograd.Function):
+    """The means of the rows before each block, and the sums after the last."""
+
+    @staticmethod
+    def forward(ctx, value, rows, inverse, first):
+        """
+        Args:
+            value: `(batch, blocks, keys, value_dim)`.
+            rows: `(batch, blocks, keys)`, the row that each is added to.
+            inverse: `(batch, blocks, rows)`, what the sums are multiplied by.
+            first: `(batch, rows, value_dim)`, the sums before the first block.
+        """
+        ctx.save_for_backward(rows, inverse)
+        (batch, blocks), number = rows.shape[:2], first.shape[1]
+        means = value.new_zeros(batch, blocks, *first.shape[1:])
+        places = number * torch.arange(batch * blocks).view(batch, blocks, 1) + rows
+        flat = means.view(-1, first.shape[-1])
+        flat.index_add_(0, places.flatten(), value.reshape(-1, value.shape[-1]))
+        sums = first.clone()
+        for block in range(blocks):
+            local = means[:, block].clone()
+            torch.mul(sums, inverse[:, block, :, None], out=means[:, block])
+            sums += local
+        return means, sums
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_means, grad_sums):
+        rows, inverse = ctx.saved_tensors
+        grad_sums = grad_sums.clone()
+        batch, number, dim = grad_sums.shape
+        places = number * torch.arange(batch).view(batch, 1, 1) + rows
+        grad_value = grad_sums.new_empty(*rows.shape, dim)
+        for block in reversed(range(rows.shape[1])):
+            chosen = grad_sums.view(-1, dim).index_select(0, places[:, block].flatten())
+            grad_value[:, block] = chosen.view(batch, -1, dim)
+            grad_sums.addcmul_(grad_means[:, block], inverse[:, block, :, None])
+        return grad_value, None, None, grad_sums
