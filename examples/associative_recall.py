@@ -69,7 +69,7 @@ def parse_arguments(argv):
     )
     add("--pairs", nargs="+", type=positive, help="keys in a sequence")
     add("--writes", type=positive, default=2, help="of each key, for forgetting")
-    add("--length", type=positive, help="of training; default: 128, of parity 32")
+    add("--length", type=positive, help="of training; default: 64, of parity 32")
     add("--vocabulary", type=positive, default=256)
     add("--dim", nargs="+", type=positive, default=[32], help="widths")
     add("--layers", type=positive, default=1)
@@ -94,7 +94,7 @@ def checked(arguments):
     arguments.attention = arguments.attention or list(
         PARITY_CONTESTANTS if parity else CONTESTANTS
     )
-    arguments.length = arguments.length or (32 if parity else 128)
+    arguments.length = arguments.length or (32 if parity else 64)
     for dim in arguments.dim:
         check_heads(dim, arguments.heads)
     if arguments.convolution == 1:
@@ -106,7 +106,7 @@ def checked(arguments):
         return arguments
     if arguments.task == "recall":
         arguments.writes = 1
-    arguments.pairs = arguments.pairs or [4, 8, 16, 32 // arguments.writes]
+    arguments.pairs = arguments.pairs or [4, 8, 12 if arguments.writes > 1 else 16]
     most = max(arguments.pairs)
     needed = most * (2 * arguments.writes + 1)
     if needed > arguments.length:

@@ -27,7 +27,8 @@ def associations(random, rows, length, vocabulary, pairs, writes):
 
     Returns:
         `(tokens, targets, weights)`, each `(rows, length)`. A query's target is the
-        value that its key was last written with, and its weight 1.
+        value that its key was last written with, and its weight `1 / pairs`: rows with
+        few pairs, from which recall is learned first, count as much as others.
     """
     half = vocabulary // 2
     count = pairs * writes
@@ -49,7 +50,7 @@ def associations(random, rows, length, vocabulary, pairs, writes):
     places = 2 * count + np.argsort(-GAP_POWER * np.log(slots) - noise)[:, :pairs]
     np.put_along_axis(tokens, places, keys, axis=1)
     np.put_along_axis(targets, places, latest, axis=1)
-    np.put_along_axis(weights, places, 1.0, axis=1)
+    np.put_along_axis(weights, places, 1 / pairs, axis=1)
     return tokens, targets, weights
 
 
@@ -81,6 +82,9 @@ def model_inputs(tokens):
 class Batches(keras.utils.PyDataset):
     """Training batches; those of recall and forgetting take turns in `--pairs`.
 
+    The numbers of pairs join one after the other in the first half of training, from
+    the least on: what decays learns from few pairs first.
+
     Args:
         arguments: The command line's.
         seed: Batch `i` is the same for the same seed.
@@ -94,12 +98,13 @@ class Batches(keras.utils.PyDataset):
         return self.arguments.steps
 
     def __getitem__(self, i):
-        pairs = self.arguments.pairs
+        pairs = sorted(self.arguments.pairs)
+        if pairs:
+            joined = 1 + 2 * len(pairs) * i // self.arguments.steps
+            pairs = pairs[i % min(joined, len(pairs))]
+        random = np.random.default_rng((self.seed, i))
         tokens, targets, weights = sequences(
-            self.arguments,
-            np.random.default_rng((self.seed, i)),
-            self.arguments.batch,
-            pairs[i % len(pairs)] if pairs else None,
+            self.arguments, random, self.arguments.batch, pairs
         )
         return model_inputs(tokens), targets, weights
 

@@ -115,7 +115,7 @@ def run(attention, dim, learning_rate, seed, arguments):
         warmup_steps=warmup,
     )
     model.compile(
-        keras.optimizers.AdamW(schedule, weight_decay=0.1, global_clipnorm=1.0),
+        keras.optimizers.Adam(schedule, global_clipnorm=1.0),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         weighted_metrics=[],
     )

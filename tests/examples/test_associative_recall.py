@@ -33,7 +33,8 @@ def test_queries_ask_for_what_their_key_was_last_written_with(writes):
                 assert weights[row, t] == 0
             elif token != data.NOTHING:
                 asked.append(token)
-                assert (targets[row, t], weights[row, t]) == (latest[token], 1)
+                assert targets[row, t] == latest[token]
+                assert weights[row, t] == np.float32(1 / pairs)
             else:
                 assert weights[row, t] == 0
         assert sorted(asked) == sorted(latest) and len(latest) == pairs
@@ -70,14 +71,14 @@ def test_rows_of_parity_count_up_to_lengths_with_uniform_logarithms():
     assert share == pytest.approx(np.log(5.5) / np.log(32), abs=0.03)
 
 
-def test_batches_take_turns_in_the_pairs():
-    arguments = associative_recall.parse_arguments(TINY.split())
+def test_numbers_of_pairs_join_in_the_first_half_and_take_turns():
+    arguments = associative_recall.parse_arguments([*TINY.split(), "--steps", "12"])
     batches = data.Batches(arguments, seed=3)
-    assert len(batches) == 2
-    assert [batches[i][2].sum() for i in range(3)] == [2, 4, 2]
-    tokens = batches[1][0]["token_ids"]
-    np.testing.assert_array_equal(tokens, batches[1][0]["token_ids"])
-    assert np.any(tokens != data.Batches(arguments, seed=4)[1][0]["token_ids"])
+    counts = [int((batches[i][2] > 0).sum()) // 2 for i in range(len(batches))]
+    assert counts == [1, 1, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2]
+    tokens = batches[5][0]["token_ids"]
+    np.testing.assert_array_equal(tokens, batches[5][0]["token_ids"])
+    assert np.any(tokens != data.Batches(arguments, seed=4)[5][0]["token_ids"])
 
 
 @pytest.mark.parametrize(
