@@ -106,7 +106,8 @@ def checked(arguments):
         return arguments
     if arguments.task == "recall":
         arguments.writes = 1
-    arguments.pairs = arguments.pairs or [4, 8, 12 if arguments.writes > 1 else 16]
+        arguments.pairs = arguments.pairs or [4, 8, 16, 20]
+    arguments.pairs = arguments.pairs or [4, 8, 12]
     most = max(arguments.pairs)
     needed = most * (2 * arguments.writes + 1)
     if needed > arguments.length:
