@@ -16,6 +16,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
     ("script", "option"),
     [
         ("adaptive_computation", "--ponder-cost"),
+        ("associative_recall", "--pairs"),
         ("image_classification", "--dataset"),
         ("image_generation", "--data"),
         ("measure_generation", "--batches"),

@@ -166,6 +166,26 @@ def test_sampling_takes_the_likeliest_byte_of_the_whole_text(attention):
     assert speed > 0
 
 
+@pytest.mark.any_backend
+@pytest.mark.parametrize(
+    "attention", ["retention", "gated-linear", "delta", "gated-delta", "kimi-delta"]
+)
+def test_layers_with_decays_and_the_delta_rule_train_by_name(attention):
+    arguments = train_byte_lm.parse_arguments([*TINY, "--attention", attention])
+    model = training.new_model(arguments)
+    text = np.frombuffer(Path(TEXT).read_bytes(), np.uint8)
+    batch = next(data.batches(text, arguments.length, arguments.batch, seed=0))
+    (block,) = model.backbone.transformer_layers
+    # Copies: JAX uses the memory of the weights again.
+    before = [weight.copy() for weight in weights_of(block.attention)]
+    # The first step of the warm-up has a learning rate of 0.
+    history = model.fit(*batch, batch_size=arguments.batch, epochs=4, verbose=0)
+    losses = history.history["loss"]
+    assert losses[-1] < losses[1]
+    for old, new in zip(before, weights_of(block.attention), strict=True):
+        assert np.isfinite(new).all() and np.any(old != new)
+
+
 # Runs.
 
 

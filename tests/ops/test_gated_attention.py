@@ -164,6 +164,26 @@ def test_gradients_equal_those_of_the_reference(normalize):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=limit)
 
 
+def test_gradients_of_compiled_decays_by_feature():
+    """Of 8 features at 32 positions, where XLA's program for CPUs once crashed."""
+    query, key, value, log_decay, _ = draw(("vector", False), length=32)
+    query, key, log_decay = (
+        np.concatenate([x, x[..., :3]], axis=-1) for x in (query, key, log_decay)
+    )
+    tensors = query, key, value, log_decay
+
+    def gradient(implementation):
+        def loss(*arrays):
+            output = attend(*arrays, None, implementation=implementation)
+            return ops.sum(ops.square(output))
+
+        return gradients(loss, *tensors, xla=True)
+
+    for ours, theirs in zip(gradient("chunked"), gradient("reference"), strict=True):
+        limit = 1e-4 * np.abs(theirs).max()
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=limit)
+
+
 @pytest.mark.parametrize("normalize", [False, True], ids=["sum", "normalized"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 @pytest.mark.parametrize("rule", [("vector", True), ("scalar", False)], ids=str)

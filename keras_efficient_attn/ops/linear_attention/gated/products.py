@@ -62,7 +62,8 @@ def _by_feature(lefts, key, log_decay):
     def by_block(x):
         if count * size > length:
             x = pad(x, padding)
-        return ops.reshape(x, (*batch, count, size, features))
+        # Tensors of higher rank crash a program of XLA for CPUs.
+        return ops.reshape(x, (-1, count, size, features))
 
     log_decay, key, *lefts = map(by_block, (log_decay, key, *lefts))
     start, end = sums_up_to(log_decay), sums_after(log_decay)
@@ -83,9 +84,10 @@ def _by_feature(lefts, key, log_decay):
         start = ops.concatenate([start, later + first], axis=-2)
         end = ops.concatenate([end + second, last], axis=-2)
         count, size = count // 2, 2 * size
-        joined = (*batch, count, size, features)
+        joined = (-1, count, size, features)
         key, *lefts = (ops.reshape(x, joined) for x in (key, *lefts))
-    return [product[..., 0, :length, :length] for product in products]
+    products = [product[:, 0, :length, :length] for product in products]
+    return [ops.reshape(product, (*batch, length, length)) for product in products]
 
 
 def _pairs(x):

@@ -1,0 +1,119 @@
+"""Sequences of the three tasks: recall, forgetting and parity."""
+
+import keras
+import numpy as np
+
+NOTHING = 0
+# Queries are the more frequent the nearer they are to the pairs: place i after them has
+# a weight of i to this power.
+GAP_POWER = -0.99
+
+
+def associations(random, rows, length, vocabulary, pairs, writes):
+    """Pairs of a key and a value, and then the keys again, as queries.
+
+    A row is `k v k v …`, in which each key is written `writes` times with another
+    value, in random order; then each key once, at random places, with `NOTHING`
+    between. Keys are tokens below `vocabulary // 2`, values those from there on, and
+    none is drawn twice for a row.
+
+    Args:
+        random: numpy's generator.
+        rows: Number of sequences.
+        length: Of a sequence, at least `pairs * (2 * writes + 1)`.
+        vocabulary: Number of tokens.
+        pairs: Keys in a row.
+        writes: How often each key is written; the last value counts.
+
+    Returns:
+        `(tokens, targets, weights)`, each `(rows, length)`. A query's target is the
+        value that its key was last written with, and its weight `1 / pairs`: rows with
+        few pairs, from which recall is learned first, count as much as others.
+    """
+    half = vocabulary // 2
+    count = pairs * writes
+    keys = _draw(random, rows, np.arange(1, half), pairs)
+    values = _draw(random, rows, np.arange(half, vocabulary), count)
+    written = _draw(random, rows, np.tile(np.arange(pairs), writes), count)
+    row = np.arange(rows)
+    latest = np.zeros((rows, pairs), int)
+    for i in range(count):
+        latest[row, written[:, i]] = values[:, i]
+
+    tokens = np.full((rows, length), NOTHING, "int32")
+    targets, weights = tokens.copy(), np.zeros(tokens.shape, "float32")
+    tokens[:, 0 : 2 * count : 2] = np.take_along_axis(keys, written, axis=1)
+    tokens[:, 1 : 2 * count : 2] = values
+    # The largest of logarithms with Gumbel noise: draws without replacement.
+    slots = np.arange(1, length - 2 * count + 1)
+    noise = random.gumbel(size=(rows, len(slots)))
+    places = 2 * count + np.argsort(-GAP_POWER * np.log(slots) - noise)[:, :pairs]
+    np.put_along_axis(tokens, places, keys, axis=1)
+    np.put_along_axis(targets, places, latest, axis=1)
+    np.put_along_axis(weights, places, 1 / pairs, axis=1)
+    return tokens, targets, weights
+
+
+def _draw(random, rows, choices, count):
+    """`count` of the choices for each row, without replacement, in random order."""
+    return random.permuted(np.tile(choices, (rows, 1)), axis=1)[:, :count]
+
+
+def parities(random, rows, length):
+    """Random bits, and at each position the parity of those so far.
+
+    Rows count up to a length of their own, whose logarithm is uniform: parity is
+    learned from short sequences first.
+
+    Returns:
+        `(tokens, targets, weights)`, each `(rows, length)`. The weights of a row, equal
+        up to its own length and 0 beyond, have the sum 1.
+    """
+    tokens = random.integers(0, 2, (rows, length), "int32")
+    counted = np.exp(random.uniform(0, np.log(length), (rows, 1))).round()
+    weights = (np.arange(length) < counted) / counted
+    return tokens, np.cumsum(tokens, axis=1) % 2, weights.astype("float32")
+
+
+def model_inputs(tokens):
+    return {"token_ids": tokens, "padding_mask": np.ones_like(tokens)}
+
+
+class Batches(keras.utils.PyDataset):
+    """Training batches; those of recall and forgetting take turns in `--pairs`.
+
+    The numbers of pairs join one after the other in the first half of training, from
+    the least on: what decays learns from few pairs first.
+
+    Args:
+        arguments: The command line's.
+        seed: Batch `i` is the same for the same seed.
+    """
+
+    def __init__(self, arguments, seed):
+        super().__init__()
+        self.arguments, self.seed = arguments, seed
+
+    def __len__(self):
+        return self.arguments.steps
+
+    def __getitem__(self, i):
+        pairs = sorted(self.arguments.pairs)
+        if pairs:
+            joined = 1 + 2 * len(pairs) * i // self.arguments.steps
+            pairs = pairs[i % min(joined, len(pairs))]
+        random = np.random.default_rng((self.seed, i))
+        tokens, targets, weights = sequences(
+            self.arguments, random, self.arguments.batch, pairs
+        )
+        return model_inputs(tokens), targets, weights
+
+
+def sequences(arguments, random, rows, pairs, times=1):
+    """Sequences of `arguments.task`, of `times` the length of training."""
+    length = times * arguments.length
+    if arguments.task == "parity":
+        return parities(random, rows, length)
+    return associations(
+        random, rows, length, arguments.vocabulary, pairs, arguments.writes
+    )

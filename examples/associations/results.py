@@ -1,0 +1,156 @@
+"""The runs so far as lines of JSON, and as tables and a picture."""
+
+import json
+
+import keras
+import numpy as np
+
+# What a run has to have in common with this command's, beside its own four settings.
+FIXED = (
+    "task",
+    "pairs",
+    "writes",
+    "length",
+    "vocabulary",
+    "layers",
+    "heads",
+    "convolution",
+    "steps",
+    "batch",
+    "stop_at",
+    "validate_every",
+    "test_sequences",
+)
+MARKERS = "osv^D<>PX*"
+
+
+class Runs:
+    """The file of all runs, of which those with this command's settings count.
+
+    Args:
+        arguments: The command line's.
+    """
+
+    def __init__(self, arguments):
+        self.path = arguments.out / "runs.jsonl"
+        self.fixed = {name: getattr(arguments, name) for name in FIXED}
+        self.fixed["backend"] = keras.backend.backend()
+        text = self.path.read_text() if self.path.exists() else ""
+        # What follows the last line's end is what an interruption left of a line.
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:
+            self.path.write_text(whole)
+        self.records = [json.loads(line) for line in whole.splitlines()]
+
+    def find(self, attention, dim, learning_rate, seed):
+        """The record of a run, or `None`."""
+        wanted = self.settings(attention, dim, learning_rate, seed)
+        for record in self.records:
+            if wanted.items() <= record.items():
+                return record
+        return None
+
+    def add(self, attention, dim, learning_rate, seed, result):
+        """Writes a run's line, and prints its accuracy."""
+        record = self.settings(attention, dim, learning_rate, seed) | result
+        # The keys of `accuracy` as JSON has them.
+        line = json.dumps(record)
+        self.records.append(json.loads(line))
+        with open(self.path, "a") as file:
+            file.write(line + "\n")
+        shown = ", ".join(f"{k}: {v:.3f}" for k, v in result["accuracy"].items())
+        print(
+            f"{attention}, width {dim}, rate {learning_rate:g}, seed {seed}: {shown} "
+            f"({result['steps_taken']} steps, {result['seconds']:.0f} s)",
+            flush=True,
+        )
+
+    def settings(self, attention, dim, learning_rate, seed):
+        """What tells a run from others."""
+        own = dict(attention=attention, dim=dim, learning_rate=learning_rate, seed=seed)
+        return self.fixed | own
+
+    def best(self, attention, dim, arguments):
+        """The records of all seeds at the learning rate with the best mean accuracy."""
+        return max(
+            (
+                [self.find(attention, dim, rate, seed) for seed in arguments.seeds]
+                for rate in arguments.learning_rates
+            ),
+            key=lambda records: np.mean([accuracy_of(record) for record in records]),
+        )
+
+
+def accuracy_of(record):
+    """A run's accuracies, in the order of the numbers of pairs or the lengths."""
+    accuracy = record["accuracy"]
+    return [accuracy[name] for name in sorted(accuracy, key=int)]
+
+
+def columns(record):
+    """Those numbers of pairs, or lengths."""
+    return sorted(map(int, record["accuracy"]))
+
+
+def tables(runs, arguments):
+    """A table for each width: mean accuracy and standard deviation over the seeds."""
+    asked = "length" if arguments.task == "parity" else "pairs"
+    parts = []
+    for dim in arguments.dim:
+        rows = {
+            attention: runs.best(attention, dim, arguments)
+            for attention in arguments.attention
+        }
+        names = columns(next(iter(rows.values()))[0])
+        header = [f"width {dim}", "bytes", "rate"]
+        header += [f"{asked} {names[0]}", *map(str, names[1:])]
+        lines = [header, ["---"] * len(header)]
+        for attention, records in rows.items():
+            found = 100 * np.array([accuracy_of(record) for record in records])
+            cells = [f"{attention}", f"{records[0]['state_bytes']:,}"]
+            cells.append(f"{records[0]['learning_rate']:g}")
+            spread = zip(found.mean(0), found.std(0), strict=True)
+            lines.append([*cells, *(f"{mean:.1f} ± {std:.1f}" for mean, std in spread)])
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join(parts)
+
+
+def plot(path, runs, arguments):
+    """Accuracy by bytes of state at the most pairs, or with parity by the length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    parity = arguments.task == "parity"
+    figure, axes = pyplot.subplots(figsize=(9, 5))
+    for index, attention in enumerate(arguments.attention):
+        best = [runs.best(attention, dim, arguments) for dim in arguments.dim]
+        found = 100 * np.array([[accuracy_of(r) for r in records] for records in best])
+        if parity:
+            # Of the last width.
+            x, points = columns(best[-1][0]), found[-1]
+        else:
+            x = [records[0]["state_bytes"] for records in best]
+            points = found[:, :, -1].T
+        mean = points.mean(0)
+        axes.errorbar(
+            x,
+            mean,
+            (mean - points.min(0), points.max(0) - mean),
+            marker=MARKERS[index % len(MARKERS)],
+            capsize=3,
+            label=attention,
+        )
+    most = max(arguments.pairs, default=None)
+    axes.set(
+        xscale="log",
+        xlabel="length" if parity else "bytes of state",
+        ylabel="accuracy, %",
+        ylim=(-2, 102),
+        title=f"{arguments.task}, trained at length {arguments.length}"
+        + ("" if parity else f", {most} pairs"),
+    )
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)

@@ -1,0 +1,152 @@
+"""What attention layers recall, against the bytes of their states.
+
+    python examples/associative_recall.py
+    python examples/associative_recall.py --task forgetting --dim 32 64 --pairs 4 16
+    python examples/associative_recall.py --task parity --plot parity.png
+
+`recall`: a sequence has pairs of a key and a value, and then each key again, at which
+the model is to name its value (multi-query associative recall). A model is trained on
+all numbers of `--pairs` in turns, and tested on each. `forgetting`: the same, but each
+key is written `--writes` times, and the last value counts. `parity`: whether the 1s so
+far are odd in number, tested at 2, 4 and 8 times the length of training, where the
+second half of the positions counts.
+
+Contestants have no positions, and all the same depthwise convolution of the last
+`--convolution` positions before attention: it shows a value its key. The delta layers,
+which have one of their own by default, go without that. The bytes are those of the
+attention layers' states, for one row: of softmax, its cache at the longest length.
+
+Every run, of one attention, width, learning rate and seed, becomes a line of
+`runs.jsonl` in `--out` when it ends; the command, given again, skips those. With
+several `--learning-rates` the tables have the best for each attention and width. The
+tasks are those of Arora et al., 2023 (arXiv 2312.04927), and Grazzi et al., 2024 (arXiv
+2411.12537).
+"""
+
+import sys
+from pathlib import Path
+
+from command_line import (
+    Parser,
+    UsageError,
+    check_heads,
+    command,
+    make_folder,
+    natural,
+    positive,
+    positive_float,
+)
+
+TASKS = ("recall", "forgetting", "parity")
+CONTESTANTS = (
+    "softmax",
+    "linear:feature_map=elu",
+    "performer:num_features=64",
+    "linear:feature_map=taylor,window=16,key_dim=16,value_dim=32",
+    "vq:num_codes=64,window=16",
+    "retention",
+    "gated-linear",
+    "delta:convolution=None",
+    "gated-delta:convolution=None",
+)
+PARITY_CONTESTANTS = (
+    "softmax",
+    "linear:feature_map=elu",
+    "gated-linear",
+    "delta:convolution=None",
+    "delta:convolution=None,max_beta=2.0",
+    "gated-delta:convolution=None",
+    "gated-delta:convolution=None,max_beta=2.0",
+)
+
+
+def parse_arguments(argv):
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--task", choices=TASKS, default="recall")
+    parser.add_attention(
+        [], "contestants, with options; default: those of the task, README's"
+    )
+    add("--pairs", nargs="+", type=positive, help="keys in a sequence")
+    add("--writes", type=positive, default=2, help="of each key, for forgetting")
+    add("--length", type=positive, help="of training; default: 64, of parity 32")
+    add("--vocabulary", type=positive, default=256)
+    add("--dim", nargs="+", type=positive, default=[32], help="widths")
+    add("--layers", type=positive, default=1)
+    add("--heads", type=positive, default=1)
+    add("--convolution", type=natural, default=4, help="positions; 0 for none")
+    add("--steps", type=positive, default=1000, help="of training, at most")
+    add("--batch", type=positive, default=16, help="sequences of a batch")
+    add("--learning-rates", nargs="+", type=positive_float, default=[5e-3])
+    add("--seeds", nargs="+", type=natural, default=[0, 1, 2])
+    add("--stop-at", type=positive_float, default=0.99, help="least accuracy")
+    add("--validate-every", type=positive, default=100, help="steps")
+    add("--test-sequences", type=positive, default=256)
+    add("--verbose", type=int, default=0, help="1: accuracy at each validation")
+    add("--plot", type=Path, metavar="FILE", help="of accuracy by bytes, or by length")
+    parser.add_out("runs/associative_recall", "runs.jsonl")
+    return checked(parser.parse_args(argv))
+
+
+def checked(arguments):
+    """The arguments with the defaults of their task, or `UsageError`."""
+    parity = arguments.task == "parity"
+    arguments.attention = arguments.attention or list(
+        PARITY_CONTESTANTS if parity else CONTESTANTS
+    )
+    arguments.length = arguments.length or (32 if parity else 64)
+    for dim in arguments.dim:
+        check_heads(dim, arguments.heads)
+    if arguments.convolution == 1:
+        raise UsageError("--convolution must be 0, or at least 2; received 1")
+    if parity:
+        if arguments.pairs:
+            raise UsageError("--pairs: parity has none")
+        arguments.pairs, arguments.writes, arguments.vocabulary = [], 0, 2
+        return arguments
+    if arguments.task == "recall":
+        arguments.writes = 1
+        arguments.pairs = arguments.pairs or [4, 8, 16, 20]
+    arguments.pairs = arguments.pairs or [4, 8, 12]
+    most = max(arguments.pairs)
+    needed = most * (2 * arguments.writes + 1)
+    if needed > arguments.length:
+        raise UsageError(
+            f"--pairs {most}, written {arguments.writes} times and asked for, need "
+            f"--length {needed}; received {arguments.length}"
+        )
+    if arguments.vocabulary // 2 <= most * arguments.writes:
+        raise UsageError(
+            f"--pairs {most}, written {arguments.writes} times, need --vocabulary "
+            f"{2 * (most * arguments.writes + 1)}; received {arguments.vocabulary}"
+        )
+    return arguments
+
+
+@command(parse_arguments)
+def main(arguments):
+    """Trains what is not in `runs.jsonl` yet, and prints the tables."""
+    make_folder(arguments.out)
+    # These import Keras, which reads the backend once.
+    from associations.results import Runs, plot, tables
+    from associations.training import build_model, run
+
+    for attention in arguments.attention:
+        for dim in arguments.dim:
+            build_model(attention, dim, arguments)
+    runs = Runs(arguments)
+    for seed in arguments.seeds:
+        for dim in arguments.dim:
+            for attention in arguments.attention:
+                for rate in arguments.learning_rates:
+                    if not runs.find(attention, dim, rate, seed):
+                        result = run(attention, dim, rate, seed, arguments)
+                        runs.add(attention, dim, rate, seed, result)
+    print("\n" + tables(runs, arguments))
+    if arguments.plot:
+        plot(arguments.plot, runs, arguments)
+        print(f"Wrote {arguments.plot}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
