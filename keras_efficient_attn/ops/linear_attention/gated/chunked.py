@@ -24,8 +24,9 @@ def chunked_gated_attention(tensors, rates, state, map_weights, config):
     query, key, value = tensors
     length = shape_of(query)[1]
     heads, features, value_dim = state.shape[1:]
-    # What a position takes in the step at a time: rows of matrices, features, values.
-    floats = 2 * config.chunk_length + 2 * features + 2 * (value_dim or features)
+    # A row of a matrix, features and values. The step has several of each; but smaller
+    # steps were slower, most of all on PyTorch.
+    floats = config.chunk_length + features + (value_dim or features)
     if rates[0] is not None and rates[0].shape[-1] != 1:
         floats += 16 * features
     floats *= heads
