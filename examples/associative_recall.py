@@ -1,4 +1,4 @@
-"""What attention layers recall, against the bytes of their states.
+"""Compares what attention layers recall with the bytes of their states.
 
     python examples/associative_recall.py
     python examples/associative_recall.py --task forgetting --dim 32 64 --pairs 4 16

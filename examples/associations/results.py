@@ -5,7 +5,7 @@ import json
 import keras
 import numpy as np
 
-# What a run has to have in common with this command's, beside its own four settings.
+# A run counts if these settings are this command's, and its own four are asked for.
 FIXED = (
     "task",
     "pairs",
@@ -36,7 +36,7 @@ class Runs:
         self.fixed = {name: getattr(arguments, name) for name in FIXED}
         self.fixed["backend"] = keras.backend.backend()
         text = self.path.read_text() if self.path.exists() else ""
-        # What follows the last line's end is what an interruption left of a line.
+        # After the last line's end there can be a part of a line that was interrupted.
         whole = text[: text.rfind("\n") + 1]
         if whole != text:
             self.path.write_text(whole)
@@ -66,7 +66,7 @@ class Runs:
         )
 
     def settings(self, attention, dim, learning_rate, seed):
-        """What tells a run from others."""
+        """The settings that tell a run from others."""
         own = dict(attention=attention, dim=dim, learning_rate=learning_rate, seed=seed)
         return self.fixed | own
 
@@ -128,7 +128,7 @@ def plot(path, runs, arguments):
         best = [runs.best(attention, dim, arguments) for dim in arguments.dim]
         found = 100 * np.array([[accuracy_of(r) for r in records] for records in best])
         if parity:
-            # Of the last width.
+            # The axes are those of the last width.
             x, points = columns(best[-1][0]), found[-1]
         else:
             x = [records[0]["state_bytes"] for records in best]

@@ -165,7 +165,7 @@ def test_gradients_equal_those_of_the_reference(normalize):
 
 
 def test_gradients_of_compiled_decays_by_feature():
-    """Of 8 features at 32 positions, where XLA's program for CPUs once crashed."""
+    """XLA's program for CPUs once crashed at 8 features and 32 positions."""
     query, key, value, log_decay, _ = draw(("vector", False), length=32)
     query, key, log_decay = (
         np.concatenate([x, x[..., :3]], axis=-1) for x in (query, key, log_decay)

@@ -226,7 +226,7 @@ class _Attention(torch.autograd.Function):
             seen = _is_seen(log_scale)
             grad_output = torch.where(seen[..., None], grad_output, 0.0)
         if grad_scale is not None:
-            output = _with_gradient_of_scale(output, grad_output, grad_scale)
+            output = _with_scale_gradient(output, grad_output, grad_scale)
         parts = (
             _attend_backward(
                 cut.of(grad_output, cut.queries),
@@ -247,12 +247,12 @@ class _Attention(torch.autograd.Function):
         grad_query, *grads = map(torch.zeros_like, (query, key, value))
         for cut, (piece, *pieces) in zip(ctx.cuts, parts, strict=True):
             cut.of(grad_query, cut.queries).copy_(piece)
-            for grad, of_keys in zip(grads, pieces, strict=True):
-                cut.add(grad, of_keys)
+            for grad, grad_keys in zip(grads, pieces, strict=True):
+                cut.add(grad, grad_keys)
         return grad_query, *grads, None, None
 
 
-def _with_gradient_of_scale(output, grad_output, grad_scale):
+def _with_scale_gradient(output, grad_output, grad_scale):
     """An output whose product with its gradient is less by the gradient of the scale.
 
     The kernel subtracts that product from the gradient of every logit, and nothing
