@@ -44,6 +44,10 @@ def compiled(function):
 
 
 def gradients(function, *arrays, xla=False):
+    """The gradients at `arrays`, once: TensorFlow traces nothing, unless for XLA."""
+    if keras.backend.backend() == "tensorflow" and not xla:
+        _, *results = _graded_by_tape(function)(*map(ops.convert_to_tensor, arrays))
+        return [to_numpy(tensor) for tensor in results]
     return gradient_function(function, xla=xla)(*arrays)
 
 
@@ -62,7 +66,13 @@ def _jax(function):
 def _tensorflow(function, xla):
     import tensorflow as tf
 
-    @tf.function(autograph=False, jit_compile=xla or None)
+    graded = _graded_by_tape(function)
+    return tf.function(graded, autograph=False, jit_compile=xla or None)
+
+
+def _graded_by_tape(function):
+    import tensorflow as tf
+
     def graded(*tensors):
         with tf.GradientTape() as tape:
             tape.watch(tensors)

@@ -84,6 +84,10 @@ def layer_output(
     return np.einsum("bthv,hve->bte", heads, kernel) + bias, weights
 
 
+# Feature maps that estimate exp(q·k).
+ESTIMATES = "favor+ hyperbolic favor++ trigonometric taylor power learned".split()
+
+
 def linear_heads(
     layer, query, key, value, query_mask=None, key_mask=None, causal=False
 ):
@@ -93,7 +97,7 @@ def linear_heads(
     if layer.rotary_wavelength is not None:
         query, key = (rotate(x, layer.rotary_wavelength) for x in (query, key))
     name = layer.feature_map.name
-    exponential = name in "favor+ hyperbolic favor++ trigonometric taylor power".split()
+    exponential = name in ESTIMATES
     scale = layer.temperature**-0.5
     scale *= layer.key_dim**-0.25 if exponential else 1.0
     query, key = query * scale, key * scale
@@ -107,6 +111,8 @@ def linear_heads(
     elif name == "hedgehog":
         kernels = weights["query_feature_kernel"], weights["key_feature_kernel"]
         similarity = hedgehog(query, key, *kernels)
+    elif name == "learned":
+        similarity = learned(query, key, weights)
     else:
         order = getattr(layer.feature_map, "order", None)
         similarity = KERNELS[name](query, key, projection, order)
@@ -349,10 +355,12 @@ def vq_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=Fa
     config = layer.config
     if config.relative_positions:
         u, v = scale * weights["content_bias"], scale * weights["position_bias"]
-    sigma = None
+    sigma, log_weights = None, 0.0
     if layer.assignment == "soft":
         codes = weights["codes"]
         sigma = np.exp(weights.get("log_sigma", np.log(layer.codebook_config.sigma)))
+        sigma = np.broadcast_to(sigma, codes.shape[:2])
+        log_weights = weights.get("log_weights", 0.0)
     else:
         codes = weights["sum"] / np.maximum(weights["count"], 1e-2)[..., None]
     query = query + u
@@ -377,6 +385,7 @@ def vq_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=Fa
         config.window,
         config.quantize_window,
         positions,
+        log_weights,
     )
     if config.order == 2:
         similarity = similarity * vq_expansion(
@@ -393,6 +402,7 @@ def vq_similarity(
     window=None,
     quantize_window=False,
     positions=0.0,
+    log_weights=0.0,
 ):
     """exp(q·k) inside the window, Σ p(c | k) exp(q·c) outside, `(batch, heads, T, S)`.
 
@@ -402,7 +412,10 @@ def vq_similarity(
     if sigma is None:
         p = np.eye(codes.shape[1])[squared.argmin(-1)]
     else:
-        exponent = -squared / (2 * np.reshape(sigma, (-1, 1)) ** 2)
+        # Of a head, or of each of its codes.
+        sigma = np.reshape(sigma, (codes.shape[0], -1)).astype("float64")
+        exponent = -squared / (2 * sigma**2) - key.shape[-1] * np.log(sigma)
+        exponent = exponent + log_weights
         p = np.exp(exponent - exponent.max(-1, keepdims=True))
         p = p / p.sum(-1, keepdims=True)
     of_codes = np.exp(np.einsum("bthd,hcd->bthc", query, codes))
@@ -616,6 +629,20 @@ def hedgehog(query, key, query_kernel, key_kernel):
         return both / both.sum(-1, keepdims=True)
 
     return dots(features(query, query_kernel), features(key, key_kernel))
+
+
+def learned(query, key, weights):
+    """exp(Wx + b − n·x²) / √m of each head, with the bias on the keys alone."""
+    bias = weights["feature_bias"]
+
+    def features(x, side):
+        kernel = weights[f"{side}_feature_kernel"]
+        norm = weights[f"{side}_feature_norm"]
+        exponents = np.einsum("bthd,hdm->bthm", x, kernel)
+        return exponents - np.sum(norm * x**2, axis=-1)[..., None]
+
+    query, key = np.exp(features(query, "query")), np.exp(features(key, "key") + bias)
+    return dots(query, key) / bias.shape[-1]
 
 
 def softmax(query, key, projection, order):

@@ -31,7 +31,11 @@ from keras_efficient_attn.ops.sparse_attention import (
     sparse_attention_state,
     sparse_pattern,
 )
-from keras_efficient_attn.ops.vq_attention import vq_attention, vq_attention_state
+from keras_efficient_attn.ops.vq_attention import (
+    soft_codes,
+    vq_attention,
+    vq_attention_state,
+)
 
 __all__ = [
     "adaptive_computation",
@@ -50,6 +54,7 @@ __all__ = [
     "lsh_attention_state",
     "random_features",
     "relative_attention",
+    "soft_codes",
     "sparse_attention",
     "sparse_attention_state",
     "sparse_pattern",

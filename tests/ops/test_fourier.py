@@ -313,6 +313,99 @@ def test_regression_finds_a_function():
     np.testing.assert_allclose(received, dense_expected[0, :, 0], rtol=1e-3, atol=1e-4)
 
 
+def signed_weights(points, samples, radius, power):
+    z = radius * (points[:, None] - samples)
+    return np.sinc(z / np.pi).prod(-1) ** power
+
+
+@pytest.mark.parametrize("power", [1, 3, 10])
+def test_other_powers_are_the_formula(power):
+    random = np.random.default_rng(0)
+    samples, points = (random.normal(size=(n, 2)) for n in (30, 7))
+    # A sample at a point: sin(0)/0 is 1.
+    points[0] = samples[0]
+    targets = random.normal(size=(30, 3)) + 5
+    weights = signed_weights(points, samples, 1.5, power)
+    single = [x.astype("float32") for x in (points, samples, targets)]
+    volume = (1.5 / fourier.kernel_integral(power)) ** 2
+    np.testing.assert_allclose(
+        to_numpy(fourier.fourier_density(*single[:2], 1.5, power=power)),
+        volume * weights.mean(-1),
+        rtol=1e-4,
+        atol=1e-6,
+    )
+    np.testing.assert_allclose(
+        to_numpy(fourier.fourier_regression(*single, 1.5, power=power)),
+        weights @ targets / weights.sum(-1, keepdims=True),
+        rtol=1e-3,
+    )
+    z, step = np.linspace(-2000, 2000, 4_000_001, retstep=True)
+    integral = np.sum(np.sinc(z / np.pi) ** power) * step
+    assert math.isclose(fourier.kernel_integral(power), integral, rel_tol=1e-3)
+
+
+SAMPLES = 250, 1000, 4000, 16000, 64000
+
+
+def slope(sizes, errors):
+    return np.polyfit(np.log(sizes), np.log(errors), 1)[0]
+
+
+@pytest.mark.any_backend
+def test_densities_converge_at_the_rate_of_the_theorem():
+    """The squared error, integrated, falls as `N^(-2/3)` in one dimension."""
+    random, sizes, errors = (
+        np.random.default_rng(0),
+        [250, 1000, 4000, 16000, 64000],
+        [],
+    )
+    points, step = np.linspace(-8, 8, 321, retstep=True)
+    normal = np.exp(-(points**2) / 2) / math.sqrt(2 * math.pi)
+    for size in sizes:
+        radius, squares = fourier.best_radius(size, 1, "density"), []
+        for _ in range(4):
+            samples = random.normal(size=(size, 1)).astype("float32")
+            found = fourier.fourier_density(
+                points[:, None].astype("float32"), samples, radius
+            )
+            squares.append(np.sum((to_numpy(found) - normal) ** 2) * step)
+        errors.append(np.mean(squares))
+    assert abs(slope(sizes, errors) + 2 / 3) < 0.1
+
+
+@pytest.mark.any_backend
+def test_regressions_converge_at_the_rate_of_the_theorem():
+    """The squared error falls as `N^(-4/5)` in one dimension, with the power 6."""
+    random, sizes, errors = (
+        np.random.default_rng(0),
+        [250, 1000, 4000, 16000, 64000],
+        [],
+    )
+    points = np.linspace(-0.5, 0.5, 100)[:, None]
+    for size in sizes:
+        radius, squares = fourier.best_radius(size, 1, scale=0.3), []
+        for _ in range(6):
+            samples = random.uniform(-1, 1, size=(size, 1))
+            targets = np.sin(4 * samples) + 0.5 * random.normal(size=(size, 1))
+            found = fourier.fourier_regression(
+                *(x.astype("float32") for x in (points, samples, targets)), radius, 6
+            )
+            squares.append(np.mean((to_numpy(found) - np.sin(4 * points)) ** 2))
+        errors.append(np.mean(squares))
+    assert abs(slope(sizes, errors) + 4 / 5) < 0.12
+
+
+def test_gaussian_regression_is_softmax_for_keys_of_one_norm():
+    random = np.random.default_rng(0)
+    query, key, value = (random.normal(size=(n, 4)) for n in (5, 9, 9))
+    key *= 3 / np.linalg.norm(key, axis=-1, keepdims=True)
+    weights = np.exp(query @ key.T / 2)
+    expected = weights @ value / weights.sum(-1, keepdims=True)
+    single = (x.astype("float32") for x in (query, key, value))
+    received = fourier.gaussian_regression(*single, sigma=4**0.25)
+    np.testing.assert_allclose(to_numpy(received), expected, rtol=1e-4, atol=1e-5)
+
+
 # The linear form.
 
 
@@ -386,6 +479,27 @@ def test_orthogonal_frequencies_have_exact_second_moments_and_less_error():
     assert errors[0] < 0.5 * errors[1]
 
 
+def test_many_orthogonal_frequencies_tend_to_the_kernel():
+    """Four times as many have half the error, and no rest of it stays."""
+    dim, power, radius = 8, 4, 0.5
+    random = np.random.default_rng(0)
+    difference = radius * math.sqrt(2) * random.normal(size=(500, dim))
+    kernel = np.sinc(difference / np.pi).prod(-1) ** power
+    errors = []
+    for rows in (256, 1024, 4096):
+        frequencies = to_numpy(fourier.kernel_frequencies(rows, dim, power, seed=5))
+        estimate = estimates(difference, frequencies[None])[:, 0] ** 2
+        errors.append(math.sqrt(((estimate - kernel) ** 2).mean()))
+        predicted = fourier.linear_error(radius, dim, rows, power)
+        assert errors[-1] < predicted * math.sqrt((kernel**2).mean())
+    assert errors[1] < 0.7 * errors[0] and errors[2] < 0.7 * errors[1]
+
+
+def test_few_frequencies_are_orthogonal_rows():
+    frequencies = to_numpy(fourier.kernel_frequencies(3, 8, 6, seed=5))
+    np.testing.assert_allclose(frequencies @ frequencies.T, 8 * np.eye(3), atol=1e-5)
+
+
 def test_the_predicted_error_falls_with_the_root_of_the_frequencies():
     one, four = (fourier.linear_error(0.2, 16, m) for m in (10, 40))
     assert math.isclose(one, 2 * four)
@@ -416,10 +530,16 @@ def test_errors(changes, error, message):
 
 def test_errors_of_the_estimators():
     x = np.zeros((4, 2), "float32")
-    with pytest.raises(ValueError, match="power=5"):
-        fourier.kernel_integral(5)
-    with pytest.raises(ValueError, match="power=1"):
-        fourier.fourier_density(x, x, 1.0, power=1)
+    with pytest.raises(ValueError, match="power=0"):
+        fourier.kernel_integral(0)
+    with pytest.raises(ValueError, match="power=1.5"):
+        fourier.fourier_density(x, x, 1.0, power=1.5)
+    with pytest.raises(ValueError, match="estimator='mean'"):
+        fourier.best_radius(10, 1, "mean")
+    with pytest.raises(ValueError, match="scale=0"):
+        fourier.best_radius(10, 1, scale=0)
+    with pytest.raises(ValueError, match="sigma=-1.0"):
+        fourier.gaussian_regression(x, x, x, sigma=-1.0)
     with pytest.raises(ValueError, match=r"targets\.shape=\(3, 1\)"):
         fourier.fourier_regression(x, x, np.zeros((3, 1), "float32"), 1.0)
     with pytest.raises(ValueError, match=r"points\.shape=\(4, 1\)"):

@@ -1,18 +1,23 @@
 """Attention over quantised keys, against dense float64 softmax over these keys."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from keras import ops
 
-from keras_efficient_attn.ops import linear_attention, vq_attention, vq_attention_state
+from keras_efficient_attn.ops import (
+    linear_attention,
+    soft_codes,
+    vq_attention,
+    vq_attention_state,
+)
+from keras_efficient_attn.ops.common.plan import DEVICE_PLANS
 from keras_efficient_attn.ops.linear_attention import feature_maps
 from keras_efficient_attn.ops.vq_attention import (
     codebook as codebooks,
 )
-from keras_efficient_attn.ops.vq_attention import (
-    compressed,
-    expanded,
-)
+from keras_efficient_attn.ops.vq_attention.calibration import fit_mixture
 from tests import dense
 from tests.autodiff import gradients, to_numpy
 
@@ -46,6 +51,11 @@ WINDOWS = {
     "quantised": dict(window=5, quantize_window=True),
     "soft": dict(sigma=np.array([0.5, 1.5], "float32")),
     "soft-window": dict(sigma=np.array([0.5, 1.5], "float32"), window=5),
+    "mixture": dict(
+        sigma=np.linspace(0.4, 1.5, 2 * 6, dtype="float32").reshape(2, 6),
+        log_weights=np.linspace(-1, 1, 2 * 6, dtype="float32").reshape(2, 6),
+        window=5,
+    ),
     "expanded": dict(order=2),
     "expanded-window": dict(order=2, rank=2, window=5),
 }
@@ -68,8 +78,8 @@ def test_every_block_length_gives_the_definition(options, causal):
 )
 @pytest.mark.parametrize("name", ["exact", "soft", "expanded-window"])
 def test_caches_are_summed_in_groups_or_in_turn(name, in_turn, lengths, monkeypatch):
-    for module in (compressed, expanded):
-        monkeypatch.setattr(module, "sums_in_turn", lambda: in_turn)
+    plan = dataclasses.replace(DEVICE_PLANS["cpu"], codes_in_turn=in_turn)
+    monkeypatch.setitem(DEVICE_PLANS, "cpu", plan)
     options = WINDOWS[name]
     query, key, value, codes, mask = draw()
     correct = definition(query, key, value, codes, mask, True, **options)
@@ -228,43 +238,72 @@ def test_gradients_through_the_cache_can_be_stopped():
 def test_random_soft_codes_are_performer_features():
     query, key, value, _, mask = draw()
     rows = np.random.default_rng(2).normal(size=(8, DIM)).astype("float32")
-    # Rows of one norm: only then is the features' exp(-‖row‖²/2) the same for all.
-    rows *= 2.0 / np.linalg.norm(rows, axis=-1, keepdims=True)
     codes = np.stack([rows, rows])
+    mixture = dict(
+        sigma=np.ones(2, "float32"), log_weights=np.square(codes).sum(-1) / 2
+    )
     output = vq_attention(
-        query,
-        key,
-        value,
-        codes,
-        sigma=np.ones(2, "float32"),
-        key_mask=mask,
-        causal=True,
-        block_length=4,
+        query, key, value, codes, **mixture, key_mask=mask, causal=True, block_length=4
     )
     # FAVOR+ from its formula, every key's features divided by their sum.
     wide = query.astype("float64"), key.astype("float64")
     kernel = dense.favor_plus(*wide, rows, None)
-    of_key = np.exp(wide[1] @ rows.T - dense.squared_norm(wide[1]) / 2).sum(-1)
-    similarity = kernel / np.moveaxis(of_key, 1, 2)[:, :, None]
-    correct = dense.weigh(similarity, value, mask, True)[0]
+    features = np.exp(wide[1] @ rows.T - dense.squared_norm(wide[1]) / 2)
+    of_key = np.moveaxis(features.sum(-1), 1, 2)[:, :, None]
+    correct = dense.weigh(kernel / of_key, value, mask, True)[0]
     np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-5, atol=1e-6)
 
-    # And the package's own features, in linear attention.
-    of_key, of_query = (
+    # With the keys' masses they are Performer's, those of the package too.
+    share, log_mass = soft_codes(key, codes, **mixture)
+    np.testing.assert_allclose(to_numpy(ops.sum(share, axis=-1)), 1.0, rtol=1e-5)
+    received = to_numpy(ops.exp(log_mass)[..., None] * share)
+    np.testing.assert_allclose(received, features, rtol=1e-5)
+    (of_key, scale), (of_query, _) = (
         feature_maps.positive_random_features(
             ops.convert_to_tensor(x), ops.convert_to_tensor(rows)
-        )[0]
+        )
         for x in (key, query)
     )
+    arguments = dict(key_mask=mask, causal=True)
+    value = ops.convert_to_tensor(value)
     theirs = linear_attention(
-        of_query,
-        of_key,
-        ops.convert_to_tensor(value),
-        key_log_weight=-ops.log(ops.sum(of_key, axis=-1)),
-        key_mask=mask,
-        causal=True,
+        of_query, of_key, value, key_log_weight=scale, **arguments
     )
-    np.testing.assert_allclose(to_numpy(output), to_numpy(theirs), rtol=1e-5, atol=1e-6)
+    ours = linear_attention(
+        of_query, share, value, key_log_weight=log_mass, **arguments
+    )
+    np.testing.assert_allclose(to_numpy(ours), to_numpy(theirs), rtol=1e-5, atol=1e-6)
+
+
+def test_soft_codes_are_the_posterior_of_their_mixture():
+    _, key, _, codes, _ = draw()
+    mixture = WINDOWS["mixture"]
+    sigma, log_weights = mixture["sigma"], mixture["log_weights"]
+    squared = ((key[:, :, :, None].astype("float64") - codes) ** 2).sum(-1)
+    joint = np.exp(log_weights - squared / (2 * sigma**2)) / sigma**DIM
+    share, log_mass = soft_codes(key, codes, sigma, log_weights)
+    np.testing.assert_allclose(
+        to_numpy(log_mass), np.log(joint.sum(-1)), rtol=1e-4, atol=1e-4
+    )
+    expected = joint / joint.sum(-1, keepdims=True)
+    np.testing.assert_allclose(to_numpy(share), expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.any_backend
+def test_expectation_maximisation_finds_the_mixture():
+    random = np.random.default_rng(3)
+    centres = np.array([[-4.0, 0, 0, 0], [0, 4, 0, 0], [4, 0, 3, 0]])
+    widths, weights = np.array([0.3, 0.6, 1.2]), np.array([0.5, 0.3, 0.2])
+    chosen = random.choice(3, size=6000, p=weights)
+    keys = centres[chosen] + widths[chosen, None] * random.normal(size=(6000, DIM))
+    begin = (centres + random.normal(size=centres.shape))[None]
+    codes, sigma, found = fit_mixture(keys[:, None], begin, None, True, 30)
+    np.testing.assert_allclose(codes[0], centres, atol=0.1)
+    np.testing.assert_allclose(sigma[0], widths, rtol=0.05)
+    np.testing.assert_allclose(found[0], weights, atol=0.02)
+    # What is not fitted stays.
+    _, sigma, found = fit_mixture(keys[:, None], begin, 0.7, False, 2)
+    assert (sigma == 0.7).all() and (found == 1 / 3).all()
 
 
 def test_sharp_soft_codes_are_hard_codes():
@@ -517,6 +556,9 @@ WRONG = [
     (dict(rank=2), "order=0"),
     (dict(order=2, rank=DIM + 1), "rank=5"),
     (dict(order=2, sigma=np.ones(2)), "`sigma`"),
+    (dict(sigma=np.ones(3)), r"sigma\.shape=\(3,\)"),
+    (dict(log_weights=np.ones((2, 6))), "sigma=None"),
+    (dict(sigma=np.ones(2), log_weights=np.ones(2)), r"log_weights\.shape=\(2,\)"),
     (dict(order=2, window=2, quantize_window=True), "quantize_window=True"),
     (dict(position_query=np.zeros((2, LENGTH, 2, DIM))), "window=None"),
     (dict(window=5, position_query=np.zeros((2, LENGTH, 2, DIM))), "go together"),

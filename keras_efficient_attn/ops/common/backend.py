@@ -39,6 +39,16 @@ def are_values_known(x):
     return x.device.type == "cpu"
 
 
+def is_kept_on_cpu(x):
+    """Whether PyTorch has, or will have, a tensor on a CPU, and in this process.
+
+    An exported program may run anywhere.
+    """
+    import torch
+
+    return x.device.type == "cpu" and not torch.compiler.is_exporting()
+
+
 def pick(default=None, **values):
     """The value for the backend that runs, such as `pick(4, torch=1)`."""
     return values.get(backend_name(), default)

@@ -7,7 +7,11 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import are_values_known, shape_of
+from keras_efficient_attn.ops.common.backend import (
+    backend_name,
+    is_kept_on_cpu,
+    shape_of,
+)
 from keras_efficient_attn.ops.common.chunking import (
     chunk_count,
     chunk_layout,
@@ -24,6 +28,9 @@ from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.relative_positions import shifted_to_keys
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.common.weight_dropout import drop
+
+if backend_name() == "torch":
+    from keras_efficient_attn.ops.common import fused_softmax_torch as _fused
 
 
 def attend_blocks(
@@ -294,14 +301,7 @@ def merge_blocks(x):
 
 
 def fused_module(query, dropout=None, relative=None):
-    """The module of PyTorch's kernel for CPUs, or `None` where it cannot be used.
-
-    `torch.compile` fuses operations by itself.
-    """
-    if not are_values_known(query) or not query.numel():
+    """The module of PyTorch's kernel for CPUs, or `None` where it cannot be used."""
+    if backend_name() != "torch" or dropout is not None or relative is not None:
         return None
-    if dropout is not None or relative is not None:
-        return None
-    from keras_efficient_attn.ops.common import fused_softmax_torch
-
-    return fused_softmax_torch
+    return _fused if is_kept_on_cpu(query) and query.numel() else None

@@ -2,15 +2,18 @@
 
 The kernel of `scaled_dot_product_attention` writes no matrix of weights, forward or
 backward. It reads blocks where they are in the sequence, and its log-sum-exp is the
-scale of a part.
+scale of a part. A part is one operation of PyTorch with a gradient, which
+`torch.compile` leaves as it is.
 """
 
-import dataclasses
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from keras_efficient_attn.ops.common.backend import is_traced_by_torch
+from keras_efficient_attn.ops.common.fused_cuts_torch import make_cuts, mask_words
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
-from keras_efficient_attn.ops.common.plan import device_plan
 
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -21,69 +24,25 @@ def attend_band(query, key, value, valid, mask_fn, start=None):
 
     `mask_fn` is an `IntervalMask`.
     """
-    (batch, length), keys, period = query.shape[:2], key.shape[1], mask_fn.period
-    # How far a block sees back, and how many keys are before the first query.
-    before, earlier = mask_fn.before, 0
-    if start is not None:
-        before = earlier = mask_fn.reach
-    start = 0 if start is None else int(start)
-    # A wide band is worth larger blocks: their keys overlap less.
-    block = max(device_plan().block, (before + mask_fn.after) // 8)
-    block = max(1, block // period) * period
-    width = before + block + mask_fn.after
-
-    def cut(number, count=1, row=None):
-        first = number * block
-        first_key = first + earlier - before
-        last_key = min(first_key + width, keys)
-        first_key = max(first_key, 0)
-        size, wide = min(block, length - first), last_key - first_key
-        i = start + first + torch.arange(size)[:, None]
-        j = start - earlier + first_key + torch.arange(wide)
-        mask = _mask(mask_fn(i, j)[None, None], query.dtype)
-        return _Cut(*mask, (first, size), (first_key, wide), block, count, row)
-
-    blocks = -(-length // block)
-    # Blocks whose keys all exist have the same mask.
-    first = min(-(-max(before - earlier, 0) // block), blocks)
-    last = min(length // block, (keys - earlier - mask_fn.after) // block)
-    if last - first > batch:
-        cuts = [cut(first, last - first, row) for row in range(batch)]
-        edges = [*range(first), *range(last, blocks)]
-    else:
-        cuts, edges = [], range(blocks)
-    cuts += [cut(number) for number in edges]
-    return _part(query, key, value, valid, cuts)
+    tensors = [] if start is None else [torch.as_tensor(start)]
+    return _part("band", query, key, value, valid, tensors, mask_fn)
 
 
 def attend_blocks(query, key, value, valid, mask_fn, positions):
     """As `block_softmax.attend_blocks`."""
-    batch, blocks, size = query.shape[:3]
+    batch, blocks = query.shape[:2]
     i, j = positions
     allowed = mask_fn(i[..., :, None], j[..., None, :])
     if allowed.ndim == 3:
-        allowed = allowed.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
-    else:
-        allowed = allowed[None, None]
+        allowed = allowed.expand(batch, -1, -1, -1).flatten(0, 1)
     inputs = (t.flatten(0, 1) for t in (query, key, value, valid))
-    cut = _Cut(*_mask(allowed, query.dtype), (0, size), (0, key.shape[2]))
-    part = _part(*inputs, [cut])
+    part = _part("blocks", *inputs, [allowed])
     return tuple(t.unflatten(0, (batch, blocks)) for t in part)
 
 
 def attend_shared(query, key, value, valid, mask_fn, positions):
     """As `block_softmax.attend_shared`."""
-    block, cuts = 2 * device_plan().block, []
-    i, j = positions
-    for first in range(0, query.shape[1], block):
-        rows = i[first : first + block]
-        allowed = mask_fn(rows[:, None], j[:, None])
-        # Without the last keys, which often are later than all queries.
-        seen = allowed.any(0).any(0).nonzero()
-        last = int(seen[-1]) + 1 if len(seen) else 1
-        mask = _mask(allowed[None, ..., :last], query.dtype)
-        cuts.append(_Cut(*mask, (first, len(rows)), (0, last)))
-    return _part(query, key, value, valid, cuts)
+    return _part("shared", query, key, value, valid, list(positions), mask_fn)
 
 
 def attend_weighted(query, key, value, log_weight):
@@ -97,159 +56,191 @@ def attend_weighted(query, key, value, log_weight):
     Returns:
         As `block_softmax.attend_shared`.
     """
-    spans = (0, query.shape[1]), (0, key.shape[1])
-    cut = _Cut(log_weight[:, :, None], False, *spans)
-    return _part(query, key, value, None, [cut])
+    return _part("weighted", query, key, value, None, [log_weight])
 
 
-def _mask(allowed, dtype):
-    """A mask for the logits, and whether query `i` of a block sees keys `0..i` only."""
-    lower = not allowed.triu(1).any()
-    return torch.where(allowed, 0.0, LOG_ZERO).to(dtype), lower
-
-
-def _part(query, key, value, valid, cuts):
+def _part(kind, query, key, value, valid, tensors, mask_fn=None):
     dim, value_dim = key.shape[-1], value.shape[-1]
     largest = max(dim, value_dim)
     # The kernel wants heads of one size.
-    query, key, value = (_widened(t, largest) for t in (query, key, value))
-    output, log_scale = _Attention.apply(query, key, value, valid, cuts)
+    query, key, value = (
+        torch.nn.functional.pad(t, (0, largest - t.shape[-1])) if largest > n else t
+        for t, n in ((query, dim), (key, dim), (value, value_dim))
+    )
+    mask = "" if mask_fn is None else mask_words(mask_fn)
+    attend = attend_op if is_traced_by_torch() else _Attention.apply
+    output, log_scale = attend(query, key, value, valid, tensors, kind, mask)
     totals = _is_seen(log_scale).to(output.dtype)
     return output[..., :value_dim], totals, log_scale
 
 
-def _widened(x, dim):
-    if x.shape[-1] < dim:
-        return torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
+@torch.library.custom_op("keras_efficient_attn::attend", mutates_args=())
+def attend_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    valid: Tensor | None,
+    tensors: Sequence[Tensor],
+    kind: str,
+    mask: str,
+) -> tuple[Tensor, Tensor]:
+    """A part of a softmax.
+
+    Args:
+        query: `(batch, length, heads, dim)`, scaled.
+        key, value: `(batch, keys, heads, dim)`.
+        valid: Which keys exist: `(batch, keys)` or `(batch, keys, heads)`.
+        tensors: Of the kind: the position of the first query, or nothing (`"band"`);
+            which keys a query sees (`"blocks"`), positions of queries and keys
+            (`"shared"`), or logs of weights (`"weighted"`).
+        kind: One of those.
+        mask: `mask_words` of the mask function, if the kind has one.
+
+    Returns:
+        The output, and the log of the sum of all weights, of every query.
+    """
+    return _forward(
+        query, key, value, valid, make_cuts(query, key, tensors, kind, mask)
+    )
+
+
+@attend_op.register_fake
+def _(query, key, value, valid, tensors, kind, mask):
+    return query.new_empty(query.shape), query.new_empty(query.shape[:3])
+
+
+@torch.library.custom_op("keras_efficient_attn::attend_grad", mutates_args=())
+def attend_grad_op(
+    grad_output: Tensor,
+    grad_scale: Tensor | None,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    valid: Tensor | None,
+    tensors: Sequence[Tensor],
+    kind: str,
+    mask: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the query, the key and the value of `attend_op`."""
+    cuts = make_cuts(*inputs[:2], tensors, kind, mask)
+    return _backward(grad_output, grad_scale, outputs, inputs, valid, cuts)
+
+
+@attend_grad_op.register_fake
+def _(grad_output, grad_scale, outputs, inputs, *_):
+    return tuple(x.new_empty(x.shape) for x in inputs)
+
+
+def _keep_for_backward(ctx, inputs, output):
+    query, key, value, valid, tensors, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, valid, *output, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad_output, grad_scale):
+    query, key, value, valid, *outputs = ctx.saved_tensors
+    outputs, tensors = outputs[:2], outputs[2:]
+    if grad_output is None:
+        grad_output = torch.zeros_like(outputs[0])
+    inputs = [query, key, value]
+    grads = attend_grad_op(
+        grad_output, grad_scale, outputs, inputs, valid, tensors, *ctx.options
+    )
+    return *grads, None, [None] * len(tensors), None, None
+
+
+attend_op.register_autograd(_differentiate, setup_context=_keep_for_backward)
+
+
+class _Attention(torch.autograd.Function):
+    """As `attend_op`, without `torch.compile`: masks are made once."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, valid, tensors, kind, mask):
+        ctx.cuts = make_cuts(query, key, tensors, kind, mask)
+        outputs = _forward(query, key, value, valid, ctx.cuts)
+        ctx.save_for_backward(query, key, value, valid, *outputs)
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_output, grad_scale):
+        query, key, value, valid, *outputs = ctx.saved_tensors
+        if grad_output is None:
+            grad_output = torch.zeros_like(outputs[0])
+        inputs = query, key, value
+        grads = _backward(grad_output, grad_scale, outputs, inputs, valid, ctx.cuts)
+        return *grads, None, None, None, None
+
+
+def _forward(query, key, value, valid, cuts):
+    query, key, value = map(_with_whole_vectors, (query, key, value))
+    parts = (
+        _attend(
+            cut.select(query, cut.queries),
+            cut.select(key, cut.keys),
+            cut.select(value, cut.keys),
+            is_causal=cut.causal,
+            attn_mask=cut.full_mask(valid),
+            scale=1.0,
+        )
+        for cut in cuts
+    )
+    if cuts[0].is_whole(query, key):
+        output, log_scale = (t.transpose(1, 2).contiguous() for t in next(parts))
+    else:
+        output = query.new_empty(query.shape)
+        log_scale = query.new_empty(query.shape[:3])
+        for cut, part in zip(cuts, parts, strict=True):
+            for whole, piece in zip((output, log_scale), part, strict=True):
+                cut.select(whole, cut.queries).copy_(piece)
+    seen = _is_seen(log_scale)
+    if not seen.all():
+        output = torch.where(seen[..., None], output, 0.0)
+    return output, log_scale
+
+
+def _backward(grad_output, grad_scale, outputs, inputs, valid, cuts):
+    query, key, value = map(_with_whole_vectors, inputs)
+    output, log_scale = outputs
+    grad_output = grad_output.contiguous()
+    seen = _is_seen(log_scale)
+    if not seen.all():
+        grad_output = torch.where(seen[..., None], grad_output, 0.0)
+    if grad_scale is not None:
+        output = _with_scale_gradient(output, grad_output, grad_scale)
+    parts = (
+        _attend_backward(
+            cut.select(grad_output, cut.queries),
+            cut.select(query, cut.queries),
+            cut.select(key, cut.keys),
+            cut.select(value, cut.keys),
+            cut.select(output, cut.queries),
+            cut.select(log_scale, cut.queries),
+            0.0,
+            cut.causal,
+            attn_mask=cut.full_mask(valid),
+            scale=1.0,
+        )
+        for cut in cuts
+    )
+    if cuts[0].is_whole(query, key):
+        return tuple(t.transpose(1, 2).contiguous() for t in next(parts))
+    grad_query, *grads = (t.new_zeros(t.shape) for t in (query, key, value))
+    for cut, (piece, *pieces) in zip(cuts, parts, strict=True):
+        cut.select(grad_query, cut.queries).copy_(piece)
+        for grad, grad_keys in zip(grads, pieces, strict=True):
+            cut.add(grad, grad_keys)
+    return grad_query, *grads
+
+
+def _with_whole_vectors(x):
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _is_seen(log_scale):
     """Whether a query saw a key; without one, all have the same log weight."""
     return log_scale > LOG_ZERO / 2
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Cut:
-    """Blocks of queries, one after the other, and the keys that each may see.
-
-    Attributes:
-        mask: `(rows or blocks or 1, heads or 1, queries, keys)`, added to the logits.
-        causal: Whether query `i` of a block sees no keys but its keys `0..i`: others
-            are not computed.
-        queries: The first query, and the number of queries in a block.
-        keys: The same for keys.
-        step: Positions between two blocks.
-        count: Number of blocks.
-        row: The row of the batch, if there are several blocks: of one block, all rows.
-    """
-
-    mask: torch.Tensor
-    causal: bool
-    queries: tuple
-    keys: tuple
-    step: int = 0
-    count: int = 1
-    row: int | None = None
-
-    def of(self, x, span):
-        """`(batch, length, heads, ...)` as `(rows or blocks, heads, span, ...)`."""
-        first, size = span
-        if self.row is None:
-            return x[:, first : first + size].transpose(1, 2)
-        x = x[self.row, first : first + (self.count - 1) * self.step + size]
-        x = x.unfold(0, size, self.step)
-        return x.transpose(2, 3) if x.ndim == 4 else x
-
-    def is_whole(self, query, key):
-        """Whether all queries see all keys in one block of each row."""
-        spans = (0, query.shape[1]), (0, key.shape[1])
-        return self.row is None and (self.queries, self.keys) == spans
-
-    def full_mask(self, valid):
-        """The mask, with the keys that do not exist, if there are any."""
-        if valid is None:
-            return self.mask
-        valid = valid if valid.ndim == 3 else valid[..., None]
-        exists = self.of(valid, self.keys)[:, :, None] > 0
-        return self.mask if exists.all() else torch.where(exists, self.mask, LOG_ZERO)
-
-    def add(self, grad, grad_keys):
-        """Adds gradients of the blocks' keys, which overlap, to those of all keys."""
-        first, size = self.keys
-        step = self.step or size
-        for start in range(0, size, step):
-            span = first + start, min(step, size - start)
-            piece = grad_keys[:, :, start : start + step]
-            self.of(grad, span).add_(piece)
-
-
-class _Attention(torch.autograd.Function):
-    """The output, and the log of the sum of all weights, of every query."""
-
-    @staticmethod
-    def forward(ctx, query, key, value, valid, cuts):
-        parts = (
-            _attend(
-                cut.of(query, cut.queries),
-                cut.of(key, cut.keys),
-                cut.of(value, cut.keys),
-                is_causal=cut.causal,
-                attn_mask=cut.full_mask(valid),
-                scale=1.0,
-            )
-            for cut in cuts
-        )
-        ctx.whole, ctx.cuts = cuts[0].is_whole(query, key), cuts
-        if ctx.whole:
-            output, log_scale = (t.transpose(1, 2) for t in next(parts))
-        else:
-            output = torch.empty_like(query)
-            log_scale = query.new_empty(query.shape[:3])
-            for cut, part in zip(cuts, parts, strict=True):
-                for whole, piece in zip((output, log_scale), part, strict=True):
-                    cut.of(whole, cut.queries).copy_(piece)
-        seen = _is_seen(log_scale)
-        ctx.all_seen = bool(seen.all())
-        if not ctx.all_seen:
-            output = torch.where(seen[..., None], output, 0.0)
-        ctx.save_for_backward(query, key, value, valid, output, log_scale)
-        ctx.set_materialize_grads(False)
-        return output, log_scale
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_output, grad_scale):
-        query, key, value, valid, output, log_scale = ctx.saved_tensors
-        grad_output = grad_output.contiguous()
-        if not ctx.all_seen:
-            seen = _is_seen(log_scale)
-            grad_output = torch.where(seen[..., None], grad_output, 0.0)
-        if grad_scale is not None:
-            output = _with_scale_gradient(output, grad_output, grad_scale)
-        parts = (
-            _attend_backward(
-                cut.of(grad_output, cut.queries),
-                cut.of(query, cut.queries),
-                cut.of(key, cut.keys),
-                cut.of(value, cut.keys),
-                cut.of(output, cut.queries),
-                cut.of(log_scale, cut.queries),
-                0.0,
-                cut.causal,
-                attn_mask=cut.full_mask(valid),
-                scale=1.0,
-            )
-            for cut in ctx.cuts
-        )
-        if ctx.whole:
-            return *(t.transpose(1, 2) for t in next(parts)), None, None
-        grad_query, *grads = map(torch.zeros_like, (query, key, value))
-        for cut, (piece, *pieces) in zip(ctx.cuts, parts, strict=True):
-            cut.of(grad_query, cut.queries).copy_(piece)
-            for grad, grad_keys in zip(grads, pieces, strict=True):
-                cut.add(grad, grad_keys)
-        return grad_query, *grads, None, None
 
 
 def _with_scale_gradient(output, grad_output, grad_scale):

@@ -80,3 +80,46 @@ class QueryBlocks(IntervalMask):
         start = i - i % self.block
         end = i if self.causal else start + self.block - 1 + self.memory
         return start - self.memory, end
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """The strided pattern's second factor: every `stride`-th position.
+
+    Attributes:
+        stride: Positions between two keys.
+        causal: Whether earlier ones only.
+        remainder: Whether without what the first factor holds.
+    """
+
+    stride: int
+    causal: bool
+    remainder: bool
+
+    def __call__(self, i, j):
+        distance = i - j
+        seen = distance % self.stride == 0
+        if self.causal:
+            seen = seen & (distance >= 0)
+        if self.remainder:
+            seen = seen & ((distance > self.stride) | (distance < -self.stride))
+        return seen
+
+
+@dataclasses.dataclass(frozen=True)
+class Summaries:
+    """The fixed pattern's second factor, over keys that are summaries of their block.
+
+    Attributes: As `Columns`.
+    """
+
+    stride: int
+    causal: bool
+    remainder: bool
+
+    def __call__(self, i, j):
+        if self.causal:
+            # Before the own block, or up to the query.
+            return j < i - i % self.stride if self.remainder else j <= i
+        block, key_block = i // self.stride, j // self.stride
+        return key_block != block if self.remainder else key_block >= 0 * block

@@ -33,6 +33,19 @@ def max_along(x, axis, keepdims=False, initial=None):
     return largest if initial is None else largest.clamp(min=initial)
 
 
+def greatest_index(x):
+    """int32 index of the greatest entry along the last axis.
+
+    Keras has TensorFlow tell −0 from 0 by their bits, in further passes over `x`; ONNX
+    and LiteRT have no operator for that.
+    """
+    if backend_name() != "tensorflow":
+        return ops.cast(ops.argmax(x, axis=-1), "int32")
+    import tensorflow as tf
+
+    return tf.argmax(x, axis=-1, output_type=tf.int32)
+
+
 def conditional(predicate, compute, otherwise):
     """`compute()` if a scalar is true, and else the tensor `otherwise`; no gradient.
 

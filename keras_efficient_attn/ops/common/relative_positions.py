@@ -3,8 +3,8 @@
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.ops.common.angles import position_angles
 from keras_efficient_attn.ops.common.backend import backend_name, shape_of
-from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.numerics import pad
 
 
@@ -30,8 +30,9 @@ def window_sinusoids(window, causal, dim, max_wavelength, dtype):
     if backend_name() == "torch":
         # Other backends may lack float64; `torch.compile` lacks NumPy.
         last = -1 if causal else -window
-        distances = ops.arange(window - 1, last, -1, dtype="float64")
-        return ops.cast(distance_sinusoids(distances, dim, max_wavelength), dtype)
+        distances = ops.arange(window - 1, last, -1, dtype="int32")
+        waves = distance_sinusoids(distances, dim, max_wavelength, "float64")
+        return ops.cast(waves, dtype)
     frequencies = wave_frequencies(dim // 2, max_wavelength)
     angles = window_distances(window, causal)[:, None] * frequencies
     waves = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
@@ -56,14 +57,16 @@ def shifted_to_keys(scores, width):
     return ops.reshape(scores[..., : queries * width], (*batch, queries, width))
 
 
-def distance_sinusoids(distances, dim, max_wavelength):
-    """As `window_sinusoids`, for a tensor `(distances,)`, in its dtype."""
-    frequencies = constant(
-        wave_frequencies, dim // 2, max_wavelength, dtype=distances.dtype
+def distance_sinusoids(distances, dim, max_wavelength, dtype):
+    """As `window_sinusoids`, for a tensor `(distances,)` of integers.
+
+    `dtype` is float32 or float64.
+    """
+    angles = position_angles(
+        distances, wave_frequencies, dim // 2, max_wavelength, dtype=dtype
     )
-    angles = distances[:, None] * frequencies
     waves = ops.concatenate([ops.sin(angles), ops.cos(angles)], axis=-1)
-    return ops.cast(waves, distances.dtype)
+    return ops.cast(waves, dtype)
 
 
 def shifted_by_query(scores, width):

@@ -2,8 +2,9 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.angles import position_angles
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.constants import constant
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.relative_positions import wave_frequencies
 
 
@@ -25,9 +26,14 @@ def rotary_embedding(x, positions, max_wavelength=10_000.0):
         - [Su et al., 2021](https://arxiv.org/abs/2104.09864)
     """
     half = x.shape[-1] // 2
-    frequencies = constant(wave_frequencies, half, max_wavelength, dtype=x.dtype)
-    angles = ops.cast(positions, x.dtype)[..., None, None] * frequencies
-    cos, sin = ops.cos(angles), ops.sin(angles)
+    angles = position_angles(
+        positions[..., None],
+        wave_frequencies,
+        half,
+        max_wavelength,
+        dtype=accumulator_dtype(x),
+    )
+    cos, sin = (ops.cast(wave(angles), x.dtype) for wave in (ops.cos, ops.sin))
     first, second = x[..., :half], x[..., half:]
     return ops.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1

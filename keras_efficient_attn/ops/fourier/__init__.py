@@ -1,7 +1,9 @@
 from keras_efficient_attn.ops.fourier.api import fourier_attention
 from keras_efficient_attn.ops.fourier.estimators import (
+    best_radius,
     fourier_density,
     fourier_regression,
+    gaussian_regression,
     kernel_integral,
 )
 from keras_efficient_attn.ops.fourier.kernel import POWERS
@@ -14,9 +16,11 @@ from keras_efficient_attn.ops.fourier.random_features import (
 
 __all__ = [
     "POWERS",
+    "best_radius",
     "fourier_attention",
     "fourier_density",
     "fourier_regression",
+    "gaussian_regression",
     "kernel_frequencies",
     "kernel_integral",
     "linear_error",

@@ -5,9 +5,10 @@ import math
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
 from keras_efficient_attn.ops.common.online_softmax import divided
 from keras_efficient_attn.ops.fourier.config import FourierConfig
-from keras_efficient_attn.ops.fourier.kernel import check_power
+from keras_efficient_attn.ops.fourier.kernel import POWERS
 from keras_efficient_attn.ops.fourier.tiled import fourier_sums
 
 
@@ -18,10 +19,11 @@ def kernel_integral(power=4):
     A = π / (2^(n−1) (n−1)!) Σ_{k ≤ n/2} (−1)^k C(n, k) (n − 2k)^(n−1),   n = power
     ```
 
-    π, 2π/3, 11π/20 and 151π/315 for the powers 2, 4, 6 and 8.
+    π, 2π/3, 11π/20 and 151π/315 for the powers 2, 4, 6 and 8; π for 1, where the
+    integral does not converge absolutely.
 
     Args:
-        power: 2, 4, 6 or 8. Defaults to 4.
+        power: Positive integer. Defaults to 4.
 
     Returns:
         A float.
@@ -29,7 +31,7 @@ def kernel_integral(power=4):
     Raises:
         ValueError: For another power.
     """
-    check_power(power)
+    check_positive_int("power", power)
     terms = (
         (-1) ** k * math.comb(power, k) * (power - 2 * k) ** (power - 1)
         for k in range(power // 2 + 1)
@@ -45,14 +47,16 @@ def fourier_density(points, samples, radius, power=4):
     φ(u) = u^power
     ```
 
-    with `A` from `kernel_integral`: non-negative, and of integral 1. It converges to
-    the density of the samples as `R` and `N / R^dim` grow.
+    with `A` from `kernel_integral`: of integral 1, and not negative for even powers. It
+    converges to the density of the samples as `R` and `N / R^dim` grow. With
+    `power=1` it is the estimator of the Fourier integral theorem.
 
     Args:
         points: `(num_points, dim)`, where to estimate.
         samples: `(num_samples, dim)`.
         radius: Positive number, or tensor of shape `(dim,)`.
-        power: 2, 4, 6 or 8. Defaults to 4.
+        power: Positive integer. Powers other than 2, 4, 6 and 8 form the matrix of all
+            pairs. Defaults to 4.
 
     Returns:
         `(num_points,)`.
@@ -89,14 +93,16 @@ def fourier_regression(points, samples, targets, radius, power=4):
     ```
 
     with `z` and `φ` as for `fourier_density`. With queries for points and keys for
-    samples, this is Fourier attention.
+    samples, this is Fourier attention. For odd powers weights may be negative, and
+    their sum near 0.
 
     Args:
         points: `(num_points, dim)`, where to estimate.
         samples: `(num_samples, dim)`.
         targets: `(num_samples, target_dim)`.
         radius: Positive number, or tensor of shape `(dim,)`.
-        power: 2, 4, 6 or 8. Defaults to 4.
+        power: Positive integer. Powers other than 2, 4, 6 and 8 form the matrix of all
+            pairs. Defaults to 4.
 
     Returns:
         `(num_points, target_dim)`.
@@ -114,9 +120,111 @@ def fourier_regression(points, samples, targets, radius, power=4):
     return divided(values, totals)[0, :, 0]
 
 
+def gaussian_regression(points, samples, targets, sigma):
+    """The Nadaraya–Watson estimator with a Gaussian kernel.
+
+    ```
+    f(x) = Σ_i w_i(x) targets[i] / Σ_i w_i(x),   w_i(x) = exp(−‖x − samples[i]‖² / 2σ²)
+    ```
+
+    With queries for points, keys of one norm for samples and `σ² = √dim`, this is
+    softmax attention. The matrix of all pairs is formed.
+
+    Args:
+        points: `(num_points, dim)`, where to estimate.
+        samples: `(num_samples, dim)`.
+        targets: `(num_samples, target_dim)`.
+        sigma: `σ`, a positive number.
+
+    Returns:
+        `(num_points, target_dim)`.
+
+    Raises:
+        ValueError: For shapes that do not agree, or a `sigma` that is not positive.
+
+    Reference:
+        - [Nadaraya, 1964](https://doi.org/10.1137/1109020)
+    """
+    points, samples, targets = (
+        ops.convert_to_tensor(x) for x in (points, samples, targets)
+    )
+    _check_shapes(points, samples, targets)
+    _check_positive("sigma", sigma)
+    squares = ops.sum(ops.square(points[:, None] - samples), axis=-1)
+    return ops.softmax(-squares / (2 * sigma**2), axis=-1) @ targets
+
+
+def best_radius(num_samples, dim, estimator="regression", scale=1.0):
+    """The radius at which the bounds of bias and variance balance.
+
+    ```
+    density      R = N^(1 / (dim + 2)) / scale,   error N^(−2 / (dim + 2))
+    regression   R = N^(1 / (dim + 4)) / scale,   error N^(−4 / (dim + 4))
+    ```
+
+    by the theorems, for powers of at least 4 (density) and 6 (regression). The errors
+    are the mean integrated squared error and the mean squared error at a point. The
+    theorems leave a constant factor of `R` open.
+
+    Args:
+        num_samples: `N`.
+        dim: Size of a sample.
+        estimator: `"density"` or `"regression"`. Defaults to `"regression"`.
+        scale: Length over which the density or the function changes; about the standard
+            deviation of the samples. Defaults to 1.
+
+    Returns:
+        A float.
+
+    Raises:
+        ValueError: For another estimator, or sizes or a scale that are not positive.
+
+    Example:
+
+    >>> from keras_efficient_attn.ops import fourier
+    >>> fourier.best_radius(10000, 2, "density")
+    10.0
+
+    Reference:
+        - [Nguyen et al., 2022](https://arxiv.org/abs/2206.00206), theorems 1 and 2
+    """
+    check_positive_int("num_samples", num_samples)
+    check_positive_int("dim", dim)
+    orders = {"density": dim + 2, "regression": dim + 4}
+    if estimator not in orders:
+        raise ValueError(
+            f"`estimator` must be one of {', '.join(orders)}. Received: "
+            f"estimator={estimator!r}"
+        )
+    _check_positive("scale", scale)
+    return num_samples ** (1 / orders[estimator]) / scale
+
+
 def _sums(points, samples, targets, radius, power):
     """`fourier_sums` of one row and one head."""
-    config = FourierConfig(power)
+    check_positive_int("power", power)
+    _check_shapes(points, samples, targets)
+    if power not in POWERS:
+        return _dense_sums(points, samples, targets, radius, power)
+    return fourier_sums(
+        *(x[None, :, None] for x in (points, samples, targets)),
+        radius,
+        FourierConfig(power),
+    )
+
+
+def _dense_sums(points, samples, targets, radius, power):
+    """As `fourier_sums`, for weights of any sign."""
+    z = ops.cast(radius, points.dtype) * (points[:, None] - samples)
+    near = ops.abs(z) < 1e-6
+    ratio = ops.where(near, 1.0, ops.sin(z) / ops.where(near, 1.0, z))
+    weights = ops.prod(ratio, axis=-1) ** power
+    sums = weights @ targets, ops.sum(weights, axis=-1, keepdims=True)
+    values, totals = (x[None, :, None] for x in sums)
+    return values, totals[..., 0], ops.zeros_like(totals[..., 0])
+
+
+def _check_shapes(points, samples, targets):
     shapes = [tuple(x.shape) for x in (points, samples, targets)]
     if (
         any(len(shape) != 2 for shape in shapes)
@@ -129,8 +237,8 @@ def _sums(points, samples, targets, radius, power):
             f"points.shape={shapes[0]}, samples.shape={shapes[1]}, "
             f"targets.shape={shapes[2]}"
         )
-    return fourier_sums(
-        *(x[None, :, None] for x in (points, samples, targets)),
-        radius,
-        config,
-    )
+
+
+def _check_positive(name, received):
+    if not is_number(received) or received <= 0:
+        raise ValueError(f"`{name}` must be positive. Received: {name}={received!r}")

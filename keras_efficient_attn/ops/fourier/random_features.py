@@ -15,25 +15,24 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.numerics import cosine, sine
 from keras_efficient_attn.ops.common.pair_products import pair_products
-from keras_efficient_attn.ops.common.random_features import (
-    gaussian_blocks,
-    random_projection,
-)
 from keras_efficient_attn.ops.fourier.kernel import check_power
 
 
 def kernel_frequencies(num_frequencies, dim, power=4, orthogonal=True, seed=None):
     """Frequencies `ω` for `squared_features`, for queries and keys times the radius.
 
+    They are drawn from the kernel's own law, `E[cos(ω·z)] = Π_d sinc(z_d)^(power/2)`.
+
     Args:
         num_frequencies: `M`, number of frequencies.
         dim: Size of the queries and keys.
         power: 2, 4, 6 or 8. Defaults to 4.
-        orthogonal: Whether the frequencies are orthogonal in blocks of `dim`, of
-            uniformly distributed directions and the root mean square length
-            `√(dim · power / 6)`. With `M` a multiple of `dim` the error is then of
-            fourth order in small differences. Defaults to `True`. `False` draws each
-            independently from the kernel's own law, `E[cos(ω·z)] = Π_d sinc(z_d)^h`.
+        orthogonal: Whether the draws, as a matrix, are replaced by the nearest one with
+            orthogonal rows of the length `√(dim · power / 6)` or, for `M` beyond `dim`,
+            with orthogonal columns. With `M` of at least `dim` the error is then of
+            fourth order in small differences. Such frequencies are no longer
+            independent, but as `M` grows, their law tends to the kernel's. Defaults to
+            `True`. `False` leaves the draws independent.
         seed: int or `keras.random.SeedGenerator`.
 
     Returns:
@@ -43,13 +42,14 @@ def kernel_frequencies(num_frequencies, dim, power=4, orthogonal=True, seed=None
         ValueError: For another power.
     """
     check_power(power)
-    if orthogonal:
-        draws = gaussian_blocks(num_frequencies, dim, seed)
-        return math.sqrt(power / 6) * random_projection(*draws, row_norm="sqrt_dim")
     uniform = keras.random.uniform(
         (power // 2, num_frequencies, dim), -1.0, 1.0, "float32", seed
     )
-    return ops.sum(uniform, axis=0)
+    frequencies = ops.sum(uniform, axis=0)
+    if not orthogonal:
+        return frequencies
+    left, _, right = ops.linalg.svd(frequencies, full_matrices=False)
+    return math.sqrt(max(num_frequencies, dim) * power / 6) * (left @ right)
 
 
 def squared_features(x, frequencies):

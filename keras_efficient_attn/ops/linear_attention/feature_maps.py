@@ -228,6 +228,28 @@ def hedgehog_features(x, kernel):
     return ops.softmax(both, axis=-1) + FEATURE_FLOOR, None
 
 
+def learned_exponential_features(x, kernel, bias, norm):
+    """`φ(x) = exp(Wx + b − Σⱼ nⱼ xⱼ²) / √m`, with weights for each head.
+
+    With random rows `±ω` in `W`, no bias and `n = ½` these are hyperbolic features.
+
+    Args:
+        x: `(batch, heads, chunks, chunk_size, head_dim)`.
+        kernel: `(heads, head_dim, m)`, the transposed matrices `W`.
+        bias: `b`, `(heads, m)`.
+        norm: `n`, `(heads, head_dim)`.
+
+    Returns:
+        Features `(batch, heads, chunks, chunk_size, m)` and their log scale.
+
+    Reference:
+        - [Zhang et al., 2024](https://arxiv.org/abs/2402.04347)
+    """
+    exponents = ops.einsum("bhcsd,hdm->bhcsm", x, kernel) + bias[:, None, None]
+    squares = ops.sum(norm[:, None, None] * ops.square(x), axis=-1)
+    return _exponential(exponents, -squares)
+
+
 def taylor_features(x, order=2):
     """Taylor expansion of the exponential kernel: `φ(q)·φ(k) = Σ_{i≤p} (q·k)^i / i!`.
 

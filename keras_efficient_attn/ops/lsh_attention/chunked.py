@@ -4,10 +4,11 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import pick, shape_of
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import pad_length
 from keras_efficient_attn.ops.common.numerics import pad
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
+from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.lsh_attention.layout import make_layout
 from keras_efficient_attn.ops.lsh_attention.shared import (
@@ -17,9 +18,6 @@ from keras_efficient_attn.ops.lsh_attention.shared import (
     unit,
     with_self,
 )
-
-# By how much tiles on PyTorch are larger.
-TORCH_TILES = 4
 
 
 def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
@@ -43,8 +41,7 @@ def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
     buckets = pad(buckets, [(0, 0)] * 3 + [(0, 1)])
 
     floats = heads * rounds * (6 * chunk_size + 2 * (dim + (value.shape[-1] or dim)))
-    # Larger tiles where operations run one by one, and each has its cost.
-    floats = max(1, floats // pick(1, torch=TORCH_TILES))
+    floats = max(1, floats // device_plan().lsh_steps)
     layout = make_layout(buckets, kept, config, chunk_size, floats)
     table = ops.concatenate([query, value], axis=-1)
     table = ops.concatenate(

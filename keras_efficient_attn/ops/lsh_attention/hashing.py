@@ -4,6 +4,8 @@ import math
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.numerics import greatest_index
+
 
 def num_rotation_rows(num_buckets):
     """Random directions that hash to these buckets: half of each factor."""
@@ -33,7 +35,7 @@ def hash_buckets(x, rotations, num_buckets):
     for i, size in enumerate(num_buckets):
         part = rotated[..., start : start + size // 2]
         start += size // 2
-        digit = ops.argmax(ops.concatenate([part, -part], axis=-1), axis=-1)
-        digit = ops.cast(digit, "int32") * math.prod(num_buckets[:i])
+        digit = greatest_index(ops.concatenate([part, -part], axis=-1))
+        digit = digit * math.prod(num_buckets[:i])
         bucket = digit if bucket is None else bucket + digit
     return bucket

@@ -1,4 +1,8 @@
-"""`reversible_chain` for PyTorch."""
+"""`reversible_chain` for PyTorch.
+
+Without a seed, dropout of Keras draws from PyTorch's generator. Its state before each
+half is kept for its second run.
+"""
 
 import torch
 
@@ -20,9 +24,17 @@ class _Chain(torch.autograd.Function):
         parameters = arguments[: call["parameters"]]
         tensors = arguments[call["parameters"] :]
         states = call.pop("states")
+        devices = [x1.device] if x1.is_cuda else []
+        generators = []
+
+        def run(function, arguments, _):
+            generators.append(_generator_states(devices))
+            return function(*arguments)
+
         (streams, losses, updates), before = forward(
-            call["halves"], x1, x2, parameters, states, tensors, _apart
+            call["halves"], x1, x2, parameters, states, tensors, run
         )
+        ctx.devices, ctx.generators = devices, generators
         call.update(losses=len(losses), updated=list(updates))
         # Variables change in place.
         old = {id(states[index]): states[index].clone() for index in updates}
@@ -56,6 +68,13 @@ class _Chain(torch.autograd.Function):
             Before(own, following(second), num_losses)
             for own, (_, second, num_losses) in zip(states, ctx.sizes, strict=True)
         ]
+        generators = reversed(ctx.generators)
+
+        def run(function, arguments, _):
+            with torch.random.fork_rng(ctx.devices):
+                _restore(next(generators), ctx.devices)
+                return function(*arguments)
+
         grad_streams, grad_parameters, grad_tensors = backward(
             ctx.call["halves"],
             streams,
@@ -64,10 +83,18 @@ class _Chain(torch.autograd.Function):
             before,
             parameters,
             tensors,
-            _apart,
+            run,
         )
         return None, *grad_streams, *grad_parameters, *grad_tensors
 
 
-def _apart(function, arguments, _):
-    return function(*arguments)
+def _generator_states(devices):
+    on_devices = [torch.cuda.get_rng_state(device) for device in devices]
+    return torch.get_rng_state(), on_devices
+
+
+def _restore(states, devices):
+    state, on_devices = states
+    torch.set_rng_state(state)
+    for device, state in zip(devices, on_devices, strict=True):
+        torch.cuda.set_rng_state(state, device)

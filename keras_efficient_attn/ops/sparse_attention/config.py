@@ -5,8 +5,12 @@ import dataclasses
 from keras import ops
 
 from keras_efficient_attn.ops.common.checks import check_positive_int, is_positive_int
-from keras_efficient_attn.ops.common.masks import QueryBlocks, SlidingWindow
-from keras_efficient_attn.ops.sparse_attention.patterns import Columns, Summaries
+from keras_efficient_attn.ops.common.masks import (
+    Columns,
+    QueryBlocks,
+    SlidingWindow,
+    Summaries,
+)
 
 PATTERNS = ("strided", "fixed")
 HEADS = ("merged", "split", 0, 1)

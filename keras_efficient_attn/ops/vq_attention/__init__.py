@@ -2,8 +2,10 @@ from keras_efficient_attn.ops.vq_attention.api import (
     vq_attention,
     vq_attention_state,
 )
+from keras_efficient_attn.ops.vq_attention.mixture import soft_codes
 
 __all__ = [
+    "soft_codes",
     "vq_attention",
     "vq_attention_state",
 ]

@@ -25,10 +25,10 @@ from keras_efficient_attn.ops.vq_attention.config import VQConfig
 from keras_efficient_attn.ops.vq_attention.far import attend_far, far_keys
 from keras_efficient_attn.ops.vq_attention.recurrent import attend_token
 from keras_efficient_attn.ops.vq_attention.tensors import (
-    Codebook,
     Keys,
     Positions,
     each,
+    make_codebook,
 )
 from keras_efficient_attn.ops.vq_attention.window import (
     attend_segment,
@@ -43,6 +43,7 @@ def vq_attention(
     codebook,
     *,
     sigma=None,
+    log_weights=None,
     order=0,
     rank=None,
     window=None,
@@ -65,10 +66,11 @@ def vq_attention(
     ```
 
     `p(c | k)` is 1 for the nearest code or, with `sigma`, the responsibilities
-    `softmax(−‖k − code‖² / 2σ²)` of a Gaussian mixture; as σ → 0 these are the
-    same. Far keys are summed up per code, by their number and the mean of their
-    values, and all weights have one denominator. A query that sees no key gets
-    zeros. Nearest codes have no derivative; nor have the codes, without `sigma`.
+    `softmax(−‖k − code‖² / 2σ² − dim log σ + log_weight)` of a Gaussian mixture; as
+    σ → 0 these are the same. Far keys are summed up per code, by their number and the
+    mean of their values, and all weights have one denominator. A query that sees no
+    key gets zeros. Nearest codes have no derivative; nor have the codes, without
+    `sigma`.
 
     With `order=2`, a far key is expanded around its code, and its weight, which stays
     positive, is
@@ -89,7 +91,10 @@ def vq_attention(
         key: `(batch, key_length, heads, dim)`.
         value: `(batch, key_length, heads, value_dim)`.
         codebook: `(heads, codes, dim)`.
-        sigma: Optional `(heads,)`, positive.
+        sigma: Optional `(heads,)` or `(heads, codes)`, positive: the widths of soft
+            codes.
+        log_weights: Optional `(heads, codes)`, logarithms of the weights of soft codes
+            in their mixture, up to a constant. Defaults to equal weights.
         order: 0 (the default), or 2 to expand far keys around nearest codes.
         rank: With `order=2`, from how many coordinates on only the mean square of
             residuals counts. Defaults to `None`: all of them count in full.
@@ -121,8 +126,8 @@ def vq_attention(
     Raises:
         ValueError: If shapes do not agree, if an argument is invalid, or for
             arguments that need another: `window` for `quantize_window` and positions;
-            `causal` for `state`; `order=2`, which excludes `sigma` and
-            `quantize_window`, for `rank`.
+            `causal` for `state`; `sigma` for `log_weights`; `order=2`, which excludes
+            `sigma` and `quantize_window`, for `rank`.
 
     Example:
 
@@ -158,7 +163,7 @@ def vq_attention(
     sizes = (*codebook.shape, value.shape[-1])
     if state is not None:
         check_state(state, state_spec(None, *sizes, config, None))
-    codebook = Codebook(codebook, sigma)
+    codebook = make_codebook(codebook, sigma, log_weights)
     if implementation == "reference":
         if not gradient_through_cache:
             raise ValueError(

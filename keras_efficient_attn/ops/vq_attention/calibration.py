@@ -13,6 +13,10 @@ from keras_efficient_attn.ops.vq_attention.codebook import (
 
 # Least variance of queries in any direction, as a share of their mean variance.
 LEAST_VARIANCE = 1e-4
+# Least width of a soft code, as a share of the keys' standard deviation.
+LEAST_WIDTH = 1e-3
+# Keys whose shares are in memory at once.
+KEYS_AT_ONCE = 4096
 
 
 def fitted(keys, moments, num_codes, iterations, seed):
@@ -61,6 +65,74 @@ def fitted(keys, moments, num_codes, iterations, seed):
         maps = (inverse @ rotation).astype(dtype), (root @ rotation).astype(dtype)
         codes = codes @ rotation
     return codes.astype(dtype), maps, np.sqrt(error)
+
+
+def fit_mixture(keys, codes, sigma, learn_weights, iterations):
+    """A mixture of round Gaussians, by expectation-maximisation.
+
+    Args:
+        keys: Array `(keys, heads, dim)`.
+        codes: `(heads, codes, dim)`, to begin with.
+        sigma: The width of all codes, a number, or `None`: one for each is fitted.
+        learn_weights: Whether weights are fitted; else all are equal.
+        iterations: How often codes, widths and weights are moved.
+
+    Returns:
+        `(codes, sigma, weights)`: `(heads, codes, dim)` and twice `(heads, codes)`.
+    """
+    codes = np.array(codes, "float64")
+    heads, number, dim = codes.shape
+    deviation = np.sqrt(np.maximum(keys.astype("float64").var(0).mean(-1), 1e-30))
+    least = LEAST_WIDTH * deviation[:, None]
+    weights = np.full((heads, number), 1.0 / number)
+    widths = np.full((heads, number), sigma or 0.0)
+    if sigma is None:
+        nearest = np.concatenate(
+            [_squares(part, codes).min(-1) for part in _parts(keys)]
+        )
+        widths[:] = np.maximum(np.sqrt(nearest.mean(0) / dim)[:, None], least)
+    for _ in range(iterations):
+        counts, sums, squares = (
+            np.zeros(shape) for shape in ((heads, number), codes.shape, (heads, number))
+        )
+        for part in _parts(keys):
+            share = _shares(part, codes, widths, weights)
+            counts += share.sum(0)
+            sums += np.einsum("nhc,nhd->hcd", share, part, optimize=True)
+            squares += np.einsum("nhc,nh->hc", share, np.square(part).sum(-1))
+        # A code without keys keeps its place.
+        used = counts > 1e-6
+        safe = np.where(used, counts, 1.0)
+        codes = np.where(used[..., None], sums / safe[..., None], codes)
+        if sigma is None:
+            variance = (squares / safe - np.square(codes).sum(-1)) / dim
+            moved = np.sqrt(np.maximum(variance, 0.0))
+            widths = np.maximum(np.where(used, moved, widths), least)
+        if learn_weights:
+            weights = (counts + 1e-3) / (counts + 1e-3).sum(-1, keepdims=True)
+    return codes, widths, weights
+
+
+def _parts(keys):
+    for start in range(0, len(keys), KEYS_AT_ONCE):
+        yield keys[start : start + KEYS_AT_ONCE].astype("float64")
+
+
+def _squares(keys, codes):
+    """`‖key − code‖²`, `(keys, heads, codes)`."""
+    products = np.einsum("nhd,hcd->nhc", keys, codes, optimize=True)
+    norms = np.square(keys).sum(-1)[..., None] + np.square(codes).sum(-1)
+    return np.maximum(norms - 2 * products, 0.0)
+
+
+def _shares(keys, codes, sigma, weights):
+    """`p(code | key)`, `(keys, heads, codes)`."""
+    exponents = -_squares(keys, codes) / (2 * np.square(sigma)) - keys.shape[
+        -1
+    ] * np.log(sigma)
+    exponents = exponents + np.log(weights)
+    shares = np.exp(exponents - exponents.max(-1, keepdims=True))
+    return shares / shares.sum(-1, keepdims=True)
 
 
 def _roots(moments):

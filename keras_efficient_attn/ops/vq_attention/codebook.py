@@ -13,7 +13,12 @@ from keras_efficient_attn.ops.common.chunking import (
     pad_to,
 )
 from keras_efficient_attn.ops.common.compiled import compiled, opaque_on_torch
-from keras_efficient_attn.ops.common.numerics import larger, max_along, sum_rows
+from keras_efficient_attn.ops.common.numerics import (
+    greatest_index,
+    larger,
+    max_along,
+    sum_rows,
+)
 from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.scan import recompute_scan
 
@@ -37,8 +42,7 @@ def nearest_codes(key, codebook):
     key, codebook = ops.stop_gradient(key), ops.stop_gradient(codebook)
     if key.shape[1] == 1:
         products = similarity(ops.swapaxes(key, 1, 2), codebook)
-        index = ops.argmax(products, axis=-1)
-        return ops.cast(ops.swapaxes(index, 1, 2), "int32")
+        return ops.swapaxes(greatest_index(products), 1, 2)
     heads, codes = codebook.shape[:2]
     length = shape_of(key)[1]
     size, chunks, groups = chunk_layout(
@@ -52,7 +56,7 @@ def nearest_codes(key, codebook):
 def _nearest_step(carry, x, consts):
     (codebook,) = consts
     key = by_head(x[0], shape_of(x[0])[1])
-    index = ops.argmax(similarity(key, codebook[:, None]), axis=-1)
+    index = greatest_index(similarity(key, codebook[:, None]))
     return carry, (by_position(ops.cast(index, key.dtype)),)
 
 
@@ -62,22 +66,36 @@ def similarity(key, codebook):
     return products - 0.5 * ops.sum(ops.square(codebook), axis=-1)[..., None, :]
 
 
-def responsibilities(key, codebook, sigma):
-    """`p(code | key) = softmax(−‖key − code‖² / 2σ²)` over the codes.
+def responsibilities(key, codebook, sigma, log_weights=None):
+    """`p(code | key)` of a Gaussian mixture, `softmax` of `log_joint` over the codes.
 
     Args:
         key: `(..., heads, chunks, length, dim)`.
         codebook: `(heads, codes, dim)`.
-        sigma: `(heads,)`.
+        sigma: `(heads, codes)`.
+        log_weights: Optional `(heads, codes)`.
 
     Returns:
         `(..., heads, chunks, length, codes)`.
     """
-    exponents = similarity(key, codebook[:, None])
-    exponents = exponents / ops.square(sigma)[:, None, None, None]
+    exponents = log_joint(key, codebook, sigma, log_weights)
     largest = ops.stop_gradient(max_along(exponents, axis=-1, keepdims=True))
     weights = ops.exp(exponents - largest)
     return weights / ops.sum(weights, axis=-1, keepdims=True)
+
+
+def log_joint(key, codebook, sigma, log_weights=None):
+    """`−‖key − code‖² / 2σ² − dim log σ + log_weight`: `log p(key, code)` + constant.
+
+    Arguments and shape of the result are those of `responsibilities`.
+    """
+    sigma = sigma[:, None, None]
+    half_norm = 0.5 * ops.sum(ops.square(key), axis=-1, keepdims=True)
+    exponents = (similarity(key, codebook[:, None]) - half_norm) / ops.square(sigma)
+    exponents = exponents - codebook.shape[-1] * ops.log(sigma)
+    if log_weights is None:
+        return exponents
+    return exponents + log_weights[:, None, None]
 
 
 def look_up(codebook, index):

@@ -9,7 +9,7 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import pick, shape_of
+from keras_efficient_attn.ops.common.backend import backend_name, pick, shape_of
 from keras_efficient_attn.ops.common.block_softmax import fused_module
 from keras_efficient_attn.ops.common.chunking import (
     by_head,
@@ -21,8 +21,12 @@ from keras_efficient_attn.ops.common.chunking import (
 )
 from keras_efficient_attn.ops.common.numerics import cumulative_sum, larger, max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided
+from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.vq_attention.codebook import responsibilities
+
+if backend_name() == "torch":
+    from keras_efficient_attn.ops.vq_attention import compressed_torch
 
 # A code with less than this is empty: its mean would be rounding.
 MIN_COUNT = 1e-20
@@ -44,13 +48,11 @@ def causal_compressed_attention(query, keys, codebook, cache, config):
         `(part, cache)`: values, totals and log scales for `online_softmax.merge`, and
         the cache after the last position.
     """
-    in_turn = sums_in_turn()
+    in_turn = device_plan().codes_in_turn
     size, blocks, groups = layout(
         query, keys.value, codebook.codes, config.block_size, in_turn
     )
     if keys.index is not None and fused_module(query) is not None:
-        from keras_efficient_attn.ops.vq_attention import compressed_torch
-
         return compressed_torch.causal_hard_attention(
             query, keys, codebook.codes, cache, size, MIN_COUNT
         )
@@ -77,15 +79,6 @@ def full_compressed_attention(query, keys, codebook, cache, config):
     xs, consts = (pad_to(query, groups * blocks * size),), (codes, *cache)
     _, part = recompute_scan(_query_step, (), xs, consts, num_steps=groups)
     return tuple(y[:, : shape_of(query)[1]] for y in part), cache
-
-
-def sums_in_turn():
-    """Whether the caches before the blocks are summed one block after the other.
-
-    Otherwise those of several blocks at once. Which of them is faster, in training and
-    forward, depends on the backend.
-    """
-    return pick(False, tensorflow=True)
 
 
 def layout(sequence, value, codes, block_length, in_turn, features=0):

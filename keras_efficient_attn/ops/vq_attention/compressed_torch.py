@@ -5,6 +5,7 @@ mask. Sums of values are sums of rows, and no products with one-hot codes.
 """
 
 import torch
+from torch import Tensor
 
 from keras_efficient_attn.ops.common.block_softmax import attend_near
 from keras_efficient_attn.ops.common.chunking import pad_to
@@ -41,7 +42,7 @@ def causal_hard_attention(query, keys, codes, cache, size, least):
         before, counts = _counts(counts, chosen, valid[:, present].flatten(2))
         full = before > least
         inverse = torch.where(full, 1.0 / before, 0.0)
-        means, sums = _Means.apply(
+        means, sums = code_means_op(
             value[:, present].flatten(2, 3), chosen, inverse, sums
         )
         # (batch · blocks, codes, heads, value_dim)
@@ -71,41 +72,70 @@ def _counts(first, rows, valid):
     return counts[:, :-1], counts[:, -1]
 
 
-class _Means(torch.autograd.Function):
-    """The means of the rows before each block, and the sums after the last."""
+@torch.library.custom_op("keras_efficient_attn::code_means", mutates_args=())
+def code_means_op(
+    value: Tensor, rows: Tensor, inverse: Tensor, first: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The means of the rows before each block, and the sums after the last.
 
-    @staticmethod
-    def forward(ctx, value, rows, inverse, first):
-        """
-        Args:
-            value: `(batch, blocks, keys, value_dim)`.
-            rows: `(batch, blocks, keys)`, the row that each is added to.
-            inverse: `(batch, blocks, rows)`, what the sums are multiplied by.
-            first: `(batch, rows, value_dim)`, the sums before the first block.
-        """
-        ctx.save_for_backward(rows, inverse)
-        (batch, blocks), number = rows.shape[:2], first.shape[1]
-        means = value.new_zeros(batch, blocks, *first.shape[1:])
-        places = number * torch.arange(batch * blocks).view(batch, blocks, 1) + rows
-        flat = means.view(-1, first.shape[-1])
-        flat.index_add_(0, places.flatten(), value.reshape(-1, value.shape[-1]))
-        sums = first.clone()
-        for block in range(blocks):
-            local = means[:, block].clone()
-            torch.mul(sums, inverse[:, block, :, None], out=means[:, block])
-            sums += local
-        return means, sums
+    Args:
+        value: `(batch, blocks, keys, value_dim)`.
+        rows: `(batch, blocks, keys)`, the row that each is added to.
+        inverse: `(batch, blocks, rows)`, what the sums are multiplied by; it has no
+            gradient.
+        first: `(batch, rows, value_dim)`, the sums before the first block.
+    """
+    (batch, blocks), number = rows.shape[:2], first.shape[1]
+    means = value.new_zeros(batch, blocks, *first.shape[1:])
+    places = number * torch.arange(batch * blocks).view(batch, blocks, 1) + rows
+    flat = means.view(-1, first.shape[-1])
+    flat.index_add_(0, places.flatten(), value.reshape(-1, value.shape[-1]))
+    sums = first.clone(memory_format=torch.contiguous_format)
+    for block in range(blocks):
+        local = means[:, block].clone()
+        torch.mul(sums, inverse[:, block, :, None], out=means[:, block])
+        sums += local
+    return means, sums
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_means, grad_sums):
-        rows, inverse = ctx.saved_tensors
-        grad_sums = grad_sums.clone()
-        batch, number, dim = grad_sums.shape
-        places = number * torch.arange(batch).view(batch, 1, 1) + rows
-        grad_value = grad_sums.new_empty(*rows.shape, dim)
-        for block in reversed(range(rows.shape[1])):
-            chosen = grad_sums.view(-1, dim).index_select(0, places[:, block].flatten())
-            grad_value[:, block] = chosen.view(batch, -1, dim)
-            grad_sums.addcmul_(grad_means[:, block], inverse[:, block, :, None])
-        return grad_value, None, None, grad_sums
+
+@code_means_op.register_fake
+def _(value, rows, inverse, first):
+    means = value.new_empty(*rows.shape[:2], *first.shape[1:])
+    return means, first.new_empty(first.shape)
+
+
+@torch.library.custom_op("keras_efficient_attn::code_means_grad", mutates_args=())
+def code_means_grad_op(
+    grad_means: Tensor, grad_sums: Tensor, rows: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the value and of the first sums of `code_means_op`."""
+    grad_sums = grad_sums.clone(memory_format=torch.contiguous_format)
+    batch, number, dim = grad_sums.shape
+    places = number * torch.arange(batch).view(batch, 1, 1) + rows
+    grad_value = grad_sums.new_empty(*rows.shape, dim)
+    for block in reversed(range(rows.shape[1])):
+        chosen = grad_sums.view(-1, dim).index_select(0, places[:, block].flatten())
+        grad_value[:, block] = chosen.view(batch, -1, dim)
+        grad_sums.addcmul_(grad_means[:, block], inverse[:, block, :, None])
+    return grad_value, grad_sums
+
+
+@code_means_grad_op.register_fake
+def _(grad_means, grad_sums, rows, inverse):
+    grad_value = grad_sums.new_empty(*rows.shape, grad_sums.shape[-1])
+    return grad_value, grad_sums.new_empty(grad_sums.shape)
+
+
+def _keep_for_backward(ctx, inputs, output):
+    _, rows, inverse, _ = inputs
+    ctx.save_for_backward(rows, inverse)
+
+
+def _differentiate(ctx, grad_means, grad_sums):
+    grad_value, grad_first = code_means_grad_op(
+        grad_means, grad_sums, *ctx.saved_tensors
+    )
+    return grad_value, None, None, grad_first
+
+
+code_means_op.register_autograd(_differentiate, setup_context=_keep_for_backward)

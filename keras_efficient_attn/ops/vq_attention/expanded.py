@@ -29,6 +29,7 @@ from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.pair_products import pair_products
+from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.vq_attention.cache import num_features
 from keras_efficient_attn.ops.vq_attention.compressed import (
@@ -37,7 +38,6 @@ from keras_efficient_attn.ops.vq_attention.compressed import (
     layout,
     one_hot_codes,
     prefix_sums,
-    sums_in_turn,
 )
 
 
@@ -60,7 +60,8 @@ def causal_expanded_attention(query, keys, codebook, cache, config):
     """
     codes = codebook.codes
     rank = config.expanded_dims(codes.shape[-1])
-    cut = (keys.value, codes, config.block_size, sums_in_turn(), num_features(rank))
+    in_turn, features = device_plan().codes_in_turn, num_features(rank)
+    cut = (keys.value, codes, config.block_size, in_turn, features)
     size, blocks, groups = layout(query, *cut)
     xs = (query, *key_columns(keys))
     xs = tuple(pad_to(x, groups * blocks * size) for x in xs)

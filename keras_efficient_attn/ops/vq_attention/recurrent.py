@@ -64,7 +64,8 @@ def _with_key(cache, keys, codebook, config):
     value = ops.swapaxes(keys.value, 1, 2)
     if config.soft:
         key = ops.swapaxes(keys.key, 1, 2)[:, :, None]
-        chosen = responsibilities(key, codes, codebook.sigma)[:, :, 0, 0] * valid
+        mixture = codebook.sigma, codebook.log_weights
+        chosen = responsibilities(key, codes, *mixture)[:, :, 0, 0] * valid
     else:
         chosen = one_hot_codes(keys.index[:, 0, :, None], valid, codes)
     if config.order == 0:

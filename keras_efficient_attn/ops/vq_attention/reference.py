@@ -15,7 +15,7 @@ def vq_attention(query, keys, codebook, config, causal, positions=None):
     Arguments are those of `attend_to_keys_and_codes`; keys need no `index`.
     """
     key, value, key_mask, _ = keys
-    (codebook, sigma), window = codebook, config.window
+    (codebook, sigma, log_weights), window = codebook, config.window
     length, key_length = shape_of(query)[1], shape_of(key)[1]
     if key_mask is not None:
         kept = ops.cast(key_mask, "bool")
@@ -33,7 +33,9 @@ def vq_attention(query, keys, codebook, config, causal, positions=None):
         codes = ops.arange(codebook.shape[1], dtype="int32")
         log_p = ops.where(ops.cast(nearest, "int32")[..., None] == codes, 0.0, -1e30)
     else:
-        log_p = -distances / (2.0 * ops.square(sigma)[:, None])
+        log_p = -distances / (2.0 * ops.square(sigma)) - key.shape[-1] * ops.log(sigma)
+        if log_weights is not None:
+            log_p = log_p + log_weights
         log_p = log_p - ops.stop_gradient(ops.max(log_p, axis=-1, keepdims=True))
         log_p = log_p - ops.log(ops.sum(ops.exp(log_p), axis=-1, keepdims=True))
 

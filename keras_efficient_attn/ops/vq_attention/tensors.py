@@ -2,17 +2,21 @@
 
 from typing import Any, NamedTuple
 
+from keras import ops
+
 
 class Codebook(NamedTuple):
     """The codes of each head.
 
     Attributes:
         codes: `(heads, codes, dim)`.
-        sigma: `(heads,)`, the width of soft codes; `None` for hard ones.
+        sigma: `(heads, codes)`, the widths of soft codes; `None` for hard ones.
+        log_weights: Optional `(heads, codes)`, of soft codes in their mixture.
     """
 
     codes: Any
     sigma: Any = None
+    log_weights: Any = None
 
 
 class Keys(NamedTuple):
@@ -48,3 +52,29 @@ def each(function, tensors):
     """Applies a function to each tensor of a tuple, named or not; `None` stays."""
     results = [None if t is None else function(t) for t in tensors]
     return type(tensors)(*results) if hasattr(tensors, "_fields") else tuple(results)
+
+
+def make_codebook(codes, sigma=None, log_weights=None):
+    """`Codebook`, with a width for each code.
+
+    Raises:
+        ValueError: If shapes do not agree, or there are weights without widths.
+    """
+    if sigma is None:
+        if log_weights is not None:
+            raise ValueError(
+                "`log_weights` are those of soft codes, and need a `sigma`. Received: "
+                "sigma=None"
+            )
+        return Codebook(codes)
+    expected = tuple(codes.shape[:2])
+    sigma = ops.convert_to_tensor(sigma)
+    if tuple(sigma.shape) == expected[:1]:
+        sigma = ops.broadcast_to(sigma[:, None], expected)
+    for name, tensor in (("sigma", sigma), ("log_weights", log_weights)):
+        if tensor is not None and tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"`{name}` must have the shape (heads, codes) = {expected}. Received: "
+                f"{name}.shape={tuple(tensor.shape)}"
+            )
+    return Codebook(codes, sigma, log_weights)

@@ -31,6 +31,7 @@ if keras.backend.backend() != "torch":
 
 import torch
 
+from keras_efficient_attn.ops.common import fused_softmax_torch
 from keras_efficient_attn.ops.vq_attention import compressed_torch
 
 # Many more blocks than rows of a batch, and the last block is not full.
@@ -228,3 +229,62 @@ def test_codes_are_read_group_by_group(causal, monkeypatch):
     np.testing.assert_allclose(output, expected, **tight)
     for ours, theirs in zip(gradients, correct, strict=True):
         np.testing.assert_allclose(ours, theirs, **tight)
+
+
+@pytest.mark.parametrize("name", ["window", "strided", "fixed", "codes"])
+def test_a_compiled_program_is_the_masked_softmax(name):
+    """The kernel is one operation of the program, forward and backward."""
+    arrays, mask, weight = draw(), torch.from_numpy(draw_mask()), draw()[2]
+    operation, options = PATTERNS.get(name, (vq_attention, dict(window=20)))
+    if name == "codes":
+        codes = np.random.default_rng(2).normal(size=(HEADS, 6, 4)).astype("float32")
+        options = dict(codebook=torch.from_numpy(codes), block_length=16, **options)
+
+    def attend(query, key, value):
+        return operation(query, key, value, causal=True, key_mask=mask, **options)
+
+    programs = []
+
+    def keep(program, _):
+        programs.append(program)
+        return program
+
+    torch.compiler.reset()
+    received = graded(
+        torch.compile(attend, backend="aot_eager", fullgraph=True), arrays, weight
+    )
+    torch.compiler.reset()
+    torch.compile(attend, backend=keep)(*map(torch.from_numpy, arrays))
+    called = [str(node.target) for node in programs[0].graph.nodes]
+    assert any("keras_efficient_attn.attend" in target for target in called)
+    if name == "codes":
+        expected = graded(attend, arrays, weight)
+    else:
+        allowed = is_visible(operation, options, (LENGTH, LENGTH), True)
+        allowed = allowed & mask.numpy()[:, None, None]
+        expected = (
+            masked_softmax(*arrays, allowed, scale=0.5),
+            softmax_gradients(*arrays, allowed, 0.5, weight),
+        )
+    np.testing.assert_allclose(received[0], expected[0], **TOLERANCE)
+    for ours, theirs in zip(received[1], expected[1], strict=True):
+        np.testing.assert_allclose(ours, theirs, **TOLERANCE)
+
+
+KINDS = {
+    "band": ([], "SlidingWindow 5 1"),
+    "blocks": ([torch.ones(20, 20).tril() > 0], ""),
+    "shared": ([torch.arange(20), torch.arange(20)[None]], "Summaries 4 1 1"),
+    "weighted": ([torch.zeros(1, 2, 20)], ""),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_operation_is_as_it_declares(kind):
+    tensors, mask = KINDS[kind]
+    query, key, value = torch.rand(3, 1, 20, 2, 4, requires_grad=True).unbind()
+    arguments = query, key, value, torch.ones(1, 20), tensors, kind, mask
+    if kind == "weighted":
+        arguments = *arguments[:3], None, *arguments[4:]
+    tests = "test_schema", "test_faketensor", "test_autograd_registration"
+    torch.library.opcheck(fused_softmax_torch.attend_op, arguments, test_utils=tests)

@@ -11,6 +11,7 @@ from keras_efficient_attn.ops.common.backend import (
     backend_module,
     backend_name,
     is_traced_by_torch,
+    pick,
 )
 
 _backend = backend_module(__package__)
@@ -30,6 +31,9 @@ class DevicePlan:
         quantize_chunk: Positions whose nearest codes are looked for together.
         fourier_tile: Fewest queries in a tile of the exact Fourier attention.
         found_floats: Floats of the keys that one step of streamed LSH attention finds.
+        lsh_steps: By how much steps of LSH attention are larger than others.
+        codes_in_turn: Whether each step of attention to codes has one block, so that
+            the sums before the blocks are made one after the other.
     """
 
     step_floats: int
@@ -41,6 +45,8 @@ class DevicePlan:
     quantize_chunk: int
     fourier_tile: int
     found_floats: int
+    lsh_steps: int
+    codes_in_turn: bool
 
 
 _CPU = DevicePlan(
@@ -53,6 +59,10 @@ _CPU = DevicePlan(
     quantize_chunk=128,
     fourier_tile=4,
     found_floats=2**21,
+    # PyTorch runs operations one by one, and each has its cost.
+    lsh_steps=pick(1, torch=4),
+    # The fastest of the two, forward and in training, on each backend.
+    codes_in_turn=pick(False, tensorflow=True),
 )
 # By the estimates of the compiler.
 _TPU = DevicePlan(
@@ -65,6 +75,8 @@ _TPU = DevicePlan(
     quantize_chunk=1024,
     fourier_tile=8,
     found_floats=2**24,
+    lsh_steps=1,
+    codes_in_turn=False,
 )
 # Not measured on one yet.
 _GPU = dataclasses.replace(_TPU, chunk_size=128, block=128)
