@@ -61,8 +61,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
 
     A subclass is complete with `attend`. It says of itself, by overriding: its state
     in `state_spec`, `state_grows`, `estimates_softmax`, `can_calibrate`,
-    `calibrates_beyond_window`, `shares_with_blocks` and `share_weights_with`,
-    `remembers_inputs`, `conversion_refusal`, `operations`.
+    `calibrates_beyond_window`, `estimates_beyond_window`, `shares_with_blocks` and
+    `share_weights_with`, `remembers_inputs`, `conversion_refusal`, `operations`.
 
     Args:
         *args, **kwargs: Those of `keras.layers.MultiHeadAttention`.
@@ -75,6 +75,10 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             queries, one after the other (grouped-query attention,
             [Ainslie et al., 2023](https://arxiv.org/abs/2305.13245)). Defaults to
             `None`: as many as `num_heads`.
+        value_activation: Activation of projected values, a name or a function.
+            Defaults to `None`.
+        gate_activation: Activation of the gate, for `use_gate=True`. Defaults to
+            `"sigmoid"`, Keras' own.
 
     Call arguments:
         query: `(batch, query_length, query_dim)`; with `attention_axes`, any rank.
@@ -123,11 +127,25 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
     # Whether states of several lengths, along their second axis, serve the layer.
     _takes_any_state_length = property(lambda self: self.state_grows)
 
-    def __init__(self, *args, num_key_value_heads=None, **kwargs):
+    def __init__(
+        self,
+        *args,
+        num_key_value_heads=None,
+        value_activation=None,
+        gate_activation="sigmoid",
+        **kwargs,
+    ):
         # autocast=False: inputs reach the projections as they came (those cast
         # them), and a state keeps its float32 under a mixed policy.
         super().__init__(*args, autocast=False, **kwargs)
         self.num_key_value_heads = num_key_value_heads
+        self.value_activation = keras.activations.get(value_activation)
+        self.gate_activation = keras.activations.get(gate_activation)
+        if not self._use_gate and gate_activation != "sigmoid":
+            raise ValueError(
+                "`gate_activation` needs `use_gate=True`. Received: "
+                f"gate_activation={gate_activation!r}"
+            )
         shared = num_key_value_heads
         if shared is not None and (
             not is_positive_int(shared) or self._num_heads % shared
@@ -237,6 +255,11 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         return False
 
     @property
+    def estimates_beyond_window(self):
+        """Whether keys beyond a `window` are estimated, as all can be without it."""
+        return False
+
+    @property
     def shares_with_blocks(self):
         """Whether the layers of a stack that say so have weights in common."""
         return False
@@ -339,6 +362,12 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         )
 
     def _build_projections(self, query_shape, value_shape, key_shape):
+        self._make_projections(query_shape, value_shape, key_shape)
+        self._value_dense.activation = self.value_activation
+        if self._use_gate:
+            self._gate_dense.activation = self.gate_activation
+
+    def _make_projections(self, query_shape, value_shape, key_shape):
         if self.num_key_value_heads is None:
             # Keras derives the axis while building, and would not do so again.
             self._attention_axes = None
@@ -353,7 +382,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         self._key_dense = self._projection_to("key", key_shape, groups, self._key_dim)
         if self._use_gate:
             self._gate_dense = self._projection_to(
-                "gate", query_shape, self._num_heads, self._value_dim, "sigmoid"
+                "gate", query_shape, self._num_heads, self._value_dim
             )
         self._value_dense = self._projection_to(
             "value", value_shape, groups, self._value_dim
@@ -364,12 +393,11 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         )
         self._output_dense.build((*query_shape[:-1], self._num_heads, self._value_dim))
 
-    def _projection_to(self, name, shape, heads, dim, activation=None):
+    def _projection_to(self, name, shape, heads, dim):
         projection = keras.layers.EinsumDense(
             "abc,cde->abde",
             output_shape=(None, heads, dim),
             bias_axes="de" if self._use_bias else None,
-            activation=activation,
             name=name,
             **self._get_common_kwargs_for_sublayer(),
         )
@@ -407,7 +435,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         call = AttentionCall(
             causal=bool(use_causal_mask),
             training=bool(training),
-            state=state,
+            # JAX does not know the dict that Keras makes of a layer's attribute.
+            state=None if state is None else dict(state),
             scores=return_attention_scores,
             options=self._call_options(inputs, state, options),
         )
@@ -420,7 +449,10 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             key_mask=_merged_key_mask(masks, sequences[2]),
         )
         self._check_call(*sequences, call)
-        output, more = self._attend_inputs(*sequences, call)
+        if 0 in (sequences[0].shape[1], sequences[2].shape[1]):
+            output, more = self._attend_to_nothing(*sequences, call)
+        else:
+            output, more = self._attend_inputs(*sequences, call)
         output = axes.from_sequence(output, query)
         if state is not None:
             return output, more
@@ -470,6 +502,17 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         heads, new_state = self.attend(query, key, value, call)
         output = self._project(heads, gate_input, call.query_mask)
         return output, scores if call.scores else new_state
+
+    def _attend_to_nothing(self, query, value, key, call):
+        """As `_attend_inputs`, without queries, or for queries that see no key."""
+        batch, length = shape_of(query)[:2]
+        heads = (batch, length, self._num_heads, self._value_dim)
+        heads = ops.zeros(heads, self.compute_dtype)
+        output = self._project(heads, _emptied(query, call.query_mask), call.query_mask)
+        if call.scores:
+            shape = (batch, self._num_heads, length, shape_of(key)[1])
+            return output, ops.zeros(shape, self.compute_dtype)
+        return output, call.state
 
     def _project_inputs(self, query, key, value, call):
         """The heads of all three, as `attend` gets them, and the call.
@@ -669,6 +712,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         config = super().get_config()
         config["attention_axes"] = self._sequence_axes
         config["num_key_value_heads"] = self.num_key_value_heads
+        for name in ("value_activation", "gate_activation"):
+            config[name] = keras.activations.serialize(getattr(self, name))
         quantized = {
             layer.path: layer.dtype_policy
             for layer in self._flatten_layers(include_self=False)

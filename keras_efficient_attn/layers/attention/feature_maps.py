@@ -6,6 +6,7 @@ checks its arguments, and declares the weights that they read.
 
 import dataclasses
 import functools
+import random
 
 import keras
 
@@ -554,6 +555,77 @@ class HedgehogFeatures(FeatureMap):
 
     def multiplications(self, head_dim):
         return head_dim * head_dim
+
+
+@_register("learned")
+@dataclasses.dataclass(frozen=True)
+class LearnedFeatures(FeatureMap):
+    """`ops.feature_maps.learned_exponential_features`: exp(Wx + b − n·x²), learned.
+
+    Every head has a matrix `W` and coefficients `n` for queries, and others for keys,
+    and one bias. They begin as hyperbolic features, which estimate `exp(q·k)`, so that
+    the map goes with a window; training makes of them what the layer needs.
+
+    Args:
+        num_features: Number of features, even. Defaults to `2d` for heads of size `d`.
+    """
+
+    num_features: int | None = None
+
+    estimates_softmax = True
+
+    def __post_init__(self):
+        check_positive_int("num_features", self.num_features, optional=True)
+        if (self.num_features or 0) % 2:
+            raise ValueError(
+                "`num_features` must be even for feature_map='learned', which begins "
+                f"with two of each row. Received: num_features={self.num_features}"
+            )
+
+    def feature_dim(self, head_dim):
+        return self.num_features or 2 * head_dim
+
+    def create_weights(self, layer, seed):
+        heads, dim = layer.num_heads, layer.key_dim
+        features = self.feature_dim(dim)
+        # One seed for both sides, which begin with the same rows.
+        seed = random.randint(1, 10**9) if layer.seed is None else layer.seed
+
+        def kernel(shape, dtype):
+            draws = random_features.gaussian_blocks(heads * features // 2, dim, seed)
+            rows = random_features.random_projection(*draws)
+            rows = keras.ops.reshape(rows, (heads, features // 2, dim))
+            both = keras.ops.concatenate([rows, -rows], axis=1)
+            return keras.ops.cast(keras.ops.swapaxes(both, 1, 2), dtype)
+
+        def weight(name, initializer, *shape):
+            return layer.add_weight(
+                name=name,
+                shape=(heads, *shape),
+                initializer=initializer,
+                autocast=False,
+            )
+
+        half = keras.initializers.Constant(0.5)
+        return (
+            weight("query_feature_kernel", kernel, dim, features),
+            weight("key_feature_kernel", kernel, dim, features),
+            weight("query_feature_norm", half, dim),
+            weight("key_feature_norm", half, dim),
+            weight("feature_bias", "zeros", features),
+        )
+
+    def query_features(self, x, *weights):
+        query_kernel, _, query_norm, _, bias = weights
+        none = keras.ops.zeros_like(bias)
+        return functions.learned_exponential_features(x, query_kernel, none, query_norm)
+
+    def key_features(self, x, *weights):
+        _, key_kernel, _, key_norm, bias = weights
+        return functions.learned_exponential_features(x, key_kernel, bias, key_norm)
+
+    def multiplications(self, head_dim):
+        return head_dim * self.feature_dim(head_dim)
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")

@@ -55,16 +55,16 @@ class FourierAttention(EfficientAttention):
     negative, and is linear attention with `M(2M + 1)` features and a state of constant
     size. The weights' relative error is about `ops.fourier.linear_error(R, key_dim, M,
     power)` for standard normal queries and keys and independent frequencies, and falls
-    with `√M`; orthogonal ones are better, most where `M` is a multiple of `key_dim`.
+    with `√M`; that of orthogonal ones is less, about half of it for large `M`.
     Relative errors of the heads, 128 keys, `power=4`, `M = key_dim` of 16, 32 and 64
     (528, 2,080 and 8,256 features), where the mean of all values is off by the figure
     in brackets:
 
     | R | 16 | 32 | 64 |
     |---|---|---|---|
-    | 0.60 / √key_dim | 0.02 (0.16) | 0.01 (0.11) | 0.01 (0.08) |
-    | 0.87 / √key_dim (the default) | 0.07 (0.26) | 0.08 (0.24) | 0.06 (0.16) |
-    | 1.30 / √key_dim | 0.57 (0.84) | 0.32 (0.45) | 0.25 (0.30) |
+    | 0.60 / √key_dim | 0.02 (0.16) | 0.02 (0.11) | 0.01 (0.07) |
+    | 0.87 / √key_dim (the default) | 0.09 (0.30) | 0.07 (0.22) | 0.05 (0.15) |
+    | 1.30 / √key_dim | 0.36 (0.56) | 0.33 (0.45) | 0.26 (0.33) |
 
     So it serves wide kernels, which hardly differ from Gaussian ones. Narrow ones, the
     exact form's default among them, want the exact form; a radius for which the weights
@@ -85,8 +85,9 @@ class FourierAttention(EfficientAttention):
         linear: Whether to compute the linear form. Defaults to `False`.
         num_frequencies: Random frequencies of the linear form. Defaults to `max(8,
             key_dim)`.
-        orthogonal: Whether the frequencies are orthogonal in blocks of `key_dim`.
-            Defaults to `True`.
+        orthogonal: Whether the frequencies, as a matrix, have orthogonal rows or, with
+            more than `key_dim` of them, orthogonal columns; drawn from the kernel's law
+            before. Defaults to `True`; `False` leaves them independent.
         chunk_size: Queries in a tile, at least; with `linear`, positions in a chunk.
             Speed and memory only. Defaults to what suits the device: on a CPU 4, and 64
             with `linear`.

@@ -4,6 +4,7 @@ import dataclasses
 
 import keras
 
+from keras_efficient_attn.distribution.sequence_parallel import active_split
 from keras_efficient_attn.layers.attention.axes import SequenceAxes
 from keras_efficient_attn.layers.attention.patterns import PatternAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
@@ -135,6 +136,15 @@ class LocalAttention(PatternAttention):
         return None if pairs is None else per_pair * pairs
 
     def attend_to_pattern(self, query, key, value, **arguments):
+        window = self._config().window
+        if window is not None and "dropout" not in arguments:
+            split = active_split(query, key, arguments["state"], window - 1)
+            if split is not None:
+                names = ("causal", "key_mask")
+                options = {name: arguments[name] for name in names}
+                return split.local_attention(
+                    query, key, value, window=window, **options
+                )
         return local_attention(query, key, value, **self.pattern_arguments, **arguments)
 
     def _axes_of(self, rank):

@@ -378,8 +378,9 @@ class ReformerLSHAttention(EfficientAttention):
         lengths = query.shape[1], value.shape[1]
         if None not in lengths and len(set(lengths)) > 1:
             raise ValueError(
-                "Queries and keys are the same vectors, and need the same positions. "
-                f"Received: query length {lengths[0]}, value length {lengths[1]}"
+                "`query` and `value` must have the same length: queries and keys are "
+                f"the same vectors. Received: query length {lengths[0]}, value length "
+                f"{lengths[1]}"
             )
         if query.shape[-1] != key.shape[-1]:
             raise ValueError(

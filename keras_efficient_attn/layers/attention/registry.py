@@ -87,8 +87,9 @@ def get_attention(identifier, **defaults):
     Example:
 
     >>> from keras_efficient_attn.layers import get_attention
-    >>> get_attention("performer:feature_map=elu", num_heads=4, key_dim=16)
-    <PerformerAttention name=performer_attention, built=False>
+    >>> layer = get_attention("performer:feature_map=elu", num_heads=4, key_dim=16)
+    >>> layer.num_heads, layer.get_config()["feature_map"]
+    (4, 'elu')
     """
     layer_class, options = parse_attention(identifier)
     try:

@@ -14,6 +14,8 @@ from keras_efficient_attn.ops.common.checks import (
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, pad
 from keras_efficient_attn.ops.common.pairs import count_pairs
 
+KERNELS = ("dot_product", "gaussian")
+
 
 @register_attention("softmax")
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -30,12 +32,17 @@ class SoftmaxAttention(EfficientAttention):
     the efficient layers it grows with the context, and a token costs time in
     proportion.
 
+    `kernel="gaussian"` weighs keys by their distance, `w[t, s] = exp(-‖query[t] −
+    key[s]‖² / (2 √key_dim))`: the Nadaraya–Watson estimator with a Gaussian kernel of
+    variance `√key_dim`. For keys of one norm it is softmax attention.
+
     Args:
         *args, **kwargs: Those of `EfficientAttention`; `sliding_window` and
             `flash_attention` as in `keras.layers.MultiHeadAttention`. `dropout` acts
             on the normalised weights, and needs the matrix of weights.
         rotary_wavelength: Longest wavelength of rotary positions, over 2π, such as
             10,000. Defaults to `None`: no positions.
+        kernel: `"dot_product"` (the default) or `"gaussian"`.
 
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
@@ -46,7 +53,7 @@ class SoftmaxAttention(EfficientAttention):
 
     Raises:
         ValueError: For a `rotary_wavelength` that is not positive or with an odd
-            `key_dim`.
+            `key_dim`; for another `kernel`.
 
     Example:
 
@@ -62,6 +69,8 @@ class SoftmaxAttention(EfficientAttention):
 
     Reference:
         - [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)
+        - [Nguyen et al., 2022](https://arxiv.org/abs/2206.00206), on the Gaussian
+          kernel
     """
 
     takes_sliding_window = True
@@ -69,8 +78,14 @@ class SoftmaxAttention(EfficientAttention):
         "it is softmax. To keep softmax in a layer, leave it out of `layers`."
     )
 
-    def __init__(self, *args, rotary_wavelength=None, **kwargs):
+    def __init__(self, *args, rotary_wavelength=None, kernel="dot_product", **kwargs):
         super().__init__(*args, **kwargs)
+        if kernel not in KERNELS:
+            raise ValueError(
+                f"`kernel` must be one of {', '.join(KERNELS)}. Received: "
+                f"kernel={kernel!r}"
+            )
+        self.kernel = kernel
         self.rotary_wavelength = rotary_wavelength
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
 
@@ -107,6 +122,9 @@ class SoftmaxAttention(EfficientAttention):
                 state, key, value, key_mask
             )
             key_mask = key_mask > 0
+        if self.kernel == "gaussian":
+            query, key, value = _by_distance(query, key, value)
+            dtype = keras.backend.standardize_dtype(query.dtype)
         mask = self._mask(shape_of(query)[1], shape_of(key)[1], start, call.causal)
         if key_mask is not None:
             keys = key_mask[:, None, None]
@@ -123,7 +141,7 @@ class SoftmaxAttention(EfficientAttention):
             # Its range does not hold the logits of large queries and keys.
             query, key, value = (ops.cast(x, "float32") for x in (query, key, value))
         # Kernels want one width: zeros change no logit, and are cut off the values.
-        width = max(self._key_dim, value.shape[-1])
+        width = max(key.shape[-1], value.shape[-1])
         # Keras asks whether the flash kernel can run, which `torch.compile` cannot
         # trace. PyTorch asks itself.
         default = False if is_traced_by_torch() else None
@@ -137,7 +155,11 @@ class SoftmaxAttention(EfficientAttention):
         return _where_any(mask, heads[..., : value.shape[-1]]), state
 
     def get_config(self):
-        return {**super().get_config(), "rotary_wavelength": self.rotary_wavelength}
+        return {
+            **super().get_config(),
+            "rotary_wavelength": self.rotary_wavelength,
+            "kernel": self.kernel,
+        }
 
     def _attend_by_matrix(self, query, key, value, mask, call):
         dtype = accumulator_dtype(query, key, value)
@@ -166,6 +188,15 @@ class SoftmaxAttention(EfficientAttention):
             near = ops.abs(distance) < self._sliding_window
             seen = ops.logical_and(seen, near)
         return seen[None, None]
+
+
+def _by_distance(query, key, value):
+    """Inputs whose products are `q·k − ‖k‖²/2`; `−‖q‖²/2` is the same for all keys."""
+    dtype = accumulator_dtype(query, key, value)
+    query, key, value = (ops.cast(x, dtype) for x in (query, key, value))
+    square = ops.sum(ops.square(key), axis=-1, keepdims=True)
+    query = ops.concatenate([query, ops.ones_like(query[..., :1])], axis=-1)
+    return query, ops.concatenate([key, -square / 2], axis=-1), value
 
 
 def _widened(x, width):

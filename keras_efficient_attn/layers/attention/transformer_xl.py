@@ -33,6 +33,7 @@ class PositionBiases(keras.layers.Layer):
 
     Example:
 
+    >>> from keras_efficient_attn import PositionBiases, RelativePositionXL
     >>> biases = PositionBiases(num_heads=2, key_dim=8)
     >>> layers = [RelativePositionXL(2, 8, biases=biases) for _ in range(3)]
     """
@@ -95,6 +96,8 @@ class RelativePositionXL(EfficientAttention):
         biases: Where `u` and `v` are from: `"own"` (the default); `"shared"`: in a
             `TransformerStack`, one pair for all layers that say so, as in the paper;
             or a `PositionBiases`, for the layers it is passed to.
+        position_dropout: Rate of dropout on the sinusoids of relative positions.
+            Defaults to 0.
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`.
 
     Attributes:
@@ -143,6 +146,7 @@ class RelativePositionXL(EfficientAttention):
         clamp_length=None,
         same_length=False,
         biases="own",
+        position_dropout=0.0,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
@@ -165,6 +169,12 @@ class RelativePositionXL(EfficientAttention):
                 self._num_heads, self._key_dim, dtype=self.dtype_policy, name="biases"
             )
         self.biases = biases
+        self._position_dropout = keras.layers.Dropout(
+            position_dropout,
+            seed=self.seed,
+            dtype=self.state_dtype,
+            name="position_dropout",
+        )
 
     def build(self, query_shape, value_shape, key_shape=None):
         super().build(query_shape, value_shape, key_shape)
@@ -258,7 +268,7 @@ class RelativePositionXL(EfficientAttention):
         later = 0 if call.causal else keys - offset - 1
         heads = relative_attention(
             *(ops.cast(t, dtype) for t in (query, key, value)),
-            self._position_keys(offset + length, later, dtype),
+            self._position_keys(offset + length, later, dtype, call.training),
             content_bias=ops.convert_to_tensor(self.biases.content_bias),
             position_bias=ops.convert_to_tensor(self.biases.position_bias),
             offset=offset,
@@ -361,6 +371,7 @@ class RelativePositionXL(EfficientAttention):
             "clamp_length": self.clamp_length,
             "same_length": self.same_length,
             "biases": biases,
+            "position_dropout": self._position_dropout.rate,
         }
 
     @classmethod
@@ -371,14 +382,16 @@ class RelativePositionXL(EfficientAttention):
             config = {**config, "biases": biases}
         return super().from_config(config)
 
-    def _position_keys(self, after, before, dtype):
+    def _position_keys(self, after, before, dtype, training):
         """Keys of distances that fall from `after - 1` to `-before`."""
         # Without causality, an empty sequence asks for −1 distances: there are none.
         steps = ops.arange(after + before + 1, dtype="int32")[:-1]
-        distances = ops.cast(after - 1 - steps, dtype)
+        distances = after - 1 - steps
         if self.clamp_length is not None:
             distances = ops.clip(distances, -self.clamp_length, self.clamp_length)
-        waves = distance_sinusoids(distances, self._position.shape[0], MAX_WAVELENGTH)
+        dim = self._position.shape[0]
+        waves = distance_sinusoids(distances, dim, MAX_WAVELENGTH, dtype)
+        waves = self._position_dropout(waves, training=training)
         return ops.einsum("md,dhk->mhk", waves, ops.cast(self._position, dtype))
 
 

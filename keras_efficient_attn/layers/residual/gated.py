@@ -61,6 +61,8 @@ class GatedResidual(keras.layers.Layer):
 
     Example:
 
+    >>> import keras
+    >>> from keras_efficient_attn import GatedResidual
     >>> x, y = keras.random.normal((2, 2, 10, 64))
     >>> GatedResidual()(x, y).shape
     (2, 10, 64)

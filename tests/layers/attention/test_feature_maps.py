@@ -22,9 +22,9 @@ from tests.contract.test_saving import assert_same_model
 DIM = 8
 NAMES = (
     "favor+ hyperbolic favor++ trigonometric taylor power relu elu exp softmax "
-    "hedgehog identity unit"
+    "hedgehog learned identity unit"
 ).split()
-ESTIMATES = "favor+ hyperbolic favor++ trigonometric taylor power".split()
+ESTIMATES = "favor+ hyperbolic favor++ trigonometric taylor power learned".split()
 
 
 def inputs(length=19, seed=0):
@@ -117,7 +117,7 @@ def test_maps_survive_configurations_of_keras(name):
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0, 1000.0])
-@pytest.mark.parametrize("name", ["exp", "hedgehog", "softmax"])
+@pytest.mark.parametrize("name", ["exp", "hedgehog", "learned", "softmax"])
 def test_exponentials_neither_overflow_nor_vanish(name, scale):
     layer, x = built(feature_map=name), inputs(length=30)
     output = to_numpy(layer(scale * x, scale * x, use_causal_mask=True))
@@ -148,6 +148,39 @@ def test_hedgehog_begins_as_the_softmax_of_both_signs():
     projections = [w for w in layer.weights if "feature" not in w.name]
     other.set_weights([to_numpy(w) for w in projections])
     np.testing.assert_allclose(output, to_numpy(other(x, x)), rtol=1e-5, atol=1e-6)
+
+
+def test_learned_features_begin_as_hyperbolic_ones():
+    layer, x = LinearAttention(2, DIM, feature_map="learned", seed=1), inputs()
+    layer.build(x.shape, x.shape)
+    weights = {w.path.split("/")[-1]: to_numpy(w) for w in layer.weights}
+    query, key = (weights[f"{side}_feature_kernel"] for side in ("query", "key"))
+    np.testing.assert_array_equal(query, key)
+    # Both signs of orthogonal rows.
+    np.testing.assert_array_equal(query[..., DIM:], -query[..., :DIM])
+    products = np.einsum("hdm,hdn->hmn", query[..., :DIM], query[..., :DIM])
+    np.testing.assert_allclose(products[:, ~np.eye(DIM, dtype=bool)], 0, atol=1e-4)
+    # Heads have rows of their own.
+    assert np.max(abs(query[0] - query[1])) > 0.1
+
+    # With many features, the estimate is near softmax attention.
+    x = 0.3 * x
+    many = feature_maps.get("learned", num_features=4096)
+    layer = LinearAttention(2, DIM, feature_map=many, seed=1)
+    exact = keras.layers.MultiHeadAttention(2, DIM)
+    exact.build(x.shape, x.shape)
+    layer.build(x.shape, x.shape)
+    for ours, theirs in zip(
+        (layer.query_dense, layer.key_dense, layer.value_dense, layer.output_dense),
+        (exact.query_dense, exact.key_dense, exact.value_dense, exact.output_dense),
+        strict=True,
+    ):
+        ours.set_weights(theirs.get_weights())
+    expected = to_numpy(exact(x, x))
+    error = np.linalg.norm(to_numpy(layer(x, x)) - expected)
+    assert error < 0.1 * np.linalg.norm(expected)
+    with pytest.raises(ValueError, match="even .* num_features=3"):
+        feature_maps.get("learned", num_features=3)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 
 from keras_efficient_attn import SoftmaxAttention
 from tests.autodiff import to_numpy
@@ -22,3 +23,53 @@ def test_masks_of_queries_and_keys_make_keras_matrix():
     received, scores = layer(x, x, query_mask=queries, key_mask=keys, **scored)
     np.testing.assert_allclose(to_numpy(received), to_numpy(expected), atol=1e-6)
     np.testing.assert_allclose(to_numpy(scores), to_numpy(expected_scores), atol=1e-6)
+
+
+def gaussian(layer, x, mask):
+    """The layer's formula in float64, causal."""
+
+    def projected(dense):
+        heads = np.einsum("bld,dhk->blhk", x, to_numpy(dense.kernel))
+        return heads + to_numpy(dense.bias)
+
+    query, key = projected(layer.query_dense), projected(layer.key_dense)
+    square = ((query[:, :, None] - key[:, None]) ** 2).sum(-1)
+    weights = np.exp(-square / 2 / np.sqrt(query.shape[-1]))
+    length = x.shape[1]
+    seen = np.tril(np.ones((length, length)))[None, :, :, None] * mask[:, None, :, None]
+    weights = weights * seen
+    weights /= weights.sum(2, keepdims=True)
+    heads = np.einsum("btsh,bshv->bthv", weights, projected(layer.value_dense))
+    output = layer.output_dense
+    heads = np.einsum("bthv,hvd->btd", heads, to_numpy(output.kernel))
+    return heads + to_numpy(output.bias)
+
+
+def test_a_gaussian_kernel_weighs_by_distance():
+    x = 2 * np.random.default_rng(0).normal(size=(2, 6, 8))
+    mask = np.ones((2, 6), bool)
+    mask[1, 2:4] = False
+    layer = SoftmaxAttention(2, 4, value_dim=7, kernel="gaussian")
+    layer.build(x.shape, x.shape)
+    expected = gaussian(layer, x, mask)
+    x = x.astype("float32")
+    options = dict(use_causal_mask=True)
+    received = to_numpy(layer(x, x, key_mask=mask, **options))
+    np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-5)
+    state, pieces = layer.get_initial_state(2, max_length=6), []
+    for start, end in ((0, 3), (3, 4), (4, 6)):
+        piece, part = x[:, start:end], mask[:, start:end]
+        output, state = layer(piece, piece, key_mask=part, state=state, **options)
+        pieces.append(to_numpy(output))
+    np.testing.assert_allclose(
+        np.concatenate(pieces, 1), expected, rtol=1e-4, atol=1e-5
+    )
+    _, scores = layer(x, x, key_mask=mask, return_attention_scores=True, **options)
+    np.testing.assert_allclose(to_numpy(scores).sum(-1), 1.0, rtol=1e-5)
+    again = SoftmaxAttention.from_config(layer.get_config())
+    assert again.kernel == "gaussian"
+
+
+def test_an_unknown_kernel_is_refused():
+    with pytest.raises(ValueError, match="kernel='linear'"):
+        SoftmaxAttention(2, 4, kernel="linear")

@@ -182,6 +182,31 @@ def test_the_norm_of_today_is_of_the_memory_and_the_segment():
     assert_close(whole, to_numpy(layer(0.5 * x, 0.5 * x, use_causal_mask=True)))
 
 
+def test_dropout_on_positions_leaves_contents_alone():
+    """The keys of distances are those of sinusoids of which half are 0, half twice."""
+    layer, x = make(position_dropout=0.5), text(40)
+    outputs = [
+        to_numpy(layer(x, x, use_causal_mask=True, training=training))
+        for training in (False, True, True)
+    ]
+    assert np.abs(outputs[0] - outputs[1]).max() > 1e-3
+    assert np.abs(outputs[1] - outputs[2]).max() > 1e-3
+    width = layer._position.shape[0]
+    plain, dropped = (
+        to_numpy(layer._position_dropout(np.ones((50, width)), training=training))
+        for training in (False, True)
+    )
+    assert (plain == 1).all() and set(np.unique(dropped)) == {0, 2}
+    layer._position.assign(np.zeros(layer._position.shape))
+    without = [
+        to_numpy(layer(x, x, use_causal_mask=True, training=training))
+        for training in (False, True)
+    ]
+    np.testing.assert_array_equal(*without)
+    again = RelativePositionXL.from_config(layer.get_config())
+    assert again.get_config()["position_dropout"] == 0.5
+
+
 def test_layers_share_biases_and_come_back_sharing(tmp_path):
     biases = PositionBiases(HEADS, KEY_DIM)
     sequence = keras.Input((None, DIM))

@@ -421,6 +421,31 @@ def test_calibration_reads_no_padding_and_reports_its_error(assignment):
         )
 
 
+def test_calibrated_mixtures_are_where_expectation_maximisation_ends():
+    """Each code is the mean of its keys by their shares, and so are its other parts."""
+    layer = built(
+        num_codes=3,
+        qk_norm=False,
+        assignment="soft",
+        learn_sigma=True,
+        learn_weights=True,
+    )
+    x = inputs()
+    layer.calibrate(x, iterations=300)
+    key, found = keys(layer, x).reshape(-1, HEADS, KEY_DIM), weights(layer)
+    squared = ((key[:, :, None] - found["codes"]) ** 2).sum(-1)
+    sigma = np.exp(found["log_sigma"])
+    joint = np.exp(found["log_weights"] - squared / (2 * sigma**2)) / sigma**KEY_DIM
+    share = joint / joint.sum(-1, keepdims=True)
+    counts = share.sum(0)
+    means = np.einsum("nhc,nhd->hcd", share, key) / counts[..., None]
+    np.testing.assert_allclose(means, found["codes"], atol=1e-2)
+    variance = (share * squared).sum(0) / counts / KEY_DIM
+    np.testing.assert_allclose(sigma**2, variance, rtol=2e-2)
+    shares = counts / counts.sum(-1, keepdims=True)
+    np.testing.assert_allclose(np.exp(found["log_weights"]), shares, atol=1e-2)
+
+
 def test_calibration_without_data_is_refused():
     layer, x = built(), inputs()
     with pytest.raises(ValueError, match="built=False"):
@@ -484,6 +509,8 @@ WRONG = [
     (dict(gradient_through_cache=None), "gradient_through_cache=None"),
     (dict(relative_positions="shared"), "relative_positions='shared'"),
     (dict(assignment="soft", learn_sigma="yes"), "learn_sigma='yes'"),
+    (dict(assignment="soft", learn_weights=1), "learn_weights=1"),
+    (dict(learn_weights=True), "no use for `learn_weights`"),
     (dict(block_length=1.5), "block_length=1.5"),
     (dict(assignment="fuzzy"), "assignment='fuzzy'"),
     (dict(sigma=2.0), "no use for `sigma`"),

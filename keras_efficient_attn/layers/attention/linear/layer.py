@@ -3,6 +3,8 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.distribution import linear as split_linear
+from keras_efficient_attn.distribution.sequence_parallel import active_split
 from keras_efficient_attn.layers.attention import feature_maps
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
@@ -58,6 +60,7 @@ class LinearAttention(EfficientAttention):
             | `"unit"` | x / ‖x‖, signed | d |
             | `"softmax"` | softmax of queries, exponential of keys | d |
             | `"hedgehog"` | softmax([Wx, −Wx]), learned per head | 2d |
+            | `"learned"` | exp(Wx + b − n·x²), learned per head | 2d |
             | `"relu"` | relu(x) + 1e-3 | d |
             | `"taylor"` | Taylor expansion of the exponential, order 2 | C(d + 2, 2) |
             | `"power"` | (1 + q·k/2)² | C(d + 2, 2) |
@@ -181,6 +184,10 @@ class LinearAttention(EfficientAttention):
             and not self._use_gate
         )
 
+    @property
+    def estimates_beyond_window(self):
+        return self.window is not None
+
     def operations(self, length, causal):
         heads, dim, value_dim = self._num_heads, self._key_dim, self._value_dim
         features = 4 * heads * self.feature_map.multiplications(dim)
@@ -233,8 +240,21 @@ class LinearAttention(EfficientAttention):
 
     def _attend_mapped(self, tensors, call, **options):
         """The operation on queries and keys that are ready for the map, and values."""
-        config = self._config(call.causal)
-        if self.window is not None:
+        config, windowed = self._config(call.causal), self.window is not None
+        split = active_split(
+            *tensors[:2],
+            options["state"],
+            self.window,
+            needs_causal=windowed and not call.causal,
+        )
+        if split is not None:
+            attend = split_linear.linear_attention
+            if windowed:
+                attend = split_linear.windowed_attention
+            split_tensors = *tensors, options["key_mask"], None
+            heads = split.run(attend, split_tensors, options["map_weights"], config)
+            return heads, None
+        if windowed:
             return windowed_linear_attention(*tensors, config, **options)
         (heads,), state = mapped_linear_attention(*tensors, config, **options)
         return heads, state
@@ -280,7 +300,7 @@ class LinearAttention(EfficientAttention):
         lengths = query.shape[1], key.shape[1]
         if self.window is not None and None not in lengths and len(set(lengths)) > 1:
             raise ValueError(
-                "`window` needs queries and keys at the same positions. Received: "
+                "`query` and `key` must have the same length for a `window`. Received: "
                 f"query length {lengths[0]}, key length {lengths[1]}"
             )
 

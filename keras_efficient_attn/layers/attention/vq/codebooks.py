@@ -20,6 +20,7 @@ from keras_efficient_attn.ops.common.checks import (
 from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.common.random import uniform
 from keras_efficient_attn.ops.common.replicas import of_first_replica, sum_over_replicas
+from keras_efficient_attn.ops.vq_attention.calibration import fit_mixture
 from keras_efficient_attn.ops.vq_attention.codebook import (
     batch_statistics,
     codes_of,
@@ -33,7 +34,7 @@ ASSIGNMENTS = ("hard", "soft")
 CODEBOOK_INITS = ("first_batch", "random")
 # Options that one assignment alone has.
 HARD_ONLY = ("decay", "commitment_weight", "revive_after")
-SOFT_ONLY = ("sigma", "learn_sigma")
+SOFT_ONLY = ("sigma", "learn_sigma", "learn_weights")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,7 @@ class CodebookConfig:
     assignment: str = "hard"
     sigma: float = 1.0
     learn_sigma: bool = False
+    learn_weights: bool = False
     decay: float = 0.99
     commitment_weight: float = 1e-4
     codebook_init: str | None = None
@@ -55,6 +57,7 @@ class CodebookConfig:
 
     def __post_init__(self):
         check_bool("learn_sigma", self.learn_sigma)
+        check_bool("learn_weights", self.learn_weights)
         check_positive_int("num_codes", self.num_codes)
         check_positive_int("revive_after", self.revive_after, optional=True)
         if self.assignment not in ASSIGNMENTS:
@@ -114,7 +117,7 @@ class _RandomCodes(keras.initializers.Initializer):
 
 
 class MixtureCodebook(keras.layers.Layer):
-    """Codes that are trained as any weight, with the width of their Gaussians.
+    """Codes that are trained as any weight, the means of a mixture of Gaussians.
 
     Args:
         num_heads, dim: Sizes.
@@ -129,6 +132,7 @@ class MixtureCodebook(keras.layers.Layer):
         self.shape = (num_heads, config.num_codes, dim)
         self.initial_sigma = config.sigma
         self.learn_sigma = config.learn_sigma
+        self.learn_weights = config.learn_weights
         self.seed = seed
 
     def build(self, input_shape=None):
@@ -140,15 +144,21 @@ class MixtureCodebook(keras.layers.Layer):
             dtype=dtype,
             autocast=False,
         )
-        self._log_sigma = None
-        if self.learn_sigma:
-            self._log_sigma = self.add_weight(
-                name="log_sigma",
-                shape=self.shape[:1],
-                initializer=keras.initializers.Constant(math.log(self.initial_sigma)),
+
+        def per_code(name, value):
+            return self.add_weight(
+                name=name,
+                shape=self.shape[:2],
+                initializer=keras.initializers.Constant(value),
                 dtype=dtype,
                 autocast=False,
             )
+
+        self._log_sigma = self._log_weights = None
+        if self.learn_sigma:
+            self._log_sigma = per_code("log_sigma", math.log(self.initial_sigma))
+        if self.learn_weights:
+            self._log_weights = per_code("log_weights", -math.log(self.shape[1]))
 
     @property
     def codes(self):
@@ -156,13 +166,39 @@ class MixtureCodebook(keras.layers.Layer):
 
     @property
     def sigma(self):
-        """Standard deviation of each head, `(heads,)`."""
+        """Standard deviation of each code, `(heads, codes)`."""
         if self._log_sigma is not None:
             return ops.exp(ops.convert_to_tensor(self._log_sigma))
-        return ops.full(self.shape[:1], self.initial_sigma, self._codes.dtype)
+        return ops.full(self.shape[:2], self.initial_sigma, self._codes.dtype)
+
+    @property
+    def log_weights(self):
+        """Logarithms of the codes' weights, `(heads, codes)`; `None` if all equal."""
+        if self._log_weights is None:
+            return None
+        return ops.convert_to_tensor(self._log_weights)
 
     def assign(self, codes):
         self._codes.assign(codes)
+
+    def fit(self, keys, codes, iterations):
+        """Sets the codes, and fits what is learned by expectation-maximisation.
+
+        Args:
+            keys: Array `(keys, heads, dim)`.
+            codes: `(heads, codes, dim)`, to begin with.
+            iterations: Of expectation-maximisation.
+        """
+        if self.learn_sigma or self.learn_weights:
+            sigma = None if self.learn_sigma else self.initial_sigma
+            codes, sigma, weights = fit_mixture(
+                keys, codes, sigma, self.learn_weights, iterations
+            )
+            if self.learn_sigma:
+                self._log_sigma.assign(np.log(sigma))
+            if self.learn_weights:
+                self._log_weights.assign(np.log(weights))
+        self.assign(codes)
 
 
 class MovingCodebook(keras.layers.Layer):

@@ -6,6 +6,10 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.distribution.sequence_parallel import active_split
+from keras_efficient_attn.distribution.windows import (
+    vq_attention as split_vq_attention,
+)
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.calibration import calibration_batches
 from keras_efficient_attn.layers.attention.registry import register_attention
@@ -63,10 +67,11 @@ class VQAttention(EfficientAttention):
       averages of the keys nearest to them, updated after each training call; keys
       learn from the window and from a commitment loss, `commitment_weight` times the
       mean over positions of `Σ_heads ‖key − code‖²`.
-    - **soft**: `p(c | k) = softmax(−‖k − code‖² / 2σ²)`, the responsibilities of a
-      Gaussian mixture. Everything is differentiable, and codes are trained as other
-      weights. As σ → 0 these are hard codes; with random codes of one norm and σ = 1
-      these are Performer's features, each key's divided by their sum.
+    - **soft**: `p(c | k) = softmax(−‖k − code‖² / 2σ² − key_dim log σ + log weight)`,
+      the responsibilities of a Gaussian mixture. Everything is differentiable, and
+      codes are trained as other weights. As σ → 0 these are hard codes; with random
+      codes, σ = 1 and weights `exp(‖code‖² / 2)` these are Performer's features, each
+      key's divided by their sum (`keras_efficient_attn.ops.soft_codes`).
 
     With `order=2` the weight of a far key is expanded around its nearest code, `δ`
     being the key less the code:
@@ -102,8 +107,10 @@ class VQAttention(EfficientAttention):
             keys and codes) learn from queries beyond the window. Defaults to `True`.
         sigma: Width of soft codes, in the units of scaled keys, whose norm is
             `key_dim^(1/4)`. Defaults to 1.
-        learn_sigma: Whether each head learns its own, from `sigma` on. Defaults to
-            `False`.
+        learn_sigma: Whether each soft code learns its own width, from `sigma` on.
+            Defaults to `False`.
+        learn_weights: Whether each soft code learns its weight in the mixture; else
+            all weigh the same. Defaults to `False`.
         decay: Decay of the moving averages of hard codes, per training call. Defaults
             to 0.99.
         commitment_weight: Factor of the commitment loss, which is added in training.
@@ -117,6 +124,8 @@ class VQAttention(EfficientAttention):
         relative_positions: Whether logits in the window have a term for the
             distance, in the form of Transformer-XL, `(q + u)·k + (q + v)·r[t − s]`.
             Defaults to `False`.
+        position_dropout: Rate of dropout on the sinusoids of relative positions.
+            Defaults to 0.
         qk_norm: Whether queries and keys are RMS-normalised. Without, codes have
             the place of keys of any length, as in a model trained with softmax.
             Defaults to `True`.
@@ -174,11 +183,13 @@ class VQAttention(EfficientAttention):
         gradient_through_cache=True,
         sigma=1.0,
         learn_sigma=False,
+        learn_weights=False,
         decay=0.99,
         commitment_weight=1e-4,
         codebook_init=None,
         revive_after=100,
         relative_positions=False,
+        position_dropout=0.0,
         qk_norm=True,
         rotary_wavelength=None,
         block_length=None,
@@ -190,6 +201,7 @@ class VQAttention(EfficientAttention):
             assignment=assignment,
             sigma=sigma,
             learn_sigma=learn_sigma,
+            learn_weights=learn_weights,
             decay=decay,
             commitment_weight=commitment_weight,
             codebook_init=codebook_init,
@@ -210,6 +222,17 @@ class VQAttention(EfficientAttention):
             check_bool(name, getattr(self.config, name))
         check_bool("qk_norm", qk_norm)
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
+        if position_dropout and not relative_positions:
+            raise ValueError(
+                "`position_dropout` needs `relative_positions=True`. Received: "
+                f"position_dropout={position_dropout!r}"
+            )
+        self._position_dropout = keras.layers.Dropout(
+            position_dropout,
+            seed=self.seed,
+            dtype=self.state_dtype,
+            name="position_dropout",
+        )
         self.qk_norm = qk_norm
         self.rotary_wavelength = rotary_wavelength
 
@@ -232,6 +255,7 @@ class VQAttention(EfficientAttention):
         if not self.config.relative_positions:
             return
         heads = (self._num_heads, self._key_dim)
+        self._sinusoid_dim = 2 * ((query_shape[-1] + 1) // 2)
         self._content_bias = self.add_weight(
             name="content_bias", shape=heads, initializer="zeros"
         )
@@ -285,6 +309,11 @@ class VQAttention(EfficientAttention):
             and not self._use_gate
         )
 
+    @property
+    def estimates_beyond_window(self):
+        # Relative positions are for distances in the window.
+        return self.window is not None and not self.config.relative_positions
+
     def operations(self, length, causal):
         heads, dim, value_dim = self._num_heads, self._key_dim, self._value_dim
         window = 0 if self.window is None else min(self.window, length)
@@ -315,7 +344,7 @@ class VQAttention(EfficientAttention):
         key = self._compared_key(self._prepared(key, dtype, start))
         positions = None
         if self.config.relative_positions:
-            positions = self._relative_positions(query, call.causal)
+            positions = self._relative_positions(query, call)
         query = self._compared_query(query)
         learns = self._learns(call.training)
         # Gradient checkpointing runs again with the codes of the first run.
@@ -331,15 +360,23 @@ class VQAttention(EfficientAttention):
         index = None
         if not self.config.soft:
             index = remembered(lambda: nearest_codes(key, codes))
-        heads, new_state = attend_to_keys_and_codes(
-            query,
-            Keys(key, value, key_mask, index),
-            Codebook(codes, self._codebook.sigma if self.config.soft else None),
-            self.config,
-            call.causal,
-            positions,
-            state,
+        keys = Keys(key, value, key_mask, index)
+        book = Codebook(codes)
+        if self.config.soft:
+            mixture = self._codebook.sigma, self._codebook.log_weights
+            book = Codebook(codes, *mixture)
+        split = active_split(
+            query, key, state, self.window, needs_causal=not call.causal
         )
+        if split is None:
+            heads, new_state = attend_to_keys_and_codes(
+                query, keys, book, self.config, call.causal, positions, state
+            )
+        else:
+            position_query, position_key = positions or (None, None)
+            tensors, whole = (query, keys, position_query), (book, position_key)
+            heads = split.run(split_vq_attention, tensors, whole, self.config)
+            new_state = None
         if learns:
             valid = _countable(key, key_mask)
             loss = self._commitment(key, codes, index, valid)
@@ -365,7 +402,10 @@ class VQAttention(EfficientAttention):
 
         So that the layer can take the place of trained softmax attention at once. Hard
         codes are fitted in the metric of the queries, `E[(q·(key − code))²]`, and the
-        coordinates are those in which its terms are uncorrelated and decrease.
+        coordinates are those in which its terms are uncorrelated and decrease. With
+        `learn_sigma` or `learn_weights`, soft codes and what they learn are then fitted
+        by as many iterations of expectation-maximisation, which maximises the
+        likelihood of the keys.
 
         Args:
             data: The `key` (or `value`) that the layer gets: an array
@@ -379,7 +419,7 @@ class VQAttention(EfficientAttention):
 
         Returns:
             `√(E[(q·(key − code))²] / E[(q·key)²])` of each head, as a NumPy array; for
-            soft codes `√(Σ‖key − code‖² / Σ‖key‖²)`.
+            soft codes `√(Σ‖key − code‖² / Σ‖key‖²)`, of k-means.
 
         Raises:
             ValueError: If the layer is not built, if a batch is none, or if there is
@@ -410,8 +450,10 @@ class VQAttention(EfficientAttention):
             iterations,
             self.seed,
         )
-        self._codebook.assign(codes)
-        if not self.config.soft:
+        if self.config.soft:
+            self._codebook.fit(np.concatenate(keys), codes, iterations)
+        else:
+            self._codebook.assign(codes)
             self._coordinates.assign(*maps)
         return error
 
@@ -450,13 +492,10 @@ class VQAttention(EfficientAttention):
             **attention,
             **dataclasses.asdict(self.codebook_config),
             **self._window_config(),
+            "position_dropout": self._position_dropout.rate,
             "qk_norm": self.qk_norm,
             "rotary_wavelength": self.rotary_wavelength,
         }
-
-    @property
-    def _sinusoid_dim(self):
-        return 2 * ((self._num_heads * self._key_dim + 1) // 2)
 
     def _prepared(self, x, dtype, position):
         """Queries or keys, normalised, rotated and scaled."""
@@ -492,13 +531,16 @@ class VQAttention(EfficientAttention):
         query = self._prepared(query, accumulator_dtype(query), None)
         return ops.convert_to_numpy(self._content_query(query))
 
-    def _relative_positions(self, query, causal):
+    def _relative_positions(self, query, call):
         """Prepared queries with their bias, and a key for each distance in the window.
 
         Keys are `(distances, heads, key_dim)`.
         """
         waves = window_sinusoids(
-            self.window, causal, self._sinusoid_dim, MAX_WAVELENGTH, query.dtype
+            self.window, call.causal, self._sinusoid_dim, MAX_WAVELENGTH, query.dtype
+        )
+        waves = ops.cast(
+            self._position_dropout(waves, training=call.training), query.dtype
         )
         bias, kernel = (
             ops.cast(weight, query.dtype)

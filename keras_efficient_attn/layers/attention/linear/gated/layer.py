@@ -5,6 +5,8 @@ import dataclasses
 import keras
 from keras import ops
 
+from keras_efficient_attn.distribution.linear import gated_attention
+from keras_efficient_attn.distribution.sequence_parallel import active_split
 from keras_efficient_attn.layers.attention.linear.gated.projections import (
     build_projection,
     projected,
@@ -199,9 +201,14 @@ class GatedStateAttention(LinearAttention):
         return heads, state and {**state, **call.options["last_inputs"]}
 
     def _attend_mapped(self, tensors, call, **options):
-        heads, state = mapped_gated_attention(
-            *tensors, call.options["rates"], self._config(causal=True), **options
-        )
+        rates, config = call.options["rates"], self._config(causal=True)
+        split = active_split(*tensors[:2], options["state"])
+        if split is None:
+            heads, state = mapped_gated_attention(*tensors, rates, config, **options)
+        else:
+            tensors = *tensors, options["key_mask"], rates
+            weights, state = options["map_weights"], None
+            heads = split.run(gated_attention, tensors, weights, config)
         return (heads if self.normalize else heads * self._key_dim**-0.5), state
 
     def _project(self, heads, gate_input, query_mask):
