@@ -1,0 +1,198 @@
+"""Compiles training of a byte model for slices of TPUs that need not be there.
+
+    python examples/estimate_slices.py --layers 2 --slices 2x2 4x4
+
+Needs libtpu, `pip install 'keras-efficient-attn[tpu-compile]'`, which one process at a
+time can use. A row of the table has the memory of a step of `fit`, with Adam and
+`mixed_bfloat16`, as the compiler estimates it, and the collectives of the program.
+"""
+
+import contextlib
+import os
+import re
+import sys
+import time
+
+from command_line import Parser, UsageError, check_heads, command, positive
+
+# Chips that share the rows of a batch, the weights, and the positions of a sequence.
+AXES = ("batch", "model", "sequence")
+MESHES = {
+    "2x2": {"data": (4, 1, 1), "model": (1, 4, 1), "sequence": (1, 1, 4)},
+    "4x4": {"data": (16, 1, 1), "model": (1, 16, 1), "sequence": (1, 1, 16)},
+    "8x8": {"data": (64, 1, 1), "model": (4, 16, 1), "sequence": (1, 1, 64)},
+}
+PRODUCTS = {"2x2": (1, 2, 2), "4x4": (2, 2, 4), "8x8": (4, 4, 4)}
+STRATEGIES = ("data", "model", "sequence", "product")
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "collective-permute",
+    "all-to-all",
+)
+TARGET = "tpu-v5e"
+
+
+def parse_arguments(argv):
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--slices", nargs="+", choices=MESHES, default=list(MESHES))
+    add("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    add("--length", type=positive, default=131_072, help="bytes of a sequence")
+    parser.add_attention("linear")
+    parser.add_model_size(dim=1024, heads=16, layers=12)
+    add("--residual", default="reversible", help="reversible keeps no activations")
+    arguments = parser.parse_args(argv)
+    check_heads(arguments.dim, arguments.heads)
+    if arguments.backend not in (None, "jax"):
+        raise UsageError(f"--backend {arguments.backend}: this script is for jax")
+    arguments.backend = "jax"
+    # Read when JAX is imported. It has several devices, as on a slice: no kernel is
+    # chosen that XLA cannot divide between them.
+    os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="2")
+    return arguments
+
+
+def make_model(arguments):
+    """A compiled language model, on the CPU."""
+    import keras
+
+    from keras_efficient_attn.models import EfficientTransformerBackbone
+
+    backbone = EfficientTransformerBackbone(
+        256,
+        arguments.layers,
+        arguments.heads,
+        arguments.dim,
+        4 * arguments.dim,
+        attention=arguments.attention,
+        residual=arguments.residual,
+        dtype="mixed_bfloat16",
+    )
+    logits = backbone.token_embedding(backbone.output, reverse=True)
+    model = keras.Model(backbone.input, logits)
+    model.compile(
+        keras.optimizers.Adam(1e-3),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def describe_state(model, mesh, split_weights):
+    """The state of a step, as shapes that say which chip has what."""
+    import jax
+    import keras
+
+    from keras_efficient_attn.models import EfficientTransformerBackbone
+
+    layout_map = keras.distribution.LayoutMap(mesh)
+    if split_weights:
+        layout_map = EfficientTransformerBackbone.get_layout_map(mesh)
+
+    def describe(variable, path=None):
+        layout = layout_map[path or variable.path]
+        axes = (None,) * len(variable.shape) if layout is None else layout.axes
+        spec = jax.sharding.PartitionSpec(*axes)
+        sharding = jax.sharding.NamedSharding(mesh.backend_mesh, spec)
+        dtype = jax.numpy.dtype(variable.dtype)
+        return jax.ShapeDtypeStruct(variable.shape, dtype, sharding=sharding)
+
+    weights = model.trainable_variables
+    iterations, learning_rate, *slots = model.optimizer.variables
+    # Adam has two slots for each weight, which lie where the weight does.
+    slots = [describe(slot, weights[i // 2].path) for i, slot in enumerate(slots)]
+    return (
+        [describe(weight) for weight in weights],
+        [describe(variable) for variable in model.non_trainable_variables],
+        [describe(iterations), describe(learning_rate), *slots],
+        [describe(variable) for variable in model.metrics_variables],
+    )
+
+
+def describe_batch(rows, length, mesh):
+    import jax
+
+    spec = jax.sharding.PartitionSpec("batch", "sequence")
+    sharding = jax.sharding.NamedSharding(mesh.backend_mesh, spec)
+    tokens = jax.ShapeDtypeStruct((rows, length), "int32", sharding=sharding)
+    return {"token_ids": tokens, "padding_mask": tokens}, tokens
+
+
+def estimate(model, arguments, size, strategy):
+    """A row of the table, but for what it is of."""
+    import jax
+    import keras
+    from jax.experimental import topologies
+
+    from keras_efficient_attn.benchmark.compile_for import TARGETS
+    from keras_efficient_attn.distribution import SequenceParallel
+    from keras_efficient_attn.ops.common.plan import planned_for
+
+    shape = PRODUCTS[size] if strategy == "product" else MESHES[size][strategy]
+    rows, by_model, by_sequence = shape
+    devices = topologies.get_topology_desc(
+        topology_name=f"v5e:{size}", platform="tpu"
+    ).devices
+    mesh = keras.distribution.DeviceMesh(shape, AXES, devices)
+    state = describe_state(model, mesh, by_model > 1)
+    batch = describe_batch(rows, arguments.length, mesh)
+    split = contextlib.nullcontext()
+    if by_sequence > 1:
+        split = SequenceParallel(mesh).scope()
+    start = time.perf_counter()
+    # A function of its own: what is split, the cache of programs does not see.
+    step = jax.jit(lambda state, data: model.train_step(state, data), donate_argnums=0)
+    with planned_for(TARGETS[TARGET].kind), split:
+        compiled = step.lower(state, batch).compile()
+    text = compiled.as_text()
+    memory = compiled.memory_analysis()
+    found = re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", text)
+    return {
+        "state": memory.argument_size_in_bytes / 2**20,
+        "temporaries": memory.temp_size_in_bytes / 2**20,
+        "collectives": ", ".join(
+            f"{found.count(name)} {name}" for name in COLLECTIVES if name in found
+        ),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+@command(parse_arguments)
+def main(arguments):
+    import jax
+
+    from keras_efficient_attn.benchmark.compile_for import ENVIRONMENT
+
+    os.environ.update(ENVIRONMENT)
+    model = make_model(arguments)
+    columns = (
+        "v5e",
+        "split",
+        "batch × model × sequence",
+        "state, MiB",
+        "temporaries, MiB",
+        "collectives in the program",
+        "compiled in s",
+    )
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for size in arguments.slices:
+        for strategy in arguments.strategies:
+            shape = PRODUCTS[size] if strategy == "product" else MESHES[size][strategy]
+            head = f"| {size} | {strategy} | {' × '.join(map(str, shape))} |"
+            try:
+                row = estimate(model, arguments, size, strategy)
+            except jax.errors.JaxRuntimeError as error:
+                print(head, f"{str(error)[:300]} |", flush=True)
+                continue
+            print(
+                head,
+                f"{row['state']:,.0f} | {row['temporaries']:,.0f} | "
+                f"{row['collectives'] or 'none'} | {row['seconds']:.0f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Trains a small language model on several devices, with JAX.
+
+    python examples/train_distributed.py --strategy sequence --devices 4
+
+Without accelerators the devices are virtual ones of the CPU. `--strategy` splits
+
+- `data`: the rows of a batch; every device has the model.
+- `model`: heads, inner widths and tokens, by the backbone's `get_layout_map`.
+- `sequence`: the positions, by `SequenceParallel`.
+- `none`: nothing: one device, whose losses the others have to rounding.
+
+The text is random bytes, whose second half repeats the first.
+"""
+
+import os
+import sys
+
+import numpy as np
+
+from command_line import Parser, UsageError, check_heads, command, positive
+
+STRATEGIES = ("data", "model", "sequence", "none")
+
+
+def parse_arguments(argv):
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--strategy", choices=STRATEGIES, default="data", help="what is split")
+    add("--devices", type=positive, default=4, help="virtual ones, on a CPU")
+    add("--length", type=positive, default=256, help="bytes of a sequence")
+    parser.add_attention("linear")
+    parser.add_model_size(dim=64, heads=4, layers=2)
+    parser.add_training(steps=20, batch=8, learning_rate=1e-3)
+    parser.add_seed_and_verbose()
+    arguments = parser.parse_args(argv)
+    check_heads(arguments.dim, arguments.heads)
+    split = {
+        "data": ("--batch", arguments.batch),
+        "model": ("--heads", arguments.heads),
+        "sequence": ("--length", arguments.length),
+        "none": ("--devices", arguments.devices),
+    }
+    name, size = split[arguments.strategy]
+    if size % arguments.devices:
+        raise UsageError(f"--devices {arguments.devices} must divide {name} {size}")
+    # Read when JAX starts; accelerators do not count them.
+    os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(arguments.devices))
+    arguments.backend = arguments.backend or "jax"
+    if arguments.backend != "jax":
+        raise UsageError(f"--backend {arguments.backend}: this script is for jax")
+    return arguments
+
+
+def make_distribution(strategy, devices):
+    """The `keras.distribution`, and the context in which to train."""
+    import contextlib
+
+    import keras
+
+    from keras_efficient_attn.distribution import SequenceParallel
+    from keras_efficient_attn.models import EfficientTransformerBackbone
+
+    found = keras.distribution.list_devices()
+    if len(found) < devices:
+        raise UsageError(f"--devices {devices}: JAX has {len(found)}")
+    found = found[:devices]
+    if strategy == "data":
+        return keras.distribution.DataParallel(devices=found), contextlib.nullcontext()
+    axis = "sequence" if strategy == "sequence" else "model"
+    mesh = keras.distribution.DeviceMesh((1, devices), ("batch", axis), found)
+    if strategy == "model":
+        layout_map = EfficientTransformerBackbone.get_layout_map(mesh)
+        context = contextlib.nullcontext()
+    else:
+        # Every device has the weights.
+        layout_map = keras.distribution.LayoutMap(mesh)
+        context = SequenceParallel(mesh).scope()
+    distribution = keras.distribution.ModelParallel(
+        layout_map=layout_map, batch_dim_name="batch"
+    )
+    return distribution, context
+
+
+def make_batches(arguments):
+    """Inputs and targets of all steps."""
+    rng = np.random.default_rng(arguments.seed)
+    rows, half = arguments.steps * arguments.batch, (arguments.length + 2) // 2
+    text = rng.integers(0, 256, (rows, half))
+    text = np.concatenate([text, text], axis=1)[:, : arguments.length + 1]
+    inputs = {"token_ids": text[:, :-1], "padding_mask": np.ones_like(text[:, :-1])}
+    return inputs, text[:, 1:]
+
+
+def train(arguments):
+    """The loss of every step."""
+    import keras
+
+    from keras_efficient_attn.models import EfficientTransformerBackbone
+
+    keras.utils.set_random_seed(arguments.seed)
+    backbone = EfficientTransformerBackbone(
+        256,
+        arguments.layers,
+        arguments.heads,
+        arguments.dim,
+        4 * arguments.dim,
+        attention=arguments.attention,
+    )
+    logits = backbone.token_embedding(backbone.output, reverse=True)
+    model = keras.Model(backbone.input, logits)
+    model.compile(
+        keras.optimizers.Adam(arguments.learning_rate),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    inputs, targets = make_batches(arguments)
+    losses = []
+    for step in range(arguments.steps):
+        rows = slice(step * arguments.batch, (step + 1) * arguments.batch)
+        batch = {name: x[rows] for name, x in inputs.items()}
+        losses.append(float(model.train_on_batch(batch, targets[rows])))
+        if arguments.verbose:
+            print(f"step {step + 1}: loss {losses[-1]:.5f}", flush=True)
+    return losses
+
+
+@command(parse_arguments)
+def main(arguments):
+    if arguments.strategy == "none":
+        train(arguments)
+        return
+    distribution, context = make_distribution(arguments.strategy, arguments.devices)
+    with distribution.scope(), context:
+        train(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

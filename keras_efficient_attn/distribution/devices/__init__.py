@@ -1,0 +1,1 @@
+"""The devices that share a sequence, for each backend that has them."""

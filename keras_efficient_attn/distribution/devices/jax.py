@@ -1,0 +1,113 @@
+"""Sequences over an axis of a mesh, by `jax.shard_map`."""
+
+import functools
+
+import jax
+import keras
+from keras import ops
+
+
+class Devices:
+    """One device of an axis, as a function inside of `jax.shard_map` sees it.
+
+    Args:
+        axis: Name of the axis.
+        size: Devices along it.
+    """
+
+    def __init__(self, axis, size):
+        self.axis = axis
+        self.size = size
+
+    def before(self):
+        """Booleans `(size,)`: which devices have earlier positions."""
+        return ops.arange(self.size) < jax.lax.axis_index(self.axis)
+
+    def all_gather(self, x):
+        """`(size, ...)`: the tensors of all devices."""
+        return jax.lax.all_gather(x, self.axis)
+
+    def from_previous(self, x):
+        """The tensor of the device with the positions before, zeros on the first."""
+        return self._shifted(x, 1)
+
+    def from_next(self, x):
+        """The tensor of the device with the positions behind, zeros on the last."""
+        return self._shifted(x, -1)
+
+    def _shifted(self, x, step):
+        ends = range(self.size - 1)
+        pairs = [(i, i + 1) if step > 0 else (i + 1, i) for i in ends]
+        return jax.lax.ppermute(x, self.axis, pairs)
+
+
+class Runner:
+    """Runs functions on the parts of tensors that are split over an axis.
+
+    Args:
+        device_mesh: `keras.distribution.DeviceMesh`; `None` for that of the
+            distribution that is set.
+        axis_name: Name of its axis.
+        group: `None`.
+    """
+
+    def __init__(self, device_mesh, axis_name, group):
+        if group is not None:
+            raise ValueError(
+                "`group` is for PyTorch's processes; on JAX pass a `device_mesh`. "
+                f"Received: group={group!r}"
+            )
+        if device_mesh is None:
+            distribution = keras.distribution.distribution()
+            device_mesh = getattr(distribution, "device_mesh", None)
+        if not isinstance(device_mesh, keras.distribution.DeviceMesh):
+            raise TypeError(
+                "`device_mesh` must be a `keras.distribution.DeviceMesh`, or None "
+                "where a distribution is set that has one. Received: "
+                f"device_mesh={device_mesh!r}"
+            )
+        if axis_name not in device_mesh.axis_names:
+            raise ValueError(
+                "`axis_name` must be an axis of `device_mesh`, one of "
+                f"{list(device_mesh.axis_names)}. Received: axis_name={axis_name!r}"
+            )
+        self.mesh = device_mesh.backend_mesh
+        self.axis = axis_name
+        self.size = self.mesh.shape[axis_name]
+        # Tensors are whole: each device cuts its part.
+        self.divides_tensors = True
+
+    def run(self, function, split, whole, *static):
+        """`function(devices, split, whole, *static)` on each device.
+
+        Args:
+            function: The same object for the same program, which is compiled once.
+            split: Nest of tensors `(batch, length, ...)`.
+            whole: Nest of tensors that every device has.
+            *static: Hashable.
+
+        Returns:
+            A tensor, `(batch, length, ...)`.
+        """
+        return _program(self.mesh, self.axis, function, static)(split, whole)
+
+
+# Bounded: static arguments hold functions that users make.
+@functools.lru_cache(256)
+def _program(mesh, axis, function, static):
+    devices = Devices(axis, mesh.shape[axis])
+    spec = jax.sharding.PartitionSpec
+
+    def on_device(split, whole):
+        return function(devices, split, whole, *static)
+
+    # Other axes stay with the compiler: it splits batches and heads over them.
+    mapped = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(spec(None, axis), spec()),
+        out_specs=spec(None, axis),
+        axis_names={axis},
+        check_vma=False,
+    )
+    return jax.jit(mapped)

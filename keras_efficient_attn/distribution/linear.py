@@ -1,0 +1,177 @@
+"""Linear attention whose positions several devices share.
+
+Each device sums up its own keys; one all-gather brings the sums of all; and each
+device goes on from the sum of those before it. Sums do not grow with the length.
+"""
+
+import dataclasses
+
+from keras import ops
+
+from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+from keras_efficient_attn.ops.linear_attention.api import (
+    linear_attention_state,
+    mapped_linear_attention,
+)
+from keras_efficient_attn.ops.linear_attention.gated.api import mapped_gated_attention
+from keras_efficient_attn.ops.linear_attention.windowed import (
+    STATE_NAMES,
+    windowed_linear_attention,
+)
+
+
+def linear_attention(devices, split, map_weights, config):
+    """As `mapped_linear_attention`, on the positions of one device.
+
+    Args:
+        devices: `Devices`.
+        split: `(query, key, value, key_mask, key_log_weight)`, the last two perhaps
+            `None`.
+        map_weights: Tuple of tensors that the feature maps read.
+        config: `LinearAttentionConfig`.
+
+    Returns:
+        `(batch, length, heads, value_dim)` in the accumulator's dtype.
+    """
+    query, key, value, key_mask, key_log_weight = split
+    options = dict(map_weights=map_weights, key_log_weight=key_log_weight)
+    # All keys are summed up for a single query, whose output nobody reads.
+    whole = dataclasses.replace(config, causal=False, implementation="chunked")
+    _, own = mapped_linear_attention(
+        query[:, :1],
+        key,
+        value,
+        whole,
+        key_mask=key_mask,
+        state=_empty_state(query, value, config),
+        **options,
+    )
+    if config.causal:
+        state = _total(_gathered(devices, own), devices.before())
+        outputs, _ = mapped_linear_attention(
+            query, key, value, config, key_mask=key_mask, state=state, **options
+        )
+        return outputs[0]
+    everywhere = ops.ones((devices.size,), "bool")
+    state = _total(_gathered(devices, own), everywhere)
+    # One key that does not exist: all that do are in the state.
+    none = ops.zeros(shape_of(key)[:1] + (1,), "bool")
+    if key_log_weight is not None:
+        options["key_log_weight"] = key_log_weight[:, :1]
+    outputs, _ = mapped_linear_attention(
+        query, key[:, :1], value[:, :1], whole, key_mask=none, state=state, **options
+    )
+    return outputs[0]
+
+
+def windowed_attention(devices, split, map_weights, config):
+    """As `windowed_linear_attention`, causal; arguments as `linear_attention`."""
+    query, key, value, key_mask, _ = split
+    state = _empty_state(query, value, config)
+    batch, _, heads, dim = shape_of(key)
+    rows, dtype = (batch, config.window), accumulator_dtype(query, key, value)
+    shapes = (*rows, heads, dim), (*rows, heads, shape_of(value)[-1]), rows
+    for name, shape in zip(STATE_NAMES, shapes, strict=True):
+        state[name] = ops.zeros(shape, dtype)
+
+    def attend(state, start=0):
+        tensors = (t[:, start:] for t in (query, key, value))
+        mask = None if key_mask is None else key_mask[:, start:]
+        return windowed_linear_attention(
+            *tensors, config, map_weights=map_weights, key_mask=mask, state=state
+        )
+
+    state = received_window(devices, attend, state, STATE_NAMES, config.window)
+    # Keys enter the sums as they leave the window: those of the window before this
+    # device's positions are summed up here, and the last ones on the next device.
+    _, own = attend(state)
+    own = {name: x for name, x in own.items() if name not in STATE_NAMES}
+    output, _ = attend({**state, **_total(_gathered(devices, own), devices.before())})
+    return output
+
+
+def gated_attention(devices, split, map_weights, config):
+    """As `mapped_gated_attention`, on the positions of one device.
+
+    The positions of a device map the state before them to `T S + S_own`. `T`
+    `(features, features)` is the state that they make of the identity, with values of
+    zero.
+
+    Args:
+        devices: `Devices`.
+        split: `(query, key, value, key_mask, rates)`.
+        map_weights, config: As for `linear_attention`.
+
+    Returns:
+        `(batch, length, heads, value_dim)` in the accumulator's dtype.
+    """
+    query, key, value, key_mask, rates = split
+    options = dict(map_weights=map_weights, key_mask=key_mask)
+    state = _empty_state(query, value, config)
+    state["log_scale"] = ops.zeros_like(state["log_scale"])
+    features, value_dim = config.num_features, shape_of(value)[-1]
+    none = ops.zeros((*shape_of(value)[:3], features), value.dtype)
+    batch, heads = shape_of(state["log_scale"])
+    identity = ops.eye(features, dtype=state["sum"].dtype)
+    identity = ops.broadcast_to(identity, (batch, heads, features, features))
+    _, own = mapped_gated_attention(
+        query,
+        key,
+        ops.concatenate([value, none], axis=-1),
+        rates,
+        config,
+        state={**state, "sum": ops.concatenate([state["sum"], identity], axis=-1)},
+        **options,
+    )
+    sums, normalizer = own["sum"], own["normalizer"][..., None]
+    parts = sums[..., :value_dim], normalizer, sums[..., value_dim:]
+    parts = devices.all_gather(ops.concatenate(parts, axis=-1))
+    before = devices.before()
+    carry = ops.zeros_like(parts[0][..., : value_dim + 1])
+    for index in range(devices.size):
+        own, transition = parts[index][..., :-features], parts[index][..., -features:]
+        carry = ops.where(before[index], transition @ carry + own, carry)
+    state["sum"], state["normalizer"] = carry[..., :value_dim], carry[..., value_dim]
+    output, _ = mapped_gated_attention(
+        query, key, value, rates, config, state=state, **options
+    )
+    return output
+
+
+def received_window(devices, attend, state, names, window):
+    """A state with the last keys of the device before.
+
+    Args:
+        devices: `Devices`.
+        attend: `(state, start) -> (output, state)` of this device's positions from
+            `start` on.
+        state: The empty state.
+        names: Names of its tensors of the last `window` keys.
+        window: Number of keys.
+    """
+    _, last = attend(state, -window)
+    return {**state, **{n: devices.from_previous(last[n]) for n in names}}
+
+
+def _empty_state(query, value, config):
+    dtype = accumulator_dtype(query, value)
+    sizes = (shape_of(query)[0], query.shape[2], config.num_features)
+    return linear_attention_state(*sizes, shape_of(value)[-1], dtype)
+
+
+def _gathered(devices, state):
+    return {name: devices.all_gather(x) for name, x in state.items()}
+
+
+def _total(states, seen):
+    """The sum of the states `(devices, ...)` of those that are seen."""
+    scales = ops.where(seen[:, None, None], states["log_scale"], LOG_ZERO)
+    largest = ops.max(scales, axis=0)
+    weights = ops.exp(scales - largest) * ops.cast(seen, scales.dtype)[:, None, None]
+    return {
+        "sum": ops.sum(states["sum"] * weights[..., None, None], axis=0),
+        "normalizer": ops.sum(states["normalizer"] * weights[..., None], axis=0),
+        "log_scale": largest,
+    }

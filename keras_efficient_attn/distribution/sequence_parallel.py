@@ -1,0 +1,294 @@
+"""Attention over sequences whose positions several devices share."""
+
+import contextlib
+
+from keras import ops
+
+from keras_efficient_attn.distribution import linear, windows
+from keras_efficient_attn.ops.common.backend import backend_module, backend_name
+from keras_efficient_attn.ops.common.checks import (
+    check_float_dtype,
+    check_heads,
+    check_positive_int,
+)
+from keras_efficient_attn.ops.linear_attention.config import (
+    LinearAttentionConfig,
+    given_features,
+)
+from keras_efficient_attn.ops.linear_attention.gated.api import check_rates
+from keras_efficient_attn.ops.vq_attention.codebook import nearest_codes
+from keras_efficient_attn.ops.vq_attention.config import VQConfig
+from keras_efficient_attn.ops.vq_attention.tensors import Keys, make_codebook
+
+# The scopes that are entered. A list: `torch.compile` traces no context variables.
+_ACTIVE = []
+
+
+class SequenceParallel:
+    """Splits the positions of sequences over devices, and attends across them.
+
+    ```
+    S_own  = Σ φ(k[s])ᵀ v[s]                over the positions of a device
+    S      = Σ S_own of the devices before, after one all-gather
+    head[t] = as on one device, from the state S
+    ```
+
+    Each device attends to its own positions, from the state that those before it
+    leave. What devices send to each other are states, and the last keys of a window:
+    how many bytes does not depend on the length. A state that decays or is corrected
+    (`log_decay`, `beta`) comes with the matrix that a device's positions multiply the
+    state before them by.
+
+    On JAX, tensors are whole arrays, and `jax.shard_map` runs over one axis of a mesh;
+    the compiler splits batches and heads over other axes. On PyTorch, every process
+    calls with its own positions, which follow those of the process before it in the
+    group. Gradients are those of one device; on PyTorch, those of weights are each
+    process' share, to be summed up.
+
+    Args:
+        device_mesh: On JAX, a `keras.distribution.DeviceMesh`. Defaults to `None`:
+            that of the `keras.distribution` that is set.
+        axis_name: On JAX, the mesh's axis for positions. Defaults to `"sequence"`.
+        group: On PyTorch, a group of processes. Defaults to `None`: all of them.
+
+    Raises:
+        ValueError: On TensorFlow; for an axis that the mesh lacks; if PyTorch has no
+            process group; or for an argument that is another backend's.
+        TypeError: If `device_mesh` is no mesh.
+
+    Example:
+
+    ```python
+    mesh = keras.distribution.DeviceMesh((1, 8), ("batch", "sequence"))
+    split = keras_efficient_attn.distribution.SequenceParallel(mesh)
+    features = keras.ops.elu(x) + 1
+    y = split.linear_attention(features, features, x, causal=True)
+    ```
+
+    With layers, in `fit` too:
+
+    ```python
+    with split.scope():
+        model.fit(tokens, targets)
+    ```
+
+    Reference:
+        - [Sun et al., 2025](https://arxiv.org/abs/2502.07563), LASP-2
+    """
+
+    def __init__(self, device_mesh=None, axis_name="sequence", group=None):
+        if backend_name() == "tensorflow":
+            raise ValueError(
+                "`SequenceParallel` needs the Keras backend 'jax' or 'torch'. "
+                "Received: keras.backend.backend()='tensorflow'"
+            )
+        devices = backend_module("keras_efficient_attn.distribution.devices")
+        self._runner = devices.Runner(device_mesh, axis_name, group)
+
+    @property
+    def num_devices(self):
+        """Devices that share a sequence."""
+        return self._runner.size
+
+    @contextlib.contextmanager
+    def scope(self):
+        """Within it, layers split the sequences that they attend to, on JAX.
+
+        They are `LinearAttention` and its subclasses, `PerformerAttention` and the
+        layers with decays and delta rules included; `LocalAttention` with a `window`
+        and without dropout on its weights; and `VQAttention`: in self-attention
+        without a `state`. Codes, and a `window` beside features, have to be causal.
+        Other layers, and all between them, are left to the compiler.
+
+        A function that is compiled within the scope stays split.
+
+        Raises:
+            ValueError: On PyTorch, where layers do not know which positions they have.
+        """
+        if not self._runner.divides_tensors:
+            raise ValueError(
+                "`scope` is for JAX: on PyTorch call the operations of "
+                "`SequenceParallel` with the positions of each process. Received: "
+                f"keras.backend.backend()={backend_name()!r}"
+            )
+        _ACTIVE.append(self)
+        try:
+            yield self
+        finally:
+            _ACTIVE.pop()
+
+    def linear_attention(
+        self,
+        query_features,
+        key_features,
+        value,
+        *,
+        key_log_weight=None,
+        key_mask=None,
+        causal=False,
+        log_decay=None,
+        beta=None,
+        normalize=True,
+        chunk_size=None,
+    ):
+        """`keras_efficient_attn.ops.linear_attention` over several devices.
+
+        The arguments are those of the operation, with as many queries as keys.
+
+        Returns:
+            `(batch, length, heads, value_dim)` in the dtype of `value`.
+
+        Raises:
+            ValueError: If shapes do not agree, or the devices do not divide the
+                length.
+        """
+        tensors = query_features, key_features, value
+        check_heads(*tensors, key_mask, names=("query_features", "key_features"))
+        check_float_dtype("value", value)
+        config = LinearAttentionConfig(
+            given_features,
+            given_features,
+            key_features.shape[-1],
+            causal=causal,
+            chunk_size=chunk_size,
+            output="normalized" if normalize else "sum",
+            rowwise_maps=True,
+        )
+        rates = log_decay, beta
+        if any(rate is not None for rate in rates):
+            check_rates(*rates, key_features, causal, key_log_weight)
+            split = *tensors, key_mask, rates
+            output = self.run(linear.gated_attention, split, (), config)
+        else:
+            split = *tensors, key_mask, key_log_weight
+            output = self.run(linear.linear_attention, split, (), config)
+        return ops.cast(output, value.dtype)
+
+    def local_attention(
+        self, query, key, value, *, window, causal=False, key_mask=None, scale=None
+    ):
+        """`keras_efficient_attn.ops.local_attention` over several devices.
+
+        Args:
+            query, key, value, window, causal, key_mask, scale: As for the operation,
+                with as many queries as keys, and at least `window - 1` positions on
+                each device.
+
+        Returns:
+            `(batch, length, heads, value_dim)` in the dtype of `value`.
+
+        Raises:
+            ValueError: As `linear_attention`, and for a `window` that reaches beyond
+                the next device.
+        """
+        check_positive_int("window", window)
+        check_heads(query, key, value, key_mask)
+        self._check_window(query, window - 1)
+        split = query, key, value, key_mask
+        return self.run(windows.local_attention, split, (), window, causal, scale)
+
+    def vq_attention(
+        self,
+        query,
+        key,
+        value,
+        codebook,
+        *,
+        sigma=None,
+        log_weights=None,
+        order=0,
+        rank=None,
+        window=None,
+        quantize_window=False,
+        gradient_through_cache=True,
+        key_mask=None,
+    ):
+        """Causal `keras_efficient_attn.ops.vq_attention` over several devices.
+
+        The arguments are those of the operation, with as many queries as keys, and at
+        least `window` positions on each device.
+
+        Returns:
+            `(batch, length, heads, value_dim)` in the dtype of `value`.
+
+        Raises:
+            ValueError: As `local_attention`.
+        """
+        check_heads(query, key, value, key_mask)
+        config = VQConfig(
+            soft=sigma is not None,
+            order=order,
+            rank=rank,
+            window=window,
+            quantize_window=quantize_window,
+            gradient_through_cache=gradient_through_cache,
+        )
+        config.check_key_dim(query.shape[-1])
+        self._check_window(query, window)
+        index = None if config.soft else nearest_codes(key, codebook)
+        keys = Keys(key, value, key_mask, index)
+        whole = make_codebook(codebook, sigma, log_weights), None
+        output = self.run(windows.vq_attention, (query, keys, None), whole, config)
+        return ops.cast(output, value.dtype)
+
+    def run(self, function, split, whole, *static):
+        """`function(devices, split, whole, *static)` on each device: for layers.
+
+        Args:
+            function: One of this package's.
+            split: Nest of tensors `(batch, length, ...)`; query and key come first.
+            whole: Nest of tensors that every device has.
+            *static: Hashable arguments.
+        """
+        lengths = split[0].shape[1], _key_of(split).shape[1]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                "Over several devices, queries and keys must be at the same "
+                f"positions. Received: query length {lengths[0]}, key length "
+                f"{lengths[1]}"
+            )
+        if self._runner.divides_tensors and lengths[0] % self.num_devices:
+            raise ValueError(
+                "The devices of `SequenceParallel` must divide the length. Received: "
+                f"length {lengths[0]}, {self.num_devices} devices"
+            )
+        return self._runner.run(function, split, whole, *static)
+
+    def _check_window(self, query, reach):
+        """Refuses a window that reaches beyond the neighbour's positions."""
+        length = query.shape[1]
+        if self._runner.divides_tensors:
+            length //= self.num_devices
+        if reach is not None and reach > length:
+            raise ValueError(
+                "`window` must not reach beyond the positions of the device before. "
+                f"Received: a reach of {reach}, with {length} positions a device"
+            )
+
+
+def active_split(query, key, state, window=None, needs_causal=False):
+    """The `SequenceParallel` by which a layer is to attend, or `None`.
+
+    Args:
+        query, key: Projected, `(batch, length, heads, dim)`.
+        state: State of the call, or `None`.
+        window: Keys that a query sees of the device before.
+        needs_causal: Whether it cannot be split for want of a causal mask.
+
+    Raises:
+        ValueError: Within a scope, if the layer cannot be split.
+    """
+    if not _ACTIVE or state is not None or query.shape[1] != key.shape[1]:
+        return None
+    split = _ACTIVE[-1]
+    if needs_causal:
+        raise ValueError(
+            "In the scope of `SequenceParallel`, windows beside features or codes, "
+            "and codes, need a causal mask. Received: use_causal_mask=False"
+        )
+    split._check_window(query, window)
+    return split
+
+
+def _key_of(split):
+    return split[1].key if isinstance(split[1], Keys) else split[1]

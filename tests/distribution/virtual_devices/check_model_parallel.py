@@ -1,0 +1,138 @@
+"""Backbones whose weights are split, against one device."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+from keras_efficient_attn.models import EfficientTransformerBackbone
+from tests.distribution.virtual_devices.programs import collectives, count
+
+LENGTH = 32
+
+
+def make_backbone(attention):
+    keras.utils.set_random_seed(0)
+    return EfficientTransformerBackbone(
+        64,
+        num_layers=2,
+        num_heads=4,
+        hidden_dim=32,
+        intermediate_dim=128,
+        attention=attention,
+        feed_forward=dict(activation="silu", gated=True),
+    )
+
+
+def make_distribution(shape, **options):
+    mesh = keras.distribution.DeviceMesh(
+        shape, ("batch", "model"), [f"cpu:{i}" for i in range(np.prod(shape))]
+    )
+    layout_map = EfficientTransformerBackbone.get_layout_map(mesh, **options)
+    return keras.distribution.ModelParallel(
+        layout_map=layout_map, batch_dim_name="batch"
+    )
+
+
+def make_inputs(layout=None):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 64, (4, LENGTH)).astype("int32")
+    mask = (np.arange(LENGTH) < [[LENGTH], [20], [LENGTH], [7]]).astype("int32")
+    inputs = {"token_ids": tokens, "padding_mask": mask}
+    if layout is not None:
+        place = keras.distribution.distribute_tensor
+        inputs = {name: place(x, layout(x.shape)) for name, x in inputs.items()}
+    return inputs
+
+
+def values(backbone, weights, frozen, inputs):
+    """The output, and the gradients of a number made of it."""
+
+    def loss(weights):
+        output, _ = backbone.stateless_call(weights, frozen, inputs)
+        kept = inputs["padding_mask"][..., None]
+        return (jax.numpy.sin(output) * kept).sum(), output
+
+    return jax.value_and_grad(loss, has_aux=True)(weights)
+
+
+def compile_values(backbone, inputs):
+    weights = [v.value for v in backbone.trainable_variables]
+    frozen = [v.value for v in backbone.non_trainable_variables]
+
+    def run(weights, frozen, inputs):
+        return values(backbone, weights, frozen, inputs)
+
+    compiled = jax.jit(run).lower(weights, frozen, inputs).compile()
+    (_, output), gradients = compiled(weights, frozen, inputs)
+    return compiled, np.asarray(output), [np.asarray(g) for g in gradients]
+
+
+@pytest.mark.parametrize(
+    "attention", ["vq:window=8,num_codes=16", "gated-delta", "softmax"]
+)
+def test_outputs_and_gradients_are_those_of_one_device(attention):
+    _, output, gradients = compile_values(make_backbone(attention), make_inputs())
+    distribution = make_distribution((2, 4))
+    with distribution.scope():
+        backbone = make_backbone(attention)
+        query = backbone.decoder.blocks[0].attention.query_dense.kernel.value
+        assert query.addressable_shards[0].data.shape == (16, 1, 8)
+        inputs = make_inputs(distribution.get_data_layout)
+        _, received, received_gradients = compile_values(backbone, inputs)
+    np.testing.assert_allclose(received, output, rtol=1e-4, atol=1e-5)
+    for a, b in zip(received_gradients, gradients, strict=True):
+        # Rounding is all there is to gradients of a key's bias under a softmax.
+        atol = 1e-4 * np.abs(b).max() + 1e-5
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=atol)
+
+
+def test_a_forward_pass_sums_once_a_sublayer_and_gathers_no_sequence():
+    distribution = make_distribution((1, 4))
+    with distribution.scope():
+        backbone = make_backbone("linear")
+        inputs = make_inputs(distribution.get_data_layout)
+        weights = [v.value for v in backbone.trainable_variables]
+
+        def forward(weights, inputs):
+            return backbone.stateless_call(weights, [], inputs)[0]
+
+        compiled = jax.jit(forward).lower(weights, inputs).compile()
+    # The embedding, and attention and feed-forward network of two blocks.
+    assert count(compiled) == {"all-reduce": 5}
+    assert all(
+        sizes == (4, LENGTH, 32)
+        for _, shapes in collectives(compiled)
+        for _, sizes in shapes
+    )
+
+
+def test_key_and_value_heads_that_do_not_divide_are_replicated():
+    attention = "linear:num_key_value_heads=2"
+    _, output, _ = compile_values(make_backbone(attention), make_inputs())
+    distribution = make_distribution((1, 4), num_key_value_heads=2)
+    with distribution.scope():
+        backbone = make_backbone(attention)
+        inputs = make_inputs(distribution.get_data_layout)
+        _, received, _ = compile_values(backbone, inputs)
+    np.testing.assert_allclose(received, output, rtol=1e-4, atol=1e-5)
+
+
+def test_fit_trains_as_on_one_device():
+    def losses(layout=None):
+        keras.utils.set_random_seed(0)
+        backbone = make_backbone("linear")
+        model = keras.Sequential([keras.layers.Dense(8)])
+        outputs = model(backbone.output)
+        model = keras.Model(backbone.input, outputs)
+        model.compile("adam", "mse")
+        inputs = make_inputs()
+        targets = np.random.default_rng(1).normal(size=(4, LENGTH, 8))
+        history = model.fit(inputs, targets, batch_size=4, epochs=3, verbose=0)
+        return history.history["loss"]
+
+    expected = losses()
+    with make_distribution((2, 4)).scope():
+        received = losses()
+    assert expected[-1] < expected[0]
+    np.testing.assert_allclose(received, expected, rtol=1e-4)
