@@ -4,6 +4,8 @@ from keras_efficient_attn.models.conversion.backbone import (
     convert_backbone,
     efficient_backbone,
 )
+from keras_efficient_attn.models.conversion.distill import distill
+from keras_efficient_attn.models.conversion.path_report import PathError
 from keras_efficient_attn.models.conversion.replace import replace_attention
 from keras_efficient_attn.models.conversion.report import (
     LayerError,
@@ -13,8 +15,10 @@ from keras_efficient_attn.models.conversion.report import (
 
 __all__ = [
     "LayerError",
+    "PathError",
     "SwapReport",
     "convert_backbone",
+    "distill",
     "efficient_backbone",
     "replace_attention",
     "swap_report",

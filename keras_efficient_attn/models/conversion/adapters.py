@@ -81,7 +81,7 @@ class AttentionAdapter(keras.layers.Layer):
         """Builds the kernel, for inputs of the shape that the host was built for."""
         held = projections(self)
         for name in ("query", "key"):
-            set_projection(self.kernel, name, self._with_positions(held[name]))
+            set_projection(self.kernel, name, self._with_positions(held, name))
         for name in ("value", "gate", "output"):
             if name in held:
                 # A function: the kernel has the projection, but does not track it.
@@ -94,9 +94,15 @@ class AttentionAdapter(keras.layers.Layer):
         else:
             self.kernel.build(**config["shapes_dict"])
 
-    def _with_positions(self, projection):
-        """A projection of queries or keys, and the host's positions."""
-        return lambda x: self.add_positions(projection(x), self._stream.position)
+    def _with_positions(self, held, name):
+        """The projection of queries or keys, with their norm and positions."""
+        projection, norm = held[name], held.get(f"{name}_norm")
+
+        def project(x):
+            heads = projection(x) if norm is None else norm(projection(x))
+            return self.add_positions(heads, self._stream.position)
+
+        return project
 
     def add_positions(self, heads, start):
         """Projected queries or keys `(batch, length, heads, key_dim)`, with positions.
@@ -210,7 +216,7 @@ class MultiHeadAdapter(AttentionAdapter):
 
 
 class RotaryAdapter(AttentionAdapter):
-    """For the grouped-query attention of Llama, Qwen and Mistral, which rotates."""
+    """For the grouped-query attention of Llama, Qwen and others, which rotates."""
 
     always_causal = True
     # The attribute of the host that rotates.
@@ -247,7 +253,7 @@ class RotaryAdapter(AttentionAdapter):
 
 
 class MistralAdapter(RotaryAdapter):
-    """For Mistral's attention, whose mask may hide keys that are far back."""
+    """For Mistral's and Mixtral's attention, whose mask may hide keys far back."""
 
     @staticmethod
     def key_mask(mask):

@@ -32,6 +32,7 @@ from keras_efficient_attn.models.conversion.window_search import (
     check_window_budget,
     choose_windows,
 )
+from keras_efficient_attn.models.lora_files import check_lora_file
 from keras_efficient_attn.models.presets import PresetMixin
 
 PACKAGE = "keras_efficient_attn"
@@ -57,20 +58,21 @@ def convert_backbone(
 
     Works on backbones whose attention is `keras.layers.MultiHeadAttention` or
     KerasHub's `CachedMultiHeadAttention` (BERT, RoBERTa, DistilBERT, ELECTRA, GPT-2,
-    OPT, BART, ViT and others), or that of Llama, Qwen 2.5, Mistral or the first Gemma.
+    OPT, BART, Whisper, ViT, DINOv2 and others), or that of Llama, Qwen 2.5 and 3,
+    Phi-3, Mistral, Mixtral or the first Gemma.
     Four things to know:
 
     - Cross-attention stays as it is, and so does what reads the outputs.
-    - A sliding window of the original (Mistral, Qwen) is not kept: the new layer sees
-      what its own options, such as `window`, say.
+    - A sliding window of the original (Mistral, Mixtral, Qwen) is not kept: the new
+      layer sees what its own options, such as `window`, say.
     - The new layers read padding and causality of masks, and nothing else. A decoder
       block that is called with a `decoder_attention_mask` refuses it, in eager calls as
       in compiled ones; an attention layer that is itself called, outside its block,
       takes any mask `(batch, length, length)` for a causal one.
-    - `generate` of KerasHub's tasks for GPT-2, OPT, BART, Llama, Mistral, Qwen and
-      Gemma carries the states of the new layers in its cache, beside the keys and
-      values of the layers that keep softmax: if all layers are replaced by layers
-      whose state has a constant size, a token costs constant time. For this,
+    - `generate` of KerasHub's tasks for GPT-2, OPT, BART, Llama, Mistral, Mixtral,
+      Phi-3, Qwen and Gemma carries the states of the new layers in its cache, beside
+      the keys and values of the layers that keep softmax: if all layers are replaced
+      by layers whose state has a constant size, a token costs constant time. For this,
       converting the first backbone of a kind wraps `generate_step` of the tasks for
       it, which tasks with other backbones do not notice. The methods of these tasks
       that take a cache of keys and values (`call_with_cache`) refuse it.
@@ -261,6 +263,7 @@ class EfficientBackbone(PresetMixin):
             super().save_lora_weights(filepath)
 
     def load_lora_weights(self, filepath):
+        check_lora_file(filepath)
         with hide_adapter_weights(self, self.attention_sites):
             super().load_lora_weights(filepath)
 

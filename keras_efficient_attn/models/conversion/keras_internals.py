@@ -16,7 +16,9 @@ from keras_efficient_attn.ops.common.backend import backend_name
 # The same layers have other names in KerasHub's attention layers.
 PROJECTIONS = {
     "query": "query_dense",
+    "query_norm": "query_dense_layer_norm",
     "key": "key_dense",
+    "key_norm": "key_dense_layer_norm",
     "gate": "gate_dense",
     "value": "value_dense",
     "dropout": "dropout_layer",
@@ -25,7 +27,7 @@ PROJECTIONS = {
 
 
 def projections(layer):
-    """The projections, and the dropout, of an attention layer: a dict.
+    """The projections, their norms and the dropout of an attention layer: a dict.
 
     Keras 3.15 has them as `_query_dense`, KerasHub 0.32 also as `query_dense`.
     """

@@ -1,7 +1,8 @@
-"""The errors that efficient attention causes, layer by layer."""
+"""The errors that efficient attention causes, layer by layer and in the output."""
 
 import dataclasses
 
+from keras_efficient_attn.models.conversion.path_report import path_errors
 from keras_efficient_attn.models.conversion.sites import find_sites
 from keras_efficient_attn.models.conversion.trace import (
     relative_error,
@@ -37,13 +38,17 @@ class LayerError:
 
 @dataclasses.dataclass(frozen=True)
 class SwapReport:
-    """The errors of all self-attention layers; prints as a table.
+    """The errors of all self-attention layers and of the output; prints as tables.
 
     Attributes:
         layers: List of `LayerError`.
+        paths: List of `PathError`: of the output of the model as it is, and where
+            layers have a window and an estimate beyond it, with the window only and
+            with the linear path only.
     """
 
     layers: list
+    paths: list
 
     def __str__(self):
         width = max(len("layer"), *(len(layer.path) for layer in self.layers))
@@ -54,18 +59,28 @@ class SwapReport:
             lines.append(
                 f"{layer.index:>3} {layer.path:<{width}} {attention:>10} {residual:>10}"
             )
+        lines += [
+            "",
+            f"{'output':<20}{'cosine':>12}{'divergence':>12}{'top equal':>12}",
+        ]
+        for path in self.paths:
+            name, *cells = path.cells()
+            lines.append(f"{name:<20}" + "".join(f"{cell:>12}" for cell in cells))
         return "\n".join(lines)
 
 
 def swap_report(original, converted, inputs):
-    """The error that each replaced attention layer causes, on one batch.
+    """The errors that efficient attention causes, on one batch.
 
     Shows which layers to leave to softmax, by `layers` of `convert_backbone`: those
     with a large error of their own, and those after which the residual stream is far
-    off.
+    off. And what becomes of the model's output, with the converted layers as they are,
+    with their window only, and with their estimate of all keys only: a model that is
+    as good with the window alone has no use for the linear path.
 
     Args:
-        original: A backbone or another model.
+        original: A backbone or another model. Of a task of KerasHub, logits are
+            compared, and else the mean hidden states.
         converted: What `convert_backbone` made of it, or a copy of it after
             `replace_attention`.
         inputs: One batch, as the models take it.
@@ -110,7 +125,9 @@ def swap_report(original, converted, inputs):
                 residual,
             )
         )
-    return SwapReport(errors)
+    calls = old_attention[-1]
+    last = valid_rows(old[-1], calls[-1]) if calls else None
+    return SwapReport(errors, path_errors(original, converted, new, inputs, last))
 
 
 def _attention_and_blocks(model, sites, inputs):

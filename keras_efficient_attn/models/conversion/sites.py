@@ -27,9 +27,13 @@ MULTI_HEAD = (
 # KerasHub's own attention layers, which it does not export, by the name of the class.
 ADAPTERS = {
     "LlamaAttention": RotaryAdapter,
+    "Phi3Attention": RotaryAdapter,
+    "Qwen3Attention": RotaryAdapter,
     "QwenAttention": RotaryAdapter,
     "CachedMistralAttention": MistralAdapter,
+    "CachedMixtralAttention": MistralAdapter,
     "CachedGemmaAttention": GemmaAdapter,
+    "WhisperCachedMultiHeadAttention": MultiHeadAdapter,
 }
 _DISTANCE = "adds a bias that depends on the distance to its logits"
 REFUSED = {
@@ -45,6 +49,9 @@ CAUSAL_BLOCKS = (
     "GemmaDecoderBlock",
     "LlamaTransformerDecoder",
     "MistralTransformerDecoder",
+    "MixtralTransformerDecoder",
+    "Phi3Decoder",
+    "Qwen3TransformerDecoder",
     "QwenTransformerDecoder",
 )
 # Blocks of KerasHub that give `MultiHeadAttention` masks which differ between queries

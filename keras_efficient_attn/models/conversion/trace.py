@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 
 import numpy as np
@@ -78,12 +79,23 @@ def trace_layers(model, layers, batch):
     Returns:
         A list of lists of `Call`, one for each layer.
     """
+    with recorded_calls(layers) as calls:
+        run(model, batch, training=False)
+    return calls
+
+
+@contextlib.contextmanager
+def recorded_calls(layers):
+    """Records the calls of layers, in eager and in compiled code.
+
+    Yields:
+        A list of lists of `Call`, one for each layer, to which the calls are added.
+    """
     calls = [[] for _ in layers]
     with contextlib.ExitStack() as stack:
         for layer, found in zip(layers, calls, strict=True):
             stack.enter_context(replaced_call(layer, _recorder(layer, found)))
-        run(model, batch, training=False)
-    return calls
+        yield calls
 
 
 def run(function, *args, **kwargs):
@@ -117,6 +129,14 @@ def valid_rows(site, call):
         site: An `AttentionSite`.
         call: A `Call` of its attention layer.
     """
+    mask = row_mask(site, call)
+    if mask is None:
+        return None
+    return np.broadcast_to(ops.convert_to_numpy(mask), call.query.shape[:2])
+
+
+def row_mask(site, call):
+    """`valid_rows` as a tensor that broadcasts to that shape."""
     masks = [
         call.arguments.get(name) for name in ("query_mask", "key_mask", "value_mask")
     ]
@@ -127,10 +147,8 @@ def valid_rows(site, call):
         dense = dense[None] if len(dense.shape) == 2 else dense
         dense = dense if dense.shape[-2] == 1 else site.adapter_class.key_mask(dense)
         masks.append(dense[:, 0])
-    masks = [ops.convert_to_numpy(m).astype(bool) for m in masks if m is not None]
-    if not masks:
-        return None
-    return np.broadcast_to(np.logical_and.reduce(masks), call.query.shape[:2])
+    masks = [ops.cast(mask, "bool") for mask in masks if mask is not None]
+    return functools.reduce(ops.logical_and, masks) if masks else None
 
 
 def relative_error(old, new, rows):

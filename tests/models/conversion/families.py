@@ -52,6 +52,49 @@ FAMILIES = {
     "mistral": (models.MistralBackbone, dict(**GROUPED, sliding_window=64), LOCAL),
     "qwen": (models.QwenBackbone, GROUPED, LOCAL),
     "gemma": (models.GemmaBackbone, dict(**GROUPED, head_dim=8), LOCAL),
+    "qwen3": (models.Qwen3Backbone, dict(**GROUPED, head_dim=6), PERFORMER),
+    "phi3": (models.Phi3Backbone, GROUPED, LOCAL),
+    "mixtral": (
+        models.MixtralBackbone,
+        dict(**GROUPED, num_experts=2, sliding_window=64),
+        LOCAL,
+    ),
+    "whisper": (
+        models.WhisperBackbone,
+        dict(
+            **SIZES,
+            num_heads=2,
+            num_mels=4,
+            max_encoder_sequence_length=16,
+            max_decoder_sequence_length=16,
+        ),
+        LOCAL,
+    ),
+    "siglip_vision": (
+        models.SigLIPVisionEncoder,
+        dict(
+            image_shape=(6, 6, 3),
+            patch_size=2,
+            num_layers=2,
+            num_heads=2,
+            hidden_dim=16,
+            intermediate_dim=24,
+        ),
+        LOCAL,
+    ),
+    "dinov2": (
+        models.DINOV2Backbone,
+        dict(
+            image_shape=(6, 6, 3),
+            position_embedding_shape=(6, 6, 3),
+            patch_size=2,
+            num_layers=2,
+            num_heads=2,
+            hidden_dim=16,
+            intermediate_dim=24,
+        ),
+        LOCAL,
+    ),
 }
 
 
@@ -80,8 +123,12 @@ def inputs(backbone, seed=0, padded=True):
         shape = (BATCH, *backbone.input.shape[1:])
         return random.normal(size=shape).astype("float32")
     made = {}
-    for name in backbone.input:
+    for name, tensor in backbone.input.items():
         length = LENGTH - 2 if "decoder" in name else LENGTH
+        if name in ("images", "encoder_features"):
+            shape = (BATCH, *(length if n is None else n for n in tensor.shape[1:]))
+            made[name] = random.normal(size=shape).astype("float32")
+            continue
         made[name] = np.zeros((BATCH, length), "int32")
         if "token_ids" in name:
             made[name] = random.integers(1, 50, (BATCH, length)).astype("int32")

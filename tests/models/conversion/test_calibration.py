@@ -79,6 +79,7 @@ def test_in_place():
     np.testing.assert_allclose(ops.convert_to_numpy(model(x)), before, atol=1e-5)
 
 
+@pytest.mark.any_backend
 def test_as_many_layers_as_the_budget_allows():
     backbone = families.make("distil_bert")
     data = families.inputs(backbone)
@@ -108,6 +109,7 @@ def test_as_many_layers_as_the_budget_allows():
         chosen(0.999 * alone[least])
 
 
+@pytest.mark.any_backend
 def test_layers_are_chosen_where_the_model_has_a_cache():
     # KerasHub's attention with a cache has other call arguments than Keras'.
     backbone = families.make("gpt2")
@@ -122,6 +124,7 @@ def test_layers_are_chosen_where_the_model_has_a_cache():
         )
 
 
+@pytest.mark.any_backend
 def test_errors_that_are_no_number_are_too_large():
     backbone = families.make("gpt2", num_layers=1)
     data = families.inputs(backbone, padded=False)
@@ -132,6 +135,7 @@ def test_errors_that_are_no_number_are_too_large():
         convert_backbone(backbone, families.LOCAL, "auto", calibrate=data, budget=1.0)
 
 
+@pytest.mark.any_backend
 def test_an_encoder_counts_as_its_decoder_does():
     backbone = families.make("bart", num_layers=1)
     data = families.inputs(backbone)
@@ -160,6 +164,7 @@ def _relative_error(new, old, data, name):
     return np.sqrt(np.sum((new - old) ** 2) / np.sum(old**2))
 
 
+@pytest.mark.any_backend
 def test_both_towers_count():
     sizes = dict(hidden_dim=16, num_layers=1, num_heads=2, intermediate_dim=24)
     vision = keras_hub.models.CLIPVisionEncoder(
@@ -231,6 +236,7 @@ def test_chosen_layers_keep_what_was_fitted():
     families.assert_same_outputs((first, second)[layer], efficient, data)
 
 
+@pytest.mark.any_backend
 def test_refusals():
     backbone = families.make("distil_bert", num_layers=1)
     data = families.inputs(backbone)

@@ -39,6 +39,9 @@ TASKS = {
     "mistral": models.MistralCausalLM,
     "qwen": models.QwenCausalLM,
     "gemma": models.GemmaCausalLM,
+    "qwen3": models.Qwen3CausalLM,
+    "phi3": models.Phi3CausalLM,
+    "mixtral": models.MixtralCausalLM,
 }
 
 
@@ -91,6 +94,9 @@ def prompts(lengths, starts=None, length=LENGTH):
         ("mistral", "local:window=2", [0]),
         ("qwen", "performer:num_features=4,window=2", [0]),
         ("gemma", VQ, [1]),
+        ("qwen3", "performer:num_features=4,window=2", [0]),
+        ("phi3", PERFORMER, None),
+        ("mixtral", "local:window=2", [0]),
         ("gpt2", "xl:same_length=True,memory_length=3", [1]),
     ],
 )

@@ -1,5 +1,6 @@
 """The errors that a swap causes, against errors computed from public outputs."""
 
+import keras_hub
 import numpy as np
 import pytest
 from keras import ops
@@ -50,6 +51,7 @@ def test_errors_of_each_layer():
     assert all("call" not in vars(layer) for layer in backbone._flatten_layers())
 
 
+@pytest.mark.any_backend
 def test_a_family_with_other_call_arguments():
     backbone = families.make("gemma", num_layers=1)
     data = families.inputs(backbone)
@@ -60,8 +62,65 @@ def test_a_family_with_other_call_arguments():
     assert np.max(abs(new - old)) > 0.01
 
 
+@pytest.mark.any_backend
 def test_models_of_different_depth_are_refused():
     backbone = families.make("distil_bert")
     other = families.make("distil_bert", num_layers=1)
     with pytest.raises(ValueError, match="2 and 1"):
         swap_report(backbone, other, families.inputs(backbone))
+
+
+def cosine(first, second):
+    return np.sum(first * second) / np.linalg.norm(first) / np.linalg.norm(second)
+
+
+@pytest.mark.any_backend
+def test_each_path_alone_is_what_a_model_with_it_alone_gives():
+    backbone = families.make("distil_bert")
+    data = families.inputs(backbone)
+    both = "performer:feature_map=taylor,window=2"
+    converted = convert_backbone(backbone, both)
+    report = swap_report(backbone, converted, data)
+    kept = data["padding_mask"] > 0
+    models = {
+        "as it is": converted,
+        "window only": convert_backbone(backbone, "local:window=2"),
+        "linear path only": convert_backbone(backbone, both.split(",")[0]),
+    }
+    assert [error.path for error in report.paths] == list(models)
+    for error, model in zip(report.paths, models.values(), strict=True):
+        old, new = (
+            [row[mask].mean(0) for row, mask in zip(output, kept, strict=True)]
+            for output in (ops.convert_to_numpy(m(data)) for m in (backbone, model))
+        )
+        expected = np.mean(list(map(cosine, old, new)))
+        assert error.cosine == pytest.approx(expected, abs=1e-5)
+        assert error.divergence is None and error.agreement is None
+    assert len({round(error.cosine, 4) for error in report.paths}) == 3
+    lines = str(report).splitlines()
+    assert lines[-4].split()[:2] == ["output", "cosine"]
+    assert lines[-1].startswith("linear path only")
+    # A layer without a second path has no more to say.
+    (only,) = swap_report(backbone, models["window only"], data).paths
+    assert only.cosine == report.paths[1].cosine
+
+
+@pytest.mark.any_backend
+def test_logits_of_tasks():
+    backbone = families.make("gpt2")
+    data = families.inputs(backbone)
+    tasks = [
+        keras_hub.models.GPT2CausalLM(model, preprocessor=None)
+        for model in (backbone, convert_backbone(backbone, INEXACT))
+    ]
+    (error,) = swap_report(*tasks, data).paths
+    kept = data["padding_mask"] > 0
+    old, new = (
+        ops.convert_to_numpy(ops.log_softmax(task(data)))[kept].astype("float64")
+        for task in tasks
+    )
+    divergence = np.mean(np.sum(np.exp(old) * (old - new), axis=-1))
+    assert error.divergence == pytest.approx(divergence, rel=1e-3)
+    same = [np.argmax(a) == np.argmax(b) for a, b in zip(old, new, strict=True)]
+    assert error.agreement == pytest.approx(np.mean(same))
+    assert error.cosine is None

@@ -21,6 +21,7 @@ def best_by_trying_all(errors, total):
     )
 
 
+@pytest.mark.any_backend
 def test_the_least_error_of_all_choices():
     random = np.random.default_rng(0)
     for total in (4, 9, 20, 32, 50):
@@ -34,6 +35,7 @@ def test_the_least_error_of_all_choices():
         least_error([{1: np.inf, 2: np.inf}], 8)
 
 
+@pytest.mark.any_backend
 def test_the_layer_that_attends_far_gets_the_window():
     backbone = families.make("distil_bert")
     (near, far) = (site.layer for site in find_sites(backbone))
@@ -66,6 +68,7 @@ def test_the_layer_that_attends_far_gets_the_window():
         families.assert_same_outputs(backbone, narrow, data, 1e-3)
 
 
+@pytest.mark.any_backend
 def test_the_errors_are_those_of_the_layers_alone():
     backbone = families.make("gpt2")
     data = families.inputs(backbone)
@@ -117,6 +120,7 @@ def test_the_same_as_with_these_windows_by_name(tmp_path, name, attention, layer
         families.assert_same_outputs(efficient, loaded, data, 1e-6)
 
 
+@pytest.mark.any_backend
 def test_refusals():
     backbone = families.make("distil_bert")
     data = families.inputs(backbone)

@@ -1,0 +1,258 @@
+"""`distill`: trains a converted model to give what the original gives."""
+
+import math
+import numbers
+import os
+
+import keras
+import keras_hub
+
+from keras_efficient_attn.models.conversion.backbone import EfficientBackbone
+from keras_efficient_attn.models.conversion.distillation import (
+    AttentionTransfer,
+    StateDistillation,
+    backbone_of,
+)
+from keras_efficient_attn.models.conversion.keras_internals import projections
+from keras_efficient_attn.models.conversion.sites import find_sites
+from keras_efficient_attn.ops.common.checks import (
+    check_positive_int,
+    is_positive_int,
+)
+
+WARM_UP = 1 / 20
+# Of each weight's gradient.
+LARGEST_NORM = 1.0
+
+
+def distill(
+    teacher,
+    student,
+    data,
+    transfer_epochs=1,
+    epochs=1,
+    steps_per_epoch=None,
+    transfer_learning_rate=1e-2,
+    learning_rate=1e-3,
+    lora_rank=8,
+    window_dropout=0.5,
+    weights_every=None,
+    backup_dir=None,
+    callbacks=None,
+    verbose="auto",
+):
+    """Trains a converted model, in place, to give what the original gives.
+
+    In two stages, which need texts but no labels:
+
+    1. *Attention transfer* trains the weights that the new layers have of their own
+       (learned feature maps, soft codes), everything else standing still. Each layer
+       learns by itself: it reads what the layer it replaces reads in the teacher, and
+       its loss is `Σ‖new − old‖² / Σ‖old‖²` of their outputs, and in every
+       `weights_every`-th step the divergence `KL(softmax ‖ new)` of their attention
+       weights as well. Without weights of their own the stage is left out.
+    2. *State distillation* trains the whole student: low-rank changes (LoRA) of the
+       projections of the attention layers and the layers' own weights, or with
+       `lora_rank=None` all weights. Its loss is that error, of the hidden states that
+       leave the blocks, and for tasks the divergence `KL(teacher ‖ student)` of the
+       logits, for backbones the error of the outputs.
+
+    Where a layer has a window beside its estimate, training with the window alone
+    teaches the estimate little. So in each step each such layer does without its
+    window at a rate that falls linearly to 0 in each stage: then the estimate has
+    to serve all keys. Dropout does nothing, and hard codes stay as they are fitted.
+
+    Both stages are Keras' `fit` with Adam, whose rate falls along a cosine after a
+    warm-up. The loss is that on the progress bar.
+
+    Args:
+        teacher: The original: a `keras_hub.models.Backbone`, or a task with one. It
+            stays as it is.
+        student: A backbone from `convert_backbone`, or a task with one; of the kind
+            of `teacher`.
+        data: Inputs of the models: a batch as the models take it, a list of
+            batches, or what `fit` takes of further kinds (a generator or a
+            `tf.data.Dataset`, a `DataLoader`, a `PyDataset` of tuples `(inputs,)`).
+        transfer_epochs: Epochs of the first stage; 0 leaves it out. Defaults to 1.
+        epochs: Epochs of the second stage; 0 leaves it out. Defaults to 1.
+        steps_per_epoch: Steps of an epoch, which data without a length needs.
+            Defaults to `None`: all of the data.
+        transfer_learning_rate: The largest rate of the first stage. Defaults to 1e-2.
+        learning_rate: The largest rate of the second stage. Defaults to 1e-3.
+        lora_rank: Rank of the changes of the projections; `enable_lora` of the
+            student's backbone freezes its other weights, and they stay so. A
+            student that has LoRA already keeps its own. `None` trains all weights
+            that are trainable. Defaults to 8.
+        window_dropout: The rate at first, from 0 to 1. Defaults to 0.5.
+        weights_every: Steps of the first stage from one divergence of the attention
+            weights, whose time and memory grow with the square of the length, to the
+            next. Defaults to `None`: outputs alone.
+        backup_dir: Folder of checkpoints after each epoch, one per stage, of what
+            training changes: the same call with a student that is converted alike
+            goes on from there. Defaults to `None`: none.
+        callbacks: List of Keras' callbacks, for both stages. Defaults to `None`.
+        verbose: As for `fit`.
+
+    Returns:
+        Dict of Keras' `History` by the stage that ran: `"transfer"`, `"states"`.
+
+    Raises:
+        ValueError: If the student is not converted, or its layers, or its kind, are
+            not those of the teacher; if an argument is out of range; or if data
+            without a length comes without `steps_per_epoch`.
+
+    Example:
+
+    >>> import keras_hub, numpy as np
+    >>> from keras_efficient_attn import models
+    >>> teacher = keras_hub.models.BertBackbone(
+    ...     vocabulary_size=50, num_layers=1, num_heads=2, hidden_dim=16,
+    ...     intermediate_dim=16)
+    >>> student = models.convert_backbone(
+    ...     teacher, "performer:feature_map=learned,window=4")
+    >>> ids = np.random.default_rng(0).integers(1, 50, (2, 16))
+    >>> batch = {"token_ids": ids, "segment_ids": 0 * ids, "padding_mask": ids > 0}
+    >>> history = models.distill(teacher, student, [batch], epochs=2, verbose=0)
+    >>> len(history["states"].history["loss"])
+    2
+
+    Reference:
+        - [Zhang et al., 2024](https://arxiv.org/abs/2410.10254), LoLCATs
+        - [Zhang et al., 2024](https://arxiv.org/abs/2402.04347), Hedgehog
+    """
+    _check_models(teacher, student)
+    _check_numbers(transfer_epochs, epochs, window_dropout)
+    check_positive_int("lora_rank", lora_rank, optional=True)
+    check_positive_int("weights_every", weights_every, optional=True)
+    data = _fit_data(data)
+    steps = _steps_per_epoch(data, steps_per_epoch)
+    backbone = backbone_of(student)
+    options = dict(verbose=verbose, steps_per_epoch=steps_per_epoch)
+    histories = {}
+
+    def fit(name, stage_class, trained, count, rate, **stage_options):
+        arguments = (teacher, student, trained, window_dropout, count * steps)
+        stage = stage_class(*arguments, **stage_options)
+        stage.compile(_optimizer(rate, count * steps))
+        own = list(callbacks or ())
+        if backup_dir is not None:
+            folder = os.path.join(backup_dir, name)
+            own.append(
+                keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+            )
+        histories[name] = stage.fit(data, epochs=count, callbacks=own, **options)
+
+    kernels = [adapter.kernel for adapter in backbone.attention_adapters]
+    own_weights = [v for kernel in kernels for v in kernel.trainable_variables]
+    if own_weights and transfer_epochs:
+        arguments = (own_weights, transfer_epochs, transfer_learning_rate)
+        fit("transfer", AttentionTransfer, *arguments, weights_every=weights_every)
+    if epochs:
+        if lora_rank is not None:
+            _enable_lora(backbone, lora_rank)
+        trained = student.trainable_variables
+        fit("states", StateDistillation, trained, epochs, learning_rate)
+    return histories
+
+
+class BatchList(keras.utils.PyDataset):
+    """A list of batches of inputs."""
+
+    def __init__(self, batches):
+        super().__init__()
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return (self.batches[index],)
+
+
+def _check_models(teacher, student):
+    for name, model in (("teacher", teacher), ("student", student)):
+        if not isinstance(model, keras_hub.models.Backbone | keras_hub.models.Task):
+            raise TypeError(
+                f"`{name}` must be a `keras_hub.models.Backbone`, or a task with one. "
+                f"Received: {name}={model!r}"
+            )
+    if not isinstance(backbone_of(student), EfficientBackbone):
+        raise ValueError(
+            "`student` must come from `convert_backbone`, or be a task with such a "
+            f"backbone. Received: a {type(backbone_of(student)).__name__}"
+        )
+    kinds = [isinstance(m, keras_hub.models.Task) for m in (teacher, student)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            "`teacher` and `student` must both be backbones, or both tasks. Received: "
+            f"a {type(teacher).__name__} and a {type(student).__name__}"
+        )
+    old, new = (len(find_sites(backbone_of(m))) for m in (teacher, student))
+    if old != new:
+        raise ValueError(
+            "`teacher` and `student` must have as many self-attention layers. "
+            f"Received: {old} and {new}"
+        )
+
+
+def _check_numbers(transfer_epochs, epochs, window_dropout):
+    for name, value in (("transfer_epochs", transfer_epochs), ("epochs", epochs)):
+        if value != 0 and not is_positive_int(value):
+            raise ValueError(
+                f"`{name}` must be an integer of at least 0. Received: {name}={value!r}"
+            )
+    number = isinstance(window_dropout, numbers.Real)
+    if not number or not 0 <= window_dropout <= 1:
+        raise ValueError(
+            "`window_dropout` must be a number from 0 to 1. Received: "
+            f"window_dropout={window_dropout!r}"
+        )
+
+
+def _fit_data(data):
+    """The data as `fit` takes it."""
+    if isinstance(data, dict) or hasattr(data, "shape"):
+        data = [data]
+    return BatchList(list(data)) if isinstance(data, list | tuple) else data
+
+
+def _steps_per_epoch(data, steps_per_epoch):
+    if steps_per_epoch is not None:
+        return steps_per_epoch
+    try:
+        return len(data)
+    except TypeError:
+        raise ValueError(
+            "`data` without a length needs `steps_per_epoch`. Received: "
+            f"data={data!r}, steps_per_epoch=None"
+        ) from None
+
+
+def _optimizer(learning_rate, steps):
+    warm_up = math.ceil(WARM_UP * steps)
+    schedule = keras.optimizers.schedules.CosineDecay(
+        0.0,
+        max(steps - warm_up, 1),
+        warmup_target=learning_rate,
+        warmup_steps=warm_up,
+    )
+    return keras.optimizers.Adam(schedule, clipnorm=LARGEST_NORM)
+
+
+def _enable_lora(backbone, rank):
+    """LoRA in all projections of the attention layers, with their own weights."""
+    adapters = backbone.attention_adapters
+    if not any(layer.lora_enabled for layer in _projections(adapters)):
+        names = dict.fromkeys(layer.name for layer in _projections(adapters))
+        backbone.enable_lora(rank, target_layer_names=list(names))
+    for adapter in adapters:
+        adapter.kernel.trainable = True
+
+
+def _projections(adapters):
+    return [
+        layer
+        for adapter in adapters
+        for layer in projections(adapter).values()
+        if hasattr(layer, "enable_lora")
+    ]

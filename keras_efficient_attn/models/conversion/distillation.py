@@ -1,0 +1,296 @@
+"""The two stages of distillation, as models that Keras' `fit` trains."""
+
+import os
+import types
+import zipfile
+
+import keras
+import keras_hub
+import numpy as np
+from keras import ops
+
+from keras_efficient_attn.layers import SoftmaxAttention
+from keras_efficient_attn.models.conversion.paths import (
+    dropped_windows,
+    has_two_paths,
+)
+from keras_efficient_attn.models.conversion.plan import build_adapter
+from keras_efficient_attn.models.conversion.sites import find_sites
+from keras_efficient_attn.models.conversion.trace import (
+    recorded_calls,
+    row_mask,
+    run,
+)
+
+# Below, attention weights count as this.
+SMALLEST_WEIGHT = 1e-6
+
+
+def backbone_of(model):
+    """The backbone of a task; a backbone itself."""
+    return model.backbone if isinstance(model, keras_hub.models.Task) else model
+
+
+class DistillationStage(keras.Model):
+    """Base: a model of a teacher and a student that trains some weights.
+
+    Its output is the loss. It trains the weights that it is given and no others,
+    whatever Keras' `trainable` says, so that teacher and student stay as they are.
+    Nothing has dropout but windows, so that the two can agree.
+
+    Args:
+        teacher, student: Backbones or tasks of KerasHub.
+        trained: List of variables of the student.
+        window_dropout: The rate at which each layer with two paths does without its
+            window, at first; it falls linearly, to 0 at the last step.
+        steps: Steps of the whole stage.
+    """
+
+    def __init__(self, teacher, student, trained, window_dropout, steps):
+        super().__init__()
+        self.teacher, self.student = teacher, student
+        self.window_dropout, self.steps = window_dropout, steps
+        self._trained = frozenset(map(id, trained))
+        old, new = find_sites(backbone_of(teacher)), find_sites(backbone_of(student))
+        self._sites = tuple(zip(old, new, strict=True))
+        self._step = self.add_weight(
+            name="step",
+            shape=(),
+            initializer="zeros",
+            dtype="float32",
+            trainable=False,
+            autocast=False,
+        )
+        self._seed_generator = keras.random.SeedGenerator()
+        self.built = True
+
+    @property
+    def trainable_variables(self):
+        return [v for v in self.variables if id(v) in self._trained]
+
+    @property
+    def non_trainable_variables(self):
+        return [v for v in self.variables if id(v) not in self._trained]
+
+    @property
+    def trainable_weights(self):
+        return [v for v in self.weights if id(v) in self._trained]
+
+    @property
+    def non_trainable_weights(self):
+        return [v for v in self.weights if id(v) not in self._trained]
+
+    def call(self, inputs, training=None):
+        if not training:
+            return self.error(inputs)
+        step = ops.convert_to_tensor(self._step)
+        sites = [new for _, new in self._sites if has_two_paths(new)]
+        if not self.window_dropout:
+            sites = []
+        draws = keras.random.uniform((len(sites),), seed=self._seed_generator)
+        left = 1.0 - step / self.steps
+        with dropped_windows(sites, draws < self.window_dropout * left):
+            error = self.error(inputs, step)
+        # Last: on some backends the tensor of the step changes with it.
+        self._step.assign_add(1.0)
+        return error
+
+    def error(self, inputs, step=None):
+        """The loss on a batch, a scalar.
+
+        Args:
+            inputs: The batch.
+            step: The number of the step, a scalar, in training.
+        """
+        raise NotImplementedError
+
+    def save_weights(self, filepath, overwrite=True):
+        """Saves what training changes, and the optimizer.
+
+        Keras merges LoRA into the weights that it saves, and sets both factors to zero
+        when it loads them: their gradients are then zero ever after.
+        """
+        arrays = [_wide_array(variable) for variable in self._changing_variables]
+        with open(filepath, "wb" if overwrite else "xb") as file:
+            np.savez(file, *arrays)
+
+    def load_weights(self, filepath):
+        """Loads what `save_weights` saved, which is neither compressed nor pickled."""
+        with zipfile.ZipFile(filepath) as archive:
+            size = sum(member.file_size for member in archive.infolist())
+        if size > os.path.getsize(filepath):
+            raise ValueError(
+                f"`filepath` has members of {size:,} bytes, more than the file. "
+                f"Received: filepath={filepath}"
+            )
+        with np.load(filepath, allow_pickle=False) as arrays:
+            for variable, name in zip(
+                self._changing_variables, arrays.files, strict=True
+            ):
+                variable.assign(arrays[name])
+
+    @property
+    def _changing_variables(self):
+        own = [self._step, self._seed_generator.state]
+        return [*self.trainable_variables, *own, *self.optimizer.variables]
+
+    def compute_loss(self, x=None, y=None, y_pred=None, *args, **kwargs):
+        return y_pred
+
+
+class AttentionTransfer(DistillationStage):
+    """Stage one: each replaced layer alone, on what the teacher reads in its place.
+
+    The loss is the mean over layers of `Σ‖new − old‖² / Σ‖old‖²`, of the outputs of
+    the layers, and every so many steps of the divergence of their weights besides.
+
+    Args:
+        weights_every: Steps from one divergence of the weights to the next, or `None`.
+    """
+
+    def __init__(self, *args, weights_every=None):
+        super().__init__(*args)
+        self.weights_every = weights_every
+        # In a namespace, which Keras does not track: their weights are the student's.
+        self._softmax = types.SimpleNamespace(kernels=None)
+        if weights_every is not None:
+            self._softmax.kernels = [
+                _softmax_kernel(new) for _, new in self._sites if new.is_converted
+            ]
+
+    def error(self, inputs, step=None):
+        pairs = [(old, new) for old, new in self._sites if new.is_converted]
+        with recorded_calls([old.layer for old, _ in pairs]) as calls:
+            run(self.teacher, inputs, training=False)
+        errors, masks = [], []
+        with recorded_calls([new.layer.kernel for _, new in pairs]) as kernel_calls:
+            for (old, new), made in zip(pairs, calls, strict=True):
+                masks.append([row_mask(old, call) for call in made])
+                for call, mask in zip(made, masks[-1], strict=True):
+                    output = new.layer(*call.args, **{**call.kwargs, "training": False})
+                    errors.append(squared_error(call.output, output, mask))
+        error = sum(errors) / len(errors)
+        if step is None or self.weights_every is None:
+            return error
+        return error + ops.cond(
+            ops.equal(step % self.weights_every, 0),
+            lambda: self._weights_error(pairs, kernel_calls, masks),
+            lambda: ops.zeros_like(error),
+        )
+
+    def _weights_error(self, pairs, calls, masks):
+        """The mean over layers of the divergence of their weights from softmax's."""
+        found = []
+        kernels = [new.layer.kernel for _, new in pairs], self._softmax.kernels
+        for new, old, made, kept in zip(*kernels, calls, masks, strict=True):
+            for call, mask in zip(made, kept, strict=True):
+                options = {**call.kwargs, "return_attention_scores": True}
+                expected = run(old, *call.args, **options)[1]
+                weights = new(*call.args, **options)[1]
+                found.append(weights_divergence(expected, weights, mask))
+        return sum(found) / len(found)
+
+
+class StateDistillation(DistillationStage):
+    """Stage two: the whole student, on the teacher's hidden states and outputs.
+
+    The loss is the mean over blocks of `Σ‖new − old‖² / Σ‖old‖²`, of what leaves them,
+    and besides the divergence of logits, for tasks, or that error of the outputs.
+    """
+
+    def error(self, inputs, step=None):
+        blocks = [pair for pair in self._sites if pair[1].in_one_block]
+        old_layers = [old.layer for old, _ in blocks] + [old.block for old, _ in blocks]
+        with recorded_calls(old_layers) as old_calls:
+            expected = run(self.teacher, inputs, training=False)
+        with recorded_calls([new.block for _, new in blocks]) as new_calls:
+            output = self.student(inputs, training=False)
+        errors, mask = [], None
+        attention, old_calls = old_calls[: len(blocks)], old_calls[len(blocks) :]
+        for (old, _), *made in zip(
+            blocks, attention, old_calls, new_calls, strict=True
+        ):
+            for call, before, after in zip(*made, strict=True):
+                mask = row_mask(old, call)
+                errors.append(squared_error(before.output, after.output, mask))
+        hidden = sum(errors) / max(len(errors), 1)
+        if isinstance(self.student, keras_hub.models.Task):
+            return hidden + divergence(expected, output, mask)
+        outputs = zip(
+            keras.tree.flatten(expected), keras.tree.flatten(output), strict=True
+        )
+        outputs = [squared_error(old, new, mask) for old, new in outputs]
+        return hidden + sum(outputs) / len(outputs)
+
+
+def _softmax_kernel(site):
+    """Softmax attention with the projections of a converted layer."""
+    kernel = SoftmaxAttention(**site.adapter_class.geometry(site.layer))
+    build_adapter(site.adapter_class(kernel, site.layer, site.is_causal), site)
+    return kernel
+
+
+def _wide_array(variable):
+    """A variable as an array of a dtype that NumPy's files hold."""
+    narrow = keras.backend.is_float_dtype(variable.dtype)
+    narrow = narrow and variable.dtype != "float64"
+    return ops.convert_to_numpy(ops.cast(variable, "float32") if narrow else variable)
+
+
+def squared_error(old, new, mask):
+    """`Σ‖new − old‖² / Σ‖old‖²` over positions that are no padding, a scalar.
+
+    Args:
+        old: `(..., dim)`, or a tuple that begins so; without gradient.
+        new: The same.
+        mask: From `row_mask`, read for `(batch, length, dim)` of its length.
+    """
+    old, new = (
+        ops.cast(x[0] if isinstance(x, tuple) else x, "float32") for x in (old, new)
+    )
+    old = ops.stop_gradient(old)
+    difference = ops.sum(ops.square(new - old), axis=-1)
+    norm = ops.sum(ops.square(old), axis=-1)
+    kept = _kept(mask, norm)
+    return ops.sum(difference * kept) / (ops.sum(norm * kept) + keras.config.epsilon())
+
+
+def weights_divergence(old, new, mask):
+    """The mean of `KL(old ‖ new)` over queries that are no padding, a scalar.
+
+    Args:
+        old: Attention weights `(batch, heads, length, keys)`, without gradient.
+        new: The same; where they are below `SMALLEST_WEIGHT`, that counts.
+        mask: As for `squared_error`.
+    """
+    old, new = (
+        ops.log(ops.maximum(ops.cast(x, "float32"), SMALLEST_WEIGHT))
+        for x in (old, new)
+    )
+    old = ops.stop_gradient(old)
+    found = ops.mean(ops.sum(ops.exp(old) * (old - new), axis=-1), axis=1)
+    kept = _kept(mask, found)
+    return ops.sum(found * kept) / ops.sum(kept)
+
+
+def divergence(old, new, mask):
+    """The mean of `KL(softmax(old) ‖ softmax(new))` in nats, a scalar.
+
+    Args:
+        old: Logits `(..., classes)`, without gradient.
+        new: The same.
+        mask: As for `squared_error`.
+    """
+    old, new = (ops.log_softmax(ops.cast(x, "float32")) for x in (old, new))
+    old = ops.stop_gradient(old)
+    found = ops.sum(ops.exp(old) * (old - new), axis=-1)
+    kept = _kept(mask, found)
+    return ops.sum(found * kept) / ops.sum(kept)
+
+
+def _kept(mask, values):
+    """1 for values at positions that are no padding, and 0 for others."""
+    shape = values.shape
+    if mask is None or len(shape) != 2 or shape[1] != mask.shape[1]:
+        return ops.ones_like(values)
+    return ops.cast(mask, values.dtype) * ops.ones_like(values)

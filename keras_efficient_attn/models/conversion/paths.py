@@ -1,0 +1,81 @@
+"""The two paths of layers with a window: exact near keys, and an estimate of all."""
+
+import contextlib
+
+from keras import ops
+
+from keras_efficient_attn.models.conversion.plan import build_adapter
+from keras_efficient_attn.models.conversion.specification import make_adapter
+from keras_efficient_attn.models.conversion.trace import replaced_call
+
+
+def has_two_paths(site):
+    """Whether an `AttentionSite` has a layer with a window and an estimate beyond."""
+    return site.is_converted and site.layer.kernel.estimates_beyond_window
+
+
+@contextlib.contextmanager
+def linear_path_only(sites):
+    """Has the layers with two paths estimate all keys, for a time.
+
+    Args:
+        sites: List of `AttentionSite`.
+    """
+    with contextlib.ExitStack() as stack:
+        for site in filter(has_two_paths, sites):
+            stack.enter_context(_without_window(site.layer.kernel))
+        yield
+
+
+@contextlib.contextmanager
+def window_only(sites):
+    """Has the layers with two paths attend to the keys of their window only.
+
+    Args:
+        sites: List of `AttentionSite`.
+    """
+    with contextlib.ExitStack() as stack:
+        for site in filter(has_two_paths, sites):
+            window = site.layer.kernel.window
+            adapter = make_adapter(f"local:window={window}", site)
+            build_adapter(adapter, site)
+            stack.enter_context(replaced_call(site.layer, adapter.call))
+        yield
+
+
+@contextlib.contextmanager
+def dropped_windows(sites, dropped):
+    """Has layers with two paths do without their window where a tensor says so.
+
+    Args:
+        sites: List of `AttentionSite`, all with two paths.
+        dropped: Boolean `(sites,)`, which may be known to compiled code only.
+    """
+    with contextlib.ExitStack() as stack:
+        for index, site in enumerate(sites):
+            call = _choosing_call(site.layer.kernel, dropped[index])
+            stack.enter_context(replaced_call(site.layer.kernel, call))
+        yield
+
+
+def _choosing_call(kernel, dropped):
+    call = kernel.call
+
+    def choose(*args, **kwargs):
+        def without_window():
+            with _without_window(kernel):
+                return call(*args, **kwargs)
+
+        return ops.cond(dropped, without_window, lambda: call(*args, **kwargs))
+
+    return choose
+
+
+@contextlib.contextmanager
+def _without_window(kernel):
+    window = kernel.window
+    kernel.window = None
+    try:
+        yield
+    finally:
+        kernel.window = window

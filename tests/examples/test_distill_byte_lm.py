@@ -1,0 +1,47 @@
+import json
+
+import keras
+import numpy as np
+import pytest
+
+import distill_byte_lm
+
+TINY = (
+    "--length 16 --dim 16 --heads 2 --layers 1 --batch 2 --steps 2 --transfer-steps 1 "
+    "--distill-steps 1 --test-bytes 600 --generated 4 --prompts 2 --time-lengths 24 "
+    "--verbose 0 --attention performer:feature_map=learned,window=4"
+).split()
+
+
+@pytest.mark.any_backend
+def test_teacher_is_kept_and_student_measured(tmp_path, capsys):
+    text = tmp_path / "text"
+    text.write_text("".join(f"{i} sheep, " for i in range(3000)))
+    folders = ["--teacher", str(tmp_path / "teacher"), "--out", str(tmp_path / "out")]
+    arguments = [*TINY, "--text", str(text), *folders]
+    assert distill_byte_lm.main([*arguments, "--only-teacher"]) == 0
+    kept = (tmp_path / "teacher" / "teacher.keras").stat().st_mtime_ns
+    assert distill_byte_lm.main(arguments) == 0
+    assert (tmp_path / "teacher" / "teacher.keras").stat().st_mtime_ns == kept
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["lengths"] == [16, 64, 256]
+    # An untrained model of 256 bytes knows little: about 8 bits.
+    assert all(6 < bits < 10 for row in result["rows"].values() for bits in row[:3])
+    assert result["rows"]["teacher"][-1] == 4
+    assert result["rows"]["distilled, window only"][-1] is None
+    assert "100.0% of the teacher's 2" in capsys.readouterr().out
+    assert (tmp_path / "out" / "result.png").exists()
+    student = keras.saving.load_model(tmp_path / "out" / "student.keras")
+    (adapter,) = student.backbone.attention_adapters
+    assert adapter.kernel.window == 4
+
+    from distilling.measures import agreement
+
+    same = np.arange(8).reshape(2, 4)
+    other = same.copy()
+    other[1, 2] = 0
+    assert agreement(same, other) == 3.0
+
+    changed = [*arguments, "--length", "32"]
+    assert distill_byte_lm.main(changed) == 2
+    assert "trained with --length 16; received 32" in capsys.readouterr().err

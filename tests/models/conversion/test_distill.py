@@ -1,0 +1,226 @@
+"""Distillation, against errors from public outputs and from `swap_report`."""
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn.models import convert_backbone, distill, swap_report
+from keras_efficient_attn.models.conversion.sites import find_sites
+from keras_efficient_attn.models.conversion.trace import trace_layers
+from tests.models.conversion import families
+
+LEARNED = "performer:feature_map=learned,num_features=4,window=2"
+# So little that the weights hardly move: the loss is that of the models as they are.
+STILL = dict(transfer_learning_rate=1e-9, learning_rate=1e-9, verbose=0)
+
+
+def relative_square(new, old):
+    return np.sum((new - old) ** 2) / np.sum(old**2)
+
+
+def losses(teacher, student, data, **options):
+    histories = distill(teacher, student, data, **options)
+    return {name: history.history["loss"] for name, history in histories.items()}
+
+
+def learned_weights(model):
+    kernels = families.kernels(model)
+    return [ops.convert_to_numpy(w) for k in kernels for w in k.trainable_weights]
+
+
+def output_error(teacher, student, data):
+    (old,), (new,) = families.outputs(teacher, data), families.outputs(student, data)
+    return relative_square(new, old)
+
+
+def test_losses_are_the_errors_of_layers_and_of_hidden_states():
+    teacher = families.make("distil_bert")
+    student = convert_backbone(teacher, LEARNED)
+    data = families.inputs(teacher)
+    report = swap_report(teacher, student, data).layers
+    output = output_error(teacher, student, data)
+    found = losses(teacher, student, data, window_dropout=0, **STILL)
+    attention = np.mean([layer.attention**2 for layer in report])
+    assert found["transfer"] == pytest.approx([attention], rel=1e-3)
+    hidden = np.mean([layer.residual**2 for layer in report])
+    assert found["states"] == pytest.approx([hidden + output], rel=1e-3)
+
+
+def test_the_divergence_of_weights_counts_in_every_other_step():
+    teacher = families.make("distil_bert")
+    student = convert_backbone(teacher, LEARNED)
+    data = families.inputs(teacher)
+    options = dict(epochs=0, window_dropout=0, transfer_epochs=2, **STILL)
+    plain = losses(teacher, student, data, **options)["transfer"]
+    found = losses(teacher, student, data, weights_every=2, **options)["transfer"]
+    layers = [site.layer for site in find_sites(teacher)]
+    kept, divergences = data["padding_mask"] > 0, []
+    adapters = student.attention_adapters
+    for layer, new, calls in zip(
+        layers, adapters, trace_layers(teacher, layers, data), strict=True
+    ):
+        (call,) = calls
+        options = {**call.kwargs, "return_attention_scores": True, "training": False}
+        expected, weights = (
+            ops.convert_to_numpy(attention(*call.args, **options)[1]).astype("float64")
+            for attention in (layer, new)
+        )
+        ratio = np.log(np.maximum(expected, 1e-6) / np.maximum(weights, 1e-6))
+        divergence = np.maximum(expected, 1e-6) * ratio
+        divergences.append(divergence.sum(-1).mean(1)[kept].mean())
+    expected = [plain[0] + np.mean(divergences), plain[1]]
+    assert np.mean(divergences) > 0.01
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_task_learns_the_divergence_of_its_logits():
+    def task(backbone):
+        return keras_hub.models.LlamaCausalLM(backbone, preprocessor=None)
+
+    backbone = families.make("llama")
+    data = families.inputs(backbone)
+    converted = convert_backbone(backbone, LEARNED)
+    report = swap_report(backbone, converted, data).layers
+    teacher, student = task(backbone), task(converted)
+    kept = data["padding_mask"] > 0
+    old, new = (
+        ops.convert_to_numpy(ops.log_softmax(model(data)))[kept].astype("float64")
+        for model in (teacher, student)
+    )
+    divergence = np.mean(np.sum(np.exp(old) * (old - new), axis=-1))
+    found = losses(teacher, student, data, transfer_epochs=0, window_dropout=0, **STILL)
+    hidden = np.mean([layer.residual**2 for layer in report])
+    assert found == {"states": pytest.approx([hidden + divergence], rel=1e-3)}
+
+
+def test_a_dropped_window_leaves_the_estimate_of_all_keys():
+    teacher = families.make("distil_bert")
+    data = families.inputs(teacher)
+    student = convert_backbone(teacher, LEARNED)
+    alone = convert_backbone(teacher, LEARNED.replace(",window=2", ""))
+    for ours, theirs in zip(
+        families.kernels(alone), families.kernels(student), strict=True
+    ):
+        ours.set_weights(theirs.get_weights())
+    report = swap_report(teacher, alone, data).layers
+    expected = np.mean([layer.attention**2 for layer in report])
+    # The rate of the first step is that which is given.
+    found = losses(teacher, student, data, epochs=0, window_dropout=1, **STILL)
+    assert found == {"transfer": pytest.approx([expected], rel=1e-3)}
+    assert [kernel.window for kernel in families.kernels(student)] == [2, 2]
+
+
+def test_stages_train_what_they_should(tmp_path):
+    teacher = families.make("distil_bert")
+    data = [families.inputs(teacher, seed) for seed in range(3)]
+    student = convert_backbone(teacher, LEARNED)
+    before = [np.array(w) for w in teacher.get_weights()]
+    report = swap_report(teacher, student, data[0]).layers
+    first_weights = learned_weights(student)
+    first_error = output_error(teacher, student, data[0])
+    distill(teacher, student, data, transfer_epochs=15, epochs=0, verbose=0)
+    for old, new in zip(
+        report, swap_report(teacher, student, data[0]).layers, strict=True
+    ):
+        assert new.attention < 0.9 * old.attention
+    moved = zip(first_weights, learned_weights(student), strict=True)
+    assert all(np.max(abs(new - old)) > 1e-3 for old, new in moved)
+    # Everything else stood still: without the new layers, it is the teacher.
+    exact = convert_backbone(teacher, families.LOCAL)
+    for weight, same in zip(exact.weights, teacher.weights, strict=True):
+        np.testing.assert_array_equal(*map(ops.convert_to_numpy, (weight, same)))
+    paths = {w.path: ops.convert_to_numpy(w) for w in teacher.weights}
+    shared = [w for w in student.weights if w.path in paths]
+    assert len(shared) == len(paths)
+    for weight in shared:
+        np.testing.assert_array_equal(ops.convert_to_numpy(weight), paths[weight.path])
+
+    transferred = output_error(teacher, student, data[0])
+    found = losses(
+        teacher, student, data, transfer_epochs=0, epochs=15, lora_rank=2, verbose=0
+    )
+    assert found["states"][-1] < found["states"][0]
+    assert output_error(teacher, student, data[0]) < transferred < first_error
+    assert {w.path for w in student.trainable_weights if "lora" in w.path}
+    for old, new in zip(before, teacher.get_weights(), strict=True):
+        np.testing.assert_array_equal(new, old)
+    student.save(tmp_path / "student.keras")
+    loaded = keras.saving.load_model(tmp_path / "student.keras")
+    families.assert_same_outputs(student, loaded, data[0])
+
+
+def test_all_weights_and_mixed_precision():
+    with_policy = families.make("distil_bert", dtype="mixed_bfloat16", num_layers=1)
+    data = families.inputs(with_policy)
+    student = convert_backbone(with_policy, "local:window=2")
+    before = [np.array(w) for w in student.get_weights()]
+    # Without weights of their own, the layers have nothing to transfer.
+    found = losses(with_policy, student, data, epochs=4, lora_rank=None, verbose=0)
+    assert list(found) == ["states"]
+    assert found["states"][-1] < found["states"][0]
+    after = student.get_weights()
+    moved = [np.max(abs(new - old)) > 0 for old, new in zip(before, after, strict=True)]
+    # Keys' biases have no effect under a softmax, and unused positions none at all.
+    assert sum(moved) > len(moved) - 2
+
+
+class Interruption(keras.callbacks.Callback):
+    """Breaks a run off in an epoch of the second stage."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if type(self.model).__name__ == "StateDistillation" and epoch == 1:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.any_backend
+def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+    teacher = families.make("distil_bert", num_layers=1)
+    data = families.inputs(teacher)
+    options = dict(transfer_epochs=2, epochs=3, lora_rank=2, verbose=0)
+
+    def run(folder, callbacks=None):
+        keras.utils.set_random_seed(7)
+        student = convert_backbone(teacher, LEARNED)
+        histories = distill(
+            teacher,
+            student,
+            data,
+            backup_dir=folder,
+            callbacks=callbacks,
+            **options,
+        )
+        return student, histories
+
+    expected, _ = run(None)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, [Interruption()])
+    student, histories = run(tmp_path)
+    assert [len(h.epoch) for h in histories.values()] == [0, 2]
+    families.assert_same_outputs(expected, student, data)
+
+
+@pytest.mark.any_backend
+def test_refusals():
+    teacher = families.make("distil_bert", num_layers=1)
+    data = families.inputs(teacher)
+    student = convert_backbone(teacher, LEARNED)
+    other = families.make("distil_bert", num_layers=2)
+    for arguments, options, message in (
+        ((teacher, teacher, data), {}, "must come from `convert_backbone`"),
+        ((other, student, data), {}, "2 and 1"),
+        ((teacher, student, data), dict(epochs=-1), "epochs=-1"),
+        ((teacher, student, data), dict(lora_rank=0), "lora_rank=0"),
+        ((teacher, student, data), dict(window_dropout=2), "window_dropout=2"),
+        ((teacher, student, iter([data])), {}, "steps_per_epoch=None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            distill(*arguments, **options)
+    with pytest.raises(TypeError, match="student=3"):
+        distill(teacher, 3, data)
+    classifier = keras_hub.models.DistilBertTextClassifier(
+        teacher, num_classes=2, preprocessor=None
+    )
+    with pytest.raises(ValueError, match="both tasks"):
+        distill(classifier, student, data)
