@@ -21,7 +21,8 @@ constructor.
 
 import sys
 
-from command_line import Parser, UsageError, command, make_folder, natural, positive
+from command_line import Parser, UsageError, command, make_folder
+from images.arguments import parse_images
 from images.data import SOURCES, load
 
 
@@ -34,18 +35,7 @@ def parse_arguments(argv):
         "local2d, local2d-blocks, local1d, strided, fixed, softmax, or a layer with "
         "options",
     )
-    add("--size", type=positive, default=16, help="rows and columns of a patch")
-    add("--levels", type=positive, default=32, help="levels of brightness, up to 256")
-    parser.add_model_size(dim=64, heads=4, layers=3)
-    parser.add_training(steps=400, batch=16, learning_rate=3e-3, rows="images")
-    add("--test-images", type=positive, default=200, help="at most")
-    add("--samples", type=natural, default=8, help="of each kind; 0 writes none")
-    parser.add_out("runs/images", "the PNGs")
-    parser.add_seed_and_verbose()
-    arguments = parser.parse_args(argv)
-    if not 2 <= arguments.levels <= 256:
-        parser.error(f"--levels must be 2 to 256; received {arguments.levels}")
-    return arguments
+    return parse_images(parser, argv, steps=400, layers=3, out="runs/images", verbose=1)
 
 
 @command(parse_arguments)

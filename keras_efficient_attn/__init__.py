@@ -2,6 +2,7 @@
 
 import importlib
 
+from keras_efficient_attn import distribution as distribution
 from keras_efficient_attn import layers as layers
 from keras_efficient_attn import ops as ops
 from keras_efficient_attn.layers import (
@@ -58,6 +59,7 @@ __all__ = [
     "SoftmaxAttention",
     "SparseAttention",
     "VQAttention",
+    "distribution",
     "layers",
     "ops",
 ]

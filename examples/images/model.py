@@ -70,18 +70,31 @@ def make_model(name, images, arguments):
     Raises:
         ValueError: If the attention is unknown or its options invalid.
     """
-    backbone = EfficientTransformerBackbone(
+    model = EfficientCausalLM(
+        EfficientTransformerBackbone(
+            **sizes(images, arguments), attention=attention_name(name, images)
+        )
+    )
+    compile_model(model, arguments)
+    return model
+
+
+def sizes(images, arguments):
+    """The arguments of a backbone for images, but for its attention."""
+    return dict(
         # The last token stands before an image.
         vocabulary_size=images.levels + 1,
         num_layers=arguments.layers,
         num_heads=arguments.heads,
         hidden_dim=arguments.dim,
         intermediate_dim=4 * arguments.dim,
-        attention=attention_name(name, images),
         positions=PositionOptions("learned", max_length=images.length + 1),
         embedding="untied",
     )
-    model = EfficientCausalLM(backbone)
+
+
+def compile_model(model, arguments):
+    """Compiles for training: AdamW with a warmup and a decay."""
     warmup = max(1, arguments.steps // 10)
     schedule = keras.optimizers.schedules.CosineDecay(
         0.0,
@@ -92,9 +105,8 @@ def make_model(name, images, arguments):
     model.compile(
         keras.optimizers.AdamW(schedule, weight_decay=0.01, global_clipnorm=1.0),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=[],
+        weighted_metrics=[],
     )
-    return model
 
 
 def train_and_measure(name, images, arguments):

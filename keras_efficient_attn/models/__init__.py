@@ -12,6 +12,7 @@ from keras_efficient_attn.models.blocks.feed_forward import (
 )
 from keras_efficient_attn.models.blocks.input_embedding import EmbeddingOptions
 from keras_efficient_attn.models.blocks.positions import (
+    AxialPositions,
     LearnedPositions,
     PositionOptions,
     SinusoidalPositions,
@@ -24,6 +25,7 @@ from keras_efficient_attn.models.blocks.transformer_block import TransformerBloc
 from keras_efficient_attn.models.blocks.transformer_stack import TransformerStack
 from keras_efficient_attn.models.conversion import (
     convert_backbone,
+    distill,
     efficient_backbone,
     replace_attention,
     swap_report,
@@ -39,6 +41,10 @@ from keras_efficient_attn.models.tasks.masked_lm import (
     EfficientMaskedLM,
     EfficientMaskedLMPreprocessor,
 )
+from keras_efficient_attn.models.tasks.seq_2_seq_lm import (
+    EfficientSeq2SeqLM,
+    EfficientSeq2SeqLMPreprocessor,
+)
 from keras_efficient_attn.models.tasks.text_classifier import (
     EfficientTextClassifier,
     EfficientTextClassifierPreprocessor,
@@ -52,12 +58,15 @@ from keras_efficient_attn.models.universal.transformer import (
 
 __all__ = [
     "AuxiliaryLosses",
+    "AxialPositions",
     "CausalConvolution",
     "EfficientByteTokenizer",
     "EfficientCausalLM",
     "EfficientCausalLMPreprocessor",
     "EfficientMaskedLM",
     "EfficientMaskedLMPreprocessor",
+    "EfficientSeq2SeqLM",
+    "EfficientSeq2SeqLMPreprocessor",
     "EfficientTextClassifier",
     "EfficientTextClassifierPreprocessor",
     "EfficientTransformerBackbone",
@@ -77,6 +86,7 @@ __all__ = [
     "UniversalTransformer",
     "accelerate",
     "convert_backbone",
+    "distill",
     "efficient_backbone",
     "preset_names",
     "replace_attention",

@@ -27,6 +27,8 @@ from keras_efficient_attn.models.blocks.separable_convolution import (
 )
 from keras_efficient_attn.models.blocks.transformer_block import TransformerBlock
 from keras_efficient_attn.models.blocks.transformer_stack import TransformerStack
+from keras_efficient_attn.models.layout import make_layout_map
+from keras_efficient_attn.models.lora_files import check_lora_file
 from keras_efficient_attn.models.options import Options, check_name
 from keras_efficient_attn.models.presets import PresetMixin
 from keras_efficient_attn.models.universal.transformer import (
@@ -67,7 +69,8 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         num_layers: Number of blocks; with `"encoder_decoder"`, of each of the two.
         num_heads: Attention heads of a block.
         hidden_dim: Width of the model.
-        intermediate_dim: Width of the feed-forward networks.
+        intermediate_dim: Width of the feed-forward networks; `None` for blocks without,
+            such as gated attention units.
         attention: The self-attention: a name with options, such as `"performer"` or
             `"softmax:dropout=0.1"` (see `keras_efficient_attn.layers.get_attention`),
             the configuration of a layer as `keras.saving.serialize_keras_object`
@@ -79,6 +82,9 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
             `"encoder_decoder"`.
         cross_attention: The attention of a decoder to its encoder, as `attention`,
             one for all blocks. Defaults to `"softmax"`.
+        encoder_attention: The self-attention of the encoder of an
+            `"encoder_decoder"`, as `attention`. Defaults to `None`: that of the
+            decoder.
         residual: `ResidualOptions`, or a kind: `"pre_norm"` (the default),
             `"post_norm"`, `"gated"` or `"reversible"`.
         feed_forward: `FeedForwardOptions`, or an activation. Defaults to `"gelu"`.
@@ -136,7 +142,7 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
 
     ```python
     backbone = EfficientTransformerBackbone.from_preset(
-        "performer_enwik8_12l", load_weights=False
+        "performer_6l", load_weights=False
     )
     ```
 
@@ -158,6 +164,7 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         head_dim=None,
         architecture="decoder",
         cross_attention="softmax",
+        encoder_attention=None,
         residual="pre_norm",
         feed_forward="gelu",
         positions=None,
@@ -175,11 +182,10 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         options = SimpleNamespace(
             **{key: value for key, value in locals().items() if key not in NOT_OURS}
         )
-        if isinstance(attention, list | tuple):
-            options.attention = [attention_spec(item) for item in attention]
-        else:
-            options.attention = attention_spec(attention)
+        options.attention = _attention_specs(attention)
         options.cross_attention = attention_spec(cross_attention)
+        if encoder_attention is not None:
+            options.encoder_attention = _attention_specs(encoder_attention)
         for key, kind in OPTIONS.items():
             setattr(options, key, kind.get(getattr(options, key)))
         _check(options)
@@ -243,7 +249,7 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         self.num_heads = num_heads
         self.hidden_dim = hidden_dim
         self.architecture = architecture
-        self.max_sequence_length = options.positions.max_length
+        self.max_sequence_length = options.positions.limit
         self._options = options
 
     def get_initial_state(self, batch_size, max_length=None, memory_length=None):
@@ -329,6 +335,61 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         )
         return x, {"embedding": embedding_state, "decoder": decoder_state}
 
+    @staticmethod
+    def get_layout_map(
+        device_mesh,
+        model_parallel_dim_name="model",
+        data_parallel_dim_name="batch",
+        num_key_value_heads=None,
+    ):
+        """How `keras.distribution.ModelParallel` splits the weights, on JAX.
+
+        Attention is split by heads, feed-forward networks by their inner width, and
+        the embedding by tokens; the other large axis of a kernel is split over the
+        data axis. The number of heads, `hidden_dim`, `intermediate_dim` and
+        `vocabulary_size` must thus be multiples of the axes' sizes. Small weights
+        are whole on every device.
+
+        Args:
+            device_mesh: `keras.distribution.DeviceMesh`.
+            model_parallel_dim_name: Its axis for heads, widths and tokens. Defaults to
+                `"model"`.
+            data_parallel_dim_name: Its axis for the batch. Defaults to `"batch"`.
+            num_key_value_heads: That of attention layers that have fewer heads of keys
+                and values. Where it is no multiple of the model axis, their
+                projections are whole on every device of this axis. Defaults to
+                `None`: as many as heads of queries.
+
+        Returns:
+            `keras.distribution.LayoutMap`.
+
+        Raises:
+            TypeError: If `device_mesh` is no `DeviceMesh`.
+            ValueError: If it lacks one of the axes.
+
+        Example:
+
+        ```python
+        mesh = keras.distribution.DeviceMesh((2, 4), ("batch", "model"))
+        layout_map = EfficientTransformerBackbone.get_layout_map(mesh)
+        distribution = keras.distribution.ModelParallel(
+            layout_map=layout_map, batch_dim_name="batch"
+        )
+        with distribution.scope():
+            backbone = EfficientTransformerBackbone(256, 4, 8, 64, 256)
+        ```
+        """
+        return make_layout_map(
+            device_mesh,
+            model_parallel_dim_name,
+            data_parallel_dim_name,
+            num_key_value_heads,
+        )
+
+    def load_lora_weights(self, filepath):
+        check_lora_file(filepath)
+        super().load_lora_weights(filepath)
+
     def get_config(self):
         config = {
             name: value.get_config() if isinstance(value, Options) else value
@@ -361,14 +422,20 @@ class _Layers:
 
     def stack(self, name, causal, cross=False):
         recurrence = self.options.recurrence
+        final_norm = self.options.residual.final_norm
         blocks = [self.block(i, causal, cross) for i in range(self.options.num_layers)]
         if not recurrence.universal:
             return TransformerStack(
-                blocks, recurrence.num_recurrences, dtype=self.dtype, name=name
+                blocks,
+                recurrence.num_recurrences,
+                final_norm=final_norm,
+                dtype=self.dtype,
+                name=name,
             )
         return UniversalTransformer(
             blocks,
             **recurrence.get_config(),
+            final_norm=final_norm,
             positions=self.repeated_positions(),
             dtype=self.dtype,
             name=name,
@@ -377,6 +444,8 @@ class _Layers:
     def block(self, i, causal, cross):
         options = self.options
         specs = options.attention
+        if not causal and options.encoder_attention is not None:
+            specs = options.encoder_attention
         spec = specs[i % len(specs)] if isinstance(specs, list) else specs
         rotary = options.positions.kind == "rotary"
         attention = self.attention(spec, rotary, "attention")
@@ -399,12 +468,15 @@ class _Layers:
             norm_epsilon=options.residual.norm_epsilon,
             use_bias=options.use_bias,
             dropout=options.dropout,
+            layer_dropout=options.residual.layer_dropout,
             dtype=self.dtype,
             name=f"block_{i}",
         )
 
     def feed_forward(self, causal):
         width, feed_forward = self.options.intermediate_dim, self.options.feed_forward
+        if width is None:
+            return None
         common = dict(
             activation=feed_forward.activation,
             use_bias=self.options.use_bias,
@@ -415,7 +487,11 @@ class _Layers:
                 width, causal=causal, name="separable_convolution", **common
             )
         layer = FeedForward(
-            width, gated=feed_forward.gated, name="feed_forward", **common
+            width,
+            gated=feed_forward.gated,
+            dropout=feed_forward.dropout,
+            name="feed_forward",
+            **common,
         )
         if feed_forward.chunk_size is None:
             return layer
@@ -455,21 +531,45 @@ class _Layers:
         )
 
 
+def _attention_specs(attention):
+    """The configurations of one kind of attention, or of a list of kinds."""
+    if isinstance(attention, list | tuple):
+        return [attention_spec(item) for item in attention]
+    return attention_spec(attention)
+
+
 def _check(options):
     """Raises `ValueError` for what the layers would not notice."""
     sizes = ("vocabulary_size", "num_layers", "num_heads", "hidden_dim")
-    for name in (*sizes, "head_dim"):
-        optional = name == "head_dim"
-        check_positive_int(name, getattr(options, name), optional)
+    for name in sizes:
+        check_positive_int(name, getattr(options, name))
+    for name in ("head_dim", "intermediate_dim"):
+        check_positive_int(name, getattr(options, name), True)
+    feed_forward = options.feed_forward
+    if options.intermediate_dim is None and feed_forward != FeedForwardOptions():
+        raise ValueError(
+            "`feed_forward` needs an `intermediate_dim`. Received: "
+            f"feed_forward={feed_forward}, intermediate_dim=None"
+        )
     if options.head_dim is None and options.hidden_dim % options.num_heads:
         raise ValueError(
             "`hidden_dim` must be a multiple of `num_heads`, or `head_dim` given. "
             f"Received: hidden_dim={options.hidden_dim}, "
             f"num_heads={options.num_heads}"
         )
-    if options.attention == []:
-        raise ValueError("`attention` must name a layer. Received: attention=[]")
+    for name in ("attention", "encoder_attention"):
+        if getattr(options, name) == []:
+            raise ValueError(f"`{name}` must name a layer. Received: {name}=[]")
     check_name("architecture", options.architecture, ARCHITECTURES)
+    if (
+        options.encoder_attention is not None
+        and options.architecture != "encoder_decoder"
+    ):
+        raise ValueError(
+            "`encoder_attention` is for architecture='encoder_decoder'. Received: "
+            f"encoder_attention={options.encoder_attention!r}, "
+            f"architecture={options.architecture!r}"
+        )
     positions = options.positions
     if (
         positions.max_offset

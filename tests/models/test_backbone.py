@@ -265,6 +265,7 @@ def test_keras_own_softmax_gets_a_cache_and_keeps_its_options():
         (dict(attention="nothing"), ValueError, "nothing"),
         (dict(attention=3), TypeError, "3"),
         (dict(attention=[]), ValueError, "attention"),
+        (dict(encoder_attention="softmax"), ValueError, "'decoder'"),
         (
             dict(attention=keras.saving.serialize_keras_object(keras.layers.Dense(2))),
             ValueError,
@@ -290,6 +291,26 @@ def test_keras_own_softmax_gets_a_cache_and_keeps_its_options():
 def test_errors_name_what_was_received(options, error, message):
     with pytest.raises(error, match=message):
         EfficientTransformerBackbone(**{**SIZES, **options})
+
+
+def test_the_encoder_has_its_own_attention():
+    mixed = make_backbone("encoder-decoder", encoder_attention="softmax")
+    data = inputs("encoder-decoder")
+    tokens, mask = data["encoder_token_ids"], data["encoder_padding_mask"]
+    softmax = make_backbone("encoder-decoder", attention="softmax")
+    encoded, expected = (
+        to_numpy(backbone.encode(tokens, mask))[mask == 1]
+        for backbone in (mixed, softmax)
+    )
+    np.testing.assert_array_equal(encoded, expected)
+    linear = make_backbone("encoder-decoder")
+    assert (
+        np.abs(to_numpy(linear.encode(tokens, mask))[mask == 1] - expected).max() > 0.01
+    )
+    names = [type(block.attention).__name__ for block in mixed.transformer_layers]
+    assert names == ["SoftmaxAttention", "PerformerAttention"]
+    again = EfficientTransformerBackbone.from_config(mixed.get_config())
+    assert again.get_config() == mixed.get_config()
 
 
 def test_rotary_needs_a_layer_that_rotates():

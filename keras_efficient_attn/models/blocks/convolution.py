@@ -34,6 +34,8 @@ class CausalConvolution(keras.layers.Layer):
 
     Example:
 
+    >>> import keras
+    >>> from keras_efficient_attn.models import CausalConvolution
     >>> layer = CausalConvolution(kernel_size=4)
     >>> layer(keras.random.normal((2, 10, 8))).shape
     (2, 10, 8)

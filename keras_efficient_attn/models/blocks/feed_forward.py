@@ -65,20 +65,27 @@ class FeedForwardOptions(Options):
             (`keras_efficient_attn.ChunkedFeedForward`). Defaults to `None`: all.
         separable_convolution: Whether a `SeparableConvolution` of the same width
             takes the place of the dense layers. Defaults to `False`.
+        dropout: Rate of dropout on what the second dense layer reads. Defaults to 0.
 
     Raises:
-        ValueError: For an unknown activation, or separable convolutions that are gated
-            or chunked.
+        ValueError: For an unknown activation, separable convolutions that are gated,
+            chunked or with dropout, or dropout in chunks, which are computed twice.
     """
 
     activation: str | Callable = "gelu"
     gated: bool = False
     chunk_size: int | None = None
     separable_convolution: bool = False
+    dropout: float = 0.0
 
     def __post_init__(self):
         object.__setattr__(self, "activation", get_activation(self.activation))
-        for name in ("gated", "chunk_size"):
+        if self.chunk_size is not None and self.dropout:
+            raise ValueError(
+                "`dropout` excludes `chunk_size`. Received: "
+                f"dropout={self.dropout!r}, chunk_size={self.chunk_size!r}"
+            )
+        for name in ("gated", "chunk_size", "dropout"):
             if self.separable_convolution and getattr(self, name):
                 raise ValueError(
                     f"`{name}` is for dense layers. Received: "
@@ -106,10 +113,12 @@ class FeedForward(keras.layers.Layer):
         gated: Whether to multiply by a second projection: with `"silu"` this is
             SwiGLU, with `"gelu"` GEGLU, with `"sigmoid"` GLU. Defaults to `False`.
         use_bias: Whether the dense layers have biases. Defaults to `True`.
+        dropout: Rate of dropout on what the second layer reads. Defaults to 0.
         **kwargs: Those of `keras.layers.Layer`.
 
     Call arguments:
         x: `(..., dim)`.
+        training: Whether to apply dropout.
 
     Returns:
         A tensor of the same shape.
@@ -120,6 +129,8 @@ class FeedForward(keras.layers.Layer):
 
     Example:
 
+    >>> import keras
+    >>> from keras_efficient_attn.models import FeedForward
     >>> layer = FeedForward(256, activation="silu", gated=True)
     >>> layer(keras.random.normal((2, 10, 64))).shape
     (2, 10, 64)
@@ -130,7 +141,13 @@ class FeedForward(keras.layers.Layer):
     """
 
     def __init__(
-        self, hidden_dim, activation="gelu", gated=False, use_bias=True, **kwargs
+        self,
+        hidden_dim,
+        activation="gelu",
+        gated=False,
+        use_bias=True,
+        dropout=0.0,
+        **kwargs,
     ):
         super().__init__(**kwargs)
         check_positive_int("hidden_dim", hidden_dim)
@@ -138,6 +155,9 @@ class FeedForward(keras.layers.Layer):
         self.activation = get_activation(activation)
         self.gated = gated
         self.use_bias = use_bias
+        self.dropout = keras.layers.Dropout(
+            dropout, dtype=self.dtype_policy, name="dropout"
+        )
 
     def build(self, input_shape):
         self.hidden = make_dense(self, "hidden", input_shape)
@@ -145,11 +165,11 @@ class FeedForward(keras.layers.Layer):
             self.gate = make_dense(self, "gate", input_shape)
         self.output_dense = make_dense(self, "output", input_shape)
 
-    def call(self, x):
+    def call(self, x, training=None):
         hidden = self.hidden(x)
         if self.gated:
             hidden = hidden * self.gate(x)
-        return self.output_dense(hidden)
+        return self.output_dense(self.dropout(hidden, training=training))
 
     def compute_output_shape(self, input_shape):
         return input_shape
@@ -161,4 +181,5 @@ class FeedForward(keras.layers.Layer):
             "activation": serialize_activation(self.activation),
             "gated": self.gated,
             "use_bias": self.use_bias,
+            "dropout": self.dropout.rate,
         }

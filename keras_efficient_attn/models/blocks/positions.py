@@ -1,6 +1,7 @@
 """Position embeddings, which stream."""
 
 import dataclasses
+import math
 
 import keras
 import keras_hub
@@ -8,10 +9,11 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.models.options import Options
+from keras_efficient_attn.ops.common.angles import position_angles
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 
-POSITIONS = ("sinusoidal", "learned", "rotary")
+POSITIONS = ("sinusoidal", "learned", "axial", "rotary")
 # Longest wavelength of sinusoidal and rotary positions, over 2π.
 MAX_WAVELENGTH = 10_000.0
 
@@ -41,6 +43,9 @@ class Positions(keras.layers.Layer):
         ValueError: If `max_offset` is not an integer of at least 0.
     """
 
+    # Number of positions, if there is an end to them.
+    max_length = None
+
     def __init__(self, max_offset=0, seed=None, **kwargs):
         super().__init__(**kwargs)
         check_int("max_offset", max_offset, 0)
@@ -57,9 +62,13 @@ class Positions(keras.layers.Layer):
         """The number of the first position of a sequence."""
         if not (self.max_offset and training):
             return 0
-        return keras.random.randint(
+        start = keras.random.randint(
             (), 0, self.max_offset + 1, "int32", seed=self.seed_generator
         )
+        if self.max_length is None:
+            return start
+        # The last position is there, too.
+        return ops.minimum(start, ops.maximum(self.max_length - shape_of(x)[1], 0))
 
     def signal(self, x, state=None, training=None):
         """What is added to `x`, which broadcasts with it, and the new state."""
@@ -84,13 +93,17 @@ class Positions(keras.layers.Layer):
 
 
 def sinusoids(positions, dim):
-    """Sines and cosines, float32 `(*positions.shape, dim)`, of float32 positions."""
-    channels = np.arange(dim)
-    frequencies = MAX_WAVELENGTH ** (-(channels - channels % 2) / dim)
+    """Sines and cosines, float32 `(*positions.shape, dim)`, of integers."""
+    angles = position_angles(positions, _frequencies, dim, dtype="float32")
     # A cosine is a sine ahead by a quarter of its wavelength.
-    phases = np.where(channels % 2, np.pi / 2, 0.0)
-    angles = positions[..., None] * ops.convert_to_tensor(frequencies, "float32")
+    phases = np.where(np.arange(dim) % 2, np.pi / 2, 0.0)
     return ops.sin(angles + ops.convert_to_tensor(phases, "float32"))
+
+
+def _frequencies(dim):
+    """Of each channel, the same for a sine and the cosine after it."""
+    channels = np.arange(dim)
+    return MAX_WAVELENGTH ** (-(channels - channels % 2) / dim)
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -106,7 +119,7 @@ class SinusoidalPositions(Positions):
 
     def embed(self, x, start):
         steps = ops.arange(shape_of(x)[1], dtype="int32") + start
-        sines = sinusoids(ops.cast(steps, "float32"), x.shape[-1])
+        sines = sinusoids(steps, x.shape[-1])
         return ops.cast(sines[None], x.dtype)
 
 
@@ -138,23 +151,102 @@ class LearnedPositions(Positions):
     def build(self, input_shape):
         self.table.build(input_shape)
 
-    def first_position(self, x, training):
-        start = super().first_position(x, training)
-        if not (self.max_offset and training):
-            return start
-        return ops.minimum(start, ops.maximum(self.max_length - shape_of(x)[1], 0))
-
     def embed(self, x, start):
-        length = x.shape[1]
-        if length is not None and length > self.max_length:
-            raise ValueError(
-                f"There are learned positions for {self.max_length} tokens. "
-                f"Received: length {length}"
-            )
+        check_length(x, self.max_length)
         return self.table(x, start_index=start)
 
     def get_config(self):
         return {**super().get_config(), "max_length": self.max_length}
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class AxialPositions(Positions):
+    """Adds a learned vector for each coordinate of the position in a grid.
+
+    Position `t` of a grid `(rows, columns)` has row `t // columns` and column `t %
+    columns`; of `(rows, columns, channels)`, a channel too.
+
+    Args:
+        shape: Sizes of the grid, two or more; as many positions as their product.
+        widths: Sizes of the vectors of each axis, which stand one behind the other and
+            make up the width, as in Reformer. Defaults to `None`: they are as wide as
+            the inputs, and are added up, as in Sparse Transformer.
+        max_offset: As `Positions`; the last position stays within the grid.
+        seed: As `Positions`.
+        **kwargs: Those of `keras.layers.Layer`.
+
+    Raises:
+        ValueError: If `shape` or `widths` are not as above, or an input is longer.
+
+    Reference:
+        - [Child et al., 2019](https://arxiv.org/abs/1904.10509)
+        - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
+    """
+
+    def __init__(self, shape, widths=None, max_offset=0, seed=None, **kwargs):
+        super().__init__(max_offset, seed, **kwargs)
+        check_axes(shape, widths)
+        self.shape, self.widths = tuple(shape), widths and tuple(widths)
+        self.max_length = math.prod(self.shape)
+
+    def build(self, input_shape):
+        dim = input_shape[-1]
+        widths = self.widths or [dim] * len(self.shape)
+        if self.widths and sum(widths) != dim:
+            raise ValueError(
+                "`widths` of axial positions must make up the width. Received: "
+                f"widths={self.widths}, width {dim}"
+            )
+        self.tables = [
+            self.add_weight(
+                name=f"axis_{axis}",
+                shape=(size, width),
+                initializer=keras.initializers.RandomNormal(stddev=0.02),
+            )
+            for axis, (size, width) in enumerate(zip(self.shape, widths, strict=True))
+        ]
+
+    def embed(self, x, start):
+        check_length(x, self.max_length)
+        index = ops.arange(shape_of(x)[1], dtype="int32") + start
+        parts = []
+        for size, table in zip(self.shape[::-1], self.tables[::-1], strict=True):
+            parts.append(ops.take(ops.convert_to_tensor(table), index % size, axis=0))
+            index = index // size
+        joined = sum(parts) if self.widths is None else ops.concatenate(parts[::-1], -1)
+        return ops.cast(joined[None], x.dtype)
+
+    def get_config(self):
+        return {**super().get_config(), "shape": self.shape, "widths": self.widths}
+
+
+def check_axes(shape, widths):
+    """Raises `ValueError` unless these are the sizes of `AxialPositions`."""
+    for name, sizes in (("shape", shape), ("widths", widths)):
+        if name == "widths" and sizes is None:
+            continue
+        if not isinstance(sizes, list | tuple) or len(sizes) < 2:
+            raise ValueError(
+                f"`{name}` of axial positions must be two integers or more. Received: "
+                f"{name}={sizes!r}"
+            )
+        for size in sizes:
+            check_positive_int(name, size)
+    if widths is not None and len(widths) != len(shape):
+        raise ValueError(
+            "`widths` of axial positions must be as many as the axes. Received: "
+            f"shape={shape!r}, widths={widths!r}"
+        )
+
+
+def check_length(x, max_length):
+    """Raises `ValueError` for an input beyond the learned positions."""
+    length = x.shape[1]
+    if length is not None and length > max_length:
+        raise ValueError(
+            f"There are learned positions for {max_length} tokens. Received: length "
+            f"{length}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +254,8 @@ class PositionOptions(Options):
     """How a backbone knows positions.
 
     Args:
-        kind: `"sinusoidal"`, `"learned"`, `"rotary"` (inside the attention layers), or
+        kind: `"sinusoidal"`, `"learned"`, `"axial"` (learned, of the coordinates in a
+            grid: `AxialPositions`), `"rotary"` (inside the attention layers), or
             `None`, the default: none but what the layers have of their own.
         max_length: Number of `"learned"` positions.
         each_layer: Whether every block adds positions to its input, a table of its own
@@ -171,6 +264,7 @@ class PositionOptions(Options):
             `False`.
         max_offset: In training, positions count from a random number up to this, so
             that a model knows those of longer sequences. Defaults to 0.
+        shape, widths: Of `"axial"` positions.
 
     Raises:
         ValueError: For another name, or a field that does not go with it.
@@ -180,6 +274,8 @@ class PositionOptions(Options):
     max_length: int | None = None
     each_layer: bool = False
     max_offset: int = 0
+    shape: tuple | None = None
+    widths: tuple | None = None
 
     def __post_init__(self):
         if self.kind is not None and self.kind not in POSITIONS:
@@ -193,17 +289,29 @@ class PositionOptions(Options):
                 "positions of this kind, and only there. Received: "
                 f"kind={self.kind!r}, max_length={self.max_length!r}"
             )
+        if self.kind == "axial":
+            check_axes(self.shape, self.widths)
+        elif self.shape is not None or self.widths is not None:
+            raise ValueError(
+                "`shape` and `widths` are for axial positions. Received: "
+                f"kind={self.kind!r}, shape={self.shape!r}, widths={self.widths!r}"
+            )
         for name in ("each_layer", "max_offset"):
             if getattr(self, name) and not self.added:
                 raise ValueError(
-                    f"`{name}` is for the positions sinusoidal and learned. Received: "
+                    f"`{name}` is for positions that are added. Received: "
                     f"kind={self.kind!r}, {name}={getattr(self, name)!r}"
                 )
 
     @property
     def added(self):
         """Whether a layer adds them to vectors."""
-        return self.kind in ("sinusoidal", "learned")
+        return self.kind not in (None, "rotary")
+
+    @property
+    def limit(self):
+        """The number of positions, or `None` for any."""
+        return math.prod(self.shape) if self.kind == "axial" else self.max_length
 
     def make_layer(self, seed=None, **kwargs):
         """The layer that adds these positions, or `None`.
@@ -219,4 +327,7 @@ class PositionOptions(Options):
             return SinusoidalPositions(self.max_offset, seed, **kwargs)
         if self.kind == "learned":
             return LearnedPositions(self.max_length, self.max_offset, seed, **kwargs)
+        if self.kind == "axial":
+            sizes = self.shape, self.widths
+            return AxialPositions(*sizes, self.max_offset, seed, **kwargs)
         return None

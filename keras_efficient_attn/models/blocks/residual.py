@@ -21,10 +21,12 @@ class Residual(keras.layers.Layer):
         epsilon: Of the norm.
         use_bias: Whether a layer norm has an offset.
         dropout: Rate of dropout on the sublayer's output.
+        layer_dropout: Rate at which a row of the batch goes without the sublayer.
+            Defaults to 0.
         **kwargs: Those of `keras.layers.Layer`.
     """
 
-    def __init__(self, norm, epsilon, use_bias, dropout, **kwargs):
+    def __init__(self, norm, epsilon, use_bias, dropout, layer_dropout=0.0, **kwargs):
         super().__init__(**kwargs)
         self.norm = get_norm(
             norm, epsilon, use_bias, dtype=self.dtype_policy, name="norm"
@@ -32,9 +34,20 @@ class Residual(keras.layers.Layer):
         self.dropout = keras.layers.Dropout(
             dropout, dtype=self.dtype_policy, name="dropout"
         )
+        self.layer_dropout = keras.layers.Dropout(
+            layer_dropout,
+            noise_shape=(None, 1, 1),
+            dtype=self.dtype_policy,
+            name="layer_dropout",
+        )
 
     def build(self, input_shape):
         self.norm.build(input_shape)
+
+    def dropped(self, update, training):
+        """The sublayer's output after dropout."""
+        update = self.dropout(update, training=training)
+        return self.layer_dropout(update, training=training)
 
     def before(self, x):
         """The sublayer's input."""
@@ -54,7 +67,7 @@ class PreNormResidual(Residual):
         return self.norm(x)
 
     def after(self, x, update, training=None):
-        return x + self.dropout(update, training=training)
+        return x + self.dropped(update, training)
 
 
 class PostNormResidual(Residual):
@@ -66,7 +79,7 @@ class PostNormResidual(Residual):
         return x
 
     def after(self, x, update, training=None):
-        return self.norm(x + self.dropout(update, training=training))
+        return self.norm(x + self.dropped(update, training))
 
 
 class ReversibleResidual(PreNormResidual):
@@ -107,7 +120,7 @@ class GatedPreNormResidual(ReorderedResidual):
         self.residual.build(input_shape, input_shape)
 
     def after(self, x, update, training=None):
-        update = self.dropout(ops.relu(update), training=training)
+        update = self.dropped(ops.relu(update), training)
         return self.residual(x, update)
 
 
@@ -138,6 +151,11 @@ class ResidualOptions(Options):
             (`keras_efficient_attn.ReversibleStack`).
         norm: `"layer_norm"` (the default) or `"rms_norm"`.
         norm_epsilon: Added to variances. Defaults to 1e-5.
+        layer_dropout: Rate at which a row of the batch goes without a sublayer in
+            training (stochastic depth, [Huang et al.,
+            2016](https://arxiv.org/abs/1603.09382)). Defaults to 0.
+        final_norm: Whether a norm stands at the end of the blocks, if their kind wants
+            one. Defaults to `True`.
 
     Raises:
         ValueError: For another name.
@@ -146,22 +164,9 @@ class ResidualOptions(Options):
     kind: str = "pre_norm"
     norm: str = "layer_norm"
     norm_epsilon: float = 1e-5
+    layer_dropout: float = 0.0
+    final_norm: bool = True
 
     def __post_init__(self):
         check_name("residual", self.kind, RESIDUALS)
         check_name("norm", self.norm, NORMS)
-
-
-def get_residual(residual, norm, epsilon, use_bias, dropout, **kwargs):
-    """A residual connection.
-
-    Args:
-        residual: One of the names in `RESIDUALS`.
-        norm, epsilon, use_bias, dropout: As `Residual`.
-        **kwargs: Those of `keras.layers.Layer`.
-
-    Raises:
-        ValueError: For another name.
-    """
-    check_name("residual", residual, RESIDUALS)
-    return RESIDUALS[residual](norm, epsilon, use_bias, dropout, **kwargs)

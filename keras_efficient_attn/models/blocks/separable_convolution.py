@@ -48,6 +48,8 @@ class SeparableConvolution(keras.layers.Layer):
 
     Example:
 
+    >>> import keras
+    >>> from keras_efficient_attn.models import SeparableConvolution
     >>> layer = SeparableConvolution(64)
     >>> layer(keras.random.normal((2, 10, 16))).shape
     (2, 10, 16)

@@ -4,10 +4,11 @@ import keras
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.residual.chain import Sublayer
-from keras_efficient_attn.models.blocks.residual import get_residual
+from keras_efficient_attn.models.blocks.residual import RESIDUALS
 from keras_efficient_attn.models.blocks.separable_convolution import (
     SeparableConvolution,
 )
+from keras_efficient_attn.models.options import check_name
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -22,6 +23,9 @@ class TransformerBlock(keras.layers.Layer):
         attention: The self-attention layer, an `EfficientAttention`, which
             `SoftmaxAttention` is too.
         feed_forward: The layer after it; a `SeparableConvolution` gets mask and state.
+            `None` for none, as in gated attention units: their attention has one head,
+            wide values and `use_gate=True`, and SiLU as its `value_activation` and
+            `gate_activation`.
         causal: Whether a position sees itself and earlier ones only. Defaults to
             `True`.
         cross_attention: Optional layer that attends to another sequence.
@@ -34,6 +38,8 @@ class TransformerBlock(keras.layers.Layer):
         norm_epsilon: Of the norms. Defaults to 1e-5.
         use_bias: Whether layer norms have offsets. Defaults to `True`.
         dropout: Rate of dropout on each sublayer's output. Defaults to 0.
+        layer_dropout: Rate at which a row of the batch goes without a sublayer in
+            training. Defaults to 0.
         **kwargs: Those of `keras.layers.Layer`.
 
     Call arguments:
@@ -53,7 +59,9 @@ class TransformerBlock(keras.layers.Layer):
 
     Example:
 
+    >>> import keras
     >>> from keras_efficient_attn import PerformerAttention
+    >>> from keras_efficient_attn.models import FeedForward, TransformerBlock
     >>> block = TransformerBlock(PerformerAttention(2, 8), FeedForward(64))
     >>> block(keras.random.normal((2, 10, 16))).shape
     (2, 10, 16)
@@ -61,6 +69,7 @@ class TransformerBlock(keras.layers.Layer):
     Reference:
         - [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)
         - [Xiong et al., 2020](https://arxiv.org/abs/2002.04745), on pre-norm
+        - [Hua et al., 2022](https://arxiv.org/abs/2202.10447), the gated attention unit
     """
 
     def __init__(
@@ -76,6 +85,7 @@ class TransformerBlock(keras.layers.Layer):
         norm_epsilon=1e-5,
         use_bias=True,
         dropout=0.0,
+        layer_dropout=0.0,
         **kwargs,
     ):
         # autocast=False: a state keeps its float32 under a mixed policy.
@@ -96,14 +106,16 @@ class TransformerBlock(keras.layers.Layer):
         self.norm_epsilon = norm_epsilon
         self.use_bias = use_bias
         self.dropout = dropout
+        self.layer_dropout = layer_dropout
+        check_name("residual", residual, RESIDUALS)
 
         def connection(name):
-            return get_residual(
-                residual,
+            return RESIDUALS[residual](
                 norm,
                 norm_epsilon,
                 use_bias,
                 dropout,
+                layer_dropout,
                 dtype=self.dtype_policy,
                 name=f"{name}_residual",
             )
@@ -112,7 +124,9 @@ class TransformerBlock(keras.layers.Layer):
         self.cross_attention_residual = None
         if cross_attention is not None:
             self.cross_attention_residual = connection("cross_attention")
-        self.feed_forward_residual = connection("feed_forward")
+        self.feed_forward_residual = None
+        if feed_forward is not None:
+            self.feed_forward_residual = connection("feed_forward")
         # What remembers inputs normalises them, and its memory of them, itself.
         self._attention_normalizes = convolution is None and attention.remembers_inputs
         if self._attention_normalizes:
@@ -181,8 +195,10 @@ class TransformerBlock(keras.layers.Layer):
         if self.cross_attention is not None:
             h = self._attend_to_memory(x, memory, memory_padding_mask, training)
             x = self.cross_attention_residual.after(x, h, training)
-        h, transition_state = self._transition(x, padding_mask, state)
-        x = self.feed_forward_residual.after(x, h, training)
+        transition_state = {}
+        if self.feed_forward is not None:
+            h, transition_state = self._transition(x, padding_mask, state, training)
+            x = self.feed_forward_residual.after(x, h, training)
         if state is None:
             return x
         return x, positions_state | attention_state | transition_state
@@ -203,16 +219,16 @@ class TransformerBlock(keras.layers.Layer):
             if self.positions is not None:
                 x, positions_state = self._with_positions(x, state)
             h, new_state = self._attend(x, padding_mask, state, training)
-            h = self.attention_residual.dropout(h, training=training)
+            h = self.attention_residual.dropped(h, training)
             return h, positions_state | new_state
 
         def attend_to_memory(x, memory, memory_padding_mask=None):
             h = self._attend_to_memory(x, memory, memory_padding_mask, training)
-            return self.cross_attention_residual.dropout(h, training=training), {}
+            return self.cross_attention_residual.dropped(h, training), {}
 
         def feed_forward(x, padding_mask=None):
-            h, new_state = self._transition(x, padding_mask, state)
-            return self.feed_forward_residual.dropout(h, training=training), new_state
+            h, new_state = self._transition(x, padding_mask, state, training)
+            return self.feed_forward_residual.dropped(h, training), new_state
 
         def sublayer(call, *layers, **tensors):
             return Sublayer(
@@ -221,30 +237,36 @@ class TransformerBlock(keras.layers.Layer):
                 {name: x for name, x in tensors.items() if x is not None},
             )
 
-        first = sublayer(
-            attend,
-            self.positions,
-            self.attention_residual,
-            self.convolution,
-            self.attention,
-            padding_mask=padding_mask,
-        )
-        last = sublayer(
-            feed_forward,
-            self.feed_forward_residual,
-            self.feed_forward,
-            padding_mask=padding_mask if self._convolves else None,
-        )
-        if self.cross_attention is None:
-            return [first, last]
-        middle = sublayer(
-            attend_to_memory,
-            self.cross_attention_residual,
-            self.cross_attention,
-            memory=memory,
-            memory_padding_mask=memory_padding_mask,
-        )
-        return [first, middle, last]
+        sublayers = [
+            sublayer(
+                attend,
+                self.positions,
+                self.attention_residual,
+                self.convolution,
+                self.attention,
+                padding_mask=padding_mask,
+            )
+        ]
+        if self.cross_attention is not None:
+            sublayers.append(
+                sublayer(
+                    attend_to_memory,
+                    self.cross_attention_residual,
+                    self.cross_attention,
+                    memory=memory,
+                    memory_padding_mask=memory_padding_mask,
+                )
+            )
+        if self.feed_forward is not None:
+            sublayers.append(
+                sublayer(
+                    feed_forward,
+                    self.feed_forward_residual,
+                    self.feed_forward,
+                    padding_mask=padding_mask if self._convolves else None,
+                )
+            )
+        return sublayers
 
     def _with_positions(self, x, state):
         if state is None:
@@ -276,11 +298,11 @@ class TransformerBlock(keras.layers.Layer):
     def _convolves(self):
         return isinstance(self.feed_forward, SeparableConvolution)
 
-    def _transition(self, x, padding_mask, state):
+    def _transition(self, x, padding_mask, state, training):
         """The feed-forward's update, and its new state."""
         h = self.feed_forward_residual.before(x)
         if not self._convolves:
-            return self.feed_forward(h), {}
+            return self.feed_forward(h, training=training), {}
         if state is None:
             return self.feed_forward(h, mask=padding_mask), {}
         h, new_state = self.feed_forward(h, state=state["feed_forward"])
@@ -312,6 +334,7 @@ class TransformerBlock(keras.layers.Layer):
             "norm_epsilon": self.norm_epsilon,
             "use_bias": self.use_bias,
             "dropout": self.dropout,
+            "layer_dropout": self.layer_dropout,
         }
 
     @classmethod

@@ -43,6 +43,8 @@ class TransformerStack(keras.layers.Layer):
         blocks: List of `TransformerBlock`, of the same `residual` and `norm`.
         num_recurrences: How often the blocks are applied, with the same weights.
             Defaults to 1.
+        final_norm: Whether a norm stands at the end, if the residuals want one.
+            Defaults to `True`.
         **kwargs: Those of `keras.layers.Layer`.
 
     Call arguments:
@@ -63,7 +65,7 @@ class TransformerStack(keras.layers.Layer):
           depth
     """
 
-    def __init__(self, blocks, num_recurrences=1, **kwargs):
+    def __init__(self, blocks, num_recurrences=1, final_norm=True, **kwargs):
         # autocast=False: a state keeps its float32 under a mixed policy.
         super().__init__(autocast=False, **kwargs)
         check_positive_int("num_recurrences", num_recurrences)
@@ -72,9 +74,10 @@ class TransformerStack(keras.layers.Layer):
         # What a `UniversalTransformer` may have.
         self.adaptive_computation = self.halting = None
         _share_weights(self.blocks)
+        self.has_final_norm = final_norm
         self.final_norm = None
         first = self.blocks[0]
-        if first.attention_residual.final_norm:
+        if final_norm and first.attention_residual.final_norm:
             self.final_norm = get_norm(
                 first.norm,
                 first.norm_epsilon,
@@ -215,6 +218,7 @@ class TransformerStack(keras.layers.Layer):
                 for block in self.blocks
             ],
             "num_recurrences": self.num_recurrences,
+            "final_norm": self.has_final_norm,
         }
 
     @classmethod

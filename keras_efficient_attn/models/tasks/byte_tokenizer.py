@@ -21,6 +21,7 @@ class EfficientByteTokenizer(keras_hub.tokenizers.ByteTokenizer):
 
     Example:
 
+    >>> from keras_efficient_attn.models import EfficientByteTokenizer
     >>> tokenizer = EfficientByteTokenizer()
     >>> [int(token) for token in tokenizer("Hé")]
     [72, 195, 169]

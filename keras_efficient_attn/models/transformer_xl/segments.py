@@ -29,6 +29,8 @@ class Segments(keras.utils.PyDataset):
 
     Example:
 
+    >>> import numpy as np
+    >>> from keras_efficient_attn.models import Segments
     >>> data = Segments(np.arange(21), batch_size=2, length=5)
     >>> inputs, targets, weights = data[1]
     >>> inputs["token_ids"]

@@ -10,7 +10,7 @@ from keras_efficient_attn.models import (
     EfficientCausalLM,
     EfficientCausalLMPreprocessor,
 )
-from keras_efficient_attn.models.tasks import causal_lm
+from keras_efficient_attn.models.tasks import streaming
 from tests.autodiff import compiled, to_numpy
 from tests.models.cases import DECODERS, inputs, make_backbone
 
@@ -21,7 +21,7 @@ samplers = keras_hub.samplers
 @pytest.fixture(autouse=True)
 def short_prompt_chunks(monkeypatch):
     """A test's prompt then has segments and a rest."""
-    monkeypatch.setattr(causal_lm, "PROMPT_SEGMENTS", (3, 1))
+    monkeypatch.setattr(streaming, "PROMPT_SEGMENTS", (3, 1))
 
 
 def prompts(lengths, length=LENGTH):

@@ -1,5 +1,11 @@
 """Classifier and masked language model; presets of all tasks and the backbone."""
 
+import functools
+import json
+import math
+import re
+from pathlib import Path
+
 import keras
 import keras_hub
 import numpy as np
@@ -17,6 +23,7 @@ from keras_efficient_attn.models import (
     EfficientTransformerBackbone,
     preset_names,
 )
+from keras_efficient_attn.models.presets import FOLDER
 from tests.autodiff import to_numpy
 from tests.models.cases import CASES, inputs, make_backbone, randomize
 
@@ -102,6 +109,7 @@ def test_a_task_comes_back_from_a_file(tmp_path):
     )
 
 
+@pytest.mark.any_backend
 @pytest.mark.parametrize("name", CASES)
 def test_a_backbone_comes_back_from_a_preset(name, tmp_path):
     backbone, data = make_backbone(name), inputs(name)
@@ -115,6 +123,7 @@ def test_a_backbone_comes_back_from_a_preset(name, tmp_path):
     assert set(data) == {tensor.name for tensor in restored.inputs}
 
 
+@pytest.mark.any_backend
 def test_a_preset_takes_another_dtype(tmp_path):
     backbone = make_backbone("mixed-rotary")
     backbone.save_to_preset(tmp_path)
@@ -126,6 +135,7 @@ def test_a_preset_takes_another_dtype(tmp_path):
         )
 
 
+@pytest.mark.any_backend
 def test_a_quantised_backbone_comes_back(tmp_path):
     backbone, data = make_backbone("mixed-rotary", num_layers=1), inputs("mixed-rotary")
     full = to_numpy(backbone(data))
@@ -187,6 +197,8 @@ PUBLISHED = {
     "gla_340m": (24, 340, 5),
     "delta_net_340m": (24, 340, 5),
     "gated_delta_net_1.3b": (21, 1300, 25),
+    # Lingle's code, 48 units; his paper has 190, with the codes.
+    "transformer_vq_enwik8_24l": (48, 184.5, 0.1),
 }
 
 
@@ -201,17 +213,41 @@ def weights_are_zeros(monkeypatch):
         )
 
 
+@functools.cache
 def parameters(name, layers):
-    """Parameters of a configuration, by those of one layer and of two."""
+    """Parameters of a configuration that are trained, by those of one layer and two."""
     one, two = (
-        EfficientTransformerBackbone.from_preset(
-            name, load_weights=False, num_layers=count
-        ).count_params()
+        sum(
+            math.prod(weight.shape)
+            for weight in EfficientTransformerBackbone.from_preset(
+                name, load_weights=False, num_layers=count
+            ).trainable_weights
+        )
         for count in (1, 2)
     )
     return one + (two - one) * (layers - 1)
 
 
+def documented():
+    """`(name, millions)` of the rows of the page on configurations."""
+    page = Path(__file__).resolve().parents[3] / "docs" / "presets.md"
+    return re.findall(r"^\| `(\S+)` \| ([\d.]+) \|", page.read_text(), re.M)
+
+
+@pytest.mark.any_backend
+@pytest.mark.usefixtures("weights_are_zeros")
+@pytest.mark.parametrize(("name", "millions"), documented())
+def test_parameters_are_those_of_the_page(name, millions):
+    config = json.loads((FOLDER / name / "config.json").read_text())["config"]
+    assert f"{parameters(name, config['num_layers']) / 1e6:.1f}" == millions
+
+
+@pytest.mark.any_backend
+def test_the_page_has_all_configurations():
+    assert sorted(name for name, _ in documented()) == list(preset_names())
+
+
+@pytest.mark.any_backend
 @pytest.mark.usefixtures("weights_are_zeros")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_those_that_the_paper_counts(name):
@@ -219,21 +255,20 @@ def test_parameters_are_those_that_the_paper_counts(name):
     assert abs(parameters(name, layers) / 1e6 - millions) < tolerance
 
 
+@pytest.mark.any_backend
 @pytest.mark.usefixtures("weights_are_zeros")
-@pytest.mark.parametrize(
-    ("name", "width"), [("performer_6l", 2048), ("performer_enwik8_12l", 2048)]
-)
-def test_performers_have_the_layers_of_the_paper(name, width):
+def test_the_performer_has_the_layers_of_the_paper():
     backbone = EfficientTransformerBackbone.from_preset(
-        name, load_weights=False, num_layers=1
+        "performer_6l", load_weights=False, num_layers=1
     )
     block = backbone.transformer_layers[0]
     shapes = {tuple(weight.shape) for weight in block.trainable_weights}
-    assert {(512, 8, 64), (8, 64, 512), (512, width), (width, 512)} <= shapes
+    assert {(512, 8, 64), (8, 64, 512), (512, 2048), (2048, 512)} <= shapes
     # The default number of features of "favor+": 64 · ln 64, rounded up.
     assert block.attention.feature_dim == 267
 
 
+@pytest.mark.any_backend
 @pytest.mark.usefixtures("weights_are_zeros")
 def test_every_shipped_configuration_makes_a_model():
     assert set(PUBLISHED) < set(preset_names())
@@ -245,6 +280,7 @@ def test_every_shipped_configuration_makes_a_model():
             assert output.shape == (None, None, backbone.hidden_dim)
 
 
+@pytest.mark.any_backend
 @pytest.mark.usefixtures("weights_are_zeros")
 def test_a_shipped_configuration_makes_a_task():
     task = EfficientCausalLM.from_preset(

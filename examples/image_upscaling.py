@@ -1,0 +1,103 @@
+"""Writes large images from small ones: an encoder, and a decoder with local attention.
+
+    python examples/image_upscaling.py
+    python examples/image_upscaling.py --factor 4 --attention local1d
+    python examples/image_upscaling.py --data photos --size 16
+
+The small images are the large ones' means over squares of `--factor` by `--factor`
+values. As in Image Transformer (Parmar et al., 2018), the encoder sees all of a small
+image, and the decoder writes the large one value by value, with attention to what is
+near and to the encoder. The table has bits per dimension on held-out images, the same
+when the encoder reads another image, and the root mean square error of one sample of
+each beside that of the small image itself. Small images, samples and originals are
+written as PNG.
+
+Names of attention are those of examples/image_generation.py.
+"""
+
+import sys
+
+from command_line import Parser, UsageError, command, make_folder, positive
+from images.arguments import parse_images
+from images.data import load
+
+
+def parse_arguments(argv):
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--data", choices=("digits", "photos"), default="digits")
+    add("--factor", type=positive, default=2, help="how much larger, per side")
+    parser.add_attention(
+        ["local2d", "local1d", "softmax"],
+        "of the decoder: local2d, local1d, strided, fixed, softmax, or a layer with "
+        "options",
+    )
+    return parse_images(
+        parser, argv, steps=600, layers=2, out="runs/upscaling", verbose=2
+    )
+
+
+@command(parse_arguments)
+def main(arguments):
+    """Trains each decoder, prints the comparison and writes the images."""
+    if arguments.samples:
+        make_folder(arguments.out)
+    data = load(arguments.data, arguments.size, arguments.levels, arguments.seed)
+    # This imports Keras, which reads the backend once.
+    from images.upscaling import make_model, shrink, train_and_measure
+
+    shrink(data.test[:1], data, arguments.factor)
+    names = list(dict.fromkeys(arguments.attention))
+    for name in names:
+        try:
+            make_model(name, data, arguments)
+        except ValueError as error:
+            raise UsageError(f"--attention {name}: {error}") from error
+    results = []
+    for name in names:
+        print(f"== {name}", flush=True)
+        model, result = train_and_measure(name, data, arguments)
+        results.append(result)
+        print(f"{result['bits']:.3f} bits per dimension", flush=True)
+        if arguments.samples:
+            print(f"wrote {write_picture(model, name, data, arguments)}")
+    print(f"\n{table(results, data, arguments)}")
+
+
+def write_picture(model, name, data, arguments):
+    """Small images, samples and originals, one row each; returns the path."""
+    from images.pictures import write
+    from images.upscaling import enlarge, sample, shrink
+
+    stem = "".join(c if c.isalnum() else "_" for c in name)
+    path = arguments.out / f"{stem}_x{arguments.factor}.png"
+    originals = data.test[: arguments.samples]
+    small = shrink(originals, data, arguments.factor)
+    samples = sample(model, small, data, arguments.seed)
+    write(path, [enlarge(small, data, arguments.factor), samples, originals], data)
+    return path
+
+
+def table(results, data, arguments):
+    """The comparison, as text."""
+    width = max(len(result["attention"]) for result in results) + 2
+    lines = [
+        f"{'decoder':<{width}}{'bits/dim':>9}{'another':>9}{'error':>8}{'squares':>9}"
+        f"{'parameters':>12}"
+    ]
+    for result in results:
+        lines.append(
+            f"{result['attention']:<{width}}{result['bits']:>9.3f}"
+            f"{result['bits_of_another']:>9.3f}{result['error']:>8.2f}"
+            f"{result['squares']:>9.2f}{result['parameters']:>12,}"
+        )
+    small = f"{data.rows // arguments.factor} x {data.columns // arguments.factor}"
+    lines.append(
+        f"{arguments.steps} steps of {arguments.batch} images, from {small} to "
+        f"{data.rows} x {data.columns} values of {data.levels} levels"
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Dropout inside the feed-forward network."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_efficient_attn.layers.residual.chain import plain_residuals
+from keras_efficient_attn.models import (
+    EfficientCausalLM,
+    EfficientTransformerBackbone,
+    FeedForward,
+    FeedForwardOptions,
+)
+from keras_efficient_attn.models.blocks import transformer_stack
+from tests.autodiff import to_numpy
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_dropout_is_between_the_layers(gated):
+    """An output is the sum over hidden units that are kept, over `1 - rate`."""
+    width, rate = 3, 0.5
+    layer = FeedForward(2 * width, "relu", gated=gated, dropout=rate)
+    x = np.random.default_rng(0).normal(size=(50, width)).astype("float32")
+    plain = to_numpy(layer(x))
+    hidden = layer.hidden(x) * (layer.gate(x) if gated else 1.0)
+    kernel = to_numpy(layer.output_dense.kernel)
+    parts = to_numpy(hidden)[:, :, None] * kernel
+    np.testing.assert_allclose(parts.sum(1), plain, rtol=1e-4, atol=1e-5)
+    trained = to_numpy(layer(x, training=True))
+    subsets = ((np.arange(2 ** (2 * width))[:, None] >> np.arange(2 * width)) & 1) * 1.0
+    possible = np.einsum("su,nud->nsd", subsets, parts) / (1 - rate)
+    nearest = np.abs(possible - trained[:, None]).max(-1).min(1)
+    assert nearest.max() < 1e-4
+    assert np.abs(trained - plain).max() > 1e-2
+    assert FeedForward.from_config(layer.get_config()).dropout.rate == rate
+
+
+def trained_weights():
+    keras.utils.set_random_seed(0)
+    backbone = EfficientTransformerBackbone(
+        vocabulary_size=11,
+        num_layers=2,
+        num_heads=2,
+        hidden_dim=8,
+        intermediate_dim=16,
+        attention="local:window=3",
+        residual="reversible",
+        feed_forward=FeedForwardOptions("relu", dropout=0.5),
+    )
+    model = EfficientCausalLM(backbone)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(1.0), loss)
+    tokens = np.arange(10)[None] % 11
+    inputs = {"token_ids": tokens, "padding_mask": np.ones_like(tokens)}
+    model.train_on_batch(inputs, (tokens + 1) % 11)
+    return [to_numpy(weight) for weight in model.trainable_weights]
+
+
+def test_reversible_blocks_rebuild_with_the_same_dropout(monkeypatch):
+    """A step through rebuilt activations is that through activations that are kept."""
+    rebuilt = trained_weights()
+    monkeypatch.setattr(
+        transformer_stack,
+        "reversible_residuals",
+        lambda owner, sublayers, x1, x2: plain_residuals(sublayers, x1, x2)[:2],
+    )
+    kept = trained_weights()
+    for ours, theirs in zip(rebuilt, kept, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(chunk_size=4), dict(separable_convolution=True)], ids=str
+)
+def test_dropout_excludes(options):
+    with pytest.raises(ValueError, match="dropout=0.1"):
+        FeedForwardOptions(dropout=0.1, **options)

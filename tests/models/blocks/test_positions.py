@@ -1,0 +1,98 @@
+"""Axial positions: a table for each coordinate."""
+
+import numpy as np
+import pytest
+
+from keras_efficient_attn.models import AxialPositions, EfficientTransformerBackbone
+from tests.autodiff import to_numpy
+
+WIDTH = 6
+
+
+def built(shape, widths=None, **options):
+    layer = AxialPositions(shape, widths, **options)
+    layer.build((None, None, WIDTH))
+    for i, table in enumerate(layer.tables):
+        table.assign(np.random.default_rng(i).normal(size=table.shape))
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("shape", "widths"),
+    [((3, 4), None), ((2, 3, 2), None), ((3, 4), (2, 4)), ((2, 3, 2), (1, 2, 3))],
+    ids=str,
+)
+def test_vectors_are_those_of_the_coordinates(shape, widths):
+    layer = built(shape, widths)
+    tables = [to_numpy(table) for table in layer.tables]
+    length = int(np.prod(shape)) - 1
+    x = np.random.default_rng(9).normal(size=(2, length, WIDTH)).astype("float32")
+    rows = []
+    for t in range(length):
+        parts = [
+            table[i]
+            for table, i in zip(tables, np.unravel_index(t, shape), strict=True)
+        ]
+        rows.append(np.sum(parts, axis=0) if widths is None else np.concatenate(parts))
+    expected = x + np.stack(rows)
+    np.testing.assert_allclose(to_numpy(layer(x)), expected, rtol=1e-5, atol=1e-6)
+    state, pieces = layer.get_initial_state(2), []
+    for start, end in ((0, 4), (4, 5), (5, length)):
+        piece, state = layer(x[:, start:end], state=state)
+        pieces.append(to_numpy(piece))
+    np.testing.assert_allclose(
+        np.concatenate(pieces, 1), expected, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_offsets_stay_within_the_grid():
+    layer = built((3, 4), max_offset=50, seed=0)
+    x = np.zeros((1, 10, WIDTH), "float32")
+    whole = to_numpy(layer(np.zeros((1, 12, WIDTH), "float32")))[0]
+    starts = set()
+    for _ in range(20):
+        found = to_numpy(layer(x, training=True))[0]
+        (start,) = (
+            i for i in range(3) if np.allclose(found, whole[i : i + 10], rtol=1e-6)
+        )
+        starts.add(start)
+    assert max(starts) == 2
+
+
+def test_a_backbone_streams_with_them():
+    backbone = EfficientTransformerBackbone(
+        11, 1, 2, 8, 16, positions={"kind": "axial", "shape": (3, 4), "widths": (3, 5)}
+    )
+    assert backbone.max_sequence_length == 12
+    tokens = np.arange(12)[None] % 11
+    whole = backbone({"token_ids": tokens, "padding_mask": np.ones_like(tokens)})
+    state, pieces = backbone.get_initial_state(1, max_length=12), []
+    for start, end in ((0, 5), (5, 12)):
+        piece, state = backbone.stream(tokens[:, start:end], state)
+        pieces.append(to_numpy(piece))
+    np.testing.assert_allclose(
+        np.concatenate(pieces, 1), to_numpy(whole), rtol=1e-4, atol=1e-5
+    )
+    again = EfficientTransformerBackbone.from_config(backbone.get_config())
+    assert again.count_params() == backbone.count_params()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(kind="axial"), "shape=None"),
+        (dict(kind="axial", shape=(4,)), r"shape=\(4,\)"),
+        (dict(kind="axial", shape=(4, 0)), "shape=0"),
+        (dict(kind="axial", shape=(4, 2), widths=(1, 2, 3)), r"widths=\(1, 2, 3\)"),
+        (dict(kind="axial", shape=(4, 2), widths=(1, 2)), r"widths=\(1, 2\), width 8"),
+        (dict(kind="rotary", shape=(4, 2)), "kind='rotary'"),
+    ],
+)
+def test_positions_that_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        EfficientTransformerBackbone(11, 1, 2, 8, 16, positions=options)
+
+
+def test_longer_inputs_are_refused():
+    with pytest.raises(ValueError, match="length 13"):
+        built((3, 4))(np.zeros((1, 13, WIDTH), "float32"))
