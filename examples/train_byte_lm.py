@@ -90,6 +90,13 @@ def parse_arguments(argv):
         help="of the sample; 0 is greedy",
     )
     parser.add_out("runs/byte_lm", "the results")
+    add(
+        "--on-nan",
+        choices=("stop", "skip"),
+        default="stop",
+        help="after a step that gives NaN or infinity, which changes nothing: stop, or "
+        "go on with the next batch",
+    )
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
     return parser.parse_args(argv)
 

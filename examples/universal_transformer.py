@@ -74,11 +74,11 @@ def parse_arguments(argv):
 def main(arguments):
     """Trains and tests each model on each task, and prints the table."""
     # It imports Keras, which reads the backend once.
-    from algorithms.training import build_backbone, train_and_measure
+    from algorithms.training import build_model, train_and_measure
 
     for model in arguments.models:
         try:
-            build_backbone(model, arguments.tasks[0], arguments)
+            build_model(model, arguments.tasks[0], arguments)
         except (ValueError, TypeError) as error:
             message = str(error).replace("\n", " ")
             raise UsageError(f"--attention {arguments.attention}: {message}") from error

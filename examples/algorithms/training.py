@@ -6,8 +6,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from algorithms.data import END, START, examples, model_inputs, symbols
+from algorithms.data import PAD, START, examples, model_inputs, symbols
 from keras_efficient_attn.models import (
+    EfficientSeq2SeqLM,
     EfficientTransformerBackbone,
     EmbeddingOptions,
     FeedForwardOptions,
@@ -18,7 +19,7 @@ from keras_efficient_attn.models import (
 VANILLA, UNIVERSAL, ADAPTIVE = "vanilla", "universal", "adaptive"
 
 
-def build_backbone(kind, task, arguments):
+def build_model(kind, task, arguments):
     """Encoder and decoder; the vanilla ones have as many parameters as the others."""
     options = dict(
         vocabulary_size=symbols(task, arguments.alphabet),
@@ -33,20 +34,21 @@ def build_backbone(kind, task, arguments):
     )
     if kind == VANILLA:
         dim = vanilla_dim(arguments)
-        return EfficientTransformerBackbone(
+        backbone = EfficientTransformerBackbone(
             num_layers=arguments.depth,
             hidden_dim=dim,
             intermediate_dim=4 * dim,
             feed_forward="relu",
             **options,
         )
+        return EfficientSeq2SeqLM(backbone)
     adaptive = None
     if kind == ADAPTIVE:
         adaptive = {
             "ponder_cost": arguments.ponder_cost,
             "halting_bias": arguments.halting_bias,
         }
-    return EfficientTransformerBackbone(
+    backbone = EfficientTransformerBackbone(
         num_layers=1,
         hidden_dim=arguments.dim,
         intermediate_dim=4 * arguments.dim,
@@ -57,6 +59,7 @@ def build_backbone(kind, task, arguments):
         ),
         **options,
     )
+    return EfficientSeq2SeqLM(backbone)
 
 
 def vanilla_dim(arguments):
@@ -103,9 +106,7 @@ def train_and_measure(kind, task, arguments):
         each length, or `None` where the model does not choose.
     """
     keras.utils.set_random_seed(arguments.seed)
-    backbone = build_backbone(kind, task, arguments)
-    hidden = backbone.output["decoder_sequence_output"]
-    model = keras.Model(backbone.input, backbone.token_embedding(hidden, reverse=True))
+    model = build_model(kind, task, arguments)
     model.compile(
         keras.optimizers.Adam(
             keras.optimizers.schedules.CosineDecay(
@@ -114,6 +115,8 @@ def train_and_measure(kind, task, arguments):
             global_clipnorm=1.0,
         ),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        weighted_metrics=[],
+        sampler="greedy",
     )
     start = time.perf_counter()
     model.fit(
@@ -135,28 +138,23 @@ def train_and_measure(kind, task, arguments):
     return {
         "parameters": model.count_params(),
         "seconds": seconds,
-        "accuracy": measure(backbone, sources),
-        "ponder": ponder(backbone, sources) if kind == ADAPTIVE else None,
+        "accuracy": measure(model, sources),
+        "ponder": ponder(model.backbone, sources) if kind == ADAPTIVE else None,
     }
 
 
-def measure(backbone, pairs):
+def measure(model, pairs):
     """Shares of symbols and of sequences that greedy generation gets right.
 
     Args:
-        backbone: Encoder and decoder.
+        model: The trained model.
         pairs: Dict from lengths to the sources and targets of as many sequences each,
             which go into one batch.
     """
     sources = [row for rows, _ in pairs.values() for row in rows]
     targets = [row for _, rows in pairs.values() for row in rows]
     inputs, y, weights = model_inputs(sources, targets)
-    generated = generate(
-        backbone,
-        inputs["encoder_token_ids"],
-        inputs["encoder_padding_mask"],
-        y.shape[1],
-    )
+    generated = generate(model, inputs, y.shape[1])
     results = {}
     parts = (np.split(x, len(pairs)) for x in (generated == y, weights > 0))
     for length, right, asked in zip(pairs, *parts, strict=True):
@@ -164,36 +162,22 @@ def measure(backbone, pairs):
     return results
 
 
-def generate(backbone, token_ids, padding_mask, length):
+def generate(model, inputs, length):
     """The likeliest symbol after those so far, again and again.
+
+    Args:
+        model: The trained model.
+        inputs: Of the model; the decoder's are ignored.
+        length: Symbols of a row.
 
     Returns:
         int32 `(batch, length)`.
     """
-
-    def run(token_ids, padding_mask):
-        batch = token_ids.shape[0]
-        memory = backbone.encode(token_ids, padding_mask)
-
-        def step(t, token, state, generated):
-            hidden, state = backbone.stream(token, state, memory, padding_mask)
-            logits = backbone.token_embedding(hidden, reverse=True)[:, 0]
-            token = ops.cast(ops.argmax(logits, axis=-1), "int32")[:, None]
-            here = ops.equal(ops.arange(length), t)[None]
-            return t + 1, token, state, ops.where(here, token, generated)
-
-        return ops.while_loop(
-            lambda t, *_: t < length,
-            step,
-            (
-                ops.convert_to_tensor(0, "int32"),
-                ops.full((batch, 1), START, "int32"),
-                backbone.get_initial_state(batch, length),
-                ops.full((batch, length), END, "int32"),
-            ),
-        )[-1]
-
-    return ops.convert_to_numpy(_compiled(run)(token_ids, padding_mask))
+    tokens = np.full((len(inputs["encoder_token_ids"]), 1 + length), PAD, "int32")
+    tokens[:, 0] = START
+    prompt = {"decoder_token_ids": tokens, "decoder_padding_mask": tokens == START}
+    generated = model.generate({**inputs, **prompt}, stop_token_ids=None)
+    return generated["decoder_token_ids"][:, 1:]
 
 
 def ponder(backbone, pairs):
@@ -204,18 +188,3 @@ def ponder(backbone, pairs):
         _, statistics = backbone.encoder(x, return_ponder=True)
         means[length] = float(ops.convert_to_numpy(statistics["steps"]).mean())
     return means
-
-
-def _compiled(function):
-    backend = keras.backend.backend()
-    if backend == "jax":
-        import jax
-
-        return jax.jit(function)
-    if backend == "tensorflow":
-        import tensorflow as tf
-
-        return tf.function(function, jit_compile=True)
-    import torch
-
-    return torch.no_grad()(lambda *xs: function(*map(ops.convert_to_tensor, xs)))

@@ -17,9 +17,9 @@ class Checkpoints:
     """The last checkpoints of a run, in one folder.
 
     A checkpoint is `checkpoint-<step>.keras`, with the model and its optimizer, and
-    `checkpoint-<step>.json`, with the run's record and the hash of the former. Each
-    is written under another name, flushed to disk and then renamed, the JSON last:
-    what bears its final name is complete, unless the disk damaged it later.
+    `checkpoint-<step>.json`, with the run's record and a hash of both. Each is written
+    under another name, flushed to disk and then renamed, the JSON last: what bears its
+    final name is complete, unless the disk damaged it later.
 
     Args:
         folder: Where they are; made when first written to.
@@ -37,17 +37,26 @@ class Checkpoints:
     def save(self, model, record):
         """Writes a checkpoint, then removes all but the last two.
 
+        A disk that is full, or fails, is reported; earlier checkpoints stay.
+
         Args:
             model: The compiled model.
             record: A dict for JSON; `record["step"]` names the checkpoint.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
         model_path, record_path = self._paths(record["step"])
-        temporary = self.folder / f"unfinished-{model_path.name}"
-        model.save(temporary)
-        record = {**record, "sha256": _sha256(temporary)}
-        _settle(temporary, model_path)
-        write_text(record_path, json.dumps(record))
+        try:
+            self._write(model, record, model_path, record_path)
+        except OSError as error:
+            # Without its record, the model is no checkpoint.
+            for path in (_unfinished(model_path), _unfinished(record_path), model_path):
+                path.unlink(missing_ok=True)
+            kept = [self._paths(step)[0].name for step in self.steps()[:1]]
+            print(
+                f"{model_path} could not be written: {error}. The last checkpoint: "
+                f"{kept[0] if kept else 'none'}",
+                flush=True,
+            )
+            return
         for step in self.steps()[KEPT:]:
             # The record first: without it, there is no checkpoint.
             for path in reversed(self._paths(step)):
@@ -69,11 +78,13 @@ class Checkpoints:
         for step in self.steps():
             model_path, record_path = self._paths(step)
             try:
-                record = json.loads(record_path.read_text())
+                text = record_path.read_text()
+                record = json.loads(text)
+                record.pop("sha256", None)
                 damage = None
-                if _sha256(model_path) != record["sha256"]:
-                    damage = "its contents changed since it was written"
-            except (OSError, ValueError, KeyError) as error:
+                if _seal(record, model_path) != text:
+                    damage = "it or its record changed since it was written"
+            except (OSError, ValueError) as error:
                 damage = str(error)
             if damage:
                 print(f"{model_path} is damaged and not used: {damage}", flush=True)
@@ -81,6 +92,14 @@ class Checkpoints:
             check(record)
             return keras.saving.load_model(model_path), record
         raise UsageError(f"--resume: all checkpoints in {self.folder} are damaged")
+
+    def _write(self, model, record, model_path, record_path):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = _unfinished(model_path)
+        model.save(temporary)
+        text = _seal(record, temporary)
+        _settle(temporary, model_path)
+        write_text(record_path, text)
 
     def _paths(self, step):
         stem = self.folder / f"checkpoint-{step}"
@@ -90,9 +109,13 @@ class Checkpoints:
 def write_text(path, text):
     """Writes a file so that it is either the old one or the new one, never half."""
     path = Path(path)
-    temporary = path.with_name(f"unfinished-{path.name}")
+    temporary = _unfinished(path)
     temporary.write_text(text)
     _settle(temporary, path)
+
+
+def _unfinished(path):
+    return path.with_name(f"unfinished-{path.name}")
 
 
 def _settle(temporary, path):
@@ -101,6 +124,9 @@ def _settle(temporary, path):
     os.replace(temporary, path)
 
 
-def _sha256(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _seal(record, model_path):
+    """The text of a checkpoint's record, with a hash of it and of the model."""
+    with open(model_path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(json.dumps(record).encode())
+    return json.dumps({**record, "sha256": digest.hexdigest()})

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import resource
 import statistics
 import sys
@@ -11,6 +12,7 @@ import keras
 
 from byte_lm import data, results
 from byte_lm.checkpoints import Checkpoints, write_text
+from byte_lm.finite_steps import keep_finite
 from byte_lm.model import BitsPerByte, build_model, check_attention
 from byte_lm.sampling import sample
 from command_line import UsageError, make_folder
@@ -28,21 +30,39 @@ class Recorder(StepClock):
 
     Args:
         checkpoints: Where to save.
-        record: The run's record; its curve and step are kept up to date.
+        record: The run's record; its curve, step and skipped steps are kept up to
+            date.
+        on_nan: `"stop"` or `"skip"`: after a step that gave NaN, which `keep_finite`
+            has undone.
     """
 
-    def __init__(self, checkpoints, record):
+    def __init__(self, checkpoints, record, on_nan):
         super().__init__()
         self.checkpoints = checkpoints
         self.record = record
+        self.on_nan = on_nan
 
     def on_train_begin(self, logs=None):
         curve = self.record["curve"]
         self.start = time.perf_counter() - (curve[-1]["seconds"] if curve else 0.0)
 
+    def on_train_batch_end(self, batch, logs=None):
+        super().on_train_batch_end(batch, logs)
+        self.record["step"] += 1
+        if not math.isnan(logs["loss"]):
+            return
+        step = self.record["step"]
+        if self.on_nan == "stop":
+            kept = self.checkpoints.steps()
+            raise UsageError(
+                f"step {step} gave NaN or infinity; --resume --on-nan skip goes on "
+                f"from {f'step {kept[0]}' if kept else 'the start'} without its batch"
+            )
+        self.record["skipped"].append(step)
+        print(f"\nStep {step} gave NaN or infinity: its batch is skipped.", flush=True)
+
     def on_epoch_end(self, epoch, logs=None):
         seconds = time.perf_counter() - self.start
-        self.record["step"] = int(self.model.optimizer.iterations)
         self.record["curve"].append(
             {
                 "step": self.record["step"],
@@ -85,7 +105,9 @@ def run(arguments, fixed):
             print(f"No checkpoint in {checkpoints.folder} yet: starting afresh.")
         else:
             refuse_used_folder(checkpoints)
-        model, record = new_model(arguments), {"step": 0, "curve": [], **fixed}
+        model = new_model(arguments)
+        record = {"step": 0, "curve": [], "skipped": [], **fixed}
+    keep_finite(model)
     print(
         f"{keras.backend.backend()} backend, {arguments.attention} attention, "
         f"{model.count_params():,} parameters; "
@@ -157,7 +179,10 @@ def new_model(arguments):
 def train(model, splits, arguments, checkpoints, record):
     """Trains from the record's step to the last."""
     # Without AdaptiveSpan layers, there is nothing to trim.
-    callbacks = [Recorder(checkpoints, record), TrimSpans(arguments.epoch_steps)]
+    callbacks = [
+        Recorder(checkpoints, record, arguments.on_nan),
+        TrimSpans(arguments.epoch_steps),
+    ]
     length = arguments.evaluation_length
     validation = data.evaluation_windows(
         excerpts(splits["validation"], VALIDATION_BYTES, length), length
@@ -233,6 +258,7 @@ def finish(model, splits, arguments, record):
         "bits_per_byte": bits,
         **baselines,
         "test_bytes": len(test),
+        "skipped_steps": record["skipped"],
         "seconds_per_step": statistics.median(
             row["seconds_per_step"] for row in record["curve"]
         ),

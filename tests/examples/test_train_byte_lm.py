@@ -48,10 +48,11 @@ def short_prompt():
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, short_training_is_not_traced):
     """The folder of a run that nothing interrupted, resumed where nothing was yet."""
     out = tmp_path_factory.mktemp("finished")
-    assert train_byte_lm.main([*TINY, "--out", str(out), "--resume"]) == 0
+    with short_training_is_not_traced():
+        assert train_byte_lm.main([*TINY, "--out", str(out), "--resume"]) == 0
     return out
 
 
@@ -202,7 +203,9 @@ def test_run_leaves_model_curve_plot_and_result(finished, trained):
     assert trained(data.model_inputs(np.zeros((1, 100)))).shape == (1, 100, 256)
 
 
-def test_killed_run_resumes_from_its_last_whole_checkpoint(trained, tmp_path, capsys):
+def test_killed_run_resumes_from_its_last_whole_checkpoint(
+    trained, tmp_path, capsys, short_training_is_not_traced
+):
     """To the same weights, and with a word about the one that is damaged."""
     script = train_byte_lm.__file__
     command = [sys.executable, script, *TINY, "--out", str(tmp_path)]
@@ -219,7 +222,8 @@ def test_killed_run_resumes_from_its_last_whole_checkpoint(trained, tmp_path, ca
     assert newest < STEPS
     damaged = tmp_path / f"checkpoint-{newest}.keras"
     damaged.write_bytes(damaged.read_bytes()[:1000])
-    assert train_byte_lm.main([*TINY, "--out", str(tmp_path), "--resume"]) == 0
+    with short_training_is_not_traced():
+        assert train_byte_lm.main([*TINY, "--out", str(tmp_path), "--resume"]) == 0
     printed = capsys.readouterr().out
     assert f"{damaged} is damaged" in printed
     assert f"Going on from step {before} of {STEPS}" in printed

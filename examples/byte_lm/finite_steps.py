@@ -1,0 +1,55 @@
+"""Training steps that change nothing if they would leave a value that is not finite."""
+
+import keras
+from keras import ops
+
+
+def keep_finite(model):
+    """Has a step that gives NaN or infinity leave the model as it was.
+
+    That holds for all variables: weights, statistics, random seeds, metrics and the
+    optimizer's. The `loss` in the logs of such a step is NaN.
+
+    Args:
+        model: A compiled model; it is changed.
+    """
+    train_step = model.train_step
+
+    def stateless_step(state, data):
+        logs, new = train_step(state, data)
+        finite = _all_finite(keras.tree.flatten(new))
+        new = keras.tree.map_structure(
+            lambda value, old: ops.where(finite, value, old), new, state
+        )
+        return _mark(logs, finite), new
+
+    def step(data):
+        variables = _variables(model)
+        old = [ops.copy(ops.stop_gradient(variable)) for variable in variables]
+        logs = train_step(data)
+        finite = _all_finite(variables)
+        for variable, value in zip(variables, old, strict=True):
+            variable.assign(ops.where(finite, variable, value))
+        return _mark(logs, finite)
+
+    stateless = keras.backend.backend() == "jax"
+    model.train_step = stateless_step if stateless else step
+
+
+def _variables(model):
+    """All that a step changes; the metrics have the loss."""
+    return [
+        *model.trainable_variables,
+        *model.non_trainable_variables,
+        *model.optimizer.variables,
+        *model.metrics_variables,
+    ]
+
+
+def _all_finite(values):
+    floating = [value for value in values if "float" in str(value.dtype)]
+    return ops.all(ops.stack([ops.all(ops.isfinite(value)) for value in floating]))
+
+
+def _mark(logs, finite):
+    return {**logs, "loss": ops.where(finite, logs["loss"], float("nan"))}

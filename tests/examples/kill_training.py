@@ -1,0 +1,126 @@
+"""Kills training of the byte model at random moments, and resumes it.
+
+    KERAS_BACKEND=jax python -m tests.examples.kill_training --kills 10
+
+Every other kill comes while a checkpoint is written. No checkpoint may be damaged, and
+the last weights must be bitwise those of a run that nothing disturbed.
+"""
+
+import argparse
+import contextlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_byte_lm.py"
+EPOCH_STEPS = 2
+OPTIONS = (
+    "--length 32 --evaluation-length 40 --layers 1 --dim 16 --heads 2 --batch 2 "
+    f"--epoch-steps {EPOCH_STEPS} --sample-bytes 5 --test-bytes 500"
+).split()
+
+
+def kill_at(moment, command, log):
+    """Runs a command until `moment()` is true, and kills it.
+
+    Returns:
+        Whether it was killed; it may have come to its end before.
+    """
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+        try:
+            while process.poll() is None and not moment():
+                time.sleep(0.001)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            status = process.wait()
+    if status > 0:
+        raise RuntimeError(Path(log).read_text())
+    return status == -signal.SIGKILL
+
+
+def after(seconds):
+    """A moment: so many seconds from now."""
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() >= end
+
+
+def while_saving(folder, count, delay):
+    """A moment: `delay` seconds after the start of the `count`-th file from now."""
+    start, files, end = time.time_ns(), set(), []
+
+    def moment():
+        for path in folder.glob("unfinished-checkpoint-*"):
+            # It may have got its final name.
+            with contextlib.suppress(FileNotFoundError):
+                # A kill before this one may have left it.
+                if path.stat().st_mtime_ns > start:
+                    files.add(path.name)
+        if len(files) >= count and not end:
+            end.append(after(delay))
+        return bool(end) and end[0]()
+
+    return moment
+
+
+def variables(folder):
+    import keras
+
+    model = keras.saving.load_model(folder / "model.keras")
+    return [
+        keras.ops.convert_to_numpy(variable)
+        for variable in (*model.variables, *model.optimizer.variables)
+    ]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    draw = random.Random(arguments.seed)
+    steps = EPOCH_STEPS * 8 * arguments.kills
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        options = [*OPTIONS, "--steps", str(steps), "--text", __file__, "--resume"]
+        command = [sys.executable, str(SCRIPT), *options, "--out"]
+        whole, killed, log = folder / "whole", folder / "killed", folder / "log"
+        start = time.monotonic()
+        kill_at(lambda: list(whole.glob("checkpoint-*")), [*command, whole], log)
+        seconds = time.monotonic() - start
+        shutil.rmtree(whole)
+        subprocess.run([*command, whole], check=True, capture_output=True)
+        kills = 0
+        while kills < arguments.kills:
+            if kills % 2:
+                delay = draw.uniform(0, 0.1)
+                moment = while_saving(killed, draw.randint(1, 6), delay)
+            else:
+                moment = after(draw.uniform(0, 1.1 * seconds))
+            if not kill_at(moment, [*command, killed], log):
+                raise SystemExit(f"The run ended after {kills} kills: use more steps.")
+            kills += 1
+            left = sorted(path.name for path in killed.glob("*checkpoint-*"))
+            print(f"kill {kills}: {', '.join(left) or 'no file'}", flush=True)
+        last = subprocess.run([*command, killed], check=True, capture_output=True)
+        if b"damaged" in last.stdout:
+            raise SystemExit(last.stdout.decode())
+        pairs = zip(variables(whole), variables(killed), strict=True)
+        different = sum(not np.array_equal(one, other) for one, other in pairs)
+        print(f"{kills} kills; {different} variables differ")
+        raise SystemExit(bool(different))
+
+
+if __name__ == "__main__":
+    # The model's layers register themselves for `load_model`.
+    sys.path.insert(0, str(SCRIPT.parent))
+    import byte_lm.model  # noqa: F401
+
+    main()

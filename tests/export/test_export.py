@@ -1,0 +1,86 @@
+"""Programs in SavedModel, onnxruntime and LiteRT; docs/export.md has the table."""
+
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from keras import tree
+
+import keras_efficient_attn
+from keras_efficient_attn.layers import attention_names, get_attention
+from keras_efficient_attn.models import EfficientTransformerBackbone
+from tests.autodiff import to_numpy
+from tests.export.programs import (
+    FORMATS,
+    GIVE_NAN,
+    NOT_EXPORTED,
+    Step,
+    run_exported,
+)
+
+ROOT = Path(keras_efficient_attn.__file__).parents[1]
+if keras.backend.backend() != "tensorflow":
+    FORMATS = FORMATS[:1]
+
+
+def check(model, inputs, format, folder):
+    expected = tree.flatten(model(inputs))
+    received = run_exported(model, inputs, format, folder)
+    for output, other in zip(received, expected, strict=True):
+        np.testing.assert_allclose(output, to_numpy(other), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.export
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", attention_names())
+def test_a_whole_sequence(name, format, tmp_path):
+    sequence = keras.Input((24, 16), batch_size=2)
+    layer = get_attention(name, num_heads=2, key_dim=8)
+    model = keras.Model([sequence], layer(sequence, sequence, use_causal_mask=True))
+    x = np.random.default_rng(0).normal(size=(2, 24, 16)).astype("float32")
+    if format in NOT_EXPORTED.get(name, ()):
+        # Each runtime refuses such a program by an error of its own.
+        with pytest.raises(Exception, match="MatrixTriangularSolve|Select|data type"):
+            check(model, [x], format, tmp_path)
+    else:
+        check(model, [x], format, tmp_path)
+
+
+@pytest.mark.export
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", attention_names())
+def test_a_token_of_a_causal_model(name, format, tmp_path):
+    backbone = EfficientTransformerBackbone(
+        50, 2, 2, 16, 32, attention=name, feed_forward={"activation": "relu"}
+    )
+    step = Step(backbone, max_length=16)
+    leaves = [to_numpy(leaf) for leaf in tree.flatten(step.initial_state)]
+    inputs = [np.array([[3]], "int32"), *leaves]
+    if (name, format) in GIVE_NAN:
+        with pytest.raises(AssertionError, match="nan location"):
+            check(step, inputs, format, tmp_path)
+    else:
+        check(step, inputs, format, tmp_path)
+
+
+@pytest.mark.any_backend
+def test_the_page_has_the_table_and_the_versions():
+    page = (ROOT / "docs" / "export.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \|(.*)\|$", page, re.M)
+    assert [name for name, _ in rows] == list(attention_names())
+    for name, cells in rows:
+        *sequences, token = (cell.strip() for cell in cells.split("|"))
+        missing = NOT_EXPORTED.get(name, {})
+        formats = ("SavedModel", "ONNX", "LiteRT")
+        assert sequences == [
+            f"no: {missing[format]}" if format in missing else "yes"
+            for format in formats
+        ]
+        assert token.startswith(
+            ", ".join(format for format in formats if (name, format) not in GIVE_NAN)
+        )
+    constraints = (ROOT / "constraints.txt").read_text()
+    for package, version in re.findall(r"([\w-]+) (\d+\.\d+\.\d+)", page):
+        assert f"{package}=={version}\n" in constraints, package

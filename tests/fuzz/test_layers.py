@@ -1,0 +1,197 @@
+"""Random calls of every layer under contract: no crash, no NaN, and the right output.
+
+`FUZZ_EXAMPLES` is the number of calls, and `FUZZ_SEED` makes others; `make fuzz` has
+ten thousand a backend.
+"""
+
+import dataclasses
+import os
+from collections import Counter
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from keras import ops
+
+from keras_efficient_attn.layers import attention_names
+from keras_efficient_attn.layers.attention.registry import attention_class
+from tests.autodiff import gradients, to_numpy
+from tests.contract.cases import CASES, DIM
+
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 60))
+SEED = os.environ.get("FUZZ_SEED")
+# Few lengths, which JAX compiles once each: none, one, odd, several chunks.
+LENGTHS = (0, 1, 5, 8)
+TOLERANCES = {
+    "float32": dict(rtol=1e-3, atol=1e-4),
+    "float64": dict(rtol=1e-3, atol=1e-4),
+}
+# Options that layers refuse, with an error that names the argument.
+REFUSED = (
+    "`query`",
+    "`value`",
+    "`key`",
+    "`state`",
+    "`num_key_value_heads`",
+    "`window`",
+    "use_causal_mask",
+    "num_key_value_heads=",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a layer; `seed` draws its numbers."""
+
+    case: object
+    batch: int
+    length: int
+    key_length: int
+    causal: bool
+    query_mask: bool
+    key_mask: bool
+    dtype: str
+    shared_heads: int | None
+    value_dim: int | None
+    gradient: bool
+    seed: int
+
+    def __repr__(self):
+        fields = {**vars(self), "case": self.case.name}
+        return f"Call({fields})"
+
+
+@st.composite
+def calls(draw):
+    case = draw(st.sampled_from(CASES))
+    length = draw(st.sampled_from(LENGTHS))
+    return Call(
+        case=case,
+        batch=draw(st.sampled_from((1, 2))),
+        length=length,
+        key_length=draw(st.sampled_from((length, length, *LENGTHS))),
+        causal=draw(st.sampled_from(case.causal)),
+        query_mask=draw(st.booleans()),
+        key_mask=draw(st.booleans()),
+        dtype=draw(st.sampled_from(("float32", "mixed_bfloat16", "float64"))),
+        shared_heads=draw(st.sampled_from((None, None, 1))),
+        value_dim=draw(st.sampled_from((None, 3))),
+        gradient=draw(st.booleans()),
+        seed=draw(st.integers(0, 3)),
+    )
+
+
+def make_tensors(call):
+    """Query, value, and masks with holes; what masks hide is NaN."""
+    rng = np.random.default_rng(call.seed)
+    dtype = "float64" if call.dtype == "float64" else "float32"
+    tensors, masks = [], []
+    lengths = (call.length, call.query_mask), (call.key_length, call.key_mask)
+    for length, masked in lengths:
+        x = rng.normal(size=(call.batch, length, DIM)).astype(dtype)
+        mask = rng.random((call.batch, length)) < 0.7 if masked else None
+        if masked:
+            x[~mask] = np.nan
+        tensors.append(x)
+        masks.append(mask)
+    return tensors, masks
+
+
+def check(call):
+    """Raises for a finding; gives the message of a call that was refused."""
+    options = {"dtype": call.dtype}
+    if call.value_dim is not None:
+        options["value_dim"] = call.value_dim
+    if call.shared_heads is not None:
+        options["num_key_value_heads"] = call.shared_heads
+    (query, value), (query_mask, key_mask) = make_tensors(call)
+    masks = dict(query_mask=query_mask, key_mask=key_mask)
+    try:
+        layer = call.case.make(**options)
+        layer.build((None, None, DIM), (None, None, DIM))
+        output = layer(query, value, use_causal_mask=call.causal, **masks)
+    except (ValueError, TypeError) as error:
+        message = str(error)
+        if any(name in message for name in REFUSED):
+            return message
+        raise
+    assert tuple(output.shape) == query.shape
+    received = to_numpy(ops.cast(output, "float32"))
+    assert np.isfinite(received).all()
+    if call.gradient and call.dtype == "float32" and query.size and value.size:
+
+        def loss(query, value):
+            output = layer(query, value, use_causal_mask=call.causal, **masks)
+            return ops.sum(output * output)
+
+        for gradient in gradients(loss, query, value):
+            assert np.isfinite(gradient).all()
+    streams = call.causal and call.key_mask and call.dtype == "float32"
+    if streams and call.case.smooth:
+        check_stream(call, layer, (value, key_mask))
+    # The oracles are written for projections that heads do not share.
+    if call.dtype in TOLERANCES and call.case.smooth and not call.shared_heads:
+        if key_mask is None:
+            key_mask = np.ones(value.shape[:2], bool)
+        if value.size and query.size:
+            masks = dict(query_mask=query_mask, key_mask=key_mask)
+            expected, _ = call.case.expected(
+                layer, query, value, causal=call.causal, **masks
+            )
+            np.testing.assert_allclose(received, expected, **TOLERANCES[call.dtype])
+    return None
+
+
+def check_stream(call, layer, inputs):
+    """Two segments, of which one may be empty, give the outputs of one call."""
+    x, mask = inputs
+    if layer.state_spec(1, 8) is None:
+        return
+    options = dict(use_causal_mask=True)
+    # Queries that are hidden are NaN, too.
+    whole = to_numpy(layer(x, x, query_mask=mask, key_mask=mask, **options))
+    state = call.case.get_initial_state(layer, call.batch)
+    outputs, cut = [], call.seed * call.length // 3
+    for part in (slice(None, cut), slice(cut, None)):
+        masks = dict(query_mask=mask[:, part], key_mask=mask[:, part])
+        output, state = layer(x[:, part], x[:, part], state=state, **masks, **options)
+        outputs.append(to_numpy(output))
+    parts = np.concatenate(outputs, axis=1)
+    np.testing.assert_allclose(parts, whole, rtol=1e-3, atol=1e-4)
+
+
+def test_the_table_has_every_registered_layer():
+    layers = {case.layer for case in CASES}
+    outside = {"outside"}
+    names = [name for name in attention_names() if name not in outside]
+    assert {attention_class(name) for name in names} - layers <= set()
+
+
+def test_random_calls():
+    refused = Counter()
+
+    @hypothesis.settings(
+        max_examples=EXAMPLES,
+        derandomize=SEED is None,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        # A smaller finding takes many more compilations.
+        phases=[hypothesis.Phase.generate],
+    )
+    @hypothesis.given(calls())
+    def run(call):
+        refused[check(call) is not None] += 1
+
+    if SEED is not None:
+        run = hypothesis.seed(int(SEED))(run)
+    run()
+    # A strategy whose calls are refused would find nothing.
+    assert refused[True] < refused[False]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_sequences_of_length_0(case):
+    call = Call(case, 2, 0, 0, case.usual, True, True, "float32", None, None, False, 0)
+    assert check(call) is None

@@ -1,0 +1,60 @@
+"""Streams 100,000 positions through every layer, and counts a million steps.
+
+    KERAS_BACKEND=jax python -m tests.long_runs
+
+Prints how far the outputs err; the reference is float64 on PyTorch, in a process of its
+own. Then says what codes and counters of training have become.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.long_runs.steps import LAYERS, summarize
+from tests.long_runs.streams import CASES, measure, write_reference
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--positions", type=int, default=100_000)
+    parser.add_argument("--segment", type=int, default=1, help="positions of a call")
+    parser.add_argument("--steps", type=int, default=1_000_000, help="of training")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--reference", metavar="FOLDER", help="keeps the reference")
+    parser.add_argument("--only-reference", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.only_reference:
+        for name in arguments.cases:
+            write_reference(CASES[name], arguments.positions, arguments.reference)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(arguments.reference or temporary)
+        folder.mkdir(exist_ok=True)
+        missing = [name for name in CASES if not (folder / f"{name}.npz").exists()]
+        missing = [name for name in missing if name in arguments.cases]
+        if missing:
+            command = [sys.executable, "-m", "tests.long_runs", "--only-reference"]
+            command += ["--positions", str(arguments.positions)]
+            command += ["--reference", str(folder), "--cases", *missing]
+            environment = {**os.environ, "KERAS_BACKEND": "torch"}
+            subprocess.run(command, env=environment, check=True)
+        print("| case | dtype | first | last | largest | state bytes | MiB more |")
+        print("|---|---|---|---|---|---|---|")
+        for name in arguments.cases:
+            for dtype in ("float32", "mixed_bfloat16"):
+                row = measure(CASES[name], dtype, folder, arguments.segment)
+                print(
+                    f"| {name} | {dtype} | {row['first']:.1e} | {row['last']:.1e} | "
+                    f"{row['largest']:.1e} | {row['state_bytes']:,} | "
+                    f"{row['growth_mib']:.1f} |",
+                    flush=True,
+                )
+    for name in LAYERS if arguments.steps else ():
+        print(f"{name}: {summarize(name, arguments.steps)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""A million training steps of what counts or moves, simulated by calls."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_efficient_attn import PerformerAttention, VQAttention
+from tests.autodiff import compiled, to_numpy
+
+DIM, LENGTH, BLOCK = 8, 8, 10_000
+INTERVAL = 1000
+
+
+def make_vq(**options):
+    """Codes for one head, of which the inputs below need four."""
+    return VQAttention(1, DIM, num_codes=8, window=None, seed=1, **options)
+
+
+def make_performer():
+    return PerformerAttention(1, DIM, num_features=8, redraw_interval=INTERVAL, seed=1)
+
+
+LAYERS = {
+    "vq": make_vq,
+    "vq, without revival": lambda: make_vq(revive_after=None),
+    "performer, redrawn": make_performer,
+}
+
+
+def run(layer, steps):
+    """Calls a layer in training; halfway its inputs become others.
+
+    Yields the number of steps and the variables by name, after each `BLOCK`.
+    """
+    layer.build((1, LENGTH, DIM), (1, LENGTH, DIM))
+    rng = np.random.default_rng(0)
+    # Each position sees one of four vectors, first of these, then of those.
+    kinds = ops.convert_to_tensor(rng.normal(size=(2, 4, DIM)).astype("float32"))
+    order = ops.convert_to_tensor(rng.integers(0, 4, (64, LENGTH)).astype("int32"))
+    trainable = [variable.value for variable in layer.trainable_variables]
+
+    def step(variables, number):
+        half = ops.cast(number >= steps // 2, "int32")
+        x = ops.take(kinds[half], order[number % 64], axis=0)[None]
+        _, variables = layer.stateless_call(
+            trainable, variables, x, x, use_causal_mask=True, training=True
+        )
+        return variables, None
+
+    @compiled
+    def block(variables, numbers):
+        return ops.scan(step, variables, numbers)[0]
+
+    variables = [variable.value for variable in layer.non_trainable_variables]
+    names = [variable.path.split("/")[-1] for variable in layer.non_trainable_variables]
+    for start in range(0, steps, BLOCK):
+        numbers = np.arange(start, start + BLOCK, dtype="int32")
+        variables = block(variables, ops.convert_to_tensor(numbers))
+        values = dict(zip(names, map(to_numpy, variables), strict=True))
+        yield start + BLOCK, values
+
+
+def summarize(name, steps):
+    """A line that says what the counters, codes or features are at the end."""
+    keras.utils.set_random_seed(0)
+    before, halfway = {}, {}
+    for done, values in run(LAYERS[name](), steps):
+        for value in values.values():
+            assert np.isfinite(value).all(), (name, done)
+        if done == steps - BLOCK:
+            before = values
+        if done == steps // 2:
+            halfway = values
+    if "error" in values:
+        ratios = [v["error"][0, 0] / v["error"][0, 1] for v in (halfway, values)]
+        return (
+            f"error of the codes {np.sqrt(ratios[0]):.1e} after {steps // 2:,} steps, "
+            f"{np.sqrt(ratios[1]):.1e} after {steps:,} with other inputs; most idle "
+            f"calls {values['idle_calls'].max():,.0f}; least count "
+            f"{values['count'].min():.1e}"
+        )
+    changed = any((values[key] != before[key]).any() for key in values)
+    return (
+        f"calls since the last draw {values['calls_since_redraw']}; features "
+        f"{'changed' if changed else 'FROZEN'} in the last {BLOCK:,} steps"
+    )

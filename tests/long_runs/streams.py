@@ -1,0 +1,102 @@
+"""Long streams through the layers under contract, against float64 on PyTorch."""
+
+import math
+import resource
+from pathlib import Path
+
+import numpy as np
+from keras import ops
+
+from tests.autodiff import compiled, to_numpy
+from tests.contract.cases import CASES as CONTRACT
+from tests.contract.cases import DIM
+
+# Positions of which one error is printed, and that one program streams.
+BLOCK = 1000
+# Where the state holds all positions and a call looks at all of them: positions of a
+# call, and of the stream.
+GROWING_SEGMENT, GROWING_LENGTH = 100, 10_000
+
+
+# Every layer with a causal form streams.
+CASES = {case.name: case for case in CONTRACT if True in case.causal}
+
+
+def make(case, dtype):
+    """The layer of a case with the chunks that users get."""
+    layer = case.make(dtype=dtype, **({} if "chunk_size" in case.long else case.long))
+    layer.build((1, BLOCK, DIM), (1, BLOCK, DIM))
+    return layer
+
+
+def draw_inputs(positions):
+    return np.random.default_rng(0).normal(size=(1, positions, DIM)).astype("float32")
+
+
+def stream(layer, x, segment):
+    """Yields the outputs and the state after each `BLOCK` of positions."""
+    if layer.state_grows:
+        segment = max(segment, GROWING_SEGMENT)
+
+    def step(state, piece):
+        output, state = layer(piece, piece, state=state, use_causal_mask=True)
+        return state, output
+
+    @compiled
+    def run(state, pieces):
+        return ops.scan(step, state, pieces)
+
+    state = layer.get_initial_state(1, x.shape[1] if layer.state_grows else None)
+    for start in range(0, x.shape[1], BLOCK):
+        pieces = x[:, start : start + BLOCK]
+        pieces = pieces.reshape(-1, 1, segment, DIM).astype(layer.variable_dtype)
+        pieces = ops.cast(ops.convert_to_tensor(pieces), layer.compute_dtype)
+        state, outputs = run(state, pieces)
+        # PyTorch would keep what the gradients of all blocks need.
+        state = {name: ops.stop_gradient(tensor) for name, tensor in state.items()}
+        outputs = to_numpy(ops.cast(outputs, layer.variable_dtype))
+        yield outputs.reshape(1, -1, DIM), state
+
+
+def write_reference(case, positions, folder):
+    """Weights of float32, and outputs with them in float64."""
+    narrow, wide = make(case, "float32"), make(case, "float64")
+    weights = [to_numpy(weight) for weight in narrow.variables]
+    for variable, value in zip(wide.variables, weights, strict=True):
+        variable.assign(value)
+    if wide.state_grows:
+        # An image has no more positions than these.
+        grid = getattr(wide, "grid", None) or (GROWING_LENGTH,)
+        positions = min(positions, GROWING_LENGTH, math.prod(grid) // BLOCK * BLOCK)
+    # The same function in any segments: long ones are fast.
+    segment = GROWING_SEGMENT if wide.state_grows else BLOCK
+    blocks = [block for block, _ in stream(wide, draw_inputs(positions), segment)]
+    outputs = np.concatenate(blocks, axis=1)
+    path = Path(folder) / f"{case.name}.npz"
+    np.savez(path, outputs, *weights)
+
+
+def measure(case, dtype, folder, segment):
+    """Errors over the root mean square of a block's outputs, and memory."""
+    with np.load(Path(folder) / f"{case.name}.npz") as arrays:
+        reference, *weights = arrays.values()
+    layer = make(case, dtype)
+    for variable, value in zip(layer.variables, weights, strict=True):
+        variable.assign(value)
+    errors, peaks = [], []
+    blocks = stream(layer, draw_inputs(reference.shape[1]), segment)
+    for number, (block, state) in enumerate(blocks):  # noqa: B007
+        expected = reference[:, number * BLOCK : (number + 1) * BLOCK]
+        error = np.abs(block - expected)
+        # What rounding moves to another bucket has another output.
+        error = error.max() if case.smooth else np.quantile(error, 0.9)
+        errors.append(error / np.sqrt(np.mean(expected**2)))
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return {
+        "first": errors[0],
+        "last": errors[-1],
+        "largest": max(errors),
+        "state_bytes": sum(to_numpy(tensor).nbytes for tensor in state.values()),
+        # The first blocks compile.
+        "growth_mib": (peaks[-1] - peaks[len(peaks) // 5]) / 2**10,
+    }

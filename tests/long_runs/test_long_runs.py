@@ -1,0 +1,71 @@
+"""Long runs in short: states as they are after 100,000 positions or a million steps.
+
+`make long-runs` has the runs themselves.
+"""
+
+import numpy as np
+import pytest
+from keras import ops
+
+from tests.autodiff import to_numpy
+from tests.contract.cases import inputs
+from tests.long_runs.steps import INTERVAL, make_performer, make_vq
+from tests.long_runs.streams import CASES
+
+FAR, LENGTH = 100_000, 20
+# Their outputs depend on differences of positions alone.
+ROTATED = ("retention", "gated-delta-shared")
+
+
+@pytest.mark.parametrize("name", ROTATED)
+def test_streams_that_begin_far_away_are_those_that_begin_at_0(name):
+    layer, x = CASES[name].built(), inputs(length=LENGTH)
+    state = layer.get_initial_state(len(x))
+
+    def outputs(start):
+        first = {**state, "position": ops.full_like(state["position"], start)}
+        return to_numpy(layer(x, x, state=first, use_causal_mask=True)[0])
+
+    near = outputs(0)
+    np.testing.assert_allclose(outputs(FAR), near, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(outputs(2**30), near, rtol=1e-4, atol=1e-5)
+
+
+def variable(layer, name):
+    (found,) = (v for v in layer.variables if v.path.split("/")[-1] == name)
+    return found
+
+
+def test_codes_that_were_idle_for_a_million_steps_move_again():
+    layer = make_vq(revive_after=None, codebook_init="random")
+    x = np.random.default_rng(0).normal(size=(1, 8, 8)).astype("float32")
+    layer.build(x.shape, x.shape)
+    sums, count, idle = (variable(layer, n) for n in ("sum", "count", "idle_calls"))
+    # A count fades to this, and its sum with it.
+    codes = to_numpy(sums)
+    count.assign(np.full(count.shape, 0.01))
+    sums.assign(codes * 0.01)
+    idle.assign(np.full(idle.shape, 1e6))
+    layer(x, x, use_causal_mask=True, training=True)
+    used = to_numpy(idle) == 0
+    assert used.any() and not used.all()
+    assert (to_numpy(idle)[~used] == 1e6 + 1).all()
+    moved = np.abs(to_numpy(sums) / to_numpy(count)[..., None] - codes).max(-1) > 1e-4
+    np.testing.assert_array_equal(moved, used)
+
+
+def test_features_are_drawn_again_after_millions_of_draws():
+    layer, x = make_performer(), np.ones((1, 4, 8), "float32")
+    layer.build(x.shape, x.shape)
+    # A seed, and the number of draws.
+    generator = variable(layer, "seed_generator_state")
+    state = to_numpy(generator).copy()
+    state[1] = 4_000_000
+    generator.assign(state)
+    variable(layer, "calls_since_redraw").assign(INTERVAL)
+    projection = variable(layer, "projection")
+    before = to_numpy(projection).copy()
+    layer(x, x, use_causal_mask=True, training=True)
+    assert np.abs(to_numpy(projection) - before).max() > 0.1
+    assert int(to_numpy(variable(layer, "calls_since_redraw"))) == 1
+    assert to_numpy(generator)[1] > 4_000_000
