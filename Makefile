@@ -20,18 +20,44 @@ comma := ,
 TRAIN_SETUP = $(VENV)/.installed-examples-$(TRAIN_BACKEND)
 TEST_SETUP = $(VENV)/.installed-test-$(subst $(space),-,$(TEST_BACKENDS))
 
+DOCS_SETUP = $(VENV)/.installed-docs
+EXPORT_SETUP = $(VENV)/.installed-test-export
 TPU_SETUP = $(VENV)/.installed-test-jax-tpu-compile
 
 FORCED_CONTRACT = TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -q -n 2 \
     tests/contract -k "favor+ and not favor++"
 
-.PHONY: train test test-accelerators lint
+.PHONY: train train-teacher test test-accelerators test-export docs fuzz kills long-runs lint package
 
 train: $(TRAIN_SETUP)
 	$(VENV)/bin/python examples/train_byte_lm.py --backend $(TRAIN_BACKEND) $(ARGS)
 
+# The byte model that examples/distill_byte_lm.py converts, kept in runs/teacher.
+train-teacher: $(TRAIN_SETUP)
+	$(VENV)/bin/python examples/distill_byte_lm.py --only-teacher \
+	    --backend $(TRAIN_BACKEND) $(ARGS)
+
 test: $(TEST_SETUP)
 	$(VENV)/bin/python tests/run_matrix.py $(TEST_BACKENDS) -- $(ARGS)
+
+# Random calls of every layer: ten thousand a backend, others with another FUZZ_SEED.
+fuzz: $(TEST_SETUP)
+	for backend in $(TEST_BACKENDS); do \
+	    FUZZ_EXAMPLES=$(or $(FUZZ_EXAMPLES),10000) FUZZ_SEED=$(or $(FUZZ_SEED),1) \
+	    KERAS_BACKEND=$$backend $(VENV)/bin/python -m pytest -q tests/fuzz \
+	        $(ARGS) || exit 1; \
+	done
+
+# Training that is killed at random moments, ten times a backend, and goes on.
+kills: $(TEST_SETUP)
+	for backend in $(TEST_BACKENDS); do \
+	    KERAS_BACKEND=$$backend $(VENV)/bin/python -m tests.examples.kill_training \
+	        $(ARGS) || exit 1; \
+	done
+
+# Streams of 100,000 positions, and a million steps of codes and counters.
+long-runs: $(TEST_SETUP)
+	KERAS_BACKEND=jax $(VENV)/bin/python -m tests.long_runs $(ARGS)
 
 # Attention layers compiled for a TPU that need not be there, and the contract of
 # PerformerAttention with the kernels, interpreted.
@@ -41,12 +67,46 @@ test-accelerators: $(TPU_SETUP)
 	KERAS_BACKEND=jax JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest -q -n 2 -rP \
 	    tests/accelerators $(ARGS)
 
+# What other runtimes give for exported layers and models.
+test-export: $(EXPORT_SETUP)
+	for backend in tensorflow jax; do \
+	    KERAS_BACKEND=$$backend $(VENV)/bin/python -m pytest -q -n 2 -m export \
+	        tests/export $(ARGS) || exit 1; \
+	done
+
+# The documentation, in site; every warning is an error.
+docs: $(DOCS_SETUP)
+	$(VENV)/bin/mkdocs build --strict
+
 lint: $(TEST_SETUP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
+# The source distribution and the wheel, in dist. The wheel is installed into an
+# environment of its own, where README's examples and a script of examples run.
+package:
+	rm -rf dist $(VENV)-release $(VENV)-package
+	$(PYTHON) -m venv $(VENV)-release
+	$(VENV)-release/bin/pip install --quiet "build>=1.2" "twine>=6"
+	$(VENV)-release/bin/python -m build --outdir dist .
+	$(VENV)-release/bin/twine check --strict dist/*
+	$(PYTHON) -m venv $(VENV)-package
+	$(VENV)-package/bin/pip install --quiet -c constraints.txt \
+	    "$$(ls $(CURDIR)/dist/*.whl)[examples,$(TRAIN_BACKEND)]"
+	.ci/check_package $(abspath $(VENV)-package) $(TRAIN_BACKEND)
+
 $(TPU_SETUP): $(TEST_SETUP)
 	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[test,jax,tpu-compile]"
+	touch $@
+
+$(EXPORT_SETUP): $(TEST_SETUP)
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[test,tensorflow,jax,export]"
+	touch $@
+
+# The pages are made from the source, which need not be installed.
+$(DOCS_SETUP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[docs]"
 	touch $@
 
 # A stamp records a finished installation, so that a second run installs nothing.

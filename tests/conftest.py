@@ -1,5 +1,8 @@
+import contextlib
+import functools
 import gc
 import os
+import weakref
 
 import pytest
 
@@ -40,24 +43,61 @@ def backend():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def optimizers_are_built_before_steps_are_traced():
-    """TensorFlow traces a step that creates variables a second time.
+def short_training_is_not_traced():
+    """On TensorFlow, models that are compiled by default run their steps eagerly.
 
-    Yields what Keras has, for tests that are to train as users do.
+    Tracing takes longer than the few steps of a test. A test of compiled steps says
+    `jit_compile=True` or `False`. Optimizers are built first: TensorFlow traces a step
+    that creates variables a second time.
+
+    Yields a context without this, for code that is to train as users do.
     """
     import keras
 
-    make_train_function = keras.Model.make_train_function
     if keras.backend.backend() != "tensorflow":
-        yield make_train_function
+        yield contextlib.nullcontext
         return
+    # Loaded models are compiled only if their class has the `compile` of this one.
+    trainer = next(base for base in keras.Model.__mro__ if "compile" in vars(base))
+    compile_model = trainer.compile
+    makers = {
+        name: getattr(keras.Model, name)
+        for name in (
+            "make_train_function",
+            "make_test_function",
+            "make_predict_function",
+        )
+    }
+    by_default = weakref.WeakSet()
 
-    def build_first(model, force=False):
-        optimizer = model.optimizer
-        if model.built and not optimizer.built:
+    def remember(model, *args, jit_compile="auto", **kwargs):
+        (by_default.add if jit_compile == "auto" else by_default.discard)(model)
+        return compile_model(model, *args, jit_compile=jit_compile, **kwargs)
+
+    def make(model, force=False, *, name):
+        optimizer = getattr(model, "optimizer", None)
+        if model.built and optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
-        return make_train_function(model, force)
+        chosen = model.run_eagerly
+        model.run_eagerly = chosen or model in by_default
+        try:
+            return makers[name](model, force)
+        finally:
+            model.run_eagerly = chosen
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keras.Model, "make_train_function", build_first)
-        yield make_train_function
+    patch = pytest.MonkeyPatch()
+
+    def set_up():
+        patch.setattr(trainer, "compile", remember)
+        for name in makers:
+            patch.setattr(keras.Model, name, functools.partialmethod(make, name=name))
+
+    @contextlib.contextmanager
+    def as_users_do():
+        patch.undo()
+        yield
+        set_up()
+
+    set_up()
+    yield as_users_do
+    patch.undo()

@@ -4,6 +4,7 @@ Usage: python tests/run_matrix.py [BACKEND ...] [-- PYTEST ARGUMENTS]
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,10 @@ import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+COMPILED = ROOT / ".jax_cache"
+# One run of all tests has some 100 MiB.
+MOST_BYTES = 2**29
 BACKENDS = ("tensorflow", "jax", "torch")
 OUTCOMES = ("passed", "failed", "skipped")
 
@@ -22,8 +27,8 @@ def run_backend(backend, arguments, report, last):
         "KERAS_BACKEND": backend,
         # The threads of two processes would wait for each other.
         "OMP_NUM_THREADS": "1",
-        # What one process of JAX has compiled, the others load.
-        "JAX_COMPILATION_CACHE_DIR": str(report.with_suffix("")),
+        # What one process of JAX has compiled, others load, in the next run too.
+        "JAX_COMPILATION_CACHE_DIR": str(COMPILED),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
@@ -34,11 +39,12 @@ def run_backend(backend, arguments, report, last):
     command += ["--dist", "loadscope"]
     # In the order of the folders: the last modules are short, and nobody waits long.
     command += ["--no-loadscope-reorder"]
-    command += [f"--junitxml={report}"]
-    command += ["-m", "not tpu_compile" + ("" if last else " and not any_backend")]
+    # Warnings, of Keras for the most part, would bury what failed.
+    command += [f"--junitxml={report}", "--disable-warnings"]
+    chosen = "not tpu_compile and not export"
+    command += ["-m", chosen + ("" if last else " and not any_backend")]
     command += arguments
-    root = Path(__file__).resolve().parent.parent
-    return subprocess.run(command, cwd=root, env=environment).returncode
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 
 def count(report):
@@ -58,6 +64,8 @@ def main(arguments):
         backends, pytest_arguments = arguments[:split], arguments[split + 1 :]
     else:
         backends, pytest_arguments = arguments, []
+    if sum(file.stat().st_size for file in COMPILED.glob("*")) > MOST_BYTES:
+        shutil.rmtree(COMPILED)
     rows, statuses = {}, []
     backends = backends or BACKENDS
     with tempfile.TemporaryDirectory() as folder:

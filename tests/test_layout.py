@@ -17,9 +17,11 @@ MODULES = {
 }
 # Each floor, and the floors that it may import from.
 FLOORS = {
-    "benchmark": {"benchmark", "models", "layers", "ops"},
-    "models": {"models", "layers", "ops"},
-    "layers": {"layers", "ops"},
+    "benchmark": {"benchmark", "models", "layers", "distribution", "ops"},
+    "models": {"models", "layers", "distribution", "ops"},
+    "layers": {"layers", "distribution", "ops"},
+    # Layers ask it how to attend to sequences that devices share.
+    "distribution": {"distribution", "ops"},
     "ops": {"ops"},
 }
 MOST_PARAMETERS = 8

@@ -4,6 +4,7 @@ import inspect
 
 import keras_hub
 import numpy as np
+import pytest
 
 from keras_efficient_attn.benchmark import cli
 from keras_efficient_attn.models import (
@@ -17,6 +18,7 @@ from tests.models.tasks.test_causal_lm import generate, greedy, prompts
 from tests.outside import SquareAttention
 
 
+@pytest.mark.any_backend
 def test_it_is_short_and_under_the_contract():
     assert len(inspect.getsource(SquareAttention).splitlines()) <= 60
     assert SquareAttention in {case.layer for case in CASES}
@@ -34,6 +36,7 @@ def test_it_stands_in_a_backbone_and_streams_in_generate():
     )
 
 
+@pytest.mark.any_backend
 def test_it_has_a_row_with_operations_in_the_benchmark(capsys):
     arguments = ["--import", "tests.outside", "--layers", "square", "--lengths", "32"]
     arguments += ["--heads", "2", "--head-dim", "4", "--repeats", "1"]

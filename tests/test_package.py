@@ -4,13 +4,13 @@ import importlib
 import pkgutil
 import subprocess
 import sys
-from pathlib import Path
 
 import keras
 import pytest
 
 import keras_efficient_attn
 from keras_efficient_attn import layers
+from tests import readme
 
 BACKENDS = {"tensorflow", "jax", "torch"}
 # The base of all attention layers is exported, but is not in saved files.
@@ -63,30 +63,14 @@ def test_every_layer_is_exported():
     assert registered - PARTS == EXPORTED
 
 
-def test_the_examples_of_the_readme_run(
-    monkeypatch, optimizers_are_built_before_steps_are_traced
-):
-    monkeypatch.setattr(
-        keras.Model,
-        "make_train_function",
-        optimizers_are_built_before_steps_are_traced,
-    )
-    readme = Path(__file__).resolve().parent.parent / "README.md"
-    drop_in, language_model, swapped = (
-        run_code(part.split("```")[0])
-        for part in readme.read_text().split("```python\n")[1:]
-    )
+def test_the_examples_of_the_readme_run(short_training_is_not_traced):
+    with short_training_is_not_traced():
+        drop_in, language_model, swapped = readme.run_examples()
+        generated = language_model["model"].generate("def ", max_length=100)
     assert drop_in["model"].output_shape == (None, None, 256)
-    generated = language_model["model"].generate("def ", max_length=100)
     assert generated.startswith("def ") and len(generated) > len("def ")
     report = swapped["swap_report"](
         *(swapped[n] for n in ("trained", "efficient", "batch"))
     )
     assert [layer.replaced for layer in report.layers] == [True, True]
     assert 0 < report.layers[-1].residual < 0.5
-
-
-def run_code(code):
-    scope = {}
-    exec(code, scope)
-    return scope

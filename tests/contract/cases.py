@@ -192,6 +192,7 @@ CASES = [
     ),
     linear("elu", variant=False),
     linear("hedgehog", feature_map="hedgehog"),
+    performer("learned", feature_map="learned", window=5, cross=False),
     performer("callable-sum", feature_map=squared_relu, normalize=False),
     performer(
         "window",
@@ -236,6 +237,7 @@ CASES = [
         assignment="soft",
         sigma=0.7,
         learn_sigma=True,
+        learn_weights=True,
     ),
     Case(
         "fourier",

@@ -29,7 +29,7 @@ MOST = {
     "sparse:stride=16": 140,
     "sparse:stride=16,pattern=fixed": 140,
     "adaptive-span:max_span=32": 90,
-    "xl:memory_length=32": 90,
+    "xl:memory_length=32": 95,
     "softmax": 100,
 }
 

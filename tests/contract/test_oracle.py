@@ -46,7 +46,7 @@ def test_lengths(case, lengths):
     layer, causal = case.built(), case.usual
     query, value = inputs(length=lengths[0]), inputs(length=lengths[1], seed=5)
     if lengths[0] != lengths[1] and not case.cross:
-        with pytest.raises(ValueError, match="same positions"):
+        with pytest.raises(ValueError, match="must have the same length"):
             layer(query, value)
         return
     key = inputs(length=lengths[1], seed=6)

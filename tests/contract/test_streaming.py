@@ -1,5 +1,6 @@
 """Point 5: the whole sequence, any segments of it and single tokens agree."""
 
+import keras
 import numpy as np
 import pytest
 from keras import ops
@@ -66,6 +67,18 @@ def test_gradients_flow_through_the_state_or_end_there(causal_case):
     np.testing.assert_allclose(
         streamed, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max()
     )
+
+
+@pytest.mark.once_a_layer
+def test_a_keras_layer_may_hold_the_state(causal_case):
+    layer, x = causal_case.built(), inputs()
+    length = LENGTH if layer.state_grows else None
+    holder = keras.layers.Layer()
+    holder.state = layer.get_initial_state(BATCH, length)
+    token = ops.convert_to_tensor(x[:, :1])
+    output, _ = layer(token, token, use_causal_mask=True, state=holder.state)
+    alone = layer(token, token, use_causal_mask=True)
+    np.testing.assert_allclose(to_numpy(output), to_numpy(alone), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.once_a_layer

@@ -1,0 +1,48 @@
+"""The examples in docstrings of the package run, and print what they say."""
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import keras_efficient_attn
+
+PACKAGE = Path(keras_efficient_attn.__file__).parent
+
+
+def find_examples():
+    """The docstrings of the package that have examples, by their names."""
+    finder, found = doctest.DocTestFinder(exclude_empty=True), {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if ">>>" in path.read_text():
+            parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+            module = importlib.import_module(".".join(parts))
+            found.update((test.name, test) for test in finder.find(module))
+    return {name: test for name, test in found.items() if test.examples}
+
+
+class Checker(doctest.OutputChecker):
+    """Takes the shapes of all backends for tuples."""
+
+    def check_output(self, want, got, optionflags):
+        got = re.sub(r"(?:TensorShape|torch\.Size)\(\[(.*?)\]\)", self.as_tuple, got)
+        return super().check_output(want, got, optionflags)
+
+    @staticmethod
+    def as_tuple(match):
+        sizes = match[1].split(", ") if match[1] else []
+        return f"({', '.join(sizes)}{',' * (len(sizes) == 1)})"
+
+
+EXAMPLES = find_examples()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_print_what_they_say(name):
+    report = []
+    runner = doctest.DocTestRunner(checker=Checker(), verbose=False)
+    # Names that the example does not import are not those of its module.
+    EXAMPLES[name].globs = {}
+    assert not runner.run(EXAMPLES[name], out=report.append).failed, "".join(report)
