@@ -53,7 +53,7 @@ def parse_arguments(argv):
     add("--halting-bias", type=float, default=1.0)
     parser.add_training(steps=None, batch=64, learning_rate=None)
     add("--test-sequences", type=positive, default=4096)
-    parser.add_seed_and_verbose(verbose=2)
+    parser.add_seed_and_verbose()
     parser.add_out("runs/adaptive_computation", "the picture")
     arguments = parser.parse_args(argv)
     if "addition" in arguments.tasks and (arguments.size or 1) > MAX_DIGITS:

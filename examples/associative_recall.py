@@ -65,7 +65,7 @@ def parse_arguments(argv):
     add = parser.add_argument
     add("--task", choices=TASKS, default="recall")
     parser.add_attention(
-        [], "contestants, with options; default: those of the task, README's"
+        [], "contestants, with options; default: those of docs/benchmarks/recall.md"
     )
     add("--pairs", nargs="+", type=positive, help="keys in a sequence")
     add("--writes", type=positive, default=2, help="of each key, for forgetting")

@@ -61,11 +61,20 @@ class Parser(argparse.ArgumentParser):
         )
         self.add_argument("--learning-rate", type=positive_float, default=learning_rate)
 
-    def add_seed_and_verbose(self, verbose=1):
+    def add_seed_and_verbose(self):
         """Adds `--seed` and `--verbose`."""
         self.add_argument("--seed", type=natural, default=0)
+        self.add_verbose()
+
+    def add_verbose(self):
+        """Adds `--verbose`, by default a bar on a terminal and lines elsewhere."""
         self.add_argument(
-            "--verbose", type=int, default=verbose, help="0: nothing while training"
+            "--verbose",
+            type=int,
+            choices=(0, 1, 2),
+            default=show_progress(),
+            help="while training: 0 prints nothing, 1 a progress bar, 2 one line per "
+            "epoch; default: 1 on a terminal, 2 elsewhere",
         )
 
     def add_out(self, default, contents):
@@ -103,6 +112,11 @@ def command(parse_arguments):
         return main
 
     return decorate
+
+
+def show_progress():
+    """Keras' `verbose`: bars, whose control characters only a terminal understands."""
+    return 1 if sys.stdout.isatty() else 2
 
 
 def select_backend(backend):

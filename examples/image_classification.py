@@ -37,7 +37,7 @@ def parse_arguments(argv):
     add("--batch", type=positive, default=64, help="images of a batch")
     add("--learning-rate", type=positive_float, default=2e-3)
     add("--seeds", type=positive, default=3, help="trainings of each, from --seed on")
-    parser.add_seed_and_verbose(verbose=2)
+    parser.add_seed_and_verbose()
     parser.add_out("runs/image_classes", "the picture")
     return parser.parse_args(argv)
 

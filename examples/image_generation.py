@@ -35,7 +35,7 @@ def parse_arguments(argv):
         "local2d, local2d-blocks, local1d, strided, fixed, softmax, or a layer with "
         "options",
     )
-    return parse_images(parser, argv, steps=400, layers=3, out="runs/images", verbose=1)
+    return parse_images(parser, argv, steps=400, layers=3, out="runs/images")
 
 
 @command(parse_arguments)

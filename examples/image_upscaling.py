@@ -32,9 +32,7 @@ def parse_arguments(argv):
         "of the decoder: local2d, local1d, strided, fixed, softmax, or a layer with "
         "options",
     )
-    return parse_images(
-        parser, argv, steps=600, layers=2, out="runs/upscaling", verbose=2
-    )
+    return parse_images(parser, argv, steps=600, layers=2, out="runs/upscaling")
 
 
 @command(parse_arguments)

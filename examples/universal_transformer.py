@@ -54,7 +54,7 @@ def parse_arguments(argv):
     add("--halting-bias", type=float, default=-1.0)
     parser.add_training(steps=800, batch=64, learning_rate=1e-3)
     add("--test-sequences", type=positive, default=256)
-    parser.add_seed_and_verbose(verbose=2)
+    parser.add_seed_and_verbose()
     arguments = parser.parse_args(argv)
     if arguments.train_length < 3 or min(arguments.test_lengths) < 3:
         raise UsageError(

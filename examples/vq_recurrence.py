@@ -35,7 +35,7 @@ def parse_arguments(argv):
     parser.add_training(steps=600, batch=16, learning_rate=2e-3, rows="segments")
     add("--seeds", nargs="+", type=natural, default=[0])
     add("--test-bytes", type=positive, default=2**17)
-    add("--verbose", type=int, default=1, help="0: nothing while training")
+    parser.add_verbose()
     return parser.parse_args(argv)
 
 

@@ -15,7 +15,7 @@ from byte_lm.checkpoints import Checkpoints, write_text
 from byte_lm.finite_steps import keep_finite
 from byte_lm.model import BitsPerByte, build_model, check_attention
 from byte_lm.sampling import sample
-from command_line import UsageError, make_folder
+from command_line import UsageError, make_folder, show_progress
 from keras_efficient_attn import AdaptiveSpan
 from keras_efficient_attn.layers import TrimSpans, plot_spans
 from step_clock import StepClock
@@ -207,6 +207,7 @@ def train(model, splits, arguments, checkpoints, record):
             validation_data=validation,
             validation_batch_size=evaluation_batch(arguments),
             callbacks=callbacks,
+            verbose=show_progress(),
         )
 
 

@@ -3,13 +3,13 @@
 from command_line import natural, positive
 
 
-def parse_images(parser, argv, steps, layers, out, verbose):
+def parse_images(parser, argv, steps, layers, out):
     """Adds the size of images and models, training and pictures; returns what is given.
 
     Args:
         parser: A `Parser` with the script's own arguments.
         argv: The command line.
-        steps, layers, out, verbose: Defaults.
+        steps, layers, out: Defaults.
     """
     add = parser.add_argument
     add("--size", type=positive, default=16, help="rows and columns of a patch")
@@ -19,7 +19,7 @@ def parse_images(parser, argv, steps, layers, out, verbose):
     add("--test-images", type=positive, default=200, help="at most")
     add("--samples", type=natural, default=8, help="of each kind; 0 writes none")
     parser.add_out(out, "the PNGs")
-    parser.add_seed_and_verbose(verbose=verbose)
+    parser.add_seed_and_verbose()
     arguments = parser.parse_args(argv)
     if not 2 <= arguments.levels <= 256:
         parser.error(f"--levels must be 2 to 256; received {arguments.levels}")

@@ -41,6 +41,7 @@ class Parser(argparse.ArgumentParser):
 def parse_arguments(argv):
     parser = Parser(
         prog="python -m keras_efficient_attn.benchmark",
+        usage="%(prog)s [options]",
         description="Which attention is fastest on this machine, at your shape.",
         epilog="A length is given up for a contestant, and longer ones are skipped, "
         "when it runs out of time or memory; the table says so.",
@@ -63,27 +64,50 @@ def parse_arguments(argv):
         metavar="MODULE",
         help="modules of your own that register layers",
     )
-    add("--lengths", nargs="+", type=_positive, default=list(Settings.lengths))
-    add("--heads", type=_positive, default=Settings.heads)
-    add("--head-dim", type=_positive, default=Settings.head_dim)
-    add("--batch", type=_positive, default=Settings.batch)
-    add("--dtype", choices=DTYPES, default=Settings.dtype, help="Keras' dtype policy")
+    add(
+        "--lengths",
+        nargs="+",
+        type=_positive,
+        default=list(Settings.lengths),
+        metavar="N",
+        help=f"default: {' '.join(map(str, Settings.lengths))}",
+    )
+    for option, default in (
+        ("--heads", Settings.heads),
+        ("--head-dim", Settings.head_dim),
+        ("--batch", Settings.batch),
+        ("--repeats", Settings.repeats),
+    ):
+        add(
+            option,
+            type=_positive,
+            default=default,
+            metavar="N",
+            help="default: %(default)s",
+        )
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default=Settings.dtype,
+        metavar="POLICY",
+        help=f"Keras' dtype policy: {', '.join(DTYPES)}; default: %(default)s",
+    )
     add(
         "--mode",
         choices=MODES,
         default=Settings.mode,
         help="forward; train: with the gradients of inputs and weights; decode: one "
-        "position at a time after LENGTH others",
+        "position at a time after N others; default: %(default)s",
     )
     add("--causal", action="store_true", help="as decode and --model always are")
     add("--backend", choices=BACKENDS, help="default: as Keras is configured")
-    add("--repeats", type=_positive, default=Settings.repeats)
     add(
         "--time-limit",
         type=_positive_float,
         default=Settings.time_limit,
         metavar="SECONDS",
-        help="computing time of a contestant at one length, with compilation",
+        help="computing time per contestant and length, compilation included; "
+        "default: %(default)s",
     )
     add("--out", type=Path, metavar="DIR", help="folder for CSV, JSON and PNG files")
     add(
@@ -142,7 +166,9 @@ def _estimate(settings, target, out):
 
 
 def _progress_bar(steps):
-    return keras.utils.Progbar(steps, unit_name="call")
+    # Only a terminal understands the control characters of a bar.
+    verbose = 1 if sys.stdout.isatty() else 2
+    return keras.utils.Progbar(steps, unit_name="call", verbose=verbose)
 
 
 def _check_backend(backend):

@@ -1,11 +1,15 @@
-"""Pictures of time and memory over length, readable in black and white."""
+"""Pictures of time and memory over length."""
+
+from keras_efficient_attn.benchmark.settings import SOFTMAX
 
 FIELDS = {
-    "time": ("seconds", "seconds"),
-    "memory": ("memory_bytes", "bytes at the peak"),
+    "time": ("seconds", "milliseconds", 1e3),
+    "memory": ("memory_bytes", "MiB at the peak", 2**-20),
 }
+# Okabe and Ito's colours, which the colour-blind can tell apart; softmax is grey.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+SOFTMAX_COLOR = "#888888"
 MARKERS = "osD^vP*X<>"
-LINES = ("-", "--", "-.", ":")
 
 
 def write_plots(comparison, folder):
@@ -25,66 +29,59 @@ def write_plots(comparison, folder):
     from matplotlib.figure import Figure
 
     written = []
-    for name, (field, label) in FIELDS.items():
+    for name, (field, unit, scale) in FIELDS.items():
         figure = Figure(figsize=(7.5, 4.5), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
-        if not draw(axes, comparison, field):
+        if not draw(axes, comparison, field, scale):
             continue
         settings = comparison.settings
         axes.set_xlabel("length")
-        axes.set_ylabel(f"{label} a position" if _per_token(name, settings) else label)
+        per_token = name == "time" and settings.mode == "decode"
+        axes.set_ylabel(f"{unit} per token" if per_token else unit)
         axes.set_title(f"{settings.mode}, {settings.backend}, {settings.dtype}")
         written.append(folder / f"{name}.png")
         figure.savefig(written[-1], dpi=150)
     return written
 
 
-def draw(axes, comparison, field):
-    """Draws a line a contestant, with its name at the end; whether there were any."""
-    ends = []
-    for i, contestant in enumerate(comparison.contestants()):
+def draw(axes, comparison, field, scale):
+    """Draws one line per contestant and their legend.
+
+    Args:
+        axes: Axes of matplotlib.
+        comparison: `Comparison`.
+        field: Name of a field of `Record`.
+        scale: Factor from the field's unit to that of the picture.
+
+    Returns:
+        Whether there were points to draw.
+    """
+    lengths, lines = set(), []
+    others = [name for name in comparison.contestants() if name != SOFTMAX]
+    for contestant in comparison.contestants():
         points = {n: y for n, y in comparison.series(contestant, field).items() if y}
         if not points:
             continue
-        lengths, values = zip(*sorted(points.items()), strict=True)
-        shade = str(0.0 if i % 2 == 0 else 0.45)
-        axes.loglog(
-            lengths,
-            values,
-            color=shade,
-            linestyle=LINES[i % len(LINES)],
-            marker=MARKERS[i % len(MARKERS)],
+        lengths.update(points)
+        # The place of softmax is 0.
+        place = 0 if contestant == SOFTMAX else 1 + others.index(contestant)
+        (line,) = axes.loglog(
+            sorted(points),
+            [scale * points[length] for length in sorted(points)],
+            color=COLORS[(place - 1) % len(COLORS)] if place else SOFTMAX_COLOR,
+            marker=MARKERS[place % len(MARKERS)],
             markersize=5,
+            label=contestant,
         )
-        ends.append((values[-1], lengths[-1], f" {contestant}", shade))
-    if not ends:
+        lines.append(line)
+    if not lines:
         return False
-    axes.set_xscale("log", base=2)
+    # The legend has the order of the lines' ends, from above.
+    lines.sort(key=lambda line: -line.get_ydata()[-1])
+    axes.figure.legend(handles=lines, loc="outside lower center", ncols=2, fontsize=8)
+    axes.set_xticks(sorted(lengths), [f"{length:,}" for length in sorted(lengths)])
+    axes.minorticks_off()
     axes.grid(True, which="major", linewidth=0.3)
-    _label(axes, sorted(ends))
+    axes.yaxis.set_major_formatter(lambda value, position: f"{value:,.6g}")
     return True
-
-
-def _label(axes, ends):
-    """Writes names beside the ends of lines, apart from each other."""
-    axes.figure.canvas.draw()
-    height, lowest = 11, -float("inf")
-    for value, length, name, shade in ends:
-        x, y = axes.transData.transform((length, value))
-        # In points, as the offset of an annotation is.
-        y *= 72 / axes.figure.dpi
-        lowest = max(y, lowest + height)
-        axes.annotate(
-            name,
-            (length, value),
-            xytext=(5, lowest - y),
-            textcoords="offset points",
-            color=shade,
-            fontsize=8,
-            va="center",
-        )
-
-
-def _per_token(name, settings):
-    return name == "time" and settings.mode == "decode"
