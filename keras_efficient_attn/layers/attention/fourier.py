@@ -101,6 +101,10 @@ class FourierAttention(EfficientAttention):
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
         `use_causal_mask`, `return_attention_scores`, `state`.
 
+    Returns:
+        As `EfficientAttention`: `(batch, query_length, output_dim)`, with the scores or
+        the new state if they are asked for.
+
     Raises:
         ValueError: If an argument is invalid, or given for a form that has no use for
             it; if the linear form would have more features than can help, or weights

@@ -102,6 +102,10 @@ class ReformerLSHAttention(EfficientAttention):
         own and see nothing: they give zero heads.
         num_hashes: Optional number of rounds of this call, at most `max_hashes`.
 
+    Returns:
+        As `EfficientAttention`: `(batch, query_length, output_dim)`, with the scores or
+        the new state if they are asked for.
+
     Raises:
         ValueError: If an argument is invalid; on a call if query and key differ in
             shape, `num_hashes` is more than there are rotations for, or a length that

@@ -61,6 +61,10 @@ class SparseAttention(PatternAttention):
         `use_causal_mask`, `return_attention_scores`, `state`. Queries and keys may
         differ in length: position `s` is the same in both.
 
+    Returns:
+        As `EfficientAttention`: `(batch, query_length, output_dim)`, with the scores or
+        the new state if they are asked for.
+
     Raises:
         ValueError: For arguments that make no pattern.
 

@@ -113,6 +113,10 @@ class RelativePositionXL(EfficientAttention):
             begins, which sees nothing before it; or `(batch,)`: whether one begins
             with the segment.
 
+    Returns:
+        As `EfficientAttention`: `(batch, query_length, output_dim)`, with the scores or
+        the new state if they are asked for.
+
     Raises:
         ValueError: For an argument named above that cannot be honoured, or a state of
             another batch size or width.

@@ -145,6 +145,10 @@ class VQAttention(EfficientAttention):
         on JAX, `keras.remat` around a layer that has state is an error of JAX, and on
         TensorFlow it leaves the commitment loss without gradient.
 
+    Returns:
+        As `EfficientAttention`: `(batch, query_length, output_dim)`, with the scores or
+        the new state if they are asked for.
+
     Raises:
         ValueError: If an argument is invalid, or given for an assignment that has no
             use for it.
