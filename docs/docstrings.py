@@ -4,7 +4,7 @@ import re
 
 import griffe
 
-# From a prompt to the next empty line.
+# Matches from a prompt to the next empty line.
 EXAMPLE = re.compile(r"^>>> .*(?:\n.+)*", re.M)
 
 

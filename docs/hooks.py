@@ -21,11 +21,11 @@ def on_files(files, config):
 
 
 def page_of(script):
-    """Markdown of a script: its texts, and blocks of the code between them."""
+    """Markdown of a script: its texts, and its code as code blocks."""
     title, description = HEADER.match(script).groups()
     parts = [f"# {title}", description]
     pieces = TEXT.split(HEADER.sub("", script))
-    # Code and texts take turns, and code comes first.
+    # Code and texts alternate, starting with code.
     for i, piece in enumerate(pieces):
         if i % 2:
             parts.append(piece.strip())

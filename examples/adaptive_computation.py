@@ -1,14 +1,14 @@
-"""Parity and addition with RNNs that choose how long to think.
+"""Parity and addition with RNNs with adaptive computation time.
 
     python examples/adaptive_computation.py
     python examples/adaptive_computation.py --tasks parity --size 16 --steps 9000
 
-The tasks of Graves, 2016, smaller: whether an odd number of the entries of a vector is
-1, at one go; and running sums of numbers, digit by digit. Each RNN trains without
-adaptive computation time and with it, for each ponder cost; a table has the accuracy on
-sequences drawn anew (8 entries make 510 vectors, which training has all seen) and
-the steps taken by difficulty (how many entries, how many digits), and a picture of
-both is left in `--out`.
+Smaller versions of the tasks of Graves, 2016: whether an odd number of a vector's
+entries is 1, in one position; and running sums of numbers, digit by digit. Each RNN
+trains without adaptive computation time and with it, for each ponder cost. A table
+shows the accuracy on newly drawn sequences (8 entries make 510 vectors, all of which
+occur in training) and the steps by difficulty (number of entries or digits). A plot of
+both is written to `--out`.
 """
 
 import sys
@@ -22,12 +22,12 @@ from command_line import (
     positive,
 )
 
-# What a task takes where nothing else is asked for; its size is entries, or digits.
+# The defaults of each task; the size is the number of entries or digits.
 TASKS = {
     "parity": dict(size=8, cell="simple", units=128, steps=1500, learning_rate=1e-3),
     "addition": dict(size=2, cell="lstm", units=64, steps=4000, learning_rate=3e-3),
 }
-# Of numbers whose sums are 64-bit integers.
+# Maximum digits of numbers whose sums fit in 64-bit integers.
 MAX_DIGITS = 17
 # Error in percent, Graves, 2016: vectors of 64 entries and a simple cell of 128 units;
 # an LSTM cell of 512.
@@ -66,10 +66,10 @@ def parse_arguments(argv):
 
 @command(parse_arguments)
 def main(arguments):
-    """Trains the RNNs of each task, and prints and draws what they learnt."""
+    """Trains the RNNs of each task, and prints and plots the results."""
     make_folder(arguments.out)
     picture = arguments.out / "steps.png"
-    # These import Keras, which reads the backend once.
+    # Imported here because Keras reads the backend on import.
     from pondering import tasks
     from pondering.pictures import write_picture
     from pondering.training import train_and_measure
@@ -94,7 +94,7 @@ def main(arguments):
 
 
 def table(measured):
-    """Sequences without a mistake; steps, and accuracy, by difficulty."""
+    """A table of correct sequences, and of steps and accuracy by difficulty."""
     difficulties = list(measured[0][1]["by_difficulty"])
     header = ["ponder cost", "right", "steps"]
     header += [f"at {difficulty}" for difficulty in difficulties]

@@ -1,26 +1,25 @@
-"""Compares what attention layers recall with the bytes of their states.
+"""Compares the recall of attention layers with their state sizes.
 
     python examples/associative_recall.py
     python examples/associative_recall.py --task forgetting --dim 32 64 --pairs 4 16
     python examples/associative_recall.py --task parity --plot parity.png
 
-`recall`: a sequence has pairs of a key and a value, and then each key again, at which
-the model is to name its value (multi-query associative recall). A model is trained on
-all numbers of `--pairs` in turns, and tested on each. `forgetting`: the same, but each
-key is written `--writes` times, and the last value counts. `parity`: whether the 1s so
-far are odd in number, tested at 2, 4 and 8 times the length of training, where the
+`recall`: a sequence has pairs of a key and a value, then each key again, for which the
+model must predict the value (multi-query associative recall). A model is trained on all
+numbers of `--pairs` alternately, and tested on each. `forgetting`: the same, but each
+key is written `--writes` times, and the last value counts. `parity`: whether the number
+of 1s so far is odd, tested at 2, 4 and 8 times the training length, where only the
 second half of the positions counts.
 
-Contestants have no positions, and all the same depthwise convolution of the last
-`--convolution` positions before attention: it shows a value its key. The delta layers,
-which have one of their own by default, go without that. The bytes are those of the
-attention layers' states, for one row: of softmax, its cache at the longest length.
+All contestants have no positions and the same depthwise convolution over the last
+`--convolution` positions before attention, which connects a value to its key. The delta
+layers do not use their own default convolution. The bytes are those of the attention
+layers' states for one row; for softmax, of its cache at the longest length.
 
-Every run, of one attention, width, learning rate and seed, becomes a line of
-`runs.jsonl` in `--out` when it ends; the command, given again, skips those. With
-several `--learning-rates` the tables have the best for each attention and width. The
-tasks are those of Arora et al., 2023 (arXiv 2312.04927), and Grazzi et al., 2024 (arXiv
-2411.12537).
+Each run (attention, width, learning rate and seed) writes a line to `runs.jsonl` in
+`--out` when it ends; a repeated command skips finished runs. With several
+`--learning-rates` the tables show the best for each attention and width. The tasks are
+from Arora et al., 2023 (arXiv 2312.04927), and Grazzi et al., 2024 (arXiv 2411.12537).
 """
 
 import sys
@@ -125,9 +124,9 @@ def checked(arguments):
 
 @command(parse_arguments)
 def main(arguments):
-    """Trains what is not in `runs.jsonl` yet, and prints the tables."""
+    """Runs the trainings that are missing in `runs.jsonl`, and prints the tables."""
     make_folder(arguments.out)
-    # These import Keras, which reads the backend once.
+    # Imported here because Keras reads the backend on import.
     from associations.results import Runs, plot, tables
     from associations.training import build_model, run
 

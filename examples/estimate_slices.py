@@ -1,10 +1,10 @@
-"""Compiles training of a byte model for slices of TPUs that need not be there.
+"""Compiles training of a byte model for TPU slices that need not be present.
 
     python examples/estimate_slices.py --layers 2 --slices 2x2 4x4
 
-Needs libtpu, `pip install 'keras-efficient-attn[tpu-compile]'`, which one process at a
-time can use. A row of the table has the memory of a step of `fit`, with Adam and
-`mixed_bfloat16`, as the compiler estimates it, and the collectives of the program.
+Needs libtpu, `pip install 'keras-efficient-attn[tpu-compile]'`, which only one process
+at a time can use. A row of the table has the compiler's memory estimate for a step of
+`fit`, with Adam and `mixed_bfloat16`, and the collectives of the program.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import time
 
 from command_line import Parser, UsageError, check_heads, command, positive
 
-# Chips that share the rows of a batch, the weights, and the positions of a sequence.
+# Numbers of chips that split the batch, the weights, and the sequence.
 AXES = ("batch", "model", "sequence")
 MESHES = {
     "2x2": {"data": (4, 1, 1), "model": (1, 4, 1), "sequence": (1, 1, 4)},
@@ -48,8 +48,8 @@ def parse_arguments(argv):
     if arguments.backend not in (None, "jax"):
         raise UsageError(f"--backend {arguments.backend}: this script is for jax")
     arguments.backend = "jax"
-    # Read when JAX is imported. It has several devices, as on a slice: no kernel is
-    # chosen that XLA cannot divide between them.
+    # Read when JAX is imported. With several devices, as on a slice, no kernel is
+    # chosen that XLA cannot partition.
     os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="2")
     return arguments
 
@@ -81,7 +81,7 @@ def make_model(arguments):
 
 
 def describe_state(model, mesh, split_weights):
-    """The state of a step, as shapes that say which chip has what."""
+    """The state of a step, as shapes with shardings."""
     import jax
     import keras
 
@@ -101,7 +101,7 @@ def describe_state(model, mesh, split_weights):
 
     weights = model.trainable_variables
     iterations, learning_rate, *slots = model.optimizer.variables
-    # Adam has two slots for each weight, which lie where the weight does.
+    # Adam has two slots for each weight, with the weight's sharding.
     slots = [describe(slot, weights[i // 2].path) for i, slot in enumerate(slots)]
     return (
         [describe(weight) for weight in weights],
@@ -121,7 +121,7 @@ def describe_batch(rows, length, mesh):
 
 
 def estimate(model, arguments, size, strategy):
-    """A row of the table, but for what it is of."""
+    """A row of the table, without its label."""
     import jax
     import keras
     from jax.experimental import topologies
@@ -142,7 +142,7 @@ def estimate(model, arguments, size, strategy):
     if by_sequence > 1:
         split = SequenceParallel(mesh).scope()
     start = time.perf_counter()
-    # A function of its own: what is split, the cache of programs does not see.
+    # A new function each time: the program cache ignores how tensors are split.
     step = jax.jit(lambda state, data: model.train_step(state, data), donate_argnums=0)
     with planned_for(TARGETS[TARGET].kind), split:
         compiled = step.lower(state, batch).compile()

@@ -4,11 +4,11 @@
     python examples/image_classification.py --attention fourier:radius_per=dimension
     python examples/image_classification.py --dataset cifar10 --patch 4 --layers 6
 
-A vision Transformer in the manner of DeiT, on the handwritten digits of scikit-learn,
-without a download; `--dataset mnist` and `cifar10` come by way of `keras.datasets`.
-Each attention trains once for each seed, and a table compares accuracy and the distance
-between the heads of a layer: the larger, the less one head repeats another. A picture
-of the attention is left in `--out`.
+A vision Transformer like DeiT, on scikit-learn's handwritten digits, without a
+download; `--dataset mnist` and `cifar10` use `keras.datasets`. Each attention trains
+once for each seed. A table compares accuracy and the distance between the heads of a
+layer; a larger distance means less redundant heads. A plot of the attention is written
+to `--out`.
 """
 
 import sys
@@ -44,11 +44,11 @@ def parse_arguments(argv):
 
 @command(parse_arguments)
 def main(arguments):
-    """Trains each attention, and prints the comparison and draws the attention."""
+    """Trains each attention, prints the comparison and plots the attention."""
     images = load(arguments.dataset)
     make_folder(arguments.out)
     picture = arguments.out / "attention.png"
-    # These import Keras, which reads the backend once.
+    # Imported here because Keras reads the backend on import.
     from image_classes.model import build_model
     from image_classes.pictures import write_maps
     from image_classes.training import train_and_measure
@@ -84,7 +84,7 @@ def table(results, images, arguments):
     lines.append("")
     lines.append("distance between heads, mean over the seeds (variance):")
     for result in results:
-        # Over the seeds; then layer by layer, and the mean of the layers.
+        # Mean over the seeds; then per layer, and the mean of the layers.
         layers = result["distances"].mean(0)
         cells = [f"{mean:.3f} ({variance:.3f})" for mean, variance in layers]
         mean, variance = layers.mean(0)

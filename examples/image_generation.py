@@ -1,22 +1,22 @@
-"""Models images pixel by pixel, with attention to the pixels that matter.
+"""Models images pixel by pixel with sparse and local attention.
 
     python examples/image_generation.py
     python examples/image_generation.py --data photos --attention local2d softmax
     python examples/image_generation.py --data cifar10 --attention strided
 
 Each attention trains on the same images, and a table compares bits per dimension on
-images that were held out. Samples, and completions of the upper half of held-out
-images, are written as PNG.
+held-out images. Samples, and completions of the upper half of held-out images, are
+written as PNG.
 
 The images are scikit-learn's handwritten digits, patches of its two photographs, or
 CIFAR-10, which is downloaded. `--data periodic` and `--data text` show which sparse
-pattern suits which data: rows that repeat themselves, or text, which does not.
+pattern suits which data: rows that repeat, or text, which does not repeat.
 
-Names of attention: local2d (rectangles of a quarter of the image, and a quarter
-around), local2d-blocks (the same, and images grow rectangle by rectangle, as in Image
-Transformer, instead of row by row), local1d (two rows), strided and fixed (with the
-length of a row for a stride), softmax; or any layer of this package with options of its
-constructor.
+Names of attention: local2d (rectangles of a quarter of the image, with a halo of a
+quarter), local2d-blocks (the same, with pixels ordered rectangle by rectangle, as in
+Image Transformer, instead of row by row), local1d (two rows), strided and fixed (with
+the length of a row as stride), softmax; or any layer of this package with options of
+its constructor.
 """
 
 import sys
@@ -40,11 +40,11 @@ def parse_arguments(argv):
 
 @command(parse_arguments)
 def main(arguments):
-    """Trains each attention, and prints the comparison and writes the images."""
+    """Trains each attention, prints the comparison and writes the images."""
     if arguments.samples:
         make_folder(arguments.out)
     data = load(arguments.data, arguments.size, arguments.levels, arguments.seed)
-    # This imports Keras, which reads the backend once.
+    # Imported here because Keras reads the backend on import.
     from images.model import make_model, order_of, train_and_measure
 
     names = list(dict.fromkeys(arguments.attention))
@@ -72,7 +72,7 @@ def main(arguments):
 
 
 def write_pictures(model, name, data, arguments):
-    """Samples, and completions under the images that they complete; returns paths."""
+    """Writes samples, and completions below their originals; returns paths."""
     from images.model import complete, order_of
     from images.pictures import write
 

@@ -1,18 +1,18 @@
-"""Writes large images from small ones: an encoder, and a decoder with local attention.
+"""Upscales images with an encoder and a decoder with local attention.
 
     python examples/image_upscaling.py
     python examples/image_upscaling.py --factor 4 --attention local1d
     python examples/image_upscaling.py --data photos --size 16
 
 The small images are the large ones' means over squares of `--factor` by `--factor`
-values. As in Image Transformer (Parmar et al., 2018), the encoder sees all of a small
-image, and the decoder writes the large one value by value, with attention to what is
-near and to the encoder. The table has bits per dimension on held-out images, the same
-when the encoder reads another image, and the root mean square error of one sample of
-each beside that of the small image itself. Small images, samples and originals are
+values. As in Image Transformer (Parmar et al., 2018), the encoder sees the whole small
+image, and the decoder generates the large image value by value, with attention to near
+values and to the encoder. The table has bits per dimension on held-out images, the same
+with another image in the encoder, and the root mean square error of one sample per
+image, next to that of the small image itself. Small images, samples and originals are
 written as PNG.
 
-Names of attention are those of examples/image_generation.py.
+For names of attention see examples/image_generation.py.
 """
 
 import sys
@@ -41,7 +41,7 @@ def main(arguments):
     if arguments.samples:
         make_folder(arguments.out)
     data = load(arguments.data, arguments.size, arguments.levels, arguments.seed)
-    # This imports Keras, which reads the backend once.
+    # Imported here because Keras reads the backend on import.
     from images.upscaling import make_model, shrink, train_and_measure
 
     shrink(data.test[:1], data, arguments.factor)

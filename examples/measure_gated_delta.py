@@ -5,8 +5,8 @@
 
 The operations alone, forward with backward, batch 1, float32, in turns: log decays
 between -0.1 and 0 by head, beta between 0 and 1, keys of norm 1. "First call" counts
-compilation. `--kerashub` adds the rule of KerasHub's Qwen 3.5, which is compiled for
-minutes at lengths beyond 2,048.
+compilation. `--kerashub` adds the rule of KerasHub's Qwen 3.5, which takes minutes to
+compile at lengths beyond 2,048.
 """
 
 import argparse

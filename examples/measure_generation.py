@@ -2,11 +2,12 @@
 
     python examples/measure_generation.py --backend jax
 
-Language models of the same size take turns: this package's with each of `--attention`,
-and KerasHub's GPT-2, whose cache the time of softmax attention depends on. A timed call
+Language models of the same size are timed in turns: this package's with each of
+`--attention`, and KerasHub's GPT-2, whose softmax attention reads a cache. A timed call
 generates 32 tokens, in a loop that is compiled where the backend compiles. Layers whose
-state does not grow read the whole context first. Reading it by softmax takes the square
-of its length, and no time depends on what a cache holds: caches are filled at random.
+state does not grow read the whole context first. Reading it by softmax takes time
+quadratic in its length, and no time depends on a cache's contents, so caches are filled
+at random.
 """
 
 import sys
@@ -69,7 +70,7 @@ def ours(attention, batch, length, arguments):
 
 
 def keras_hub(batch, length, arguments):
-    """The same of KerasHub's GPT-2; its state is `(cache, position)`."""
+    """`(model, step, state)` of KerasHub's GPT-2; its state is `(cache, position)`."""
     import keras_hub
     from keras import ops
 
@@ -97,7 +98,7 @@ def keras_hub(batch, length, arguments):
 
 
 def filled(leaf, length):
-    """A part of a cache of keys after `length` random ones."""
+    """A part of a cache of keys, with `length` random keys."""
     import numpy as np
     from keras import ops
 
@@ -108,7 +109,7 @@ def filled(leaf, length):
 
 
 def measure(batch, length, arguments):
-    """`Timing` of `STEPS` tokens by contestant."""
+    """`Timing` of `STEPS` tokens per contestant."""
     import numpy as np
     from keras import ops
 

@@ -3,10 +3,10 @@
     python examples/measure_patterns.py --backend jax
 
 Whole layers, batch 1, in turns at each length: the strided and the fixed pattern with a
-stride of about the length's root, a window, and Keras' `MultiHeadAttention`, once with
-its causal mask and once with the strided pattern as its mask (whose time does not
-depend on what it masks). Training is forward and backward, for the input and all
-weights.
+stride of about the square root of the length, a window, and Keras'
+`MultiHeadAttention`, once with its causal mask and once with the strided pattern as its
+mask (whose time does not depend on what it masks). Training is forward and backward,
+for the input and all weights.
 """
 
 import math
@@ -50,7 +50,8 @@ def contestants(length, arguments):
     if length <= arguments.softmax_up_to:
         layers[CAUSAL] = keras.layers.MultiHeadAttention(**sizes)
     if length <= arguments.masked_up_to:
-        # Keras' own: this package's softmax takes no mask that differs between queries.
+        # Keras' layer: this package's softmax supports no mask that differs between
+        # queries.
         layers[MASKED] = keras.layers.MultiHeadAttention(**sizes)
     return layers
 
@@ -97,7 +98,7 @@ def measure(length, mode, arguments):
 
 @command(parse_arguments)
 def main(arguments):
-    """Prints the times at each length, their slopes, and where they cross."""
+    """Prints the times at each length, their slopes and their crossovers."""
     from keras_efficient_attn.benchmark import crossover, log_log_slope
 
     print("mode | length | milliseconds of each")

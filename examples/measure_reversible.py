@@ -4,11 +4,11 @@
     python examples/measure_reversible.py --backend tensorflow --mode xla
 
 Each depth is measured with a `ReversibleStack` and with the same stack made by
-`reversible=False`, both of hashed attention and a feed-forward network. Memory is what
-XLA reserves for the compiled step (JAX, and TensorFlow with XLA), the tensors kept for
-the backward pass (PyTorch), or by how much the resident memory of a process of its own
-grows in a step, after one on a short sequence (TensorFlow, eager and in a graph). The
-two are timed in turns.
+`reversible=False`, both of hashed attention and a feed-forward network. Memory is XLA's
+reservation for the compiled step (JAX, and TensorFlow with XLA), the tensors stored for
+the backward pass (PyTorch), or the growth of a separate process's resident memory in a
+step, after a step on a short sequence (TensorFlow, eager and in a graph). Both stacks
+are timed in turns.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def make_stack(depth, reversible, arguments):
 
 
 def prepare(depth, kind, arguments):
-    """`(memory, step)`: callables that give bytes, and run a training step."""
+    """`(memory, step)`: callables that return bytes and run a training step."""
     import keras
     import numpy as np
 
@@ -148,8 +148,8 @@ def on_tensorflow(stack, x, arguments):
         if xla:
             step()
             return xla_dump.temporary_bytes()
-        # What is traced and loaded once does not count, nor do the results: XLA's
-        # temporaries do not have them either.
+        # Exclude one-time tracing and loading, and the results, as XLA's temporaries
+        # do.
         results = step(x[:, :SHORT])
         return peak_increase(step) - sum(t.shape.num_elements() * 4 for t in results)
 
@@ -157,7 +157,7 @@ def on_tensorflow(stack, x, arguments):
 
 
 def in_a_process(depth, kind, argv):
-    """Bytes, from a process of its own."""
+    """Bytes, measured in a separate process."""
     from keras_efficient_attn.benchmark.execution import xla_dump
 
     command = [sys.executable, __file__, *argv, "--memory-of", f"{depth} {kind}"]
@@ -170,7 +170,7 @@ def in_a_process(depth, kind, argv):
             env={
                 **os.environ,
                 "XLA_FLAGS": xla_dump.environment_flags(folder),
-                # What is freed is returned at once, and not counted.
+                # Freed memory is returned to the system at once and not counted.
                 "MALLOC_MMAP_THRESHOLD_": "65536",
             },
         )

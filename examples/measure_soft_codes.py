@@ -3,10 +3,10 @@
     python examples/measure_soft_codes.py --backend jax
 
 A small causal model of bytes is trained with softmax on the source of the Python
-standard library. Then its attention layers get codes for all keys, with the trained
-projections: as many features of Performer; soft codes at random projections; nearest of
-random codes; k-means; and mixtures of Gaussians with widths and weights of their own,
-fitted by expectation-maximisation and, after that, by gradient to the outputs of
+standard library. Then its attention layers use codes for all keys, with the trained
+projections: as many Performer features; soft codes at random projections; the nearest
+of random codes; k-means; and mixtures of Gaussians with individual widths and weights,
+fitted by expectation-maximisation and then by gradient descent to the outputs of
 softmax. The table has the relative error of the layers' outputs, and bits per byte of
 held-out text, mean and standard deviation over the seeds.
 """
@@ -91,7 +91,7 @@ def attention_inputs(model, tokens):
 
 
 def make_layer(name, codes, seed, arguments):
-    """An attention layer that has so many codes, or features, for all keys."""
+    """An attention layer with `codes` codes or features for all keys."""
     from keras_efficient_attn import PerformerAttention, VQAttention
 
     sizes = arguments.heads, arguments.dim // arguments.heads
@@ -106,14 +106,14 @@ def make_layer(name, codes, seed, arguments):
 
 
 def convert(name, codes, teacher, inputs, seed, arguments):
-    """The teacher with another attention, and the relative errors of its layers.
+    """The teacher with another attention, and its layers' relative errors.
 
     Args:
         name: One of `NAMES`.
         codes: Number of codes.
         teacher: The trained model.
         inputs: Pair of lists of its layers' inputs, to fit to and to measure on.
-        seed: Of random codes and projections.
+        seed: Seed of random codes and projections.
         arguments: The parsed arguments.
     """
     import numpy as np
@@ -123,7 +123,7 @@ def convert(name, codes, teacher, inputs, seed, arguments):
     trained = {weight.path: weight for weight in teacher.weights}
     for weight in model.weights:
         if weight.path in trained:
-            # A copy: on JAX, training gives up the buffer of a weight.
+            # A copy: on JAX, training donates the buffer of a weight.
             weight.assign(ops.convert_to_numpy(trained[weight.path]).copy())
     errors = []
     blocks = model.backbone.transformer_layers, teacher.backbone.transformer_layers
@@ -145,7 +145,7 @@ def convert(name, codes, teacher, inputs, seed, arguments):
 
 
 def at_random(layer, seed):
-    """Sets the mixture whose shares are Performer's features over their sum."""
+    """Sets the mixture whose shares are Performer's normalised features."""
     import numpy as np
 
     mixture = {weight.name: weight for weight in layer.weights}
@@ -156,7 +156,7 @@ def at_random(layer, seed):
 
 
 def fit_by_gradient(layer, reference, data, arguments):
-    """Trains codes, widths and weights for the outputs of softmax."""
+    """Trains codes, widths and weights to match the outputs of softmax."""
     import keras
 
     projections = ("query_dense", "key_dense", "value_dense", "output_dense")

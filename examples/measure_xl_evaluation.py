@@ -1,10 +1,10 @@
-"""Times evaluation with a memory against a window that slides token by token.
+"""Times evaluation with a memory against a token-by-token sliding window.
 
     python examples/measure_xl_evaluation.py --backend jax
 
 A Transformer-XL gives each token of a segment a context of at least its memory, in one
-pass over the segment. Without a memory, the same context takes a pass over all of it
-for each token. The model, its weights and the length of the context are the same.
+pass over the segment. Without a memory, the same context takes one pass over the whole
+context per token. The model, its weights and the length of the context are the same.
 """
 
 import sys
@@ -65,7 +65,7 @@ def measure(arguments, context):
 
     program = make_program(with_memory, model)
     lengths = {"memory": arguments.segment, "sliding": context + 1}
-    # A memory that is full: the time does not depend on what it holds.
+    # A full memory: the time does not depend on its contents.
     empty = backbone.get_initial_state(1, max_length=None, memory_length=context)
 
     def tokens_of(name, turn):
@@ -91,7 +91,7 @@ def measure(arguments, context):
 
 @command(parse_arguments)
 def main(arguments):
-    """Prints the times of a token at each context."""
+    """Prints the times per token at each context."""
     print("context | ms a token, memory | ms a token, sliding | times faster")
     for context in arguments.contexts:
         timings = measure(arguments, context)

@@ -3,11 +3,11 @@
     python examples/reformer_duplication.py
     python examples/reformer_duplication.py --length 512 --steps 4000
 
-A sequence is `0 w 0 w`, for random words w; a one-layer causal model learns to write
-the second half. Each model is trained with full attention (of shared queries and keys)
-or with a number of hash rounds, and evaluated with all of them: the weights are the
-same, only the number of rounds differs. The table stands beside the paper's, of length
-1,024 and 150,000 steps.
+A sequence is `0 w 0 w`, for random words w; a one-layer causal model learns to generate
+the second half. Each model is trained with full attention (with shared queries and
+keys) or with a number of hash rounds, and evaluated with all of these settings: the
+weights are the same, only the number of rounds differs. The table also shows the
+paper's results, for length 1,024 and 150,000 steps.
 """
 
 import sys
@@ -73,7 +73,7 @@ def parse_arguments(argv):
 @command(parse_arguments)
 def main(arguments):
     """Trains with each setting, evaluates with all, and prints the table."""
-    # It imports Keras, which reads the backend once.
+    # Imported here because Keras reads the backend on import.
     from duplication.training import accuracies
 
     rows = {}

@@ -3,11 +3,11 @@
     python examples/rl_memory.py
     python examples/rl_memory.py --agents gtrxl lstm --corridor 20 --seeds 5
 
-The T-maze of Bakker, 2001: the first observation says whether the goal is on the left
-or the right of the junction at the corridor's other end; all of the corridor looks the
-same. Agents learn by advantage actor-critic from whole episodes, and act from the state
-of their layers, an observation at a time. The run leaves `curves.csv` and `curves.png`
-in `--out`, and prints a table of how often the goal is found in the end.
+The T-maze of Bakker, 2001: the first observation shows whether the goal is on the left
+or the right of the junction at the corridor's other end; the whole corridor looks the
+same. Agents learn by advantage actor-critic from whole episodes, and act from their
+layers' states, one observation at a time. The run writes `curves.csv` and `curves.png`
+to `--out`, and prints how often the goal is found at the end of training.
 """
 
 import sys
@@ -52,13 +52,13 @@ def parse_arguments(argv):
 
 @command(parse_arguments)
 def main(arguments):
-    """Trains the agents, and writes their curves and prints the table."""
+    """Trains the agents, writes their curves and prints the table."""
     make_folder(arguments.out)
     try:
         import gymnasium  # noqa: F401
     except ImportError as error:
         raise UsageError("gymnasium is not installed: pip install gymnasium") from error
-    # These import Keras, which reads the backend once.
+    # Imported here because Keras reads the backend on import.
     from maze.curves import plot, table, write
     from maze.training import learn
 

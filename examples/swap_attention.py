@@ -1,4 +1,4 @@
-"""Swaps the attention of a trained model, and says what is left of the model.
+"""Replaces the attention of a trained model, and measures the effect.
 
     python examples/swap_attention.py
     python examples/swap_attention.py --preset bert_base_en --out runs/efficient_bert
@@ -6,13 +6,13 @@
         --attention vq:window=32,num_codes=256
 
 Without a preset, it trains a small encoder of bytes first, for about a minute. Every
-attention layer is replaced, and where it can be is fitted to texts that the original
-reads; a table has the cosine between the mean hidden states of the original and of each
-swap on others. With `--window-budget N`, each layer gets a window of its own, N on
-average.
-The first attention in the list then goes on: its errors layer by layer, the time and
-memory of the whole model against the original's, some steps of training to give what
-the original gives, and a preset in the folder of `--out`.
+attention layer is replaced and, where possible, fitted to the original's inputs on
+sample texts. A table has the cosine between the mean hidden states of the original and
+of each converted model on other texts. With `--window-budget N`, each layer gets its
+own window, N on average. For the first attention in the list, the script also shows the
+errors per layer and the time and memory of the whole model compared with the
+original's. It then trains the model for some steps to reproduce the original's outputs,
+and saves a preset in the folder of `--out`.
 """
 
 import sys
@@ -90,13 +90,13 @@ def parse_arguments(argv):
 
 @command(parse_arguments)
 def main(arguments):
-    """Swaps each attention in, and prints how close it is and what it costs."""
+    """Installs each attention, and prints its similarity and cost."""
     make_folder(arguments.out)
     folder = arguments.out
     if any(folder.iterdir()):
         raise UsageError(f"--out {folder}: holds something; choose another folder")
     splits = load_splits(arguments.text)
-    # This imports Keras, which reads the backend once.
+    # Imported here because Keras reads the backend on import.
     from swapping.run import run
 
     run(arguments, splits, folder)

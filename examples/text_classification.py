@@ -5,9 +5,9 @@
     python examples/text_classification.py --csv reviews.csv --attention performer
 
 By default the texts are windows of the Python standard library's source files, and the
-label is the package that a file belongs to; accuracy is that on windows of files that
-were held out. `--csv` takes your own, with the columns `text` and `label`. Each
-attention trains on the same batches, and a table compares accuracy and time.
+label is the package of the file. Accuracy is measured on windows of held-out files.
+`--csv` reads your own texts, from the columns `text` and `label`. Each attention trains
+on the same batches, and a table compares accuracy and time.
 """
 
 import sys
@@ -38,7 +38,7 @@ def main(arguments):
         texts = csv_file(arguments.csv)
     else:
         texts = standard_library(arguments.classes)
-    # This imports Keras, which reads the backend once.
+    # Imported here because Keras reads the backend on import.
     from text_classes.training import make_model, train_and_measure
 
     names = list(dict.fromkeys([arguments.attention, arguments.baseline]))

@@ -5,9 +5,9 @@
     python examples/train_byte_lm.py --compare performer softmax
 
 The text is the Python standard library's own source, or your `--text`. Keras' progress
-bar shows bits per byte. The run leaves `model.keras`, `curve.csv`, `curve.png` and
-`result.json` in `--out`, with checkpoints to go on from with `--resume`. The layers of
-`--attention adaptive-span` are trimmed after each epoch, and leave `spans.png`. The
+bar shows bits per byte. The run writes `model.keras`, `curve.csv`, `curve.png` and
+`result.json` to `--out`, and checkpoints for `--resume`. With `--attention
+adaptive-span` the layers are trimmed after each epoch, and `spans.png` is written. The
 parts are in `byte_lm/`: text and batches, model, checkpoints, sampling, plot.
 """
 
@@ -21,7 +21,7 @@ from command_line import Parser, UsageError, command, natural, not_negative, pos
 
 RESIDUALS = ("pre_norm", "post_norm", "gated", "reversible")
 DTYPES = ("float32", "bfloat16", "mixed_bfloat16", "float16", "mixed_float16")
-# What a resumed run has to have in common with the one that it goes on with.
+# Settings that must be equal to resume a run.
 FIXED = (
     "attention",
     "length",
@@ -105,7 +105,7 @@ def parse_arguments(argv):
 def main(arguments):
     """Trains a model, or one of each attention of `--compare`."""
     try:
-        # These import Keras, which reads the backend once.
+        # Imported here because Keras reads the backend on import.
         if arguments.compare:
             compare(arguments)
         else:
@@ -118,9 +118,9 @@ def main(arguments):
 
 
 def compare(arguments):
-    """Trains each attention in a process of its own, and prints a table.
+    """Trains each attention in a separate process, and prints a table.
 
-    The processes see the same batches, and neither sees the other's memory.
+    The processes see the same batches and do not share memory.
     """
     from byte_lm.model import check_attention
     from byte_lm.results import comparison_table
@@ -130,7 +130,7 @@ def compare(arguments):
         check_attention(attention, arguments.dim, arguments.heads)
         if attention in folders:
             raise UsageError(f"--compare: {attention} twice")
-        # The number keeps apart what differs in other characters only.
+        # The number distinguishes names that differ in other characters only.
         name = re.sub(r"[^\w+.=-]", "_", attention)
         folders[attention] = arguments.out / f"{len(folders) + 1}-{name}"
     results = []

@@ -2,14 +2,14 @@
 
     python examples/train_distributed.py --strategy sequence --devices 4
 
-Without accelerators the devices are virtual ones of the CPU. `--strategy` splits
+Without accelerators the devices are virtual CPU devices. `--strategy` splits
 
-- `data`: the rows of a batch; every device has the model.
+- `data`: the rows of a batch; the model is replicated.
 - `model`: heads, inner widths and tokens, by the backbone's `get_layout_map`.
 - `sequence`: the positions, by `SequenceParallel`.
-- `none`: nothing: one device, whose losses the others have to rounding.
+- `none`: nothing. One device; the other strategies have equal losses up to rounding.
 
-The text is random bytes, whose second half repeats the first.
+The text is random bytes; its second half repeats the first.
 """
 
 import os
@@ -43,7 +43,7 @@ def parse_arguments(argv):
     name, size = split[arguments.strategy]
     if size % arguments.devices:
         raise UsageError(f"--devices {arguments.devices} must divide {name} {size}")
-    # Read when JAX starts; accelerators do not count them.
+    # Read when JAX starts; ignored with accelerators.
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(arguments.devices))
     arguments.backend = arguments.backend or "jax"
     if arguments.backend != "jax":
@@ -72,7 +72,7 @@ def make_distribution(strategy, devices):
         layout_map = EfficientTransformerBackbone.get_layout_map(mesh)
         context = contextlib.nullcontext()
     else:
-        # Every device has the weights.
+        # Weights are replicated.
         layout_map = keras.distribution.LayoutMap(mesh)
         context = SequenceParallel(mesh).scope()
     distribution = keras.distribution.ModelParallel(

@@ -1,4 +1,4 @@
-"""Copying, reversing and adding with a Universal Transformer, and beyond its lengths.
+"""Copying, reversing and adding with a Universal Transformer.
 
     python examples/universal_transformer.py
     python examples/universal_transformer.py --tasks reverse --models adaptive \
@@ -7,9 +7,9 @@
 Trains on short sequences and tests on longer ones: a Universal Transformer, one with
 adaptive computation time, and a vanilla Transformer of as many parameters, encoder and
 decoder each. All add positions in each layer, with random offsets in training, so that
-no position of the longer ones is new. The table has the share of symbols, and of whole
-sequences, that each generates as it should, beside the paper's (trained at 40 symbols,
-tested at 400).
+training covers the positions of the longer sequences. The table has the share of
+correctly generated symbols and whole sequences, next to the paper's (trained at 40
+symbols, tested at 400).
 """
 
 import sys
@@ -73,7 +73,7 @@ def parse_arguments(argv):
 @command(parse_arguments)
 def main(arguments):
     """Trains and tests each model on each task, and prints the table."""
-    # It imports Keras, which reads the backend once.
+    # Imported here because Keras reads the backend on import.
     from algorithms.training import build_model, train_and_measure
 
     for model in arguments.models:

@@ -1,18 +1,18 @@
-"""Trains Transformer-VQ through time, truncated, with its codes for a memory.
+"""Trains Transformer-VQ over segments, with its codes as memory.
 
     python examples/vq_recurrence.py
     python examples/vq_recurrence.py --text book.txt --segment 256 --codes 256
 
-Documents are read in segments. The state of the attention layers, the exact window and
-the sums and counts of the codes, goes on from one to the next, and gradients end where
-a segment begins: no position is read twice, and the cost of a step does not grow with
-what came before. A second model, of the same weights and batches, begins every segment
-with an empty state. Both are tested with and without what came before, in bits per
-byte; "later" leaves out the first quarter of each document. Longer documents than those
-of training would have codes with counts, and so weights, that the model has not seen.
+Documents are read in segments. The attention layers' state (the exact window, and the
+sums and counts of the codes) carries over to the next segment, and gradients stop at
+segment boundaries. No position is read twice, and the cost of a step does not grow with
+the context. A second model, with the same initial weights and batches, starts every
+segment with an empty state. Both are tested with and without the context, in bits per
+byte; "later" excludes the first quarter of each document. Documents longer than in
+training would have code counts, and so weights, that the model has not seen.
 
-The model is that of Lingle, 2023 (arXiv 2309.16354): gated attention units of one
-head. The text is the Python standard library's source, or that of `--text`.
+The model follows Lingle, 2023 (arXiv 2309.16354): gated attention units with one head.
+The text is the Python standard library's source, or `--text`.
 """
 
 import sys
@@ -42,7 +42,7 @@ def parse_arguments(argv):
 @command(parse_arguments)
 def main(arguments):
     """Trains and tests the models, and prints the table."""
-    # It imports Keras, which reads the backend once.
+    # Imported here because Keras reads the backend on import.
     from truncation.training import TESTED, TRAINED, bits_per_byte
 
     header = ["trained", "seed"]

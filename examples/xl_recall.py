@@ -1,14 +1,14 @@
-"""How far back Transformer-XL remembers: a symbol planted in an earlier segment.
+"""Measures how far back Transformer-XL remembers a symbol.
 
     python examples/xl_recall.py
     python examples/xl_recall.py --models 1x8 2x8 2x16 --steps 1000
 
-A document is a symbol, somewhere in its first segment, and nothing else for several
-segments; the model is to name the symbol at every later position. Gradients never
-cross the end of a segment. Each layer reaches one memory further back than the layer
-below it: a model of `layers` and a memory of `memory` positions knows symbols from
-`layers * memory` positions before its segment, and guesses beyond. The table has the
-accuracy by the segments that lie between, with a bracket where that reach ends.
+A document has one symbol in its first segment and nothing else for several segments.
+The model must predict the symbol at every later position. Gradients never cross the end
+of a segment. Each layer reaches one memory further back than the layer below: a model
+of `layers` layers with a memory of `memory` positions knows symbols up to `layers *
+memory` positions before its segment, and guesses beyond. The table has the accuracy by
+the number of segments in between, with a bracket where that reach ends.
 """
 
 import sys
@@ -17,7 +17,7 @@ from command_line import Parser, UsageError, check_heads, command, natural, posi
 
 
 def sizes(text):
-    """`"2x8"` as layers and positions of memory, the latter 0 or more."""
+    """Parses `"2x8"` as layers and memory positions (0 or more)."""
     layers, _, memory = text.partition("x")
     return positive(layers), natural(memory)
 
@@ -60,7 +60,7 @@ def parse_arguments(argv):
 @command(parse_arguments)
 def main(arguments):
     """Trains and evaluates each model, and prints the table."""
-    # It imports Keras, which reads the backend once.
+    # Imported here because Keras reads the backend on import.
     from recall.training import accuracies
 
     rows = {}

@@ -66,7 +66,7 @@ __all__ = [
 
 
 def __getattr__(name):
-    # Loaded when first used: the models import KerasHub.
+    # Loaded on first use: the models import KerasHub.
     if name in ("benchmark", "models"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""A function of arrays, compiled, and its gradients, on the backend that Keras runs."""
+"""Compiled functions of arrays and their gradients, on the current backend."""
 
 import functools
 
@@ -31,7 +31,7 @@ def gradient_function(function, with_value=False, xla=False):
 
 
 def compiled(function):
-    """`function` of tensors, compiled for their shapes; on PyTorch, itself."""
+    """`function` of tensors, compiled for their shapes; unchanged on PyTorch."""
     if keras.backend.backend() == "jax":
         import jax
 
@@ -44,7 +44,7 @@ def compiled(function):
 
 
 def gradients(function, *arrays, xla=False):
-    """The gradients at `arrays`, once: TensorFlow traces nothing, unless for XLA."""
+    """The gradients at `arrays`; TensorFlow traces only for XLA."""
     if keras.backend.backend() == "tensorflow" and not xla:
         _, *results = _graded_by_tape(function)(*map(ops.convert_to_tensor, arrays))
         return [to_numpy(tensor) for tensor in results]

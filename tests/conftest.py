@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# The softmax of oneDNN, which some CPUs get, refuses six axes; Keras has them.
+# oneDNN's softmax, used on some CPUs, does not support Keras' six axes.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 # Tests compile thousands of small programs and run each once: compile fast.
 os.environ.setdefault(
@@ -15,13 +15,13 @@ os.environ.setdefault(
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
 )
-# Before anything imports Triton: its kernels run in its interpreter, without a GPU.
+# Set before Triton is imported: its kernels run in the interpreter, without a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
-# Traced graphs are many objects and little garbage.
+# Traced graphs have many objects and little garbage.
 gc.set_threshold(50_000, 20, 20)
 
-# Keras is imported where it is used: the process that hands out tests to others reads
-# this file too, and needs no backend.
+# Keras is imported where it is used: the process that distributes tests also reads this
+# file and needs no backend.
 
 
 def pytest_collection_finish():
@@ -46,18 +46,18 @@ def backend():
 def short_training_is_not_traced():
     """On TensorFlow, models that are compiled by default run their steps eagerly.
 
-    Tracing takes longer than the few steps of a test. A test of compiled steps says
-    `jit_compile=True` or `False`. Optimizers are built first: TensorFlow traces a step
-    that creates variables a second time.
+    Tracing takes longer than the few steps of a test. A test of compiled steps sets
+    `jit_compile=True` or `False`. Optimizers are built first, because TensorFlow traces
+    a step that creates variables twice.
 
-    Yields a context without this, for code that is to train as users do.
+    Yields a context without this, for code that must train as users do.
     """
     import keras
 
     if keras.backend.backend() != "tensorflow":
         yield contextlib.nullcontext
         return
-    # Loaded models are compiled only if their class has the `compile` of this one.
+    # Loaded models are compiled only if their class has this class's `compile`.
     trainer = next(base for base in keras.Model.__mro__ if "compile" in vars(base))
     compile_model = trainer.compile
     makers = {
@@ -101,3 +101,12 @@ def short_training_is_not_traced():
     set_up()
     yield as_users_do
     patch.undo()
+
+
+@pytest.fixture
+def names_of_the_package(monkeypatch):
+    """Other tests do not meet the names of layers and maps that this test registers."""
+    from keras_efficient_attn.layers.attention import feature_maps, registry
+
+    monkeypatch.setattr(registry, "_LAYERS", dict(registry._LAYERS))
+    monkeypatch.setattr(feature_maps, "_CLASSES", dict(feature_maps._CLASSES))

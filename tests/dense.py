@@ -1,6 +1,6 @@
-"""Attention from its definition, dense, in NumPy float64: the tests' oracle.
+"""Dense attention by definition in NumPy float64: the tests' oracle.
 
-Nothing here uses the package; weights come out of the layer as arrays.
+Nothing here uses the package; weights are arrays read from the layer.
 """
 
 import math
@@ -19,7 +19,7 @@ def weigh(similarity, value, key_mask=None, causal=False, normalize=True):
 
 
 def weigh_logs(logs, value, key_mask=None, causal=False):
-    """As `weigh` of `exp(logs)`, each row relative to the largest that it may see."""
+    """`weigh` of `exp(logs)`, each row relative to its largest visible entry."""
     allowed = allowed_keys(*logs.shape[-2:], key_mask, causal)
     logs = np.where(allowed, logs, -np.inf)
     largest = logs.max(-1, keepdims=True)
@@ -46,7 +46,7 @@ def layer_output(
     key_mask=None,
     causal=False,
 ):
-    """What the layer's output should be; `heads_of` makes heads of q, k and v."""
+    """The layer's expected output; `heads_of` computes heads from q, k and v."""
     key = value if key is None else key
     query, key, value = (np.asarray(x, "float64") for x in (query, key, value))
     if query_mask is not None:
@@ -62,7 +62,7 @@ def layer_output(
 
     options = {}
     if getattr(layer, "dynamic", False):
-        # Spans depend on what is projected, too.
+        # Spans also depend on the projected inputs.
         options = {"inputs": query}
     elif hasattr(layer, "output_gate"):
         options = {"inputs": (query, key)}
@@ -91,7 +91,7 @@ ESTIMATES = "favor+ hyperbolic favor++ trigonometric taylor power learned".split
 def linear_heads(
     layer, query, key, value, query_mask=None, key_mask=None, causal=False
 ):
-    """LinearAttention's heads, from the formula of its kernel."""
+    """LinearAttention's heads, by the formula of its kernel."""
     if layer.qk_norm:
         query, key = rms(query), rms(key)
     if layer.rotary_wavelength is not None:
@@ -135,9 +135,9 @@ def gated_heads(
 ):
     """Heads of a state that decays and is corrected, position by position.
 
-    What a key's value adds to each output is found with unit vectors for values.
+    Unit vectors as values give the contribution of each key to each output.
     """
-    del causal  # The layers always are.
+    del causal  # The layers are always causal.
     weights = {
         weight.path.removeprefix(f"{layer.path}/"): np.asarray(array, "float64")
         for weight, array in zip(layer.weights, layer.get_weights(), strict=True)
@@ -211,14 +211,14 @@ def rates(layer, weights, x):
 
 
 def through(weights, name, x):
-    """`x` through a projection, of low rank if it is that."""
+    """`x` through a projection of full or low rank."""
     if f"{name}_low_rank/kernel" in weights:
         x = x @ weights[f"{name}_low_rank/kernel"]
     return x @ weights[f"{name}/kernel"]
 
 
 def short_convolution(x, kernel, mask):
-    """Each position and those before it, zero where a mask hides them."""
+    """Convolves each position with earlier ones; masked positions are zero."""
     if kernel is None:
         return x
     if mask is not None:
@@ -236,7 +236,7 @@ def sigmoid(x):
 def sparse_heads(
     layer, query, key, value, query_mask=None, key_mask=None, causal=False
 ):
-    """SparseAttention's heads, from the sets of the paper."""
+    """SparseAttention's heads, by the sets of the paper."""
     stride, summary = layer.stride, layer.pattern_arguments["summary"]
     allowed = np.zeros((query.shape[2], query.shape[1], key.shape[1]), bool)
     for head, i, j in np.ndindex(allowed.shape):
@@ -251,7 +251,7 @@ def sparse_heads(
 
 
 def local_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=False):
-    """LocalAttention's heads, from the definition of what is near."""
+    """LocalAttention's heads, by the definition of near keys."""
     allowed = np.zeros((1, query.shape[1], key.shape[1]), bool)
     for _, i, j in np.ndindex(allowed.shape):
         allowed[0, i, j] = is_near(layer, i, j)
@@ -261,7 +261,7 @@ def local_heads(layer, query, key, value, query_mask=None, key_mask=None, causal
 def full_softmax_heads(
     layer, query, key, value, query_mask=None, key_mask=None, causal=False
 ):
-    """SoftmaxAttention's heads: every key, or those in the sliding window."""
+    """SoftmaxAttention's heads: every key, or the keys in the sliding window."""
     distance = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])
     window = layer.get_config()["sliding_window"] or max(query.shape[1], key.shape[1])
     allowed = (np.abs(distance) < window)[None]
@@ -269,7 +269,7 @@ def full_softmax_heads(
 
 
 def is_near(layer, i, j):
-    """Whether a query sees a key, of positions in the order of the sequence."""
+    """Whether a query sees a key, for positions in sequence order."""
     if layer.window is not None:
         return abs(i - j) < layer.window
     if layer.grid is None:
@@ -286,7 +286,7 @@ def is_near(layer, i, j):
 
 
 def grid_steps(grid, block, order):
-    """Row and column of each pixel in the order in which an image grows."""
+    """Row and column of each pixel in the image's order."""
     pixels = [(y, x) for y in range(grid[0]) for x in range(grid[1])]
     if order == "block":
         pixels.sort(key=lambda p: (p[0] // block[0], p[1] // block[1], *p))
@@ -311,7 +311,7 @@ def adaptive_span_heads(
     causal=False,
     inputs=None,
 ):
-    """AdaptiveSpan's heads: m · exp(s) / Σ m · exp(s), from the layer's weights."""
+    """AdaptiveSpan's heads: m · exp(s) / Σ m · exp(s), with the layer's weights."""
     weights = {
         weight.name: np.asarray(array, "float64")
         for weight, array in zip(layer.weights, layer.get_weights(), strict=True)
@@ -337,9 +337,9 @@ def adaptive_span_heads(
 
 
 def vq_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=False):
-    """VQAttention's heads: softmax over keys, those beyond the window by their codes.
+    """VQAttention's heads: softmax over keys, with codes beyond the window.
 
-    Each key is read from the layer's weights: no cache, no block, no running sum.
+    Each key is handled separately: no cache, no block, no running sum.
     """
     weights = {
         weight.name: np.asarray(value, "float64")
@@ -412,7 +412,7 @@ def vq_similarity(
     if sigma is None:
         p = np.eye(codes.shape[1])[squared.argmin(-1)]
     else:
-        # Of a head, or of each of its codes.
+        # Per head, or per code.
         sigma = np.reshape(sigma, (codes.shape[0], -1)).astype("float64")
         exponent = -squared / (2 * sigma**2) - key.shape[-1] * np.log(sigma)
         exponent = exponent + log_weights
@@ -434,9 +434,9 @@ def vq_expansion(
 ):
     """1 + x + x²/2 + y/2 outside the window, 1 inside, `(batch, heads, T, S)`.
 
-    x is the product of query and residual in the first `rank` coordinates; y is the
-    sum over the others of q² times the mean of the squared residuals of the keys of
-    the same code that the query sees on the same side.
+    x is the product of query and residual in the first `rank` coordinates. y is the sum
+    over the other coordinates of q² times the mean squared residual, over the visible
+    keys of the same code on the same side of the query.
     """
     rank = key.shape[-1] if rank is None else rank
     nearest = ((key[:, :, :, None] - codes[None, None]) ** 2).sum(-1).argmin(-1)
@@ -463,7 +463,7 @@ def vq_expansion(
 
 
 def xl_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=False):
-    """RelativePositionXL's heads, pair of positions by pair."""
+    """RelativePositionXL's heads, computed pair by pair."""
     offset = key.shape[1] - query.shape[1] if causal == "after a memory" else 0
     weights = {
         weight.name: np.asarray(value, "float64")
@@ -494,7 +494,7 @@ def xl_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=Fa
 def fourier_heads(
     layer, query, key, value, query_mask=None, key_mask=None, causal=False
 ):
-    """FourierAttention's heads, from the formula of its kernel."""
+    """FourierAttention's heads, by the formula of its kernel."""
     weights = {
         variable.name: np.asarray(array, "float64")
         for variable, array in zip(layer.weights, layer.get_weights(), strict=True)
@@ -511,7 +511,10 @@ def fourier_heads(
 
 
 def fourier_kernel(query, key, radius, power):
-    """`Π_d (sin z_d / z_d)^power`, `(batch, heads, T, S)`. NumPy's sinc has a π."""
+    """`Π_d (sin z_d / z_d)^power`, `(batch, heads, T, S)`.
+
+    NumPy's sinc includes a factor π.
+    """
     z = radius * (query[:, :, None] - key[:, None])
     return np.moveaxis(np.prod(np.sinc(z / np.pi) ** power, axis=-1), -1, 1)
 
@@ -525,7 +528,7 @@ def rms(x):
 
 
 def rotate(x, wavelength):
-    """Rotary positions as multiplication of complex numbers."""
+    """Rotary positions by complex multiplication."""
     half = x.shape[-1] // 2
     pairs = x[..., :half] + 1j * x[..., half:]
     frequency = wavelength ** (-np.arange(half) / half)
@@ -621,7 +624,7 @@ def exponential(query, key, projection, order):
 
 
 def hedgehog(query, key, query_kernel, key_kernel):
-    """softmax([Wx, −Wx]) of each head; the kernels are the transposed W."""
+    """softmax([Wx, −Wx]) per head; the kernels are the transposed W."""
 
     def features(x, kernel):
         x = np.stack([x[:, :, h] @ kernel[h] for h in range(x.shape[2])], axis=2)
@@ -632,7 +635,7 @@ def hedgehog(query, key, query_kernel, key_kernel):
 
 
 def learned(query, key, weights):
-    """exp(Wx + b − n·x²) / √m of each head, with the bias on the keys alone."""
+    """exp(Wx + b − n·x²) / √m per head, with a bias for keys only."""
     bias = weights["feature_bias"]
 
     def features(x, side):
@@ -683,8 +686,8 @@ KERNELS = {
 def reformer_heads(
     layer, query, key, value, query_mask=None, key_mask=None, causal=False
 ):
-    """ReformerLSHAttention's heads: dense softmax over all that any round finds."""
-    del query, query_mask  # The keys are the queries of all that is not hidden.
+    """ReformerLSHAttention's heads: dense softmax over the keys found in any round."""
+    del query, query_mask  # The keys are the queries at unmasked positions.
     batch, length, heads, dim = key.shape
     kept = np.ones((batch, length), bool) if key_mask is None else np.asarray(key_mask)
     (rotations,) = (
@@ -726,9 +729,9 @@ def angular_buckets(x, rotations, factors):
 
 
 def lsh_visible(rounds, kept, chunk_size, aligned, across):
-    """Which keys each position finds, from lists of positions cut into chunks.
+    """The keys that each position finds, from lists of positions cut into chunks.
 
-    `across`: those of all buckets in its chunk and the one before, cyclically.
+    `across`: keys of all buckets in its chunk and the previous one, cyclically.
     """
     length = len(kept)
     seen = np.zeros((length, length), bool)
@@ -756,7 +759,7 @@ def lsh_visible(rounds, kept, chunk_size, aligned, across):
 
 
 def shared_weights(x, seen, kept, causal, scale):
-    """Attention of queries to themselves as unit keys; to itself only if alone."""
+    """Attention of queries to their unit vectors; to itself only without other keys."""
     length = len(x)
     position = np.arange(length)
     other = position[:, None] > position if causal else position[:, None] != position

@@ -1,4 +1,4 @@
-"""The largest tensor that a function and its gradient make, on each backend."""
+"""The largest tensor in a function and its gradient, on each backend."""
 
 import math
 import re
@@ -9,7 +9,7 @@ SHAPE = re.compile(r"\b[a-z]+\d+\[(\d+(?:,\d+)*)\]")
 
 
 def largest_tensor(loss, x):
-    """Elements of the largest tensor of the scalar `loss` of an array, gradient too."""
+    """Elements of the largest tensor in a scalar `loss` and its gradient."""
     backend = keras.backend.backend()
     return {"jax": _jax, "tensorflow": _tensorflow, "torch": _torch}[backend](loss, x)
 

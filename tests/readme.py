@@ -12,7 +12,7 @@ def run_examples():
     """Runs each block of Python in README by itself.
 
     Returns:
-        List of the names that each block leaves, in README's order.
+        List of the names that each block defines, in README's order.
     """
     scopes = []
     for part in README.read_text().split("```python\n")[1:]:

@@ -1,4 +1,4 @@
-"""Runs the tests on each backend, one process a backend, and prints one table.
+"""Runs the tests on each backend, one process per backend, and prints one table.
 
 Usage: python tests/run_matrix.py [BACKEND ...] [-- PYTEST ARGUMENTS]
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILED = ROOT / ".jax_cache"
-# One run of all tests has some 100 MiB.
+# One run of all tests takes about 100 MiB.
 MOST_BYTES = 2**29
 BACKENDS = ("tensorflow", "jax", "torch")
 OUTCOMES = ("passed", "failed", "skipped")
@@ -25,9 +25,9 @@ def run_backend(backend, arguments, report, last):
     environment = {
         **os.environ,
         "KERAS_BACKEND": backend,
-        # The threads of two processes would wait for each other.
+        # The threads of two processes would slow each other down.
         "OMP_NUM_THREADS": "1",
-        # What one process of JAX has compiled, others load, in the next run too.
+        # JAX processes share compiled programs, also with the next run.
         "JAX_COMPILATION_CACHE_DIR": str(COMPILED),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -37,9 +37,9 @@ def run_backend(backend, arguments, report, last):
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2"]
     # Tests of a module share runs and what is compiled for them.
     command += ["--dist", "loadscope"]
-    # In the order of the folders: the last modules are short, and nobody waits long.
+    # In folder order: the last modules are short, so waiting is short.
     command += ["--no-loadscope-reorder"]
-    # Warnings, of Keras for the most part, would bury what failed.
+    # Warnings, mostly from Keras, would hide the failures.
     command += [f"--junitxml={report}", "--disable-warnings"]
     chosen = "not tpu_compile and not export"
     command += ["-m", chosen + ("" if last else " and not any_backend")]

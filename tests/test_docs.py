@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from keras_efficient_attn.layers.attention import feature_maps, registry
-
-pytestmark = pytest.mark.any_backend
+pytestmark = [
+    pytest.mark.any_backend,
+    pytest.mark.usefixtures("names_of_the_package"),
+]
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 BLOCK = re.compile(r"```python\n(.*?)```", re.S)
@@ -31,9 +32,6 @@ def test_outlines_are_pages_with_code():
 )
 def test_pages_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # Other tests do not meet the names that a page registers.
-    monkeypatch.setattr(registry, "_LAYERS", dict(registry._LAYERS))
-    monkeypatch.setattr(feature_maps, "_CLASSES", dict(feature_maps._CLASSES))
     scope = {}
     for block in PAGES[page]:
         exec(compile(block, page, "exec"), scope)

@@ -1,4 +1,4 @@
-"""The examples in docstrings of the package run, and print what they say."""
+"""The examples in the package's docstrings run and print the stated results."""
 
 import doctest
 import importlib
@@ -24,7 +24,7 @@ def find_examples():
 
 
 class Checker(doctest.OutputChecker):
-    """Takes the shapes of all backends for tuples."""
+    """Treats the shapes of all backends as tuples."""
 
     def check_output(self, want, got, optionflags):
         got = re.sub(r"(?:TensorShape|torch\.Size)\(\[(.*?)\]\)", self.as_tuple, got)
@@ -39,10 +39,11 @@ class Checker(doctest.OutputChecker):
 EXAMPLES = find_examples()
 
 
+@pytest.mark.usefixtures("names_of_the_package")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_print_what_they_say(name):
     report = []
     runner = doctest.DocTestRunner(checker=Checker(), verbose=False)
-    # Names that the example does not import are not those of its module.
+    # An example has only the names that it imports, not its module's.
     EXAMPLES[name].globs = {}
     assert not runner.run(EXAMPLES[name], out=report.append).failed, "".join(report)

@@ -20,7 +20,7 @@ FLOORS = {
     "benchmark": {"benchmark", "models", "layers", "distribution", "ops"},
     "models": {"models", "layers", "distribution", "ops"},
     "layers": {"layers", "distribution", "ops"},
-    # Layers ask it how to attend to sequences that devices share.
+    # Attention layers query it for sequences that are split across devices.
     "distribution": {"distribution", "ops"},
     "ops": {"ops"},
 }
@@ -47,7 +47,7 @@ def imports(module):
 
 
 def room(module):
-    """The floor, and on the floor of the operations the folder, of a module."""
+    """A module's floor and, for operations, its folder."""
     parts = module.split(".")[1:]
     if parts[:1] == ["ops"]:
         return tuple(parts[:2])
@@ -104,7 +104,7 @@ def test_functions_have_few_parameters():
 
 
 def test_backends_are_told_apart_in_one_place():
-    """In `ops.common`, in the benchmark's execution, and in files of a backend."""
+    """Only in `ops.common`, in the benchmark's execution, and in backend files."""
     elsewhere = []
     for module in MODULES:
         parts = module.split(".")[1:]

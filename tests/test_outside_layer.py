@@ -1,4 +1,4 @@
-"""A layer from outside the package has all that the package's own layers have."""
+"""A layer from outside the package has all features of the package's layers."""
 
 import inspect
 
@@ -42,7 +42,7 @@ def test_it_has_a_row_with_operations_in_the_benchmark(capsys):
     arguments += ["--heads", "2", "--head-dim", "4", "--repeats", "1"]
     assert cli.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
-    # "of peak" stands in the row where the layer counts its operations.
+    # "of peak" is in the row if the layer counts its operations.
     row = next(line for line in lines if line.startswith("square"))
     assert "%" in row, row
 
@@ -65,6 +65,6 @@ def test_it_replaces_attention_in_a_trained_backbone():
     }
     output = to_numpy(converted(inputs)["sequence_output"])
     assert np.isfinite(output).all()
-    # Their weights are the same, and their attention is not.
+    # Their weights are equal, but their attention differs.
     expected = to_numpy(original(inputs)["sequence_output"])
     assert 1e-4 < np.abs(output - expected).max()

@@ -1,4 +1,4 @@
-"""What importing the package does and offers."""
+"""Imports and exports of the package."""
 
 import importlib
 import pkgutil
@@ -13,7 +13,7 @@ from keras_efficient_attn import layers
 from tests import readme
 
 BACKENDS = {"tensorflow", "jax", "torch"}
-# The base of all attention layers is exported, but is not in saved files.
+# The base of all attention layers is exported, but never in saved files.
 EXPORTED = {
     name
     for name in keras_efficient_attn.__all__
@@ -30,7 +30,7 @@ def test_import_loads_neither_extras_nor_other_backends(backend):
         "import sys, keras; before = set(sys.modules);"
         "import keras_efficient_attn;"
         "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}));"
-        # The rest loads when first used.
+        # The rest is loaded on first use.
         "keras_efficient_attn.models.TransformerBlock;"
         "keras_efficient_attn.benchmark.compare"
     )

@@ -8,10 +8,10 @@ Description: A causal language model whose next token costs the same after any c
 
 A Transformer with softmax attention keeps the keys and values of everything it has read,
 and reads all of them again for each new token. Linear attention sums them into a state of
-constant size. The 10,000th token then costs what the 10th costs.
+constant size. The 10,000th token then costs as much as the 10th.
 
 This guide trains a small byte-level language model on the source of the standard
-library, lets it write, and measures both kinds of generation.
+library, generates text, and measures both kinds of generation.
 
 ## Setup
 """
@@ -40,7 +40,7 @@ NEW_TOKENS = 1024
 """
 ## Prepare the data
 
-Sequences of 256 bytes, cut from the files one after the other. The last ones are for
+The files are cut into consecutive sequences of 256 bytes. The last ones are for
 validation.
 """
 
@@ -58,7 +58,7 @@ print(f"{len(training)} sequences to train on, {len(validation)} held out")
 ## Build and train the model
 
 `EfficientCausalLM` is a task of KerasHub: `fit` takes strings, and `generate` continues
-them. Only the name of the attention layer tells the two models of this guide apart. A
+them. The two models of this guide differ only in the name of the attention layer. A
 short causal convolution before each attention layer sees the last four bytes, whose order
 linear attention alone is slow to learn.
 """
@@ -104,7 +104,7 @@ bits = history.history["val_loss"][-1] / np.log(2)
 print(f"{bits:.2f} bits per byte on held-out text")
 
 """
-## Let it write
+## Generate text
 """
 
 print(model.generate("def ", max_length=160))
@@ -112,8 +112,8 @@ print(model.generate("def ", max_length=160))
 """
 ## Measure generation
 
-Both models continue a prompt; the time of reading the prompt is measured alone, with one
-new token, and taken off. An untrained model takes as long as a trained one, so the model
+Both models continue a prompt. The time to read the prompt is measured separately, with one
+new token, and subtracted. An untrained model takes as long as a trained one, so the model
 with softmax is not trained. Its cache grows with the context; the state of linear
 attention does not.
 """
@@ -125,7 +125,7 @@ def seconds_per_token(model, context_length):
     for new_tokens in (1, 1 + NEW_TOKENS):
         length = context_length + new_tokens
         elapsed = []
-        # The first call compiles, and is left out.
+        # Skip the first call, which compiles.
         for _ in range(4):
             start = time.perf_counter()
             model.generate([prompt], max_length=length, stop_token_ids=None)
@@ -158,9 +158,9 @@ plt.savefig("constant_cost_generation.png", dpi=100, bbox_inches="tight")
 
 ## Conclusion
 
-The state is all that the model keeps of its context:
+The state is all that the model stores of its context:
 `backbone.get_initial_state(batch_size=1)` shows its tensors, and `backbone.stream(tokens,
 state)` reads the next tokens, one or a thousand. Retention, gated linear attention and
-the delta rules (`"retention"`, `"gated-linear"`, `"gated-delta"`) keep more in a state of
+the delta rules (`"retention"`, `"gated-linear"`, `"gated-delta"`) store more in a state of
 the same size, and take a little longer.
 """

@@ -6,11 +6,11 @@ Description: A classifier of 4,096-byte documents with linear attention.
 """
 ## Introduction
 
-Softmax attention compares every position of a document with every other one: twice the
-length is four times the work. `LinearAttention` reads the same document in time that
+Softmax attention compares every position of a document with every other position: twice
+the length is four times the work. `LinearAttention` reads the same document in time that
 grows with its length, so that a classifier can read all of it, not its first 512 tokens.
 
-Here a model tells which package of the Python standard library a file belongs to. The
+Here a model predicts which package of the Python standard library a file belongs to. The
 files come with Python, so there is nothing to download.
 
 ## Setup
@@ -74,10 +74,10 @@ print(f"{len(training_texts)} documents to train on, {len(validation_texts)} hel
 ## Build the model
 
 The tokenizer makes one token of each byte, and pads shorter documents. The padding is
-masked: its positions are never attended to, and the mean at the end leaves them out.
+masked: its positions are never attended to, and the final mean excludes them.
 
 `attention="linear"` names `LinearAttention` with its default, the feature map elu + 1.
-Any other registered layer can take its place by name: `"performer"`,
+Any other registered layer can replace it by name: `"performer"`,
 `"local:window=128"`, `"vq:window=64,num_codes=128"` or `"softmax"`.
 """
 
@@ -138,8 +138,8 @@ print(f"accuracy on held-out files: {accuracy:.3f}; chance: {1 / len(LABELS):.3f
 ## Conclusion
 
 A drop-in layer reads whole documents in time that grows linearly. To see what another
-layer does with the same documents, change `attention`, and nothing else. To see what it
-costs on your machine, run
+layer does with the same documents, change only `attention`. To measure its cost on your
+machine, run
 
 ```
 python -m keras_efficient_attn.benchmark --layers softmax linear --lengths 512 4096

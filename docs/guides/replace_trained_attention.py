@@ -8,11 +8,11 @@ Description: A trained BERT gets linear attention, keeps its weights, and is dis
 
 A model that was trained with softmax attention need not be trained again to be cheaper on
 long inputs. `convert_backbone` puts another attention layer into a trained backbone of
-KerasHub, with the trained projections; `distill` then teaches the new layers what the old
-ones did, without labels.
+KerasHub, with the trained projections; `distill` then trains the new layers to reproduce
+the old ones, without labels.
 
 To have a trained model without a download, this guide trains a small BERT first. With
-your own model, begin at "Replace the attention".
+your own model, start at "Replace the attention".
 
 ## Setup
 """
@@ -114,7 +114,7 @@ classifier.fit(
 ## Replace the attention
 
 The nearest 16 keys keep their exact weights; all others are estimated by 64 learned
-features. The original stays as it is.
+features. The original does not change.
 """
 
 efficient = models.convert_backbone(
@@ -126,9 +126,8 @@ print(models.swap_report(original, efficient, sample))
 """
 ## Distil
 
-Two stages of `fit`: each new layer learns to give what the softmax layer gave, then
-low-rank changes of the projections bring the hidden states together. Neither needs a
-label.
+Two stages of `fit`: each new layer learns to reproduce the softmax layer's outputs, then
+low-rank changes of the projections align the hidden states. Neither stage needs labels.
 """
 
 
@@ -172,5 +171,5 @@ plt.savefig("replace_trained_attention.png", dpi=100, bbox_inches="tight")
 The copy takes the inputs and has the weight names of the original; it saves, loads and
 trains like it. Conversion pays from the length at which linear attention overtakes
 softmax on your device: `python -m keras_efficient_attn.benchmark` finds it. The page on
-conversion says how to choose layers, windows and features.
+conversion describes how to choose layers, windows and features.
 """

@@ -3,24 +3,24 @@
 import numpy as np
 
 PAD, START, END, PLUS = range(4)
-# The first of the symbols that sequences are made of.
+# The first ordinary symbol.
 FIRST = 4
 
 
 def symbols(task, alphabet):
-    """How many symbols there are, with padding, start, end and plus."""
+    """The number of symbols, including padding, start, end and plus."""
     return FIRST + (10 if task == "addition" else alphabet)
 
 
 def examples(task, count, lengths, alphabet, seed):
-    """Random inputs and the outputs that belong to them.
+    """Random inputs and their outputs.
 
     Args:
-        task: `"copy"`, `"reverse"`, or `"addition"`, of two numbers of the same number
-            of digits, the last first, with as many symbols as `lengths` say in all.
+        task: `"copy"`, `"reverse"`, or `"addition"`, of two numbers with equally many
+            digits, least significant first, with `lengths` symbols in total.
         count: Number of sequences.
         lengths: `(shortest, longest)`.
-        alphabet: Symbols of sequences that are copied and reversed.
+        alphabet: Number of symbols to copy and reverse.
         seed: The same data for the same seed.
 
     Returns:
@@ -41,7 +41,7 @@ def examples(task, count, lengths, alphabet, seed):
 
 
 def _add(first, second):
-    """The digits of the sum, the last first, one more than the numbers have."""
+    """The sum's digits, least significant first, with one additional digit."""
     total, carry = [], 0
     for a, b in zip(first, second, strict=True):
         carry, digit = divmod(int(a + b) + carry, 10)
@@ -50,19 +50,19 @@ def _add(first, second):
 
 
 def model_inputs(sources, targets):
-    """What encoder and decoder are shown, what to tell, and where."""
+    """The inputs of encoder and decoder, the targets, and their weights."""
     outputs = [np.r_[target, END] for target in targets]
     shown = [np.r_[START, target] for target in targets]
     inputs = {}
     for side, rows in (("encoder", sources), ("decoder", shown)):
-        tokens = padded(rows)
+        tokens = pad(rows)
         inputs[f"{side}_token_ids"] = tokens
         inputs[f"{side}_padding_mask"] = (tokens != PAD).astype("int32")
-    y = padded(outputs)
+    y = pad(outputs)
     return inputs, y, (y != PAD).astype("float32")
 
 
-def padded(rows):
+def pad(rows):
     """int32 `(rows, longest)`, with `PAD` on the right."""
     batch = np.full((len(rows), max(map(len, rows))), PAD, "int32")
     for i, row in enumerate(rows):

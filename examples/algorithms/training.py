@@ -1,4 +1,4 @@
-"""Trains a Universal Transformer, and a vanilla one, and lets them generate."""
+"""Trains a Universal and a vanilla Transformer, and generates with them."""
 
 import time
 
@@ -20,7 +20,7 @@ VANILLA, UNIVERSAL, ADAPTIVE = "vanilla", "universal", "adaptive"
 
 
 def build_model(kind, task, arguments):
-    """Encoder and decoder; the vanilla ones have as many parameters as the others."""
+    """Encoder and decoder; the vanilla model has as many parameters as the others."""
     options = dict(
         vocabulary_size=symbols(task, arguments.alphabet),
         num_heads=arguments.heads,
@@ -29,7 +29,7 @@ def build_model(kind, task, arguments):
         positions=PositionOptions(
             "sinusoidal", each_layer=True, max_offset=arguments.position_offset
         ),
-        # Against sinusoids of amplitude 1, added in every layer.
+        # Scaled, because every layer adds sinusoids of amplitude 1.
         embedding=EmbeddingOptions(scale=True),
     )
     if kind == VANILLA:
@@ -69,7 +69,7 @@ def vanilla_dim(arguments):
 
 
 class Batches(keras.utils.PyDataset):
-    """Batches whose rows are padded to `longest`, so that one program does them all."""
+    """Batches padded to `longest`, so that one compiled program handles all."""
 
     def __init__(self, task, steps, arguments):
         super().__init__()
@@ -88,7 +88,7 @@ class Batches(keras.utils.PyDataset):
 
 
 def fixed(inputs, y, weights, length):
-    """The same with rows of this length."""
+    """The batch with rows padded to `length`."""
 
     def pad(x):
         return np.pad(x, ((0, 0), (0, length - x.shape[1])))
@@ -101,9 +101,9 @@ def train_and_measure(kind, task, arguments):
 
     Returns:
         Dict of `parameters`, `seconds` of training, and `accuracy`: for each length of
-        `arguments.test_lengths`, the share of symbols and of whole sequences that the
-        model generates as they should be; and `ponder`, the encoder's mean steps at
-        each length, or `None` where the model does not choose.
+        `arguments.test_lengths`, the share of correctly generated symbols and whole
+        sequences; and `ponder`, the encoder's mean steps at each length, or `None`
+        without adaptive computation.
     """
     keras.utils.set_random_seed(arguments.seed)
     model = build_model(kind, task, arguments)
@@ -144,12 +144,12 @@ def train_and_measure(kind, task, arguments):
 
 
 def measure(model, pairs):
-    """Shares of symbols and of sequences that greedy generation gets right.
+    """Shares of correct symbols and sequences with greedy generation.
 
     Args:
         model: The trained model.
-        pairs: Dict from lengths to the sources and targets of as many sequences each,
-            which go into one batch.
+        pairs: Dict from lengths to sources and targets, the same number of sequences
+            for each length, as one batch.
     """
     sources = [row for rows, _ in pairs.values() for row in rows]
     targets = [row for _, rows in pairs.values() for row in rows]
@@ -163,12 +163,12 @@ def measure(model, pairs):
 
 
 def generate(model, inputs, length):
-    """The likeliest symbol after those so far, again and again.
+    """Generates greedily: always appends the most likely symbol.
 
     Args:
         model: The trained model.
-        inputs: Of the model; the decoder's are ignored.
-        length: Symbols of a row.
+        inputs: Inputs of the model; the decoder's are ignored.
+        length: Symbols per row.
 
     Returns:
         int32 `(batch, length)`.

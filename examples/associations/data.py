@@ -4,31 +4,31 @@ import keras
 import numpy as np
 
 NOTHING = 0
-# Queries are the more frequent the nearer they are to the pairs: place i after them has
-# a weight of i to this power.
+# Queries are more frequent close to the pairs: position i after them has a weight of i
+# to this power.
 GAP_POWER = -0.99
 
 
 def associations(random, rows, length, vocabulary, pairs, writes):
-    """Pairs of a key and a value, and then the keys again, as queries.
+    """Pairs of a key and a value, followed by the keys again, as queries.
 
-    A row is `k v k v …`, in which each key is written `writes` times with another
-    value, in random order; then each key once, at random places, with `NOTHING`
-    between. Keys are tokens below `vocabulary // 2`, values those from there on, and
-    none is drawn twice for a row.
+    A row is `k v k v …`, in which each key is written `writes` times with different
+    values, in random order. Then each key occurs once, at a random position, with
+    `NOTHING` between. Keys are tokens below `vocabulary // 2`, values are the tokens
+    from there on, and no token is drawn twice per row.
 
     Args:
         random: numpy's generator.
         rows: Number of sequences.
-        length: Of a sequence, at least `pairs * (2 * writes + 1)`.
+        length: Length of a sequence, at least `pairs * (2 * writes + 1)`.
         vocabulary: Number of tokens.
-        pairs: Keys in a row.
-        writes: How often each key is written; the last value counts.
+        pairs: Keys per row.
+        writes: Number of times that each key is written; the last value counts.
 
     Returns:
         `(tokens, targets, weights)`, each `(rows, length)`. A query's target is the
-        value that its key was last written with, and its weight `1 / pairs`: rows with
-        few pairs, from which recall is learned first, count as much as others.
+        last value written for its key, with weight `1 / pairs`, so that rows with few
+        pairs, from which recall is learned first, count as much as others.
     """
     half = vocabulary // 2
     count = pairs * writes
@@ -44,7 +44,7 @@ def associations(random, rows, length, vocabulary, pairs, writes):
     targets, weights = tokens.copy(), np.zeros(tokens.shape, "float32")
     tokens[:, 0 : 2 * count : 2] = np.take_along_axis(keys, written, axis=1)
     tokens[:, 1 : 2 * count : 2] = values
-    # The largest of logarithms with Gumbel noise: draws without replacement.
+    # The largest log weights plus Gumbel noise are draws without replacement.
     slots = np.arange(1, length - 2 * count + 1)
     noise = random.gumbel(size=(rows, len(slots)))
     places = 2 * count + np.argsort(-GAP_POWER * np.log(slots) - noise)[:, :pairs]
@@ -60,14 +60,14 @@ def _draw(random, rows, choices, count):
 
 
 def parities(random, rows, length):
-    """Random bits, and at each position the parity of those so far.
+    """Random bits, and at each position the parity of the bits so far.
 
-    Rows count up to a length of their own, whose logarithm is uniform: parity is
-    learned from short sequences first.
+    Each row has its own length, drawn log-uniformly, because parity is learned from
+    short sequences first.
 
     Returns:
-        `(tokens, targets, weights)`, each `(rows, length)`. The weights of a row, equal
-        up to its own length and 0 beyond, have the sum 1.
+        `(tokens, targets, weights)`, each `(rows, length)`. The weights of a row are
+        equal up to its length, 0 beyond, and sum to 1.
     """
     tokens = random.integers(0, 2, (rows, length), "int32")
     counted = np.exp(random.uniform(0, np.log(length), (rows, 1))).round()
@@ -80,14 +80,14 @@ def model_inputs(tokens):
 
 
 class Batches(keras.utils.PyDataset):
-    """Training batches; those of recall and forgetting take turns in `--pairs`.
+    """Training batches; recall and forgetting cycle through `--pairs`.
 
-    The numbers of pairs join one after the other in the first half of training, from
-    the least on: what decays learns from few pairs first.
+    The numbers of pairs are added in increasing order during the first half of
+    training, because models with decays learn from few pairs first.
 
     Args:
-        arguments: The command line's.
-        seed: Batch `i` is the same for the same seed.
+        arguments: The parsed command line.
+        seed: Batch `i` depends on `seed` and `i` only.
     """
 
     def __init__(self, arguments, seed):
@@ -110,7 +110,7 @@ class Batches(keras.utils.PyDataset):
 
 
 def sequences(arguments, random, rows, pairs, times=1):
-    """Sequences of `arguments.task`, of `times` the length of training."""
+    """Sequences of `arguments.task`, with `times` the training length."""
     length = times * arguments.length
     if arguments.task == "parity":
         return parities(random, rows, length)

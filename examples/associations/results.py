@@ -1,11 +1,12 @@
-"""The runs so far as lines of JSON, and as tables and a picture."""
+"""Stores runs as JSON lines, and shows them as tables and a plot."""
 
 import json
 
 import keras
 import numpy as np
 
-# A run counts if these settings are this command's, and its own four are asked for.
+# A run counts if these settings match the command and its other four settings are
+# requested.
 FIXED = (
     "task",
     "pairs",
@@ -25,7 +26,7 @@ MARKERS = "osv^D<>PX*"
 
 
 class Runs:
-    """The file of all runs, of which those with this command's settings count.
+    """The file of all runs; only runs with this command's settings count.
 
     Args:
         arguments: The command line's.
@@ -36,7 +37,7 @@ class Runs:
         self.fixed = {name: getattr(arguments, name) for name in FIXED}
         self.fixed["backend"] = keras.backend.backend()
         text = self.path.read_text() if self.path.exists() else ""
-        # After the last line's end there can be a part of a line that was interrupted.
+        # The file may end with a partly written line after an interrupt.
         whole = text[: text.rfind("\n") + 1]
         if whole != text:
             self.path.write_text(whole)
@@ -51,9 +52,9 @@ class Runs:
         return None
 
     def add(self, attention, dim, learning_rate, seed, result):
-        """Writes a run's line, and prints its accuracy."""
+        """Writes a run's line and prints its accuracy."""
         record = self.settings(attention, dim, learning_rate, seed) | result
-        # The keys of `accuracy` as JSON has them.
+        # JSON keys of `accuracy` are strings.
         line = json.dumps(record)
         self.records.append(json.loads(line))
         with open(self.path, "a") as file:
@@ -66,7 +67,7 @@ class Runs:
         )
 
     def settings(self, attention, dim, learning_rate, seed):
-        """The settings that tell a run from others."""
+        """The settings that identify a run."""
         own = dict(attention=attention, dim=dim, learning_rate=learning_rate, seed=seed)
         return self.fixed | own
 
@@ -88,7 +89,7 @@ def accuracy_of(record):
 
 
 def columns(record):
-    """Those numbers of pairs, or lengths."""
+    """The numbers of pairs, or lengths, of those accuracies."""
     return sorted(map(int, record["accuracy"]))
 
 
@@ -116,7 +117,7 @@ def tables(runs, arguments):
 
 
 def plot(path, runs, arguments):
-    """Accuracy by bytes of state at the most pairs, or with parity by the length."""
+    """Plots accuracy by state bytes at the most pairs, or for parity by length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -128,7 +129,7 @@ def plot(path, runs, arguments):
         best = [runs.best(attention, dim, arguments) for dim in arguments.dim]
         found = 100 * np.array([[accuracy_of(r) for r in records] for records in best])
         if parity:
-            # The axes are those of the last width.
+            # Uses the axes of the last width.
             x, points = columns(best[-1][0]), found[-1]
         else:
             x = [records[0]["state_bytes"] for records in best]

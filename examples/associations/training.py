@@ -9,9 +9,9 @@ from associations.data import Batches, model_inputs, sequences
 from command_line import UsageError
 from keras_efficient_attn.models import EfficientCausalLM, EfficientTransformerBackbone
 
-# Lengths that parity is tested at, as multiples of that of training.
+# Test lengths of parity, as multiples of the training length.
 LONGER = (1, 2, 4, 8)
-# Seeds of what is tested at the end, and on the way; training has the run's own.
+# Seeds of the test and validation sequences; training uses the run's seed.
 TEST_SEED, VALIDATION_SEED = 10**6, 10**6 + 1
 
 
@@ -35,7 +35,7 @@ def build_model(attention, dim, arguments):
 
 
 def state_bytes(model, length):
-    """Bytes of the attention layers' states, for one row and a context of a length."""
+    """Bytes of the attention layers' states for one row and a context length."""
     total = 0
     for block in model.backbone.transformer_layers:
         layer = block.attention
@@ -48,7 +48,7 @@ def accuracies(model, arguments, seed, rows):
     """Accuracy on new sequences.
 
     Returns:
-        Dict from the number of pairs; with parity from the length, where the second
+        Dict from the number of pairs; for parity from the length, where only the second
         half of the positions counts.
     """
     results = {}
@@ -69,13 +69,13 @@ def accuracies(model, arguments, seed, rows):
 
 
 def predicted(model, tokens, batch):
-    """The likeliest token at each position."""
+    """The most likely token at each position."""
     logits = model.predict(model_inputs(tokens), batch_size=batch, verbose=0)
     return logits.argmax(-1)
 
 
 class Stop(keras.callbacks.Callback):
-    """Ends training once the least accuracy on validation sequences suffices.
+    """Ends training once the lowest validation accuracy is high enough.
 
     Args:
         arguments: The command line's.
@@ -102,8 +102,8 @@ def run(attention, dim, learning_rate, seed, arguments):
     """Trains a model and tests it.
 
     Returns:
-        Dict of `accuracy` (as `accuracies` returns), `state_bytes` at the longest
-        length of the test, `parameters`, `steps` and `seconds`.
+        Dict of `accuracy` (from `accuracies`), `state_bytes` at the longest test
+        length, `parameters`, `steps` and `seconds`.
     """
     keras.utils.set_random_seed(seed)
     model = build_model(attention, dim, arguments)

@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill at any moment, and notice damage."""
+"""Checkpoints that survive a kill at any moment and detect damage."""
 
 import hashlib
 import json
@@ -18,11 +18,11 @@ class Checkpoints:
 
     A checkpoint is `checkpoint-<step>.keras`, with the model and its optimizer, and
     `checkpoint-<step>.json`, with the run's record and a hash of both. Each is written
-    under another name, flushed to disk and then renamed, the JSON last: what bears its
-    final name is complete, unless the disk damaged it later.
+    under a temporary name, flushed to disk and then renamed, the JSON last. A file with
+    its final name is complete, unless the disk damaged it later.
 
     Args:
-        folder: Where they are; made when first written to.
+        folder: Folder of the checkpoints; created on the first write.
     """
 
     def __init__(self, folder):
@@ -37,7 +37,7 @@ class Checkpoints:
     def save(self, model, record):
         """Writes a checkpoint, then removes all but the last two.
 
-        A disk that is full, or fails, is reported; earlier checkpoints stay.
+        Reports a full or failing disk; earlier checkpoints stay.
 
         Args:
             model: The compiled model.
@@ -47,7 +47,7 @@ class Checkpoints:
         try:
             self._write(model, record, model_path, record_path)
         except OSError as error:
-            # Without its record, the model is no checkpoint.
+            # Without its record, the model is not a checkpoint.
             for path in (_unfinished(model_path), _unfinished(record_path), model_path):
                 path.unlink(missing_ok=True)
             kept = [self._paths(step)[0].name for step in self.steps()[:1]]
@@ -63,17 +63,17 @@ class Checkpoints:
                 path.unlink(missing_ok=True)
 
     def restore(self, check=lambda record: None):
-        """The newest checkpoint that is whole; damaged ones are reported.
+        """The newest intact checkpoint; damaged ones are reported.
 
         Args:
             check: Called with the record before the model is loaded; raises
-                `UsageError` if this is not the run to go on with.
+                `UsageError` if this is not the run to resume.
 
         Returns:
             `(model, record)`.
 
         Raises:
-            UsageError: If none is whole.
+            UsageError: If no checkpoint is intact.
         """
         for step in self.steps():
             model_path, record_path = self._paths(step)
@@ -107,7 +107,7 @@ class Checkpoints:
 
 
 def write_text(path, text):
-    """Writes a file so that it is either the old one or the new one, never half."""
+    """Writes a file atomically: it holds either the old or the new text."""
     path = Path(path)
     temporary = _unfinished(path)
     temporary.write_text(text)

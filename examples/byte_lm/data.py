@@ -1,4 +1,4 @@
-"""Text as bytes: where it comes from, how it is split, and how it is batched."""
+"""Text as bytes: sources, splits and batches."""
 
 import bz2
 import gzip
@@ -15,7 +15,7 @@ from command_line import UsageError
 SPLITS = ("train", "validation", "test")
 # The usual split of enwik8: 90, 5 and 5 million of its 100 million bytes.
 HELD_OUT = 0.05
-# Excerpts that held-out text is evaluated on.
+# Number of excerpts for evaluation on held-out text.
 PIECES = 16
 
 
@@ -30,7 +30,7 @@ def load_splits(text=None):
             library.
 
     Raises:
-        UsageError: If there is no text at that place.
+        UsageError: If there is no text at that path.
     """
     if text is None:
         root = Path(sysconfig.get_path("stdlib"))
@@ -110,7 +110,7 @@ def batches(data, length, batch, seed, first_step=0):
 
 
 def model_inputs(tokens):
-    """Bytes `(batch, length)` as the inputs of a model: none of them is padding."""
+    """Bytes `(batch, length)` as inputs of a model, without padding."""
     return {
         "token_ids": tokens.astype("int32"),
         "padding_mask": np.ones(tokens.shape, "int32"),
@@ -120,8 +120,8 @@ def model_inputs(tokens):
 def excerpts(data, size, pieces=PIECES):
     """About `size` bytes: equally long pieces, spread evenly over the data.
 
-    Neighbouring files resemble each other, and the start of a text is not like the
-    rest. All of the data, if it is not longer than that.
+    Neighbouring files resemble each other, and the start of a text differs from the
+    rest. Returns all data if it is not longer than `size`.
     """
     if len(data) <= size:
         return data
@@ -131,10 +131,10 @@ def excerpts(data, size, pieces=PIECES):
 
 
 def evaluation_windows(data, length):
-    """Windows that score every byte but the first once.
+    """Windows that score every byte except the first exactly once.
 
-    Windows overlap by half, and only what no window before scored counts: each byte
-    has at least half a window before it, but for those of the first window.
+    Windows overlap by half, and each scores only bytes that no earlier window scored.
+    So each byte has at least half a window of context, except in the first window.
 
     Returns:
         `(inputs, targets, weights)`, with `(windows, length)` tensors.

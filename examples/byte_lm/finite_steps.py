@@ -1,13 +1,13 @@
-"""Training steps that change nothing if they would leave a value that is not finite."""
+"""Skips training steps that would produce non-finite values."""
 
 import keras
 from keras import ops
 
 
 def keep_finite(model):
-    """Has a step that gives NaN or infinity leave the model as it was.
+    """Makes a step with NaN or infinity leave the model unchanged.
 
-    That holds for all variables: weights, statistics, random seeds, metrics and the
+    This covers all variables: weights, statistics, random seeds, metrics and the
     optimizer's. The `loss` in the logs of such a step is NaN.
 
     Args:
@@ -37,7 +37,7 @@ def keep_finite(model):
 
 
 def _variables(model):
-    """All that a step changes; the metrics have the loss."""
+    """All variables that a step changes; the metrics include the loss."""
     return [
         *model.trainable_variables,
         *model.non_trainable_variables,

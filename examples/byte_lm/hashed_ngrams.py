@@ -34,7 +34,7 @@ def check_size(name, received, limit=None):
 
 
 def state_spec(state):
-    """Symbolic tensors like those of a state."""
+    """Symbolic tensors like a state."""
     return {
         name: keras.KerasTensor(tensor.shape, dtype=tensor.dtype)
         for name, tensor in state.items()
@@ -50,7 +50,7 @@ def hashed_ngrams(padded, length, orders):
         orders: The lengths n.
 
     Returns:
-        For each order, in its turn, int32 `(batch, length)` below `PRIME`.
+        For each order, int32 `(batch, length)` below `PRIME`.
     """
     size = ops.shape(padded)[1]
     hashed, by_order = 0, {}
@@ -63,18 +63,18 @@ def hashed_ngrams(padded, length, orders):
 
 @keras.saving.register_keras_serializable(package="byte_lm")
 class HashedNGrams(keras.layers.Layer):
-    """Embeddings of the n-grams that end at each position, added up.
+    """The sum of embeddings of the n-grams that end at each position.
 
-    An n-gram's hash picks a row of its order's table. A look-up costs next to
-    nothing beside a matrix product, and spares a byte model's blocks the learning of
-    spelling. The state is the last `max(orders) - 1` tokens.
+    An n-gram's hash picks a row of its order's table. A look-up is cheap compared to a
+    matrix product, and a byte model's blocks need not learn spelling. The state is the
+    last `max(orders) - 1` tokens.
 
     Args:
         dim: Width of the output.
         orders: The lengths n of the n-grams. Defaults to `(2, 3, 4, 5, 6)`.
         rows: Rows of each order's table, at most 1,048,573. Defaults to 16,384.
         width: Width of a row. Defaults to 32.
-        **kwargs: Those of `keras.layers.Layer`.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
         tokens: Integers `(batch, length)`, not negative and below 9,000,000.
@@ -122,8 +122,8 @@ class HashedNGrams(keras.layers.Layer):
         """The state before the first token.
 
         Returns:
-            Dict of int32 `"recent"` `(batch, max(orders) - 1)`, the last tokens; they
-            count from 1, and 0 stands for none.
+            Dict of int32 `"recent"` `(batch, max(orders) - 1)`, the last tokens; tokens
+            count from 1, and 0 means no token.
         """
         return {"recent": ops.zeros((batch_size, max(self.orders) - 1), "int32")}
 
@@ -131,7 +131,7 @@ class HashedNGrams(keras.layers.Layer):
         tokens = ops.cast(tokens, "int32")
         batch, length = ops.shape(tokens)[:2]
         past = (self.get_initial_state(batch) if state is None else state)["recent"]
-        # 0 stands for what is before the text.
+        # 0 marks positions before the text.
         padded = ops.concatenate([past, tokens + 1], axis=1)
         indices = [
             hashes % self.rows + i * self.rows

@@ -49,7 +49,7 @@ def check_attention(spec, dim, heads):
         layer = get_attention(spec, num_heads=heads, key_dim=dim // heads)
         x = keras.KerasTensor((1, 8, dim))
         layer.build(x.shape, x.shape)
-        # Not by a call, whose errors Keras makes longer.
+        # Not by a call, because Keras makes its errors longer.
         layer.compute_output_spec(x, x, use_causal_mask=True)
         # Samples are streamed.
         layer.get_initial_state(1, 8 if layer.state_grows else None)
@@ -60,17 +60,17 @@ def check_attention(spec, dim, heads):
 def build_model(attention, layers, dim, heads, residual="pre_norm"):
     """A causal language model from bytes to float32 logits.
 
-    Blocks of attention and feed-forward network. The order of the bytes
-    reaches them through n-grams and short convolutions, which hold at any length, so
-    that the context has no limit. Hashed n-grams spare the blocks the learning of
-    spelling, and recalled ones that of looking up what was written before.
+    Blocks of attention and feed-forward network. N-grams and short convolutions encode
+    the order of the bytes at any length, so that the context has no limit. With hashed
+    n-grams the blocks need not learn spelling; with recalled n-grams they need not
+    learn to look up earlier text.
 
     Args:
-        attention: As `--attention`.
+        attention: As for `--attention`.
         layers: Number of blocks.
         dim: Width.
         heads: Attention heads of each block.
-        residual: As the backbone's. Defaults to `"pre_norm"`.
+        residual: As for the backbone. Defaults to `"pre_norm"`.
     """
     check_attention(attention, dim, heads)
     backbone = EfficientTransformerBackbone(

@@ -1,4 +1,4 @@
-"""What followed the present n-gram when it last occurred."""
+"""The token that followed the last occurrence of the current n-gram."""
 
 import keras
 from keras import ops
@@ -22,18 +22,18 @@ class NGramRecall(keras.layers.Layer):
     output[t] = Σ_n embedding_n[token[s[t] + 1]], or [none] where there is no such s
     ```
 
-    This is attention to one position, whose weights need no learning: the induction
-    head that a Transformer takes long to find, hard-wired. N-grams are compared by a
-    hash, and positions found by sorting: `N log N` in the length. The state has a
-    table of the followers by hash, of constant size.
+    This is attention to one position, whose weights need no learning: a hard-wired
+    induction head, which a Transformer takes long to learn. N-grams are compared by a
+    hash, and positions found by sorting, in `N log N` of the length. The state is a
+    table of followers by hash, of constant size.
 
     Args:
         vocabulary_size: Number of tokens.
         dim: Width of the output.
         orders: The lengths n of the n-grams. Defaults to `(2, 3, 4, 5, 6, 8)`.
         rows: Number of values of the hash, at most 1,048,573. Defaults to 32,768.
-            Of a text with many more n-grams, a part is recalled wrongly.
-        **kwargs: Those of `keras.layers.Layer`.
+            In a text with many more n-grams, some are recalled wrongly.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
         tokens: Integers `(batch, length)`, not negative and below `vocabulary_size`.
@@ -81,8 +81,8 @@ class NGramRecall(keras.layers.Layer):
 
         Returns:
             Dict of int32 tensors: the last tokens `"recent"` `(batch, max(orders))`,
-            and `"followers"` `(batch, orders, rows)`; tokens count from 1, and 0
-            stands for none.
+            and `"followers"` `(batch, orders, rows)`; tokens count from 1, and 0 means
+            no token.
         """
         return {
             "recent": ops.zeros((batch_size, max(self.orders)), "int32"),
@@ -96,7 +96,7 @@ class NGramRecall(keras.layers.Layer):
             recent = ops.zeros((batch, max(self.orders)), "int32")
         else:
             recent = state["recent"]
-        # The position before the segment takes part: its follower is the first token.
+        # Include the position before the segment: its follower is the first token.
         padded = ops.concatenate([recent, tokens + 1], axis=1)
         none = ops.zeros_like(tokens[:, :1])
         next_tokens = ops.concatenate([tokens + 1, none], axis=1)
@@ -114,7 +114,9 @@ class NGramRecall(keras.layers.Layer):
                 earlier = state["followers"][:, i]
                 recalled = ops.take_along_axis(earlier, hashes[:, 1:], axis=1)
                 found = ops.where(last[:, 1:] < 0, recalled, found)
-                tables.append(_updated(earlier, hashes[:, :-1], next_tokens[:, :-1]))
+                tables.append(
+                    _update_followers(earlier, hashes[:, :-1], next_tokens[:, :-1])
+                )
             rows = found + i * (self.vocabulary_size + 1)
             output = output + ops.take(self.tables, rows, axis=0)
         if state is None:
@@ -137,9 +139,9 @@ class NGramRecall(keras.layers.Layer):
 
 
 def _sorted_positions(hashes):
-    """Positions ordered by hash and, where it is the same, by position."""
+    """Positions ordered by hash and, for equal hashes, by position."""
     if keras.backend.backend() == "tensorflow":
-        # Its sort does not promise to keep the order of equals.
+        # Its sort is not guaranteed to be stable.
         length = ops.shape(hashes)[1]
         positions = ops.arange(length, dtype="int64")
         hashes = ops.cast(hashes, "int64") * ops.cast(length, "int64") + positions
@@ -156,8 +158,8 @@ def _last_equal(hashes):
     return ops.take_along_axis(before, ops.argsort(order, axis=1), axis=1)
 
 
-def _updated(followers, hashes, next_tokens):
-    """`followers` with those of a segment, of which the last with a hash counts."""
+def _update_followers(followers, hashes, next_tokens):
+    """`followers`, updated with a segment; for equal hashes the last counts."""
     batch, rows = ops.shape(followers)
     order = _sorted_positions(hashes)
     hashes = ops.take_along_axis(hashes, order, axis=1)
@@ -166,7 +168,7 @@ def _updated(followers, hashes, next_tokens):
         [hashes[:, 1:] != hashes[:, :-1], ops.ones_like(hashes[:, :1], dtype="bool")],
         axis=1,
     )
-    # The others go to a row that is cut off again.
+    # The others go to an additional row that is cut off.
     hashes = ops.where(is_last, hashes, rows)
     indices = ops.stack(
         [ops.broadcast_to(ops.arange(batch)[:, None], ops.shape(hashes)), hashes],

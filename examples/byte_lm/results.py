@@ -1,4 +1,4 @@
-"""What a run leaves behind: the curve as CSV and PNG, and the table of a comparison."""
+"""The results of a run: the curve as CSV and PNG, and the comparison table."""
 
 import csv
 import io
@@ -12,7 +12,7 @@ COLUMNS = (
     "bits_per_byte",
     "val_bits_per_byte",
 )
-# Dashes tell the baselines apart without colour.
+# Dashes distinguish the baselines without colour.
 LINE_STYLES = {"gzip": ":", "bz2": "-.", "xz": "--"}
 
 
@@ -27,7 +27,7 @@ def write_curve(path, curve):
 
 def plot_curve(path, curve, baselines, test_bits, title):
     """Plots bits per byte over steps, with the compressors as horizontal lines."""
-    # matplotlib takes a second to import, and draws without a display here.
+    # Imported here: matplotlib takes a second to import, and draws without a display.
     import matplotlib
 
     matplotlib.use("Agg")
@@ -68,7 +68,7 @@ def comparison_table(results):
 
 
 def verdict(bits, baselines):
-    """One line that says where a model stands beside the compressors."""
+    """One line that compares a model with the compressors."""
     parts = [
         f"{'beats' if bits < other else 'behind'} {name} ({other:.3f}) by "
         f"{abs(bits - other):.3f}"

@@ -10,19 +10,19 @@ from keras_efficient_attn import benchmark
 def sample(model, prompt, count, temperature, seed):
     """Samples bytes after a prompt, with KerasHub's `generate`.
 
-    The model's layers carry a state, so that a byte costs the same however many came
-    before; a softmax layer's state is a cache of keys and values, which grows.
+    The model's layers carry a state, so that a byte has constant cost; a softmax
+    layer's state is a cache of keys and values, which grows.
 
     Args:
         model: A language model of `build_model`; its sampler is replaced.
         prompt: The bytes to continue.
         count: Number of bytes to sample.
-        temperature: Divides the logits; 0 takes the likeliest byte.
+        temperature: Divides the logits; 0 takes the most likely byte.
         seed: Seed of the draws.
 
     Returns:
-        `(sampled, bytes_per_second)`; the time to compile is not counted, that to
-        read the prompt is.
+        `(sampled, bytes_per_second)`; the time to read the prompt counts, the time to
+        compile does not.
     """
     if temperature:
         sampler = keras_hub.samplers.RandomSampler(seed=seed, temperature=temperature)

@@ -6,8 +6,9 @@ def plot(path, lengths, rows):
 
     Args:
         path: The file.
-        lengths: In bytes.
-        rows: Dict of lists, bits per byte at these lengths first, by name.
+        lengths: Context lengths in bytes.
+        rows: Dict from names to lists that start with the bits per byte at these
+            lengths.
     """
     import matplotlib
 

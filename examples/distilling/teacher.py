@@ -13,7 +13,7 @@ FILE, RECORD = "teacher.keras", "teacher.json"
 
 
 def load_or_train(arguments, splits):
-    """The teacher in the folder of `--teacher`; trained and saved there if it is not.
+    """The teacher in the folder of `--teacher`; trained and saved there if missing.
 
     Args:
         arguments: The parsed arguments.
@@ -51,7 +51,7 @@ def train(arguments, splits):
         intermediate_dim=3 * dim,
     )
     task = keras_hub.models.LlamaCausalLM(backbone, preprocessor=None)
-    # Tasks of KerasHub do not fit generators.
+    # KerasHub's tasks cannot be fitted to generators.
     model = keras.Model(task.input, task.output)
     warmup = max(1, arguments.steps // 20)
     schedule = keras.optimizers.schedules.CosineDecay(

@@ -14,9 +14,9 @@ class Sequences(keras.utils.PyDataset):
     Args:
         steps: Batches.
         batch: Rows of a batch.
-        length: Of a sequence, even.
-        symbols: How many there are beside 0.
-        seed: Batch `i` is the same for the same seed.
+        length: Length of a sequence, even.
+        symbols: Number of symbols besides 0.
+        seed: Batch `i` depends on `seed` and `i` only.
     """
 
     def __init__(self, steps, batch, length, symbols, seed):
@@ -33,7 +33,7 @@ class Sequences(keras.utils.PyDataset):
         half = np.concatenate([np.zeros((len(words), 1), int), words], axis=1)
         whole = np.concatenate([half, half], axis=1).astype("int32")
         weights = np.zeros(whole[:, 1:].shape, "float32")
-        # From the second 0 on, each symbol tells the next.
+        # From the second 0 on, the next symbol can be predicted.
         weights[:, half.shape[1] :] = 1
         return whole[:, :-1], whole[:, 1:], weights
 
@@ -51,7 +51,7 @@ def build_model(setting, arguments):
         bucket_size=arguments.bucket_size,
         num_buckets=arguments.buckets,
         num_hashes=1 if setting == FULL else setting,
-        # The same in all models, which exchange weights.
+        # Equal in all models, because they exchange weights.
         max_hashes=max(
             s for s in (8, *arguments.train, *arguments.evaluate) if s != FULL
         ),
@@ -75,7 +75,7 @@ def build_model(setting, arguments):
 
 
 def accuracies(trained, arguments):
-    """Trains a model, and evaluates its weights.
+    """Trains a model and evaluates its weights.
 
     Returns:
         Dict from settings of `arguments.evaluate` to the accuracy on the second half.

@@ -8,7 +8,7 @@ import numpy as np
 from command_line import UsageError
 
 DATASETS = ("digits", "mnist", "cifar10")
-# Part of the digits that is held out; the others come with a split.
+# Fraction of the digits that is held out; the other datasets have a split.
 HELD_OUT = 0.25
 
 
@@ -31,19 +31,19 @@ def load(name):
     """One of `DATASETS`.
 
     Raises:
-        UsageError: If it cannot be had.
+        UsageError: If the dataset is not available.
     """
     if name == "digits":
         return digits()
-    # This imports Keras, which reads the backend once.
+    # Imported here because Keras reads the backend on import.
     import keras
 
     try:
         train, test = getattr(keras.datasets, name).load_data()
     except Exception as error:
-        # Keras raises a bare Exception where a download fails.
+        # Keras raises a bare Exception if a download fails.
         raise UsageError(f"--dataset {name}: {' '.join(str(error).split())}") from error
-    return Images(*(scaled(*part, 255) for part in (train, test)), classes=10)
+    return Images(*(scale_images(*part, 255) for part in (train, test)), classes=10)
 
 
 def digits():
@@ -59,13 +59,13 @@ def digits():
     order = np.random.default_rng(0).permutation(len(data.target))
     held_out = int(HELD_OUT * len(order))
     parts = (
-        scaled(data.images[part], data.target[part], 16)
+        scale_images(data.images[part], data.target[part], 16)
         for part in (order[held_out:], order[:held_out])
     )
     return Images(*parts, classes=10)
 
 
-def scaled(images, labels, brightest):
+def scale_images(images, labels, brightest):
     """Images as float32 with a channel axis, and flat integer labels."""
     images = np.asarray(images, "float32") / brightest
     return images.reshape(*images.shape[:3], -1), np.asarray(labels, "int32").ravel()

@@ -1,4 +1,4 @@
-"""A small vision Transformer in the manner of DeiT."""
+"""A small vision Transformer like DeiT."""
 
 import keras
 from keras import ops
@@ -9,7 +9,7 @@ from keras_efficient_attn.models import FeedForward, TransformerBlock, Transform
 
 
 class ClassTokenAndPositions(keras.layers.Layer):
-    """Puts a learned token first, and adds a learned vector to each position."""
+    """Prepends a learned token and adds a learned vector to each position."""
 
     def build(self, x_shape):
         _, length, dim = x_shape
@@ -28,7 +28,7 @@ def build_model(attention, image_shape, classes, arguments):
     """A compiled classifier.
 
     Args:
-        attention: As `--attention`.
+        attention: As for `--attention`.
         image_shape: `(height, width, channels)`.
         classes: Number of classes.
         arguments: With `patch`, `layers`, `dim`, `heads`, `dropout`, `learning_rate`
@@ -53,7 +53,7 @@ def build_model(attention, image_shape, classes, arguments):
     except ValueError as error:
         raise UsageError(f"--attention {error}") from error
     images = keras.Input(image_shape)
-    # A convolution whose steps are its size: a linear map of each patch.
+    # A convolution with stride equal to its size: a linear map of each patch.
     x = keras.layers.Conv2D(dim, patch, strides=patch)(images)
     x = keras.layers.Reshape((-1, dim))(x)
     x = ClassTokenAndPositions()(x)
@@ -87,7 +87,7 @@ def attention_maps(model, images):
         images: `(count, height, width, channels)`.
 
     Returns:
-        List of arrays `(count, heads, tokens, tokens)`, one a block.
+        List of arrays `(count, heads, tokens, tokens)`, one per block.
     """
     stack = model.get_layer("blocks")
     x = keras.Model(model.input, stack.input)(images)

@@ -6,7 +6,7 @@ def write_maps(results, path):
 
     Args:
         results: List of dicts of `train_and_measure`.
-        path: Of the PNG file.
+        path: Path of the PNG file.
     """
     import matplotlib
 

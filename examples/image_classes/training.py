@@ -7,7 +7,7 @@ import numpy as np
 
 from image_classes.model import attention_maps, build_model
 
-# Held-out images whose attention is looked at.
+# Number of held-out images whose attention is analysed.
 LOOKED_AT = 64
 
 
@@ -16,9 +16,9 @@ def train_and_measure(attention, images, arguments):
 
     Returns:
         Dict of the attention's name, `accuracies` on the held-out images and
-        `distances` (`(seeds, layers, 2)`, `head_distances` of each), one a seed; the
+        `distances` (`(seeds, layers, 2)`, `head_distances` of each), one per seed; the
         number of `parameters`, `seconds` of all training, and the last model's `maps`
-        of the first held-out image, `(heads, tokens, tokens)` a layer.
+        of the first held-out image, `(heads, tokens, tokens)` per layer.
     """
     accuracies, distances = [], []
     seconds = 0.0
@@ -55,8 +55,8 @@ def head_distances(maps):
     """Mean and variance of the distance between heads, over images and pairs of heads.
 
     Args:
-        maps: `(count, heads, tokens, tokens)`; the distance is the Euclidean one of the
-            matrices.
+        maps: `(count, heads, tokens, tokens)`; the distance between matrices is
+            Euclidean.
 
     Returns:
         `(mean, variance)`.

@@ -1,10 +1,10 @@
-"""Arguments that the scripts on images share."""
+"""Shared arguments of the image scripts."""
 
 from command_line import natural, positive
 
 
 def parse_images(parser, argv, steps, layers, out):
-    """Adds the size of images and models, training and pictures; returns what is given.
+    """Adds arguments for images, models, training and plots; returns the parsed ones.
 
     Args:
         parser: A `Parser` with the script's own arguments.

@@ -1,4 +1,4 @@
-"""Images as sequences of levels: where they come from, and how they are cut."""
+"""Images as sequences of levels: sources and patches."""
 
 import dataclasses
 
@@ -8,21 +8,21 @@ from byte_lm.data import load_splits
 from command_line import UsageError
 
 SOURCES = ("digits", "photos", "cifar10", "periodic", "text")
-# Of the synthetic rows: how often a pixel is not that of the row above.
+# Synthetic rows: probability that a pixel differs from the row above.
 REDRAWN = 0.15
 SYNTHETIC = 4000
 
 
 @dataclasses.dataclass
 class Images:
-    """Images, row by row, the channels of a pixel one after the other.
+    """Images, row by row, with the channels of a pixel in sequence.
 
     Attributes:
         train, test: Integers `(images, rows · columns)`.
-        levels: Values are below.
-        rows, columns: Of the grid that the values stand in; with three channels, a
-            pixel takes three columns.
-        channels: 1 or 3; 0 for text, which makes no picture.
+        levels: Number of levels; values are below it.
+        rows, columns: Size of the grid of values; with three channels, a pixel takes
+            three columns.
+        channels: 1 or 3; 0 for text, which is not an image.
     """
 
     train: np.ndarray
@@ -44,10 +44,10 @@ def load(source, size, levels, seed):
         source: One of `SOURCES`.
         size: Rows and columns of patches, of synthetic images and of pages of text.
         levels: Levels of brightness, for photographs, CIFAR-10 and synthetic images.
-        seed: Of synthetic images.
+        seed: Seed of synthetic images.
 
     Raises:
-        UsageError: If there is nothing of that size to be had.
+        UsageError: If no image of that size is available.
     """
     if source == "digits":
         return digits()
@@ -72,7 +72,7 @@ def photos(size, levels):
     """Patches of scikit-learn's two photographs, in shades of grey.
 
     The photographs are cut into squares of two by two patches. Every eighth square is
-    held out; from the others patches are taken at every half patch.
+    held out; the others give patches at every half patch.
     """
     from sklearn.datasets import load_sample_images
 
@@ -111,7 +111,7 @@ def cifar10(levels):
 
 
 def periodic(size, levels, seed):
-    """Rows that repeat the one above, but for some pixels: a period of `size`."""
+    """Rows that repeat the row above, except for some pixels: a period of `size`."""
     random = np.random.default_rng(seed)
     images = random.integers(0, levels, (SYNTHETIC, size, size))
     kept = random.random(images.shape) >= REDRAWN
@@ -149,7 +149,7 @@ def batches(images, batch, seed):
 
 
 def model_inputs(values, start):
-    """What predicts each value: those before it, and a token of its own at first."""
+    """The inputs that predict each value: a start token and the earlier values."""
     shifted = np.full(values.shape, start, "int32")
     shifted[:, 1:] = values[:, :-1]
     return {"token_ids": shifted, "padding_mask": np.ones_like(shifted)}

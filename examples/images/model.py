@@ -19,9 +19,9 @@ NAMES = ("local2d", "local2d-blocks", "local1d", "strided", "fixed", "softmax")
 
 
 def attention_name(name, images):
-    """A name with options, as `get_attention` takes it, from one of `NAMES`.
+    """Converts one of `NAMES` to a name with options for `get_attention`.
 
-    Strides and blocks are the rows of the image; other names stay as they are.
+    Strides and blocks are the image's rows; other names are unchanged.
     """
     rows, columns = images.rows, images.columns
     height, width = rectangle(images)
@@ -44,9 +44,9 @@ def rectangle(images):
 
 
 def order_of(name, images):
-    """The values of an image in the order in which a model reads them, as indices.
+    """The model's order of an image's values, as indices.
 
-    Row by row; `"local2d-blocks"`: rectangle by rectangle, as Image Transformer does.
+    Row by row; with `"local2d-blocks"` rectangle by rectangle, as in Image Transformer.
 
     Raises:
         ValueError: If rectangles do not divide the image.
@@ -65,7 +65,7 @@ def order_of(name, images):
 
 
 def make_model(name, images, arguments):
-    """A causal model of the values of an image, one after the other.
+    """A causal model of the values of an image.
 
     Raises:
         ValueError: If the attention is unknown or its options invalid.
@@ -80,9 +80,9 @@ def make_model(name, images, arguments):
 
 
 def sizes(images, arguments):
-    """The arguments of a backbone for images, but for its attention."""
+    """The arguments of a backbone for images, except its attention."""
     return dict(
-        # The last token stands before an image.
+        # The last token is the start token.
         vocabulary_size=images.levels + 1,
         num_layers=arguments.layers,
         num_heads=arguments.heads,
@@ -114,8 +114,8 @@ def train_and_measure(name, images, arguments):
 
     Returns:
         `(model, result)`: a dict of the attention's name, `bits` per dimension on the
-        held-out images, the number of these, `seconds_per_step` (the median, without
-        the first, which compiles) and `parameters`.
+        held-out images, their number, `seconds_per_step` (the median, without the
+        first, which compiles) and `parameters`.
     """
     keras.utils.set_random_seed(arguments.seed)
     model = make_model(name, images, arguments)
@@ -147,15 +147,15 @@ def train_and_measure(name, images, arguments):
 
 
 def complete(model, beginnings, images, order, seed):
-    """Images that begin as given, sampled on from there value by value.
+    """Completes images from given beginnings, value by value.
 
     Args:
         model: From `train_and_measure`.
-        beginnings: Integers `(batch, given)`, the values before the others in the order
-            of the model too; none given makes whole images.
-        images: What the model was trained on.
+        beginnings: Integers `(batch, given)`, the first values in the model's order;
+            with none given, whole images are sampled.
+        images: The `Images` that the model was trained on.
         order: From `order_of`.
-        seed: Of the draws.
+        seed: Seed of the samples.
 
     Returns:
         Integers `(batch, rows · columns)`.
@@ -171,5 +171,5 @@ def complete(model, beginnings, images, order, seed):
         {"token_ids": tokens, "padding_mask": mask}, stop_token_ids=None
     )
     values = np.asarray(generated["token_ids"])[:, 1:]
-    # The token before an image is no value.
+    # The start token is not a value.
     return np.minimum(values, images.levels - 1)[:, np.argsort(order)]

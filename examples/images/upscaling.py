@@ -1,4 +1,4 @@
-"""Larger images from smaller ones: an encoder reads these, a decoder writes those."""
+"""Image upscaling: an encoder reads small images, a decoder writes large ones."""
 
 import math
 
@@ -17,7 +17,7 @@ def shrink(values, images, factor):
 
     Args:
         values: Integers `(count, rows · columns)`.
-        images: What they are.
+        images: Their `Images`.
         factor: Rows and columns of a square.
 
     Returns:
@@ -43,7 +43,7 @@ def enlarge(values, images, factor):
 
 
 def seq2seq_inputs(small, values, start):
-    """What encoder and decoder are shown: the small images, and the values before."""
+    """The inputs of encoder (small images) and decoder (earlier values)."""
     decoder = model_inputs(values, start)
     return {
         "encoder_token_ids": small,
@@ -74,9 +74,9 @@ def train_and_measure(name, images, arguments):
 
     Returns:
         `(model, result)`: a dict of the attention's name, `bits` per dimension of
-        held-out images, `bits_of_another` with the small image of another one, the
-        root mean square `error` of one sample of each, that of the small image with
-        squares for its values, `squares`, and `parameters`.
+        held-out images, `bits_of_another` with another image in the encoder, the root
+        mean square `error` of one sample per image, `squares`, the error of the small
+        image with enlarged pixels, and `parameters`.
     """
     keras.utils.set_random_seed(arguments.seed)
     model = make_model(name, images, arguments)
@@ -128,7 +128,7 @@ def sample(model, small, images, seed):
     inputs = {f"decoder_{name}": tensor for name, tensor in prompt.items()}
     inputs |= {"encoder_token_ids": small, "encoder_padding_mask": np.ones_like(small)}
     values = model.generate(inputs, stop_token_ids=None)["decoder_token_ids"][:, 1:]
-    # The token before an image is no value.
+    # The start token is not a value.
     return np.minimum(values, images.levels - 1)
 
 

@@ -10,7 +10,7 @@ RESIDUALS = {"gtrxl": "gated", "xl": "post_norm"}
 
 
 class Recurrent(keras.layers.Layer):
-    """LSTM layers with the calls of a `TransformerStack`."""
+    """LSTM layers with the call interface of a `TransformerStack`."""
 
     def __init__(self, layers, dim):
         super().__init__()
@@ -38,7 +38,7 @@ class Recurrent(keras.layers.Layer):
 
 
 def make_core(agent, layers, heads, dim, memory_length):
-    """What remembers: `(batch, length, dim)` to the same, with a state."""
+    """The layers with memory: `(batch, length, dim)` to the same, with a state."""
     if agent == "lstm":
         return Recurrent(layers, dim)
     blocks = [
@@ -53,20 +53,21 @@ def make_core(agent, layers, heads, dim, memory_length):
 
 
 class Agent(keras.Model):
-    """Logits of the actions and the value of the state of affairs.
+    """Logits of the actions and the value of the current state.
 
     Args:
         core: From `make_core`.
-        dim: Its width.
+        dim: Width of the core.
         num_actions: Actions to choose from.
 
     Call arguments:
         inputs: Observations `(batch, length, channels)`, from the beginning of the
-            episodes; or a dict of `observations` and `state`, for what comes next.
+            episodes; or a dict of `observations` and `state`, for the next
+            observations.
 
     Returns:
-        `(batch, length, num_actions + 1)`; with a state, a dict of that as `outputs`,
-        and of the new `state`.
+        `(batch, length, num_actions + 1)`; with a state, a dict of these `outputs` and
+        the new `state`.
     """
 
     def __init__(self, core, dim, num_actions):

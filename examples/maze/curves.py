@@ -1,13 +1,13 @@
-"""Learning curves as CSV, picture and table."""
+"""Learning curves as CSV, plot and table."""
 
 import csv
 
 import numpy as np
 
-# Updates that a point of the curve, and the table, are the mean of.
+# Number of updates to average for the curve and the table.
 WINDOW = 20
 LABELS = {"gtrxl": "GTrXL", "xl": "Transformer-XL", "lstm": "LSTM"}
-# Dashes tell the agents apart without colour.
+# Dashes distinguish the agents without colour.
 STYLES = {"gtrxl": "-", "xl": ":", "lstm": "--"}
 
 
@@ -23,7 +23,7 @@ def write(path, curves):
                 )
 
 
-def smoothed(found):
+def smooth(found):
     """Means over `WINDOW` updates, or as many as there are."""
     width = min(WINDOW, len(found))
     return np.convolve(found, np.full(width, 1 / width), mode="valid")
@@ -38,7 +38,7 @@ def plot(path, curves, corridor, episodes):
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for agent, runs in curves.items():
-        points = 100 * np.stack([smoothed(found) for found in runs])
+        points = 100 * np.stack([smooth(found) for found in runs])
         x = episodes * (len(runs[0]) - points.shape[1] + 1 + np.arange(points.shape[1]))
         (line,) = axes.plot(
             x, points.mean(0), STYLES[agent], label=LABELS[agent], linewidth=2
@@ -59,10 +59,10 @@ def plot(path, curves, corridor, episodes):
 
 
 def table(curves):
-    """How often the goal was found in the last updates, in percent, by run."""
+    """Percentage of episodes that found the goal in the last updates, by run."""
     lines = ["| agent | mean | by run |", "| --- | --- | --- |"]
     for agent, runs in curves.items():
-        last = [100 * smoothed(found)[-1] for found in runs]
+        last = [100 * smooth(found)[-1] for found in runs]
         each = ", ".join(f"{value:.0f}" for value in last)
         lines.append(f"| {LABELS[agent]} | {np.mean(last):.0f} | {each} |")
     return "\n".join(lines)

@@ -4,7 +4,7 @@ import gymnasium
 import numpy as np
 
 FORWARD, LEFT, RIGHT = range(3)
-# Of an observation: the sign for each side, the corridor, and the junction.
+# Channels of an observation: the sign for each side, the corridor, the junction.
 SIGNS, CORRIDOR, JUNCTION = (0, 1), 2, 3
 
 
@@ -12,9 +12,9 @@ class TMaze(gymnasium.Env):
     """A corridor with a sign at its beginning, and a choice at its end.
 
     The sign is seen once, in the first observation. At the junction, turning to the
-    side that it named gives 1, turning to the other -1, and both end the episode.
-    Anything that does not lead on costs 0.1. An episode is cut after twice the steps
-    that it takes.
+    indicated side gives 1, turning to the other side -1, and both end the episode.
+    Other actions without progress cost 0.1. An episode is truncated after twice the
+    required steps.
 
     Args:
         corridor: Steps from the start to the junction.

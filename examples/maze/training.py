@@ -38,7 +38,7 @@ def learn(name, seed, arguments):
 
 
 def play(agent, mazes, steps, random):
-    """One episode in each maze; what comes after its end is zero.
+    """Plays one episode in each maze; entries after its end are zero.
 
     Returns:
         Dict of `observations`, `(mazes, steps, channels)`, and of `actions`,
@@ -79,7 +79,7 @@ def play(agent, mazes, steps, random):
 
 
 def learning_targets(episodes, discount):
-    """What `actor_critic_loss` reads, `(mazes, steps, 4)`."""
+    """The targets of `actor_critic_loss`, `(mazes, steps, 4)`."""
     returns = np.zeros_like(episodes["rewards"])
     following = np.zeros(len(returns))
     for step in reversed(range(returns.shape[1])):
@@ -88,7 +88,7 @@ def learning_targets(episodes, discount):
     weights = episodes["weights"]
     advantages = (returns - episodes["values"]) * weights
     scale = np.sqrt((advantages**2).sum() / weights.sum())
-    # The mean over all positions is to be that over those that exist.
+    # Rescale, so that the mean over all positions is the mean over real ones.
     weights = weights * weights.size / weights.sum()
     return np.stack(
         [episodes["actions"], advantages / (scale + 1e-6), returns, weights], axis=-1

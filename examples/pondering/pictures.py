@@ -1,4 +1,4 @@
-"""Steps and accuracy by difficulty, as a picture."""
+"""Plots steps and accuracy by difficulty."""
 
 import matplotlib
 
@@ -11,7 +11,7 @@ def write_picture(results, path):
 
     Args:
         results: Dict from task to a list of `(label, measured)`.
-        path: Of a PNG.
+        path: Path of a PNG file.
     """
     figure, rows = plt.subplots(
         len(results), 2, figsize=(9, 3.2 * len(results)), squeeze=False

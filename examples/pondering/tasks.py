@@ -1,23 +1,23 @@
-"""Parity and addition, as in Graves, 2016, smaller."""
+"""Smaller versions of parity and addition in Graves, 2016."""
 
 import dataclasses
 
 import numpy as np
 
-# The eleventh class of a digit: none.
+# The eleventh class of a digit: no digit.
 BLANK = 10
 
 
 @dataclasses.dataclass
 class Task:
-    """Sequences with the classes to tell, and how hard each position is.
+    """Sequences with target classes and the difficulty of each position.
 
     Attributes:
         x: float32 `(count, length, dim)`.
         y: int32 `(count, length, outputs)`.
-        weight: float32 `(count, length)`, 0 where there is nothing to tell.
+        weight: float32 `(count, length)`, 0 without a target.
         difficulty: int32 `(count, length)`.
-        classes: Of each output.
+        classes: Classes of each output.
     """
 
     x: np.ndarray
@@ -30,8 +30,8 @@ class Task:
 def parity(count, size, seed):
     """Whether an odd number of the entries is 1.
 
-    One vector of `size` numbers: the first 1 to `size` of them, at random, are 1 or −1,
-    which is how hard it is, and the others 0.
+    One vector of `size` numbers: a random number of leading entries, from 1 to `size`
+    (the difficulty), are 1 or −1; the others are 0.
     """
     random = np.random.default_rng(seed)
     difficulty = random.integers(1, size + 1, (count, 1))
@@ -50,15 +50,15 @@ def parity(count, size, seed):
 def addition(count, size, seed, terms=3):
     """The sum of the numbers so far, digit by digit.
 
-    `terms` numbers of 1 to `size` digits, one-hot, the last digit first: how many
-    digits is how hard it is. There is nothing to tell at the first.
+    `terms` numbers of 1 to `size` digits, one-hot, least significant digit first. The
+    number of digits is the difficulty. The first number has no target.
     """
     random = np.random.default_rng(seed)
     difficulty = random.integers(1, size + 1, (count, terms))
     numbers = random.integers(0, 10**difficulty)
     width = size + 1
     sums = digits(numbers.cumsum(1), width)
-    # The leading zeros of a number that is short are those of its digits.
+    # The leading zeros of a short number follow its digits.
     given = digits(numbers, size)
     shown = np.arange(size) < difficulty[..., None]
     given = np.where(shown, np.where(given == BLANK, 0, given), BLANK)
@@ -75,7 +75,7 @@ def addition(count, size, seed, terms=3):
 
 
 def digits(numbers, width):
-    """The last digit first; `BLANK` before the first, but for the last of 0."""
+    """Digits, least significant first; leading zeros are `BLANK`, except for 0."""
     powers = 10 ** np.arange(width)
     present = (numbers[..., None] >= powers) | (powers == 1)
     return np.where(present, numbers[..., None] // powers % 10, BLANK)

@@ -39,18 +39,18 @@ def build_model(task, cost, settings, arguments):
 
 
 def train_and_measure(make_task, cost, settings, arguments):
-    """Trains one model; measures it on sequences drawn anew.
+    """Trains one model and measures it on newly drawn sequences.
 
     Args:
         make_task: One of `tasks.TASKS`.
         cost: The ponder cost, or `None` for an RNN without pondering.
         settings: Dict of `size`, `cell`, `units`, `steps` and `learning_rate`.
-        arguments: Of the command line.
+        arguments: The parsed command line.
 
     Returns:
-        Dict of `accuracy`, the share of sequences without a mistake; `mean_steps`, 1
-        without pondering; `by_difficulty`, a dict from difficulty to `(accuracy,
-        steps)` of positions.
+        Dict of `accuracy`, the share of correct sequences; `mean_steps`, 1 without
+        pondering; `by_difficulty`, a dict from difficulty to `(accuracy, steps)` of
+        positions.
     """
     keras.utils.set_random_seed(arguments.seed)
     size = settings["size"]

@@ -13,15 +13,15 @@ NOTHING = 0
 
 
 class PlantedSymbols(keras.utils.PyDataset):
-    """Documents of a single symbol, segment by segment; row by row a document.
+    """Documents with a single symbol, in segments; each row is a document.
 
     Args:
-        documents: Groups of `batch` documents, which begin together.
+        documents: Groups of `batch` documents that start together.
         batch: Rows.
         length: Positions in a segment.
         segments: Segments in a document.
         symbols: Numbered from 1.
-        seed: The same documents for the same seed.
+        seed: Seed of the documents.
     """
 
     def __init__(self, documents, batch, length, segments, symbols, seed):
@@ -46,11 +46,11 @@ class PlantedSymbols(keras.utils.PyDataset):
 
 
 def accuracies(layers, memory, arguments):
-    """Trains a model, and evaluates it with the same memory and with a longer one.
+    """Trains a model and evaluates it with the same and with a longer memory.
 
     Returns:
-        Dict from the positions of memory in evaluation to the accuracy in each segment
-        of new documents, a list.
+        Dict from the memory length in evaluation to a list of accuracies, one per
+        segment of new documents.
     """
     keras.utils.set_random_seed(arguments.seed)
     backbone = EfficientTransformerBackbone(
@@ -91,7 +91,7 @@ def accuracies(layers, memory, arguments):
 
 def by_segment(logits, test, arguments):
     """The accuracy of predictions in each segment of the documents."""
-    # Segment after segment, and the documents of a batch together.
+    # Segments in order, with the documents of a batch together.
     shape = (-1, arguments.segments, arguments.batch, arguments.segment)
     named = logits[..., 1:].argmax(-1).reshape(shape) + 1
     batches = [test[index] for index in range(len(test))]

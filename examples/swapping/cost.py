@@ -13,7 +13,7 @@ from keras_efficient_attn.benchmark.execution import backend_module, make_progra
 from keras_efficient_attn.benchmark.report import aligned
 
 SOFTMAX, SWAPPED = "softmax", "swapped"
-# Lengths that are measured besides, so that longer ones can be foretold.
+# Additional lengths, measured to predict longer ones.
 PROBES = (256, 1024)
 REPEATS = 3
 # Seconds of a run that is timed only once.
@@ -25,16 +25,16 @@ MIB = 2**20
 
 
 def measure(original, converted, lengths, time_limit):
-    """Prints a table of what both models take, forward, at several lengths.
+    """Prints a table of both models' forward time and memory at several lengths.
 
-    Of each it makes one of the same configuration, for as many positions as the longest
-    length has, which runs on one text of random tokens. What is likely to take longer
-    than the limit, or more than half of the free memory, is left out.
+    For each model it builds one of the same configuration with positions for the
+    longest length, and runs it on one text of random tokens. Runs that would probably
+    exceed the time limit, or half of the free memory, are skipped.
 
     Args:
         original, converted: Backbones.
-        lengths: In tokens.
-        time_limit: Seconds of one run of a model.
+        lengths: Lengths in tokens.
+        time_limit: Maximum seconds per run of a model.
     """
     models = {
         name: _longer(backbone, max(lengths))
@@ -53,7 +53,7 @@ def measure(original, converted, lengths, time_limit):
     rows = [("length", f"{SOFTMAX} ms", "MiB", f"{SWAPPED} ms", "MiB", "times faster")]
     probes = [length for length in PROBES if length < max(lengths)]
     for length in sorted({*probes, *lengths}):
-        points = _measured(models, history, length, time_limit)
+        points = _measure(models, history, length, time_limit)
         if length in lengths:
             rows.append(_row(length, points))
     print("", *aligned(rows), "", f"MiB: {_memory_kind(history)}", sep="\n")
@@ -64,14 +64,14 @@ def measure(original, converted, lengths, time_limit):
 
 
 def predicted(points, length, quadratic):
-    """What a quantity is likely to be at a length, or a bound.
+    """Predicts a quantity at a length, or an upper bound.
 
     Args:
         points: List of `(length, value)`, by length.
-        length: Longer than those.
-        quadratic: Whether to expect the square of the length, which is a bound. Else
-            `a·length + b·length²` through the last two points, with `a` and `b` not
-            negative; of one point, `a·length`.
+        length: A length beyond those of `points`.
+        quadratic: Whether to assume quadratic growth, which is a bound. Otherwise
+            `a·length + b·length²` through the last two points, with non-negative `a`
+            and `b`; for one point, `a·length`.
     """
     last, value = points[-1]
     if quadratic:
@@ -86,12 +86,12 @@ def predicted(points, length, quadratic):
 
 
 class History:
-    """What was measured of a model.
+    """The measurements of a model.
 
     Attributes:
         seconds, memory: Lists of `(length, value)`.
-        kind: What is counted as memory.
-        reason: Why nothing was measured from some length on, or `None`.
+        kind: Kind of memory that is counted.
+        reason: Why measurements stop at some length, or `None`.
     """
 
     def __init__(self, quadratic):
@@ -104,7 +104,7 @@ class History:
         self.memory.append((length, memory))
 
     def expected(self, length):
-        """Seconds and bytes at a length, as far as shorter ones tell."""
+        """Expected seconds and bytes at a length, from shorter ones."""
         if not self.seconds:
             return 0.0, 0.0
         return (
@@ -113,7 +113,7 @@ class History:
         )
 
     def leave_out(self, length, time_limit):
-        """Whether a length is to be left out, or a shorter one was."""
+        """Whether to skip a length, or a shorter one was skipped."""
         if self.reason is None:
             seconds, memory = self.expected(length)
             free = free_memory()
@@ -148,15 +148,15 @@ def free_memory():
 
 
 def _longer(backbone, length):
-    """An untrained backbone of a configuration, for texts of a length."""
+    """An untrained backbone of the same configuration, for texts of a length."""
     config = backbone.get_config()
     if config.get("max_sequence_length") is not None:
         config["max_sequence_length"] = max(length, config["max_sequence_length"])
     return type(backbone).from_config(config)
 
 
-def _measured(models, history, length, time_limit):
-    """`(seconds, bytes)` of each model that is not left out, a dict."""
+def _measure(models, history, length, time_limit):
+    """`(seconds, bytes)` of each model that is not skipped, a dict."""
     programs, memory = {}, {}
     for name, model in models.items():
         found = history[name]

@@ -9,13 +9,13 @@ import numpy as np
 from command_line import UsageError
 from keras_efficient_attn.models import EfficientByteTokenizer
 
-# The first that a family of backbones has makes the backbone's inputs of texts.
+# The first available class of these makes a backbone's inputs from texts.
 PREPROCESSORS = (
     keras_hub.models.TextClassifierPreprocessor,
     keras_hub.models.MaskedLMPreprocessor,
     keras_hub.models.CausalLMPreprocessor,
 )
-# Of the small encoder.
+# Sizes of the small encoder.
 SIZES = dict(num_layers=4, num_heads=4, hidden_dim=128, intermediate_dim=512)
 MASKED_SHARE = 0.15
 
@@ -26,8 +26,8 @@ class Original:
 
     Attributes:
         backbone: The backbone.
-        preprocessor: What makes its inputs of texts.
-        text_bytes: Bytes of text that fill the length, and some more.
+        preprocessor: Converts texts to the backbone's inputs.
+        text_bytes: Bytes of text that suffice to fill the length.
     """
 
     backbone: keras_hub.models.Backbone
@@ -35,7 +35,7 @@ class Original:
     text_bytes: int
 
     def inputs_of(self, texts):
-        """The backbone's inputs, a dict of arrays, of a list of texts."""
+        """The backbone's inputs for a list of texts, a dict of arrays."""
         if hasattr(self.preprocessor, "generate_preprocess"):
             made = self.preprocessor.generate_preprocess(texts)
         else:
@@ -50,10 +50,10 @@ def load(preset, length):
     Args:
         preset: The name of a preset, or a folder in the format of KerasHub or of
             Hugging Face.
-        length: Tokens of a text.
+        length: Tokens per text.
 
     Raises:
-        UsageError: If it cannot be loaded, or makes no inputs of texts.
+        UsageError: If it cannot be loaded, or cannot preprocess texts.
     """
     try:
         backbone = keras_hub.models.Backbone.from_preset(preset)
@@ -62,20 +62,20 @@ def load(preset, length):
     most = getattr(backbone, "max_sequence_length", None)
     if most is not None and length > most:
         raise UsageError(f"--length {length}: {preset} has {most} positions")
-    # Tokens are seldom longer.
+    # Tokens are rarely longer.
     return Original(backbone, _preprocessor(preset, length), 8 * length)
 
 
 def train(splits, length, steps, batch, seed, verbose):
-    """A small encoder of bytes, trained to fill in masked ones.
+    """A small encoder of bytes, trained to predict masked bytes.
 
     Args:
         splits: From `byte_lm.data.load_splits`.
-        length: Tokens of a text.
-        steps: Of training.
+        length: Tokens per text.
+        steps: Training steps.
         batch: Texts in a batch.
-        seed: Of weights, texts and masks.
-        verbose: As `keras.Model.fit`.
+        seed: Seed of weights, texts and masks.
+        verbose: As for `keras.Model.fit`.
     """
     keras.utils.set_random_seed(seed)
     tokenizer = EfficientByteTokenizer()
@@ -98,7 +98,7 @@ def train(splits, length, steps, batch, seed, verbose):
             yield _integers(inputs), *map(np.asarray, targets)
 
     task = keras_hub.models.BertMaskedLM(backbone)
-    # Tasks of KerasHub do not fit generators.
+    # KerasHub's tasks cannot be fitted to generators.
     model = keras.Model(task.input, task.output)
     model.compile(
         optimizer=keras.optimizers.Adam(1e-3, clipnorm=1.0),
@@ -122,13 +122,13 @@ def train(splits, length, steps, batch, seed, verbose):
 
 
 def batches(data, batch, size, seed):
-    """Endless lists of texts, the last quarter of each shorter.
+    """Endless lists of texts; the last quarter of each list is shorter.
 
     Args:
-        data: A uint8 array, of UTF-8.
+        data: A uint8 array of UTF-8 text.
         batch: Texts in a list.
-        size: Bytes of a text, at most.
-        seed: Of where texts are.
+        size: Maximum bytes per text.
+        seed: Seed of the texts' positions.
     """
     random = np.random.default_rng(seed)
     while True:

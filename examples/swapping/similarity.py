@@ -1,4 +1,4 @@
-"""How much of a model's output a swap keeps, and winning it back by training."""
+"""Similarity of a model's output after conversion, and training to restore it."""
 
 import keras
 import numpy as np
@@ -32,16 +32,16 @@ def cosines(first, second):
 
 
 def fine_tune(original, converted, batches, steps, learning_rate, verbose):
-    """Trains a converted backbone to give the hidden states of the original.
+    """Trains a converted backbone to reproduce the original's hidden states.
 
     Needs texts, but no labels.
 
     Args:
         original, converted: Backbones.
         batches: Iterator of inputs.
-        steps: Of training.
-        learning_rate: Of Adam.
-        verbose: As `keras.Model.fit`.
+        steps: Training steps.
+        learning_rate: Learning rate of Adam.
+        verbose: As for `keras.Model.fit`.
     """
     outputs = hidden_states(converted, converted.output)
     student = keras.Model(converted.input, outputs)

@@ -1,4 +1,4 @@
-"""Texts with labels, and windows of them."""
+"""Labelled texts, and windows of them."""
 
 import csv
 import dataclasses
@@ -11,9 +11,9 @@ import numpy as np
 
 from command_line import UsageError
 
-# Part of each class's texts that is held out.
+# Fraction of each class's texts that is held out.
 HELD_OUT = 0.25
-# Too little of a package to tell it by.
+# Minimum size of a package.
 LEAST_FILES, LEAST_BYTES = 4, 50_000
 NOT_PACKAGES = ("site-packages", "test", "__pycache__")
 
@@ -25,7 +25,7 @@ class Texts:
     Attributes:
         labels: Names of the classes.
         train: For each class, the list of its texts, as bytes.
-        test: The held-out ones.
+        test: For each class, the list of held-out texts.
     """
 
     labels: list
@@ -76,7 +76,7 @@ def csv_file(path):
     if any(row["text"] is None or row["label"] is None for row in rows):
         raise UsageError(f"{path}: a row lacks its text or its label")
     labels = sorted({row["label"] for row in rows})
-    # Equal texts are one text, on one side of the split.
+    # Equal texts count as one text, on one side of the split.
     texts = [
         {row["text"]: row["text"].encode() for row in rows if row["label"] == label}
         for label in labels
@@ -115,7 +115,7 @@ def stack(windows):
 
 
 def batches(texts, length, batch, seed):
-    """Endless batches of random windows, each class as likely as the others.
+    """Endless batches of random windows, with equally likely classes.
 
     Yields:
         `(inputs, labels)`; batch `k` depends on `seed` and `k` only.
@@ -134,7 +134,7 @@ def batches(texts, length, batch, seed):
 
 
 def test_windows(texts, length, most):
-    """At most `most` windows a class of the held-out texts, evenly spread.
+    """At most `most` windows per class of the held-out texts, evenly spread.
 
     Returns:
         `(inputs, labels)`.

@@ -16,7 +16,7 @@ from text_classes import data
 
 
 def make_model(attention, num_classes, arguments):
-    """A small encoder of bytes, with the order of these from short convolutions.
+    """A small encoder of bytes; short convolutions encode their order.
 
     Raises:
         ValueError: If the attention is unknown or its options invalid.
@@ -50,9 +50,9 @@ def train_and_measure(attention, texts, arguments):
     """Trains one model.
 
     Returns:
-        Dict of the attention's name, `accuracy` on the held-out windows, the number
-        of these, `seconds_per_step` (the median, without the first, which compiles),
-        `seconds` of the whole training, and `parameters`.
+        Dict of the attention's name, `accuracy` on the held-out windows, their number,
+        `seconds_per_step` (the median, without the first, which compiles), `seconds` of
+        the whole training, and `parameters`.
     """
     keras.utils.set_random_seed(arguments.seed)
     model = make_model(attention, len(texts.labels), arguments)

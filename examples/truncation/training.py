@@ -1,4 +1,4 @@
-"""A Transformer-VQ, trained on segments of a text, and its bits per byte."""
+"""Trains a Transformer-VQ on segments of a text and measures bits per byte."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ TESTED = tuple(itertools.product(TRAINED, ("all", "later")))
 
 
 class Forgotten(Segments):
-    """Segments of which each begins a document."""
+    """Segments that each start a new document."""
 
     def __getitem__(self, index):
         inputs, targets, weights = super().__getitem__(index)
@@ -52,7 +52,7 @@ def build_model(arguments):
 
 
 def bits_per_byte(trained, seed, arguments):
-    """Trains a model one way, and tests it in the ways of `TESTED`.
+    """Trains a model in one way and tests it in the ways of `TESTED`.
 
     Returns:
         List of bits per byte, in the order of `TESTED`.
@@ -99,7 +99,7 @@ def bits_per_byte(trained, seed, arguments):
 
 
 def documents(text, starts, arguments):
-    """List of documents from these places, or `UsageError` if there is too little."""
+    """The documents from these positions; `UsageError` if the text is too short."""
     size = arguments.document * arguments.segment + 1
     if max(starts, default=0) + size > len(text):
         raise UsageError(
@@ -110,7 +110,7 @@ def documents(text, starts, arguments):
 
 
 def tested_losses(model, data):
-    """The sums of the losses of each batch of segments, and of their weights."""
+    """The sums of losses and of weights, per batch of segments."""
     losses = []
     logits = model.predict(data, verbose=0)
     for index, predicted in enumerate(np.split(logits, len(data))):

@@ -1,4 +1,4 @@
-"""Which attention is fastest on this machine, at a given shape.
+"""Measures which attention is fastest on this machine, at a given shape.
 
 `python -m keras_efficient_attn.benchmark --help` is the command; `compare` is the same
 from Python, and `time_functions` times any functions in the same loop.

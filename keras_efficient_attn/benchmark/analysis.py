@@ -9,7 +9,7 @@ def log_log_slope(series):
     """Least-squares slope of log value over log length.
 
     Args:
-        series: Dict of lengths to values; those of 0 are left out.
+        series: Dict of lengths to values; values of 0 are left out.
 
     Returns:
         A float, or `None` for fewer than two points.
@@ -31,12 +31,12 @@ def crossover(baseline, series):
 
     Args:
         baseline: Dict of lengths to values.
-        series: The same; lengths that only one has do not count.
+        series: Dict of lengths to values. Lengths missing from either dict are ignored.
 
     Returns:
-        `"≤ 512"` if it is below from the first common length on, `"> 4096"` if it is
-        not at the last, otherwise the length between two where lines through their
-        logarithms cross, as `"1234"`. `None` without a common length.
+        `"≤ 512"` if `series` is below from the first common length on; `"> 4096"` if it
+        is not below at the last; otherwise, as `"1234"`, the length where straight
+        lines between the logarithms cross. `None` without a common length.
     """
     lengths = sorted(set(baseline) & set(series))
     if not lengths:

@@ -1,4 +1,4 @@
-"""How far a layer that approximates softmax attention is from it."""
+"""Error of a layer that approximates softmax attention."""
 
 import keras
 import numpy as np
@@ -10,14 +10,13 @@ SAMPLED_QUERIES = 64
 def error_against_softmax(layer, x, output, causal):
     """Relative error of an output against softmax attention, in float64.
 
-    `‖output - softmax‖ / ‖softmax‖` over evenly spaced queries (64, the last among
-    them), where softmax attention has the projections of the layer and is computed by
-    NumPy.
+    `‖output - softmax‖ / ‖softmax‖` over 64 evenly spaced queries, including the last.
+    NumPy computes softmax attention with the layer's projections.
 
     Args:
         layer: Built layer.
-        x: Its input, `(batch, length, dim)`, as query, key and value.
-        output: Its output, `(batch, length, dim)`.
+        x: The layer's input `(batch, length, dim)`, used as query, key and value.
+        output: The layer's output, `(batch, length, dim)`.
         causal: Whether query `t` sees keys `0..t` only.
 
     Returns:
@@ -29,7 +28,7 @@ def error_against_softmax(layer, x, output, causal):
     query = _project(layer.query_dense, x[:, queries])
     key, value = _project(layer.key_dense, x), _project(layer.value_dense, x)
     heads = np.empty(query.shape[:3] + value.shape[3:])
-    # One head at a time: the scores of all would be large.
+    # One head at a time: the scores of all heads would be large.
     group = query.shape[2] // key.shape[2]
     for head in range(query.shape[2]):
         own = head // group

@@ -1,4 +1,4 @@
-"""Compares attention layers: one process a contestant and length, taking turns."""
+"""Compares attention layers: one process per contestant and length, in turns."""
 
 import math
 import time
@@ -29,37 +29,37 @@ def compare(
 ):
     """Compares attention layers on this machine, at one shape and several lengths.
 
-    Every contestant runs in a process of its own for each length, so that memory is
-    that of a fresh process, and a time-out or a lack of memory ends one point only.
-    The processes compute one at a time, in turns, on new random inputs for every call.
-    With them runs a square matmul, as the measure of what the machine can do.
+    Every contestant runs in a new process for each length. So memory starts from a
+    fresh process, and a time-out or a lack of memory ends one point only. The processes
+    compute one at a time, in turns, on new random inputs for every call. A square
+    matmul runs with them and measures the machine's speed.
 
     Args:
-        layers: Identifiers of `get_attention`: `"softmax"`,
-            `"performer:feature_map=elu"`, …. Defaults to these and
-            `"performer:feature_map=favor+"`.
-        lengths: Lengths. Defaults to 512, 1024, 2048 and 4096.
+        layers: Identifiers for `get_attention`. Defaults to `"softmax"`,
+            `"performer:feature_map=elu"` and `"performer:feature_map=favor+"`.
+        lengths: Sequence lengths. Defaults to 512, 1024, 2048 and 4096.
         **options: Further fields of `Settings`, below.
-        progress: Optional callable that makes a progress bar of a number of steps,
-            such as `keras.utils.Progbar`. Defaults to none.
-        start_worker: Makes a worker for a backend. Defaults to a process.
+        progress: Optional callable from a number of steps to a progress bar, such as
+            `keras.utils.Progbar`. Defaults to `None`: no progress bar.
+        start_worker: Callable from a backend's name to a worker. Defaults to one that
+            starts a process.
         clock: Callable that gives seconds.
 
     Further fields of `Settings`:
-        heads: Heads. Defaults to 8.
+        heads: Number of heads. Defaults to 8.
         head_dim: Size of a head. Defaults to 64.
-        batch: Rows. Defaults to 1.
+        batch: Batch size. Defaults to 1.
         dtype: Keras dtype policy. Defaults to `"float32"`.
         mode: `"forward"` (the default); `"train"`, with the gradients of the input and
-            every weight; or `"decode"`, one position at a time after `length` others,
-            with a key/value cache for softmax.
-        causal: Whether queries see earlier keys only. Defaults to `False`; decoding
-            and language models are causal in any case.
+            every weight; or `"decode"`, one position at a time after `length` others.
+            Softmax then has a key/value cache.
+        causal: Whether query `t` sees keys `0..t` only. Decoding and language models
+            are always causal. Defaults to `False`.
         backend: Keras backend. Defaults to the current one.
         repeats: Timed calls. Defaults to 5.
         time_limit: Seconds of computing for a contestant at one length, compilation
-            included, and as many again for the checks. After it, the contestant is
-            not tried at longer lengths. Defaults to 60.
+            included. The checks get as many again. A contestant that exceeds it is
+            skipped at longer lengths. Defaults to 60.
         peers: Whether to add installed peers: performer-pytorch, local-attention,
             reformer-pytorch, flash-linear-attention (CUDA). Defaults to `False`.
         model: Whether to compare small causal language models instead of layers: their
@@ -70,10 +70,10 @@ def compare(
         seed: Seed of weights and inputs. Defaults to 0.
 
     Returns:
-        `Comparison`. An interrupt (Ctrl-C) ends the run with what was measured.
+        `Comparison`. After an interrupt (Ctrl-C) it holds what was measured so far.
 
     Raises:
-        ValueError: If an argument is invalid, naming it.
+        ValueError: If an argument is invalid; the message names it.
         TypeError: For an argument that does not exist.
 
     Example:
@@ -98,7 +98,7 @@ def run(settings, progress=None, start_worker=WorkerProcess, clock=time.perf_cou
     if settings.peers:
         names, absent = available_peers(settings.mode, settings.model)
     contestants = [MATMUL, *settings.layers, *names]
-    # One step for preparing, one a repeat, and one for the checks.
+    # One step to prepare, one per repeat, and one for the checks.
     steps = len(contestants) * len(settings.lengths) * (settings.repeats + 2)
     bar = None if progress is None else progress(steps)
     records, environments, ended, complete = [], {}, {}, True
@@ -144,7 +144,7 @@ def _race(points, settings, start_worker, clock, bar, environments):
         for point in points:
             point.seconds = samples[point]
             point.check()
-            # The turns that it was not there for, too.
+            # Count the turns that it missed as well.
             step(settings.repeats - point.turns + 1)
     finally:
         for point in points:
@@ -167,11 +167,11 @@ class _Point:
         self._limit = self._remaining = settings.time_limit
 
     def start(self, clock):
-        """Waits for the process; whether it is there."""
+        """Waits for the process. Returns whether it started."""
         self._clock = clock
         if self.worker is None:
             return False
-        self.environment = self._ask(self.worker.started)
+        self.environment = self._ask(self.worker.wait_for_start)
         return self.environment is not None
 
     def prepare(self):
@@ -180,7 +180,7 @@ class _Point:
             self.detail = "outputs are not finite"
 
     def repeat(self):
-        """Seconds of a call; `None` when it takes no further part."""
+        """Seconds of a call; `None` once it has left the race."""
         self.turns += 1
         if self.status != failures.OK or self._remaining <= 0:
             self.over_limit |= self._remaining <= 0
@@ -189,7 +189,7 @@ class _Point:
         return reply and reply["seconds"] / self.prepared["steps"]
 
     def check(self):
-        """Errors, and what is left to say about the status."""
+        """Measures the errors and completes the status."""
         asked = self._task["contestant"] != MATMUL
         if self.over_limit and self.seconds:
             self.status = failures.OK
@@ -281,5 +281,5 @@ def _record(point, settings, peak):
 
 
 def _number(value):
-    """`None` for what JSON cannot hold; the detail says that outputs are not finite."""
+    """`None` if JSON cannot hold it; the detail then reports non-finite outputs."""
     return value if value is not None and math.isfinite(value) else None

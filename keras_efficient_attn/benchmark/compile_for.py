@@ -1,9 +1,9 @@
-"""Estimates of the compiler of an accelerator that is not here.
+"""Compiler estimates for an accelerator that is not present.
 
-`libtpu` compiles for a TPU that is described, not present: the compiled program says
-how much memory it needs, and how many cycles the compiler expects it to take. That is
-good for comparing two forms of one thing, for memory, and for whether a
-program compiles at all.
+`libtpu` compiles for a TPU that is described, not present: the compiled program states
+its memory and the cycles that the compiler expects. Use it to compare two
+implementations of one operation, to estimate memory, and to check whether a program
+compiles at all.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ from keras_efficient_attn.ops.common.plan import planned_for
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """An accelerator that is compiled for.
+    """An accelerator to compile for.
 
     Attributes:
-        topology: The compiler's name of the smallest slice with it.
-        kind: Kind of device, for the plan of operations.
+        topology: The compiler's name for the smallest slice of this accelerator.
+        kind: Device kind, used to choose the operations' plans.
         clock: Cycles per second.
         peak: Operations per second of products of bfloat16 matrices.
     """
@@ -59,10 +59,10 @@ class Estimate:
     Attributes:
         contestant: Name.
         length: Positions.
-        status: `"ok"`, or why there is no estimate.
+        status: `"ok"`, or the reason for a missing estimate.
         detail: A line about the status, or empty.
-        seconds: Estimated seconds, without kernels written by hand.
-        kernels: Number of kernels written by hand, which the estimate leaves out.
+        seconds: Estimated seconds, without handwritten kernels.
+        kernels: Number of handwritten kernels, which the estimate leaves out.
         peak_share: Useful operations per estimated second, as a share of the peak.
         temporary_bytes: Memory beside inputs and outputs.
         compile_seconds: Measured seconds of compiling.
@@ -80,7 +80,7 @@ class Estimate:
 
 
 def check_can_compile_for(settings):
-    """Raises `ValueError` for settings without an estimate."""
+    """Raises `ValueError` for settings that cannot be estimated."""
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
             "--compile-for needs libtpu, which is not installed: pip install "
@@ -104,7 +104,7 @@ def check_can_compile_for(settings):
 
 
 def estimate_all(settings, target):
-    """Yields an `Estimate` for each layer and length, each from a process of its own.
+    """Yields an `Estimate` for each layer and length, each from a new process.
 
     Args:
         settings: `Settings`.
@@ -112,10 +112,10 @@ def estimate_all(settings, target):
     """
     for length in settings.lengths:
         for contestant in settings.layers:
-            # A process of its own: libtpu serves one at a time.
+            # A new process each: libtpu serves one at a time.
             worker = WorkerProcess("jax", environment=ENVIRONMENT)
             try:
-                worker.started()
+                worker.wait_for_start()
                 task = settings.task(contestant, length)
                 request = {"do": "compile", "task": task, "target": target}
                 reply = worker.request(request, timeout=None)
@@ -127,7 +127,7 @@ def estimate_all(settings, target):
 
 
 def compile_task(workload, target):
-    """The worker's side: the fields of an `Estimate` but for its name, as a dict."""
+    """The worker's side: all fields of an `Estimate` except its name, as a dict."""
     from keras_efficient_attn.benchmark.execution import tpu
 
     target = TARGETS[target]
@@ -151,7 +151,7 @@ def compile_task(workload, target):
 
 
 def table(settings, target, estimates):
-    """The estimates as lines of text, and what they are."""
+    """The estimates as lines of text, with a legend."""
     rows = [("contestant", "length", "ms", "of peak", "MiB", "compile s", "")]
     for item in estimates:
         notes = [item.status if item.status != OK else "", item.detail]

@@ -1,4 +1,4 @@
-"""Versions and device, for whoever reads the results later."""
+"""Versions and device, recorded with the results."""
 
 import importlib.metadata
 import os

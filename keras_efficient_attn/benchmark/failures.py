@@ -1,4 +1,4 @@
-"""Failures at a point, described by a word and a line."""
+"""Describes a failure by a status word and a line of detail."""
 
 import re
 
@@ -27,8 +27,8 @@ def describe_failure(error, building):
 
     Args:
         error: The exception.
-        building: Whether nothing has been measured yet: a `ValueError` or its like
-            then means that the contestant refuses the combination.
+        building: Whether nothing has been measured yet. A `ValueError` or similar then
+            means that the contestant does not support the combination.
     """
     text = _plain(str(error)) or type(error).__name__
     status = FAILED
@@ -42,7 +42,7 @@ def describe_failure(error, building):
 
 
 def _plain(text):
-    """One line without the colours and the frame that Keras puts around errors."""
+    """One line, without the colours and frame that Keras adds to errors."""
     text = re.sub(r"\x1b\[\d+m", "", text)
     text = re.sub(r"^Exception encountered when calling [^\n]*\n", "", text)
     return " ".join(text.partition("Arguments received by")[0].split())

@@ -14,11 +14,11 @@ EXPANSION = 4
 def make_model(attention, num_heads, head_dim, dtype):
     """An `EfficientCausalLM` on bytes.
 
-    Without positions, which none of the times depends on.
+    It has no positions; no time depends on them.
 
     Args:
         attention: Identifier of `get_attention`.
-        num_heads: Heads.
+        num_heads: Number of heads.
         head_dim: Size of a head; the model is `num_heads · head_dim` wide.
         dtype: Keras dtype policy.
     """

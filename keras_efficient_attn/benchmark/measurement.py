@@ -1,4 +1,4 @@
-"""Measures one workload, step by step as it is asked to."""
+"""Measures one workload, one step per request."""
 
 import time
 
@@ -12,10 +12,10 @@ from keras_efficient_attn.benchmark.workloads import build_workload
 
 
 class Measurement:
-    """The side of the worker: one contestant at one length.
+    """The worker's side: measures one contestant at one length.
 
     Args:
-        task: Of `Settings.task`.
+        task: A task from `Settings.task`.
         clock: Callable that gives seconds.
     """
 
@@ -25,7 +25,7 @@ class Measurement:
 
     def prepare(self):
         """The first call and the memory of the second, as a dict."""
-        first, outputs = self._timed(0)
+        first, outputs = self._time(0)
         finite = all(
             bool(ops.all(ops.isfinite(tensor)))
             for tensor in keras.tree.flatten(outputs)
@@ -46,8 +46,8 @@ class Measurement:
         }
 
     def repeat(self, turn):
-        """Seconds of a call on inputs of its own, as a dict."""
-        return {"seconds": self._timed(turn + 2)[0]}
+        """Seconds of a call on new inputs, as a dict."""
+        return {"seconds": self._time(turn + 2)[0]}
 
     def check(self):
         """Errors against softmax and against a peer's definition, as a dict."""
@@ -57,7 +57,7 @@ class Measurement:
             "difference": workload.difference and workload.difference(rng),
         }
 
-    def _timed(self, index):
+    def _time(self, index):
         return timed_call(
             self._workload.program, self._inputs(index), self._clock, wait
         )
@@ -68,5 +68,5 @@ class Measurement:
         return inputs
 
     def _rng(self, index):
-        # The same numbers for all contestants, and others for every call.
+        # All contestants get the same numbers; every call gets new ones.
         return np.random.default_rng((self._task["seed"], self._task["length"], index))

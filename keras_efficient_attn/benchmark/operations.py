@@ -2,9 +2,9 @@
 
 A multiplication and an addition are two operations. A layer counts those between its
 projections (`EfficientAttention.operations`); the projections are counted here, with
-`2 · dim · width` per position for each (query, key, value, output, and the gate where
-there is one), where `width` is heads times head size. Products inside chunks, padding
-and recomputation are the implementation's, and not counted. A backward pass counts
+`2 · dim · width` per position for each (query, key, value, output, and the gate if
+any), where `width` is heads times head size. Products inside chunks, padding and
+recomputation depend on the implementation and are not counted. A backward pass counts
 twice the forward pass.
 """
 
@@ -16,7 +16,7 @@ def layer_operations(layer, batch, length, causal):
 
     Args:
         layer: Built `EfficientAttention`.
-        batch: Rows.
+        batch: Batch size.
         length: Positions.
         causal: Whether query `t` sees keys `0..t` only.
 

@@ -20,13 +20,13 @@ class PeerAttention(torch.nn.Module):
     """Query, key, value and output projections around a peer's attention.
 
     Args:
-        name: Of `PEERS`.
-        heads: Heads.
+        name: A name in `PEERS`.
+        heads: Number of heads.
         head_dim: Size of a head.
         causal: Whether query `t` sees keys `0..t` only.
 
     Raises:
-        ValueError: If the peer cannot run so, or on this device.
+        ValueError: If the peer does not support the options or this device.
     """
 
     def __init__(self, name, heads, head_dim, causal):
@@ -53,10 +53,10 @@ class PeerAttention(torch.nn.Module):
         return self.output(heads.transpose(1, 2).reshape(batch, length, width))
 
     def difference(self, rng):
-        """Relative difference of the peer from what it is meant to compute.
+        """Relative difference of the peer's output from its definition.
 
         Returns:
-            A float; `None` for a peer with nothing here to compare with.
+            A float; `None` if this module has no definition of the peer.
         """
         if self.core.shared:
             return None
@@ -92,14 +92,14 @@ class _Core(torch.nn.Module):
 class _Performer(_Core):
     """FAVOR+, with the package's default number of features.
 
-    Expected is this package's linear attention over the peer's own features: it adds
-    1e-4 to each, so that they are not FAVOR+'s. Where it is causal it also adds 1e-6
-    to the sums of keys, which is a percent of the small ones.
+    The expected output is this package's linear attention over the peer's own features:
+    the peer adds 1e-4 to each feature, so that they differ from FAVOR+'s. If causal,
+    the peer also adds 1e-6 to the sums of keys, a percent of the small sums.
     """
 
     def __init__(self, module, head_dim, causal):
         super().__init__(module.FastAttention(head_dim, causal=causal), causal)
-        # The submodule has the name of the package.
+        # The submodule and the package have the same name.
         self.features = module.performer_pytorch.softmax_kernel
 
     def expected(self, query, key, value):
@@ -115,7 +115,7 @@ class _Performer(_Core):
 
 
 class _Local(_Core):
-    """Blocks of 128 that see themselves and their neighbours."""
+    """Blocks of 128 that attend to themselves and their neighbours."""
 
     def __init__(self, module, head_dim, causal):
         attention = module.LocalAttention(

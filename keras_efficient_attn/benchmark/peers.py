@@ -1,8 +1,8 @@
-"""Public packages to compare with, where they are installed. They run on PyTorch."""
+"""Public packages to compare with, if installed. They run on PyTorch."""
 
 import importlib.util
 
-# Name on the package index, and what it is imported as.
+# Name on the package index, and name to import.
 PEERS = {
     "performer-pytorch": "performer_pytorch",
     "local-attention": "local_attention",
@@ -12,7 +12,7 @@ PEERS = {
 
 
 def available_peers(mode, model):
-    """Which peers can take part.
+    """The peers that can take part.
 
     Args:
         mode: `"forward"`, `"train"` or `"decode"`.

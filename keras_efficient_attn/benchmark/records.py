@@ -9,29 +9,29 @@ from keras_efficient_attn.benchmark.settings import MATMUL, SOFTMAX, Settings
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One contestant at one length. What was not measured is `None`.
+    """One contestant at one length. Fields that were not measured are `None`.
 
     Attributes:
         contestant: Name.
-        backend: Backend that it ran on.
+        backend: Backend that the contestant ran on.
         mode: `"forward"`, `"train"` or `"decode"`.
         length: Positions.
-        status: `"ok"`, or why there is no time: `"out of memory"`, `"time-out"`,
-            `"unsupported"`, `"failed"` or `"skipped"`.
+        status: `"ok"`, or the reason for a missing time: `"out of memory"`,
+            `"time-out"`, `"unsupported"`, `"failed"` or `"skipped"`.
         detail: A line about the status, or empty.
-        seconds: Median seconds of a call; of one generated position for decoding.
+        seconds: Median seconds per call; for decoding, per generated position.
         seconds_low, seconds_high: Quartiles.
         repeats: Timed calls.
-        compile_seconds: What the first call took longer than the median.
-        tokens_per_second: Of all rows of the batch together.
-        memory_bytes: Peak memory of a call; `memory_kind` says of which kind.
+        compile_seconds: Seconds by which the first call exceeded the median.
+        tokens_per_second: Throughput, summed over the batch.
+        memory_bytes: Peak memory of a call; `memory_kind` is its kind.
         memory_kind: `"XLA temporaries"` (beside inputs, outputs and weights),
-            `"resident increase"` (of the process, by a call after the first), or
-            `"device"` (all of the process on the accelerator).
+            `"resident increase"` (of the process, in a call after the first), or
+            `"device"` (all memory of the process on the accelerator).
         execution: `"XLA"`, `"graph"` or `"eager"`.
         error: Relative error against softmax attention with the same weights.
         difference: Relative difference of a peer from its definition.
-        peak_share: Useful operations per second, as a share of those of the matmul.
+        peak_share: Useful operations per second, as a share of the matmul's.
     """
 
     contestant: str
@@ -60,10 +60,10 @@ class Summary:
 
     Attributes:
         contestant: Name.
-        crossover: Length from which it is faster than softmax, in words or as a
-            number between two measured ones, as text; `None` without softmax.
-        time_slope: Slope of log seconds over log length; `None` for one length.
-        memory_slope: The same of peak memory.
+        crossover: Length from which it is faster than softmax, as text: a bound, or an
+            interpolated number; `None` without softmax.
+        time_slope: Slope of log seconds over log length; `None` for a single length.
+        memory_slope: Slope of log peak memory over log length.
     """
 
     contestant: str
@@ -78,7 +78,7 @@ class Comparison:
 
     Attributes:
         settings: The `Settings`.
-        records: List of `Record`, by length and contestant, with those of the matmul.
+        records: List of `Record`, by length and contestant, the matmul's included.
         environments: Dict of backends to dicts of versions and the device.
         absent_peers: Dict of peers that did not take part to reasons.
         complete: `False` if the run was interrupted.
@@ -112,7 +112,7 @@ class Comparison:
         return {r.backend for r in self.of(contestant)} == {self.settings.backend}
 
     def summaries(self):
-        """List of `Summary`, one a contestant."""
+        """List of `Summary`, one per contestant."""
         softmax = self.series(SOFTMAX, "seconds")
         return [
             Summary(

@@ -14,7 +14,7 @@ DASH = "-"
 
 
 def table(comparison):
-    """The results as lines of text: one a contestant and length, then the summary."""
+    """The results as lines of text: one per contestant and length, then the summary."""
     softmax = comparison.series(SOFTMAX, "seconds")
     per_step = "ms/token" if comparison.settings.mode == "decode" else "ms"
     rows = [
@@ -57,7 +57,7 @@ def table(comparison):
 
 
 def aligned(rows):
-    """Rows of words as lines, the first column to the left and others to the right."""
+    """Rows of words as lines; the first column is left-aligned, the others right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -69,7 +69,7 @@ def aligned(rows):
 
 
 def write_csv(comparison, path):
-    """Writes one line a record, with the names of `Record`."""
+    """Writes one line per record, with the field names of `Record`."""
     with open(path, "w", newline="") as file:
         names = [field.name for field in dataclasses.fields(Record)]
         writer = csv.DictWriter(file, names)
@@ -147,5 +147,5 @@ def format_number(number, how):
     if number is None:
         return DASH
     text = format(number, how)
-    # Large numbers in full, not as 1.23e+04.
+    # Write large numbers in full, not as 1.23e+04.
     return f"{number:.0f}" if how.endswith("g") and "e+" in text else text

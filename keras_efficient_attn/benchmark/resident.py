@@ -1,4 +1,4 @@
-"""Resident memory of this process: what a call adds to it at its peak."""
+"""Peak increase of this process's resident memory during a call."""
 
 import ctypes
 import gc
@@ -12,8 +12,8 @@ RESET = Path("/proc/self/clear_refs")
 def peak_increase(run):
     """Bytes by which resident memory was higher during `run()` than before it.
 
-    On Linux the peak is reset before. Elsewhere it is the peak of the whole life of
-    the process, and a call that stays below what was used earlier counts as 0.
+    On Linux the peak is reset first. Elsewhere it is the peak since the process
+    started, so a call that stays below an earlier peak counts as 0.
 
     Args:
         run: Callable without arguments.
@@ -29,7 +29,7 @@ def peak_increase(run):
 
 
 def _reset_peak():
-    """Resident bytes now, where the peak starts again if the system allows it."""
+    """Resident bytes now; resets the peak to them if the system allows it."""
     try:
         RESET.write_text("5")
         return _status("VmRSS")
@@ -40,9 +40,9 @@ def _reset_peak():
 def _peak():
     if STATUS.exists():
         return _status("VmHWM")
-    import resource  # Where it is needed, because Windows has none.
+    import resource  # Imported here because Windows lacks it.
 
-    # Kilobytes, but on macOS bytes.
+    # In kilobytes; on macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -55,8 +55,8 @@ def _status(field):
 
 
 def _return_freed_memory():
-    # Else what the warm-up freed would be used again without being seen.
+    # Otherwise memory freed by the warm-up would be reused unmeasured.
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError, TypeError):
-        pass  # Not the GNU C library.
+        pass  # Another C library than GNU's.

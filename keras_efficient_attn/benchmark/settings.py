@@ -1,4 +1,4 @@
-"""Settings of a comparison: checked once, and plain enough for a file."""
+"""Settings of a comparison: checked once, and serialisable."""
 
 import dataclasses
 import importlib.util
@@ -27,7 +27,7 @@ class Settings:
     """The arguments of `compare`, checked.
 
     Raises:
-        ValueError: Naming the argument and what was received.
+        ValueError: If an argument is invalid; the message names it and its value.
     """
 
     layers: tuple = DEFAULT_LAYERS
@@ -96,7 +96,7 @@ class Settings:
         names = ("heads", "head_dim", "batch", "dtype", "mode", "causal", "model")
         names += ("matmul_size", "seed")
         shared = {name: getattr(self, name) for name in names}
-        # A layer from outside the package: workers know it by importing its module.
+        # A layer from outside the package: workers import its module.
         module = None
         if contestant in self.layers:
             module = parse_attention(contestant)[0].__module__
@@ -104,7 +104,7 @@ class Settings:
         return {**task, **shared}
 
     def backend_of(self, contestant):
-        """The backend that a contestant runs on: its own for a peer."""
+        """The backend that a contestant runs on; peers run on PyTorch."""
         return "torch" if contestant in PEERS else self.backend
 
     def _non_empty(self, name):

@@ -1,8 +1,8 @@
-"""Reading a sequence piece by piece, with the state of whatever reads it."""
+"""Reads a sequence in segments, with a layer's or a model's state."""
 
 from keras import ops
 
-# Positions that are read at once: the scores of all of them would be large.
+# Positions per segment: the scores of a whole sequence would be large.
 SEGMENT = 256
 
 
@@ -19,7 +19,7 @@ def read(step, inputs, state):
     def body(index, state):
         return step(_segment(inputs, index * SEGMENT, SEGMENT), state)[1]
 
-    # JAX traces the body of a loop that is never run, too.
+    # JAX traces the body of a loop even if it never runs.
     if whole:
         state = ops.fori_loop(0, whole, body, state)
     if rest:
@@ -28,7 +28,7 @@ def read(step, inputs, state):
 
 
 def generate(step, inputs, state):
-    """Sum of the outputs of one position at a time, and the state after them.
+    """Generates one position at a time: the sum of outputs, and the last state.
 
     The loop is the backend's own, compiled where the backend compiles.
 

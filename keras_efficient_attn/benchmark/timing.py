@@ -1,4 +1,4 @@
-"""The one timing loop of the repository: contestants take turns."""
+"""The repository's only timing loop: contestants take turns."""
 
 import dataclasses
 import time
@@ -11,7 +11,7 @@ class Timing:
     """Seconds of one contestant.
 
     Attributes:
-        first: Seconds of the first call, with compilation.
+        first: Seconds of the first call, compilation included.
         seconds: Seconds of each later call, as a tuple.
     """
 
@@ -42,11 +42,11 @@ def median_and_spread(seconds):
 def time_functions(
     functions, *, make_inputs=None, repeats=5, clock=time.perf_counter, finish=None
 ):
-    """Times functions that take turns, so that a slow spell hits all of them.
+    """Times functions in turns, so that a slow spell of the machine hits all of them.
 
     Each function is called once to compile and warm up, then `repeats` times in
-    turns with the others. Inputs are made, and are ready on the device, before the
-    clock starts; it stops when the outputs are ready.
+    turns with the others. The clock starts when the inputs are ready on the device and
+    stops when the outputs are ready.
 
     Args:
         functions: Dict of names to callables.
@@ -54,8 +54,8 @@ def time_functions(
             made anew for every call. Turn 0 is the warm-up. Defaults to no arguments.
         repeats: Timed calls of each function. Defaults to 5.
         clock: Callable that gives seconds.
-        finish: Called on inputs and on outputs, to wait for them. Defaults to waiting
-            for the device of Keras' backend.
+        finish: Callable that waits for inputs or outputs. Defaults to waiting for the
+            device of Keras' backend.
 
     Returns:
         Dict of names to `Timing`.
@@ -87,7 +87,7 @@ def time_functions(
 
 
 def timed_call(function, inputs, clock, finish):
-    """`(seconds, outputs)` of one call whose inputs are ready before it starts."""
+    """`(seconds, outputs)` of one call; inputs are ready before the clock starts."""
     finish(inputs)
     start = clock()
     outputs = function(*inputs)

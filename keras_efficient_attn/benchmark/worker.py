@@ -12,13 +12,13 @@ from keras_efficient_attn.benchmark.workloads import build_workload
 
 
 class Answers:
-    """Does what requests ask for, one contestant at a time."""
+    """Executes requests, one contestant at a time."""
 
     def __init__(self):
         self._measurement = None
 
     def answer(self, request):
-        """The reply to a request, as a dict; failures are replies, too."""
+        """Returns the reply to a request, as a dict; a failure is a reply too."""
         building = request["do"] in ("prepare", "compile")
         try:
             if request["do"] == "prepare":
@@ -37,7 +37,7 @@ class Answers:
 
 
 def main():
-    # Libraries print to the standard output; replies go where these do not.
+    # Libraries print to the standard output; replies need a separate stream.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

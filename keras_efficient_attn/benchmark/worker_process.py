@@ -1,4 +1,4 @@
-"""The parent's handle of a worker: it can be asked, waited for and killed."""
+"""The parent's handle of a worker process."""
 
 import json
 import os
@@ -21,7 +21,7 @@ class WorkerTimeout(Exception):
 
 
 class WorkerDied(Exception):
-    """The process ended. `killed` says whether by SIGKILL, as when memory runs out."""
+    """The process ended. `killed`: whether by SIGKILL, as when memory runs out."""
 
     def __init__(self, message, killed):
         super().__init__(message)
@@ -34,7 +34,7 @@ class WorkerProcess:
     Args:
         backend: Value of `KERAS_BACKEND`.
         command: Words of the command. Defaults to this package's worker.
-        environment: Further variables of the environment.
+        environment: Additional environment variables.
     """
 
     def __init__(self, backend, command=None, environment=None):
@@ -53,26 +53,27 @@ class WorkerProcess:
         self._replies = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def started(self):
-        """Waits until the process is ready; returns its description of itself."""
+    def wait_for_start(self):
+        """Waits until the process is ready; returns its environment."""
         return self._reply(STARTUP_SECONDS)
 
     def request(self, message, timeout):
         """Sends a dict and returns the reply.
 
         Raises:
-            WorkerTimeout: If there is none within `timeout` seconds; `None` waits.
+            WorkerTimeout: If there is no reply within `timeout` seconds; `None` waits
+                without limit.
             WorkerDied: If the process has ended.
         """
         try:
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
         except (BrokenPipeError, OSError):
-            pass  # The missing reply will say that it has ended.
+            pass  # The missing reply will report that it has ended.
         return self._reply(timeout)
 
     def close(self):
-        """Kills the process."""
+        """Kills the process and closes its pipes."""
         self._process.kill()
         self._process.wait()
         self._process.stdout.close()
@@ -109,11 +110,11 @@ class WorkerProcess:
 
 def _environment(backend, dump):
     root = str(Path(keras_efficient_attn.__file__).resolve().parents[1])
-    # The folder of a script has the modules that register its layers.
+    # A script's folder holds the modules that register its layers.
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH"), sys.path[0]])]
     environment = {**os.environ, "KERAS_BACKEND": backend}
     environment["PYTHONPATH"] = os.pathsep.join(paths)
-    # Workers share a device: none may take all of its memory in advance.
+    # Workers share a device, so none may preallocate all of its memory.
     environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     environment.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

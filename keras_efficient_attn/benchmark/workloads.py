@@ -16,24 +16,25 @@ from keras_efficient_attn.benchmark.peers import PEERS
 from keras_efficient_attn.benchmark.settings import MATMUL
 from keras_efficient_attn.layers import get_attention
 
-# Positions generated in a timed call. A call copies its state once, so that a
-# single position would mostly measure the copy of a long cache.
+# Positions generated in a timed call. A call copies its state once; with a single
+# position, the copy of a long cache would dominate.
 DECODE_STEPS = 32
 MATMUL_SIZES = {"cpu": 2048, "accelerator": 8192}
 
 
 @dataclasses.dataclass
 class Workload:
-    """A program, its inputs, and what is known about it.
+    """A program, its inputs, and its counts and checks.
 
     Attributes:
         program: Callable of the inputs.
         make_inputs: `rng -> tuple` of new inputs.
-        steps: Times per call: the seconds of a call are divided by it.
+        steps: Steps per call; the seconds of a call are divided by it.
         tokens: Tokens per step.
         operations: Useful operations per step, or `None`.
         error: Optional `rng -> float`: the relative error against softmax.
-        difference: Optional `rng -> float`: that of a peer from its definition.
+        difference: Optional `rng -> float`: the relative difference of a peer from its
+            definition.
     """
 
     program: Callable
@@ -46,10 +47,10 @@ class Workload:
 
 
 def build_workload(task):
-    """The workload of a task of `Settings.task`.
+    """Builds the workload of a task from `Settings.task`.
 
     Raises:
-        ValueError: If the contestant cannot do what is asked.
+        ValueError: If the contestant does not support the task.
     """
     keras.utils.set_random_seed(task["seed"])
     if task["module"] is not None:
@@ -103,7 +104,7 @@ def _layer(task):
     def error(rng):
         x = make_x(rng)
         if layer.can_calibrate:
-            # Codes at random estimate nothing; these are fitted to other inputs.
+            # Random codes are no estimate; fit them to other inputs.
             layer.calibrate(make_x(rng))
         output = make_program(attend, layer)(x)
         return error_against_softmax(layer, x, output, causal)
@@ -133,7 +134,7 @@ def _layer(task):
 
 
 def _model(task):
-    # Not before it is needed: it imports KerasHub, which is an extra.
+    # Imported lazily: it imports KerasHub, which is an extra.
     from keras_efficient_attn.benchmark import language_model
 
     batch, length = task["batch"], task["length"]

@@ -1,7 +1,7 @@
-"""Linear attention whose positions several devices share.
+"""Linear attention over a sequence that is split across devices.
 
-Each device sums up its own keys; one all-gather brings the sums of all; and each
-device goes on from the sum of those before it. Sums do not grow with the length.
+Each device sums up its own keys; one all-gather exchanges the sums; each device starts
+from the sum over the devices before it. The sums' size does not depend on the length.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ from keras_efficient_attn.ops.linear_attention.windowed import (
 
 
 def linear_attention(devices, split, map_weights, config):
-    """As `mapped_linear_attention`, on the positions of one device.
+    """Computes `mapped_linear_attention`, on the positions of one device.
 
     Args:
         devices: `Devices`.
-        split: `(query, key, value, key_mask, key_log_weight)`, the last two perhaps
+        split: `(query, key, value, key_mask, key_log_weight)`; the last two may be
             `None`.
         map_weights: Tuple of tensors that the feature maps read.
         config: `LinearAttentionConfig`.
@@ -37,7 +37,7 @@ def linear_attention(devices, split, map_weights, config):
     """
     query, key, value, key_mask, key_log_weight = split
     options = dict(map_weights=map_weights, key_log_weight=key_log_weight)
-    # All keys are summed up for a single query, whose output nobody reads.
+    # Sum all keys up for a single query, whose output is discarded.
     whole = dataclasses.replace(config, causal=False, implementation="chunked")
     _, own = mapped_linear_attention(
         query[:, :1],
@@ -49,14 +49,14 @@ def linear_attention(devices, split, map_weights, config):
         **options,
     )
     if config.causal:
-        state = _total(_gathered(devices, own), devices.before())
+        state = _total(_gather(devices, own), devices.before())
         outputs, _ = mapped_linear_attention(
             query, key, value, config, key_mask=key_mask, state=state, **options
         )
         return outputs[0]
     everywhere = ops.ones((devices.size,), "bool")
-    state = _total(_gathered(devices, own), everywhere)
-    # One key that does not exist: all that do are in the state.
+    state = _total(_gather(devices, own), everywhere)
+    # One masked key: all real keys are in the state.
     none = ops.zeros(shape_of(key)[:1] + (1,), "bool")
     if key_log_weight is not None:
         options["key_log_weight"] = key_log_weight[:, :1]
@@ -67,7 +67,7 @@ def linear_attention(devices, split, map_weights, config):
 
 
 def windowed_attention(devices, split, map_weights, config):
-    """As `windowed_linear_attention`, causal; arguments as `linear_attention`."""
+    """Computes causal `windowed_linear_attention`; arguments as `linear_attention`."""
     query, key, value, key_mask, _ = split
     state = _empty_state(query, value, config)
     batch, _, heads, dim = shape_of(key)
@@ -84,16 +84,16 @@ def windowed_attention(devices, split, map_weights, config):
         )
 
     state = received_window(devices, attend, state, STATE_NAMES, config.window)
-    # Keys enter the sums as they leave the window: those of the window before this
-    # device's positions are summed up here, and the last ones on the next device.
+    # A key enters the sums when it leaves the window. This device sums up the keys of
+    # the window before its positions; the next device sums up this device's last keys.
     _, own = attend(state)
     own = {name: x for name, x in own.items() if name not in STATE_NAMES}
-    output, _ = attend({**state, **_total(_gathered(devices, own), devices.before())})
+    output, _ = attend({**state, **_total(_gather(devices, own), devices.before())})
     return output
 
 
 def gated_attention(devices, split, map_weights, config):
-    """As `mapped_gated_attention`, on the positions of one device.
+    """Computes `mapped_gated_attention`, on the positions of one device.
 
     The positions of a device map the state before them to `T S + S_own`. `T`
     `(features, features)` is the state that they make of the identity, with values of
@@ -141,14 +141,14 @@ def gated_attention(devices, split, map_weights, config):
 
 
 def received_window(devices, attend, state, names, window):
-    """A state with the last keys of the device before.
+    """A state with the last keys of the previous device.
 
     Args:
         devices: `Devices`.
         attend: `(state, start) -> (output, state)` of this device's positions from
             `start` on.
         state: The empty state.
-        names: Names of its tensors of the last `window` keys.
+        names: Names of the state's tensors that hold the last `window` keys.
         window: Number of keys.
     """
     _, last = attend(state, -window)
@@ -161,12 +161,12 @@ def _empty_state(query, value, config):
     return linear_attention_state(*sizes, shape_of(value)[-1], dtype)
 
 
-def _gathered(devices, state):
+def _gather(devices, state):
     return {name: devices.all_gather(x) for name, x in state.items()}
 
 
 def _total(states, seen):
-    """The sum of the states `(devices, ...)` of those that are seen."""
+    """The sum of the seen devices' states `(devices, ...)`."""
     scales = ops.where(seen[:, None, None], states["log_scale"], LOG_ZERO)
     largest = ops.max(scales, axis=0)
     weights = ops.exp(scales - largest) * ops.cast(seen, scales.dtype)[:, None, None]

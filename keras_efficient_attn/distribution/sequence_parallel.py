@@ -1,4 +1,4 @@
-"""Attention over sequences whose positions several devices share."""
+"""Attention over sequences that are split across devices."""
 
 import contextlib
 
@@ -20,12 +20,12 @@ from keras_efficient_attn.ops.vq_attention.codebook import nearest_codes
 from keras_efficient_attn.ops.vq_attention.config import VQConfig
 from keras_efficient_attn.ops.vq_attention.tensors import Keys, make_codebook
 
-# The scopes that are entered. A list: `torch.compile` traces no context variables.
+# The active scopes. A list, because `torch.compile` traces no context variables.
 _ACTIVE = []
 
 
 class SequenceParallel:
-    """Splits the positions of sequences over devices, and attends across them.
+    """Splits the positions of sequences over devices and attends across them.
 
     ```
     S_own  = Σ φ(k[s])ᵀ v[s]                over the positions of a device
@@ -33,28 +33,28 @@ class SequenceParallel:
     head[t] = as on one device, from the state S
     ```
 
-    Each device attends to its own positions, from the state that those before it
-    leave. What devices send to each other are states, and the last keys of a window:
-    how many bytes does not depend on the length. A state that decays or is corrected
-    (`log_decay`, `beta`) comes with the matrix that a device's positions multiply the
-    state before them by.
+    Each device attends to its own positions, starting from the state of the devices
+    before it. Devices exchange states and the last keys of a window, so the number of
+    bytes does not depend on the length. For a state that decays or is corrected
+    (`log_decay`, `beta`) they also exchange the matrix by which a device's positions
+    multiply the state before them.
 
     On JAX, tensors are whole arrays, and `jax.shard_map` runs over one axis of a mesh;
     the compiler splits batches and heads over other axes. On PyTorch, every process
     calls with its own positions, which follow those of the process before it in the
-    group. Gradients are those of one device; on PyTorch, those of weights are each
-    process' share, to be summed up.
+    group. Gradients equal the gradients on one device. On PyTorch, each process has its
+    share of the weights' gradients, to be summed up.
 
     Args:
-        device_mesh: On JAX, a `keras.distribution.DeviceMesh`. Defaults to `None`:
-            that of the `keras.distribution` that is set.
+        device_mesh: On JAX, a `keras.distribution.DeviceMesh`. Defaults to `None`: the
+            mesh of the current `keras.distribution`.
         axis_name: On JAX, the mesh's axis for positions. Defaults to `"sequence"`.
         group: On PyTorch, a group of processes. Defaults to `None`: all of them.
 
     Raises:
         ValueError: On TensorFlow; for an axis that the mesh lacks; if PyTorch has no
-            process group; or for an argument that is another backend's.
-        TypeError: If `device_mesh` is no mesh.
+            process group; or for an argument of another backend.
+        TypeError: If `device_mesh` is not a mesh.
 
     Example:
 
@@ -92,18 +92,18 @@ class SequenceParallel:
 
     @contextlib.contextmanager
     def scope(self):
-        """Within it, layers split the sequences that they attend to, on JAX.
+        """Context in which layers split the sequences that they attend to, on JAX.
 
-        They are `LinearAttention` and its subclasses, `PerformerAttention` and the
-        layers with decays and delta rules included; `LocalAttention` with a `window`
-        and without dropout on its weights; and `VQAttention`: in self-attention
-        without a `state`. Codes, and a `window` beside features, have to be causal.
-        Other layers, and all between them, are left to the compiler.
+        The layers are `LinearAttention` and its subclasses, including
+        `PerformerAttention` and the layers with decays and delta rules;
+        `LocalAttention` with a `window` and without dropout on its weights; and
+        `VQAttention`: in self-attention without a `state`. Codes, and a `window` beside
+        features, have to be causal. The compiler splits all other computations.
 
         A function that is compiled within the scope stays split.
 
         Raises:
-            ValueError: On PyTorch, where layers do not know which positions they have.
+            ValueError: On PyTorch, where a layer does not know which positions it has.
         """
         if not self._runner.divides_tensors:
             raise ValueError(
@@ -133,7 +133,7 @@ class SequenceParallel:
     ):
         """`keras_efficient_attn.ops.linear_attention` over several devices.
 
-        The arguments are those of the operation, with as many queries as keys.
+        The arguments are as for the operation, with as many queries as keys.
 
         Returns:
             `(batch, length, heads, value_dim)` in the dtype of `value`.
@@ -205,7 +205,7 @@ class SequenceParallel:
     ):
         """Causal `keras_efficient_attn.ops.vq_attention` over several devices.
 
-        The arguments are those of the operation, with as many queries as keys, and at
+        The arguments are as for the operation, with as many queries as keys, and at
         least `window` positions on each device.
 
         Returns:
@@ -235,7 +235,7 @@ class SequenceParallel:
         """`function(devices, split, whole, *static)` on each device: for layers.
 
         Args:
-            function: One of this package's.
+            function: A function of this package.
             split: Nest of tensors `(batch, length, ...)`; query and key come first.
             whole: Nest of tensors that every device has.
             *static: Hashable arguments.
@@ -255,7 +255,7 @@ class SequenceParallel:
         return self._runner.run(function, split, whole, *static)
 
     def _check_window(self, query, reach):
-        """Refuses a window that reaches beyond the neighbour's positions."""
+        """Raises `ValueError` for a window beyond the neighbour's positions."""
         length = query.shape[1]
         if self._runner.divides_tensors:
             length //= self.num_devices
@@ -267,13 +267,14 @@ class SequenceParallel:
 
 
 def active_split(query, key, state, window=None, needs_causal=False):
-    """The `SequenceParallel` by which a layer is to attend, or `None`.
+    """The `SequenceParallel` that a layer has to use, or `None`.
 
     Args:
         query, key: Projected, `(batch, length, heads, dim)`.
         state: State of the call, or `None`.
-        window: Keys that a query sees of the device before.
-        needs_causal: Whether it cannot be split for want of a causal mask.
+        window: Number of the previous device's keys that a query sees.
+        needs_causal: Whether the layer can be split only with a causal mask, and has
+            none.
 
     Raises:
         ValueError: Within a scope, if the layer cannot be split.

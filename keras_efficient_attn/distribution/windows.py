@@ -17,12 +17,12 @@ from keras_efficient_attn.ops.vq_attention.tensors import Positions, each
 
 
 def local_attention(devices, split, whole, window, causal, scale):
-    """As `ops.local_attention` with a window, on the positions of one device.
+    """Computes `ops.local_attention` with a window on one device's positions.
 
     Args:
         devices: `Devices`.
         split: `(query, key, value, key_mask)`; the mask may be `None`.
-        whole: Nothing.
+        whole: Unused.
         window, causal, scale: As for `ops.local_attention`.
     """
     query, key, value, key_mask = split
@@ -36,7 +36,7 @@ def local_attention(devices, split, whole, window, causal, scale):
         if not causal:
             parts.append([devices.from_next(t[:, :reach]) for t in keys])
         keys = [ops.concatenate(p, axis=1) for p in zip(*parts, strict=True)]
-        # Queries of other devices' positions, whose outputs are theirs.
+        # Queries at other devices' positions; those devices compute the outputs.
         behind = 0 if causal else reach
         pads = ((0, 0), (reach, behind), (0, 0), (0, 0))
         query = ops.pad(query, pads)
@@ -54,11 +54,12 @@ def local_attention(devices, split, whole, window, causal, scale):
 
 
 def vq_attention(devices, split, whole, config):
-    """As `attend_to_keys_and_codes`, causal, on the positions of one device.
+    """Computes causal `attend_to_keys_and_codes` on one device's positions.
 
     Args:
         devices: `Devices`.
-        split: `(query, keys, position_query)`: with `Keys`; the last may be `None`.
+        split: `(query, keys, position_query)`; `keys` is a `Keys`, and the last may be
+            `None`.
         whole: `(codebook, position_key)`.
         config: `VQConfig`.
     """

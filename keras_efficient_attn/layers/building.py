@@ -1,15 +1,15 @@
-"""Building of a layer that another one holds, and of weights."""
+"""Builds layers that another layer holds, and weights."""
 
 import keras
 from keras import ops
 
 
 def build_layer(layer, shape, dtype):
-    """Builds a layer of one input, with what is inside it.
+    """Builds a layer with one input, and its sublayers.
 
-    A layer without a `build` of its own has Keras build its sublayers, by tracing a
-    call. Its inherited `build` would only say that it is built, and the first call
-    create the variables: inside a gradient, too late to be in it.
+    If a layer does not define `build`, Keras builds its sublayers by tracing a call.
+    The inherited `build` would only mark it as built; the first call would then create
+    the variables inside a gradient, which would miss them.
     """
     if layer.built:
         return

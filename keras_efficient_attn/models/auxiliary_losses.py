@@ -1,4 +1,4 @@
-"""Auxiliary losses, with which deep character models train."""
+"""Auxiliary losses for training deep character models."""
 
 import keras
 from keras import ops
@@ -13,42 +13,42 @@ from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class AuxiliaryLosses(TaskWrapper):
-    """A causal language model in training, with losses of its lower layers too.
+    """Trains a causal language model with additional losses of its lower layers.
 
     ```
     loss = L[n] + Σ_{l<n} [step < total_steps · l / 2n] · L[l]
     L[l] = CE[l, 1] + target_weight · (CE[l, 2] + … + CE[l, num_targets])
     ```
 
-    `CE[l, k]` is the mean cross-entropy, over all positions, of what layer `l` of `n`
-    says about the `k`-th token after a position, through an output projection of its
-    own. `CE[n, 1]` is the loss that this model is compiled with, on the model's own
-    logits. Layers stop one after the other, the lowest first, and all but the last in
-    the first half of training. Positions without a `k`-th token in the targets are left
-    out; `sample_weight` counts as in Keras' losses.
+    `CE[l, k]` is the mean cross-entropy, over all positions, of layer `l` of `n`
+    predicting the `k`-th token after a position through its own output projection.
+    `CE[n, 1]` is the loss that this model is compiled with, on the model's own logits.
+    The layers' losses stop in order, the lowest first; all except the last stop in the
+    first half of training. Positions without a `k`-th token in the targets are ignored;
+    `sample_weight` counts as in Keras' losses.
 
-    The heads are for training only: `evaluate` and `predict` are those of `model`,
-    whose weights are trained in place. A loss that has ended still costs its head's
-    products.
+    The additional projections are used in training only: `evaluate` and `predict` use
+    `model`, whose weights are trained in place. A loss that has stopped still costs its
+    projection.
 
     Args:
         model: The model to train: an `EfficientCausalLM`, with any attention.
-        total_steps: Positive integer: training steps that the schedule is for. They
-            are counted in a weight, which is saved.
+        total_steps: Positive integer: number of training steps of the schedule. A saved
+            weight counts the steps.
         num_targets: Positive integer: tokens to predict at each position. Defaults
             to 2.
         target_weight: Weight of the targets after the first. Defaults to 0.5.
-        **kwargs: Those of `keras.Model`.
+        **kwargs: Arguments of `keras.Model`.
 
     Call arguments:
         inputs: As for `model`.
 
     Returns:
-        The logits of `model`; in training, a dict of these as `"logits"`, and of the
+        The logits of `model`; in training, a dict with these as `"logits"` and with
         `"layers"`, a list of `(batch, length, hidden_dim)`.
 
     Raises:
-        ValueError: For an argument named above that cannot be honoured.
+        ValueError: For an unsupported value of an argument above.
 
     Example:
 
@@ -97,7 +97,7 @@ class AuxiliaryLosses(TaskWrapper):
         layers = range(1, self._num_layers + 1)
         self.norms = []
         if stack.final_norm is not None:
-            # Otherwise, layers end with a norm of their own.
+            # Otherwise each layer ends with its own norm.
             self.norms = [self._make_norm(layer, stack) for layer in layers[:-1]]
         self.heads = [
             self._make_head(layer, target)
@@ -130,7 +130,7 @@ class AuxiliaryLosses(TaskWrapper):
         return head
 
     def stops(self):
-        """After how many steps the loss of each layer but the last stops, a tuple."""
+        """The steps after which the layers' losses stop, except the last's; a tuple."""
         n = self._num_layers
         return tuple(-(-self.total_steps * layer // (2 * n)) for layer in range(1, n))
 

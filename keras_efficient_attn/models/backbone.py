@@ -1,4 +1,4 @@
-"""The backbone in which every attention layer of this package can stand."""
+"""A backbone that accepts every attention layer of this package."""
 
 import random
 from types import SimpleNamespace
@@ -38,9 +38,9 @@ from keras_efficient_attn.models.universal.transformer import (
 from keras_efficient_attn.ops.common.checks import check_positive_int
 
 ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
-# What else the constructor has in scope.
+# Other names in the constructor's scope.
 NOT_OURS = ("self", "__class__", "dtype", "name", "trainable")
-# The options that a value or a dict of fields can stand for.
+# The arguments that accept a shorthand value or a dict of fields.
 OPTIONS = {
     "residual": ResidualOptions,
     "feed_forward": FeedForwardOptions,
@@ -52,7 +52,7 @@ OPTIONS = {
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
-    """A Transformer with any attention: KerasHub's backbone for this package's layers.
+    """A Transformer backbone for KerasHub, with any of this package's attention layers.
 
     ```
     x = embeddings(tokens) [+ features(tokens)] [+ positions]
@@ -61,46 +61,46 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         x = x + feed_forward(norm(x))
     ```
 
-    What travels together is one argument: an object of options, a dict of its fields,
-    or the value of its first field.
+    Related settings share one argument: an options object, a dict of its fields, or the
+    value of its first field.
 
     Args:
         vocabulary_size: Number of tokens.
-        num_layers: Number of blocks; with `"encoder_decoder"`, of each of the two.
-        num_heads: Attention heads of a block.
+        num_layers: Number of blocks; with `"encoder_decoder"`, of the encoder and of
+            the decoder.
+        num_heads: Attention heads per block.
         hidden_dim: Width of the model.
-        intermediate_dim: Width of the feed-forward networks; `None` for blocks without,
-            such as gated attention units.
+        intermediate_dim: Width of the feed-forward networks; `None` for blocks without
+            one, such as gated attention units.
         attention: The self-attention: a name with options, such as `"performer"` or
             `"softmax:dropout=0.1"` (see `keras_efficient_attn.layers.get_attention`),
-            the configuration of a layer as `keras.saving.serialize_keras_object`
-            gives it, or a layer. One for all blocks, or a list that the blocks cycle
-            through. A layer is a template: each block gets its own, with that
-            configuration and the backbone's `dtype`. Defaults to `"performer"`.
+            the configuration of a layer from `keras.saving.serialize_keras_object`, or
+            a layer. Either one for all blocks, or a list that the blocks cycle through.
+            A layer is a template: each block gets a new layer with its configuration
+            and the backbone's `dtype`. Defaults to `"performer"`.
         head_dim: Width of a head. Defaults to `hidden_dim / num_heads`.
         architecture: `"decoder"` (causal, the default), `"encoder"`, or
             `"encoder_decoder"`.
         cross_attention: The attention of a decoder to its encoder, as `attention`,
             one for all blocks. Defaults to `"softmax"`.
         encoder_attention: The self-attention of the encoder of an
-            `"encoder_decoder"`, as `attention`. Defaults to `None`: that of the
-            decoder.
+            `"encoder_decoder"`, as `attention`. Defaults to `None`: the decoder's.
         residual: `ResidualOptions`, or a kind: `"pre_norm"` (the default),
             `"post_norm"`, `"gated"` or `"reversible"`.
         feed_forward: `FeedForwardOptions`, or an activation. Defaults to `"gelu"`.
         positions: `PositionOptions`, or a kind: `"sinusoidal"`, `"rotary"`, or `None`
             (the default). `"learned"` positions need a `max_length`.
-        recurrence: `RecurrenceOptions`, or how often all the blocks are applied with
-            the same weights. Defaults to 1.
-        convolution: Positions that a depthwise causal convolution before each
-            self-attention reaches, such as 4. Defaults to `None`: no convolution.
+        recurrence: `RecurrenceOptions`, or the number of times that all blocks are
+            applied with the same weights. Defaults to 1.
+        convolution: Kernel size of a depthwise causal convolution before each
+            self-attention, such as 4. Defaults to `None`: no convolution.
         embedding: `EmbeddingOptions`, or `"tied"` (the default) or `"untied"`: whether
-            the output projection of language models is the embedding.
+            the output projection of language models shares the embedding.
         use_bias: Whether dense layers, projections and layer norms have biases.
             Defaults to `True`.
         dropout: Rate of dropout on embeddings and sublayers' outputs. Defaults to 0.
         dtype: Policy of all layers.
-        name, trainable: Those of `keras.Model`.
+        name, trainable: Arguments of `keras.Model`.
 
     Call arguments:
         inputs: Dict of integers `token_ids` and `padding_mask` (1, and 0 at padding,
@@ -138,7 +138,7 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
     hidden = backbone({"token_ids": tokens, "padding_mask": keras.ops.ones((2, 100))})
     ```
 
-    A configuration that ships with the package, with random weights:
+    A preset configuration of the package, with random weights:
 
     ```python
     backbone = EfficientTransformerBackbone.from_preset(
@@ -177,8 +177,8 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         name=None,
         trainable=True,
     ):
-        # The arguments that describe the backbone, each under its name. Without
-        # **kwargs: Keras takes unknown ones in silence.
+        # The arguments that describe the backbone, by name. Without **kwargs, because
+        # Keras silently accepts unknown ones.
         options = SimpleNamespace(
             **{key: value for key, value in locals().items() if key not in NOT_OURS}
         )
@@ -257,11 +257,11 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
 
         Args:
             batch_size: Rows in the batch.
-            max_length: The longest context, for layers whose state grows with it;
-                `None` for any context, which those layers refuse.
-            memory_length: Of `RelativePositionXL` layers. Defaults to what gives the
-                outputs of one call on the whole context; without `max_length`, to
-                the layers' own.
+            max_length: The longest context, for layers whose state grows with it.
+                `None` allows any context; those layers raise for it.
+            memory_length: Memory length of `RelativePositionXL` layers. Defaults to the
+                length that reproduces one call on the whole context; without
+                `max_length`, to the layers' own.
 
         Returns:
             A nest of dicts of tensors, batch first.
@@ -305,20 +305,21 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
     def stream(self, token_ids, state, memory=None, memory_padding_mask=None):
         """Reads a segment of a sequence, down to a single token.
 
-        The segments of a sequence, read one after the other, have the outputs of one
-        call on the whole of it.
+        Reading the segments of a sequence in order gives the outputs of one call on the
+        whole sequence.
 
         Args:
             token_ids: Integers `(batch, length)`, without padding.
             state: From `get_initial_state` or the previous segment's call.
-            memory: What a decoder with an encoder attends to, from `encode`.
+            memory: The encoder's output, from `encode`, for a decoder with an encoder.
             memory_padding_mask: Optional `(batch, memory_length)`, 0 at padding.
 
         Returns:
             `(hidden, state)`: `(batch, length, hidden_dim)`, and the new state.
 
         Raises:
-            ValueError: If there is an encoder and no `memory`, or the other way round.
+            ValueError: If there is an encoder and no `memory`, or a `memory` and no
+                encoder.
         """
         if (memory is not None) != (self.architecture == "encoder_decoder"):
             raise ValueError(
@@ -342,29 +343,29 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         data_parallel_dim_name="batch",
         num_key_value_heads=None,
     ):
-        """How `keras.distribution.ModelParallel` splits the weights, on JAX.
+        """The layout for `keras.distribution.ModelParallel`, on JAX.
 
         Attention is split by heads, feed-forward networks by their inner width, and
         the embedding by tokens; the other large axis of a kernel is split over the
         data axis. The number of heads, `hidden_dim`, `intermediate_dim` and
-        `vocabulary_size` must thus be multiples of the axes' sizes. Small weights
-        are whole on every device.
+        `vocabulary_size` must thus be multiples of the axes' sizes. Small weights are
+        replicated on every device.
 
         Args:
             device_mesh: `keras.distribution.DeviceMesh`.
             model_parallel_dim_name: Its axis for heads, widths and tokens. Defaults to
                 `"model"`.
             data_parallel_dim_name: Its axis for the batch. Defaults to `"batch"`.
-            num_key_value_heads: That of attention layers that have fewer heads of keys
-                and values. Where it is no multiple of the model axis, their
-                projections are whole on every device of this axis. Defaults to
-                `None`: as many as heads of queries.
+            num_key_value_heads: The value in attention layers with fewer heads of keys
+                and values. If it is not a multiple of the model axis, their projections
+                are replicated along this axis. Defaults to `None`: as many as heads of
+                queries.
 
         Returns:
             `keras.distribution.LayoutMap`.
 
         Raises:
-            TypeError: If `device_mesh` is no `DeviceMesh`.
+            TypeError: If `device_mesh` is not a `DeviceMesh`.
             ValueError: If it lacks one of the axes.
 
         Example:
@@ -404,7 +405,8 @@ class _Layers:
     def __init__(self, options, dtype):
         self.options = options
         self.dtype = dtype
-        # Of all layers that add positions: they are to draw the same offsets.
+        # One seed for all layers that add positions, so that they draw the same
+        # offsets.
         self.offset_seed = random.randrange(2**31)
 
     def embedding(self):
@@ -522,7 +524,7 @@ class _Layers:
         )
 
     def repeated_positions(self):
-        """The layer that adds positions again and again, or `None`."""
+        """The layer that adds positions in every recurrence, or `None`."""
         positions = self.options.positions
         if not positions.each_layer:
             return None
@@ -539,7 +541,7 @@ def _attention_specs(attention):
 
 
 def _check(options):
-    """Raises `ValueError` for what the layers would not notice."""
+    """Raises `ValueError` for combinations that the layers do not check."""
     sizes = ("vocabulary_size", "num_layers", "num_heads", "hidden_dim")
     for name in sizes:
         check_positive_int(name, getattr(options, name))

@@ -1,8 +1,8 @@
-"""How the weights of a backbone are split over the devices of a mesh."""
+"""The layout of a backbone's weights over the devices of a mesh."""
 
 import keras
 
-# Within `self_attention`, `cross_attention` and what their layers hold.
+# Within `self_attention`, `cross_attention` and their sublayers.
 ATTENTION = ".*attention"
 
 
@@ -15,7 +15,7 @@ def make_layout_map(device_mesh, model_axis, data_axis, num_key_value_heads=None
         num_key_value_heads: As for `get_layout_map`.
 
     Raises:
-        TypeError: If `device_mesh` is none.
+        TypeError: If `device_mesh` is not a `DeviceMesh`.
         ValueError: If it lacks an axis.
     """
     _check_mesh(device_mesh, model_axis, data_axis)
@@ -26,7 +26,7 @@ def make_layout_map(device_mesh, model_axis, data_axis, num_key_value_heads=None
         # Tokens, and the hidden width.
         ".*token_embedding/embeddings": (model_axis, data_axis),
         ".*token_embedding/reverse_embeddings": (data_axis, model_axis),
-        # Heads, which never meet between the projections.
+        # Heads, which are independent between the projections.
         f"{ATTENTION}/(query|gate)/kernel": (data_axis, model_axis, None),
         f"{ATTENTION}/(key|value)/kernel": (data_axis, shared_axis, None),
         f"{ATTENTION}/attention_output/kernel": (model_axis, None, data_axis),

@@ -1,16 +1,16 @@
-"""What a LoRA file is checked for before a model is changed by it."""
+"""Checks a LoRA file before it changes a model."""
 
 import os
 
-# Keras needs it, too.
+# Keras also needs it.
 import h5py
 
 
 def check_lora_file(filepath):
     """Raises `ValueError` for a file that `save_lora_weights` has not written.
 
-    KerasHub makes factors of the rank that a file names, and then reads the file: a
-    foreign one could name any rank, or arrays elsewhere.
+    KerasHub allocates factors of the rank in the file before it reads them. An
+    untrusted file could contain any rank, or refer to arrays elsewhere.
 
     Args:
         filepath: Path of the file.
@@ -19,7 +19,7 @@ def check_lora_file(filepath):
         with h5py.File(filepath) as file:
             size = _check_factors(file)
         stored = os.path.getsize(filepath)
-        # Factors are not compressed.
+        # Genuine factors are not compressed.
         if size > stored:
             raise ValueError(f"{size:,} bytes of arrays in {stored:,} of the file")
     except FileNotFoundError:
@@ -31,7 +31,7 @@ def check_lora_file(filepath):
 
 
 def _check_factors(file):
-    """Bytes of the factors; raises for factors that are not of the file's rank."""
+    """Bytes of the factors; raises if a factor does not have the file's rank."""
     rank = _array(file, "lora/vars/rank")[()]
     size = 0
     for layer in file["lora"]:
@@ -45,7 +45,7 @@ def _check_factors(file):
 
 
 def _array(file, path):
-    """An array of this file, and of no other."""
+    """An array stored in this file itself."""
     parent = file
     for name in path.split("/"):
         if not isinstance(parent.get(name, getlink=True), h5py.HardLink):

@@ -1,4 +1,4 @@
-"""Options that travel together, as one argument."""
+"""Groups of options, passed as one argument."""
 
 import dataclasses
 
@@ -6,17 +6,17 @@ import dataclasses
 class Options:
     """Base of frozen dataclasses of options.
 
-    The first field is the shorthand: its value alone stands for the options that have
-    it and the defaults of the others.
+    The first field is the shorthand: its value alone means options with this value and
+    the defaults of the other fields.
     """
 
     @classmethod
     def get(cls, identifier):
-        """The options that an argument stands for.
+        """The options for an argument.
 
         Args:
-            identifier: An instance, the value of its first field, or a dict of
-                fields, such as `get_config` gives.
+            identifier: An instance, the value of its first field, or a dict of fields,
+                such as from `get_config`.
 
         Raises:
             ValueError: If a field does not exist, or its value is out of range.

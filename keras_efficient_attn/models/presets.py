@@ -1,4 +1,4 @@
-"""Configurations that ship with the package, beside KerasHub's other presets."""
+"""Preset configurations of the package, in addition to KerasHub's presets."""
 
 import json
 from pathlib import Path
@@ -14,14 +14,14 @@ def preset_names():
 
 
 def preset_path(preset):
-    """The folder of a shipped configuration, or `preset` itself for any other."""
+    """The folder of a shipped configuration; any other `preset` unchanged."""
     return str(FOLDER / preset if preset in preset_names() else preset)
 
 
 class PresetMixin:
     """`from_preset` that knows the shipped configurations.
 
-    For classes of KerasHub, before these in the list of base classes.
+    Put it before KerasHub's classes in the list of base classes.
     """
 
     @classmethod
@@ -30,7 +30,7 @@ class PresetMixin:
 
         Args:
             preset: One of `preset_names()`, with `load_weights=False`; a folder that
-                `save_to_preset` wrote; or what else KerasHub loads from.
+                `save_to_preset` wrote; or another preset that KerasHub loads.
             load_weights: Whether to load weights, or leave them random. Shipped
                 configurations have none. Defaults to `True`.
             **kwargs: Arguments of the backbone or the task that replace those of
@@ -53,8 +53,8 @@ class PresetMixin:
 def _quantized_dtype(path):
     """`{"dtype": policies}` of a quantised backbone in a local folder, else `{}`.
 
-    KerasHub drops a backbone's dtype, for the default policy to apply; the weights
-    of a quantised one fit no other than its own.
+    KerasHub drops a backbone's dtype and applies the default policy, but the weights of
+    a quantised backbone need its own policy.
     """
     file = Path(path, "config.json")
     if not file.exists():

@@ -1,4 +1,4 @@
-"""Models around a task, which train it in their own way."""
+"""Models that wrap a task to train it differently."""
 
 import keras
 
@@ -6,14 +6,14 @@ import keras
 class TaskWrapper(keras.Model):
     """Base of models around a task: the task is saved with them.
 
-    A subclass has the task as an argument and an attribute of the name `task_argument`.
+    In a subclass, `task_argument` names the argument and attribute that hold the task.
     """
 
     task_argument = None
 
     def get_config(self):
         task = keras.saving.serialize_keras_object(getattr(self, self.task_argument))
-        # It would come back with an optimizer of its own for all weights.
+        # Otherwise the loaded task would have its own optimizer for all weights.
         task.pop("compile_config", None)
         return {**super().get_config(), self.task_argument: task}
 

@@ -1,4 +1,4 @@
-"""Adaptive computation time: a step as often as each position asks for."""
+"""Adaptive computation time: a learned number of steps per position."""
 
 import keras
 from keras import ops
@@ -19,28 +19,30 @@ def adaptive_computation(
     output = Σₙ pₙ sₙ
     ```
 
-    `pₙ` in the order of the steps sum to exactly 1. A position that has halted keeps
-    its last state, for steps that look at other positions. No gradient goes through N:
-    that of `N + R` is −1 for each `hₙ` with n < N, and 0 for the others.
+    `pₙ` in the order of the steps sum to exactly 1. A halted position keeps its last
+    state, for steps that read other positions. No gradient goes through N: the gradient
+    of `N + R` is −1 for each `hₙ` with n < N, and 0 for the others.
 
     Args:
-        step: Callable `(n, state) -> (state, probability)` of the number n of the step,
-            from 0, and the states; `hₙ` has the shape of `running`. In a while loop
-            n is a tensor.
+        step: Callable `(n, state) -> (state, probability)` of the step number n, from
+            0, and the states; `hₙ` has the shape of `running`. In a while loop n is a
+            tensor.
         state: Tensor, or nest of tensors, whose shapes begin with that of `running`.
         running: Boolean: false where a position starts halted. Its state is passed to
             the step and never changes; its output is 0.
-        max_steps: The most steps.
-        epsilon: How much of 1 may be left when a position halts. Defaults to 0.01.
-        early_exit: Whether to stop as soon as no position runs: a while loop, which has
-            no gradient on JAX, and none under XLA on TensorFlow. Otherwise all steps
-            are computed, one after the other. Defaults to `False`.
-        dtype: Of what is summed up. Defaults to `"float32"`.
+        max_steps: Maximum number of steps.
+        epsilon: A position halts when its probabilities sum to `1 − epsilon`. Defaults
+            to 0.01.
+        early_exit: Whether to stop as soon as no position runs. This is a while loop,
+            which has no gradient on JAX, nor under XLA on TensorFlow. Otherwise all
+            steps are computed. Defaults to `False`.
+        dtype: Dtype of the sums. Defaults to `"float32"`.
 
     Returns:
         `(output, ponder)`: `Σ pₙ sₙ` as `state`, of `dtype`, and a dict of `steps` N
         and `remainders` R, of the shape of `running`, and `probabilities` p, with an
-        axis more of length `max_steps`; all are 0 where a position started halted.
+        additional axis of length `max_steps`; all are 0 where a position started
+        halted.
 
     Raises:
         ValueError: If `max_steps` is not a positive integer.
@@ -121,10 +123,10 @@ def adaptive_computation(
 
 
 def _where(running, new_state, state):
-    """The new state of positions that run, the old one of the others."""
+    """The new state where positions run, else the old state."""
     new = keras.tree.flatten(new_state)
     merged = [
-        # A loop needs the same shapes, as far as they are known, after each step.
+        # A loop needs the same static shapes after each step.
         ops.where(
             _spread(running, old),
             ops.reshape(ops.cast(fresh, old.dtype), shape_of(old)),

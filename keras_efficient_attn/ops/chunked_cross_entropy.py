@@ -16,7 +16,7 @@ from keras_efficient_attn.ops.common.scan import recompute_scan
 def chunked_cross_entropy(hidden, kernel, bias, labels, *, chunk_size=128):
     """`-log softmax(hidden · kernel + bias)[label]`, in slices of the sequence.
 
-    Both passes have the logits of one slice at a time: `batch · chunk_size ·
+    Both passes hold the logits of one slice at a time: `batch · chunk_size ·
     vocabulary_size` floats.
 
     Args:
@@ -24,7 +24,7 @@ def chunked_cross_entropy(hidden, kernel, bias, labels, *, chunk_size=128):
         kernel: `(dim, vocabulary_size)`.
         bias: `(vocabulary_size,)`, or `None`.
         labels: Integers `(batch, length)`.
-        chunk_size: Positions of a slice. Defaults to 128.
+        chunk_size: Positions per slice. Defaults to 128.
 
     Returns:
         `(batch, length)`, float32 or wider, in nats.
@@ -38,7 +38,7 @@ def chunked_cross_entropy(hidden, kernel, bias, labels, *, chunk_size=128):
     if isinstance(length, int):
         chunk_size = max(1, min(chunk_size, length))
     chunks = chunk_count(length, chunk_size)
-    # Floats can be told apart beyond any vocabulary.
+    # Floats represent all indices of any vocabulary.
     labels = ops.cast(labels, dtype)
     xs = tuple(pad_to(t, chunks * chunk_size) for t in (hidden, labels))
     consts = (kernel,) if bias is None else (kernel, bias)

@@ -1,6 +1,7 @@
-"""The TPU's own compiler takes every attention layer, forward and backward.
+"""The TPU's compiler compiles every attention layer, forward and backward.
 
-Run by `make test-accelerators`; the compiler takes from half a minute to four a layer.
+Run by `make test-accelerators`; the compiler takes half a minute to four minutes per
+layer.
 """
 
 import importlib.util
@@ -20,7 +21,7 @@ pytestmark = [
 ]
 LENGTH = 16384
 GIB = 2**30
-# Their memory grows with the length, or with its power of 1.5.
+# Memory grows with the length, or with its power of 1.5.
 LINEAR = [
     "linear",
     "performer",
@@ -37,7 +38,7 @@ LINEAR = [
     "gated-delta",
     "kimi-delta",
 ]
-# Quadratic ones, and one that holds rounds of sorted copies.
+# Quadratic layers, and one that holds rounds of sorted copies.
 OTHERS = ["softmax", "fourier", "xl", "reformer"]
 
 

@@ -1,13 +1,13 @@
-"""Clocks and workers whose times are known."""
+"""Fake clocks and workers with known times."""
 
 from keras_efficient_attn.benchmark.worker import Answers
 
-# Steps that a call of a fake workload takes.
+# Steps per call of a fake workload.
 STEPS = 4
 
 
 class FakeClock:
-    """A clock that only moves when it is told to."""
+    """A clock that moves only by `sleep`."""
 
     def __init__(self):
         self.now = 0.0
@@ -22,7 +22,7 @@ class FakeClock:
 class FakeWorker:
     """Answers from `behaviour`, a dict of contestants to functions of the length.
 
-    A function gives the seconds of a call, or raises; `log` records the requests.
+    A function returns the seconds of a call, or raises; `log` records the requests.
     """
 
     error = 0.25
@@ -31,7 +31,7 @@ class FakeWorker:
         self.backend, self.behaviour = backend, behaviour
         self.clock, self.log = clock, log
 
-    def started(self):
+    def wait_for_start(self):
         return {"backend": self.backend, "device": "fake"}
 
     def request(self, message, timeout):
@@ -62,13 +62,13 @@ class FakeWorker:
 
 
 class InProcessWorker:
-    """The worker's side of the conversation without the process."""
+    """The worker's side, without a process."""
 
     def __init__(self, backend):
         self.backend = backend
         self.answers = Answers()
 
-    def started(self):
+    def wait_for_start(self):
         return {
             "backend": self.backend,
             "backend_version": "0",

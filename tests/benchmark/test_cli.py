@@ -62,7 +62,7 @@ def test_a_run_leaves_table_files_and_pictures(in_process, tmp_path, capsys):
     assert content["settings"]["head_dim"] == 4 and content["settings"]["causal"]
     assert [item["contestant"] for item in content["summaries"]] == layers
     assert list(content["environments"]) == [keras.backend.backend()]
-    # So small a call may fit into memory that the process already has.
+    # A call this small may fit into memory that the process already has.
     drawable = [
         record for record in content["records"] if record["contestant"] in layers
     ]

@@ -1,4 +1,4 @@
-"""Estimates for an accelerator that is not here."""
+"""Estimates for an accelerator that is not present."""
 
 import importlib.util
 import json
@@ -11,8 +11,8 @@ from keras_efficient_attn.benchmark import cli
 jax_only = pytest.mark.skipif(
     keras.backend.backend() != "jax", reason="the compiler is JAX's"
 )
-# A loop of 5 trips around a fusion of 100 cycles, one more fusion of 7, a condition
-# for either of both, a kernel.
+# A loop of 5 trips around a fusion of 100 cycles, another fusion of 7, a conditional
+# over both, and a kernel.
 PROGRAM = """HloModule jit_f
 %body (p: (s32[])) -> (s32[]) {
   %fusion.1 = f32[8] fusion(), backend_config={"estimated_cycles":"100"}
@@ -78,5 +78,5 @@ def test_a_layer_is_compiled_for_a_tpu(tmp_path, capsys):
     content = json.loads((tmp_path / "estimates.json").read_text())
     (estimate,) = content["estimates"]
     assert estimate["status"] == "ok"
-    # No faster than the chip, and no slower than a hundred times that.
+    # At most as fast as the chip, and at most a hundred times slower.
     assert 0.01 < estimate["peak_share"] < 1

@@ -25,7 +25,7 @@ WIDTH = HEADS * HEAD_DIM
 
 
 def build(contestant):
-    """The model that a workload has, with the weights that its seed gives."""
+    """The model of a workload, with the weights from its seed."""
     keras.utils.set_random_seed(0)
     return make_model(contestant, HEADS, HEAD_DIM, "float32")
 
@@ -85,7 +85,7 @@ def test_a_training_step_is_one_of_adam():
         to_numpy(w) - 1e-3 * unbiased * g / (unbiased * np.abs(g) + 1e-3)
         for w, g in zip(weights, map(to_numpy, gradients), strict=True)
     ]
-    # JAX gives the new weights; elsewhere they are assigned.
+    # JAX returns the new weights; elsewhere they are assigned.
     if keras.backend.backend() == "jax":
         for value, new in zip(results[1:], expected, strict=False):
             np.testing.assert_allclose(to_numpy(value), new, rtol=1e-4, atol=1e-6)

@@ -33,7 +33,7 @@ def draws(index=0):
 
 
 def build(identifier):
-    """The layer that a workload has, with the weights that its seed gives."""
+    """The layer of a workload, with the weights from its seed."""
     keras.utils.set_random_seed(0)
     layer = get_attention(identifier, num_heads=HEADS, key_dim=HEAD_DIM)
     layer.build((2, LENGTH, WIDTH), (2, LENGTH, WIDTH))
@@ -61,7 +61,7 @@ def test_training_gives_the_gradients_of_the_input_and_every_weight(contestant):
     assert [result.shape for result in results[: len(shapes)]] == shapes
     expected = to_numpy(layer(x, x, use_causal_mask=True))
     np.testing.assert_allclose(results[0], expected, rtol=1e-4, atol=1e-5)
-    # The output's bias has the sum of the cotangent as its gradient.
+    # The gradient of the output's bias is the sum of the cotangent.
     np.testing.assert_allclose(
         results[len(shapes) - 1], to_numpy(cotangent).sum((0, 1)), rtol=1e-4, atol=1e-5
     )
@@ -93,7 +93,7 @@ def test_inputs_are_new_every_time_and_the_same_for_all():
 
 @pytest.mark.parametrize("contestant", ["softmax", ELU, f"{FAVOR},window=3"])
 def test_decoding_is_the_sequence_one_position_at_a_time(contestant, monkeypatch):
-    monkeypatch.setattr(streaming, "SEGMENT", 5)  # Two, and a rest of two.
+    monkeypatch.setattr(streaming, "SEGMENT", 5)  # Two segments, remainder two.
     layer = get_attention(contestant, num_heads=HEADS, key_dim=HEAD_DIM)
     total = LENGTH + 5
     layer.build((2, total, WIDTH), (2, total, WIDTH))
@@ -154,7 +154,7 @@ def test_error_is_that_against_keras_own_layer():
     softmax.set_weights([to_numpy(w) for w in layer.trainable_variables])
     exact = to_numpy(softmax(x, x, use_causal_mask=True))
     output = to_numpy(layer(x, x, use_causal_mask=True))
-    # Fewer positions than are sampled: all of them count.
+    # With fewer positions than samples, all count.
     expected = np.linalg.norm(output - exact) / np.linalg.norm(exact)
     checked = measurement.check()
     np.testing.assert_allclose(checked["error"], expected, rtol=1e-3)

@@ -34,7 +34,7 @@ def test_softmax_counts_pairs(causal):
 
 
 def test_linear_attention_counts_features():
-    # elu: as many features as HEAD_DIM; each position adds to and reads the state.
+    # elu: HEAD_DIM features; each position adds to and reads the state.
     expected = BATCH * LENGTH * (PROJECTIONS + HEADS * 2 * 2 * HEAD_DIM * HEAD_DIM)
     layer = build("performer:feature_map=elu")
     assert layer_operations(layer, BATCH, LENGTH, False) == expected
@@ -44,7 +44,7 @@ def test_linear_attention_counts_features():
 @pytest.mark.parametrize("name, rows", [("favor+", 32), ("hyperbolic", 16)])
 def test_random_features_count_their_projection(name, rows):
     layer = build(f"performer:feature_map={name},num_features=32")
-    features = 2 * 2 * HEAD_DIM * rows  # Of the query and of the key.
+    features = 2 * 2 * HEAD_DIM * rows  # Query and key features.
     sums = 2 * 2 * 32 * HEAD_DIM
     expected = BATCH * LENGTH * (PROJECTIONS + HEADS * (features + sums))
     assert layer_operations(layer, BATCH, LENGTH, True) == expected
@@ -53,7 +53,7 @@ def test_random_features_count_their_projection(name, rows):
 @pytest.mark.parametrize("causal", [False, True])
 def test_fourier_attention_counts_pairs_or_features(causal):
     seen = pairs(lambda t, s: s <= t or not causal)
-    # A pair: four operations a dimension of the key, and a product with the value.
+    # A pair: four operations per key dimension, and a product with the value.
     expected = BATCH * (LENGTH * PROJECTIONS + seen * (4 + 2) * WIDTH)
     assert layer_operations(build("fourier"), BATCH, LENGTH, causal) == expected
     linear = build("fourier:linear=True,num_frequencies=6")
@@ -110,10 +110,10 @@ def test_a_part_of_an_image_has_no_count():
 @pytest.mark.parametrize("causal", [False, True])
 def test_codes_count_their_products(causal):
     seen = pairs(lambda t, s: abs(t - s) < 4 and (s <= t or not causal))
-    # Of a key with codes, of a query with codes, and of weights with their values.
+    # Products of a key with codes, a query with codes, and weights with values.
     codes = 3 * 2 * 16 * HEAD_DIM * HEADS
     values = 2 * 16 * HEAD_DIM * HEADS
-    # A soft code is also written; of two directions there are 1 + 2 + 3 monomials.
+    # A soft code is also written; two directions have 1 + 2 + 3 monomials.
     kinds = {"": 0, ",assignment=soft": values, ",order=2,rank=2": 5 * values}
     for options, more in kinds.items():
         layer = build(f"vq:num_codes=16,window=4{options}")
@@ -127,7 +127,7 @@ def test_codes_count_their_products(causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_hashed_attention_counts_its_chunks_in_each_round(causal):
     layer = build("reformer:bucket_size=2,num_hashes=3,num_buckets=(4,6)")
-    # Two keys of the own chunk, one of them earlier or the same, and two before it.
+    # Two keys of its own chunk, one of them earlier or equal, and two before it.
     seen = LENGTH * (3 if causal else 4)
     hashing = HEADS * 2 * HEAD_DIM * 5
     attention = 2 * 2 * WIDTH * seen
@@ -179,7 +179,7 @@ def test_a_calibrated_layer_counts_its_coordinates():
         build(f"performer:feature_map=taylor,calibrated={calibrated}")
         for calibrated in (False, True)
     )
-    # One matrix for queries and one for keys, of each head.
+    # One matrix for queries and one for keys per head.
     more = BATCH * 2 * 2 * HEADS * HEAD_DIM**2
     count = layer_operations(plain, BATCH, LENGTH, True)
     assert layer_operations(calibrated, BATCH, LENGTH, True) == count + LENGTH * more

@@ -19,7 +19,7 @@ def test_functions_take_turns_and_only_their_calls_are_timed():
         return name
 
     def finish(outputs):
-        # Waiting for inputs is not counted either; for outputs it is.
+        # Waiting for inputs is not counted; waiting for outputs is.
         clock.sleep(0.5 if isinstance(outputs, str) else 100.0)
 
     timings = time_functions(

@@ -24,7 +24,7 @@ def start():
     def run(code):
         words = [sys.executable, "-c", f"print('{{}}', flush=True)\ninput()\n{code}"]
         workers.append(WorkerProcess("jax", words))
-        assert workers[-1].started() == {}
+        assert workers[-1].wait_for_start() == {}
         return workers[-1]
 
     yield run
@@ -42,7 +42,7 @@ def test_a_worker_measures_in_a_process_of_its_own():
     backend = keras.backend.backend()
     worker = WorkerProcess(backend)
     try:
-        environment = worker.started()
+        environment = worker.wait_for_start()
         assert environment["backend"] == backend
         assert environment["keras"] == keras.__version__
         task = Settings(matmul_size=16).task(MATMUL, 100)
@@ -50,14 +50,14 @@ def test_a_worker_measures_in_a_process_of_its_own():
         assert prepared["operations"] == 2 * 16**3
         assert prepared["finite"] and prepared["first"] > 0
         assert worker.request({"do": "repeat", "turn": 0}, 60)["seconds"] > 0
-        # XLA holds the matrix of scores, and not many of its size.
+        # XLA holds the score matrix, and only a few of its size.
         options = dict(heads=2, head_dim=4)
         task = Settings(layers=["softmax"], **options).task("softmax", 256)
         prepared = worker.request({"do": "prepare", "task": task}, 60)
         if prepared["execution"] == "XLA":
             assert prepared["memory_kind"] == "XLA temporaries"
             assert 1 <= prepared["memory_bytes"] / (2 * 256**2 * 4) < 5
-        # A failure is a reply, and the worker lives on, with nothing to repeat.
+        # A failure is a reply; the worker stays alive, with nothing to repeat.
         bad = {**task, "contestant": "no such layer"}
         reply = worker.request({"do": "prepare", "task": bad}, 60)
         assert "no such layer" in reply["detail"]
@@ -117,7 +117,7 @@ def test_failures_have_a_line():
 def test_resident_increase_is_that_of_the_call():
     size = 64 * 2**20
     assert 0.95 * size < peak_increase(lambda: b"x" * size) < 2 * size
-    # Again, although the peak of the process is as high already.
+    # Again, although the process already reached this peak.
     assert 0.95 * size < peak_increase(lambda: b"x" * size) < 2 * size
     assert peak_increase(lambda: None) < size / 8
 

@@ -1,4 +1,4 @@
-"""Outputs of all cases under given weights; run as a script, on another backend."""
+"""Outputs of all cases for given weights; run as a script on another backend."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The table of the contract: one entry, and a layer is held to all of it."""
+"""The table of the contract: every layer with an entry is tested on all points."""
 
 import dataclasses
 from collections.abc import Callable
@@ -42,19 +42,19 @@ class Case:
     Attributes:
         name: Shown in the test's name.
         layer: Class.
-        options: Its keyword arguments beside `num_heads` and `key_dim`. Small chunks,
+        options: Keyword arguments besides `num_heads` and `key_dim`. Chunks are small,
             so that a test's length has several.
-        heads: `dense.linear_heads` or its like.
+        heads: The oracle, such as `dense.linear_heads`.
         causal: The values of `use_causal_mask` that the layer supports.
         cross: Whether queries and keys may differ in length.
-        variant: Whether another case stands for the layer in tests that are marked
-            `once_a_layer`: what they look at does not depend on options.
-        long: Options in the place of `options` for a long sequence.
-        long_length: Positions of that; fewer where time grows with the square.
-        shared_key: Whether keys have the projection of the queries.
-        smooth: Whether what rounding moves a little, moves outputs a little.
-        caches: Whether the state holds keys and values as they were computed.
-        gradient_through_state: Whether earlier segments learn from later ones.
+        variant: Whether tests marked `once_a_layer` skip this case, because another
+            case covers the layer and options do not matter.
+        long: Options that replace `options` for a long sequence.
+        long_length: Length of the long sequence; shorter if time is quadratic.
+        shared_key: Whether keys share the queries' projection.
+        smooth: Whether outputs change little under rounding errors.
+        caches: Whether the state holds keys and values in the dtype of the computation.
+        gradient_through_state: Whether gradients flow from later to earlier segments.
     """
 
     name: str
@@ -78,12 +78,12 @@ class Case:
 
     @property
     def sines(self):
-        """Whether positions are sines, computed in the call."""
+        """Whether the call computes sinusoidal positions."""
         return self.options.get("rotary_wavelength") or self.layer is RelativePositionXL
 
     @property
     def usual(self):
-        """`use_causal_mask` where one setting is enough."""
+        """`use_causal_mask` for tests with one setting."""
         return self.causal[-1]
 
     def make(self, **options):
@@ -91,9 +91,9 @@ class Case:
         return self.layer(**{**arguments, **self.options, **options})
 
     def built(self, **options):
-        """A built layer whose biases are not zero, so that a lost one shows.
+        """A built layer with nonzero biases, so that a missing bias is detected.
 
-        Learned feature maps, at first the identity, are another matrix.
+        Learned feature maps, initially the identity, get another matrix.
         """
         layer = self.make(**options)
         layer.build((BATCH, LENGTH, DIM), (BATCH, LENGTH, DIM))
@@ -124,7 +124,7 @@ def linear(name, variant=True, **options):
 
 
 def gated(name, layer, variant=False, **options):
-    # Chunks of several blocks of decays by feature, and the last one not full.
+    # Chunks with several blocks of decays by feature; the last block is not full.
     options = {"chunk_size": 20, **options}
     heads, causal = dense.gated_heads, (True,)
     return Case(name, layer, options, heads, causal, variant=variant)

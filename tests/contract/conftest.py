@@ -7,7 +7,7 @@ from tests.contract.cases import CASES, case_of, ids
 
 
 def pytest_collection_modifyitems(items):
-    """Leaves variants out of `once_a_layer`."""
+    """Deselects variants in tests marked `once_a_layer`."""
     items[:] = [
         item
         for item in items
@@ -39,7 +39,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def forced_kernel(monkeypatch):
-    """With `FORCED_KERNEL=pallas` or `triton`, that kernel computes what it can."""
+    """With `FORCED_KERNEL=pallas` or `triton`, this kernel runs where it can."""
     if "FORCED_KERNEL" in os.environ:
         name = os.environ["FORCED_KERNEL"]
         monkeypatch.setattr(choice, "_default_kernel", lambda query: name)

@@ -1,4 +1,4 @@
-"""Point 3: nothing of the future reaches the past, to the last bit."""
+"""Point 3: the future does not change the past, bit for bit."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Point 1: the layer stands wherever `keras.layers.MultiHeadAttention` stood."""
+"""Point 1: the layer replaces `keras.layers.MultiHeadAttention` everywhere."""
 
 import inspect
 
@@ -85,16 +85,16 @@ def test_fit_compiled_with_unknown_batch_and_length(case, backend):
     masked = keras.layers.Masking()(sequence)
     attended = layer(masked, masked, use_causal_mask=case.usual)
     model = keras.Model(sequence, keras.layers.Dense(DIM)(attended))
-    # torch.compile takes minutes a model; eager is what torch users run.
+    # torch.compile takes minutes per model; torch users run eagerly.
     model.compile("adam", "mse", jit_compile=backend != "torch")
     x = inputs()
     before = [to_numpy(w) for w in layer.trainable_weights]
-    # Steps enough to show through the noise of the dropout.
+    # Enough steps to exceed the noise of the dropout.
     first = model.fit(x, 0.5 * x, epochs=20, verbose=0).history["loss"]
     assert np.all(np.isfinite(first)) and first[-1] < first[0]
     model.train_on_batch(x[:1, :11], x[:1, :11])
     for weight, old in zip(layer.trainable_weights, before, strict=True):
-        # A bias on the keys moves no softmax; every kernel has to move.
+        # A key bias does not change softmax; every kernel has to change.
         if "kernel" in weight.path:
             assert np.any(to_numpy(weight) != old), weight.path
 
@@ -136,7 +136,7 @@ def test_lora_and_quantisation_of_the_projections(case):
     layer.query_dense.enable_lora(2)
     assert layer.query_dense.lora_enabled
     np.testing.assert_allclose(to_numpy(layer(x, x)), expected, rtol=1e-5, atol=1e-6)
-    # LoRA starts at zero: moved, it has to show in the output.
+    # LoRA starts at zero: once changed, it must change the output.
     update = layer.query_dense.lora_kernel_b
     update.assign(np.full(update.shape, 0.5))
     expected, unchanged = to_numpy(layer(x, x)), expected
@@ -150,7 +150,7 @@ def test_activity_regularizer_and_loss(case):
     layer, x = case.make(activity_regularizer=keras.regularizers.L2(0.1)), inputs()
     output = to_numpy(layer(x, x))
     own = 0.1 * (output**2).sum() / BATCH
-    # Keras hands the regularizer to the projections too, as in its own layer.
+    # Keras also passes the regularizer to the projections, as in its own layer.
     theirs = keras.layers.MultiHeadAttention(
         HEADS, KEY_DIM, activity_regularizer=keras.regularizers.L2(0.1)
     )

@@ -1,4 +1,4 @@
-"""Point 6: float64 is exact, half precision is near, and nothing leaves the range."""
+"""Point 6: float64 is exact, half precision is close, and nothing overflows."""
 
 import contextlib
 
@@ -24,7 +24,7 @@ def test_float64_is_float64_throughout(case, backend):
         output = to_numpy(layer(x, x, use_causal_mask=causal))
         expected, _ = case.expected(layer, x, x, causal=causal)
     assert output.dtype == "float64"
-    # Keras computes sines in float32 on JAX, whatever it is given.
+    # On JAX, Keras computes sines in float32 for any input dtype.
     limit = 1e-6 if backend == "jax" and case.sines else 1e-10
     np.testing.assert_allclose(output, expected, rtol=10 * limit, atol=limit)
 
@@ -40,7 +40,7 @@ def test_mixed_precision_is_near_float32(case, dtype):
     assert {str(w.dtype) for w in layer.trainable_weights} == {"float32"}
     expected, _ = case.expected(layer, x, x, causal=causal)
     error = np.abs(to_numpy(ops.cast(output, "float32")) - expected)
-    # A rounded query may fall into another bucket; most do not.
+    # A few rounded queries fall into another bucket.
     error = error.max() if case.smooth else np.median(error)
     # Projections round to 8 or 11 bits; kernels are at most quartic in them.
     limit = 0.1 if dtype == "bfloat16" else 0.02
@@ -50,7 +50,7 @@ def test_mixed_precision_is_near_float32(case, dtype):
 @pytest.mark.parametrize(
     "dtype",
     [
-        # Of float32's range, with fewer digits.
+        # The range of float32 with fewer digits.
         pytest.param("mixed_bfloat16", marks=pytest.mark.once_a_layer),
         "mixed_float16",
     ],
@@ -71,7 +71,7 @@ def test_outputs_and_gradients_stay_finite(case, dtype):
     for scale in (1e-3, 1.0, 1e3):
         value, *gradients = graded(x, np.float32(scale))
         if dtype == "mixed_float16" and scale > 1e-3 and case.sums:
-            # A sum over all keys is what was asked for, and leaves float16's range.
+            # The requested sum over all keys exceeds float16's range.
             continue
         # A mean is finite only if every output is.
         assert np.isfinite(value), scale

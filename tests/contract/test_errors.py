@@ -1,4 +1,4 @@
-"""Point 9: what cannot be honoured is refused, with its name and its value."""
+"""Point 9: unsupported arguments raise errors with their name and value."""
 
 import keras
 import numpy as np
@@ -41,7 +41,7 @@ def test_every_layer_of_the_package_is_under_contract():
 )
 @pytest.mark.parametrize("name", attention_names())
 def test_options_of_softmax_attention(name, option, value):
-    """A layer honours them as its own, or refuses them."""
+    """A layer supports them as its own options, or raises."""
     layer_class = attention_class(name)
     honours = {
         "sliding_window": ("local", "performer", "softmax", "vq"),

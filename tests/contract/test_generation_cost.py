@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(
 )
 HEADS, HEAD_DIM = 4, 32
 WIDTH = HEADS * HEAD_DIM
-# Equations that one token may take, with the four projections.
+# Maximum number of equations for one token, with the four projections.
 MOST = {
     "linear": 80,
     "performer:feature_map=elu": 80,
@@ -35,7 +35,7 @@ MOST = {
 
 
 def count(jaxpr):
-    """Equations, with those inside calls."""
+    """Number of equations, including those inside calls."""
     total = 0
     for equation in jaxpr.eqns:
         inner = [

@@ -1,7 +1,6 @@
-"""Keras' own tests of `MultiHeadAttention` pass with each layer in its place.
+"""Keras' own tests of `MultiHeadAttention` pass with each layer instead.
 
-The file ships in Keras' wheel. `LEFT_OUT` names the tests that layers are not held to,
-and why.
+Keras' wheel includes the test file. `LEFT_OUT` lists the excluded tests, with reasons.
 """
 
 import fnmatch
@@ -15,8 +14,7 @@ from keras.src.layers.attention import multi_head_attention_test as keras_own
 from keras_efficient_attn.layers import attention_names
 from keras_efficient_attn.layers.attention.registry import attention_class
 
-# All of them on the fastest backend: elsewhere the layers differ in what they compute,
-# which other tests look at.
+# Run all on the fastest backend only; other tests cover differences between backends.
 ALL = frozenset(attention_names())
 DENSE_MASK = "It needs a mask that differs between queries."
 FUSED = "It looks into Keras' fused path, or the errors of Keras' flash attention."
@@ -71,7 +69,7 @@ def own_tests():
 
 @pytest.mark.parametrize(("layer", "name"), own_tests())
 def test_keras_own_tests_pass(layer, name, monkeypatch):
-    # Counts of weights are Keras' layer's own.
+    # Counts of weights hold for Keras' layer only.
     run = keras_own.MultiHeadAttentionTest.run_layer_test
 
     def run_without_counts(self, *args, **kwargs):

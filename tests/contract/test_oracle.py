@@ -1,4 +1,4 @@
-"""Point 2: every output and gradient is that of the dense definition."""
+"""Point 2: every output and gradient equals the dense definition's."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def test_gradient_is_the_slope_of_the_dense_definition(setting):
     slope = (dense_loss(1e-6) - dense_loss(-1e-6)) / 2e-6
     size = np.linalg.norm(gradient) * np.linalg.norm(direction)
     if case.name == "favor++":
-        # The statistics are constants for the gradient, not for the slope.
+        # The statistics are constants for the gradient, but not for finite differences.
         assert abs((gradient * direction).sum() - slope) < 0.05 * size
     else:
         assert abs((gradient * direction).sum() - slope) < 1e-4 * size

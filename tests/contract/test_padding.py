@@ -1,4 +1,4 @@
-"""Point 4: padding changes nothing, whatever stands there."""
+"""Point 4: padding has no effect, whatever its content."""
 
 import keras
 import numpy as np
@@ -19,7 +19,7 @@ def padded(x, filler):
 def test_masks_are_those_of_the_dense_definition(setting):
     case, causal = setting
     layer, x = case.built(), inputs()
-    # Holes, and a row that sees no key at first (or at all).
+    # Holes, and a row whose first queries (or all) see no key.
     key_mask = np.random.default_rng(1).random((BATCH, LENGTH)) > 0.4
     key_mask[0, :3] = False
     query_mask = np.random.default_rng(2).random((BATCH, LENGTH)) > 0.2
@@ -67,7 +67,7 @@ def test_padding_is_not_read_and_gets_no_gradient(setting):
     for poisoned, correct in zip(of_weights, expected_of_weights, strict=True):
         np.testing.assert_array_equal(poisoned, correct)
 
-    # No key at all: the heads are zero, and nothing learns but the output's bias.
+    # No key at all: the heads are zero, and only the output's bias has a gradient.
     nothing = np.zeros_like(mask)
     output = to_numpy(call(x, nothing))
     bias = to_numpy(layer.output_dense.bias)
@@ -93,7 +93,7 @@ def test_a_padded_batch_equals_its_rows(case):
 @pytest.mark.once_a_layer
 def test_automatic_masks_equal_explicit_ones(case):
     layer = case.built()
-    # On the left, where queries of a causal layer would see it.
+    # Padding on the left, where queries of a causal layer would see it.
     mask = MASK[:, ::-1]
     x = np.where(mask[..., None], inputs(), np.float32(0))
     inputs_ = keras.Input((None, DIM))

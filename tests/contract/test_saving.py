@@ -1,4 +1,4 @@
-"""Point 7: what is saved comes back the same."""
+"""Point 7: saved layers load unchanged."""
 
 import keras
 import numpy as np
@@ -15,7 +15,7 @@ def make_model(case, **options):
 
 
 def assert_same_model(restored, model, x):
-    """Weights to the bit; outputs but for the rounding of memory alignment."""
+    """Equal weights; equal outputs up to rounding due to memory alignment."""
     for one, other in zip(restored.weights, model.weights, strict=True):
         np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
     np.testing.assert_allclose(

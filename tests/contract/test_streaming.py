@@ -15,7 +15,7 @@ def stream(layer, x, lengths, **kwargs):
     def call(x, state, masks):
         return layer(x, x, use_causal_mask=True, state=state, **masks)
 
-    # What is called often with the same shapes is worth compiling.
+    # Compile calls that repeat with the same shapes.
     call = compiled(call) if len(set(lengths)) == 1 else call
     length = LENGTH if layer.state_grows else None
     state, outputs, start = layer.get_initial_state(x.shape[0], length), [], 0
@@ -54,7 +54,7 @@ def test_gradients_flow_through_the_state_or_end_there(causal_case):
         return ops.sum(ops.multiply(stream(layer, x, (20, 17))[0], weight))
 
     if not causal_case.gradient_through_state:
-        # The second segment then has none for the first.
+        # The second segment then has no gradient for the first.
         weight[:, :20] = 0
         (gradient,) = gradients(segments, x)
         assert np.all(gradient[:, :20] == 0) and np.all(gradient[:, 20:] != 0)

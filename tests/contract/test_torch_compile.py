@@ -15,7 +15,7 @@ LENGTH = 9
 
 
 def count_breaks(layer, x, causal):
-    """Breaks of a training step's forward pass, whose backward pass is run as well."""
+    """Graph breaks of a training step's forward pass; also runs the backward pass."""
     programs = []
 
     def keep(program, _):

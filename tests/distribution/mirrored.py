@@ -11,8 +11,8 @@ from tests.distribution.training import (
     weights_of,
 )
 
-# Without its loss: Keras gives each replica the losses that `add_loss` has collected on
-# all of them so far, where replicas wait for each other in the forward pass.
+# Without its loss: if replicas wait for each other in the forward pass, Keras gives
+# each replica the `add_loss` losses of all replicas so far.
 CODES, *OTHERS = ATTENTION
 LAYERS = [f"{CODES},commitment_weight=0.0", *OTHERS]
 

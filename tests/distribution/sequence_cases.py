@@ -7,7 +7,7 @@ BATCH, HEADS, DIM = 2, 2, 4
 
 
 def make_inputs(length, seed=0):
-    """Arrays by name; the mask hides the first keys of a row, and others."""
+    """Arrays by name; the mask hides the first keys of a row and some others."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):

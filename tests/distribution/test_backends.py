@@ -1,4 +1,4 @@
-"""Errors of `SequenceParallel` where there are no devices to split over."""
+"""Errors of `SequenceParallel` without devices to split over."""
 
 import keras
 import pytest

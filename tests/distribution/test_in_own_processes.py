@@ -1,4 +1,4 @@
-"""Runs what needs several devices, in processes that have them.
+"""Runs checks that need several devices in separate processes.
 
 JAX has eight virtual devices in one process, and PyTorch two processes.
 """

@@ -1,4 +1,4 @@
-"""The layout map of backbones, by its patterns: no devices are needed."""
+"""The patterns of backbones' layout maps; needs no devices."""
 
 import keras
 import keras_hub
@@ -24,7 +24,7 @@ def make_backbone(attention="linear", **options):
 
 
 def check(backbone, layout_map, large):
-    """Each weight has one layout at most, of its rank, and large ones have one."""
+    """Each weight has at most one layout, of its rank; large weights have one."""
     for weight in backbone.weights:
         # It raises for a path that matches two patterns.
         layout = layout_map[weight.path]
@@ -40,7 +40,7 @@ def test_every_large_weight_of_every_attention_is_split_once(name):
     options = {
         "vq": "vq:window=4,relative_positions=True",
         "linear": "linear:feature_map=hedgehog,use_gate=True",
-        # The random numbers that heads share are whole on every device.
+        # Random numbers shared by heads are replicated.
         "performer": "performer:num_features=16",
     }
     backbone = make_backbone(options.get(name, name))
@@ -85,7 +85,7 @@ def test_a_converted_backbone_keeps_the_layout_map_of_its_kind():
     )
     converted = convert_backbone(stock, "linear")
     layout_map = converted.get_layout_map(make_mesh())
-    # KerasHub leaves the untied output embedding whole.
+    # KerasHub replicates the untied output embedding.
     reverse = {"token_embedding/reverse_embeddings"}
     matched = {w.path for w in converted.weights if layout_map[w.path] is not None}
     kernels = {w.path for w in converted.weights if np.prod(w.shape) >= 32 * 32}

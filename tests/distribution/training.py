@@ -1,4 +1,4 @@
-"""A small model whose layers hold what training moves, and data for it."""
+"""A small model whose layers have all kinds of trained state, and its data."""
 
 import keras
 import numpy as np
@@ -7,7 +7,7 @@ from keras_efficient_attn.models import EfficientTransformerBackbone
 
 LENGTH, STEPS, BATCH = 12, 5, 8
 LEARNING_RATE = 0.1
-# Codes that the first batch draws would be drawn from the first replica's keys alone.
+# Codes drawn from the first batch would use the first replica's keys only.
 ATTENTION = [
     "vq:window=4,num_codes=4,decay=0.8,codebook_init='random'",
     "performer:num_features=16,redraw_interval=2",
@@ -28,8 +28,8 @@ def make_model(attention=ATTENTION, **options):
 def make_batches():
     """`STEPS` pairs of inputs and targets, with padding.
 
-    Rows of a batch have one length: a mean over the keys that exist (the codes'
-    commitment) is otherwise another number on each replica, and their mean a third.
+    Rows of a batch have equal lengths. Otherwise a mean over existing keys (the
+    commitment loss) would differ between replicas and from their mean.
     """
     rng = np.random.default_rng(0)
     batches = []
@@ -61,7 +61,7 @@ def fit(model):
         verbose=0,
         callbacks=[record],
     )
-    # Keras reports the mean of the steps so far.
+    # Keras reports the mean over the steps so far.
     sums = np.array(losses) * np.arange(1, STEPS + 1)
     return np.diff(sums, prepend=0.0)
 

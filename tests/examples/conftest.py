@@ -1,17 +1,17 @@
-"""Makes the examples importable, and checks how they refuse arguments."""
+"""Makes the examples importable, and checks their argument errors."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-# Scripts have their own folder on the path; so do the tests of what they import.
+# Scripts have their folder on the path, so these tests need it too.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 
 @pytest.fixture
 def error_line(capsys):
-    """The one line that `script.main(arguments)` ends with, as an error."""
+    """The single error line of `script.main(arguments)`."""
 
     def run(script, arguments):
         assert script.main(arguments) == 2

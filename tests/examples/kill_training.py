@@ -2,8 +2,8 @@
 
     KERAS_BACKEND=jax python -m tests.examples.kill_training --kills 10
 
-Every other kill comes while a checkpoint is written. No checkpoint may be damaged, and
-the last weights must be bitwise those of a run that nothing disturbed.
+Every other kill happens while a checkpoint is written. No checkpoint may be damaged,
+and the last weights must be bitwise equal to those of an undisturbed run.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def kill_at(moment, command, log):
     """Runs a command until `moment()` is true, and kills it.
 
     Returns:
-        Whether it was killed; it may have come to its end before.
+        Whether it was killed; it may have ended before.
     """
     with open(log, "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file)
@@ -47,7 +47,7 @@ def kill_at(moment, command, log):
 
 
 def after(seconds):
-    """A moment: so many seconds from now."""
+    """A moment: `seconds` from now."""
     end = time.monotonic() + seconds
     return lambda: time.monotonic() >= end
 
@@ -58,7 +58,7 @@ def while_saving(folder, count, delay):
 
     def moment():
         for path in folder.glob("unfinished-checkpoint-*"):
-            # It may have got its final name.
+            # It may already have its final name.
             with contextlib.suppress(FileNotFoundError):
                 # A kill before this one may have left it.
                 if path.stat().st_mtime_ns > start:

@@ -43,7 +43,7 @@ def test_the_script_prints_its_tables_and_leaves_a_picture(capsys, tmp_path):
     assert rows[0] == "| ponder cost | right | steps | at 1 | at 2 |"
     names = [row.split(" | ")[0] for row in rows[2:]]
     assert names == ["| without", "| cost 0.01"]
-    # Without: one step each.
+    # Without pondering: one step each.
     assert rows[2].split(" | ")[2] == "1.00"
     assert 1 <= float(rows[3].split(" | ")[2]) <= 2
     assert (tmp_path / "steps.png").stat().st_size > 0

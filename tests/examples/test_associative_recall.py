@@ -1,4 +1,4 @@
-"""The recall tasks' data, their runs, and what is left of an interrupted sweep."""
+"""The recall tasks' data, their runs, and resuming an interrupted sweep."""
 
 import itertools
 import json
@@ -96,13 +96,13 @@ def test_numbers_of_pairs_join_in_the_first_half_and_take_turns():
 def test_bytes_are_those_of_the_states(attention, floats):
     arguments = associative_recall.parse_arguments([*TINY.split(), "--layers", "2"])
     model = training.build_model(attention, 4, arguments)
-    # Beside the floats some counters, masks and scales.
+    # Besides the floats some counters, masks and scales.
     assert 0 <= training.state_bytes(model, 12) - 2 * 4 * floats <= 2 * 4 * (12 + 2)
 
 
 @pytest.fixture
 def fake_runs(monkeypatch):
-    """Runs that take no time, with accuracies that differ."""
+    """Fake runs without training, with different accuracies."""
     count = itertools.count(1)
 
     def run(attention, dim, learning_rate, seed, arguments):
@@ -130,7 +130,7 @@ def test_an_interrupted_sweep_goes_on(fake_runs, tmp_path, capsys):
     assert capsys.readouterr().out.count("seed ") == 2
     file = out / "runs.jsonl"
     first, second = file.read_text().splitlines()
-    # As if the process had ended in the midst of the second run's line.
+    # As if the process had ended while writing the second run's line.
     file.write_text(f"{first}\n{second[:30]}")
     picture.unlink()
     assert associative_recall.main([*arguments, "softmax", "delta"]) == 0
@@ -168,7 +168,7 @@ def test_training_stops_at_the_accuracy(tmp_path, capsys):
 
 def test_the_rate_with_the_best_mean_counts(fake_runs, tmp_path, capsys):
     arguments = [*TINY.split(), "--attention", "softmax", "--out", str(tmp_path)]
-    # The later a run, the worse: for each seed, 0.1 comes before 0.2.
+    # Later runs are worse: for each seed, 0.1 comes before 0.2.
     assert associative_recall.main([*arguments, "--learning-rates", "0.1", "0.2"]) == 0
     assert table_of(capsys.readouterr().out)["softmax"] == [
         "4,936",

@@ -25,7 +25,7 @@ def make(**options):
 
 
 def searched(layer, tokens):
-    """By comparing n-grams, from the last position back; −1 is before the text."""
+    """Finds n-grams by comparison, from the end; −1 is before the text."""
     tables = to_numpy(layer.tables).reshape(len(ORDERS), VOCABULARY + 1, 7)
     output = np.zeros((*tokens.shape, 7))
     for row, line in enumerate(tokens):
@@ -67,7 +67,7 @@ def test_ngrams_are_those_that_end_at_a_position():
     assert equal_positions(2, 3) == {(3, 7)}
 
 
-# With 7 rows hashes collide, in the text and in the state alike.
+# With 7 rows hashes collide, both in the text and in the state.
 @pytest.mark.parametrize("rows", [100_003, 7])
 @pytest.mark.parametrize("size", [1, 17])
 def test_segments_give_what_the_whole_gives(rows, size):

@@ -1,4 +1,4 @@
-"""Checkpoints of the byte model on disks that fail; the script's tests damage them."""
+"""Checkpoints of the byte model on failing disks; the script's tests damage them."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.any_backend
 
 
 class Model:
-    """Saves some bytes, of which a full disk takes the first."""
+    """Saves some bytes; a full disk accepts only the first."""
 
     full = False
 

@@ -25,7 +25,7 @@ def test_teacher_is_kept_and_student_measured(tmp_path, capsys):
     assert (tmp_path / "teacher" / "teacher.keras").stat().st_mtime_ns == kept
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["lengths"] == [16, 64, 256]
-    # An untrained model of 256 bytes knows little: about 8 bits.
+    # An untrained model of 256 bytes is near chance: about 8 bits.
     assert all(6 < bits < 10 for row in result["rows"].values() for bits in row[:3])
     assert result["rows"]["teacher"][-1] == 4
     assert result["rows"]["distilled, window only"][-1] is None

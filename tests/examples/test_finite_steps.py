@@ -1,4 +1,4 @@
-"""Steps that give NaN, against training on the other batches alone."""
+"""Steps with NaN, compared with training on the other batches only."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""The scripts say what they take without Keras, and so without a backend."""
+"""The scripts print their help without Keras, and so without a backend."""
 
 import os
 import subprocess

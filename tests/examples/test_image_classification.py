@@ -17,13 +17,13 @@ def test_digits_are_split_once_and_for_all():
         assert pixels.shape[1:] == (8, 8, 1)
         assert (pixels.min(), pixels.max()) == (0, 1)
         assert set(labels) == set(range(10))
-    # No image stands on both sides.
+    # No image is on both sides of the split.
     every = np.concatenate([images.train[0], images.test[0]])
     assert len(np.unique(every.reshape(len(every), -1), axis=0)) == len(every)
 
 
 def test_labels_and_channels_of_downloads_are_flattened():
-    images, labels = data.scaled(np.full((2, 3, 3, 3), 255), [[1], [0]], 255)
+    images, labels = data.scale_images(np.full((2, 3, 3, 3), 255), [[1], [0]], 255)
     assert images.shape == (2, 3, 3, 3) and images.max() == 1
     assert labels.tolist() == [1, 0]
 

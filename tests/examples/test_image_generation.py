@@ -18,7 +18,7 @@ def test_photographs_are_cut_without_overlap_between_the_splits():
     assert len(images.train) > 2 * len(images.test) > 0
     rows = {row.tobytes() for row in images.train.reshape(-1, 16)}
     held_out = [row.tobytes() for row in images.test.reshape(-1, 16)]
-    # Rows of plain sky occur in both; those of the rest do not.
+    # Rows of plain sky occur in both; other rows do not.
     assert sum(row in rows for row in held_out) < 0.05 * len(held_out)
     coarse = data.photos(16, 8)
     assert coarse.train.max() < 8
@@ -72,7 +72,7 @@ def test_what_is_given_stays_where_it_is():
     from images import model
 
     class Counts:
-        """Generates 1, 2, 3, … after what is given."""
+        """Generates 1, 2, 3, … after the given values."""
 
         def compile(self, sampler):
             pass

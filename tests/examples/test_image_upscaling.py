@@ -31,7 +31,7 @@ def test_the_script_prints_its_table_and_draws(tmp_path, capsys):
     assert image_upscaling.main([*TINY, "--out", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     (row,) = (line.split() for line in lines if line.startswith("local2d"))
-    # The error of the small images depends on the data alone.
+    # The error of the small images depends on the data only.
     test = data.digits().test[:3].reshape(3, 4, 2, 4, 2).astype("float64")
     means = np.rint(test.mean(axis=(2, 4), keepdims=True))
     assert float(row[4]) == pytest.approx(((test - means) ** 2).mean() ** 0.5, abs=0.01)

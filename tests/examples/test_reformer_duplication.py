@@ -16,7 +16,7 @@ def test_sequences_repeat_their_first_half():
     assert np.all(whole[:, 0] == 0) and set(np.unique(whole[:, 1:5])) <= set(
         range(1, 6)
     )
-    # What is scored is the copy, and all of it.
+    # The score covers exactly the copy.
     np.testing.assert_array_equal(weights, np.tile(np.arange(9) > 4, (4, 1)))
     np.testing.assert_array_equal(y[weights == 1].reshape(4, 4), x[:, 1:5])
     np.testing.assert_array_equal(data[2][0], x)

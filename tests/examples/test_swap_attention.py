@@ -5,19 +5,18 @@ import swap_attention
 from keras_efficient_attn import LocalAttention
 from tests.models.conversion import families
 
-# Of the lengths that are timed, the first is more than the model has positions; the
-# second would take too long.
+# The first timed length exceeds the model's positions; the second would take too long.
 TINY = (
     "--length 16 --batch 4 --calibration 1 --test 1 --train-steps 2 --steps 2 "
     "--lengths 24 48 --time-limit 1e-9 --verbose 0"
 ).split()
-# As long as the texts: exact.
+# Windows as long as the texts are exact.
 EXACT, NARROW, COARSE = "local:window=16", "local:window=1", "vq:window=1,num_codes=2"
 
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """Text, and an original that takes no time."""
+    """Text, and a fast original."""
     text = tmp_path / "text"
     text.write_text("".join(f"{i} sheep, " for i in range(500)))
     from swapping import original
@@ -28,7 +27,7 @@ def small(tmp_path, monkeypatch):
 
 
 def printed(capsys):
-    """Lists of the cells of all lines that begin with a word, by that word."""
+    """Lists of cells of all lines, by their first word."""
     rows = {}
     for line in filter(str.split, capsys.readouterr().out.splitlines()):
         name, *cells = line.split()
@@ -43,12 +42,12 @@ def test_from_training_to_a_preset(small, tmp_path, capsys):
     arguments += ["--out", str(out)]
     assert swap_attention.main(arguments) == 0
     rows = printed(capsys)
-    # With windows as long as the texts, it is exact.
+    # With windows as long as the texts, the model is exact.
     assert rows[NARROW][0][:3] == ["1.0000", "1.0000", "all"]
     assert rows["windows:"] == [["16"]]
     (cells,) = rows["24"]
     softmax, _, swapped, _, faster = map(float, cells)
-    # Times are rounded to tenths of a millisecond, as short as these may be.
+    # Times are rounded to tenths of a millisecond, so they may be zero.
     assert softmax > 0 and swapped > 0
     least, most = (softmax - 0.06) / (swapped + 0.06), (softmax + 0.06) / 0.04
     if swapped > 0.1:
@@ -63,7 +62,7 @@ def test_from_training_to_a_preset(small, tmp_path, capsys):
     assert [type(v) for v in found] == [LocalAttention]
     assert [v.window for v in found] == [16]
 
-    # What is there stays.
+    # Existing files stay.
     assert swap_attention.main(arguments) == 2
     assert "holds something" in capsys.readouterr().err
 
@@ -95,7 +94,7 @@ def test_of_a_preset_what_is_left_is_measured(small, tmp_path, capsys):
     assert 0 < float(rows[COARSE][0][1]) <= float(rows[COARSE][0][0]) < 0.999
     assert rows["0"][-1][1:] == ["0.00%", "0.00%"]
     assert not rows.get("after")
-    # Its tokenizer comes with it.
+    # The preset includes the tokenizer.
     saved = str(tmp_path / "out" / "preset")
     again = keras_hub.models.TextClassifierPreprocessor.from_preset(saved)
     assert type(again) is keras_hub.models.BertTextClassifierPreprocessor
@@ -109,11 +108,11 @@ def test_what_is_foretold_of_longer_texts():
         points = [(n, linear * n + square * n**2) for n in (4, 8, 16)]
         expected = linear * 64 + square * 64**2
         assert predicted(points, 64, quadratic=False) == pytest.approx(expected)
-        # A bound, for what is known to grow with the square.
+        # A bound for quadratic growth.
         assert predicted(points, 64, quadratic=True) >= expected * (1 - 1e-9)
         assert predicted(points[:1], 64, quadratic=True) >= expected * (1 - 1e-9)
     assert predicted([(4, 100.0)], 16, quadratic=True) == pytest.approx(1600.0)
-    # One point says nothing of the form.
+    # One point does not determine the growth.
     assert predicted([(4, 100.0)], 16, quadratic=False) == pytest.approx(400.0)
     # Nothing grows slower than the length, or faster than its square.
     assert predicted([(4, 100.0), (8, 100.0)], 16, False) == pytest.approx(200.0)

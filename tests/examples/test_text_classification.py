@@ -14,7 +14,7 @@ TINY = (
 
 @pytest.fixture
 def table(tmp_path):
-    """Two classes that a letter tells apart."""
+    """Two classes that differ in one letter."""
     path = tmp_path / "texts.csv"
     rows = [f'"{letter * 30} {i}",{letter}' for letter in "qz" for i in range(12)]
     path.write_text("\n".join(["text,label", *rows, ""]))

@@ -21,7 +21,7 @@ from byte_lm.sampling import sample
 from command_line import UsageError
 
 STEPS = 24
-# One of the standard library's files is text enough.
+# One file of the standard library is enough text.
 TEXT = json.decoder.__file__
 TINY = (
     "--length 32 --evaluation-length 40 --layers 1 --dim 16 --heads 2 --batch 2 "
@@ -41,7 +41,7 @@ def assert_same_weights(folder, expected):
 
 @pytest.fixture(scope="module", autouse=True)
 def short_prompt():
-    """Samples continue a few bytes: prompts are read elsewhere."""
+    """Samples continue a few bytes; other tests read long prompts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "PROMPT_BYTES", 24)
         yield
@@ -49,7 +49,7 @@ def short_prompt():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, short_training_is_not_traced):
-    """The folder of a run that nothing interrupted, resumed where nothing was yet."""
+    """The folder of an uninterrupted run, started with `--resume` from nothing."""
     out = tmp_path_factory.mktemp("finished")
     with short_training_is_not_traced():
         assert train_byte_lm.main([*TINY, "--out", str(out), "--resume"]) == 0
@@ -97,7 +97,7 @@ def test_file_is_cut_like_enwik8():
     splits = data.split_bytes(text)
     assert [len(split) for split in splits.values()] == [900, 50, 50]
     assert b"".join(splits.values()) == text
-    # The sizes that everyone reports on, without the 100 million bytes.
+    # The usual split sizes, without the 100 million bytes.
     sizes = [len(split) for split in data.split_bytes(range(10**8)).values()]
     assert sizes == [90_000_000, 5_000_000, 5_000_000]
 
@@ -177,7 +177,7 @@ def test_layers_with_decays_and_the_delta_rule_train_by_name(attention):
     text = np.frombuffer(Path(TEXT).read_bytes(), np.uint8)
     batch = next(data.batches(text, arguments.length, arguments.batch, seed=0))
     (block,) = model.backbone.transformer_layers
-    # Copies: JAX uses the memory of the weights again.
+    # Copies: JAX reuses the memory of the weights.
     before = [weight.copy() for weight in weights_of(block.attention)]
     # The first step of the warm-up has a learning rate of 0.
     history = model.fit(*batch, batch_size=arguments.batch, epochs=4, verbose=0)
@@ -206,7 +206,7 @@ def test_run_leaves_model_curve_plot_and_result(finished, trained):
 def test_killed_run_resumes_from_its_last_whole_checkpoint(
     trained, tmp_path, capsys, short_training_is_not_traced
 ):
-    """To the same weights, and with a word about the one that is damaged."""
+    """Reaches the same weights, and reports the damaged checkpoint."""
     script = train_byte_lm.__file__
     command = [sys.executable, script, *TINY, "--out", str(tmp_path)]
     with open(tmp_path / "log", "w") as log:
@@ -294,7 +294,7 @@ def test_used_folder_and_other_arguments_are_refused(finished, capsys):
 @pytest.mark.any_backend
 def test_compare_prints_a_row_for_each(tmp_path, capsys, monkeypatch):
     def run(command):
-        """The process, in this one: killed runs show that the script is one."""
+        """Runs the command in this process; killed runs test it as a script."""
         python, script, *arguments = command
         assert (python, script) == (sys.executable, train_byte_lm.__file__)
         return subprocess.CompletedProcess(command, train_byte_lm.main(arguments))

@@ -31,7 +31,7 @@ def losses(strategy):
 
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="JAX's devices")
 def test_a_split_sequence_has_the_losses_of_one_device():
-    # The other strategies are Keras' own; tests/distribution trains with them.
+    # The other strategies are Keras' own; tests/distribution covers them.
     expected = losses("none")
     assert len(expected) == 3
     np.testing.assert_allclose(losses("sequence"), expected, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""Training through time, truncated: the segments, and a tiny run."""
+"""Training over segments: the segments, and a tiny run."""
 
 import math
 
@@ -55,7 +55,7 @@ def test_a_tiny_run(tmp_path, capsys):
     for row, name in ((first, "with its cache"), (second, "without")):
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         assert cells[:2] == [name, "0"]
-        # Weights at random guess one of 256 bytes.
+        # Random weights guess one of 256 bytes.
         assert all(abs(float(cell) - math.log2(256)) < 1 for cell in cells[2:])
 
 

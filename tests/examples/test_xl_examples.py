@@ -6,7 +6,7 @@ from gymnasium.utils.env_checker import check_env
 
 import rl_memory
 import xl_recall
-from maze.curves import smoothed
+from maze.curves import smooth
 from maze.environment import FORWARD, TMaze
 from maze.training import learning_targets
 from recall.training import PlantedSymbols
@@ -45,7 +45,7 @@ def test_the_recall_table_marks_the_reach(capsys):
     assert [row[:4] for row in cells] == sizes
     assert [[cell.endswith("]") for cell in row[4:]] for row in cells] == [
         [False, True, False],
-        # All of it is in reach.
+        # The whole document is within reach.
         [False, False, False],
     ]
     assert "50.0 %" in chance
@@ -89,7 +89,7 @@ def test_targets_are_discounted_and_weigh_only_what_happened():
     np.testing.assert_allclose(advantage[0], np.array([-0.1, 0.5, 0]) / scale, 1e-4)
     np.testing.assert_allclose(weight, [[1.5, 1.5, 0.0]])
     np.testing.assert_array_equal(action, episodes["actions"])
-    np.testing.assert_allclose(smoothed([0.0, 1.0]), [0.5])
+    np.testing.assert_allclose(smooth([0.0, 1.0]), [0.5])
 
 
 def test_the_maze_script_leaves_its_curves(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Exported programs of several formats, run by what serves them."""
+"""Exported programs of several formats, run by their runtimes."""
 
 import keras
 from keras import tree
@@ -6,14 +6,14 @@ from keras import tree
 FORMATS = ("SavedModel", "ONNX", "LiteRT")
 SOLVE = "triangular systems"
 BITS = "bits of integers"
-# What a layer needs that a format has no operator for, in programs for whole sequences.
+# Operators that layers need and formats lack, in programs for whole sequences.
 NOT_EXPORTED = {
     "delta": {"ONNX": SOLVE, "LiteRT": SOLVE},
     "gated-delta": {"ONNX": SOLVE, "LiteRT": SOLVE},
     "kimi-delta": {"ONNX": SOLVE, "LiteRT": SOLVE},
     "reformer": {"ONNX": BITS, "LiteRT": BITS},
 }
-# Programs for one token that run and give NaN.
+# Programs for one token that run but return NaN.
 GIVE_NAN = {("reformer", "ONNX")}
 
 

@@ -1,7 +1,7 @@
 """Random calls of every layer under contract: no crash, no NaN, and the right output.
 
-`FUZZ_EXAMPLES` is the number of calls, and `FUZZ_SEED` makes others; `make fuzz` has
-ten thousand a backend.
+`FUZZ_EXAMPLES` is the number of calls, and `FUZZ_SEED` selects others; `make fuzz` runs
+ten thousand per backend.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from tests.contract.cases import CASES, DIM
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 60))
 SEED = os.environ.get("FUZZ_SEED")
-# Few lengths, which JAX compiles once each: none, one, odd, several chunks.
+# Few lengths, because JAX compiles each: zero, one, odd, several chunks.
 LENGTHS = (0, 1, 5, 8)
 TOLERANCES = {
     "float32": dict(rtol=1e-3, atol=1e-4),
     "float64": dict(rtol=1e-3, atol=1e-4),
 }
-# Options that layers refuse, with an error that names the argument.
+# Options for which layers raise an error that names the argument.
 REFUSED = (
     "`query`",
     "`value`",
@@ -83,7 +83,7 @@ def calls(draw):
 
 
 def make_tensors(call):
-    """Query, value, and masks with holes; what masks hide is NaN."""
+    """Query, value, and masks with holes; masked positions are NaN."""
     rng = np.random.default_rng(call.seed)
     dtype = "float64" if call.dtype == "float64" else "float32"
     tensors, masks = [], []
@@ -99,7 +99,7 @@ def make_tensors(call):
 
 
 def check(call):
-    """Raises for a finding; gives the message of a call that was refused."""
+    """Raises for a finding; returns the message of a rejected call."""
     options = {"dtype": call.dtype}
     if call.value_dim is not None:
         options["value_dim"] = call.value_dim
@@ -130,7 +130,7 @@ def check(call):
     streams = call.causal and call.key_mask and call.dtype == "float32"
     if streams and call.case.smooth:
         check_stream(call, layer, (value, key_mask))
-    # The oracles are written for projections that heads do not share.
+    # The oracles do not support projections that heads share.
     if call.dtype in TOLERANCES and call.case.smooth and not call.shared_heads:
         if key_mask is None:
             key_mask = np.ones(value.shape[:2], bool)
@@ -144,12 +144,12 @@ def check(call):
 
 
 def check_stream(call, layer, inputs):
-    """Two segments, of which one may be empty, give the outputs of one call."""
+    """Two segments, one possibly empty, give the outputs of one call."""
     x, mask = inputs
     if layer.state_spec(1, 8) is None:
         return
     options = dict(use_causal_mask=True)
-    # Queries that are hidden are NaN, too.
+    # Masked queries are NaN as well.
     whole = to_numpy(layer(x, x, query_mask=mask, key_mask=mask, **options))
     state = call.case.get_initial_state(layer, call.batch)
     outputs, cut = [], call.seed * call.length // 3
@@ -177,7 +177,7 @@ def test_random_calls():
         database=None,
         deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck),
-        # A smaller finding takes many more compilations.
+        # Shrinking a finding needs many more compilations.
         phases=[hypothesis.Phase.generate],
     )
     @hypothesis.given(calls())
@@ -187,7 +187,7 @@ def test_random_calls():
     if SEED is not None:
         run = hypothesis.seed(int(SEED))(run)
     run()
-    # A strategy whose calls are refused would find nothing.
+    # A strategy with only rejected calls would find nothing.
     assert refused[True] < refused[False]
 
 

@@ -2,8 +2,8 @@
 
     KERAS_BACKEND=jax python -m tests.long_runs
 
-Prints how far the outputs err; the reference is float64 on PyTorch, in a process of its
-own. Then says what codes and counters of training have become.
+Prints the errors of the outputs; the reference is float64 on PyTorch, in a separate
+process. Then prints the final state of codes and counters of training.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A million training steps of what counts or moves, simulated by calls."""
+"""A million training steps of counters and moving averages, simulated by calls."""
 
 import keras
 import numpy as np
@@ -12,7 +12,7 @@ INTERVAL = 1000
 
 
 def make_vq(**options):
-    """Codes for one head, of which the inputs below need four."""
+    """Codes for one head; the inputs below need four."""
     return VQAttention(1, DIM, num_codes=8, window=None, seed=1, **options)
 
 
@@ -28,13 +28,13 @@ LAYERS = {
 
 
 def run(layer, steps):
-    """Calls a layer in training; halfway its inputs become others.
+    """Calls a layer in training; halfway the inputs change.
 
     Yields the number of steps and the variables by name, after each `BLOCK`.
     """
     layer.build((1, LENGTH, DIM), (1, LENGTH, DIM))
     rng = np.random.default_rng(0)
-    # Each position sees one of four vectors, first of these, then of those.
+    # Each position sees one of four vectors; the four change halfway.
     kinds = ops.convert_to_tensor(rng.normal(size=(2, 4, DIM)).astype("float32"))
     order = ops.convert_to_tensor(rng.integers(0, 4, (64, LENGTH)).astype("int32"))
     trainable = [variable.value for variable in layer.trainable_variables]
@@ -61,7 +61,7 @@ def run(layer, steps):
 
 
 def summarize(name, steps):
-    """A line that says what the counters, codes or features are at the end."""
+    """A line with the final counters, codes or features."""
     keras.utils.set_random_seed(0)
     before, halfway = {}, {}
     for done, values in run(LAYERS[name](), steps):

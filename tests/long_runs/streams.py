@@ -1,4 +1,4 @@
-"""Long streams through the layers under contract, against float64 on PyTorch."""
+"""Long streams through all contract layers, compared with float64 on PyTorch."""
 
 import math
 import resource
@@ -11,10 +11,9 @@ from tests.autodiff import compiled, to_numpy
 from tests.contract.cases import CASES as CONTRACT
 from tests.contract.cases import DIM
 
-# Positions of which one error is printed, and that one program streams.
+# Positions per printed error and per program call.
 BLOCK = 1000
-# Where the state holds all positions and a call looks at all of them: positions of a
-# call, and of the stream.
+# For states that hold all positions: positions per call, and of the stream.
 GROWING_SEGMENT, GROWING_LENGTH = 100, 10_000
 
 
@@ -23,7 +22,7 @@ CASES = {case.name: case for case in CONTRACT if True in case.causal}
 
 
 def make(case, dtype):
-    """The layer of a case with the chunks that users get."""
+    """The layer of a case with the default chunks."""
     layer = case.make(dtype=dtype, **({} if "chunk_size" in case.long else case.long))
     layer.build((1, BLOCK, DIM), (1, BLOCK, DIM))
     return layer
@@ -52,23 +51,23 @@ def stream(layer, x, segment):
         pieces = pieces.reshape(-1, 1, segment, DIM).astype(layer.variable_dtype)
         pieces = ops.cast(ops.convert_to_tensor(pieces), layer.compute_dtype)
         state, outputs = run(state, pieces)
-        # PyTorch would keep what the gradients of all blocks need.
+        # PyTorch would otherwise store the tensors for all blocks' gradients.
         state = {name: ops.stop_gradient(tensor) for name, tensor in state.items()}
         outputs = to_numpy(ops.cast(outputs, layer.variable_dtype))
         yield outputs.reshape(1, -1, DIM), state
 
 
 def write_reference(case, positions, folder):
-    """Weights of float32, and outputs with them in float64."""
+    """Writes float32 weights, and float64 outputs with these weights."""
     narrow, wide = make(case, "float32"), make(case, "float64")
     weights = [to_numpy(weight) for weight in narrow.variables]
     for variable, value in zip(wide.variables, weights, strict=True):
         variable.assign(value)
     if wide.state_grows:
-        # An image has no more positions than these.
+        # An image has only this many positions.
         grid = getattr(wide, "grid", None) or (GROWING_LENGTH,)
         positions = min(positions, GROWING_LENGTH, math.prod(grid) // BLOCK * BLOCK)
-    # The same function in any segments: long ones are fast.
+    # Segments of any length compute the same function; long ones are fast.
     segment = GROWING_SEGMENT if wide.state_grows else BLOCK
     blocks = [block for block, _ in stream(wide, draw_inputs(positions), segment)]
     outputs = np.concatenate(blocks, axis=1)
@@ -88,7 +87,7 @@ def measure(case, dtype, folder, segment):
     for number, (block, state) in enumerate(blocks):  # noqa: B007
         expected = reference[:, number * BLOCK : (number + 1) * BLOCK]
         error = np.abs(block - expected)
-        # What rounding moves to another bucket has another output.
+        # A position that rounding moves to another bucket has another output.
         error = error.max() if case.smooth else np.quantile(error, 0.9)
         errors.append(error / np.sqrt(np.mean(expected**2)))
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -1,6 +1,6 @@
-"""Long runs in short: states as they are after 100,000 positions or a million steps.
+"""Short versions of long runs: states after 100,000 positions or a million steps.
 
-`make long-runs` has the runs themselves.
+`make long-runs` executes the full runs.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from tests.long_runs.steps import INTERVAL, make_performer, make_vq
 from tests.long_runs.streams import CASES
 
 FAR, LENGTH = 100_000, 20
-# Their outputs depend on differences of positions alone.
+# Their outputs depend only on differences of positions.
 ROTATED = ("retention", "gated-delta-shared")
 
 
@@ -41,7 +41,7 @@ def test_codes_that_were_idle_for_a_million_steps_move_again():
     x = np.random.default_rng(0).normal(size=(1, 8, 8)).astype("float32")
     layer.build(x.shape, x.shape)
     sums, count, idle = (variable(layer, n) for n in ("sum", "count", "idle_calls"))
-    # A count fades to this, and its sum with it.
+    # A count decays to this, and its sum with it.
     codes = to_numpy(sums)
     count.assign(np.full(count.shape, 0.01))
     sums.assign(codes * 0.01)

@@ -1,4 +1,4 @@
-"""The configurations that every test of models runs over, and random weights."""
+"""The configurations of all model tests, and random weights."""
 
 import keras
 import numpy as np
@@ -21,7 +21,7 @@ ELU = "performer:feature_map=elu,chunk_size=4"
 
 @keras.saving.register_keras_serializable(package="tests")
 class PreviousToken(keras.layers.Embedding):
-    """A feature of tokens that streams: the embedding of the one before."""
+    """A streaming token feature: the embedding of the previous token."""
 
     def get_initial_state(self, batch_size):
         return ops.zeros((batch_size, 1), "int32")
@@ -36,7 +36,7 @@ class PreviousToken(keras.layers.Embedding):
         return (*input_shape, self.output_dim)
 
 
-# Decoders, which generate; together they use every argument of the backbone.
+# Decoders for generation; together they cover every argument of the backbone.
 DECODERS = {
     "defaults": dict(attention="performer:num_features=8,chunk_size=4"),
     "mixed-rotary": dict(

@@ -1,4 +1,4 @@
-"""A softmax Transformer in NumPy, float64, with the weights of one of ours."""
+"""A softmax Transformer in NumPy, float64, with the weights of a backbone."""
 
 import numpy as np
 from keras import ops

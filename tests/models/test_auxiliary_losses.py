@@ -1,4 +1,4 @@
-"""Auxiliary losses: their formula, their schedule, and what they leave behind."""
+"""Auxiliary losses: formula, schedule, and the trained model."""
 
 import keras
 import numpy as np
@@ -29,7 +29,7 @@ def make(residual="pre_norm", num_layers=3, **options):
 
 
 def compiled(training):
-    # Weights that stay where they are, so that all steps have the same losses.
+    # Frozen weights, so that all steps have the same losses.
     training.compile(
         keras.optimizers.SGD(0.0),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -40,7 +40,7 @@ def compiled(training):
 def batch():
     x = inputs("defaults")
     y = np.roll(x["token_ids"], -1, axis=1)
-    # Padding, and weights that are not just 0 and 1.
+    # Padding, and weights other than 0 and 1.
     return x, y, x["padding_mask"] * np.linspace(0.5, 1.5, y.shape[1])
 
 
@@ -51,7 +51,7 @@ def cross_entropy(logits, labels):
 
 
 def losses_of_layers(training, x, y, weights):
-    """`L[l]` of every layer, the compiled loss of the last left out."""
+    """`L[l]` of every layer, without the compiled loss of the last."""
     backbone, result = training.model.backbone, []
     hidden = backbone.embedding(x["token_ids"])
     heads = iter(training.heads)
@@ -91,12 +91,12 @@ def test_losses_and_schedule_are_those_of_the_formula():
 
 def test_all_of_it_is_saved_and_the_model_learns(tmp_path):
     training, (x, y, weights) = make("reversible", num_layers=2), batch()
-    # Streams that end and start again between the layers are what they were.
+    # Streams that end and restart between layers are unchanged.
     logits = to_numpy(training(x, training=True)["logits"])
     np.testing.assert_allclose(
         logits, to_numpy(training.model(x)), rtol=1e-4, atol=1e-5
     )
-    # Compiled training is above.
+    # Compiled training is tested above.
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     training.compile("adam", loss, run_eagerly=True)
     before = [to_numpy(w) for w in training.trainable_weights]

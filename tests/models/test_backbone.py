@@ -1,4 +1,4 @@
-"""The backbone: what it computes, for every configuration, and its errors."""
+"""The backbone's outputs for every configuration, and its errors."""
 
 import json
 
@@ -29,7 +29,7 @@ def outputs(backbone, data):
 
 
 def compiled_outputs(backbone, data):
-    """The same by `predict`, whose one compiled function meets every length."""
+    """The outputs by `predict`, whose single compiled function handles every length."""
     return at_real_positions(backbone.predict(data, verbose=0), data)
 
 
@@ -48,7 +48,7 @@ def assert_close(received, expected, **tolerance):
         np.testing.assert_allclose(one, other, **tolerance)
 
 
-# What it computes.
+# Outputs.
 
 
 @pytest.mark.parametrize("residual", ["pre_norm", "post_norm", "reordered"])
@@ -141,7 +141,7 @@ def test_recurrence_shares_weights():
     twice.set_weights(once.get_weights())
     data = inputs("defaults")
     stack = once.decoder
-    # The blocks again, from what they gave before the final norm.
+    # Applies the blocks again to their output before the final norm.
     x = once.embedding(data["token_ids"])
     for _ in range(2):
         for block in stack.blocks:
@@ -162,7 +162,7 @@ def test_recurrence_shares_weights():
 def test_half_precision_is_near_full(name, dtype):
     data = inputs(name)
     full, half = make_backbone(name), make_backbone(name, dtype=dtype)
-    # Random features and codes, too.
+    # Random features and codes as well.
     half.set_weights(full.get_weights())
     expected = outputs(full, data)
     assert half.compute_dtype == dtype.removeprefix("mixed_")
@@ -207,7 +207,7 @@ def test_options_by_shorthand_dict_and_object_are_the_same():
     assert named.get_config()["activation"] == "relu"
 
 
-# Attention, however it is given.
+# Forms of the attention argument.
 
 
 def test_attention_by_name_configuration_and_layer_are_the_same():

@@ -1,4 +1,4 @@
-"""Foreign files load nothing, and say why: models, presets, LoRA and distillation."""
+"""Untrusted files are rejected: models, presets, LoRA and distillation."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from keras_efficient_attn.models.conversion.distillation import DistillationStag
 
 pytestmark = pytest.mark.any_backend
 
-# What Keras refuses to load, it may say in an error of either class.
+# Keras may raise either class for a file that it rejects.
 REFUSED = (TypeError, ValueError)
 
 
@@ -46,7 +46,7 @@ def module(tmp_path, monkeypatch):
 
 
 def edit_config(config, change, module):
-    """The config with a Lambda, or a class to import, in some place of it."""
+    """The config with a Lambda, or a class to import, inserted."""
     foreign = {"module": module, "class_name": "Layer", "config": {}}
     if change == "lambda":
         foreign = keras.saving.serialize_keras_object(keras.layers.Lambda(lambda x: x))
@@ -57,7 +57,7 @@ def edit_config(config, change, module):
 
 
 def write_model(source, target, change=None, module=None, sizes=()):
-    """Copies a `.keras` file; `sizes` are what the archive says of its members."""
+    """Copies a `.keras` file; `sizes` are the archive's declared member sizes."""
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
         for name in old.namelist():
             contents = old.read(name)

@@ -21,7 +21,7 @@ from keras_efficient_attn.models import (
 from tests.models.cases import ELU, SIZES
 
 tf = pytest.importorskip("tensorflow")
-# Their module imports Grain, which tests of preprocessing pipelines alone use.
+# Their module imports Grain, which only tests of preprocessing pipelines use.
 if importlib.util.find_spec("grain") is None:
     sys.modules.setdefault("grain", types.ModuleType("grain"))
 
@@ -33,7 +33,7 @@ LABELS = np.array([0, 1, 0, 1])
 
 
 def traced_once(preprocessor):
-    """The preprocessor, of which all pipelines share one graph."""
+    """The preprocessor, with one graph shared by all pipelines."""
     eager = preprocessor.call
     graph = tf.function(eager, reduce_retracing=True)
 

@@ -1,4 +1,4 @@
-"""Calls of linear attention that kernels have to compute, and their definition."""
+"""Test calls of linear attention for kernels, and their definition."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ ENTRYWISE = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call: which map, which options, and the shapes of random tensors."""
+    """A call: feature map, options, and shapes of random tensors."""
 
     map: object = feature_maps.elu_features
     rows: int = 0
@@ -47,7 +47,7 @@ class Case:
         return self.rows or self.dims[0]
 
     def draw(self):
-        """Arrays by name, of which the mask alone is not differentiated."""
+        """Arrays by name; all except the mask are differentiated."""
         random = np.random.default_rng(0)
         batch, heads = self.batch, self.heads
         dim, value_dim = self.dims
@@ -112,7 +112,7 @@ class Case:
         return outputs
 
     def definition(self, arrays, mask):
-        """By the reference, in the dtype of the arrays."""
+        """The result of the reference, in the dtype of the arrays."""
         query, query_scale = self._features(arrays["query"], arrays)
         key, log_weight = self._features(arrays["key"], arrays)
         value = arrays["value"]
@@ -125,7 +125,7 @@ class Case:
         mask = np.ones(key.shape[:2], bool) if mask is None else mask
         past = 0
         if self.with_state:
-            # As many keys as features, of which each makes one row of the state.
+            # As many keys as features; each key writes one row of the state.
             past = self.num_features
             rows = arrays["normalizer"][..., None] * ops.eye(past, dtype=key.dtype)
             earlier = arrays["sum"] / arrays["normalizer"][..., None]
@@ -174,7 +174,7 @@ CASES = {
 
 
 def weighed_sum(outputs):
-    """One number of all outputs, to be differentiated."""
+    """A scalar function of all outputs, to differentiate."""
 
     def weigh(x):
         weights = np.sin(np.arange(np.prod(x.shape), dtype="float32"))

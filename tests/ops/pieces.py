@@ -1,11 +1,11 @@
-"""Sequences read in pieces through a state, and the softmax that they are held to."""
+"""Reads sequences in pieces through a state, and the reference softmax."""
 
 import numpy as np
 
 from tests.autodiff import to_numpy
 
 TOLERANCE = dict(rtol=1e-4, atol=1e-5)
-# A token at a time; segments; both, in turns.
+# One token at a time; segments; both alternately.
 SIZES = {
     "tokens": lambda length: (1,) * length,
     "segments": lambda length: (4, length - 6, 2),
@@ -18,7 +18,7 @@ def read_in_pieces(attend, state, tensors, sizes):
 
     Args:
         attend: Maps pieces of all tensors, and a state, to an output and a new state.
-        state: The first one.
+        state: The initial state.
         tensors: Arrays `(batch, length, ...)`.
         sizes: Lengths of the pieces.
     """
@@ -49,13 +49,13 @@ def read_masked_pieces(attention, state, tensors, mask, sizes):
 
 
 def masked_softmax(query, key, value, allowed, scale, logits=0.0, factor=1.0):
-    """In float64, from the formula; zeros where `allowed` has no key.
+    """Softmax attention in float64 by the formula; zeros without allowed keys.
 
     Args:
         query, key, value: `(batch, length, heads, dim)`.
         allowed: Boolean, broadcasts to `(batch, heads, queries, keys)`.
         scale: Factor of the dot products.
-        logits: Added to them.
+        logits: Added to the products.
         factor: Multiplies the weights before they are normalised.
     """
     weights = _weights(query, key, allowed, scale, logits, factor)
@@ -63,7 +63,7 @@ def masked_softmax(query, key, value, allowed, scale, logits=0.0, factor=1.0):
 
 
 def softmax_gradients(query, key, value, allowed, scale, weight):
-    """Derives the sum of `weight * masked_softmax(...)`, written out.
+    """Differentiates the sum of `weight * masked_softmax(...)` explicitly.
 
     Returns:
         Gradients of `query`, `key` and `value`, in float64.
@@ -94,7 +94,7 @@ def assert_gradients_are(received, expected):
 
 
 def draw_with_hidden_keys(heads_of, length):
-    """`(query, key, value, mask)`; what the mask hides is NaN: it is not to be read.
+    """`(query, key, value, mask)`; masked positions are NaN: they must not be read.
 
     Args:
         heads_of: Maps a length, a size of heads and a seed to an array.

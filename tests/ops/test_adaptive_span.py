@@ -57,7 +57,7 @@ def test_operands_that_do_not_fit(options, message):
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-# One window is never full; the spans are of heads, or of positions.
+# One window is never full; spans are per head, or per position.
 @pytest.mark.parametrize(("window", "dynamic"), [(1, False), (7, True), (60, False)])
 def test_tokens_and_segments_are_the_whole(window, dynamic, sizes):
     length, ramp = 23, 5.5

@@ -79,7 +79,7 @@ def test_rows_whose_weights_are_zero_in_float32(scale, radius, dim):
 def test_gradients_are_the_slopes_of_the_definition(
     implementation, power, scale, radius, causal, monkeypatch, backend
 ):
-    """All four arguments; the narrow kernel is 0 in float32 for most pairs."""
+    """Covers all four arguments; the narrow kernel is 0 in float32 for most pairs."""
     monkeypatch.setattr(fourier_api, "LEAST_PART", 4)
     if backend == "torch":
         monkeypatch.setattr("keras_efficient_attn.ops.fourier.kernels.torch.BLOCK", 4)
@@ -254,7 +254,7 @@ def test_memory_of_the_compiled_program_grows_with_the_length_alone(backend):
         compiled = jax.jit(jax.grad(loss)).lower(shape).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    # Long enough for a tile to be as short as it gets.
+    # Long enough for the smallest tile.
     short, long = temporaries(2**16), temporaries(2**17)
     assert long < 2.5 * short < 2.5 * 2**16 * dim * 4 * 100
 
@@ -284,7 +284,7 @@ def test_density_integrates_to_one_and_converges():
     mean = np.convolve(normal, kernel, "same") * step
     deviation = np.sqrt(np.convolve(normal, kernel**2, "same") * step / len(samples))
     assert np.abs(density - mean).max() < 5 * deviation.max()
-    # Two dimensions, a radius each: the formula, written out.
+    # Two dimensions with a radius each: the explicit formula.
     samples = random.normal(size=(6, 2)).astype("float32")
     radius = np.array([0.5, 2.0], "float32")
     z = radius * (samples[:3, None] - samples)
@@ -431,7 +431,7 @@ def test_features_are_a_square_that_estimates_the_kernel(power):
     deviation = np.sqrt(variance / (draws * rows))
     assert np.all(np.abs(cosines.mean(1) - root) < 4.5 * deviation)
     np.testing.assert_allclose(cosines.var(1), variance, rtol=0.1, atol=1e-3)
-    # Rows by rows they are squared; the square is off by the variance.
+    # They are squared row by row; the square is biased by the variance.
     estimate = estimates(difference, frequencies.reshape(draws, rows, 3))
     spread = (estimate**2).std(1) / math.sqrt(draws)
     bias = (estimate**2).mean(1) - root**2
@@ -480,7 +480,7 @@ def test_orthogonal_frequencies_have_exact_second_moments_and_less_error():
 
 
 def test_many_orthogonal_frequencies_tend_to_the_kernel():
-    """Four times as many have half the error, and no rest of it stays."""
+    """Four times as many have half the error, without a remaining bias."""
     dim, power, radius = 8, 4, 0.5
     random = np.random.default_rng(0)
     difference = radius * math.sqrt(2) * random.normal(size=(500, dim))

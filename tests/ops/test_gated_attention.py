@@ -10,7 +10,7 @@ from keras_efficient_attn.ops import linear_attention, linear_attention_state
 from tests.autodiff import gradient_function, gradients, to_numpy
 from tests.ops.pieces import SIZES, TOLERANCE, read_in_pieces
 
-# Which of the two a rule has, and whether its decays differ by feature.
+# Which of the two arguments a rule has, and whether decays differ by feature.
 RULES = {
     "decay": ("scalar", False),
     "decay-by-feature": ("vector", False),
@@ -27,7 +27,7 @@ def rule(request):
 
 
 def draw(rule=("vector", True), length=37, strength=1.0, seed=0):
-    """`[query, key, value, log_decay, beta]`, positive but for values, unit keys."""
+    """`[query, key, value, log_decay, beta]`, positive except values, unit keys."""
     decays, corrects = rule
     random = np.random.default_rng(seed)
     shape = (BATCH, length, HEADS)
@@ -81,7 +81,7 @@ def attend(query, key, value, log_decay, beta, **options):
     return linear_attention(query, key, value, causal=True, **rates, **options)
 
 
-def poisoned(tensors, mask):
+def poison(tensors, mask):
     """Keys, values and rates with NaN where the mask hides them."""
     hidden = [
         x
@@ -97,7 +97,7 @@ def test_outputs_are_those_of_the_recurrence(rule, implementation):
     tensors, mask = draw(rule), draw_mask()
     correct, _ = recurrence(*tensors, mask)
     options = dict(key_mask=mask, chunk_size=20, implementation=implementation)
-    received = attend(*poisoned(tensors, mask), **options)
+    received = attend(*poison(tensors, mask), **options)
     np.testing.assert_allclose(to_numpy(received), correct, **TOLERANCE)
 
 
@@ -128,7 +128,7 @@ def test_gradients_are_the_slopes_of_the_recurrence(rule):
     def exact_loss(arrays):
         return (recurrence(*restored(arrays), mask)[0] * cotangent).sum()
 
-    received = gradients(loss, *poisoned(given, mask))
+    received = gradients(loss, *poison(given, mask))
     for i, gradient in enumerate(received):
         direction = random.normal(size=gradient.shape)
         steps = []
@@ -145,7 +145,7 @@ def test_gradients_are_the_slopes_of_the_recurrence(rule):
 
 @pytest.mark.parametrize("normalize", [False, True], ids=["sum", "normalized"])
 def test_gradients_equal_those_of_the_reference(normalize):
-    # Without corrections, whose normalizers may be near zero.
+    # Without corrections, because their normalizers may be near zero.
     tensors = draw(("vector", False))[:4]
     cotangent = np.sin(np.arange(tensors[2].size, dtype="float32"))
     cotangent = cotangent.reshape(tensors[2].shape)
@@ -256,7 +256,7 @@ def test_onnx_gives_the_same(name, rule):
 
     tensors = draw(rule)
     *past, later = draw(seed=1)[:3], [x if x is None else x[:, :9] for x in tensors]
-    # A state that is not empty: that of other keys.
+    # A nonempty state, from other keys.
     start = linear_attention_state(BATCH, HEADS, FEATURES, VALUE_DIM)
     _, start = linear_attention(*past[0], causal=True, normalize=False, state=start)
     output, state = attend(*later, state=start)
@@ -303,7 +303,7 @@ def test_onnx_gives_the_same(name, rule):
 STRENGTHS = {
     "weak": lambda g: g * 1e-3,
     "strong": lambda g: np.full_like(g, -50),
-    # What follows strong decays has to keep its digits.
+    # Positions after strong decays must keep their precision.
     "mixed": lambda g: np.where(
         np.sin(np.arange(g.size)).reshape(g.shape) > 0, g * 0.01, -50
     ),
@@ -343,7 +343,7 @@ def test_keys_that_repeat(beta, decays):
     if beta == 0:
         assert np.all(received == 0)
     if beta == 1 and decays is None:
-        # What the key held is replaced.
+        # The key's old value is replaced.
         weights = (tensors[0] * tensors[1]).sum(-1, keepdims=True)
         np.testing.assert_allclose(received, weights * tensors[2], **TOLERANCE)
 

@@ -55,7 +55,7 @@ def test_both_implementations_equal_the_definition(weighted, masked, causal):
     ],
 )
 def test_gradients_equal_those_of_the_reference(causal, masked, weighted, normalize):
-    # A length that chunks of 2 divide: nothing is padded, and so nothing masked.
+    # Chunks of 2 divide the length: no padding, and so no mask.
     query, key, value, log_weight, mask = draw(length=24)
     arrays = (query, key, value) + ((log_weight / 50,) if weighted else ())
     mask = mask if masked else None
@@ -231,7 +231,7 @@ def test_state_carries_weighted_and_unweighted_segments():
     correct = definition(query, key, value, log_weight, None, True)
     output = np.concatenate([to_numpy(first), to_numpy(second)], axis=1)
     np.testing.assert_allclose(output, correct, rtol=1e-4, atol=1e-5)
-    # The state is what its documentation says: sums, up to exp(log_scale).
+    # The state matches its documentation: sums up to exp(log_scale).
     scale = to_numpy(state["log_scale"]).astype("float64")
     shifted = np.exp(log_weight.astype("float64") - scale[:, None])
     weighted = key * shifted[..., None]
@@ -283,7 +283,7 @@ def test_state_errors():
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 def test_one_position_at_a_time_gives_the_definition(weighted, masked, normalize):
     query, key, value, log_weight, mask = draw(length=17)
-    # The first keys are hidden, and some by their weight.
+    # The mask hides the first keys, and weights hide others.
     mask[:, :3] = False
     log_weight[:, 5:8] = -np.inf
     if not normalize:
@@ -300,7 +300,7 @@ def test_one_position_at_a_time_gives_the_definition(weighted, masked, normalize
     if masked:
         key = np.where(mask[..., None, None], key, np.nan)
         value = np.where(mask[..., None, None], value, np.nan)
-    # Tokens, a segment that goes on with their state, and tokens that go on with its.
+    # Tokens, then a segment that continues their state, then tokens that continue its.
     starts = [*range(6), 9, *range(10, 17)]
     state, outputs = linear_attention_state(2, 2, 5, 3), []
     for start, stop in zip(starts, [*starts[1:], 17], strict=True):

@@ -1,4 +1,4 @@
-"""The kernels for TPUs, as Pallas interprets them and as they are lowered for a TPU."""
+"""The kernels for TPUs, interpreted by Pallas and lowered for a TPU."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ from keras_efficient_attn.ops.linear_attention.kernels import pallas
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Two chunks to a program, so that short sequences need several."""
+    """Two chunks per program, so that short sequences need several programs."""
     monkeypatch.setattr(pallas, "BLOCK", 256)
 
 

@@ -1,4 +1,4 @@
-"""The kernels for NVIDIA GPUs, as Triton interprets them."""
+"""The kernels for NVIDIA GPUs, run by Triton's interpreter."""
 
 import dataclasses
 import sys
@@ -27,7 +27,7 @@ from tests.ops import linear_attention_cases
 from tests.ops.linear_attention_cases import Case, assert_close, favor, weighed_sum
 
 ONE_HEAD = {"batch": 1, "heads": 1}
-# Programs are interpreted one by one, and slowly: one row, and few tiles.
+# Interpreting programs one by one is slow: use one row and few tiles.
 CASES = {
     name: dataclasses.replace(
         case,
@@ -47,7 +47,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def large_tiles(monkeypatch):
-    """Fewer programs to interpret: all of the tiles have the size of a chunk."""
+    """Fewer programs to interpret: all tiles have the size of a chunk."""
     monkeypatch.setattr(triton_op, "SMALL_TILE", triton_op.CHUNK)
 
 
@@ -65,7 +65,7 @@ def outputs_and_gradients(function, arrays, constant=("log_scale", "projection")
 
 
 def check(case, **constant):
-    """Of the kernels, against the definition in float64; hidden keys are NaN."""
+    """Checks the kernels against the definition in float64; hidden keys are NaN."""
     arrays, mask = case.draw()
     wide = {name: x.astype("float64") for name, x in arrays.items()}
     correct = outputs_and_gradients(
@@ -114,7 +114,7 @@ def test_narrow_floats_are_added_up_in_float32(case, dtype):
     correct = outputs_and_gradients(lambda x: case.definition(x, None), arrays)
     received = outputs_and_gradients(lambda x: case.fast(x, None, "triton"), arrays)
     assert received["0"].dtype == getattr(torch, dtype)
-    # The interpreter cuts the digits that a GPU rounds.
+    # The interpreter truncates where a GPU rounds.
     most = 0.02 if dtype == "bfloat16" else 0.002
     for name, expected in correct.items():
         error = (received[name].float() - expected).square().mean()
@@ -295,7 +295,7 @@ def test_what_is_missing_is_named(monkeypatch):
     ids=["state", "sum", "partial"],
 )
 def test_sums_of_flash_linear_attention_are_completed(case, monkeypatch):
-    """Around a stand-in, which has its arguments and what it returns."""
+    """Uses a fake with the same arguments and results."""
 
     def chunk_simple_gla(q, k, v, scale, initial_state, output_final_state):
         assert q.dtype == k.dtype == v.dtype

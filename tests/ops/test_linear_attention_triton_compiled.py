@@ -1,4 +1,4 @@
-"""The kernels for NVIDIA GPUs, as Triton compiles them: it needs no GPU for that."""
+"""The kernels for NVIDIA GPUs, compiled by Triton, which needs no GPU."""
 
 import json
 import os

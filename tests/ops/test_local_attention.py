@@ -1,4 +1,4 @@
-"""Windows, blocks and rectangles: what they hold, and what they compute."""
+"""Windows, blocks and rectangles: their patterns and outputs."""
 
 import contextlib
 import dataclasses
@@ -49,7 +49,7 @@ def heads_of(length, dim=4, seed=0, heads=2):
 
 
 def defined(pattern, length, causal):
-    """The boolean matrix, from the definition."""
+    """The boolean matrix by the definition."""
     layer = types.SimpleNamespace(**{**DEFAULTS, **pattern})
     return np.array(
         [
@@ -91,12 +91,12 @@ def test_blocks_look_at_their_memory():
     ("order", "expected"),
     [
         ("raster", "##### ##### ##Q.. ..... ....."),
-        # Block by block: the left block is done down to its last row.
+        # Block by block: the left block is complete down to its last row.
         ("block", "##### ##### ##Q.. ##... ....."),
     ],
 )
 def test_what_a_pixel_sees_in_an_image(order, expected):
-    # The pixel in row 2, column 2 of a 5 x 5 image; its block begins there.
+    # The pixel in row 2, column 2 of a 5 x 5 image; its block starts there.
     pattern = dict(query_block=(2, 2), memory=(2, 2), grid=(5, 5), order=order)
     steps = dense.grid_steps((5, 5), (2, 2), order)
     query = steps.index((2, 2))
@@ -172,7 +172,7 @@ def test_tokens_and_segments_are_the_whole(pattern, sizes):
     allowed = defined(pattern, length, True) & mask[:, None, None]
     expected = masked_softmax(*clean, allowed, scale=0.5)
     np.testing.assert_allclose(output, expected, **TOLERANCE)
-    # The last keys, in order, as far back as a query sees; there were none before.
+    # The last keys within a query's reach, in order; there were none before.
     reach = state["mask"].shape[1]
     kept = np.pad(mask, ((0, 0), (reach, 0)))[:, length:]
     np.testing.assert_array_equal(to_numpy(state["mask"]) > 0, kept)

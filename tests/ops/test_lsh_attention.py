@@ -119,7 +119,7 @@ def test_gradients_are_those_of_the_reference(aligned):
 
 
 def test_numbers_of_chunks_that_later_positions_decide_change_no_earlier_bit():
-    """All later positions in one bucket fill its chunks; spread, they need others."""
+    """Later positions in one bucket fill its chunks; spread out, they need others."""
     length, half = 120, 60
     query, value, buckets = arrays(length, buckets=16)
     together = buckets.copy()
@@ -164,7 +164,7 @@ def test_chunks_that_run_on_across_buckets_let_the_future_through():
 def test_sort_keys_have_all_of_32_bits(implementation):
     query, value, buckets = arrays()
     kept = np.random.default_rng(1).random((BATCH, LENGTH)) > 0.3
-    # The last key, of hidden positions in a bucket behind all others, is 2^31 - 9.
+    # The last sort key, of hidden positions in the last bucket, is 2^31 - 9.
     num_buckets = 178_956_968
     spread = buckets * ((num_buckets - 1) // (BUCKETS - 1))
     spread = np.where(buckets == BUCKETS - 1, num_buckets - 1, spread)
@@ -183,10 +183,10 @@ def test_sort_keys_have_all_of_32_bits(implementation):
 
 
 def test_chunks_of_many_buckets_are_told_apart():
-    # Two long buckets, the numbers of whose chunks float32 has to tell apart.
+    # Two long buckets; float32 has to distinguish their chunk numbers.
     length, num_buckets = 64, 2**20
     query, value, buckets = arrays(length, buckets=2)
-    # One row and head: there is work for each bucket.
+    # One row and head: the work grows with the buckets.
     query, value = query[:1, :, :1], value[:1, :, :1]
     buckets = buckets[:1, :1] + num_buckets // 2
     options = dict(chunk_size=1, causal=True, aligned=True)

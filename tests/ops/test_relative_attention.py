@@ -33,7 +33,7 @@ def operands(length, keys, offset=0, causal=True, seed=0):
 
 
 def defined(inputs, rows, offset=0, causal=True, window=None, documents=None):
-    """Pair of positions by pair, in float64."""
+    """The definition, pair by pair, in float64."""
     query, key, value, position_key, u, v, mask = inputs.values()
     length, keys = query.shape[1], key.shape[1]
     logits = np.zeros((2, HEADS, length, keys))

@@ -1,4 +1,4 @@
-"""The patterns of Sparse Transformers, and what they compute."""
+"""The patterns of Sparse Transformers, and their outputs."""
 
 import functools
 
@@ -91,7 +91,7 @@ DRAWN = {
 PATTERNS = [
     dict(pattern=pattern, stride=5, summary=summary, heads=heads)
     for pattern, summary in (("strided", 1), ("fixed", 2))
-    # Split heads have both factors by themselves.
+    # Split heads have one factor each.
     for heads in ("merged", "split")
 ]
 
@@ -143,11 +143,11 @@ def test_split_heads_take_different_factors():
 @pytest.mark.parametrize("pattern", ["strided", "fixed"])
 @pytest.mark.parametrize("length", [16, 23])
 def test_every_pair_is_connected_within_p_plus_1_positions(pattern, length):
-    # Paths of p = 2 steps, which have p + 1 positions on them.
+    # Paths of p = 2 steps, with p + 1 positions.
     merged = sparse_pattern(length, pattern, stride=4)[0].astype(int)
     every = np.tril(np.ones_like(merged)) > 0
     np.testing.assert_array_equal(merged @ merged > 0, every)
-    # A step through each factor, in layers that take turns.
+    # One step through each factor, in alternating layers.
     first, second = (
         sparse_pattern(length, pattern, stride=4, heads=factor)[0].astype(int)
         for factor in (0, 1)
@@ -156,7 +156,7 @@ def test_every_pair_is_connected_within_p_plus_1_positions(pattern, length):
     if pattern == "strided":
         np.testing.assert_array_equal(product, every)
     else:
-        # Positions of the own block that no summary holds take the first step alone.
+        # Positions of the same block outside the summary need the first step only.
         np.testing.assert_array_equal(product | (first > 0), every)
     assert not np.array_equal(merged > 0, every)
 
@@ -206,7 +206,7 @@ def test_reference_and_lengths_that_differ(pattern):
     "pattern",
     [
         *PATTERNS,
-        # A stride that is longer than what is read, each factor on its own.
+        # A stride longer than the sequence, each factor separately.
         *(
             dict(pattern=name, stride=stride, heads=heads)
             for name in ("strided", "fixed")
@@ -232,7 +232,7 @@ def test_tokens_and_segments_are_the_whole(pattern, sizes):
 @pytest.mark.parametrize("pattern", PATTERNS, ids=pattern_id)
 @pytest.mark.parametrize("size", [1, 12])
 def test_outputs_beyond_the_cache_are_nan(pattern, size):
-    # Room for 10 positions, in blocks of 5.
+    # Capacity for 10 positions, in blocks of 5.
     state, x = sparse_attention_state(2, 3, 4, 4, 8, **pattern), heads_of(12)
 
     def attend(x, state):
@@ -321,7 +321,7 @@ def test_dropped_weights_are_zero_and_the_others_larger():
 
 
 def test_gradients_drop_the_same_weights():
-    # Linear in the values: the gradient is the image of the weights that were kept.
+    # Linear in the values: the gradient shows which weights were kept.
     length = 20
     x, value = heads_of(length), heads_of(length, 5, seed=1)
     weight = heads_of(length, 5, seed=2)

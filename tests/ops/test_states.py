@@ -1,4 +1,4 @@
-"""A state of another call is refused, and not misread."""
+"""A state of another call raises an error instead of being misread."""
 
 import numpy as np
 import pytest

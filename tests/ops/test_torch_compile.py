@@ -1,4 +1,4 @@
-"""On PyTorch, `torch.compile` takes each operation as one program, without a break."""
+"""On PyTorch, `torch.compile` compiles each operation without a graph break."""
 
 import keras
 import numpy as np
@@ -13,7 +13,7 @@ if keras.backend.backend() != "torch":
 import torch
 
 BATCH, LENGTH, HEADS, DIM = 1, 10, 2, 4
-# Two blocks or more of everything.
+# At least two blocks of everything.
 CAUSAL = dict(causal=True)
 
 
@@ -55,7 +55,7 @@ def mapped(x):
     return features * keras_ops.exp(log_scale)[..., None]
 
 
-# Name: (operation of tensors that have gradients, the tensors).
+# Name: (operation of differentiable tensors, the tensors).
 OPERATIONS = {
     "linear-causal": (
         lambda *x: ops.linear_attention(*x, **CAUSAL, chunk_size=2),

@@ -1,4 +1,4 @@
-"""Attention over quantised keys, against dense float64 softmax over these keys."""
+"""Attention over quantised keys, against dense float64 softmax."""
 
 import dataclasses
 
@@ -72,7 +72,7 @@ def test_every_block_length_gives_the_definition(options, causal):
         np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
 
 
-# By lengths of blocks that no other test has, so that nothing was compiled before.
+# Block lengths unique to this test, so that nothing was compiled before.
 @pytest.mark.parametrize(
     ("in_turn", "lengths"), [(False, (1, 3)), (True, (2, 5))], ids=["groups", "turns"]
 )
@@ -189,7 +189,7 @@ def test_straight_through_keys_learn_where_the_window_shows_them():
     quantised = np.einsum("bshc,hcd->bshd", np.eye(CODES)[squared.argmin(-1)], codes)
 
     def dense_loss(step):
-        """The codes in the window move as the keys do; those beyond it stay."""
+        """The codes in the window move with the keys; codes beyond it stay."""
         far = dense.vq_similarity(query, key, codes)
         near = np.exp(dense.dots(query, quantised + step * direction))
         distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
@@ -245,7 +245,7 @@ def test_random_soft_codes_are_performer_features():
     output = vq_attention(
         query, key, value, codes, **mixture, key_mask=mask, causal=True, block_length=4
     )
-    # FAVOR+ from its formula, every key's features divided by their sum.
+    # FAVOR+ by its formula, with every key's features divided by their sum.
     wide = query.astype("float64"), key.astype("float64")
     kernel = dense.favor_plus(*wide, rows, None)
     features = np.exp(wide[1] @ rows.T - dense.squared_norm(wide[1]) / 2)
@@ -253,7 +253,7 @@ def test_random_soft_codes_are_performer_features():
     correct = dense.weigh(kernel / of_key, value, mask, True)[0]
     np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-5, atol=1e-6)
 
-    # With the keys' masses they are Performer's, those of the package too.
+    # With the keys' masses they are Performer's features, as in this package.
     share, log_mass = soft_codes(key, codes, **mixture)
     np.testing.assert_allclose(to_numpy(ops.sum(share, axis=-1)), 1.0, rtol=1e-5)
     received = to_numpy(ops.exp(log_mass)[..., None] * share)
@@ -301,7 +301,7 @@ def test_expectation_maximisation_finds_the_mixture():
     np.testing.assert_allclose(codes[0], centres, atol=0.1)
     np.testing.assert_allclose(sigma[0], widths, rtol=0.05)
     np.testing.assert_allclose(found[0], weights, atol=0.02)
-    # What is not fitted stays.
+    # Parameters that are not fitted stay unchanged.
     _, sigma, found = fit_mixture(keys[:, None], begin, 0.7, False, 2)
     assert (sigma == 0.7).all() and (found == 1 / 3).all()
 
@@ -502,7 +502,7 @@ def test_k_means_finds_separate_clusters():
         )
     )
     for head in range(2):
-        # Each is one of the keys, of a cluster of its own.
+        # Each is one of the keys, from a separate cluster.
         found = (drawn[head][:, None] == keys[valid > 0, head][None]).all(-1)
         assert set(members[valid > 0][found.argmax(1)]) == set(range(5))
         assert found.any(1).all()
@@ -531,14 +531,15 @@ def test_k_means_with_fewer_keys_than_codes_draws_all_of_them():
 
 def test_moving_averages_fade_together():
     sums, counts = np.array([[[2.0], [3.0]]]), np.array([[1.0, 0.01]])
-    sums, counts = codebooks.moved(
+    sums, counts = codebooks.update_averages(
         *(
             ops.convert_to_tensor(x.astype("float32"))
             for x in (sums, counts, np.array([[[8.0], [0.0]]]), np.array([[4.0, 0.0]]))
         ),
         decay=0.75,
     )
-    # 0.75 · 2 + 0.25 · 8 and 0.75 · 1 + 0.25 · 4; the other would vanish, and stays.
+    # 0.75 · 2 + 0.25 · 8 and 0.75 · 1 + 0.25 · 4; the other count would vanish, so it
+    # stays.
     np.testing.assert_allclose(to_numpy(sums), [[[3.5], [3.0]]])
     np.testing.assert_allclose(to_numpy(counts), [[1.75, 0.01]])
     np.testing.assert_allclose(to_numpy(codebooks.codes_of(sums, counts))[0, 0], 2.0)

@@ -1,8 +1,8 @@
 """Compiles the Triton kernels for a GPU that need not be present, and prints numbers.
 
-Run as a process of its own, without `TRITON_INTERPRET`. For each kernel it prints a
-line of JSON: the architecture, the call, the kernel, registers of a thread, bytes that
-spill and bytes of shared memory.
+Run it in a separate process, without `TRITON_INTERPRET`. For each kernel it prints a
+line of JSON: the architecture, the call, the kernel, registers per thread, spilled
+bytes and bytes of shared memory.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ CALLS = (64, 64, "bfloat16", "elu"), (128, 128, "bfloat16", "elu")
 
 
 class Compiled:
-    """A kernel that is compiled where it would be launched."""
+    """A kernel that is compiled instead of launched."""
 
     def __init__(self, kernel, report):
         self.kernel, self.report = kernel, report

@@ -1,4 +1,4 @@
-"""JAX: compiled by XLA ahead of the call, which tells what it allocates."""
+"""JAX: XLA compiles ahead of the call and reports what it allocates."""
 
 import jax
 import keras
@@ -18,7 +18,7 @@ class Program:
         self._trainable, self._fixed = list(trainable), list(fixed)
         self._optimizer = optimizer
         self._slots = [] if optimizer is None else optimizer.variables
-        self._jitted = jax.jit(self._differentiated if gradients else self._forward)
+        self._jitted = jax.jit(self._differentiate if gradients else self._forward)
         self._compiled = None
 
     def __call__(self, *inputs):
@@ -43,7 +43,7 @@ class Program:
 
     @property
     def total_bytes(self):
-        """Bytes that the compiled program has on the device while it runs."""
+        """Bytes that the compiled program occupies on the device while it runs."""
         analysis = self._compiled.memory_analysis()
         return int(
             analysis.temp_size_in_bytes
@@ -59,7 +59,7 @@ class Program:
     def _forward(self, trainable, fixed, slots, *inputs):
         return self._stateless(trainable, fixed, inputs)[0]
 
-    def _differentiated(self, trainable, fixed, slots, cotangent, *inputs):
+    def _differentiate(self, trainable, fixed, slots, cotangent, *inputs):
         floats = [x for x in inputs if is_float(x)]
 
         def run(trainable, floats):

@@ -1,21 +1,21 @@
-"""Running a function as each backend's users run it, and knowing what it took.
+"""Runs a function as each backend's users run it, and measures its memory.
 
 Each backend has a module with
 
 - `Program(function, trainable=(), fixed=(), gradients=False, optimizer=None)`:
-  the function compiled (JAX, TensorFlow) or as it is (PyTorch). `trainable` and
-  `fixed` are the Keras variables that it reads; they are arguments of what is
-  compiled, so that nothing is computed ahead of time. Called with tensors, it gives
-  the function's outputs. With `gradients` its first argument is the cotangent of the
-  one output, and it gives a list: the output, the gradients of all floating-point
-  arguments, those of all `trainable` variables, and the new values of `fixed` (JAX;
-  elsewhere they are assigned). With an `optimizer`, built for `trainable`, it takes a
-  step of it in place of giving the gradients of the variables: the new values of
-  `trainable`, `fixed` and the optimizer's variables are in the list (JAX; elsewhere
-  they are assigned).
-- `wait(outputs)`: returns when they have been computed.
-- `peak_memory(program, inputs)`: `(bytes, what they are)` of one call.
-- `device()`: the device, in words.
+  the function, compiled (JAX, TensorFlow) or eager (PyTorch). `trainable` and `fixed`
+  are the Keras variables that it reads. They are arguments of the compiled function, so
+  that the compiler cannot fold them into constants. Called with tensors, the program
+  returns the function's outputs. With `gradients` its first argument is the cotangent
+  of the single output, and it returns a list: the output, the gradients of all
+  floating-point arguments, the gradients of all `trainable` variables, and the new
+  values of `fixed` (JAX; elsewhere they are assigned). With an `optimizer`, built for
+  `trainable`, it takes an optimizer step instead of returning the variables' gradients:
+  the new values of `trainable`, `fixed` and the optimizer's variables are in the list
+  (JAX; elsewhere they are assigned).
+- `wait(outputs)`: returns when the outputs have been computed.
+- `peak_memory(program, inputs)`: `(bytes, kind of memory)` of one call.
+- `device()`: the device's name.
 """
 
 import keras

@@ -5,7 +5,7 @@ import tensorflow as tf
 from keras_efficient_attn.benchmark.execution import is_float, xla_dump
 from keras_efficient_attn.benchmark.resident import peak_increase
 
-# What TensorFlow raises where XLA has no kernel, or needs a constant it lacks.
+# TensorFlow raises these if XLA lacks a kernel or a constant that it needs.
 XLA_ERRORS = (
     tf.errors.InvalidArgumentError,
     tf.errors.UnimplementedError,
@@ -22,7 +22,7 @@ class Program:
         self._function = function
         self._trainable = [variable.value for variable in trainable]
         self._optimizer = optimizer
-        self._body = self._differentiated if gradients else function
+        self._body = self._differentiate if gradients else function
         self._compiled = None
         self.execution = "XLA"
 
@@ -37,7 +37,7 @@ class Program:
             self._compiled = tf.function(self._body, autograph=False)
             return self._compiled(*inputs)
 
-    def _differentiated(self, cotangent, *inputs):
+    def _differentiate(self, cotangent, *inputs):
         floats = [x for x in inputs if is_float(x)]
         with tf.GradientTape() as tape:
             tape.watch(floats)
@@ -48,7 +48,7 @@ class Program:
             cotangent,
             unconnected_gradients=tf.UnconnectedGradients.ZERO,
         )
-        # The gradient of an embedding is a few rows; a training step needs them all.
+        # An embedding's gradient holds a few rows; a training step needs all rows.
         gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
         grad_inputs, grad_weights = gradients[: len(floats)], gradients[len(floats) :]
         if self._optimizer is None:

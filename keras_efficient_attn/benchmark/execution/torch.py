@@ -24,12 +24,12 @@ class Program:
             for variable in trainable
         ]
         self._optimizer = optimizer
-        self._run = self._differentiated if gradients else torch.no_grad()(function)
+        self._run = self._differentiate if gradients else torch.no_grad()(function)
 
     def __call__(self, *inputs):
         return self._run(*inputs)
 
-    def _differentiated(self, cotangent, *inputs):
+    def _differentiate(self, cotangent, *inputs):
         inputs = [x.detach().requires_grad_(True) if is_float(x) else x for x in inputs]
         floats = [x for x in inputs if is_float(x)]
         output = self._function(*inputs)

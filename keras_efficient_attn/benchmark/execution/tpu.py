@@ -1,4 +1,4 @@
-"""A TPU that is described, not present, and the cycles that its compiler estimates."""
+"""A TPU that is described, not present, and its compiler's cycle estimates."""
 
 import functools
 import re
@@ -24,18 +24,18 @@ def device(topology):
 
 
 def estimated_cycles(text):
-    """Cycles of the entry computation of a program, loops times their trips.
+    """Cycles of a program's entry computation; a loop counts once per trip.
 
-    Of the branches of a condition, the one with the fewest counts: others are there for
-    what happens once, such as the first draw of a codebook.
+    A conditional counts its cheapest branch: the other branches run once, such as the
+    first draw of a codebook.
 
     Args:
         text: The compiled program as text, in which the compiler has noted an
             estimate for each fusion.
 
     Returns:
-        `(cycles, kernels)`: kernels written by hand are opaque to the compiler; they
-        are counted, and their cycles are not in the sum.
+        `(cycles, kernels)`: handwritten kernels are opaque to the compiler, so they are
+            counted but their cycles are not in the sum.
     """
     computations, entry = _computations(text)
 

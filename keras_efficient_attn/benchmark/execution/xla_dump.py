@@ -1,8 +1,8 @@
-"""The memory of temporaries, as XLA writes it down for programs that it compiles.
+"""The memory of temporaries, from the files that XLA writes when it compiles.
 
-TensorFlow tells nobody how much a compiled program allocates, and its allocator keeps
-what was freed, so that resident memory does not show it either. XLA itself writes it
-down, for a process that was started with `environment_flags`.
+TensorFlow does not report how much a compiled program allocates. Its allocator keeps
+freed memory, so resident memory does not show it either. XLA writes it to a file if the
+process was started with `environment_flags`.
 """
 
 import os
@@ -19,7 +19,7 @@ def environment_flags(folder):
 
 
 def temporary_bytes():
-    """Bytes of the temporaries of the program that needs most of all so far.
+    """Bytes of temporaries of the program that has needed most so far.
 
     Returns:
         Bytes, or `None` if XLA has compiled nothing or writes nothing.

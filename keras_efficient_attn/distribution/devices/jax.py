@@ -28,14 +28,14 @@ class Devices:
         return jax.lax.all_gather(x, self.axis)
 
     def from_previous(self, x):
-        """The tensor of the device with the positions before, zeros on the first."""
-        return self._shifted(x, 1)
+        """The tensor of the device with the preceding positions; zeros on the first."""
+        return self._shift(x, 1)
 
     def from_next(self, x):
-        """The tensor of the device with the positions behind, zeros on the last."""
-        return self._shifted(x, -1)
+        """The tensor of the device with the following positions; zeros on the last."""
+        return self._shift(x, -1)
 
-    def _shifted(self, x, step):
+    def _shift(self, x, step):
         ends = range(self.size - 1)
         pairs = [(i, i + 1) if step > 0 else (i + 1, i) for i in ends]
         return jax.lax.ppermute(x, self.axis, pairs)
@@ -45,8 +45,8 @@ class Runner:
     """Runs functions on the parts of tensors that are split over an axis.
 
     Args:
-        device_mesh: `keras.distribution.DeviceMesh`; `None` for that of the
-            distribution that is set.
+        device_mesh: `keras.distribution.DeviceMesh`; `None` for the current
+            distribution's mesh.
         axis_name: Name of its axis.
         group: `None`.
     """
@@ -74,16 +74,17 @@ class Runner:
         self.mesh = device_mesh.backend_mesh
         self.axis = axis_name
         self.size = self.mesh.shape[axis_name]
-        # Tensors are whole: each device cuts its part.
+        # Tensors are whole: each device slices its part.
         self.divides_tensors = True
 
     def run(self, function, split, whole, *static):
         """`function(devices, split, whole, *static)` on each device.
 
         Args:
-            function: The same object for the same program, which is compiled once.
+            function: Function. Pass the same object again to reuse the compiled
+                program.
             split: Nest of tensors `(batch, length, ...)`.
-            whole: Nest of tensors that every device has.
+            whole: Nest of tensors that every device has in full.
             *static: Hashable.
 
         Returns:
@@ -92,7 +93,7 @@ class Runner:
         return _program(self.mesh, self.axis, function, static)(split, whole)
 
 
-# Bounded: static arguments hold functions that users make.
+# Bounded: static arguments may hold users' functions.
 @functools.lru_cache(256)
 def _program(mesh, axis, function, static):
     devices = Devices(axis, mesh.shape[axis])
@@ -101,7 +102,7 @@ def _program(mesh, axis, function, static):
     def on_device(split, whole):
         return function(devices, split, whole, *static)
 
-    # Other axes stay with the compiler: it splits batches and heads over them.
+    # The compiler handles the other axes: it splits batches and heads over them.
     mapped = jax.shard_map(
         on_device,
         mesh=mesh,

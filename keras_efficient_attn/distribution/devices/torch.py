@@ -25,14 +25,14 @@ class Devices:
         return _AllGather.apply(x, self)
 
     def from_previous(self, x):
-        """The tensor of the process with the positions before, zeros on the first."""
+        """The tensor of the process before this one; zeros on the first."""
         return _Shift.apply(x, self, 1)
 
     def from_next(self, x):
-        """The tensor of the process with the positions behind, zeros on the last."""
+        """The tensor of the process after this one; zeros on the last."""
         return _Shift.apply(x, self, -1)
 
-    def shifted(self, x, step):
+    def shift(self, x, step):
         """The tensor of the process `step` before this one, or zeros."""
         received, operations = torch.zeros_like(x), []
         for peer, send, tensor in (
@@ -49,7 +49,7 @@ class Devices:
 
 
 class Runner:
-    """Runs functions on the positions that this process has.
+    """Runs functions on the positions of this process.
 
     Args:
         device_mesh: `None`.
@@ -70,7 +70,7 @@ class Runner:
             )
         self.devices = Devices(group)
         self.size = self.devices.size
-        # Tensors are those of the process.
+        # Each tensor holds only the positions of this process.
         self.divides_tensors = False
 
     def run(self, function, split, whole, *static):
@@ -97,8 +97,8 @@ class _Shift(torch.autograd.Function):
     @staticmethod
     def forward(context, x, devices, step):
         context.devices, context.step = devices, step
-        return devices.shifted(x, step)
+        return devices.shift(x, step)
 
     @staticmethod
     def backward(context, gradient):
-        return context.devices.shifted(gradient, -context.step), None, None
+        return context.devices.shift(gradient, -context.step), None, None

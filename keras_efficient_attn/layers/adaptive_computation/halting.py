@@ -1,4 +1,4 @@
-"""The halting unit of adaptive computation time, and what it costs to go on."""
+"""The halting unit of adaptive computation time, and the cost of pondering."""
 
 import keras
 from keras import ops
@@ -17,8 +17,8 @@ class Halting(keras.layers.Layer):
 
     Args:
         max_steps, epsilon, ponder_cost, halting_bias, early_exit, ponder_reduction: As
-            there.
-        **kwargs: Those of `keras.layers.Layer`.
+            for `AdaptiveComputationTime`.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Raises:
         ValueError: For an argument out of range.
@@ -57,7 +57,7 @@ class Halting(keras.layers.Layer):
         self.halting_bias = halting_bias
         self.early_exit = early_exit
         self.ponder_reduction = ponder_reduction
-        # Sums of probabilities in half precision would not come to 1.
+        # In half precision the probabilities would not sum to 1.
         self.unit = keras.layers.Dense(
             1,
             activation="sigmoid",
@@ -121,7 +121,7 @@ class Halting(keras.layers.Layer):
         return {**super().get_config(), **self.options()}
 
     def options(self):
-        """The arguments that are not Keras' own."""
+        """The arguments that this class adds to Keras' layer."""
         return {
             "max_steps": self.max_steps,
             "epsilon": self.epsilon,

@@ -11,7 +11,7 @@ from keras_efficient_attn.layers.building import build_layer
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class AdaptiveComputationTime(keras.layers.Layer):
-    """Repeats a step with the same weights, for each position as often as it asks for.
+    """Repeats a step with the same weights, a learned number of times per position.
 
     ```
     sₙ = step(sₙ₋₁)                     s₀ is the input
@@ -23,44 +23,43 @@ class AdaptiveComputationTime(keras.layers.Layer):
     ```
 
     The weights of the states sum to exactly 1. A position that has halted keeps its
-    state `s_N`, which steps with attention go on seeing. Halting is computed in float32
-    or wider, whatever the policy. No gradient goes through N.
+    state `s_N`, which steps with attention still see. Halting is computed in float32 or
+    wider, whatever the policy. No gradient goes through N.
 
     In training, all `max_steps` steps are computed, one after the other. Otherwise the
     loop ends when the last position has halted: time is saved where a whole batch halts
     early, and the result is the same.
 
     **In an RNN.** If `step` is the cell of an RNN (`SimpleRNNCell`, `LSTMCell`,
-    `GRUCell`, `StackedRNNCells`), so is this layer: each step gets the same input, with
-    a flag that is 1 in the first step and 0 in the others; the unit reads the cell's
-    output, and output and states are weighted means. Put it into
+    `GRUCell`, `StackedRNNCells`), this layer is a cell too. Each step gets the same
+    input, with a flag that is 1 in the first step and 0 in the others. The halting unit
+    reads the cell's output. Output and states are weighted means. Wrap it in
     `keras_efficient_attn.AdaptiveRNN`, a `keras.layers.RNN` that adds the ponder cost.
     With `ponder_cost=0` and cells without dropout it works in `keras.layers.RNN`
-    itself, whose loop lets no loss out.
+    itself, whose loop cannot return a loss.
 
     Args:
-        step: Layer from `(batch, ..., dim)` to the same shape, or the cell of an RNN. A
-            layer gets `mask` if its call has that argument.
-        max_steps: The most steps of a position.
+        step: Layer from `(batch, ..., dim)` to the same shape, or the cell of an RNN.
+            The layer receives `mask` if its call has that argument.
+        max_steps: Maximum number of steps per position.
         epsilon: A position halts when its probabilities sum to `1 − epsilon`, so that
             one step can be enough. Defaults to 0.01.
         ponder_cost: Weight of the loss. Defaults to 0.01.
-        halting_bias: Initial `b`: at 1 a new layer takes about 2 steps; at −3, about
-            20, from which training has been found to come down more reliably than up.
-            Defaults to 1.
-        input_flag: Whether the input of a cell gets the flag. Defaults to `None`: yes,
-            and only for cells.
-        early_exit: Whether calls without `training` stop early. `False` makes their
-            gradient possible on JAX, and under XLA on TensorFlow. Defaults to `True`.
+        halting_bias: Initial `b`. At 1 a new layer takes about 2 steps, at −3 about 20.
+            Training has been found to lower the number of steps more reliably than to
+            raise it. Defaults to 1.
+        input_flag: Whether the input of a cell gets the flag. Defaults to `None`: only
+            for cells.
+        early_exit: Whether calls without `training` stop early. Set `False` to take
+            their gradient on JAX, or under XLA on TensorFlow. Defaults to `True`.
         ponder_reduction: `"mean"` (the default): the loss is the mean of `N + R` over
-            the positions that are not masked, whatever their number. `"sum"`: the sum
-            over the positions of a sequence, as in the paper, and the mean over the
-            batch.
-        **kwargs: Those of `keras.layers.Layer`.
+            all unmasked positions. `"sum"`: the sum over the positions of a sequence,
+            as in the paper, and the mean over the batch.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
         inputs: `(batch, ..., dim)`; for a cell, `(batch, dim)`.
-        states: For a cell, its states.
+        states: States of the cell, for a cell.
         mask: Optional boolean `(batch, ...)`. Masked positions start halted and are
             never read: they may be NaN, their output is 0, and they cost nothing.
         training: Boolean.
@@ -75,7 +74,7 @@ class AdaptiveComputationTime(keras.layers.Layer):
     Raises:
         TypeError: If `step` is not a layer.
         ValueError: For an argument out of range, a step that changes the shape, or a
-            call as a cell with a `ponder_cost` or a dropout that would be lost.
+            call as a cell with a `ponder_cost` or a dropout that would have no effect.
 
     Example:
 
@@ -174,16 +173,16 @@ class AdaptiveComputationTime(keras.layers.Layer):
         output = ops.cast(output, self.compute_dtype)
         return (output, ponder) if return_ponder else output
 
-    # As the cell of an RNN.
+    # Methods for use as an RNN cell.
 
     @property
     def state_size(self):
-        """Of the cell; `None` for a step that is none."""
+        """Sizes of the cell's states; `None` if the step is not a cell."""
         return getattr(self.step, "state_size", None)
 
     @property
     def output_size(self):
-        """Width of the cell's output; `None` for a step that is none."""
+        """Width of the cell's output; `None` if the step is not a cell."""
         size = getattr(self.step, "output_size", None)
         return keras.tree.flatten(self.state_size)[0] if size is None else size
 
@@ -197,24 +196,24 @@ class AdaptiveComputationTime(keras.layers.Layer):
         )
 
     def ponder_cell(self, inputs, states, running, training):
-        """One position of an RNN: as a call, and without its loss.
+        """Computes one position of an RNN, without adding the loss.
 
         Args:
             inputs: `(batch, dim)`.
-            states: Of the cell.
+            states: States of the cell.
             running: Boolean `(batch,)`, false for rows that start halted.
             training: Boolean.
 
         Returns:
-            `(output, states, ponder)`; the output of a row that started halted is 0, as
-            are its states.
+            `(output, states, ponder)`; a row that started halted has output and states
+            0.
         """
         options = {}
         if "training" in inspect.signature(self.step.call).parameters:
             options["training"] = bool(training)
 
         def step(n, state):
-            return self.step(self.flagged(inputs, n), state[1], **options)
+            return self.step(self.add_flag(inputs, n), state[1], **options)
 
         output = ops.zeros_like(
             ops.repeat(inputs[:, :1], self.output_size, axis=1),
@@ -228,7 +227,7 @@ class AdaptiveComputationTime(keras.layers.Layer):
         )
         return ops.cast(output, self.compute_dtype), new_states, ponder
 
-    def flagged(self, inputs, n):
+    def add_flag(self, inputs, n):
         """The inputs of step n."""
         if not self.input_flag:
             return inputs

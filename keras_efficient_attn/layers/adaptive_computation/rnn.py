@@ -1,4 +1,4 @@
-"""An RNN whose cell ponders, and that is told what it costs."""
+"""An RNN with an adaptive-computation cell, which adds the ponder cost."""
 
 import keras
 from keras import ops
@@ -15,11 +15,11 @@ class AdaptiveRNN(keras.layers.RNN):
     """`keras.layers.RNN` of an `AdaptiveComputationTime` cell, with its ponder cost.
 
     The loss is `ponder_cost` times the mean of N + R over all positions that are not
-    masked. Masked ones start halted: they take no step, and may be NaN.
+    masked. Masked positions start halted: they take no step and may be NaN.
 
     Args:
         cell: An `AdaptiveComputationTime` around the cell of an RNN.
-        *args, **kwargs: Those of `keras.layers.RNN`.
+        *args, **kwargs: Arguments of `keras.layers.RNN`.
 
     Call arguments:
         sequences: `(batch, length, dim)`.
@@ -34,7 +34,7 @@ class AdaptiveRNN(keras.layers.RNN):
         As `keras.layers.RNN`; with `return_ponder` also the dict.
 
     Raises:
-        TypeError: If `cell` is not such a cell.
+        TypeError: If `cell` is not an `AdaptiveComputationTime` around a cell.
 
     Example:
 
@@ -58,7 +58,7 @@ class AdaptiveRNN(keras.layers.RNN):
                 f"RNN. Received: cell={cell!r}"
             )
         super().__init__(cell, *args, **kwargs)
-        # It keeps statistics and states in float32 from one position to the next.
+        # Keep statistics and states in float32 between positions.
         self._loop = keras.layers.RNN(
             _ReportingCell(cell, dtype=stream_dtype(self)),
             return_sequences=True,
@@ -96,11 +96,11 @@ class AdaptiveRNN(keras.layers.RNN):
         initial_state = keras.tree.map_structure(
             lambda x: ops.cast(x, self._loop.compute_dtype), list(initial_state)
         )
-        # A cell's dropout is the same at all positions, and drawn before the loop.
+        # A cell's dropout mask is drawn before the loop and the same at all positions.
         step = self.cell.step
         like = keras.tree.map_structure(
             lambda x: ops.cast(x, step.compute_dtype),
-            (self.cell.flagged(sequences[:, 0], 0), initial_state),
+            (self.cell.add_flag(sequences[:, 0], 0), initial_state),
         )
         self._maybe_config_dropout_masks(step, *like)
         reports, *states = self._loop(
@@ -158,10 +158,10 @@ class AdaptiveRNN(keras.layers.RNN):
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class _ReportingCell(keras.layers.Layer):
-    """A cell whose output has the statistics in its last channels.
+    """A cell that appends the statistics to its output's channels.
 
-    Its input's last channel is 0 for rows that start halted; these keep their output
-    and their states.
+    The last input channel is 0 for rows that start halted; these rows keep their output
+    and states.
     """
 
     def __init__(self, cell, **kwargs):
@@ -199,7 +199,7 @@ class _ReportingCell(keras.layers.Layer):
 
 
 def _first_output(cell, sequences):
-    """Zeros: what masked positions before the first real one repeat."""
+    """Zeros, which masked positions before the first real one repeat."""
     column = ops.zeros_like(sequences[:, 0, :1], dtype=stream_dtype(cell))
     return ops.repeat(column, cell.output_size, axis=1)
 

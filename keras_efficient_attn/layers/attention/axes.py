@@ -1,4 +1,4 @@
-"""Attention along any axes of a tensor, as attention along one sequence."""
+"""Maps attention along any axes of a tensor to attention along one sequence."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from keras_efficient_attn.ops.common.backend import shape_of
 
 @dataclasses.dataclass(frozen=True)
 class SequenceAxes:
-    """Which axes of `(batch, ..., dim)` are the sequence; the others join the batch.
+    """The axes of `(batch, ..., dim)` that form the sequence; others join the batch.
 
     Args:
         rank: Number of axes of the inputs.
@@ -22,7 +22,7 @@ class SequenceAxes:
 
     @classmethod
     def of(cls, rank, axes):
-        """The axes of inputs of a rank; `None` means all between batch and features.
+        """Makes the axes of inputs of a rank; `None`: all between batch and features.
 
         Raises:
             ValueError: If an axis is the batch, the features, or does not exist.

@@ -19,15 +19,15 @@ PROJECTIONS = ("query", "key", "gate", "value", "attention_output")
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
-    """One call of an attention layer, beside its queries, keys and values.
+    """The arguments of an attention call besides queries, keys and values.
 
     Attributes:
         query_mask: Boolean `(batch, query_length)`, or `None`.
         key_mask: Boolean `(batch, key_length)`, or `None`.
         causal: Whether query `t` sees keys `0..t` only.
-        training: Whether the layer trains.
+        training: Whether the call is a training call.
         state: Dict of tensors, or `None`.
-        scores: Whether the matrix of weights is asked for.
+        scores: Whether the matrix of weights is requested.
         options: Further call arguments that the layer defines, by name.
     """
 
@@ -59,16 +59,16 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
     - Rows that see no key, or that the query mask hides, give zero heads (so the
       output is the output projection's bias).
 
-    A subclass is complete with `attend`. It says of itself, by overriding: its state
-    in `state_spec`, `state_grows`, `estimates_softmax`, `can_calibrate`,
-    `calibrates_beyond_window`, `estimates_beyond_window`, `shares_with_blocks` and
-    `share_weights_with`, `remembers_inputs`, `conversion_refusal`, `operations`.
+    A subclass must implement `attend`. It describes itself by overriding `state_spec`,
+    `state_grows`, `estimates_softmax`, `can_calibrate`, `calibrates_beyond_window`,
+    `estimates_beyond_window`, `shares_with_blocks` and `share_weights_with`,
+    `remembers_inputs`, `conversion_refusal`, `operations`.
 
     Args:
-        *args, **kwargs: Those of `keras.layers.MultiHeadAttention`.
+        *args, **kwargs: Arguments of `keras.layers.MultiHeadAttention`.
             `flash_attention=True` is refused, and `sliding_window` by layers without
-            a window. `attention_axes` become one sequence, all other axes join the
-            batch. `dropout` acts on the attention weights where the layer has them,
+            a window. `attention_axes` become one sequence; all other axes join the
+            batch. `dropout` acts on the attention weights if the layer computes them,
             otherwise on the concatenated heads.
         num_key_value_heads: Number of heads of keys and values, a divisor of
             `num_heads`: each serves `num_heads / num_key_value_heads` heads of
@@ -101,7 +101,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         `return_attention_scores`; `(output, state)` with `state`.
 
     Raises:
-        ValueError: For arguments named above that cannot be honoured.
+        ValueError: For unsupported values of the arguments above.
 
     Example:
 
@@ -116,15 +116,15 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
     (2, 10, 16)
     """
 
-    # Longest wavelength of rotary positions; subclasses that rotate set their own.
+    # Longest wavelength of rotary positions; set by subclasses that rotate.
     rotary_wavelength = None
     # Whether `sliding_window` of Keras' constructor sets the layer's `window`.
     takes_sliding_window = False
-    # Why the layer cannot take the place of trained softmax attention, if so.
+    # The reason if the layer cannot replace trained softmax attention.
     conversion_refusal = None
-    # Positions that a state holds where nobody says.
+    # Default number of positions that a state holds.
     _default_max_length = None
-    # Whether states of several lengths, along their second axis, serve the layer.
+    # Whether the layer accepts states of any length along their second axis.
     _takes_any_state_length = property(lambda self: self.state_grows)
 
     def __init__(
@@ -135,8 +135,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         gate_activation="sigmoid",
         **kwargs,
     ):
-        # autocast=False: inputs reach the projections as they came (those cast
-        # them), and a state keeps its float32 under a mixed policy.
+        # autocast=False: the projections cast the inputs themselves, and a state stays
+        # float32 under a mixed policy.
         super().__init__(*args, autocast=False, **kwargs)
         self.num_key_value_heads = num_key_value_heads
         self.value_activation = keras.activations.get(value_activation)
@@ -155,14 +155,14 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
                 f"`num_heads`, or None. Received: num_key_value_heads={shared!r}, "
                 f"num_heads={self._num_heads}"
             )
-        # The projections are built for one sequence, whose axis Keras derives.
+        # The projections are built for one sequence; Keras derives its axis.
         axes = self._attention_axes
         self._sequence_axes = None if axes is None else tuple(axes)
         self._attention_axes = None
         self._check_keras_options()
 
     def _check_keras_options(self):
-        """Refuses what Keras' constructor takes and this layer cannot honour."""
+        """Raises for unsupported arguments of Keras' constructor."""
         if self._sliding_window is not None and not self.takes_sliding_window:
             raise ValueError(
                 f"{type(self).__name__} has no window, and cannot honour "
@@ -175,11 +175,11 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             )
 
     def _window_or(self, window, default=None):
-        """The `window` of a layer: Keras' `sliding_window` if that is given.
+        """The layer's `window`, or Keras' `sliding_window` if given.
 
         Args:
             window: The layer's argument.
-            default: Value of it that counts as not given.
+            default: The value of `window` that counts as not given.
         """
         sliding = self._sliding_window
         if sliding is None:
@@ -192,7 +192,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         return sliding
 
     def _window_config(self):
-        """The `window`, which may be set later, for `get_config`."""
+        """The current `window`, for `get_config`."""
         sliding = None if self._sliding_window is None else self.window
         return {"window": self.window, "sliding_window": sliding}
 
@@ -216,11 +216,12 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
 
         Args:
             batch_size: Rows in the batch.
-            max_length: Positions to hold, for a state that grows; `None` for others.
+            max_length: Positions to hold, for a state that grows; otherwise `None`.
 
         Returns:
-            Dict of `(shape, dtype)`, for a tensor that starts as zeros, or `(shape,
-            dtype, value)` with a value that broadcasts to the shape; batch first.
+            Dict of `(shape, dtype)` for a tensor that starts as zeros, or `(shape,
+            dtype, value)` with an initial value that broadcasts to the shape; batch
+            first.
         """
         return None
 
@@ -231,12 +232,12 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
 
     @property
     def state_dtype(self):
-        """Dtype of a state's floating-point tensors, and of weights kept wide."""
+        """Dtype of a state's floating-point tensors and of float32 weights."""
         return wide_dtype(self.compute_dtype)
 
     @property
     def remembers_inputs(self):
-        """Whether the state holds inputs of the layer, as Transformer-XL's memory."""
+        """Whether the state holds the layer's inputs, as in Transformer-XL."""
         return False
 
     @property
@@ -256,16 +257,16 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
 
     @property
     def estimates_beyond_window(self):
-        """Whether keys beyond a `window` are estimated, as all can be without it."""
+        """Whether keys beyond a `window` are estimated; without it, all keys are."""
         return False
 
     @property
     def shares_with_blocks(self):
-        """Whether the layers of a stack that say so have weights in common."""
+        """Whether the layer shares weights with the other layers of its stack."""
         return False
 
     def share_weights_with(self, other):
-        """Takes another layer's weights for those that both `shares_with_blocks` mean.
+        """Uses another layer's weights for those that `shares_with_blocks` refers to.
 
         Args:
             other: A layer of the same class and sizes. This layer must not be built.
@@ -280,8 +281,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
     def operations(self, length, causal):
         """Useful operations between the projections, for one row of self-attention.
 
-        A multiplication and an addition are two operations. The count is of the matrix
-        products that the definition needs.
+        A multiplication and an addition are two operations. Counts the matrix products
+        of the definition.
 
         Args:
             length: Positions.
@@ -293,7 +294,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         return None
 
     def softmax_logits(self, query, key, positions, causal):
-        """The logits of the softmax attention that the layer is compared with.
+        """The logits of the softmax attention to compare the layer with.
 
         Args:
             query, key: Arrays `(..., query_length, key_dim)` and `(..., key_length,
@@ -324,16 +325,16 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         Args:
             batch_size: Rows in the batch.
             max_length: Positions that the state can hold, for layers whose
-                `state_grows`; outputs beyond them are NaN. Others have a state of
-                constant size, whatever it is. Defaults to `None`.
+                `state_grows`; outputs beyond them are NaN. Other layers have a state of
+                constant size and ignore it. Defaults to `None`.
 
         Returns:
-            Flat dict of tensors, batch first. Floating-point ones are float32 or
-            wider whatever the compute dtype, but for caches of `SoftmaxAttention`.
+            Flat dict of tensors, batch first. Floating-point tensors are float32 or
+            wider whatever the compute dtype, except caches of `SoftmaxAttention`.
 
         Raises:
-            ValueError: If the layer does not stream, or if its state grows and there
-                is no `max_length`.
+            ValueError: If the layer does not stream, or if its state grows and
+                `max_length` is `None`.
         """
         name = type(self).__name__
         if max_length is None:
@@ -369,11 +370,11 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
 
     def _make_projections(self, query_shape, value_shape, key_shape):
         if self.num_key_value_heads is None:
-            # Keras derives the axis while building, and would not do so again.
+            # Keras derives the axis only once, while building.
             self._attention_axes = None
             super().build(query_shape, value_shape, key_shape)
             return
-        # As Keras builds them, in its order, with fewer heads of keys and values.
+        # Build in Keras' order, with fewer heads of keys and values.
         groups = self.num_key_value_heads
         key_shape = value_shape if key_shape is None else key_shape
         self._query_dense = self._projection_to(
@@ -405,13 +406,13 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         return projection
 
     def _new_kernel_initializer(self):
-        """A copy, whose draws are its own, of that of the projections' kernels."""
+        """A copy, with its own seed, of the projections' kernel initializer."""
         initializer = self._kernel_initializer
         return initializer.__class__.from_config(initializer.get_config())
 
     @property
     def attention_axes(self):
-        """The axes attended to, as they were given; `None` for all."""
+        """The attention axes as given; `None` for all."""
         return self._sequence_axes
 
     def call(
@@ -435,7 +436,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         call = AttentionCall(
             causal=bool(use_causal_mask),
             training=bool(training),
-            # JAX does not know the dict that Keras makes of a layer's attribute.
+            # JAX does not know Keras' wrapper of dict attributes.
             state=None if state is None else dict(state),
             scores=return_attention_scores,
             options=self._call_options(inputs, state, options),
@@ -461,7 +462,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         return output
 
     def compute_output_spec(self, *args, **kwargs):
-        # A call with symbolic inputs is checked, and ends before it computes.
+        # A call with symbolic inputs is checked and returns before it computes.
         return self.call(*args, **kwargs)
 
     def _output_spec(self, axes, inputs, call):
@@ -486,38 +487,40 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         return output
 
     def _attend_inputs(self, query, value, key, call):
-        """The output for sequences, and the new state, or the scores, or `None`."""
-        # Hidden positions are emptied before the projections: a NaN there would
-        # otherwise reach the kernels' gradients as 0 · NaN.
-        gate_input = query = _emptied(query, call.query_mask)
-        value = _emptied(value, call.key_mask)
-        key = _emptied(key, call.key_mask)
+        """The output for sequences, and the new state, the scores or `None`."""
+        # Zero the masked positions before the projections: a NaN there would otherwise
+        # reach the kernels' gradients as 0 · NaN.
+        gate_input = query = _zero_masked(query, call.query_mask)
+        value = _zero_masked(value, call.key_mask)
+        key = _zero_masked(key, call.key_mask)
 
         query, key, value, call = self._project_inputs(query, key, value, call)
         scores = None
         if call.scores:
-            # First: attending may learn, and then the weights are no longer those
-            # that made the output.
+            # Compute scores first: attending may update weights, which would then
+            # differ from the weights that made the output.
             scores = self._scores(query, key, value, call)
         heads, new_state = self.attend(query, key, value, call)
         output = self._project(heads, gate_input, call.query_mask)
         return output, scores if call.scores else new_state
 
     def _attend_to_nothing(self, query, value, key, call):
-        """As `_attend_inputs`, without queries, or for queries that see no key."""
+        """Handles `_attend_inputs` without queries or without visible keys."""
         batch, length = shape_of(query)[:2]
         heads = (batch, length, self._num_heads, self._value_dim)
         heads = ops.zeros(heads, self.compute_dtype)
-        output = self._project(heads, _emptied(query, call.query_mask), call.query_mask)
+        output = self._project(
+            heads, _zero_masked(query, call.query_mask), call.query_mask
+        )
         if call.scores:
             shape = (batch, self._num_heads, length, shape_of(key)[1])
             return output, ops.zeros(shape, self.compute_dtype)
         return output, call.state
 
     def _project_inputs(self, query, key, value, call):
-        """The heads of all three, as `attend` gets them, and the call.
+        """Query, key and value heads for `attend`, and the call.
 
-        A layer that projects more of its inputs adds it to the call's `options`.
+        A layer with further projections adds them to the call's `options`.
         """
         query, key = self._query_and_key(query, key, call)
         key = self._for_query_heads(key)
@@ -525,7 +528,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         return query, key, value, call
 
     def _query_and_key(self, query, key, call):
-        """Both projected, `(batch, length, heads, key_dim)`; keys have their heads."""
+        """Projected query and key, `(batch, length, heads, key_dim)`."""
         return self._projected_query(query), self._projected_key(key)
 
     def _projected_query(self, query):
@@ -535,7 +538,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         return self._key_dense(key)
 
     def _for_query_heads(self, x):
-        """Keys or values, repeated for the heads of queries that share them."""
+        """Keys or values, repeated for the query heads that share them."""
         if self.num_key_value_heads is None:
             return x
         return ops.repeat(x, self._num_heads // self.num_key_value_heads, axis=2)
@@ -550,7 +553,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         return self._output_dense(heads)
 
     def _scores(self, query, key, value, call):
-        """The matrix that `attend` will apply to the values: its image of one-hots."""
+        """The matrix that `attend` applies to values, computed from one-hot values."""
         batch, length = shape_of(key)[:2]
         one_hot = ops.eye(length, dtype=accumulator_dtype(value))[None, :, None, :]
         one_hot = ops.broadcast_to(one_hot, (batch, length, self._num_heads, length))
@@ -561,7 +564,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             scores = ops.where(kept, scores, ops.zeros_like(scores))
         return ops.cast(ops.transpose(scores, (0, 2, 1, 3)), self.compute_dtype)
 
-    def _rotated(self, x, start=None):
+    def _rotate(self, x, start=None):
         """Heads with rotary positions from `start` `(batch,)`, if the layer has any."""
         if self.rotary_wavelength is None:
             return x
@@ -572,7 +575,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         return SequenceAxes.of(rank, self._sequence_axes)
 
     def _check_inputs(self, inputs, masks, state):
-        """Refuses shapes that do not agree; gives the `SequenceAxes` of the inputs."""
+        """Checks that shapes agree; returns the `SequenceAxes` of the inputs."""
         query, _, key = inputs
         axes = self._axes_of(len(query.shape))
         for name, x in zip(("query", "value", "key"), inputs, strict=True):
@@ -605,10 +608,10 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         return axes
 
     def _call_options(self, inputs, state, options):
-        """Call arguments of the layer's own, checked; by default there are none.
+        """Checks the layer's own call arguments; by default there are none.
 
         Args:
-            inputs: `query`, `value` and `key`, as they were given.
+            inputs: `query`, `value` and `key` of the call.
             state: As in the call.
             options: Dict of call arguments.
         """
@@ -620,7 +623,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         return {}
 
     def _check_call(self, query, value, key, call):
-        """Refuses what cannot be computed, in eager and in symbolic calls alike."""
+        """Raises for unsupported calls, eager and symbolic."""
         if call.state is not None:
             self._check_state(query, value, call)
 
@@ -690,7 +693,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
                 )
 
     def set_weights(self, weights):
-        """Sets all weights; or the projections alone, from a `MultiHeadAttention`.
+        """Sets all weights, or only the projections, from a `MultiHeadAttention`.
 
         Args:
             weights: List of arrays: as many as `self.weights`, or those of a
@@ -728,13 +731,13 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
 
 
 def _any_symbolic(inputs, masks, state):
-    # `keras.tree` flattens no nested tuples that `torch.compile` traces.
+    # `keras.tree` cannot flatten nested tuples under `torch.compile`.
     tensors = (*inputs, *masks, *(state.values() if isinstance(state, dict) else ()))
     return any(isinstance(x, keras.KerasTensor) for x in tensors)
 
 
 def _as_sequences(axes, inputs, masks):
-    """Inputs as sequences, the same tensors staying the same, and their masks."""
+    """Inputs as sequences, with identical tensors kept identical, and their masks."""
     if axes.is_sequence:
         return inputs, masks
     query, value, key = inputs
@@ -745,7 +748,7 @@ def _as_sequences(axes, inputs, masks):
 
 
 def _merged_key_mask(masks, key):
-    """One boolean `(batch, key_length)` of all that hide keys, or `None`."""
+    """The key masks combined, boolean `(batch, key_length)`, or `None`."""
     _, value_mask, key_mask, attention_mask = masks
     if attention_mask is not None:
         attention_mask = _key_mask_of(attention_mask, key)
@@ -757,7 +760,7 @@ def _merged_key_mask(masks, key):
     return merged
 
 
-def _emptied(x, mask):
+def _zero_masked(x, mask):
     """`x` with zeros where the `(batch, length)` mask is `False`."""
     if mask is None:
         return x

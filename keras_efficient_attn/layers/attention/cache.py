@@ -9,7 +9,7 @@ from keras_efficient_attn.ops.common.recent_keys import RECENT, recent_keys_spec
 
 
 def cache_spec(batch_size, max_length, *sizes_and_dtype):
-    """`state_spec` of `max_length` positions; those beyond are NaN.
+    """`state_spec` of `max_length` positions; outputs beyond them are NaN.
 
     Args:
         batch_size, max_length, *sizes_and_dtype: As of `recent_keys_spec`.
@@ -19,7 +19,7 @@ def cache_spec(batch_size, max_length, *sizes_and_dtype):
 
 
 def extend_cache(cache, key, value, key_mask):
-    """Writes the next positions.
+    """Writes the next positions to the cache.
 
     Args:
         cache: From `cache_spec` or an earlier call; all rows have the same position.
@@ -28,8 +28,8 @@ def extend_cache(cache, key, value, key_mask):
         key_mask: Boolean `(batch, length)`, or `None` for all.
 
     Returns:
-        `(cache, key, value, mask, start)`: the cache after them; all that it holds, the
-        mask in the cache's dtype; and the position of the first, a scalar.
+        `(cache, key, value, mask, start)`: the new cache; all its keys and values, and
+        the mask in the cache's dtype; and the position of the first new key, a scalar.
     """
     start, rows = cache["position"][0], shape_of(key)[:2]
     if key_mask is None:

@@ -1,4 +1,4 @@
-"""The data that layers are calibrated to, batch by batch."""
+"""Iterates over calibration data, batch by batch."""
 
 import itertools
 
@@ -11,14 +11,14 @@ def calibration_batches(argument, data):
 
     Args:
         argument: Name of the argument that holds the data, for errors.
-        data: An array `(batch, length, dim)`, or an iterable of batches, each such an
-            array or a pair of it and a boolean `(batch, length)`.
+        data: An array `(batch, length, dim)`, or an iterable of batches, each an array
+            or a pair of an array and a boolean mask `(batch, length)`.
 
     Yields:
         `(x, mask)`, the mask as a NumPy array.
 
     Raises:
-        ValueError: If a batch is none of these.
+        ValueError: If a batch is of another kind.
     """
     for batch in [data] if hasattr(data, "shape") else data:
         x, mask = batch if isinstance(batch, tuple | list) else (batch, None)
@@ -37,14 +37,15 @@ def paired_batches(query, data):
     """Each batch of queries, with the batch of keys that they attend to.
 
     Args:
-        query: As `data` of `calibration_batches`, or `None`: the same as `data`.
-        data: As there.
+        query: As `data` of `calibration_batches`; `None` means `data`.
+        data: As for `calibration_batches`.
 
     Yields:
         Two pairs of arrays and masks.
 
     Raises:
-        ValueError: If a batch is none, or the two are not as many.
+        ValueError: If a batch has the wrong type, or the two yield different numbers of
+            batches.
     """
     keys = calibration_batches("data", data)
     if query is None:

@@ -1,7 +1,7 @@
-"""Feature maps of linear attention, as objects that are found by name.
+"""Feature maps of linear attention, as objects found by name.
 
-The functions of features are in `ops.feature_maps`; an object says which of them it is,
-checks its arguments, and declares the weights that they read.
+The functions that compute features are in `ops.feature_maps`. An object selects one of
+them, checks its arguments, and declares the weights that it reads.
 """
 
 import dataclasses
@@ -28,10 +28,10 @@ _CLASSES = {}
 
 
 def register_feature_map(name, package="Custom"):
-    """Class decorator: makes a `FeatureMap` known by a name, and to Keras for saving.
+    """Class decorator: registers a `FeatureMap` by name, and with Keras for saving.
 
     Args:
-        name: What layers take as `feature_map`.
+        name: The name to pass to layers as `feature_map`.
         package: Package of the class in saved files. Defaults to `"Custom"`.
 
     Raises:
@@ -50,26 +50,26 @@ def names(attribute=None):
     """The names that `get` knows, as a tuple.
 
     Args:
-        attribute: A boolean attribute of `FeatureMap` that the classes have to have
-            as true. Defaults to `None`: all names.
+        attribute: A boolean attribute of `FeatureMap`; only classes for which it is
+            true are listed. Defaults to `None`: all names.
     """
     if attribute is None:
         return tuple(_CLASSES)
-    # A class may need arguments, so that there is no object to ask.
+    # Read class attributes: an object may need arguments.
     return tuple(n for n, c in _CLASSES.items() if getattr(c, attribute) is True)
 
 
 def get(identifier, **options):
-    """The feature map that an identifier stands for.
+    """The feature map for an identifier.
 
     Args:
         identifier: A name, a `FeatureMap`, or a function without weights that maps
             `(..., head_dim)` to non-negative features `(..., num_features)`.
-        **options: Arguments of the map, where it is given by name; `num_features` of
-            a function. Defaults to `head_dim` of them.
+        **options: Arguments of a map given by name; for a function, `num_features`,
+            which defaults to `head_dim`.
 
     Raises:
-        ValueError: For an unknown name, or options that the map does not have.
+        ValueError: For an unknown name, or options of another map.
         TypeError: For a `FeatureMap` with an argument that is not hashable.
 
     Example:
@@ -119,7 +119,7 @@ def get(identifier, **options):
     return made
 
 
-# Bounded: it holds maps that users make.
+# Bounded: users may create maps.
 @functools.lru_cache(256)
 def feature_functions(feature_map):
     """`(query_features, key_features, entrywise)`: the same objects for equal maps."""
@@ -134,29 +134,29 @@ def feature_functions(feature_map):
 class FeatureMap:
     """A map `φ` of queries and keys whose dot products are the attention's weights.
 
-    A subclass has `query_features`, and `key_features` if keys have another map. With
-    arguments it is a frozen dataclass. It holds no tensors: what its functions read is
-    created in `create_weights` and passed to them, so that equal maps are one object
+    A subclass implements `query_features`, and `key_features` if keys have another map.
+    A map with arguments is a frozen dataclass. It holds no tensors: `create_weights`
+    creates the weights, which are passed to its functions. So equal maps are one object
     for a compiler, and gradients reach the weights through the scan over chunks.
 
     Attributes:
-        name: The name that it is registered by.
+        name: The registered name.
         positive: Whether `φ(q)·φ(k)` is never negative. Defaults to `True`.
         causal: Whether the features of a position depend on that position alone.
             Defaults to `True`.
         estimates_softmax: Whether `φ(q)·φ(k)` estimates `exp(q·k)`. Layers then scale
             queries and keys by `head_dim^(-1/4)`. Defaults to `False`.
-        random: Whether it has a weight `"projection"` of random rows. Defaults to
+        random: Whether the map has a weight `"projection"` of random rows. Defaults to
             `False`.
-        can_calibrate: Whether it has a form about the means of queries and keys. See
-            `CalibratedFeatures`. Defaults to `False`.
+        can_calibrate: Whether the map has a form centred at the means of queries and
+            keys. See `CalibratedFeatures`. Defaults to `False`.
         rowwise: Whether the functions work on the last axis of any array, and read
-            weights that are matrices, so that a kernel can compute the features that
-            it needs. Defaults to `False`.
-        entrywise: A method `(x, *weights) -> Entrywise` of maps that are one function
-            of each entry of `x` or of a product with it, the same for queries and
-            keys: kernels for GPUs compute these. Defaults to `None`, and is not
-            inherited where the functions are not.
+            weights that are matrices, so that a kernel can compute features on the fly.
+            Defaults to `False`.
+        entrywise: A method `(x, *weights) -> Entrywise` for maps that apply one
+            function to each entry of `x` or of a product with it, the same for queries
+            and keys. GPU kernels compute these maps. Not inherited if a subclass
+            overrides the functions. Defaults to `None`.
 
     Example:
 
@@ -190,10 +190,10 @@ class FeatureMap:
             cls.entrywise = cls.__dict__.get("entrywise")
 
     def feature_dim(self, head_dim):
-        """Number of features of heads of a size. Defaults to `head_dim`.
+        """Number of features for a head size. Defaults to `head_dim`.
 
         Raises:
-            ValueError: If the arguments do not fit that size.
+            ValueError: If the arguments do not fit the head size.
         """
         return head_dim
 
@@ -205,7 +205,7 @@ class FeatureMap:
             seed: `keras.random.SeedGenerator` if the map is `random`, or `None`.
 
         Returns:
-            Tuple of variables. The functions of features get them as tensors in the
+            Tuple of variables. The feature functions receive them as tensors in the
             dtype of `x`.
         """
         return ()
@@ -237,7 +237,7 @@ class FeatureMap:
         raise NotImplementedError
 
     def key_features(self, x, *weights):
-        """Features of keys. Defaults to those of queries."""
+        """Features of keys. Defaults to the queries' features."""
         return self.query_features(x, *weights)
 
     def multiplications(self, head_dim):
@@ -300,7 +300,7 @@ class RandomFeatures(FeatureMap):
         return size // self.features_per_row
 
     def draw(self, head_dim, seed):
-        """Random numbers that `project` makes a projection of."""
+        """Random numbers, from which `project` makes a projection."""
         rows = self.num_rows(head_dim)
         return random_features.gaussian_blocks(rows, head_dim, seed)
 
@@ -321,7 +321,7 @@ class RandomFeatures(FeatureMap):
             # Rounded rows would not be orthogonal.
             dtype=wide_dtype(layer.variable_dtype),
             trainable=False,
-            # Not cast to the compute dtype: assignments have to reach it.
+            # Not cast to the compute dtype: assignments have to reach the variable.
             autocast=False,
         )
         return (projection,)
@@ -351,7 +351,7 @@ class FavorPlusFeatures(RandomFeatures):
 
 @_register("hyperbolic")
 class HyperbolicFeatures(FavorPlusFeatures):
-    """`ops.feature_maps.positive_random_features`, both signs of each row."""
+    """`ops.feature_maps.positive_random_features` with both signs of each row."""
 
     features_per_row = 2
     _hyperbolic = True
@@ -359,7 +359,7 @@ class HyperbolicFeatures(FavorPlusFeatures):
 
 @_register("favor++")
 class FavorPlusPlusFeatures(RandomFeatures):
-    """`ops.feature_maps.optimal_positive_features`, by the statistics of a sequence."""
+    """`ops.feature_maps.optimal_positive_features`, from a sequence's statistics."""
 
     causal = False
 
@@ -492,7 +492,7 @@ class ExponentialFeatures(FeatureMap):
 
 @_register("identity")
 class IdentityFeatures(FeatureMap):
-    """Queries and keys as they are."""
+    """The identity: queries and keys unchanged."""
 
     positive = False
     rowwise = True
@@ -506,7 +506,7 @@ class IdentityFeatures(FeatureMap):
 
 @_register("unit")
 class UnitFeatures(FeatureMap):
-    """`ops.feature_maps.unit_features`: x / ‖x‖, as the delta rule wants keys."""
+    """`ops.feature_maps.unit_features`: x / ‖x‖, the keys of the delta rule."""
 
     positive = False
     rowwise = True
@@ -530,7 +530,7 @@ class SoftmaxFeatures(FeatureMap):
 class HedgehogFeatures(FeatureMap):
     """`ops.feature_maps.hedgehog_features`: softmax([Wx, −Wx]), `W` learned.
 
-    Every head has one matrix for queries and one for keys, at first the identity.
+    Every head has one matrix for queries and one for keys, initialised to the identity.
     """
 
     def feature_dim(self, head_dim):
@@ -562,9 +562,9 @@ class HedgehogFeatures(FeatureMap):
 class LearnedFeatures(FeatureMap):
     """`ops.feature_maps.learned_exponential_features`: exp(Wx + b − n·x²), learned.
 
-    Every head has a matrix `W` and coefficients `n` for queries, and others for keys,
-    and one bias. They begin as hyperbolic features, which estimate `exp(q·k)`, so that
-    the map goes with a window; training makes of them what the layer needs.
+    Every head has a matrix `W` and coefficients `n` for queries, others for keys, and
+    one bias. They are initialised to hyperbolic features, which estimate `exp(q·k)`, so
+    that the map works with a window; training then adapts them.
 
     Args:
         num_features: Number of features, even. Defaults to `2d` for heads of size `d`.
@@ -588,7 +588,7 @@ class LearnedFeatures(FeatureMap):
     def create_weights(self, layer, seed):
         heads, dim = layer.num_heads, layer.key_dim
         features = self.feature_dim(dim)
-        # One seed for both sides, which begin with the same rows.
+        # One seed for both sides, so that they start with the same rows.
         seed = random.randint(1, 10**9) if layer.seed is None else layer.seed
 
         def kernel(shape, dtype):
@@ -674,7 +674,7 @@ class FunctionFeatures(FeatureMap):
 
 @dataclasses.dataclass(frozen=True)
 class CalibratedFeatures(FeatureMap):
-    """A map that `can_calibrate`, about the means of queries and keys.
+    """A map that `can_calibrate`, centred at the means of queries and keys.
 
     The functions read the weights of a `KernelCalibration` before those of the map.
 
@@ -729,5 +729,5 @@ class CalibratedFeatures(FeatureMap):
         return self.features.project(draws, dtype)
 
     def multiplications(self, head_dim):
-        # The coordinates are a product with a matrix.
+        # Computing the coordinates multiplies by a matrix.
         return head_dim**2 + self.features.multiplications(head_dim)

@@ -27,14 +27,14 @@ from keras_efficient_attn.ops.linear_attention.feature_maps import (
 )
 
 RADIUS_SHARING = ("layer", "head", "dimension")
-# With fewer, short heads would have a linear form of noise.
+# With fewer, the linear form of short heads would be noise.
 LEAST_FREQUENCIES = 8
 
 
 @register_attention("fourier")
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class FourierAttention(EfficientAttention):
-    """FourierFormer's attention, a drop-in for `MultiHeadAttention`.
+    """FourierFormer's attention, a drop-in replacement for `MultiHeadAttention`.
 
     The weight of key `s` for query `t` is a product over the dimensions of a head:
 
@@ -43,22 +43,21 @@ class FourierAttention(EfficientAttention):
     head[t] = Σ_s w[t, s] v[s] / Σ_s w[t, s]
     ```
 
-    the generalised Fourier regression estimator, with a learned `R > 0`. It reads
-    `(q, k)` through their difference, and so is not `softmax` with other weights.
+    the generalised Fourier regression estimator, with a learned `R > 0`. It depends on
+    `q` and `k` only through their difference, unlike softmax.
 
     **Exact** (the default): time grows with the square of the length, memory linearly.
     Weights are computed as logarithms, relative to the largest of their row, for a tile
-    of queries at a time and again for the gradient.
+    of queries at a time, and recomputed for the gradient.
 
     **Linear** (`linear=True`): `w` is the square of `Π (sin z_d / z_d)^(power/2)`, of
     which `num_frequencies = M` random frequencies give an estimate. Its square is never
     negative, and is linear attention with `M(2M + 1)` features and a state of constant
     size. The weights' relative error is about `ops.fourier.linear_error(R, key_dim, M,
     power)` for standard normal queries and keys and independent frequencies, and falls
-    with `√M`; that of orthogonal ones is less, about half of it for large `M`.
+    with `√M`; orthogonal frequencies have a smaller error, about half for large `M`.
     Relative errors of the heads, 128 keys, `power=4`, `M = key_dim` of 16, 32 and 64
-    (528, 2,080 and 8,256 features), where the mean of all values is off by the figure
-    in brackets:
+    (528, 2,080 and 8,256 features), in brackets the error of the mean of all values:
 
     | R | 16 | 32 | 64 |
     |---|---|---|---|
@@ -66,34 +65,36 @@ class FourierAttention(EfficientAttention):
     | 0.87 / √key_dim (the default) | 0.09 (0.30) | 0.07 (0.22) | 0.05 (0.15) |
     | 1.30 / √key_dim | 0.36 (0.56) | 0.33 (0.45) | 0.26 (0.33) |
 
-    So it serves wide kernels, which hardly differ from Gaussian ones. Narrow ones, the
-    exact form's default among them, want the exact form; a radius for which the weights
-    are noise from the start is refused, and training may still lead there.
+    So the linear form suits wide kernels, which hardly differ from Gaussian ones.
+    Narrow kernels, including the exact form's default, need the exact form. A radius
+    for which the weights are noise from the start raises `ValueError`; training may
+    still reach one.
 
     Args:
         *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
             name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the concatenated
             heads: the weights never exist as a whole), `use_bias`, ….
         power: 2, 4, 6 or 8. Defaults to 4, the paper's φ(x) = x⁴.
-        radius_per: What has an `R` of its own: `"layer"` (one number, as in the paper),
+        radius_per: Granularity of `R`: `"layer"` (one number, as in the paper),
             `"head"` (the default) or `"dimension"` (each dimension of each head).
         initial_radius: Positive float. Defaults to `√(3 / power) · key_dim^(−1/4)`, for
-            which the kernel has the curvature of `exp(−‖q − k‖² / (2 √key_dim))`, which
-            is softmax attention's for keys of one norm; with `linear`, to `√(3 / (power
-            · key_dim))`. The paper has 2.0 for text and 1.0 for images, which for
-            standard normal heads of 16 leave a query one or two keys.
+            which the kernel has the curvature of `exp(−‖q − k‖² / (2 √key_dim))`,
+            softmax attention's kernel for keys of one norm; with `linear`, to `√(3 /
+            (power · key_dim))`. The paper uses 2.0 for text and 1.0 for images; with
+            standard normal heads of 16, a query then sees one or two keys.
         linear: Whether to compute the linear form. Defaults to `False`.
         num_frequencies: Random frequencies of the linear form. Defaults to `max(8,
             key_dim)`.
         orthogonal: Whether the frequencies, as a matrix, have orthogonal rows or, with
-            more than `key_dim` of them, orthogonal columns; drawn from the kernel's law
-            before. Defaults to `True`; `False` leaves them independent.
-        chunk_size: Queries in a tile, at least; with `linear`, positions in a chunk.
-            Speed and memory only. Defaults to what suits the device: on a CPU 4, and 64
-            with `linear`.
-        implementation: Of the exact form: `"tiled"` (the default); `"fused"`, for which
-            PyTorch needs a compiler, or `"reference"`, the definition: see
-            `ops.fourier_attention`.
+            more than `key_dim` of them, orthogonal columns, after they are drawn from
+            the kernel's spectral distribution. `False` leaves them independent.
+            Defaults to `True`.
+        chunk_size: Minimum number of queries per tile; with `linear`, positions per
+            chunk. Affects speed and memory only. Defaults to a value that suits the
+            device: 4 on a CPU, 64 with `linear`.
+        implementation: Implementation of the exact form: `"tiled"` (the default);
+            `"fused"`, for which PyTorch needs a compiler; or `"reference"`, the
+            definition. See `ops.fourier_attention`.
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. `seed` also
             seeds the frequencies.
 
@@ -106,9 +107,9 @@ class FourierAttention(EfficientAttention):
         the new state if they are asked for.
 
     Raises:
-        ValueError: If an argument is invalid, or given for a form that has no use for
-            it; if the linear form would have more features than can help, or weights
-            that are noise.
+        ValueError: If an argument is invalid, or given for a form that does not use it;
+            if the linear form would have too many features to help, or weights that are
+            noise.
 
     Example:
 
@@ -169,7 +170,7 @@ class FourierAttention(EfficientAttention):
 
     def build(self, query_shape, value_shape, key_shape=None):
         super().build(query_shape, value_shape, key_shape)
-        # Neither is cast to the compute dtype, which would round it.
+        # Do not cast these to the compute dtype, which would round them.
         dtype = wide_dtype(self.variable_dtype)
         heads, dim = self._num_heads, self._key_dim
         shapes = {"layer": (), "head": (heads, 1), "dimension": (heads, dim)}
@@ -210,7 +211,7 @@ class FourierAttention(EfficientAttention):
     def operations(self, length, causal):
         heads, dim, value_dim = self._num_heads, self._key_dim, self._value_dim
         if not self.linear:
-            # Difference, sine, quotient and product per dimension of the key.
+            # Per key dimension: difference, sine, quotient and product.
             per_pair = 2 * heads * (2 * dim + value_dim)
             return per_pair * count_pairs(length, length, causal)
         features = 4 * heads * dim * self._frequency_count

@@ -32,21 +32,21 @@ class LocalAttention(PatternAttention):
       an image, and a halo of `a` rows above and `b` columns on the left and right;
       not causal, also `a` rows below.
 
-    Time and memory grow linearly with the length; only blocks that a query sees keys
-    of are computed.
+    Time and memory grow linearly with the length; only blocks with visible keys are
+    computed.
 
     Args:
         *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
             name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the normalised
             weights), `use_bias`, ….
-        window: Positive integer. Defaults to `sliding_window`, and to 128 with neither
-            that nor `query_block`.
+        window: Positive integer. Defaults to `sliding_window`; to 128 if neither that
+            nor `query_block` is given.
         query_block: Positive integer, or a pair of them for images.
-        memory: Integer that is not negative, or a pair. Defaults to `query_block`.
-        grid: Rows and columns of the image, for a pair `query_block`. Defaults to
-            those of a `(batch, rows, columns, dim)` input, when the layer is built.
-        order: The order in which an image grows: `"raster"`, row by row (the
-            default), or `"block"`, rectangle by rectangle and row by row in each.
+        memory: Non-negative integer, or a pair. Defaults to `query_block`.
+        grid: Rows and columns of the image, for a pair `query_block`. Defaults to the
+            size of a `(batch, rows, columns, dim)` input when the layer is built.
+        order: Order of an image's positions: `"raster"`, row by row (the default), or
+            `"block"`, rectangle by rectangle, row by row within each.
         rotary_wavelength: Longest wavelength of rotary positions, over 2π, such as
             10,000, along the sequence. Defaults to `None`: no positions.
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. Its
@@ -55,17 +55,16 @@ class LocalAttention(PatternAttention):
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
         `use_causal_mask`, `return_attention_scores`, `state`. With a `grid`, a
-        sequence `(batch, length, dim)` is the image in the order in which it grows, or
-        the beginning of it; inputs `(batch, rows, columns, dim)`, with masks
-        `(batch, rows, columns)`, are the image as it stands. Scores have the order of
-        the sequence.
+        sequence `(batch, length, dim)` is the image in that order, or its beginning;
+        inputs `(batch, rows, columns, dim)`, with masks `(batch, rows, columns)`, are
+        the image in its layout. Scores have the order of the sequence.
 
     Returns:
         As `EfficientAttention`; of the inputs' rank.
 
     Raises:
-        ValueError: For arguments that make no pattern, or inputs that do not fit in
-            the `grid`.
+        ValueError: For arguments that define no pattern, or inputs that do not fit the
+            `grid`.
 
     Example:
 
@@ -101,7 +100,7 @@ class LocalAttention(PatternAttention):
         self.memory = _pair(memory)
         self.grid = _pair(grid)
         self.order = order
-        # The shape of an image may still tell the grid.
+        # The shape of an image may still set the grid.
         if grid is None and self._is_grid:
             grid = (1, 1)
         LocalConfig(self.window, query_block, memory, grid, order)
@@ -192,7 +191,7 @@ class LocalAttention(PatternAttention):
 
 @dataclasses.dataclass(frozen=True)
 class _ImageAxes(SequenceAxes):
-    """Rows and columns of an image, in the order in which it grows.
+    """Rows and columns of an image, in the order of its positions.
 
     Args:
         order: `GridOrder`.
@@ -216,5 +215,5 @@ class _ImageAxes(SequenceAxes):
 
 
 def _pair(argument):
-    """Lists as tuples, which configurations from JSON may hold."""
+    """Converts lists, which JSON configurations hold, to tuples."""
     return tuple(argument) if isinstance(argument, list) else argument

@@ -1,13 +1,13 @@
-"""Classes that are known by names."""
+"""Registries of classes by name."""
 
 
 def add_named(classes, name, new):
-    """Puts a class into a dict of classes by name.
+    """Adds a class to a dict of classes by name.
 
-    A class may be defined again, as in a notebook, and then takes its own place.
+    A class may be defined again, as in a notebook; it then replaces its old definition.
 
     Raises:
-        ValueError: If the name is another class'.
+        ValueError: If another class has the name.
     """
     known = classes.get(name, new)
     if (known.__module__, known.__qualname__) != (new.__module__, new.__qualname__):

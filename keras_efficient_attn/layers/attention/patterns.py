@@ -9,14 +9,14 @@ from keras_efficient_attn.ops.common.weight_dropout import dropout_seed
 
 
 class PatternAttention(EfficientAttention):
-    """Base class: softmax attention over the keys of a pattern, and over no other.
+    """Base class: softmax attention over the keys of a fixed pattern.
 
-    A subclass computes the heads in `attend_to_pattern`; its state has the number of
+    A subclass computes the heads in `attend_to_pattern`; its state holds the number of
     positions read so far in `"position"`. This class adds dropout on the weights and
     rotary positions.
 
     Args:
-        *args, **kwargs: Those of `EfficientAttention`. `dropout` acts on the
+        *args, **kwargs: Arguments of `EfficientAttention`. `dropout` acts on the
             normalised weights.
         rotary_wavelength: Longest wavelength of rotary positions, over 2π, such as
             10,000. Defaults to `None`: no positions.
@@ -36,8 +36,8 @@ class PatternAttention(EfficientAttention):
 
         Args:
             query, key, value: `(batch, length, heads, dim)`, rotated, not scaled.
-            **arguments: `causal`, `key_mask`, `state` and `dropout`, as for
-                `ops.local_attention`, and the subclass' own.
+            **arguments: `causal`, `key_mask`, `state` and `dropout` as for
+                `ops.local_attention`, and the subclass's own arguments.
         """
         raise NotImplementedError
 
@@ -46,7 +46,7 @@ class PatternAttention(EfficientAttention):
         dtype = accumulator_dtype(query, key, value)
         query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
         start = None if state is None else state["position"]
-        query, key = self._rotated(query, start), self._rotated(key, start)
+        query, key = self._rotate(query, start), self._rotate(key, start)
         arguments = dict(
             causal=call.causal, key_mask=call.key_mask, state=state, **call.options
         )

@@ -1,4 +1,4 @@
-"""ReformerLSHAttention: attention inside the buckets of a hash."""
+"""ReformerLSHAttention: attention within the buckets of a hash."""
 
 import math
 
@@ -22,9 +22,9 @@ from keras_efficient_attn.ops.lsh_attention.hashing import (
     num_rotation_rows,
 )
 from keras_efficient_attn.ops.lsh_attention.streaming import lsh_attention_state_spec
-from keras_efficient_attn.ops.reversible.remembered import remembered
+from keras_efficient_attn.ops.reversible.remembered import remember
 
-# Rounds that there are rotations for, if `num_hashes` is not more.
+# Minimum number of rounds with rotations.
 DEFAULT_MAX_HASHES = 8
 LOCAL = "local_"
 
@@ -42,65 +42,66 @@ class ReformerLSHAttention(EfficientAttention):
     w[t, s] = exp(query[t] · key[s] / √key_dim)   where t sees s in any round
     ```
 
-    divided by the sum of the weights. In each of `num_hashes` rounds, with rotations R
-    of their own, positions are sorted by bucket and cut into chunks of `bucket_size`,
-    and see those of their bucket in their chunk and the one before. A key found in
-    several rounds counts once: the output is exactly softmax attention over all that
-    was found. A position sees itself only where it sees nothing else. Work grows with
-    length · `num_hashes` · `bucket_size`, and the sort with length · log(length).
+    divided by the sum of the weights. Each of `num_hashes` rounds has its own rotations
+    R. It sorts positions by bucket and cuts them into chunks of `bucket_size`. A
+    position sees the positions of its bucket in its own chunk and the previous chunk. A
+    key found in several rounds counts once: the output is exactly softmax attention
+    over all keys found. A position sees itself only if it sees no other key. Work grows
+    with length · `num_hashes` · `bucket_size`, and the sort with length · log(length).
 
-    **Causality.** Where chunks run on across buckets, as published, whose chunk a
-    position is in depends on later positions, and a causal mask inside the chunks does
-    not keep the future from the past. With `use_causal_mask` each bucket therefore
-    starts a chunk of its own (`aligned`), which is exactly causal, and streams. That
-    takes up to `length + num_buckets · bucket_size` slots a round instead of `length`:
-    few buckets, or short chunks, where sequences are short.
+    **Causality.** In the published algorithm chunks cross bucket boundaries, so a
+    position's chunk depends on later positions, and a causal mask within chunks does
+    not hide the future. With `use_causal_mask` each bucket therefore starts a new chunk
+    (`aligned`), which is exactly causal and can stream. This takes up to `length +
+    num_buckets · bucket_size` slots per round instead of `length`: use few buckets or
+    short chunks for short sequences.
 
-    **Streaming.** The state has, for each bucket, its last `2 · bucket_size` keys and
-    values. Its size does not depend on the context: `num_hashes · num_buckets · 2 ·
-    bucket_size` rows per head. Long segments are read a few positions at a time. Keys
-    are counted in float32: a stream is exact until a bucket has had 2²⁴ keys, or
+    **Streaming.** The state holds the last `2 · bucket_size` keys and values of each
+    bucket. Its size does not depend on the context: `num_hashes · num_buckets · 2 ·
+    bucket_size` rows per head. Long segments are processed a few positions at a time.
+    Keys are counted in float32: a stream is exact until a bucket has had 2²⁴ keys, or
     `bucket_size / num_buckets` times as many if that is less, and for local heads until
     2²⁴ positions.
 
     **Weights** are those of `keras.layers.MultiHeadAttention` without its key
     projection: `key_dense` is `query_dense`. `set_weights` takes the weights of a
-    `MultiHeadAttention` and leaves out those of its keys. The rotations are one more
-    weight, not trained.
+    `MultiHeadAttention` and ignores its key projection. The rotations are an
+    additional, untrained weight.
 
     Args:
         *args: The arguments of `keras.layers.MultiHeadAttention`, by position or name:
             `num_heads`, `key_dim`, `value_dim`, `dropout` (on the attention weights, in
             the same places of all chunks), `use_bias`, ….
-        bucket_size: Positions of a chunk. Defaults to 64.
-        num_hashes: Rounds. Defaults to 4.
-        num_buckets: Even number of buckets, or a tuple of even factors, whose product
-            it is: hashing costs the sum of the factors. About `2 · length /
-            bucket_size`. Defaults to 32.
-        max_hashes: Rounds that there are rotations for, the most that a call can
-            have. Defaults to 8, or `num_hashes` if that is more.
-        aligned: Whether each bucket starts a chunk. Defaults to `None`: if
-            `use_causal_mask` is set.
-        across_buckets: Whether, where chunks are not aligned, positions see all of
-            their chunk and the one before, other buckets too. Defaults to `False`: the
-            paper's formula, their own bucket.
-        scale_logits: Whether logits are divided by `√key_dim`, as in the paper's text;
-            `False` is the scale of the authors' code. Defaults to `True`.
-        num_local_heads: How many heads, the last ones, see the nearest positions
-            instead: chunks of neighbours, and the one before. Defaults to 0.
-        dense_length: Sequences of at most this many positions, padding included, are
-            attended to densely. Excludes streaming, which does not know the length,
-            and graphs that are traced for any length. Defaults to `None`: none.
+        bucket_size: Positions per chunk. Defaults to 64.
+        num_hashes: Number of hash rounds. Defaults to 4.
+        num_buckets: Even number of buckets, or a tuple of even factors of that number:
+            hashing costs the sum of the factors. About `2 · length / bucket_size` is a
+            good choice. Defaults to 32.
+        max_hashes: Maximum number of rounds per call; rotations exist for this many.
+            Defaults to the larger of 8 and `num_hashes`.
+        aligned: Whether each bucket starts a new chunk. Defaults to `None`: only with
+            `use_causal_mask`.
+        across_buckets: Whether, in unaligned chunks, positions also see other buckets
+            in their own and the previous chunk. Defaults to `False`: their own bucket
+            only, the paper's formula.
+        scale_logits: Whether logits are divided by `√key_dim`, as in the paper's text.
+            The authors' code does not divide. Defaults to `True`.
+        num_local_heads: Number of heads, counted from the last, that attend to the
+            nearest positions instead: their own chunk of neighbours and the previous
+            one. Defaults to 0.
+        dense_length: Sequences of at most this many positions, padding included, use
+            dense attention. Excludes streaming, where the length is unknown, and graphs
+            traced for any length. Defaults to `None`: never.
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. `seed` also
             seeds the rotations.
 
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
         `use_causal_mask`, `return_attention_scores`, `state`. Queries and keys are
-        computed from `query`; `key` has to be the same sequence, and is read where
-        `query_mask` hides that. Positions that `key_mask` hides have a bucket of their
-        own and see nothing: they give zero heads.
-        num_hashes: Optional number of rounds of this call, at most `max_hashes`.
+        computed from `query`; `key` must be the same sequence; it is read at positions
+        that `query_mask` hides. Positions that `key_mask` hides are in a separate
+        bucket and see nothing: their heads are zero.
+        num_hashes: Optional number of rounds for this call, at most `max_hashes`.
 
     Returns:
         As `EfficientAttention`: `(batch, query_length, output_dim)`, with the scores or
@@ -108,9 +109,9 @@ class ReformerLSHAttention(EfficientAttention):
 
     Raises:
         ValueError: If an argument is invalid; on a call if query and key differ in
-            shape, `num_hashes` is more than there are rotations for, or a length that
-            `dense_length` is compared with is not known; with `state`, if
-            `num_hashes` is given, `aligned` is `False` or `dense_length` is set.
+            shape, `num_hashes` exceeds `max_hashes`, or `dense_length` is set and the
+            length is unknown; with `state`, if `num_hashes` is given, `aligned` is
+            `False` or `dense_length` is set.
 
     Example:
 
@@ -147,7 +148,7 @@ class ReformerLSHAttention(EfficientAttention):
         super().__init__(*args, **kwargs)
         self.bucket_size = bucket_size
         self.num_hashes = num_hashes
-        # A list is what a saved tuple is read as.
+        # A saved tuple is loaded as a list.
         several = isinstance(num_buckets, list | tuple)
         self.num_buckets = tuple(num_buckets) if several else num_buckets
         self.max_hashes = max_hashes
@@ -164,7 +165,7 @@ class ReformerLSHAttention(EfficientAttention):
 
     def build(self, query_shape, value_shape, key_shape=None):
         super().build(query_shape, value_shape, key_shape)
-        # Keys have no projection of their own: it must not stay among the weights.
+        # Keys share the queries' projection: remove theirs from the weights.
         self._tracker.untrack(self._key_dense)
         self._key_dense = self._query_dense
         self._rotations = self.add_weight(
@@ -191,7 +192,7 @@ class ReformerLSHAttention(EfficientAttention):
 
     @property
     def estimates_softmax(self):
-        # Over all pairs of shared queries and keys.
+        # Compute over all pairs of shared queries and keys.
         return self.num_local_heads == 0 and not self._use_gate
 
     def softmax_logits(self, query, key, positions, causal):
@@ -199,7 +200,7 @@ class ReformerLSHAttention(EfficientAttention):
         if not self.scale_logits:
             key = key * self._key_dim**0.5
         logits = super().softmax_logits(query, key, positions, causal)
-        # A position sees itself only where there is nothing else.
+        # A position sees itself only if it sees no other key.
         seen = np.isfinite(logits)
         own = np.arange(key.shape[-2]) == positions[:, None]
         others = (seen & ~own).any(-1, keepdims=True)
@@ -212,7 +213,7 @@ class ReformerLSHAttention(EfficientAttention):
         if dense:
             rounds, rotations = 1, 0
         else:
-            # The own chunk, half of it if causal, and the one before.
+            # Its own chunk, half of it if causal, and the previous chunk.
             chunks = length * (3 if causal else 4) * self.bucket_size // 2
             pairs = min(pairs, chunks)
         hashing = 2 * self._hashed_heads * self._key_dim * rotations * rounds * length
@@ -254,7 +255,7 @@ class ReformerLSHAttention(EfficientAttention):
                 return self._attend_dense(query, value, call), None
         rounds = call.options["num_hashes"]
         buckets = ops.cast(
-            remembered(lambda: self._buckets(query, rounds)),
+            remember(lambda: self._buckets(query, rounds)),
             "int32",
         )
         return self._attend_hashed(query, value, buckets, call)
@@ -264,12 +265,12 @@ class ReformerLSHAttention(EfficientAttention):
         buckets = hash_buckets(
             query[:, :, : self._hashed_heads], rotations, self._factors
         )
-        # A reversible stack keeps them.
+        # A reversible stack stores the hash buckets.
         small = math.prod(self._factors) <= 256
         return ops.cast(buckets, "uint8") if small else buckets
 
     def _attend_dense(self, query, value, call):
-        """One chunk of everything."""
+        """Attends within one chunk that holds all positions."""
         length = max(1, query.shape[1])
         heads, _ = lsh_attention(
             query,
@@ -325,7 +326,7 @@ class ReformerLSHAttention(EfficientAttention):
         )
         if not self.num_local_heads:
             return heads, new_state
-        # One bucket, aligned: chunks of neighbours.
+        # One aligned bucket gives chunks of neighbours.
         local = query[:, :, split:]
         local_heads, local_state = attend(
             local, value[:, :, split:], _one_bucket(local), 1, True, state_of(LOCAL)
@@ -347,8 +348,8 @@ class ReformerLSHAttention(EfficientAttention):
 
     def _query_and_key(self, query, key, call):
         query_mask, key_mask = call.query_mask, call.key_mask
-        # Where one of the two is hidden, the other is read, or else nothing: whoever
-        # is hidden as a key stands in no chunk.
+        # Where query or key is hidden, read the other. A position hidden as a key is in
+        # no chunk.
         if query_mask is not None:
             query = ops.where(query_mask[..., None], query, key)
         if key_mask is not None:
@@ -360,9 +361,9 @@ class ReformerLSHAttention(EfficientAttention):
         """Sets all weights; or the projections alone, from a `MultiHeadAttention`.
 
         Args:
-            weights: List of arrays: as many as `self.weights`, or those of a
+            weights: List of arrays: as many as `self.weights`, or the weights of a
                 `keras.layers.MultiHeadAttention` with the same projections, whose key
-                projection is left out.
+                projection is ignored.
         """
         own = [tuple(weight.shape) for weight in self.weights]
         count = len(self._query_dense.weights)
@@ -470,6 +471,6 @@ class ReformerLSHAttention(EfficientAttention):
 
 
 def _one_bucket(query):
-    """The buckets of a hash that has one, in one round."""
+    """Buckets that put all positions into one, in one round."""
     batch, length, heads, _ = shape_of(query)
     return ops.zeros((batch, heads, 1, length), "int32")

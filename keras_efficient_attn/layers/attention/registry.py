@@ -14,10 +14,10 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def register_attention(name):
-    """Decorator: makes an attention layer known by a name.
+    """Decorator: registers an attention layer by name.
 
-    Backbones, `convert_backbone`, the benchmark command and `get_attention` find it by
-    that name. For saved models, register the class with Keras as well.
+    Backbones, `convert_backbone`, the benchmark command and `get_attention` find the
+    layer by that name. For saved models, register the class with Keras as well.
 
     Args:
         name: String without a colon, such as `"performer"`.
@@ -64,24 +64,24 @@ def attention_names():
 
 
 def attention_class(name):
-    """The class that a name stands for."""
+    """The class for a name."""
     return _LAYERS[name]
 
 
 def get_attention(identifier, **defaults):
-    """The attention layer that a name stands for.
+    """Makes the attention layer for a name.
 
     Args:
-        identifier: `"name"` or `"name:option=value,option=value"`, with a name of
+        identifier: `"name"` or `"name:option=value,option=value"`, with a name from
             `attention_names()` and options of the layer's constructor.
         **defaults: Arguments of the constructor, such as `num_heads` and `key_dim`.
-            Options of the identifier come before them.
+            Options in the identifier take precedence.
 
     Returns:
         A new layer.
 
     Raises:
-        ValueError: For an unknown name or option, or options that the layer refuses.
+        ValueError: For an unknown name or option, or options that the layer rejects.
         TypeError: If `identifier` is not a string.
 
     Example:
@@ -99,7 +99,7 @@ def get_attention(identifier, **defaults):
 
 
 def parse_attention(identifier):
-    """The class that a name stands for, and its options, as a dict.
+    """The class for a name, and its options, as a dict.
 
     Raises:
         ValueError: For an unknown name or option.
@@ -135,7 +135,7 @@ def _items(text):
 
 
 def constructor_arguments(layer_class):
-    """Names of the constructor's arguments, those of the base classes too, as a set."""
+    """Names of the constructor's arguments, base classes included, as a set."""
     last = layer_class.__mro__.index(keras.layers.MultiHeadAttention)
     return {
         name

@@ -1,4 +1,4 @@
-"""SoftmaxAttention: softmax attention with the masks and states of this package."""
+"""SoftmaxAttention: softmax attention with this package's masks and states."""
 
 import keras
 from keras import ops
@@ -20,24 +20,23 @@ KERNELS = ("dot_product", "gaussian")
 @register_attention("softmax")
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class SoftmaxAttention(EfficientAttention):
-    """Softmax attention over all keys, under the contract of this package.
+    """Softmax attention over all keys, with this package's masks and states.
 
     ```
     w[t, s] = exp(query[t] · key[s] / √key_dim)
     head[t] = Σ_s w[t, s] value[s] / Σ_s w[t, s]
     ```
 
-    computed by the backend's fused kernel where there is one. The state is a cache of
-    keys and values, of the length that `get_initial_state` is given: unlike those of
-    the efficient layers it grows with the context, and a token costs time in
-    proportion.
+    computed by the backend's fused kernel if available. The state is a cache of keys
+    and values, of the length given to `get_initial_state`. Unlike the states of the
+    efficient layers, it grows with the context, and so does the time per token.
 
     `kernel="gaussian"` weighs keys by their distance, `w[t, s] = exp(-‖query[t] −
     key[s]‖² / (2 √key_dim))`: the Nadaraya–Watson estimator with a Gaussian kernel of
     variance `√key_dim`. For keys of one norm it is softmax attention.
 
     Args:
-        *args, **kwargs: Those of `EfficientAttention`; `sliding_window` and
+        *args, **kwargs: Arguments of `EfficientAttention`; `sliding_window` and
             `flash_attention` as in `keras.layers.MultiHeadAttention`. `dropout` acts
             on the normalised weights, and needs the matrix of weights.
         rotary_wavelength: Longest wavelength of rotary positions, over 2π, such as
@@ -98,7 +97,7 @@ class SoftmaxAttention(EfficientAttention):
 
     def state_spec(self, batch_size, max_length):
         sizes = (self._num_heads, self._key_dim, self._value_dim)
-        # A cache as wide as the computation: it is most of what a token reads.
+        # The cache has the compute dtype: reading it dominates the cost of a token.
         return cache_spec(batch_size, max_length, *sizes, self.compute_dtype)
 
     def operations(self, length, causal):
@@ -114,7 +113,7 @@ class SoftmaxAttention(EfficientAttention):
             # Half precision cannot tell far positions apart.
             wide = accumulator_dtype(query, key)
             query, key = (
-                ops.cast(self._rotated(ops.cast(x, wide), position), dtype)
+                ops.cast(self._rotate(ops.cast(x, wide), position), dtype)
                 for x in (query, key)
             )
         if state is not None:
@@ -133,20 +132,21 @@ class SoftmaxAttention(EfficientAttention):
         # Keras' fused kernels round float64 to float32.
         if call.scores or dropped or dtype == "float64":
             return self._attend_by_matrix(query, key, value, mask, call), state
-        # A causal mask alone is the kernel's own.
+        # The kernel handles a causal mask without padding itself.
         causal = call.causal and state is None and self._sliding_window is None
         if causal and key_mask is None:
             mask = None
         if dtype == "float16" and not self._flash_attention:
-            # Its range does not hold the logits of large queries and keys.
+            # The logits of large queries and keys overflow its range.
             query, key, value = (ops.cast(x, "float32") for x in (query, key, value))
-        # Kernels want one width: zeros change no logit, and are cut off the values.
+        # Kernels need equal widths: pad with zeros, which change no logit and are cut
+        # off the values.
         width = max(key.shape[-1], value.shape[-1])
-        # Keras asks whether the flash kernel can run, which `torch.compile` cannot
-        # trace. PyTorch asks itself.
+        # Keras checks whether the flash kernel can run, which `torch.compile` cannot
+        # trace. PyTorch makes this check itself.
         default = False if is_traced_by_torch() else None
         heads = ops.dot_product_attention(
-            *(_widened(x, width) for x in (query, key, value)),
+            *(_widen(x, width) for x in (query, key, value)),
             mask=mask,
             scale=self._inverse_sqrt_key_dim,
             is_causal=causal and mask is None,
@@ -176,7 +176,7 @@ class SoftmaxAttention(EfficientAttention):
         return ops.einsum("bhts,bshd->bthd", weights, value)
 
     def _mask(self, length, keys, start, causal):
-        """Which keys queries see by position, `(1, 1, length, keys)`, or `None`."""
+        """The mask by position, `(1, 1, length, keys)`, or `None`."""
         if not causal and self._sliding_window is None:
             return None
         steps = ops.arange(length, dtype="int32")[:, None]
@@ -199,8 +199,8 @@ def _by_distance(query, key, value):
     return query, ops.concatenate([key, -square / 2], axis=-1), value
 
 
-def _widened(x, width):
-    """`(batch, length, heads, dim)` with zeros behind, up to a width."""
+def _widen(x, width):
+    """`(batch, length, heads, dim)`, padded with zeros to a width."""
     missing = width - x.shape[-1]
     return pad(x, [(0, 0)] * 3 + [(0, missing)]) if missing else x
 

@@ -17,7 +17,7 @@ STRIDE = 128
 @register_attention("sparse")
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class SparseAttention(PatternAttention):
-    """Softmax attention over a strided or a fixed pattern, at the pattern's cost.
+    """Softmax attention over a strided or a fixed sparse pattern.
 
     A pattern has two factors. With `l` for `stride` and `c` for `summary`, query `t`
     sees key `s` (and only `s ≤ t` with `use_causal_mask`) if
@@ -28,30 +28,31 @@ class SparseAttention(PatternAttention):
                                                          its block of l
     ```
 
-    Through both, one after the other, every position reaches every earlier one.
-    Time and memory grow as `length · (l + length / l)` for the strided and
-    `length · (l + c · length / l)` for the fixed pattern; with `l ≈ √length`, as
-    `length^1.5`. Only blocks that the pattern touches are computed.
+    Two layers, one per factor, connect every position to every earlier one. Time and
+    memory grow as `length · (l + length / l)` for the strided and `length · (l + c ·
+    length / l)` for the fixed pattern; with `l ≈ √length`, as `length^1.5`. Only blocks
+    that the pattern touches are computed.
 
-    Factor 0 of the strided pattern has `l + 1` keys, the query's own among them, as
-    the paper prints it; in the merged pattern, `l` of them would make no difference.
+    Factor 0 of the strided pattern has `l + 1` keys, including the query's own, as
+    printed in the paper; in the merged pattern `l` keys would be equivalent.
 
     Args:
         *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
             name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the normalised
             weights), `use_bias`, ….
         pattern: `"strided"` (the default), for data with the period `stride`, such as
-            the rows of an image, or `"fixed"`, for data without, such as text.
-        stride: Positions between two keys of the second factor, or of a block.
-            Defaults to 128; about the root of the length is fastest.
+            the rows of an image, or `"fixed"`, for data without a period, such as text.
+        stride: Distance between keys of the second factor, or the length of a block.
+            Defaults to 128; about the square root of the length is fastest.
         summary: Positions of a block that all queries see in the fixed pattern, such
-            as 8 to 32. Each head has its own, from the block's end to its start.
-            Defaults to `stride / 16`, at least 1, for the fixed pattern with a second
-            factor; 1 otherwise.
+            as 8 to 32. Each head has its own positions, assigned from the block's end
+            to its start. Defaults to `stride / 16`, at least 1, for the fixed pattern
+            with a second factor; 1 otherwise.
         heads: The paper's three ways to use the factors. `"merged"` (the default):
-            every head sees both, a key of both once. `"split"`: the first half of the
-            heads has factor 0, the others have factor 1. `0` or `1`: all heads have
-            that factor, for layers that take turns: `heads=i % 2` in layer `i`.
+            every head sees both factors; a key in both counts once. `"split"`: the
+            first half of the heads has factor 0, the others have factor 1. `0` or `1`:
+            all heads have that factor, for layers that alternate: `heads=i % 2` in
+            layer `i`.
         rotary_wavelength: Longest wavelength of rotary positions, over 2π, such as
             10,000. Defaults to `None`: no positions.
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`.
@@ -59,14 +60,14 @@ class SparseAttention(PatternAttention):
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
         `use_causal_mask`, `return_attention_scores`, `state`. Queries and keys may
-        differ in length: position `s` is the same in both.
+        differ in length: position `s` means the same in both.
 
     Returns:
         As `EfficientAttention`: `(batch, query_length, output_dim)`, with the scores or
         the new state if they are asked for.
 
     Raises:
-        ValueError: For arguments that make no pattern.
+        ValueError: For arguments that define no pattern.
 
     Example:
 
@@ -76,7 +77,7 @@ class SparseAttention(PatternAttention):
     >>> layer = SparseAttention(num_heads=4, key_dim=16, pattern="fixed", stride=32)
     >>> output = layer(x, x, use_causal_mask=True)
 
-    Layers that take turns, by name:
+    Alternating layers, by name:
 
     >>> from keras_efficient_attn.layers import get_attention
     >>> names = ["sparse:stride=32,heads=0", "sparse:stride=32,heads=1"]
@@ -100,7 +101,7 @@ class SparseAttention(PatternAttention):
         self.stride = stride
         self.summary = summary
         self.heads = heads
-        # It checks itself.
+        # The pattern checks its own arguments.
         self._config()
 
     @property
@@ -123,8 +124,8 @@ class SparseAttention(PatternAttention):
         return True
 
     def state_spec(self, batch_size, max_length):
-        # A token reads `stride + max_length / stride` keys with the strided pattern,
-        # and `stride + summary · max_length / stride` with the fixed one.
+        # Per token, the strided pattern reads `stride + max_length / stride` keys and
+        # the fixed pattern `stride + summary · max_length / stride`.
         sizes = (batch_size, max_length, self._key_dim, self._value_dim)
         return sparse_attention_spec(self._config(), *sizes, self.state_dtype)
 

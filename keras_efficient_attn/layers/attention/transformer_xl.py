@@ -22,14 +22,14 @@ OWN_BIASES = ("own", "shared")
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class PositionBiases(keras.layers.Layer):
-    """The vectors that `RelativePositionXL` adds to all queries, two for each head.
+    """The two vectors per head that `RelativePositionXL` adds to all queries.
 
-    Pass one to several layers as `biases`, and they share it.
+    To share it, pass one object to several layers as `biases`.
 
     Args:
-        num_heads: Attention heads.
+        num_heads: Number of attention heads.
         key_dim: Width of a head.
-        **kwargs: Those of `keras.layers.Layer`.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Example:
 
@@ -67,18 +67,17 @@ class RelativePositionXL(EfficientAttention):
     head[i] = Σ_j w[i, j] value[j] / Σ_j w[i, j]
     ```
 
-    with learned vectors `u` and `v` of each head, and sinusoids `r` of the distance.
-    Without `use_causal_mask`, distances to later keys are negative: those have
-    sinusoids of their own.
+    with learned vectors `u` and `v` per head, and sinusoids `r` of the distance.
+    Without `use_causal_mask`, distances to later keys are negative and have their own
+    sinusoids.
 
-    The state is the **memory**: the layer's last inputs, unchanged, from which keys
-    and values are projected anew. Gradients end there. `max_length` of
-    `get_initial_state` is the length of the memory, `memory_length` if it is not given:
-    with `same_length`, too, where it is also the number of positions that every query
-    sees in calls with that state. A query sees the part of its segment before it, and
-    the memory; positions without an input yet, and masked ones, are not seen. Time is
-    proportional to `length · (memory_length + length)`; the matrix of weights exists
-    for some queries at a time.
+    The state is the **memory**: the layer's last inputs, unchanged, from which keys and
+    values are projected again. No gradient flows into it. `max_length` of
+    `get_initial_state` is the length of the memory; it defaults to `memory_length`.
+    With `same_length` it is also the number of positions that every query sees in calls
+    with that state. A query sees the earlier part of its segment and the memory; empty
+    memory slots and masked positions are not seen. Time is proportional to `length ·
+    (memory_length + length)`; the matrix of weights exists for a few queries at a time.
 
     Args:
         *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
@@ -86,16 +85,15 @@ class RelativePositionXL(EfficientAttention):
             weights), `use_bias`, ….
         memory_length: Positions before a segment that the state holds, 0 or more.
             Defaults to 128.
-        clamp_length: Distances beyond it count as it; for memories that are longer
-            than in training. Defaults to `None`: no distance is changed.
-        same_length: Whether every query sees the `memory_length` positions up to and
-            including itself, as in the authors' code, wherever in its segment it is
-            (and, if not causal, as many from itself on), instead of all there are.
-            Without a state, too. Needs a `memory_length` of 1 or more. Defaults to
-            `False`.
-        biases: Where `u` and `v` are from: `"own"` (the default); `"shared"`: in a
-            `TransformerStack`, one pair for all layers that say so, as in the paper;
-            or a `PositionBiases`, for the layers it is passed to.
+        clamp_length: Larger distances are clamped to it, for memories longer than in
+            training. Defaults to `None`: no clamping.
+        same_length: Whether every query sees exactly the `memory_length` positions up
+            to and including itself, as in the authors' code (and, if not causal, as
+            many from itself on), instead of all positions. Also applies without a
+            state. Needs a `memory_length` of 1 or more. Defaults to `False`.
+        biases: Source of `u` and `v`: `"own"` (the default); `"shared"`: in a
+            `TransformerStack`, one pair for all layers with this option, as in the
+            paper; or a `PositionBiases` to use.
         position_dropout: Rate of dropout on the sinusoids of relative positions.
             Defaults to 0.
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`.
@@ -107,9 +105,9 @@ class RelativePositionXL(EfficientAttention):
 
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
-        `use_causal_mask`, `return_attention_scores`, `state`; with `state`, `key` has
-        to be `value`.
-        reset: Optional boolean `(batch, length)`: where a new document or episode
+        `use_causal_mask`, `return_attention_scores`, `state`; with `state`, `key` must
+        be `value`.
+        reset: Optional boolean `(batch, length)`: true where a new document or episode
             begins, which sees nothing before it; or `(batch,)`: whether one begins
             with the segment.
 
@@ -118,8 +116,8 @@ class RelativePositionXL(EfficientAttention):
         the new state if they are asked for.
 
     Raises:
-        ValueError: For an argument named above that cannot be honoured, or a state of
-            another batch size or width.
+        ValueError: For an unsupported value of an argument above, or a state of another
+            batch size or width.
 
     Example:
 
@@ -198,8 +196,8 @@ class RelativePositionXL(EfficientAttention):
 
     @property
     def state_grows(self):
-        # Only a memory as long as the context gives the outputs of one call on it;
-        # with `same_length`, the layer's own does.
+        # Only a memory as long as the context reproduces one call on the context; with
+        # `same_length`, the layer's own memory does.
         return not self.same_length
 
     @property
@@ -211,14 +209,14 @@ class RelativePositionXL(EfficientAttention):
         return self._source_of_biases == "shared"
 
     def share_weights_with(self, other):
-        """Takes another layer's `biases` for its own.
+        """Shares another layer's `biases`.
 
         Args:
             other: A `RelativePositionXL` with as many heads of the same `key_dim`. This
                 layer must not be built yet.
 
         Raises:
-            ValueError: If it is, or the two differ.
+            ValueError: If this layer is built, or the two differ.
         """
         if self.built:
             raise ValueError(
@@ -309,7 +307,7 @@ class RelativePositionXL(EfficientAttention):
         if call.state is None:
             options = {"documents": documents}
             call = dataclasses.replace(call, options=options)
-            query, value, key = self._normalized(query, value, key)
+            query, value, key = self._normalize_inputs(query, value, key)
             return super()._attend_inputs(query, value, key, call)
 
         memory, seen = call.state["memory"], call.state["mask"]
@@ -320,7 +318,7 @@ class RelativePositionXL(EfficientAttention):
         kept = ops.concatenate([seen, mask], axis=1)
         extended = ops.concatenate([ops.cast(memory, value.dtype), value], axis=1)
         if documents is not None:
-            # The memory comes before all documents of the segment.
+            # The memory precedes all documents of the segment.
             before = ops.zeros_like(documents[1][:, :1])
             before = ops.broadcast_to(before, shape_of(memory)[:2])
             key_documents = ops.concatenate([before, documents[1]], axis=1)
@@ -335,7 +333,7 @@ class RelativePositionXL(EfficientAttention):
                 "documents": documents,
             },
         )
-        inputs = self._normalized(query, extended, extended)
+        inputs = self._normalize_inputs(query, extended, extended)
         output, _ = super()._attend_inputs(*inputs, whole)
         if documents is not None:
             last = documents[0][:, -1:]
@@ -345,8 +343,8 @@ class RelativePositionXL(EfficientAttention):
             "mask": kept[:, length:],
         }
 
-    def _normalized(self, query, value, key):
-        """The inputs after `input_norm`, the same tensors staying the same."""
+    def _normalize_inputs(self, query, value, key):
+        """The inputs after `input_norm`, with identical tensors kept identical."""
         if self.input_norm is None:
             return query, value, key
         normed = {id(x): self.input_norm(x) for x in (query, value, key)}
@@ -365,8 +363,8 @@ class RelativePositionXL(EfficientAttention):
         if biases == "given":
             biases = {
                 **keras.saving.serialize_keras_object(self.biases),
-                # Keras' own mark is lost where a configuration inside another is
-                # copied, and the layers of a loaded model would share no longer.
+                # Keras' own marker is lost when a nested configuration is copied, and
+                # the layers of a loaded model would no longer share.
                 "shared_object_id": id(self.biases),
             }
         return {
@@ -387,8 +385,8 @@ class RelativePositionXL(EfficientAttention):
         return super().from_config(config)
 
     def _position_keys(self, after, before, dtype, training):
-        """Keys of distances that fall from `after - 1` to `-before`."""
-        # Without causality, an empty sequence asks for −1 distances: there are none.
+        """Keys of distances, decreasing from `after - 1` to `-before`."""
+        # Without causality, an empty sequence would give −1 distances: use 0.
         steps = ops.arange(after + before + 1, dtype="int32")[:-1]
         distances = after - 1 - steps
         if self.clamp_length is not None:
@@ -400,7 +398,7 @@ class RelativePositionXL(EfficientAttention):
 
 
 def _next_memory(memory, inputs, mask):
-    """The memory after a segment: as many last inputs, without gradients.
+    """The memory after a segment: the last inputs, without gradients.
 
     Args:
         memory: `(batch, memory_length, dim)`.
@@ -416,7 +414,7 @@ def _next_memory(memory, inputs, mask):
 
 
 def _document_numbers(reset, length):
-    """Which document, from 0, each position belongs to, `(batch, length)`."""
+    """The document number of each position, from 0, `(batch, length)`."""
     reset = ops.cast(reset, "int32")
     if len(reset.shape) == 1:
         first = ops.cast(ops.arange(length, dtype="int32") == 0, "int32")

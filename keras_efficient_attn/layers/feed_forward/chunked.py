@@ -1,4 +1,4 @@
-"""Layers that work on each position alone, in slices of the sequence."""
+"""Position-wise layers, computed in slices of the sequence."""
 
 import keras
 from keras import ops
@@ -14,7 +14,7 @@ from keras_efficient_attn.ops.common.scan import recompute_scan
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class ChunkedFeedForward(keras.layers.Layer):
-    """A feed-forward network in slices of the sequence, recomputed for the gradient.
+    """A feed-forward network, computed in slices and recomputed for the gradient.
 
     ```
     y[slice] = feed_forward(x[slice])
@@ -22,21 +22,21 @@ class ChunkedFeedForward(keras.layers.Layer):
 
     The wide activations inside the network exist for one slice at a time, in both
     passes: `batch · chunk_size · hidden_dim` floats instead of `batch · length ·
-    hidden_dim`. The gradient costs one more forward pass.
+    hidden_dim`. The gradient costs one additional forward pass.
 
     Args:
         feed_forward: Layer from `(batch, length, dim)` to `(batch, length, output_dim)`
-            that works on each position alone, such as a `Sequential` of `Dense` layers.
-            It has neither random numbers, nor states that it updates, nor losses.
-        chunk_size: Positions of a slice. Defaults to 128.
-        **kwargs: Those of `keras.layers.Layer`.
+            that acts on each position separately, such as a `Sequential` of `Dense`
+            layers. It must not use random numbers, update states or add losses.
+        chunk_size: Positions per slice. Defaults to 128.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
         x: `(batch, length, dim)`.
         training: Boolean.
 
     Returns:
-        What `feed_forward` gives for the whole.
+        The output of `feed_forward` on the whole sequence.
 
     Raises:
         TypeError: If `feed_forward` is not a layer.
@@ -58,7 +58,7 @@ class ChunkedFeedForward(keras.layers.Layer):
     """
 
     def __init__(self, feed_forward, chunk_size=128, **kwargs):
-        # autocast=False: the network casts for itself, weights included.
+        # autocast=False: the network casts its inputs and weights itself.
         super().__init__(autocast=False, **kwargs)
         if not isinstance(feed_forward, keras.Layer):
             raise TypeError(
@@ -133,19 +133,19 @@ class ChunkedFeedForward(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class ChunkedVocabularyLoss(keras.layers.Layer):
-    """Output projection and cross-entropy in one, in slices of the sequence.
+    """Fused output projection and cross-entropy, in slices of the sequence.
 
     ```
     loss[t] = -log softmax(hidden[t] W + b)[label[t]]
     ```
 
-    The logits, `length · vocabulary_size` a row, are never all there, in neither pass.
+    Neither pass holds all logits, `length · vocabulary_size` per row.
 
     Args:
         vocabulary_size: Number of classes.
-        use_bias: Whether there is a b. Defaults to `True`.
-        chunk_size: Positions of a slice. Defaults to 128.
-        **kwargs: Those of `keras.layers.Layer`.
+        use_bias: Whether the projection has the bias b. Defaults to `True`.
+        chunk_size: Positions per slice. Defaults to 128.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
         hidden: `(batch, length, dim)`.

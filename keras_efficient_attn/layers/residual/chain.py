@@ -1,4 +1,4 @@
-"""Keras layers in a reversible chain, their weights, states and losses explicit."""
+"""Keras layers in a reversible chain, with explicit weights, states and losses."""
 
 import collections
 
@@ -23,7 +23,7 @@ Attributes:
 def stream_dtype(layer):
     """float32, or float64 for a layer that computes in it.
 
-    Rebuilding subtracts what was added: in half precision the rest is rounding.
+    Rebuilding subtracts the update: in half precision only rounding errors remain.
     """
     return wide_dtype(layer.compute_dtype)
 
@@ -32,8 +32,7 @@ def plain_residuals(sublayers, x1, x2):
     """`x1 + f(x2)`, `x2 + g(x1)`, … with all activations kept for the gradient.
 
     Returns:
-        `(x1, x2, states)`: the streams, and a list of what each sublayer gives as its
-        state.
+        `(x1, x2, states)`: the streams, and a list of the sublayers' states.
     """
     streams, states = [x1, x2], []
     for i, sublayer in enumerate(sublayers):
@@ -44,12 +43,12 @@ def plain_residuals(sublayers, x1, x2):
 
 
 def reversible_residuals(owner, sublayers, x1, x2):
-    """The same streams as `plain_residuals`, with constant memory in the depth.
+    """The streams of `plain_residuals`, with memory independent of the depth.
 
-    Updates of states are assigned once, and `owner` gets the losses of the layers.
+    State updates are assigned once, and the layers' losses are added to `owner`.
 
     Raises:
-        ValueError: If a sublayer assigns to a variable that its layers do not have.
+        ValueError: If a sublayer assigns to a variable that is not its own.
     """
     parameters, states, tensors = _Unique(), _Unique(), _Unique()
     halves = []
@@ -121,7 +120,7 @@ class _Unique:
         self.items, self._index = [], {}
 
     def add(self, items):
-        """Adds what is new; returns the indices of all."""
+        """Adds new items; returns the indices of all items."""
         indices = []
         for item in items:
             if id(item) not in self._index:

@@ -1,4 +1,4 @@
-"""GatedResidual: gates in the place of residual connections."""
+"""GatedResidual: gates instead of residual connections."""
 
 import keras
 from keras import ops
@@ -6,7 +6,7 @@ from keras import ops
 from keras_efficient_attn.ops.common.checks import is_number
 
 BIAS = 2.0
-# The square matrices of each gate: W are those of the update, U those of the stream.
+# The square matrices of each gate: W multiplies the update, U the stream.
 KERNELS = {
     "gru": (
         "reset_update",
@@ -25,7 +25,7 @@ KERNELS = {
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class GatedResidual(keras.layers.Layer):
-    """A learned gate between a stream and a sublayer's update of it.
+    """A learned gate between a residual stream and a sublayer's update.
 
     ```
     gru:           z ⊙ h + (1 − z) ⊙ x,     z = σ(W_z y + U_z x − b),
@@ -36,17 +36,17 @@ class GatedResidual(keras.layers.Layer):
     sigmoid_tanh:  x + σ(W_z y − b) ⊙ tanh(W_h y)
     ```
 
-    A positive bias starts a block near the identity, which is what lets a
-    reinforcement learner act on its observations before it can use its memory. In the
-    block of GTrXL the sublayers read `norm(x)`, and `y` is the ReLU of their output;
-    `residual="gated"` of `keras_efficient_attn.models` is that.
+    A positive bias starts a block near the identity, which lets a reinforcement learner
+    act on its observations before it can use its memory. In a GTrXL block the sublayers
+    read `norm(x)`, and `y` is the ReLU of their output; `residual="gated"` of
+    `keras_efficient_attn.models` does so.
 
     Args:
         gate: `"gru"` (the default), `"input"`, `"output"`, `"highway"` or
             `"sigmoid_tanh"`.
-        bias: First value of the bias `b`, a vector that is learned. The gate
-            `"input"` has none, and refuses another value. Defaults to 2.
-        **kwargs: Those of `keras.layers.Layer`.
+        bias: Initial value of the learned bias vector `b`. The gate `"input"` has no
+            bias and raises for another value. Defaults to 2.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
         x: `(..., dim)`, the stream.
@@ -56,7 +56,7 @@ class GatedResidual(keras.layers.Layer):
         A tensor of the shape of `x`.
 
     Raises:
-        ValueError: For an unknown `gate`, a `bias` that is no number, or shapes that
+        ValueError: For an unknown `gate`, a `bias` that is not a number, or shapes that
             differ.
 
     Example:

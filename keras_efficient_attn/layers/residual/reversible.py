@@ -1,4 +1,4 @@
-"""Reversible residual blocks: activations rebuilt, not kept."""
+"""Reversible residual blocks: activations are recomputed, not stored."""
 
 import inspect
 import itertools
@@ -20,43 +20,42 @@ MERGES = ("mean", "concatenate")
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class ReversibleBlock(keras.layers.Layer):
-    """Two residual connections on two streams, whose inputs its outputs tell.
+    """Two residual connections on two streams; outputs determine the inputs.
 
     ```
     y1 = x1 + f(x2)        x2 = y2 − g(y1)
     y2 = x2 + g(y1)        x1 = y1 − f(x2)
     ```
 
-    The gradient runs `f` and `g` a second time, on rebuilt inputs: the block keeps no
-    activation but its outputs. Many blocks belong into one `ReversibleStack`, which
-    keeps those of the last only.
+    The gradient runs `f` and `g` a second time, on rebuilt inputs: the block stores
+    only its outputs. Put several blocks into one `ReversibleStack`, which stores only
+    the last block's outputs.
 
-    Normalisation and dropout belong into `f` and `g`. Both must keep shapes, and be
-    the same function when run twice from the same variables: random numbers come from a
-    `SeedGenerator` of the layer's own, as in `keras.layers.Dropout`. Updates of
+    Put normalisation and dropout inside `f` and `g`. Both must preserve shapes, and
+    give the same result when run twice from the same variables: draw random numbers
+    from a `SeedGenerator` of the layer, as `keras.layers.Dropout` does. Updates of
     variables and `add_loss` are counted once. Gradients are of the first order.
 
     Args:
-        f: Layer from `(batch, length, dim)` to the same: as a rule normalisation and
-            attention, such as a Functional model. It gets `mask` and `state` if its
-            call has these arguments.
-        g: Another: as a rule normalisation and a feed-forward network.
-        reversible: Whether to rebuild. `False` gives the same numbers the ordinary
-            way, with all activations kept, as do calls with `state`.
-            Defaults to `True`.
-        **kwargs: Those of `keras.layers.Layer`.
+        f: Layer from `(batch, length, dim)` to the same shape, usually normalisation
+            and attention, such as a Functional model. It receives `mask` and `state` if
+            its call has these arguments.
+        g: Layer as `f`, usually normalisation and a feed-forward network.
+        reversible: Whether to rebuild activations. `False` gives the same numbers with
+            all activations kept, as do calls with `state`. Defaults to `True`.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
         inputs: Pair `(x1, x2)` of the same shape.
         mask: Optional boolean `(batch, length)`, for `f`; by default Keras' mask of
-            `x2`, which is that of both outputs too.
-        state: Optional state of `f`, which then returns `(output, state)`. Nothing
-            is rebuilt: gradients of such a call keep all activations.
+            `x2`, which both outputs also get.
+        state: Optional state of `f`, which then returns `(output, state)`. Such a call
+            keeps all activations for its gradient.
         training: Boolean. Only training calls rebuild.
 
     Returns:
-        `(y1, y2)`, float32 or wider whatever the policy: in half precision, nothing
-        could be rebuilt from them. `((y1, y2), state)` with `state`.
+        `(y1, y2)`, float32 or wider whatever the policy, because half precision is not
+        enough to rebuild activations. `((y1, y2), state)` with `state`.
 
     Raises:
         TypeError: If `f` or `g` is not a layer.
@@ -82,7 +81,7 @@ class ReversibleBlock(keras.layers.Layer):
     """
 
     def __init__(self, f, g, reversible=True, **kwargs):
-        # autocast=False: streams keep their float32 under a mixed policy.
+        # autocast=False: streams stay float32 under a mixed policy.
         super().__init__(autocast=False, **kwargs)
         for name, layer in (("f", f), ("g", g)):
             if not isinstance(layer, keras.Layer):
@@ -133,7 +132,7 @@ class ReversibleBlock(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class ReversibleStack(keras.layers.Layer):
-    """Reversible blocks, one after the other, with memory that is flat in their number.
+    """A sequence of reversible blocks, with memory independent of their number.
 
     ```
     x1 = x2 = x
@@ -141,26 +140,26 @@ class ReversibleStack(keras.layers.Layer):
     y = (x1 + x2) / 2
     ```
 
-    All blocks together have one gradient, which keeps the last two streams, the seeds
-    and the other states from before each block, the hash buckets of
-    `ReformerLSHAttention` (for each block, position, head and round a byte, or four
-    where there are more than 256 buckets) and the hard codes of `VQAttention` (four
-    bytes for each block, position and head), and rebuilds the rest from the last block
-    to the first. A step costs one more forward pass.
+    All blocks share one gradient function. It stores the last two streams, the seeds
+    and other states before each block, the hash buckets of `ReformerLSHAttention` (per
+    block, position, head and round one byte, or four for more than 256 buckets) and the
+    hard codes of `VQAttention` (four bytes per block, position and head). It rebuilds
+    the rest from the last block to the first. A step costs one additional forward pass.
 
     Args:
-        blocks: List of `ReversibleBlock`. The same block may stand in it repeatedly.
+        blocks: List of `ReversibleBlock`. A block may occur more than once.
         merge: `"mean"` (the default) or `"concatenate"`, for twice the dim.
-        reversible: Whether to rebuild. `False` gives the same numbers the ordinary
-            way, as do blocks with `reversible=False` for their part: the blocks before
-            and after these keep two streams each time. Defaults to `True`.
-        **kwargs: Those of `keras.layers.Layer`.
+        reversible: Whether to rebuild activations. `False` gives the same numbers with
+            all activations kept. A block with `reversible=False` keeps its own
+            activations, and its neighbours then store two streams each. Defaults to
+            `True`.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
         x: `(batch, length, dim)`.
         mask: Optional boolean `(batch, length)`, for each `f`.
         state: Optional, from `get_initial_state` or the previous segment's call.
-            Nothing is rebuilt: gradients of such a call keep all activations.
+            Such a call keeps all activations for its gradient.
         training: Boolean. Only training calls rebuild.
 
     Returns:
@@ -228,14 +227,14 @@ class ReversibleStack(keras.layers.Layer):
                 block.build([x_shape, x_shape])
 
     def get_initial_state(self, batch_size, max_length=None):
-        """The state before the first position: those of each block's `f`.
+        """The state before the first position: the state of each block's `f`.
 
-        For layers `f` that have such a method.
+        Each `f` must have such a method.
 
         Args:
             batch_size: Rows in the batch.
             max_length: Positions that the states can hold, for layers `f` whose state
-                grows: their methods get it where it is given. Defaults to `None`.
+                grows; passed to their methods if given. Defaults to `None`.
         """
         lengths = () if max_length is None else (max_length,)
         return {
@@ -308,13 +307,13 @@ def _run(owner, blocks, x1, x2, mask, states, training):
             x1, x2 = reversible_residuals(owner, sublayers, x1, x2)
         else:
             x1, x2, made = plain_residuals(sublayers, x1, x2)
-            # Those of `f`; `g` has none.
+            # States of `f`; `g` has none.
             new_states += made[::2]
     return (x1, x2) if states is None else ((x1, x2), new_states)
 
 
 def _mask_of_f(mask):
-    """Which of the masks of two streams, if there are two, `f` reads."""
+    """The mask that `f` reads, if each stream has a mask."""
     return mask[1] if isinstance(mask, list | tuple) else mask
 
 

@@ -7,7 +7,7 @@ from keras_efficient_attn.layers import EfficientAttention, get_attention
 from keras_efficient_attn.layers.attention.softmax import SoftmaxAttention
 from keras_efficient_attn.models.blocks.positions import MAX_WAVELENGTH
 
-# Softmax layers that become one with a state.
+# Softmax layers that are replaced by a layer with a state.
 STATELESS_SOFTMAX = (
     keras.layers.MultiHeadAttention,
     keras_hub.layers.CachedMultiHeadAttention,
@@ -15,11 +15,11 @@ STATELESS_SOFTMAX = (
 
 
 def attention_spec(attention):
-    """A name, or the configuration of a layer: what JSON can hold.
+    """A name, or the configuration of a layer, serialisable to JSON.
 
     Args:
-        attention: A name with options, a configuration as
-            `keras.saving.serialize_keras_object` gives it, or a layer.
+        attention: A name with options, a configuration from
+            `keras.saving.serialize_keras_object`, or a layer.
 
     Raises:
         TypeError: For anything else.
@@ -45,12 +45,12 @@ def make_attention(spec, num_heads, key_dim, use_bias, rotary, name, dtype):
         key_dim: Width of a head, for a name.
         use_bias: Whether projections have biases, for a name.
         rotary: Whether to give the layer rotary positions.
-        name: Of the layer.
+        name: Name of the layer.
         dtype: Policy of the layer.
 
     Raises:
-        ValueError: If the specification makes no attention layer, or one that has no
-            rotary positions where these are wanted.
+        ValueError: If the specification does not define an attention layer, or if
+            `rotary` is set and the layer has no rotary positions.
     """
     if isinstance(spec, str):
         layer = get_attention(

@@ -1,4 +1,4 @@
-"""A short convolution that tells a block the order of its inputs."""
+"""A short convolution that encodes the order of a block's inputs."""
 
 import keras
 from keras import ops
@@ -15,11 +15,11 @@ class CausalConvolution(keras.layers.Layer):
     y[t] = x[t] + Σ_i w[i] ⊙ x[t − kernel_size + 1 + i]
     ```
 
-    It tells attention the order of the tokens, at any length.
+    It encodes the order of the tokens for attention, at any length.
 
     Args:
-        kernel_size: Number of positions, the present one included. Defaults to 4.
-        **kwargs: Those of `keras.layers.Layer`.
+        kernel_size: Number of positions, including the current one. Defaults to 4.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
         x: `(batch, length, dim)`.

@@ -24,7 +24,7 @@ def get_activation(identifier):
 
 
 def serialize_activation(activation):
-    """An activation as `get_activation` reads it and JSON holds it."""
+    """An activation in a form that JSON holds and `get_activation` reads."""
     if activation in (squared_relu, "squared_relu"):
         return "squared_relu"
     return keras.activations.serialize(keras.activations.get(activation))
@@ -37,7 +37,7 @@ def make_dense(layer, name, input_shape):
         layer: The network, with a `hidden_dim`, an `activation` and `use_bias`.
         name: `"hidden"`, with the activation; `"gate"`, or `"output"`, back to the
             width of the input.
-        input_shape: Of the network.
+        input_shape: Shape of the network's input.
     """
     widths = input_shape[-1], layer.hidden_dim
     if name == "output":
@@ -55,17 +55,18 @@ def make_dense(layer, name, input_shape):
 
 @dataclasses.dataclass(frozen=True)
 class FeedForwardOptions(Options):
-    """The feed-forward networks of a backbone: what follows attention in a block.
+    """The feed-forward networks of a backbone, which follow attention in a block.
 
     Args:
         activation: Name of a Keras activation, `"squared_relu"`, or a callable.
             Defaults to `"gelu"`.
-        gated: Whether they are gated linear units. Defaults to `False`.
-        chunk_size: Positions to work on at once, recomputed for the gradient
-            (`keras_efficient_attn.ChunkedFeedForward`). Defaults to `None`: all.
+        gated: Whether the networks are gated linear units. Defaults to `False`.
+        chunk_size: Positions to process at once, recomputed for the gradient
+            (`keras_efficient_attn.ChunkedFeedForward`). Defaults to `None`: all
+            positions.
         separable_convolution: Whether a `SeparableConvolution` of the same width
-            takes the place of the dense layers. Defaults to `False`.
-        dropout: Rate of dropout on what the second dense layer reads. Defaults to 0.
+            replaces the dense layers. Defaults to `False`.
+        dropout: Rate of dropout on the input of the second dense layer. Defaults to 0.
 
     Raises:
         ValueError: For an unknown activation, separable convolutions that are gated,
@@ -113,8 +114,8 @@ class FeedForward(keras.layers.Layer):
         gated: Whether to multiply by a second projection: with `"silu"` this is
             SwiGLU, with `"gelu"` GEGLU, with `"sigmoid"` GLU. Defaults to `False`.
         use_bias: Whether the dense layers have biases. Defaults to `True`.
-        dropout: Rate of dropout on what the second layer reads. Defaults to 0.
-        **kwargs: Those of `keras.layers.Layer`.
+        dropout: Rate of dropout on the input of the second layer. Defaults to 0.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
         x: `(..., dim)`.

@@ -1,4 +1,4 @@
-"""From tokens to vectors."""
+"""Maps tokens to vectors."""
 
 import dataclasses
 import math
@@ -16,19 +16,19 @@ class EmbeddingOptions(Options):
     """The token embeddings of a backbone.
 
     Args:
-        output: `"tied"` (the default) if the output projection of language models is
-            the embedding, else `"untied"`.
+        output: `"tied"` (the default) if the output projection of language models
+            shares the embedding, or `"untied"`.
         scale: Whether token embeddings are multiplied by `√hidden_dim`. Defaults to
             `False`.
         features: Layers from token ids `(batch, length)` to `(batch, length,
-            hidden_dim)`, which is added to the embeddings; a layer's configuration
-            stands for the layer. To stream they have `get_initial_state(batch_size)`,
-            and return `(output, state)` from a call with `state`. A layer is a
-            template: each backbone gets its own, with that configuration and the
-            backbone's `dtype`. Defaults to `()`: none.
+            hidden_dim)`, which are added to the embeddings; layers or their
+            configurations. To stream, a layer needs `get_initial_state(batch_size)` and
+            returns `(output, state)` from a call with `state`. A layer is a template:
+            each backbone gets a new layer with its configuration and the backbone's
+            `dtype`. Defaults to `()`: none.
 
     Raises:
-        ValueError: For another output.
+        ValueError: For an unknown `output`.
         TypeError: If a feature is not a layer.
     """
 
@@ -59,18 +59,18 @@ class EmbeddingOptions(Options):
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class InputEmbedding(keras.layers.Layer):
-    """Embeddings of tokens, features of them, and positions, added up.
+    """The sum of token embeddings, token features and positions.
 
     Args:
         vocabulary_size: Number of tokens.
         hidden_dim: Width.
-        embedding: `EmbeddingOptions`, or what stands for them. With `"tied"`,
+        embedding: `EmbeddingOptions`, or a shorthand for them. With `"tied"`,
             `token_embedding(x, reverse=True)`, which gives float32 logits, shares the
             embedding's weights.
-        positions: `PositionOptions`, or what stands for them, for positions that are
-            added here. Defaults to `None`.
+        positions: `PositionOptions`, or a shorthand for them, for positions to add
+            here. Defaults to `None`.
         dropout: Rate of dropout on the sum. Defaults to 0.
-        **kwargs: Those of `keras.layers.Layer`.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
         token_ids: Integers `(batch, length)`.
@@ -147,7 +147,7 @@ class InputEmbedding(keras.layers.Layer):
         return keras.KerasTensor(shape, dtype=self.compute_dtype)
 
     def _streaming_layers(self):
-        """Names of states and the layers that have them, in the order of calls."""
+        """Names of states and their layers, in call order."""
         layers = {f"feature_{i}": layer for i, layer in enumerate(self.features)}
         if self.positions is not None:
             layers["positions"] = self.positions

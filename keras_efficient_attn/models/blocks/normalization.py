@@ -14,7 +14,7 @@ def get_norm(norm, epsilon, use_bias, **kwargs):
         norm: `"layer_norm"` or `"rms_norm"`.
         epsilon: Added to the variance.
         use_bias: Whether a layer norm has an offset; an RMS norm has none.
-        **kwargs: Those of `keras.layers.Layer`.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Raises:
         ValueError: For another name.

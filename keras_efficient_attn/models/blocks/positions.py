@@ -1,4 +1,4 @@
-"""Position embeddings, which stream."""
+"""Position embeddings that support streaming."""
 
 import dataclasses
 import math
@@ -23,18 +23,17 @@ class Positions(keras.layers.Layer):
 
     Args:
         max_offset: In training, positions count from a random number between 0 and
-            this, the same for all rows, so that those of longer sequences are known.
-            Defaults to 0.
-        seed: Optional integer; layers of the same seed, called equally often, draw the
-            same numbers, as those of an encoder and its decoder should.
-        **kwargs: Those of `keras.layers.Layer`.
+            this, the same for all rows, so that the model also sees positions of longer
+            sequences. Defaults to 0.
+        seed: Optional integer; layers with the same seed that are called equally often
+            draw the same numbers, as an encoder and its decoder should.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
         x: `(batch, length, dim)`.
         state: Optional, from `get_initial_state` or the previous segment's call: the
-            number of positions read so far, `(batch,)`, the same for all rows: what an
-            integer in each row's cache can be, whatever a sampler does to the batch
-            axis.
+            number of positions read so far, `(batch,)`, the same for all rows. One
+            integer per row, so that a sampler may reorder the batch axis.
 
     Returns:
         A tensor of the shape of `x`; `(output, state)` with `state`.
@@ -43,7 +42,7 @@ class Positions(keras.layers.Layer):
         ValueError: If `max_offset` is not an integer of at least 0.
     """
 
-    # Number of positions, if there is an end to them.
+    # Number of positions, if limited.
     max_length = None
 
     def __init__(self, max_offset=0, seed=None, **kwargs):
@@ -67,11 +66,11 @@ class Positions(keras.layers.Layer):
         )
         if self.max_length is None:
             return start
-        # The last position is there, too.
+        # The last position must exist as well.
         return ops.minimum(start, ops.maximum(self.max_length - shape_of(x)[1], 0))
 
     def signal(self, x, state=None, training=None):
-        """What is added to `x`, which broadcasts with it, and the new state."""
+        """The signal to add to `x`, which broadcasts with it, and the new state."""
         if state is None:
             return self.embed(x, self.first_position(x, training)), None
         return self.embed(x, state[0]), state + shape_of(x)[1]
@@ -95,13 +94,13 @@ class Positions(keras.layers.Layer):
 def sinusoids(positions, dim):
     """Sines and cosines, float32 `(*positions.shape, dim)`, of integers."""
     angles = position_angles(positions, _frequencies, dim, dtype="float32")
-    # A cosine is a sine ahead by a quarter of its wavelength.
+    # A cosine is a sine shifted by a quarter of its wavelength.
     phases = np.where(np.arange(dim) % 2, np.pi / 2, 0.0)
     return ops.sin(angles + ops.convert_to_tensor(phases, "float32"))
 
 
 def _frequencies(dim):
-    """Of each channel, the same for a sine and the cosine after it."""
+    """The frequency of each channel, the same for a sine and the next cosine."""
     channels = np.arange(dim)
     return MAX_WAVELENGTH ** (-(channels - channels % 2) / dim)
 
@@ -129,9 +128,9 @@ class LearnedPositions(Positions):
 
     Args:
         max_length: Number of positions.
-        max_offset: As `Positions`; the last position stays within `max_length`.
-        seed: As `Positions`.
-        **kwargs: Those of `keras.layers.Layer`.
+        max_offset: As for `Positions`; the last position stays within `max_length`.
+        seed: As for `Positions`.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Raises:
         ValueError: If `max_length` is not a positive integer, or an input is longer.
@@ -164,16 +163,16 @@ class AxialPositions(Positions):
     """Adds a learned vector for each coordinate of the position in a grid.
 
     Position `t` of a grid `(rows, columns)` has row `t // columns` and column `t %
-    columns`; of `(rows, columns, channels)`, a channel too.
+    columns`; a grid `(rows, columns, channels)` also has a channel.
 
     Args:
-        shape: Sizes of the grid, two or more; as many positions as their product.
-        widths: Sizes of the vectors of each axis, which stand one behind the other and
-            make up the width, as in Reformer. Defaults to `None`: they are as wide as
-            the inputs, and are added up, as in Sparse Transformer.
-        max_offset: As `Positions`; the last position stays within the grid.
-        seed: As `Positions`.
-        **kwargs: Those of `keras.layers.Layer`.
+        shape: Sizes of the grid, two or more; their product is the number of positions.
+        widths: Vector sizes per axis; the vectors are concatenated to the full width,
+            as in Reformer. Defaults to `None`: the vectors are as wide as the inputs
+            and are added, as in Sparse Transformer.
+        max_offset: As for `Positions`; the last position stays within the grid.
+        seed: As for `Positions`.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Raises:
         ValueError: If `shape` or `widths` are not as above, or an input is longer.
@@ -251,23 +250,22 @@ def check_length(x, max_length):
 
 @dataclasses.dataclass(frozen=True)
 class PositionOptions(Options):
-    """How a backbone knows positions.
+    """The positions of a backbone.
 
     Args:
-        kind: `"sinusoidal"`, `"learned"`, `"axial"` (learned, of the coordinates in a
-            grid: `AxialPositions`), `"rotary"` (inside the attention layers), or
-            `None`, the default: none but what the layers have of their own.
+        kind: `"sinusoidal"`, `"learned"`, `"axial"` (learned per grid coordinate:
+            `AxialPositions`), `"rotary"` (inside the attention layers), or `None` (the
+            default): only the layers' own positions, if any.
         max_length: Number of `"learned"` positions.
-        each_layer: Whether every block adds positions to its input, a table of its own
-            for `"learned"`, instead of once to the embeddings. A Universal
-            Transformer has one table, and adds it in each recurrence. Defaults to
-            `False`.
+        each_layer: Whether every block adds positions to its input (with its own table
+            for `"learned"`), instead of once to the embeddings. A Universal Transformer
+            has one table and adds it in each recurrence. Defaults to `False`.
         max_offset: In training, positions count from a random number up to this, so
-            that a model knows those of longer sequences. Defaults to 0.
-        shape, widths: Of `"axial"` positions.
+            that a model also sees positions of longer sequences. Defaults to 0.
+        shape, widths: As for `AxialPositions`, for `"axial"` positions.
 
     Raises:
-        ValueError: For another name, or a field that does not go with it.
+        ValueError: For an unknown `kind`, or a field that does not apply to it.
     """
 
     kind: str | None = None
@@ -305,7 +303,7 @@ class PositionOptions(Options):
 
     @property
     def added(self):
-        """Whether a layer adds them to vectors."""
+        """Whether a layer adds these positions to vectors."""
         return self.kind not in (None, "rotary")
 
     @property
@@ -317,8 +315,8 @@ class PositionOptions(Options):
         """The layer that adds these positions, or `None`.
 
         Args:
-            seed: Of the random offset.
-            **kwargs: Those of `keras.layers.Layer`.
+            seed: Seed of the random offset.
+            **kwargs: Arguments of `keras.layers.Layer`.
 
         Raises:
             ValueError: If a length is out of range.

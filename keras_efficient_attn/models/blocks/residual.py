@@ -1,4 +1,4 @@
-"""Residual connections by name: what stands around each sublayer of a block."""
+"""Residual connections by name, around each sublayer of a block."""
 
 import dataclasses
 from functools import partial
@@ -18,12 +18,12 @@ class Residual(keras.layers.Layer):
 
     Args:
         norm: `"layer_norm"` or `"rms_norm"`.
-        epsilon: Of the norm.
+        epsilon: Epsilon of the norm.
         use_bias: Whether a layer norm has an offset.
         dropout: Rate of dropout on the sublayer's output.
-        layer_dropout: Rate at which a row of the batch goes without the sublayer.
-            Defaults to 0.
-        **kwargs: Those of `keras.layers.Layer`.
+        layer_dropout: Rate at which a row of the batch skips the sublayer. Defaults to
+            0.
+        **kwargs: Arguments of `keras.layers.Layer`.
     """
 
     def __init__(self, norm, epsilon, use_bias, dropout, layer_dropout=0.0, **kwargs):
@@ -59,7 +59,7 @@ class Residual(keras.layers.Layer):
 
 
 class PreNormResidual(Residual):
-    """`x + f(norm(x))`; a stack of them needs a norm at its end."""
+    """`x + f(norm(x))`; a stack of these needs a final norm."""
 
     final_norm = True
 
@@ -71,7 +71,7 @@ class PreNormResidual(Residual):
 
 
 class PostNormResidual(Residual):
-    """`norm(x + f(x))`, of the first Transformer."""
+    """`norm(x + f(x))`, as in the original Transformer."""
 
     final_norm = False
 
@@ -83,7 +83,7 @@ class PostNormResidual(Residual):
 
 
 class ReversibleResidual(PreNormResidual):
-    """`x1 + f(norm(x2))`: of two streams that the sublayers update in turns.
+    """`x1 + f(norm(x2))`: two streams that the sublayers update alternately.
 
     A `TransformerStack` rebuilds its activations in the backward pass from the last
     two streams; see `keras_efficient_attn.layers.ReversibleStack`.
@@ -91,9 +91,9 @@ class ReversibleResidual(PreNormResidual):
 
 
 class ReorderedResidual(PreNormResidual):
-    """`x + relu(f(norm(x)))`, TrXL-I of GTrXL; no norm stands at the end of a stack.
+    """`x + relu(f(norm(x)))`, TrXL-I of GTrXL, without a final norm.
 
-    The gated residuals without their gates: what these are compared with.
+    The gated residuals without their gates, as a baseline.
     """
 
     final_norm = False
@@ -103,7 +103,7 @@ class ReorderedResidual(PreNormResidual):
 
 
 class GatedPreNormResidual(ReorderedResidual):
-    """`gate(x, relu(f(norm(x))))`, of GTrXL.
+    """`gate(x, relu(f(norm(x))))`, as in GTrXL.
 
     Args:
         *args: As `Residual`.
@@ -143,19 +143,19 @@ class ResidualOptions(Options):
 
     Args:
         kind: `"pre_norm"` (the default), `"post_norm"`, `"gated"` (of GTrXL, a
-            `keras_efficient_attn.GatedResidual` in the place of each sum; other gates
-            are `"gated_input"`, `"gated_output"`, `"gated_highway"` and
+            `keras_efficient_attn.GatedResidual` instead of each sum; other gates are
+            `"gated_input"`, `"gated_output"`, `"gated_highway"` and
             `"gated_sigmoid_tanh"`), `"reordered"` (the same with sums: TrXL-I), or
-            `"reversible"`: two streams, whose activations are rebuilt in the backward
-            pass, for memory that does not grow with the number of layers
+            `"reversible"`: two streams whose activations are rebuilt in the backward
+            pass, so that memory does not grow with the number of layers
             (`keras_efficient_attn.ReversibleStack`).
         norm: `"layer_norm"` (the default) or `"rms_norm"`.
         norm_epsilon: Added to variances. Defaults to 1e-5.
-        layer_dropout: Rate at which a row of the batch goes without a sublayer in
-            training (stochastic depth, [Huang et al.,
-            2016](https://arxiv.org/abs/1603.09382)). Defaults to 0.
-        final_norm: Whether a norm stands at the end of the blocks, if their kind wants
-            one. Defaults to `True`.
+        layer_dropout: Rate at which a row of the batch skips a sublayer in training
+            (stochastic depth, [Huang et al., 2016](https://arxiv.org/abs/1603.09382)).
+            Defaults to 0.
+        final_norm: Whether to add a norm after the last block, if the kind needs one.
+            Defaults to `True`.
 
     Raises:
         ValueError: For another name.

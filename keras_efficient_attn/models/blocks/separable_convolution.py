@@ -1,4 +1,4 @@
-"""A transition that sees the neighbours: separable convolutions for a feed-forward."""
+"""Separable convolutions instead of a feed-forward network."""
 
 import keras
 from keras import ops
@@ -21,22 +21,22 @@ class SeparableConvolution(keras.layers.Layer):
     y = (D₂ ∗ activation((D₁ ∗ x) W₁)) W₂
     ```
 
-    with depthwise convolutions D over the positions: in the place of a `FeedForward`,
-    the other transition of the Universal Transformer.
+    with depthwise convolutions D over the positions: the alternative to `FeedForward`
+    in the Universal Transformer.
 
     Args:
-        hidden_dim: Width between the two.
-        kernel_sizes: Positions that they reach. Defaults to `(3, 5)`.
+        hidden_dim: Width between the two convolutions.
+        kernel_sizes: Kernel sizes of the two convolutions. Defaults to `(3, 5)`.
         activation: Name of a Keras activation, `"squared_relu"`, or a callable.
             Defaults to `"relu"`.
-        causal: Whether they reach back only, or as far to either side. Defaults to
-            `True`.
+        causal: Whether they see earlier positions only; otherwise both sides equally.
+            Defaults to `True`.
         use_bias: Whether the dense layers have biases. Defaults to `True`.
-        **kwargs: Those of `keras.layers.Layer`.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
         x: `(batch, length, dim)`.
-        mask: Optional boolean `(batch, length)`; other positions are never read.
+        mask: Optional boolean `(batch, length)`; masked positions are never read.
         state: Optional, from `get_initial_state` or the previous segment's call.
 
     Returns:
@@ -98,7 +98,7 @@ class SeparableConvolution(keras.layers.Layer):
         self.output_dense = make_dense(self, "output", x_shape)
 
     def get_initial_state(self, batch_size):
-        """The state before the first position: the inputs that either still reaches."""
+        """The state before the first position: the last inputs of each convolution."""
         return {
             name: ops.zeros(
                 (batch_size, kernel.shape[0] - 1, kernel.shape[1]), self.compute_dtype
@@ -119,7 +119,7 @@ class SeparableConvolution(keras.layers.Layer):
         return y if state is None else (y, {"x": after_x, "hidden": after_hidden})
 
     def _convolve(self, x, kernel, mask, before):
-        """The convolution, and what a later segment reaches of its input.
+        """The convolution, and the part of its input that the next segment needs.
 
         Args:
             x: `(batch, length, dim)`.

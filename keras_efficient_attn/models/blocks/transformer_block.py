@@ -15,32 +15,32 @@ from keras_efficient_attn.models.options import check_name
 class TransformerBlock(keras.layers.Layer):
     """Sublayers in residual connections: attention, cross-attention, feed-forward.
 
-    The one block of all models of this package, around any attention: of an encoder
-    with `causal=False`, of a decoder with `cross_attention` or without, pre-norm or
-    post-norm, once or again and again (`UniversalTransformer`).
+    All models of this package use this block, with any attention layer: in an encoder
+    with `causal=False`, in a decoder with or without `cross_attention`, pre-norm or
+    post-norm, applied once or repeatedly (`UniversalTransformer`).
 
     Args:
-        attention: The self-attention layer, an `EfficientAttention`, which
-            `SoftmaxAttention` is too.
-        feed_forward: The layer after it; a `SeparableConvolution` gets mask and state.
-            `None` for none, as in gated attention units: their attention has one head,
-            wide values and `use_gate=True`, and SiLU as its `value_activation` and
-            `gate_activation`.
+        attention: The self-attention layer, an `EfficientAttention` (such as
+            `SoftmaxAttention`).
+        feed_forward: The layer after the attention; a `SeparableConvolution` receives
+            mask and state. `None` for none, as in gated attention units. Their
+            attention has one head, wide values and `use_gate=True`, and SiLU as its
+            `value_activation` and `gate_activation`.
         causal: Whether a position sees itself and earlier ones only. Defaults to
             `True`.
         cross_attention: Optional layer that attends to another sequence.
-        convolution: Optional layer that the self-attention's input goes through.
+        convolution: Optional layer applied to the self-attention's input.
         positions: Optional layer that adds positions to the block's input.
         residual: `"pre_norm"` (the default), `"post_norm"`, `"gated"` or a gate's
             name as for the backbone, or `"reversible"`, for blocks that a
             `TransformerStack` calls.
         norm: `"layer_norm"` (the default) or `"rms_norm"`.
-        norm_epsilon: Of the norms. Defaults to 1e-5.
+        norm_epsilon: Epsilon of the norms. Defaults to 1e-5.
         use_bias: Whether layer norms have offsets. Defaults to `True`.
         dropout: Rate of dropout on each sublayer's output. Defaults to 0.
-        layer_dropout: Rate at which a row of the batch goes without a sublayer in
-            training. Defaults to 0.
-        **kwargs: Those of `keras.layers.Layer`.
+        layer_dropout: Rate at which a row of the batch skips a sublayer in training.
+            Defaults to 0.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
         x: `(batch, length, dim)`.
@@ -53,7 +53,7 @@ class TransformerBlock(keras.layers.Layer):
         A tensor of the shape of `x`; `(output, state)` with `state`.
 
     Raises:
-        TypeError: If `attention` is another layer.
+        TypeError: If `attention` is not an `EfficientAttention`.
         ValueError: For an unknown `residual` or `norm`; on a call, for a
             `"reversible"` one, which has two streams.
 
@@ -88,7 +88,7 @@ class TransformerBlock(keras.layers.Layer):
         layer_dropout=0.0,
         **kwargs,
     ):
-        # autocast=False: a state keeps its float32 under a mixed policy.
+        # autocast=False: a state stays float32 under a mixed policy.
         super().__init__(autocast=False, **kwargs)
         if not isinstance(attention, EfficientAttention):
             raise TypeError(
@@ -127,7 +127,7 @@ class TransformerBlock(keras.layers.Layer):
         self.feed_forward_residual = None
         if feed_forward is not None:
             self.feed_forward_residual = connection("feed_forward")
-        # What remembers inputs normalises them, and its memory of them, itself.
+        # A layer that stores its inputs normalises the inputs and its memory itself.
         self._attention_normalizes = convolution is None and attention.remembers_inputs
         if self._attention_normalizes:
             attention.input_norm = self.attention_residual.before
@@ -144,7 +144,7 @@ class TransformerBlock(keras.layers.Layer):
             if layer is not None:
                 layer.build(x_shape)
         self.attention.build(x_shape, x_shape)
-        # It refuses now what it would in the first call.
+        # Raise at build time, not on the first call.
         x = keras.KerasTensor(x_shape)
         self.attention.compute_output_spec(x, x, use_causal_mask=self.causal)
         if self.cross_attention is not None:
@@ -156,9 +156,9 @@ class TransformerBlock(keras.layers.Layer):
         Args:
             batch_size: Rows in the batch.
             max_length: The longest context, for layers whose state grows with it.
-                Defaults to `None`, which those layers refuse.
-            memory_length: Positions that a `RelativePositionXL` remembers. Defaults
-                to what the context needs.
+                Defaults to `None`, for which those layers raise.
+            memory_length: Memory length of a `RelativePositionXL`. Defaults to the
+                length that the context needs.
         """
         attention = self.attention
         length = max_length if attention.state_grows else None
@@ -204,7 +204,7 @@ class TransformerBlock(keras.layers.Layer):
         return x, positions_state | attention_state | transition_state
 
     def sublayers(self, padding_mask, memory, memory_padding_mask, state, training):
-        """What the two streams of a reversible stack go through, in turns.
+        """The sublayers that alternately update the streams of a reversible stack.
 
         Args:
             padding_mask, memory, memory_padding_mask, training: As in a call.

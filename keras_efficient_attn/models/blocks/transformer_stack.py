@@ -15,11 +15,11 @@ from keras_efficient_attn.ops.common.checks import check_positive_int
 
 
 class StackTrace(typing.NamedTuple):
-    """The results of a stack beside its output.
+    """The results of a stack besides its output.
 
     Attributes:
         state: Dict of the blocks' new states, by application.
-        layers: List of the output of every application, where they are kept.
+        layers: List of the outputs of all applications, if kept.
         ponder: The statistics of adaptive computation, or `None`.
     """
 
@@ -30,28 +30,28 @@ class StackTrace(typing.NamedTuple):
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class TransformerStack(keras.layers.Layer):
-    """Blocks, one after the other, and a norm where their residuals need one.
+    """A sequence of blocks, with a final norm if their residuals need one.
 
-    With `residual="reversible"` the sublayers of all blocks update two streams in
-    turns, both of which start as `x` and whose mean is the output. In training, the
+    With `residual="reversible"` the sublayers of all blocks alternately update two
+    streams. Both start as `x`, and their mean is the output. In training, the
     activations are rebuilt in the backward pass instead of kept.
 
-    Attention layers that say so (`AdaptiveSpan` with `relative_positions="shared"`,
-    `RelativePositionXL` with `biases="shared"`) have these weights in common.
+    `AdaptiveSpan` layers with `relative_positions="shared"` and `RelativePositionXL`
+    layers with `biases="shared"` share these weights.
 
     Args:
         blocks: List of `TransformerBlock`, of the same `residual` and `norm`.
-        num_recurrences: How often the blocks are applied, with the same weights.
-            Defaults to 1.
-        final_norm: Whether a norm stands at the end, if the residuals want one.
-            Defaults to `True`.
-        **kwargs: Those of `keras.layers.Layer`.
+        num_recurrences: Number of times that the blocks are applied, with the same
+            weights. Defaults to 1.
+        final_norm: Whether to add a final norm, if the residuals need one. Defaults to
+            `True`.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
         As `TransformerBlock`; the state has an entry for each application of a block.
-        return_layers: Whether to return what every application of a block makes,
-            before the last norm, too. Excludes `state`. A reversible stack then keeps
-            the activations of each application's ends. Defaults to `False`.
+        return_layers: Whether to also return the output of every application of a
+            block, before the final norm. Excludes `state`. A reversible stack then
+            keeps the activations of each application's ends. Defaults to `False`.
 
     Returns:
         A tensor of the shape of `x`; `(output, state)` with `state`; `(output, layers)`
@@ -66,12 +66,12 @@ class TransformerStack(keras.layers.Layer):
     """
 
     def __init__(self, blocks, num_recurrences=1, final_norm=True, **kwargs):
-        # autocast=False: a state keeps its float32 under a mixed policy.
+        # autocast=False: a state stays float32 under a mixed policy.
         super().__init__(autocast=False, **kwargs)
         check_positive_int("num_recurrences", num_recurrences)
         self.blocks = list(blocks)
         self.num_recurrences = num_recurrences
-        # What a `UniversalTransformer` may have.
+        # Set by `UniversalTransformer` only.
         self.adaptive_computation = self.halting = None
         _share_weights(self.blocks)
         self.has_final_norm = final_norm
@@ -155,7 +155,7 @@ class TransformerStack(keras.layers.Layer):
         return x, StackTrace(new_state, layers)
 
     def _apply_blocks(self, n, x, inputs, state, training, keep_layers=False):
-        """Each block once, for the time n: the output, and a `StackTrace`."""
+        """Applies each block once, in recurrence n: the output, and a `StackTrace`."""
         new_state, layers = {}, []
         for i, block in enumerate(self.blocks):
             if state is None:
@@ -170,7 +170,7 @@ class TransformerStack(keras.layers.Layer):
         return x, StackTrace(new_state, layers)
 
     def _apply_reversibly(self, x, inputs, state, training, keep_layers):
-        """As `_recur`, for blocks that update two streams."""
+        """Computes `_recur` for blocks that update two streams."""
         x1 = x2 = ops.cast(x, stream_dtype(self))
         if state is not None:
             return self._stream_reversibly(x1, x2, inputs, state, training)
@@ -179,7 +179,7 @@ class TransformerStack(keras.layers.Layer):
             for _, block in self._applications()
         ]
         if not keep_layers:
-            # One chain rebuilds the activations between blocks, too.
+            # One chain also rebuilds the activations between blocks.
             chains = [sum(chains, [])]
         layers = []
         for sublayers in chains:
@@ -192,7 +192,7 @@ class TransformerStack(keras.layers.Layer):
         return layers[-1], StackTrace({}, layers)
 
     def _stream_reversibly(self, x1, x2, inputs, state, training):
-        """As `_apply_reversibly`, with a state."""
+        """Computes `_apply_reversibly` with a state."""
         new_state = {}
         for name, block in self._applications():
             sublayers = block.sublayers(**inputs, state=state[name], training=training)
@@ -228,7 +228,7 @@ class TransformerStack(keras.layers.Layer):
 
 
 def _unbuilt(config):
-    """A layer's configuration, for it and its parts to be built with the stack."""
+    """A layer's configuration without build data: the stack builds it and its parts."""
     if not isinstance(config, dict):
         return config
     return {
@@ -248,10 +248,10 @@ def _share_weights(blocks):
 
 
 def _in_turn(sublayers, x1, x2):
-    """The streams, first that which the next sublayer updates."""
+    """The streams, with the one that the next sublayer updates first."""
     return (x2, x1) if len(sublayers) % 2 else (x1, x2)
 
 
 def _name(recurrence, i):
-    """Of the state of block i, in that recurrence."""
+    """Name of the state of block i in that recurrence."""
     return f"recurrence_{recurrence}_block_{i}"

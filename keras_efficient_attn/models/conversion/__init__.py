@@ -1,4 +1,4 @@
-"""Efficient attention in models that were trained with softmax attention."""
+"""Converts models trained with softmax attention to efficient attention."""
 
 from keras_efficient_attn.models.conversion.backbone import (
     convert_backbone,

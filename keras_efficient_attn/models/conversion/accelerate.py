@@ -1,4 +1,4 @@
-"""Models that have linear attention already, computed by the operations of here."""
+"""Runs models that already have linear attention on this package's operations."""
 
 from keras import ops
 
@@ -8,22 +8,22 @@ from keras_efficient_attn.models.conversion.keras_internals import (
 )
 from keras_efficient_attn.ops.linear_attention.api import linear_attention
 
-# What KerasHub adds to squared norms.
+# Epsilon that KerasHub adds to squared norms.
 EPSILON = 1e-6
 
 
 def accelerate(model):
-    """Lets `ops.linear_attention` compute the gated delta rule of a model.
+    """Makes a model compute its gated delta rule with `ops.linear_attention`.
 
-    Weights, outputs and saved files stay as they are. The rule runs over chunks in a
-    loop, whatever the length, where KerasHub writes each chunk and 63 steps of an
-    inverse out: compiling takes a fraction of the time. And it heeds the padding mask:
-    a hidden position neither decays nor writes the state, so that the state after a
-    padded prompt is that after the prompt.
+    Weights, outputs and saved files do not change. The rule loops over chunks for any
+    length; KerasHub unrolls each chunk and 63 steps of an inverse, so compiling here
+    takes a fraction of the time. The rule also applies the padding mask: a masked
+    position neither decays nor writes the state, so that padding does not change the
+    state after a prompt.
 
     Args:
         model: A KerasHub backbone of Qwen 3.5, or a task with one; its layers are
-            changed in place. What Keras has compiled of it before is not.
+            changed in place. Functions that Keras has already compiled do not change.
 
     Returns:
         The model.

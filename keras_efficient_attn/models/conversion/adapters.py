@@ -1,4 +1,4 @@
-"""Efficient attention behind the calls of the attention layers that it replaces."""
+"""Adapters that give efficient attention the call interface of replaced layers."""
 
 import types
 
@@ -14,20 +14,21 @@ from keras_efficient_attn.ops.common.backend import shape_of
 
 
 class AttentionAdapter(keras.layers.Layer):
-    """An efficient layer in the place of a trained attention layer, the host.
+    """An efficient layer that replaces a trained attention layer, the host.
 
-    The adapter has the host's name and its projections, themselves and not copies, so
-    that their weights, paths, precision, quantisation and LoRA stay; and it takes the
-    arguments that the block around it passes. It holds an `EfficientAttention`, which
-    computes the heads from the projections of the adapter, and has no others.
+    The adapter has the host's name and the host's projection layers themselves, not
+    copies, so that their weights, paths, precision, quantisation and LoRA stay. It
+    accepts the arguments that the surrounding block passes. It holds an
+    `EfficientAttention`, which computes the heads with the adapter's projections and
+    has none of its own.
 
     Args:
         kernel: An `EfficientAttention` that is not built, made from `geometry`.
         host: The attention layer to replace, built; or its adapter.
-        is_causal: Whether the block around passes masks that hide later keys.
+        is_causal: Whether the surrounding block passes masks that hide later keys.
     """
 
-    # Whether every block around such a host makes its masks causal.
+    # Whether every block around such a host passes causal masks.
     always_causal = False
 
     def __init__(self, kernel, host, is_causal):
@@ -40,13 +41,13 @@ class AttentionAdapter(keras.layers.Layer):
         )
         self.is_causal = is_causal
         self._stream = types.SimpleNamespace(position=0)
-        # First, for the weights to have the order that the host's have.
+        # First, so that the weights have the host's order.
         self.adopt_projections(host)
         self.kernel = kernel
 
     @classmethod
     def geometry(cls, host):
-        """The arguments of the kernel's constructor that the host decides."""
+        """The kernel's constructor arguments that the host determines."""
         held = projections(host)
         heads, key_dim = held["query"].partial_output_shape[-2:]
         groups, value_dim = held["value"].partial_output_shape[-2:]
@@ -69,7 +70,7 @@ class AttentionAdapter(keras.layers.Layer):
         return None
 
     def adopt_projections(self, host):
-        """Takes over the projections of the host, and what gives it positions."""
+        """Takes over the host's projections and its positions."""
         for name, layer in projections(host).items():
             set_projection(self, name, layer)
         self._host_build_config = host.get_build_config()
@@ -84,7 +85,7 @@ class AttentionAdapter(keras.layers.Layer):
             set_projection(self.kernel, name, self._with_positions(held, name))
         for name in ("value", "gate", "output"):
             if name in held:
-                # A function: the kernel has the projection, but does not track it.
+                # A function, so that the kernel does not track the projection.
                 set_projection(self.kernel, name, held[name].__call__)
         set_projection(self.kernel, "dropout", held["dropout"])
         skip_projections(self.kernel)
@@ -113,7 +114,7 @@ class AttentionAdapter(keras.layers.Layer):
         """
         return heads
 
-    # Under these names of Keras' own, the projections are in files.
+    # Saved files store the projections under these names of Keras.
     query_dense = property(lambda self: projections(self)["query"])
     key_dense = property(lambda self: projections(self)["key"])
     value_dense = property(lambda self: projections(self)["value"])
@@ -122,7 +123,7 @@ class AttentionAdapter(keras.layers.Layer):
     @staticmethod
     def key_mask(mask):
         """`(batch, 1, length)` of a causal `(batch, length, length)` mask."""
-        # The last query sees every key that is no padding.
+        # The last query sees every key that is not padding.
         return mask[:, -1:]
 
     def stream(self, x, state, position, key_mask):
@@ -190,8 +191,8 @@ class MultiHeadAdapter(AttentionAdapter):
         return self.kernel(query, value, key, training=training, **masks, **options)
 
     def _masks(self, attention_mask, use_causal_mask):
-        """The masks that the kernel takes."""
-        # One row of keys: a block that was told not to be causal, or a single token.
+        """The masks for the kernel."""
+        # One row of keys: a block that is not causal, or a single token.
         one_row = attention_mask is None or attention_mask.shape[-2] == 1
         if self.is_causal and not one_row:
             attention_mask, use_causal_mask = self.key_mask(attention_mask), True
@@ -219,7 +220,7 @@ class RotaryAdapter(AttentionAdapter):
     """For the grouped-query attention of Llama, Qwen and others, which rotates."""
 
     always_causal = True
-    # The attribute of the host that rotates.
+    # The host's attribute that applies the rotation.
     rotary_attribute = "rotary_embedding_layer"
 
     def adopt_projections(self, host):
@@ -257,12 +258,12 @@ class MistralAdapter(RotaryAdapter):
 
     @staticmethod
     def key_mask(mask):
-        # A query that is no padding sees itself.
+        # A query that is not padding sees itself.
         return ops.diagonal(mask, axis1=-2, axis2=-1)[:, None]
 
 
 class GemmaAdapter(RotaryAdapter):
-    """For Gemma's attention, whose rotation interleaves its halves."""
+    """For Gemma's attention, whose rotation interleaves the two halves."""
 
     rotary_attribute = "rope_layer"
 

@@ -1,4 +1,4 @@
-"""Backbones of KerasHub with efficient attention: their classes, and conversion."""
+"""Backbones of KerasHub with efficient attention: conversion and classes."""
 
 import functools
 import inspect
@@ -48,13 +48,13 @@ def convert_backbone(
 ):
     """A copy of a KerasHub backbone with efficient self-attention.
 
-    The copy has the weights of the backbone, under the same paths and in the same
-    order, its precision, quantisation and LoRA, and whatever weights the new layers
-    have besides; the backbone itself is left as it is. It is an instance of
-    `efficient_backbone(type(backbone))`, whose configuration says which attention
-    stands where: it saves as `.keras` and as preset, and the tasks of the backbone
-    take it, `generate` and `from_preset` included. Import `keras_efficient_attn.models`
-    before loading one.
+    The copy has the backbone's weights (same paths, same order), precision,
+    quantisation and LoRA, and the additional weights of the new layers. The backbone
+    itself does not change. The copy is an instance of
+    `efficient_backbone(type(backbone))`, whose configuration records the attention of
+    each layer. It saves as `.keras` and as preset, and the backbone's tasks accept it,
+    including `generate` and `from_preset`. Import `keras_efficient_attn.models` before
+    loading one.
 
     Works on backbones whose attention is `keras.layers.MultiHeadAttention` or
     KerasHub's `CachedMultiHeadAttention` (BERT, RoBERTa, DistilBERT, ELECTRA, GPT-2,
@@ -65,67 +65,65 @@ def convert_backbone(
     - Cross-attention stays as it is, and so does what reads the outputs.
     - A sliding window of the original (Mistral, Mixtral, Qwen) is not kept: the new
       layer sees what its own options, such as `window`, say.
-    - The new layers read padding and causality of masks, and nothing else. A decoder
-      block that is called with a `decoder_attention_mask` refuses it, in eager calls as
-      in compiled ones; an attention layer that is itself called, outside its block,
-      takes any mask `(batch, length, length)` for a causal one.
+    - The new layers read only padding and causality from masks. A decoder block that is
+      called with a `decoder_attention_mask` raises `ValueError`, in eager and in
+      compiled calls. An attention layer that is called directly, outside its block,
+      treats any mask `(batch, length, length)` as causal.
     - `generate` of KerasHub's tasks for GPT-2, OPT, BART, Llama, Mistral, Mixtral,
-      Phi-3, Qwen and Gemma carries the states of the new layers in its cache, beside
-      the keys and values of the layers that keep softmax: if all layers are replaced
-      by layers whose state has a constant size, a token costs constant time. For this,
-      converting the first backbone of a kind wraps `generate_step` of the tasks for
-      it, which tasks with other backbones do not notice. The methods of these tasks
-      that take a cache of keys and values (`call_with_cache`) refuse it.
+      Phi-3, Qwen and Gemma carries the states of the new layers in its cache, next to
+      the keys and values of the layers that keep softmax. If all layers are replaced by
+      layers with a state of constant size, a token costs constant time. For this,
+      converting the first backbone of a kind wraps `generate_step` of its tasks, which
+      does not affect tasks with other backbones. The methods of these tasks that use a
+      cache of keys and values (`call_with_cache`) raise for converted backbones.
 
     Args:
         backbone: A `keras_hub.models.Backbone`.
         attention: A name with options, such as
-            `"performer:window=32,num_features=256"`; a layer, or its configuration as
-            `keras.saving.serialize_keras_object` gives it; or a class, for its
-            defaults. What belongs to the model (`num_heads`, `key_dim`, `dropout`,
-            `use_bias`, initialisers, `dtype`, …) is not read of a layer and a
-            configuration. By name, `qk_norm` is `False` unless it is named. Or a list
-            of these, one for each layer that is replaced, in the order of the model.
-            Or a pattern that is repeated over the layers, a dict of names to numbers:
-            `{"local:window=128": 5, "full": 1}` replaces five layers, keeps the
-            softmax of the sixth, and so on.
-        layers: Indices of the self-attention layers to replace, counted from 0
-            through the model (in an encoder-decoder, encoder first); others keep
-            softmax. `"auto"`: as many as the `budget` allows, those that do least
-            harm. Defaults to `None`: all of them.
-        calibrate: Data to fit the new layers to, with no training: a batch as the
-            backbone takes it, or an iterable of batches (of tuples `(inputs,
-            targets)`, the inputs). The backbone runs over them once, and each layer
-            that is replaced gets what the original reads there: see `calibrate` of
-            `VQAttention` and `PerformerAttention`. A few thousand tokens like those
-            to come are enough. Defaults to `None`: nothing is fitted; codes are
-            random, and a warning says so.
+            `"performer:window=32,num_features=256"`; a layer, or its configuration from
+            `keras.saving.serialize_keras_object`; or a class, for its defaults.
+            Arguments that belong to the model (`num_heads`, `key_dim`, `dropout`,
+            `use_bias`, initialisers, `dtype`, …) are ignored in a layer and a
+            configuration. With a name, `qk_norm` is `False` unless given. Or a list of
+            these, one for each layer that is replaced, in the order of the model. Or a
+            pattern to repeat over the layers, a dict of names to numbers:
+            `{"local:window=128": 5, "full": 1}` replaces five layers, keeps the softmax
+            of the sixth, and so on.
+        layers: Indices of the self-attention layers to replace, counted from 0 through
+            the model (in an encoder-decoder, encoder first). Others keep softmax.
+            `"auto"`: as many as the `budget` allows, those with the least error first.
+            Defaults to `None`: all layers.
+        calibrate: Data to fit the new layers to, without training: a batch of the
+            backbone's inputs, or an iterable of batches (from tuples `(inputs,
+            targets)`, the inputs are used). The backbone runs over them once, and each
+            new layer is fitted to the inputs of the original layer: see `calibrate` of
+            `VQAttention` and `PerformerAttention`. A few thousand representative tokens
+            are enough. Defaults to `None`: no fitting; codes are random, and a warning
+            says so.
         budget: For `layers="auto"`: the largest relative error, `√(Σ‖new − old‖² /
-            Σ‖old‖²)`, of what leaves the last block of each tower, or of encoder and
+            Σ‖old‖²)`, of the last block's output in each tower, or in encoder and
             decoder, on the data in `calibrate`.
         window_budget: The largest mean of the layers' windows, a number of at least
-            1: each layer gets a window of its own, whatever window `attention` names.
-            The windows are powers of two, from a quarter of the budget on to one that
-            holds the longest text in `calibrate`. Among all choices within the budget,
-            the one is taken in which the sum over the layers of `Σ‖new − old‖² /
-            Σ‖old‖²` is least, of the output of each layer on what the original reads
-            there: of the layers by themselves, so that the output of the model need
-            not gain; compare the two. Codes are fitted once, and features, which
-            depend on the window, for each window. The `attention` of the copy is the
-            list that names the windows. Needs
-            `calibrate`, and excludes `layers="auto"`. Defaults to `None`: the windows
-            are those that `attention` names.
+            1: each layer gets its own window, overriding the window in `attention`. The
+            windows are powers of two, from a quarter of the budget up to one that holds
+            the longest text in `calibrate`. The choice minimises, within the budget,
+            the sum over layers of `Σ‖new − old‖² / Σ‖old‖²` of each layer's output on
+            the original's inputs. It measures layers separately, so the model's output
+            need not improve: compare the two. Codes are fitted once; features, which
+            depend on the window, are fitted for each window. The `attention` of the
+            copy is a list with these windows. Needs `calibrate`, and excludes
+            `layers="auto"`. Defaults to `None`: the windows in `attention`.
 
     Returns:
-        The copy; not compiled.
+        The copy, not compiled.
 
     Raises:
-        ValueError: If the backbone's attention cannot be replaced (it adds a bias
-            that depends on the distance, or caps its logits, say), or not by
+        ValueError: If the backbone's attention cannot be replaced (for example because
+            it adds a distance-dependent bias or caps its logits), or not by
             `attention`; for `layers` that do not exist; if `attention` has nothing to
-            calibrate, or no window to choose; if a list of attentions has another
-            length than the layers; or if no layer can be replaced within the budget.
-        TypeError: If `backbone` or `attention` is of none of these kinds.
+            calibrate, or no window to choose; if the list of attentions and the layers
+            differ in length; or if no layer can be replaced within the budget.
+        TypeError: If `backbone` or `attention` is of another kind.
 
     Example:
 
@@ -181,7 +179,7 @@ def apply_plan(plan, fitted=None):
 
     Args:
         plan: A `ConversionPlan` of a `keras_hub.models.Backbone`.
-        fitted: Adapters whose kernels' weights the copy gets, or `None`.
+        fitted: Adapters from which to copy kernel weights, or `None`.
     """
     backbone = plan.model
     efficient = efficient_backbone(type(backbone)).from_config(
@@ -199,7 +197,7 @@ def apply_plan(plan, fitted=None):
 
 
 def _within_budget(plan, inputs, budget):
-    """A copy with as many layers replaced as an error allows."""
+    """A copy with as many layers replaced as an error budget allows."""
     whole = apply_plan(plan)
     fitted = whole.attention_adapters
     if can_fit(fitted):
@@ -215,7 +213,7 @@ def _within_budget(plan, inputs, budget):
 
 
 def _with_windows(plan, inputs, budget):
-    """A copy whose windows have a mean within a budget, and the least error."""
+    """A copy with the windows of least error whose mean is within a budget."""
     attention = [with_window(spec, SMALLEST_WINDOW) for spec in plan.specs]
     adapters = apply_plan(plan.replace(attention=attention)).attention_adapters
     records = trace(plan.model, plan.selected, inputs)
@@ -225,12 +223,12 @@ def _with_windows(plan, inputs, budget):
 
 
 class EfficientBackbone(PresetMixin):
-    """The part of a converted backbone that the stock class has not.
+    """The part of a converted backbone that the stock class lacks.
 
     Attributes:
         attention: The name or configuration of the attention, or a list of them, one
-            for each layer that has it.
-        attention_layers: Indices of the layers that have it, or `None` for all.
+            for each converted layer.
+        attention_layers: Indices of the converted layers, or `None` for all.
         attention_sites: The `AttentionSite`s of all self-attention layers.
     """
 
@@ -273,10 +271,10 @@ def efficient_backbone(stock_class):
     """The class of backbones of one kind with efficient attention.
 
     Its constructor takes the arguments of the stock class, `attention` and
-    `attention_layers` (as `layers`), as in `convert_backbone`. The class is made when
-    it is first asked for. A file that names one of a backbone in `keras_hub.models`
-    loads once `keras_efficient_attn.models` is imported; call this function before
-    loading one of another backbone.
+    `attention_layers` (as `layers`), as in `convert_backbone`. The class is created on
+    first use. A file with a converted backbone from `keras_hub.models` loads once
+    `keras_efficient_attn.models` is imported. For another backbone, call this function
+    before loading.
 
     Args:
         stock_class: A subclass of `keras_hub.models.Backbone`.
@@ -308,11 +306,11 @@ def efficient_backbone(stock_class):
 
 
 class RegistryEntry:
-    """An entry of Keras' registry that makes the class when a file names it.
+    """An entry of Keras' registry that creates the class when a file names it.
 
-    KerasHub asks of the class in a preset whether it is a `Backbone`, and finds the
-    tasks, preprocessors and tokenizers by comparing their `backbone_cls` with it. The
-    entry is a subclass of the stock class, and equals it.
+    KerasHub checks whether the class in a preset is a `Backbone`, and finds tasks,
+    preprocessors and tokenizers by comparing their `backbone_cls` with it. So the entry
+    is a subclass of the stock class and compares equal to it.
 
     Args:
         stock_class: A subclass of `keras_hub.models.Backbone`.
@@ -324,13 +322,13 @@ class RegistryEntry:
 
     @property
     def __bases__(self):
-        # `issubclass` reads it of what is no class.
+        # `issubclass` reads this attribute of objects that are not classes.
         return (efficient_backbone(self.stock_class),)
 
     def __eq__(self, other):
         return other is self.stock_class or other is self
 
-    # Its own: in a set, the entry and the stock class are two.
+    # A separate hash: in a set, the entry and the stock class are distinct.
     __hash__ = object.__hash__
 
     def from_config(self, config):

@@ -1,4 +1,4 @@
-"""`distill`: trains a converted model to give what the original gives."""
+"""`distill`: trains a converted model to reproduce the original's outputs."""
 
 import math
 import numbers
@@ -21,7 +21,7 @@ from keras_efficient_attn.ops.common.checks import (
 )
 
 WARM_UP = 1 / 20
-# Of each weight's gradient.
+# Clipping norm of each weight's gradient.
 LARGEST_NORM = 1.0
 
 
@@ -41,65 +41,67 @@ def distill(
     callbacks=None,
     verbose="auto",
 ):
-    """Trains a converted model, in place, to give what the original gives.
+    """Trains a converted model, in place, to reproduce the original's outputs.
 
-    In two stages, which need texts but no labels:
+    Has two stages, which need texts but no labels:
 
-    1. *Attention transfer* trains the weights that the new layers have of their own
-       (learned feature maps, soft codes), everything else standing still. Each layer
-       learns by itself: it reads what the layer it replaces reads in the teacher, and
-       its loss is `Σ‖new − old‖² / Σ‖old‖²` of their outputs, and in every
-       `weights_every`-th step the divergence `KL(softmax ‖ new)` of their attention
-       weights as well. Without weights of their own the stage is left out.
+    1. *Attention transfer* trains the new layers' own weights (learned feature maps,
+       soft codes) and freezes all others. Each layer is trained separately: it reads
+       the inputs of the layer that it replaces in the teacher. Its loss is `Σ‖new −
+       old‖² / Σ‖old‖²` of their outputs and, in every `weights_every`-th step, also the
+       divergence `KL(softmax ‖ new)` of their attention weights. If the new layers have
+       no own weights, the stage is skipped.
     2. *State distillation* trains the whole student: low-rank changes (LoRA) of the
-       projections of the attention layers and the layers' own weights, or with
-       `lora_rank=None` all weights. Its loss is that error, of the hidden states that
-       leave the blocks, and for tasks the divergence `KL(teacher ‖ student)` of the
-       logits, for backbones the error of the outputs.
+       attention layers' projections and the layers' own weights, or with
+       `lora_rank=None` all weights. Its loss is the same error of the blocks' output
+       states, plus the divergence `KL(teacher ‖ student)` of the logits for tasks, or
+       the error of the outputs for backbones.
 
-    Where a layer has a window beside its estimate, training with the window alone
-    teaches the estimate little. So in each step each such layer does without its
-    window at a rate that falls linearly to 0 in each stage: then the estimate has
-    to serve all keys. Dropout does nothing, and hard codes stay as they are fitted.
+    If a layer has a window and an estimate, the window dominates and the estimate
+    learns little. So in each step each such layer drops its window at a rate that falls
+    linearly to 0 in each stage; the estimate then covers all keys. Dropout is off, and
+    fitted hard codes do not change.
 
-    Both stages are Keras' `fit` with Adam, whose rate falls along a cosine after a
-    warm-up. The loss is that on the progress bar.
+    Both stages are Keras' `fit` with Adam, with a cosine learning-rate schedule after a
+    warm-up. The progress bar shows the loss.
 
     Args:
         teacher: The original: a `keras_hub.models.Backbone`, or a task with one. It
-            stays as it is.
-        student: A backbone from `convert_backbone`, or a task with one; of the kind
-            of `teacher`.
-        data: Inputs of the models: a batch as the models take it, a list of
-            batches, or what `fit` takes of further kinds (a generator or a
-            `tf.data.Dataset`, a `DataLoader`, a `PyDataset` of tuples `(inputs,)`).
-        transfer_epochs: Epochs of the first stage; 0 leaves it out. Defaults to 1.
-        epochs: Epochs of the second stage; 0 leaves it out. Defaults to 1.
-        steps_per_epoch: Steps of an epoch, which data without a length needs.
-            Defaults to `None`: all of the data.
-        transfer_learning_rate: The largest rate of the first stage. Defaults to 1e-2.
-        learning_rate: The largest rate of the second stage. Defaults to 1e-3.
-        lora_rank: Rank of the changes of the projections; `enable_lora` of the
-            student's backbone freezes its other weights, and they stay so. A
-            student that has LoRA already keeps its own. `None` trains all weights
-            that are trainable. Defaults to 8.
-        window_dropout: The rate at first, from 0 to 1. Defaults to 0.5.
-        weights_every: Steps of the first stage from one divergence of the attention
-            weights, whose time and memory grow with the square of the length, to the
-            next. Defaults to `None`: outputs alone.
-        backup_dir: Folder of checkpoints after each epoch, one per stage, of what
-            training changes: the same call with a student that is converted alike
-            goes on from there. Defaults to `None`: none.
+            does not change.
+        student: A backbone from `convert_backbone`, or a task with one; of the same
+            kind as `teacher`.
+        data: Inputs of the models: a batch of the models' inputs, a list of batches, or
+            another input of `fit` (a generator, a `tf.data.Dataset`, a `DataLoader` or
+            a `PyDataset` of tuples `(inputs,)`).
+        transfer_epochs: Epochs of the first stage; 0 skips it. Defaults to 1.
+        epochs: Epochs of the second stage; 0 skips it. Defaults to 1.
+        steps_per_epoch: Steps per epoch, required for data without a length. Defaults
+            to `None`: all of the data.
+        transfer_learning_rate: The peak learning rate of the first stage. Defaults to
+            1e-2.
+        learning_rate: The peak learning rate of the second stage. Defaults to 1e-3.
+        lora_rank: Rank of the projections' LoRA. `enable_lora` of the student's
+            backbone freezes its other weights, and they stay frozen. A student that
+            already has LoRA keeps it. `None` trains all trainable weights. Defaults to
+            8.
+        window_dropout: The initial rate of dropping windows, from 0 to 1. Defaults to
+            0.5.
+        weights_every: Number of steps of the first stage between divergences of the
+            attention weights, whose time and memory grow with the square of the length.
+            Defaults to `None`: outputs only.
+        backup_dir: Folder for checkpoints of the trained weights after each epoch, one
+            per stage. The same call with an identically converted student resumes from
+            there. Defaults to `None`: none.
         callbacks: List of Keras' callbacks, for both stages. Defaults to `None`.
         verbose: As for `fit`.
 
     Returns:
-        Dict of Keras' `History` by the stage that ran: `"transfer"`, `"states"`.
+        Dict of Keras' `History` for each stage that ran: `"transfer"`, `"states"`.
 
     Raises:
-        ValueError: If the student is not converted, or its layers, or its kind, are
-            not those of the teacher; if an argument is out of range; or if data
-            without a length comes without `steps_per_epoch`.
+        ValueError: If the student is not converted, or its layers or its kind differ
+            from the teacher's; if an argument is out of range; or if data without a
+            length is given without `steps_per_epoch`.
 
     Example:
 
@@ -210,7 +212,7 @@ def _check_numbers(transfer_epochs, epochs, window_dropout):
 
 
 def _fit_data(data):
-    """The data as `fit` takes it."""
+    """The data in a form for `fit`."""
     if isinstance(data, dict) or hasattr(data, "shape"):
         data = [data]
     return BatchList(list(data)) if isinstance(data, list | tuple) else data
@@ -240,7 +242,7 @@ def _optimizer(learning_rate, steps):
 
 
 def _enable_lora(backbone, rank):
-    """LoRA in all projections of the attention layers, with their own weights."""
+    """Enables LoRA in all attention projections; own weights stay trainable."""
     adapters = backbone.attention_adapters
     if not any(layer.lora_enabled for layer in _projections(adapters)):
         names = dict.fromkeys(layer.name for layer in _projections(adapters))

@@ -22,7 +22,7 @@ from keras_efficient_attn.models.conversion.trace import (
     run,
 )
 
-# Below, attention weights count as this.
+# Lower bound of attention weights.
 SMALLEST_WEIGHT = 1e-6
 
 
@@ -34,16 +34,16 @@ def backbone_of(model):
 class DistillationStage(keras.Model):
     """Base: a model of a teacher and a student that trains some weights.
 
-    Its output is the loss. It trains the weights that it is given and no others,
-    whatever Keras' `trainable` says, so that teacher and student stay as they are.
-    Nothing has dropout but windows, so that the two can agree.
+    Its output is the loss. It trains only the given weights, independent of Keras'
+    `trainable`, which stays unchanged in teacher and student. Only windows are dropped,
+    so that the two can agree.
 
     Args:
         teacher, student: Backbones or tasks of KerasHub.
         trained: List of variables of the student.
-        window_dropout: The rate at which each layer with two paths does without its
-            window, at first; it falls linearly, to 0 at the last step.
-        steps: Steps of the whole stage.
+        window_dropout: The initial rate at which each layer with two paths drops its
+            window; it falls linearly to 0 at the last step.
+        steps: Number of steps of the stage.
     """
 
     def __init__(self, teacher, student, trained, window_dropout, steps):
@@ -91,7 +91,7 @@ class DistillationStage(keras.Model):
         left = 1.0 - step / self.steps
         with dropped_windows(sites, draws < self.window_dropout * left):
             error = self.error(inputs, step)
-        # Last: on some backends the tensor of the step changes with it.
+        # Last: on some backends this changes the step's tensor.
         self._step.assign_add(1.0)
         return error
 
@@ -100,22 +100,22 @@ class DistillationStage(keras.Model):
 
         Args:
             inputs: The batch.
-            step: The number of the step, a scalar, in training.
+            step: The step number, a scalar, in training.
         """
         raise NotImplementedError
 
     def save_weights(self, filepath, overwrite=True):
-        """Saves what training changes, and the optimizer.
+        """Saves the trained weights and the optimizer.
 
-        Keras merges LoRA into the weights that it saves, and sets both factors to zero
-        when it loads them: their gradients are then zero ever after.
+        Keras merges LoRA into saved weights and zeroes both factors on loading: their
+        gradients would then stay zero.
         """
         arrays = [_wide_array(variable) for variable in self._changing_variables]
         with open(filepath, "wb" if overwrite else "xb") as file:
             np.savez(file, *arrays)
 
     def load_weights(self, filepath):
-        """Loads what `save_weights` saved, which is neither compressed nor pickled."""
+        """Loads a file of `save_weights`, which is neither compressed nor pickled."""
         with zipfile.ZipFile(filepath) as archive:
             size = sum(member.file_size for member in archive.infolist())
         if size > os.path.getsize(filepath):
@@ -139,19 +139,19 @@ class DistillationStage(keras.Model):
 
 
 class AttentionTransfer(DistillationStage):
-    """Stage one: each replaced layer alone, on what the teacher reads in its place.
+    """Stage one: each replaced layer separately, on the teacher's inputs.
 
-    The loss is the mean over layers of `Σ‖new − old‖² / Σ‖old‖²`, of the outputs of
-    the layers, and every so many steps of the divergence of their weights besides.
+    The loss is the mean over layers of `Σ‖new − old‖² / Σ‖old‖²`, of the layers'
+    outputs, plus, every `weights_every` steps, the divergence of their weights.
 
     Args:
-        weights_every: Steps from one divergence of the weights to the next, or `None`.
+        weights_every: Number of steps between divergences of the weights, or `None`.
     """
 
     def __init__(self, *args, weights_every=None):
         super().__init__(*args)
         self.weights_every = weights_every
-        # In a namespace, which Keras does not track: their weights are the student's.
+        # In a namespace, which Keras does not track: the student owns the weights.
         self._softmax = types.SimpleNamespace(kernels=None)
         if weights_every is not None:
             self._softmax.kernels = [
@@ -179,7 +179,7 @@ class AttentionTransfer(DistillationStage):
         )
 
     def _weights_error(self, pairs, calls, masks):
-        """The mean over layers of the divergence of their weights from softmax's."""
+        """The divergence of weights from softmax's, averaged over layers."""
         found = []
         kernels = [new.layer.kernel for _, new in pairs], self._softmax.kernels
         for new, old, made, kept in zip(*kernels, calls, masks, strict=True):
@@ -194,8 +194,9 @@ class AttentionTransfer(DistillationStage):
 class StateDistillation(DistillationStage):
     """Stage two: the whole student, on the teacher's hidden states and outputs.
 
-    The loss is the mean over blocks of `Σ‖new − old‖² / Σ‖old‖²`, of what leaves them,
-    and besides the divergence of logits, for tasks, or that error of the outputs.
+    The loss is the mean over blocks of `Σ‖new − old‖² / Σ‖old‖²`, of their outputs,
+    plus the divergence of logits for tasks, or the same error of the outputs for
+    backbones.
     """
 
     def error(self, inputs, step=None):
@@ -231,17 +232,18 @@ def _softmax_kernel(site):
 
 
 def _wide_array(variable):
-    """A variable as an array of a dtype that NumPy's files hold."""
+    """A variable as an array of a dtype that NumPy files support."""
     narrow = keras.backend.is_float_dtype(variable.dtype)
     narrow = narrow and variable.dtype != "float64"
     return ops.convert_to_numpy(ops.cast(variable, "float32") if narrow else variable)
 
 
 def squared_error(old, new, mask):
-    """`Σ‖new − old‖² / Σ‖old‖²` over positions that are no padding, a scalar.
+    """`Σ‖new − old‖² / Σ‖old‖²` over positions that are not padding, a scalar.
 
     Args:
-        old: `(..., dim)`, or a tuple that begins so; without gradient.
+        old: `(..., dim)`, or a tuple whose first element is such a tensor; without
+            gradient.
         new: The same.
         mask: From `row_mask`, read for `(batch, length, dim)` of its length.
     """
@@ -256,11 +258,11 @@ def squared_error(old, new, mask):
 
 
 def weights_divergence(old, new, mask):
-    """The mean of `KL(old ‖ new)` over queries that are no padding, a scalar.
+    """The mean of `KL(old ‖ new)` over queries that are not padding, a scalar.
 
     Args:
         old: Attention weights `(batch, heads, length, keys)`, without gradient.
-        new: The same; where they are below `SMALLEST_WEIGHT`, that counts.
+        new: The same; clipped below at `SMALLEST_WEIGHT`.
         mask: As for `squared_error`.
     """
     old, new = (
@@ -289,7 +291,7 @@ def divergence(old, new, mask):
 
 
 def _kept(mask, values):
-    """1 for values at positions that are no padding, and 0 for others."""
+    """1 for values at positions that are not padding, and 0 for others."""
     shape = values.shape
     if mask is None or len(shape) != 2 or shape[1] != mask.shape[1]:
         return ops.ones_like(values)

@@ -1,4 +1,4 @@
-"""Fitting efficient attention to what a trained model computes on data."""
+"""Fits efficient attention to the computations of a trained model on data."""
 
 import keras
 import numpy as np
@@ -8,15 +8,15 @@ from keras_efficient_attn.models.conversion.trace import valid_rows
 
 
 def batches(data):
-    """The batches in `calibrate`, a list, each as the model takes it.
+    """The batches in `calibrate`, a list of model inputs.
 
     Args:
         data: A batch: an array, a dict of arrays, or a tuple `(inputs, targets)` or
-            `(inputs, targets, weights)`, of which the inputs are taken. Or an iterable
+            `(inputs, targets, weights)`, from which the inputs are used. Or an iterable
             of such batches: a list, a `tf.data.Dataset`, a `DataLoader`, ….
 
     Raises:
-        TypeError: If it is none of these.
+        TypeError: If `data` is of another kind.
         ValueError: If there is no batch.
     """
     if isinstance(data, dict | tuple) or hasattr(data, "shape"):
@@ -34,7 +34,7 @@ def batches(data):
 
 
 def fit(adapters, sites, records):
-    """Fits the kernels of built adapters, those that can be, to what layers read.
+    """Fits the kernels of built adapters, where possible, to the layers' inputs.
 
     Args:
         adapters: List of `AttentionAdapter`.
@@ -62,7 +62,7 @@ def check_can_fit(adapters):
 
 
 def kernel_names(adapters):
-    """The names of the efficient layers, each once."""
+    """The distinct names of the efficient layers."""
     names = [type(adapter.kernel).__name__ for adapter in adapters]
     return ", ".join(dict.fromkeys(names))
 
@@ -78,7 +78,7 @@ def _fit_one(kernel, site, calls):
         causal.append(call.arguments.get("use_causal_mask", site.is_causal))
     options = {} if same else {"query": queries}
     if kernel.calibrates_beyond_window:
-        # Which keys are beyond the window depends on causality.
+        # Causality determines which keys are beyond the window.
         options["use_causal_mask"] = all(causal)
     kernel.calibrate(keys, **options)
 

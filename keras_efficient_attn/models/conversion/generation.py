@@ -1,11 +1,11 @@
-"""Generation of KerasHub's tasks from the states of a converted backbone.
+"""Generation of KerasHub's tasks with the states of a converted backbone.
 
-KerasHub's `generate_step` builds a cache from the prompts, and samples with it from the
-length of the shortest prompt on, one position per step. Here that cache is a nest of
-tensors, batch first: the state of each efficient layer, and for each layer with softmax
-its keys and values. The prompts are read up to the position before the first step, and
-not beyond: a state, unlike keys and values, cannot be written over. Tokens of longer
-prompts are read at their steps, and stay as they are, by KerasHub's sampler.
+KerasHub's `generate_step` builds a cache from the prompts, and samples with it,
+starting at the length of the shortest prompt, one position per step. Here that cache is
+a nest of tensors, batch first: the state of each efficient layer, and for each layer
+with softmax its keys and values. The prompts are read only up to the position before
+the first step: a state, unlike keys and values, cannot be overwritten. Tokens of longer
+prompts are read at their steps; KerasHub's sampler keeps them.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ SEGMENT_LENGTHS = (512, 32, 1)
 
 
 def generate_from_states(stock_class, efficient_class):
-    """Lets tasks generate from states where their backbone is a converted one.
+    """Makes tasks with a converted backbone generate from states.
 
     Args:
         stock_class: A subclass of `keras_hub.models.Backbone`.
@@ -51,7 +51,7 @@ def generate_from_states(stock_class, efficient_class):
 
 @contextlib.contextmanager
 def _states_as_cache(task, inputs):
-    """Gives a task, for one `generate_step`, methods whose cache holds states."""
+    """Gives a task, during one `generate_step`, methods whose cache holds states."""
     if isinstance(task, keras_hub.models.Seq2SeqLM):
         methods = Seq2SeqMethods(task, inputs, "decoder_")
     else:
@@ -79,12 +79,12 @@ class CausalMethods:
         self.first = ops.cast(ops.argmax(mask, axis=-1), "int32")
 
     def build_cache(self, token_ids):
-        """As `_build_cache` of KerasHub."""
+        """Implements KerasHub's `_build_cache`."""
         cache = self.read_prompts(token_ids, self.call_with_cache)
         return self.hidden_states(), cache
 
     def call_with_cache(self, token_ids, cache, cache_update_index):
-        """As `call_with_cache` of KerasHub."""
+        """Implements KerasHub's `call_with_cache`."""
 
         def forward(stock_cache):
             return type(self.task).call_with_cache(
@@ -97,7 +97,7 @@ class CausalMethods:
         return logits, hidden_states, cache
 
     def hidden_states(self):
-        """Those of the prompts, which only contrastive search asks for."""
+        """The prompts' hidden states, which only contrastive search uses."""
         if not isinstance(self.task.sampler, keras_hub.samplers.ContrastiveSampler):
             return None
         return self.task.backbone(self.inputs)
@@ -112,7 +112,7 @@ class CausalMethods:
     def _initial_state(self, site):
         if site.is_converted:
             kernel = site.layer.kernel
-            # A memory of constant size is what a query sees, not what it has room for.
+            # A memory's size determines what a query sees, not the capacity.
             length = self.max_length if kernel.state_grows else None
             return kernel.get_initial_state(self.batch_size, length)
         heads, key_dim = projections(site.layer)["key"].partial_output_shape[-2:]
@@ -120,7 +120,7 @@ class CausalMethods:
         return ops.zeros(shape, site.layer.compute_dtype)
 
     def read_prompts(self, token_ids, call):
-        """The cache after all positions before the first that a step reads.
+        """The cache after all positions before the first step's position.
 
         Args:
             token_ids: Integers `(batch, max_length)`.
@@ -149,8 +149,8 @@ class CausalMethods:
         """Runs the model over the next positions.
 
         Args:
-            forward: Called with a cache of the shape that KerasHub's blocks expect, of
-                which nothing is read; returns what the task's method returns.
+            forward: Called with a placeholder cache of the shape that KerasHub's blocks
+                expect; returns the result of the task's method.
             cache: The nest of tensors.
             position: The first of the positions.
 
@@ -159,7 +159,7 @@ class CausalMethods:
         """
         states = list(cache["layers"])
         kept = not all(site.is_converted for site in self.sites)
-        # Blocks make masks of this length, which layers with softmax alone read.
+        # Blocks make masks of this length, which only softmax layers read.
         capacity = self.max_length if kept else 1
         batch_size = shape_of(cache["first"])[0]
         shape = (batch_size, self.task.backbone.num_layers, 2, capacity, 1, 1)
@@ -204,7 +204,7 @@ class Seq2SeqMethods(CausalMethods):
     def call_with_cache(
         self, self_attention_cache, self_attention_cache_update_index, **arguments
     ):
-        """As `call_decoder_with_cache` of KerasHub."""
+        """Implements KerasHub's `call_decoder_with_cache`."""
         position = self_attention_cache_update_index
 
         def forward(stock_cache):
@@ -228,7 +228,7 @@ class Seq2SeqMethods(CausalMethods):
 
 
 def _streaming_call(site, states, index, position, first):
-    """The `call` of an adapter that reads a state, and puts the next into a list."""
+    """The `call` of an adapter that reads a state and puts the next into a list."""
     adapter = site.layer
 
     def call(*args, cache, **kwargs):
@@ -242,7 +242,7 @@ def _streaming_call(site, states, index, position, first):
 
 
 def _caching_call(site, states, index, position, first):
-    """The `call` of a layer with softmax, whose cache is a state of its own."""
+    """The `call` of a softmax layer, whose cache is its state."""
     stock_call = site.layer.call
 
     def call(*args, attention_mask, cache, **kwargs):

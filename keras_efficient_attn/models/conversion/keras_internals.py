@@ -1,4 +1,4 @@
-"""All uses of what Keras and KerasHub do not document, one function for each.
+"""All uses of undocumented parts of Keras and KerasHub, one function each.
 
 Checked with Keras 3.15 and KerasHub 0.32.
 """
@@ -13,7 +13,7 @@ import keras_hub
 
 from keras_efficient_attn.ops.common.backend import backend_name
 
-# The same layers have other names in KerasHub's attention layers.
+# KerasHub's attention layers use other names for the same layers.
 PROJECTIONS = {
     "query": "query_dense",
     "query_norm": "query_dense_layer_norm",
@@ -49,7 +49,7 @@ def set_projection(layer, name, projection):
 
 
 def child_layers(layer):
-    """The layers that a layer holds, those of a Functional model in their order.
+    """The layers that a layer holds; in order for a Functional model.
 
     Keras 3.15 lists the layers that it tracks in `Layer._layers`.
     """
@@ -69,7 +69,7 @@ def flat_layers(layer, include_self=True):
 
 @contextlib.contextmanager
 def hidden_layers(model, hidden):
-    """Leaves layers out of those below a model, for a time; may be nested.
+    """Context that hides layers below a model; may be nested.
 
     KerasHub 0.32 numbers the layers with LoRA by `Backbone._flatten_layers`.
 
@@ -103,12 +103,12 @@ def own_variables(layer):
 
 
 def set_dtype_policy(layer, policy):
-    """Sets the policy of a built layer, which Keras 3.15 has no setter for."""
+    """Sets the policy of a built layer, for which Keras 3.15 has no setter."""
     layer._dtype_policy = policy
 
 
 def copy_lora_state(source, target):
-    """Copies which layers have LoRA: attributes of KerasHub 0.32's backbones."""
+    """Copies the list of layers with LoRA: attributes of KerasHub 0.32's backbones."""
     if hasattr(source, "_lora_enabled_layers"):
         target._lora_rank = source._lora_rank
         target._lora_enabled_layers = list(source._lora_enabled_layers)
@@ -122,18 +122,18 @@ def lora_of(layer):
 
 
 def skip_projections(layer):
-    """Lets an `EfficientAttention` build its own weights alone."""
+    """Makes an `EfficientAttention` build only its own weights."""
     layer._build_projections = lambda *shapes: None
 
 
 def call_arguments(layer):
-    """The arguments of the calls of a layer in a Functional graph (Keras 3.15)."""
+    """The arguments of a layer's calls in a Functional graph (Keras 3.15)."""
     return [node.arguments for node in layer._inbound_nodes]
 
 
 def attributes_that_hold(parent, layer):
-    """The attributes that are a layer, or a list, tuple or dict with it: a dict."""
-    # On PyTorch, Keras 3.15 has layers among the `_modules`.
+    """The attributes that are, or contain, a layer: a dict."""
+    # On PyTorch, Keras 3.15 also stores layers in `_modules`.
     attributes = {**vars(parent), **vars(parent).get("_modules", {})}
     # Keras' own list of all layers, however they are held.
     attributes.pop("_layers", None)
@@ -148,9 +148,9 @@ def attributes_that_hold(parent, layer):
 
 
 def replace_child(parent, old, new):
-    """Puts a built layer in the place of another one that a layer or model holds.
+    """Replaces a layer that a layer or model holds by another built layer.
 
-    Keras 3.15 refuses new layers in what is built, but for its own `_tracker`.
+    Keras 3.15 refuses new layers in a built layer, except through its own `_tracker`.
     """
     attributes = attributes_that_hold(parent, old)
     parent._tracker.replace_tracked_value("layers", old, new)
@@ -185,14 +185,14 @@ def _replace_in_collection(collection, old, new):
 
 
 def track_parameters(model):
-    """Lets PyTorch know of variables that were added to a built model (Keras 3.15)."""
+    """Registers variables added to a built model with PyTorch (Keras 3.15)."""
     if backend_name() == "torch":
         for layer in model._flatten_layers():
             layer._track_variables()
 
 
 def forget_compiled(model):
-    """Makes a model be compiled again: the functions of Keras 3.15, KerasHub 0.32."""
+    """Drops a model's compiled functions (Keras 3.15, KerasHub 0.32)."""
     if isinstance(model, keras.Model):
         model.compiled = False
     for name in (
@@ -206,7 +206,7 @@ def forget_compiled(model):
 
 
 def has_own_masks(block_class):
-    """Whether a subclass of KerasHub's decoder may make masks in its own way.
+    """Whether a subclass of KerasHub's decoder may override its masks.
 
     KerasHub 0.32 makes them in `_compute_self_attention_mask`.
     """
@@ -218,10 +218,10 @@ def has_own_masks(block_class):
 
 
 def refuse_other_masks(block):
-    """Lets a decoder block refuse a mask that is not causality and padding.
+    """Makes a decoder block refuse masks other than causality and padding.
 
-    The block merges all masks into one, in which its attention layer cannot tell them
-    apart; KerasHub 0.32 does so in `_compute_self_attention_mask`.
+    The block merges all masks into one, so its attention layer cannot tell them apart;
+    KerasHub 0.32 does so in `_compute_self_attention_mask`.
     """
     make_mask = getattr(block, "_compute_self_attention_mask", None)
     if make_mask is None:
@@ -243,8 +243,8 @@ def refuse_other_masks(block):
 def wrap_generate_step(task_class, make_context):
     """Runs `generate_step` of a task inside a context.
 
-    KerasHub 0.32 tells `_build_cache` nothing of the lengths of the prompts, and its
-    tasks cannot be told to use another cache.
+    KerasHub 0.32 does not pass the prompts' lengths to `_build_cache`, and its tasks
+    have no option for another cache.
 
     Args:
         task_class: A subclass of `keras_hub.models.CausalLM` or `Seq2SeqLM`.
@@ -263,7 +263,7 @@ def wrap_generate_step(task_class, make_context):
 
 @contextlib.contextmanager
 def generation_methods(task, build_cache, call_with_cache):
-    """Gives a task other methods for its cache, for a time.
+    """Context that gives a task other methods for its cache.
 
     KerasHub 0.32 calls them `_build_cache`, and `call_with_cache` or, in a `Seq2SeqLM`,
     `call_decoder_with_cache`.
@@ -299,10 +299,10 @@ def gated_delta_nets(model):
 
 @functools.cache
 def gated_delta_net_with(rule):
-    """A class of those layers that computes by another rule.
+    """A class of these layers that uses another rule.
 
-    `call` of KerasHub 0.32 calls two functions of its module, one for sequences and
-    one for a token, with the same arguments: here, it finds `rule` under both names.
+    `call` of KerasHub 0.32 calls two functions of its module, one for sequences and one
+    for a token, with the same arguments. Here both names refer to `rule`.
     """
     original = _gated_net()
     names = "_chunk_gated_delta_rule", "_recurrent_gated_delta_rule"

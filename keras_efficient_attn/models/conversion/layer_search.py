@@ -1,4 +1,4 @@
-"""Choosing the layers to replace: as many as an error allows."""
+"""Chooses the layers to replace: as many as an error budget allows."""
 
 import contextlib
 import inspect
@@ -16,18 +16,18 @@ from keras_efficient_attn.models.conversion.trace import (
 
 
 def select_layers(budget, plan, converted, inputs):
-    """The layers that can be replaced within an error, as many as possible.
+    """The largest set of layers that can be replaced within an error budget.
 
-    Each layer is replaced alone, the others keeping softmax; then the longest list of
-    those that do least harm is searched by bisection, whose error together is within
+    First, each layer is replaced alone and its error measured. Then bisection finds the
+    longest list of layers, in order of increasing error, whose joint error is within
     the budget. Every error is measured, none estimated.
 
     Args:
-        budget: The largest `√(Σ‖new − old‖² / Σ‖old‖²)` of what leaves the last
-            block of a stack, over positions that are no padding. Where there are
-            several stacks (towers, or an encoder and a decoder), it holds for each.
+        budget: The largest `√(Σ‖new − old‖² / Σ‖old‖²)` of the output of a stack's last
+            block, over positions that are not padding. It applies to each stack
+            separately (towers, or an encoder and a decoder).
         plan: A `ConversionPlan` for all layers of a backbone.
-        converted: A copy, all of whose attention layers are replaced.
+        converted: A copy with all attention layers replaced.
         inputs: List of batches.
 
     Returns:
@@ -94,13 +94,13 @@ def check_budget(layers, budget, calibrate):
 
 
 def _ends_of_stacks(model, sites, batch):
-    """The outputs of the last block of each stack, and which of their rows count.
+    """The outputs of the last block of each stack, and the rows that count.
 
-    A stack ends where no block takes up, as its first input, what another one returns.
+    A stack ends with a block whose output is not the first input of another block.
 
     Returns:
-        Dict of pairs `(output, rows)`, by the index of the site and the number of the
-        call of its block.
+        Dict of pairs `(output, rows)`, by the index of the site and the call number of
+        its block.
     """
     layers = [site.layer for site in sites] + [site.block for site in sites]
     calls = trace_layers(model, layers, batch)
@@ -123,7 +123,7 @@ def _first_output(call):
 
 @contextlib.contextmanager
 def _softmax_except(layers, old, new):
-    """The trained attention itself, for the time of a run, in all other layers."""
+    """Context in which all other layers use the trained attention."""
     with contextlib.ExitStack() as stack:
         for index, (old_site, site) in enumerate(zip(old, new, strict=True)):
             if index not in layers:

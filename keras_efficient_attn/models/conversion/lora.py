@@ -1,4 +1,4 @@
-"""LoRA files of KerasHub, which a backbone and its converted copy both read."""
+"""LoRA files of KerasHub, for a backbone and its converted copy alike."""
 
 from keras_efficient_attn.models.conversion.keras_internals import (
     flat_layers,
@@ -8,10 +8,10 @@ from keras_efficient_attn.models.conversion.keras_internals import (
 
 
 def hide_adapter_weights(model, sites):
-    """Hides, for a time, the layers that a converted backbone has beside the original.
+    """Context that hides a converted backbone's additional layers.
 
-    KerasHub knows layers with LoRA by their numbers among all that have weights, and
-    kernels are, or hold, further such layers: codebooks, say.
+    KerasHub numbers layers with LoRA among all layers with weights. Kernels add such
+    layers, for example codebooks.
 
     Args:
         model: A converted backbone.
@@ -27,7 +27,7 @@ def hide_adapter_weights(model, sites):
 
 
 def _own_layers(adapter):
-    """The layers inside an adapter that are not the host's."""
+    """The layers of an adapter that the host does not have."""
     kept = {
         id(layer)
         for projection in projections(adapter).values()

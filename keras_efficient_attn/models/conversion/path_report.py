@@ -1,4 +1,4 @@
-"""The effect of a conversion on a model's output, and each path of its layers alone."""
+"""The effect of a conversion, and of each path of its layers, on a model's output."""
 
 import contextlib
 import dataclasses
@@ -23,16 +23,16 @@ PATHS = {"window only": window_only, "linear path only": linear_path_only}
 
 @dataclasses.dataclass(frozen=True)
 class PathError:
-    """The error of a model's output, with all paths of its layers or with one.
+    """The error of a model's output, with all paths of its layers or only one.
 
     Attributes:
-        path: `"as it is"`, `"window only"` or `"linear path only"`: the layers that
-            have a window and an estimate beyond it do with one of the two.
+        path: `"as it is"`, `"window only"` or `"linear path only"`: the layers with a
+            window and an estimate beyond it use only one of the two.
         cosine: Mean cosine of the mean hidden state of a text, or `None` for a task.
         divergence: Mean of `KL(original ‖ converted)` of the logits of a task in
             nats, else `None`.
-        agreement: Share of the positions where the logits of a task have their
-            maximum in the same place, else `None`.
+        agreement: Share of positions where both logits of a task have the same argmax,
+            else `None`.
     """
 
     path: str
@@ -47,7 +47,7 @@ class PathError:
 
 
 def path_errors(original, converted, sites, inputs, rows):
-    """A list of `PathError`: the model as it is, and where there are two, each path.
+    """A list of `PathError`: the whole model and, if there are two paths, each path.
 
     Args:
         original, converted: Models.
@@ -72,8 +72,8 @@ def path_errors(original, converted, sites, inputs, rows):
 def last_output(model, inputs):
     """A model's logits or last hidden states, as a float64 array.
 
-    Where there are several outputs: those of the decoder, or what is called so, or the
-    last with the most axes.
+    With several outputs: the decoder's, or the output with a known name, or the last
+    with the most axes.
     """
     outputs = run(model, inputs, training=False)
     for name in STATES:
@@ -85,7 +85,7 @@ def last_output(model, inputs):
 
 
 def text_means(states, rows):
-    """Mean hidden states of texts, `(batch, dim)`; what has two axes, as it is.
+    """Mean hidden states of texts, `(batch, dim)`; two axes are returned unchanged.
 
     Args:
         states: `(batch, length, dim)`.

@@ -16,7 +16,7 @@ def has_two_paths(site):
 
 @contextlib.contextmanager
 def linear_path_only(sites):
-    """Has the layers with two paths estimate all keys, for a time.
+    """Context in which layers with two paths estimate all keys.
 
     Args:
         sites: List of `AttentionSite`.
@@ -29,7 +29,7 @@ def linear_path_only(sites):
 
 @contextlib.contextmanager
 def window_only(sites):
-    """Has the layers with two paths attend to the keys of their window only.
+    """Context in which layers with two paths attend to their window only.
 
     Args:
         sites: List of `AttentionSite`.
@@ -45,11 +45,11 @@ def window_only(sites):
 
 @contextlib.contextmanager
 def dropped_windows(sites, dropped):
-    """Has layers with two paths do without their window where a tensor says so.
+    """Context in which layers with two paths drop their window as a tensor says.
 
     Args:
         sites: List of `AttentionSite`, all with two paths.
-        dropped: Boolean `(sites,)`, which may be known to compiled code only.
+        dropped: Boolean `(sites,)`; may be a symbolic tensor in compiled code.
     """
     with contextlib.ExitStack() as stack:
         for index, site in enumerate(sites):

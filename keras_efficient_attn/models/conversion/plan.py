@@ -1,4 +1,4 @@
-"""A conversion: which layers of a model get which attention."""
+"""The plan of a conversion: the new attention of each layer."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from keras_efficient_attn.models.conversion.specification import (
 
 @dataclasses.dataclass(frozen=True)
 class ConversionPlan:
-    """Which self-attention layers of a model are replaced, and by what.
+    """The self-attention layers of a model to replace, and their replacements.
 
     Attributes:
         model: The built model or layer.
@@ -52,7 +52,7 @@ class ConversionPlan:
 
     @property
     def specs(self):
-        """The specification for each of `selected`, a list."""
+        """The specifications of `selected`, a list."""
         return specs_per_layer(self.attention, len(self.indices))
 
     def replace(self, **changes):
@@ -63,7 +63,7 @@ class ConversionPlan:
         """New adapters for `selected`, which are not built.
 
         Raises:
-            ValueError: If an attention cannot take the place of a layer.
+            ValueError: If an attention cannot replace a layer.
         """
         for site in self.selected:
             site.check_parents()
@@ -73,13 +73,13 @@ class ConversionPlan:
         ]
 
     def install(self, adapters):
-        """Puts adapters into the model itself, in the places of the layers.
+        """Replaces the layers in the model itself by adapters.
 
         Args:
             adapters: From `make_adapters`.
 
         Returns:
-            All sites of the model as they are now, a tuple.
+            All current sites of the model, a tuple.
         """
         sites = list(self.sites)
         for index, site, adapter in zip(
@@ -98,21 +98,21 @@ class ConversionPlan:
 
 
 def plan_conversion(model, attention, layers=None):
-    """The plan of a conversion; the model stays as it is.
+    """Makes the plan of a conversion; does not change the model.
 
     Args:
         model: A built model or layer.
         attention: As for `convert_backbone`.
-        layers: Indices of self-attention layers, or `None` for all; `None` for a
-            pattern, which says itself.
+        layers: Indices of self-attention layers, or `None` for all. Must be `None` with
+            a pattern, which selects the layers itself.
 
     Returns:
         A `ConversionPlan`.
 
     Raises:
-        ValueError: If the model has no layer that can be replaced, or not these, or if
-            a list of attentions has another length than the layers.
-        TypeError: If `attention` is none.
+        ValueError: If the model has no layer that can be replaced, or not these layers,
+            or if the list of attentions and the layers differ in length.
+        TypeError: If `attention` is not an attention specification.
     """
     sites = tuple(find_sites(model))
     if is_pattern(attention):
@@ -127,7 +127,7 @@ def plan_conversion(model, attention, layers=None):
 
 
 def build_adapter(adapter, site):
-    """Builds an adapter with the paths of the layer that it replaces."""
+    """Builds an adapter under the paths of the layer that it replaces."""
     with contextlib.ExitStack() as stack:
         for name in site.layer.path.split("/")[:-1]:
             stack.enter_context(keras.name_scope(name))

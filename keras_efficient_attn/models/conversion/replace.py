@@ -1,4 +1,4 @@
-"""Replacing the attention layers of a model in place."""
+"""Replaces the attention layers of a model in place."""
 
 import warnings
 
@@ -10,19 +10,18 @@ from keras_efficient_attn.models.conversion.trace import trace
 def replace_attention(model, attention, layers=None, calibrate=None):
     """Replaces self-attention layers of a built model, in the model itself.
 
-    For any Keras model that holds `keras.layers.MultiHeadAttention`, as an attribute
-    of a layer, in a list or dict that is one, or in a functional graph; and for
-    KerasHub's `CachedMultiHeadAttention` and the grouped-query attention of Llama,
-    Qwen 2.5 and 3, Phi-3, Mistral, Mixtral and the first Gemma. The new layers take
-    over the projections as they stand, and read padding and causality of masks, as in
-    `convert_backbone`.
-    Cross-attention stays: layers whose name says so, and in a functional graph those
-    that are called with queries and values of different lengths.
+    Works on any Keras model with `keras.layers.MultiHeadAttention` as an attribute of a
+    layer, in such a list or dict, or in a functional graph, and on KerasHub's
+    `CachedMultiHeadAttention` and the grouped-query attention of Llama, Qwen 2.5 and 3,
+    Phi-3, Mistral, Mixtral and the first Gemma. The new layers take over the
+    projections, and read padding and causality from masks, as in `convert_backbone`.
+    Cross-attention stays: layers whose name says so and, in a functional graph, layers
+    called with queries and values of different lengths.
 
-    The model has to be compiled again, and **does not survive saving**: its blocks
-    write softmax attention into their configuration, and what is loaded has softmax
-    attention. For a backbone of KerasHub, `convert_backbone` makes a copy that does
-    survive.
+    The model has to be compiled again. The conversion **does not survive saving**: the
+    blocks' configurations still describe softmax attention, so a loaded model has
+    softmax attention. For a backbone of KerasHub, `convert_backbone` makes a copy that
+    can be saved.
 
     Args:
         model: A built model or layer.
@@ -34,9 +33,9 @@ def replace_attention(model, attention, layers=None, calibrate=None):
         The paths of the layers that were replaced, a list of strings.
 
     Raises:
-        ValueError: If the model holds no such layer, or `attention` cannot replace
-            one of them; the model is as it was.
-        TypeError: If `attention` is of none of the kinds above.
+        ValueError: If the model holds no such layer, or `attention` cannot replace one
+            of them; the model is then unchanged.
+        TypeError: If `attention` is of another kind.
 
     Example:
 
@@ -49,7 +48,7 @@ def replace_attention(model, attention, layers=None, calibrate=None):
     ```
     """
     plan = plan_conversion(model, attention, layers)
-    # All of them before any is installed: a refusal leaves the model as it was.
+    # Build all before installing any: an error then leaves the model unchanged.
     adapters = plan.make_adapters()
     if calibrate is not None:
         check_can_fit(adapters)

@@ -1,4 +1,4 @@
-"""The errors that efficient attention causes, layer by layer and in the output."""
+"""The errors of efficient attention, per layer and in the output."""
 
 import dataclasses
 
@@ -16,17 +16,16 @@ from keras_efficient_attn.models.conversion.trace import (
 class LayerError:
     """The error of one attention layer.
 
-    Errors are `√(Σ‖new − old‖² / Σ‖old‖²)` over positions that are no padding.
+    Errors are `√(Σ‖new − old‖² / Σ‖old‖²)` over positions that are not padding.
 
     Attributes:
-        index: As in the argument `layers` of `convert_backbone`.
+        index: Index for the argument `layers` of `convert_backbone`.
         path: Path of the attention layer.
         replaced: Whether it is an efficient layer.
-        attention: Error of its output for the inputs that it has in the original: what
-            this layer does by itself.
-        residual: Error of what leaves its block in the converted model: what all
-            layers up to this one do together. `None` where the layer stands in no
-            block, or in several.
+        attention: Error of its output on the original's inputs: the effect of this
+            layer alone.
+        residual: Error of its block's output in the converted model: the effect of all
+            layers up to this one. `None` if the layer is in no block, or in several.
     """
 
     index: int
@@ -38,13 +37,12 @@ class LayerError:
 
 @dataclasses.dataclass(frozen=True)
 class SwapReport:
-    """The errors of all self-attention layers and of the output; prints as tables.
+    """The errors of all self-attention layers and the output; prints as tables.
 
     Attributes:
         layers: List of `LayerError`.
-        paths: List of `PathError`: of the output of the model as it is, and where
-            layers have a window and an estimate beyond it, with the window only and
-            with the linear path only.
+        paths: List of `PathError`: for the model's output and, if layers have a window
+            and an estimate beyond it, for the window only and the linear path only.
     """
 
     layers: list
@@ -70,20 +68,20 @@ class SwapReport:
 
 
 def swap_report(original, converted, inputs):
-    """The errors that efficient attention causes, on one batch.
+    """The errors of efficient attention, on one batch.
 
-    Shows which layers to leave to softmax, by `layers` of `convert_backbone`: those
-    with a large error of their own, and those after which the residual stream is far
-    off. And what becomes of the model's output, with the converted layers as they are,
-    with their window only, and with their estimate of all keys only: a model that is
-    as good with the window alone has no use for the linear path.
+    Shows which layers should keep softmax (argument `layers` of `convert_backbone`):
+    layers with a large error of their own, and layers after which the residual stream
+    has a large error. It also shows the error of the model's output with the converted
+    layers unchanged, with their window only, and with their estimate of all keys only.
+    A model that is as good with the window alone does not need the linear path.
 
     Args:
-        original: A backbone or another model. Of a task of KerasHub, logits are
-            compared, and else the mean hidden states.
-        converted: What `convert_backbone` made of it, or a copy of it after
+        original: A backbone or another model. Logits are compared for a KerasHub task,
+            otherwise the mean hidden states.
+        converted: The result of `convert_backbone`, or a copy after
             `replace_attention`.
-        inputs: One batch, as the models take it.
+        inputs: One batch of the models' inputs.
 
     Returns:
         A `SwapReport`.

@@ -1,4 +1,4 @@
-"""Finding the self-attention layers of a model that can be replaced."""
+"""Finds the self-attention layers of a model that can be replaced."""
 
 import collections
 import dataclasses
@@ -24,7 +24,7 @@ MULTI_HEAD = (
     keras.layers.MultiHeadAttention,
     keras_hub.layers.CachedMultiHeadAttention,
 )
-# KerasHub's own attention layers, which it does not export, by the name of the class.
+# KerasHub's unexported attention layers, by class name.
 ADAPTERS = {
     "LlamaAttention": RotaryAdapter,
     "Phi3Attention": RotaryAdapter,
@@ -43,8 +43,8 @@ REFUSED = {
     "T5MultiHeadAttention": _DISTANCE,
     "TwoStreamRelativeAttention": "adds logits of content and relative position",
 }
-# Blocks of KerasHub around the layers in `ADAPTERS`: they make one mask of causality
-# and padding, and, where they are called with it, of `decoder_attention_mask`.
+# Blocks of KerasHub around the layers in `ADAPTERS`: they merge causality, padding and,
+# if given, `decoder_attention_mask` into one mask.
 CAUSAL_BLOCKS = (
     "GemmaDecoderBlock",
     "LlamaTransformerDecoder",
@@ -65,15 +65,15 @@ REFUSED_BLOCKS = (
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSite:
-    """A self-attention layer in a model, and what is around it.
+    """A self-attention layer in a model, and its surroundings.
 
     Attributes:
-        parents: The layers that hold it, a tuple; mostly of one.
+        parents: The layers that hold it, a tuple, usually of one.
         layer: The attention layer.
         adapter_class: The subclass of `AttentionAdapter` for layers of its kind.
         is_causal: Whether the parents pass masks that hide later keys.
-        block: The largest layer around it that holds no other attention layer that
-            can be replaced: what leaves it is the residual stream.
+        block: The largest layer around it that holds no other replaceable attention
+            layer; its output is the residual stream.
         in_one_block: Whether the layer has a single parent, and the block is not the
             whole model.
     """
@@ -103,9 +103,9 @@ class AttentionSite:
 
 
 def find_sites(model):
-    """The self-attention layers of a model that can be replaced, in their order.
+    """The self-attention layers of a model that can be replaced, in order.
 
-    Adapters are among them: they can be replaced again.
+    Includes adapters, which can be replaced again.
 
     Args:
         model: A built model or layer.
@@ -114,7 +114,7 @@ def find_sites(model):
         List of `AttentionSite`.
 
     Raises:
-        ValueError: If there is none, or the model has attention of another kind.
+        ValueError: If there is none, or the model has unsupported attention.
     """
     found, others = [], []
     parents_of = _parents(model)
@@ -166,7 +166,7 @@ def find_sites(model):
 def _is_cross_attention(parent, layer):
     """Whether queries and keys are different sequences.
 
-    By its name, and by the lengths that it is called with in a Functional model.
+    Decided by name and, in a Functional model, by the lengths of its inputs.
     """
     if any(_has_two_lengths(arguments) for arguments in call_arguments(layer)):
         return True
@@ -197,7 +197,7 @@ def _is_causal(model, layer, adapter_class, parents):
     """Whether the parents of an attention layer pass it masks that hide later keys.
 
     Raises:
-        ValueError: If they pass other masks that differ between queries, or may.
+        ValueError: If they may pass other masks that differ between queries.
     """
     kinds = set()
     for parent in parents:
@@ -223,9 +223,9 @@ def _is_causal(model, layer, adapter_class, parents):
 
 
 def _parents(model):
-    """All layers below a model, from first to last, and the layers that hold them.
+    """All layers below a model, in order, and the layers that hold them.
 
-    The layers inside an adapter are left out: they attend for it.
+    Layers inside an adapter are skipped: they are part of it.
 
     Returns:
         Dict of pairs `(layer, parents)` by the layers' ids, the model first.
@@ -249,7 +249,7 @@ def _parents(model):
 
 
 def _layers_around(layer, parents_of):
-    """The layer that holds another, and those around it that are no models."""
+    """The layer that holds another, and the layers around it that are not models."""
     around = []
     while True:
         layer = parents_of[id(layer)][1][0]

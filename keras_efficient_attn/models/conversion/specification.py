@@ -10,9 +10,9 @@ from keras_efficient_attn.layers.attention.registry import (
 )
 from keras_efficient_attn.ops.common.checks import is_positive_int
 
-# The name, in a pattern, of layers that keep their softmax.
+# The name in a pattern for layers that keep softmax.
 FULL = "full"
-# The model decides these arguments, and not the specification.
+# The model, not the specification, determines these arguments.
 MODEL_ARGUMENTS = {
     *constructor_arguments(EfficientAttention),
     *("name", "dtype", "trainable"),
@@ -20,13 +20,13 @@ MODEL_ARGUMENTS = {
 
 
 def normalize_spec(attention):
-    """A name or a configuration, which JSON can hold, or a list of them.
+    """A name or a configuration, serialisable to JSON, or a list of these.
 
     Args:
         attention: As for `convert_backbone`.
 
     Raises:
-        TypeError: If it is of none of these kinds.
+        TypeError: If `attention` is of another kind.
     """
     if isinstance(attention, list | tuple):
         return [_normalize_one(spec) for spec in attention]
@@ -34,16 +34,16 @@ def normalize_spec(attention):
 
 
 def is_pattern(attention):
-    """Whether it is a dict of names to numbers of layers, and no configuration."""
+    """Whether it is a dict of names to numbers of layers, not a configuration."""
     return isinstance(attention, dict) and "class_name" not in attention
 
 
 def expand_pattern(pattern, count):
-    """The layers that a pattern replaces, and by what: `(attention, layers)`.
+    """The replacements and layers of a pattern: `(attention, layers)`.
 
     Args:
-        pattern: Dict of names to numbers of layers, in the order of the model, begun
-            again at its end. `"full"` layers keep their softmax.
+        pattern: Dict of names to numbers of layers, in the order of the model; repeated
+            from the start at its end. `"full"` layers keep softmax.
         count: Number of self-attention layers of the model.
 
     Raises:
@@ -68,7 +68,7 @@ def expand_pattern(pattern, count):
 
 
 def specs_per_layer(spec, count):
-    """The specification of each layer that is replaced, a list.
+    """The specification of each replaced layer, a list.
 
     Args:
         spec: From `normalize_spec`.
@@ -88,7 +88,7 @@ def specs_per_layer(spec, count):
 
 
 def with_window(spec, window):
-    """The specification of a layer, with another window.
+    """A layer's specification with another window.
 
     Raises:
         ValueError: If the layer has no window.
@@ -105,7 +105,7 @@ def with_window(spec, window):
 
 
 def make_adapter(spec, site):
-    """The adapter for a site, with a kernel: not built, and not in the model.
+    """The adapter for a site, with its kernel; not built and not installed.
 
     Args:
         spec: The specification of one layer, from `specs_per_layer`.
@@ -121,7 +121,7 @@ def make_adapter(spec, site):
         raise ValueError(f"{where}: {reason}")
     config = {**site.adapter_class.geometry(site.layer), **options}
     try:
-        # Options of a name are arguments, those of a configuration serialized.
+        # A name's options are arguments; a configuration's options are serialized.
         kernel = (
             layer_class(**config)
             if isinstance(spec, str)
@@ -143,7 +143,7 @@ def _layer_class(spec):
 def _normalize_one(attention):
     multi_head = keras.layers.MultiHeadAttention
     if isinstance(attention, type) and issubclass(attention, multi_head):
-        # Its sizes will be the model's.
+        # The model determines its sizes.
         attention = attention(num_heads=1, key_dim=2)
     if isinstance(attention, multi_head):
         return keras.saving.serialize_keras_object(attention)
@@ -165,7 +165,7 @@ def _class_and_options(spec):
                 f"The model decides {', '.join(taken)}. Received: attention={spec!r}"
             )
         if "qk_norm" in constructor_arguments(layer_class):
-            # The trained queries and keys have the norms they have.
+            # Keep the norms of the trained queries and keys.
             options.setdefault("qk_norm", False)
         return layer_class, options
     layer = keras.saving.deserialize_keras_object(spec)

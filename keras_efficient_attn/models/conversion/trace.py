@@ -1,4 +1,4 @@
-"""Records of what the attention layers of a model read and return."""
+"""Records the inputs and outputs of a model's attention layers."""
 
 import contextlib
 import dataclasses
@@ -16,9 +16,9 @@ class Call:
     """A call of a layer.
 
     Attributes:
-        args, kwargs: As `layer.call` was called.
-        arguments: Dict of them by the names that `layer.call` has.
-        output: What the layer returned.
+        args, kwargs: Arguments of the call of `layer.call`.
+        arguments: Dict of the arguments by their names in `layer.call`.
+        output: The layer's return value.
     """
 
     args: tuple
@@ -33,7 +33,7 @@ class Call:
 
     @property
     def key(self):
-        """The keys' inputs: those of the queries, unless they are given."""
+        """The keys' inputs; the queries' inputs if not given."""
         key = self.arguments.get("key")
         return self.arguments.get("value", self.query) if key is None else key
 
@@ -74,7 +74,7 @@ def trace_layers(model, layers, batch):
     Args:
         model: A built model.
         layers: List of layers in it.
-        batch: One batch, as the model takes it.
+        batch: One batch of the model's inputs.
 
     Returns:
         A list of lists of `Call`, one for each layer.
@@ -110,7 +110,7 @@ def run(function, *args, **kwargs):
 
 @contextlib.contextmanager
 def replaced_call(layer, call):
-    """A layer, with another function for its `call`; may be nested."""
+    """Context that replaces a layer's `call` by a function; may be nested."""
     before = vars(layer).get("call")
     layer.call = call
     try:
@@ -123,7 +123,7 @@ def replaced_call(layer, call):
 
 
 def valid_rows(site, call):
-    """Boolean `(batch, length)` of positions that are no padding, or `None` for all.
+    """Boolean `(batch, length)`, false at padding; `None` for no padding.
 
     Args:
         site: An `AttentionSite`.
@@ -142,7 +142,7 @@ def row_mask(site, call):
     ]
     dense = call.arguments.get("attention_mask")
     if dense is not None:
-        # `(batch, heads, T, S)` and `(T, S)`, of which one row per text is left.
+        # `(batch, heads, T, S)` and `(T, S)`, reduced to one row per text.
         dense = dense[:, 0] if len(dense.shape) == 4 else dense
         dense = dense[None] if len(dense.shape) == 2 else dense
         dense = dense if dense.shape[-2] == 1 else site.adapter_class.key_mask(dense)
@@ -155,7 +155,8 @@ def relative_error(old, new, rows):
     """`√(Σ‖new − old‖² / Σ‖old‖²)` over lists of outputs.
 
     Args:
-        old, new: Lists of outputs `(batch, length, dim)`, or tuples that begin so.
+        old, new: Lists of outputs `(batch, length, dim)`, or of tuples that start with
+            one.
         rows: A list with a mask from `valid_rows` for each.
     """
     difference, norm = 0.0, 0.0

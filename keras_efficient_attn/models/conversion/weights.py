@@ -1,4 +1,4 @@
-"""Copying the state of a backbone to its converted copy."""
+"""Copies the state of a backbone to its converted copy."""
 
 import keras
 from keras import ops
@@ -15,16 +15,16 @@ from keras_efficient_attn.models.conversion.keras_internals import (
 
 
 def copy_weights(source, target):
-    """Copies weights, LoRA and what is trainable.
+    """Copies weights, LoRA and trainable flags.
 
     Args:
         source: A backbone.
-        target: A backbone of the same configuration, with adapters in the places of
-            some attention layers. The weights of their kernels stay as they are.
+        target: A backbone of the same configuration, with adapters instead of some
+            attention layers. The weights of their kernels do not change.
     """
     for old, new in _pairs(source, target):
         if isinstance(new.dtype_policy, keras.dtype_policies.DTypePolicyMap):
-            # Keras cannot save quantised layers that have the whole map.
+            # Keras cannot save quantised layers that hold the whole policy map.
             set_dtype_policy(new, old.dtype_policy)
         lora = lora_of(old)
         if lora is not None and lora_of(new) is None:
@@ -37,14 +37,14 @@ def copy_weights(source, target):
             continue
         variables = zip(own_variables(old), own_variables(new), strict=True)
         for old_variable, new_variable in variables:
-            # On JAX a training step gives the buffers of its weights away.
+            # On JAX a training step donates the buffers of its weights.
             new_variable.assign(ops.copy(old_variable))
             new_variable.trainable = old_variable.trainable
     copy_lora_state(source, target)
 
 
 def _pairs(old, new):
-    """The layers at the same places of two models, from the outside in."""
+    """Pairs of corresponding layers of two models, outermost first."""
     yield old, new
     if isinstance(new, AttentionAdapter):
         children = zip(

@@ -1,4 +1,4 @@
-"""Choosing the windows of layers: the least error that a mean window allows."""
+"""Chooses the windows of layers: the least error within a mean window."""
 
 import math
 import numbers
@@ -13,7 +13,7 @@ from keras_efficient_attn.models.conversion.trace import (
 )
 
 SMALLEST_WINDOW = 1
-# Share of the budget; smaller windows would save little that others can use.
+# Share of the budget; smaller windows would free little for other layers.
 SMALLEST_SHARE = 1 / 4
 
 
@@ -42,13 +42,13 @@ def check_window_budget(budget, layers, calibrate):
 
 
 def choose_windows(budget, adapters, sites, records):
-    """Gives layers the windows of least error, and fits them to data.
+    """Sets the windows of least error and fits the layers to data.
 
-    Each layer is tried alone, on what the original reads in its place, with windows
-    that are powers of two.
+    Each layer is tried alone, on the original's inputs, with windows that are powers of
+    two.
 
     Args:
-        budget: The largest mean of the windows.
+        budget: The maximum mean of the windows.
         adapters: The adapters of a copy; their kernels change.
         sites: The `AttentionSite`s in the original, in the same order.
         records: From `trace` of the original, in the same order.
@@ -57,7 +57,7 @@ def choose_windows(budget, adapters, sites, records):
         The windows, a list.
 
     Raises:
-        ValueError: If the errors are no numbers.
+        ValueError: If the errors are not numbers.
     """
     total = math.floor(budget * len(adapters))
     smallest = SMALLEST_WINDOW
@@ -89,11 +89,11 @@ def least_error(errors, total):
     """The windows whose errors have the least sum, by dynamic programming.
 
     Args:
-        errors: For each layer a dict, of its possible windows to its errors.
+        errors: For each layer a dict from possible windows to errors.
         total: The largest sum of the windows.
 
     Returns:
-        The windows, a list: where sums of errors are equal, the least windows.
+        The windows, a list: for equal sums of errors, the smallest windows.
 
     Raises:
         ValueError: If no choice has a finite error.
@@ -121,19 +121,19 @@ def least_error(errors, total):
 
 
 def _candidates(smallest, largest, kernel, calls, rows):
-    """The windows to try, until one holds all that a query sees."""
+    """The windows to try, up to one that holds all keys that a query sees."""
     longest = max(map(_longest, calls, rows))
     windows = [smallest]
     while windows[-1] < longest and 2 * windows[-1] <= largest:
         windows.append(2 * windows[-1])
-    # Such a window leaves no key beyond it to fit to.
+    # Such a window leaves no key beyond it to fit.
     if kernel.calibrates_beyond_window and len(windows) > 1 and windows[-1] >= longest:
         windows.pop()
     return windows
 
 
 def _longest(call, mask):
-    """The most positions from the first to the last that is no padding."""
+    """The largest span from the first to the last position that is not padding."""
     if mask is None:
         return call.query.shape[1]
     positions = [np.flatnonzero(row) for row in mask if row.any()]
@@ -141,7 +141,7 @@ def _longest(call, mask):
 
 
 def _set_window(window, adapter, site, calls):
-    """Gives a kernel another window, and fits to data what depends on it."""
+    """Sets a kernel's window and refits the parts that depend on it."""
     adapter.kernel.window = window
     if adapter.kernel.calibrates_beyond_window:
         fit([adapter], [site], [calls])

@@ -1,4 +1,4 @@
-"""Bytes as tokens, and how they become a model's inputs."""
+"""Byte tokens and their preprocessing to model inputs."""
 
 import keras
 import keras_hub
@@ -12,12 +12,12 @@ PAD, START, END, MASK = 0, 253, 254, 255
 class EfficientByteTokenizer(keras_hub.tokenizers.ByteTokenizer):
     """KerasHub's byte tokenizer with special tokens among its 256.
 
-    Padding is 0. Start, end and mask are 253, 254 and 255, bytes that no UTF-8 text
-    holds. Text is not changed by default: case and Unicode form stay.
+    Padding is 0. Start, end and mask are 253, 254 and 255, bytes that never occur in
+    UTF-8 text. By default text is not changed: case and Unicode form stay.
 
     Args:
         lowercase: Whether to fold case. Defaults to `False`.
-        **kwargs: Those of `keras_hub.tokenizers.ByteTokenizer`.
+        **kwargs: Arguments of `keras_hub.tokenizers.ByteTokenizer`.
 
     Example:
 
@@ -42,10 +42,10 @@ class EfficientByteTokenizer(keras_hub.tokenizers.ByteTokenizer):
         return [PAD, START, END, MASK]
 
     def save_assets(self, dir_path):
-        """Nothing: bytes need no vocabulary."""
+        """Does nothing: bytes need no vocabulary."""
 
     def load_preset_assets(self, preset):
-        """Nothing: bytes need no vocabulary."""
+        """Does nothing: bytes need no vocabulary."""
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -53,10 +53,10 @@ class EfficientCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
     """Strings to `token_ids` and `padding_mask`, and the next tokens as labels.
 
     Args:
-        tokenizer, sequence_length: A tokenizer, and the tokens of a row, start and end
-            included. Defaults to 1024.
-        **kwargs: Those of `keras_hub.models.CausalLMPreprocessor`, such as whether to
-            add start and end.
+        tokenizer, sequence_length: A tokenizer, and the number of tokens per row, start
+            and end included. The length defaults to 1024.
+        **kwargs: Arguments of `keras_hub.models.CausalLMPreprocessor`, such as whether
+            to add start and end.
 
     Example:
 

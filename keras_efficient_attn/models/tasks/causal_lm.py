@@ -1,4 +1,4 @@
-"""A causal language model that generates from its layers' states."""
+"""A causal language model that uses its layers' states as cache."""
 
 import keras
 import keras_hub
@@ -17,21 +17,20 @@ from keras_efficient_attn.ops.common.backend import shape_of
 class EfficientCausalLM(StreamingMixin, TaskMixin, keras_hub.models.CausalLM):
     """Language model on `EfficientTransformerBackbone`, with KerasHub's `generate`.
 
-    `generate` reads the prompt in segments, and then a token at a time, with the
-    layers' states as its cache: with layers whose state does not grow with the
-    context, a token takes constant time and memory, however many came before. It
-    gives the tokens that calls on the whole sequence give, up to rounding. A softmax
-    layer's state is a key/value cache of the full length.
+    `generate` reads the prompt in segments, then one token at a time, with the layers'
+    states as its cache. With layers whose state does not grow with the context, a token
+    takes constant time and memory. Up to rounding, calls on the whole sequence give the
+    same tokens. A softmax layer's state is a key/value cache of the full length.
 
-    Rows of a batch may have prompts of different lengths: generation starts at the
-    end of the shortest, and keeps the tokens of the longer ones. An empty prompt
-    starts from the padding token in its place.
+    Rows of a batch may have prompts of different lengths: generation starts at the end
+    of the shortest prompt and keeps the tokens of the longer ones. An empty prompt
+    starts from the padding token.
 
     Args:
         backbone: An `EfficientTransformerBackbone` with `architecture="decoder"`.
         preprocessor: An `EfficientCausalLMPreprocessor`, or `None` for inputs that are
             dicts of `token_ids` and `padding_mask`.
-        **kwargs: Those of KerasHub's tasks.
+        **kwargs: Arguments of KerasHub's tasks.
 
     Returns:
         On a call, float32 logits `(batch, length, vocabulary_size)`.
@@ -72,7 +71,7 @@ class EfficientCausalLM(StreamingMixin, TaskMixin, keras_hub.models.CausalLM):
         layer_intercept_fn=None,
         target_ids=None,
     ):
-        """Scores given tokens, as the causal language models of KerasHub do.
+        """Scores given tokens, like KerasHub's causal language models.
 
         Args:
             token_ids: Integers `(batch, length)`.
@@ -81,8 +80,8 @@ class EfficientCausalLM(StreamingMixin, TaskMixin, keras_hub.models.CausalLM):
             scoring_mode: `"logits"` (the default) or `"loss"`, per token.
             layer_intercept_fn: Optional callable `(x, i) -> x` of activations `(batch,
                 length, hidden_dim)`: `i` is −1 for the embeddings and counts the
-                blocks from 0. Not for reversible or adaptive stacks, which have no
-                such activations.
+                blocks from 0. Unsupported for reversible or adaptive stacks, which have
+                no such activations.
             target_ids: Integers `(batch, length)`, the tokens to predict; needed by
                 `"loss"`.
 
@@ -91,7 +90,7 @@ class EfficientCausalLM(StreamingMixin, TaskMixin, keras_hub.models.CausalLM):
 
         Raises:
             ValueError: For an unknown `scoring_mode`, `"loss"` without `target_ids`, or
-                a `layer_intercept_fn` where there is nothing to intercept.
+                a `layer_intercept_fn` for a stack without such activations.
         """
         if scoring_mode not in ("logits", "loss"):
             raise ValueError(
@@ -108,7 +107,7 @@ class EfficientCausalLM(StreamingMixin, TaskMixin, keras_hub.models.CausalLM):
         if layer_intercept_fn is None:
             logits = self(inputs)
         else:
-            hidden = self._intercepted(inputs, layer_intercept_fn)
+            hidden = self._intercept(inputs, layer_intercept_fn)
             logits = self.backbone.token_embedding(hidden, reverse=True)
         if scoring_mode == "logits":
             return logits
@@ -117,8 +116,8 @@ class EfficientCausalLM(StreamingMixin, TaskMixin, keras_hub.models.CausalLM):
         )
         return loss(target_ids, logits)
 
-    def _intercepted(self, inputs, layer_intercept_fn):
-        """The backbone's output, each block's activations going through a function."""
+    def _intercept(self, inputs, layer_intercept_fn):
+        """The backbone's output, with a function applied to all activations."""
         stack = self.backbone.decoder
         if not stack.returns_layers or stack.blocks[0].residual == "reversible":
             raise ValueError(
@@ -137,10 +136,11 @@ class EfficientCausalLM(StreamingMixin, TaskMixin, keras_hub.models.CausalLM):
 
         Args:
             inputs: Dict of `token_ids` and `padding_mask`, `(batch, max_length)`.
-            stop_token_ids: Optional; generation ends when each row has had one.
+            stop_token_ids: Optional stop tokens; generation ends when each row has
+                generated one.
 
         Returns:
-            A dict of the same entries.
+            A dict with the same entries.
         """
         token_ids, padding_mask = self.complete(
             inputs["token_ids"],

@@ -11,13 +11,13 @@ from keras_efficient_attn.models.tasks.text_classifier import without_segments
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class EfficientMaskedLMPreprocessor(keras_hub.models.MaskedLMPreprocessor):
-    """Strings to tokens of which some are masked, and the masked ones as labels.
+    """Strings to tokens, some of them masked, with the masked tokens as labels.
 
     Args:
         tokenizer: A tokenizer.
-        sequence_length: Tokens of a row. Defaults to 512.
-        mask_selection_length: The most masked tokens of a row. Defaults to 96.
-        **kwargs: Those of `keras_hub.models.MaskedLMPreprocessor`.
+        sequence_length: Tokens per row. Defaults to 512.
+        mask_selection_length: Maximum number of masked tokens per row. Defaults to 96.
+        **kwargs: Arguments of `keras_hub.models.MaskedLMPreprocessor`.
 
     Example:
 
@@ -44,7 +44,7 @@ class EfficientMaskedLM(TaskMixin, keras_hub.models.MaskedLM):
         backbone: An `EfficientTransformerBackbone` with `architecture="encoder"`.
         preprocessor: An `EfficientMaskedLMPreprocessor`, or `None` for inputs that
             are dicts of `token_ids`, `padding_mask` and `mask_positions`.
-        **kwargs: Those of KerasHub's tasks.
+        **kwargs: Arguments of KerasHub's tasks.
 
     Returns:
         On a call, logits `(batch, mask_selection_length, vocabulary_size)`.

@@ -1,4 +1,4 @@
-"""A sequence-to-sequence language model that generates from its decoder's states."""
+"""A sequence-to-sequence language model that caches its decoder's states."""
 
 import keras
 import keras_hub
@@ -17,10 +17,10 @@ class EfficientSeq2SeqLMPreprocessor(keras_hub.models.Seq2SeqLMPreprocessor):
 
     Args:
         tokenizer: A tokenizer.
-        encoder_sequence_length: Tokens of a row of the encoder, start and end included.
+        encoder_sequence_length: Tokens per encoder row, start and end included.
             Defaults to 1024.
-        decoder_sequence_length: The same of the decoder. Defaults to 1024.
-        **kwargs: Those of `keras_hub.models.Seq2SeqLMPreprocessor`.
+        decoder_sequence_length: Tokens per decoder row. Defaults to 1024.
+        **kwargs: Arguments of `keras_hub.models.Seq2SeqLMPreprocessor`.
 
     Example:
 
@@ -38,7 +38,7 @@ class EfficientSeq2SeqLMPreprocessor(keras_hub.models.Seq2SeqLMPreprocessor):
     tokenizer_cls = EfficientByteTokenizer
 
     def get_config(self):
-        # KerasHub's class leaves them out.
+        # KerasHub's class omits these arguments.
         return {
             **super().get_config(),
             "encoder_sequence_length": self.encoder_sequence_length,
@@ -55,11 +55,11 @@ class EfficientSeq2SeqLM(StreamingMixin, TaskMixin, keras_hub.models.Seq2SeqLM):
     logits[t] = decoder(decoder_token_ids[..t], memory)
     ```
 
-    `generate` computes `memory` once. It reads the decoder's prompts in segments, and
-    then a token at a time, with the states of the decoder's layers as its cache
-    (`EfficientCausalLM`): a token costs as much at the end as at the start, but for
-    layers whose state grows. It gives the tokens that calls on the whole sequences
-    give, up to rounding. Prompts of a batch may have different lengths.
+    `generate` computes `memory` once. It reads the decoder's prompts in segments, then
+    one token at a time, with the states of the decoder's layers as its cache
+    (`EfficientCausalLM`). A token has constant cost, except with layers whose state
+    grows. Up to rounding, calls on the whole sequences give the same tokens. Prompts of
+    a batch may have different lengths.
 
     Args:
         backbone: An `EfficientTransformerBackbone` with
@@ -67,14 +67,14 @@ class EfficientSeq2SeqLM(StreamingMixin, TaskMixin, keras_hub.models.Seq2SeqLM):
         preprocessor: An `EfficientSeq2SeqLMPreprocessor`, or `None` for inputs that are
             dicts of `encoder_token_ids`, `encoder_padding_mask`, `decoder_token_ids`
             and `decoder_padding_mask`, `(batch, length)`.
-        **kwargs: Those of KerasHub's tasks.
+        **kwargs: Arguments of KerasHub's tasks.
 
     Returns:
         On a call, float32 logits `(batch, decoder_length, vocabulary_size)`.
 
     Raises:
-        ValueError: If the backbone is no encoder-decoder; from `generate`, if one of
-            the decoder's layers does not stream.
+        ValueError: If the backbone is not an encoder-decoder; from `generate`, if one
+            of the decoder's layers does not stream.
 
     Example:
 
@@ -98,8 +98,9 @@ class EfficientSeq2SeqLM(StreamingMixin, TaskMixin, keras_hub.models.Seq2SeqLM):
         - [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)
     """
 
-    # KerasHub's `CausalLM.from_preset` looks for a task of the backbone's class among
-    # its subclasses, in no order, and this is one: it must find `EfficientCausalLM`.
+    # KerasHub's `CausalLM.from_preset` searches its subclasses, in no particular order,
+    # for a task of the backbone's class. It must find `EfficientCausalLM`, not this
+    # class.
     backbone_cls = None
     preprocessor_cls = EfficientSeq2SeqLMPreprocessor
 
@@ -119,14 +120,15 @@ class EfficientSeq2SeqLM(StreamingMixin, TaskMixin, keras_hub.models.Seq2SeqLM):
                 that `save_to_preset` wrote.
             load_weights: Whether to load weights, or leave them random. Defaults to
                 `True`.
-            **kwargs: `preprocessor`, which defaults to that of the preset and is needed
-                where a configuration has no tokenizer (`None` for token ids), and
-                arguments of the backbone that replace those of the preset.
+            **kwargs: `preprocessor`, which defaults to the preset's and is required if
+                the configuration has no tokenizer (`None` for token ids), and arguments
+                of the backbone that override the preset's.
 
         Raises:
-            ValueError: If the preset does not exist, is no encoder-decoder, or has no
-                weights to load.
-            FileNotFoundError: If it has no tokenizer, and no `preprocessor` is given.
+            ValueError: If the preset does not exist, is not an encoder-decoder, or has
+                no weights to load.
+            FileNotFoundError: If the preset has no tokenizer and no `preprocessor` is
+                given.
         """
         if "preprocessor" in kwargs:
             preprocessor = kwargs.pop("preprocessor")
@@ -138,13 +140,13 @@ class EfficientSeq2SeqLM(StreamingMixin, TaskMixin, keras_hub.models.Seq2SeqLM):
         return cls(backbone, preprocessor)
 
     def get_initial_cache(self, encoder_token_ids, encoder_padding_mask, max_length):
-        """The cache before the decoder's first token, the encoder's output in it.
+        """The cache before the decoder's first token, with the encoder's output.
 
         Args:
             encoder_token_ids: Integers `(batch, encoder_length)`.
             encoder_padding_mask: `(batch, encoder_length)`, 0 at padding.
-            max_length: Tokens of the decoder that it can hold, for layers whose state
-                grows; `None` for those whose state does not.
+            max_length: Decoder tokens that the cache can hold, for layers whose state
+                grows; `None` for other layers.
 
         Returns:
             Dict of `state`, the decoder's, `position` `(batch,)`, the number of tokens
@@ -168,7 +170,7 @@ class EfficientSeq2SeqLM(StreamingMixin, TaskMixin, keras_hub.models.Seq2SeqLM):
             stop_token_ids: Optional; generation ends when each row has had one.
 
         Returns:
-            A dict of the decoder's two entries.
+            A dict with the decoder's two entries.
         """
         token_ids, padding_mask = self.complete(
             inputs["decoder_token_ids"],

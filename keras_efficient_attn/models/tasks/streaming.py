@@ -1,20 +1,20 @@
-"""Generation from the states of a backbone's decoder."""
+"""Generation with the states of a backbone's decoder as cache."""
 
 import keras_hub
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 
-# Tokens of a prompt that are read at once: the largest number that is left, each time.
+# Segment sizes for reading prompts: each time the largest that fits.
 PROMPT_SEGMENTS = (1024, 128, 16, 1)
-# Entries of the cache that a decoder with an encoder has beside the others.
+# Additional cache entries of a decoder with an encoder.
 MEMORY = ("memory", "memory_padding_mask")
 
 
 class StreamingMixin:
     """Tasks whose cache is the state of their backbone's decoder.
 
-    For subclasses of KerasHub's `CausalLM`, before it in the list of base classes.
+    Put it before KerasHub's `CausalLM` in the list of base classes.
     """
 
     def get_initial_cache(self, batch_size, max_length=None):
@@ -22,7 +22,7 @@ class StreamingMixin:
 
         Args:
             batch_size: Rows in the batch.
-            max_length: Tokens that it can hold, for layers whose state grows.
+            max_length: Tokens that the cache can hold, for layers whose state grows.
 
         Returns:
             Dict of `state`, the backbone's, and `position` `(batch,)`, the number of
@@ -38,15 +38,15 @@ class StreamingMixin:
 
         Args:
             token_ids: Integers `(batch, length)`.
-            cache: From `get_initial_cache` or the previous call. Layers with a state
-                of constant size cannot read a position again, or leave one out.
+            cache: From `get_initial_cache` or the previous call. Layers with a state of
+                constant size cannot repeat or skip a position.
             cache_update_index: Position of the first token, an integer or a scalar:
-                the number of tokens that the cache has read. Outputs for any other
-                are NaN.
+                the number of tokens that the cache has read. Other values give NaN
+                outputs.
 
         Returns:
             `(logits, hidden_states, cache)`: `(batch, length, vocabulary_size)`,
-            `(batch, length, hidden_dim)`, and the cache after them.
+            `(batch, length, hidden_dim)`, and the new cache.
         """
         memory = {name: cache[name] for name in MEMORY if name in cache}
         hidden_states, state = self.backbone.stream(token_ids, cache["state"], **memory)
@@ -65,7 +65,7 @@ class StreamingMixin:
         Args:
             token_ids: Integers `(batch, max_length)`.
             cache: From `get_initial_cache`.
-            count: How many tokens to read, an integer or a scalar tensor.
+            count: Number of tokens to read, an integer or a scalar tensor.
         """
         batch_size, max_length = shape_of(token_ids)
         start = ops.convert_to_tensor(0, "int32")
@@ -88,25 +88,25 @@ class StreamingMixin:
         return cache
 
     def complete(self, token_ids, padding_mask, cache, stop_token_ids, hidden_states):
-        """Samples the tokens that follow those of the prompts.
+        """Samples the tokens after the prompts.
 
         Args:
             token_ids: Integers `(batch, max_length)`.
-            padding_mask: `(batch, max_length)`, 1 where a row has a token of a prompt.
+            padding_mask: `(batch, max_length)`, 1 at prompt tokens.
             cache: From `get_initial_cache`.
             stop_token_ids: As in `generate_step`.
-            hidden_states: Callable that gives those of all tokens, `(batch,
-                max_length, hidden_dim)`, for samplers that compare with them.
+            hidden_states: Callable that returns the hidden states of all tokens,
+                `(batch, max_length, hidden_dim)`, for samplers that use them.
 
         Returns:
             `(token_ids, padding_mask)`, both `(batch, max_length)`.
         """
         padding_mask = ops.cast(padding_mask, "bool")
         lengths = ops.sum(ops.cast(padding_mask, "int32"), axis=-1)
-        # The first position without a token of a prompt.
+        # The first position without a prompt token.
         index = ops.maximum(ops.cast(ops.min(lengths), "int32"), 1)
         compares = isinstance(self.sampler, keras_hub.samplers.ContrastiveSampler)
-        # The state takes the tokens before the last; the sampler feeds the last.
+        # Read all tokens except the last into the state; the sampler feeds the last.
         cache = self.read_prompt(token_ids, cache, index - 1)
 
         def next_token(prompt, cache, index):
@@ -128,7 +128,7 @@ class StreamingMixin:
 
 
 def _until_stop(token_ids, prompt_mask, stop_token_ids):
-    """Which tokens are not after a stop token that was generated."""
+    """Whether each token is not after a generated stop token."""
     stops = ops.zeros_like(prompt_mask)
     for stop in stop_token_ids or ():
         stops = ops.logical_or(stops, ops.equal(token_ids, stop))

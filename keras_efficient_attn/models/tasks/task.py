@@ -6,22 +6,21 @@ from keras_efficient_attn.models.presets import PresetMixin
 
 
 class TaskMixin(PresetMixin):
-    """Presets that ship with the package, any kind of data, and training that resumes.
+    """Adds shipped presets, any kind of data, and resumable training to tasks.
 
-    A task that is saved as `.keras` and loaded is compiled as it was, with the state
-    of its optimizer; KerasHub's own tasks come back with a new one.
+    A task that is saved as `.keras` and loaded is compiled as before, with the state of
+    its optimizer; KerasHub's own tasks load with a new optimizer.
 
     KerasHub's tasks read arrays and datasets through `tf.data` or Grain, for the
-    preprocessor. Without one there is nothing to preprocess: the model then takes
-    what `keras.Model` takes, generators and `keras.utils.PyDataset` included, and
-    needs neither.
+    preprocessor. A task without a preprocessor needs neither: it then accepts all
+    inputs of `keras.Model`, including generators and `keras.utils.PyDataset`.
     """
 
     def take_parts(self, backbone, preprocessor, *architectures):
-        """Keeps what a task is made of, if the backbone has one of the architectures.
+        """Stores the parts of a task, if the backbone has a supported architecture.
 
         Raises:
-            ValueError: If it has another.
+            ValueError: If the backbone has another architecture.
         """
         if backbone.architecture not in architectures:
             raise ValueError(
@@ -53,14 +52,14 @@ class TaskMixin(PresetMixin):
         return super().predict(x, batch_size=batch_size, **kwargs)
 
     def get_compile_config(self):
-        """The arguments of `compile`, the sampler among them."""
+        """The arguments of `compile`, including the sampler."""
         config = super().get_compile_config()
         if config and hasattr(self, "sampler"):
             config["sampler"] = keras.saving.serialize_keras_object(self.sampler)
         return config
 
     def compile_from_config(self, config):
-        """Compiles as `get_compile_config` says."""
+        """Compiles with the result of `get_compile_config`."""
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.optimizer is not None and self.built:
             self.optimizer.build(self.trainable_variables)

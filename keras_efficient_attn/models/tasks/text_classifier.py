@@ -14,9 +14,9 @@ class EfficientTextClassifierPreprocessor(keras_hub.models.TextClassifierPreproc
 
     Args:
         tokenizer: A tokenizer.
-        sequence_length: Tokens of a row: the first ones of a longer text, with padding
-            after a shorter one. Defaults to 512.
-        **kwargs: Those of `keras_hub.models.TextClassifierPreprocessor`.
+        sequence_length: Tokens per row; longer texts are truncated and shorter texts
+            padded. Defaults to 512.
+        **kwargs: Arguments of `keras_hub.models.TextClassifierPreprocessor`.
 
     Example:
 
@@ -51,10 +51,10 @@ class EfficientTextClassifier(TaskMixin, keras_hub.models.TextClassifier):
         num_classes: Number of classes.
         preprocessor: An `EfficientTextClassifierPreprocessor`, or `None` for inputs
             that are dicts of `token_ids` and `padding_mask`.
-        activation: Of the output. Defaults to `None`: logits.
+        activation: Activation of the output. Defaults to `None`: logits.
         dropout: Rate of dropout before the dense layer. Defaults to 0.
         compile: Whether to compile with KerasHub's defaults. Defaults to `True`.
-        **kwargs: Those of KerasHub's tasks.
+        **kwargs: Arguments of KerasHub's tasks.
 
     Returns:
         On a call, float32 `(batch, num_classes)`.
@@ -104,7 +104,7 @@ class EfficientTextClassifier(TaskMixin, keras_hub.models.TextClassifier):
         self.num_classes = num_classes
         self.activation = keras.activations.get(activation)
         self.dropout = dropout
-        # After the activation, which the default loss depends on.
+        # After the activation is set: the default loss depends on it.
         if compile:
             self.compile()
 

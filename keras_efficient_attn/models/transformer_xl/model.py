@@ -1,4 +1,4 @@
-"""TransformerXL: a language model that remembers the batch before."""
+"""TransformerXL: a language model with a memory of the previous batch."""
 
 import keras
 from keras import ops
@@ -11,27 +11,26 @@ from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class TransformerXL(TaskWrapper):
-    """Segment-level recurrence: a language model whose memory outlasts a batch.
+    """Segment-level recurrence: a language model with a memory across batches.
 
-    A call reads each row as what comes after the same row of the call before, with the
-    states of the language model's layers as they were then. They are variables that
-    are not trained, and no gradient reaches back through them. `fit`, `evaluate` and
-    `predict` start from an empty memory, `fit` does so in each epoch, and rows may do
-    so at any batch.
+    A call treats each row as the continuation of the same row in the previous call and
+    starts from the layers' states after that call. The states are untrained variables,
+    and no gradient flows through them. `evaluate` and `predict` start from an empty
+    memory, and so does each epoch of `fit`. A row can reset its memory at any batch.
 
-    The layers are meant to be `keras_efficient_attn.RelativePositionXL`, which reach
-    back `num_layers · memory_length` positions; any whose state has a constant size
-    will do, and then the training is that of Transformer-VQ, or of a recurrent
-    network, through time and truncated.
+    The layers are usually `keras_efficient_attn.RelativePositionXL`, which reach back
+    `num_layers · memory_length` positions. Any layer with a state of constant size
+    works; training is then that of Transformer-VQ, or truncated backpropagation through
+    time as for a recurrent network.
 
     Args:
-        language_model: An `EfficientCausalLM`. Its weights are trained here; it can
-            `generate`, and stand in several `TransformerXL`, such as one for
+        language_model: An `EfficientCausalLM`. Training changes its weights. It can
+            `generate`, and several `TransformerXL` may share it, for example one for
             evaluation.
-        batch_size: Rows of all batches.
-        memory_length: Positions that each `RelativePositionXL` remembers; more may
-            be of use in evaluation than in training. Defaults to the layers' own.
-        **kwargs: Those of `keras.Model`.
+        batch_size: Rows of every batch.
+        memory_length: Memory length of each `RelativePositionXL`; may be larger in
+            evaluation than in training. Defaults to the layers' own.
+        **kwargs: Arguments of `keras.Model`.
 
     Call arguments:
         inputs: Dict of `token_ids`, integers `(batch_size, length)`, and optionally
@@ -90,9 +89,9 @@ class TransformerXL(TaskWrapper):
         self.built = True
 
     def reset_memory(self):
-        """Forgets all, in all rows."""
+        """Empties the memory of all rows."""
         if backend_name() == "jax":
-            # Within `fit`, the variables are behind the training state.
+            # Within `fit`, the training state is newer than the variables.
             self.jax_state_sync()
         self._remember(self._empty_memory())
 
@@ -107,7 +106,7 @@ class TransformerXL(TaskWrapper):
                 "`batch_size` to the model for another. Received: a batch of shape "
                 f"{tuple(inputs.shape)}"
             )
-        # TensorFlow may not know the batch size before it runs.
+        # TensorFlow may know the batch size only at run time.
         tokens = ops.reshape(inputs, (self.batch_size, length))
         # A copy: PyTorch's backward pass may need it after the assignment.
         memory = [ops.copy(variable) for variable in self._memory]
@@ -117,7 +116,7 @@ class TransformerXL(TaskWrapper):
                 _where_rows(reset, new, old)
                 for new, old in zip(_leaves(empty), memory, strict=True)
             ]
-        memory = _packed(empty, iter(memory))
+        memory = _pack(empty, iter(memory))
         backbone = self.language_model.backbone
         hidden, memory = backbone.stream(tokens, memory)
         logits = backbone.token_embedding(hidden, reverse=True)
@@ -181,7 +180,7 @@ class TransformerXL(TaskWrapper):
             )
 
     def _with_resets(self, callbacks):
-        # `fit` hands its own list on to the evaluation after an epoch.
+        # `fit` passes its own list to the evaluation after an epoch.
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return callbacks
         if callbacks is None:
@@ -205,7 +204,7 @@ class _Resets(keras.callbacks.Callback):
 
 
 def _leaves(state):
-    """The tensors of a nest of dicts, sorted by name: saved files rely on the order.
+    """The tensors of a nest of dicts, sorted by name; saved files rely on this order.
 
     `keras.tree.flatten` has another order on PyTorch than on other backends.
     """
@@ -214,11 +213,11 @@ def _leaves(state):
     return [leaf for name in sorted(state) for leaf in _leaves(state[name])]
 
 
-def _packed(like, leaves):
-    """A nest of dicts from an iterator over its tensors in the order of `_leaves`."""
+def _pack(like, leaves):
+    """Rebuilds a nest of dicts from an iterator over its tensors in `_leaves` order."""
     if not isinstance(like, dict):
         return next(leaves)
-    return {name: _packed(like[name], leaves) for name in sorted(like)}
+    return {name: _pack(like[name], leaves) for name in sorted(like)}
 
 
 def _where_rows(rows, chosen, other):

@@ -5,27 +5,26 @@ import numpy as np
 
 
 class Segments(keras.utils.PyDataset):
-    """Batches whose rows go on where those of the batch before ended.
+    """Batches whose rows continue the rows of the previous batch.
 
-    A text is cut into as many equal pieces as a batch has rows, each of which is read
-    as a document. Documents of any lengths are given to the rows one after the
-    other, the next one to the row that has read least; what a document's last segment
-    lacks is padded, and weighs nothing.
+    A text is cut into `batch_size` equal pieces, each treated as a document. Documents
+    of any length are assigned to rows in order, each to the row that has read least.
+    The last segment of a document is padded, with weight 0.
 
     Args:
         tokens: The text, integers `(length,)`, or a list of such arrays: documents.
-            The last token of a document is predicted, and not read.
-        batch_size: Rows of a batch.
-        length: Positions in a segment.
-        **kwargs: Those of `keras.utils.PyDataset`.
+            The last token of a document is only predicted, not read.
+        batch_size: Rows per batch.
+        length: Positions per segment.
+        **kwargs: Arguments of `keras.utils.PyDataset`.
 
     Yields:
         `(inputs, targets, weights)`: a dict of `token_ids`, `(batch_size, length)`,
         and `reset`, `(batch_size,)`, true where a document begins; the next tokens;
-        and 1 where there is one, 0 at padding, both `(batch_size, length)`.
+        and weights, 1 for real targets and 0 at padding, both `(batch_size, length)`.
 
     Raises:
-        ValueError: If there is no batch, or an argument is not as above.
+        ValueError: If there is no batch, or an argument is invalid.
 
     Example:
 
@@ -59,7 +58,7 @@ class Segments(keras.utils.PyDataset):
         self._rows = [[] for _ in range(batch_size)]
         for document in documents:
             document = np.asarray(document)
-            # Of each segment: its document, and where it starts there.
+            # For each segment: its document and its start in the document.
             segments = [
                 (document, start) for start in range(0, len(document) - 1, length)
             ]
@@ -92,6 +91,6 @@ class Segments(keras.utils.PyDataset):
 
 
 def _equal_pieces(text, count):
-    """As many pieces, each of which ends with the first token of the next."""
+    """`count` equal pieces; each ends with the first token of the next."""
     length = (len(text) - 1) // count
     return [text[i * length : (i + 1) * length + 1] for i in range(count)]

@@ -1,4 +1,4 @@
-"""Vectors that tell a block that is applied repeatedly which time it is."""
+"""Vectors that encode the step number of a repeated block."""
 
 import keras
 from keras import ops
@@ -11,13 +11,13 @@ KINDS = ("learned", "sinusoidal")
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class TimestepEmbedding(keras.layers.Layer):
-    """Adds a vector for the number of the step to all positions.
+    """Adds a vector for the step number to all positions.
 
     Args:
         num_steps: Number of steps.
-        kind: `"learned"` (the default), a vector of weights for each step, or
-            `"sinusoidal"`: sines and cosines of the number.
-        **kwargs: Those of `keras.layers.Layer`.
+        kind: `"learned"` (the default), a learned vector for each step, or
+            `"sinusoidal"`: sines and cosines of the step number.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
         x: `(batch, length, dim)`.
@@ -27,7 +27,7 @@ class TimestepEmbedding(keras.layers.Layer):
         A tensor of the shape of `x`.
 
     Raises:
-        ValueError: For another kind.
+        ValueError: For an unknown `kind`.
 
     Reference:
         - [Dehghani et al., 2019](https://arxiv.org/abs/1807.03819)

@@ -16,17 +16,17 @@ from keras_efficient_attn.models.universal.timestep_embedding import TimestepEmb
 
 @dataclasses.dataclass(frozen=True)
 class RecurrenceOptions(Options):
-    """How often a backbone applies its blocks.
+    """The repetition of a backbone's blocks.
 
     Args:
-        num_recurrences: How often all the blocks are applied, one after the other,
-            with the same weights. Defaults to 1.
-        timestep_embedding: `"learned"` or `"sinusoidal"` vectors that tell the
-            recurrences apart, which makes a `UniversalTransformer` of encoder and
-            decoder. Defaults to `None`.
+        num_recurrences: Number of times that all blocks are applied in order, with the
+            same weights. Defaults to 1.
+        timestep_embedding: `"learned"` or `"sinusoidal"` vectors that distinguish the
+            recurrences; encoder and decoder become a `UniversalTransformer`. Defaults
+            to `None`.
         adaptive_computation: Dict of options, such as `{"ponder_cost": 0.01}`, or `{}`:
-            each position has as many recurrences as it asks for, `num_recurrences` at
-            most (`UniversalTransformer`). Defaults to `None`.
+            each position has a learned number of recurrences, at most `num_recurrences`
+            (`UniversalTransformer`). Defaults to `None`.
     """
 
     num_recurrences: int = 1
@@ -42,33 +42,33 @@ class RecurrenceOptions(Options):
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class UniversalTransformer(TransformerStack):
-    """Blocks with shared weights, applied a number of times that each position chooses.
+    """Blocks with shared weights, applied a fixed or learned number of times.
 
     ```
     for n in range(num_recurrences):
         x = blocks(x + positions + timesteps[n])
     ```
 
-    An encoder or a decoder, as its blocks are: `causal`, with `cross_attention`, with
-    any attention. With `adaptive_computation`, each position halts by itself, as in
-    `keras_efficient_attn.AdaptiveComputationTime`: the output is the weighted mean of
-    its states, the state of a position that has halted is carried forward unchanged
-    for others to attend to, padding starts halted, and the ponder cost is added by
-    `add_loss`. Without `training` the loop ends when all positions have halted, unless
-    there is a `state`: a later position may attend to this one in any step, so all
-    are computed.
+    The blocks determine whether it is an encoder or a decoder (`causal`,
+    `cross_attention`) and the attention. With `adaptive_computation`, each position
+    halts independently, as in `keras_efficient_attn.AdaptiveComputationTime`. The
+    output is the weighted mean of its states. The state of a halted position is carried
+    forward unchanged for others to attend to. Padding starts halted, and `add_loss`
+    adds the ponder cost. Without `training` the loop ends when all positions have
+    halted. With a `state` all steps are computed, because a later position may attend
+    to this one in any step.
 
     Args:
-        blocks: List of `TransformerBlock`, as a rule of one: what is repeated.
-        num_recurrences: How often, at most with `adaptive_computation`.
+        blocks: List of `TransformerBlock` to repeat, usually one.
+        num_recurrences: Number of recurrences; the maximum with `adaptive_computation`.
         positions: Optional layer, `SinusoidalPositions` or `LearnedPositions`, whose
             signal is added in every step; it is the same in all steps of a call.
-        timestep_embedding: `"learned"` (the default), `"sinusoidal"`, or `None`: what
-            tells the steps apart (`TimestepEmbedding`).
+        timestep_embedding: `"learned"` (the default), `"sinusoidal"`, or `None`: the
+            `TimestepEmbedding` of the steps.
         adaptive_computation: Options of `AdaptiveComputationTime`, a dict of
             `epsilon`, `ponder_cost`, `halting_bias`, `early_exit`, `ponder_reduction`;
             `{}` for its defaults. Defaults to `None`: all positions take all steps.
-        **kwargs: Those of `keras.layers.Layer`.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
         As `TransformerStack`, and
@@ -80,8 +80,8 @@ class UniversalTransformer(TransformerStack):
 
     Raises:
         ValueError: For an argument out of range, blocks with `residual="reversible"`,
-            or a call with `return_ponder` and without `adaptive_computation`, or with
-            `return_layers` and with it.
+            or a call with `return_ponder` without `adaptive_computation`, or with
+            `return_layers` and `adaptive_computation`.
 
     Example:
 
@@ -135,7 +135,7 @@ class UniversalTransformer(TransformerStack):
 
     @property
     def returns_layers(self):
-        # Its steps are not layers: positions may halt between them.
+        # Steps are not layers: positions may halt between them.
         return False
 
     def build(self, x_shape, memory_shape=None, **shapes):
@@ -187,7 +187,7 @@ class UniversalTransformer(TransformerStack):
             x,
             lambda state: state,
             running,
-            # Later positions attend to this one's states of all steps.
+            # Later positions attend to this position's states of all steps.
             training or state is not None,
         )
         if self.halting.ponder_cost and state is None:

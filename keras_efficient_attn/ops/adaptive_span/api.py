@@ -1,4 +1,4 @@
-"""Attention whose reach is a number that can be learned."""
+"""Attention with a learnable span."""
 
 from keras_efficient_attn.ops.adaptive_span.bands import attend_in_bands
 from keras_efficient_attn.ops.adaptive_span.config import RAMP, SpanConfig
@@ -26,7 +26,7 @@ def adaptive_span_attention(
     dropout=None,
     implementation=None,
 ):
-    """Softmax attention under a soft mask that ends at a span, and has its gradient.
+    """Softmax attention under a soft mask with a differentiable span.
 
     ```
     m(x) = min(max((ramp + span − x) / ramp, 0), 1)
@@ -35,32 +35,32 @@ def adaptive_span_attention(
     ```
 
     over the keys `s` that `key_mask` keeps. Time and memory grow with `length ·
-    window`. A window of `span + ramp` keys or more cuts nothing off. A query that sees
-    no key gets zeros.
+    window`. A window of at least `span + ramp` keys is exact. A query that sees no key
+    gets zeros.
 
     Args:
         query: `(batch, query_length, heads, dim)`.
-        key: `(batch, key_length, heads, dim)`. Position `s` is the same as the
-            query's position `s`, whatever the lengths.
+        key: `(batch, key_length, heads, dim)`. Key `s` and query `s` have the same
+            position, for any lengths.
         value: `(batch, key_length, heads, value_dim)`.
-        spans: In positions, of each head `(heads,)`, or of each query and head
-            `(batch, query_length, heads)`.
+        spans: Spans in positions, per head `(heads,)`, or per query and head `(batch,
+            query_length, heads)`.
         window: Positive integer: a query sees itself and at most `window - 1` earlier
             keys and, if not causal, as many later ones.
         ramp: Positive number: positions over which the mask falls from 1 to 0.
             Defaults to 32.
-        include_self: Whether a query sees the key of its own position; the paper's
-            does not. Defaults to `True`.
-        position_key: Optional `(distances, dim)`, at least `window` of them: the p of
-            each distance.
+        include_self: Whether a query sees the key of its own position; not in the
+            paper. Defaults to `True`.
+        position_key: Optional `(distances, dim)`, the p of each distance, at least
+            `window` of them.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
         key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
             Other keys are not read, NaN included.
         scale: Factor of the dot products. Defaults to `1 / √dim`.
         state: Optional state from `adaptive_span_state` or an earlier call, for
-            `causal=True` and as many queries as keys. It may be of another window:
-            keys beyond a shorter window are forgotten, and keys that a shorter one did
-            not keep stay unseen.
+            `causal=True` and as many queries as keys. Its window may differ: keys
+            beyond a shorter window are dropped, and keys that a shorter window did not
+            keep remain unseen.
         dropout: Optional `(rate, seed)` of dropout on the normalised weights, with
             floats `(2,)` from `weight_dropout.dropout_seed`.
         implementation: `"blocks"` (the default) or `"reference"`, the formula, which
@@ -121,7 +121,7 @@ def adaptive_span_state(
 
 
 def _check_operands(query, spans, position_key, window):
-    """Raises `ValueError` for shapes of what only this operation has."""
+    """Raises `ValueError` for invalid shapes of this operation's own tensors."""
     shape, heads = tuple(spans.shape), query.shape[2]
     if len(shape) not in (1, 3) or shape[-1] != heads:
         raise ValueError(

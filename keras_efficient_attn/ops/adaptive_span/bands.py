@@ -1,4 +1,4 @@
-"""Softmax under a soft mask over distances, on the band of the matrix that it keeps."""
+"""Softmax under a soft mask over distances, on a band of the matrix."""
 
 import dataclasses
 import functools
@@ -53,7 +53,7 @@ def attend_in_bands(inputs, spans, position_key, state, seed, config, options):
         spans: `(heads,)`, or `(batch, query_length, heads)`.
         position_key: `(window, dim)` by distance, or `None`.
         config: `SpanConfig`.
-        inputs, state, seed, options: Those of `SoftmaxCall.attend`'s forms.
+        inputs, state, seed, options: As for the forms of `SoftmaxCall.attend`.
     """
     query, key, value, valid = masked_inputs(*inputs)
     length, new_state = shape_of(query)[1], None
@@ -88,9 +88,9 @@ def _attend_band(inputs, spans, position_key, dropout, config, causal):
 
     Args:
         inputs: The query `(batch, length, heads, dim)`, scaled; keys and values
-            `(batch, window - 1 + length, heads, dim)`: those of the positions, and of
-            `window - 1` before them, values zero where not valid; and `valid`
-            `(batch, window - 1 + length)`, 1 for keys that exist.
+            `(batch, window - 1 + length, heads, dim)`, at the positions and at the
+            `window - 1` before them, values zero where not valid; and `valid` `(batch,
+            window - 1 + length)`, 1 for keys that exist.
         spans: `(heads,)`, or `(batch, length, heads)`.
         position_key: `(window, dim)` by distance, or `None`.
         dropout: `(rate, seed)` or `None`.
@@ -101,7 +101,7 @@ def _attend_band(inputs, spans, position_key, dropout, config, causal):
     window = config.window
     batch, _, heads, dim = query.shape
     length = shape_of(query)[1]
-    # Blocks shorter than the window waste less of the products, and copy more keys.
+    # Blocks shorter than the window waste fewer products but copy more keys.
     size = max(device_plan().block, window // 4)
     if isinstance(length, int):
         size = max(1, min(size, length))

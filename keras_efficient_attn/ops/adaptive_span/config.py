@@ -13,7 +13,7 @@ RAMP = 32
 
 @dataclasses.dataclass(frozen=True)
 class SpanConfig:
-    """How far a query can see, and how softly a span ends; checks itself.
+    """The window, and the ramp at the end of a span; checks its values.
 
     Args:
         window: Positive integer: a query sees itself and at most `window - 1` earlier

@@ -1,4 +1,4 @@
-"""Attention with a span of one position, from the keys that a state holds."""
+"""Attention with a span for one position, over the keys of a state."""
 
 from keras import ops
 
@@ -15,7 +15,7 @@ from keras_efficient_attn.ops.common.single_query import attend_single
 
 @compiled("config", "options")
 def attend_next(inputs, spans, position_key, state, seed, config, options):
-    """As `attend_in_bands`, for one position and a state."""
+    """Computes `attend_in_bands` for one position and a state."""
     query, *segment = masked_inputs(*inputs)
     query = query * options.scale
     past = append_segment(fit_recent(state, config.window - 1), *segment)

@@ -10,7 +10,7 @@ from keras_efficient_attn.ops.common.dense_softmax import (
 
 
 def reference_attention(inputs, spans, position_key, config, options):
-    """The output, from the formula; arguments as for `SoftmaxCall.attend`'s forms."""
+    """The output by the formula; arguments as for the forms of `SoftmaxCall.attend`."""
 
     def weigh(query, key):
         distance = ops.arange(query.shape[1])[:, None] - ops.arange(key.shape[1])

@@ -1,4 +1,4 @@
-"""Angles that grow with the position, at any position."""
+"""Angles that grow with the position, accurate at any position."""
 
 import numpy as np
 from keras import ops
@@ -15,8 +15,8 @@ def position_angles(positions, frequencies, *arguments, dtype):
 
     Args:
         positions: Integers.
-        frequencies: A function of `arguments`, which are hashable: an array `(waves,)`.
-        *arguments: Its arguments.
+        frequencies: Function of `arguments` that returns an array `(waves,)`.
+        *arguments: Hashable arguments of `frequencies`.
         dtype: `"float32"` or `"float64"`.
 
     Returns:
@@ -33,7 +33,7 @@ def position_angles(positions, frequencies, *arguments, dtype):
 
 def _count(frequencies, *arguments):
     turns = frequencies(*arguments) / (2 * np.pi)
-    # Whole turns per position are none.
+    # Whole turns per position have no effect.
     return np.round((turns - np.round(turns)) * 2**32).astype("int64")
 
 

@@ -1,4 +1,4 @@
-"""Which backend runs, asked in one place."""
+"""Queries about the current backend, in one place."""
 
 import importlib
 
@@ -24,7 +24,7 @@ def backend_name():
 
 
 def is_traced_by_torch():
-    """Whether `torch.compile` is making a program of what calls this."""
+    """Whether `torch.compile` is tracing the caller."""
     if backend_name() != "torch":
         return False
     import torch
@@ -33,14 +33,14 @@ def is_traced_by_torch():
 
 
 def are_values_known(x):
-    """Whether sizes may depend on a tensor's values: PyTorch has them on CPUs."""
+    """Whether a tensor's values are available to Python: on PyTorch's CPUs."""
     if backend_name() != "torch" or is_traced_by_torch():
         return False
     return x.device.type == "cpu"
 
 
 def is_kept_on_cpu(x):
-    """Whether PyTorch has, or will have, a tensor on a CPU, and in this process.
+    """Whether PyTorch keeps a tensor on this process's CPU.
 
     An exported program may run anywhere.
     """
@@ -50,20 +50,20 @@ def is_kept_on_cpu(x):
 
 
 def pick(default=None, **values):
-    """The value for the backend that runs, such as `pick(4, torch=1)`."""
+    """The value for the current backend, such as `pick(4, torch=1)`."""
     return values.get(backend_name(), default)
 
 
 def backend_module(package):
-    """The module of a package that is named for the backend.
+    """The module of a package that is named after the backend.
 
-    To be asked while modules are imported: `torch.compile` cannot trace an import.
+    Call it at import time: `torch.compile` cannot trace an import.
     """
     return importlib.import_module(f"{package}.{backend_name()}")
 
 
 def shape_of(x):
-    """`ops.shape`, with few operations for sizes that TensorFlow does not know yet."""
+    """`ops.shape`, with few operations for TensorFlow's dynamic sizes."""
     if backend_name() != "tensorflow" or None not in x.shape:
         return ops.shape(x)
     import tensorflow as tf

@@ -1,6 +1,6 @@
 """Softmax attention from blocks of queries to blocks of keys, a few blocks at a time.
 
-A mask function says which keys a query sees: see `ops.common.masks`.
+A mask function defines the keys that a query sees: see `ops.common.masks`.
 """
 
 import functools
@@ -43,17 +43,16 @@ def attend_blocks(
     dropout=None,
     relative=None,
 ):
-    """The part of a softmax over each block's keys.
+    """Partial softmax over each block's keys.
 
     Args:
         query: `(batch, blocks, size, heads, dim)`, scaled.
         key: `(batch, blocks, width, heads, dim)`.
         value: `(batch, blocks, width, heads, value_dim)`, zero where not valid.
         valid: `(batch, blocks, width)`, 1 for keys that exist and 0 for others.
-        mask_fn: Which keys a query sees.
+        mask_fn: Mask function: the keys that a query sees.
         positions: Positions of queries and keys, for `mask_fn`: `(size,)` and
-            `(width,)`, the same in all blocks, or `(blocks, size)` and `(blocks,
-            width)`.
+            `(width,)`, equal in all blocks, or `(blocks, size)` and `(blocks, width)`.
         dropout: `(rate, seed)` or `None`.
         relative: `(position_query, position_key)` or `None`: queries of the shape of
             `query`, and keys `(distances, heads, dim)`; their products are added to
@@ -99,7 +98,7 @@ def attend_blocks(
 
 
 def scan_groups(step, xs, consts, groups):
-    """The steps' outputs; a single step is not worth a loop, nor being run again."""
+    """The steps' outputs; a single step runs without a loop or recomputation."""
     if isinstance(groups, int) and groups == 1:
         return step((), xs, consts)[1]
     return recompute_scan(step, (), xs, consts, num_steps=groups)[1]
@@ -157,13 +156,13 @@ def softmax_part(query, key, value, allowed, dropout, position_logits=None):
 
 
 def attend_shared(query, key, value, valid, mask_fn, positions, dropout=None):
-    """The part of a softmax over keys that all queries share.
+    """Partial softmax over keys that all queries share.
 
     Args:
         query: `(batch, length, heads, dim)`, scaled.
         key, value: `(batch, keys, heads, dim)`, `value` zero where not valid.
         valid: `(batch, keys, heads)`.
-        mask_fn: Which keys a query sees.
+        mask_fn: Mask function: the keys that a query sees.
         positions: Positions of queries `(length,)`, and of keys `(heads, keys)`.
         dropout: `(rate, seed)` or `None`.
 
@@ -211,13 +210,13 @@ def _shared_step(mask_fn, rate):
 
 
 def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
-    """The part of a softmax over the keys that a mask function allows near each query.
+    """Partial softmax over the keys near each query that a mask function allows.
 
     Args:
         query: `(batch, length, heads, dim)`, scaled, from position 0 on.
         key, value: `(batch, length, heads, dim)`, `value` zero where not valid.
         valid: `(batch, length)`.
-        mask_fn: Which keys a query sees.
+        mask_fn: Mask function: the keys that a query sees.
         dropout: `(rate, seed)` or `None`.
         relative: As for `attend_blocks`, with the distances that `mask_fn` allows.
 
@@ -233,7 +232,7 @@ def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
     length = shape_of(query)[1]
     if isinstance(length, int):
         block = min(block, chunk_count(length, period) * period)
-    # Congruent to the true positions, and not negative.
+    # Congruent to the true positions and non-negative.
     base = -(-before // period) * period
     width = before + block + after
     positions = (
@@ -247,14 +246,14 @@ def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
 def attend_recent(
     query, key, value, valid, mask_fn, start, dropout=None, relative=None
 ):
-    """As `attend_near`, for a causal segment of a sequence, and the keys before it.
+    """Computes `attend_near` for a causal segment and the keys before it.
 
     Args:
         query: `(batch, length, heads, dim)`, scaled.
-        key, value: `(batch, reach + length, heads, dim)`: the last `mask_fn.reach`
-            keys before the segment, and those of the segment.
+        key, value: `(batch, reach + length, heads, dim)`: the last `mask_fn.reach` keys
+            before the segment, and the segment's keys.
         valid: `(batch, reach + length)`.
-        mask_fn: Which keys a query sees.
+        mask_fn: Mask function: the keys that a query sees.
         start: Position of the segment's first query, an integer or a scalar.
         dropout: `(rate, seed)` or `None`.
         relative: As for `attend_near`.
@@ -279,7 +278,7 @@ def attend_recent(
 def _attend_band(inputs, mask_fn, positions, dropout, relative):
     """Attention in blocks, to keys that start some positions before the queries.
 
-    The positions of queries and keys, as for `attend_blocks`, tell the blocks' sizes.
+    The positions of queries and keys, as for `attend_blocks`, define the block sizes.
     """
     query, *keys = inputs
     length, (block, width) = shape_of(query)[1], (p.shape[-1] for p in positions)
@@ -301,7 +300,7 @@ def merge_blocks(x):
 
 
 def fused_module(query, dropout=None, relative=None):
-    """The module of PyTorch's kernel for CPUs, or `None` where it cannot be used."""
+    """The module of PyTorch's kernel for CPUs, or `None` if it does not apply."""
     if backend_name() != "torch" or dropout is not None or relative is not None:
         return None
     return _fused if is_kept_on_cpu(query) and query.numel() else None

@@ -33,11 +33,10 @@ def write_positions(cache, segment, start):
 def nan_beyond(capacity, start, x):
     """`x`, or NaN if its positions reach beyond the capacity of their cache.
 
-    A compiled program cannot raise, and a position that is dropped in silence would
-    be worse.
+    A compiled program cannot raise, and silently dropping a position would be worse.
 
     Args:
-        capacity: Positions that the cache has room for.
+        capacity: Number of positions that the cache can hold.
         start: Position of the first, a scalar.
         x: `(batch, length, ...)`.
     """

@@ -17,7 +17,7 @@ def check_positive_int(argument, received, optional=False):
 
 
 def check_int(argument, received, least, optional=False):
-    """Raises `ValueError` unless it is an integer, `least` or more, or `None` if so."""
+    """Raises `ValueError` unless it is an integer of at least `least`, or `None`."""
     if optional and received is None:
         return
     if not is_int(received) or received < least:
@@ -48,7 +48,7 @@ def check_positive_number(argument, received, optional=False):
 
 
 def check_rotary_wavelength(received, key_dim):
-    """Raises `ValueError` for a wavelength or a `key_dim` that cannot be."""
+    """Raises `ValueError` for an invalid wavelength or `key_dim`."""
     check_positive_number("rotary_wavelength", received, optional=True)
     if received is not None and key_dim % 2:
         raise ValueError(
@@ -57,12 +57,12 @@ def check_rotary_wavelength(received, key_dim):
 
 
 def is_number(received):
-    """Whether it is an int or a float, and not a boolean."""
+    """Whether it is an int or a float, but not a boolean."""
     return isinstance(received, int | float) and not isinstance(received, bool)
 
 
 def is_int(received):
-    """Whether it is an int, and not a boolean."""
+    """Whether it is an int, but not a boolean."""
     return isinstance(received, int) and not isinstance(received, bool)
 
 
@@ -95,7 +95,7 @@ def check_heads(query, key, value, key_mask=None, names=("query", "key")):
         key: `(batch, key_length, heads, dim)`.
         value: `(batch, key_length, heads, value_dim)`.
         key_mask: `(batch, key_length)` or `None`.
-        names: The operation's own names of `query` and `key`.
+        names: The operation's names for `query` and `key`.
     """
     query_name, key_name = names
     queries, keys, values = (tuple(t.shape) for t in (query, key, value))
@@ -132,7 +132,7 @@ def check_float_dtype(argument, received):
 
 
 def check_streaming(query, key, causal, state):
-    """Raises `ValueError` for a `state` without causality, or for other lengths."""
+    """Raises `ValueError` for a `state` without causality or equal lengths."""
     if state is None:
         return
     if not causal:
@@ -159,12 +159,12 @@ def check_dropout(received):
 
 
 def check_implementation(implementation, *fast, **refused):
-    """Raises `ValueError` for an unknown one, or for what the reference lacks.
+    """Raises `ValueError` for an unknown one, or arguments the reference lacks.
 
     Args:
         implementation: `None`, `"reference"`, or one of `fast`.
         *fast: Names of the implementations that are not the definition.
-        **refused: Arguments that the reference does not take, `None` if not given.
+        **refused: Arguments that the reference does not accept, `None` if not given.
     """
     if implementation not in (None, *fast, "reference"):
         names = ", ".join(map(repr, (None, *fast)))

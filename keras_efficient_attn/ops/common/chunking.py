@@ -1,4 +1,4 @@
-"""Cutting sequences of any length into groups of chunks, and back."""
+"""Cuts sequences of any length into groups of chunks, and joins them."""
 
 from keras import ops
 
@@ -8,15 +8,16 @@ from keras_efficient_attn.ops.common.plan import device_plan
 
 
 def chunk_layout(length, chunk_size, batch, floats_per_position):
-    """How `length` positions are cut: `(chunk_size, chunks in a group, groups)`.
+    """The layout of `length` positions:
 
-    A length below `chunk_size` that is known makes one chunk of its own size.
+    `(chunk_size, chunks per group, groups)`. A known length below `chunk_size` makes
+    one chunk of that length.
 
     Args:
-        length: Positions; an int, or a scalar where it is not known yet.
-        chunk_size: Positions in a chunk.
-        batch: Rows, if known.
-        floats_per_position: Floats that one position of a row takes in the step.
+        length: Number of positions; an int, or a scalar if not known statically.
+        chunk_size: Positions per chunk.
+        batch: Batch size, if known.
+        floats_per_position: Floats per position and row in a step.
     """
     if isinstance(length, int):
         length = max(1, length)
@@ -34,7 +35,7 @@ def chunk_layout(length, chunk_size, batch, floats_per_position):
     most = max(1, min(most, plan.max_chunks))
     total = (length + chunk_size - 1) // chunk_size
     if isinstance(total, int):
-        # Somewhat larger or smaller groups where they need no padding.
+        # Use slightly larger or smaller groups if they need no padding.
         largest = min(most * 4 // 3, plan.max_chunks, total)
         for chunks in range(largest, most // 2, -1):
             if total % chunks == 0:
@@ -44,9 +45,9 @@ def chunk_layout(length, chunk_size, batch, floats_per_position):
 
 
 def sizes(x):
-    """The shape of `x`, for a reshape that keeps the axis of the batch as it is.
+    """The shape of `x`, for a reshape that keeps the batch axis.
 
-    -1 for a batch of which alone the size is not known: it need not be computed.
+    The batch is -1 if only its size is unknown, so that it need not be computed.
     """
     batch, *rest = x.shape
     return (-1, *rest) if batch is None and None not in rest else shape_of(x)
@@ -69,7 +70,7 @@ def heads_first(x):
     """`(batch, chunks, chunk_size, heads, ...)` as `(batch, heads, chunks, ...)`."""
     batch, chunks, chunk_size, heads, *tail = sizes(x)
     x = ops.transpose(x, (0, 3, 1, 2, *range(4, 4 + len(tail))))
-    # Joining heads and chunks has PyTorch copy here, once, and not in every matmul.
+    # Joining heads and chunks makes PyTorch copy once here, not in every matmul.
     x = ops.reshape(x, (batch, heads * chunks, chunk_size, *tail))
     return ops.reshape(x, (batch, heads, chunks, chunk_size, *tail))
 
@@ -82,7 +83,7 @@ def by_position(x):
 
 
 def chunk_count(length, chunk_size):
-    """Chunks that hold `length` positions: one at least, where that is known."""
+    """Number of chunks for `length` positions, at least one for a known length."""
     if isinstance(length, int):
         length = max(1, length)
     elif backend_name() != "jax":
@@ -94,16 +95,16 @@ def overlapping_blocks(x, block, count, width):
     """The positions `n · block .. n · block + width` of each of `count` blocks.
 
     Args:
-        x: `(batch, length, ...)`; zeros stand for what lies behind its end.
-        block: Positions from one block's start to that of the next.
+        x: `(batch, length, ...)`; padded with zeros beyond its end.
+        block: Distance between the starts of consecutive blocks.
         count: Number of blocks.
-        width: Positions of a block with what overlaps the blocks after it.
+        width: Positions per block, including the overlap with later blocks.
 
     Returns:
         `(batch, count, width, ...)`.
     """
-    # Slices, and no gather, whose gradient would add up row by row: one for each block,
-    # or whole blocks, shifted by one after the other, whichever are fewer.
+    # Use slices, because a gather's gradient adds up row by row: one slice per block,
+    # or shifted slices of whole blocks, whichever are fewer.
     shifts = -(-width // block)
     if isinstance(count, int) and count <= shifts:
         x = fit_length(x, (count - 1) * block + width)
@@ -127,7 +128,7 @@ def pad_length(x, before, after):
 
 
 def pad_to(x, length):
-    """`x` with zeros behind it to `length`, which is no less, along axis 1."""
+    """`x` padded with zeros at the end to `length` along axis 1."""
     return pad_length(x, 0, length - sizes(x)[1])
 
 
@@ -142,11 +143,11 @@ def fit_length(x, length):
 
 
 def longer_length(first, second):
-    """The larger of two lengths, or their sum where they cannot be compared."""
+    """The larger of two lengths, or their sum if they cannot be compared."""
     if isinstance(first, int) and isinstance(second, int):
         return max(first, second)
     if backend_name() == "jax":
-        # JAX exports symbolic lengths, and compares only those that are the same.
+        # In exports, JAX compares symbolic lengths only if they are identical.
         return first + second
     return ops.maximum(first, second)
 

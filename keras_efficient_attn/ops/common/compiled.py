@@ -1,4 +1,4 @@
-"""Compiling operations: whole ones on JAX, and on PyTorch what takes longest there."""
+"""Compiles whole operations on JAX, and the slowest parts on PyTorch."""
 
 import functools
 import inspect
@@ -10,8 +10,8 @@ from keras_efficient_attn.ops.common.plan import device_kind
 def compiled(*static_arguments):
     """Decorator: on JAX, compiles the function once per value of the arguments named.
 
-    On other backends the function is called as it is: TensorFlow compiles whole
-    models, and PyTorch would compile for half a minute what it runs well enough.
+    On other backends the function is called directly: TensorFlow compiles whole models,
+    and PyTorch would compile for half a minute for little gain.
     """
 
     def decorate(function):
@@ -19,7 +19,7 @@ def compiled(*static_arguments):
         def jitted(device_kind):
             import jax
 
-            # One object for each plan: JAX knows what it has compiled by the object.
+            # One object per plan: JAX caches compiled functions by object.
             @functools.wraps(function)
             def planned(*args, **kwargs):
                 return function(*args, **kwargs)
@@ -40,10 +40,11 @@ def compiled(*static_arguments):
 def opaque_on_torch(function):
     """Decorator: for `torch.compile`, the function is one operation.
 
-    It may thus look at values, and its loops are not unrolled. It has no gradient.
+    It may read values, and its loops are not unrolled. It has no gradient.
 
     Args:
-        function: Of tensors; its result is like the first of them.
+        function: Function of tensors; its result has the first tensor's shape and
+            dtype.
     """
     if backend_name() != "torch":
         return function
@@ -70,8 +71,8 @@ def opaque_on_torch(function):
 def compiled_on_torch(function):
     """Decorator: on PyTorch, compiles the function by `torch.compile`.
 
-    Elsewhere, and where PyTorch compiles what calls it, it stays as it is. The first
-    call takes the compiler's time, and so does the first one with other shapes.
+    Elsewhere, and if PyTorch compiles the caller, the function is unchanged. The first
+    call, and the first with other shapes, includes the compile time.
     """
 
     @functools.cache

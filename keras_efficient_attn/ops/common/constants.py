@@ -9,10 +9,11 @@ def constant(function, *arguments, dtype):
     """`function(*arguments)`, an array, as a tensor.
 
     Args:
-        function: Of the arguments alone. `torch.compile`, which traces no NumPy, has
-            the numbers of the array in its program: thousands, not millions.
-        *arguments: Hashable, and no tensors.
-        dtype: That of the tensor.
+        function: Function of the arguments alone. `torch.compile` does not trace NumPy
+            and stores the array in its program, so it should hold thousands of numbers,
+            not millions.
+        *arguments: Hashable arguments, not tensors.
+        dtype: Dtype of the tensor.
     """
     if is_traced_by_torch():
         from keras_efficient_attn.ops.common.constants_torch import traced_constant

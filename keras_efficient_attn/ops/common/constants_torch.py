@@ -1,15 +1,15 @@
-"""Arrays of NumPy in programs of `torch.compile`."""
+"""NumPy arrays in programs of `torch.compile`."""
 
 import torch
 
 
 def traced_constant(function, *arguments):
-    """As `torch.from_numpy(function(*arguments))`."""
+    """Computes `torch.from_numpy(function(*arguments))`."""
     numbers, shape, dtype = _computed(function, arguments)
     return torch.tensor(numbers, dtype=getattr(torch, dtype)).reshape(shape)
 
 
-# A tensor as the result of such a function would have to be the only one.
+# Such a function could return only one tensor.
 @torch.compiler.assume_constant_result
 def _computed(function, arguments):
     array = function(*arguments)

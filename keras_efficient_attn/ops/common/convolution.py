@@ -12,7 +12,7 @@ def depthwise(padded, kernel, length):
     Args:
         padded: `(batch, length + kernel_size - 1, ...)`.
         kernel: `(kernel_size, ...)`.
-        length: Of the output.
+        length: Length of the output.
     """
     return sum(kernel[i] * padded[:, i : i + length] for i in range(kernel.shape[0]))
 

@@ -1,9 +1,9 @@
-"""The quadratic definition of softmax attention, which algorithms fill in."""
+"""The quadratic definition of softmax attention, shared by the references."""
 
 from keras import ops
 
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, max_along
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide
 
 
 def dense_attention(inputs, weigh):
@@ -27,7 +27,7 @@ def dense_attention(inputs, weigh):
     logits = ops.where(factors > 0, logits, LOG_ZERO)
     weights = factors * ops.exp(logits - max_along(logits, axis=-1, keepdims=True))
     values = ops.einsum("bhts,bshv->bthv", weights, value)
-    return divided(values, ops.swapaxes(ops.sum(weights, axis=-1), 1, 2))
+    return divide(values, ops.swapaxes(ops.sum(weights, axis=-1), 1, 2))
 
 
 def dense_products(query, key):

@@ -21,7 +21,7 @@ def _mask_fn(words):
 
 
 def make_cuts(query, key, tensors, kind, mask):
-    """`Cut`s of a call of `attend_op`."""
+    """The `Cut`s for a call of `attend_op`."""
     whole = (0, query.shape[1]), (0, key.shape[1])
     if kind == "band":
         return _band_cuts(query, key, _mask_fn(mask), *tensors)
@@ -36,12 +36,12 @@ def make_cuts(query, key, tensors, kind, mask):
 
 def _band_cuts(query, key, mask_fn, start=None):
     (batch, length), keys, period = query.shape[:2], key.shape[1], mask_fn.period
-    # How far a block sees back, and how many keys are before the first query.
+    # The reach of a block, and the number of keys before the first query.
     before, earlier = mask_fn.before, 0
     if start is not None:
         before = earlier = mask_fn.reach
     start = 0 if start is None else int(start)
-    # A wide band is worth larger blocks: their keys overlap less.
+    # A wide band justifies larger blocks, whose keys overlap less.
     block = max(device_plan().block, (before + mask_fn.after) // 8)
     block = max(1, block // period) * period
     width = before + block + mask_fn.after
@@ -74,7 +74,7 @@ def _shared_cuts(query, mask_fn, i, j):
     for first in range(0, query.shape[1], block):
         rows = i[first : first + block]
         allowed = mask_fn(rows[:, None], j[:, None])
-        # Without the last keys, which often are later than all queries.
+        # Drop the last keys, which are often later than all queries.
         seen = allowed.any(0).any(0).nonzero()
         last = int(seen[-1]) + 1 if len(seen) else 1
         mask = _mask(allowed[None, ..., :last], query.dtype)
@@ -90,17 +90,18 @@ def _mask(allowed, dtype):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cut:
-    """Blocks of queries, one after the other, and the keys that each may see.
+    """Consecutive blocks of queries, and the keys that each may see.
 
     Attributes:
         mask: `(rows or blocks or 1, heads or 1, queries, keys)`, added to the logits.
-        causal: Whether query `i` of a block sees no keys but its keys `0..i`: others
-            are not computed.
-        queries: The first query, and the number of queries in a block.
-        keys: The same for keys.
-        step: Positions between two blocks.
+        causal: Whether query `i` of a block sees only keys `0..i`; other pairs are not
+            computed.
+        queries: The first query, and the number of queries per block.
+        keys: The first key, and the number of keys per block.
+        step: Distance between consecutive blocks.
         count: Number of blocks.
-        row: The row of the batch, if there are several blocks: of one block, all rows.
+        row: The row of the batch, if there are several blocks; a single block has all
+            rows.
     """
 
     mask: torch.Tensor
@@ -126,7 +127,7 @@ class Cut:
         return self.row is None and (self.queries, self.keys) == spans
 
     def full_mask(self, valid):
-        """The mask, with the keys that do not exist, if there are any."""
+        """The mask, combined with missing keys if there are any."""
         if valid is None:
             return self.mask
         valid = valid if valid.ndim == 3 else valid[..., None]
@@ -134,7 +135,7 @@ class Cut:
         return self.mask if exists.all() else torch.where(exists, self.mask, LOG_ZERO)
 
     def add(self, grad, grad_keys):
-        """Adds gradients of the blocks' keys, which overlap, to those of all keys."""
+        """Adds gradients of overlapping blocks of keys to those of all keys."""
         first, size = self.keys
         step = self.step or size
         for start in range(0, size, step):

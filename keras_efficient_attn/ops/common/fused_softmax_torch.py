@@ -1,9 +1,8 @@
 """Softmax attention in blocks by PyTorch's fused kernel for CPUs.
 
 The kernel of `scaled_dot_product_attention` writes no matrix of weights, forward or
-backward. It reads blocks where they are in the sequence, and its log-sum-exp is the
-scale of a part. A part is one operation of PyTorch with a gradient, which
-`torch.compile` leaves as it is.
+backward. It reads blocks in place, and its log-sum-exp is the scale of a part. A part
+is one differentiable operation of PyTorch, opaque to `torch.compile`.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ _attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 
 
 def attend_band(query, key, value, valid, mask_fn, start=None):
-    """As `block_softmax.attend_near` or, with a `start`, `attend_recent`.
+    """Computes `block_softmax.attend_near` or, with a `start`, `attend_recent`.
 
     `mask_fn` is an `IntervalMask`.
     """
@@ -29,7 +28,7 @@ def attend_band(query, key, value, valid, mask_fn, start=None):
 
 
 def attend_blocks(query, key, value, valid, mask_fn, positions):
-    """As `block_softmax.attend_blocks`."""
+    """Computes `block_softmax.attend_blocks`."""
     batch, blocks = query.shape[:2]
     i, j = positions
     allowed = mask_fn(i[..., :, None], j[..., None, :])
@@ -41,12 +40,12 @@ def attend_blocks(query, key, value, valid, mask_fn, positions):
 
 
 def attend_shared(query, key, value, valid, mask_fn, positions):
-    """As `block_softmax.attend_shared`."""
+    """Computes `block_softmax.attend_shared`."""
     return _part("shared", query, key, value, valid, list(positions), mask_fn)
 
 
 def attend_weighted(query, key, value, log_weight):
-    """The part of a softmax over keys with weights of their own.
+    """Partial softmax over weighted keys.
 
     Args:
         query: `(batch, length, heads, dim)`, scaled.
@@ -62,7 +61,7 @@ def attend_weighted(query, key, value, log_weight):
 def _part(kind, query, key, value, valid, tensors, mask_fn=None):
     dim, value_dim = key.shape[-1], value.shape[-1]
     largest = max(dim, value_dim)
-    # The kernel wants heads of one size.
+    # The kernel needs heads of equal size.
     query, key, value = (
         torch.nn.functional.pad(t, (0, largest - t.shape[-1])) if largest > n else t
         for t, n in ((query, dim), (key, dim), (value, value_dim))
@@ -84,16 +83,16 @@ def attend_op(
     kind: str,
     mask: str,
 ) -> tuple[Tensor, Tensor]:
-    """A part of a softmax.
+    """Computes a partial softmax.
 
     Args:
         query: `(batch, length, heads, dim)`, scaled.
         key, value: `(batch, keys, heads, dim)`.
-        valid: Which keys exist: `(batch, keys)` or `(batch, keys, heads)`.
-        tensors: Of the kind: the position of the first query, or nothing (`"band"`);
-            which keys a query sees (`"blocks"`), positions of queries and keys
-            (`"shared"`), or logs of weights (`"weighted"`).
-        kind: One of those.
+        valid: Mask of the keys that exist: `(batch, keys)` or `(batch, keys, heads)`.
+        tensors: Tensors of the kind: the position of the first query, or nothing
+            (`"band"`); the mask of visible keys (`"blocks"`); positions of queries and
+            keys (`"shared"`); or log weights (`"weighted"`).
+        kind: One of these names.
         mask: `mask_words` of the mask function, if the kind has one.
 
     Returns:
@@ -152,7 +151,7 @@ attend_op.register_autograd(_differentiate, setup_context=_keep_for_backward)
 
 
 class _Attention(torch.autograd.Function):
-    """As `attend_op`, without `torch.compile`: masks are made once."""
+    """`attend_op` without `torch.compile`: masks are made only once."""
 
     @staticmethod
     def forward(ctx, query, key, value, valid, tensors, kind, mask):
@@ -239,19 +238,19 @@ def _with_whole_vectors(x):
 
 
 def _is_seen(log_scale):
-    """Whether a query saw a key; without one, all have the same log weight."""
+    """Whether a query saw a key; otherwise all keys have the same log weight."""
     return log_scale > LOG_ZERO / 2
 
 
 def _with_scale_gradient(output, grad_output, grad_scale):
-    """An output whose product with its gradient is less by the gradient of the scale.
+    """An output whose product with its gradient is reduced by the scale's gradient.
 
-    The kernel subtracts that product from the gradient of every logit, and nothing
-    else reads the output: this is how it takes the gradient of its log-sum-exp. Where
-    parts are merged, that gradient is 0 if the gradient of the output is.
+    The kernel subtracts that product from the gradient of every logit and reads the
+    output nowhere else. This adds the gradient of its log-sum-exp. When parts are
+    merged, that gradient is 0 if the output's gradient is 0.
     """
     largest = grad_output.abs().amax(-1, keepdim=True)
-    # Less than this adds nothing, and its reciprocal would leave the float range.
+    # Smaller values add nothing, and their reciprocal would overflow.
     scale = torch.where(largest > 1e-30, 1.0 / largest, 0.0)
     direction = grad_output * scale
     square = direction.square().sum(-1, keepdim=True).clamp(min=1.0)

@@ -1,4 +1,4 @@
-"""Inputs of softmax attention over a pattern: masked, cast, of one length."""
+"""Prepares inputs of softmax attention over a pattern: masks, casts and pads."""
 
 import dataclasses
 
@@ -37,7 +37,7 @@ class SoftmaxOptions:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SoftmaxCall:
-    """The arguments that every operation of softmax attention over a pattern has.
+    """The common arguments of all pattern attention operations.
 
     Attributes:
         inputs: `(query, key, value, key_mask)`.
@@ -49,7 +49,7 @@ class SoftmaxCall:
         kernels: Names of the kernels that may compute the operation.
 
     Raises:
-        ValueError: For arguments that do not agree.
+        ValueError: For inconsistent arguments.
     """
 
     inputs: tuple
@@ -85,16 +85,16 @@ class SoftmaxCall:
         return None if self.dropout is None else self.dropout[1]
 
     def attend(self, config, forms, *operands):
-        """The output in the dtype of the values; with a state, the pair of both.
+        """The output in the dtype of the values; with a state, `(output, state)`.
 
         Args:
             config: The pattern, hashable.
             forms: `(blocks, single, reference)`: for sequences and segments, for one
                 position with a state, and the definition; with `kernels`, also the
                 form that a kernel computes. The first two are called with `(inputs,
-                *operands, state, seed, config, options)` and return `(output, new
-                state or None)`, the others with `(inputs, *operands, config, options)`,
-                and with the kernel's module, and return the output.
+                *operands, state, seed, config, options)` and return `(output, new state
+                or None)`. The others are called with `(inputs, *operands, config,
+                options)`, plus the kernel's module, and return the output.
             *operands: Tensors that only this operation has.
         """
         blocks, single, reference, *by_kernel = forms
@@ -115,7 +115,7 @@ class SoftmaxCall:
 
 
 def hide_masked(keys, key_mask):
-    """Keys, or values, with zeros for those that a mask hides: they are not read."""
+    """Keys or values, with masked entries replaced by zeros."""
     if key_mask is None:
         return keys
     kept = ops.cast(key_mask, "bool")[..., None, None]
@@ -123,7 +123,7 @@ def hide_masked(keys, key_mask):
 
 
 def masked_inputs(query, key, value, key_mask):
-    """Query, key, value, and which keys exist, in the accumulator's dtype."""
+    """Query, key, value and key mask, in the accumulator's dtype."""
     dtype = accumulator_dtype(query, key, value)
     key, value = hide_masked(key, key_mask), hide_masked(value, key_mask)
     if key_mask is None:
@@ -135,12 +135,12 @@ def masked_inputs(query, key, value, key_mask):
 
 
 def pad_to_common_length(query, key, value, valid):
-    """All as long as the longest, with zeros, and keys that do not exist, behind."""
+    """Pads all to the longest length with zeros and masked keys."""
     lengths = shape_of(query)[1], shape_of(key)[1]
     if all(isinstance(length, int) for length in lengths):
         length = max(lengths)
     elif backend_name() == "jax":
-        # JAX exports symbolic lengths, and compares only those that are the same.
+        # In exports, JAX compares symbolic lengths only if they are identical.
         length = lengths[0]
     else:
         length = ops.maximum(*lengths)

@@ -1,14 +1,14 @@
-"""Which keys a query sees, as functions of both positions.
+"""Mask functions: the keys that a query sees, by the positions of both.
 
 A mask function takes the positions of queries and keys, integers that broadcast, and
-has nothing but operators in it, so that it works for NumPy arrays and for tensors
-alike. It is hashable: a compiled step belongs to each. Those over one axis have
+uses only operators, so that it works for NumPy arrays and tensors alike. It is
+hashable: each has its own compiled step. Mask functions over one axis have
 
-- `period`: positions after which the pattern repeats itself;
-- `before`, `after`: how far blocks that start at multiples of `period`, and are as
-  long as one, see beyond their ends;
-- `reach`: how far back a single query can see;
-- `sees_all_in_reach`: whether a causal query sees all keys as far back as that;
+- `period`: positions after which the pattern repeats;
+- `before`, `after`: the reach beyond both ends of a block of length `period` that
+  starts at a multiple of `period`;
+- `reach`: the number of earlier positions that a single query can see;
+- `sees_all_in_reach`: whether a causal query sees all keys within its reach;
 - `interval(i)`: the first and the last key that a query sees.
 """
 
@@ -88,8 +88,8 @@ class Columns:
 
     Attributes:
         stride: Positions between two keys.
-        causal: Whether earlier ones only.
-        remainder: Whether without what the first factor holds.
+        causal: Whether a query sees earlier keys only.
+        remainder: Whether to exclude the keys of the first factor.
     """
 
     stride: int
@@ -119,7 +119,7 @@ class Summaries:
 
     def __call__(self, i, j):
         if self.causal:
-            # Before the own block, or up to the query.
+            # Before the query's block, or up to the query.
             return j < i - i % self.stride if self.remainder else j <= i
         block, key_block = i // self.stride, j // self.stride
         return key_block != block if self.remainder else key_block >= 0 * block

@@ -1,4 +1,4 @@
-"""Dtypes of accumulators, and operations where those of Keras have a defect."""
+"""Accumulator dtypes, and replacements for defective Keras operations."""
 
 import keras
 from keras import ops
@@ -7,7 +7,7 @@ from keras_efficient_attn.ops.common.backend import backend_name, is_traced_by_t
 
 
 def accumulator_dtype(*tensors):
-    """float32, or float64 where one of the tensors is."""
+    """float64 if one of the tensors is float64, else float32."""
     dtypes = {keras.backend.standardize_dtype(tensor.dtype) for tensor in tensors}
     return "float64" if "float64" in dtypes else "float32"
 
@@ -18,7 +18,7 @@ def wide_dtype(dtype):
 
 
 def larger(first, second):
-    """The elementwise maximum. `ops.maximum` turns float64 to float32 on PyTorch."""
+    """The elementwise maximum. `ops.maximum` casts float64 to float32 on PyTorch."""
     return ops.where(first > second, first, second)
 
 
@@ -36,8 +36,8 @@ def max_along(x, axis, keepdims=False, initial=None):
 def greatest_index(x):
     """int32 index of the greatest entry along the last axis.
 
-    Keras has TensorFlow tell −0 from 0 by their bits, in further passes over `x`; ONNX
-    and LiteRT have no operator for that.
+    On TensorFlow, Keras distinguishes −0 from 0 by their bits, in additional passes
+    over `x`; ONNX and LiteRT have no operator for this.
     """
     if backend_name() != "tensorflow":
         return ops.cast(ops.argmax(x, axis=-1), "int32")
@@ -49,8 +49,8 @@ def greatest_index(x):
 def conditional(predicate, compute, otherwise):
     """`compute()` if a scalar is true, and else the tensor `otherwise`; no gradient.
 
-    `ops.cond` asks for the value on PyTorch, where `torch.compile` has none: both are
-    computed there.
+    On PyTorch `ops.cond` reads the value, which `torch.compile` does not have, so both
+    branches are computed there.
     """
     if is_traced_by_torch():
         return ops.where(predicate, compute(), otherwise)
@@ -60,8 +60,8 @@ def conditional(predicate, compute, otherwise):
 def sum_rows(x, index, number):
     """The sums of the rows `(rows, dim)` that have the same index: `(number, dim)`.
 
-    `ops.segment_sum` repeats the index on PyTorch by a number that it reads from a
-    tensor, which breaks a program of `torch.compile`.
+    On PyTorch `ops.segment_sum` reads a number from a tensor, which breaks
+    `torch.compile`'s graph.
     """
     if backend_name() == "torch":
         index = index.long()[:, None].expand_as(x)
@@ -70,17 +70,17 @@ def sum_rows(x, index, number):
 
 
 def cumulative_sum(x, axis):
-    """The sums along an axis. `ops.cumsum` turns float64 to float32 on PyTorch."""
+    """The sums along an axis. `ops.cumsum` casts float64 to float32 on PyTorch."""
     if backend_name() == "torch":
         return x.cumsum(axis)
     return ops.cumsum(x, axis=axis)
 
 
 def pad(x, widths):
-    """`x` with zeros before and after along each axis, as many as the pairs say.
+    """`x` padded with zeros along each axis, by pairs of widths.
 
-    `ops.pad` makes an operation of Keras in each call, and gives it a number: a program
-    that `torch.compile` made would belong to one number.
+    `ops.pad` creates a numbered Keras operation per call, so that `torch.compile` would
+    compile for each number.
     """
     if backend_name() == "torch":
         import torch

@@ -1,4 +1,4 @@
-"""Attention in parts: sums and log scales that add up to one softmax.
+"""Attention in parts: sums and log scales that combine to one softmax.
 
 A part of the keys gives, for each query, `values = Σ w v / e^s`, `totals = Σ w / e^s`
 and the log scale `s`. Parts are brought to a common scale, added, and divided once.
@@ -12,8 +12,8 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.numerics import max_along
 
-# Stands for minus infinity as a log weight: its exponential is 0, and unlike
-# infinity it leaves differences between two of itself at 0 instead of NaN.
+# Replaces minus infinity as a log weight: its exponential is 0, and the difference of
+# two is 0 instead of NaN.
 LOG_ZERO = -1e30
 
 
@@ -26,17 +26,17 @@ def bounded_log_weight(log_weight, key_mask=None):
 
 
 def reciprocal(totals):
-    """`1 / totals`, and 0 where a total counts as zero: there was no key to see."""
+    """`1 / totals`, or 0 for a total that counts as zero (no visible key)."""
     wide = keras.backend.standardize_dtype(totals.dtype) == "float64"
-    # Below this the reciprocal would near the end of the range.
+    # Below this the reciprocal would approach the end of the float range.
     seen = ops.abs(totals) > (1e-290 if wide else 1e-30)
     return ops.where(seen, 1.0 / ops.where(seen, totals, 1.0), 0.0)
 
 
-def divided(values, totals):
-    """`values / totals` for `(..., value_dim)` and `(...)`; no key to see gives 0."""
-    # Both are first divided by the constant that makes the total 1: its square, which
-    # the derivative of a quotient divides by, would leave the float range.
+def divide(values, totals):
+    """`values / totals` for `(..., value_dim)` and `(...)`; 0 without visible keys."""
+    # First divide both by the constant that makes the total 1. The derivative of a
+    # quotient divides by the square of the total, which would leave the float range.
     scale = ops.stop_gradient(reciprocal(totals))
     totals = ops.where(scale == 0.0, 1.0, totals * scale)
     return (values * scale[..., None]) / totals[..., None]
@@ -45,14 +45,14 @@ def divided(values, totals):
 def finish(values, totals, log_scale, normalize):
     """The output of a part, or of all parts merged: `(..., value_dim)`."""
     if normalize:
-        return divided(values, totals)
+        return divide(values, totals)
     return values * ops.exp(log_scale)[..., None]
 
 
 def merge(parts):
-    """One `(values, totals, log_scale)` from several over disjoint sets of keys.
+    """Merges several `(values, totals, log_scale)` over disjoint sets of keys.
 
-    A part that saw no key has to have sums of 0; its scale is then free.
+    A part without visible keys must have sums of 0; its scale is then arbitrary.
     """
     _, _, scales = zip(*parts, strict=True)
     largest = ops.stop_gradient(max_along(ops.stack(scales), axis=0))

@@ -1,4 +1,4 @@
-"""All products of two entries of a vector."""
+"""All pairwise products of a vector's entries."""
 
 import math
 
@@ -12,8 +12,8 @@ from keras_efficient_attn.ops.common.constants import constant
 def pair_products(x):
     """Features whose dot product is `(x·y)²`.
 
-    Every product of two entries, once, those of different ones times √2: first the
-    squares, then the products of entries that are 1 apart, 2 apart, … around the end.
+    Every product of two entries once, times √2 if they differ: first the squares, then
+    the products of entries at cyclic distance 1, 2, ….
 
     Args:
         x: `(..., size)`.
@@ -24,7 +24,7 @@ def pair_products(x):
     *batch, _ = shape_of(x)
     size = x.shape[-1]
     rows = size // 2 + 1
-    # Laid out in rows of one more, the repeated vector is shifted by one in each row.
+    # In rows longer by one, the repeated vector shifts by one per row.
     repeated = ops.broadcast_to(x[..., None, :], (*batch, rows + 1, size))
     repeated = ops.reshape(repeated, (*batch, (rows + 1) * size))
     shifted = ops.reshape(repeated[..., : rows * (size + 1)], (*batch, rows, size + 1))[

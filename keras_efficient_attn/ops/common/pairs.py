@@ -1,4 +1,4 @@
-"""Numbers of pairs of a query and a key, for counts of operations."""
+"""Numbers of query-key pairs, for counts of operations."""
 
 
 def count_pairs(window, length, causal):
@@ -7,7 +7,7 @@ def count_pairs(window, length, causal):
     Args:
         window: Integer from 0 to `length`.
         length: Positions.
-        causal: Whether later keys do not count.
+        causal: Whether to exclude later keys.
     """
     earlier_or_same = window * length - window * (window - 1) // 2
     if causal or window == 0:

@@ -1,7 +1,7 @@
-"""Random numbers of Keras' seed generators, in programs that are compiled as well.
+"""Random numbers of Keras' seed generators, also in compiled programs.
 
-On PyTorch, Keras hides its generator from `torch.compile`, which would break the
-program there. Here the same numbers are the result of one operation.
+On PyTorch, Keras hides its generator from `torch.compile`, which breaks the graph. Here
+one operation returns the same numbers.
 """
 
 import keras
@@ -11,17 +11,17 @@ from keras_efficient_attn.ops.common.backend import backend_name
 
 
 def next_seed(generator):
-    """As `generator.next()`: two integers, other ones each time."""
+    """Computes `generator.next()`: two new integers per call."""
     if backend_name() != "torch":
         return generator.next()
-    # Keras counts by an array of NumPy, which `torch.compile` cannot trace.
+    # Keras counts with a NumPy array, which `torch.compile` cannot trace.
     seed = ops.convert_to_tensor(generator.state) * 1
     generator.state.assign(seed + ops.arange(2, dtype=seed.dtype))
     return seed
 
 
 def uniform(shape, generator):
-    """As `keras.random.uniform(shape, seed=generator)`."""
+    """Computes `keras.random.uniform(shape, seed=generator)`."""
     if backend_name() != "torch":
         return keras.random.uniform(shape, seed=generator)
     from keras_efficient_attn.ops.common import random_torch
@@ -32,7 +32,7 @@ def uniform(shape, generator):
 
 
 def normal(shape, seed):
-    """As `keras.random.normal(shape, dtype="float32", seed=seed)`."""
+    """Computes `keras.random.normal(shape, dtype="float32", seed=seed)`."""
     if backend_name() != "torch" or not isinstance(seed, keras.random.SeedGenerator):
         return keras.random.normal(shape, dtype="float32", seed=seed)
     from keras_efficient_attn.ops.common import random_torch

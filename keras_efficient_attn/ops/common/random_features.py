@@ -13,7 +13,7 @@ def default_num_features(dim):
 
 
 def gaussian_blocks(num_features, dim, seed):
-    """Standard normal draws that `random_projection` makes a projection of.
+    """Standard normal draws for `random_projection`.
 
     Args:
         num_features: Rows of the projection.
@@ -31,7 +31,7 @@ def gaussian_blocks(num_features, dim, seed):
 
 
 def random_projection(directions, norms, orthogonal=True, row_norm="chi"):
-    """A `(num_features, dim)` projection whose rows are N(0, I) one by one.
+    """A `(num_features, dim)` projection whose rows are each N(0, I).
 
     Args:
         directions, norms: Draws from `gaussian_blocks`.

@@ -9,7 +9,7 @@ import torch
 def numbers(
     shape: Sequence[int], seed: torch.Tensor, is_normal: bool, dtype: str
 ) -> torch.Tensor:
-    """Numbers of N(0, 1), or from [0, 1), of a seed: those that Keras has for it."""
+    """Keras' numbers for a seed, from N(0, 1) or uniform in [0, 1)."""
     generator = torch.Generator(device=seed.device)
     generator.manual_seed(int(seed.sum()) & 0xFFFFFFFF)
     options = {"dtype": getattr(torch, dtype), "device": seed.device}

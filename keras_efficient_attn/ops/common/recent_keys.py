@@ -1,4 +1,4 @@
-"""The state of causal attention to near keys: the last keys, as far back as it sees."""
+"""The state of causal attention to near keys: the last keys within its reach."""
 
 from keras import ops
 
@@ -24,7 +24,7 @@ def recent_keys_spec(batch_size, reach, num_heads, key_dim, value_dim, dtype):
 
 
 def append_segment(state, *segment, names=RECENT):
-    """The keys, values and masks of a state, and those of a segment behind them."""
+    """The keys, values and masks of a state, followed by a segment's."""
     return tuple(
         ops.concatenate([ops.cast(state[name], new.dtype), new], axis=1)
         for name, new in zip(names, segment, strict=True)
@@ -38,7 +38,7 @@ def drop_oldest(past, length, position):
 
 
 def fit_recent(state, reach):
-    """The keys, values and masks of a state with as many last keys as `reach`."""
+    """The keys, values and masks of a state, cut or padded to `reach` keys."""
     excess = state["mask"].shape[1] - reach
     fit = {}
     for name in RECENT:

@@ -9,12 +9,12 @@ from keras_efficient_attn.ops.common.numerics import pad
 
 
 def window_distances(window, causal):
-    """Distances `query position - key position` in a window, falling, as an array."""
+    """Distances `query position - key position` in a window, in decreasing order."""
     return np.arange(window - 1, -1 if causal else -window, -1)
 
 
 def wave_frequencies(number, max_wavelength):
-    """Frequencies that fall from 1, evenly in their logarithm, as an array."""
+    """Frequencies that decrease from 1 on a logarithmic scale, as an array."""
     return max_wavelength ** (-np.arange(number) / number)
 
 
@@ -25,7 +25,7 @@ def window_sinusoids(window, causal, dim, max_wavelength, dtype):
         window, causal: As `window_distances`.
         dim: Even number of channels.
         max_wavelength: Longest wavelength, over 2π.
-        dtype: That of the tensor `(distances, dim)`, which is rounded once.
+        dtype: Dtype of the tensor `(distances, dim)`, which is rounded only once.
     """
     if backend_name() == "torch":
         # Other backends may lack float64; `torch.compile` lacks NumPy.
@@ -40,7 +40,7 @@ def window_sinusoids(window, causal, dim, max_wavelength, dtype):
 
 
 def shifted_to_keys(scores, width):
-    """Scores by distance, as scores by key.
+    """Converts scores by distance to scores by key.
 
     Args:
         scores: `(..., queries, distances)`; entry `m` of query `i` belongs to key
@@ -48,17 +48,17 @@ def shifted_to_keys(scores, width):
         width: Number of keys, at least `queries + distances - 1`.
 
     Returns:
-        `(..., queries, width)`, zero for keys that no distance leads to.
+        `(..., queries, width)`, zero for keys without a distance.
     """
     *batch, queries, distances = shape_of(scores)
-    # Rows that are one longer than `width` run ahead of rows of `width` by one a row.
+    # Rows longer than `width` by one shift by one per row.
     padding = [(0, 0)] * (len(batch) + 1) + [(0, width + 1 - distances)]
     scores = ops.reshape(pad(scores, padding), (*batch, queries * (width + 1)))
     return ops.reshape(scores[..., : queries * width], (*batch, queries, width))
 
 
 def distance_sinusoids(distances, dim, max_wavelength, dtype):
-    """As `window_sinusoids`, for a tensor `(distances,)` of integers.
+    """Computes `window_sinusoids` for an integer tensor `(distances,)`.
 
     `dtype` is float32 or float64.
     """
@@ -70,11 +70,11 @@ def distance_sinusoids(distances, dim, max_wavelength, dtype):
 
 
 def shifted_by_query(scores, width):
-    """Scores by distance, as scores by key, for queries that share their keys.
+    """Converts scores by distance to scores by key, for queries with shared keys.
 
     Args:
-        scores: `(..., queries, distances)`, of distances that fall by one; entry `m`
-            of query `i` belongs to key `i + m - (queries - 1)`. There are at least
+        scores: `(..., queries, distances)`, of distances that decrease by one; entry
+            `m` of query `i` belongs to key `i + m - (queries - 1)`. There are at least
             `queries + width - 1` distances, so that each key of each query has one.
         width: Number of keys.
 
@@ -82,7 +82,7 @@ def shifted_by_query(scores, width):
         `(..., queries, width)`.
     """
     *batch, queries, distances = shape_of(scores)
-    # Each row begins one entry earlier than the row above it.
+    # Each row starts one entry earlier than the row above.
     padding = [(0, 0)] * (len(batch) + 1) + [(1, 0)]
     scores = ops.reshape(pad(scores, padding), (*batch, distances + 1, queries))
     scores = ops.reshape(scores[..., 1:, :], (*batch, queries, distances))

@@ -8,9 +8,9 @@ from keras_efficient_attn.ops.common.backend import backend_name
 
 
 def sum_over_replicas(x):
-    """The sum of each replica's `x`; `x` itself where there is one replica.
+    """The sum of each replica's `x`; `x` itself with one replica.
 
-    On JAX, arrays span all devices, and a sum is over all of them to begin with.
+    On JAX, arrays span all devices, so a sum already covers all of them.
     """
     if backend_name() == "tensorflow":
         context = _tensorflow_context()
@@ -51,7 +51,7 @@ def _tensorflow_context():
 
 
 def _torch_processes():
-    """Processes that train together; 1 where none were ever set up."""
+    """Number of processes that train together; 1 without a process group."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
         return 1

@@ -46,7 +46,7 @@ def rotate_from(x, start, max_wavelength):
     Args:
         x: `(batch, length, heads, head_dim)`.
         start: Position of the first, integers `(batch,)`; `None` for 0.
-        max_wavelength: As there.
+        max_wavelength: As for `rotary_embedding`.
     """
     positions = ops.arange(shape_of(x)[1], dtype="int32")[None]
     if start is not None:

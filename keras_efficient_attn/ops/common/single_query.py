@@ -1,4 +1,4 @@
-"""Softmax attention of one query to a few keys: what generation runs."""
+"""Softmax attention of one query to a few keys, for generation."""
 
 from keras import ops
 
@@ -26,7 +26,7 @@ def attend_single(query, key, value, allowed, dropout=None, logits=None):
     if logits is not None:
         products = products + logits
     products = ops.where(allowed, products, LOG_ZERO)
-    # Without a key to see, all weights are 0 = exp(LOG_ZERO / 2).
+    # Without visible keys, all weights are 0 = exp(LOG_ZERO / 2).
     largest = max_along(
         ops.stop_gradient(products), axis=-1, keepdims=True, initial=LOG_ZERO / 2
     )
@@ -46,7 +46,7 @@ def attend_recent_single(inputs, state, mask_fn, dropout=None):
     Args:
         inputs: `(query, key, value, valid)` of one position, from `masked_inputs`; the
             query is scaled.
-        state: As `recent_keys_spec` says, of `mask_fn.reach` keys.
+        state: As in `recent_keys_spec`, with `mask_fn.reach` keys.
         mask_fn: A causal mask function over one axis.
         dropout: `(rate, seed)` or `None`.
 
@@ -61,7 +61,7 @@ def attend_recent_single(inputs, state, mask_fn, dropout=None):
 
 
 def seen_recent(valid, position, mask_fn):
-    """Which of the last `reach + 1` keys the last position sees, `(batch, keys)`."""
+    """Mask of the last `reach + 1` keys for the last position, `(batch, keys)`."""
     allowed = valid > 0
     if mask_fn.sees_all_in_reach:
         return allowed

@@ -1,4 +1,4 @@
-"""States of operations that stream, from their descriptions."""
+"""States of streaming operations, from their specifications."""
 
 from keras import ops
 
@@ -12,7 +12,7 @@ def make_state(spec):
         spec: Dict of `(shape, dtype)`, for zeros, or `(shape, dtype, value)` with a
             value that broadcasts to the shape.
     """
-    return {name: _filled(*entry) for name, entry in spec.items()}
+    return {name: _fill(*entry) for name, entry in spec.items()}
 
 
 def check_state(state, spec):
@@ -20,7 +20,7 @@ def check_state(state, spec):
 
     Args:
         state: Dict of tensors.
-        spec: As for `make_state`, with `None` for sizes that do not matter.
+        spec: As for `make_state`, with `None` for arbitrary sizes.
     """
     expected = {name: entry[0] for name, entry in spec.items()}
     received = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -33,7 +33,7 @@ def check_state(state, spec):
         )
 
 
-def _filled(shape, dtype, value=None):
+def _fill(shape, dtype, value=None):
     if value is None:
         return ops.zeros(shape, dtype)
     return ops.broadcast_to(ops.convert_to_tensor(value, dtype), shape)

@@ -7,19 +7,19 @@ from keras_efficient_attn.ops.common.backend import backend_name, shape_of
 from keras_efficient_attn.ops.common.numerics import cumulative_sum
 from keras_efficient_attn.ops.common.plan import device_kind
 
-# Rows whose matrix is inverted.
+# Size of the matrices that are inverted.
 BLOCK = 16
 
 
 def sums_up_to(x):
-    """The sums up to and including each position of the last axis but one."""
+    """The sums up to and including each position, along the second to last axis."""
     if backend_name() == "jax":
         return _sums(np.tri(x.shape[-2]), x)
     return cumulative_sum(x, len(x.shape) - 2)
 
 
 def sums_after(x):
-    """The sums of what follows each position of the last axis but one."""
+    """The sums over the positions after each one, along the second to last axis."""
     if backend_name() == "jax":
         return _sums(np.tri(x.shape[-2], k=-1).T, x)
     later = ops.concatenate([x[..., 1:, :], ops.zeros_like(x[..., :1, :])], axis=-2)
@@ -27,7 +27,7 @@ def sums_after(x):
 
 
 def _sums(triangle, x):
-    """As a product, which a TPU does faster, with the digits of float32."""
+    """As a product, which is faster on a TPU, in float32 precision."""
     import jax
 
     with jax.default_matmul_precision("highest"):
@@ -41,8 +41,8 @@ def inverse_unit_lower(matrix):
         matrix: `(..., n, n)`, zero on and above the diagonal; `n` is known.
     """
     if backend_name() == "jax" and device_kind() == "cpu":
-        # JAX would call LAPACK, which is slower here, and which a model that was
-        # exported to TensorFlow does not find.
+        # JAX would call LAPACK, which is slower here and unavailable in a model
+        # exported to TensorFlow.
         return _inverse_by_blocks(matrix)
     identity = ops.eye(matrix.shape[-1], dtype=matrix.dtype)
     right = ops.broadcast_to(identity, shape_of(matrix))
@@ -50,7 +50,7 @@ def inverse_unit_lower(matrix):
 
 
 def _inverse_by_blocks(matrix):
-    """Inverses of blocks on the diagonal, of which two and two become one."""
+    """Inverts blocks on the diagonal and merges them pairwise."""
     size = matrix.shape[-1]
     count = 1
     while count * BLOCK < size:
@@ -62,7 +62,7 @@ def _inverse_by_blocks(matrix):
         matrix = ops.pad(matrix, [*before, (0, missing), (0, missing)])
 
     def blocks(height, first):
-        """Blocks on the diagonal, or with `first` 1 those left of every second one."""
+        """Diagonal blocks, or with `first` 1 the blocks left of every second one."""
         rows = range(first * height, count * block, (1 + first) * height)
         columns = (row - first * height for row in rows)
         parts = [
@@ -82,10 +82,10 @@ def _inverse_by_blocks(matrix):
 
 
 def _inverse(matrix):
-    """Of `I + matrix`, by inverses of blocks on the diagonal that double in size.
+    """Inverts `I + matrix` by inverses of diagonal blocks that double in size.
 
-    Powers of the matrix, as in a Neumann series, grow to where float32 has no digits
-    left if keys repeat; the entries of these inverses do not grow.
+    Powers of the matrix, as in a Neumann series, grow beyond float32 precision if keys
+    repeat; the entries of these inverses do not grow.
     """
     size = matrix.shape[-1]
     row, column = np.ogrid[:size, :size]

@@ -5,13 +5,13 @@ import itertools
 from keras import ops
 
 from keras_efficient_attn.ops.common.checks import check_float_dtype, check_heads
-from keras_efficient_attn.ops.common.online_softmax import divided
+from keras_efficient_attn.ops.common.online_softmax import divide
 from keras_efficient_attn.ops.fourier import reference
 from keras_efficient_attn.ops.fourier.config import FourierConfig
 from keras_efficient_attn.ops.fourier.tiled import fourier_sums
 
-# Causal attention is computed for at most this many parts of the queries, each with the
-# keys up to its end, and each of at least so many queries.
+# Causal attention splits the queries into at most this many parts, each with the keys
+# up to its end, and each with at least this many queries.
 CAUSAL_PARTS = 4
 LEAST_PART = 128
 
@@ -39,14 +39,14 @@ def fourier_attention(
     over the keys that `key_mask` keeps and, when `causal`, `s <= t + first_position`.
     Time grows with the square of the length, memory linearly: weights exist for a tile
     of queries at a time, as logarithms relative to the largest of their row, and the
-    backward pass computes them again. A query that sees no key gets zeros.
+    backward pass recomputes them. A query that sees no key gets zeros.
 
     Args:
         query: `(batch, query_length, heads, head_dim)`.
         key: `(batch, key_length, heads, head_dim)`.
         value: `(batch, key_length, heads, value_dim)`.
-        radius: Positive number, or tensor that broadcasts to `(heads, head_dim)`: the
-            larger, the narrower the kernel.
+        radius: Positive number, or tensor that broadcasts to `(heads, head_dim)`: a
+            larger radius makes a narrower kernel.
         power: 2, 4, 6 or 8. Defaults to 4.
         key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
             Other keys are never read: they may be NaN.
@@ -54,13 +54,13 @@ def fourier_attention(
             `False`.
         first_position: Index among the keys of the first query's own key, if `causal`:
             an integer or a scalar tensor. Defaults to 0.
-        chunk_size: Least number of queries in a tile; changes speed and memory, not the
-            result beyond rounding. Defaults to the plan of the device: on a CPU 4.
+        chunk_size: Minimum number of queries per tile; changes speed and memory, and
+            the result only by rounding. Defaults to the device's plan: 4 on a CPU.
         implementation: `"tiled"` (the default); `"fused"`, on PyTorch the same compiled
-            by `torch.compile`, which takes up to half a minute at the first call and a
-            C++ compiler (Triton on GPUs), and on JAX and TensorFlow no different, for
-            XLA to compile; or `"reference"`, the definition, which forms all pairs
-            with all their dimensions.
+            by `torch.compile`, which needs up to half a minute at the first call and a
+            C++ compiler (Triton on GPUs); on JAX and TensorFlow the same as `"tiled"`,
+            compiled by XLA; or `"reference"`, the definition, which forms all pairs
+            with all dimensions.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`.
@@ -91,7 +91,7 @@ def fourier_attention(
         values, totals, _ = fourier_sums(
             query, key, value, radius, config, key_mask, first_position
         )
-        return ops.cast(divided(values, totals), value.dtype)
+        return ops.cast(divide(values, totals), value.dtype)
 
     parts = _parts(query, key, first_position) if causal else []
     if not parts:
@@ -114,7 +114,7 @@ def fourier_attention(
 def _parts(query, key, first_position):
     """`(first query, last, last key)` of each part, the ends exclusive; empty for one.
 
-    Early queries skip the keys that no causal one of their part sees.
+    Each part skips the keys that none of its causal queries sees.
     """
     length, keys = query.shape[1], key.shape[1]
     if not all(isinstance(n, int) for n in (length, keys, first_position)):

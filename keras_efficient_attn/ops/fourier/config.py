@@ -11,16 +11,16 @@ IMPLEMENTATIONS = (None, "tiled", "fused", "reference")
 
 @dataclasses.dataclass(frozen=True)
 class FourierConfig:
-    """The kernel, the pairs that count, and the way they are computed.
+    """The kernel, the causality and the implementation.
 
     Attributes:
         power: 2, 4, 6 or 8.
         causal: Whether a query sees no later keys.
-        chunk_size: Least number of queries in a tile; `None` for the default.
+        chunk_size: Minimum number of queries per tile; `None` for the default.
         implementation: One of `IMPLEMENTATIONS`.
 
     Raises:
-        ValueError: For options that are none of these.
+        ValueError: For invalid options.
     """
 
     power: int = 4
@@ -44,5 +44,5 @@ class FourierConfig:
 
     @property
     def tile_size(self):
-        """Queries in a tile, at least."""
+        """Minimum number of queries per tile."""
         return self.chunk_size or device_plan().fourier_tile

@@ -6,7 +6,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
-from keras_efficient_attn.ops.common.online_softmax import divided
+from keras_efficient_attn.ops.common.online_softmax import divide
 from keras_efficient_attn.ops.fourier.config import FourierConfig
 from keras_efficient_attn.ops.fourier.kernel import POWERS
 from keras_efficient_attn.ops.fourier.tiled import fourier_sums
@@ -52,7 +52,7 @@ def fourier_density(points, samples, radius, power=4):
     `power=1` it is the estimator of the Fourier integral theorem.
 
     Args:
-        points: `(num_points, dim)`, where to estimate.
+        points: `(num_points, dim)`, the points to estimate at.
         samples: `(num_samples, dim)`.
         radius: Positive number, or tensor of shape `(dim,)`.
         power: Positive integer. Powers other than 2, 4, 6 and 8 form the matrix of all
@@ -97,7 +97,7 @@ def fourier_regression(points, samples, targets, radius, power=4):
     their sum near 0.
 
     Args:
-        points: `(num_points, dim)`, where to estimate.
+        points: `(num_points, dim)`, the points to estimate at.
         samples: `(num_samples, dim)`.
         targets: `(num_samples, target_dim)`.
         radius: Positive number, or tensor of shape `(dim,)`.
@@ -117,7 +117,7 @@ def fourier_regression(points, samples, targets, radius, power=4):
         ops.convert_to_tensor(x) for x in (points, samples, targets)
     )
     values, totals, _ = _sums(points, samples, targets, radius, power)
-    return divided(values, totals)[0, :, 0]
+    return divide(values, totals)[0, :, 0]
 
 
 def gaussian_regression(points, samples, targets, sigma):
@@ -131,7 +131,7 @@ def gaussian_regression(points, samples, targets, sigma):
     softmax attention. The matrix of all pairs is formed.
 
     Args:
-        points: `(num_points, dim)`, where to estimate.
+        points: `(num_points, dim)`, the points to estimate at.
         samples: `(num_samples, dim)`.
         targets: `(num_samples, target_dim)`.
         sigma: `σ`, a positive number.

@@ -33,10 +33,10 @@ class Kernel(NamedTuple):
         log_kernel_gradient: Gradients of the angles of queries and keys, from both
             arrays and the gradient of `L`. `None` where the automatic one is as good.
 
-            The derivative of `log|sin(z)/z|` is `cot z − 1/z`. Where the sine is not
-            known from zero, the cotangent has the sign and size that its rounding error
-            leaves it: it multiplies a weight with an even power of the sine, and that
-            product is 0 in the limit.
+            The derivative of `log|sin(z)/z|` is `cot z − 1/z`. Where the sine rounds to
+            about zero, the sign and size of the cotangent are rounding errors: it
+            multiplies a weight with an even power of the sine, and that product is 0 in
+            the limit.
     """
 
     prepare: Callable
@@ -45,7 +45,7 @@ class Kernel(NamedTuple):
 
 
 def check_power(power):
-    """Raises `ValueError` for a power that the kernel does not have."""
+    """Raises `ValueError` for an unsupported power."""
     if isinstance(power, float) or power not in POWERS:
         raise ValueError(f"`power` must be one of {POWERS}. Received: power={power!r}")
 
@@ -53,7 +53,7 @@ def check_power(power):
 def split_dims(x):
     """`(batch, length, heads, dim)` as `(SLOTS, batch, heads, dims / SLOTS, length)`.
 
-    Zeros fill the last dimensions up: their factor is sin(0)/0 = 1.
+    The last dimensions are padded with zeros, with the factor sin(0)/0 = 1.
     """
     batch, length, heads, dim = shape_of(x)
     if dim % SLOTS:

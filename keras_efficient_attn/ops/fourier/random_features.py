@@ -1,10 +1,10 @@
 """Random features of the Fourier kernel, for linear attention.
 
 `Π_d sinc(z_d)^h` is the characteristic function of a sum of `h` uniform numbers on
-[−1, 1] a dimension, so that it is the mean of `cos(ω·z)` over such frequencies `ω`. The
-kernel of power `2h` is its square. The square of an estimate is never negative, which
-the estimate of the kernel itself would be where it is small; as a product of features
-with themselves it is linear attention again.
+[−1, 1] per dimension, so it is the mean of `cos(ω·z)` over such frequencies `ω`. The
+kernel of power `2h` is its square. The square of an estimate is never negative; a
+direct estimate of the kernel could be where the kernel is small. The square is again
+linear attention, with products of features.
 """
 
 import math
@@ -21,18 +21,19 @@ from keras_efficient_attn.ops.fourier.kernel import check_power
 def kernel_frequencies(num_frequencies, dim, power=4, orthogonal=True, seed=None):
     """Frequencies `ω` for `squared_features`, for queries and keys times the radius.
 
-    They are drawn from the kernel's own law, `E[cos(ω·z)] = Π_d sinc(z_d)^(power/2)`.
+    They are drawn from the kernel's distribution, `E[cos(ω·z)] = Π_d
+    sinc(z_d)^(power/2)`.
 
     Args:
         num_frequencies: `M`, number of frequencies.
         dim: Size of the queries and keys.
         power: 2, 4, 6 or 8. Defaults to 4.
-        orthogonal: Whether the draws, as a matrix, are replaced by the nearest one with
-            orthogonal rows of the length `√(dim · power / 6)` or, for `M` beyond `dim`,
-            with orthogonal columns. With `M` of at least `dim` the error is then of
-            fourth order in small differences. Such frequencies are no longer
-            independent, but as `M` grows, their law tends to the kernel's. Defaults to
-            `True`. `False` leaves the draws independent.
+        orthogonal: Whether the draws, as a matrix, are replaced by the nearest matrix
+            with orthogonal rows of the length `√(dim · power / 6)` or, for `M` beyond
+            `dim`, with orthogonal columns. With `M` of at least `dim` the error is then
+            of fourth order in small differences. Such frequencies are no longer
+            independent, but as `M` grows, their distribution tends to the kernel's.
+            `False` leaves the draws independent. Defaults to `True`.
         seed: int or `keras.random.SeedGenerator`.
 
     Returns:
@@ -63,7 +64,7 @@ def squared_features(x, frequencies):
         frequencies: `(M, dim)`.
 
     Returns:
-        Features `(..., M(2M + 1))` and `None`, as the maps of `ops.feature_maps`.
+        Features `(..., M(2M + 1))` and `None`, like the maps of `ops.feature_maps`.
     """
     angles = x @ ops.transpose(frequencies)
     waves = ops.concatenate([cosine(angles), sine(angles)], axis=-1)

@@ -1,10 +1,10 @@
-"""The definition of Fourier attention: quadratic, and nothing else."""
+"""The quadratic definition of Fourier attention."""
 
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.numerics import sine
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide
 
 
 def fourier_attention(
@@ -12,7 +12,7 @@ def fourier_attention(
 ):
     """Weights `w[t, s] = Π_d (sin z_d / z_d)^power`, `z = R ∘ (q[t] − k[s])`.
 
-    Arguments and shapes are those of `ops.fourier_attention`. All pairs of queries and
+    Arguments and shapes are as for `ops.fourier_attention`. All pairs of queries and
     keys with all their dimensions are formed, in the dtype of the input.
     """
     z = radius * (query[:, :, None] - key[:, None])
@@ -33,4 +33,4 @@ def fourier_attention(
     largest = ops.stop_gradient(ops.max(logs, axis=-1, keepdims=True))
     weights = ops.where(logs > LOG_ZERO, ops.exp(logs - largest), 0.0)
     values = ops.einsum("bhts,bshv->bthv", weights, value)
-    return divided(values, ops.transpose(ops.sum(weights, axis=-1), (0, 2, 1)))
+    return divide(values, ops.transpose(ops.sum(weights, axis=-1), (0, 2, 1)))

@@ -17,7 +17,7 @@ from keras_efficient_attn.ops.fourier.kernel import (
 )
 
 _kernels = backend_module("keras_efficient_attn.ops.fourier.kernels")
-# Keys that are assumed where their number is not known yet.
+# Assumed number of keys if it is not known statically.
 USUAL_KEYS = 1024
 
 
@@ -74,9 +74,9 @@ def _kernel(config):
 def _step(config, masked):
     """`(step, gradient)` for `recompute_scan`, one object per configuration.
 
-    `x` is the queries and, if `causal`, the index of the last key that each sees; the
-    constants are the values, if `masked` 1 for keys that exist and 0 for others, and
-    arrays that the kernel reads of keys.
+    `x` holds the queries and, if `causal`, the index of the last key that each sees.
+    The constants are the values; if `masked`, 1 for keys that exist and 0 for others;
+    and the kernel's arrays of keys.
     """
     power, causal = config.power, config.causal
     kernel = _kernel(config)

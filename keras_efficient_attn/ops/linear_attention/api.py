@@ -58,8 +58,8 @@ def linear_attention(
     grow linearly with the length; the backward pass recomputes inside chunks.
     A query that sees no key gets zeros.
 
-    With `log_decay` or `beta`, the state decays and is corrected: with
-    `g = log_decay` and `S[t] v` for what the state holds under a key,
+    With `log_decay` or `beta`, the state decays and is corrected: with `g = log_decay`
+    and `k S` the state's value for the key `k`,
 
     ```
     S'     = diag(exp(g[t])) S[t - 1]
@@ -68,7 +68,7 @@ def linear_attention(
     ```
 
     and without `beta`, `S[t] = S' + key_features[t]ᵀ value[t]`. `normalize` divides by
-    what values of 1 would give. A masked key neither decays the state nor writes.
+    the output for values of 1. A masked key neither decays the state nor writes.
 
     Args:
         query_features: `(batch, query_length, heads, features)`.
@@ -76,8 +76,7 @@ def linear_attention(
         value: `(batch, key_length, heads, value_dim)`.
         key_log_weight: Optional `(batch, key_length, heads)`: log weights of the keys,
             of any size; `-inf` hides a key. Keys are kept relative to a running
-            maximum, so that weights like `exp(1000)` neither overflow nor push
-            others out.
+            maximum, so that weights like `exp(1000)` do not overflow.
         key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
             Other keys are not read, NaN included.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
@@ -85,32 +84,30 @@ def linear_attention(
             key_length, heads, features)`: logarithms, not positive, of the factor by
             which a position multiplies the state before it; below -40 (a factor of
             4e-18), -40. For `causal=True`, without `key_log_weight`.
-        beta: Optional `(batch, key_length, heads)`: the share, from 0 to 2, of what the
-            state holds under a key that its value replaces (the delta rule); keys
-            should have norm 1. As `log_decay`.
+        beta: Optional `(batch, key_length, heads)`: the share, from 0 to 2, of the
+            state's value for the key that the new value replaces (the delta rule); keys
+            should have norm 1. Same requirements as `log_decay`.
         state: Optional state from `linear_attention_state` or an earlier call: the
             keys of earlier segments. Needs `causal=True` and equal lengths. A single
             position then costs one pass over the state.
         normalize: Whether to divide by the sum of the weights. Defaults to `True`.
-        chunk_size: Positions a chunk; changes the speed, not the result beyond
-            rounding. Defaults to the plan of the device: 64 on a CPU.
+        chunk_size: Positions per chunk; changes the speed, and the result only by
+            rounding. Defaults to the device's plan: 64 on a CPU.
         implementation: `"chunked"`, for every backend and device; `"pallas"`, a kernel
             for TPUs, with JAX; `"triton"`, kernels for NVIDIA GPUs of compute
-            capability 8 or more, with PyTorch; `"fla"`, those of the package
-            flash-linear-attention, where it is installed; or `"reference"`, the
-            quadratic definition, without `state`. Defaults to `None`: `"pallas"` on a
-            single TPU and `"triton"` on a GPU with PyTorch, where they can run, and
-            else chunks.
+            capability 8 or more, with PyTorch; `"fla"`, the kernels of the package
+            flash-linear-attention, if installed; or `"reference"`, the quadratic
+            definition, without `state`. Defaults to `None`: `"pallas"` on a single TPU
+            and `"triton"` on a GPU with PyTorch, if they can run; otherwise chunks.
 
-            Kernels take float32 and bfloat16, on GPUs float16 too; sizes that are
-            known, heads of at most 512 and at most 1,024 features. They divide
-            sequences in their own way, and take no `chunk_size`; they multiply values
-            of bfloat16 in bfloat16 and add up in float32; they have first derivatives,
-            backwards. On other devices `"pallas"` is interpreted, slowly, for tests;
-            so is `"triton"` with `TRITON_INTERPRET=1` in the environment. `"fla"` is
-            causal, takes no `key_log_weight`, at most 256 features, and rounds states
-            to the dtype of `value`. One position and a state need no kernel, and use
-            none.
+            Kernels support float32 and bfloat16, and float16 on GPUs; static sizes,
+            heads of at most 512 and at most 1,024 features. They choose their own
+            chunks and ignore `chunk_size`. They multiply bfloat16 values in bfloat16
+            and accumulate in float32. They have first reverse-mode derivatives only. On
+            other devices `"pallas"` is interpreted (slow, for tests), as is `"triton"`
+            with `TRITON_INTERPRET=1` in the environment. `"fla"` is causal, supports no
+            `key_log_weight` and at most 256 features, and rounds states to the dtype of
+            `value`. A single position with a state uses no kernel.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
@@ -118,8 +115,8 @@ def linear_attention(
 
     Raises:
         ValueError: If shapes do not agree, or `state` comes without `causal`, with
-            lengths that differ, or with the reference; or if the kernel is asked for
-            and cannot run.
+            lengths that differ, or with the reference; or if a requested kernel cannot
+            run.
         TypeError: If `value` is not of a floating-point dtype.
 
     Example:
@@ -196,8 +193,8 @@ def mapped_linear_attention(
 ):
     """`linear_attention` that computes features chunk by chunk, forward and backward.
 
-    Features are often many times larger than queries and keys; here they never exist
-    for more than a group of chunks.
+    Features are often many times larger than queries and keys; here they exist for one
+    group of chunks at a time.
 
     Args:
         query, key, value: `(batch, length, heads, dim)`.
@@ -207,7 +204,7 @@ def mapped_linear_attention(
 
     Returns:
         `(outputs, state)`: a tuple of tensors in the accumulator's dtype, and the
-        state after the last position (`None` without `state`). A kernel gives
+        state after the last position (`None` without `state`). A kernel returns
         normalized outputs in the dtype of `value`.
     """
     query, key, value = map(ops.convert_to_tensor, (query, key, value))
@@ -243,7 +240,7 @@ def mapped_linear_attention(
         attend = recurrent_linear_attention
     else:
         if state is not None and key_log_weight is None:
-            # The state may stand at another scale than that of unweighted keys.
+            # The state may have another scale than unweighted keys.
             key_log_weight = ops.zeros(shape_of(key)[:3], dtype)
         if config.causal:
             attend = chunked.causal_linear_attention
@@ -270,8 +267,8 @@ def linear_attention_state(
 
     Returns:
         Dict of `"sum"` `(batch, heads, features, value_dim)`, `"normalizer"`
-        `(batch, heads, features)` and `"log_scale"` `(batch, heads)`: the true sums
-        are those stored times `exp(log_scale)`.
+        `(batch, heads, features)` and `"log_scale"` `(batch, heads)`: the true sums are
+        the stored sums times `exp(log_scale)`.
     """
     spec = linear_attention_state_spec(
         batch_size, num_heads, num_features, value_dim, dtype
@@ -282,7 +279,7 @@ def linear_attention_state(
 def linear_attention_state_spec(
     batch_size, num_heads, num_features, value_dim, dtype="float32"
 ):
-    """As `make_state` wants it: the description of `linear_attention_state`."""
+    """The specification of `linear_attention_state`, for `make_state`."""
     heads = (batch_size, num_heads)
     return {
         "sum": ((*heads, num_features, value_dim), dtype),
@@ -292,7 +289,7 @@ def linear_attention_state_spec(
 
 
 def _identity(features):
-    """As kernels see features that were computed before."""
+    """The entrywise map for precomputed features."""
     return Entrywise("identity")
 
 

@@ -1,6 +1,6 @@
 """One step of causal linear attention, over a group of chunks, and its gradient.
 
-For TensorFlow and JAX; PyTorch has its own, of the same formulae.
+For TensorFlow and JAX; PyTorch has its own, with the same formulae.
 
 With features Q and K, values V and, per key, a log weight l, chunk c gives
 
@@ -12,9 +12,9 @@ total     = A 1 + exp(M[c] − scale) ∘ (Q z[c])
 
 where `S[c] = Σ exp(l[s] − M[c]) K[s]ᵀ V[s]` and `z[c] = Σ exp(l[s] − M[c]) K[s]` sum
 over the keys before the chunk, and `M` is the running maximum of their log weights.
-`scale` is the maximum over the keys that a query may see, and over no other: it
-cancels in `values / total`, so nothing overflows, no feature needs an epsilon, and
-the past is exactly independent of the future.
+`scale` is the maximum over exactly the keys that a query may see. It cancels in `values
+/ total`, so nothing overflows, no feature needs an epsilon, and the past is exactly
+independent of the future.
 """
 
 import functools
@@ -30,12 +30,12 @@ from keras_efficient_attn.ops.common.chunking import (
     sizes,
 )
 from keras_efficient_attn.ops.common.numerics import larger, max_along
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided, reciprocal
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide, reciprocal
 from keras_efficient_attn.ops.linear_attention.keys import sum_of_scales
 from keras_efficient_attn.ops.linear_attention.steps import step_and_gradient
 
 
-# Bounded: it holds functions that users make.
+# Bounded: users may create functions.
 @functools.lru_cache(256)
 def causal_step(config, chunk_size, masked):
     """`step_and_gradient` with chunks of a length, one object per configuration."""
@@ -53,7 +53,8 @@ class _Chunks:
         scores: A of the formulae, `(batch, heads, chunks, chunk_size, chunk_size)`.
         scale: Log scale of the scores, `(batch, heads, chunks, chunk_size)`, or `None`
             for 0.
-        far_query, far_key: Queries as they read states, keys as they enter them.
+        far_query, far_key: Queries scaled for reading states, keys scaled for writing
+            them.
         before, before_normalizer: States before each chunk.
         weights: `(batch, heads, chunks + 1, chunks + 1)`; see `_prefix_weights`.
         carry: The state after the last chunk.
@@ -88,7 +89,7 @@ class _Chunks:
         """Weighs scores, keys and queries; returns the log scale after the chunks."""
         constant = ops.stop_gradient(log_weight)
         chunk_max = max_along(constant, axis=-1, initial=LOG_ZERO)
-        # The maxima of the state and of what each query may see, and of no more.
+        # The maxima over exactly the state and the keys that each query may see.
         state_max, self.weights = _prefix_weights(log_scale, chunk_max)
         lower = lower_triangle(shape_of(self.query)[3])
         seen = ops.where(lower, constant[..., None, :], LOG_ZERO)
@@ -96,7 +97,7 @@ class _Chunks:
             max_along(seen, axis=-1, initial=LOG_ZERO), state_max[..., :-1, None]
         )
         shifted = log_weight[..., None, :] - self.scale[..., None]
-        # Above the diagonal the shift may be large: cut before the exponential.
+        # Above the diagonal the shift may be large: clip before the exponential.
         shifted = ops.where(lower, shifted, LOG_ZERO)
         self.factors = ops.where(lower, ops.exp(shifted), 0.0)
         self.scores = self.scores * self.factors
@@ -116,7 +117,7 @@ class _Chunks:
         values = self.scores @ self.value + self.far_query @ self.before
         scale = sum_of_scales(self.scale, self.query_log_scale)
         if output == "normalized":
-            outputs = (divided(values, self.totals()),)
+            outputs = (divide(values, self.totals()),)
         elif output == "sum":
             outputs = (values if scale is None else values * ops.exp(scale)[..., None],)
         else:
@@ -126,7 +127,7 @@ class _Chunks:
         return tuple(by_position(t) for t in outputs)
 
     def gradient(self, y, y_gradient, carry_gradient, output):
-        """Gradients of the carry, and of what the chunks were made of."""
+        """Gradients of the carry and of the chunks' inputs."""
         grad_values, grad_totals, grad_query_log_scale = _outputs_gradient(
             self, y, y_gradient, output
         )
@@ -183,7 +184,7 @@ def _outputs_gradient(chunks, y, y_gradient, output):
         )
         scaled = chunks.query_log_scale is not None
         return grad_y, grad_totals, grad_scale if scaled else None
-    # A product with ones: XLA on a CPU is ten times slower in sums of products.
+    # A product with ones: on a CPU, XLA is ten times slower at sums of products.
     ones = ops.ones((shape_of(y[0])[-1], 1), grad_y.dtype)
     along = by_head((y_gradient[0] * y[0]) @ ones, chunk_size)[..., 0]
     if output == "normalized":
@@ -195,7 +196,7 @@ def _outputs_gradient(chunks, y, y_gradient, output):
 
 
 def _prefix_weights(log_scale, chunk_max):
-    """Running maxima, and the weights that bring earlier chunks to them.
+    """Running maxima, and the weights that rescale earlier chunks to them.
 
     Returns `(batch, heads, chunks + 1)` maxima over the state and the chunks before
     each chunk (the last: after all), and `(batch, heads, chunks + 1, chunks + 1)`

@@ -1,8 +1,8 @@
 """`causal_step` for PyTorch: the same sums, in few passes and in place.
 
-Run one by one, operations cost what they read and write. Here products are added to
-what is there already, triangles are cut in place, and tensors keep one layout,
-`(batch · heads · chunks, chunk_size, dim)`, that matrix products take as it is.
+In eager mode, the cost of operations is their memory traffic. So products are
+accumulated in place, triangles are masked in place, and tensors keep one layout,
+`(batch · heads · chunks, chunk_size, dim)`, which matrix products read directly.
 """
 
 import functools
@@ -14,10 +14,10 @@ from keras_efficient_attn.ops.linear_attention.keys import sum_of_scales
 from keras_efficient_attn.ops.linear_attention.steps import step_and_gradient
 
 
-# Bounded: it holds functions that users make.
+# Bounded: users may create functions.
 @functools.lru_cache(256)
 def causal_step(config, chunk_size, masked):
-    """As `causal_step.causal_step`; to be called where no gradient is recorded."""
+    """Computes `causal_step.causal_step`; call it without gradient recording."""
 
     def split(x, dtype):
         return _by_head(x.to(getattr(torch, dtype)), chunk_size)
@@ -27,7 +27,7 @@ def causal_step(config, chunk_size, masked):
 
 
 def _without_autocast(function):
-    """The products keep to the accumulator's dtype, those in place and others."""
+    """Keeps all products in the accumulator's dtype."""
 
     @functools.wraps(function)
     def call(carry, *arguments):
@@ -76,8 +76,8 @@ class _Chunks:
         chunk_max = log_weight.amax(-1)
         maxima = torch.cat([log_scale[..., None], chunk_max], -1)
         running = maxima.cummax(-1).values
-        # The maxima of the state and of what each query may see, and of no more. Beyond
-        # that differences may be large: they are cut before the exponential.
+        # The maxima over exactly the state and the keys that each query may see. Other
+        # differences may be large: clip them before the exponential.
         weights = maxima[..., None, :] - running[..., None]
         self.weights = weights.clamp_(max=0.0).exp_().tril_().flatten(0, 1)
         state_max = running[..., :-1, None]
@@ -144,7 +144,7 @@ class _Chunks:
         return x.transpose(1, 2)
 
     def gradient(self, y, y_gradient, carry_gradient, output):
-        """Gradients of the carry, and of what the chunks were made of."""
+        """Gradients of the carry and of the chunks' inputs."""
         grad_values, grad_totals, grad_query_log_scale = _outputs_gradient(
             self, y, y_gradient, output
         )
@@ -188,7 +188,7 @@ class _Chunks:
 
 
 def _reciprocal(totals):
-    """As `online_softmax.reciprocal`."""
+    """Computes `online_softmax.reciprocal`."""
     least = 1e-290 if totals.dtype == torch.float64 else 1e-30
     hidden = totals.abs() <= least
     return totals.reciprocal().masked_fill_(hidden, 0.0)

@@ -1,4 +1,4 @@
-"""Linear attention over chunks: matmuls in a chunk, a running state between them.
+"""Linear attention over chunks: matmuls within a chunk, a running state between chunks.
 
 Keys enter the state relative to a running maximum `M` of their log weights:
 `sum = Σ e^(l[s] − M) φ(k[s])ᵀ v[s]` and `normalizer = Σ e^(l[s] − M) φ(k[s])`.
@@ -22,7 +22,7 @@ from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
 
-# The steps for the backend; PyTorch's imports PyTorch.
+# The steps for the backend; the PyTorch version imports PyTorch.
 _steps = importlib.import_module(
     f"{__package__}.{pick('causal_step', torch='causal_step_torch')}"
 )
@@ -34,8 +34,8 @@ def causal_linear_attention(
     """Causal attention over `(batch, length, heads, dim)`.
 
     Args:
-        query, key: What the maps read, equally long; float16 and bfloat16 are cast
-            to the dtype of the state step by step.
+        query, key: Inputs of the maps, of equal length; float16 and bfloat16 are cast
+            to the state's dtype step by step.
         value: `(batch, length, heads, value_dim)`, zero where not valid.
         valid: `(batch, length)`, 1 for keys that exist and 0 for others, or `None`.
         key_log_weight: `(batch, length, heads)`, or `None`.
@@ -66,7 +66,7 @@ def causal_linear_attention(
 def full_linear_attention(
     query, key, value, valid, key_log_weight, state, map_weights, config
 ):
-    """As `causal_linear_attention`, each query attending to every valid key."""
+    """`causal_linear_attention` without causality: queries see every valid key."""
     heads, features = state[0].shape[1:3]
     floats = heads * (features + 2 * (value.shape[-1] or features))
     size, chunks, groups = chunk_layout(
@@ -91,7 +91,7 @@ def full_linear_attention(
 
 
 def _divides(padded, length):
-    """Whether a length is known, and padded to itself."""
+    """Whether a length is known and needs no padding."""
     return isinstance(padded, int) and isinstance(length, int) and padded == length
 
 

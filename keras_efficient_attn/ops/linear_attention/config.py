@@ -1,4 +1,4 @@
-"""The options of linear attention, which travel together."""
+"""The options of linear attention, as one object."""
 
 import collections.abc
 import dataclasses
@@ -6,18 +6,18 @@ import dataclasses
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.plan import device_plan
 
-# What computes linear attention, beside the reference.
+# Implementations of linear attention, except the reference.
 IMPLEMENTATIONS = ("chunked", "pallas", "triton", "fla")
 
 
 def given_features(features, *_):
-    """The feature map of features that were computed before: themselves, and `None`."""
+    """The feature map for precomputed features: returns them, and `None`."""
     return features, None
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearAttentionConfig:
-    """Linear attention but for its tensors: one static argument.
+    """All options of linear attention, as one static argument.
 
     Attributes:
         query_map, key_map: `(x, *map_weights) -> (features, log_scale)`, acting on
@@ -27,20 +27,19 @@ class LinearAttentionConfig:
             compiles once per object.
         num_features: Size of the features.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
-        chunk_size: Positions per chunk; speed only. Defaults to `None`: those of the
+        chunk_size: Positions per chunk; affects speed only. Defaults to `None`: the
             device's plan.
-        output: `"normalized"` (the default), `"sum"` (not divided), or `"partial"`:
-            values, totals and log scales for `online_softmax.merge`.
+        output: `"normalized"` (the default), `"sum"` (without division), or
+            `"partial"`: values, totals and log scales for `online_softmax.merge`.
         window: Number of nearest keys to attend to exactly, for
             `windowed_linear_attention`. Defaults to `None`.
         implementation: `"chunked"`, `"pallas"`, `"triton"`, `"fla"`, or `None` (the
             default): by device. See `ops.linear_attention`.
-        rowwise_maps: Whether the maps work on the last axis alone, whatever the axes
-            before it, and read weights that are matrices `(n, m)`. A kernel then
-            computes features itself, and they never exist in memory. Defaults to
-            `False`.
-        entrywise: `(x, *map_weights) -> Entrywise`, if both maps are that: a kernel
-            in Triton then computes features itself. Defaults to `None`.
+        rowwise_maps: Whether the maps act on the last axis only, for any axes before
+            it, and read matrices `(n, m)` as weights. A kernel then computes features
+            itself, and they never exist in memory. Defaults to `False`.
+        entrywise: `(x, *map_weights) -> Entrywise`, if both maps are entrywise: a
+            Triton kernel then computes features itself. Defaults to `None`.
     """
 
     query_map: collections.abc.Callable
@@ -65,5 +64,5 @@ class LinearAttentionConfig:
 
     @property
     def chunk_length(self):
-        """Positions per chunk, of the argument or of the plan."""
+        """Positions per chunk, from the argument or the plan."""
         return self.chunk_size or device_plan().chunk_size

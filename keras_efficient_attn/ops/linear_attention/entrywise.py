@@ -4,9 +4,8 @@
 φ(x)[i] = entry((rows · x)[i]) exp(log_scale(x))
 ```
 
-A kernel that gets `entry` by name, and `rows`, computes the features where it needs
-them, a block at a time. Only what belongs to a whole vector, one number for each, is
-computed before.
+A kernel receives `entry` by name, and `rows`, and computes the features block by block
+where it needs them. Only the per-vector numbers are computed beforehand.
 """
 
 import math

@@ -2,10 +2,10 @@
 
 A map turns queries and keys into features whose dot product is their similarity.
 Every function here works on the last axis of `x` and returns `(features, log_scale)`:
-the features proper are `features * exp(log_scale)[..., None]`, where `log_scale` has
-one axis less, or is `None` for zero. Maps that grow fast return features of at most 1
-and put their size in `log_scale`; the stabiliser cancels exactly, whatever the input
-scale. Sizes: `head_dim` is `x.shape[-1]`.
+the true features are `features * exp(log_scale)[..., None]`, where `log_scale` has one
+axis less, or is `None` for zero. Maps that grow fast return features of at most 1 and
+put their size in `log_scale`; the stabiliser cancels exactly, whatever the input scale.
+Sizes: `head_dim` is `x.shape[-1]`.
 """
 
 import itertools
@@ -19,11 +19,11 @@ from keras_efficient_attn.ops.common.checks import is_positive_int
 from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.numerics import max_along
 
-# What an exponential feature is at least, relative to the largest of its vector: far
-# below rounding, but it keeps the similarity of vectors whose large features differ
-# from underflowing to nothing.
+# Lower bound of exponential features, relative to the largest of their vector. It is
+# far below rounding, but prevents the similarity of vectors with different large
+# features from underflowing to zero.
 FEATURE_FLOOR = 1e-15
-# A feature vector longer than this costs more than attending to as many keys.
+# A longer feature vector costs more than attending to as many keys.
 MAX_POLYNOMIAL_FEATURES = 16_384
 
 
@@ -75,7 +75,7 @@ def optimal_positive_features(x, projection, shape, hyperbolic=False):
     shape = shape * ops.ones((x.shape[-1],), x.dtype)
     rows = ops.transpose(projection)
     stretch = 1.0 - 4.0 * shape
-    # As matrices: TensorFlow has no `@` of a vector and a matrix, and `ops.matmul`
+    # Use matrices: TensorFlow has no `@` of a vector and a matrix, and `ops.matmul`
     # rounds float64 to float32 on PyTorch.
     norms = (shape[..., None, :] @ ops.square(rows))[..., 0, :]
     exponents = (ops.sqrt(stretch) * x) @ rows
@@ -94,16 +94,16 @@ def optimal_shape(query, key, query_mask=None, key_mask=None):
     query's features depend on every key: there is no causal form.
 
     Args:
-        query, key: `(batch, length, heads, head_dim)`, scaled as the features are.
-        query_mask, key_mask: Optional boolean `(batch, length)`; positions that are
-            `False` do not count.
+        query, key: `(batch, length, heads, head_dim)`, scaled as for the features.
+        query_mask, key_mask: Optional boolean `(batch, length)`; `False` positions are
+            ignored.
 
     Returns:
         `(batch, heads)`, without gradient.
     """
 
     def mean(x, mask):
-        # Sums, because `ops.mean` rounds float64 to float32 on PyTorch.
+        # Use sums, because `ops.mean` rounds float64 to float32 on PyTorch.
         if mask is None:
             return ops.sum(x, axis=1) / ops.cast(shape_of(x)[1], x.dtype)
         mask = ops.cast(mask, x.dtype)[..., None, None]
@@ -171,7 +171,7 @@ def elu_features(x):
     Reference:
         - [Katharopoulos et al., 2020](https://arxiv.org/abs/2006.16236)
     """
-    # Of the forms without a branch, the one whose derivative at 0 is 1.
+    # A form without a branch whose derivative at 0 is 1.
     positive = ops.relu(x)
     return positive + ops.exp(x - positive), None
 
@@ -197,8 +197,8 @@ def softmax_query_features(x):
 def exponential_features(x):
     """`exp(x)`, entry by entry.
 
-    Also the keys that go with `softmax_query_features`. Efficient attention divides
-    each feature by its own sum over the keys; here, as in all linear attention of this
+    Also the key features for `softmax_query_features`. Efficient attention divides each
+    feature by its own sum over the keys; here, as in all linear attention of this
     package, one denominator divides the whole row.
 
     Args:
@@ -253,7 +253,7 @@ def learned_exponential_features(x, kernel, bias, norm):
 def taylor_features(x, order=2):
     """Taylor expansion of the exponential kernel: `φ(q)·φ(k) = Σ_{i≤p} (q·k)^i / i!`.
 
-    Every monomial of degree up to `p`, once: `C(head_dim + p, p)` features. An even
+    Has every monomial of degree up to `p` once: `C(head_dim + p, p)` features. An even
     order is positive everywhere; an odd one is not a kernel.
 
     Args:
@@ -264,7 +264,7 @@ def taylor_features(x, order=2):
         Features `(..., C(head_dim + p, p))` and their log scale.
 
     Raises:
-        ValueError: If the order is odd, or the features would be too many to help.
+        ValueError: If the order is odd, or there would be too many features to help.
 
     Reference:
         - [Arora et al., 2024](https://arxiv.org/abs/2402.18668)
@@ -277,8 +277,8 @@ def power_features(x, order=2):
     """The exponential's definition at finite n: `φ(q)·φ(k) = (1 + q·k/n)^n`.
 
     `C(head_dim + n, n)` features, as many as `taylor_features` of the same order,
-    whose error is smaller while the logits are. Zero at `q·k = −n`. Arguments, what is
-    returned and what is raised are those of `taylor_features`.
+    with a smaller error for small logits. Zero at `q·k = −n`. Arguments, returns and
+    errors as for `taylor_features`.
 
     Reference:
         - [Su, 2021](https://kexue.fm/archives/8601)
@@ -297,7 +297,7 @@ def polynomial_dimension(head_dim, order):
         `C(head_dim + order, order)`.
 
     Raises:
-        ValueError: If the order is odd, or the features would be too many to help.
+        ValueError: If the order is odd, or there would be too many features to help.
     """
     if not is_positive_int(order) or order % 2:
         raise ValueError(
@@ -329,7 +329,8 @@ def _exponential(exponents, offset):
 def _monomials(x, order, kind):
     """Weighted monomials of degree `order` in `(1, x)`, scaled into [−1, 1].
 
-    Homogeneous, so that dividing `(1, x)` by its largest entry only moves a log scale.
+    Homogeneous, so that dividing `(1, x)` by its largest entry only changes a log
+    scale.
     """
     polynomial_dimension(x.shape[-1], order)
     if kind == "power":
@@ -341,19 +342,19 @@ def _monomials(x, order, kind):
 
 
 def _weighted_monomials(x, order, kind):
-    """Monomials of one degree, so weighted that their dot product is the kernel.
+    """Monomials of one degree, weighted so that their dot product is the kernel.
 
-    The first entry of `x` stands for the constant 1.
+    The first entry of `x` represents the constant 1.
     """
     size = x.shape[-1]
     weights = constant(_monomial_weights, size, order, kind, dtype=x.dtype)
     if tuple(x.shape[-3:-1]) == (1, 1):
-        # For one position few operations count. For sequences, the gradients of
-        # gathers would be added up row by row.
+        # For one position, use few operations. For sequences, avoid gathers: their
+        # gradients would be added up row by row.
         factors = np.transpose(_monomial_indices(size, order))
         return math.prod(ops.take(x, factor, axis=-1) for factor in factors) * weights
-    # Monomials of the next degree, sorted by their first factor i: those that may
-    # follow i are the ones whose own first factor is at least i, a suffix.
+    # Monomials of the next degree, sorted by their first factor i. The monomials that
+    # may follow i have a first factor of at least i: a suffix.
     monomials = x
     starts = list(range(size))
     for _ in range(order - 1):
@@ -370,7 +371,7 @@ def _monomial_indices(size, order):
 
 
 def _monomial_weights(size, order, kind):
-    """√ of each monomial's coefficient; index 0 stands for the constant 1."""
+    """√ of each monomial's coefficient; index 0 is the constant 1."""
     weights = []
     for indices in _monomial_indices(size, order):
         counts = np.unique(indices, return_counts=True)

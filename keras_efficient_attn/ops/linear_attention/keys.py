@@ -1,4 +1,4 @@
-"""Features of keys, where some keys do not exist and others carry a weight."""
+"""Features of keys with a mask and log weights."""
 
 from keras import ops
 
@@ -6,13 +6,13 @@ from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 
 
 def mapped_keys(key_map, key, rest, map_weights, masked):
-    """Features of keys, zero for those that do not exist, and log weights or `None`.
+    """Features of keys, zero for missing keys, and log weights or `None`.
 
     Args:
-        key_map, map_weights: As `causal_linear_attention`.
+        key_map, map_weights: As for `causal_linear_attention`.
         key: `(batch, heads, chunks, chunk_size, dim)`.
-        rest: What is known of the keys, with a last axis of 1: `valid` if `masked`,
-            then perhaps a log weight.
+        rest: Further tensors of the keys, with a last axis of 1: `valid` if `masked`,
+            then optionally a log weight.
         masked: Boolean.
     """
     key, log_weight = key_map(key, *map_weights)
@@ -31,7 +31,7 @@ def mapped_keys(key_map, key, rest, map_weights, masked):
 
 
 def sum_of_scales(first, second):
-    """The sum of two log scales or weights, of which `None` is 0."""
+    """The sum of two log scales or weights; `None` counts as 0."""
     if first is None or second is None:
         return second if first is None else first
     return first + second

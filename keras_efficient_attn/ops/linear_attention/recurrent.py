@@ -1,4 +1,4 @@
-"""Linear attention for one position and a state: what generation runs.
+"""Linear attention for one position and a state, for generation.
 
 ```
 M' = max(M, l)
@@ -7,8 +7,8 @@ z' = e^(M − M') z + e^(l − M') φ(k)
 y  = φ(q) S' / φ(q)·z'
 ```
 
-with the log weight `l` of the key and the running maximum `M`. The state is that of
-the chunked form, and either can go on where the other ended.
+with the log weight `l` of the key and the running maximum `M`. The state is that of the
+chunked form; each form can continue from the other.
 """
 
 from keras import ops
@@ -22,7 +22,7 @@ from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
 def recurrent_linear_attention(
     query, key, value, valid, key_log_weight, state, map_weights, config
 ):
-    """Causal attention of one position, after those in the state.
+    """Causal attention of one position after the positions in the state.
 
     Args:
         query, key: `(batch, 1, heads, dim)`.
@@ -64,7 +64,7 @@ def recurrent_linear_attention(
     sums = sums * kept[..., None] + key[..., None] * value
     normalizer = normalizer * kept + key
 
-    # `outputs` have the position before the heads, and one position needs no transpose.
+    # `outputs` have positions before heads; a single position needs no transpose.
     values = ops.reshape(query[:, :, None] @ sums, (batch, 1, heads, value_dim))
     totals = ops.sum(query * normalizer, axis=-1)[:, None]
     state = sums, normalizer, new_log_scale
@@ -79,7 +79,7 @@ def recurrent_linear_attention(
 
 
 def attend_to_all(query, key, value, valid):
-    """The part of a softmax of one query over all keys that exist.
+    """Partial softmax of one query over all existing keys.
 
     Args:
         query: `(batch, 1, heads, dim)`, scaled.
@@ -92,7 +92,7 @@ def attend_to_all(query, key, value, valid):
         `(batch, 1, heads, ...)`.
     """
     query, key, value = (ops.swapaxes(x, 1, 2) for x in (query, key, value))
-    # Sums and products, which are fewer operations than selections.
+    # Sums and products need fewer operations than selections.
     kept = valid[:, None, None]
     logits = query @ ops.swapaxes(key, -1, -2) + (1.0 - kept) * LOG_ZERO
     scale = max_along(ops.stop_gradient(logits), axis=-1)

@@ -1,4 +1,4 @@
-"""The definition of linear attention: quadratic, and nothing else."""
+"""The quadratic definition of linear attention."""
 
 from keras import ops
 
@@ -6,14 +6,14 @@ from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.online_softmax import (
     LOG_ZERO,
     bounded_log_weight,
-    divided,
+    divide,
 )
 
 
 def reference_attention(inputs, key_log_weight, causal, normalize):
     """Weights `w[t, s] = exp(l[s]) φq[t]·φk[s]`; output `Σ w v / Σ w`, or `Σ w v`.
 
-    Arguments are those of `ops.linear_attention`; `inputs` are `(query_features,
+    Arguments are as for `ops.linear_attention`; `inputs` are `(query_features,
     key_features, value, key_mask)`. The `(query_length, key_length)` weights are
     formed, in the dtype of the input.
     """
@@ -40,4 +40,4 @@ def reference_attention(inputs, key_log_weight, causal, normalize):
     values = ops.einsum("bhts,bshv->bthv", weights, value)
     if not normalize:
         return values
-    return divided(values, ops.transpose(ops.sum(weights, axis=-1), (0, 2, 1)))
+    return divide(values, ops.transpose(ops.sum(weights, axis=-1), (0, 2, 1)))

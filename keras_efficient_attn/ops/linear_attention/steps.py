@@ -1,4 +1,4 @@
-"""The steps of the causal scan, around sums that each backend does in its own way."""
+"""The steps of the causal scan, around backend-specific sums."""
 
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.scan import vector_jacobian_product
@@ -8,18 +8,18 @@ from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
 def step_and_gradient(config, masked, by_head, make_chunks):
     """`(step, gradient)` for `recompute_scan`.
 
-    The carry is `(sum, normalizer, log_scale)`; `x` is `(query, key, value)` and what
-    `mapped_keys` takes; the constants are the weights of the maps. `log_scale` is a
-    constant for gradients.
+    The carry is `(sum, normalizer, log_scale)`; `x` is `(query, key, value)` and the
+    further inputs of `mapped_keys`; the constants are the maps' weights. `log_scale`
+    has no gradient.
 
     Args:
         config: `LinearAttentionConfig`.
-        masked: Whether `x` says which keys exist.
+        masked: Whether `x` includes a key mask.
         by_head: `(tensor, dtype) -> (batch, heads, chunks, chunk_size, ...)`.
         make_chunks: The sums of a group: called with the carry, and the query, key,
-            value, log weights of keys and log scales of queries, by head. It has the
-            new `carry`, `outputs(output)`, and `gradient(y, y_gradient,
-            carry_gradient, output)` of all that it was called with.
+            value, log weights of keys and log scales of queries, by head. The result
+            has the new `carry`, `outputs(output)`, and `gradient(y, y_gradient,
+            carry_gradient, output)` with respect to all arguments.
     """
 
     def prepare(x, map_weights):

@@ -1,4 +1,4 @@
-"""Exact attention to the nearest keys, joined with features for the far ones."""
+"""Exact attention to the nearest keys, combined with features for far keys."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ STATE_NAMES = ("window_key", "window_value", "window_mask")
 def windowed_linear_attention(
     query, key, value, config, map_weights=(), key_mask=None, state=None
 ):
-    """Linear attention whose nearest keys are attended exactly.
+    """Linear attention with exact attention to the nearest keys.
 
     ```
     w[t, s] = exp(q[t] · k[s])    if |t - s| < window
@@ -33,8 +33,8 @@ def windowed_linear_attention(
     ```
 
     under one denominator. The feature map has to estimate `exp(q · k)`. Far keys are
-    the causal linear attention over keys that are delayed by the window, so the
-    whole stays linear, streams, and never subtracts.
+    handled by causal linear attention over keys delayed by the window, so the operation
+    stays linear, streams, and never subtracts.
 
     Args:
         query, key, value: `(batch, length, heads, dim)`, equally long.
@@ -82,7 +82,7 @@ def windowed_linear_attention(
     elif query.shape[1] == key.shape[1] == 1:
         near = attend_to_all(query, *(t[:, 1:] for t in history))
     else:
-        # The rule asks for distances only: any start will do.
+        # The mask depends on distances only, so any start works.
         near = attend_recent(query, *(t[:, 1:] for t in history), rule, start=0)
     parts = [near, before]
     if not config.causal:

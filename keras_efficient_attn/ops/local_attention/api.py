@@ -38,9 +38,8 @@ def local_attention(
     output[t] = Σ_s w[t, s] v[s] / Σ_s w[t, s]
     ```
 
-    over the keys `s` that `key_mask` keeps. Only blocks that hold such keys
-    are computed. One token with a `state` is computed by itself, in few operations.
-    The keys near a query are, one of:
+    over the keys `s` that `key_mask` keeps. Only blocks with such keys are computed.
+    One token with a `state` uses few operations. The keys near a query are one of:
 
     - `window`: itself and `window - 1` earlier keys and, if not causal, as many later
       ones.
@@ -49,20 +48,20 @@ def local_attention(
       block, and `memory` positions after it.
     - `query_block` a pair and `grid`: the query's own rectangle of rows and columns
       in an image, and a halo of `memory` rows above and `memory` columns left and
-      right of it. Causal: what the image has before the query in the order in which
-      it grows; otherwise all of that, and the rows below. The sequence is the image
-      in that order, or the beginning of it.
+      right of it. Causal: the part of this area before the query in the image's order;
+      otherwise all of it, and also `memory` rows below. The sequence is the image in
+      that order, or its beginning.
 
     A query that sees no key gets zeros.
 
     Args:
         query: `(batch, query_length, heads, dim)`.
-        key: `(batch, key_length, heads, dim)`. Position `s` is the same as the
-            query's position `s`, whatever the lengths.
+        key: `(batch, key_length, heads, dim)`. Key `s` and query `s` have the same
+            position, for any lengths.
         value: `(batch, key_length, heads, value_dim)`.
         window: Positive integer. Defaults to 128 without `query_block`.
         query_block: Positive integer, or a pair of them.
-        memory: Integer that is not negative, or a pair. Defaults to `query_block`.
+        memory: Non-negative integer, or a pair. Defaults to `query_block`.
         grid: Rows and columns of the image, for a pair `query_block`.
         order: `"raster"` (row by row, the default) or `"block"` (rectangle by
             rectangle, row by row in each), for a `grid`.
@@ -76,21 +75,21 @@ def local_attention(
             floats `(2,)` from `weight_dropout.dropout_seed`.
         implementation: `"blocks"`, for every backend and device; `"splash"`, JAX's
             splash attention for TPUs, or `"flex"`, PyTorch's FlexAttention for CUDA:
-            both without `grid`, `state` and `dropout`, and for known sizes; or
+            both without `grid`, `state` and `dropout`, and for static sizes; or
             `"reference"`: the quadratic definition, without `state` and `dropout`.
-            Defaults to `None`: the kernel of the device where it can run (a single
-            TPU; a CUDA device and heads of 16 or more), and else blocks. On a CPU,
-            `"splash"` is interpreted and `"flex"` has no gradients.
+            Defaults to `None`: the device's kernel if it can run (a single TPU; a CUDA
+            device and heads of 16 or more), otherwise blocks. On a CPU, `"splash"` is
+            interpreted and `"flex"` has no gradients.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
         `state`, the pair of that and the state after the last position.
 
     Raises:
-        ValueError: If `window`, `query_block`, `memory`, `grid` and `order` make no
-            pattern, or one for shorter sequences; if shapes do not agree, if a
-            `state` cannot be continued by this call, for another `dropout`, or if a
-            kernel is asked for and cannot run.
+        ValueError: If `window`, `query_block`, `memory`, `grid` and `order` define no
+            pattern, or one for shorter sequences; if shapes do not agree, if a `state`
+            cannot be continued by this call, for an invalid `dropout`, or if a
+            requested kernel cannot run.
 
     Example:
 
@@ -138,8 +137,8 @@ def local_attention_state(
 
     Returns:
         Dict of `"key"`, `"value"` `(batch, reach, heads, dim)` and `"mask"`
-        `(batch, reach)`, the last keys, as far back as a query sees, and of
-        `"position"` `(batch,)`, the number of positions read.
+        `(batch, reach)`, the last keys within a query's reach, and of `"position"`
+        `(batch,)`, the number of positions read.
     """
     sizes = (batch_size, num_heads, key_dim, value_dim)
     return make_state(_state_spec(LocalConfig(**pattern), *sizes, dtype))
@@ -151,7 +150,7 @@ def _state_spec(config, batch_size, *sizes_and_dtype):
 
 
 def local_pattern(length, *, causal=False, **pattern):
-    """Which keys each query of `local_attention` sees, for plots and tests.
+    """The mask of `local_attention`, for plots and tests.
 
     Args:
         length: Number of positions.

@@ -13,7 +13,7 @@ from keras_efficient_attn.ops.local_attention.grid import attend_grid
 def attend_in_blocks(inputs, state, seed, config, options):
     """`(output, new state or None)` of a sequence, or of a segment with a state.
 
-    Arguments are those of `SoftmaxCall.attend`'s forms, with a `LocalConfig`.
+    Arguments are as for the forms of `SoftmaxCall.attend`, with a `LocalConfig`.
     """
     query, key, value, valid = masked_inputs(*inputs)
     length = shape_of(query)[1]

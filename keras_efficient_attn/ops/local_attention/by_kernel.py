@@ -1,4 +1,4 @@
-"""Local attention of whole sequences by a kernel that the backend brings."""
+"""Local attention of whole sequences by a kernel of the backend."""
 
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.inputs import hide_masked

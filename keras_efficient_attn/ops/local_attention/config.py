@@ -17,17 +17,17 @@ ORDERS = ("raster", "block")
 
 @dataclasses.dataclass(frozen=True)
 class LocalConfig:
-    """Which keys are near a query; checks itself, and fills in defaults.
+    """A local pattern; checks its values and fills in defaults.
 
     Args:
         window: Positive integer. Defaults to 128 without `query_block`.
         query_block: Positive integer, or a pair of them.
-        memory: Integer that is not negative, or a pair. Defaults to `query_block`.
+        memory: Non-negative integer, or a pair. Defaults to `query_block`.
         grid: Rows and columns of the image, for a pair `query_block`.
         order: `"raster"` (the default) or `"block"`, for a `grid`.
 
     Raises:
-        ValueError: If the arguments do not make a pattern.
+        ValueError: If the arguments do not define a pattern.
     """
 
     window: int | None = None
@@ -60,7 +60,7 @@ class LocalConfig:
 
     @property
     def is_grid(self):
-        """Whether positions are those of an image."""
+        """Whether positions belong to an image."""
         return self.query_block is not None and not isinstance(self.query_block, int)
 
     def mask_fn(self, causal):
@@ -74,7 +74,7 @@ class LocalConfig:
         return QueryBlocks(self.query_block, self.memory, causal)
 
     def kernel_obstacle(self, name, causal):
-        """Why a kernel of `interval_softmax` cannot compute the pattern, or `None`."""
+        """The reason why a kernel cannot compute the pattern, or `None`."""
         return "takes no `grid`. Received: one" if self.is_grid else None
 
     def check_length(self, argument, length, received):

@@ -1,4 +1,4 @@
-"""Local attention in two dimensions: rectangles of an image and what surrounds them."""
+"""Local attention in two dimensions: rectangles of an image with a halo."""
 
 import dataclasses
 
@@ -19,14 +19,14 @@ from keras_efficient_attn.ops.common.constants import constant
 class GridBlocks:
     """The query's own rectangle, and a halo above, left and right of it.
 
-    Positions are those in a grid of `columns` columns, row by row. If not causal, the
-    whole rectangle, with a halo below it too.
+    Positions are in a grid of `columns` columns, row by row. If not causal, the whole
+    rectangle, with a halo also below it.
 
     Attributes:
         block: Rows and columns of a rectangle.
         memory: Rows above, and columns left and right.
-        block_order: Whether images grow rectangle by rectangle, instead of row by row.
-        causal: Whether a query sees what came before it in that order only.
+        block_order: Whether the order is rectangle by rectangle instead of row by row.
+        causal: Whether a query sees only earlier positions in that order.
         columns: Columns of the grid.
     """
 
@@ -51,7 +51,7 @@ class GridBlocks:
         raster = j <= i
         if not self.block_order:
             return seen & raster
-        # Earlier rectangles: those above, those on the left; later ones: the right.
+        # Earlier rectangles are above and on the left; later ones on the right.
         own = (key_row >= top) & (key_column >= left)
         earlier = (key_row < top) | (key_column < left)
         return seen & (earlier | (own & raster & (key_column < left + width)))
@@ -59,7 +59,7 @@ class GridBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class GridSteps:
-    """As `GridBlocks`, over the steps in which an image grows.
+    """`GridBlocks` over the steps of an image's order.
 
     Attributes:
         grid: Rows and columns of the image.
@@ -76,7 +76,7 @@ class GridSteps:
 
     @property
     def reach(self):
-        """How far back a query sees, in steps."""
+        """The reach of a query, in steps."""
         rows, columns = self.grid
         (height, width), (above, beside) = self.block, self.memory
         if self.block_order:
@@ -105,19 +105,19 @@ class GridSteps:
         if isinstance(steps, np.ndarray):
             order = _positions(self.grid, self.block, self.block_order)
             return order[np.clip(steps, 0, last)]
-        # Steps before the first and after the last have no keys, and no queries.
+        # Steps before the first and after the last have no keys and no queries.
         return ops.take(self.order.positions(), ops.clip(steps, 0, last), axis=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class GridOrder:
-    """The order of the steps in which an image grows.
+    """The order of an image's positions, as steps.
 
     Attributes:
         grid: Rows and columns of the image.
         block: Rows and columns of a rectangle.
-        by_block: Whether it grows rectangle by rectangle, row by row in each, instead
-            of row by row altogether.
+        by_block: Whether the order is rectangle by rectangle, row by row within each,
+            instead of row by row.
     """
 
     grid: tuple
@@ -125,11 +125,11 @@ class GridOrder:
     by_block: bool
 
     def to_steps(self, x):
-        """Positions of an image along axis 1, from row by row to step by step."""
+        """Reorders positions of an image along axis 1 from rows to steps."""
         return x if self._is_by_row else ops.take(x, self.positions(), axis=1)
 
     def to_rows(self, x):
-        """Positions of an image along axis 1, from step by step to row by row."""
+        """Reorders positions of an image along axis 1 from steps to rows."""
         return x if self._is_by_row else ops.take(x, self._table(_steps), axis=1)
 
     def positions(self):
@@ -138,7 +138,7 @@ class GridOrder:
 
     @property
     def _is_by_row(self):
-        """Whether both orders are the same: a rectangle has one row, or whole ones."""
+        """Whether both orders are equal: a rectangle has one row, or whole rows."""
         height, width = map(min, self.block, self.grid)
         return not self.by_block or height == 1 or width == self.grid[1]
 
@@ -147,7 +147,7 @@ class GridOrder:
 
 
 def _positions(grid, block, by_block):
-    """As `GridOrder.positions`, an integer array."""
+    """`GridOrder.positions` as an integer array."""
     rows, columns = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
     if not by_block:
         return rows * grid[1] + columns
@@ -161,11 +161,11 @@ def _steps(grid, block, by_block):
 
 
 def attend_grid(query, key, value, valid, mask_fn, dropout=None):
-    """The part of a softmax over what the rectangles of an image see.
+    """Partial softmax over the keys that an image's rectangles see.
 
     Args:
-        query: `(batch, length, heads, dim)`, scaled; the first steps of the order in
-            which the image grows, all of them or fewer.
+        query: `(batch, length, heads, dim)`, scaled; the first steps of the image's
+            order, all or fewer.
         key, value: `(batch, length, heads, dim)`, `value` zero where not valid.
         valid: `(batch, length)`.
         mask_fn: `GridSteps`.
@@ -188,14 +188,14 @@ def attend_grid(query, key, value, valid, mask_fn, dropout=None):
         x = order.to_steps(_image(x, grid, block))
         if isinstance(length, int):
             return x[:, :length]
-        # JAX exports no slice that might be longer than the tensor.
+        # JAX cannot export a slice that may be longer than the tensor.
         return ops.take(x, ops.arange(length, dtype="int32"), axis=1)
 
     query = rectangles(query, 0, 0, 0)
     key, value, valid = (
         rectangles(t, above, below, beside) for t in (key, value, valid)
     )
-    # A rectangle far enough from the edges of a virtual image, and its surroundings.
+    # A rectangle with its halo, far from the edges of a virtual image.
     top, left = -(-above // height) * height, -(-beside // width) * width
     columns = left + width + beside
 

@@ -1,4 +1,4 @@
-"""Numbers of pairs in the patterns of local attention."""
+"""Numbers of query-key pairs in local patterns."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from keras_efficient_attn.ops.common.pairs import count_pairs
 
 
 def local_pairs(length, causal, config):
-    """Pairs of a query and a key that it sees, of one head; `None` if unknown."""
+    """Number of visible query-key pairs per head; `None` if unknown."""
     query_block, memory = config.query_block, config.memory
     if config.window is not None:
         return count_pairs(min(config.window, length), length, causal)

@@ -1,4 +1,4 @@
-"""Local attention of one position, from the keys that a state holds."""
+"""Local attention of one position, over the keys of a state."""
 
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.inputs import masked_inputs
@@ -7,7 +7,7 @@ from keras_efficient_attn.ops.common.single_query import attend_recent_single
 
 @compiled("config", "options")
 def attend_next(inputs, state, seed, config, options):
-    """As `attend_in_blocks`, for one position and a state."""
+    """Computes `attend_in_blocks` for one position and a state."""
     query, *segment = masked_inputs(*inputs)
     inputs = (query * options.scale, *segment)
     mask_fn = config.mask_fn(causal=True)

@@ -9,13 +9,13 @@ from keras_efficient_attn.ops.common.dense_softmax import (
 
 
 def visible_keys(config, query_length, key_length, causal):
-    """Which keys each query sees, a boolean NumPy array `(queries, keys)`."""
+    """The mask of visible keys, a boolean NumPy array `(queries, keys)`."""
     i, j = np.arange(query_length)[:, None], np.arange(key_length)[None, :]
     return config.mask_fn(causal)(i, j)
 
 
 def reference_attention(inputs, config, options):
-    """The output, from the formula."""
+    """The output by the formula."""
 
     def weigh(query, key):
         visible = visible_keys(config, query.shape[1], key.shape[1], options.causal)

@@ -1,4 +1,4 @@
-"""Attention inside the buckets of a locality-sensitive hash."""
+"""Attention within the buckets of a locality-sensitive hash."""
 
 from keras import ops
 
@@ -32,33 +32,33 @@ def lsh_attention(
     dropout_mask=None,
     implementation=None,
 ):
-    """Softmax attention of a sequence to itself, inside hash buckets.
+    """Softmax self-attention within hash buckets.
 
     ```
     key[s] = query[s] / ‖query[s]‖
     w[t, s] = exp(scale · query[t] · key[s])    if t sees s in any round, s ≠ t
     ```
 
-    divided by the sum of the weights; a position that sees no other has its own value.
-    In each round positions are sorted by bucket, and by position within a bucket, and
-    cut into chunks; a position sees the positions of its bucket in its own chunk and
-    the one before it. A key that is seen in several rounds counts once.
+    divided by the sum of the weights; a position that sees no other position gets its
+    own value. Each round sorts positions by bucket, and by position within a bucket,
+    and cuts them into chunks. A position sees the positions of its bucket in its own
+    chunk and the previous chunk. A key seen in several rounds counts once.
 
     Args:
         query: `(batch, length, heads, dim)`.
         value: `(batch, length, heads, value_dim)`.
         buckets: Integers `(batch, heads, rounds, length)`, below `num_buckets`.
         num_buckets: Number of buckets.
-        chunk_size: Positions of a chunk.
+        chunk_size: Positions per chunk.
         causal: Whether position `t` sees `0..t` only. Defaults to `False`.
-        aligned: Whether each bucket starts a chunk: up to `length + num_buckets ·
-            chunk_size` slots instead of `length`, and no position's chunk depends on
-            later positions. Defaults to `False`: chunks run on across buckets.
-        across_buckets: Whether positions see all of both chunks, other buckets too,
-            and those of the first chunk the last one. Not if `aligned`. Defaults to
-            `False`.
-        key_mask: Optional boolean `(batch, length)`: hidden positions stand in no
-            chunk, see nothing, and give zeros.
+        aligned: Whether each bucket starts a new chunk. This takes up to `length +
+            num_buckets · chunk_size` slots instead of `length`, and no position's chunk
+            depends on later positions. Defaults to `False`: chunks cross bucket
+            boundaries.
+        across_buckets: Whether positions also see other buckets in both chunks; the
+            last chunk then precedes the first. Excludes `aligned`. Defaults to `False`.
+        key_mask: Optional boolean `(batch, length)`: hidden positions are in no chunk,
+            see nothing, and give zeros.
         state: Optional state, from `lsh_attention_state` or the previous segment's
             call. Needs `causal` and `aligned`.
         scale: Factor of the logits. Defaults to 1.
@@ -72,8 +72,8 @@ def lsh_attention(
         dtype, and the new state or `None`.
 
     Raises:
-        ValueError: If a `state` is given without `causal` and `aligned`, or is of
-            other sizes; for sizes that are no positive integers, for an unknown
+        ValueError: If a `state` is given without `causal` and `aligned`, or has other
+            sizes; for sizes that are not positive integers, for an unknown
             implementation, or for more positions and buckets than the sort can hold.
 
     Reference:

@@ -21,13 +21,13 @@ from keras_efficient_attn.ops.lsh_attention.shared import (
 
 
 def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
-    """As `lsh_attention`, with all tensors in the accumulator's dtype.
+    """Computes `lsh_attention` with all tensors in the accumulator's dtype.
 
     Args:
-        query, value, buckets: As there, with zeros at hidden positions.
+        query, value, buckets: As for `lsh_attention`, with zeros at hidden positions.
         kept: Boolean `(batch, length)`, `False` for hidden positions.
         config: `LSHConfig`.
-        dropout: As `dropout_mask` there, or `None`.
+        dropout: The `dropout_mask` of `lsh_attention`, or `None`.
     """
     batch, length, heads, dim = shape_of(query)
     rounds = buckets.shape[2]
@@ -35,7 +35,7 @@ def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
     chunk_size = config.chunk_size
     if isinstance(length, int):
         chunk_size = max(1, min(chunk_size, length))
-    # One more position, hidden, fills the slots that are empty.
+    # An additional hidden position fills the empty slots.
     query, value = (pad_length(t, 0, 1) for t in (query, value))
     kept = ops.cast(pad(ops.cast(kept, "int32"), [(0, 0), (0, 1)]), "bool")
     buckets = pad(buckets, [(0, 0)] * 3 + [(0, 1)])
@@ -89,9 +89,9 @@ def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
 
 
 def _ids(layout, length, dtype):
-    """Position, codes and codes before: `(batch, heads, length, 1 + 2 rounds)`."""
+    """Position, codes and previous codes: `(batch, heads, length, 1 + 2 rounds)`."""
     position = ops.arange(length, dtype="int32") + ops.zeros_like(layout.code[:, :, 0])
-    # The position of empty slots is one that no other precedes.
+    # Empty slots get a position that no other position precedes.
     position = ops.where(layout.code[:, :, 0] < 0, -1, position)
     ids = ops.concatenate([position[:, :, None], layout.code, layout.before], axis=2)
     return ops.cast(ops.transpose(ids, (0, 1, 3, 2)), dtype)
@@ -131,7 +131,7 @@ def _step(dim, value_dim, rounds, causal, scale):
             )
             seen = ops.logical_and(seen, allowed[:, :, r])
             for earlier in range(r):
-                # A key that an earlier round has seen counts there.
+                # A key seen in an earlier round counts in that round.
                 one = slice(earlier, earlier + 1)
                 here, there = against(
                     code[:, :, r, ..., one], key_code[:, :, r, ..., one]
@@ -146,7 +146,7 @@ def _step(dim, value_dim, rounds, causal, scale):
         dropout = consts[0][:, :, :, None] if consts else None
         values, totals, scales = masked_part(logits, allowed, value, dropout)
         sums = ops.concatenate([values, totals[..., None], scales[..., None]], axis=-1)
-        # TensorFlow loses the rank where the width is not known.
+        # TensorFlow loses the rank if the width is unknown.
         sums = ops.reshape(sums, (*shape_of(rows)[:5], width + 2))
         return (rows[:, :, :, -1:],), (sums,)
 

@@ -8,19 +8,19 @@ from keras_efficient_attn.ops.lsh_attention.layout import MAX_CODE
 
 @dataclasses.dataclass(frozen=True)
 class LSHConfig:
-    """How buckets are cut into chunks, and which of them a position sees.
+    """The chunking of buckets, and the chunks that a position sees.
 
     Attributes:
         num_buckets: Number of buckets.
-        chunk_size: Positions of a chunk.
+        chunk_size: Positions per chunk.
         causal: Whether position `t` sees `0..t` only.
-        aligned: Whether each bucket starts a chunk.
-        across_buckets: Whether positions of a chunk see those of other buckets.
+        aligned: Whether each bucket starts a new chunk.
+        across_buckets: Whether positions see other buckets of a chunk.
         scale: Factor of the logits.
 
     Raises:
-        ValueError: For sizes that are no positive integers, or for `across_buckets`
-            of chunks that are aligned.
+        ValueError: For sizes that are not positive integers, or for `across_buckets`
+            with aligned chunks.
     """
 
     num_buckets: int

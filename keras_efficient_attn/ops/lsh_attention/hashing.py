@@ -8,15 +8,15 @@ from keras_efficient_attn.ops.common.numerics import greatest_index
 
 
 def num_rotation_rows(num_buckets):
-    """Random directions that hash to these buckets: half of each factor."""
+    """Number of random directions for these buckets: half of each factor."""
     return sum(num_buckets) // 2
 
 
 def hash_buckets(x, rotations, num_buckets):
     """The bucket of each vector, in each round: `argmax([xR; −xR])`.
 
-    With several factors, `num_buckets=(b₁, b₂)`, each has rotations of its own, and the
-    bucket is `h₁ + b₁ h₂`: b₁ · b₂ buckets for the work of b₁ + b₂.
+    With several factors, `num_buckets=(b₁, b₂)`, each factor has its own rotations, and
+    the bucket is `h₁ + b₁ h₂`: b₁ · b₂ buckets at the cost of b₁ + b₂.
 
     Args:
         x: `(batch, length, heads, dim)`. Gets no gradient.

@@ -1,4 +1,4 @@
-"""The place of each position when buckets are sorted and cut into chunks."""
+"""The slot of each position after sorting buckets and cutting them into chunks."""
 
 import collections
 
@@ -7,7 +7,7 @@ from keras import ops
 from keras_efficient_attn.ops.common.backend import are_values_known, shape_of
 from keras_efficient_attn.ops.common.chunking import chunk_layout
 
-# Positions and codes pass through float32 tensors, which hold integers up to here.
+# Positions and codes are stored in float32 tensors, which are exact up to here.
 MAX_CODE = 2**24
 
 Layout = collections.namedtuple(
@@ -35,20 +35,19 @@ def make_layout(buckets, kept, config, chunk_size, floats_per_position):
 
     Args:
         buckets: Integers `(batch, heads, rounds, length)`, below the number of buckets.
-        kept: Boolean `(batch, length)`; the others are hidden: they have a bucket of
-            their own, behind all others, which is left out. The last position has to
-            be hidden.
-        config: `LSHConfig`. Where it is `aligned`, no position's chunk depends on later
-            positions. Otherwise chunks run on across buckets; where those see each
-            other, the last chunk is before the first.
-        chunk_size: Slots of a chunk, up to that of `config`.
-        floats_per_position: Floats that a position takes in a step.
+        kept: Boolean `(batch, length)`; the others are hidden: they are in a separate
+            last bucket, which is dropped. The last position must be hidden.
+        config: `LSHConfig`. If `aligned`, no position's chunk depends on later
+            positions. Otherwise chunks cross bucket boundaries; with `across_buckets`,
+            the last chunk precedes the first.
+        chunk_size: Slots per chunk, at most that of `config`.
+        floats_per_position: Floats per position in a step.
     """
     num_buckets, aligned = config.num_buckets, config.aligned
     batch, heads, rounds, length = shape_of(buckets)
     kept = kept[:, None, None, :]
     bucket = ops.where(kept, buckets, num_buckets)
-    # Unique keys; centred at zero, they have all of the 32 bits.
+    # Unique sort keys, centred at zero to use all 32 bits.
     position = ops.arange(length, dtype="int32")
     order = ops.argsort((bucket - num_buckets // 2) * length + position, axis=-1)
     rank = ops.argsort(order, axis=-1)
@@ -70,8 +69,8 @@ def make_layout(buckets, kept, config, chunk_size, floats_per_position):
     slot = start * chunk_size + within
     code = start + chunk + 1
     if not config.across_buckets:
-        # A code for each bucket's part of a chunk. Between two buckets, a code of none:
-        # the one before a bucket's first part.
+        # A code for each bucket's part of a chunk. Between two buckets is an unused
+        # code, which precedes a bucket's first part.
         code = code + 2 * bucket
     before = code - 1
     if config.across_buckets:
@@ -112,7 +111,7 @@ def make_layout(buckets, kept, config, chunk_size, floats_per_position):
 
 
 def _most_chunks(chunks, length, chunk_size):
-    """How many chunks have room for all positions.
+    """The number of chunks that can hold all positions.
 
     Args:
         chunks: Integers `(batch, heads, rounds, groups)`, chunks of each group.
@@ -125,7 +124,7 @@ def _most_chunks(chunks, length, chunk_size):
 
 
 def _count_below(ascending, values):
-    """How many elements of each row are below each value, by binary search.
+    """The number of elements of each row below each value, by binary search.
 
     Args:
         ascending: Integers `(..., length)`, in ascending order.

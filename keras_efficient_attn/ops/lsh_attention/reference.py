@@ -7,7 +7,7 @@ from keras_efficient_attn.ops.lsh_attention.shared import masked_part, unit, wit
 
 
 def visible_pairs(buckets, kept, config):
-    """Which keys each query sees in any round: `(batch, heads, length, length)`."""
+    """Mask of the keys seen in any round, `(batch, heads, length, length)`."""
     length = shape_of(buckets)[-1]
     position = ops.arange(length, dtype="int32")
     later = position[:, None] > position[None, :]
@@ -16,7 +16,7 @@ def visible_pairs(buckets, kept, config):
     if not config.aligned:
         other = buckets[..., :, None] > buckets[..., None, :]
         ahead = ops.logical_or(ahead, other)
-    # The chunk of a position: how many stand before it among those it is cut with.
+    # A position's chunk, from the number of positions before it in the same cut.
     ahead = ops.logical_and(ahead, kept[:, None, None, None, :])
     chunk = ops.sum(ops.cast(ahead, "int32"), axis=-1) // config.chunk_size
     query_chunk, key_chunk = chunk[..., :, None], chunk[..., None, :]
@@ -35,7 +35,7 @@ def visible_pairs(buckets, kept, config):
 
 
 def reference_lsh_attention(query, value, buckets, kept, config):
-    """As `lsh_attention`, without dropout."""
+    """Computes `lsh_attention` without dropout."""
     allowed = visible_pairs(buckets, kept, config)
     query, value = (ops.transpose(t, (0, 2, 1, 3)) for t in (query, value))
     logits = (query * config.scale) @ ops.swapaxes(unit(query), -1, -2)

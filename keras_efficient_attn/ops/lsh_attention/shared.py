@@ -1,4 +1,4 @@
-"""Steps that all forms of LSH attention take."""
+"""Steps shared by all forms of LSH attention."""
 
 import math
 
@@ -6,9 +6,9 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.numerics import max_along
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide
 
-# Added to squared norms: a vector of zeros has a unit vector of zeros.
+# Added to squared norms, so that a zero vector normalises to zero.
 SQUARED_EPSILON = 1e-12
 
 
@@ -32,13 +32,13 @@ def masked_part(logits, allowed, value, dropout_mask=None):
 
 
 def with_self(values, totals, own_value):
-    """Divides; a query that sees no other key has its own value."""
+    """Normalises; a query that sees no other key gets its own value."""
     alone = (totals == 0.0)[..., None]
-    return ops.where(alone, own_value, divided(values, totals))
+    return ops.where(alone, own_value, divide(values, totals))
 
 
 def columns_of(rows, *widths):
-    """Cuts the last axis."""
+    """Splits the last axis into `widths`."""
     start, parts = 0, []
     for width in widths:
         parts.append(rows[..., start : start + width])

@@ -21,7 +21,7 @@ from keras_efficient_attn.ops.lsh_attention.shared import (
 
 
 def lsh_attention_state(*sizes, dtype="float32"):
-    """The state before the first position, as `lsh_attention_state_spec` says."""
+    """The state before the first position, by `lsh_attention_state_spec`."""
     return make_state(lsh_attention_state_spec(*sizes, dtype))
 
 
@@ -34,12 +34,13 @@ def lsh_attention_state_spec(
         Dict of `cache` `(batch, heads, rounds, num_buckets · 2 chunk_size + 1, dim +
         value_dim + rounds)`: key, value and codes of the last keys of each bucket, and
         a row for hidden positions; and `count` `(batch, heads, rounds, num_buckets)`,
-        of keys that each bucket had. Both hold integers exactly up to 2^24 in float32:
-        counts, and codes, which are at most `(count // chunk_size + 2) · num_buckets`.
+        the number of keys in each bucket. Both hold integers exactly up to 2^24 in
+        float32: counts, and codes, which are at most `(count // chunk_size + 2) ·
+        num_buckets`.
     """
     rows = num_buckets * 2 * chunk_size + 1
     shape = (batch_size, num_heads, rounds)
-    # The code of no chunk is −1.
+    # Code −1 means no chunk.
     row = np.concatenate([np.zeros(dim + value_dim), np.full(rounds, -1.0)])
     return {
         "cache": ((*shape, rows, len(row)), dtype, row),
@@ -50,13 +51,12 @@ def lsh_attention_state_spec(
 def streamed_lsh_attention(query, value, buckets, kept, config, state, dropout):
     """The causal, aligned `lsh_attention`, and the new state.
 
-    The cache has two chunks of keys for each bucket, the rank of a key in its bucket
-    telling its place.
+    The cache has two chunks of keys per bucket; a key's rank in its bucket is its slot.
     """
     batch, length, heads, dim = query.shape
     rounds, value_dim = buckets.shape[2], value.shape[-1]
     found = heads * rounds * 2 * config.chunk_size * (dim + value_dim) * (batch or 1)
-    # Each position of a step finds keys of its own in its bucket.
+    # Each position of a step gathers the keys of its own bucket.
     block = max(1, min(config.chunk_size, device_plan().found_floats // found))
     if isinstance(length, int):
         block = min(block, max(1, length))
@@ -71,7 +71,7 @@ def streamed_lsh_attention(query, value, buckets, kept, config, state, dropout):
     step = _step(dim, value_dim, rounds, config)
     consts = ()
     if dropout is not None:
-        # For queries in a chunk: by the keys of the cache, and by those of the block.
+        # For queries in a chunk: keys from the cache and from the block.
         consts = (dropout[..., :block, :], dropout[:, :, 0, :block, :block])
     carry = (state["cache"], state["count"])
     (cache, count), (output,) = recompute_scan(
@@ -94,7 +94,7 @@ def _step(dim, value_dim, rounds, config):
         bucket = ops.cast(ops.transpose(bucket, (0, 2, 3, 1)), "int32")
         kept = kept > 0
 
-        # How many keys of its bucket came before each position.
+        # The number of earlier keys in each position's bucket.
         position = ops.arange(block)
         earlier = ops.logical_and(
             position[:, None] > position, kept[:, None, None, None, :]
@@ -116,7 +116,7 @@ def _step(dim, value_dim, rounds, config):
         logits = scaled @ ops.swapaxes(key, -1, -2)
         parts = [masked_part(logits, seen, value, consts[1] if consts else None)]
 
-        # The keys of the cache, round by round; a key counts in the first that sees it.
+        # The keys of the cache, round by round; a key counts in the first round only.
         index = bucket[..., None] * ring + ops.arange(ring, dtype="int32")
         index = ops.reshape(index, (batch, heads * rounds, block * ring))
         table = ops.reshape(cache, (batch, heads * rounds, cache_rows, width))
@@ -147,7 +147,7 @@ def _step(dim, value_dim, rounds, config):
         output = with_self(values, totals, value)
         output = ops.where(kept[:, None, :, None], output, 0.0)
 
-        # Each key takes the place of the key two chunks before it.
+        # Each key replaces the key two chunks before it.
         visible = kept[:, None, None, :]
         place = ops.where(visible, bucket * ring + rank % ring, cache_rows - 1)
         codes = ops.cast(ops.transpose(code, (0, 1, 3, 2)), cache.dtype)

@@ -27,45 +27,45 @@ def relative_attention(
     dropout=None,
     implementation=None,
 ):
-    """Softmax attention with a product for each distance beside that for each key.
+    """Softmax attention with content and position terms.
 
     ```
     w[t, s] = exp(scale · ((q[t] + u)·k[s] + (q[t] + v)·p[offset + t − s]))
     output[t] = Σ_s w[t, s] v[s] / Σ_s w[t, s]
     ```
 
-    over the keys `s` that `key_mask` keeps. The matrix of weights exists for some
-    queries at a time, and again for their gradients: time is proportional to
+    over the keys `s` that `key_mask` keeps. The matrix of weights exists for a few
+    queries at a time and is recomputed for gradients: time is proportional to
     `query_length · key_length`, memory to the lengths. A query that sees no key gets
     zeros.
 
-    A recurrence over segments puts the keys of earlier segments, the memory, before
-    the segment's own, with `offset` for their number.
+    For a recurrence over segments, put the keys of earlier segments (the memory) before
+    the segment's own, and set `offset` to their number.
 
     Args:
         query: `(batch, query_length, heads, dim)`.
         key: `(batch, key_length, heads, dim)`.
         value: `(batch, key_length, heads, value_dim)`.
-        position_key: `(distances, heads, dim)`: the p of distances that fall by one,
-            from `offset + query_length - 1` to 0 if `causal`, otherwise to
+        position_key: `(distances, heads, dim)`: the p of distances that decrease by
+            one, from `offset + query_length - 1` to 0 if `causal`, otherwise to
             `offset - key_length + 1`.
         content_bias: Optional u, `(heads, dim)`.
         position_bias: Optional v, `(heads, dim)`.
         offset: Position of the first query, where the first key has position 0: an
             integer from 0 to `key_length`. Defaults to 0.
-        window: Optional positive integer: only distances below it, on both sides,
-            are seen. Defaults to `None`: all.
+        window: Optional positive integer: only distances below it, on both sides, are
+            visible. Defaults to `None`: all distances.
         causal: Whether a query sees its own position and earlier ones only. Defaults
             to `False`.
         key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
             Other keys are not read, NaN included.
         documents: Optional pair of numbers `(batch, query_length)` and `(batch,
-            key_length)`: queries see the keys of equal ones.
+            key_length)`: queries see the keys with the same number.
         scale: Factor of the products. Defaults to `1 / √dim`.
         dropout: Optional `(rate, seed)` of dropout on the normalised weights, with
             floats `(2,)` from `weight_dropout.dropout_seed`.
         implementation: `"blocks"` (the default) or `"reference"`, the formula with a
-            vector for each pair, without `dropout`.
+            vector per pair, without `dropout`.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`.
@@ -103,7 +103,7 @@ def relative_attention(
 
 
 def _check_operands(query, key, position_key, biases, config, options):
-    """Raises `ValueError` for shapes of what only this operation has."""
+    """Raises `ValueError` for invalid shapes of this operation's own tensors."""
     length, (keys, *head) = query.shape[1], key.shape[1:]
     head, offset = tuple(head), config.offset
     if keys is not None and offset > keys:

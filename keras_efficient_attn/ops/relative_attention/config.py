@@ -7,13 +7,13 @@ from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 
 @dataclasses.dataclass(frozen=True)
 class RelativeConfig:
-    """Where queries are among their keys, and how far they see; checks itself.
+    """The positions of queries among keys, and their window; checks its values.
 
     Args:
         offset: Position of the first query, where the first key has position 0.
             Defaults to 0.
-        window: Positive integer: only distances below it are seen. Defaults to
-            `None`: all.
+        window: Positive integer: only distances below it are visible. Defaults to
+            `None`: all distances.
 
     Raises:
         ValueError: If an argument is not an integer in its range.

@@ -1,4 +1,4 @@
-"""Attention with relative positions of the last position alone."""
+"""Attention with relative positions for the last position only."""
 
 from keras import ops
 
@@ -10,13 +10,13 @@ from keras_efficient_attn.ops.relative_attention.tiles import biased_queries
 
 @compiled("config", "options")
 def attend_last(inputs, position_key, biases, documents, seed, config, options):
-    """The output of one query that is behind all keys but its own.
+    """The output of one query that follows all keys except its own.
 
     Args:
         inputs: `(query, key, value, key_mask)`; the query is `(batch, 1, heads, dim)`,
-            and the keys, `(batch, offset + 1, heads, dim)`, are those of its state,
-            the memory, and its own.
-        position_key: `(offset + 1, heads, dim)`, of distances that fall to 0.
+            and the keys, `(batch, offset + 1, heads, dim)`, are the state's (the
+            memory) and its own.
+        position_key: `(offset + 1, heads, dim)`, of distances that decrease to 0.
         biases, documents, seed, config, options: As for `attend_in_tiles`.
 
     Returns:
@@ -31,7 +31,7 @@ def attend_last(inputs, position_key, biases, documents, seed, config, options):
     if documents is not None:
         same = documents[0] == documents[1]
         allowed = ops.logical_and(allowed, same[:, None, None])
-    # In the order of the keys, as the distances fall.
+    # In the order of the keys, with decreasing distances.
     position_key = ops.cast(position_key, query.dtype)
     logits = ops.einsum("bqhd,khd->bhqk", position, position_key)
     return attend_single(content, key, value, allowed, options.dropped(seed), logits)

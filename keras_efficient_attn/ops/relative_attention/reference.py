@@ -11,7 +11,7 @@ from keras_efficient_attn.ops.relative_attention.tiles import biased_queries
 
 
 def reference_attention(inputs, position_key, biases, documents, config, options):
-    """The output, from the formula; arguments as for `attend_in_tiles`."""
+    """The output by the formula; arguments as for `attend_in_tiles`."""
 
     def weigh(query, key):
         length, keys = query.shape[1], key.shape[1]

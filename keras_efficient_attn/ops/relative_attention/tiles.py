@@ -1,4 +1,4 @@
-"""Attention with relative positions of whole segments, some queries at a time."""
+"""Attention with relative positions for whole segments, a few queries at a time."""
 
 import functools
 
@@ -16,7 +16,7 @@ from keras_efficient_attn.ops.common.chunking import (
 )
 from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.inputs import masked_inputs
-from keras_efficient_attn.ops.common.online_softmax import divided
+from keras_efficient_attn.ops.common.online_softmax import divide
 from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.relative_positions import shifted_by_query
 
@@ -25,14 +25,14 @@ from keras_efficient_attn.ops.common.relative_positions import shifted_by_query
 def attend_in_tiles(inputs, position_key, biases, documents, seed, config, options):
     """The output `(batch, query_length, heads, value_dim)`.
 
-    The matrix of weights exists for some queries at a time, and again for their
+    The matrix of weights exists for a few queries at a time and is recomputed for
     gradients.
 
     Args:
         inputs: `(query, key, value, key_mask)`.
         position_key, documents: As for `relative_attention`.
-        biases: Pair of `(heads, dim)` or `None`: what is added to queries for their
-            products with keys, and with `position_key`.
+        biases: Pair of `(heads, dim)` or `None`: added to queries for their products
+            with keys and with `position_key`.
         seed: Seed of the dropout, or `None`.
         config: `RelativeConfig`.
         options: `SoftmaxOptions`.
@@ -50,8 +50,8 @@ def attend_in_tiles(inputs, position_key, biases, documents, seed, config, optio
     size, chunks, groups = chunk_layout(length, plan.block, query.shape[0], floats)
     size = size * chunks
 
-    # The first query of the last group is the first row's; what no query sees has no
-    # product.
+    # The first query of the last group is the first row's; keys that no query sees are
+    # skipped.
     after = keys - offset if causal else 1
     position_key = pad_length(position_key[None], groups * size - length, after)[0]
     positions = ops.cast(ops.arange(length, dtype="int32") + offset, dtype)[None]
@@ -74,7 +74,7 @@ def attend_in_tiles(inputs, position_key, biases, documents, seed, config, optio
 
 
 def biased_queries(query, biases, scale):
-    """The queries for keys and those for positions, scaled."""
+    """The scaled queries for keys and for positions."""
     query = query * scale
     return tuple(
         query if bias is None else query + scale * ops.cast(bias, query.dtype)
@@ -114,6 +114,6 @@ def _step(causal, window, documents, rate, single):
         values, totals, _ = softmax_part(
             query, key, value, allowed, dropout, shifted_by_query(products, width)
         )
-        return carry, (ops.swapaxes(divided(values, totals), 1, 2),)
+        return carry, (ops.swapaxes(divide(values, totals), 1, 2),)
 
     return step

@@ -6,9 +6,9 @@ x2 = x2 + g(x1)
 x1 = x1 + ...
 ```
 
-Each line can be undone by running its function once more: `x2 - g(x1)`. So the whole
-chain keeps only its last two streams, the states that the functions had before they
-ran, and what they remembered.
+Each line is inverted by running its function once more: `x2 - g(x1)`. So the whole
+chain stores only its last two streams, the functions' states before they ran, and their
+remembered values.
 """
 
 import collections
@@ -33,11 +33,11 @@ Attributes:
 def reversible_chain(halves, x1, x2, parameters, states, tensors):
     """Runs the chain.
 
-    Gradients of the first order reach both streams, `parameters`, and the tensors
-    that are floating-point. Functions run twice, in the forward and the backward
-    pass, from the same states; only the first run's updates and losses count. One
-    chain for a whole model keeps a constant number of activations; a chain for each
-    pair of functions would keep two streams each.
+    First-order gradients reach both streams, `parameters` and the floating-point
+    tensors. Functions run twice, in the forward and the backward pass, from the same
+    states; only the first run's updates and losses count. One chain for a whole model
+    stores a constant number of activations; a chain per pair of functions would store
+    two streams each.
 
     Args:
         halves: List of `Half`, in the order of computation.
@@ -48,7 +48,7 @@ def reversible_chain(halves, x1, x2, parameters, states, tensors):
 
     Returns:
         `(y1, y2, losses, updates)`: the streams, a tuple of scalars, and a dict from
-        indices of `states` to their last values, where there are new ones.
+        indices of `states` to their last values, if updated.
 
     Reference:
         - [Gomez et al., 2017](https://arxiv.org/abs/1707.04585)

@@ -7,7 +7,7 @@ from keras_efficient_attn.ops.reversible.passes import Before, backward, forward
 
 
 def reversible_chain(halves, *arguments):
-    # How many losses each half has is no tensor, and so no residual.
+    # The number of losses per half is not a tensor, so it cannot be a residual.
     num_losses = []
 
     def forward_pass(x1, x2, parameters, states, tensors):
@@ -50,8 +50,9 @@ def _after_gradients(function, arguments, like):
 def _branch(function, arguments, like):
     """`function(*arguments)`, on a CPU as a branch of a conditional.
 
-    There XLA drops barriers, and puts what depends on nothing first: the zeros that all
-    loops and scatters of all halves begin with. A branch is scheduled by itself.
+    On CPUs XLA drops barriers and schedules operations without dependencies first, such
+    as the initial zeros of all halves' loops and scatters. A branch is scheduled
+    separately.
     """
     x = arguments[0]
     if jax.default_backend() != "cpu" or not isinstance(x, jax.core.Tracer):

@@ -17,9 +17,9 @@ def forward(halves, x1, x2, parameters, states, tensors, apart):
     """Runs the halves.
 
     Args:
-        halves, x1, x2, parameters, states, tensors: As of `reversible_chain`.
-        apart: Callable `(function, arguments, like)` that calls the function, in such
-            a way that a compiler mixes nothing of it with the others. `like` has the
+        halves, x1, x2, parameters, states, tensors: As for `reversible_chain`.
+        apart: Callable `(function, arguments, like)` that calls the function so that a
+            compiler does not interleave it with other computations. `like` has the
             shapes of the results, or is `None`.
 
     Returns:
@@ -57,16 +57,16 @@ def backward(
     """Undoes the halves, last to first.
 
     Args:
-        halves, before, parameters, tensors, apart: As in the forward pass. Where the
-            order of computation is free, all halves could be rebuilt early, or all
-            weights' gradients be computed late, and what is in between be kept.
+        halves, before, parameters, tensors, apart: As in the forward pass. Without
+            `apart`, a compiler could rebuild all halves early or compute all weight
+            gradients late, and keep the tensors in between.
         streams: The last streams.
-        gradients: Theirs.
-        loss_gradients: Those of all losses.
+        gradients: The gradients of `streams`.
+        loss_gradients: The gradients of all losses.
 
     Returns:
-        `(gradients, parameter_gradients, tensor_gradients)`, the last two lists with
-        `None` for what has none.
+        `(gradients, parameter_gradients, tensor_gradients)`, the last two are lists
+        with `None` for no gradient.
     """
     streams, gradients = list(streams), list(gradients)
     loss_gradients = list(loss_gradients)
@@ -118,7 +118,7 @@ def is_floating(tensor):
 
 
 def never(x):
-    """False, which no compiler knows before it has `x`."""
+    """False, in a form that no compiler can evaluate without `x`."""
     total = ops.sum(x)
     return ops.logical_and(total == math.inf, total == -math.inf)
 

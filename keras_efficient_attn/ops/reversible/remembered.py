@@ -1,7 +1,7 @@
-"""Decisions that a second run of a function must not take again.
+"""Stores decisions that a second run of a function must not change.
 
-A bucket or a code is an argmax: rebuilt inputs differ from the first ones by rounding,
-and could tip it.
+A bucket or a code is an argmax. Rebuilt inputs differ from the original inputs by
+rounding errors, which could change it.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ def in_chain():
     return bool(_records)
 
 
-def remembered(compute):
-    """`compute()`; in the backward pass of a reversible chain, its first value again.
+def remember(compute):
+    """`compute()`; in the backward pass of a reversible chain, the stored value.
 
     Args:
         compute: Callable without arguments that returns a tensor without a gradient.
@@ -25,7 +25,7 @@ def remembered(compute):
 
 @contextlib.contextmanager
 def recording():
-    """Within, appends what is computed to the list that it yields."""
+    """Context that appends computed values to the list that it yields."""
     values = []
 
     def record(compute):
@@ -41,7 +41,7 @@ def recording():
 
 @contextlib.contextmanager
 def replaying(values):
-    """Within, gives these values, in the same order."""
+    """Context that returns these values, in the same order."""
     values = iter(values)
     _records.append(lambda compute: next(values))
     try:

@@ -1,22 +1,22 @@
-"""Whether a call is gradient checkpointing's, which runs a function a second time."""
+"""Detects calls in which gradient checkpointing reruns a function."""
 
 import sys
 
 from keras_efficient_attn.ops.common.backend import backend_name
 from keras_efficient_attn.ops.reversible.remembered import in_chain
 
-# TensorFlow's name for the function of `tf.recompute_grad` that runs it again.
+# TensorFlow's name for the recomputing function of `tf.recompute_grad`.
 _TENSORFLOW_REPLAY = ("tensorflow.python.ops.custom_gradient", "inner_recompute_grad")
 
 
 def is_replay():
-    """Whether a backward pass is running this forward pass again.
+    """Whether a backward pass is rerunning this forward pass.
 
     `keras.remat` around a layer, or around anything that contains it, calls it once
-    for the output and, on TensorFlow and PyTorch, once more for the gradients. What a
-    call does beside computing its output must not happen twice. JAX differentiates
-    what it recorded, and calls nothing again. A reversible chain runs its halves twice
-    as well, each time from the first state, and drops what the second run updates.
+    for the output and, on TensorFlow and PyTorch, once more for the gradients. Side
+    effects of a call must not happen twice. JAX differentiates the recorded computation
+    and calls nothing again. A reversible chain also runs its halves twice, each time
+    from the first state, and drops the updates of the second run.
     """
     if in_chain():
         return False

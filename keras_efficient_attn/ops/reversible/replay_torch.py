@@ -4,8 +4,8 @@ import torch
 
 
 def in_backward_pass():
-    # `torch.compile` takes the answer for a constant, and so it is where nothing runs
-    # the program again.
+    # `torch.compile` treats the answer as a constant, which is correct if nothing
+    # reruns the program.
     if torch.compiler.is_compiling() and not _may_run_again():
         return False
     return _number_of_backward_pass() != -1
@@ -13,7 +13,7 @@ def in_backward_pass():
 
 @torch.compiler.assume_constant_result
 def _may_run_again():
-    """Whether gradient checkpointing calls what is being compiled."""
+    """Whether gradient checkpointing calls the function being compiled."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None or _number_of_backward_pass() != -1
 

@@ -11,8 +11,8 @@ def reversible_chain(halves, x1, x2, parameters, states, tensors):
 
     @tf.custom_gradient
     def chain(*arguments):
-        # Eagerly, the tape around a custom gradient still records what happens
-        # inside; stopped gradients leave it nothing to record.
+        # In eager mode, the tape around a custom gradient also records its inside; stop
+        # the gradients to prevent this.
         arguments = [tf.stop_gradient(tensor) for tensor in arguments]
         (x1, x2), parameters, states, tensors = _split(arguments, sizes)
         (streams, losses, updates), before = forward(
@@ -41,7 +41,7 @@ def reversible_chain(halves, x1, x2, parameters, states, tensors):
 
         return (*streams, *losses, *updates.values()), gradient
 
-    # Variables become tensors here: inside, they would be taken for captured ones.
+    # Convert variables to tensors: inside, they would count as captured variables.
     arguments = (x1, x2, *parameters, *states, *tensors)
     outputs = chain(*map(tf.convert_to_tensor, arguments))
     (y1, y2), losses, values = _split(
@@ -51,17 +51,17 @@ def reversible_chain(halves, x1, x2, parameters, states, tensors):
 
 
 def _branch(function, arguments, like):
-    """`function(*arguments)`, backwards and in graphs as a branch of a conditional.
+    """`function(*arguments)`; in backward graphs as a branch of a conditional.
 
-    Graphs have no order but that of their data; XLA runs a branch by itself. Without
-    XLA its operations are among the others, and wait for control dependencies.
+    Graphs are ordered by data dependencies only; XLA runs a branch separately. Without
+    XLA its operations mix with the others and wait for control dependencies.
     """
     if like is None or tf.executing_eagerly():
         return function(*arguments)
 
     def computed():
         results = tf.nest.map_structure(tf.convert_to_tensor, function(*arguments))
-        # Else the halves before would be rebuilt while this one's gradients are due.
+        # Otherwise earlier halves would be rebuilt before this half's gradients.
         with tf.control_dependencies(tf.nest.flatten(results)):
             return tf.nest.map_structure(tf.identity, results)
 

@@ -1,7 +1,7 @@
 """`reversible_chain` for PyTorch.
 
-Without a seed, dropout of Keras draws from PyTorch's generator. Its state before each
-half is kept for its second run.
+Without a seed, Keras' dropout draws from PyTorch's generator. The generator's state
+before each half is stored for the second run.
 """
 
 import torch

@@ -31,7 +31,7 @@ def sparse_attention(
     dropout=None,
     implementation=None,
 ):
-    """Softmax attention over a pattern of two factors, which reach every key in two.
+    """Softmax attention over a pattern of two factors.
 
     ```
     output[t] = Σ_s exp(scale · q[t]·k[s]) v[s] / Σ_s exp(scale · q[t]·k[s])
@@ -46,23 +46,23 @@ def sparse_attention(
     ```
 
     and, if `causal`, `s ≤ t`. The sequence is cut into blocks for the first factor and
-    into columns or summaries for the second, so that time and memory are those of the
-    pattern, `length · (l + length / l)` and `length · (l + c · length / l)`: with
-    `l = √length`, they grow as `length^1.5`. A query that sees no key gets zeros.
+    into columns or summaries for the second, so that time and memory follow the
+    pattern, `length · (l + length / l)` and `length · (l + c · length / l)`: with `l =
+    √length`, they grow as `length^1.5`. A query that sees no key gets zeros.
 
     Args:
         query: `(batch, query_length, heads, dim)`.
-        key: `(batch, key_length, heads, dim)`. Position `s` is the same as the
-            query's position `s`, whatever the lengths.
+        key: `(batch, key_length, heads, dim)`. Key `s` and query `s` have the same
+            position, for any lengths.
         value: `(batch, key_length, heads, value_dim)`.
         pattern: `"strided"` (the default), for data with the period `stride`, such as
             the rows of an image, or `"fixed"`, for text.
         stride: Positive integer.
         summary: Positions of each block that all queries see in the fixed pattern.
-            Each head has its own, from the end of the block to its start. Defaults to
-            1.
-        heads: `"merged"` (the default): each head sees both factors, a key of both
-            once. `"split"`: the first half of the heads has factor 0, the others
+            Each head has its own positions, assigned from the block's end to its start.
+            Defaults to 1.
+        heads: `"merged"` (the default): each head sees both factors; a key in both
+            counts once. `"split"`: the first half of the heads has factor 0, the others
             have factor 1. `0` or `1`: all heads have that factor.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
         key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
@@ -71,25 +71,25 @@ def sparse_attention(
         state: Optional state from `sparse_attention_state`, of the same pattern, or
             from an earlier call; for `causal=True` and as many queries as keys.
         dropout: Optional `(rate, seed)` of dropout on the normalised weights, with
-            floats `(2,)` from `weight_dropout.dropout_seed`; each factor has random
-            bits of its own.
+            floats `(2,)` from `weight_dropout.dropout_seed`; each factor has its own
+            random bits.
         implementation: `"blocks"`, for every backend and device; `"splash"`, JAX's
             splash attention for TPUs, or `"flex"`, PyTorch's FlexAttention for CUDA:
-            both without `state` and `dropout`, for known sizes, and not for causal
-            heads of summaries alone; splash attention cannot merge the strided
+            both without `state` and `dropout`, for static sizes, and not for causal
+            heads with summaries only; splash attention cannot merge the strided
             factors; or `"reference"`: the matrix of `sparse_pattern`, without `state`
-            and `dropout`. Defaults to `None`: the kernel of the device where it can
-            run (a single TPU; a CUDA device and heads of 16 or more), and else blocks.
-            On a CPU, `"splash"` is interpreted and `"flex"` has no gradients.
+            and `dropout`. Defaults to `None`: the device's kernel if it can run (a
+            single TPU; a CUDA device and heads of 16 or more), otherwise blocks. On a
+            CPU, `"splash"` is interpreted and `"flex"` has no gradients.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
-        `state`, `(output, new state)`. Outputs beyond the state's room are NaN.
+        `state`, `(output, new state)`. Outputs beyond the state's capacity are NaN.
 
     Raises:
-        ValueError: If `pattern`, `stride`, `summary` and `heads` make no pattern, or
-            not for so few heads; if shapes do not agree, for a `state` of another
-            pattern or without `causal`, or if a kernel is asked for and cannot run.
+        ValueError: If `pattern`, `stride`, `summary` and `heads` define no pattern, or
+            need more heads; if shapes do not agree, for a `state` of another pattern or
+            without `causal`, or if a requested kernel cannot run.
 
     Example:
 
@@ -131,13 +131,13 @@ def sparse_attention_state(
     """The state of causal sparse attention before the first position.
 
     The strided pattern's second factor needs every key again, `stride` positions
-    later: its cache holds all of them, of which a token reads `max_length / stride`.
-    The fixed pattern keeps summaries only.
+    later: its cache holds all keys, and a token reads `max_length / stride` of them.
+        The fixed pattern stores summaries only.
 
     Args:
         batch_size, num_heads, key_dim, value_dim: Sizes.
-        max_length: Positions that the second factor's cache has room for, rounded up
-            to whole blocks; outputs beyond are NaN.
+        max_length: Capacity of the second factor's cache in positions, rounded up to
+            whole blocks; outputs beyond it are NaN.
         pattern, stride, summary, heads: As for `sparse_attention`.
         dtype: `"float32"` (the default) or `"float64"`.
 
@@ -147,7 +147,7 @@ def sparse_attention_state(
         `"far_key"`, `"far_value"` and `"far_mask"`. Batch first.
 
     Raises:
-        ValueError: For arguments that make no pattern.
+        ValueError: For arguments that define no pattern.
     """
     config = SparseConfig(pattern, stride, summary, heads, num_heads)
     sizes = (batch_size, max_length, key_dim, value_dim)
@@ -155,7 +155,7 @@ def sparse_attention_state(
 
 
 def sparse_attention_spec(config, batch_size, max_length, key_dim, value_dim, dtype):
-    """Names, shapes and dtypes of `sparse_attention_state`, of a `SparseConfig`."""
+    """Names, shapes and dtypes of `sparse_attention_state` for a `SparseConfig`."""
     check_positive_int("max_length", max_length)
     near, far = config.near_heads, config.far_heads
     reach = config.masks(causal=True)[0].reach
@@ -182,7 +182,7 @@ def sparse_pattern(
     num_heads=None,
     causal=True,
 ):
-    """Which keys each query of `sparse_attention` sees, for plots and tests.
+    """The mask of `sparse_attention`, for plots and tests.
 
     Args:
         length: Number of positions.
@@ -194,7 +194,7 @@ def sparse_pattern(
         Boolean NumPy array `(num_heads, length, length)`: rows are queries.
 
     Raises:
-        ValueError: For arguments that make no pattern.
+        ValueError: For arguments that define no pattern.
 
     Example:
 

@@ -25,7 +25,7 @@ from keras_efficient_attn.ops.sparse_attention.strided import (
 def attend_in_blocks(inputs, state, seed, config, options):
     """`(output, new state or None)` of a sequence, or of a segment with a state.
 
-    Arguments are those of `SoftmaxCall.attend`'s forms, with a `SparseConfig`.
+    Arguments are as for the forms of `SoftmaxCall.attend`, with a `SparseConfig`.
     """
     length = shape_of(inputs[0])[1]
     inputs = masked_inputs(*inputs)
@@ -80,7 +80,7 @@ def _attend_cache(query, cache, start, dropout, config):
 
 
 def write_far(state, keys, config):
-    """The second factor's cache, with the keys, values and masks of a segment."""
+    """Writes a segment's keys, values and masks to the second factor's cache."""
     start = state["position"][0]
     cache = [ops.cast(state[name], t.dtype) for name, t in zip(FAR, keys, strict=True)]
     if config.pattern == "strided":

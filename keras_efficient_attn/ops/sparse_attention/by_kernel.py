@@ -1,4 +1,4 @@
-"""Sparse attention of whole sequences by a kernel that the backend brings."""
+"""Sparse attention of whole sequences by a kernel of the backend."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def attend_by_kernel(inputs, config, options, kernel):
     outputs = []
     if config.merges:
         pattern = KeysAndSummaries(near_keys, config.stride, config.summary)
-        keys = map(_joined, inputs[1:], _summaries(far, config))
+        keys = map(_join, inputs[1:], _summaries(far, config))
         outputs.append(kernel.attend(inputs[0], *keys, pattern, scale))
     elif config.near_heads:
         outputs.append(kernel.attend(*near, near_keys, scale))
@@ -46,7 +46,7 @@ def attend_by_kernel(inputs, config, options, kernel):
 
 
 def _whole_blocks(query, key, value, key_mask, stride):
-    """Inputs of whole blocks, or rows of columns, and which keys exist, as 0 or 1."""
+    """Inputs padded to whole blocks or rows, and the key mask as 0 or 1."""
     valid = ops.ones(key.shape[:2]) if key_mask is None else key_mask
     valid = ops.cast(valid, "int32")
     key, value = hide_masked(key, key_mask), hide_masked(value, key_mask)
@@ -55,7 +55,7 @@ def _whole_blocks(query, key, value, key_mask, stride):
 
 
 def _attend_columns(attend, inputs, config, options):
-    """The output, or the part, of every column, which stands for a sequence."""
+    """The output, or the part, of every column, treated as a sequence."""
     batch, length = inputs[0].shape[:2]
     rows = length // config.stride
     columns = [by_column(x, rows, config.stride) for x in inputs]
@@ -71,7 +71,7 @@ def _attend_columns(attend, inputs, config, options):
 
 
 def _summaries(inputs, config):
-    """Keys, values and which exist, of each head's summaries."""
+    """Keys, values and mask of each head's summaries."""
     _, key, value, valid = inputs
     valid = ops.broadcast_to(valid[..., None], key.shape[:3])
     return [
@@ -79,7 +79,7 @@ def _summaries(inputs, config):
     ]
 
 
-def _joined(keys, summaries):
+def _join(keys, summaries):
     if len(keys.shape) == 2:
         keys = ops.broadcast_to(keys[..., None], (*keys.shape, summaries.shape[2]))
     return ops.concatenate([keys, summaries], axis=1)
@@ -87,12 +87,12 @@ def _joined(keys, summaries):
 
 @dataclasses.dataclass(frozen=True)
 class ColumnRows:
-    """The rows of one column: earlier ones, and if not causal later ones, too.
+    """The rows of one column: earlier ones and, if not causal, also later ones.
 
     Attributes:
         keys: Number of rows.
-        causal: Whether earlier ones only.
-        remainder: Whether without the rows next to the query, and its own.
+        causal: Whether a query sees earlier rows only.
+        remainder: Whether to exclude the query's row and the rows next to it.
     """
 
     keys: int
@@ -108,7 +108,7 @@ class ColumnRows:
 
 @dataclasses.dataclass(frozen=True)
 class KeysAndSummaries:
-    """The own block's keys, and behind all keys the summaries of the other blocks."""
+    """The query block's keys, and, after all keys, the other blocks' summaries."""
 
     near: NearKeys
     stride: int

@@ -20,7 +20,7 @@ FAR = ("far_key", "far_value", "far_mask")
 
 @dataclasses.dataclass(frozen=True)
 class SparseConfig:
-    """A pattern of two factors, and which heads have which; checks itself.
+    """A pattern of two factors, and their heads; checks its values.
 
     Args:
         pattern: `"strided"` or `"fixed"`.
@@ -30,7 +30,7 @@ class SparseConfig:
         num_heads: Number of heads.
 
     Raises:
-        ValueError: For arguments that make no pattern.
+        ValueError: For arguments that define no pattern.
     """
 
     pattern: str
@@ -74,14 +74,14 @@ class SparseConfig:
 
     @property
     def near_heads(self):
-        """How many heads, the first ones, have the first factor."""
+        """Number of heads, counted from the first, with the first factor."""
         if self.heads == "split":
             return (self.num_heads + 1) // 2
         return 0 if self.heads == 1 else self.num_heads
 
     @property
     def far_heads(self):
-        """How many heads, the last ones, have the second factor."""
+        """Number of heads, counted from the last, with the second factor."""
         if self.heads == "split":
             return self.num_heads // 2
         return 0 if self.heads == 0 else self.num_heads
@@ -94,8 +94,8 @@ class SparseConfig:
     def masks(self, causal):
         """The mask functions of both factors.
 
-        The first is the previous `stride` positions, or the own block; the second is
-        without what a head sees through the first.
+        The first covers the previous `stride` positions, or the query's block. The
+        second excludes keys that a head sees through the first.
         """
         stride = self.stride
         if self.pattern == "strided":
@@ -105,7 +105,7 @@ class SparseConfig:
         return near, Summaries(stride, causal, self.merges)
 
     def kernel_obstacle(self, name, causal):
-        """Why a kernel of `interval_softmax` cannot compute the pattern, or `None`."""
+        """The reason why a kernel cannot compute the pattern, or `None`."""
         if self.pattern == "strided":
             if self.merges and name == "splash":
                 return (
@@ -120,13 +120,13 @@ class SparseConfig:
         return None
 
     def dropouts(self, options, seed):
-        """`(rate, seed)` of each factor, or `None`s: each has bits of its own."""
+        """`(rate, seed)` of each factor, or `None`; each factor has its own bits."""
         if not options.dropout:
             return None, None
         return options.dropped(seed), options.dropped(ops.flip(seed))
 
     def split_heads(self, *tensors):
-        """Those of the heads with the first factor, and with the second.
+        """The tensors of the heads with the first factor, and with the second.
 
         Args:
             *tensors: `(batch, length, heads, dim)`, or `(batch, length)` for all heads.
@@ -138,7 +138,7 @@ class SparseConfig:
         )
 
     def capacity(self, far_key):
-        """Positions that a cache `(batch, slots, heads, dim)` has room for."""
+        """Capacity of a cache `(batch, slots, heads, dim)` in positions."""
         return (
             far_key.shape[1]
             // self.summary

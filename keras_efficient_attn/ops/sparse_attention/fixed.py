@@ -1,6 +1,6 @@
 """The fixed pattern's second factor: softmax over the summaries of all blocks.
 
-Each head has summaries of its own, `summary` positions of each block of `stride`.
+Each head has its own summaries, `summary` positions of each block of `stride`.
 """
 
 import numpy as np
@@ -14,13 +14,13 @@ from keras_efficient_attn.ops.sparse_attention.patterns import summary_start
 
 
 def attend_summaries(query, key, value, valid, mask_fn, summary, dropout):
-    """The part of the summaries of a whole sequence.
+    """Partial softmax over the summaries of a whole sequence.
 
     Args:
         query, key, value: `(batch, length, heads, dim)`, equally long.
         valid: `(batch, length)`.
         mask_fn: `Summaries`.
-        summary: Positions of a summary.
+        summary: Positions per summary.
         dropout: `(rate, seed)` or `None`.
     """
     stride, heads = mask_fn.stride, query.shape[2]
@@ -53,13 +53,13 @@ def gather_summaries(x, stride, summary):
 
 
 def attend_cached_summaries(query, cache, mask_fn, summary, start, dropout):
-    """The part of a segment over a cache of summaries that holds the segment's too.
+    """Partial softmax of a segment over a cache of summaries, including its own.
 
     Args:
         query: `(batch, length, heads, dim)`, from position `start` on.
         cache: Keys, values and masks, `(batch, blocks · summary, heads, ...)`.
         mask_fn: A causal `Summaries`.
-        summary: Positions of a summary.
+        summary: Positions per summary.
         start: Scalar.
         dropout: `(rate, seed)` or `None`.
     """
@@ -73,7 +73,7 @@ def attend_cached_summaries(query, cache, mask_fn, summary, start, dropout):
 
 
 def write_summaries(cache, segment, stride, summary, start):
-    """A cache of summaries with what a segment has of them.
+    """Writes a segment's summaries to a cache.
 
     Args:
         cache: `(batch, blocks · summary, heads, ...)`.
@@ -83,7 +83,7 @@ def write_summaries(cache, segment, stride, summary, start):
     """
     length, heads = shape_of(segment)[1], cache.shape[2]
     blocks = cache.shape[1] // summary
-    # Where in the segment each slot's key stands.
+    # The position in the segment of each slot's key.
     steps = summary_positions(blocks, stride, summary, heads) - start
     held = ops.logical_and(steps >= 0, steps < length)
     steps = ops.clip(steps, 0, length - 1)

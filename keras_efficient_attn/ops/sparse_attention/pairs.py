@@ -1,4 +1,4 @@
-"""Numbers of pairs in the patterns of sparse attention."""
+"""Numbers of query-key pairs in sparse patterns."""
 
 import numpy as np
 
@@ -9,19 +9,19 @@ from keras_efficient_attn.ops.sparse_attention.patterns import (
 
 
 def sparse_pairs(length, causal, config):
-    """Pairs of a query and a key that it sees, of all heads of a `SparseConfig`."""
+    """Number of visible query-key pairs of all heads of a `SparseConfig`."""
     i, stride, summary = np.arange(length), config.stride, config.summary
     # For each query: keys of the first factor, of the second, and of both.
     if config.pattern == "strided":
         counts = np.minimum(i, stride) + 1, i // stride + 1, 1 + (i >= stride)
         if not causal:
-            # Symmetric, and the query itself is there once.
+            # Symmetric; the query itself counts once.
             counts = tuple(n + n[::-1] - 1 for n in counts)
 
         def of_head(number):
             return counts
     else:
-        # The last position that can be seen, and the own block up to there.
+        # The last visible position, and the query's block up to it.
         last = i if causal else np.minimum(i - i % stride + stride, length) - 1
         own = last % stride + 1
         end = i if causal else np.full(length, length - 1)

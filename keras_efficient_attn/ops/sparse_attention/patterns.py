@@ -1,10 +1,10 @@
-"""Where the summaries of sparse patterns are, and which heads have which factors."""
+"""Positions of the summaries of sparse patterns, and factors of heads."""
 
 
 def summary_start(stride, summary, head):
-    """Where in its block a head's summary of `summary` positions begins.
+    """The start of a head's summary of `summary` positions within its block.
 
-    The first head has the end of the block, each further one the positions before.
+    The first head has the end of the block; each further head has the positions before.
     """
     return stride - (head % (stride // summary) + 1) * summary
 

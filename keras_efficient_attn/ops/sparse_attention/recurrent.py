@@ -1,4 +1,4 @@
-"""Sparse attention of one position, from the keys that a state holds."""
+"""Sparse attention of one position, over the keys of a state."""
 
 from keras import ops
 
@@ -15,7 +15,7 @@ from keras_efficient_attn.ops.sparse_attention.fixed import summary_positions
 
 @compiled("config", "options")
 def attend_next(inputs, state, seed, config, options):
-    """As `attend_in_blocks`, for one position and a state."""
+    """Computes `attend_in_blocks` for one position and a state."""
     query, *keys = masked_inputs(*inputs)
     near, far = config.split_heads(query * options.scale, *keys)
     near_dropout, far_dropout = config.dropouts(options, seed)
@@ -41,7 +41,7 @@ def attend_next(inputs, state, seed, config, options):
 
 
 def _read_column(state, keys, config):
-    """Keys and values of the position's column, which it sees, and the new cache."""
+    """Keys and values of the position's column, and the new cache."""
     position, stride = state["position"][0], config.stride
     cache = write_far(state, keys, config)
     column = position % stride
@@ -54,14 +54,14 @@ def _read_column(state, keys, config):
         return ops.reshape(ops.slice(x, start, sizes), (batch, rows, *tail))
 
     key, value, valid = map(read, cache)
-    # All of them but those that the first factor sees, or that are yet to come.
+    # All keys except those that the first factor sees and future ones.
     last = position - stride - 1 if config.merges else position
     allowed = column + stride * ops.arange(rows, dtype="int32") <= last
     return key, value, ops.logical_and(allowed, valid > 0)[:, None, None], cache
 
 
 def _read_summaries(state, keys, config):
-    """Keys and values of all summaries, which the position sees, and the new cache."""
+    """Keys and values of all visible summaries, and the new cache."""
     position = state["position"][0]
     cache = [ops.cast(state[name], t.dtype) for name, t in zip(FAR, keys, strict=True)]
     blocks = cache[0].shape[1] // config.summary
@@ -82,7 +82,7 @@ def _read_summaries(state, keys, config):
 
 
 def _join_keys(near, far):
-    """The keys that heads with both factors see, once, in one row."""
+    """The keys of both factors, concatenated without repetition."""
     query, key, value, allowed, dropout = near
     _, far_key, far_value, far_allowed, _ = far
     heads = far_allowed.shape[1]

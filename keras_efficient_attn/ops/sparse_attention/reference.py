@@ -15,7 +15,7 @@ from keras_efficient_attn.ops.sparse_attention.patterns import (
 
 
 def reference_attention(inputs, config, options):
-    """The output, from the formula."""
+    """The output by the formula."""
 
     def weigh(query, key):
         queries, keys = query.shape[1], key.shape[1]
@@ -27,7 +27,7 @@ def reference_attention(inputs, config, options):
 
 
 def visible_keys(config, length, causal):
-    """Which keys each head sees, a boolean NumPy array `(heads, length, length)`."""
+    """The mask of each head, a boolean NumPy array `(heads, length, length)`."""
     i, j = np.arange(length)[:, None], np.arange(length)[None, :]
     near_mask, far_mask = config.masks(causal)
     first = near_mask(i, j)

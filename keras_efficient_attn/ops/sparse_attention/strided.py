@@ -1,4 +1,4 @@
-"""The strided pattern's second factor: softmax inside the columns of a table.
+"""The strided pattern's second factor: softmax within the columns of a table.
 
 The sequence fills a table of `stride` columns row by row; a query sees the keys of its
 own column.
@@ -12,7 +12,7 @@ from keras_efficient_attn.ops.common.chunking import chunk_count, pad_length
 
 
 def attend_columns(query, key, value, valid, mask_fn, dropout):
-    """The part of every column, of `(batch, length, heads, dim)`, equally long."""
+    """Partial softmax of every column, for `(batch, length, heads, dim)`."""
     length, stride = shape_of(query)[1], mask_fn.stride
     rows = chunk_count(length, stride)
     query, key, value, valid = (
@@ -24,7 +24,7 @@ def attend_columns(query, key, value, valid, mask_fn, dropout):
 
 
 def attend_cached_columns(query, cache, mask_fn, start, dropout):
-    """The part of a segment's queries over a cache that already holds the segment.
+    """Partial softmax of a segment over a cache that already holds the segment.
 
     Args:
         query: `(batch, length, heads, dim)`, from position `start` on.
@@ -35,7 +35,7 @@ def attend_cached_columns(query, cache, mask_fn, start, dropout):
         dropout: `(rate, seed)` or `None`.
     """
     length, stride = shape_of(query)[1], mask_fn.stride
-    # A segment shorter than a row reads its own columns only.
+    # A segment shorter than a row reads only its own columns.
     columns = min(stride, length) if isinstance(length, int) else stride
     rows = chunk_count(length, columns)
     step = ops.arange(columns, dtype="int32")

@@ -66,11 +66,11 @@ def vq_attention(
     ```
 
     `p(c | k)` is 1 for the nearest code or, with `sigma`, the responsibilities
-    `softmax(−‖k − code‖² / 2σ² − dim log σ + log_weight)` of a Gaussian mixture; as
-    σ → 0 these are the same. Far keys are summed up per code, by their number and the
-    mean of their values, and all weights have one denominator. A query that sees no
-    key gets zeros. Nearest codes have no derivative; nor have the codes, without
-    `sigma`.
+    `softmax(−‖k − code‖² / 2σ² − dim log σ + log_weight)` of a Gaussian mixture; for σ
+    → 0 both agree. Far keys are summarised per code by their number and the mean of
+    their values, and all weights have one denominator. A query that sees no key gets
+    zeros. The choice of nearest codes has no derivative; without `sigma`, the codes
+    have none either.
 
     With `order=2`, a far key is expanded around its code, and its weight, which stays
     positive, is
@@ -80,14 +80,14 @@ def vq_attention(
     x = Σ_{i < rank} q[t, i] δ[i]             y = Σ_{i ≥ rank} q[t, i]² mean(δ[i]²)
     ```
 
-    the mean being over the far keys of the same code on the same side of the query.
+    where the mean is over the far keys of the same code on the same side of the query.
     The first `rank` coordinates should thus be those in which keys differ most from
     their codes. The cache holds, per code, the sums of the features of `x` times the
     values: `(rank + 1)(rank + 2) / 2` times the size that it has with `order=0`.
 
     Args:
-        query: `(batch, query_length, heads, dim)`, scaled as the dot product should
-            be: there is no other scale.
+        query: `(batch, query_length, heads, dim)`, already scaled: no other scale is
+            applied.
         key: `(batch, key_length, heads, dim)`.
         value: `(batch, key_length, heads, value_dim)`.
         codebook: `(heads, codes, dim)`.
@@ -96,11 +96,11 @@ def vq_attention(
         log_weights: Optional `(heads, codes)`, logarithms of the weights of soft codes
             in their mixture, up to a constant. Defaults to equal weights.
         order: 0 (the default), or 2 to expand far keys around nearest codes.
-        rank: With `order=2`, from how many coordinates on only the mean square of
-            residuals counts. Defaults to `None`: all of them count in full.
+        rank: With `order=2`, the number of coordinates to expand; of the others only
+            the mean square of residuals counts. Defaults to `None`: all coordinates.
         window: A query sees itself and `window - 1` earlier keys exactly and, if not
             causal, as many later ones. Defaults to `None`: codes for all keys.
-        quantize_window: Whether keys in the window are replaced by their codes too,
+        quantize_window: Whether keys in the window are also replaced by their codes,
             with straight-through gradients (Transformer-VQ). Defaults to `False`.
         gradient_through_cache: Whether values, with `order=2` keys, and with `sigma`
             keys and codes, get a gradient through the weights beyond the window;
@@ -113,9 +113,8 @@ def vq_attention(
             `window - 1` down to 0 or, if not causal, to `1 - window`.
         state: Optional state from `vq_attention_state` or an earlier call: the keys
             of earlier segments. Needs `causal=True` and equal lengths.
-        block_length: Positions in a block; changes the speed, not the result beyond
-            rounding. Defaults to the plan of the device: on a CPU 128, with `order=2`
-            512.
+        block_length: Positions per block; changes the speed, and the result only by
+            rounding. Defaults to the device's plan: 128 on a CPU, 512 with `order=2`.
         implementation: `"chunked"` (the default) or `"reference"`, the quadratic
             definition, which has no `state` and always `gradient_through_cache`.
 
@@ -124,8 +123,8 @@ def vq_attention(
         `state`, the pair of that and the state after the last position.
 
     Raises:
-        ValueError: If shapes do not agree, if an argument is invalid, or for
-            arguments that need another: `window` for `quantize_window` and positions;
+        ValueError: If shapes do not agree, if an argument is invalid, or if an argument
+            lacks the one it needs: `window` for `quantize_window` and positions;
             `causal` for `state`; `sigma` for `log_weights`; `order=2`, which excludes
             `sigma` and `quantize_window`, for `rank`.
 
@@ -202,7 +201,7 @@ def vq_attention_state(
     Args:
         batch_size, num_heads, num_codes, key_dim, value_dim: Sizes.
         soft: Whether the attention has a `sigma`. Defaults to `False`.
-        order, rank, window: As `vq_attention`.
+        order, rank, window: As for `vq_attention`.
         dtype: `"float32"` (the default) or `"float64"`.
 
     Returns:
@@ -222,7 +221,7 @@ def vq_attention_state(
 def attend_to_keys_and_codes(
     query, keys, codebook, config, causal, positions=None, state=None
 ):
-    """`vq_attention` for layers, which check once and know the codes of their keys.
+    """`vq_attention` for layers, without checks and with known codes of the keys.
 
     Args:
         query: `(batch, query_length, heads, dim)`.
@@ -237,7 +236,7 @@ def attend_to_keys_and_codes(
         `(output, state)`: the output in the accumulator's dtype, and the new state or
         `None`.
     """
-    query, keys, codebook, positions = _prepared(query, keys, codebook, positions)
+    query, keys, codebook, positions = _prepare(query, keys, codebook, positions)
     if state is not None and query.shape[1] == keys.key.shape[1] == 1:
         return attend_token(query, keys, codebook, config, positions, state)
     if config.window is None:
@@ -248,8 +247,8 @@ def attend_to_keys_and_codes(
     return output, None
 
 
-def _prepared(query, keys, codebook, positions):
-    """All in the accumulator's dtype, with zeros where no key is."""
+def _prepare(query, keys, codebook, positions):
+    """Casts all to the accumulator's dtype, with zeros for missing keys."""
     query, *key_value_valid = masked_inputs(query, *keys[:3])
 
     def cast(x):
@@ -263,7 +262,7 @@ def _prepared(query, keys, codebook, positions):
 
 
 def _attend_to_codes(query, keys, codebook, config, causal, state):
-    """Attention to codes alone, of all keys: `(output, state)`."""
+    """Attention to the codes of all keys, without window: `(output, state)`."""
     keys, cache = far_keys(keys, codebook, config), None
     if causal:
         keys = each(lambda t: fit_length(t, shape_of(query)[1]), keys)

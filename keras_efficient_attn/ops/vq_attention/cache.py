@@ -1,15 +1,15 @@
 """The cache of attention over codes, and the state of a causal sequence.
 
-A cache has, per code, the sum of the values of its keys and their number. With
-`order=2` it has both for each of the features of the residuals, and, where a rank
-leaves coordinates out, the sum of the squares of the residuals in these. A state has
-the cache of the keys that have left the window, and the last `window` keys.
+A cache holds, per code, the sum of its keys' values and their number. With `order=2` it
+holds both per feature of the residuals and, if `rank` excludes coordinates, the sum of
+the squared residuals in these. A state holds the cache of the keys that have left the
+window, and the last `window` keys.
 """
 
 from keras import ops
 
 CACHE_NAMES = ("code_sum", "code_count", "code_square")
-# By the order of `Keys`.
+# In the order of `Keys`.
 WINDOW_NAMES = ("window_key", "window_value", "window_mask", "window_code")
 
 
@@ -30,7 +30,7 @@ def cache_of(state, dtype):
 
 
 def named_cache(cache):
-    """A cache as the part of a state that it is."""
+    """A cache as a dict of state tensors."""
     return dict(zip(CACHE_NAMES, cache, strict=False))
 
 

@@ -11,21 +11,21 @@ from keras_efficient_attn.ops.vq_attention.codebook import (
     plus_plus,
 )
 
-# Least variance of queries in any direction, as a share of their mean variance.
+# Minimum variance of queries in any direction, relative to their mean variance.
 LEAST_VARIANCE = 1e-4
-# Least width of a soft code, as a share of the keys' standard deviation.
+# Minimum width of a soft code, relative to the keys' standard deviation.
 LEAST_WIDTH = 1e-3
-# Keys whose shares are in memory at once.
+# Number of keys whose shares are in memory at once.
 KEYS_AT_ONCE = 4096
 
 
-def fitted(keys, moments, num_codes, iterations, seed):
-    """Codes by k-means, and the coordinates in which they and keys are compared.
+def fit_codes(keys, moments, num_codes, iterations, seed):
+    """Codes by k-means, and the coordinates in which keys are compared with them.
 
     In the metric of the queries a residual `δ = key − code` has the square
-    `δᵀ E[q qᵀ] δ = E[(q·δ)²]`. In the coordinates found here that is the sum of the
-    squares, and the residuals' are uncorrelated, the largest first: to keep the first
-    r of them is to approximate `q·δ` best in expected square.
+    `δᵀ E[q qᵀ] δ = E[(q·δ)²]`. In the coordinates found here this is the sum of the
+    squares, and the residuals are uncorrelated with decreasing variance. Keeping the
+    first r coordinates is the best approximation of `q·δ` in expected square.
 
     Args:
         keys: Array `(keys, heads, dim)`.
@@ -72,10 +72,10 @@ def fit_mixture(keys, codes, sigma, learn_weights, iterations):
 
     Args:
         keys: Array `(keys, heads, dim)`.
-        codes: `(heads, codes, dim)`, to begin with.
-        sigma: The width of all codes, a number, or `None`: one for each is fitted.
-        learn_weights: Whether weights are fitted; else all are equal.
-        iterations: How often codes, widths and weights are moved.
+        codes: Initial codes, `(heads, codes, dim)`.
+        sigma: The width of all codes, a number; `None` fits one per code.
+        learn_weights: Whether to fit weights; otherwise all are equal.
+        iterations: Number of updates of codes, widths and weights.
 
     Returns:
         `(codes, sigma, weights)`: `(heads, codes, dim)` and twice `(heads, codes)`.
@@ -100,7 +100,7 @@ def fit_mixture(keys, codes, sigma, learn_weights, iterations):
             counts += share.sum(0)
             sums += np.einsum("nhc,nhd->hcd", share, part, optimize=True)
             squares += np.einsum("nhc,nh->hc", share, np.square(part).sum(-1))
-        # A code without keys keeps its place.
+        # A code without keys does not move.
         used = counts > 1e-6
         safe = np.where(used, counts, 1.0)
         codes = np.where(used[..., None], sums / safe[..., None], codes)
@@ -138,11 +138,11 @@ def _shares(keys, codes, sigma, weights):
 def _roots(moments):
     """The square roots of matrices and their inverses, `(heads, dim, dim)`.
 
-    Scaled to a mean variance of 1, so that keys stay about as long as they are.
+    Scaled to a mean variance of 1, so that the keys' norms stay about the same.
     """
     values, vectors = np.linalg.eigh(moments)
     mean = values.mean(-1, keepdims=True)
-    # For queries of zeros every metric is as good.
+    # For zero queries every metric is equally good.
     values = np.where(mean > 0, values / np.where(mean > 0, mean, 1.0), 1.0)
     roots = np.sqrt(np.maximum(values, LEAST_VARIANCE))[:, None]
     transposed = np.swapaxes(vectors, 1, 2)

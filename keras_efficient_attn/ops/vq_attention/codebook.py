@@ -22,15 +22,15 @@ from keras_efficient_attn.ops.common.numerics import (
 from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.scan import recompute_scan
 
-# Keys a code that k-means++ reads.
+# Keys per code that k-means++ reads.
 KEYS_PER_CODE = 64
-# A code that fewer keys than this stand for keeps the place it has.
+# A code with a smaller count keeps its position.
 MIN_COUNT = 1e-2
 
 
 @compiled()
 def nearest_codes(key, codebook):
-    """The index of the nearest code of each key, `‖key − code‖` being least.
+    """The index of the nearest code of each key, which minimises `‖key − code‖`.
 
     Args:
         key: `(batch, length, heads, dim)`.
@@ -61,7 +61,7 @@ def _nearest_step(carry, x, consts):
 
 
 def similarity(key, codebook):
-    """`key·code − ‖code‖²/2`, that is `−‖key − code‖²/2` but for the key's norm."""
+    """`key·code − ‖code‖²/2`, which is `−‖key − code‖²/2` up to the key's norm."""
     products = key @ ops.swapaxes(codebook, -1, -2)
     return products - 0.5 * ops.sum(ops.square(codebook), axis=-1)[..., None, :]
 
@@ -111,17 +111,17 @@ def _flat_index(index, codes):
 
 
 def straight_through(key, code):
-    """The code, with the key's gradient."""
+    """The code, with a straight-through gradient to the key."""
     return key + ops.stop_gradient(code - key)
 
 
 def code_statistics(key, index, valid, num_codes):
-    """How many keys chose each code, and their sum.
+    """The number of keys of each code, and their sum.
 
     Args:
         key: `(batch, length, heads, dim)`.
         index: int32 `(batch, length, heads)`, their codes.
-        valid: `(batch, length)`, 0 for keys not to count.
+        valid: `(batch, length)`, 0 for keys to ignore.
         num_codes: Number of codes.
 
     Returns:
@@ -139,11 +139,11 @@ def code_statistics(key, index, valid, num_codes):
     return totals[..., 0], totals[..., 1:]
 
 
-def moved(sums, counts, batch_sums, batch_counts, decay):
+def update_averages(sums, counts, batch_sums, batch_counts, decay):
     """Exponential moving averages of the sums and counts of each code.
 
-    Both of a code fade together, so that its place `sum / count` stays while no key
-    chooses it, until the count is `MIN_COUNT`: then neither fades.
+    Both decay together, so that a code `sum / count` without keys does not move. Below
+    a count of `MIN_COUNT`, neither decays.
     """
     new_counts = decay * counts + (1.0 - decay) * batch_counts
     new_sums = decay * sums + (1.0 - decay) * batch_sums
@@ -161,7 +161,7 @@ def codes_of(sums, counts):
 
 
 def enough_keys(keys, valid, num_codes):
-    """`(keys, valid)` to draw codes from: no more than are worth their time."""
+    """`(keys, valid)` to draw codes from: a subset, to limit the time."""
     if isinstance(keys.shape[0], int):
         stride = max(1, keys.shape[0] // (KEYS_PER_CODE * num_codes))
         keys, valid = keys[::stride], valid[::stride]
@@ -173,7 +173,7 @@ def plus_plus(keys, valid, uniforms):
 
     Args:
         keys: `(keys, heads, dim)`.
-        valid: `(keys,)`, 0 for keys not to draw.
+        valid: `(keys,)`, 0 for keys to exclude.
         uniforms: `(codes, heads)`, random numbers from [0, 1).
 
     Returns:
@@ -190,11 +190,11 @@ def plus_plus(keys, valid, uniforms):
 
 def _draw_step(carry, x, consts):
     (distance,), (uniform, first), (keys, valid) = carry, x, consts
-    # The small share decides only where every key has been drawn.
+    # The small constant matters only if every key has been drawn.
     cumulative = ops.cumsum(distance + 1e-12 * valid[:, None], axis=0)
     target = uniform * cumulative[-1] * (1.0 - 1e-6)
     index = ops.sum(ops.cast(cumulative <= target, "int32"), axis=0)
-    # On PyTorch, sums of int32 are int64, which take_along_axis takes as well.
+    # On PyTorch, sums of int32 are int64, which take_along_axis accepts.
     chosen = ops.take_along_axis(keys, index[None, :, None], axis=0)
     new = ops.sum(ops.square(keys - chosen), axis=-1) * valid[:, None]
     nearer = ops.where(new < distance, new, distance)
@@ -204,12 +204,12 @@ def _draw_step(carry, x, consts):
 @compiled()
 @opaque_on_torch
 def drawn_once(codes, drawn, keys, valid, uniforms):
-    """The codes, if they were drawn before or there is no key; else by `plus_plus`.
+    """The codes if already drawn or without keys, otherwise drawn by `plus_plus`.
 
     Args:
         codes: `(heads, codes, dim)`.
         drawn: Boolean scalar.
-        keys, valid, uniforms: As `plus_plus`.
+        keys, valid, uniforms: As for `plus_plus`.
     """
     return ops.cond(
         ops.logical_or(drawn, ops.sum(valid) <= 0),
@@ -229,11 +229,11 @@ def batch_statistics(key, index, valid, codebook):
 
 @compiled()
 def random_keys(key, valid, uniforms):
-    """A key for each code, and whether there is one.
+    """A random key for each code, and whether there is one.
 
     Args:
         key: `(batch, length, heads, dim)`.
-        valid: `(batch, length)`, 0 for keys not to draw.
+        valid: `(batch, length)`, 0 for keys to exclude.
         uniforms: `(heads, codes)`, random numbers from [0, 1).
 
     Returns:
@@ -243,7 +243,7 @@ def random_keys(key, valid, uniforms):
     keys, valid = ops.reshape(key, (-1, dim)), ops.reshape(valid, (-1,))
     number = shape_of(valid)[0]
     place = ops.cast(uniforms * ops.cast(number, uniforms.dtype), "int32")
-    # Rounding may reach the end.
+    # Rounding may exceed the last index.
     place = ops.where(place < number, place, number - 1)
     head = ops.arange(heads, dtype="int32")[:, None]
     return ops.take(keys, place * heads + head, axis=0), ops.take(valid, place, axis=0)
@@ -251,16 +251,16 @@ def random_keys(key, valid, uniforms):
 
 @compiled()
 def lloyd(keys, codebook):
-    """One iteration of k-means: each code moves to the mean of the keys it is nearest.
+    """One iteration of k-means: each code moves to the mean of its nearest keys.
 
     Args:
         keys: `(keys, heads, dim)`.
         codebook: `(heads, codes, dim)`.
 
     Returns:
-        `(codebook, counts, error)`: the new codes, how many keys each of the old ones
-        had, `(heads, codes)`, and the mean over keys of their squared distance to the
-        old ones, `(heads,)`.
+        `(codebook, counts, error)`: the new codes, the number of keys of each old code,
+        `(heads, codes)`, and the mean squared distance of keys to the old codes,
+        `(heads,)`.
     """
     index = nearest_codes(keys[None], codebook)
     valid = ops.ones_like(keys[None, :, 0, 0])

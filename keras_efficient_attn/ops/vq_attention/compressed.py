@@ -1,8 +1,8 @@
 """Attention to keys through their codes, in linear time.
 
-A cache holds, per code, how many keys chose it and the sum of their values. Query `t`
-weighs code `c` by `exp(q·c + log count)` and reads the mean of its values; keys of the
-present block, which the cache does not hold yet, are weighed one by one.
+A cache holds, per code, the number of its keys and the sum of their values. Query `t`
+weights code `c` by `exp(q·c + log count)` and reads the mean of its values. Keys of the
+current block, which the cache does not hold yet, are weighted one by one.
 """
 
 import functools
@@ -20,7 +20,7 @@ from keras_efficient_attn.ops.common.chunking import (
     pad_to,
 )
 from keras_efficient_attn.ops.common.numerics import cumulative_sum, larger, max_along
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divided
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide
 from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.vq_attention.codebook import responsibilities
@@ -28,17 +28,17 @@ from keras_efficient_attn.ops.vq_attention.codebook import responsibilities
 if backend_name() == "torch":
     from keras_efficient_attn.ops.vq_attention import compressed_torch
 
-# A code with less than this is empty: its mean would be rounding.
+# A code with a smaller count is empty: its mean would be rounding noise.
 MIN_COUNT = 1e-20
 
 
 def causal_compressed_attention(query, keys, codebook, cache, config):
-    """The part of the keys `0..t` for query `t`, through their codes.
+    """Partial softmax of query `t` over the keys `0..t`, through their codes.
 
     Args:
         query: `(batch, length, heads, dim)`.
-        keys: `Keys`: the codes of the keys or, for soft codes, the keys; values are
-            zero where no key is.
+        keys: `Keys`: the codes of the keys or, for soft codes, the keys; values of
+            missing keys are zero.
         codebook: `Codebook`.
         cache: `(sum, count)` of shapes `(batch, heads, codes, value_dim)` and
             `(batch, heads, codes)`.
@@ -64,7 +64,7 @@ def causal_compressed_attention(query, keys, codebook, cache, config):
 
 
 def full_compressed_attention(query, keys, codebook, cache, config):
-    """As `causal_compressed_attention`, each query attending to every valid key.
+    """`causal_compressed_attention` without causality: queries see every valid key.
 
     Queries and keys may differ in length.
     """
@@ -82,11 +82,11 @@ def full_compressed_attention(query, keys, codebook, cache, config):
 
 
 def layout(sequence, value, codes, block_length, in_turn, features=0):
-    """How a sequence is cut: `(positions in a block, blocks in a group, groups)`.
+    """The layout of a sequence: `(positions per block, blocks per group, groups)`.
 
     Args:
         in_turn: Whether each group is a single block.
-        features: Features of a key, each of which is multiplied with its value.
+        features: Number of features of a key, each multiplied with its value.
     """
     heads, num_codes, dim = codes.shape
     value_dim = value.shape[-1] or dim
@@ -101,7 +101,7 @@ def layout(sequence, value, codes, block_length, in_turn, features=0):
 
 
 def key_columns(keys):
-    """The tensors of `Keys` as a scan takes them: `(batch, length, heads, ...)`."""
+    """The tensors of `Keys` for a scan: `(batch, length, heads, ...)`."""
     tensors = (keys.key, keys.value, columns(keys.valid))
     if keys.index is None:
         return tensors
@@ -167,7 +167,7 @@ def one_hot_codes(index, valid, codebook):
 
 
 def _read(logits, sums, counts, block=None):
-    """The part of the codes, and of the keys of the same block, one by one.
+    """Partial softmax over the codes, and over the keys of the same block.
 
     Args:
         logits: `(batch, heads, blocks, length, codes)`.
@@ -175,7 +175,7 @@ def _read(logits, sums, counts, block=None):
         block: Optional `(logits, seen, values)` of the keys of the block.
     """
     full = counts > MIN_COUNT
-    means = divided(sums, ops.where(full, counts, 0.0))
+    means = divide(sums, ops.where(full, counts, 0.0))
     log_counts = ops.log(ops.where(full, counts, 1.0))
     full = full[..., None, :]
     logits = ops.where(full, logits + log_counts[..., None, :], LOG_ZERO)
@@ -193,10 +193,10 @@ def _read(logits, sums, counts, block=None):
 
 
 def _read_mixture(logits, chosen, values, sums, counts):
-    """As `_read`; each key of the block has a share in every code.
+    """`_read` for soft codes: each key of the block has a share in every code.
 
-    Its weight is `Σ_c exp(q·c) p(c | key)`, and a code that no key has reached yet
-    must not set the scale: the counts are those up to the query.
+    Its weight is `Σ_c exp(q·c) p(c | key)`. A code without keys so far must not set the
+    scale, so the counts are those up to the query.
     """
     lower = ops.cast(lower_triangle(shape_of(logits)[3]), logits.dtype)
     counts = counts[..., None, :] + lower @ chosen
@@ -206,7 +206,7 @@ def _read_mixture(logits, chosen, values, sums, counts):
     scale = max_along(ops.stop_gradient(with_counts), axis=-1)
     shifted = ops.where(full, with_counts - scale[..., None], LOG_ZERO)
     total = ops.sum(ops.exp(shifted), axis=-1)
-    # Without the counts, at most 1 / count.
+    # Excluding the counts, at most 1 / count.
     shifted = ops.where(full, logits - scale[..., None], LOG_ZERO)
     weights = ops.exp(shifted)
     key_weights = (weights @ ops.swapaxes(chosen, -1, -2)) * lower

@@ -1,7 +1,7 @@
 """Causal attention to hard codes on CPUs, by PyTorch's fused kernel.
 
-The kernel reads the mean values before each block, with the logs of the counts as a
-mask. Sums of values are sums of rows, and no products with one-hot codes.
+The kernel reads the mean values before each block, with log counts as the mask. Values
+are summed by row index, not by products with one-hot codes.
 """
 
 import torch
@@ -16,12 +16,12 @@ from keras_efficient_attn.ops.common.plan import device_plan
 
 
 def causal_hard_attention(query, keys, codes, cache, size, least):
-    """As `compressed.causal_compressed_attention`.
+    """Computes `compressed.causal_compressed_attention`.
 
     Args:
-        query, keys, cache: As there; `keys` has an `index`.
+        query, keys, cache: As for that function; `keys` has an `index`.
         codes: `(heads, codes, dim)`, which get no gradient.
-        size: Positions in a block.
+        size: Positions per block.
         least: A code with a smaller count is empty.
     """
     (batch, length, heads, _), number = query.shape, codes.shape[1]
@@ -62,7 +62,7 @@ def _counts(first, rows, valid):
 
     Args:
         first: `(batch, rows)`.
-        rows: `(batch, blocks, keys)`, the row that each key counts in.
+        rows: `(batch, blocks, keys)`, the row in which each key counts.
         valid: `(batch, blocks, keys)`.
     """
     local = first.new_zeros(*rows.shape[:2], first.shape[1]).scatter_add_(
@@ -76,13 +76,12 @@ def _counts(first, rows, valid):
 def code_means_op(
     value: Tensor, rows: Tensor, inverse: Tensor, first: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The means of the rows before each block, and the sums after the last.
+    """The row means before each block, and the sums after the last block.
 
     Args:
         value: `(batch, blocks, keys, value_dim)`.
-        rows: `(batch, blocks, keys)`, the row that each is added to.
-        inverse: `(batch, blocks, rows)`, what the sums are multiplied by; it has no
-            gradient.
+        rows: `(batch, blocks, keys)`, the row to which each value is added.
+        inverse: `(batch, blocks, rows)`, factors of the sums, without gradient.
         first: `(batch, rows, value_dim)`, the sums before the first block.
     """
     (batch, blocks), number = rows.shape[:2], first.shape[1]

@@ -10,19 +10,19 @@ ORDERS = (0, 2)
 
 @dataclasses.dataclass(frozen=True)
 class VQConfig:
-    """Which keys a query sees as they are, and how codes represent the others.
+    """The keys that a query sees exactly, and the codes of the others.
 
     Attributes:
-        soft: Whether a key has a share in every code, and not in the nearest alone.
+        soft: Whether a key has a share in every code instead of the nearest only.
         order: 0, or 2 to expand far keys around their codes to second order.
         rank: With `order=2`, the number of coordinates that are expanded; `None`
             for all.
-        window: Number of nearest keys that are seen as they are; `None` for none.
-        quantize_window: Whether keys in the window become their codes too.
+        window: Number of nearest keys that are seen exactly; `None` for none.
+        quantize_window: Whether keys in the window are also replaced by their codes.
         relative_positions: Whether logits in the window have a term for the distance.
         gradient_through_cache: Whether keys, values and codes get a gradient through
             the weights beyond the window.
-        block_length: Positions in a block; `None` for the plan's.
+        block_length: Positions per block; `None` for the plan's.
 
     Raises:
         ValueError: For options that are invalid or exclude each other.
@@ -65,7 +65,7 @@ class VQConfig:
             )
 
     def check_key_dim(self, key_dim):
-        """Raises `ValueError` for a `rank` above the dim of the keys."""
+        """Raises `ValueError` for a `rank` above the keys' dim."""
         if self.rank is not None and self.rank > key_dim:
             raise ValueError(
                 "`rank` must be None or an integer from 1 to the dim of the keys, "
@@ -78,9 +78,9 @@ class VQConfig:
 
     @property
     def block_size(self):
-        """Positions in a block, of the argument or of the plan."""
+        """Positions per block, from the argument or the plan."""
         if self.block_length is not None:
             return self.block_length
-        # A read of the sums of many features costs more than the pairs of a block.
+        # Reading the sums of many features costs more than a block's pairs.
         plan = device_plan()
         return plan.expanded_code_block if self.order else plan.code_block

@@ -2,12 +2,12 @@
 
 The weight of a key with code `c` and residual `δ = key − c` is
 `exp(q·c) (1 + x + x²/2 + y/2)`, where `x` is the product of `q` and `δ` in the first
-`rank` coordinates, and `y = Σ q² mean(δ²)` over the others, the mean being that of the
-keys of the code. `1 + x + x²/2` is a product of Taylor features of `q` and of `δ`.
+`rank` coordinates, and `y = Σ q² mean(δ²)` over the others, with the mean over the
+code's keys. `1 + x + x²/2` is a product of Taylor features of `q` and of `δ`.
 
 A cache holds, per code: the sums of the features times the values, the sums of the
 features, and, unless all coordinates are expanded, the sums of the squares in the
-others. The first feature is the constant 1, so that the first sums are those of the
+others. The first feature is the constant 1, so that the first sums are the sum of the
 values and the number of keys.
 """
 
@@ -42,12 +42,12 @@ from keras_efficient_attn.ops.vq_attention.compressed import (
 
 
 def causal_expanded_attention(query, keys, codebook, cache, config):
-    """The part of the keys `0..t` for query `t`, expanded around their codes.
+    """Partial softmax of query `t` over the keys `0..t`, expanded around codes.
 
     Args:
         query: `(batch, length, heads, dim)`.
-        keys: `Keys`: the residuals, that is the keys less their codes; values are zero
-            where no key is.
+        keys: `Keys`: the residuals (keys minus their codes); values of missing keys are
+            zero.
         codebook: `Codebook`.
         cache: `(sum, count, square)` of shapes `(batch, heads, codes, features,
             value_dim)`, `(batch, heads, codes, features)` and `(batch, heads, codes,
@@ -71,7 +71,7 @@ def causal_expanded_attention(query, keys, codebook, cache, config):
 
 
 def full_expanded_attention(query, keys, codebook, cache, config):
-    """As `causal_expanded_attention`, each query attending to every valid key.
+    """`causal_expanded_attention` without causality: queries see every valid key.
 
     Queries and keys may differ in length.
     """
@@ -90,9 +90,9 @@ def full_expanded_attention(query, keys, codebook, cache, config):
 
 
 def expanded_attention_in_a_block(query, keys, codebook, config, causal):
-    """The part of all keys, causal or not, where no cache comes before or after.
+    """Partial softmax over all keys, causal or not, without a cache.
 
-    Time and memory grow with the square of the length, and not with the number of
+    Time and memory grow with the square of the length, but not with the number of
     features.
     """
     codes = codebook.codes
@@ -168,13 +168,13 @@ def _feature_weights(number):
 
 
 def feature_sums(chosen, residual, value, rank):
-    """The sums of each block's keys, which are added to the cache.
+    """The sums over each block's keys, to add to the cache.
 
     Args:
         chosen: `(batch, heads, blocks, length, codes)`, from `one_hot_codes`.
         residual: `(batch, heads, blocks, length, dim)`.
         value: `(batch, heads, blocks, length, value_dim)`.
-        rank: Coordinates of the residuals that are expanded.
+        rank: Number of expanded coordinates of the residuals.
     """
     by_code = ops.swapaxes(chosen, -1, -2)
     features = _features(residual, rank)
@@ -187,13 +187,13 @@ def feature_sums(chosen, residual, value, rank):
 
 
 def read(query, codebook, cache, rank, block=None, causal=True):
-    """The part of the keys in the cache, and of those of the same block.
+    """Partial softmax over the keys in the cache and in the same block.
 
     Args:
         query: `(batch, heads, blocks, length, dim)`.
         cache: The cache before each block, or `None` for an empty one.
         block: Optional `(chosen, residual, value)` of the keys of the block.
-        causal: Whether a query sees the keys of its block up to its own only.
+        causal: Whether a query sees the keys of its block only up to its own.
     """
     logits = query @ ops.swapaxes(codebook[:, None], -1, -2)
     numbers = 0.0
@@ -201,7 +201,7 @@ def read(query, codebook, cache, rank, block=None, causal=True):
         sums, counts, *squares = cache
         numbers = counts[..., None, :, 0]
     if block is not None:
-        # Up to the query: a code that no key has reached yet must not set the scale.
+        # Up to the query: a code without keys so far must not set the scale.
         chosen, residual, value = block
         seen = ops.ones((shape_of(query)[3], shape_of(value)[3]), query.dtype)
         if causal:
@@ -211,7 +211,7 @@ def read(query, codebook, cache, rank, block=None, causal=True):
     with_numbers = logits + ops.log(ops.where(full, numbers, 1.0))
     with_numbers = ops.where(full, with_numbers, LOG_ZERO)
     scale = max_along(ops.stop_gradient(with_numbers), axis=-1)
-    # The weight of one key of each code, as if it were the code: at most 1 / number.
+    # The weight of one key per code, at the code itself: at most 1 / number.
     weights = ops.exp(ops.where(full, logits - scale[..., None], LOG_ZERO))
 
     output = total = 0.0
@@ -237,7 +237,7 @@ def read(query, codebook, cache, rank, block=None, causal=True):
             spread = spread + (pairs * seen) @ chosen
         spread = weights * spread
         total = total + ops.sum(spread, axis=-1)
-        # Each key of a code has the mean.
+        # Use the mean for each key of a code.
         spread = spread / ops.where(full, numbers, 1.0)
         if cache is not None:
             output = output + spread @ sums[..., 0, :]

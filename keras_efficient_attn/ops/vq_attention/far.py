@@ -1,4 +1,4 @@
-"""Attention to keys through their codes: which form it takes."""
+"""Attention to keys through their codes: chooses the form."""
 
 from keras import ops
 
@@ -18,7 +18,7 @@ from keras_efficient_attn.ops.vq_attention.tensors import each
 
 
 def far_keys(keys, codebook, config):
-    """The keys as they are seen beyond the window: their codes or residuals.
+    """The representation of keys beyond the window: their codes or residuals.
 
     Soft codes need the keys themselves.
     """
@@ -29,7 +29,7 @@ def far_keys(keys, codebook, config):
 
 
 def attend_far(query, keys, codebook, config, causal=True, cache=None):
-    """The part of the keys through their codes, and the cache after the last key.
+    """Partial softmax over the keys' codes, and the cache after the last key.
 
     Args:
         query: `(batch, query_length, heads, dim)`.
@@ -40,8 +40,8 @@ def attend_far(query, keys, codebook, config, causal=True, cache=None):
         cache: The cache of earlier keys, or `None` for none.
 
     Returns:
-        `(part, cache)`, for `online_softmax.merge`; no cache where none was given and
-        none was needed.
+        `(part, cache)`, for `online_softmax.merge`; the cache is `None` if none was
+        given and none was needed.
     """
     in_a_block = cache is None and config.order == 2 and _fit(config, query, keys.key)
     if cache is None and not in_a_block:
@@ -62,6 +62,6 @@ def attend_far(query, keys, codebook, config, causal=True, cache=None):
 
 
 def _fit(config, query, key):
-    """Whether queries and keys are known to fit in a block."""
+    """Whether queries and keys are known to fit in one block."""
     lengths = query.shape[1], key.shape[1]
     return all(isinstance(n, int) and 0 < n <= config.block_size for n in lengths)

@@ -1,4 +1,4 @@
-"""Soft codes of keys: what Performer's features and a mixture of Gaussians share."""
+"""Soft codes of keys, which relate Performer's features to Gaussian mixtures."""
 
 from keras import ops
 
@@ -8,7 +8,7 @@ from keras_efficient_attn.ops.vq_attention.tensors import make_codebook
 
 
 def soft_codes(key, codebook, sigma=None, log_weights=None):
-    """The share of each code in each key, and how near a key is to the codes.
+    """The share of each code in each key, and a key's log mass.
 
     ```
     joint[c] = −‖key − code[c]‖² / 2σ[c]² − dim log σ[c] + log_weight[c]
@@ -26,10 +26,10 @@ def soft_codes(key, codebook, sigma=None, log_weights=None):
     exp(ω·key − ‖key‖² / 2) = exp(log_mass) share
     ```
 
-    is an identity: a mixture of Gaussians around `ω` that weigh `exp(‖ω‖² / 2)`. What
-    tells the two apart is the factor `exp(log_mass)` of each key, which soft codes
-    leave out, and where the codes come from: `ω` is drawn, without a look at the keys.
-    With projections of one norm, all codes weigh the same.
+    is an identity: a mixture of Gaussians around `ω` that weigh `exp(‖ω‖² / 2)`. They
+    differ in the factor `exp(log_mass)` of each key, which soft codes omit, and in the
+    origin of the codes: `ω` is drawn independently of the keys. With projections of one
+    norm, all codes have equal weights.
 
     Args:
         key: `(batch, length, heads, dim)`.

@@ -1,4 +1,4 @@
-"""One position of a causal sequence: one key more in the state, and one read of it."""
+"""One position of a causal sequence: adds one key to the state and reads it once."""
 
 from keras import ops
 
@@ -6,7 +6,7 @@ from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import (
     LOG_ZERO,
-    divided,
+    divide,
     finish,
     merge,
 )
@@ -23,7 +23,7 @@ from keras_efficient_attn.ops.vq_attention.window import (
 
 
 def attend_token(query, keys, codebook, config, positions, state):
-    """As `window.attend_segment`, for a segment of one position, window or not."""
+    """Computes `window.attend_segment` for one position, with or without window."""
     query, window, new_state = ops.swapaxes(query, 1, 2), None, {}
     if config.window is not None:
         history = with_history(state, near_keys(keys, codebook, config))
@@ -45,7 +45,7 @@ def _without_first(x):
 
 
 def _window(query, recent, positions):
-    """Logits, values and which are valid, of the keys in the window.
+    """Logits, values and mask of the keys in the window.
 
     Returns:
         Tensors of shapes `(batch, heads, 1, window)`, `(batch, heads, window,
@@ -59,7 +59,7 @@ def _window(query, recent, positions):
 
 
 def _with_key(cache, keys, codebook, config):
-    """The cache with one key more."""
+    """The cache with one additional key."""
     codes, valid = codebook.codes, keys.valid[..., None]
     value = ops.swapaxes(keys.value, 1, 2)
     if config.soft:
@@ -94,8 +94,8 @@ def _read(query, cache, codes, config, window):
     logits = query @ ops.swapaxes(codes, -1, -2)
     if window is None:
         weights, total, _ = _weigh(logits, numbers)
-        return divided(weights @ sums, total)
-    # A key in the window counts as a code with one key, a hidden one as an empty code.
+        return divide(weights @ sums, total)
+    # A key in the window counts as a code with one key; a hidden key as an empty code.
     window_logits, values, valid = window
     valid = ops.broadcast_to(valid, shape_of(window_logits))
     weights, total, _ = _weigh(
@@ -103,14 +103,14 @@ def _read(query, cache, codes, config, window):
         ops.concatenate([numbers, valid], axis=-1),
     )
     output = weights[..., :num_codes] @ sums + weights[..., num_codes:] @ values
-    return divided(output, total)
+    return divide(output, total)
 
 
 def _weigh(logits, numbers):
     """The softmax over codes, each with its number of keys, which may be 0.
 
     Returns:
-        `(weights, total, log_scale)`, the weights being those of one key of each code.
+        `(weights, total, log_scale)`, with the weights of one key per code.
     """
     full = numbers > MIN_COUNT
     with_numbers = logits + ops.log(ops.where(full, numbers, 1.0))

@@ -4,15 +4,15 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.numerics import larger
-from keras_efficient_attn.ops.common.online_softmax import divided
+from keras_efficient_attn.ops.common.online_softmax import divide
 from keras_efficient_attn.ops.common.relative_positions import window_distances
 
 
 def vq_attention(query, keys, codebook, config, causal, positions=None):
-    """`ops.vq_attention` without the state.
+    """Computes `ops.vq_attention` without a state.
 
     The `(query_length, key_length)` weights are formed, in the dtype of the input.
-    Arguments are those of `attend_to_keys_and_codes`; keys need no `index`.
+    Arguments are as for `attend_to_keys_and_codes`; keys need no `index`.
     """
     key, value, key_mask, _ = keys
     (codebook, sigma, log_weights), window = codebook, config.window
@@ -24,7 +24,7 @@ def vq_attention(query, keys, codebook, config, causal, positions=None):
 
     if sigma is None:
         codebook = ops.stop_gradient(ops.convert_to_tensor(codebook))
-    # p(code | key): of the nearest code 1, or the responsibilities of a mixture.
+    # p(code | key): 1 for the nearest code, or the responsibilities of a mixture.
     distances = ops.sum(
         ops.square(key[..., None, :] - codebook[None, None]), axis=-1
     )  # (batch, key_length, heads, codes)
@@ -80,7 +80,7 @@ def vq_attention(query, keys, codebook, config, causal, positions=None):
     largest = larger(largest, ops.zeros_like(largest) - 1e29)
     weights = ops.where(allowed, ops.exp(logits - largest), 0.0)
     values = ops.einsum("bhts,bshv->bthv", weights, value)
-    return divided(values, ops.transpose(ops.sum(weights, axis=-1), (0, 2, 1)))
+    return divide(values, ops.transpose(ops.sum(weights, axis=-1), (0, 2, 1)))
 
 
 def _expansion(query, residual, chosen, rank, allowed, distance, window):

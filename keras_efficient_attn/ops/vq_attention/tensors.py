@@ -1,4 +1,4 @@
-"""Tensors that travel together through attention over quantised keys."""
+"""Groups of tensors for attention over quantised keys."""
 
 from typing import Any, NamedTuple
 
@@ -10,8 +10,8 @@ class Codebook(NamedTuple):
 
     Attributes:
         codes: `(heads, codes, dim)`.
-        sigma: `(heads, codes)`, the widths of soft codes; `None` for hard ones.
-        log_weights: Optional `(heads, codes)`, of soft codes in their mixture.
+        sigma: `(heads, codes)`, the widths of soft codes; `None` for hard codes.
+        log_weights: Optional `(heads, codes)`, the mixture weights of soft codes.
     """
 
     codes: Any
@@ -25,9 +25,9 @@ class Keys(NamedTuple):
     Attributes:
         key: `(batch, length, heads, dim)`: keys, their codes, or their residuals.
         value: `(batch, length, heads, value_dim)`.
-        valid: `(batch, length)`, 1 for keys that exist and 0 for others; `None` where
-            all do.
-        index: int32 `(batch, length, heads)`, the nearest codes; `None` for soft ones.
+        valid: `(batch, length)`, 1 for keys that exist and 0 for others; `None` if all
+            exist.
+        index: int32 `(batch, length, heads)`, the nearest codes; `None` for soft codes.
     """
 
     key: Any
@@ -41,7 +41,7 @@ class Positions(NamedTuple):
 
     Attributes:
         query: `(batch, length, heads, dim)`.
-        key: `(distances, heads, dim)`, of falling distances.
+        key: `(distances, heads, dim)`, of decreasing distances.
     """
 
     query: Any
@@ -49,7 +49,7 @@ class Positions(NamedTuple):
 
 
 def each(function, tensors):
-    """Applies a function to each tensor of a tuple, named or not; `None` stays."""
+    """Applies a function to each tensor of a tuple, named or not; keeps `None`."""
     results = [None if t is None else function(t) for t in tensors]
     return type(tensors)(*results) if hasattr(tensors, "_fields") else tuple(results)
 

@@ -1,8 +1,8 @@
-"""Attention to the keys of a window as they are, and to the codes of the others.
+"""Exact attention to the keys of a window, and attention to the codes of the others.
 
-A key reaches the codes when it leaves the window: keys delayed by the window's length
-are attended to causally. Where queries see later keys as well, the same is done once
-more from the end.
+A key is assigned to the codes when it leaves the window, so keys delayed by the
+window's length are attended to causally. If queries also see later keys, the same runs
+once more from the end.
 """
 
 from keras import ops
@@ -28,7 +28,7 @@ from keras_efficient_attn.ops.vq_attention.tensors import Keys, Positions, each
 
 
 def near_keys(keys, codebook, config):
-    """The keys as they are seen in the window: their codes, if these are quantised."""
+    """The keys seen in the window; their codes if the window is quantised."""
     if not config.quantize_window:
         return keys
     codes = look_up(codebook.codes, keys.index)
@@ -38,7 +38,7 @@ def near_keys(keys, codebook, config):
 def attend_sequence(query, keys, codebook, config, causal, positions):
     """The output of a whole sequence; arguments as for `attend_to_keys_and_codes`."""
     length = shape_of(query)[1]
-    query, keys, positions = _fitted(query, keys, causal, positions)
+    query, keys, positions = _fit_lengths(query, keys, causal, positions)
     total, window = shape_of(query)[1], config.window
     if isinstance(total, int) and total < window:
         positions = _nearest_positions(positions, window - total, causal)
@@ -48,13 +48,13 @@ def attend_sequence(query, keys, codebook, config, causal, positions):
     # A sequence that fits in the window has no far keys.
     if not (isinstance(total, int) and total <= window):
         far = far_keys(keys, codebook, config)
-        delayed = _delayed(far, window, total)
+        delayed = _delay(far, window, total)
         parts.append(attend_far(query, delayed, codebook, config)[0])
         if not causal:
-            query, far = _reversed(query), each(_reversed, far)
-            delayed = _delayed(far, window, total)
+            query, far = _reverse(query), each(_reverse, far)
+            delayed = _delay(far, window, total)
             after, _ = attend_far(query, delayed, codebook, config)
-            parts.append(each(_reversed, after))
+            parts.append(each(_reverse, after))
     return finish(*merge(parts), normalize=True)[:, :length]
 
 
@@ -67,13 +67,13 @@ def attend_segment(query, keys, codebook, config, positions, state):
     Returns:
         `(output, state)`.
     """
-    query, keys, positions = _fitted(query, keys, True, positions)
+    query, keys, positions = _fit_lengths(query, keys, True, positions)
     length = shape_of(query)[1]
     near = near_keys(keys, codebook, config)
     history = with_history(state, near)
     rule = SlidingWindow(config.window, True)
     recent = (t[:, 1:] for t in history[:3])
-    # The rule asks for distances only: any start will do.
+    # The mask depends on distances only, so any start works.
     part = attend_recent(query, *recent, rule, start=0, relative=positions)
     leaving = each(lambda t: t[:, :length], history)
     far, cache = attend_far(
@@ -89,26 +89,26 @@ def attend_segment(query, keys, codebook, config, positions, state):
 
 
 def with_history(state, near):
-    """The keys of a state's window, and those of a segment behind them."""
-    # Soft codes have no index, the last of the four.
+    """The keys of a state's window, followed by a segment's keys."""
+    # Soft codes have no `index`, the last of the four.
     given = [t for t in near if t is not None]
     return Keys(*append_segment(state, *given, names=WINDOW_NAMES[: len(given)]))
 
 
 def named_window(recent):
-    """The keys of a window, as the part of a state that they are."""
+    """The keys of a window as a dict of state tensors."""
     pairs = zip(WINDOW_NAMES, recent, strict=True)
     return {name: t for name, t in pairs if t is not None}
 
 
-def _fitted(query, keys, causal, positions):
-    """All of one length; only queries without keys in reach are left out."""
+def _fit_lengths(query, keys, causal, positions):
+    """Pads or cuts all to one length; drops only queries without keys in reach."""
     lengths = query.shape[1], keys.key.shape[1]
     if None not in lengths and lengths[0] == lengths[1]:
         return query, keys, positions
     total = shape_of(query)[1]
     if not causal:
-        # Queries after the last key still see those in the window before them.
+        # Queries after the last key still see the keys in their window.
         total = longer_length(total, shape_of(keys.key)[1])
 
     def fit(x):
@@ -119,16 +119,16 @@ def _fitted(query, keys, causal, positions):
     return fit(query), each(fit, keys), positions
 
 
-def _delayed(keys, window, total):
+def _delay(keys, window, total):
     return each(lambda t: pad_length(t, window, 0)[:, :total], keys)
 
 
-def _reversed(x):
+def _reverse(x):
     return ops.flip(x, axis=1)
 
 
 def _nearest_positions(positions, number, causal):
-    """Without the keys of the `number` farthest distances, on either side."""
+    """Drops the keys of the `number` farthest distances on either side."""
     if positions is None:
         return None
     last = positions.key.shape[0] - (0 if causal else number)

@@ -34,7 +34,7 @@ def train(model, part=slice(None)):
     return np.array(losses)
 
 
-def gathered(x):
+def gather(x):
     """The arrays of both processes."""
     tensors = [torch.zeros_like(x) for _ in range(2)]
     distributed.all_gather(tensors, x)
@@ -43,7 +43,7 @@ def gathered(x):
 
 def check_projections_with_seeds_of_their_own(rank):
     model = make_model(["performer:num_features=16,redraw_interval=1"])
-    # As users do, so that dropout differs.
+    # Seeded as users do, so that dropout differs.
     generator = model.layers[-2]._flatten_layers()
     for layer in generator:
         seed = getattr(layer, "_projection_seed", None)
@@ -52,14 +52,14 @@ def check_projections_with_seeds_of_their_own(rank):
     train(model, slice(rank, None, 2))
     weights = weights_of(model)
     (path,) = (path for path in weights if path.endswith("projection"))
-    mine, other = gathered(torch.from_numpy(weights[path].copy()))
+    mine, other = gather(torch.from_numpy(weights[path].copy()))
     np.testing.assert_array_equal(mine, other)
 
 
 def check_dropout_differs(rank):
     keras.utils.set_random_seed(rank)
     dropped = keras.layers.Dropout(0.5)(torch.ones(100), training=True)
-    mine, other = gathered(dropped)
+    mine, other = gather(dropped)
     assert (mine != other).any()
 
 
@@ -70,7 +70,7 @@ def main():
     rank = distributed.get_rank()
     model = make_model()
     losses = torch.from_numpy(train(model, slice(rank, None, 2)))
-    mean = np.mean(gathered(losses), axis=0)
+    mean = np.mean(gather(losses), axis=0)
     np.testing.assert_allclose(mean, expected, rtol=1e-4)
     check_same(weights_of(model), weights_of(alone))
     check_projections_with_seeds_of_their_own(rank)

@@ -46,7 +46,7 @@ def make_inputs(layout=None):
 
 
 def values(backbone, weights, frozen, inputs):
-    """The output, and the gradients of a number made of it."""
+    """The output, and the gradients of a scalar function of it."""
 
     def loss(weights):
         output, _ = backbone.stateless_call(weights, frozen, inputs)
@@ -82,7 +82,7 @@ def test_outputs_and_gradients_are_those_of_one_device(attention):
         _, received, received_gradients = compile_values(backbone, inputs)
     np.testing.assert_allclose(received, output, rtol=1e-4, atol=1e-5)
     for a, b in zip(received_gradients, gradients, strict=True):
-        # Rounding is all there is to gradients of a key's bias under a softmax.
+        # Gradients of a key bias under a softmax are rounding errors only.
         atol = 1e-4 * np.abs(b).max() + 1e-5
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=atol)
 

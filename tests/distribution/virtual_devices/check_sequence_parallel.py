@@ -21,7 +21,7 @@ def make_mesh(shape=(2, 4)):
 
 
 def compile_case(name, target, inputs):
-    """The program for an output, and the gradients of a number made of it."""
+    """The program for an output and the gradients of a scalar function of it."""
     varied = {key: inputs[key] for key in DIFFERENTIATED}
 
     def loss(varied, inputs):
@@ -53,7 +53,7 @@ def test_bytes_that_travel_do_not_depend_on_the_length(name):
         compile_case(name, split, make_inputs(length))[0] for length in (64, 256)
     )
     assert sent_bytes(short) > 0
-    # The sum of the outputs, a number, travels too.
+    # The sum of the outputs, a scalar, is also transferred.
     assert sent_bytes(long) == sent_bytes(short)
 
 
@@ -120,7 +120,7 @@ def test_layers_split_their_sequences_within_a_scope(name, causal):
 
 
 def train():
-    """Losses and weights of a small model that `fit` trains."""
+    """Losses and weights of a small model after `fit`."""
     keras.utils.set_random_seed(0)
     backbone = EfficientTransformerBackbone(
         16, 2, 4, 16, 32, attention=["linear", "vq:window=6,num_codes=8"]
@@ -146,7 +146,7 @@ def test_fit_with_batches_and_sequences_split_is_that_of_one_device():
     with distribution.scope(), SequenceParallel().scope():
         losses, weights = train()
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
-    # Adam divides by gradients that may be rounding; codes and counts are sums.
+    # Adam divides by gradients that may be rounding errors; codes and counts are sums.
     for a, b in zip(weights, expected_weights, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-2, atol=2e-3)
 

@@ -37,13 +37,13 @@ def collectives(compiled):
 
 
 def count(compiled):
-    """How many collectives of each kind a program has."""
+    """The number of collectives of each kind in a program."""
     names = [name for name, _ in collectives(compiled)]
     return {name: names.count(name) for name in COLLECTIVES if name in names}
 
 
 def sent_bytes(compiled):
-    """The bytes of the results of all collectives in a program."""
+    """The total bytes of all collectives' results in a program."""
     total = 0
     for _, shapes in collectives(compiled):
         for dtype, sizes in shapes:

@@ -79,7 +79,7 @@ def assert_ponder_equal(received, expected):
 
 
 def test_weights_sum_to_exactly_one():
-    # Any sequence: near 0, near 1, in between, and what rounds badly.
+    # Sequences near 0, near 1, in between, and prone to rounding errors.
     random = np.random.default_rng(0)
     scale = 10.0 ** random.uniform(-9, 0, (4000, 1))
     h = (random.uniform(size=(4000, 12)) * scale).astype("float32")
@@ -97,7 +97,7 @@ def test_weights_sum_to_exactly_one():
     assert (total == 1).all()
     steps = to_numpy(ponder["steps"])
     assert set(steps) >= {1.0, 2.0, 3.0, 12.0}
-    # T2T's interpolation gave 0.69 for this one.
+    # T2T's interpolation gave 0.69 for this sequence.
     np.testing.assert_allclose(
         to_numpy(ponder["probabilities"])[3, :4], [0.3, 0.3, 0.3, 0.1], atol=1e-6
     )
@@ -149,7 +149,7 @@ def test_gradient_of_the_ponder_cost():
 
 
 def test_gradient_of_the_output_is_that_of_differences():
-    """By central differences of the definition; N does not change at these."""
+    """Checked by central differences of the definition, which do not change N."""
     layer, x = make_layer(), inputs()
     direction = np.random.default_rng(2).normal(size=x.shape)
 
@@ -173,7 +173,7 @@ def test_gradient_of_the_output_is_that_of_differences():
 
 @pytest.mark.parametrize("bias", [4.7, -3.0])
 def test_early_exit_stops_and_changes_nothing(bias):
-    # At 4.7 a few steps are enough for all; at −3 none halts before the last.
+    # At 4.7 all positions halt after a few steps; at −3 none halts before the last.
     layer, x = make_layer(bias, spread=0.5), inputs()
     expected, unrolled = layer(x, training=True, return_ponder=True)
     assert layer.step.calls == STEPS
@@ -188,7 +188,7 @@ def test_early_exit_stops_and_changes_nothing(bias):
 
 
 def test_a_compiled_loop_stops_too(backend):
-    """Steps are counted from within the compiled program."""
+    """Steps are counted inside the compiled program."""
     calls = []
 
     def run(h):
@@ -297,7 +297,7 @@ def test_padding_is_never_read_and_costs_nothing():
 
 
 def test_padding_does_not_lengthen_the_loop():
-    # Pads would run to the end, real positions halt at once.
+    # Padding would run to the end; real positions halt at once.
     layer = make_layer(0.0, spread=0.0)
     layer.halting.unit.kernel.assign([[20.0], [0.0], [0.0], [0.0]])
     layer.step.kernel.assign(np.zeros((DIM, DIM)))
@@ -338,7 +338,7 @@ def test_fit_with_unknown_length_saving_and_half_precision(backend, tmp_path):
     output, ponder = layer(x, return_ponder=True)
     assert keras.backend.standardize_dtype(output.dtype) == "bfloat16"
     assert keras.backend.standardize_dtype(ponder["remainders"].dtype) == "float32"
-    # The cost is learned, from a deep start.
+    # Training lowers the cost from a deep start.
     assert before == 3 and to_numpy(ponder["steps"]).mean() < 3
     np.testing.assert_allclose(
         to_numpy(ponder["probabilities"]).sum(-1), 1.0, rtol=1e-6

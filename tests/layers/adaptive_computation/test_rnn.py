@@ -37,7 +37,7 @@ def make_rnn(kind="simple", cell=None, cost=0.01, flag=True, **options):
 
 
 def cell_step(kind, cell, x, state):
-    """`(batch, units)` each of output and states, side by side, as is the result."""
+    """Concatenated output and states, `(batch, units)` each, before and after."""
     kernel, recurrent, bias = (to_numpy(w).astype("float64") for w in cell.weights)
     h, *rest = np.split(state[:, UNITS:], 2 if kind == "lstm" else 1, axis=1)
     if kind == "simple":
@@ -103,7 +103,7 @@ def test_outputs_are_those_of_the_definition(kind):
     expected, statistics, last = dense(layer, kind, x, MASK)
     assert len(np.unique(statistics["steps"])) >= 3
     x[~MASK] = np.nan
-    # Early exit: the loops of positions are inside the loop over the sequence.
+    # Early exit: the steps' loops are inside the loop over the sequence.
     output, *states, ponder = layer(x, mask=MASK, return_ponder=True)
     np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-3, atol=1e-4)
     states = np.concatenate([to_numpy(state) for state in states], axis=1)

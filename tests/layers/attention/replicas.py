@@ -1,7 +1,7 @@
-"""A script: an update of codes on two replicas is that of one, on all their keys.
+"""A script: updating codes on two replicas equals one update with all keys.
 
-The number of devices has to be set before a backend starts, so that this needs a
-process of its own.
+The number of devices must be set before a backend starts, so this needs a separate
+process.
 """
 
 import keras

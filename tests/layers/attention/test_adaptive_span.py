@@ -1,4 +1,4 @@
-"""Spans of AdaptiveSpan that learn, and windows that follow them."""
+"""Learned spans of AdaptiveSpan, and trimmed windows."""
 
 import dataclasses
 
@@ -55,7 +55,7 @@ def assert_as_defined(layer, x):
 def test_a_query_without_its_own_position_sees_earlier_ones():
     layer, x = make(include_self=False, initial_span=3), inputs()
     assert_as_defined(layer, x)
-    # The first query sees nothing: what is left is the offset of the output.
+    # The first query sees nothing: only the output's bias remains.
     output = to_numpy(layer(x, x, use_causal_mask=True))
     bias = np.broadcast_to(layer.get_weights()[-1], output[:, 0].shape)
     assert [w.path for w in layer.weights][-1].endswith("bias")
@@ -66,7 +66,7 @@ def test_a_query_without_its_own_position_sees_earlier_ones():
 
 
 def assert_slopes(layer, names, x):
-    """The gradients of these weights, against differences of the dense formula."""
+    """Compares these weights' gradients with differences of the dense formula."""
     variables = [w for w in layer.trainable_weights if w.name in names]
     assert len(variables) == len(names)
     values = [to_numpy(w) for w in variables]
@@ -92,7 +92,7 @@ def assert_slopes(layer, names, x):
 
 
 class WithWeights:
-    """The layer as the dense formula reads it, some weights replaced, in float64."""
+    """The layer for the dense formula, with some weights replaced, in float64."""
 
     def __init__(self, layer, **changed):
         self._layer, self._changed = layer, changed
@@ -106,7 +106,7 @@ class WithWeights:
 
 
 def test_spans_have_the_slope_of_the_formula(monkeypatch):
-    # So that the blocks of the band are computed again for the gradient.
+    # Makes the gradient recompute the blocks of the band.
     small = dataclasses.replace(DEVICE_PLANS["cpu"], step_floats=1)
     monkeypatch.setitem(DEVICE_PLANS, "cpu", small)
     assert_slopes(make(), {"span"}, inputs())
@@ -168,20 +168,20 @@ def test_trimming_changes_no_output_and_spans_can_grow_again():
         use_causal_mask=True,
         state=layer.get_initial_state(1),
     )
-    # 40.6 + 8 positions, rounded up to 64, and 64 to spare.
+    # 40.6 + 8 positions, rounded up to 64, plus 64 spare keys.
     assert (layer.trim(), layer.window) == (128, 128)
     trimmed = to_numpy(layer(x, x, use_causal_mask=True))
     np.testing.assert_allclose(trimmed, whole, rtol=1e-5, atol=1e-6)
-    # A state from before the trim goes on after it.
+    # A state stays valid after a trim.
     rest, state = layer(x[:, 120:], x[:, 120:], use_causal_mask=True, state=state)
     np.testing.assert_allclose(to_numpy(rest), whole[:, 120:], rtol=1e-5, atol=1e-6)
     assert state["key"].shape[1] == 127
 
-    # Into the keys to spare, with the gradient of the formula, …
+    # Spans grow into the spare keys, with the gradient of the formula, …
     set_spans(layer, (119.5, 0.3))
     assert_as_defined(layer, x)
     assert_slopes(layer, {"span"}, x)
-    # … beyond them after the next trim, up to all there is, and back.
+    # … beyond them after the next trim, up to the maximum, and back.
     assert layer.trim() == 192
     set_spans(layer, (150.0, 199.0))
     assert layer.trim() == MAX_SPAN
@@ -227,7 +227,7 @@ def make_model():
         2, 4, max_span=MAX_SPAN, ramp=RAMP, initial_span=30, penalty=1e-3
     )
     model = keras.Model(sequence, layer(sequence, sequence, use_causal_mask=True))
-    # torch.compile takes minutes a model; eager is what torch users run.
+    # torch.compile takes minutes per model; torch users run eagerly.
     jit_compile = keras.backend.backend() != "torch"
     model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=jit_compile)
     return model
@@ -256,7 +256,7 @@ def test_a_model_trims_and_compiles_again_while_it_trains(monkeypatch):
         shuffle=False,
         callbacks=[TrimSpans(every=2)],
     )
-    # What is compiled after two of the four steps has the window of then.
+    # A function compiled after two of the four steps has the window at that time.
     assert set(windows) == {MAX_SPAN, 128}
     np.testing.assert_allclose(
         received.history["loss"], expected.history["loss"], rtol=1e-5

@@ -1,4 +1,4 @@
-"""Feature maps by name, from users, and those with weights."""
+"""Feature maps by name, of users, and with weights."""
 
 import dataclasses
 
@@ -160,10 +160,10 @@ def test_learned_features_begin_as_hyperbolic_ones():
     np.testing.assert_array_equal(query[..., DIM:], -query[..., :DIM])
     products = np.einsum("hdm,hdn->hmn", query[..., :DIM], query[..., :DIM])
     np.testing.assert_allclose(products[:, ~np.eye(DIM, dtype=bool)], 0, atol=1e-4)
-    # Heads have rows of their own.
+    # Each head has its own rows.
     assert np.max(abs(query[0] - query[1])) > 0.1
 
-    # With many features, the estimate is near softmax attention.
+    # With many features, the estimate is close to softmax attention.
     x = 0.3 * x
     many = feature_maps.get("learned", num_features=4096)
     layer = LinearAttention(2, DIM, feature_map=many, seed=1)
@@ -215,7 +215,7 @@ def test_gradients_of_a_map_s_weights_are_differences(causal):
 @register_feature_map("tests_gained_relu", package="tests")
 @dataclasses.dataclass(frozen=True)
 class GainedRelu(FeatureMap):
-    """A user's map: a gain per head and channel that is learned."""
+    """A user's map: a learned gain per head and channel."""
 
     epsilon: float = 1e-3
 
@@ -237,7 +237,7 @@ def test_a_map_from_outside_learns_and_is_saved(tmp_path, backend):
     (gain,) = (w for w in layer.trainable_weights if w.name == "feature_gain")
     assert gain.path.endswith("/feature_gain")
     x = inputs()
-    # At first it is "relu" without a projection.
+    # Initially it is "relu" without a projection.
     plain = LinearAttention(2, DIM, feature_map="relu")
     plain.build(x.shape, x.shape)
     plain.set_weights([to_numpy(w) for w in layer.weights if w is not gain])

@@ -59,7 +59,7 @@ def test_a_repeated_key_reads_the_last_value():
     x = np.repeat(inputs()[:, :1], LENGTH, axis=1)
     layer.build(x.shape, x.shape)
     (kernel,) = layer._beta_layers[0].get_weights()
-    # Large logits of one sign: β is 1.
+    # Large logits of one sign give β = 1.
     sign = np.sign(x[0, 0])[:, None]
     layer._beta_layers[0].set_weights([1e3 * sign * np.ones_like(kernel)])
     _, scores = layer(x[:1], x[:1], return_attention_scores=True)

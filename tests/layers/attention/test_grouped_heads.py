@@ -1,4 +1,4 @@
-"""Heads of queries that share heads of keys and values."""
+"""Query heads that share key and value heads."""
 
 import keras
 import numpy as np

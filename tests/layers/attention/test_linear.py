@@ -55,7 +55,7 @@ def test_tokens_and_segments_give_the_definition(name):
     layer = layer_class(2, DIM, chunk_size=4, **options)
     x = inputs()
     layer.build(x.shape, x.shape)
-    # The first keys and a row of others are hidden.
+    # The first keys and a run of others are hidden.
     mask = np.random.default_rng(1).random((2, LENGTH)) > 0.3
     mask[0, :3] = mask[1, 9:15] = False
     hidden = np.where(mask[..., None], x, np.nan).astype("float32")
@@ -67,7 +67,7 @@ def test_tokens_and_segments_give_the_definition(name):
             layer, dense.linear_heads, x, x, key_mask=mask, causal=True
         )
     every = tuple(range(1, LENGTH))
-    # From segments to tokens and back: both have one state.
+    # From segments to tokens and back: both use the same state.
     for cuts in (every, (7, 8, 9, 10, 18), (1, 2, 3, 20)):
         output, _ = streamed(layer, x, mask, cuts)
         np.testing.assert_allclose(output, whole, rtol=1e-3, atol=2e-4)
@@ -143,7 +143,7 @@ def test_sliding_window_of_keras_is_the_window():
 @pytest.mark.parametrize("window", [3, None])
 def test_a_window_that_is_set_later_is_saved(name, window):
     layer = get_attention(name, num_heads=2, key_dim=4, sliding_window=5)
-    # As the search for windows of `convert_backbone` does.
+    # As in the window search of `convert_backbone`.
     layer.window = window
     assert type(layer).from_config(layer.get_config()).window == window
 

@@ -1,4 +1,4 @@
-"""Layers of the linear path with the TPU's kernel, which Pallas interprets here."""
+"""Linear attention layers with the TPU's kernel, interpreted by Pallas."""
 
 import keras
 import numpy as np
@@ -44,7 +44,7 @@ def test_the_kernel_gives_outputs_and_gradients_of_the_chunks(
     (expected,) = gradients(loss, x)
     asked = []
     monkeypatch.setattr(choice, "has_one_tpu", lambda: asked.append(1) or True)
-    # A size of chunks asks for chunks.
+    # A chunk size selects the chunked form.
     layer.chunk_size = None
     (received,) = gradients(loss, x)
     assert asked

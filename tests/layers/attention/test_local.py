@@ -1,4 +1,4 @@
-"""Images, which only LocalAttention takes."""
+"""Images, which only LocalAttention supports."""
 
 import keras
 import numpy as np
@@ -26,7 +26,7 @@ def images(seed=0):
 
 
 def in_order(x, order):
-    """Pixels of images as a sequence, in the order in which images grow."""
+    """Pixels of images as a sequence, in the image's order."""
     steps = dense.grid_steps((ROWS, COLUMNS), (2, 3), order)
     return np.stack([x[:, row, column] for row, column in steps], axis=1)
 
@@ -102,8 +102,8 @@ def test_sequences_without_a_grid_are_refused():
 def test_dropout_of_weights_is_recomputed_alike():
     layer, x = LocalAttention(2, 4, window=3, dropout=0.5, seed=1), images()[:, 0]
     layer.build(x.shape, x.shape)
-    # A loss that is linear in the values' bias: its gradient tells which weights
-    # were dropped when it was computed again.
+    # A loss that is linear in the values' bias: its gradient shows which weights were
+    # dropped in the recomputation.
     layer.output_dense.kernel.assign(ops.ones(layer.output_dense.kernel.shape))
     bias = layer.value_dense.bias
 

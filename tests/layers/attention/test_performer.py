@@ -19,7 +19,7 @@ DIM = 8
 
 
 def estimates(function, query, key, **options):
-    """The kernel that a feature map estimates, `(queries, keys)`, in float64."""
+    """A feature map's estimate of the kernel, `(queries, keys)`, in float64."""
 
     def full(x):
         features, log_scale = function(ops.convert_to_tensor(x), **options)
@@ -171,7 +171,7 @@ def test_polynomial_maps_equal_their_closed_form(kind, order):
     }[kind]
     ours = estimates(function, query, key, order=order)
     np.testing.assert_allclose(ours, closed, rtol=1e-4, atol=1e-4)
-    # Scale travels in the log scale, not in the features.
+    # The log scale, not the features, holds the scale.
     features, log_scale = function(ops.convert_to_tensor(1e9 * query), order=order)
     assert np.all(np.isfinite(to_numpy(features)))
     assert np.all(np.isfinite(to_numpy(log_scale)))
@@ -237,7 +237,7 @@ def test_redraw_counts_training_calls_and_survives_saving(tmp_path):
         drawn.append(current())
     changed = [not np.array_equal(a, b) for a, b in zip(drawn, drawn[1:], strict=False)]
     assert changed == [False, False, False, False, True, False, True, False]
-    # Each draw is a new one, orthogonal as the first.
+    # Each draw is new, and orthogonal like the first.
     assert len({drawn[i].tobytes() for i in (0, 5, 7)}) == 3
     unit = drawn[7] / np.linalg.norm(drawn[7], axis=1, keepdims=True)
     np.testing.assert_allclose(unit[:4] @ unit[:4].T, np.eye(4), atol=1e-5)
@@ -245,7 +245,7 @@ def test_redraw_counts_training_calls_and_survives_saving(tmp_path):
     model.save(tmp_path / "model.keras")
     restored = keras.saving.load_model(tmp_path / "model.keras")
     assert_same_model(restored, model, x)
-    # The count goes on, too: the next redraw is due at the next training call.
+    # The count is also restored: the next redraw is due at the next training call.
     (again,) = (x for x in restored.layers if isinstance(x, PerformerAttention))
     restored(x, training=True)
     assert not np.array_equal(to_numpy(again._projection), drawn[7])
@@ -292,8 +292,8 @@ def test_memory_of_the_compiled_program_is_linear_in_the_length(backend):
     for causal in (False, True):
         short, long = temporaries(8192, causal), temporaries(32768, causal)
         assert long < 4.5 * short
-        # One array of features for all positions would take this much, and the
-        # attention matrix 64 times that.
+        # One array of features for all positions would have this size, and the
+        # attention matrix 64 times this size.
         assert long < 32768 * 2 * 512 * 4
 
 

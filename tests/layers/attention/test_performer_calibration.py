@@ -1,4 +1,4 @@
-"""PerformerAttention that is calibrated to trained queries and keys."""
+"""PerformerAttention calibrated to trained queries and keys."""
 
 import keras
 import numpy as np
@@ -51,7 +51,7 @@ def calibration(layer, name):
 
 
 def heads_of(layer, x):
-    """Queries, keys and values in float64, scaled as exp(q·k) takes them."""
+    """Queries, keys and values in float64, scaled for exp(q·k)."""
     x = x.astype("float64")
     heads = []
     for part in ("query", "key", "value"):
@@ -70,7 +70,7 @@ def heads_of(layer, x):
 
 
 def similarity(layer, query, key):
-    """The estimate of `exp((q − mean)·(k − mean))`, times what is known of the key."""
+    """The estimate of `exp((q − mean)·(k − mean))`, times the key's exact factor."""
     to_query, to_key = calibration(layer, "query_map"), calibration(layer, "key_map")
     query = np.einsum("bthd,hde->bthe", query, to_query)
     key = key - calibration(layer, "key_center")
@@ -91,7 +91,7 @@ def similarity(layer, query, key):
     rows = to_numpy(rows).astype("float64")
     if layer.feature_map.name == "hyperbolic":
         rows = np.concatenate([rows, -rows])
-    # Drawn from N(0, 1 - 4A), the weight being the ratio of the densities.
+    # Drawn from N(0, 1 - 4A), weighted by the ratio of the densities.
     variance = 1.0 - 4.0 * shape
     drawn = rows * np.sqrt(variance)[:, None]
     log_ratio = -0.5 * (drawn**2 - rows**2 - np.log(variance)[:, None]).sum(-1)
@@ -117,7 +117,7 @@ def test_calibrated_layer_equals_the_dense_definition_and_streams(feature_map):
         weights = np.where(near, exact, estimate)
         heads, _ = dense.weigh(weights, value, mask, causal)
         expected = np.einsum("bthv,hve->bte", heads, kernel) + bias
-        # What is masked is not read.
+        # Masked positions are not read.
         hidden = np.where(mask[..., None], x, np.nan).astype("float32")
         output = to_numpy(layer(x, hidden, key_mask=mask, use_causal_mask=causal))
         np.testing.assert_allclose(output, expected, rtol=1e-3, atol=2e-4)
@@ -137,7 +137,7 @@ def test_calibrated_layer_equals_the_dense_definition_and_streams(feature_map):
 
 @pytest.mark.parametrize("feature_map", ["hyperbolic", "power"])
 def test_a_window_over_everything_is_softmax_attention(feature_map):
-    """Whatever the calibration: it leaves the kernel as it is."""
+    """Holds for any calibration, which does not change the kernel."""
     options = {"rotary_wavelength": None, "qk_norm": False, "temperature": 1.0}
     fitted = made(feature_map, **options)
     layer = made(feature_map, window=LENGTH, **options)
@@ -212,7 +212,7 @@ def test_calibrate_weighs_pairs_by_far_attention(window, causal):
         logits = (sides[0] - means[0]) @ (sides[1] - means[1]).T
         expected = np.sqrt(share[0] @ logits**2 @ share[1])
         np.testing.assert_allclose(spread[head], expected, rtol=1e-3)
-    # The same queries, given by themselves.
+    # The same queries, passed separately.
     again = layer.calibrate(batches, query=batches, use_causal_mask=causal)
     np.testing.assert_allclose(again, spread, rtol=1e-6)
 
@@ -260,7 +260,7 @@ def test_balanced_coordinates():
     for one, matrix in zip((query_map, key_map), covariances, strict=True):
         found = np.swapaxes(one, 1, 2) @ matrix @ one
         np.testing.assert_allclose(found, variance[..., None] * identity, atol=0.03)
-    # Whatever the coordinates, E (q·k)² is the trace of the product.
+    # In any coordinates, E (q·k)² is the trace of the product.
     product = np.trace(covariances[0] @ covariances[1], axis1=1, axis2=2)
     np.testing.assert_allclose((variance**2).sum(-1), product, rtol=1e-3)
     assert np.all(np.diff(variance) <= 0)
@@ -269,8 +269,8 @@ def test_balanced_coordinates():
 def test_sampling_variance_has_the_least_second_moment():
     s = np.linspace(0.7, 30.0, 20_000)
     for variance in (0.0, 0.3, 2.0, 10.0):
-        # Of N(0, 1)² / N(0, s) e^{2ωv}, by its logarithm's expectation, v² being
-        # twice the variance.
+        # The second moment of N(0, 1)² / N(0, s) e^{2ωv}, by the expectation of its
+        # logarithm; v² is twice the variance.
         moment = 0.5 * np.log(s / (2 - 1 / s)) + 2 * variance / (2 * s - 1)
         best = s[moment.argmin()]
         np.testing.assert_allclose(sampling_variance(variance), best, atol=0.002)

@@ -1,4 +1,4 @@
-"""Layers from names such as `performer:feature_map=elu`."""
+"""Creating layers from names such as `performer:feature_map=elu`."""
 
 import keras
 import pytest

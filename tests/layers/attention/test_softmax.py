@@ -1,4 +1,4 @@
-"""Softmax attention among streaming layers is Keras' own."""
+"""SoftmaxAttention equals Keras' softmax attention."""
 
 import keras
 import numpy as np

@@ -37,7 +37,7 @@ def test_the_fixed_pattern_keeps_summaries_only():
         state = layer.get_initial_state(1, 1024)
         return sum(np.prod(tensor.shape) for tensor in state.values())
 
-    # 32 summaries of 2 positions and a block, against every position.
+    # 32 summaries of 2 positions and a block, compared with every position.
     assert size("fixed") < 100 * 2 * 5 + 200
     assert size("strided") > 1024 * 2 * 4
 
@@ -52,7 +52,7 @@ def test_summaries_have_a_default():
 
 
 class Attend(keras.layers.Layer):
-    """Self-attention, which `keras.remat` runs again for its gradient."""
+    """Self-attention that `keras.remat` reruns for its gradient."""
 
     def __init__(self, attention, remat):
         super().__init__()

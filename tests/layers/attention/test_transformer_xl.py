@@ -14,7 +14,7 @@ BATCH, DIM, HEADS, KEY_DIM = 2, 5, 2, 4
 
 
 def make(memory_length=4, **options):
-    """A built layer of an odd width, with biases that show."""
+    """A built layer of an odd width, with nonzero biases."""
     layer = RelativePositionXL(HEADS, KEY_DIM, memory_length=memory_length, **options)
     layer.build((BATCH, 3, DIM), (BATCH, 3, DIM))
     random = np.random.default_rng(1)
@@ -34,7 +34,7 @@ def read(layer, x, state, **options):
 
 
 def after_a_memory(layer, x, memory, mask=None, length=None):
-    """What the layer makes of `x` after `memory`, from the double loop."""
+    """The expected output for `x` after `memory`, by a double loop."""
     extended = np.concatenate([memory, x], axis=1)
 
     def heads(layer, query, key, value, **kwargs):
@@ -61,7 +61,7 @@ def test_a_memory_is_read_as_the_double_loop_does(options):
 
 
 def test_queries_of_the_same_length_see_as_many_keys_as_the_memory_has():
-    """As the authors' code: of 4 positions, the query's own is one."""
+    """As in the authors' code, the 4 positions include the query's own."""
     layer, x = make(memory_length=4, same_length=True), text(10)
     changed = x.copy()
     changed[:, 3] += 1
@@ -75,7 +75,7 @@ def test_empty_slots_are_not_seen():
     output, state = read(layer, x, layer.get_initial_state(BATCH))
     assert_close(output, to_numpy(layer(x, x, use_causal_mask=True)))
     assert to_numpy(state["mask"]).tolist() == [[0, 0, 0, 1, 1, 1]] * BATCH
-    # What stands in an empty slot is not read.
+    # Empty slots are not read.
     poisoned = to_numpy(state["memory"]).copy()
     poisoned[:, :3] = np.nan
     following, _ = read(layer, x, {**state, "memory": poisoned})
@@ -95,7 +95,7 @@ def test_a_reset_row_begins_anew_and_the_other_goes_on():
 
 
 def by_document(layer, x, documents, causal):
-    """Outputs of the double loop for each `(row, first, last)` on its own."""
+    """Outputs of the double loop for each `(row, first, last)` separately."""
     outputs = np.zeros(x.shape)
     for row, first, last in documents:
         alone = x[row : row + 1, first:last]
@@ -172,7 +172,7 @@ def test_tokens_are_the_whole_with_masks(sizes):
 def test_the_norm_of_today_is_of_the_memory_and_the_segment():
     layer, x = make(), text(7)
     _, state = read(layer, x[:, :5], layer.get_initial_state(BATCH))
-    # The memory holds inputs as they were.
+    # The memory holds the unchanged inputs.
     layer.input_norm = lambda x: 0.5 * x
     output, state = read(layer, x[:, 5:], state)
     assert_close(output, after_a_memory(layer, 0.5 * x[:, 5:], 0.5 * x[:, 1:5]))
@@ -183,7 +183,7 @@ def test_the_norm_of_today_is_of_the_memory_and_the_segment():
 
 
 def test_dropout_on_positions_leaves_contents_alone():
-    """The keys of distances are those of sinusoids of which half are 0, half twice."""
+    """The distance keys come from sinusoids, half of them 0 and half doubled."""
     layer, x = make(position_dropout=0.5), text(40)
     outputs = [
         to_numpy(layer(x, x, use_causal_mask=True, training=training))
@@ -215,7 +215,7 @@ def test_layers_share_biases_and_come_back_sharing(tmp_path):
     for layer in layers:
         x = layer(x, x, use_causal_mask=True)
     model = keras.Model(sequence, x)
-    # Two projections of four layers with biases, and of positions; u and v once.
+    # Two layers with four biased projections and one for positions; u and v once.
     assert len(model.weights) == 2 * (4 * 2 + 1) + 2
     biases.content_bias.assign(np.ones((HEADS, KEY_DIM)))
     model.save(tmp_path / "model.keras")

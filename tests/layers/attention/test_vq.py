@@ -1,4 +1,4 @@
-"""VQAttention beyond the contract: its codebook, and how it learns."""
+"""VQAttention beyond the contract: its codebook and updates."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ def weights(layer):
 
 
 def keys(layer, x):
-    """The keys that the layer makes of `x`, in float64."""
+    """The keys that the layer computes from `x`, in float64."""
     kernel, bias = (np.asarray(w, "float64") for w in layer.key_dense.get_weights())
     key = np.einsum("btd,dhk->bthk", x, kernel) + bias
     return (dense.rms(key) if layer.qk_norm else key) * KEY_DIM**-0.25
@@ -55,7 +55,7 @@ def test_one_training_call_moves_the_codes_as_by_hand():
     before, key = weights(layer), keys(layer, x)
     output = to_numpy(layer(x, x, key_mask=mask, use_causal_mask=True, training=True))
 
-    # The old codes made the output; then they moved.
+    # The output used the old codes; then they moved.
     old = built(codebook_init="random", decay=0.75)
     old.set_weights(layer.get_weights())
     old._codebook.set_weights([before[w.name] for w in layer._codebook.weights])
@@ -104,7 +104,7 @@ def test_only_training_moves_the_codes(options):
     layer(x, x)
     layer(x, x, training=False)
     assert unchanged() and not layer.losses
-    # Nothing but padding teaches nothing.
+    # Padding alone causes no update.
     layer(x, x, key_mask=np.zeros((2, 20), bool), training=True)
     old = before["sum"] / before["count"][..., None]
     np.testing.assert_allclose(to_numpy(layer.codebook), old, rtol=1e-6)
@@ -118,7 +118,7 @@ def test_only_training_moves_the_codes(options):
 
 
 def test_the_first_training_call_draws_the_codes_from_its_keys():
-    # Without decay, the codes would be means; with none of the new, the keys drawn.
+    # Without decay, the codes would be means; without the new keys, the drawn keys.
     layer, x = built(decay=0.999999, revive_after=None), inputs()
     mask = np.arange(20)[None] < np.array([[20], [7]])
     layer(x, x, key_mask=mask, training=True)
@@ -133,7 +133,7 @@ def test_the_first_training_call_draws_the_codes_from_its_keys():
 
 
 def test_hidden_keys_are_no_codes():
-    """A draw looks at keys that are spread over all: here, at the hidden ones."""
+    """A draw samples keys evenly from all, here including hidden keys."""
     layer = make(num_codes=2, window=None)
     x = np.random.default_rng(0).normal(size=(1, 256, DIM)).astype("float32")
     layer.build(x.shape, x.shape)
@@ -168,7 +168,7 @@ def test_a_code_without_keys_moves_to_a_key_with_its_sum_and_count():
     for call in range(5):
         layer(x, x, training=True)
         moved = np.abs(to_numpy(layer.codebook)[:, 0]).max(-1) < 50
-        # A code as good as used before the first call, and three without a key.
+        # A code counts as used before the first call, and three have no key.
         assert moved.all() == (call >= 3), call
         if call == 3:
             after, key = weights(layer), keys(layer, x).reshape(-1, HEADS, KEY_DIM)
@@ -181,7 +181,7 @@ def test_a_code_without_keys_moves_to_a_key_with_its_sum_and_count():
 
 
 def test_codes_stay_in_use_where_they_would_die():
-    """Keys that drift leave most codes behind, unless these are moved after them."""
+    """Drifting keys leave most codes unused, unless the codes are revived."""
 
     def usage(revive_after):
         layer = make(
@@ -204,7 +204,7 @@ def test_codes_stay_in_use_where_they_would_die():
 
 def test_fit_draws_once_moves_and_goes_on_after_reload(tmp_path, backend):
     def compiled(model):
-        # The contract compiles on all backends.
+        # The contract tests compile on all backends.
         model.compile("sgd", "mse", jit_compile=backend == "jax")
         return model
 
@@ -263,7 +263,7 @@ def test_gradient_checkpointing_updates_once():
 
 
 class Checkpointed(keras.layers.Layer):
-    """A block around the layer, run by `keras.remat` or as it is."""
+    """A block around the layer, with or without `keras.remat`."""
 
     def __init__(self, remat, **options):
         super().__init__()
@@ -281,7 +281,7 @@ class Checkpointed(keras.layers.Layer):
 
 
 def test_checkpointing_a_block_around_the_layer_changes_nothing(backend):
-    """Neither codes, nor gradients, nor the random keys of later calls."""
+    """Codes, gradients and the random keys of later calls stay the same."""
     if backend == "jax":
         pytest.skip("keras.remat hands out no state on JAX, of any layer")
     x = inputs()
@@ -336,7 +336,7 @@ def test_two_replicas_learn_as_one():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_scores_of_a_training_call_are_those_of_its_output(causal):
-    """The codes move in the call, and in the first one are drawn."""
+    """The codes move in each call and are drawn in the first."""
     layer, x = built(decay=0.5, output_shape=HEADS * KEY_DIM), inputs()
     dim = HEADS * KEY_DIM
     identity = np.eye(dim).reshape(HEADS, KEY_DIM, dim)
@@ -390,7 +390,7 @@ def test_calibration_reads_no_padding_and_reports_its_error(assignment):
         query_map, key_map = (
             to_numpy(w).astype("float64") for w in layer._coordinates.weights
         )
-        # Products stay, and lengths of keys become those that the queries see.
+        # Products stay, and keys get the norms that the queries see.
         identity = query_map @ np.swapaxes(key_map, 1, 2)
         np.testing.assert_allclose(
             identity, np.broadcast_to(np.eye(KEY_DIM), identity.shape), atol=1e-5
@@ -407,7 +407,7 @@ def test_calibration_reads_no_padding_and_reports_its_error(assignment):
         relative = np.sqrt(distance.min(1).sum() / (key[:, head] ** 2).sum())
         np.testing.assert_allclose(error[head], relative, rtol=1e-3)
         residual[:, head] = key[:, head] - codes[head, distance.argmin(1)]
-        # Where k-means ends, each code is the mean of its keys.
+        # When k-means has converged, each code is the mean of its keys.
         for code in range(3):
             members = key[distance.argmin(1) == code, head]
             np.testing.assert_allclose(codes[head, code], members.mean(0), atol=1e-4)
@@ -422,7 +422,7 @@ def test_calibration_reads_no_padding_and_reports_its_error(assignment):
 
 
 def test_calibrated_mixtures_are_where_expectation_maximisation_ends():
-    """Each code is the mean of its keys by their shares, and so are its other parts."""
+    """Each code is the mean of its keys weighted by shares; so are width and weight."""
     layer = built(
         num_codes=3,
         qk_norm=False,

@@ -1,4 +1,4 @@
-"""Gates, against their formulae."""
+"""Gates, compared with their formulae."""
 
 import keras
 import numpy as np

@@ -57,7 +57,7 @@ def network(i, dropout, dtype):
 
 def make_stack(depth=2, reversible=True, kind="elu", dropout=0.0, dtype=None, **kwargs):
     def f(i):
-        # At most the first block attends: compilers take seconds for each that does.
+        # Only the first block attends: each attention takes seconds to compile.
         if i or kind is None:
             return network(30 + i, dropout, dtype)
         return attention_branch(i, kind, dropout, dtype)
@@ -86,7 +86,7 @@ MASK = np.arange(LENGTH)[None] < np.array([[LENGTH], [7]])
 
 
 def loss_and_gradients(stack, x, mask=None):
-    """Of the input and all weights, in training."""
+    """The loss and the gradients of the input and all weights, in training."""
     variables = stack.trainable_variables
     weight = inputs(seed=3)[..., :1]
 
@@ -139,7 +139,7 @@ def test_buckets_are_those_of_the_forward_pass(monkeypatch):
             backward.pop()
 
     def hashing(x, *arguments):
-        # Rounding that tips buckets is rare: here, a second look has others.
+        # Rounding rarely changes buckets; here a second hashing changes them.
         return hash_buckets(ops.roll(x, 1, axis=1) if backward else x, *arguments)
 
     monkeypatch.setattr(passes, "vector_jacobian_product", vjp)
@@ -152,7 +152,7 @@ def test_buckets_are_those_of_the_forward_pass(monkeypatch):
 
 
 class Composed(keras.layers.Layer):
-    """Has no `build`: Keras builds what is inside by tracing the call."""
+    """Has no `build`: Keras builds its sublayers by tracing the call."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ def test_layers_without_a_build_of_their_own_train():
     def make(reversible):
         blocks = [ReversibleBlock(Composed(), Composed()) for _ in range(2)]
         stack = build(ReversibleStack(blocks, reversible=reversible))
-        # Two of each normalisation and each `Dense`, of which each layer has two.
+        # Two variables for each normalisation and each `Dense`; each layer has two.
         assert len(stack.trainable_variables) == 4 * 8
         return stack
 
@@ -202,7 +202,7 @@ class Stateful(keras.layers.Layer):
 
 
 def stateful_stack(reversible):
-    # The same block twice: its state goes on from the first to the second.
+    # The same block twice: its state passes from the first use to the second.
     shared = ReversibleBlock(Stateful(), network(1, 0.3, None))
     block = ReversibleBlock(Stateful(), Stateful())
     return build(ReversibleStack([shared, block, shared], reversible=reversible))
@@ -226,7 +226,7 @@ def test_a_block_that_is_not_to_be_rebuilt_is_not():
         return build(ReversibleStack(blocks, reversible=reversible))
 
     assert_same_gradients(make, inputs())
-    # The first six calls are those of reversible=False.
+    # The first six calls belong to reversible=False.
     rebuilt = calls[6:]
     assert calls[:6] == list("abcdef")
     assert all((rebuilt.count(name) == 1) == (name in "cd") for name in "abcdef")
@@ -287,7 +287,7 @@ def test_training_curves_coincide(backend):
         model = keras.Model(sequence, output)
         optimizer = keras.optimizers.Adam(3e-3)
         model.compile(optimizer, "mse", jit_compile=backend != "torch")
-        # 50 steps, and few of what `fit` does for each.
+        # 50 steps, with little overhead of `fit`.
         data = [np.concatenate([array] * 50) for array in (x, y)]
         losses = Losses()
         model.fit(*data, batch_size=BATCH, verbose=0, shuffle=False, callbacks=[losses])
@@ -297,7 +297,7 @@ def test_training_curves_coincide(backend):
 
 
 class Losses(keras.callbacks.Callback):
-    """The mean loss of the epoch so far, after each step."""
+    """Records the mean loss of the epoch so far after each step."""
 
     def __init__(self):
         super().__init__()
@@ -311,7 +311,7 @@ HASHED = dict(bucket_size=16, num_buckets=4, num_hashes=1)
 
 
 def kept_bytes(depth, backend):
-    """What a training step of hashed attention keeps for its backward pass."""
+    """Bytes that a training step of hashed attention stores for its backward pass."""
 
     def f(i):
         x = keras.Input((None, DIM))
@@ -355,16 +355,16 @@ def test_memory_does_not_grow_with_depth(backend):
     few, more = (kept_bytes(depth, backend) for depth in (2, 3))
     buckets = 4 * 256 * 2 * HASHED["num_hashes"]
     if backend == "torch":
-        # Streams of 24 blocks would be those of 2.
+        # Otherwise the streams of 24 blocks would take as much as those of 2.
         assert few == 4 * 256 * DIM * 4 * 2 + 2 * buckets
         assert more == few + buckets
     else:
-        # Less than a stream more.
+        # Less than one additional stream.
         assert more - few < 4 * 256 * DIM * 4
 
 
 def test_halves_are_rebuilt_one_at_a_time_in_graphs_of_tensorflow(backend):
-    """What a rebuilt half computed is of no use once its gradients are known."""
+    """The tensors of a rebuilt half are freed once its gradients are known."""
     if backend != "tensorflow":
         pytest.skip("only here is the order of a graph's operations free")
     import tensorflow as tf
@@ -376,7 +376,7 @@ def test_halves_are_rebuilt_one_at_a_time_in_graphs_of_tensorflow(backend):
             events.append(event)
             return x
 
-        # Not stateful: that would put it in the order of the program.
+        # Not stateful: a stateful operation would follow the program's order.
         return tf.ensure_shape(tf.numpy_function(log, [x], x.dtype, False), x.shape)
 
     class Logged(keras.layers.Layer):
@@ -386,7 +386,7 @@ def test_halves_are_rebuilt_one_at_a_time_in_graphs_of_tensorflow(backend):
                 y = logged(tf.sin(x), self.name, "value")
 
                 def gradient(of_y):
-                    # Were it not waited for, so slow a gradient would come last.
+                    # Without a dependency, such a slow gradient would come last.
                     slow = tf.linalg.expm(of_y @ tf.transpose(y))
                     return logged(slow @ x, self.name, "gradient")
 
@@ -513,7 +513,7 @@ def test_the_mask_of_an_embedding_reaches_all_blocks(training):
     table = np.random.default_rng(0).normal(size=(LENGTH + 1, DIM))
     outputs = []
     for padding in (1.0, 7.0):
-        # Row 0 is what padding holds.
+        # Padding holds row 0.
         table[0] = padding
         embedding.embeddings.assign(table)
         x = embedding(tokens)

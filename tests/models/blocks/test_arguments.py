@@ -1,4 +1,4 @@
-"""Arguments of blocks' parts are checked where they are given."""
+"""Arguments of blocks' parts are checked by their constructors."""
 
 import pytest
 

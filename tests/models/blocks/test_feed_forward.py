@@ -17,7 +17,7 @@ from tests.autodiff import to_numpy
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_dropout_is_between_the_layers(gated):
-    """An output is the sum over hidden units that are kept, over `1 - rate`."""
+    """An output is the sum over kept hidden units, divided by `1 - rate`."""
     width, rate = 3, 0.5
     layer = FeedForward(2 * width, "relu", gated=gated, dropout=rate)
     x = np.random.default_rng(0).normal(size=(50, width)).astype("float32")
@@ -57,7 +57,7 @@ def trained_weights():
 
 
 def test_reversible_blocks_rebuild_with_the_same_dropout(monkeypatch):
-    """A step through rebuilt activations is that through activations that are kept."""
+    """A step with rebuilt activations equals a step with stored activations."""
     rebuilt = trained_weights()
     monkeypatch.setattr(
         transformer_stack,

@@ -164,7 +164,7 @@ def test_layer_dropout_drops_rows_and_scales_the_others():
     np.testing.assert_allclose(
         trained, np.where(kept[:, None, None], update / (1 - rate), 0.0), atol=1e-5
     )
-    # Five standard deviations of the number of rows that are kept.
+    # Five standard deviations of the number of kept rows.
     assert abs(kept.mean() - (1 - rate)) < 5 * np.sqrt(rate * (1 - rate) / rows)
 
 
@@ -187,7 +187,7 @@ def test_position_dropout_acts_on_the_sinusoids_in_training_only():
     np.testing.assert_allclose(outputs["plain"][0], outputs["plain"][1], rtol=1e-5)
     first, second = outputs["dropped"][1:]
     assert np.abs(first - second).max() > 1e-3
-    # The first position sees itself only, whatever the distance's logit.
+    # The first position sees itself only, for any distance logit.
     np.testing.assert_allclose(first[:, 0], second[:, 0], rtol=1e-5)
     with pytest.raises(ValueError, match="position_dropout.*relative_positions=True"):
         VQAttention(2, 4, position_dropout=0.5)

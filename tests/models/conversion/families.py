@@ -104,7 +104,7 @@ def make(name, **options):
 
 
 def randomize(model, seed=0):
-    """Weights that make outputs differ between tokens, and biases that show."""
+    """Weights that make outputs differ between tokens, and nonzero biases."""
     random = np.random.default_rng(seed)
     for weight in model.weights:
         if not keras.backend.is_float_dtype(weight.dtype):
@@ -139,7 +139,7 @@ def inputs(backbone, seed=0, padded=True):
 
 
 def outputs(backbone, data):
-    """Outputs where there is no padding, as a list of arrays."""
+    """Outputs at positions that are not padding, as a list of arrays."""
     output = backbone(data)
     named = output if isinstance(output, dict) else {"": output}
     arrays = []
@@ -158,6 +158,6 @@ def assert_same_outputs(first, second, data, tolerance=1e-5):
 
 
 def kernels(model):
-    """The efficient layers in the places of a model's own, in order."""
+    """The efficient layers that replaced a model's own, in order."""
     layers = model._flatten_layers()
     return [layer.kernel for layer in layers if isinstance(layer, AttentionAdapter)]

@@ -49,7 +49,7 @@ def initial_cache(net):
     return ops.zeros((2, channels, net.conv_kernel_size - 1)), ops.zeros(state)
 
 
-# Elsewhere KerasHub's rule takes more than half a minute to compile.
+# On other backends KerasHub's rule takes more than half a minute to compile.
 @pytest.mark.any_backend
 def test_a_right_padded_batch_keeps_its_outputs_and_weights():
     backbone = qwen()

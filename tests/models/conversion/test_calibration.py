@@ -1,4 +1,4 @@
-"""Fitting to data, and choosing layers by the errors on it."""
+"""Fitting to data, and choosing layers by their errors on data."""
 
 import keras
 import keras_hub
@@ -28,7 +28,7 @@ def test_with_a_code_for_each_key_the_data_are_exact(name, options):
         backbone, attention, calibrate=[first, (second, targets)]
     )
     families.assert_same_outputs(backbone, efficient, data)
-    # Random codes are not: it is the data that make them so.
+    # Random codes are not exact: the fit makes them so.
     plain = convert_backbone(backbone, attention)
     with pytest.raises(AssertionError):
         families.assert_same_outputs(backbone, plain, data, 1e-2)
@@ -52,7 +52,7 @@ def test_queries_and_keys_are_fitted_as_the_model_rotates_them():
 
 
 def test_calibrated_features_are_fitted_where_the_model_is_causal():
-    # Expanded about the means, weights are nearer than about zero.
+    # Expanded about the means, weights are closer than about zero.
     backbone = families.make("gpt2", num_layers=1)
     data = families.inputs(backbone, padded=False)
     errors = []
@@ -139,7 +139,7 @@ def test_errors_that_are_no_number_are_too_large():
 def test_an_encoder_counts_as_its_decoder_does():
     backbone = families.make("bart", num_layers=1)
     data = families.inputs(backbone)
-    # Two tokens, which the window holds: the decoder errs by what it reads alone.
+    # The window holds both tokens: the decoder's error comes from its inputs only.
     data |= {name: x[:, :2] for name, x in data.items() if "decoder" in name}
     data["decoder_padding_mask"][:] = 1
     attention = "local:window=2"

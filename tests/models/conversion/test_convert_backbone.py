@@ -1,4 +1,4 @@
-"""Conversion: what stays, what changes, and what is refused."""
+"""Conversion: unchanged parts, changed parts and errors."""
 
 import gc
 import subprocess
@@ -41,20 +41,20 @@ def test_exact_attention_leaves_every_family_as_it_is(name):
     efficient = convert_backbone(backbone, exact)
     families.assert_same_outputs(backbone, efficient, data)
 
-    # Both the stock class and the generated one, with the same weights in their order.
+    # The stock and the generated class, with the same weights in the same order.
     assert isinstance(efficient, backbone_class)
     assert type(efficient) is efficient_backbone(backbone_class)
     kept = [w for w in efficient.weights if "/kernel/" not in w.path]
     if name in ("mixtral", "siglip_vision", "dinov2"):
-        # Keras numbers what has no name, through all models.
+        # Keras numbers unnamed layers across all models.
         assert [w.shape for w in kept] == [w.shape for w in backbone.weights]
     else:
         assert [w.path for w in kept] == paths(backbone)
-    # Encoders with decoders have two for each of their layers.
+    # Encoder-decoders have two per layer.
     both = name in ("bart", "whisper")
     assert len(families.kernels(efficient)) == (4 if both else 2)
 
-    # What happens to the copy does not happen to the original.
+    # Changes of the copy do not affect the original.
     assert not families.kernels(backbone)
     for weight in efficient.weights:
         weight.assign(np.zeros(weight.shape))
@@ -78,7 +78,7 @@ def test_a_family_trains_saves_and_is_reported(name, tmp_path):
     model.compile("adam", keras.tree.map_structure(lambda _: "mse", targets))
     first, *_, last = model.fit(data, targets, epochs=5, verbose=0).history["loss"]
     assert last < first
-    # DINOv2 derives a weight from another one when it loads, the first time too.
+    # DINOv2 derives a weight from another one on every load.
     for _ in range(2 if name == "dinov2" else 1):
         trained = efficient
         trained.save(tmp_path / "model.keras")
@@ -94,7 +94,7 @@ def test_padding_is_not_read():
     data["token_ids"][hidden] = (data["token_ids"][hidden] + 1) % 50
     for now, then in zip(families.outputs(backbone, data), before, strict=True):
         np.testing.assert_allclose(now, then, atol=1e-6)
-    # Tokens that are no padding have an effect.
+    # Tokens that are not padding have an effect.
     data["padding_mask"][:] = 1
     now, then = (
         next(output for output in outputs if len(output) == families.BATCH)
@@ -104,7 +104,7 @@ def test_padding_is_not_read():
 
 
 def test_mistral_keys_out_of_its_window_are_no_padding():
-    # Its mask hides far keys from the last query, which is no reason to hide them.
+    # Its mask hides far keys from the last query, but they must stay visible.
     full = families.make("mistral", sliding_window=None)
     windowed = families.make("mistral", sliding_window=2)
     data = families.inputs(full)
@@ -203,7 +203,7 @@ def test_precision_stays(name):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_lora_stays_and_can_be_added(name, tmp_path):
-    # Its codebooks are layers with weights, which the original has not.
+    # Its codebooks are layers with weights, which the original lacks.
     exact = "vq:window=64,num_codes=2"
     backbone = families.make(name)
     plain = families.make(name)
@@ -230,7 +230,7 @@ def test_lora_stays_and_can_be_added(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_quantisation_stays_and_can_be_added(name, tmp_path, monkeypatch):
-    # Keras collects garbage for each weight that it replaces: seconds.
+    # Keras collects garbage for each replaced weight, which takes seconds.
     monkeypatch.setattr(gc, "collect", lambda *_: 0)
     backbone = families.make(name, num_layers=1)
     late = convert_backbone(backbone, families.LOCAL)
@@ -238,7 +238,7 @@ def test_quantisation_stays_and_can_be_added(name, tmp_path, monkeypatch):
     late.quantize("int8")
     early = convert_backbone(backbone, families.LOCAL)
     data = families.inputs(backbone)
-    # What differs by a rounding error may be rounded to another integer.
+    # A rounding error may lead to another quantised integer.
     families.assert_same_outputs(backbone, early, data, 0.02)
     families.assert_same_outputs(backbone, late, data, 0.02)
     file = tmp_path / "model.keras"
@@ -313,7 +313,7 @@ def test_each_model_is_walked_once(monkeypatch):
     for options, models in (
         ({}, 2),
         ({"calibrate": data}, 2),
-        # The trial, and the copy with the layers or windows that were chosen.
+        # The trial, and the copy with the chosen layers or windows.
         ({"layers": "auto", "budget": 1e3, "calibrate": data}, 2),
         ({"window_budget": 2, "calibrate": data}, 3),
     ):

@@ -1,4 +1,4 @@
-"""Distillation, against errors from public outputs and from `swap_report`."""
+"""Distillation, compared with errors of public outputs and of `swap_report`."""
 
 import keras
 import keras_hub
@@ -12,7 +12,7 @@ from keras_efficient_attn.models.conversion.trace import trace_layers
 from tests.models.conversion import families
 
 LEARNED = "performer:feature_map=learned,num_features=4,window=2"
-# So little that the weights hardly move: the loss is that of the models as they are.
+# So small that the weights hardly change: the loss is that of the initial models.
 STILL = dict(transfer_learning_rate=1e-9, learning_rate=1e-9, verbose=0)
 
 
@@ -106,7 +106,7 @@ def test_a_dropped_window_leaves_the_estimate_of_all_keys():
         ours.set_weights(theirs.get_weights())
     report = swap_report(teacher, alone, data).layers
     expected = np.mean([layer.attention**2 for layer in report])
-    # The rate of the first step is that which is given.
+    # The first step uses the given rate.
     found = losses(teacher, student, data, epochs=0, window_dropout=1, **STILL)
     assert found == {"transfer": pytest.approx([expected], rel=1e-3)}
     assert [kernel.window for kernel in families.kernels(student)] == [2, 2]
@@ -127,7 +127,7 @@ def test_stages_train_what_they_should(tmp_path):
         assert new.attention < 0.9 * old.attention
     moved = zip(first_weights, learned_weights(student), strict=True)
     assert all(np.max(abs(new - old)) > 1e-3 for old, new in moved)
-    # Everything else stood still: without the new layers, it is the teacher.
+    # All other weights are unchanged: without the new layers, it is the teacher.
     exact = convert_backbone(teacher, families.LOCAL)
     for weight, same in zip(exact.weights, teacher.weights, strict=True):
         np.testing.assert_array_equal(*map(ops.convert_to_numpy, (weight, same)))
@@ -156,18 +156,18 @@ def test_all_weights_and_mixed_precision():
     data = families.inputs(with_policy)
     student = convert_backbone(with_policy, "local:window=2")
     before = [np.array(w) for w in student.get_weights()]
-    # Without weights of their own, the layers have nothing to transfer.
+    # Layers without their own weights have nothing to transfer.
     found = losses(with_policy, student, data, epochs=4, lora_rank=None, verbose=0)
     assert list(found) == ["states"]
     assert found["states"][-1] < found["states"][0]
     after = student.get_weights()
     moved = [np.max(abs(new - old)) > 0 for old, new in zip(before, after, strict=True)]
-    # Keys' biases have no effect under a softmax, and unused positions none at all.
+    # Key biases have no effect under a softmax; neither have unused positions.
     assert sum(moved) > len(moved) - 2
 
 
 class Interruption(keras.callbacks.Callback):
-    """Breaks a run off in an epoch of the second stage."""
+    """Interrupts a run in an epoch of the second stage."""
 
     def on_epoch_begin(self, epoch, logs=None):
         if type(self.model).__name__ == "StateDistillation" and epoch == 1:

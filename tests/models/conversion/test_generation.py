@@ -1,4 +1,4 @@
-"""Generation of converted models from states: the tokens of whole calls."""
+"""Generation of converted models with states gives the tokens of whole calls."""
 
 import contextlib
 import functools
@@ -46,7 +46,7 @@ TASKS = {
 
 
 def assert_greedy(task, data, tokens, prefix=""):
-    """Tokens are those of the prompts, then those that one whole call finds likeliest.
+    """Tokens are the prompts', followed by the most likely tokens of one whole call.
 
     The model is causal: one call on the result has the logits of every step.
     """
@@ -128,7 +128,7 @@ def test_a_decoder_with_an_encoder(layers):
 
 
 def test_prompts_are_read_in_segments():
-    # Of 32 positions, and the rest singly.
+    # Segments of 32 positions, and the rest one by one.
     task = make_task("gpt2", VQ, [0], num_layers=2, max_sequence_length=48)
     data = prompts([41, 43], length=46)
     assert_greedy(task, data, generated(task, data))

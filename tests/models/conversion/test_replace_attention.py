@@ -34,7 +34,7 @@ class Blocks(keras.layers.Layer):
 
 
 class Hidden(keras.layers.Layer):
-    """Holds its attention layer where nobody looks for it."""
+    """Holds its attention layer in an unsupported place."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class Hidden(keras.layers.Layer):
 
 
 class Holder(keras.layers.Layer):
-    """A block around an attention layer that others may hold too."""
+    """A block around an attention layer that other blocks may share."""
 
     def __init__(self, attention, in_list):
         super().__init__()
@@ -97,7 +97,7 @@ def test_attributes_lists_dicts_and_graphs():
     after = ops.convert_to_numpy(model([x, mask]))
     np.testing.assert_allclose(after, before, atol=1e-5 * np.max(abs(before)))
 
-    # Again, one of them, with weights of its own, which train with the others.
+    # Replace one again, with its own weights, which train with the others.
     with pytest.warns(UserWarning):
         replace_attention(model, "performer:feature_map=favor+,num_features=4", [3])
     assert len(model.weights) == len(variables) + 1
@@ -171,7 +171,7 @@ def test_a_mask_that_is_not_causal_is_refused():
     block = convert_backbone(llama, "local:window=8").transformer_layers[0]
     wide = random.normal(size=(2, 5, 16)).astype("float32")
     block(wide, decoder_padding_mask=padding)
-    # Even one that is: nobody looks what is in it.
+    # Even a causal mask: its content is not inspected.
     mask = ops.convert_to_tensor(np.tril(np.ones((2, 5, 5), "bool")))
     for layer, inputs in ((decoder, x), (block, wide)):
         with pytest.raises(ValueError, match=r"decoder_attention_mask.shape=\(2, 5, 5"):
@@ -179,7 +179,7 @@ def test_a_mask_that_is_not_causal_is_refused():
 
 
 class BandedDecoder(keras_hub.layers.TransformerDecoder):
-    """A decoder that hides far keys too."""
+    """A decoder that also hides far keys."""
 
     def _compute_self_attention_mask(self, *args, **kwargs):
         mask = super()._compute_self_attention_mask(*args, **kwargs)

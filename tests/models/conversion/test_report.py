@@ -1,4 +1,4 @@
-"""The errors that a swap causes, against errors computed from public outputs."""
+"""The reported errors, compared with errors of public outputs."""
 
 import keras_hub
 import numpy as np
@@ -39,7 +39,7 @@ def test_errors_of_each_layer():
         for model in (backbone, both)
     )
     assert first.attention == pytest.approx(relative(new, old), rel=1e-4)
-    # What earlier layers do is not counted as the attention's.
+    # The attention's error excludes the effect of earlier layers.
     assert again.attention == pytest.approx(last.attention, rel=1e-4)
     assert again.residual > last.residual
 
@@ -47,7 +47,7 @@ def test_errors_of_each_layer():
     assert lines[0].split() == ["layer", "attention", "residual"]
     assert lines[1].split()[1:] == [first.path, "softmax", "0.00%"]
     assert lines[2].split()[2:] == [f"{last.attention:.2%}", f"{last.residual:.2%}"]
-    # Nothing of the recording stays.
+    # Recording leaves no trace in the model.
     assert all("call" not in vars(layer) for layer in backbone._flatten_layers())
 
 
@@ -100,7 +100,7 @@ def test_each_path_alone_is_what_a_model_with_it_alone_gives():
     lines = str(report).splitlines()
     assert lines[-4].split()[:2] == ["output", "cosine"]
     assert lines[-1].startswith("linear path only")
-    # A layer without a second path has no more to say.
+    # A layer without a second path has no further rows.
     (only,) = swap_report(backbone, models["window only"], data).paths
     assert only.cosine == report.paths[1].cosine
 

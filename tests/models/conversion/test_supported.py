@@ -1,4 +1,4 @@
-"""The table of supported models in the documentation is that of the tests."""
+"""The documentation's table of supported models matches the tests."""
 
 import re
 from pathlib import Path

@@ -9,7 +9,7 @@ from keras_hub import models
 from keras_efficient_attn.models import convert_backbone
 from tests.models.conversion import families
 
-# Not exact: that it is computed in another way shows.
+# Not exact, so that the new computation is visible.
 PERFORMER = "performer:window=2,num_features=4"
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "quick", "fox"]
 
@@ -40,10 +40,10 @@ def test_a_classifier_trains_and_comes_back_from_a_preset(tmp_path):
         if "/self_attention_layer/" in path
         and (array(weight_of(task, path)) != weight).any()
     }
-    # As in KerasHub, the biases of what has LoRA train too.
+    # As in KerasHub, the biases of layers with LoRA also train.
     assert changed == {"bias", "lora_kernel_b"}
 
-    # By the name of the kind of task, and of the stock task.
+    # By the name of the task's kind and of the stock task.
     folder = str(tmp_path / "preset")
     task.save_to_preset(folder)
     loaded = keras_hub.models.TextClassifier.from_preset(folder)

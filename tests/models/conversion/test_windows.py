@@ -25,11 +25,11 @@ def best_by_trying_all(errors, total):
 def test_the_least_error_of_all_choices():
     random = np.random.default_rng(0)
     for total in (4, 9, 20, 32, 50):
-        # Not all of them fall with the window.
+        # Not all errors decrease with the window.
         errors = [{w: random.uniform() / w for w in (1, 2, 4, 8)} for _ in range(4)]
         least, windows = best_by_trying_all(errors, total)
         assert least_error(errors, total) == list(windows), (total, least)
-    # What a larger window does not improve, it does not get.
+    # A layer that a larger window does not improve does not get one.
     assert least_error([{1: 0.5, 2: 0.5}, {1: 1.0, 2: 0.9}], 8) == [1, 2]
     with pytest.raises(ValueError, match="no numbers"):
         least_error([{1: np.inf, 2: np.inf}], 8)
@@ -52,7 +52,7 @@ def test_the_layer_that_attends_far_gets_the_window():
     for dense in (near._query_dense, near._key_dense):
         dense.kernel.assign(5 * np.eye(16).reshape(16, 2, 8))
         dense.bias.assign(np.zeros((2, 8)))
-    # In the second, each attends to all alike.
+    # In the second, each attends to all equally.
     far._query_dense.kernel.assign(np.zeros((16, 2, 8)))
     far._query_dense.bias.assign(np.zeros((2, 8)))
 
@@ -90,7 +90,7 @@ def test_the_errors_are_those_of_the_layers_alone():
     "name, attention, layers",
     [
         ("distil_bert", "vq:window=3,num_codes=3", None),
-        # It is fitted to what is beyond the window.
+        # It is fitted to the keys beyond the window.
         ("gpt2", "performer:feature_map=power,rank=4,calibrated=True", [1]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Generation: from the layers' states, as from calls on the whole sequence."""
+"""Generation with the layers' states equals calls on the whole sequence."""
 
 import keras_hub
 import numpy as np
@@ -20,7 +20,7 @@ samplers = keras_hub.samplers
 
 @pytest.fixture(autouse=True)
 def short_prompt_chunks(monkeypatch):
-    """A test's prompt then has segments and a rest."""
+    """Makes a test's prompt have segments and a remainder."""
     monkeypatch.setattr(streaming, "PROMPT_SEGMENTS", (3, 1))
 
 
@@ -32,7 +32,7 @@ def prompts(lengths, length=LENGTH):
 
 
 def whole_sequence_calls(model, sampler, data):
-    """What KerasHub's sampler chooses from calls on the whole sequence."""
+    """The tokens of KerasHub's sampler from calls on the whole sequence."""
     backbone = compiled(lambda inputs: model.backbone(inputs))
 
     def next_token(prompt, cache, index):
@@ -60,7 +60,7 @@ def whole_sequence_calls(model, sampler, data):
 
 
 def make_model(name, **options):
-    """Tied embeddings would make the last token the likeliest, again and again."""
+    """Untied, because tied embeddings would always repeat the last token."""
     backbone = make_backbone(name, **{"embedding": "untied", **options})
     return EfficientCausalLM(backbone)
 
@@ -71,7 +71,7 @@ def generate(model, data, **kwargs):
 
 
 def step_by_step(model, sampler, data):
-    """The tokens that a sampler takes, from calls on the whole sequence."""
+    """The tokens that a sampler chooses from calls on the whole sequence."""
     tokens, mask = data["token_ids"].copy(), data["padding_mask"]
     call = compiled(lambda inputs: model(inputs))
     for t in range(max(1, mask.sum(1).min()), tokens.shape[1]):
@@ -244,7 +244,7 @@ def test_the_cache_follows_keras_hubs_signature():
         received.append(to_numpy(logits))
     received = np.concatenate(received, axis=1)
     np.testing.assert_allclose(received, expected, rtol=1e-3, atol=1e-4)
-    # A position that the state is not at cannot be read.
+    # Only the state's current position can be read.
     wrong, _, _ = model.call_with_cache(tokens[:, :1], cache, 3)
     assert np.isnan(to_numpy(wrong)).all()
 

@@ -1,4 +1,4 @@
-"""Encoder and decoder: generation from states, as from calls on whole sequences."""
+"""Encoder-decoder generation with states equals calls on whole sequences."""
 
 import keras
 import keras_hub
@@ -36,12 +36,12 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def short_prompt_chunks(monkeypatch):
-    """A test's prompt then has segments and a rest."""
+    """Makes a test's prompt have segments and a remainder."""
     monkeypatch.setattr(streaming, "PROMPT_SEGMENTS", (3, 1))
 
 
 def make_model(name="linear", preprocessor=None, **options):
-    """Tied embeddings would make the last token the likeliest, again and again."""
+    """Untied, because tied embeddings would always repeat the last token."""
     options = {"embedding": "untied", **CASES[name], **options}
     return EfficientSeq2SeqLM(make_backbone("encoder-decoder", **options), preprocessor)
 
@@ -57,7 +57,7 @@ def pairs(sources=(7, 4), prompts=(5, 2)):
 
 
 def assert_greedy(model, data, generated):
-    """Each new token is the likeliest of one call on the whole sequences."""
+    """Each new token is the most likely in one call on the whole sequences."""
     tokens = generated["decoder_token_ids"]
     ones = np.ones_like(tokens)
     whole = data | {"decoder_token_ids": tokens, "decoder_padding_mask": ones}
@@ -67,7 +67,7 @@ def assert_greedy(model, data, generated):
     np.testing.assert_array_equal(tokens[:, 1:], expected)
     np.testing.assert_array_equal(tokens[:, 0], data["decoder_token_ids"][:, 0])
     assert generated["decoder_padding_mask"].all()
-    # They depend on what the encoder reads.
+    # They depend on the encoder's input.
     whole["encoder_token_ids"] = data["encoder_token_ids"][::-1].copy()
     assert (to_numpy(model(whole)).argmax(-1)[:, :-1] != likeliest).any()
 
@@ -141,7 +141,7 @@ def test_text_goes_in_and_text_comes_out(text_model):
     log = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     nats = -np.take_along_axis(log, y[..., None], axis=-1)[..., 0]
     text_model.compile(sampler="greedy", run_eagerly=True)
-    # Keras' mean over all positions, those without weight among them.
+    # Keras' mean over all positions, including those without weight.
     loss = text_model.evaluate(texts, batch_size=2, verbose=0, return_dict=True)["loss"]
     np.testing.assert_allclose(loss, (nats * weights).mean(), rtol=1e-4)
     whole = text_model.generate({"encoder_text": ["abc"], "decoder_text": ["x"]})

@@ -86,7 +86,7 @@ def test_a_task_comes_back_from_a_preset(kind, tmp_path):
     task, data = make_task(kind), task_inputs(kind)
     expected = to_numpy(task(data))
     task.save_to_preset(tmp_path)
-    # KerasHub finds the class by the backbone's; the weights are those of the task.
+    # KerasHub finds the class by the backbone's class; the weights are the task's.
     base = kind.__bases__[-1]
     assert base.__module__.startswith("keras_hub")
     for restored in (base.from_preset(str(tmp_path)), kind.from_preset(tmp_path)):
@@ -170,14 +170,14 @@ def test_lora_trains_queries_and_values_and_comes_back(tmp_path):
     assert np.abs(to_numpy(other(data)) - before).max() > 1e-3
 
 
-# What ships with the package.
+# Shipped configurations.
 
-# Parameters in millions, and how far the count may be off by the paper's rounding
-# and, for the Transformer base, its vocabulary of "about 37,000".
+# Parameters in millions, and the tolerance for the paper's rounding and, for the
+# Transformer base, its vocabulary of "about 37,000".
 PUBLISHED = {
     # Vaswani et al., table 3.
     "transformer_base": (6, 65, 2.5),
-    # Dehghani et al. compare with it at as many parameters.
+    # Dehghani et al. compare with it at an equal number of parameters.
     "universal_transformer_base": (1, 65, 2.5),
     # Al-Rfou et al., at inference, without the auxiliary heads.
     "transformer_enwik8_12l": (12, 41, 0.5),
@@ -204,7 +204,7 @@ PUBLISHED = {
 
 @pytest.fixture
 def weights_are_zeros(monkeypatch):
-    """For models of full size whose weights nobody looks at: drawing takes seconds."""
+    """For full-size models whose weights do not matter: drawing takes seconds."""
     for initializer in ("VarianceScaling", "RandomNormal", "RandomUniform"):
         monkeypatch.setattr(
             getattr(keras.initializers, initializer),
@@ -215,7 +215,7 @@ def weights_are_zeros(monkeypatch):
 
 @functools.cache
 def parameters(name, layers):
-    """Parameters of a configuration that are trained, by those of one layer and two."""
+    """Trained parameters of a configuration, extrapolated from one layer and two."""
     one, two = (
         sum(
             math.prod(weight.shape)

@@ -1,4 +1,4 @@
-"""Segment-level recurrence: a memory between batches, in `fit` and out of it."""
+"""Segment-level recurrence: a memory between batches, inside and outside of `fit`."""
 
 import keras
 import numpy as np
@@ -89,7 +89,7 @@ def test_segments_equal_one_pass_over_the_text():
     model, text = make_model(memory_length=12, num_layers=1), tokens(12)
     received = [to_numpy(model(text[:, i : i + 4])) for i in range(0, 12, 4)]
     assert_close(np.concatenate(received, axis=1), whole(model, text))
-    # It still remembers.
+    # The memory is kept.
     again = to_numpy(model(text[:, :4]))
     assert np.abs(again - received[0]).max() > 1e-2
     model.reset_memory()
@@ -138,7 +138,7 @@ def test_evaluation_with_a_longer_memory_is_one_long_pass():
     longer = TransformerXL(model.language_model, 1, memory_length=16)
     logits = longer.predict(Segments(text[0], 1, 4), verbose=0)
     assert_close(logits.reshape(1, 16, -1), whole(model, text[:, :16]))
-    # A memory of 6 in two layers does not reach so far.
+    # A memory of 6 in two layers does not reach that far.
     short = TransformerXL(model.language_model, 1)
     difference = short.predict(Segments(text[0], 1, 4), verbose=0) - logits
     assert np.abs(difference[:2]).max() < 1e-3 < np.abs(difference[3]).max()
@@ -153,7 +153,7 @@ def test_the_file_comes_back_with_its_memory(tmp_path):
 
 
 def test_the_memory_is_normed_with_the_weights_of_today():
-    """The memory is of a block's inputs: a changed norm changes what they become."""
+    """The memory holds a block's inputs: a changed norm changes their keys."""
     model, text = make_model(num_layers=1, memory_length=8), tokens(8)
     model(text[:, :4])
     residual = model.language_model.backbone.transformer_layers[0].attention_residual
@@ -226,6 +226,6 @@ def test_data_that_are_refused():
 
 
 def test_the_memory_has_one_order_on_every_backend():
-    # A file that is written on one backend is read on another: mask, then memory.
+    # A file from one backend loads on another: mask, then memory.
     shapes = [tuple(variable.shape) for variable in make_model()._memory]
     assert shapes == [(BATCH, 6), (BATCH, 6, 8)] * (len(shapes) // 2)

@@ -66,7 +66,7 @@ def make_stack(
 
 
 def expected_output(stack, x, mask, memory=None, memory_mask=None):
-    """Of the definition: output and statistics (`None` with fixed steps)."""
+    """Output and statistics by the definition (`None` with fixed steps)."""
     table = dense.numpy(stack.timestep_embedding.table)
 
     def step(n, x):
@@ -124,7 +124,7 @@ def test_adaptive_steps_are_those_of_the_definition():
 
 
 def test_a_decoder_streams_what_it_computes_at_once():
-    """Tokens that halted early are attended to in later steps of others."""
+    """Other tokens attend to tokens that halted early in later steps."""
     stack, x = make_stack({}, causal=True), inputs()
     expected, statistics = expected_output(stack, x, np.ones_like(MASK))
     assert len(np.unique(statistics["steps"])) >= 2
@@ -270,7 +270,7 @@ def test_random_offsets_are_one_shift_in_training_only():
     received = [to_numpy(layer(x, training=True))[0, 0] for layer in layers]
     assert len(layers) == 4
     np.testing.assert_array_equal(received, np.tile(received[0], (4, 1)))
-    # A learned table is not left at its end.
+    # Positions stay within a learned table.
     learned = LearnedPositions(LENGTH, max_offset=20)
     np.testing.assert_array_equal(
         to_numpy(learned(x, training=True)), to_numpy(learned(x))

@@ -1,4 +1,4 @@
-"""Blocks by PyTorch's fused kernel for CPUs: sequences of many blocks, and their ends.
+"""Blocks by PyTorch's fused kernel for CPUs: many blocks, and partial ones.
 
 Expected is the dense softmax in float64.
 """
@@ -177,7 +177,7 @@ def test_bfloat16_is_summed_in_float32():
 
 
 def test_parts_far_apart_are_merged():
-    """One factor has all the weight, in either direction."""
+    """One part has all the weight, in either direction."""
     query, key, value = draw(value_dim=4)
     options = dict(stride=20)
     allowed = is_visible(sparse_attention, options, (LENGTH, LENGTH), True)
@@ -199,7 +199,7 @@ def test_parts_far_apart_are_merged():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_codes_are_read_group_by_group(causal, monkeypatch):
-    """Groups of one block each: the sums of one group go on in the next."""
+    """Groups of one block each: the sums carry over to the next group."""
     plan = dataclasses.replace(device_plan(), step_floats=1)
     monkeypatch.setattr(compressed_torch, "device_plan", lambda: plan)
     query, key, value = draw((90, 90), "float64")
@@ -216,7 +216,7 @@ def test_codes_are_read_group_by_group(causal, monkeypatch):
     weight = draw((90, 90), "float64")[2]
     expected = masked_softmax(query, *both, allowed, scale=1.0)
     of_query, of_key, of_value = softmax_gradients(query, *both, allowed, 1.0, weight)
-    # Codes have no gradient, the values of their keys have.
+    # Codes have no gradient, but their keys' values have.
     correct = of_query, of_key[:, :90], of_value[:, :90] + of_value[:, 90:]
     key[~mask] = value[~mask] = np.nan
 

@@ -39,7 +39,7 @@ SPARSE = [
     (dict(pattern="fixed", stride=13, heads="split"), False, True),
     (dict(pattern="fixed", stride=13, heads=0), True, False),
 ]
-# FlexAttention gives log scales, by which two parts are merged.
+# FlexAttention returns log scales, which merge two parts.
 MERGED = [
     (dict(pattern="strided", stride=13), True, True),
     (dict(pattern="strided", stride=13), False, False),
@@ -48,7 +48,7 @@ MERGED = [
 
 @pytest.fixture(autouse=True)
 def kernel(backend, monkeypatch):
-    """The name of the backend's kernel, which cuts short sequences into blocks."""
+    """The name of the backend's kernel, with small blocks for short sequences."""
     if backend not in KERNEL:
         pytest.skip("TensorFlow brings no such kernel")
     name = KERNEL[backend]
@@ -56,7 +56,7 @@ def kernel(backend, monkeypatch):
     monkeypatch.setattr(importlib.import_module(f"{package}.{name}"), "BLOCK", 128)
     if name == "flex":
         flex_attention = importlib.import_module("torch.nn.attention.flex_attention")
-        # It refuses gradients on a CPU, where it can compute them all the same.
+        # It refuses gradients on a CPU although it can compute them.
         monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     return name
 

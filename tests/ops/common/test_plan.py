@@ -1,4 +1,4 @@
-"""Plans for kinds of devices: the same results, cut in other ways."""
+"""Plans for kinds of devices: the same results with other chunks."""
 
 import numpy as np
 import pytest

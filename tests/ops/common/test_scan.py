@@ -1,4 +1,4 @@
-"""The scan against a plain loop, in values, gradients and what it stores."""
+"""The scan against a plain loop: values, gradients and stored tensors."""
 
 import keras
 import numpy as np
@@ -25,21 +25,21 @@ def arrays():
 
 
 def step_gradient(carry, x, consts, y, carry_gradient, y_gradient):
-    """The derivative of `step` by hand; `y` is given, and so is not computed again."""
+    """The handwritten derivative of `step`; reuses the given `y`."""
     (total,), (a, b), (scale,) = carry, x, consts
-    of_product, of_sum = y_gradient
+    grad_product, grad_sum = y_gradient
     new_total = ops.tanh(total @ scale + a)
-    of_total = carry_gradient[0] + of_product * b + of_sum[:, None]
-    of_inside = of_total * (1 - new_total * new_total)
+    grad_total = carry_gradient[0] + grad_product * b + grad_sum[:, None]
+    grad_inside = grad_total * (1 - new_total * new_total)
     return (
-        (of_inside @ ops.transpose(scale),),
-        (of_inside, of_product * new_total),
-        (ops.transpose(total) @ of_inside,),
+        (grad_inside @ ops.transpose(scale),),
+        (grad_inside, grad_product * new_total),
+        (ops.transpose(total) @ grad_inside,),
     )
 
 
 def tracked_gradient(*arguments):
-    """`step_gradient` through the derivative of `step` that the backend makes."""
+    """`step_gradient` by the backend's derivative of `step`."""
     carry, x, consts, _, carry_gradient, y_gradient = arguments
 
     def flat(carry, x, consts):
@@ -55,7 +55,7 @@ def scanned(total, a, b, scale, gradient=None):
 
 
 def looped(total, a, b, scale):
-    """The same by hand, in NumPy float64."""
+    """The same loop in NumPy float64."""
     ys, sums = [], []
     for i in range(len(a)):
         total = np.tanh(total @ scale + a[i])
@@ -75,7 +75,7 @@ def test_values(steps):
 
 
 def check_slopes(scan, loop, gradient, values):
-    """The gradients of a scan against the slopes of the loop, in float64."""
+    """Compares a scan's gradients with finite differences of the loop, in float64."""
     random = np.random.default_rng(1)
 
     def loss(*tensors):
@@ -125,17 +125,17 @@ def test_a_gradient_by_hand_without_a_carry():
         return carry, (x[0] * x[0] * consts[0],)
 
     def by_hand(carry, x, consts, y, carry_gradient, y_gradient):
-        (of_y,) = y_gradient
-        of_const = ops.sum(of_y * x[0] * x[0], axis=0)
-        return (), (2 * of_y * x[0] * consts[0],), (of_const,)
+        (grad_y,) = y_gradient
+        grad_const = ops.sum(grad_y * x[0] * x[0], axis=0)
+        return (), (2 * grad_y * x[0] * consts[0],), (grad_const,)
 
     def loss(x, const):
         return ops.sum(recompute_scan(squares, (), (x,), (const,), by_hand)[1][0])
 
     _, x, _, scale = arrays()
-    of_x, of_const = gradients(loss, x, scale[0])
-    np.testing.assert_allclose(of_x, 2 * x * scale[0], rtol=1e-5)
-    np.testing.assert_allclose(of_const, (x**2).sum((0, 1)), rtol=1e-5)
+    grad_x, grad_const = gradients(loss, x, scale[0])
+    np.testing.assert_allclose(grad_x, 2 * x * scale[0], rtol=1e-5)
+    np.testing.assert_allclose(grad_const, (x**2).sum((0, 1)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("gradient", [None, step_gradient])
@@ -145,8 +145,8 @@ def test_an_unused_output_costs_no_gradient(gradient):
     def loss(*tensors):
         return ops.sum(scanned(*tensors, gradient)[0][0])
 
-    _, _, of_b, _ = gradients(loss, *values)
-    np.testing.assert_array_equal(of_b, np.zeros_like(of_b))
+    _, _, grad_b, _ = gradients(loss, *values)
+    np.testing.assert_array_equal(grad_b, np.zeros_like(grad_b))
 
 
 def test_intermediates_are_not_stored_on_torch(backend):
@@ -220,19 +220,19 @@ def positions_step(carry, x, consts):
 
 
 def positions_gradient(carry, x, consts, y, carry_gradient, y_gradient):
-    """The derivative of `positions_step` by hand."""
+    """The handwritten derivative of `positions_step`."""
     (total,), (a, b), (scale,) = carry, x, consts
-    of_product, of_sum = y_gradient
+    grad_product, grad_sum = y_gradient
     new_total = ops.tanh(total @ scale + ops.sum(a, axis=1))
-    of_total = carry_gradient[0] + ops.sum(of_product * b, axis=1)
-    of_inside = of_total * (1 - new_total * new_total)
+    grad_total = carry_gradient[0] + ops.sum(grad_product * b, axis=1)
+    grad_inside = grad_total * (1 - new_total * new_total)
     return (
-        (of_inside @ ops.transpose(scale),),
+        (grad_inside @ ops.transpose(scale),),
         (
-            of_inside[:, None] + of_sum[..., None] * b,
-            of_product * new_total[:, None] + of_sum[..., None] * a,
+            grad_inside[:, None] + grad_sum[..., None] * b,
+            grad_product * new_total[:, None] + grad_sum[..., None] * a,
         ),
-        (ops.transpose(total) @ of_inside,),
+        (ops.transpose(total) @ grad_inside,),
     )
 
 
@@ -250,7 +250,7 @@ def scanned_positions(total, a, b, scale, gradient=None):
 
 
 def looped_positions(total, a, b, scale):
-    """The same by hand, in NumPy float64."""
+    """The same loop in NumPy float64."""
     ys = []
     for start in range(0, a.shape[1], SIZE):
         here = slice(start, start + SIZE)
@@ -310,7 +310,7 @@ def test_steps_along_positions_get_their_outputs():
         return carry, (x[0] * x[0],)
 
     def by_hand(carry, x, consts, y, carry_gradient, y_gradient):
-        # Of x², from y alone: 2 √y.
+        # The derivative of x² from y alone: 2 √y.
         return (), (2 * ops.sqrt(y[0]) * y_gradient[0],), ()
 
     def loss(x):
@@ -350,9 +350,9 @@ def test_integers_that_every_step_reads_have_no_gradient():
         return ops.sum(scan[1][0])
 
     _, x, _, _ = positions_arrays()
-    of_x, of_factor = gradients(loss, x, np.full(1, 2.0, "float32"))
-    np.testing.assert_allclose(of_x, np.full_like(x, 6))
-    np.testing.assert_allclose(of_factor, [3 * x.sum()], rtol=1e-4)
+    grad_x, grad_factor = gradients(loss, x, np.full(1, 2.0, "float32"))
+    np.testing.assert_allclose(grad_x, np.full_like(x, 6))
+    np.testing.assert_allclose(grad_factor, [3 * x.sum()], rtol=1e-4)
 
 
 def test_steps_of_a_symbolic_length_are_taken_one_by_one(backend):

@@ -19,7 +19,7 @@ def test_inverses_are_those_of_numpy(size):
 
 
 def test_keys_that_repeat_lose_no_digits():
-    """All entries are 2: powers of the matrix would be of 1e18, its inverse is of 2."""
+    """All entries are 2: powers of the matrix reach 1e18, the inverse stays at 2."""
     matrix = np.tril(np.full((64, 64), 2.0, "float32"), -1)
     received = inverse_unit_lower(ops.convert_to_tensor(matrix[None]))
     expected = np.linalg.inv(np.eye(64) + matrix.astype("float64"))

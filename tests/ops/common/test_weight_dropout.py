@@ -1,4 +1,4 @@
-"""Bits from a counter: independent, and the same again."""
+"""Bits from a counter: independent and reproducible."""
 
 import numpy as np
 from keras import ops
@@ -18,7 +18,7 @@ def kept(step=0.0, seed=(1.0, 2.0), rate=0.3, shape=(4, 50, 100)):
 
 
 def mixed(x):
-    """The mixing function again, in Python's integers, cut to 32 bits."""
+    """The mixing function in Python integers, truncated to 32 bits."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
         x = (x ^ (x >> shift)) * factor % 2**32
     return x
@@ -48,7 +48,7 @@ def test_steps_and_seeds_are_independent():
     limit = 4 * np.sqrt(agreement * (1 - agreement) / first.size)
     for other in (kept(1.0), kept(seed=(2.0, 1.0)), kept(seed=(1.0, 3.0))):
         assert abs((first == other).mean() - agreement) < limit
-    # Neighbours too, in every direction.
+    # Neighbours as well, in every direction.
     for axis in range(3):
         shifted = np.roll(first, 1, axis)
         assert abs((first == shifted).mean() - agreement) < limit

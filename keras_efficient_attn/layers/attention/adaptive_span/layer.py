@@ -1,4 +1,4 @@
-"""AdaptiveSpan: attention that learns how far back each head has to see."""
+"""AdaptiveSpan: attention with a learned span per head."""
 
 import dataclasses
 import math
@@ -23,23 +23,23 @@ from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
 from keras_efficient_attn.ops.reversible.replay import is_replay
 
 MAX_SPAN = 1024
-# The small model of the paper, of the same maximal span.
+# The paper's small model, with the same maximal span.
 PENALTY = 2e-6
-# A trimmed window is a multiple of this, and has as many keys to spare.
+# A trimmed window is a multiple of this and has this many spare keys.
 TRIM_UNIT = 64
 # Factor of the largest dynamic span seen so far, per training call.
 DECAY = 0.99
-# σ reaches 0 nowhere: the smallest bias that a dynamic span starts with.
+# The smallest initial bias of a dynamic span: σ never reaches 0.
 LEAST_LOGIT = -4.0
 
 
 @register_attention("adaptive-span")
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class AdaptiveSpan(PatternAttention):
-    """Softmax attention with a span that each head learns, at the cost of the span.
+    """Softmax attention with a learned span per head; cost follows the span.
 
-    A soft mask over distances multiplies the weights. It falls from 1 to 0 behind the
-    span `z` of the head, so that `z` has a gradient:
+    A soft mask over distances multiplies the weights. It falls from 1 to 0 beyond the
+    head's span `z`, so that `z` has a gradient:
 
     ```
     m(x) = min(max((ramp + z − x) / ramp, 0), 1)
@@ -47,12 +47,12 @@ class AdaptiveSpan(PatternAttention):
     head[t] = Σ_s w[t, s] v[s] / Σ_s w[t, s]
     ```
 
-    A penalty on the spans, in the loss, has heads see no farther than pays off.
+    A penalty in the loss keeps spans as short as is useful.
 
     The layer computes a band: each query by the `window` keys next to it. `window` is
-    `max_span` at first; `trim` cuts it to what the heads use, and this is what saves
-    time and memory. `keras_efficient_attn.layers.TrimSpans` does so while a model
-    trains. Outputs stay the same, and spans can grow into the keys to spare.
+    `max_span` at first; `trim` cuts it to the keys that the heads use, which saves time
+    and memory. `keras_efficient_attn.layers.TrimSpans` does so during training. Outputs
+    stay the same, and spans can grow into the spare keys.
 
     Args:
         *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
@@ -61,20 +61,19 @@ class AdaptiveSpan(PatternAttention):
         max_span: Positive integer: the longest span, in positions. A query sees
             itself and at most `max_span - 1` earlier keys and, if not causal, as many
             later ones. Defaults to 1,024.
-        ramp: Positive number: positions over which the mask falls to 0; a head sees
-            as many at least. Defaults to 32.
-        include_self: Whether a query sees its own position. `False` is the paper's: a
-            query sees earlier positions (and, if not causal, later ones), and one that
-            sees none gets zeros. Defaults to `True`.
-        initial_span: Number of positions from 0 to `max_span`. Defaults to 0. A
-            dynamic span starts from `max_span · σ(-4)` to `max_span · σ(4)`.
-        penalty: Number of at least 0: the loss has `penalty · z`, averaged over heads
-            and, for dynamic spans, over the positions that a `query_mask` keeps, in
-            training. Defaults to 2e-6, which the paper has for spans of 1,024; for
-            spans of 8,192, it has 5e-7.
-        dynamic: Whether the span depends on the query's input too,
-            `z[t] = max_span · σ(v·x[t] + b)` with v and b of each head. Defaults to
-            `False`.
+        ramp: Positive number: positions over which the mask falls to 0. A head sees at
+            least this many. Defaults to 32.
+        include_self: Whether a query sees its own position. With `False`, as in the
+            paper, a query sees earlier positions only (and, if not causal, later ones),
+            and a query that sees none gets zeros. Defaults to `True`.
+        initial_span: Number of positions from 0 to `max_span`. A dynamic span starts
+            between `max_span · σ(-4)` and `max_span · σ(4)`. Defaults to 0.
+        penalty: Number of at least 0. In training the loss includes `penalty · z`,
+            averaged over heads and, for dynamic spans, over the positions that a
+            `query_mask` keeps. The paper uses 2e-6 for spans of 1,024 and 5e-7 for
+            spans of 8,192. Defaults to 2e-6.
+        dynamic: Whether the span also depends on the query's input, `z[t] = max_span ·
+            σ(v·x[t] + b)` with v and b per head. Defaults to `False`.
         relative_positions: `True`: logits have a learned term for the distance,
             `q[t]·p[|t − s|] / √key_dim`, with a table of `max_span` vectors that the
             heads share. `"shared"`: in a `TransformerStack`, one table for all its
@@ -87,8 +86,8 @@ class AdaptiveSpan(PatternAttention):
 
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
-        `use_causal_mask`, `return_attention_scores`, `state`. A state from before a
-        `trim` goes on after it.
+        `use_causal_mask`, `return_attention_scores`, `state`. A state stays valid after
+        a `trim`.
 
     Returns:
         As `EfficientAttention`.
@@ -113,7 +112,7 @@ class AdaptiveSpan(PatternAttention):
         - [Sukhbaatar et al., 2019](https://arxiv.org/abs/1905.07799)
     """
 
-    # `trim` changes the window while a sequence is read.
+    # `trim` may change the window while a sequence is read.
     _takes_any_state_length = True
 
     def __init__(
@@ -175,7 +174,7 @@ class AdaptiveSpan(PatternAttention):
         self._mean_span = weight(
             "mean_span", heads, self.max_span / (1 + math.exp(-logit)), **seen
         )
-        # Nothing is known yet of what inputs will ask for.
+        # The spans that inputs need are not known yet.
         self._largest_span = weight("largest_span", heads, self.max_span, **seen)
 
     def state_spec(self, batch_size, max_length):
@@ -195,8 +194,8 @@ class AdaptiveSpan(PatternAttention):
     def spans(self):
         """The span of each head in positions, a NumPy array `(heads,)`.
 
-        The ramp comes on top of it. Dynamic spans: their mean over the positions of
-        the last training call.
+        Excludes the ramp. For dynamic spans, the mean over the positions of the last
+        training call.
         """
         self._check_built("spans")
         if self.dynamic:
@@ -204,17 +203,16 @@ class AdaptiveSpan(PatternAttention):
         return ops.convert_to_numpy(self._span) * self.max_span
 
     def trim(self):
-        """Cuts the computed window to the keys in use, or grows it again.
+        """Sets the computed window to the keys in use.
 
-        To the largest span of a head and its ramp, rounded up to 64, and 64 more that
-        spans can grow into, but to no more than `max_span`. A span that outgrows them
-        is cut off at the window until the next `trim`. For dynamic spans, the largest
-        is that of training calls, of which old ones count less and less: by 1 % a
-        call, from `max_span` on.
+        The window becomes the largest span of a head plus its ramp, rounded up to 64,
+        plus 64 that spans can grow into, and at most `max_span`. A larger span is cut
+        off at the window until the next `trim`. For dynamic spans, the largest span
+        over training calls counts; it starts at `max_span` and decays by 1 % per call.
 
-        What is compiled already keeps the window that it was compiled with:
-        `keras_efficient_attn.layers.trim_spans` trims a model's layers and has it
-        compile again.
+        Functions that are already compiled keep their window:
+        `keras_efficient_attn.layers.trim_spans` trims a model's layers and makes the
+        model compile again.
 
         Returns:
             The window, in keys.
@@ -229,14 +227,14 @@ class AdaptiveSpan(PatternAttention):
         return self.window
 
     def share_weights_with(self, other):
-        """Takes another layer's table of `relative_positions` for its own.
+        """Shares another layer's table of `relative_positions`.
 
         Args:
             other: An `AdaptiveSpan` with `relative_positions`, of the same `max_span`
                 and `key_dim`. This layer must not be built yet.
 
         Raises:
-            ValueError: If it is, or the two differ.
+            ValueError: If this layer is built, or the two differ.
         """
         mine, theirs = (
             (layer.relative_positions, layer.max_span, layer._key_dim)
@@ -269,7 +267,7 @@ class AdaptiveSpan(PatternAttention):
         )
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
-        """`call` as it is: rematerialised, it would add its penalty twice.
+        """Runs `call` without rematerialising, which would add the penalty twice.
 
         The attention recomputes itself block by block in any case.
         """
@@ -306,7 +304,7 @@ class AdaptiveSpan(PatternAttention):
         return self.max_span * ops.sigmoid(logits + self._span_bias)
 
     def _learn_from(self, spans, query_mask):
-        """Adds the penalty, and keeps the mean and the largest of dynamic spans."""
+        """Adds the penalty and records the mean and the largest of dynamic spans."""
         if self.dynamic:
             if query_mask is None:
                 weights = ops.ones(shape_of(spans)[:2], spans.dtype)
@@ -371,8 +369,8 @@ class PositionKeys(keras.layers.Layer):
 
     Args:
         max_span: Number of distances.
-        dim: Width of a vector.
-        **kwargs: Those of `keras.layers.Layer`.
+        dim: Width of each vector.
+        **kwargs: Arguments of `keras.layers.Layer`.
     """
 
     def __init__(self, max_span, dim, **kwargs):

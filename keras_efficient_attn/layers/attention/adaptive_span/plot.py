@@ -1,4 +1,4 @@
-"""A picture of the spans that a model has learned."""
+"""Plots the spans that a model has learned."""
 
 import numpy as np
 
@@ -38,7 +38,7 @@ def plot_spans(model, path=None):
     means = [layer.spans().mean() for layer in layers]
     numbers = range(1, len(layers) + 1)
     axes.plot(numbers, means, "k-", label="mean of the heads")
-    # Most spans are short, and the longest hundreds of times as long.
+    # Most spans are short; the longest are hundreds of times as long.
     axes.set_yscale("symlog", linthresh=max(layer.ramp for layer in layers))
     axes.set_ylim(bottom=0)
     axes.set(xlabel="layer", ylabel="span (positions)", xticks=numbers)

@@ -1,4 +1,4 @@
-"""Trimming the windows of a model's AdaptiveSpan layers, while it trains too."""
+"""Trims the windows of a model's AdaptiveSpan layers, also during training."""
 
 import keras
 
@@ -10,13 +10,13 @@ from keras_efficient_attn.ops.common.checks import check_positive_int
 def trim_spans(model):
     """Cuts the windows of all `AdaptiveSpan` layers of a model to the keys in use.
 
-    See `AdaptiveSpan.trim`. If a window changed, the model and models in it compile
-    again what they have compiled. Functions that were compiled without them, such as
-    by `jax.jit`, keep the windows that they were compiled with.
+    See `AdaptiveSpan.trim`. If a window changed, the model and the models in it compile
+    their functions again. Functions compiled elsewhere, such as by `jax.jit`, keep
+    their windows.
 
     Args:
-        model: A `keras.Model` whose weights hold what was trained: while `fit` runs
-            on JAX they do not, and `TrimSpans` is the way.
+        model: A `keras.Model` whose weights are up to date. While `fit` runs on JAX
+            they are not: use `TrimSpans`.
 
     Returns:
         Whether a window changed.
@@ -40,14 +40,14 @@ def adaptive_span_layers(model):
 
 
 class TrimSpans(keras.callbacks.Callback):
-    """Trims the `AdaptiveSpan` layers of a model every so many training steps.
+    """Trims the `AdaptiveSpan` layers of a model every `every` training steps.
 
-    A window that changed makes the model compile its functions again, which takes as
-    long as the first time: few and far between is best.
+    A changed window makes the model compile its functions again, which takes as long as
+    the first compilation: trim rarely.
 
     Args:
-        every: Positive integer: training steps from one `trim_spans` to the next.
-            Defaults to 1,000.
+        every: Positive integer: training steps between calls of `trim_spans`. Defaults
+            to 1,000.
 
     Raises:
         ValueError: If `every` is not a positive integer.
@@ -76,21 +76,21 @@ class TrimSpans(keras.callbacks.Callback):
         if self._steps // self.every == before:
             return
         if backend_name() == "jax":
-            # The weights are in the trainer's hands while `fit` runs.
+            # The trainer holds the weights while `fit` runs.
             self.model.jax_state_sync()
         trim_spans(self.model)
 
 
 def _compile_again(model):
     if backend_name() == "jax":
-        # JAX takes a bound method for the function that it has compiled before.
+        # JAX would treat the bound method as the function that it has compiled.
         for name in ("train_step", "test_step", "predict_step"):
             setattr(model, name, _new_function(model, name))
     for kind in ("train", "test", "predict"):
         if getattr(model, f"{kind}_function", None) is not None:
             getattr(model, f"make_{kind}_function")(force=True)
     if getattr(model, "generate_function", None) is not None:
-        # KerasHub's models make it anew in the next call.
+        # KerasHub's models create it again in the next call.
         model.generate_function = None
 
 

@@ -7,22 +7,22 @@ from keras import ops
 from keras_efficient_attn.layers.building import identity
 from keras_efficient_attn.ops.common.numerics import wide_dtype
 
-# Every direction counts with at least this part of the mean variance of queries or
-# keys, so that no direction is stretched without bound.
+# Every direction counts with at least this fraction of the mean variance of queries or
+# keys, so that no direction is scaled without bound.
 LEAST_VARIANCE = 1e-6
-# Calibration looks at so many queries of a sequence: it forms the matrix of weights.
+# Number of queries per sequence to calibrate with: their weights form a matrix.
 MOST_QUERIES = 512
-# Exponents beyond say nothing but "too large".
+# Larger exponents are capped.
 LARGEST_EXPONENT = 100.0
 
 
 class KernelCalibration(keras.layers.Layer):
-    """Means, coordinates and shapes, by head: the identity until `assign`.
+    """Means, coordinates and shapes per head; the identity until `assign`.
 
     Args:
-        num_heads, dim: Sizes.
-        random: Whether the features are random ones, which have `seen` and `shape`.
-        **kwargs: Those of `keras.layers.Layer`.
+        num_heads, dim: Number of heads and their size.
+        random: Whether the features are random; these have `seen` and `shape`.
+        **kwargs: Arguments of `keras.layers.Layer`.
     """
 
     def __init__(self, num_heads, dim, random, **kwargs):
@@ -38,7 +38,7 @@ class KernelCalibration(keras.layers.Layer):
                 name=name,
                 shape=(heads, *shape),
                 initializer=initializer,
-                # Rounded maps would not be inverse to each other.
+                # Rounded maps would not be inverses of each other.
                 dtype=wide_dtype(self.variable_dtype),
                 trainable=False,
                 autocast=False,
@@ -54,10 +54,10 @@ class KernelCalibration(keras.layers.Layer):
             self._shape = weight("shape", "zeros", dim)
 
     def coordinates(self, query, key):
-        """Queries, and keys less their mean, in the coordinates of the features.
+        """Queries and centred keys, in the coordinates of the features.
 
-        Their dot products are what they were but for a constant of each query, which
-        the sum of the weights cancels.
+        Their dot products change by a constant per query only, which cancels in the
+        normalisation.
 
         Args:
             query, key: `(batch, length, heads, dim)`.
@@ -82,8 +82,8 @@ class KernelCalibration(keras.layers.Layer):
         Args:
             moments: `FarMoments`.
             features: Number of features.
-            rank: Number of coordinates that features see, or `None` for the number
-                that is best for random features.
+            rank: Number of coordinates that features see, or `None` for the best
+                number for random features.
 
         Returns:
             Array `(heads,)`: the root mean square of `q·k` about the means.
@@ -110,14 +110,14 @@ class KernelCalibration(keras.layers.Layer):
 
 
 class FarMoments:
-    """Means and covariances of queries and keys, as far as features serve them.
+    """Means and covariances of the queries and keys that features have to estimate.
 
-    A pair of a query and a key counts with the weight that softmax attention gives to
-    it, and not at all where a window attends to it exactly: most pairs of a trained
-    layer hardly attend, and others than those that do need not be estimated well.
+    A pair of a query and a key counts with its softmax attention weight, and not at all
+    if a window attends to it exactly. Most pairs of a trained layer have small weights
+    and need not be estimated well.
 
     Args:
-        window: As of `PerformerAttention`.
+        window: As for `PerformerAttention`.
         causal: Whether queries see no later keys.
 
     Attributes:
@@ -132,7 +132,8 @@ class FarMoments:
         """Adds a batch to the moments.
 
         Args:
-            query, key: Arrays `(batch, length, heads, dim)`, as features take them.
+            query, key: Arrays `(batch, length, heads, dim)`, as the features receive
+                them.
             query_mask, key_mask: Boolean arrays `(batch, length)`.
         """
         for row in range(len(query)):
@@ -150,7 +151,7 @@ class FarMoments:
             self.key.add(keys, weights.sum(1))
 
     def _far_weights(self, query, key, steps):
-        """Softmax attention to the keys that features serve, `(heads, t, s)`."""
+        """Softmax attention to the keys that features estimate, `(heads, t, s)`."""
         logits = np.einsum("thd,shd->hts", query, key, optimize=True)
         if self.causal:
             logits = np.where(steps >= 0, logits, -np.inf)
@@ -165,7 +166,7 @@ class FarMoments:
 
 
 class Moments:
-    """Means and covariances of weighted vectors, head by head, summed over batches.
+    """Weighted means and covariances of vectors, per head, over batches.
 
     Attributes:
         weight: Sum of the weights, `(heads,)`, or 0.
@@ -197,35 +198,35 @@ class Moments:
 
 
 def balanced_coordinates(query_covariance, key_covariance):
-    """Coordinates in which queries and keys have one covariance, and a diagonal one.
+    """Coordinates in which queries and keys have the same diagonal covariance.
 
-    No other pair of maps that leave dot products as they are has a smaller
-    `E‖q + k‖²`, and with it a smaller variance of random features.
+    Among all pairs of maps that preserve dot products, this one minimises `E‖q + k‖²`,
+    and with it the variance of random features.
 
     Args:
         query_covariance, key_covariance: Arrays `(heads, dim, dim)`.
 
     Returns:
-        `(query_map, key_map, variance)`: matrices `(heads, dim, dim)` to multiply
-        with from the right, the one the inverse of the other's transpose, and the
-        variances `(heads, dim)`, the largest first.
+        `(query_map, key_map, variance)`: matrices `(heads, dim, dim)` to multiply with
+        from the right, each the inverse of the other's transpose, and the variances
+        `(heads, dim)`, in decreasing order.
     """
     root, inverse = _roots(query_covariance)
-    # The geometric mean of the keys' covariance and the queries' inverse one.
-    metric = inverse @ _roots(root @ _floored(key_covariance) @ root)[0] @ inverse
+    # The geometric mean of the keys' covariance and the inverse of the queries'.
+    metric = inverse @ _roots(root @ _floor(key_covariance) @ root)[0] @ inverse
     query_map, key_map = _roots(metric)
-    shared = query_map @ _floored(query_covariance) @ query_map
+    shared = query_map @ _floor(query_covariance) @ query_map
     variance, rotation = np.linalg.eigh(shared)
     variance, rotation = variance[:, ::-1], rotation[:, :, ::-1]
     return query_map @ rotation, key_map @ rotation, np.maximum(variance, 0.0)
 
 
 def sampling_variance(variance):
-    """The variance to draw random features from, coordinate by coordinate.
+    """The variance to draw random features with, per coordinate.
 
-    The one that minimises `E log` of the second moment of the estimate of
-    `exp(q·k)`, `½ log(s² / (2s − 1)) + 2 variance / (2s − 1)`, for queries and keys
-    of that variance: FAVOR++ with a shape for each coordinate, known beforehand.
+    It minimises `E log` of the second moment of the estimate of `exp(q·k)`, `½ log(s² /
+    (2s − 1)) + 2 variance / (2s − 1)`, for queries and keys of that variance. This is
+    FAVOR++ with a precomputed shape per coordinate.
 
     Args:
         variance: Array.
@@ -238,18 +239,18 @@ def sampling_variance(variance):
 
 
 def worth_seeing(variance, features):
-    """Which coordinates random features should see.
+    """Selects the coordinates that random features should see.
 
-    One more coordinate multiplies the variance of the estimate; one less leaves its
-    part of `q·k` out, whose variance is `variance²`. The sum of both errors, for
-    Gaussian queries and keys, is smallest here.
+    Adding a coordinate multiplies the variance of the estimate. Dropping one drops its
+    part of `q·k`, whose variance is `variance²`. The selection minimises the sum of
+    both errors for Gaussian queries and keys.
 
     Args:
-        variance: Array `(heads, dim)`, the largest first.
+        variance: Array `(heads, dim)`, in decreasing order.
         features: Number of features.
 
     Returns:
-        Boolean array `(heads, dim)`: the first coordinates of each head, one at least.
+        Boolean array `(heads, dim)`: the first coordinates of each head, at least one.
     """
     s = sampling_variance(variance)
     log_moments = 0.5 * np.log(s * s / (2 * s - 1)) + 2 * variance / (2 * s - 1)
@@ -264,14 +265,14 @@ def worth_seeing(variance, features):
 
 def _roots(matrices):
     """The square roots of covariances and the inverses of these."""
-    values, vectors = np.linalg.eigh(_floored(matrices))
+    values, vectors = np.linalg.eigh(_floor(matrices))
     roots = np.sqrt(np.maximum(values, 1e-30))[:, None]
     transposed = np.swapaxes(vectors, 1, 2)
     return (vectors * roots) @ transposed, (vectors / roots) @ transposed
 
 
-def _floored(matrices):
-    """Covariances with some variance in every direction."""
+def _floor(matrices):
+    """Covariances with a minimum variance in every direction."""
     dim = matrices.shape[-1]
     mean = np.trace(matrices, axis1=1, axis2=2)[:, None, None] / dim
     return matrices + LEAST_VARIANCE * np.where(mean > 0, mean, 1.0) * np.eye(dim)

@@ -35,7 +35,7 @@ class LinearAttention(EfficientAttention):
     """Attention whose weights are dot products of features, in linear time.
 
     Softmax attention weighs key `s` for query `t` by `exp(q·k)`. Here the weight is
-    `φ(q)·φ(k)`, so that the keys can be summed up before the queries come:
+    `φ(q)·φ(k)`, so that keys and values can be summed before the queries are known:
 
     ```
     head[t] = φ(q[t]) (Σ_s φ(k[s])ᵀ v[s]) / φ(q[t])·(Σ_s φ(k[s]))
@@ -43,7 +43,7 @@ class LinearAttention(EfficientAttention):
 
     Time and memory grow linearly with the length, and a causal layer needs a state of
     constant size only. For maps that estimate the exponential, `q` and `k` are scaled
-    by `key_dim^(-1/4)`, so that the weight estimates that of softmax attention.
+    by `key_dim^(-1/4)`, so that the weight estimates softmax attention's.
 
     Args:
         *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
@@ -71,12 +71,12 @@ class LinearAttention(EfficientAttention):
 
             A map with other arguments is given as an object, such as
             `feature_maps.get("taylor", order=4)`. A function maps `(..., key_dim)` to
-            as many non-negative features; it is registered for serialization, as any
-            custom object of Keras. A map with weights is a subclass of `FeatureMap`.
-        window: Number of nearest keys to attend to exactly, with the features for
-            the others under one denominator: a query sees itself and `window - 1`
-            earlier keys exactly and, if not causal, as many later ones. For maps that
-            estimate the exponential, and lengths that agree. Defaults to `None`;
+            as many non-negative features; register it with Keras for serialization,
+            like any custom object. A map with weights is a subclass of `FeatureMap`.
+        window: Number of nearest keys to attend to exactly; features estimate the
+            others, under one denominator. A query sees itself and `window - 1` earlier
+            keys exactly and, if not causal, as many later ones. Needs a map that
+            estimates the exponential, and equal lengths. Defaults to `None`;
             `sliding_window` of `keras.layers.MultiHeadAttention` means the same.
         normalize: Whether to divide by the sum of the weights. Defaults to `True`.
         qk_norm: Whether queries and keys are RMS-normalised (without gain) before
@@ -85,8 +85,8 @@ class LinearAttention(EfficientAttention):
         rotary_wavelength: Longest wavelength of rotary positions, applied to
             queries and keys before the map, such as 10,000. Defaults to `None`: no
             positions.
-        chunk_size: Positions per chunk; speed only. Defaults to `None`: what suits
-            the device, 64 on a CPU.
+        chunk_size: Positions per chunk; affects speed only. Defaults to `None`: a value
+            that suits the device, 64 on a CPU.
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. `seed` also
             seeds the projection of random maps.
 
@@ -115,7 +115,7 @@ class LinearAttention(EfficientAttention):
     >>> layer(x, x, use_causal_mask=True).shape
     (2, 1000, 64)
 
-    Streaming, a token at a time, in constant memory:
+    Streaming, one token at a time, in constant memory:
 
     >>> state = layer.get_initial_state(batch_size=2)
     >>> y, state = layer(x[:, :1], x[:, :1], use_causal_mask=True, state=state)
@@ -152,7 +152,7 @@ class LinearAttention(EfficientAttention):
         check_positive_int("chunk_size", chunk_size, optional=True)
         check_positive_number("temperature", temperature)
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
-        # As it was given, for `get_config`.
+        # Kept as given, for `get_config`.
         self._feature_map_identifier = feature_map
         self._feature_dim = self.feature_map.feature_dim(self._key_dim)
 
@@ -227,8 +227,8 @@ class LinearAttention(EfficientAttention):
             state = dict(state)
             position = state.pop("position")
         dtype = accumulator_dtype(query, key, value)
-        query = self._prepared(query, dtype, position)
-        key = self._prepared(key, dtype, position)
+        query = self._prepare(query, dtype, position)
+        key = self._prepare(key, dtype, position)
         query, key, map_weights = self._map_inputs(query, key, call)
         options = dict(map_weights=map_weights, key_mask=call.key_mask, state=state)
         heads, state = self._attend_mapped((query, key, value), call, **options)
@@ -239,7 +239,7 @@ class LinearAttention(EfficientAttention):
         return heads, state
 
     def _attend_mapped(self, tensors, call, **options):
-        """The operation on queries and keys that are ready for the map, and values."""
+        """Runs the operation on prepared queries and keys, and values."""
         config, windowed = self._config(call.causal), self.window is not None
         split = active_split(
             *tensors[:2],
@@ -259,19 +259,19 @@ class LinearAttention(EfficientAttention):
         (heads,), state = mapped_linear_attention(*tensors, config, **options)
         return heads, state
 
-    def _prepared(self, x, dtype, position):
+    def _prepare(self, x, dtype, position):
         """Queries or keys, normalised, rotated and scaled."""
         x = ops.cast(x, dtype)
         if self.qk_norm:
             x = rms_normalize(x)
-        x = self._rotated(x, position)
+        x = self._rotate(x, position)
         scale = self.temperature**-0.5
         if self.feature_map.estimates_softmax:
             scale *= self._key_dim**-0.25
         return x if scale == 1.0 else x * scale
 
     def _map_inputs(self, query, key, call):
-        """Queries and keys as the feature map takes them, and the tensors it reads."""
+        """Queries and keys as the feature map's input, and the tensors it reads."""
         weights = tuple(ops.cast(w, query.dtype) for w in self._map_variables)
         return query, key, self.feature_map.map_weights(weights, query, key, call)
 

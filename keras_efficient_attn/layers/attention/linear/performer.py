@@ -1,4 +1,4 @@
-"""PerformerAttention: linear attention with random features, drawn and calibrated."""
+"""PerformerAttention: linear attention with random features, optionally calibrated."""
 
 import keras
 import numpy as np
@@ -32,14 +32,14 @@ class PerformerAttention(LinearAttention):
     ```
 
     with `q` and `k` scaled by `key_dim^(-1/4)`. The estimate's error grows with
-    `exp(‖q + k‖²)`: a model trained with softmax needs `window`, and one trained from
-    scratch is steadier with `qk_norm`.
+    `exp(‖q + k‖²)`: a model trained with softmax needs `window`; a model trained from
+    scratch is more stable with `qk_norm`.
 
     Args:
         *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
             name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the concatenated
             heads), `use_bias`, ….
-        feature_map: As of `LinearAttention`. Defaults to `"favor+"`.
+        feature_map: As for `LinearAttention`. Defaults to `"favor+"`.
         num_features: Features per head, for the random maps, `"relu"` and functions;
             even for `"hyperbolic"` and `"trigonometric"`. Defaults to
             `max(256, key_dim · ln(key_dim))` for the random maps, to no projection
@@ -49,18 +49,18 @@ class PerformerAttention(LinearAttention):
         orthogonal: Whether random rows are orthogonal in blocks of `key_dim`.
             Defaults to `True`.
         row_norm: `"chi"` (unbiased, the default) or `"sqrt_dim"`.
-        redraw_interval: Training calls between new draws of the projection; `None`
-            (the default) never redraws. Counted in a weight, frozen at inference and
-            when the layer is not trainable.
-        calibrated: Whether the features estimate the kernel about the means of
-            queries and keys, in coordinates, and for random features with a shape,
-            that `calibrate` fits to data, so that the layer can take the place of
-            trained softmax attention. Before `calibrate()` the layer behaves as with
+        redraw_interval: Training calls between redraws of the projection. A weight
+            counts the calls; the count is frozen at inference and when the layer is not
+            trainable. Defaults to `None`: never.
+        calibrated: Whether the features estimate the kernel centred at the means of
+            queries and keys, in coordinates (and, for random features, with a shape)
+            that `calibrate` fits to data, so that the layer can replace trained softmax
+            attention. Before `calibrate()` the layer behaves as with
             `calibrated=False`, except that `rank` already drops coordinates. For
             `"favor+"`, `"hyperbolic"`, `"taylor"` and `"power"`. Defaults to `False`.
-        rank: Number of coordinates that a calibrated polynomial map sees, those with
-            the largest part in `q·k`. The others have a part in the weights of keys
-            only. 21 makes 253 features of order 2. Defaults to `None`: all of
+        rank: Number of coordinates that a calibrated polynomial map sees: those with
+            the largest contribution to `q·k`. The others affect the weights of keys
+            only. A rank of 21 makes 253 features of order 2. Defaults to `None`: all of
             `key_dim`.
         **kwargs: Further arguments of `LinearAttention`: `window`, `normalize`,
             `qk_norm`, `temperature`, `rotary_wavelength`, `chunk_size`; and of
@@ -73,9 +73,9 @@ class PerformerAttention(LinearAttention):
         As `LinearAttention`.
 
     Raises:
-        ValueError: If an argument is invalid, or given for a map that has no use for
-            it; if a polynomial map would have more features than can help; on a call
-            with `use_causal_mask` for `"favor++"`.
+        ValueError: If an argument is invalid, or given for a map that does not use it;
+            if a polynomial map would have too many features to help; on a call with
+            `use_causal_mask` for `"favor++"`.
 
     Example:
 
@@ -85,7 +85,7 @@ class PerformerAttention(LinearAttention):
     >>> x = keras.random.normal((2, 1000, 64))
     >>> output = layer(x, x, use_causal_mask=True, training=True)
 
-    In the place of trained softmax attention, without training:
+    Replacing trained softmax attention, without training:
 
     >>> layer = PerformerAttention(
     ...     num_heads=4, key_dim=32, feature_map="power", rank=21, window=32,
@@ -168,7 +168,7 @@ class PerformerAttention(LinearAttention):
         """Draws a new projection.
 
         Raises:
-            ValueError: If the feature map has none, or the layer is not built.
+            ValueError: If the feature map has no projection, or the layer is not built.
         """
         if not self.built or not self.feature_map.random:
             raise ValueError(
@@ -179,30 +179,31 @@ class PerformerAttention(LinearAttention):
         self._projection.assign(self.feature_map.project(draws, self._projection.dtype))
 
     def calibrate(self, data, query=None, use_causal_mask=False):
-        """Fits the features to the queries and keys that this layer makes of data.
+        """Fits the features to the queries and keys that this layer computes from data.
 
-        In closed form, from the means and covariances of the queries and keys of each
-        head, weighted by how much softmax attends from a query to a key where no
-        window does so exactly. The features then estimate the kernel about the means,
-        `exp((q − mean q)·(k − mean k))`; what that leaves of `exp(q·k)` is known for
-        each key and counts exactly. Queries and keys are brought to coordinates in
-        which they have one, diagonal covariance. Random features use only the
-        coordinates where their sampling error is smaller than the error of dropping
-        the coordinate, and are drawn from wider Gaussians where queries and keys vary
-        more; polynomial ones use the first `rank`.
+        The fit has a closed form. It uses the means and covariances of the queries and
+        keys of each head, weighted by softmax attention to keys beyond the window, if
+        any. The features then estimate the centred kernel, `exp((q − mean q)·(k − mean
+        k))`; the remaining factor of `exp(q·k)` is computed exactly per key. Queries
+        and keys are mapped to coordinates in which they have the same diagonal
+        covariance. Random features use only the coordinates where their sampling error
+        is smaller than the error of dropping the coordinate, and are drawn from wider
+        Gaussians where queries and keys vary more; polynomial ones use the first
+        `rank`.
 
         Args:
             data: The `key` (or `value`) of calls of the layer: an array
-                `(batch, length, dim)`, or an iterable of batches, each such an array
-                or, with padding, a pair of it and a boolean `(batch, length)`, `True`
-                for positions to use. Some thousand positions are enough.
+                `(batch, length, dim)`, or an iterable of batches, each an array or,
+                with padding, a pair of an array and a boolean `(batch, length)`, `True`
+                for positions to use. A few thousand positions are enough.
             query: The `query` of these calls, in the same form, batch by batch.
                 Defaults to `data`: self-attention.
-            use_causal_mask: Whether the layer is to be called so. Defaults to `False`.
+            use_causal_mask: Whether the layer will be called with a causal mask.
+                Defaults to `False`.
 
         Returns:
-            The root mean square of `q·k` about the means, of each head, as a NumPy
-            array: features do well below 1, and badly far above.
+            The root mean square of the centred `q·k` per head, as a NumPy array.
+            Features work well below 1 and badly far above 1.
 
         Raises:
             ValueError: If the layer is not built, or not `calibrated`; if a batch has
@@ -221,8 +222,8 @@ class PerformerAttention(LinearAttention):
         for (queries, query_mask), (keys, key_mask) in paired_batches(query, data):
             query = self._projected_query(ops.convert_to_tensor(queries))
             key = self._projected_key(ops.convert_to_tensor(keys))
-            query = self._prepared(query, accumulator_dtype(query), None)
-            key = self._prepared(self._for_query_heads(key), query.dtype, None)
+            query = self._prepare(query, accumulator_dtype(query), None)
+            key = self._prepare(self._for_query_heads(key), query.dtype, None)
             query, key = ops.convert_to_numpy(query), ops.convert_to_numpy(key)
             moments.add(query, key, query_mask, key_mask)
         if not np.all(moments.key.weight):
@@ -261,9 +262,9 @@ class PerformerAttention(LinearAttention):
     def _redraw_if_due(self):
         calls = ops.convert_to_tensor(self._calls_since_redraw)
         due = calls >= self.redraw_interval
-        # Drawn outside of the condition, where the seed generator may count.
+        # Draw outside of the condition, where the seed generator can advance.
         draws = self.feature_map.draw(self._key_dim, self._projection_seed)
-        # Replicas may have seeds of their own.
+        # Replicas may have different seeds.
         draws = tuple(map(of_first_replica, draws))
         current = ops.convert_to_tensor(self._projection)
         projection = conditional(
@@ -274,7 +275,7 @@ class PerformerAttention(LinearAttention):
 
 
 def _given_options(num_features, order, orthogonal, row_norm):
-    """The arguments that say something: maps without a projection refuse them."""
+    """The arguments that were given: maps without a projection refuse them."""
     options = {"num_features": num_features, "order": order}
     options = {name: value for name, value in options.items() if value is not None}
     if orthogonal is not True:

@@ -1,6 +1,6 @@
 """Codebooks of VQAttention: moving averages of keys, or the means of a mixture.
 
-And the coordinates in which keys are compared with hard codes.
+Also the coordinates in which keys are compared with hard codes.
 """
 
 import dataclasses
@@ -26,23 +26,23 @@ from keras_efficient_attn.ops.vq_attention.codebook import (
     codes_of,
     drawn_once,
     enough_keys,
-    moved,
     random_keys,
+    update_averages,
 )
 
 ASSIGNMENTS = ("hard", "soft")
 CODEBOOK_INITS = ("first_batch", "random")
-# Options that one assignment alone has.
+# Options of one assignment only.
 HARD_ONLY = ("decay", "commitment_weight", "revive_after")
 SOFT_ONLY = ("sigma", "learn_sigma", "learn_weights")
 
 
 @dataclasses.dataclass(frozen=True)
 class CodebookConfig:
-    """The codes of each head, and how they learn: arguments of `VQAttention`.
+    """The codes of each head and their updates: arguments of `VQAttention`.
 
     Raises:
-        ValueError: For options that are invalid, or that the assignment has no use for.
+        ValueError: For options that are invalid, or that the assignment does not use.
     """
 
     num_codes: int = 512
@@ -99,12 +99,12 @@ class CodebookConfig:
 
     @property
     def is_soft(self):
-        """Whether each key has a share in every code."""
+        """Whether each key is assigned to every code with a weight."""
         return self.assignment == "soft"
 
 
 class _RandomCodes(keras.initializers.Initializer):
-    """Directions at random, of the length that normalised and scaled keys have."""
+    """Random directions, with the norm of normalised and scaled keys."""
 
     def __init__(self, seed):
         self.seed = seed
@@ -117,14 +117,14 @@ class _RandomCodes(keras.initializers.Initializer):
 
 
 class MixtureCodebook(keras.layers.Layer):
-    """Codes that are trained as any weight, the means of a mixture of Gaussians.
+    """Codes trained like any weight: the means of a mixture of Gaussians.
 
     Args:
-        num_heads, dim: Sizes.
+        num_heads, dim: Number of heads and their size.
         config: `CodebookConfig`, with its `sigma`: the standard deviation of the
             Gaussians around the codes.
         seed: Seed of the random codes.
-        **kwargs: Those of `keras.layers.Layer`.
+        **kwargs: Arguments of `keras.layers.Layer`.
     """
 
     def __init__(self, num_heads, dim, config, seed=None, **kwargs):
@@ -182,12 +182,12 @@ class MixtureCodebook(keras.layers.Layer):
         self._codes.assign(codes)
 
     def fit(self, keys, codes, iterations):
-        """Sets the codes, and fits what is learned by expectation-maximisation.
+        """Sets the codes and fits learned widths and weights by EM.
 
         Args:
             keys: Array `(keys, heads, dim)`.
-            codes: `(heads, codes, dim)`, to begin with.
-            iterations: Of expectation-maximisation.
+            codes: Initial codes, `(heads, codes, dim)`.
+            iterations: Iterations of expectation-maximisation (EM).
         """
         if self.learn_sigma or self.learn_weights:
             sigma = None if self.learn_sigma else self.initial_sigma
@@ -206,14 +206,13 @@ class MovingCodebook(keras.layers.Layer):
 
     `code = sum / count`, where `sum` and `count` are exponential moving averages, over
     training calls, of the sum and the number of a code's keys. On TensorFlow and
-    PyTorch with several replicas the statistics are summed over them; on JAX they are
-    global to begin with.
+    PyTorch the statistics are summed over replicas; on JAX they are global already.
 
     Args:
-        num_heads, dim: Sizes.
+        num_heads, dim: Number of heads and their size.
         config: `CodebookConfig`.
-        seed: Seed of the random codes, and of the keys drawn.
-        **kwargs: Those of `keras.layers.Layer`.
+        seed: Seed of the random codes and of the drawn keys.
+        **kwargs: Arguments of `keras.layers.Layer`.
     """
 
     def __init__(self, num_heads, dim, config, seed=None, **kwargs):
@@ -234,21 +233,21 @@ class MovingCodebook(keras.layers.Layer):
                 initializer=initializer,
                 dtype=wide_dtype(self.variable_dtype),
                 trainable=False,
-                # An assignment has to reach the weight, not a copy of it.
+                # An assignment must reach the weight, not a cast copy.
                 autocast=False,
                 aggregation="only_first_replica",
             )
 
         self._sum = statistic("sum", self.shape, _RandomCodes(self.seed))
         self._count = statistic("count", (heads, codes), "ones")
-        # `count` as it would be without revivals.
+        # The value of `count` without revivals.
         one_key = keras.initializers.Constant(1.0 - self.decay)
         self._usage = statistic("usage", (heads, codes), one_key)
-        # Training calls since the last key.
+        # Training calls since each code's last key.
         self._idle = statistic("idle_calls", (heads, codes), "zeros")
-        # Averages of the squared norms of errors and of keys.
+        # Moving averages of the squared norms of errors and of keys.
         self._error = statistic("error", (heads, 2), "zeros")
-        # For gradient checkpointing, which runs the last call again.
+        # For gradient checkpointing, which reruns the last call.
         self._last = statistic("last_codes", self.shape, "zeros")
         self._drawn = None
         if self.draws_codes:
@@ -266,7 +265,7 @@ class MovingCodebook(keras.layers.Layer):
         return ops.convert_to_tensor(self._last)
 
     def assign(self, codes):
-        """Sets the codes, as if each were one key's."""
+        """Sets the codes, each with the statistics of one key."""
         self._sum.assign(codes)
         self._count.assign(np.ones(self._count.shape))
         self._usage.assign(np.full(self._usage.shape, 1.0 - self.decay))
@@ -275,11 +274,11 @@ class MovingCodebook(keras.layers.Layer):
             self._drawn.assign(1.0)
 
     def drawn_from(self, key, valid):
-        """The codes, the first time drawn from these keys by k-means++.
+        """The codes; the first call draws them from these keys by k-means++.
 
         Args:
             key: `(batch, length, heads, dim)`.
-            valid: `(batch, length)`, 0 for keys not to draw.
+            valid: `(batch, length)`, 0 for keys to exclude.
         """
         if self._drawn is None:
             return self.codes
@@ -298,9 +297,9 @@ class MovingCodebook(keras.layers.Layer):
             ops.cast(uniforms, dtype),
         )
         new = of_first_replica(new)
-        # Without a key there was nothing to draw from yet.
+        # Without keys there is nothing to draw from yet.
         found = of_first_replica(ops.sum(valid)) > 0
-        # Calls without one have let the counts fade.
+        # The counts have decayed in calls without keys.
         count = ops.convert_to_tensor(self._count)
         first = ops.logical_and(found, ops.logical_not(drawn))
         count = ops.where(first, ops.ones_like(count), count)
@@ -315,7 +314,7 @@ class MovingCodebook(keras.layers.Layer):
         Args:
             key: `(batch, length, heads, dim)`.
             index: int32 `(batch, length, heads)`, the codes nearest to them.
-            valid: `(batch, length)`, 0 for keys not to count.
+            valid: `(batch, length)`, 0 for keys to ignore.
             codes: The codes that `index` was found with.
         """
         dtype = self._sum.dtype
@@ -323,7 +322,7 @@ class MovingCodebook(keras.layers.Layer):
         valid, codes = ops.cast(valid, dtype), ops.cast(codes, dtype)
         statistics = batch_statistics(key, index, valid, codes)
         counts, sums, squares = (sum_over_replicas(t) for t in statistics)
-        new_sum, new_count = moved(
+        new_sum, new_count = update_averages(
             ops.convert_to_tensor(self._sum),
             ops.convert_to_tensor(self._count),
             sums,
@@ -334,7 +333,7 @@ class MovingCodebook(keras.layers.Layer):
         self._error.assign(self._average(self._error, squares))
         if self.revive_after is not None:
             dead = idle > self.revive_after
-            new_sum, new_count = self._revived(new_sum, new_count, dead, key, valid)
+            new_sum, new_count = self._revive(new_sum, new_count, dead, key, valid)
         self._last.assign(codes)
         self._sum.assign(new_sum)
         self._count.assign(new_count)
@@ -344,8 +343,8 @@ class MovingCodebook(keras.layers.Layer):
     def _average(self, weight, new):
         return self.decay * ops.convert_to_tensor(weight) + (1.0 - self.decay) * new
 
-    def _revived(self, sums, counts, dead, key, valid):
-        """Dead codes at random keys, with the average count; a hidden key is none."""
+    def _revive(self, sums, counts, dead, key, valid):
+        """Moves dead codes to random unmasked keys, with the average count."""
         uniforms = uniform(counts.shape, self._generator)
         drawn, seen = random_keys(key, valid, uniforms)
         drawn, seen = of_first_replica(drawn), of_first_replica(seen)
@@ -370,14 +369,14 @@ class MovingCodebook(keras.layers.Layer):
 
 
 class Coordinates(keras.layers.Layer):
-    """Coordinates of queries and keys that leave their products as they are.
+    """Coordinates of queries and keys that preserve their products.
 
     Each head has a matrix for its queries and one for its keys; each is the inverse
     of the other's transpose. Both are the identity until `assign`.
 
     Args:
-        num_heads, dim: Sizes.
-        **kwargs: Those of `keras.layers.Layer`.
+        num_heads, dim: Number of heads and their size.
+        **kwargs: Arguments of `keras.layers.Layer`.
     """
 
     def __init__(self, num_heads, dim, **kwargs):
@@ -399,17 +398,17 @@ class Coordinates(keras.layers.Layer):
 
     def map_queries(self, query):
         """`(batch, length, heads, dim)`, of the same shape."""
-        return _mapped(query, self._query_map)
+        return _map(query, self._query_map)
 
     def map_keys(self, key):
         """`(batch, length, heads, dim)`, of the same shape."""
-        return _mapped(key, self._key_map)
+        return _map(key, self._key_map)
 
     def assign(self, query_map, key_map):
         self._query_map.assign(query_map)
         self._key_map.assign(key_map)
 
 
-def _mapped(x, matrix):
+def _map(x, matrix):
     matrix = ops.cast(ops.convert_to_tensor(matrix), x.dtype)
     return ops.einsum("bthd,hde->bthe", x, matrix)

@@ -26,13 +26,13 @@ from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.common.relative_positions import (
     window_sinusoids,
 )
-from keras_efficient_attn.ops.reversible.remembered import remembered
+from keras_efficient_attn.ops.reversible.remembered import remember
 from keras_efficient_attn.ops.reversible.replay import is_replay
 from keras_efficient_attn.ops.vq_attention.api import (
     attend_to_keys_and_codes,
 )
 from keras_efficient_attn.ops.vq_attention.cache import num_features, state_spec
-from keras_efficient_attn.ops.vq_attention.calibration import fitted
+from keras_efficient_attn.ops.vq_attention.calibration import fit_codes
 from keras_efficient_attn.ops.vq_attention.codebook import look_up, nearest_codes
 from keras_efficient_attn.ops.vq_attention.config import VQConfig
 from keras_efficient_attn.ops.vq_attention.tensors import Codebook, Keys, Positions
@@ -40,7 +40,7 @@ from keras_efficient_attn.ops.vq_attention.tensors import Codebook, Keys, Positi
 # Longest wavelength of the sinusoids of relative positions, over 2π.
 MAX_WAVELENGTH = 100_000.0
 
-# Keys that are attended to exactly, where nobody says.
+# Default number of keys that are attended to exactly.
 WINDOW = 128
 
 
@@ -49,9 +49,9 @@ WINDOW = 128
 class VQAttention(EfficientAttention):
     """Softmax attention to near keys and to the codes of far ones, in linear time.
 
-    Each head has a codebook. A query sees the keys of a window as they are, and every
-    key beyond it as its code, so that far keys can be summed up per code, by their
-    number and the mean of their values:
+    Each head has a codebook. A query sees the keys of a window exactly, and every key
+    beyond it as its code, so that far keys can be summarised per code by their number
+    and the mean of their values:
 
     ```
     w[t, s] = exp(q[t]·k[s])                     if |t − s| < window
@@ -69,12 +69,12 @@ class VQAttention(EfficientAttention):
       mean over positions of `Σ_heads ‖key − code‖²`.
     - **soft**: `p(c | k) = softmax(−‖k − code‖² / 2σ² − key_dim log σ + log weight)`,
       the responsibilities of a Gaussian mixture. Everything is differentiable, and
-      codes are trained as other weights. As σ → 0 these are hard codes; with random
-      codes, σ = 1 and weights `exp(‖code‖² / 2)` these are Performer's features, each
-      key's divided by their sum (`keras_efficient_attn.ops.soft_codes`).
+      codes are trained like other weights. For σ → 0 they become hard codes; with
+      random codes, σ = 1 and weights `exp(‖code‖² / 2)` they are Performer's features,
+      normalised per key (`keras_efficient_attn.ops.soft_codes`).
 
-    With `order=2` the weight of a far key is expanded around its nearest code, `δ`
-    being the key less the code:
+    With `order=2` the weight of a far key is expanded around its nearest code; `δ` is
+    the key minus the code:
 
     ```
     exp(q·code) (1 + x + x²/2 + y/2)
@@ -82,76 +82,73 @@ class VQAttention(EfficientAttention):
     ```
 
     It stays positive. The mean is over the far keys of a code on the same side of the
-    query, and `i` runs over coordinates that `calibrate` fits to data: those first in
-    which keys differ most from their codes, as the queries see them. One code with
-    all coordinates makes Taylor features. The state grows by the factor
-    `(rank + 1)(rank + 2) / 2`, and keys learn from queries beyond the window too.
+    query, and `i` runs over coordinates that `calibrate` fits to data, ordered by how
+    much keys differ from their codes as the queries see them. One code with all
+    coordinates gives Taylor features. The state grows by the factor `(rank + 1)(rank +
+    2) / 2`, and keys learn from queries beyond the window too.
 
     Args:
         *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
             name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the concatenated
             heads), `use_bias`, ….
-        num_codes: Codes of each head. Defaults to 512.
+        num_codes: Codes per head. Defaults to 512.
         window: Number of nearest keys to attend to exactly: a query sees itself and
-            `window - 1` earlier keys and, if not causal, as many later ones, by
-            their index. `None`: codes for all keys. Defaults to 128.
+            `window - 1` earlier keys and, if not causal, as many later ones, by index.
+            `None` uses codes for all keys. Defaults to 128.
         assignment: `"hard"` (the default) or `"soft"`.
-        order: 0 (the default): a far key has the weight of its code; or 2: that
-            weight expanded around the code to second order. For hard codes.
-        rank: With `order=2`, the number of coordinates that are expanded; only the
-            mean squares of the others count. Defaults to `None`: all of `key_dim`.
-        quantize_window: Whether keys in the window become their codes too, with
-            straight-through gradients, as in Transformer-VQ. For hard codes. Defaults
-            to `False`.
+        order: 0 (the default): a far key has the weight of its code. 2: the weight is
+            expanded around the code to second order; needs hard codes.
+        rank: With `order=2`, the number of coordinates to expand; of the others only
+            the mean squares count. Defaults to `None`: all of `key_dim`.
+        quantize_window: Whether keys in the window are also replaced by their codes,
+            with straight-through gradients, as in Transformer-VQ. Needs hard codes.
+            Defaults to `False`.
         gradient_through_cache: Whether values (with `order=2` keys; for soft codes,
             keys and codes) learn from queries beyond the window. Defaults to `True`.
         sigma: Width of soft codes, in the units of scaled keys, whose norm is
             `key_dim^(1/4)`. Defaults to 1.
-        learn_sigma: Whether each soft code learns its own width, from `sigma` on.
+        learn_sigma: Whether each soft code learns its own width, starting from `sigma`.
             Defaults to `False`.
-        learn_weights: Whether each soft code learns its weight in the mixture; else
-            all weigh the same. Defaults to `False`.
+        learn_weights: Whether each soft code learns its weight in the mixture;
+            otherwise all weights are equal. Defaults to `False`.
         decay: Decay of the moving averages of hard codes, per training call. Defaults
             to 0.99.
-        commitment_weight: Factor of the commitment loss, which is added in training.
-            Defaults to 1e-4.
-        codebook_init: `"first_batch"`: by k-means++ from the keys of the first
-            training call, and random until then; the default for hard codes. Or
-            `"random"`, the default for soft ones.
-        revive_after: Training calls without a key after which a hard code moves to a
-            random key of the batch, its sum and count with it; `None` never. Defaults
-            to 100.
-        relative_positions: Whether logits in the window have a term for the
-            distance, in the form of Transformer-XL, `(q + u)·k + (q + v)·r[t − s]`.
-            Defaults to `False`.
+        commitment_weight: Factor of the commitment loss in training. Defaults to 1e-4.
+        codebook_init: `"first_batch"`: by k-means++ from the keys of the first training
+            call, and random until then; the default for hard codes. Or `"random"`, the
+            default for soft codes.
+        revive_after: Number of training calls without a key after which a hard code,
+            with its sum and count, moves to a random key of the batch; `None`: never.
+            Defaults to 100.
+        relative_positions: Whether logits in the window have a term for the distance,
+            as in Transformer-XL, `(q + u)·k + (q + v)·r[t − s]`. Defaults to `False`.
         position_dropout: Rate of dropout on the sinusoids of relative positions.
             Defaults to 0.
-        qk_norm: Whether queries and keys are RMS-normalised. Without, codes have
-            the place of keys of any length, as in a model trained with softmax.
-            Defaults to `True`.
+        qk_norm: Whether queries and keys are RMS-normalised. `False` keeps the keys'
+            norms, as in a model trained with softmax. Defaults to `True`.
         rotary_wavelength: Longest wavelength of rotary positions, applied to
             queries and keys before they are quantised, such as 10,000. Defaults to
             `None`: no positions.
-        block_length: Positions in a block; speed only. Defaults to what suits
-            the device: on a CPU 128, with `order=2` 512.
+        block_length: Positions per block; affects speed only. Defaults to a value that
+            suits the device: 128 on a CPU, 512 with `order=2`.
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. `seed` also
             seeds the codebook.
 
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
-        `use_causal_mask`, `return_attention_scores`, `state`. With `training=True`
-        hard codes move; masked keys have no part in it. They move once when
-        `keras.remat` runs a block around the layer again, if the block calls it once;
-        on JAX, `keras.remat` around a layer that has state is an error of JAX, and on
-        TensorFlow it leaves the commitment loss without gradient.
+        `use_causal_mask`, `return_attention_scores`, `state`. With `training=True` hard
+        codes are updated from unmasked keys. If `keras.remat` reruns a block that calls
+        the layer once, they are updated once. On JAX, `keras.remat` around a layer with
+        state is an error of JAX; on TensorFlow it leaves the commitment loss without
+        gradient.
 
     Returns:
         As `EfficientAttention`: `(batch, query_length, output_dim)`, with the scores or
         the new state if they are asked for.
 
     Raises:
-        ValueError: If an argument is invalid, or given for an assignment that has no
-            use for it.
+        ValueError: If an argument is invalid, or given for an assignment that does not
+            use it.
 
     Example:
 
@@ -162,7 +159,7 @@ class VQAttention(EfficientAttention):
     >>> layer(x, x, use_causal_mask=True).shape
     (2, 1000, 64)
 
-    In the place of trained softmax attention, without training:
+    Replacing trained softmax attention, without training:
 
     >>> layer = VQAttention(num_heads=4, key_dim=32, qk_norm=False)
     >>> layer.build(x.shape, x.shape)  # Then `layer.set_weights(...)`.
@@ -274,7 +271,7 @@ class VQAttention(EfficientAttention):
 
     @property
     def num_codes(self):
-        """Codes of each head."""
+        """Number of codes per head."""
         return self.codebook_config.num_codes
 
     @property
@@ -295,8 +292,8 @@ class VQAttention(EfficientAttention):
     def codebook(self):
         """The codes, a tensor `(heads, codes, key_dim)`.
 
-        Hard codes are in the coordinates that `calibrate` fits; before, in those of
-        the keys.
+        Hard codes are in the coordinates that `calibrate` fits; before calibration, in
+        the keys' coordinates.
         """
         return self._codebook.codes
 
@@ -315,7 +312,7 @@ class VQAttention(EfficientAttention):
 
     @property
     def estimates_beyond_window(self):
-        # Relative positions are for distances in the window.
+        # Relative positions apply to distances in the window.
         return self.window is not None and not self.config.relative_positions
 
     def operations(self, length, causal):
@@ -323,7 +320,7 @@ class VQAttention(EfficientAttention):
         window = 0 if self.window is None else min(self.window, length)
         terms = 2 if self.config.relative_positions else 1
         per_pair = 2 * heads * (terms * dim + value_dim)
-        # Finding the code and weighing it; reading, and for soft codes writing, values.
+        # Find and weigh the code; read values and, for soft codes, write them.
         through_values = (4 if self.config.soft else 2) * value_dim
         if self.config.order == 2:
             through_values *= num_features(self.config.expanded_dims(dim))
@@ -344,14 +341,14 @@ class VQAttention(EfficientAttention):
         if self.rotary_wavelength is not None and state is not None:
             state = dict(state)
             start = state.pop("position")
-        query = self._prepared(query, dtype, start)
-        key = self._compared_key(self._prepared(key, dtype, start))
+        query = self._prepare(query, dtype, start)
+        key = self._compared_key(self._prepare(key, dtype, start))
         positions = None
         if self.config.relative_positions:
             positions = self._relative_positions(query, call)
         query = self._compared_query(query)
         learns = self._learns(call.training)
-        # Gradient checkpointing runs again with the codes of the first run.
+        # Gradient checkpointing reruns with the codes of the first run.
         again = learns and is_replay()
         if again:
             codes = self._codebook.last_codes
@@ -359,11 +356,11 @@ class VQAttention(EfficientAttention):
             codes = self._codebook.drawn_from(key, _countable(key, key_mask))
         else:
             codes = self.codebook
-        # A rebuilt key may be off by rounding, which must not tip its code.
+        # A rebuilt key has rounding errors, which must not change its code.
         codes = ops.cast(codes, dtype)
         index = None
         if not self.config.soft:
-            index = remembered(lambda: nearest_codes(key, codes))
+            index = remember(lambda: nearest_codes(key, codes))
         keys = Keys(key, value, key_mask, index)
         book = Codebook(codes)
         if self.config.soft:
@@ -395,39 +392,38 @@ class VQAttention(EfficientAttention):
         return heads, new_state
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
-        """`call` as it is: rematerialised, it would update the codebook twice.
+        """Runs `call` without rematerialising, which would update the codebook twice.
 
         The attention recomputes itself block by block in any case.
         """
         return layer_call
 
     def calibrate(self, data, query=None, iterations=20):
-        """Fits the codes by k-means to the keys that this layer makes of data.
+        """Fits the codes by k-means to the keys that this layer computes from data.
 
-        So that the layer can take the place of trained softmax attention at once. Hard
-        codes are fitted in the metric of the queries, `E[(q·(key − code))²]`, and the
-        coordinates are those in which its terms are uncorrelated and decrease. With
-        `learn_sigma` or `learn_weights`, soft codes and what they learn are then fitted
-        by as many iterations of expectation-maximisation, which maximises the
+        The layer can then replace trained softmax attention without training. Hard
+        codes are fitted in the metric of the queries, `E[(q·(key − code))²]`, and in
+        coordinates in which its terms are uncorrelated and decreasing. With
+        `learn_sigma` or `learn_weights`, soft codes, widths and weights are then fitted
+        by `iterations` steps of expectation-maximisation, which maximises the
         likelihood of the keys.
 
         Args:
-            data: The `key` (or `value`) that the layer gets: an array
-                `(batch, length, dim)`, or an iterable of batches, each such an array
-                or, with padding, a pair of it and a boolean `(batch, length)`, `True`
-                for positions to use.
-            query: The `query` that it gets, in the same form; the two need not agree
-                in number and length. Defaults to `data`: self-attention. Soft codes
-                have no use for it.
+            data: The `key` (or `value`) inputs of the layer: an array `(batch, length,
+                dim)`, or an iterable of batches, each an array or, with padding, a pair
+                of an array and a boolean `(batch, length)`, `True` for positions to
+                use.
+            query: The `query` inputs, in the same form; number and length may differ
+                from `data`. Soft codes ignore it. Defaults to `data`: self-attention.
             iterations: Iterations of k-means after k-means++. Defaults to 20.
 
         Returns:
             `√(E[(q·(key − code))²] / E[(q·key)²])` of each head, as a NumPy array; for
-            soft codes `√(Σ‖key − code‖² / Σ‖key‖²)`, of k-means.
+            soft codes `√(Σ‖key − code‖² / Σ‖key‖²)` after k-means.
 
         Raises:
-            ValueError: If the layer is not built, if a batch is none, or if there is
-                no key or no query.
+            ValueError: If the layer is not built, if a batch has the wrong type, or if
+                there is no key or no query.
         """
         if not self.built:
             raise ValueError(
@@ -447,7 +443,7 @@ class VQAttention(EfficientAttention):
             raise ValueError("`data` must hold at least one key. Received: none")
         if query is not None and not moments.any():
             raise ValueError("`query` must hold at least one query. Received: none")
-        codes, maps, error = fitted(
+        codes, maps, error = fit_codes(
             np.concatenate(keys),
             None if self.config.soft else moments,
             self.num_codes,
@@ -464,17 +460,17 @@ class VQAttention(EfficientAttention):
     def codebook_usage(self):
         """The share of hard codes that had a key in the last `revive_after` calls.
 
-        100 calls, where `revive_after` is `None`. A number from 0 to 1, over training
-        calls; codes start as if they had one.
+        A number from 0 to 1, over training calls (100 if `revive_after` is `None`). New
+        codes count as used.
         """
         self._check_hard("codebook_usage")
         calls = self.codebook_config.revive_after or CodebookConfig.revive_after
         return float(np.mean(self._codebook.idle_calls() < calls))
 
     def codebook_entropy(self):
-        """The entropy of the codes that keys choose, in bits, averaged over heads.
+        """The entropy of the keys' codes, in bits, averaged over heads.
 
-        At most `log2(num_codes)`. Over recent training calls.
+        At most `log2(num_codes)`. Measured over recent training calls.
         """
         self._check_hard("codebook_entropy")
         usage = self._codebook.usage()
@@ -489,7 +485,7 @@ class VQAttention(EfficientAttention):
 
     def get_config(self):
         attention = dataclasses.asdict(self.config)
-        # The assignment says it.
+        # Implied by the assignment.
         del attention["soft"]
         return {
             **super().get_config(),
@@ -501,15 +497,15 @@ class VQAttention(EfficientAttention):
             "rotary_wavelength": self.rotary_wavelength,
         }
 
-    def _prepared(self, x, dtype, position):
+    def _prepare(self, x, dtype, position):
         """Queries or keys, normalised, rotated and scaled."""
         x = ops.cast(x, dtype)
         if self.qk_norm:
             x = rms_normalize(x)
-        return self._rotated(x, position) * self._key_dim**-0.25
+        return self._rotate(x, position) * self._key_dim**-0.25
 
     def _content_query(self, query):
-        """Prepared queries for the products with keys, with their bias."""
+        """Prepared queries, with bias, for the products with keys."""
         if not self.config.relative_positions:
             return query
         bias = ops.cast(self._content_bias, query.dtype)
@@ -521,22 +517,22 @@ class VQAttention(EfficientAttention):
         return query if self.config.soft else self._coordinates.map_queries(query)
 
     def _compared_key(self, key):
-        """Prepared keys in these coordinates."""
+        """Prepared keys in the coordinates in which they are compared with codes."""
         return key if self.config.soft else self._coordinates.map_keys(key)
 
     def _calibration_keys(self, x):
-        """Prepared keys of data, an array `(batch, length, heads, key_dim)`."""
+        """Prepared keys of calibration data, `(batch, length, heads, key_dim)`."""
         key = self._for_query_heads(self._projected_key(ops.convert_to_tensor(x)))
-        return ops.convert_to_numpy(self._prepared(key, accumulator_dtype(key), None))
+        return ops.convert_to_numpy(self._prepare(key, accumulator_dtype(key), None))
 
     def _calibration_queries(self, x):
-        """Prepared queries of data, with their bias, in the same shape."""
+        """Prepared queries of calibration data, with bias, in the same shape."""
         query = self._projected_query(ops.convert_to_tensor(x))
-        query = self._prepared(query, accumulator_dtype(query), None)
+        query = self._prepare(query, accumulator_dtype(query), None)
         return ops.convert_to_numpy(self._content_query(query))
 
     def _relative_positions(self, query, call):
-        """Prepared queries with their bias, and a key for each distance in the window.
+        """Prepared queries with bias, and a key for each distance in the window.
 
         Keys are `(distances, heads, key_dim)`.
         """
@@ -554,19 +550,19 @@ class VQAttention(EfficientAttention):
         return Positions(query + scale * bias, scale * key)
 
     def _learns(self, training):
-        """Whether a call moves the codes."""
+        """Whether a call updates the codes."""
         return training and self.trainable and not self.config.soft
 
     def _scores(self, query, key, value, call):
         if self._learns(call.training):
-            # The output's codes are drawn here, if this call is the first.
-            prepared = self._prepared(key, accumulator_dtype(query, key, value), None)
+            # The first call draws the codes here, before they are used.
+            prepared = self._prepare(key, accumulator_dtype(query, key, value), None)
             prepared = self._compared_key(prepared)
             self._codebook.drawn_from(prepared, _countable(prepared, call.key_mask))
         return super()._scores(query, key, value, call)
 
     def _commitment(self, key, codes, index, valid):
-        """The loss that draws keys to their codes."""
+        """The loss that pulls keys towards their codes."""
         codes = ops.stop_gradient(look_up(codes, index))
         errors = ops.sum(ops.square(key - codes), axis=(2, 3)) * valid
         number = ops.sum(valid)
@@ -582,7 +578,7 @@ class VQAttention(EfficientAttention):
 
 
 def _countable(key, key_mask):
-    """1 for keys that a codebook learns from, and 0 for others, `(batch, length)`."""
+    """1 for keys that update a codebook, 0 for others, `(batch, length)`."""
     if key_mask is None:
         return ops.ones(shape_of(key)[:2], key.dtype)
     return ops.cast(key_mask, key.dtype)

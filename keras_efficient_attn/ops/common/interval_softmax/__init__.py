@@ -1,1 +1,1 @@
-"""Softmax over intervals of the keys, by the kernels that JAX and PyTorch bring."""
+"""Softmax over intervals of the keys, by the kernels of JAX and PyTorch."""

@@ -1,11 +1,11 @@
-"""Which kernel of the backend computes a call of softmax attention, if any."""
+"""Chooses the backend's kernel for a call of softmax attention, if any."""
 
 import keras
 
 from keras_efficient_attn.ops.common.backend import backend_name
 from keras_efficient_attn.ops.common.plan import has_one_tpu
 
-# The backend that brings each kernel.
+# The backend that provides each kernel.
 KERNELS = {"splash": "jax", "flex": "torch"}
 DTYPES = ("float32", "bfloat16", "float16")
 # FlexAttention's compiler refuses smaller heads.
@@ -13,12 +13,12 @@ LEAST_DIM = 16
 
 
 def choose_kernel(call, config):
-    """The module of the kernel that computes a call; `None`: blocks do.
+    """The module of the kernel for a call; `None` means blocks.
 
     Args:
         call: `SoftmaxCall`.
-        config: The pattern; `kernel_obstacle(name, causal)` says why a kernel cannot
-            compute it, or is `None`.
+        config: The pattern; `kernel_obstacle(name, causal)` is the reason why a kernel
+            cannot compute it, or `None`.
 
     Raises:
         ValueError: If the call names a kernel that cannot run.
@@ -36,7 +36,7 @@ def choose_kernel(call, config):
 
 
 def _module(name):
-    # As statements, which `torch.compile` can trace.
+    # Written as statements, which `torch.compile` can trace.
     if name == "splash":
         from keras_efficient_attn.ops.common.interval_softmax import splash as module
     else:
@@ -58,7 +58,7 @@ def _preferred(call):
 
 
 def _obstacle(name, call):
-    """Why a kernel cannot compute a call, whatever its pattern, or `None`."""
+    """The reason why a kernel cannot compute a call of any pattern, or `None`."""
     if backend_name() != KERNELS[name]:
         return f"needs the backend {KERNELS[name]!r}. Received: {backend_name()!r}"
     for argument in ("state", "dropout"):

@@ -21,16 +21,16 @@ def attend(query, key, value, valid, pattern, scale):
 
     Args:
         query, key, value: `(batch, length, heads, dim)`, keys and values finite.
-        valid: `(batch, keys)` or `(batch, keys, heads)`, not 0 for keys that exist, or
-            `None`: all do.
-        pattern: Which keys a query sees, as `intervals` has it.
+        valid: `(batch, keys)` or `(batch, keys, heads)`, nonzero for keys that exist;
+            `None` if all exist.
+        pattern: The keys that a query sees, as in `intervals`.
         scale: Factor of the dot products.
     """
     return _attend(query, key, value, valid, pattern, scale)[0].transpose(1, 2)
 
 
 def attend_part(query, key, value, valid, pattern, scale):
-    """As `attend`: `(values, totals, log_scale)` for `online_softmax.merge`."""
+    """Computes `attend` as `(values, totals, log_scale)` for `online_softmax.merge`."""
     output, aux = _attend(query, key, value, valid, pattern, scale)
     log_scale = aux.lse.transpose(1, 2)
     seen = log_scale > -math.inf
@@ -58,7 +58,7 @@ def _compiled():
 
 
 def block_mask(pattern, queries, valid, device):
-    """The `BlockMask` of a pattern, and of the keys that exist."""
+    """The `BlockMask` of a pattern and a key mask."""
     if valid is None:
 
         def mask_mod(batch, head, i, j):
@@ -74,7 +74,7 @@ def block_mask(pattern, queries, valid, device):
 
     seen = _seen_blocks(pattern, queries, device)
     counts = seen.sum(1, dtype=torch.int32)
-    # The blocks that are seen, and behind those the others.
+    # The visible blocks, followed by the others.
     indices = torch.argsort(seen.int(), dim=1, descending=True, stable=True).int()
     return BlockMask.from_kv_blocks(
         counts[None, None],
@@ -86,7 +86,7 @@ def block_mask(pattern, queries, valid, device):
 
 
 def _seen_blocks(pattern, queries, device):
-    """Whether a block of queries sees any of a block of keys: `(blocks, blocks)`."""
+    """Whether a block of queries sees any key of a block: `(blocks, blocks)`."""
     blocks, key_blocks = -(-queries // BLOCK), -(-pattern.keys // BLOCK)
     i = torch.arange(blocks * BLOCK, device=device).clamp(max=queries - 1)
     number = torch.arange(key_blocks, device=device)

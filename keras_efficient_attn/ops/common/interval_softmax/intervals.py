@@ -1,8 +1,8 @@
 """Patterns in which a query sees all keys of a few intervals.
 
 A pattern is hashable, has the number of its `keys`, and `intervals(i)`: pairs of the
-first and the last key that query `i` sees, of which one may be empty. It has nothing
-but operators in it, so that it works for NumPy arrays and for tensors alike.
+first and the last key of each interval that query `i` sees; an interval may be empty.
+It uses only operators, so that it works for NumPy arrays and tensors alike.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Softmax over intervals of the keys by splash attention, JAX's kernel for TPUs.
 
-Elsewhere than on a TPU, Pallas interprets it: the same results, slowly, for tests.
+On other devices Pallas interprets it: the same results, slowly, for tests.
 """
 
 import functools
@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 
-# Rows of a vector register's lanes: blocks are multiples of them.
+# Lanes of a vector register: blocks are multiples of it.
 LANES = 128
 # Queries and keys of a block.
 BLOCK = 512
@@ -25,13 +25,13 @@ def attend(query, key, value, valid, pattern, scale):
 
     Args:
         query, key, value: `(batch, length, heads, dim)`, keys and values finite.
-        valid: `(batch, keys)` or `(batch, keys, heads)`, not 0 for keys that exist, or
-            `None`: all do.
-        pattern: Which keys a query sees, as `intervals` has it.
+        valid: `(batch, keys)` or `(batch, keys, heads)`, nonzero for keys that exist;
+            `None` if all exist.
+        pattern: The keys that a query sees, as in `intervals`.
         scale: Factor of the dot products.
     """
     batch, length, heads, _ = query.shape
-    # The kernel multiplies queries of the inputs' dtype; the factor is exact before.
+    # The kernel multiplies in the inputs' dtype, so scale the queries before the cast.
     query = (query.astype("float32") * scale).astype(query.dtype)
     rows, key_rows = _padded(length), _padded(key.shape[1])
     query = _one_head(query, rows)
@@ -60,7 +60,7 @@ def attend(query, key, value, valid, pattern, scale):
         inputs, tpu=lambda x: run(x, False), default=lambda x: run(x, True)
     )
     output = output.reshape(batch, heads, rows, -1)[:, :, :length]
-    # Queries without keys have averages of what their blocks hold.
+    # Queries without keys get averages over their blocks.
     return jnp.where(seen, jnp.swapaxes(output, 1, 2), 0)
 
 
@@ -70,7 +70,7 @@ def _padded(length):
 
 
 def _one_head(x, rows):
-    """`(batch, length, heads, dim)` as `(batch · heads, 1, rows, dim)`, zeros behind.
+    """`(batch, length, heads, dim)` as `(batch · heads, 1, rows, dim)`, zero-padded.
 
     Heads see the same keys: the kernel has one mask, and programs for each head.
     """
@@ -91,7 +91,7 @@ def _kernel(pattern, queries, rows, interpret):
         block_q_dq=block,
         block_kv_dq=key_block,
     )
-    # Lists of blocks are constants, also if the caller is being traced.
+    # Lists of blocks are constants, even if the caller is being traced.
     with jax.ensure_compile_time_eval():
         return splash_attention_kernel.make_splash_mha_single_device(
             mask, block_sizes=sizes, interpret=interpret
@@ -99,7 +99,7 @@ def _kernel(pattern, queries, rows, interpret):
 
 
 class _Mask(splash_attention_mask.Mask):
-    """A pattern for splash attention, which asks for it block by block."""
+    """A pattern for splash attention, which reads it block by block."""
 
     def __init__(self, pattern, queries, shape):
         self._bounds = _bounds(pattern, queries)
@@ -115,7 +115,7 @@ class _Mask(splash_attention_mask.Mask):
         )
         block = np.zeros((stop - start, end - first_key), bool)
         for first, last in self._bounds[:, :, start:stop]:
-            # Queries that only fill a block see nothing.
+            # Padding queries see nothing.
             if len(first) and first.min() < end and last.max() >= first_key:
                 keys = np.arange(first_key, end)
                 seen = (keys >= first[:, None]) & (keys <= last[:, None])

@@ -1,7 +1,8 @@
-"""How sequences are cut, for the kind of device that computes.
+"""Block and chunk sizes for each kind of device.
 
-A CPU wants steps whose tensors stay in its cache, one after the other. A GPU or a TPU
-wants few large steps: all chunks in parallel, as long as their tensors fit in memory.
+On a CPU, sequential steps whose tensors fit in the cache are fast. On a GPU or a TPU,
+few large steps are fast: all chunks in parallel, as long as their tensors fit in
+memory.
 """
 
 import contextlib
@@ -22,18 +23,19 @@ class DevicePlan:
     """Sizes that change the speed and the memory of an operation, not its result.
 
     Attributes:
-        step_floats: Floats of the tensors of one step of a scan.
-        max_chunks: Most chunks in one step.
-        chunk_size: Positions in a chunk of linear attention.
-        block: Fewest queries in a block of softmax attention.
-        code_block: Positions in a block of attention to codes.
-        expanded_code_block: The same with `order=2`, whose states are larger.
-        quantize_chunk: Positions whose nearest codes are looked for together.
-        fourier_tile: Fewest queries in a tile of the exact Fourier attention.
-        found_floats: Floats of the keys that one step of streamed LSH attention finds.
-        lsh_steps: By how much steps of LSH attention are larger than others.
+        step_floats: Floats in the tensors of one step of a scan.
+        max_chunks: Maximum number of chunks per step.
+        chunk_size: Positions per chunk of linear attention.
+        block: Minimum number of queries per block of softmax attention.
+        code_block: Positions per block of attention to codes.
+        expanded_code_block: Positions per block with `order=2`, whose states are
+            larger.
+        quantize_chunk: Positions per step of the nearest-code search.
+        fourier_tile: Minimum number of queries per tile of exact Fourier attention.
+        found_floats: Floats of the keys gathered in one step of streamed LSH attention.
+        lsh_steps: Factor by which steps of LSH attention are larger than others.
         codes_in_turn: Whether each step of attention to codes has one block, so that
-            the sums before the blocks are made one after the other.
+            the sums before the blocks are computed sequentially.
     """
 
     step_floats: int
@@ -59,12 +61,12 @@ _CPU = DevicePlan(
     quantize_chunk=128,
     fourier_tile=4,
     found_floats=2**21,
-    # PyTorch runs operations one by one, and each has its cost.
+    # PyTorch runs operations one by one, each with an overhead.
     lsh_steps=pick(1, torch=4),
     # The fastest of the two, forward and in training, on each backend.
     codes_in_turn=pick(False, tensorflow=True),
 )
-# By the estimates of the compiler.
+# Chosen by the compiler's estimates.
 _TPU = DevicePlan(
     step_floats=2**26,
     max_chunks=256,
@@ -78,9 +80,9 @@ _TPU = DevicePlan(
     lsh_steps=1,
     codes_in_turn=False,
 )
-# Not measured on one yet.
+# Not measured on hardware yet.
 _GPU = dataclasses.replace(_TPU, chunk_size=128, block=128)
-# `torch.compile` writes every step out, and takes its time for each.
+# `torch.compile` unrolls every step, which costs compile time.
 _UNROLLED = dataclasses.replace(_CPU, step_floats=2**24, max_chunks=64)
 DEVICE_PLANS = {"cpu": _CPU, "gpu": _GPU, "tpu": _TPU}
 
@@ -113,10 +115,9 @@ def device_plan():
 
 @contextlib.contextmanager
 def planned_for(kind):
-    """Context in which operations are planned for a device that need not be present.
+    """Context that plans operations for a device that need not be present.
 
-    A program that is traced inside, to be exported, say, has the plan of that kind of
-    device.
+    A program traced inside, for example for export, has that device's plan.
 
     Args:
         kind: `"cpu"`, `"gpu"` or `"tpu"`.

@@ -2,7 +2,7 @@
 
 import torch
 
-# Asked once, as Keras does: `torch.compile` cannot trace the question.
+# Determined once, as in Keras: `torch.compile` cannot trace the check.
 _ACCELERATED = torch.cuda.is_available() or torch.backends.mps.is_available()
 
 

@@ -21,13 +21,13 @@ def recompute_scan(
         carry, y = step(carry, tuple(x[i] for x in xs), consts)
     ```
 
-    Memory for the backward pass is one carry a step, plus one step's intermediates,
+    Memory for the backward pass is one carry per step, plus one step's intermediates,
     plus `xs`, and with `gradient` the outputs. Gradients reach `carry`, `xs` and
-    `consts`; second derivatives exist on JAX only. There `jax.jvp` works over a
-    leading axis, and with `num_steps` only of a gradient. `step` must be a pure
-    function of its arguments: tensors it needs are passed in `consts`, never captured.
-    On JAX the compiled loop is cached by the identity of `step`, so pass the same
-    function object for the same computation.
+    `consts`; second derivatives exist on JAX only. There `jax.jvp` works over a leading
+    axis, and with `num_steps` only of a gradient. `step` must be a pure function of its
+    arguments: tensors it needs are passed in `consts`, never captured. On JAX the
+    compiled loop is cached by the identity of `step`, so pass the same function object
+    for the same computation.
 
     Args:
         step: Callable `(carry, x, consts) -> (carry, y)`; all four are tuples of
@@ -35,18 +35,18 @@ def recompute_scan(
         carry: Tuple of tensors, the initial carry.
         xs: Non-empty tuple of tensors.
         consts: Tuple of tensors that every step reads; integers have no gradient.
-        gradient: Optional derivative of the step by hand, `(carry, x, consts, y,
+        gradient: Optional handwritten derivative of the step, `(carry, x, consts, y,
             carry_gradient, y_gradient) -> (carry_gradient, x_gradient,
-            consts_gradient)`. Over a leading axis JAX has no use for it.
-        num_steps: `None` for steps along a common leading axis of `xs`. A number, for
-            steps along axis 1: each gets the next `size` positions of every `x`
-            of shape `(batch, num_steps * size, ...)`, and no axis is moved for it.
-        step_size: That `size`, where it is the same for all of `xs`. Needed where it
-            is known, and `num_steps` is not.
+            consts_gradient)`. JAX ignores it for a leading axis.
+        num_steps: `None` for steps along a common leading axis of `xs`. A number for
+            steps along axis 1: each step gets the next `size` positions of every `x` of
+            shape `(batch, num_steps * size, ...)`, without transposing.
+        step_size: The `size`, if equal for all of `xs`. Required if `num_steps` is not
+            known statically and `size` is.
 
     Returns:
-        `(carry, ys)`: the last carry, and the outputs; stacked on a new leading axis,
-        or with `num_steps` joined along axis 1.
+        `(carry, ys)`: the last carry, and the outputs; stacked on a new leading axis
+        or, with `num_steps`, joined along axis 1.
     """
     return _backend.recompute_scan(
         step, carry, xs, consts, gradient, num_steps, step_size
@@ -54,9 +54,9 @@ def recompute_scan(
 
 
 def vector_jacobian_product(function, arguments):
-    """The value of a function, and the function from its gradient to the arguments'.
+    """The value of a function, and its pullback: output gradient to argument gradients.
 
-    For backward passes by hand, where gradients are not being recorded.
+    For handwritten backward passes, where no gradients are recorded.
 
     Args:
         function: Callable of tuples of tensors that returns a tuple, whose elements
@@ -64,7 +64,7 @@ def vector_jacobian_product(function, arguments):
         arguments: Tuple of tuples of tensors.
 
     Returns:
-        `(value, pull)`: `pull(gradient)` takes a tuple like `value`, `None` standing
-        for zero, and returns tuples like `arguments`.
+        `(value, pull)`: `pull(gradient)` takes a tuple like `value`, with `None` for
+        zero, and returns tuples like `arguments`.
     """
     return _backend.vector_jacobian_product(function, arguments)

@@ -1,9 +1,9 @@
-"""`recompute_scan` for JAX: loops of `lax.scan`, with the backward one by hand.
+"""`recompute_scan` for JAX: loops of `lax.scan`, with a handwritten backward loop.
 
-Rows of a leading axis are what `lax.scan` takes and gives, and JAX differentiates it.
-Positions of axis 1 are sliced inside the loop: XLA would move the axis, by a copy of
-everything. JAX's own gradient of such slices adds up whole tensors in each step, so
-that the backward loop is written out.
+`lax.scan` handles rows of a leading axis, and JAX differentiates it. Positions of axis
+1 are sliced inside the loop, because moving the axis would make XLA copy all tensors.
+JAX's own gradient of such slices adds up whole tensors in each step, so the backward
+loop is written by hand.
 """
 
 import functools
@@ -18,7 +18,7 @@ def recompute_scan(step, carry, xs, consts, gradient, num_steps, step_size):
     if num_steps is None:
         return _scan_rows(step, carry, xs, consts)
     if not isinstance(num_steps, int):
-        # Of a length that is a symbol, as in exports, JAX scans rows alone.
+        # With a symbolic length (export), only the row-wise scan works.
         xs = tuple(_as_rows(x, num_steps, step_size) for x in xs)
         carry, ys = _scan_rows(step, carry, xs, consts)
         return carry, tuple(map(_from_rows, ys))
@@ -40,8 +40,8 @@ def vector_jacobian_product(function, arguments):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _scan_rows(step, carry, xs, consts):
-    # Inside scan the loop body is a computation of its own, so the barrier that
-    # keeps XLA from merging forward and recomputed step is not needed.
+    # Inside scan the loop body is a separate computation, so no barrier is needed to
+    # keep XLA from merging the forward and the recomputed step.
     step = jax.checkpoint(step, prevent_cse=False)
     return lax.scan(lambda carry, x: step(carry, x, consts), carry, xs)
 

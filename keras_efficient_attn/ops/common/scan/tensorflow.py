@@ -1,8 +1,8 @@
 """`recompute_scan` for TensorFlow: two while loops behind a custom gradient.
 
 TensorFlow's own gradient of a while loop fails under XLA and stores every
-intermediate tensor; here the backward loop is written out, so neither happens. A
-single step needs no loop, which would take as long again to trace and to compile.
+intermediate tensor; here the backward loop is handwritten, which avoids both. A single
+step runs without a loop, which would double the time to trace and compile.
 """
 
 import functools
@@ -20,8 +20,8 @@ def recompute_scan(step, carry, xs, consts, step_gradient, num_steps, step_size)
 
     @tf.custom_gradient
     def scan(*arguments):
-        # Eagerly, the tape around a custom gradient still records what happens
-        # inside; stopped gradients leave it nothing to record.
+        # In eager mode, the tape around a custom gradient also records its inside; stop
+        # the gradients to prevent this.
         arguments = tuple(tf.stop_gradient(tensor) for tensor in arguments)
         carry = arguments[:carry_size]
         xs = arguments[carry_size : carry_size + xs_size]
@@ -35,7 +35,7 @@ def recompute_scan(step, carry, xs, consts, step_gradient, num_steps, step_size)
 
         return (*final_carry, *ys), gradient
 
-    # Variables become tensors here: inside, they would be taken for captured ones.
+    # Convert variables to tensors: inside, they would count as captured variables.
     outputs = scan(*map(tf.convert_to_tensor, (*carry, *xs, *consts)))
     return outputs[:carry_size], outputs[carry_size:]
 
@@ -62,7 +62,7 @@ def vector_jacobian_product(function, arguments):
 
 
 def _once(gradient):
-    """`gradient`, which depends on more than it is given, for one derivative only."""
+    """`gradient`, which reads more than its arguments, for first derivatives only."""
 
     @tf.custom_gradient
     def guarded(*upstream):
@@ -96,19 +96,19 @@ class _Rows:
         self.number = tf.shape(x)[0] if x.shape[0] is None else x.shape[0]
 
     def cutter(self, tensors):
-        """A function from the number of a step to what it takes."""
+        """A function from the step number to the step's inputs."""
         return functools.partial(_row, tensors)
 
     def only(self, tensors):
         """The outputs of a single step."""
         return _as_only(tensors)
 
-    def joined(self, arrays):
+    def join(self, arrays):
         return tuple(array.stack() for array in arrays)
 
 
 class _Positions:
-    """Steps that each take as many positions of axis 1."""
+    """Steps that each take an equal number of positions of axis 1."""
 
     def __init__(self, num_steps, step_size):
         self.number = num_steps
@@ -117,7 +117,7 @@ class _Positions:
     def cutter(self, tensors):
         if isinstance(self.number, int) and self.number == 1:
             return lambda i: tensors
-        # Made here, these operations are not made again in every loop.
+        # Create these operations here, once, instead of in every loop.
         cuts = [self._cut(tensor) for tensor in tensors]
 
         def cut(i):
@@ -130,7 +130,7 @@ class _Positions:
         return cut
 
     def _cut(self, tensor):
-        """The tensor; from one piece's start to the next; a piece's shape, twice."""
+        """The tensor, the offset between pieces, and a piece's shape, twice."""
         batch, length, *tail = shape_of(tensor)
         size = self._size or length // self.number
         stride = tf.stack([0, size] + [0] * len(tail))
@@ -140,7 +140,7 @@ class _Positions:
     def only(self, tensors):
         return tensors
 
-    def joined(self, arrays):
+    def join(self, arrays):
         return tuple(self._join(array.stack()) for array in arrays)
 
     def _join(self, stacked):
@@ -152,7 +152,7 @@ class _Positions:
 
 def _forward(step, carry, xs, consts, steps):
     """Runs the loop; returns the last carry, the outputs and each step's carry."""
-    # The first step stands outside the loop: it tells the shapes of the outputs.
+    # The first step runs outside the loop and determines the outputs' shapes.
     cut = steps.cutter(xs)
     next_carry, y = step(carry, cut(0), consts)
     if isinstance(steps.number, int) and steps.number == 1:
@@ -173,7 +173,7 @@ def _forward(step, carry, xs, consts, steps):
         parallel_iterations=1,
     )
     carries = tuple(array.stack() for array in carry_arrays)
-    return final_carry, steps.joined(y_arrays), carries
+    return final_carry, steps.join(y_arrays), carries
 
 
 def _backward(step_gradient, carries, xs, consts, ys, grad_carry, grad_ys, steps):
@@ -215,7 +215,7 @@ def _backward(step_gradient, carries, xs, consts, ys, grad_carry, grad_ys, steps
         maximum_iterations=steps.number,
         parallel_iterations=1,
     )
-    return (*grad_carry, *steps.joined(x_arrays), *grad_consts)
+    return (*grad_carry, *steps.join(x_arrays), *grad_consts)
 
 
 def _row(tensors, i):

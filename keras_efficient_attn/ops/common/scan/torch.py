@@ -1,4 +1,4 @@
-"""`recompute_scan` for PyTorch: a loop over steps that backward runs again."""
+"""`recompute_scan` for PyTorch: a loop over steps that the backward pass reruns."""
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -11,7 +11,7 @@ def recompute_scan(step, carry, xs, consts, step_gradient, num_steps, _):
     ):
         return _loop(step, carry, xs, consts, steps)
     if step_gradient is None:
-        return _recorded_loop(_checkpointed(step), carry, xs, consts, steps)
+        return _recorded_loop(_checkpoint(step), carry, xs, consts, steps)
     outputs = _Scan.apply(
         step, step_gradient, steps, len(carry), len(xs), *carry, *xs, *consts
     )
@@ -49,9 +49,9 @@ def vector_jacobian_product(function, arguments):
 
 
 def _traced_product(function, arguments):
-    """As `vector_jacobian_product`, by the derivative that `torch.compile` traces.
+    """`vector_jacobian_product` in a form that `torch.compile` can trace.
 
-    Run as it is, it takes no function with a `torch.autograd.Function` inside.
+    In eager mode it does not support a `torch.autograd.Function` inside.
     """
     present = []
 
@@ -84,7 +84,7 @@ class _Rows:
         self.number = number
 
     def cut(self, tensors):
-        """The tensors of each step, of which there may be none."""
+        """The tensors of each step; there may be no steps."""
         return list(zip(*map(self.split, tensors), strict=True)) or [()] * self.number
 
     def split(self, tensor):
@@ -95,13 +95,13 @@ class _Rows:
         return torch.stack(tensors)
 
     def space_for(self, tensor):
-        """An empty tensor for the outputs of all steps, and the part of each."""
+        """An empty tensor for the outputs of all steps, and each step's slice."""
         whole = tensor.new_empty(self.number, *tensor.shape)
         return whole, self.split(whole)
 
 
 class _Positions(_Rows):
-    """Steps that each take as many positions of axis 1."""
+    """Steps that each take an equal number of positions of axis 1."""
 
     def split(self, tensor):
         return torch.split(tensor, tensor.shape[1] // self.number, 1)
@@ -116,7 +116,7 @@ class _Positions(_Rows):
 
 
 class _Outputs:
-    """Tensors of each step, written where they stay: what is large is copied once."""
+    """Tensors of each step, written in place, so that large ones are copied once."""
 
     def __init__(self, steps):
         self._steps = steps
@@ -133,7 +133,7 @@ class _Outputs:
 
 
 def _recorded_loop(step, carry, xs, consts, steps):
-    """The loop as PyTorch's autograd records it."""
+    """The loop, recorded by PyTorch's autograd."""
     rows = []
     for x in steps.cut(xs):
         carry, y = step(carry, x, consts)
@@ -149,7 +149,7 @@ def _loop(step, carry, xs, consts, steps):
     return carry, ys.all()
 
 
-def _checkpointed(step):
+def _checkpoint(step):
     def run(carry, x, consts):
         return checkpoint(
             step, carry, x, consts, use_reentrant=False, preserve_rng_state=False
@@ -159,7 +159,7 @@ def _checkpointed(step):
 
 
 class _Scan(torch.autograd.Function):
-    """The loop with a derivative by hand."""
+    """The loop with a handwritten derivative."""
 
     @staticmethod
     def forward(ctx, step, step_gradient, steps, carry_size, xs_size, *tensors):

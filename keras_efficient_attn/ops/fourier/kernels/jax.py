@@ -13,7 +13,7 @@ def prepare(angles):
     return angles, sine(angles), cosine(angles)
 
 
-# JAX would derive the product of the factors, and divide by each again.
+# JAX would differentiate the product of the factors and divide by each.
 log_kernel = jax.custom_vjp(sines.log_kernel)
 
 
@@ -24,12 +24,12 @@ def _forward(query, keys):
 def _backward(saved, grad_logs):
     query, keys = saved
     gradients = sines.log_kernel_gradient(query, keys, grad_logs)
-    # That of the angles is the whole one, the sines' and cosines' included.
+    # The angles' gradient is complete; it includes that of sines and cosines.
     zeros = (map(ops.zeros_like, side[1:]) for side in (query, keys))
     return tuple((first, *rest) for first, rest in zip(gradients, zeros, strict=True))
 
 
 log_kernel.defvjp(_forward, _backward)
 
-# The automatic gradient compiles to the same program as one by hand.
+# The automatic gradient compiles to the same program as a handwritten one.
 KERNEL = FUSED = Kernel(prepare, log_kernel, None)

@@ -1,8 +1,9 @@
-"""The kernel by products of the sines and cosines of both ends.
+"""The kernel from products of the sines and cosines of queries and keys.
 
 The sine of a difference is `sin a cos b − cos a sin b`, so that a pair costs a few
-multiplications a dimension and no transcendental function; near 0, where that loses its
-digits, sin(z)/z is its Taylor series. See `kernel.Kernel` for the functions.
+multiplications per dimension and no transcendental function. Near 0, where this loses
+precision, sin(z)/z is computed by its Taylor series. See `kernel.Kernel` for the
+functions.
 """
 
 import math
@@ -15,7 +16,7 @@ from keras_efficient_attn.ops.common.numerics import cosine, sine
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.fourier.kernel import SLOTS
 
-# Below this z², the series.
+# Below this z², use the series.
 NEAR = 0.25
 # Terms of sin(z)/z in z², for rounding errors of float32 and float64 at `NEAR`.
 TERMS = {"float32": 4, "float64": 8}

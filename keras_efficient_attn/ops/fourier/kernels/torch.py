@@ -6,7 +6,7 @@ from keras_efficient_attn.ops.common.compiled import compiled_on_torch
 from keras_efficient_attn.ops.fourier.kernel import Kernel
 from keras_efficient_attn.ops.fourier.kernels import sines, torch_eager
 
-# Keys at once of the compiled kernel, whose pairs then stay in the cache.
+# Keys per block of the compiled kernel; its pairs then stay in the cache.
 BLOCK = 512
 
 _log_kernel = compiled_on_torch(sines.log_kernel)
@@ -14,7 +14,7 @@ _log_kernel_gradient = compiled_on_torch(sines.log_kernel_gradient)
 
 
 def prepare(angles):
-    # The compiler would keep the order of the axes, and read with strides.
+    # Otherwise the compiler would keep the axis order and read with strides.
     return sines.prepare(angles.contiguous())
 
 

@@ -1,15 +1,15 @@
 """The logarithm of the Fourier kernel on PyTorch, in few passes over memory.
 
-PyTorch runs operation by operation. One sine of a difference is cheaper here than the
-products that make one of the sines and cosines of its ends, and arithmetic cheaper than
-`torch.where`, which takes longest of all. See `kernel.Kernel` for the functions.
+PyTorch runs operation by operation. The sine of a difference is cheaper here than
+products of sines and cosines, and arithmetic is cheaper than `torch.where`, the slowest
+operation. See `kernel.Kernel` for the functions.
 """
 
 import torch
 
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 
-# In place of z = 0: sin(z)/z is 1 there as well.
+# Replaces z = 0; sin(z)/z is 1 there as well.
 TINY = 1e-18
 # Below this z², the series of cot z − 1/z; its terms, for the digits of a dtype.
 NEAR = 1 / 16
@@ -36,14 +36,14 @@ def log_kernel_gradient(query, keys, grad_logs):
     grad_query, grad_key = [], []
     for a, b in zip(*query, *keys, strict=True):
         z = a[..., :, None] - b[..., None, :]
-        # The series is of no use beyond, and must not overflow there.
+        # The series is invalid beyond, and must not overflow there.
         square = (z * z).clamp_(max=NEAR)
         near = square * last
         for coefficient in series[:0:-1]:
             near.add_(coefficient).mul_(square)
         near.add_(series[0]).mul_(z)
         tangent = torch.tan(z)
-        # 0, and not NaN, where z is 0.
+        # 0 instead of NaN where z is 0.
         far = (z - tangent).div_(tangent.mul_(z).add_(smallest))
         grad_z = far.lerp_(near, square.lt_(NEAR)).mul_(grad_logs)
         grad_query.append(grad_z.sum(dim=-1))

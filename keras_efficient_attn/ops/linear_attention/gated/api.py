@@ -18,7 +18,7 @@ from keras_efficient_attn.ops.linear_attention.gated.reference import (
     reference_gated_attention,
 )
 
-# What is below counts as this: of −inf, no differences could be taken.
+# Lower bound of log decays: differences of −inf would be NaN.
 LEAST_LOG_DECAY = -40.0
 
 
@@ -30,7 +30,7 @@ def mapped_gated_attention(
 
     Args:
         query, key, value: `(batch, length, heads, dim)`.
-        rates: `(log_decay, beta)`, as for `linear_attention`, each may be `None`.
+        rates: `(log_decay, beta)`, as for `linear_attention`; each may be `None`.
         config: `LinearAttentionConfig`, causal, of maps without log scales.
         map_weights: Tuple of tensors that the feature maps read.
         key_mask, state: As for `linear_attention`.
@@ -39,7 +39,7 @@ def mapped_gated_attention(
         `(output, state)`: in the accumulator's dtype, and the state after the last
         position (`None` without `state`).
     """
-    tensors, rates = _prepared(query, key, value, key_mask, rates)
+    tensors, rates = _prepare(query, key, value, key_mask, rates)
     dtype = accumulator_dtype(query, key, value)
     normalized = config.output == "normalized"
     batch, length, heads, value_dim = shape_of(tensors[2])
@@ -69,14 +69,14 @@ def mapped_gated_attention(
 
 def reference(inputs, rates, normalize):
     """The definition, of `(query_features, key_features, value, key_mask)`."""
-    tensors, rates = _prepared(*inputs, rates)
+    tensors, rates = _prepare(*inputs, rates)
     return reference_gated_attention(tensors, rates, normalize)
 
 
-def _prepared(query, key, value, key_mask, rates):
-    """Tensors as long as the query, and rates `(batch, length, heads, ...)`.
+def _prepare(query, key, value, key_mask, rates):
+    """Tensors of the query's length, and rates `(batch, length, heads, ...)`.
 
-    Keys that do not exist are zero, as are their rates: they leave the state alone.
+    Missing keys and their rates are zero, so that they do not change the state.
     """
     dtype = accumulator_dtype(query, key, value)
     rates = [

@@ -13,8 +13,8 @@ def chunked_gated_attention(tensors, rates, state, map_weights, config):
         tensors: `(query, key, value)`, equally long, zero for keys that do not exist.
         rates: `(log_decay, beta)`, each `None` or `(batch, length, heads, 1)`; decays
             may have as many entries as features. Zero for keys that do not exist.
-        state: `(batch, heads, features, value_dim)`, and with normalized outputs one
-            more column for the sum of the weights.
+        state: `(batch, heads, features, value_dim)`, and with normalized outputs an
+            additional column for the sum of the weights.
         map_weights: Tuple of tensors.
         config: `LinearAttentionConfig`.
 
@@ -24,8 +24,8 @@ def chunked_gated_attention(tensors, rates, state, map_weights, config):
     query, key, value = tensors
     length = shape_of(query)[1]
     heads, features, value_dim = state.shape[1:]
-    # A row of a matrix, features and values. The step has several of each; but smaller
-    # steps were slower, most of all on PyTorch.
+    # A matrix row, features and values. The step has several of each, but smaller steps
+    # were slower, especially on PyTorch.
     floats = config.chunk_length + features + (value_dim or features)
     if rates[0] is not None and rates[0].shape[-1] != 1:
         floats += 16 * features

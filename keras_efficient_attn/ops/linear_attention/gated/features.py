@@ -1,9 +1,9 @@
-"""Features of queries and keys, and values with what normalizes them."""
+"""Features of queries and keys, and values with a normalizer column."""
 
 from keras import ops
 
 
-def mapped(config, query, key, map_weights):
+def map_features(config, query, key, map_weights):
     """Features of queries and keys.
 
     Raises:
@@ -20,5 +20,5 @@ def mapped(config, query, key, map_weights):
 
 
 def with_ones(value):
-    """Values with one more entry, 1: its sums are those of the weights."""
+    """Values with an additional entry 1, which sums up the weights."""
     return ops.concatenate([value, ops.ones_like(value[..., :1])], axis=-1)

@@ -12,7 +12,7 @@ S'      = diag(exp(G[end])) S + (Tᵀ (φ(K) ∘ exp(G[end] − G)))ᵀ R
 ```
 
 where A is as P, with queries for the keys `t`, and `s ≤ t`. Without `β`, T is I and R
-is V. Only R and S' go from chunk to chunk; all else is one batch of products.
+is V. Only R and S' are sequential over chunks; all else is one batch of products.
 """
 
 import functools
@@ -21,36 +21,39 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.chunking import by_head, by_position
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
-from keras_efficient_attn.ops.common.online_softmax import divided, reciprocal
+from keras_efficient_attn.ops.common.online_softmax import divide, reciprocal
 from keras_efficient_attn.ops.common.scan import recompute_scan, vector_jacobian_product
 from keras_efficient_attn.ops.common.triangular import (
     inverse_unit_lower,
     sums_after,
     sums_up_to,
 )
-from keras_efficient_attn.ops.linear_attention.gated.features import mapped, with_ones
+from keras_efficient_attn.ops.linear_attention.gated.features import (
+    map_features,
+    with_ones,
+)
 from keras_efficient_attn.ops.linear_attention.gated.products import decayed_products
 
 
-# Bounded: it holds functions that users make.
+# Bounded: users may create functions.
 @functools.lru_cache(256)
 def group_step(config, size, has_decay, has_beta):
     """`(step, gradient)` for `recompute_scan`.
 
-    The carry is the state; `x` is `(query, key, value)` and the rates there are; the
-    constants are the weights of the maps.
+    The carry is the state; `x` is `(query, key, value)` and the given rates; the
+    constants are the maps' weights.
 
     Args:
         config: `LinearAttentionConfig`.
-        size: Positions in a chunk.
-        has_decay, has_beta: Which rates there are.
+        size: Positions per chunk.
+        has_decay, has_beta: Which rates are given.
     """
     normalized = config.output == "normalized"
 
     def prepare(x, map_weights):
         dtype = accumulator_dtype(*x)
         query, key, value, *rates = (by_head(ops.cast(t, dtype), size) for t in x)
-        query, key = mapped(config, query, key, map_weights)
+        query, key = map_features(config, query, key, map_weights)
         if normalized:
             value = with_ones(value)
         log_decay = rates.pop(0) if has_decay else None
@@ -74,7 +77,7 @@ def group_step(config, size, has_decay, has_beta):
         chunks = _Chunks(*carry, *prepare(x, map_weights))
         output = chunks.output()
         if normalized:
-            output = divided(output[..., :-1], output[..., -1])
+            output = divide(output[..., :-1], output[..., -1])
         return (chunks.carry,), (by_position(output),)
 
     def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
@@ -92,7 +95,7 @@ def group_step(config, size, has_decay, has_beta):
 
 
 class _Chunks:
-    """A group of chunks: states before each chunk, and what each adds to them.
+    """A group of chunks: states before each chunk, and each chunk's update.
 
     Attributes:
         scores, far_key: A T and Tᵀ (φ(K) ∘ exp(G[end] − G)) of the formulae.
@@ -117,9 +120,9 @@ class _Chunks:
         self._scores, self._far_key = scores, far_key
         if beta is not None:
             self._inverse = inverse_unit_lower(overlaps)
-            self._solved = self._inverse * _transposed(beta)
+            self._solved = self._inverse * _transpose(beta)
             scores = scores @ self._solved
-            far_key = _transposed(self._solved) @ far_key
+            far_key = _transpose(self._solved) @ far_key
         self.scores, self.far_key = scores, far_key
         step = _state_step(beta is not None, end is not None)
         xs = _by_chunk(value, far_key, reader, end)
@@ -131,19 +134,19 @@ class _Chunks:
         return self.far_query @ self.before + self.scores @ self.rest
 
     def gradient(self, grad_output, grad_carry):
-        """Gradients of the state, and of what the chunks were made of."""
-        before, rest = _transposed(self.before), _transposed(self.rest)
+        """Gradients of the state and of the chunks' inputs."""
+        before, rest = _transpose(self.before), _transpose(self.rest)
         grad_scores = grad_output @ rest
         grad_far_query = grad_output @ before
         step = _state_gradient_step(self.beta is not None, self.end is not None)
-        grad_rest = _transposed(self.scores) @ grad_output
-        grad_before = _transposed(self.far_query) @ grad_output
+        grad_rest = _transpose(self.scores) @ grad_output
+        grad_before = _transpose(self.far_query) @ grad_output
         xs = _by_chunk(grad_before, grad_rest, self.far_key, self.reader, self.end)
         xs = tuple(ops.flip(x, axis=0) for x in xs)
         (grad_state,), rows = recompute_scan(step, (grad_carry,), xs)
         grad_after, *rows = (ops.moveaxis(ops.flip(row, axis=0), 0, 2) for row in rows)
         grad_rest = rows[0] if rows else grad_rest + self.far_key @ grad_after
-        grad_far_key = _transposed(rest) @ _transposed(grad_after)
+        grad_far_key = _transpose(rest) @ _transpose(grad_after)
         grad_end = None
         if self.end is not None:
             grad_end = ops.sum(grad_after * self.before, axis=-1, keepdims=True)
@@ -157,16 +160,16 @@ class _Chunks:
                 grad_scores,
                 grad_end,
             )
-        inverse = _transposed(self._inverse)
-        grad_solved = _transposed(self._scores) @ grad_scores
-        grad_solved = grad_solved + self._far_key @ _transposed(grad_far_key)
+        inverse = _transpose(self._inverse)
+        grad_solved = _transpose(self._scores) @ grad_scores
+        grad_solved = grad_solved + self._far_key @ _transpose(grad_far_key)
         grad_beta = ops.sum(grad_solved * self._inverse, axis=-2)[..., None]
-        grad_overlaps = inverse @ (grad_solved * _transposed(self.beta)) @ inverse
+        grad_overlaps = inverse @ (grad_solved * _transpose(self.beta)) @ inverse
         return grad_state, (
             grad_far_query,
             self._solved @ grad_far_key,
             grad_rest,
-            grad_scores @ _transposed(self._solved),
+            grad_scores @ _transpose(self._solved),
             grad_end,
             -(grad_rest @ before),
             -grad_overlaps,
@@ -174,25 +177,25 @@ class _Chunks:
         )
 
 
-def _transposed(x):
+def _transpose(x):
     return ops.swapaxes(x, -1, -2)
 
 
 def _by_chunk(*tensors):
-    """The tensors there are, chunks first."""
+    """The tensors that are not `None`, chunks first."""
     return tuple(ops.moveaxis(x, 2, 0) for x in tensors if x is not None)
 
 
 @functools.cache
 def _state_step(reads, decays):
-    """From the state before a chunk to that after it."""
+    """Maps the state before a chunk to the state after it."""
 
     def step(carry, x, _):
         (state,), (rest, far_key, *x) = carry, x
         kept = state * x[-1] if decays else state
         if reads:
             rest = rest - x[0] @ state
-        after = kept + _transposed(far_key) @ rest
+        after = kept + _transpose(far_key) @ rest
         return (after,), (state, rest) if reads else (state,)
 
     return step
@@ -200,14 +203,14 @@ def _state_step(reads, decays):
 
 @functools.cache
 def _state_gradient_step(reads, decays):
-    """From the gradient of the state after a chunk to that before it."""
+    """Maps the gradient of the state after a chunk to the gradient before it."""
 
     def step(carry, x, _):
         (after,), (before, rest, far_key, *x) = carry, x
         y = (after,)
         if reads:
             rest = rest + far_key @ after
-            before = before - _transposed(x[0]) @ rest
+            before = before - _transpose(x[0]) @ rest
             y = after, rest
         return (before + (after * x[-1] if decays else after),), y
 

@@ -1,7 +1,7 @@
-"""Decays inside a chunk, and dot products of vectors that decay on the way.
+"""Decays within a chunk, and dot products of decaying vectors.
 
-What lies between two positions is added up between these two, not taken as a
-difference of sums from the start: after some strong decays that would have few digits.
+The decays between two positions are summed directly, not as a difference of prefix
+sums, which would lose precision after strong decays.
 """
 
 from keras import ops
@@ -12,7 +12,7 @@ from keras_efficient_attn.ops.common.numerics import pad
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.triangular import sums_after, sums_up_to
 
-# Positions whose decays by feature are taken pair by pair, at most.
+# Maximum block length for pairwise decays by feature.
 BLOCK = 4
 
 
@@ -48,9 +48,9 @@ def decayed_products(lefts, key, log_decay):
 def _by_feature(lefts, key, log_decay):
     """The products of decays that differ by feature.
 
-    Short blocks take each pair's own factors. Two blocks become one of twice the size:
-    from the first to the second, keys decay to the end of the first, and what they
-    meet from the start of the second.
+    Short blocks use each pair's factors. Then two blocks are merged to one of twice the
+    size: between them, keys decay to the end of the first block, and the other vectors
+    from the start of the second.
     """
     *batch, length, features = shape_of(key)
     count = 1
@@ -62,7 +62,7 @@ def _by_feature(lefts, key, log_decay):
     def by_block(x):
         if count * size > length:
             x = pad(x, padding)
-        # Tensors of higher rank crash a program of XLA for CPUs.
+        # Tensors of higher rank crash XLA on CPUs.
         return ops.reshape(x, (-1, count, size, features))
 
     log_decay, key, *lefts = map(by_block, (log_decay, key, *lefts))
@@ -91,11 +91,11 @@ def _by_feature(lefts, key, log_decay):
 
 
 def _pairs(x):
-    """The first, and the second, of each two blocks `(..., blocks, size, dim)`."""
+    """The first and the second of each pair of blocks `(..., blocks, size, dim)`."""
     return x[..., 0::2, :, :], x[..., 1::2, :, :]
 
 
 def _below(first, second, between):
-    """Two lower triangular blocks and what is below the first, as one."""
+    """Merges two lower triangular blocks and the block below the first."""
     above = ops.concatenate([first, ops.zeros_like(between)], axis=-1)
     return ops.concatenate([above, ops.concatenate([between, second], -1)], axis=-2)

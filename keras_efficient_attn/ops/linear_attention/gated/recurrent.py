@@ -11,18 +11,21 @@ and without `β`, `S = S' + φ(k)ᵀ v`.
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.online_softmax import divided
-from keras_efficient_attn.ops.linear_attention.gated.features import mapped, with_ones
+from keras_efficient_attn.ops.common.online_softmax import divide
+from keras_efficient_attn.ops.linear_attention.gated.features import (
+    map_features,
+    with_ones,
+)
 
 
 def recurrent_gated_attention(tensors, rates, state, map_weights, config):
-    """As `chunked_gated_attention`, for one position."""
+    """Computes `chunked_gated_attention` for one position."""
     query, key, value, *rates = (
         None if x is None else ops.cast(ops.swapaxes(x, 1, 2), state.dtype)
         for x in (*tensors, *rates)
     )
-    # The maps want chunks: (batch, heads, 1, 1, dim).
-    query, key = mapped(config, query[:, :, None], key[:, :, None], map_weights)
+    # The maps need chunks: (batch, heads, 1, 1, dim).
+    query, key = map_features(config, query[:, :, None], key[:, :, None], map_weights)
     query, key = query[:, :, 0], key[:, :, 0]
     log_decay, beta = rates
     normalized = config.output == "normalized"
@@ -35,5 +38,5 @@ def recurrent_gated_attention(tensors, rates, state, map_weights, config):
     state = state + ops.swapaxes(key, -1, -2) @ value
     output = query @ state
     if normalized:
-        output = divided(output[..., :-1], output[..., -1])
+        output = divide(output[..., :-1], output[..., -1])
     return ops.swapaxes(output, 1, 2), state

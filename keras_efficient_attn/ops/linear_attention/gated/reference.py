@@ -2,13 +2,13 @@
 
 The recurrence `S[t] = (I − β[t] k[t]ᵀ k[t]) diag(exp(g[t])) S[t−1] + β[t] k[t]ᵀ v[t]`,
 unrolled: with the weights `w[t, s] = Σ_i q[t]_i k[s]_i exp(G[t]_i − G[s]_i)` and the
-same of keys `p[t, s]`, `y = W (I + diag(β) P)⁻¹ diag(β) v`.
+same for keys `p[t, s]`, `y = W (I + diag(β) P)⁻¹ diag(β) v`.
 """
 
 from keras import ops
 
 from keras_efficient_attn.ops.common.numerics import cumulative_sum
-from keras_efficient_attn.ops.common.online_softmax import divided
+from keras_efficient_attn.ops.common.online_softmax import divide
 
 
 def reference_gated_attention(tensors, rates, normalize):
@@ -19,7 +19,7 @@ def reference_gated_attention(tensors, rates, normalize):
             equally long, zero for keys that do not exist.
         rates: `(log_decay, beta)`, each `None` or `(batch, length, heads, 1)`; decays
             may have as many entries as features. Zero for keys that do not exist.
-        normalize: Whether to divide by what values of 1 give.
+        normalize: Whether to divide by the output for values of 1.
     """
     query, key, value, *rates = (
         x if x is None else ops.swapaxes(x, 1, 2) for x in (*tensors, *rates)
@@ -38,5 +38,5 @@ def reference_gated_attention(tensors, rates, normalize):
         weights = weights @ ops.linalg.inv(seen) * ops.swapaxes(beta, -1, -2)
     output = weights @ value
     if normalize:
-        output = divided(output, ops.sum(weights, axis=-1))
+        output = divide(output, ops.sum(weights, axis=-1))
     return ops.swapaxes(output, 1, 2)

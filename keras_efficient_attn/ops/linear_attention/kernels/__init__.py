@@ -1,1 +1,1 @@
-"""Linear attention as kernels of one kind of accelerator; loaded when first used."""
+"""Linear attention kernels for specific accelerators; loaded on first use."""

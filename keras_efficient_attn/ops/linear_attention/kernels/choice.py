@@ -1,4 +1,4 @@
-"""Which kernel computes a call, if any."""
+"""Chooses the kernel for a call, if any."""
 
 import importlib.metadata
 import importlib.util
@@ -11,7 +11,7 @@ from keras_efficient_attn.ops.common.plan import has_one_tpu
 MOST_DIM = 512
 # The default number of random features for heads of 128 is 622.
 MOST_FEATURES = 1024
-# Compute capability of the first GPUs that multiply bfloat16.
+# Lowest compute capability with bfloat16 multiplication.
 LEAST_CAPABILITY = 8
 MOST_FLA_FEATURES = 256
 BACKENDS = {"pallas": "jax", "triton": "torch", "fla": "torch"}
@@ -24,17 +24,17 @@ LEAST_TRITON = 3, 4
 
 
 def _has_triton():
-    """Whether Triton is installed, and takes tuples as arguments of kernels."""
+    """Whether Triton is installed and supports tuples as kernel arguments."""
     if importlib.util.find_spec("triton") is None:
         return False
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
-        return True  # PyTorch's nightly builds have it by another name.
+        return True  # PyTorch's nightly builds ship it under another name.
     return tuple(map(int, version.split(".")[:2])) >= LEAST_TRITON
 
 
-# Asked once, and without importing them: `torch.compile` traces what a call asks.
+# Checked once, without importing them: `torch.compile` would trace the check.
 HAS_PACKAGE = {
     "triton": _has_triton(),
     "fla": importlib.util.find_spec("fla") is not None,
@@ -43,7 +43,7 @@ PACKAGES = {"triton": "triton, 3.4 or later", "fla": "flash-linear-attention"}
 
 
 def choose_kernel(query, key, value, state, config):
-    """The module of the kernel that computes a call; `None`: the chunked form does.
+    """The module of the kernel for a call; `None` means the chunked form.
 
     Args:
         query, key, value: `(batch, length, heads, dim)`.
@@ -68,7 +68,7 @@ def choose_kernel(query, key, value, state, config):
 
 
 def _module(name):
-    # As statements, which `torch.compile` can trace.
+    # Written as statements, which `torch.compile` can trace.
     if name == "pallas":
         from keras_efficient_attn.ops.linear_attention.kernels import pallas as module
     elif name == "triton":
@@ -79,7 +79,7 @@ def _module(name):
 
 
 def _default_kernel(query):
-    """The kernel for the device that computes, or `None`."""
+    """The kernel for the current device, or `None`."""
     backend = backend_name()
     if backend == "jax" and has_one_tpu():
         return "pallas"
@@ -89,7 +89,7 @@ def _default_kernel(query):
 
 
 def _obstacle(name, tensors, state, config):
-    """Why a kernel cannot compute a call, or `None`."""
+    """The reason why a kernel cannot compute a call, or `None`."""
     backend = BACKENDS[name]
     if backend_name() != backend:
         return f"needs the backend {backend!r}. Received: {backend_name()!r}"
@@ -119,7 +119,7 @@ def _obstacle(name, tensors, state, config):
 
 
 def _torch_obstacle(name, query, config):
-    """What a kernel for CUDA lacks, or `None`."""
+    """The missing requirement of a CUDA kernel, or `None`."""
     import torch
 
     if not HAS_PACKAGE[name]:

@@ -1,7 +1,7 @@
-"""Linear attention by `flash-linear-attention`, where a user has it.
+"""Linear attention by `flash-linear-attention`, if installed.
 
-Its sums over keys have no weights and no totals. Keys that a mask hides have features
-of zero here, and a further column of ones beside the values has the totals.
+Its sums over keys have no weights and no totals. Here masked keys get zero features,
+and an additional value column of ones gives the totals.
 """
 
 import torch
@@ -14,7 +14,7 @@ from keras_efficient_attn.ops.common.online_softmax import finish
 def linear_attention(
     query, key, value, config, map_weights, key_log_weight, key_mask, state
 ):
-    """As `mapped_linear_attention`, for what `choose_kernel` lets pass."""
+    """Computes `mapped_linear_attention` for calls that `choose_kernel` accepts."""
     from fla.ops.simple_gla import chunk_simple_gla
 
     if key_log_weight is not None:

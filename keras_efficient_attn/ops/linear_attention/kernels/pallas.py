@@ -1,6 +1,6 @@
 """Linear attention in kernels for TPUs, written in Pallas.
 
-Elsewhere than on a TPU, Pallas interprets them: the same results, slowly, for tests.
+On other devices Pallas interprets them: the same results, slowly, for tests.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ from keras_efficient_attn.ops.linear_attention.kernels.pallas_full import (
     read_state,
 )
 
-# Positions of a matrix of scores: half of them are those of later keys.
+# Size of a score matrix, half of which belongs to later keys.
 CHUNK = 128
-# Positions of a program: the more, the fewer programs have to start.
+# Positions per program: more positions mean fewer program starts.
 BLOCK = 1024
 # Bytes of a program's inputs and outputs, held for two programs at a time.
 BLOCK_BYTES = 2**22
@@ -38,7 +38,7 @@ BLOCK_BYTES = 2**22
 def linear_attention(
     query, key, value, config, map_weights, key_log_weight, key_mask, state
 ):
-    """As `mapped_linear_attention`, for what `choose_kernel` lets pass.
+    """Computes `mapped_linear_attention` for calls that `choose_kernel` accepts.
 
     Normalized outputs have the dtype of `value`.
     """
@@ -51,7 +51,7 @@ def linear_attention(
         )
     key_mask = None if key_mask is None else jnp.asarray(key_mask, bool)
     if key_mask is not None and not config.rowwise_maps:
-        # Kernels mask what they read; here, the map reads keys before them.
+        # Kernels mask their inputs, but here the map reads keys before the kernel.
         key = jnp.where(key_mask[..., None, None], key, 0.0)
     weights = tuple(jnp.asarray(weight, "float32") for weight in map_weights)
     operand = "bfloat16" if value.dtype == jnp.bfloat16 else "float32"
@@ -114,14 +114,13 @@ def linear_attention(
 
 
 class _Mapped:
-    """Queries or keys for a kernel, which maps them if the map works on rows.
+    """Queries or keys for a kernel, which applies the map if it is row-wise.
 
     Attributes:
-        tensor: Positions: queries or keys, or their features.
-        map, weights: What the kernel does with them.
+        tensor: Queries or keys, or their features.
+        map, weights: The map that the kernel applies, and its weights.
         is_scaled: Whether that map has a log scale.
-        log_scale: `(batch, length, heads)`, of features that are computed here, or
-            `None`.
+        log_scale: `(batch, length, heads)`, for features computed here, or `None`.
     """
 
     def __init__(self, config, function, x, weights, operand):
@@ -141,21 +140,21 @@ class _Mapped:
 
 
 def _block(x, value, features):
-    """Positions of a program: as many chunks as fit and are needed."""
-    # A vector takes whole lanes. Features stay inside, but as many of them as of
-    # anything else are computed with, and the program grows with them.
+    """Positions per program: as many chunks as fit and are needed."""
+    # A vector occupies whole lanes. Features are internal to the program, but count
+    # like the other vectors, because the program's memory grows with them.
     widest = LANES * -(-max(x.shape[-1], features) // LANES)
     floats = 3 * (widest + LANES * -(-value.shape[-1] // LANES))
     fitting = BLOCK_BYTES // (2 * floats * max(x.dtype.itemsize, value.dtype.itemsize))
     needed = -(-x.shape[1] // CHUNK)
     most = min(max(1, min(BLOCK, fitting) // CHUNK), needed)
-    # Somewhat fewer, where no block then is in part beyond the length.
+    # Use slightly fewer if no block then extends beyond the length.
     whole = (n for n in range(most, most // 2, -1) if needed % n == 0)
     return CHUNK * next(whole, most)
 
 
 def _to_matrices(state):
-    """A state with a matrix of each part for each head."""
+    """A state with one matrix per part and head."""
     sums, normalizer, log_scale = (
         jnp.asarray(state[name], "float32") for name in STATE_NAMES
     )

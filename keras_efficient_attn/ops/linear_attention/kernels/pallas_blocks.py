@@ -1,16 +1,15 @@
-"""Parts that the Pallas kernels of linear attention share: their plan, their blocks.
+"""Shared parts of the Pallas kernels of linear attention: plan and blocks.
 
 A kernel runs over a grid of (batch, heads, blocks). Each of its operands is one of
 
-- positions: `(batch, heads, length, dim)`. XLA has projections write them so, and read
-  them, without a copy; as `(batch, length, heads * dim)` it copies them, for the tiles
-  of a TPU are others with heads as an axis;
+- positions: `(batch, heads, length, dim)`. In this layout XLA's projections write and
+  read them without a copy. `(batch, length, heads * dim)` needs a copy, because a TPU's
+  tiles differ with heads as an axis;
 - a row for each head, or one for all heads: `(batch, heads or 1, 1, length)`;
 - a state: `(batch, heads, n, m)`; the gradient of a weight is one as well;
 - a weight of the feature maps, `(n, m)`, which every program reads whole.
 
-In a kernel, what belongs to queries or keys one by one is a column `(chunk, 1)` or a
-row `(1, chunk)`.
+In a kernel, numbers per query or key are a column `(chunk, 1)` or a row `(1, chunk)`.
 """
 
 import collections.abc
@@ -44,18 +43,18 @@ POSITION_NAMES = ("query", "key", "value", "output")
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The sizes and options of a call, known before it runs: one static argument.
+    """The sizes and options of a call, as one static argument.
 
     Attributes:
         query_map, key_map: As `LinearAttentionConfig`, for blocks `(chunk, dim)`.
-        output: `"normalized"`; `"values"`, not divided and without a scale; or
-            `"partial"`: values, totals and log scales.
-        weighted: Whether keys have log weights, given or of their map.
+        output: `"normalized"`; `"values"`, without division and scale; or `"partial"`:
+            values, totals and log scales.
+        weighted: Whether keys have log weights, given or from their map.
         batch, heads, length: Sizes.
         features, value_dim: Sizes of the state.
         block: Positions per program.
         chunk: Positions per matrix of scores; divides `block`.
-        operand: Dtype of the values, and of what matrix products take; they add up in
+        operand: Dtype of the values and of matrix operands; products accumulate in
             float32.
     """
 
@@ -78,7 +77,7 @@ class Plan:
 
     @property
     def chunks(self):
-        """Chunks in a block."""
+        """Number of chunks per block."""
         return self.block // self.chunk
 
     @property
@@ -96,7 +95,7 @@ class Plan:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     def outputs(self):
-        """Shapes of what queries get, by name; a partial output is float32."""
+        """Shapes of the queries' outputs, by name; a partial output is float32."""
         dtype = "float32" if self.output == "partial" else self.operand
         outputs = {"output": self.positions(self.value_dim, dtype)}
         if self.output == "partial":
@@ -199,7 +198,7 @@ def _specs(plan, tensors, backwards):
 
 
 def dot(plan, a, b, contract=(1, 0)):
-    """A matrix product, over an axis of each."""
+    """A matrix product that contracts one axis of each operand."""
     dims = ((contract[0],), (contract[1],)), ((), ())
     a, b = a.astype(plan.operand), b.astype(plan.operand)
     return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
@@ -222,7 +221,7 @@ def as_columns(*rows):
 
 
 def _side_by_side(parts, axis):
-    """Columns or rows as the first ones of a matrix with `LANES` of them."""
+    """Columns or rows, padded to a matrix with `LANES` of them."""
     shape = list(parts[0].shape)
     shape[axis] = LANES
     place = lax.broadcasted_iota(jnp.int32, shape, axis)
@@ -245,7 +244,7 @@ def lower_triangle(size):
 
 
 def along_rows(x):
-    """The sums along each row, as a column."""
+    """The row sums, as a column."""
     return jnp.sum(x, axis=1, keepdims=True)
 
 
@@ -257,7 +256,7 @@ def values_of(inputs):
     """Inputs of a function whose `defvjp` has `symbolic_zeros`, and what is trained.
 
     Returns:
-        The arrays, and `()` if the gradient of a weight is asked for, or `None`.
+        The arrays, and `()` if the gradient of a weight is requested, or `None`.
     """
     trained = any(weight.perturbed for weight in inputs["weights"])
     arrays = jax.tree.map(
@@ -267,36 +266,36 @@ def values_of(inputs):
 
 
 def sum_of_weights(*gradients):
-    """Gradients of weights, of all heads and of several kernels, added up."""
+    """The sum of weight gradients over all heads and several kernels."""
     return tuple(
         sum(x.sum((0, 1)) for x in same) for same in zip(*gradients, strict=True)
     )
 
 
-def materialized(x):
-    """A gradient as an array, where JAX says that it is zero as well."""
+def materialize(x):
+    """A gradient as an array, including JAX's symbolic zeros."""
     if isinstance(x, SymbolicZero):
         return jnp.zeros(x.aval.shape, x.aval.dtype)
     return x
 
 
 def reciprocal(totals):
-    """As `online_softmax.reciprocal`."""
+    """Computes `online_softmax.reciprocal`."""
     seen = jnp.abs(totals) > 1e-30
     return jnp.where(seen, 1.0 / jnp.where(seen, totals, 1.0), 0.0)
 
 
 def only(kept, x, otherwise=0.0):
-    """`x` where it is kept; everywhere if `kept` is `None`."""
+    """`x` where `kept`, else `otherwise`; all of `x` if `kept` is `None`."""
     return x if kept is None else jnp.where(kept, x, otherwise)
 
 
 def start(inputs, scratch, weights=()):
-    """In a head's first program: the state that is given, or that of no position.
+    """Initialises the state in a head's first program: given, or empty.
 
     Args:
         inputs, scratch: References by name.
-        weights: References of gradients that programs add to.
+        weights: References of gradients that programs accumulate.
     """
 
     @pl.when(pl.program_id(2) == 0)
@@ -316,17 +315,17 @@ def add_to(references, gradients):
 
 
 def given_columns(plan, inputs):
-    """The given log weights of each chunk's keys, or their mask, or nothing."""
+    """The given log weights or mask of each chunk's keys, if any."""
     for name in ("log_weight", "mask"):
         if name in inputs:
             starts = range(0, plan.block, plan.chunk)
-            # A row of one matrix for each chunk, at most: one transpose.
+            # At most one matrix row per chunk: a single transpose.
             return as_columns(*(inputs[name][:, pl.ds(i, plan.chunk)] for i in starts))
     return ()
 
 
 class Chunk:
-    """A chunk of a block: what it reads, masked, with the features of its keys.
+    """A chunk of a block: its masked inputs, with the features of its keys.
 
     Args:
         plan: `Plan`.
@@ -337,7 +336,7 @@ class Chunk:
 
     Attributes:
         rows: The chunk's slice of the block.
-        exists: Column, whether the position is one of the sequence; `None`: all are.
+        exists: Column, whether the position is in the sequence; `None` for all.
         kept: Column, whether the key is to be seen; `None`: all are.
     """
 
@@ -364,11 +363,11 @@ class Chunk:
         self.kept = kept if self.kept is None else self.kept & kept
 
     def row(self, name):
-        """A row that an earlier kernel wrote, 0 beyond the sequence."""
+        """A row written by an earlier kernel, 0 beyond the sequence."""
         return only(self.exists_row, self.inputs[name][:, self.rows])
 
     def first(self, name, otherwise):
-        """The first of a row, `(1, 1)`; `otherwise` if the chunk is all padding."""
+        """The first entry of a row, `(1, 1)`; `otherwise` in a chunk of padding."""
         x = self.inputs[name][:, self.rows][:, :1]
         return jnp.where(self.start < self.plan.length, x, otherwise)
 
@@ -411,13 +410,13 @@ class Chunk:
             log_weight = log_scale if log_weight is None else log_weight + log_scale
         if self.plan.weighted:
             if log_weight is None:
-                # Next to a state, which may stand at another scale.
+                # With a state, which may have another scale.
                 log_weight = jnp.zeros((self.plan.chunk, 1), jnp.float32)
             log_weight = only(self.kept, log_weight, LOG_ZERO)
         return only(self.kept, features), log_weight
 
     def key_gradient(self, grad_features, grad_log_weight):
-        """Gradients of keys and of the weights of the map, of kept keys alone."""
+        """Gradients of keys and of the map's weights, for kept keys only."""
         grad_features = only(self.kept, grad_features)
         if grad_log_weight is not None:
             grad_log_weight = only(self.kept, grad_log_weight)

@@ -1,10 +1,11 @@
 """Causal linear attention in Pallas kernels, forward and backward.
 
-The formulae are those of `causal_step`. A program walks over the chunks of a head and
-keeps the state in scratch memory. The backward pass needs no saved states: one kernel
-walks forwards again, for the gradients of queries, which read the state before their
-chunk; another walks backwards, for those of keys and values, with the gradient of the
-state after their chunk. Only rows go between them, a few numbers for each query.
+The formulae are those of `causal_step`. A program iterates over the chunks of a head
+and keeps the state in scratch memory. The backward pass needs no saved states. One
+kernel runs forwards again for the gradients of queries, which read the state before
+their chunk. Another runs backwards for the gradients of keys and values, with the
+gradient of the state after their chunk. Only rows pass between them, a few numbers per
+query.
 """
 
 import functools
@@ -27,7 +28,7 @@ from keras_efficient_attn.ops.linear_attention.kernels.pallas_blocks import (
     given_columns,
     like,
     lower_triangle,
-    materialized,
+    materialize,
     only,
     reciprocal,
     start,
@@ -44,14 +45,14 @@ def causal(plan, inputs):
     Args:
         plan: `Plan`.
         inputs: Dict of `"query"`, `"key"` and `"value"`, positions; `"weights"`, a
-            tuple; perhaps `"mask"` or `"log_weight"`, rows, of which the latter is
-            `LOG_ZERO` for keys that are hidden; perhaps the parts of the state, the
-            normalizer `(1, features)` and the log scale `(1, 1)` for each head.
+            tuple; optionally `"mask"` or `"log_weight"`, rows (`LOG_ZERO` in the latter
+            for hidden keys); optionally the parts of the state, the normalizer `(1,
+            features)` and the log scale `(1, 1)` for each head.
 
     Returns:
         Dict of `"output"`; of `"totals"` and `"scale"`, rows, if the plan's output is
-        partial; and of the parts of the state after the last position, if there are
-        any in the inputs.
+        partial; and of the parts of the state after the last position, if the inputs
+        have a state.
     """
     outputs = plan.outputs()
     if "sum" in inputs:
@@ -66,7 +67,7 @@ def _forward(plan, inputs):
 
 def _backward(plan, residuals, gradients):
     inputs, trained = residuals
-    gradients = {name: materialized(x) for name, x in gradients.items()}
+    gradients = {name: materialize(x) for name, x in gradients.items()}
     weights = () if trained is None else plan.weights(inputs)
 
     given = {**inputs, "output": gradients["output"]}
@@ -114,12 +115,12 @@ class _Step:
 
     Attributes:
         key, value: Features of keys, and values.
-        query_log_scale: Of the features of queries, a column; `None` for 0.
-        scores: Weighed, 0 for later keys.
-        factors: What scores are multiplied by; `None` for 1.
-        scale: Log scale of what a query sums up, a column; `None` for 0.
-        far_query: Queries as they read the state before the chunk.
-        query_factor: What they are multiplied by for that; `None` for 1.
+        query_log_scale: Log scale of query features, a column; `None` for 0.
+        scores: Weighted scores, 0 for later keys.
+        factors: Factors of the scores; `None` for 1.
+        scale: Log scale of a query's sums, a column; `None` for 0.
+        far_query: Queries scaled for reading the state before the chunk.
+        query_factor: The factor of `far_query`; `None` for 1.
         after: The state after the chunk, by name.
     """
 
@@ -137,7 +138,7 @@ class _Step:
         else:
             (row,) = as_rows(log_weight)
             seen = jnp.where(lower, row, LOG_ZERO)
-            # The maxima of the state and of what each query may see, and of no more.
+            # The maxima over exactly the state and the keys that each query may see.
             largest = jnp.max(seen, axis=1, keepdims=True)
             self.scale = jnp.maximum(largest, log_scale)
             self.factors = jnp.where(lower, jnp.exp(seen - self.scale), 0.0)
@@ -193,10 +194,10 @@ def linear_attention_forward(plan, inputs, outputs, **scratch):
 
 
 def linear_attention_query_gradient(plan, inputs, outputs, **scratch):
-    """Of queries, and what the gradient of keys needs to know of each query.
+    """Computes the gradients of queries, and rows for the gradient of keys.
 
-    Writes the rows `factor` and `grad_totals`: the gradient of the sum of values is
-    that of the output times the one, that of totals is the other. `scale` is that of
+    The gradient of the sum of values is the output's gradient times the row `factor`;
+    the gradient of the totals is the row `grad_totals`. `scale` is the scale of the
     scores, `before` the log scale of the state before the query's chunk.
     """
     start(inputs, scratch, outputs["weights"])
@@ -245,10 +246,9 @@ def linear_attention_query_gradient(plan, inputs, outputs, **scratch):
 
 
 def linear_attention_key_gradient(plan, inputs, outputs, **scratch):
-    """Of keys, values, log weights and the state; blocks come from last to first.
+    """Computes the gradients of keys, values, log weights and state, last block first.
 
-    Scores are transposed here, a row for each key: what belongs to a query is a row
-    already.
+    Scores are transposed, with one row per key, because the numbers per query are rows.
     """
     start(inputs, scratch, outputs["weights"])
     grad_sums, grad_normalizer = (scratch[name][...] for name in SUMS)
@@ -267,7 +267,7 @@ def linear_attention_key_gradient(plan, inputs, outputs, **scratch):
         if plan.weighted:
             if chunk.exists_row is not None:
                 seen = seen & chunk.exists_row
-            # A chunk that is all padding leaves the maximum at its least.
+            # A chunk of padding only leaves the maximum at its minimum.
             scale, before = chunk.row("scale"), chunk.first("before", LOG_ZERO)
             after = jnp.maximum(before, jnp.max(log_weight, axis=0, keepdims=True))
             factors = jnp.exp(jnp.where(seen, log_weight - scale, LOG_ZERO))
@@ -280,7 +280,7 @@ def linear_attention_key_gradient(plan, inputs, outputs, **scratch):
             scores = jnp.where(seen, scores, 0.0)
             far_factor = None
 
-        # Values: of their own chunk, and through the state.
+        # Values: within their chunk, and through the state.
         near = scores if factor is None else scores * factor
         grad_value = dot(plan, near, grad_output) + dot(plan, far_key, grad_sums)
         grad_value = only(chunk.kept, grad_value)
@@ -335,7 +335,7 @@ def linear_attention_key_gradient(plan, inputs, outputs, **scratch):
 
 
 def _product(first, second):
-    """A product, where `None` stands for 1."""
+    """A product; `None` means 1."""
     if first is None or second is None:
         return second if first is None else first
     return first * second

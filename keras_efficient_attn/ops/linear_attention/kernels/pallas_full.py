@@ -1,7 +1,7 @@
-"""Linear attention that is not causal, in Pallas kernels, forward and backward.
+"""Non-causal linear attention in Pallas kernels, forward and backward.
 
-One kernel sums keys and values up to the state, another reads the state for each
-query; either has a kernel for its gradient, which recomputes the features.
+One kernel sums keys and values to the state; another reads the state for each query.
+Each has a gradient kernel, which recomputes the features.
 """
 
 import functools
@@ -22,7 +22,7 @@ from keras_efficient_attn.ops.linear_attention.kernels.pallas_blocks import (
     dot,
     given_columns,
     like,
-    materialized,
+    materialize,
     only,
     reciprocal,
     start,
@@ -37,7 +37,7 @@ def key_state(plan, inputs):
 
     Args:
         plan: `Plan` of the keys.
-        inputs: As `pallas_causal.causal`, without queries and state.
+        inputs: As for `pallas_causal.causal`, without queries and state.
 
     Returns:
         Dict of the parts of the state.
@@ -55,7 +55,7 @@ def _key_forward(plan, inputs):
 def _key_backward(plan, residuals, gradients):
     inputs, log_scale, trained = residuals
     given = {**inputs, "log_scale": log_scale}
-    given |= {name: materialized(gradients[name]) for name in SUMS}
+    given |= {name: materialize(gradients[name]) for name in SUMS}
     outputs = {name: like(inputs[name]) for name in ("key", "value")}
     outputs["weights"] = () if trained is None else plan.weights(inputs)
     if "log_weight" in inputs:
@@ -91,7 +91,7 @@ def _read_forward(plan, inputs):
 
 def _read_backward(plan, residuals, gradients):
     inputs, trained = residuals
-    gradients = {name: materialized(x) for name, x in gradients.items()}
+    gradients = {name: materialize(x) for name, x in gradients.items()}
     given = {**inputs, "output": gradients["output"]}
     if plan.output == "partial":
         given["grad_totals"] = gradients["totals"]

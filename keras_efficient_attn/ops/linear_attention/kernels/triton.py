@@ -22,12 +22,12 @@ from keras_efficient_attn.ops.linear_attention.keys import sum_of_scales
 def linear_attention(
     query, key, value, config, map_weights, key_log_weight, key_mask, state
 ):
-    """As `mapped_linear_attention`, for what `choose_kernel` lets pass.
+    """Computes `mapped_linear_attention` for calls that `choose_kernel` accepts.
 
-    Normalized outputs have the dtype of `value`. Under `torch.autocast`, too, the
-    dtypes are those of the tensors: products take bfloat16 if `value` is that.
+    Normalized outputs have the dtype of `value`. `torch.autocast` does not change the
+    dtypes: products use bfloat16 if `value` is bfloat16.
     """
-    # What is computed here besides the kernels, such as features, is float32.
+    # Computations outside the kernels, such as features, are float32.
     with torch.autocast(query.device.type, enabled=False):
         return _linear_attention(
             (query, key, value), config, map_weights, key_log_weight, key_mask, state
@@ -45,18 +45,18 @@ def _linear_attention(tensors, config, map_weights, key_log_weight, key_mask, st
         )
     key_mask = None if key_mask is None else ops.cast(key_mask, "bool")
     if key_mask is not None:
-        # Kernels mask what they read; here, maps and log scales read keys before them.
+        # Kernels mask their inputs, but maps and log scales read keys before them.
         key = ops.where(key_mask[..., None, None], key, 0.0)
     weights = tuple(ops.cast(weight, "float32") for weight in map_weights)
-    query, queries = _mapped(query, config, config.query_map, weights)
-    key, keys = _mapped(key, config, config.key_map, weights)
+    query, queries = _map(query, config, config.query_map, weights)
+    key, keys = _map(key, config, config.key_map, weights)
 
     log_weight = keys.log_scale
     if key_log_weight is not None:
         key_log_weight = ops.cast(key_log_weight, "float32")
         log_weight = sum_of_scales(key_log_weight, log_weight)
     if log_weight is None and (key_mask is not None or state is not None):
-        # A state may stand at another scale than that of unweighted keys.
+        # A state may have another scale than unweighted keys.
         log_weight = torch.zeros(key.shape[:3], device=key.device)
     if log_weight is not None:
         log_weight = bounded_log_weight(log_weight, key_mask).transpose(1, 2)
@@ -96,11 +96,11 @@ def _linear_attention(tensors, config, map_weights, key_log_weight, key_mask, st
     return (finish(values, totals, scale, False),), new_state
 
 
-def _mapped(x, config, function, weights):
-    """What the kernels read of queries or keys, and the map that they apply to it.
+def _map(x, config, function, weights):
+    """The kernels' input for queries or keys, and the map that they apply to it.
 
-    Features are computed here if no kernel knows their map, or if the gradient of its
-    rows is asked for, which no kernel computes.
+    Features are computed here if no kernel has their map, or if the gradient of its
+    rows is required, which no kernel computes.
     """
     if config.entrywise is not None and not any(w.requires_grad for w in weights):
         mapped = config.entrywise(x.float(), *weights)

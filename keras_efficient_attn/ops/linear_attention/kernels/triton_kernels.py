@@ -9,8 +9,8 @@ near[t, s]    = exp(l[s] − running maximum[t]), for keys s <= t of the segment
 ```
 
 The gradient of a value has the form of an output, and the gradient of a key's features
-that of a query's: queries and keys change places, and the gradients of states come
-from later segments. Each kernel therefore takes two sides, its own and the other one.
+has the form of a query's. Queries and keys swap roles, and the gradients of states come
+from later segments. Each kernel therefore takes two sides, `own` and `other`.
 
 Positions are `(batch, length, heads, dim)`; rows, one number for each position,
 `(batch, heads, length)`; states `(batch * heads, slots, size)`, where the `size` floats
@@ -31,18 +31,18 @@ RELU_FLOOR = tl.constexpr(1e-3)
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is known when a kernel is compiled: one argument of all kernels.
+    """The compile-time constants of all kernels, as one argument.
 
     Attributes:
-        entry: Of `Entrywise`.
+        entry: The `entry` of `Entrywise`.
         dim, features, value_dim: Sizes.
         causal: Whether query `t` sees keys `0..t` only.
         normalize: Whether outputs are divided by their totals.
         span: Tiles in a segment.
         tile: Positions in a tile.
-        block_dim, block_features, block_values: Columns of a block, powers of 2.
-        rounded: Whether products take bfloat16; they add up in float32.
-        precision: Of products of float32.
+        block_dim, block_features, block_values: Columns per block, powers of 2.
+        rounded: Whether products use bfloat16 operands; they accumulate in float32.
+        precision: Precision of float32 products.
         interpreted: Whether Triton's interpreter runs the kernels.
     """
 
@@ -67,12 +67,12 @@ class Plan:
 
 
 class Side(typing.NamedTuple):
-    """Queries or keys. Of the rows, `None` stands for what is not needed.
+    """Queries or keys. Rows that are not needed are `None`.
 
     Attributes:
-        x: Positions; of what the features are made.
+        x: Positions, the input of the features.
         rows: `(features, dim)` that `x` is multiplied by, or `None`.
-        vectors: Positions: values of keys, or gradients of what queries get.
+        vectors: Positions: values of keys, or gradients of the queries' outputs.
         maxima: Rows that are subtracted before an exponential.
         log: Rows: log weights of keys, running maxima of queries.
         far: Rows: factors between the side and the states.
@@ -119,18 +119,18 @@ def _store_row(row, x, side, head, tile, plan: tl.constexpr):
 
 @triton.jit
 def _pointers(x, side, head, tile, columns, DIM: tl.constexpr, plan: tl.constexpr):
-    """Of positions of a head, as a matrix `(tile, columns)`."""
+    """Pointers to positions of a head, as a matrix `(tile, columns)`."""
     batch = (head // side.heads).to(tl.int64)
     first = batch * side.length + tile * plan.tile
     start = x + (first * side.heads + head % side.heads) * DIM
-    # In 32 bits, from the start of the tile on: addresses fill registers, too.
+    # In 32 bits, relative to the tile's start, because addresses occupy registers.
     rows = tl.arange(0, plan.tile) * (side.heads * DIM)
     return start + (rows[:, None] + columns[None, :])
 
 
 @triton.jit
 def _load(x, side, head, tile, columns, DIM: tl.constexpr, plan: tl.constexpr):
-    """`(tile, columns)`; 0 for positions that are hidden, which are not read."""
+    """`(tile, columns)`; 0 for hidden positions, which are not read."""
     mask = _kept(side, head, tile, plan)[:, None] & (columns < DIM)[None, :]
     pointers = _pointers(x, side, head, tile, columns, DIM, plan)
     return tl.load(pointers, mask=mask, other=0.0)
@@ -145,7 +145,7 @@ def _store(output, x, side, head, tile, columns, DIM: tl.constexpr, plan: tl.con
 
 @triton.jit
 def _kept(side, head, tile, plan: tl.constexpr):
-    """Which positions exist, and are not hidden."""
+    """Whether positions exist and are not hidden."""
     kept = _places(tile, plan) < side.length
     if side.log is not None:
         kept = kept & (_load_row(side.log, side, head, tile, LOG_ZERO, plan) > LOG_ZERO)
@@ -160,7 +160,7 @@ def _product(a, b, total, plan: tl.constexpr):
     else:
         a, b = a.to(tl.float32), b.to(tl.float32)
     if plan.interpreted:
-        # The interpreter multiplies the bits of bfloat16 as if they were integers.
+        # The interpreter multiplies bfloat16 bit patterns as integers.
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision=plan.precision)
 
@@ -175,7 +175,7 @@ def _load_rows(side, columns, places, plan: tl.constexpr):
 
 @triton.jit
 def _entries(side, head, tile, columns, plan: tl.constexpr):
-    """What the entry function is applied to, `(tile, columns)`."""
+    """The arguments of the entry function, `(tile, columns)`."""
     if side.rows is None:
         x = _load(side.x, side, head, tile, columns, plan.dim, plan).to(tl.float32)
     else:
@@ -184,16 +184,16 @@ def _entries(side, head, tile, columns, plan: tl.constexpr):
             dims = start + tl.arange(0, plan.block_dim)
             part = _load(side.x, side, head, tile, dims, plan.dim, plan)
             rows = tl.trans(_load_rows(side, columns, dims, plan))
-            # In bfloat16, the exponents of features would be rounded too much.
+            # In bfloat16, the exponents of features would lose too much precision.
             x = tl.dot(part.to(tl.float32), rows, x, input_precision=plan.precision)
     return x
 
 
 @triton.jit
 def _features(side, head, tile, columns, plan: tl.constexpr):
-    """`(tile, columns)` of the features; 0 for positions that are hidden."""
+    """`(tile, columns)` of the features; 0 for hidden positions."""
     x = _entries(side, head, tile, columns, plan)
-    # Comparisons are so that NaN stays NaN.
+    # Comparisons are written to preserve NaN.
     if plan.entry == "elu":
         x = tl.where(x > 0.0, x + 1.0, tl.exp(tl.where(x > 0.0, 0.0, x)))
     elif plan.entry == "relu":
@@ -207,7 +207,7 @@ def _features(side, head, tile, columns, plan: tl.constexpr):
 
 @triton.jit
 def _slopes(features, plan: tl.constexpr):
-    """The derivative of the entry function, by its value."""
+    """The derivative of the entry function, from its value."""
     if plan.entry == "elu":
         slopes = tl.minimum(features, 1.0)
     elif plan.entry == "relu":
@@ -221,7 +221,7 @@ def _slopes(features, plan: tl.constexpr):
 
 @triton.jit
 def _state(states, slots, head, tile, plan: tl.constexpr, KEYS: tl.constexpr):
-    """The slot of a tile: queries read what came before, keys what comes after."""
+    """The slot of a tile: queries read earlier segments, keys later ones."""
     slot = head.to(tl.int64) * slots
     if plan.causal:
         slot += tile // plan.span + (1 if KEYS else 0)
@@ -245,20 +245,20 @@ def _load_normalizer(state, columns, plan: tl.constexpr):
 def _weigh(
     pairs, own, other, head, tile, other_tile, plan: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Scores or their gradients: later keys hidden, and the others weighed."""
+    """Scores or their gradients, weighted, with later keys hidden."""
     places = _places(tile, plan)[:, None]
     others = _places(other_tile, plan)[None, :]
     if own.log is not None:
         shift = _load_row(own.log, own, head, tile, 0.0, plan)[:, None]
         shift -= _load_row(other.log, other, head, other_tile, 0.0, plan)[None, :]
-        # Positive only for keys that are not seen.
+        # Positive only for hidden keys.
         pairs *= tl.exp(tl.minimum(shift if KEYS else -shift, 0.0))
     return tl.where(places <= others if KEYS else places >= others, pairs, 0.0)
 
 
 @triton.jit
 def _score(own, other, head, tile, other_tile, plan: tl.constexpr, KEYS: tl.constexpr):
-    """Weighed products of features, `(tile, other_tile)`."""
+    """Weighted products of features, `(tile, other_tile)`."""
     scores = tl.full([plan.tile, plan.tile], 0.0, tl.float32)
     for start in range(0, plan.features, plan.block_features):
         columns = start + tl.arange(0, plan.block_features)
@@ -272,7 +272,7 @@ def _score(own, other, head, tile, other_tile, plan: tl.constexpr, KEYS: tl.cons
 def _grad_scores(
     own, other, head, tile, other_tile, plan: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Weighed gradients of scores, `(tile, other_tile)`."""
+    """Weighted gradients of scores, `(tile, other_tile)`."""
     pairs = tl.full([plan.tile, plan.tile], 0.0, tl.float32)
     for start in range(0, plan.value_dim, plan.block_values):
         values = start + tl.arange(0, plan.block_values)
@@ -303,7 +303,7 @@ def find_maxima(side, output, plan: tl.constexpr):
 
 @triton.jit
 def sum_segments(side, states, slots, plan: tl.constexpr, KEYS: tl.constexpr):
-    """The sums over each segment alone; a program for a block of its matrix."""
+    """The sums over each segment; one program per block of its matrix."""
     segments = tl.cdiv(side.length, plan.tile * plan.span)
     head, segment = tl.program_id(0) // segments, tl.program_id(0) % segments
     columns = tl.program_id(1) * plan.block_features
@@ -343,12 +343,12 @@ def accumulate(
     BLOCK: tl.constexpr,
     BACKWARDS: tl.constexpr,
 ):
-    """Adds to each slot the one before it, or after it, times the factor between."""
+    """Adds the previous (or next) slot, times a factor, to each slot."""
     head = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
     first = head * slots + (slots - 1 if BACKWARDS else 0)
-    # Moved on step by step: a multiple of the size may be beyond 32 bits.
+    # Advance step by step: a multiple of the size may exceed 32 bits.
     pointers = states + first * SIZE + columns
     state = tl.full([BLOCK], 0.0, tl.float32)
     for index in range(slots):
@@ -367,10 +367,10 @@ def accumulate(
 def read_states(
     own, other, states, output, totals, slots, plan: tl.constexpr, KEYS: tl.constexpr
 ):
-    """What positions get of the other side's vectors: outputs, or values' gradients.
+    """Reads the other side's vectors for each position: outputs, or value gradients.
 
-    `totals`, if given, gets the sums of weights, or their reciprocals if outputs are
-    normalized.
+    `totals`, if given, receives the sums of weights, or their reciprocals if outputs
+    are normalized.
     """
     head, tile = _program(own, plan)
     values = tl.program_id(1) * plan.block_values + tl.arange(0, plan.block_values)
@@ -406,7 +406,7 @@ def read_states(
 
 @triton.jit
 def _seen_tiles(side, tile, plan: tl.constexpr, KEYS: tl.constexpr):
-    """The tiles of its segment that a tile sees, or that see it: first and end."""
+    """The range of tiles of its segment that a tile sees, or that see it."""
     first = tile // plan.span * plan.span
     last = tile + 1
     if KEYS:
@@ -448,9 +448,9 @@ def find_gradients(
 ):
     """Gradients of `x`, and of log weights where `grad_log` is given.
 
-    A program has a block of the columns of `x`. Without rows these are features; with
-    rows the program goes over all features. `grad_log` has a row for each block of
-    features, to be added up, or for each block of `x`, all equal.
+    A program computes a block of the columns of `x`. Without rows these are features;
+    with rows the program iterates over all features. `grad_log` has a row per block of
+    features, to be summed, or per block of `x`, all equal.
     """
     head, tile = _program(own, plan)
     state = _state(states, slots, head, tile, plan, KEYS)

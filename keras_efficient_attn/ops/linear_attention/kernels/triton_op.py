@@ -1,8 +1,8 @@
-"""Linear attention in Triton kernels as one operation of PyTorch, with its gradient.
+"""Linear attention in Triton kernels as one PyTorch operation, with its gradient.
 
 The operation and its gradient are opaque to `torch.compile`, which knows their shapes
-and does not break a graph for them. The backward pass keeps the inputs, the output and
-a number for each query, and computes features and states again.
+and does not break the graph. The backward pass stores the inputs, the output and one
+number per query, and recomputes features and states.
 """
 
 from collections.abc import Sequence
@@ -23,17 +23,17 @@ from keras_efficient_attn.ops.linear_attention.kernels.triton_kernels import (
     sum_segments,
 )
 
-# Positions in a chunk. A segment is one or several: the shorter, the fewer operations,
-# and the more memory for states.
+# Positions per chunk. A segment is one or several chunks: shorter segments need fewer
+# operations and more memory for states.
 CHUNK = 64
-# Floats of states for each position, at most, as long as a segment has fewer chunks
-# than the most.
+# Maximum floats of states per position, unless a segment has the maximum number of
+# chunks.
 STATE_FLOATS = 256
 MOST_CHUNKS = 8
-# Chunks in a segment of keys that is not causal: such segments are added up.
+# Chunks per non-causal segment of keys; such segments are added up.
 FULL_CHUNKS = 16
-# Columns of a block; the smaller one where float32 is multiplied, whose parts for the
-# tensor cores fill the registers. Then there are several tiles in a chunk as well.
+# Columns per block. The smaller value is for float32 products, whose parts for the
+# tensor cores fill the registers; a chunk then also has several tiles.
 BLOCK = 64
 SMALL_BLOCK = 32
 SMALL_TILE = 32
@@ -56,19 +56,19 @@ def linear_attention_op(
 
     Args:
         query, key, value: `(batch, length, heads, dim)`.
-        rows: As of `Entrywise`, without gradient.
+        rows: As for `Entrywise`, without gradient.
         log_weight: `(batch, heads, length)`, float32, `LOG_ZERO` for hidden keys.
             Needed next to a state.
         state: `(batch, heads, features * (value_dim + 1))`, the sum and the normalizer.
         log_scale: `(batch, heads)`.
-        options: Words: the `entry` of `Entrywise`, `"causal"` or `"full"`,
+        options: Strings: the `entry` of `Entrywise`, `"causal"` or `"full"`,
             `"normalized"` or `"partial"`.
 
     Returns:
         `(output, totals, scale, state, log_scale)`. With `"partial"`, the output is
         float32, with totals and log scales `(batch, heads, length)`. With
-        `"normalized"` the totals are their reciprocals. Without a state, the last
-        tensors are those after all keys as well.
+        `"normalized"` the totals are their reciprocals. Without an input state, the
+        last tensors are also the state after all keys.
     """
     call = _Call(query, key, value, rows, log_weight, log_scale, options)
     states = call.states(state)
@@ -105,7 +105,7 @@ def linear_attention_grad_op(
     """The gradient of `linear_attention_op`.
 
     Args:
-        gradients: Of the output, the totals and the state.
+        gradients: Gradients of the output, the totals and the state.
         outputs: The output and the totals.
         inputs: Query, key and value.
         optional: The other tensors, in the order of `linear_attention_op`.
@@ -164,12 +164,12 @@ linear_attention_op.register_autograd(_differentiate, setup_context=_keep_for_ba
 
 
 class _Call:
-    """The sides of a call, for the kernels, and its launches.
+    """The sides of a call for the kernels, and the kernel launches.
 
     Attributes:
         inputs: Query, key and value, contiguous.
         plan: `Plan`.
-        launch: Options of the compiler.
+        launch: Compiler options.
         queries, keys: `Side`s.
         last_log_scale: `(batch, heads)`: the log scale of the state after all keys.
     """
@@ -199,11 +199,11 @@ class _Call:
             block_features=_block(features, most),
             block_values=_block(value_dim, most),
             rounded=rounded,
-            # For float16 it is as precise, and has the range of float32.
+            # As precise for float16, with the range of float32.
             precision="tf32x3" if wide else "tf32",
             interpreted=INTERPRETED,
         )
-        # By the registers that the compiler needs: none spills.
+        # Chosen by register use: no kernel spills.
         self.launch = {"num_warps": 8, "num_stages": 1 if wide else 3}
         sides = (query, None), (key, value)
         self.queries, self.keys = (
@@ -239,7 +239,7 @@ class _Call:
         return side._replace(log=log)
 
     def _weigh_causal(self, log_scale):
-        """The running maxima that a query sees, and those between segments."""
+        """The running maxima for queries, and between segments."""
         log = self.keys.log
         if log_scale is None:
             log_scale = torch.full_like(log[..., 0], LOG_ZERO)
@@ -277,14 +277,14 @@ class _Call:
 
     def states(self, first=None):
         """States before each segment and after the last; after all, if not causal."""
-        return self._accumulated(self.keys, first, keys=True)
+        return self._accumulate(self.keys, first, keys=True)
 
     def grad_states(self, last):
         """The gradients of `states`."""
-        return self._accumulated(self.queries, last, keys=False)
+        return self._accumulate(self.queries, last, keys=False)
 
     def differentiate(self, gradients, outputs):
-        """Gives the queries the gradients of values and totals, before the division."""
+        """Sets the gradients of undivided values and totals on the queries."""
         (grad, grad_totals, _), (output, totals) = gradients, outputs
         if self.plan.normalize:
             along = (grad.float() * output).sum(-1).transpose(1, 2)
@@ -295,8 +295,8 @@ class _Call:
         bias = grad_totals.contiguous()
         self.queries = self.queries._replace(vectors=grad, bias=bias)
 
-    def _accumulated(self, side, given, keys):
-        """Sums over segments, to all of them or from one to the next."""
+    def _accumulate(self, side, given, keys):
+        """Sums over segments, in total or cumulatively."""
         plan = self.plan
         segments = triton.cdiv(side.length, plan.tile * plan.span)
         heads = side.x.shape[0] * side.heads

@@ -1,13 +1,13 @@
-"""DeltaAttention and its gated forms: a state that values correct."""
+"""DeltaAttention and its gated forms: the delta rule corrects the state."""
 
 import keras
 from keras import ops
 
 from keras_efficient_attn.layers.attention.linear.gated.layer import GatedStateAttention
 from keras_efficient_attn.layers.attention.linear.gated.projections import (
+    apply_projections,
     build_projection,
     log_rates,
-    projected,
     step_biases,
     wide,
 )
@@ -28,24 +28,23 @@ class DeltaAttention(GatedStateAttention):
     ```
 
     with `q`, `k` and `v` after a short convolution and SiLU, and `q` and `k` of norm
-    1. Query `t` sees keys `0..t`, whether or not `use_causal_mask=True` asks for it. A
-    key that a mask hides does not write. Time is linear in the length, and the state
-    constant.
+    1. Query `t` sees keys `0..t`, with or without `use_causal_mask=True`. A masked key
+    does not write. Time is linear in the length; the state has constant size.
 
     Args:
         *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
             name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the heads before
             the norm), `use_bias`, ….
-        max_beta: The largest β, above 0 and up to 2. Above 1, the state can change
-            its sign along a key. Defaults to 1.
+        max_beta: The largest β, above 0 and up to 2. Above 1, the state can change sign
+            along a key. Defaults to 1.
         rotary_wavelength: Longest wavelength of rotary positions. Defaults to `None`:
             no positions.
         feature_map: A map of `LinearAttention` without log scales, for queries and
             keys. Defaults to `"unit"`; with keys longer than 1 the state may grow
             without bound.
         convolution: Positions that a depthwise causal convolution of projected
-            queries, keys and values reaches; a position that a mask hides counts as
-            zeros. Defaults to 4; `None` for no convolution.
+            queries, keys and values reaches; masked positions count as zeros. Defaults
+            to 4; `None` for no convolution.
         activation: Name of an activation of queries, keys and values, after the
             convolution, or a function. Defaults to `"silu"`; `None` for none.
         output_norm: Norm of each head's output, with a learned gain: `"rms"` (the
@@ -112,16 +111,16 @@ class DeltaAttention(GatedStateAttention):
         )
 
     def _rates(self, key):
-        logits = wide(projected(self._beta_layers, key))
+        logits = wide(apply_projections(self._beta_layers, key))
         beta = self._for_query_heads(self.max_beta * ops.sigmoid(logits))
         return self._log_decay(key), beta
 
     def _log_decay(self, key):
-        """The decays of the key inputs, as `_rates` gives them; `None` for none."""
+        """The decays of the key inputs for `_rates`, or `None`."""
         return None
 
     def operations(self, length, causal):
-        # A third product with the state: what it holds under the key.
+        # A third product with the state, the read at the key.
         read = 2 * self._num_heads * self._feature_dim * self._value_dim
         return super().operations(length, causal) + read * length
 
@@ -138,7 +137,7 @@ class DecayingDeltaAttention(DeltaAttention):
         Args:
             input_dim: Width of the inputs.
             features: Decays per head.
-            rank: Of W; `None` for full.
+            rank: Rank of W; `None` for full rank.
         """
         heads = self._key_value_heads
         self._decay_layers = build_projection(
@@ -154,7 +153,7 @@ class DecayingDeltaAttention(DeltaAttention):
         )
 
     def _log_decay(self, key):
-        logits = wide(projected(self._decay_layers, key))
+        logits = wide(apply_projections(self._decay_layers, key))
         logits = ops.reshape(logits, (*shape_of(key)[:2], *self._decay_bias.shape))
         logits = logits + ops.cast(self._decay_bias, logits.dtype)
         rate = ops.exp(ops.cast(self._log_rate, logits.dtype))
@@ -164,7 +163,7 @@ class DecayingDeltaAttention(DeltaAttention):
 @register_attention("gated-delta")
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class GatedDeltaAttention(DecayingDeltaAttention):
-    """The gated delta rule: the state decays, and values correct what is left of it.
+    """The gated delta rule: the state decays, then values correct it.
 
     ```
     α[t]    = exp(−exp(A) softplus(W x[t] + b))
@@ -175,9 +174,9 @@ class GatedDeltaAttention(DecayingDeltaAttention):
     ```
 
     with `q`, `k` and `v` after a short convolution and SiLU, and `q` and `k` of norm
-    1; A, α and β are of each head. Query `t` sees keys `0..t`, whether or not
-    `use_causal_mask=True` asks for it. A key that a mask hides neither decays the
-    state nor writes to it. Time is linear in the length, and the state constant.
+    1; A, α and β are of each head. Query `t` sees keys `0..t`, with or without
+    `use_causal_mask=True`. A masked key neither decays the state nor writes to it. Time
+    is linear in the length; the state has constant size.
 
     Args:
         *args, **kwargs: The arguments of `DeltaAttention`, with its defaults.
@@ -231,9 +230,9 @@ class KimiDeltaAttention(DecayingDeltaAttention):
     ```
 
     with `q`, `k` and `v` after a short convolution and SiLU, and `q` and `k` of norm
-    1; A and β are of each head. Query `t` sees keys `0..t`, whether or not
-    `use_causal_mask=True` asks for it. A key that a mask hides neither decays the
-    state nor writes to it. Time is linear in the length, and the state constant.
+    1; A and β are of each head. Query `t` sees keys `0..t`, with or without
+    `use_causal_mask=True`. A masked key neither decays the state nor writes to it. Time
+    is linear in the length; the state has constant size.
 
     Args:
         *args, **kwargs: The arguments of `DeltaAttention`, with its defaults.

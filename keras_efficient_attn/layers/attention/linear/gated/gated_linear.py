@@ -5,8 +5,8 @@ from keras import ops
 
 from keras_efficient_attn.layers.attention.linear.gated.layer import GatedStateAttention
 from keras_efficient_attn.layers.attention.linear.gated.projections import (
+    apply_projections,
     build_projection,
-    projected,
     wide,
 )
 from keras_efficient_attn.layers.attention.registry import register_attention
@@ -31,9 +31,8 @@ class GatedLinearAttention(GatedStateAttention):
     ```
 
     with one decay per feature of `k`, or one per head. Query `t` sees keys `0..t`,
-    whether or not `use_causal_mask=True` asks for it. A key that a mask hides neither
-    decays the state nor writes to it. Time is linear in the length, and the state
-    constant.
+    with or without `use_causal_mask=True`. A masked key neither decays the state nor
+    writes to it. Time is linear in the length; the state has constant size.
 
     Args:
         *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
@@ -41,16 +40,16 @@ class GatedLinearAttention(GatedStateAttention):
             the norm), `use_bias`, ….
         decay: `"vector"`, a decay per feature (the default), or `"scalar"`, per head.
         decay_rank: Rank of W, or `None` for a full matrix. Defaults to 16.
-        decay_temperature: τ: the larger, the slower the decay. Defaults to 16.
+        decay_temperature: τ. A larger τ decays more slowly. Defaults to 16.
         rotary_wavelength: Longest wavelength of rotary positions. Defaults to `None`:
             no positions.
         feature_map: A map of `LinearAttention` without log scales, for queries and
             keys. Defaults to `"identity"`.
-        normalize: Whether to divide by the sum of the weights, and not by `√key_dim`,
-            for maps that are positive. Defaults to `False`.
+        normalize: Whether to divide by the sum of the weights instead of `√key_dim`.
+            Needs a positive map. Defaults to `False`.
         convolution: Positions that a depthwise causal convolution of projected
-            queries, keys and values reaches; a position that a mask hides counts as
-            zeros. Defaults to `None`: no convolution.
+            queries, keys and values reaches; masked positions count as zeros. Defaults
+            to `None`: no convolution.
         activation: Name of an activation of queries, keys and values, after the
             convolution, or a function. Defaults to `None`.
         output_norm: Norm of each head's output, with a learned gain: `"rms"` (the
@@ -117,7 +116,7 @@ class GatedLinearAttention(GatedStateAttention):
         )
 
     def _rates(self, key):
-        logits = wide(projected(self._decay_layers, key))
+        logits = wide(apply_projections(self._decay_layers, key))
         logits = logits + ops.cast(self._decay_bias, logits.dtype)
         log_decay = ops.log_sigmoid(logits) / self.decay_temperature
         if self.decay == "vector":

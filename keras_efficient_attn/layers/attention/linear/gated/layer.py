@@ -8,8 +8,8 @@ from keras import ops
 from keras_efficient_attn.distribution.linear import gated_attention
 from keras_efficient_attn.distribution.sequence_parallel import active_split
 from keras_efficient_attn.layers.attention.linear.gated.projections import (
+    apply_projections,
     build_projection,
-    projected,
     wide,
 )
 from keras_efficient_attn.layers.attention.linear.layer import LinearAttention
@@ -26,20 +26,20 @@ EPSILON = 1e-5
 class GatedStateAttention(LinearAttention):
     """Linear attention whose state decays, or is corrected, from position to position.
 
-    A subclass says how in `_rates`, and builds what these need in `_build_rates`. The
-    layers are recurrences: query `t` sees keys `0..t`, whether or not
-    `use_causal_mask=True` asks for it; a state needs it, as in all layers.
+    A subclass computes the rates in `_rates` and builds their weights in
+    `_build_rates`. The layers are recurrences: query `t` sees keys `0..t`, with or
+    without `use_causal_mask=True`. A call with a `state` needs it, as in all layers.
 
     Args:
-        *args, **kwargs: Those of `LinearAttention`, without `window`.
+        *args, **kwargs: Arguments of `LinearAttention`, without `window`.
         feature_map: A map without log scales. Defaults to `"identity"`.
-        normalize: Whether to divide by the sum of the weights. Without, heads are
+        normalize: Whether to divide by the sum of the weights. Otherwise heads are
             divided by `√key_dim`. Defaults to `False`.
         convolution: Positions that a depthwise causal convolution of projected
-            queries, keys and values reaches, or `None`, the default. Positions that
-            masks hide count as zeros.
-        activation: Name of an activation of queries, keys and values after that, or a
-            function. Defaults to `None`.
+            queries, keys and values reaches. Masked positions count as zeros. Defaults
+            to `None`: no convolution.
+        activation: Name of an activation of queries, keys and values after the
+            convolution, or a function. Defaults to `None`.
         output_norm: `"rms"` or `"group"`: the norm of each head's output, with a
             learned gain; or `None`.
         output_gate: Name of the activation of the output gate, or a function; the
@@ -147,18 +147,18 @@ class GatedStateAttention(LinearAttention):
         self._build_rates(key_dim)
 
     def _build_rates(self, input_dim):
-        """Creates what `_rates` reads, for key inputs of a width."""
+        """Creates the weights of `_rates`, for key inputs of width `input_dim`."""
 
     def _rates(self, key):
         """`(log_decay, beta)` of the key inputs `(batch, length, input_dim)`.
 
-        Either may be `None`; else `(batch, length, heads)`, decays also `(batch,
-        length, heads, features)`, in the accumulator's dtype.
+        Each is `None` or `(batch, length, heads)`; decays may be `(batch, length,
+        heads, features)`. In the accumulator's dtype.
         """
         raise NotImplementedError
 
     def _seed_of(self, index):
-        """The seed of one of the weights that are drawn here, from the layer's."""
+        """The seed of one random weight, derived from the layer's seed."""
         return None if self.seed is None else self.seed + index
 
     def state_spec(self, batch_size, max_length):
@@ -189,8 +189,8 @@ class GatedStateAttention(LinearAttention):
                 )
                 last[state_name] = ops.cast(inputs, self.state_dtype)
         if self.activation is not None:
-            # In float32: gradients too large for half precision, of short vectors that
-            # are normalised, mostly end where an activation is flat.
+            # In float32: normalising short vectors gives gradients too large for half
+            # precision, which mostly end where an activation is flat.
             heads = {name: self.activation(wide(x)) for name, x in heads.items()}
         key, value = map(self._for_query_heads, (heads["key"], heads["value"]))
         options = {**call.options, "rates": rates, "last_inputs": last}
@@ -220,7 +220,9 @@ class GatedStateAttention(LinearAttention):
             gain = ops.cast(self._norm_scale, heads.dtype)
             heads = heads * ops.rsqrt(power + EPSILON) * gain
         if self.output_gate is not None:
-            gate = self.output_gate(projected(self._output_gate_layers, gate_input))
+            gate = self.output_gate(
+                apply_projections(self._output_gate_layers, gate_input)
+            )
             heads = ops.cast(heads, gate.dtype) * ops.reshape(gate, shape_of(heads))
         return super()._project(heads, gate_input, query_mask)
 
@@ -228,9 +230,9 @@ class GatedStateAttention(LinearAttention):
         return {
             **super().get_config(),
             "convolution": self.convolution,
-            "activation": _serialized(self.activation),
+            "activation": _serialize(self.activation),
             "output_norm": self.output_norm,
-            "output_gate": _serialized(self.output_gate),
+            "output_gate": _serialize(self.output_gate),
             "output_gate_rank": self.output_gate_rank,
         }
 
@@ -240,7 +242,7 @@ def _mean(x):
 
 
 def _activation(argument, identifier):
-    """The function that an identifier stands for, or `None`."""
+    """The activation function for an identifier, or `None`."""
     if identifier is None:
         return None
     try:
@@ -252,5 +254,5 @@ def _activation(argument, identifier):
         ) from error
 
 
-def _serialized(activation):
+def _serialize(activation):
     return None if activation is None else keras.activations.serialize(activation)

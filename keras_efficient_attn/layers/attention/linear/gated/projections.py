@@ -1,11 +1,11 @@
-"""Projections of a layer's inputs to its gates, and how these begin."""
+"""Projections of a layer's inputs to its gates, and their initialisers."""
 
 import keras
 from keras import ops
 
 from keras_efficient_attn.ops.common.numerics import wide_dtype
 
-# The range of the decays at first, and of the steps that they are taken in.
+# The ranges of the initial decay rates and of the initial step sizes.
 RATES, STEPS = (1.0, 16.0), (1e-3, 0.1)
 
 
@@ -13,7 +13,7 @@ def build_projection(layer, name, input_dim, units, rank=None):
     """Built projections, one after the other, without biases.
 
     Args:
-        layer: The attention layer that will own them.
+        layer: The attention layer that will own the projections.
         name: Prefix of their names.
         input_dim: Width of the inputs.
         units: Width of the outputs.
@@ -23,7 +23,7 @@ def build_projection(layer, name, input_dim, units, rank=None):
     layers = []
     for index, width in enumerate(widths):
         suffix = "" if index + 1 == len(widths) else "_low_rank"
-        # Not `Dense`, which turns float64 to float32 on PyTorch.
+        # Not `Dense`, which casts float64 to float32 on PyTorch.
         dense = keras.layers.EinsumDense(
             "abc,cd->abd",
             output_shape=(None, width),
@@ -39,7 +39,7 @@ def build_projection(layer, name, input_dim, units, rank=None):
     return layers
 
 
-def projected(layers, x):
+def apply_projections(layers, x):
     """`x` through all layers."""
     for layer in layers:
         x = layer(x)
@@ -47,12 +47,12 @@ def projected(layers, x):
 
 
 def wide(x):
-    """`x` in float32, or float64 if it is: gates are not computed in less."""
+    """`x` in float32 or float64: gates need at least float32."""
     return ops.cast(x, wide_dtype(keras.backend.standardize_dtype(x.dtype)))
 
 
 def log_rates(seed):
-    """Initializer: logarithms of rates that are uniform in `RATES`."""
+    """Initializer: logarithms of rates drawn uniformly from `RATES`."""
 
     def initialize(shape, dtype=None):
         return ops.log(keras.random.uniform(shape, *RATES, dtype=dtype, seed=seed))
@@ -61,7 +61,7 @@ def log_rates(seed):
 
 
 def step_biases(seed):
-    """Initializer: `softplus` of them is uniform in the logarithm, in `STEPS`."""
+    """Initializer: biases whose `softplus` is log-uniform in `STEPS`."""
 
     def initialize(shape, dtype=None):
         least, most = (ops.log(ops.cast(step, dtype)) for step in STEPS)

@@ -22,25 +22,25 @@ class RetentionAttention(GatedStateAttention):
     ```
 
     with rotary positions in `q` and `k`, `γ = 1 − 2^(−5 − h)` for head `h`, and the
-    norm of each head's outputs. Query `t` sees keys `0..t`, whether or not
-    `use_causal_mask=True` asks for it. A key that a mask hides neither decays the
-    state nor writes to it. Time is linear in the length, and the state constant.
+    norm of each head's outputs. Query `t` sees keys `0..t`, with or without
+    `use_causal_mask=True`. A masked key neither decays the state nor writes to it. Time
+    is linear in the length; the state has constant size.
 
     Args:
         *args: The arguments of `keras.layers.MultiHeadAttention`, by position or
             name: `num_heads`, `key_dim`, `value_dim`, `dropout` (on the heads before
             the norm), `use_bias`, ….
-        decays: The `γ`, numbers above 0 and up to 1, one per head. Defaults to
-            `None`: those of the formula.
+        decays: The `γ`, numbers above 0 and up to 1, one per head. Defaults to `None`:
+            the formula's.
         rotary_wavelength: Longest wavelength of the rotary positions. Defaults to
             10,000; `None` for no positions.
         feature_map: A map of `LinearAttention` without log scales, for queries and
             keys. Defaults to `"identity"`.
-        normalize: Whether to divide by the sum of the weights, and not by `√key_dim`,
-            for maps that are positive. Defaults to `False`.
+        normalize: Whether to divide by the sum of the weights instead of `√key_dim`.
+            Needs a positive map. Defaults to `False`.
         convolution: Positions that a depthwise causal convolution of projected
-            queries, keys and values reaches; a position that a mask hides counts as
-            zeros. Defaults to `None`: no convolution.
+            queries, keys and values reaches; masked positions count as zeros. Defaults
+            to `None`: no convolution.
         activation: Name of an activation of queries, keys and values, after the
             convolution, or a function. Defaults to `None`.
         output_norm: Norm of each head's output, with a learned gain: `"group"`, mean
