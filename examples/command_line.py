@@ -1,4 +1,4 @@
-"""What the examples' command lines have in common."""
+"""The arguments and errors that the examples' command lines share."""
 
 import argparse
 import functools

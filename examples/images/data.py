@@ -78,7 +78,7 @@ def photos(size, levels):
 
     pieces = {"train": [], "test": []}
     for photo in load_sample_images().images:
-        grey = quantised(photo.mean(-1), levels)
+        grey = quantise(photo.mean(-1), levels)
         corners = [
             (row, column)
             for row in range(0, grey.shape[0] - 2 * size + 1, 2 * size)
@@ -105,7 +105,7 @@ def cifar10(levels):
 
     (train, _), (test, _) = keras.datasets.cifar10.load_data()
     train, test = (
-        quantised(split, levels).reshape(len(split), -1) for split in (train, test)
+        quantise(split, levels).reshape(len(split), -1) for split in (train, test)
     )
     return Images(train, test, levels, 32, 96, channels=3)
 
@@ -134,7 +134,7 @@ def text(size):
     return Images(pages(splits["train"]), test[order], 256, size, size, channels=0)
 
 
-def quantised(x, levels):
+def quantise(x, levels):
     """Brightness from 0 to 255 as levels."""
     return (np.asarray(x) * levels // 256).astype("uint8")
 

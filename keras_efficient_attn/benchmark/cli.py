@@ -145,7 +145,7 @@ def main(argv=None):
         return 2
     if target is not None:
         return _estimate(settings, target, out)
-    # What was measured is shown and written however the run is ended.
+    # However the run ends, its measurements are shown and written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     comparison = run(settings, progress=_progress_bar)
     print("\n" + table(comparison))

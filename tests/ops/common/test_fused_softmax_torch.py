@@ -215,9 +215,11 @@ def test_codes_are_read_group_by_group(causal, monkeypatch):
     both = np.concatenate([key, chosen], 1), np.concatenate([value, value], 1)
     weight = draw((90, 90), "float64")[2]
     expected = masked_softmax(query, *both, allowed, scale=1.0)
-    of_query, of_key, of_value = softmax_gradients(query, *both, allowed, 1.0, weight)
+    grad_query, grad_key, grad_value = softmax_gradients(
+        query, *both, allowed, 1.0, weight
+    )
     # Codes have no gradient, but their keys' values have.
-    correct = of_query, of_key[:, :90], of_value[:, :90] + of_value[:, 90:]
+    correct = grad_query, grad_key[:, :90], grad_value[:, :90] + grad_value[:, 90:]
     key[~mask] = value[~mask] = np.nan
 
     def attend(query, key, value):
