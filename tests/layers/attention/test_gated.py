@@ -102,7 +102,7 @@ def test_decays_begin_as_the_authors_have_them(layer_class, least):
     heads, x = 500, inputs()
     layer = layer_class(heads, 1, seed=1)
     layer.build(x.shape, x.shape)
-    log_decay, beta = (to_numpy(rate) for rate in layer._rates(ops.convert_to_tensor(x)))
+    log_decay, beta = map(to_numpy, layer._rates(ops.convert_to_tensor(x)))
     rates = np.exp(to_numpy(layer._log_rate)[:, 0])
     steps = np.log1p(np.exp(to_numpy(layer._decay_bias)[:, 0]))
     # Rates are uniform from the least to 16, steps in the logarithm: their quantiles.
