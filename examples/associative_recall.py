@@ -16,10 +16,11 @@ All contestants have no positions and the same depthwise convolution over the la
 layers do not use their own default convolution. The bytes are those of the attention
 layers' states for one row; for softmax, of its cache at the longest length.
 
-Each run (attention, width, learning rate and seed) writes a line to `runs.jsonl` in
-`--out` when it ends; a repeated command skips finished runs. With several
-`--learning-rates` the tables show the best for each attention and width. The tasks are
-from Arora et al., 2023 (arXiv 2312.04927), and Grazzi et al., 2024 (arXiv 2411.12537).
+Every run, of one attention, width, learning rate and seed, becomes a line of
+`runs.jsonl` in `--out` when it ends; the command, given again, skips those. With
+several `--learning-rates` the tables have the best in validation for each attention and
+width. The tasks are those of Arora et al., 2023 (arXiv 2312.04927), and Grazzi et al.,
+2024 (arXiv 2411.12537).
 """
 
 import sys
@@ -44,7 +45,9 @@ CONTESTANTS = (
     "linear:feature_map=taylor,window=16,key_dim=16,value_dim=32",
     "vq:num_codes=64,window=16",
     "retention",
+    "retention:feature_map=unit,activation=silu",
     "gated-linear",
+    "gated-linear:feature_map=unit,activation=silu",
     "delta:convolution=None",
     "gated-delta:convolution=None",
 )

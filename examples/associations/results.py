@@ -72,13 +72,15 @@ class Runs:
         return self.fixed | own
 
     def best(self, attention, dim, arguments):
-        """The records of all seeds at the learning rate with the best mean accuracy."""
+        """The records of all seeds at the learning rate that is best in validation."""
         return max(
             (
                 [self.find(attention, dim, rate, seed) for seed in arguments.seeds]
                 for rate in arguments.learning_rates
             ),
-            key=lambda records: np.mean([accuracy_of(record) for record in records]),
+            key=lambda records: np.mean(
+                [list(record["validation"].values()) for record in records]
+            ),
         )
 
 

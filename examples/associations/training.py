@@ -102,8 +102,9 @@ def run(attention, dim, learning_rate, seed, arguments):
     """Trains a model and tests it.
 
     Returns:
-        Dict of `accuracy` (from `accuracies`), `state_bytes` at the longest test
-        length, `parameters`, `steps` and `seconds`.
+        Dict of `accuracy` and `validation` (as `accuracies` returns, on other
+        sequences), `state_bytes` at the longest length of the test, `parameters`,
+        `steps` and `seconds`.
     """
     keras.utils.set_random_seed(seed)
     model = build_model(attention, dim, arguments)
@@ -125,8 +126,10 @@ def run(attention, dim, learning_rate, seed, arguments):
         Batches(arguments, seed), verbose=0, shuffle=False, callbacks=[stop], epochs=1
     )
     longest = arguments.length * (max(LONGER) if arguments.task == "parity" else 1)
+    rows = arguments.test_sequences
     return {
-        "accuracy": accuracies(model, arguments, TEST_SEED, arguments.test_sequences),
+        "accuracy": accuracies(model, arguments, TEST_SEED, rows),
+        "validation": accuracies(model, arguments, VALIDATION_SEED, rows),
         "state_bytes": state_bytes(model, longest),
         "parameters": model.count_params(),
         "steps_taken": stop.steps,

@@ -95,6 +95,36 @@ def test_decays_begin_slow_and_differ(layer_class):
     np.testing.assert_array_equal(to_numpy(received), log_decay)
 
 
+@pytest.mark.parametrize(
+    ("layer_class", "least"), [(GatedDeltaAttention, 0), (KimiDeltaAttention, 1)]
+)
+def test_decays_begin_as_the_authors_have_them(layer_class, least):
+    heads, x = 500, inputs()
+    layer = layer_class(heads, 1, seed=1)
+    layer.build(x.shape, x.shape)
+    log_decay, beta = map(to_numpy, layer._rates(ops.convert_to_tensor(x)))
+    rates = np.exp(to_numpy(layer._log_rate)[:, 0])
+    steps = np.log1p(np.exp(to_numpy(layer._decay_bias)[:, 0]))
+    # Rates are uniform from the least to 16, steps in the logarithm: their quantiles.
+    quantiles = np.linspace(0, 1, 9)[1:-1]
+    expected = least + (16 - least) * quantiles
+    np.testing.assert_allclose(np.quantile(rates, quantiles), expected, atol=1.2)
+    found = np.quantile(np.log10(steps), quantiles)
+    np.testing.assert_allclose(found, -3 + 2 * quantiles, atol=0.15)
+    # Inputs of variance 1 hardly move them yet.
+    log_decay = log_decay.reshape(*x.shape[:2], heads)
+    assert np.std(log_decay / (-rates * steps) - 1) < 0.1
+    assert np.abs(beta - 0.5).max() < 0.1
+
+
+@pytest.mark.parametrize("decay", ["vector", "scalar"])
+def test_gated_linear_decays_begin_at_a_half_to_the_sixteenth(decay):
+    layer, x = GatedLinearAttention(4, 8, decay=decay), inputs()
+    layer.build(x.shape, x.shape)
+    log_decay, _ = layer._rates(ops.convert_to_tensor(x))
+    np.testing.assert_allclose(to_numpy(log_decay), np.log(0.5) / 16, rtol=0.05)
+
+
 def test_functions_of_gates_survive_the_configuration():
     layer = DeltaAttention(2, 8, activation=ops.tanh, output_gate="relu")
     config = layer.get_config()

@@ -5,9 +5,13 @@ import keras_hub
 import numpy as np
 import pytest
 from keras import ops
+from keras_hub.src.models.qwen3_5.qwen3_5_gated_delta_net import (
+    _chunk_gated_delta_rule,
+)
 
 from keras_efficient_attn import models
-from tests.autodiff import to_numpy
+from keras_efficient_attn.models.conversion.accelerate import _gated_delta_rule
+from tests.autodiff import gradients, to_numpy
 
 LENGTH = 70
 
@@ -84,6 +88,33 @@ def test_the_state_after_padding_is_that_after_the_prompt():
     models.accelerate(backbone)
     np.testing.assert_allclose(state_after(x[:, :real], None), expected, atol=1e-4)
     np.testing.assert_allclose(state_after(x, mask), expected, atol=1e-4)
+
+
+def test_the_rule_is_kerashubs_with_its_gradients():
+    random = np.random.default_rng(0)
+    shapes = [(2, 20, 2, 8)] * 2 + [(2, 20, 2, 6)] + [(2, 20, 2)] * 2 + [(2, 2, 8, 6)]
+    arrays = [random.normal(size=shape).astype("float32") for shape in shapes]
+    arrays[3] = -np.exp(arrays[3])
+    arrays[4] = 1 / (1 + np.exp(-arrays[4]))
+    # The gradients at these are the output and the state.
+    arrays += [random.normal(size=shapes[i]).astype("float32") for i in (2, 5)]
+
+    def weighted(rule, **options):
+        def function(*tensors):
+            *inputs, state, output_weight, state_weight = tensors
+            output, last = rule(
+                *inputs, initial_state=state, output_final_state=True, **options
+            )
+            return ops.sum(output * output_weight) + ops.sum(last * state_weight)
+
+        return function
+
+    # KerasHub writes each position of a chunk out; 64 of them take long to compile.
+    kerashub = weighted(_chunk_gated_delta_rule, chunk_size=8)
+    ours = weighted(_gated_delta_rule)
+    expected, actual = gradients(kerashub, *arrays), gradients(ours, *arrays)
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * np.abs(y).max())
 
 
 def test_tokens_after_a_prompt_are_the_whole():

@@ -197,6 +197,8 @@ PUBLISHED = {
     "gla_340m": (24, 340, 5),
     "delta_net_340m": (24, 340, 5),
     "gated_delta_net_1.3b": (21, 1300, 25),
+    # The sum of the shapes in the authors' code, which has 24 biases of 2,048 more.
+    "kimi_delta_1.4b": (24, 1390.94, 0.06),
     # Lingle's code, 48 units; his paper has 190, with the codes.
     "transformer_vq_enwik8_24l": (48, 184.5, 0.1),
 }

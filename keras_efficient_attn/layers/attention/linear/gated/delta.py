@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.attention.linear.gated.layer import GatedStateAttention
 from keras_efficient_attn.layers.attention.linear.gated.projections import (
+    GATE_DEVIATION,
     apply_projections,
     build_projection,
     log_rates,
@@ -106,8 +107,9 @@ class DeltaAttention(GatedStateAttention):
         self.max_beta = max_beta
 
     def _build_rates(self, input_dim):
+        heads = self._key_value_heads
         self._beta_layers = build_projection(
-            self, "beta", input_dim, self._key_value_heads
+            self, "beta", input_dim, heads, deviation=GATE_DEVIATION
         )
 
     def _rates(self, key):
@@ -129,7 +131,13 @@ class DeltaAttention(GatedStateAttention):
 
 
 class DecayingDeltaAttention(DeltaAttention):
-    """`DeltaAttention` with decays `−exp(A) softplus(W x + b)`, A of each head."""
+    """`DeltaAttention` with decays `−exp(A) softplus(W x + b)`, A of each head.
+
+    At first `exp(A)` is uniform from `least_rate` to 16, and `softplus(b)` uniform in
+    the logarithm from 0.001 to 0.1, as the authors of each rule have them.
+    """
+
+    least_rate = 1.0
 
     def _build_decays(self, input_dim, features, rank=None):
         """Creates W, A and b.
@@ -141,10 +149,12 @@ class DecayingDeltaAttention(DeltaAttention):
         """
         heads = self._key_value_heads
         self._decay_layers = build_projection(
-            self, "decay", input_dim, heads * features, rank
+            self, "decay", input_dim, heads * features, rank, GATE_DEVIATION
         )
         self._log_rate = self.add_weight(
-            name="log_rate", shape=(heads, 1), initializer=log_rates(self._seed_of(3))
+            name="log_rate",
+            shape=(heads, 1),
+            initializer=log_rates(self.least_rate, self._seed_of(3)),
         )
         self._decay_bias = self.add_weight(
             name="decay_bias",
@@ -204,6 +214,9 @@ class GatedDeltaAttention(DecayingDeltaAttention):
     Reference:
         - [Yang et al., 2024](https://arxiv.org/abs/2412.06464)
     """
+
+    # The paper's code has 0, which has no logarithm.
+    least_rate = 1e-4
 
     def __init__(self, *args, output_gate="silu", **kwargs):
         super().__init__(*args, output_gate=output_gate, **kwargs)

@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.attention.linear.gated.layer import GatedStateAttention
 from keras_efficient_attn.layers.attention.linear.gated.projections import (
+    GATE_DEVIATION,
     apply_projections,
     build_projection,
     wide,
@@ -109,7 +110,7 @@ class GatedLinearAttention(GatedStateAttention):
         if self.decay == "vector":
             units *= self.feature_dim
         self._decay_layers = build_projection(
-            self, "decay", input_dim, units, self.decay_rank
+            self, "decay", input_dim, units, self.decay_rank, GATE_DEVIATION
         )
         self._decay_bias = self.add_weight(
             name="decay_bias", shape=(units,), initializer="zeros"

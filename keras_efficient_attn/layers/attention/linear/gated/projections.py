@@ -5,11 +5,15 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.numerics import wide_dtype
 
-# The ranges of the initial decay rates and of the initial step sizes.
-RATES, STEPS = (1.0, 16.0), (1e-3, 0.1)
+# The range of the initial step sizes.
+STEPS = (1e-3, 0.1)
+# Standard deviation of the initial kernels of decays and β. They then begin near what
+# their biases say. A Glorot kernel, whose outputs are few heads, would multiply a
+# decay's logarithm by 4 and more.
+GATE_DEVIATION = 0.02
 
 
-def build_projection(layer, name, input_dim, units, rank=None):
+def build_projection(layer, name, input_dim, units, rank=None, deviation=None):
     """Built projections, one after the other, without biases.
 
     Args:
@@ -18,6 +22,8 @@ def build_projection(layer, name, input_dim, units, rank=None):
         input_dim: Width of the inputs.
         units: Width of the outputs.
         rank: Width between two layers; `None` for one layer.
+        deviation: Standard deviation of their kernels at first; `None` for the layer's
+            initializer.
     """
     widths = [units] if rank is None else [rank, units]
     layers = []
@@ -27,7 +33,11 @@ def build_projection(layer, name, input_dim, units, rank=None):
         dense = keras.layers.EinsumDense(
             "abc,cd->abd",
             output_shape=(None, width),
-            kernel_initializer=layer._new_kernel_initializer(),
+            kernel_initializer=(
+                layer._new_kernel_initializer()
+                if deviation is None
+                else keras.initializers.RandomNormal(stddev=deviation)
+            ),
             kernel_regularizer=layer._kernel_regularizer,
             kernel_constraint=layer._kernel_constraint,
             dtype=layer.dtype_policy,
@@ -51,11 +61,12 @@ def wide(x):
     return ops.cast(x, wide_dtype(keras.backend.standardize_dtype(x.dtype)))
 
 
-def log_rates(seed):
-    """Initializer: logarithms of rates drawn uniformly from `RATES`."""
+def log_rates(least, seed):
+    """Initializer: logarithms of rates that are uniform from `least` to 16."""
 
     def initialize(shape, dtype=None):
-        return ops.log(keras.random.uniform(shape, *RATES, dtype=dtype, seed=seed))
+        rates = keras.random.uniform(shape, least, 16.0, dtype=dtype, seed=seed)
+        return ops.log(rates)
 
     return initialize
 
