@@ -86,7 +86,7 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
             `"encoder_decoder"`, as `attention`. Defaults to `None`: that of the
             decoder.
         residual: `ResidualOptions`, or a kind: `"pre_norm"` (the default),
-            `"post_norm"`, `"gated"` or `"reversible"`.
+            `"post_norm"`, `"reordered"`, `"gated"` or `"reversible"`.
         feed_forward: `FeedForwardOptions`, or an activation. Defaults to `"gelu"`.
         positions: `PositionOptions`, or a kind: `"sinusoidal"`, `"rotary"`, or `None`
             (the default). `"learned"` positions need a `max_length`.

@@ -120,8 +120,6 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
     rotary_wavelength = None
     # Whether `sliding_window` of Keras' constructor sets the layer's `window`.
     takes_sliding_window = False
-    # Why the layer cannot take the place of trained softmax attention, if so.
-    conversion_refusal = None
     # Positions that a state holds where nobody says.
     _default_max_length = None
     # Whether states of several lengths, along their second axis, serve the layer.
@@ -221,6 +219,15 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         Returns:
             Dict of `(shape, dtype)`, for a tensor that starts as zeros, or `(shape,
             dtype, value)` with a value that broadcasts to the shape; batch first.
+        """
+        return None
+
+    @classmethod
+    def conversion_refusal(cls, options):
+        """Why such a layer cannot take the place of trained softmax attention, if so.
+
+        Args:
+            options: Dict of arguments of the constructor.
         """
         return None
 

@@ -120,8 +120,12 @@ class GatedPreNormResidual(ReorderedResidual):
         self.residual.build(input_shape, input_shape)
 
     def after(self, x, update, training=None):
-        update = self.dropped(ops.relu(update), training)
-        return self.residual(x, update)
+        update = self.dropout(ops.relu(update), training=training)
+        gated = self.residual(x, update)
+        if not (training and self.layer_dropout.rate):
+            return gated
+        # Without an update, a gate still changes the stream.
+        return x + self.layer_dropout(gated - x, training=training)
 
 
 RESIDUALS = {
@@ -151,8 +155,8 @@ class ResidualOptions(Options):
             (`keras_efficient_attn.ReversibleStack`).
         norm: `"layer_norm"` (the default) or `"rms_norm"`.
         norm_epsilon: Added to variances. Defaults to 1e-5.
-        layer_dropout: Rate at which a row of the batch goes without a sublayer in
-            training (stochastic depth, [Huang et al.,
+        layer_dropout: Rate at which a row of the batch goes without a sublayer, and
+            its gate, in training (stochastic depth, [Huang et al.,
             2016](https://arxiv.org/abs/1603.09382)). Defaults to 0.
         final_norm: Whether a norm stands at the end of the blocks, if their kind wants
             one. Defaults to `True`.
