@@ -422,20 +422,23 @@ class _Layers:
 
     def stack(self, name, causal, cross=False):
         recurrence = self.options.recurrence
-        final_norm = self.options.residual.final_norm
+        residual = self.options.residual
+        end = dict(
+            final_norm=residual.final_norm, output_dropout=residual.output_dropout
+        )
         blocks = [self.block(i, causal, cross) for i in range(self.options.num_layers)]
         if not recurrence.universal:
             return TransformerStack(
                 blocks,
                 recurrence.num_recurrences,
-                final_norm=final_norm,
+                **end,
                 dtype=self.dtype,
                 name=name,
             )
         return UniversalTransformer(
             blocks,
             **recurrence.get_config(),
-            final_norm=final_norm,
+            **end,
             positions=self.repeated_positions(),
             dtype=self.dtype,
             name=name,

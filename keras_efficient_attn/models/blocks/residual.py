@@ -160,6 +160,8 @@ class ResidualOptions(Options):
             2016](https://arxiv.org/abs/1603.09382)). Defaults to 0.
         final_norm: Whether a norm stands at the end of the blocks, if their kind wants
             one. Defaults to `True`.
+        output_dropout: Rate of dropout on the output of the last block, after that
+            norm. Defaults to 0.
 
     Raises:
         ValueError: For another name.
@@ -170,6 +172,7 @@ class ResidualOptions(Options):
     norm_epsilon: float = 1e-5
     layer_dropout: float = 0.0
     final_norm: bool = True
+    output_dropout: float = 0.0
 
     def __post_init__(self):
         check_name("residual", self.kind, RESIDUALS)

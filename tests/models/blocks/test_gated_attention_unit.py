@@ -15,6 +15,7 @@ from keras_efficient_attn.models import (
     ResidualOptions,
     TransformerBlock,
     TransformerStack,
+    gated_attention_units,
 )
 from keras_efficient_attn.models.blocks.residual import RESIDUALS
 from tests.autodiff import to_numpy
@@ -28,7 +29,6 @@ UNIT = dict(
     gate_activation="silu",
     value_activation="silu",
 )
-OPTIONS = "value_dim=12,use_gate=True,gate_activation=silu,value_activation=silu"
 
 
 def draw(rows=2, seed=0):
@@ -116,15 +116,25 @@ def test_units_stream(attention, residual):
     np.testing.assert_allclose(np.concatenate(pieces, 1), whole, rtol=1e-4, atol=1e-5)
 
 
+def test_units_by_name_are_those_that_are_spelt_out():
+    arguments = gated_attention_units("softmax", WIDTH, key_dim=4)
+    backbone = EfficientTransformerBackbone(11, 1, **arguments)
+    (block,) = backbone.transformer_layers
+    x = draw()
+    randomise(block)
+    np.testing.assert_allclose(to_numpy(block(x)), expected(block, x), rtol=1e-5)
+    assert gated_attention_units("softmax", 16)["head_dim"] == 128
+    with pytest.raises(TypeError, match="name with options.*LinearAttention"):
+        gated_attention_units(LinearAttention(1, 4), WIDTH)
+    with pytest.raises(ValueError, match="hidden_dim=0"):
+        gated_attention_units("softmax", 0)
+
+
 def test_a_backbone_without_feed_forward_networks(tmp_path):
     backbone = EfficientTransformerBackbone(
         vocabulary_size=11,
         num_layers=2,
-        num_heads=1,
-        hidden_dim=WIDTH,
-        intermediate_dim=None,
-        attention=f"local:window=3,{OPTIONS}",
-        head_dim=4,
+        **gated_attention_units("local:window=3", WIDTH, key_dim=4),
         residual=ResidualOptions(norm="rms_norm", final_norm=False),
         use_bias=False,
     )

@@ -179,6 +179,7 @@ PUBLISHED = {
     "transformer_base": (6, 65, 2.5),
     # Dehghani et al. compare with it at as many parameters.
     "universal_transformer_base": (1, 65, 2.5),
+    "adaptive_universal_transformer_base": (1, 65, 2.5),
     # Al-Rfou et al., at inference, without the auxiliary heads.
     "transformer_enwik8_12l": (12, 41, 0.5),
     "transformer_enwik8_64l": (64, 219, 0.5),
