@@ -23,6 +23,10 @@ from command_line import (
 )
 from image_classes.data import DATASETS, load
 
+# Of published models; that of DeiT-tiny (Touvron et al., 2021, table 1) sees images of
+# 224 by 224 pixels, in patches of 16.
+SIZES = {"deit-tiny": ["--patch=16", "--dim=192", "--heads=3", "--layers=12"]}
+
 
 def parse_arguments(argv):
     parser = Parser(__doc__)
@@ -32,6 +36,11 @@ def parse_arguments(argv):
     add("--dataset", choices=DATASETS, default="digits")
     add("--patch", type=positive, default=2, help="pixels on a side of a patch")
     parser.add_model_size(dim=64, heads=4, layers=4)
+    add(
+        "--size",
+        choices=SIZES,
+        help="of a published model: its --patch, --dim, --heads and --layers",
+    )
     add("--dropout", type=not_negative, default=0.1)
     add("--epochs", type=positive, default=20)
     add("--batch", type=positive, default=64, help="images of a batch")
@@ -39,7 +48,12 @@ def parse_arguments(argv):
     add("--seeds", type=positive, default=3, help="trainings of each, from --seed on")
     parser.add_seed_and_verbose()
     parser.add_out("runs/image_classes", "the picture")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.size is None:
+        return arguments
+    # What is given beside it goes first.
+    given = sys.argv[1:] if argv is None else argv
+    return parser.parse_args([*SIZES[arguments.size], *given])
 
 
 @command(parse_arguments)

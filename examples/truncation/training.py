@@ -14,6 +14,7 @@ from keras_efficient_attn.models import (
     ResidualOptions,
     Segments,
     TransformerXL,
+    gated_attention_units,
 )
 
 TRAINED = WITH, WITHOUT = "with its cache", "without"
@@ -32,18 +33,13 @@ def build_model(arguments):
     """A language model of gated attention units with vector-quantised keys."""
     attention = (
         f"vq:num_codes={arguments.codes},window={arguments.window},"
-        f"quantize_window=True,relative_positions=True,value_dim={2 * arguments.dim},"
-        "use_gate=True,gate_activation=silu,value_activation=silu"
+        "quantize_window=True,relative_positions=True"
     )
     return EfficientCausalLM(
         EfficientTransformerBackbone(
             vocabulary_size=256,
             num_layers=arguments.units,
-            num_heads=1,
-            head_dim=arguments.key_dim,
-            hidden_dim=arguments.dim,
-            intermediate_dim=None,
-            attention=attention,
+            **gated_attention_units(attention, arguments.dim, arguments.key_dim),
             residual=ResidualOptions(norm="rms_norm"),
             embedding="untied",
             use_bias=False,

@@ -10,6 +10,9 @@ from keras_efficient_attn.models.blocks.feed_forward import (
     FeedForward,
     FeedForwardOptions,
 )
+from keras_efficient_attn.models.blocks.gated_attention_unit import (
+    gated_attention_units,
+)
 from keras_efficient_attn.models.blocks.input_embedding import EmbeddingOptions
 from keras_efficient_attn.models.blocks.positions import (
     AxialPositions,
@@ -88,6 +91,7 @@ __all__ = [
     "convert_backbone",
     "distill",
     "efficient_backbone",
+    "gated_attention_units",
     "preset_names",
     "replace_attention",
     "swap_report",

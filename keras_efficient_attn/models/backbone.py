@@ -86,7 +86,7 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         encoder_attention: The self-attention of the encoder of an
             `"encoder_decoder"`, as `attention`. Defaults to `None`: the decoder's.
         residual: `ResidualOptions`, or a kind: `"pre_norm"` (the default),
-            `"post_norm"`, `"gated"` or `"reversible"`.
+            `"post_norm"`, `"reordered"`, `"gated"` or `"reversible"`.
         feed_forward: `FeedForwardOptions`, or an activation. Defaults to `"gelu"`.
         positions: `PositionOptions`, or a kind: `"sinusoidal"`, `"rotary"`, or `None`
             (the default). `"learned"` positions need a `max_length`.
@@ -424,20 +424,23 @@ class _Layers:
 
     def stack(self, name, causal, cross=False):
         recurrence = self.options.recurrence
-        final_norm = self.options.residual.final_norm
+        residual = self.options.residual
+        end = dict(
+            final_norm=residual.final_norm, output_dropout=residual.output_dropout
+        )
         blocks = [self.block(i, causal, cross) for i in range(self.options.num_layers)]
         if not recurrence.universal:
             return TransformerStack(
                 blocks,
                 recurrence.num_recurrences,
-                final_norm=final_norm,
+                **end,
                 dtype=self.dtype,
                 name=name,
             )
         return UniversalTransformer(
             blocks,
             **recurrence.get_config(),
-            final_norm=final_norm,
+            **end,
             positions=self.repeated_positions(),
             dtype=self.dtype,
             name=name,

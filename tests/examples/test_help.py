@@ -33,6 +33,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
         ("train_distributed", "--strategy"),
         ("universal_transformer", "--tasks"),
         ("vq_recurrence", "--codes"),
+        ("word_lm", "--stride"),
         ("xl_recall", "--models"),
     ],
 )

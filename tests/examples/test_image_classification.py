@@ -39,6 +39,19 @@ def test_distance_between_heads():
     assert np.isclose(variance, (25 + 9 + 16 + 4 + 4) / 6 - mean**2)
 
 
+def test_deit_tiny_has_the_parameters_of_the_paper():
+    """Touvron et al., 2021, table 1: 5.7 million; the code's model has 5,717,416."""
+    from image_classes.model import build_model
+
+    arguments = image_classification.parse_arguments(["--size", "deit-tiny"])
+    arguments.steps = 1
+    model = build_model("softmax", (224, 224, 3), 1000, arguments)
+    assert model.count_params() == 5_717_416
+    one = ["--size", "deit-tiny", "--layers", "1"]
+    arguments = image_classification.parse_arguments(one)
+    assert (arguments.layers, arguments.dim, arguments.patch) == (1, 192, 16)
+
+
 def test_it_learns_and_compares(tmp_path, capsys):
     assert image_classification.main([*TINY, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import math
 
+import keras
 import numpy as np
 import pytest
 
@@ -57,6 +58,38 @@ def test_a_tiny_run(tmp_path, capsys):
         assert cells[:2] == [name, "0"]
         # Random weights guess one of 256 bytes.
         assert all(abs(float(cell) - math.log2(256)) < 1 for cell in cells[2:])
+
+
+def test_the_cache_remembers_what_the_segment_does_not_show():
+    """Each document says 0 and its own byte, one of two, in turns.
+
+    A segment of 2 begins with 0: only a model with a cache can know what follows.
+    """
+    random = np.random.default_rng(0)
+
+    def documents(count):
+        rows = np.zeros((count, 17), "int32")
+        rows[:, 1::2] = random.integers(1, 3, (count, 1))
+        return list(rows)
+
+    options = "--segment 2 --window 2 --codes 8 --units 1 --dim 16 --key-dim 8".split()
+    arguments = vq_recurrence.parse_arguments(options)
+    losses = {}
+    for name, kind in (("with", Segments), ("without", training.Forgotten)):
+        keras.utils.set_random_seed(0)
+        model = TransformerXL(training.build_model(arguments), 32)
+        model.compile(
+            keras.optimizers.Adam(2e-2),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+        model.fit(kind(documents(320), 32, 2), verbose=0)
+        loss, weight = training.tested_losses(model, kind(documents(64), 32, 2))
+        # The first segment of a document tells its byte to nobody.
+        later = np.arange(len(loss)) % 8 > 0
+        losses[name] = loss[later].sum() / weight[later].sum()
+    # One position in two is one of two bytes.
+    assert losses["without"] > 0.95 * math.log(2) / 2
+    assert losses["with"] < 0.5 * math.log(2) / 2
 
 
 def test_too_little_text_is_refused(tmp_path, error_line):

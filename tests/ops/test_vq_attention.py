@@ -281,7 +281,8 @@ def test_soft_codes_are_the_posterior_of_their_mixture():
     sigma, log_weights = mixture["sigma"], mixture["log_weights"]
     squared = ((key[:, :, :, None].astype("float64") - codes) ** 2).sum(-1)
     joint = np.exp(log_weights - squared / (2 * sigma**2)) / sigma**DIM
-    share, log_mass = soft_codes(key, codes, sigma, log_weights)
+    # Lists serve as well as arrays.
+    share, log_mass = soft_codes(key, codes, sigma.tolist(), log_weights.tolist())
     np.testing.assert_allclose(
         to_numpy(log_mass), np.log(joint.sum(-1)), rtol=1e-4, atol=1e-4
     )
@@ -560,6 +561,8 @@ WRONG = [
     (dict(sigma=np.ones(3)), r"sigma\.shape=\(3,\)"),
     (dict(log_weights=np.ones((2, 6))), "sigma=None"),
     (dict(sigma=np.ones(2), log_weights=np.ones(2)), r"log_weights\.shape=\(2,\)"),
+    (dict(sigma=np.array([1.0, -1.0])), "`sigma` must be positive"),
+    (dict(sigma=[0.0, 1.0]), "`sigma` must be positive"),
     (dict(order=2, window=2, quantize_window=True), "quantize_window=True"),
     (dict(position_query=np.zeros((2, LENGTH, 2, DIM))), "window=None"),
     (dict(window=5, position_query=np.zeros((2, LENGTH, 2, DIM))), "go together"),

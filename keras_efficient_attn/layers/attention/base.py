@@ -120,9 +120,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
     rotary_wavelength = None
     # Whether `sliding_window` of Keras' constructor sets the layer's `window`.
     takes_sliding_window = False
-    # The reason if the layer cannot replace trained softmax attention.
-    conversion_refusal = None
-    # Default number of positions that a state holds.
+    # Positions that a state holds where nobody says.
     _default_max_length = None
     # Whether the layer accepts states of any length along their second axis.
     _takes_any_state_length = property(lambda self: self.state_grows)
@@ -222,6 +220,15 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
             Dict of `(shape, dtype)` for a tensor that starts as zeros, or `(shape,
             dtype, value)` with an initial value that broadcasts to the shape; batch
             first.
+        """
+        return None
+
+    @classmethod
+    def conversion_refusal(cls, options):
+        """Why such a layer cannot take the place of trained softmax attention, if so.
+
+        Args:
+            options: Dict of arguments of the constructor.
         """
         return None
 

@@ -65,10 +65,18 @@ class FourierAttention(EfficientAttention):
     | 0.87 / √key_dim (the default) | 0.09 (0.30) | 0.07 (0.22) | 0.05 (0.15) |
     | 1.30 / √key_dim | 0.36 (0.56) | 0.33 (0.45) | 0.26 (0.33) |
 
-    So the linear form suits wide kernels, which hardly differ from Gaussian ones.
-    Narrow kernels, including the exact form's default, need the exact form. A radius
-    for which the weights are noise from the start raises `ValueError`; training may
-    still reach one.
+    As `M` grows, the error tends to 0 with either kind of frequencies: orthogonal ones
+    tend to the kernel's law. With `M` up to `key_dim`, the default among them, they
+    all have one length, `√(key_dim · power / 6)`, in place of the law's several. Their
+    estimate then tends to a kernel that depends almost on `‖z‖` alone, near a Gaussian
+    one, and keeps this error however many draws are averaged. It is of the fourth
+    order in `z`: small where weights are large, largest for far keys and for keys that
+    differ from the query along few dimensions. `ops.fourier.kernel_frequencies` has
+    the construction.
+
+    So it serves wide kernels, which hardly differ from Gaussian ones. Narrow ones, the
+    exact form's default among them, want the exact form; a radius for which the weights
+    are noise from the start is refused, and training may still lead there.
 
     Args:
         *args: The arguments of `keras.layers.MultiHeadAttention`, by position or

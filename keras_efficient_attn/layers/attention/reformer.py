@@ -126,11 +126,6 @@ class ReformerLSHAttention(EfficientAttention):
         - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
     """
 
-    conversion_refusal = (
-        "it has one projection for queries and keys, and would lose the trained "
-        "projection of the keys."
-    )
-
     def __init__(
         self,
         *args,
@@ -189,6 +184,13 @@ class ReformerLSHAttention(EfficientAttention):
             local = self._state_of_heads(batch_size, self.num_local_heads, None)
             spec |= {LOCAL + name: entry for name, entry in local.items()}
         return spec
+
+    @classmethod
+    def conversion_refusal(cls, options):
+        return (
+            "it has one projection for queries and keys, and would lose the trained "
+            "projection of the keys."
+        )
 
     @property
     def estimates_softmax(self):

@@ -41,7 +41,8 @@ class SoftmaxAttention(EfficientAttention):
             on the normalised weights, and needs the matrix of weights.
         rotary_wavelength: Longest wavelength of rotary positions, over 2π, such as
             10,000. Defaults to `None`: no positions.
-        kernel: `"dot_product"` (the default) or `"gaussian"`.
+        kernel: `"dot_product"` (the default) or `"gaussian"`, whose heads are wider by
+            one than flash kernels take.
 
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
@@ -52,7 +53,8 @@ class SoftmaxAttention(EfficientAttention):
 
     Raises:
         ValueError: For a `rotary_wavelength` that is not positive or with an odd
-            `key_dim`; for another `kernel`.
+            `key_dim`; for another `kernel`, or `"gaussian"` with
+            `flash_attention=True`.
 
     Example:
 
@@ -73,9 +75,6 @@ class SoftmaxAttention(EfficientAttention):
     """
 
     takes_sliding_window = True
-    conversion_refusal = (
-        "it is softmax. To keep softmax in a layer, leave it out of `layers`."
-    )
 
     def __init__(self, *args, rotary_wavelength=None, kernel="dot_product", **kwargs):
         super().__init__(*args, **kwargs)
@@ -84,12 +83,23 @@ class SoftmaxAttention(EfficientAttention):
                 f"`kernel` must be one of {', '.join(KERNELS)}. Received: "
                 f"kernel={kernel!r}"
             )
+        if kernel == "gaussian" and self._flash_attention:
+            raise ValueError(
+                "`flash_attention` is for kernel='dot_product'. Received: "
+                "flash_attention=True, kernel='gaussian'"
+            )
         self.kernel = kernel
         self.rotary_wavelength = rotary_wavelength
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
 
     def _check_keras_options(self):
         check_positive_int("sliding_window", self._sliding_window, optional=True)
+
+    @classmethod
+    def conversion_refusal(cls, options):
+        if options.get("kernel", "dot_product") != "dot_product":
+            return None
+        return "it is softmax. To keep softmax in a layer, leave it out of `layers`."
 
     @property
     def state_grows(self):

@@ -26,10 +26,12 @@ class ChunkedFeedForward(keras.layers.Layer):
 
     Args:
         feed_forward: Layer from `(batch, length, dim)` to `(batch, length, output_dim)`
-            that acts on each position separately, such as a `Sequential` of `Dense`
-            layers. It must not use random numbers, update states or add losses.
-        chunk_size: Positions per slice. Defaults to 128.
-        **kwargs: Arguments of `keras.layers.Layer`.
+            that works on each position alone, such as a `Sequential` of `Dense` layers.
+            It may have dropout, whose random numbers each slice draws for itself, and
+            again for the gradient; it has no other states that it updates, and no
+            losses.
+        chunk_size: Positions of a slice. Defaults to 128.
+        **kwargs: Those of `keras.layers.Layer`.
 
     Call arguments:
         x: `(batch, length, dim)`.
@@ -41,7 +43,7 @@ class ChunkedFeedForward(keras.layers.Layer):
     Raises:
         TypeError: If `feed_forward` is not a layer.
         ValueError: If `chunk_size` is not a positive integer; on a call, if the layer
-            updates a variable (such as a seed) or adds a loss.
+            updates a variable (other than a seed) or adds a loss.
 
     Example:
 
@@ -76,6 +78,9 @@ class ChunkedFeedForward(keras.layers.Layer):
 
     def build(self, x_shape):
         build_layer(self.feed_forward, x_shape, self.compute_dtype)
+        self._seeds = None
+        if any(_is_seed(variable) for variable in self.feed_forward.variables):
+            self._seeds = keras.random.SeedGenerator()
 
     def call(self, x, training=None):
         length = shape_of(x)[1]
@@ -88,6 +93,11 @@ class ChunkedFeedForward(keras.layers.Layer):
         )
         step = self._steps[bool(training)]
         xs = (pad_to(x, chunks * chunk_size),)
+        if training and self._seeds is not None:
+            values = (*values, self._seeds.next())
+            # The first position of a slice, as a float: steps read no integers.
+            positions = ops.arange(chunks * chunk_size, dtype="float32")
+            xs = (*xs, positions[None])
         _, (y,) = recompute_scan(
             step, (), xs, values, num_steps=chunks, step_size=chunk_size
         )
@@ -96,19 +106,29 @@ class ChunkedFeedForward(keras.layers.Layer):
     def _make_step(self, training):
         def step(carry, x, values):
             variables = self.feed_forward.variables
+            values = list(values)
+            if len(values) > len(variables):
+                seeds = values.pop()
+                values = [
+                    _seeds_of_slice(value, seeds, x[1][0, 0])
+                    if _is_seed(variable)
+                    else value
+                    for variable, value in zip(variables, values, strict=True)
+                ]
             mapping = list(zip(variables, values, strict=True))
             scope = keras.StatelessScope(mapping, collect_losses=True)
             before = dict(scope.state_mapping)
             with scope:
                 y = self.feed_forward(x[0], training=training)
+            seed_keys = {id(variable) for variable in variables if _is_seed(variable)}
             changed = any(
-                new is not before.get(variable)
-                for variable, new in scope.state_mapping.items()
+                new is not before.get(key) and key not in seed_keys
+                for key, new in scope.state_mapping.items()
             )
             if changed or scope.losses:
                 raise ValueError(
                     "A layer that is computed in slices must not update variables "
-                    "(such as the seeds of dropout) or add losses. Received: "
+                    "(other than the seeds of dropout) or add losses. Received: "
                     f"feed_forward={self.feed_forward}"
                 )
             return carry, (y,)
@@ -129,6 +149,30 @@ class ChunkedFeedForward(keras.layers.Layer):
     def from_config(cls, config):
         feed_forward = keras.saving.deserialize_keras_object(config["feed_forward"])
         return super().from_config({**config, "feed_forward": feed_forward})
+
+
+# Odd numbers below 2³¹ without a simple ratio: their multiples differ, modulo 2³², from
+# slice to slice and from call to call.
+SLICE_MIXER, CALL_MIXER = 1_640_531_527, 1_540_483_477
+
+
+def _is_seed(variable):
+    return variable.name == "seed_generator_state"
+
+
+def _seeds_of_slice(state, seeds, position):
+    """The state of a layer's random numbers in one slice.
+
+    Args:
+        state: `(2,)`, the layer's own, the same in all calls.
+        seeds: `(2,)`, of the call.
+        position: The first of the slice, a float.
+    """
+    dtype = keras.backend.standardize_dtype(state.dtype)
+    # Integers wrap around.
+    first = state[0] + seeds[0] + CALL_MIXER * seeds[1]
+    first = first + SLICE_MIXER * ops.cast(position, dtype)
+    return ops.stack([first, state[1]])
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")

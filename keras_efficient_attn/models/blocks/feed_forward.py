@@ -70,7 +70,7 @@ class FeedForwardOptions(Options):
 
     Raises:
         ValueError: For an unknown activation, separable convolutions that are gated,
-            chunked or with dropout, or dropout in chunks, which are computed twice.
+            chunked or with dropout.
     """
 
     activation: str | Callable = "gelu"
@@ -81,11 +81,6 @@ class FeedForwardOptions(Options):
 
     def __post_init__(self):
         object.__setattr__(self, "activation", get_activation(self.activation))
-        if self.chunk_size is not None and self.dropout:
-            raise ValueError(
-                "`dropout` excludes `chunk_size`. Received: "
-                f"dropout={self.dropout!r}, chunk_size={self.chunk_size!r}"
-            )
         for name in ("gated", "chunk_size", "dropout"):
             if self.separable_convolution and getattr(self, name):
                 raise ValueError(

@@ -132,6 +132,9 @@ class LearnedPositions(Positions):
         seed: As for `Positions`.
         **kwargs: Arguments of `keras.layers.Layer`.
 
+    Returns:
+        As `Positions`; NaN from `max_length` on, which a stream can reach.
+
     Raises:
         ValueError: If `max_length` is not a positive integer, or an input is longer.
     """
@@ -152,7 +155,10 @@ class LearnedPositions(Positions):
 
     def embed(self, x, start):
         check_length(x, self.max_length)
-        return self.table(x, start_index=start)
+        index = ops.arange(shape_of(x)[1], dtype="int32") + start
+        within = ops.minimum(index, self.max_length - 1)
+        signal = self.table(x, positions=within)
+        return nan_from(self.max_length, index, signal)
 
     def get_config(self):
         return {**super().get_config(), "max_length": self.max_length}
@@ -173,6 +179,9 @@ class AxialPositions(Positions):
         max_offset: As for `Positions`; the last position stays within the grid.
         seed: As for `Positions`.
         **kwargs: Arguments of `keras.layers.Layer`.
+
+    Returns:
+        As `Positions`; NaN beyond the grid, which a stream can reach.
 
     Raises:
         ValueError: If `shape` or `widths` are not as above, or an input is longer.
@@ -207,13 +216,14 @@ class AxialPositions(Positions):
 
     def embed(self, x, start):
         check_length(x, self.max_length)
-        index = ops.arange(shape_of(x)[1], dtype="int32") + start
+        positions = index = ops.arange(shape_of(x)[1], dtype="int32") + start
         parts = []
         for size, table in zip(self.shape[::-1], self.tables[::-1], strict=True):
             parts.append(ops.take(ops.convert_to_tensor(table), index % size, axis=0))
             index = index // size
         joined = sum(parts) if self.widths is None else ops.concatenate(parts[::-1], -1)
-        return ops.cast(joined[None], x.dtype)
+        signal = ops.cast(joined[None], x.dtype)
+        return nan_from(self.max_length, positions, signal)
 
     def get_config(self):
         return {**super().get_config(), "shape": self.shape, "widths": self.widths}
@@ -236,6 +246,12 @@ def check_axes(shape, widths):
             "`widths` of axial positions must be as many as the axes. Received: "
             f"shape={shape!r}, widths={widths!r}"
         )
+
+
+def nan_from(max_length, positions, signal):
+    """`signal` `(batch, length, dim)`, NaN at the positions that there are not."""
+    known = (positions < max_length)[None, :, None]
+    return ops.where(known, signal, ops.cast(float("nan"), signal.dtype))
 
 
 def check_length(x, max_length):

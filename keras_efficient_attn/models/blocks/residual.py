@@ -120,8 +120,12 @@ class GatedPreNormResidual(ReorderedResidual):
         self.residual.build(input_shape, input_shape)
 
     def after(self, x, update, training=None):
-        update = self.dropped(ops.relu(update), training)
-        return self.residual(x, update)
+        update = self.dropout(ops.relu(update), training=training)
+        gated = self.residual(x, update)
+        if not (training and self.layer_dropout.rate):
+            return gated
+        # Without an update, a gate still changes the stream.
+        return x + self.layer_dropout(gated - x, training=training)
 
 
 RESIDUALS = {
@@ -151,11 +155,13 @@ class ResidualOptions(Options):
             (`keras_efficient_attn.ReversibleStack`).
         norm: `"layer_norm"` (the default) or `"rms_norm"`.
         norm_epsilon: Added to variances. Defaults to 1e-5.
-        layer_dropout: Rate at which a row of the batch skips a sublayer in training
-            (stochastic depth, [Huang et al., 2016](https://arxiv.org/abs/1603.09382)).
-            Defaults to 0.
-        final_norm: Whether to add a norm after the last block, if the kind needs one.
-            Defaults to `True`.
+        layer_dropout: Rate at which a row of the batch goes without a sublayer, and
+            its gate, in training (stochastic depth, [Huang et al.,
+            2016](https://arxiv.org/abs/1603.09382)). Defaults to 0.
+        final_norm: Whether a norm stands at the end of the blocks, if their kind wants
+            one. Defaults to `True`.
+        output_dropout: Rate of dropout on the output of the last block, after that
+            norm. Defaults to 0.
 
     Raises:
         ValueError: For another name.
@@ -166,6 +172,7 @@ class ResidualOptions(Options):
     norm_epsilon: float = 1e-5
     layer_dropout: float = 0.0
     final_norm: bool = True
+    output_dropout: float = 0.0
 
     def __post_init__(self):
         check_name("residual", self.kind, RESIDUALS)

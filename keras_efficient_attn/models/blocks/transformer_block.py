@@ -31,8 +31,8 @@ class TransformerBlock(keras.layers.Layer):
         cross_attention: Optional layer that attends to another sequence.
         convolution: Optional layer applied to the self-attention's input.
         positions: Optional layer that adds positions to the block's input.
-        residual: `"pre_norm"` (the default), `"post_norm"`, `"gated"` or a gate's
-            name as for the backbone, or `"reversible"`, for blocks that a
+        residual: `"pre_norm"` (the default), `"post_norm"`, `"reordered"`, `"gated"` or
+            a gate's name as for the backbone, or `"reversible"`, for blocks that a
             `TransformerStack` calls.
         norm: `"layer_norm"` (the default) or `"rms_norm"`.
         norm_epsilon: Epsilon of the norms. Defaults to 1e-5.

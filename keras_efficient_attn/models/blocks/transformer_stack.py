@@ -41,11 +41,12 @@ class TransformerStack(keras.layers.Layer):
 
     Args:
         blocks: List of `TransformerBlock`, of the same `residual` and `norm`.
-        num_recurrences: Number of times that the blocks are applied, with the same
-            weights. Defaults to 1.
-        final_norm: Whether to add a final norm, if the residuals need one. Defaults to
-            `True`.
-        **kwargs: Arguments of `keras.layers.Layer`.
+        num_recurrences: How often the blocks are applied, with the same weights.
+            Defaults to 1.
+        final_norm: Whether a norm stands at the end, if the residuals want one.
+            Defaults to `True`.
+        output_dropout: Rate of dropout on the output. Defaults to 0.
+        **kwargs: Those of `keras.layers.Layer`.
 
     Call arguments:
         As `TransformerBlock`; the state has an entry for each application of a block.
@@ -65,8 +66,10 @@ class TransformerStack(keras.layers.Layer):
           depth
     """
 
-    def __init__(self, blocks, num_recurrences=1, final_norm=True, **kwargs):
-        # autocast=False: a state stays float32 under a mixed policy.
+    def __init__(
+        self, blocks, num_recurrences=1, final_norm=True, output_dropout=0.0, **kwargs
+    ):
+        # autocast=False: a state keeps its float32 under a mixed policy.
         super().__init__(autocast=False, **kwargs)
         check_positive_int("num_recurrences", num_recurrences)
         self.blocks = list(blocks)
@@ -76,6 +79,9 @@ class TransformerStack(keras.layers.Layer):
         _share_weights(self.blocks)
         self.has_final_norm = final_norm
         self.final_norm = None
+        self.output_dropout = keras.layers.Dropout(
+            output_dropout, dtype=self.dtype_policy, name="output_dropout"
+        )
         first = self.blocks[0]
         if final_norm and first.attention_residual.final_norm:
             self.final_norm = get_norm(
@@ -131,6 +137,7 @@ class TransformerStack(keras.layers.Layer):
             apply = self._apply_reversibly
         x, trace = apply(x, inputs, state, training, return_layers)
         x = x if self.final_norm is None else self.final_norm(x)
+        x = self.output_dropout(x, training=training)
         if return_layers:
             return x, trace.layers
         if return_ponder:
@@ -219,6 +226,7 @@ class TransformerStack(keras.layers.Layer):
             ],
             "num_recurrences": self.num_recurrences,
             "final_norm": self.has_final_norm,
+            "output_dropout": self.output_dropout.rate,
         }
 
     @classmethod

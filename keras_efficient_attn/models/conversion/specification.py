@@ -176,8 +176,9 @@ def _class_and_options(spec):
 def _refusal(layer_class, options, site):
     if not issubclass(layer_class, EfficientAttention):
         return "only an `EfficientAttention` can, and not softmax."
-    if layer_class.conversion_refusal is not None:
-        return layer_class.conversion_refusal
+    refusal = layer_class.conversion_refusal(options)
+    if refusal is not None:
+        return refusal
     if site.adapter_class.always_causal and options.get("rotary_wavelength"):
         return (
             "the model rotates queries and keys itself. Received: "

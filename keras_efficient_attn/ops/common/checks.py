@@ -3,6 +3,7 @@
 import math
 
 import keras
+import numpy as np
 
 
 def check_positive_int(argument, received, optional=False):
@@ -44,6 +45,19 @@ def check_positive_number(argument, received, optional=False):
         raise ValueError(
             f"`{argument}` must be a positive number"
             f"{' or None' if optional else ''}. Received: {argument}={received!r}"
+        )
+
+
+def check_positive_values(argument, received):
+    """Raises `ValueError` unless a number, or each of an array or list, is positive.
+
+    The values of a tensor are not read: a program may be being compiled.
+    """
+    if not isinstance(received, int | float | list | tuple | np.generic | np.ndarray):
+        return
+    if not (np.asarray(received) > 0).all():
+        raise ValueError(
+            f"`{argument}` must be positive. Received: {argument}={received}"
         )
 
 

@@ -2,10 +2,15 @@
 
 import math
 
+import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
+from keras_efficient_attn.ops.common.checks import (
+    check_positive_int,
+    check_positive_number,
+    check_positive_values,
+)
 from keras_efficient_attn.ops.common.online_softmax import divide
 from keras_efficient_attn.ops.fourier.config import FourierConfig
 from keras_efficient_attn.ops.fourier.kernel import POWERS
@@ -36,7 +41,8 @@ def kernel_integral(power=4):
         (-1) ** k * math.comb(power, k) * (power - 2 * k) ** (power - 1)
         for k in range(power // 2 + 1)
     )
-    return math.pi * sum(terms) / (2 ** (power - 1) * math.factorial(power - 1))
+    # Integers that no float holds; their quotient is one.
+    return math.pi * (sum(terms) / (2 ** (power - 1) * math.factorial(power - 1)))
 
 
 def fourier_density(points, samples, radius, power=4):
@@ -62,7 +68,7 @@ def fourier_density(points, samples, radius, power=4):
         `(num_points,)`.
 
     Raises:
-        ValueError: For another power, or shapes that do not agree.
+        ValueError: For another power or radius, or shapes that do not agree.
 
     Example:
 
@@ -108,7 +114,7 @@ def fourier_regression(points, samples, targets, radius, power=4):
         `(num_points, target_dim)`.
 
     Raises:
-        ValueError: For another power, or shapes that do not agree.
+        ValueError: For another power or radius, or shapes that do not agree.
 
     Reference:
         - [Nguyen et al., 2022](https://arxiv.org/abs/2206.00206)
@@ -149,8 +155,10 @@ def gaussian_regression(points, samples, targets, sigma):
         ops.convert_to_tensor(x) for x in (points, samples, targets)
     )
     _check_shapes(points, samples, targets)
-    _check_positive("sigma", sigma)
-    squares = ops.sum(ops.square(points[:, None] - samples), axis=-1)
+    check_positive_number("sigma", sigma)
+    squares = sum(
+        ops.square(difference) for difference in _differences(points, samples)
+    )
     return ops.softmax(-squares / (2 * sigma**2), axis=-1) @ targets
 
 
@@ -196,7 +204,7 @@ def best_radius(num_samples, dim, estimator="regression", scale=1.0):
             f"`estimator` must be one of {', '.join(orders)}. Received: "
             f"estimator={estimator!r}"
         )
-    _check_positive("scale", scale)
+    check_positive_number("scale", scale)
     return num_samples ** (1 / orders[estimator]) / scale
 
 
@@ -204,6 +212,12 @@ def _sums(points, samples, targets, radius, power):
     """`fourier_sums` of one row and one head."""
     check_positive_int("power", power)
     _check_shapes(points, samples, targets)
+    check_positive_values("radius", radius)
+    if tuple(np.shape(radius)) not in ((), (points.shape[1],)):
+        raise ValueError(
+            f"`radius` must be a number or have the shape {(points.shape[1],)}. "
+            f"Received: radius.shape={tuple(np.shape(radius))}"
+        )
     if power not in POWERS:
         return _dense_sums(points, samples, targets, radius, power)
     return fourier_sums(
@@ -215,13 +229,22 @@ def _sums(points, samples, targets, radius, power):
 
 def _dense_sums(points, samples, targets, radius, power):
     """As `fourier_sums`, for weights of any sign."""
-    z = ops.cast(radius, points.dtype) * (points[:, None] - samples)
-    near = ops.abs(z) < 1e-6
-    ratio = ops.where(near, 1.0, ops.sin(z) / ops.where(near, 1.0, z))
-    weights = ops.prod(ratio, axis=-1) ** power
+    radius = ops.broadcast_to(ops.cast(radius, points.dtype), (points.shape[1],))
+    weights = 1.0
+    for axis, difference in enumerate(_differences(points, samples)):
+        z = radius[axis] * difference
+        near = ops.abs(z) < 1e-6
+        ratio = ops.where(near, 1.0, ops.sin(z) / ops.where(near, 1.0, z))
+        weights = weights * ratio**power
     sums = weights @ targets, ops.sum(weights, axis=-1, keepdims=True)
     values, totals = (x[None, :, None] for x in sums)
     return values, totals[..., 0], ops.zeros_like(totals[..., 0])
+
+
+def _differences(points, samples):
+    """Those of all pairs, `(num_points, num_samples)`, for one axis at a time."""
+    for axis in range(points.shape[1]):
+        yield points[:, axis, None] - samples[:, axis]
 
 
 def _check_shapes(points, samples, targets):
@@ -237,8 +260,3 @@ def _check_shapes(points, samples, targets):
             f"points.shape={shapes[0]}, samples.shape={shapes[1]}, "
             f"targets.shape={shapes[2]}"
         )
-
-
-def _check_positive(name, received):
-    if not is_number(received) or received <= 0:
-        raise ValueError(f"`{name}` must be positive. Received: {name}={received!r}")

@@ -43,7 +43,7 @@ def soft_codes(key, codebook, sigma=None, log_weights=None):
         `(batch, length, heads)`, float32 or wider.
 
     Raises:
-        ValueError: If shapes do not agree.
+        ValueError: If shapes do not agree, or a `sigma` is not positive.
 
     Example:
 

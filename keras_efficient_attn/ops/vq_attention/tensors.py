@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.checks import check_positive_values
+
 
 class Codebook(NamedTuple):
     """The codes of each head.
@@ -58,7 +60,8 @@ def make_codebook(codes, sigma=None, log_weights=None):
     """`Codebook`, with a width for each code.
 
     Raises:
-        ValueError: If shapes do not agree, or there are weights without widths.
+        ValueError: If shapes do not agree, a width is not positive, or there are
+            weights without widths.
     """
     if sigma is None:
         if log_weights is not None:
@@ -68,7 +71,10 @@ def make_codebook(codes, sigma=None, log_weights=None):
             )
         return Codebook(codes)
     expected = tuple(codes.shape[:2])
+    check_positive_values("sigma", sigma)
     sigma = ops.convert_to_tensor(sigma)
+    if log_weights is not None:
+        log_weights = ops.convert_to_tensor(log_weights)
     if tuple(sigma.shape) == expected[:1]:
         sigma = ops.broadcast_to(sigma[:, None], expected)
     for name, tensor in (("sigma", sigma), ("log_weights", log_weights)):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_efficient_attn import SoftmaxAttention
+from keras_efficient_attn.layers.attention.softmax import KERNELS
 from tests.autodiff import to_numpy
 
 
@@ -70,6 +71,28 @@ def test_a_gaussian_kernel_weighs_by_distance():
     assert again.kernel == "gaussian"
 
 
-def test_an_unknown_kernel_is_refused():
+def test_a_gaussian_kernel_is_softmax_for_keys_of_one_norm():
+    random = np.random.default_rng(0)
+    query = 2 * random.normal(size=(2, 5, 8)).astype("float32")
+    # The projection of unit vectors keeps their norm.
+    key = random.normal(size=(2, 7, 4))
+    key = (3 * key / np.linalg.norm(key, axis=-1, keepdims=True)).astype("float32")
+    value = random.normal(size=(2, 7, 6)).astype("float32")
+    layers = [SoftmaxAttention(1, 4, kernel=kernel) for kernel in KERNELS]
+    for layer in layers:
+        layer.build(query.shape, value.shape, key.shape)
+        layer.set_weights(layers[0].get_weights())
+        layer.key_dense.kernel.assign(np.eye(4)[:, None])
+    expected, received = (to_numpy(layer(query, value, key=key)) for layer in layers)
+    np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-5)
+    # Of keys of several norms it is not.
+    key[:, ::2] *= 2
+    expected, received = (to_numpy(layer(query, value, key=key)) for layer in layers)
+    assert np.abs(received - expected).max() > 0.1
+
+
+def test_kernels_that_are_refused():
     with pytest.raises(ValueError, match="kernel='linear'"):
         SoftmaxAttention(2, 4, kernel="linear")
+    with pytest.raises(ValueError, match="flash_attention=True, kernel='gaussian'"):
+        SoftmaxAttention(2, 4, kernel="gaussian", flash_attention=True)

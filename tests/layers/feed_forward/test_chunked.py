@@ -55,6 +55,54 @@ def test_a_network_with_integer_variables_has_gradients():
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+UNITS = 40
+
+
+def dropping(seed):
+    """`y[t] = Σ_u x[t] kernel[u] kept[t, u] / (1 - rate)`, of units of one sign."""
+    network = keras.Sequential(
+        [
+            keras.layers.Dense(UNITS, use_bias=False),
+            keras.layers.Dropout(0.25, seed=seed),
+            keras.layers.Dense(UNITS, use_bias=False),
+        ]
+    )
+    network.build((None, LENGTH, 1))
+    network.layers[0].kernel.assign(np.ones((1, UNITS)))
+    network.layers[2].kernel.assign(np.eye(UNITS))
+    return ChunkedFeedForward(network, 4)
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_slices_draw_for_themselves_and_again_the_same_for_the_gradient(seed):
+    layer = dropping(seed)
+    x = np.ones((BATCH, LENGTH, 1), "float32")
+    layer(x)
+    trained = layer.trainable_variables
+    states = [(v, to_numpy(v)) for v in layer.non_trainable_variables]
+
+    def loss(x, *weights):
+        pairs = [(v, ops.convert_to_tensor(state, v.dtype)) for v, state in states]
+        with keras.StatelessScope([*zip(trained, weights, strict=True), *pairs]):
+            return ops.sum(layer(x, training=True))
+
+    weights = [to_numpy(v) for v in trained]
+    value, of_x, _, of_last = gradient_function(loss, with_value=True)(x, *weights)
+    # The sum is linear in x, and its gradient the kept units of each position: they are
+    # those of the value only if both passes draw the same.
+    np.testing.assert_allclose(of_x.sum(), value, rtol=1e-5)
+    np.testing.assert_allclose(of_last[:, 0].sum(), value, rtol=1e-5)
+    kept = [to_numpy(layer(x, training=True))[..., :] > 0 for _ in range(2)]
+    count = kept[0].size
+    for one in kept:
+        assert abs(one.mean() - 0.75) < 5 * np.sqrt(0.75 * 0.25 / count)
+    # Calls, rows and slices differ.
+    assert (kept[0] != kept[1]).any()
+    slices = kept[0][:, :8].reshape(BATCH, 2, 4, UNITS)
+    assert (slices[:, 0] != slices[:, 1]).any((1, 2)).all()
+    assert (kept[0][0] != kept[0][1]).any()
+
+
 def test_an_export_for_any_length_keeps_to_the_slices(backend):
     if backend != "jax":
         pytest.skip("JAX exports symbolic lengths")
@@ -141,8 +189,9 @@ def test_large_logits_have_finite_losses():
 
 
 def test_what_cannot_be_sliced_is_refused():
-    with pytest.raises(ValueError, match="seeds of dropout"):
-        ChunkedFeedForward(network(dropout=0.5))(inputs(), training=True)
+    counting = keras.Sequential([keras.layers.BatchNormalization()])
+    with pytest.raises(ValueError, match="must not update variables"):
+        ChunkedFeedForward(counting)(inputs(), training=True)
     with pytest.raises(ValueError, match="chunk_size=0"):
         ChunkedFeedForward(network(), 0)
     with pytest.raises(TypeError, match="feed_forward=3"):

@@ -35,7 +35,7 @@ def test_dropout_is_between_the_layers(gated):
     assert FeedForward.from_config(layer.get_config()).dropout.rate == rate
 
 
-def trained_weights():
+def trained_weights(**options):
     keras.utils.set_random_seed(0)
     backbone = EfficientTransformerBackbone(
         vocabulary_size=11,
@@ -45,7 +45,7 @@ def trained_weights():
         intermediate_dim=16,
         attention="local:window=3",
         residual="reversible",
-        feed_forward=FeedForwardOptions("relu", dropout=0.5),
+        feed_forward=FeedForwardOptions("relu", dropout=0.5, **options),
     )
     model = EfficientCausalLM(backbone)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -56,22 +56,20 @@ def trained_weights():
     return [to_numpy(weight) for weight in model.trainable_weights]
 
 
-def test_reversible_blocks_rebuild_with_the_same_dropout(monkeypatch):
-    """A step with rebuilt activations equals a step with stored activations."""
-    rebuilt = trained_weights()
+@pytest.mark.parametrize("options", [{}, dict(chunk_size=4)], ids=str)
+def test_reversible_blocks_rebuild_with_the_same_dropout(monkeypatch, options):
+    """A step through rebuilt activations is that through activations that are kept."""
+    rebuilt = trained_weights(**options)
     monkeypatch.setattr(
         transformer_stack,
         "reversible_residuals",
         lambda owner, sublayers, x1, x2: plain_residuals(sublayers, x1, x2)[:2],
     )
-    kept = trained_weights()
+    kept = trained_weights(**options)
     for ours, theirs in zip(rebuilt, kept, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "options", [dict(chunk_size=4), dict(separable_convolution=True)], ids=str
-)
-def test_dropout_excludes(options):
+def test_dropout_is_not_for_convolutions():
     with pytest.raises(ValueError, match="dropout=0.1"):
-        FeedForwardOptions(dropout=0.1, **options)
+        FeedForwardOptions(dropout=0.1, separable_convolution=True)

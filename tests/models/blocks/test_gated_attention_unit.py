@@ -15,7 +15,9 @@ from keras_efficient_attn.models import (
     ResidualOptions,
     TransformerBlock,
     TransformerStack,
+    gated_attention_units,
 )
+from keras_efficient_attn.models.blocks.residual import RESIDUALS
 from tests.autodiff import to_numpy
 
 WIDTH, LENGTH = 6, 9
@@ -27,7 +29,6 @@ UNIT = dict(
     gate_activation="silu",
     value_activation="silu",
 )
-OPTIONS = "value_dim=12,use_gate=True,gate_activation=silu,value_activation=silu"
 
 
 def draw(rows=2, seed=0):
@@ -115,15 +116,25 @@ def test_units_stream(attention, residual):
     np.testing.assert_allclose(np.concatenate(pieces, 1), whole, rtol=1e-4, atol=1e-5)
 
 
+def test_units_by_name_are_those_that_are_spelt_out():
+    arguments = gated_attention_units("softmax", WIDTH, key_dim=4)
+    backbone = EfficientTransformerBackbone(11, 1, **arguments)
+    (block,) = backbone.transformer_layers
+    x = draw()
+    randomise(block)
+    np.testing.assert_allclose(to_numpy(block(x)), expected(block, x), rtol=1e-5)
+    assert gated_attention_units("softmax", 16)["head_dim"] == 128
+    with pytest.raises(TypeError, match="name with options.*LinearAttention"):
+        gated_attention_units(LinearAttention(1, 4), WIDTH)
+    with pytest.raises(ValueError, match="hidden_dim=0"):
+        gated_attention_units("softmax", 0)
+
+
 def test_a_backbone_without_feed_forward_networks(tmp_path):
     backbone = EfficientTransformerBackbone(
         vocabulary_size=11,
         num_layers=2,
-        num_heads=1,
-        hidden_dim=WIDTH,
-        intermediate_dim=None,
-        attention=f"local:window=3,{OPTIONS}",
-        head_dim=4,
+        **gated_attention_units("local:window=3", WIDTH, key_dim=4),
         residual=ResidualOptions(norm="rms_norm", final_norm=False),
         use_bias=False,
     )
@@ -151,18 +162,26 @@ def test_a_gate_activation_needs_a_gate():
         LinearAttention(2, 4, gate_activation="silu")
 
 
-def test_layer_dropout_drops_rows_and_scales_the_others():
+@pytest.mark.parametrize(
+    "residual",
+    ["pre_norm", "reordered", *(name for name in RESIDUALS if "gated" in name)],
+)
+def test_layer_dropout_drops_rows_and_scales_the_others(residual):
     rate, rows = 0.4, 400
     block = TransformerBlock(
-        SoftmaxAttention(**UNIT), None, dropout=0.0, layer_dropout=rate
+        SoftmaxAttention(**UNIT), None, residual=residual, layer_dropout=rate
     )
     block.build((None, None, WIDTH))
+    randomise(block)
     x = draw(rows)
     update = to_numpy(block(x)) - x
     trained = to_numpy(block(x, training=True)) - x
     kept = np.abs(trained).max((1, 2)) > 1e-6
     np.testing.assert_allclose(
-        trained, np.where(kept[:, None, None], update / (1 - rate), 0.0), atol=1e-5
+        trained,
+        np.where(kept[:, None, None], update / (1 - rate), 0.0),
+        rtol=1e-4,
+        atol=1e-5,
     )
     # Five standard deviations of the number of kept rows.
     assert abs(kept.mean() - (1 - rate)) < 5 * np.sqrt(rate * (1 - rate) / rows)

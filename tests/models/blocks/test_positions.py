@@ -1,9 +1,13 @@
-"""Axial positions: a table for each coordinate."""
+"""Learned positions: a table, or one for each coordinate."""
 
 import numpy as np
 import pytest
 
-from keras_efficient_attn.models import AxialPositions, EfficientTransformerBackbone
+from keras_efficient_attn.models import (
+    AxialPositions,
+    EfficientTransformerBackbone,
+    LearnedPositions,
+)
 from tests.autodiff import to_numpy
 
 WIDTH = 6
@@ -57,6 +61,28 @@ def test_offsets_stay_within_the_grid():
         )
         starts.add(start)
     assert max(starts) == 2
+
+
+@pytest.mark.parametrize("make", [lambda: built((3, 4)), lambda: LearnedPositions(12)])
+def test_positions_beyond_the_table_are_nan(make, backend):
+    layer = make()
+    x = np.zeros((2, 8, WIDTH), "float32")
+    first, state = layer(x, state=layer.get_initial_state(2))
+    second, state = layer(x, state=state)
+    first, second = to_numpy(first), to_numpy(second)
+    whole = to_numpy(layer(np.zeros((2, 12, WIDTH), "float32")))
+    np.testing.assert_allclose(first, whole[:, :8], rtol=1e-6)
+    np.testing.assert_allclose(second[:, :4], whole[:, 8:], rtol=1e-6)
+    assert np.isnan(second[:, 4:]).all()
+    if backend == "tensorflow":
+        # A graph for any length cannot refuse a longer one.
+        import tensorflow as tf
+
+        signature = [tf.TensorSpec((None, None, WIDTH))]
+        graph = tf.function(lambda x: layer(x), input_signature=signature)
+        longer = to_numpy(graph(np.zeros((1, 14, WIDTH), "float32")))
+        np.testing.assert_allclose(longer[:, :12], whole[:1], rtol=1e-6)
+        assert np.isnan(longer[:, 12:]).all()
 
 
 def test_a_backbone_streams_with_them():

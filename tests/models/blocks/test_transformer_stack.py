@@ -59,3 +59,18 @@ def test_layers_that_say_so_share_weights_with_those_of_their_class():
         biases = [layer.biases for layer in layers[3:]]
         for first, other, last in (tables, biases):
             assert first is last and first is not other
+
+
+def test_output_dropout_acts_on_the_last_output():
+    rate = 0.25
+    block = TransformerBlock(LinearAttention(2, 4), FeedForward(8))
+    stack = TransformerStack([block], output_dropout=rate)
+    x = np.random.default_rng(0).normal(size=(50, 5, 8)).astype("float32")
+    plain, trained = to_numpy(stack(x)), to_numpy(stack(x, training=True))
+    kept = trained != 0
+    np.testing.assert_allclose(
+        trained, np.where(kept, plain / (1 - rate), 0.0), rtol=1e-5, atol=1e-6
+    )
+    assert abs(kept.mean() - 0.75) < 5 * np.sqrt(0.75 * 0.25 / kept.size)
+    again = TransformerStack.from_config(stack.get_config())
+    assert again.output_dropout.rate == rate

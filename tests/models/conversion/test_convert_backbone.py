@@ -322,6 +322,14 @@ def test_each_model_is_walked_once(monkeypatch):
         assert len(walked) == len({id(model) for model in walked}) == models, options
 
 
+def test_a_gaussian_kernel_is_not_softmax():
+    """It weighs the trained keys by their distance, and so by their norms."""
+    backbone = families.make("gpt2", num_layers=1)
+    efficient = convert_backbone(backbone, "softmax:kernel=gaussian")
+    report = swap_report(backbone, efficient, families.inputs(backbone))
+    assert 1e-4 < report.layers[0].attention < 1
+
+
 @pytest.mark.any_backend
 def test_refusals():
     make = families.make

@@ -56,20 +56,29 @@ def pairs(sources=(7, 4), prompts=(5, 2)):
     return data
 
 
-def assert_greedy(model, data, generated):
-    """Each new token is the most likely in one call on the whole sequences."""
+def assert_likeliest(model, data, generated):
+    """Each new token is the likeliest of one call on the whole sequences.
+
+    Returns:
+        The logits of that call, and those of an encoder that reads other tokens.
+    """
     tokens = generated["decoder_token_ids"]
     ones = np.ones_like(tokens)
     whole = data | {"decoder_token_ids": tokens, "decoder_padding_mask": ones}
-    likeliest = to_numpy(model(whole)).argmax(-1)[:, :-1]
+    logits = to_numpy(model(whole))[:, :-1]
     prompt = data["decoder_padding_mask"][:, 1:] == 1
-    expected = np.where(prompt, data["decoder_token_ids"][:, 1:], likeliest)
+    expected = np.where(prompt, data["decoder_token_ids"][:, 1:], logits.argmax(-1))
     np.testing.assert_array_equal(tokens[:, 1:], expected)
     np.testing.assert_array_equal(tokens[:, 0], data["decoder_token_ids"][:, 0])
     assert generated["decoder_padding_mask"].all()
-    # They depend on the encoder's input.
     whole["encoder_token_ids"] = data["encoder_token_ids"][::-1].copy()
-    assert (to_numpy(model(whole)).argmax(-1)[:, :-1] != likeliest).any()
+    return logits, to_numpy(model(whole))[:, :-1]
+
+
+def assert_greedy(model, data, generated):
+    """As `assert_likeliest`, and they depend on what the encoder reads."""
+    logits, others = assert_likeliest(model, data, generated)
+    assert (others.argmax(-1) != logits.argmax(-1)).any()
 
 
 @pytest.mark.parametrize(
@@ -166,21 +175,109 @@ def test_it_comes_back_from_preset_and_file(text_model, tmp_path):
         )
 
 
+SEQ_2_SEQ = (
+    "adaptive_universal_transformer_base",
+    "reformer_wmt_base",
+    "transformer_base",
+    "universal_transformer_base",
+)
+
+
 @pytest.mark.any_backend
 def test_configurations_with_encoder_and_decoder_make_tasks():
-    names = [
-        "adaptive_universal_transformer_base",
-        "reformer_wmt_base",
-        "transformer_base",
-        "universal_transformer_base",
-    ]
-    assert set(names) < set(preset_names())
+    assert set(SEQ_2_SEQ) < set(preset_names())
     sizes = dict(num_layers=1, num_heads=2, hidden_dim=4, intermediate_dim=4)
-    for name in names:
+    for name in SEQ_2_SEQ:
         task = EfficientSeq2SeqLM.from_preset(
             name, load_weights=False, preprocessor=None, vocabulary_size=50, **sizes
         )
         assert tuple(task(pairs()).shape) == (2, LENGTH, 50)
+
+
+def randomise(model, seed):
+    """Matrices for which one token is not the likeliest everywhere."""
+    random = np.random.default_rng(seed)
+    for weight in model.trainable_weights:
+        if len(weight.shape) > 1:
+            weight.assign(random.normal(size=weight.shape))
+
+
+@pytest.mark.parametrize("name", SEQ_2_SEQ)
+def test_configurations_generate_what_whole_calls_give(name):
+    keras.utils.set_random_seed(0)
+    sizes = dict(num_layers=1, num_heads=2, hidden_dim=8, intermediate_dim=12)
+    model = EfficientSeq2SeqLM.from_preset(
+        name,
+        load_weights=False,
+        preprocessor=None,
+        vocabulary_size=50,
+        embedding={"output": "untied", "scale": True},
+        **sizes,
+    )
+    randomise(model, 0)
+    data = pairs()
+    model.compile(sampler="greedy", run_eagerly=True)
+    generated = model.generate(dict(data), stop_token_ids=None)
+    logits, others = assert_likeliest(model, data, generated)
+    # Of some, the likeliest token is the same whatever the encoder reads.
+    assert np.abs(logits - others).max() > 1e-2
+
+
+def whole_log_probabilities(model, data, tokens):
+    """Of each next token, by one call on the whole sequences, in float64."""
+    whole = data | {
+        "decoder_token_ids": tokens,
+        "decoder_padding_mask": np.ones_like(tokens),
+    }
+    logits = to_numpy(model(whole)).astype("float64")
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def best_and_greedy(model, data):
+    """The likeliest two tokens after five, of all pairs, and those of greedy search."""
+    ends = np.array([(a, b) for a in range(6) for b in range(6)], "int32")
+    prompt, best, greedy = data["decoder_token_ids"][:, :5], [], []
+    for row in range(2):
+        one = {
+            name: np.repeat(x[row : row + 1], len(ends), 0) for name, x in data.items()
+        }
+        tokens = np.concatenate([np.repeat(prompt[row : row + 1], 36, 0), ends], 1)
+        log = whole_log_probabilities(model, one, tokens)
+        first, second = log[0, 4], log[np.arange(36), 5, ends[:, 1]]
+        best.append(ends[(first[ends[:, 0]] + second).argmax()])
+        after = second.reshape(6, 6)[first.argmax()]
+        greedy.append((first.argmax(), after.argmax()))
+    return np.array(best), np.array(greedy)
+
+
+def test_beams_find_what_greedy_search_does_not():
+    """As many beams as tokens make the search for two of them exhaustive."""
+    model = make_model(vocabulary_size=6)
+    data = {name: x[:, :7] % 6 for name, x in pairs((7, 7), (5, 5)).items()}
+    for seed in range(50):
+        randomise(model, seed)
+        best, greedy = best_and_greedy(model, data)
+        if (best != greedy).any():
+            break
+    for beams, expected in ((1, greedy), (6, best)):
+        sampler = samplers.BeamSampler(num_beams=beams)
+        model.compile(sampler=sampler, run_eagerly=True)
+        generated = model.generate(dict(data), stop_token_ids=None)
+        found = generated["decoder_token_ids"][:, 5:7]
+        np.testing.assert_array_equal(found, expected)
+    assert (best != greedy).any()
+
+
+def test_texts_are_learned_by_fit():
+    keras.utils.set_random_seed(0)
+    preprocessor = EfficientSeq2SeqLMPreprocessor(
+        EfficientByteTokenizer(), encoder_sequence_length=5, decoder_sequence_length=5
+    )
+    model = make_model(preprocessor=preprocessor, vocabulary_size=256)
+    model.compile(keras.optimizers.Adam(0.05), sampler="greedy", run_eagerly=False)
+    texts = {"encoder_text": ["ab", "cd"] * 8, "decoder_text": ["x", "yz"] * 8}
+    model.fit(texts, batch_size=16, epochs=30, verbose=0)
+    assert model.generate(["cd", "ab"]) == ["yz", "x"]
 
 
 def test_what_cannot_generate_says_so():

@@ -179,6 +179,7 @@ PUBLISHED = {
     "transformer_base": (6, 65, 2.5),
     # Dehghani et al. compare with it at an equal number of parameters.
     "universal_transformer_base": (1, 65, 2.5),
+    "adaptive_universal_transformer_base": (1, 65, 2.5),
     # Al-Rfou et al., at inference, without the auxiliary heads.
     "transformer_enwik8_12l": (12, 41, 0.5),
     "transformer_enwik8_64l": (64, 219, 0.5),
@@ -280,6 +281,61 @@ def test_every_shipped_configuration_makes_a_model():
         )
         for output in keras.tree.flatten(backbone.output):
             assert output.shape == (None, None, backbone.hidden_dim)
+
+
+@pytest.mark.any_backend
+@pytest.mark.usefixtures("weights_are_zeros")
+@pytest.mark.parametrize("layers", [12, 24])
+def test_adaptive_spans_leave_out_the_own_position(layers):
+    """As in the paper, whose sum over past positions ends before the query's."""
+    backbone = EfficientTransformerBackbone.from_preset(
+        f"adaptive_span_enwik8_{layers}l", load_weights=False, num_layers=1
+    )
+    assert backbone.transformer_layers[0].attention.include_self is False
+
+
+@pytest.mark.any_backend
+@pytest.mark.usefixtures("weights_are_zeros")
+def test_the_reformer_is_that_of_the_authors_configuration():
+    """trax's `reformer_enwik8.gin`: one hashed layer in four, dropout 0.2."""
+    backbone = EfficientTransformerBackbone.from_preset(
+        "reformer_enwik8_12l", load_weights=False, num_layers=4
+    )
+    blocks = backbone.transformer_layers
+    attentions = [block.attention for block in blocks]
+    kinds = [type(attention).__name__ for attention in attentions]
+    local = "LocalAttention"
+    assert kinds == [local, local, "ReformerLSHAttention", local]
+    assert (attentions[0].query_block, attentions[0].memory) == (128, 128)
+    assert (attentions[2].bucket_size, attentions[2].num_hashes) == (256, 2)
+    for block in blocks:
+        assert block.dropout == block.attention.get_config()["dropout"] == 0.2
+        chunked = block.feed_forward
+        assert (chunked.chunk_size, chunked.feed_forward.dropout.rate) == (4096, 0.2)
+    backbone = EfficientTransformerBackbone.from_preset(
+        "reformer_wmt_base", load_weights=False, num_layers=1
+    )
+    for block in backbone.transformer_layers:
+        assert block.dropout == block.feed_forward.dropout.rate == 0.1
+        for attention in (block.attention, block.cross_attention):
+            assert attention is None or attention.get_config()["dropout"] == 0.1
+
+
+@pytest.mark.any_backend
+@pytest.mark.usefixtures("weights_are_zeros")
+def test_the_vq_configuration_has_the_codes_of_the_paper():
+    """48 codebooks of 512 codes of width 128: 3.1 million, beside the parameters."""
+    codes = [
+        sum(
+            math.prod(weight.shape)
+            for weight in EfficientTransformerBackbone.from_preset(
+                "transformer_vq_enwik8_24l", load_weights=False, num_layers=count
+            ).non_trainable_weights
+            if weight.path.endswith("/codes")
+        )
+        for count in (1, 2)
+    ]
+    assert codes[0] + 47 * (codes[1] - codes[0]) == 48 * 512 * 128 == 3_145_728
 
 
 @pytest.mark.any_backend

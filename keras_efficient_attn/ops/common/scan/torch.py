@@ -150,10 +150,10 @@ def _loop(step, carry, xs, consts, steps):
 
 
 def _checkpoint(step):
+    # Without a seed, dropout of Keras draws from PyTorch's generator, whose state
+    # `checkpoint` keeps for the second run.
     def run(carry, x, consts):
-        return checkpoint(
-            step, carry, x, consts, use_reentrant=False, preserve_rng_state=False
-        )
+        return checkpoint(step, carry, x, consts, use_reentrant=False)
 
     return run
 

@@ -49,7 +49,6 @@ class GatedStateAttention(LinearAttention):
     """
 
     takes_sliding_window = False
-    conversion_refusal = "its gates are learned, and the trained model has none."
 
     def __init__(
         self,
@@ -86,6 +85,10 @@ class GatedStateAttention(LinearAttention):
         self.output_norm = output_norm
         self.output_gate = _activation("output_gate", output_gate)
         self.output_gate_rank = output_gate_rank
+
+    @classmethod
+    def conversion_refusal(cls, options):
+        return "its gates are learned, and the trained model has none."
 
     def _check_window(self):
         if self.window is not None:
