@@ -39,7 +39,7 @@ def parse_arguments(argv):
     add("--delay", type=positive, default=3, help="positions")
     add("--symbols", type=positive, default=6)
     parser.add_model_size(dim=32, heads=2, layers=3)
-    add("--steps", type=positive, default=500, help="of training")
+    add("--steps", type=positive, default=400, help="of training")
     add("--batch", type=positive, default=16, help="rows of a batch")
     add_seeds(parser)
     return parse(parser, argv)

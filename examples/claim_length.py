@@ -22,8 +22,7 @@ ATTENTION = [
     "performer:feature_map=favor+,num_features=64,qk_norm=True",
     "vq:num_codes=64,window=64,relative_positions=True",
     "local:window=64,rotary_wavelength=10000",
-    "xl:memory_length=256",
-    "xl:memory_length=256,same_length=True",
+    "xl",
 ]
 
 
@@ -38,9 +37,9 @@ def parse_arguments(argv):
         default=[256, 1024, 4096, 8192],
         help="bytes per window of held-out text",
     )
-    parser.set_defaults(windows=32)
+    parser.set_defaults(windows=16)
     parser.add_model_size(dim=48, heads=2, layers=2)
-    parser.add_training(steps=250, batch=8, learning_rate=3e-3, rows="rows")
+    parser.add_training(steps=250, batch=4, learning_rate=3e-3, rows="rows")
     arguments = parse(parser, argv)
     arguments.longest = max(arguments.lengths)
     return arguments

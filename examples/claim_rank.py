@@ -37,7 +37,7 @@ def parse_arguments(argv):
     parser.add_attention(ATTENTION)
     add_bytes(parser, length=128)
     parser.add_model_size(dim=64, heads=2, layers=2)
-    parser.add_training(steps=400, batch=16, learning_rate=3e-3, rows="rows")
+    parser.add_training(steps=300, batch=8, learning_rate=3e-3, rows="rows")
     return parse(parser, argv)
 
 

@@ -27,7 +27,7 @@ def parse_arguments(argv):
     add("--stride", type=positive, default=16, help="of the sparse patterns")
     add_bytes(parser, length=256)
     parser.add_model_size(dim=48, heads=2, layers=8)
-    parser.add_training(steps=300, batch=8, learning_rate=2e-3, rows="rows")
+    parser.add_training(steps=200, batch=4, learning_rate=2e-3, rows="rows")
     return parse(parser, argv)
 
 
