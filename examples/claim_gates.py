@@ -33,14 +33,14 @@ def parse_arguments(argv):
         "--learning-rates",
         nargs="+",
         type=positive_float,
-        default=[1e-3, 3e-3, 1e-2, 3e-2],
+        default=[1e-3, 3e-3, 1e-2],
     )
-    add("--length", type=positive, default=16, help="of a row")
-    add("--delay", type=positive, default=3, help="positions")
-    add("--symbols", type=positive, default=6)
-    parser.add_model_size(dim=32, heads=2, layers=3)
-    add("--steps", type=positive, default=400, help="of training")
-    add("--batch", type=positive, default=16, help="rows of a batch")
+    add("--length", type=positive, default=12, help="of a row")
+    add("--delay", type=positive, default=2, help="positions")
+    add("--symbols", type=positive, default=4)
+    parser.add_model_size(dim=32, heads=2, layers=2)
+    add("--steps", type=positive, default=200, help="of training")
+    add("--batch", type=positive, default=32, help="rows of a batch")
     add_seeds(parser)
     return parse(parser, argv)
 

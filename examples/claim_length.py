@@ -37,9 +37,9 @@ def parse_arguments(argv):
         default=[256, 1024, 4096, 8192],
         help="bytes per window of held-out text",
     )
-    parser.set_defaults(windows=16)
+    parser.set_defaults(windows=8)
     parser.add_model_size(dim=48, heads=2, layers=2)
-    parser.add_training(steps=250, batch=4, learning_rate=3e-3, rows="rows")
+    parser.add_training(steps=150, batch=4, learning_rate=3e-3, rows="rows")
     arguments = parse(parser, argv)
     arguments.longest = max(arguments.lengths)
     return arguments

@@ -21,12 +21,12 @@ FULL = "none"
 def parse_arguments(argv):
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--penalties", nargs="+", type=not_negative, default=[2e-6, 2e-3])
+    add("--penalties", nargs="+", type=not_negative, default=[2e-3])
     add("--max-span", type=positive, default=256)
     add("--ramp", type=positive, default=16, help="positions")
     add_bytes(parser, length=256)
     parser.add_model_size(dim=48, heads=4, layers=2)
-    parser.add_training(steps=250, batch=4, learning_rate=3e-3, rows="rows")
+    parser.add_training(steps=150, batch=4, learning_rate=3e-3, rows="rows")
     return parse(parser, argv)
 
 

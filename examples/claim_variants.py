@@ -4,7 +4,7 @@
     python examples/claim_variants.py sparse --backend jax
 
 `auxiliary`: a stack of many thin layers, with the auxiliary losses of Al-Rfou et al.
-(a loss of each layer, two targets at a position) and without, post-norm and pre-norm.
+(a loss of each layer, two targets at a position) and without.
 `sparse`: the three ways to use the two factors of a sparse pattern: layers that take
 turns (interleaved), a head that sees both (merged), and heads of either (split); and
 attention to all earlier positions. The table has bits per byte of held-out text: mean
@@ -24,10 +24,18 @@ def parse_arguments(argv):
     parser = Parser(__doc__)
     add = parser.add_argument
     add("claim", choices=("auxiliary", "sparse"))
+    add("--patterns", nargs="+", choices=("fixed", "strided"), default=["fixed"])
     add("--stride", type=positive, default=16, help="of the sparse patterns")
+    add(
+        "--residuals",
+        nargs="+",
+        choices=("post_norm", "pre_norm"),
+        default=["post_norm"],
+        help="of the deep stacks",
+    )
     add_bytes(parser, length=256)
     parser.add_model_size(dim=48, heads=2, layers=8)
-    parser.add_training(steps=200, batch=4, learning_rate=2e-3, rows="rows")
+    parser.add_training(steps=120, batch=4, learning_rate=2e-3, rows="rows")
     return parse(parser, argv)
 
 
@@ -47,11 +55,11 @@ def variants(arguments):
         )
         return {
             f"{residual}, {label}": ("softmax", {**options, "residual": residual}, on)
-            for residual in ("post_norm", "pre_norm")
+            for residual in arguments.residuals
             for label, on in (("last loss only", False), ("auxiliary losses", True))
         }
     ways = {"full (softmax)": f"softmax:{ROTARY}"}
-    for pattern in ("strided", "fixed"):
+    for pattern in arguments.patterns:
         sparse = f"sparse:pattern={pattern},stride={arguments.stride},{ROTARY},heads="
         ways[f"{pattern}, interleaved"] = [f"{sparse}0", f"{sparse}1"]
         ways[f"{pattern}, merged"] = f"{sparse}merged"

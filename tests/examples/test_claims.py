@@ -87,26 +87,30 @@ def test_length(text, capsys):
     assert all(abs(mean(cell) - 8) < 1 for row in rows for cell in row[1:])
 
 
-def test_ranks_are_at_most_the_number_of_features(text, capsys):
-    names = "performer:num_features=3 softmax"
-    header, rows = run(
-        claim_rank, f"{SMALL} --text {text} --seeds 0 --attention {names}", capsys
+def test_ranks_are_at_most_the_number_of_features(capsys):
+    arguments = (
+        "--dim 4 --heads 2 --layers 2 --steps 2 --batch 2 --length 12 --symbols 5 "
+        "--test-rows 9 --seeds 0 1 --attention performer:num_features=3 softmax"
     )
+    header, rows = run(claim_rank, arguments, capsys)
     assert header[1:3] == ["rank, 1e-05", "rank, 0.01"]
-    assert 1 <= mean(rows[0][1]) <= 3 and 1 <= mean(rows[1][1]) <= 8
+    assert 1 <= mean(rows[0][1]) <= 3 and 1 <= mean(rows[1][1]) <= 12
     assert all(0 <= mean(row[3]) <= 100 for row in rows)
+    # Hardly trained: any of 6 symbols.
+    assert all(abs(mean(row[4]) - math.log2(6)) < 1 for row in rows)
 
 
-def test_masked_rows_keep_their_other_bytes():
-    data = np.arange(250).astype("uint8")
-    inputs, targets = next(claim_rank.masked_batches(data, 20, 6, seed=0))
+def test_masked_symbols_are_in_the_other_copy():
+    arguments = claim_rank.parse_arguments("--length 20 --symbols 7".split())
+    inputs, targets = next(claim_rank.masked_copies(arguments, 6, seed=0))
     tokens, places = inputs["token_ids"], inputs["mask_positions"]
     masked = tokens == claim_rank.MASK
     assert np.all(masked.sum(1) == 3)
     np.testing.assert_array_equal(np.nonzero(masked)[1].reshape(6, 3), places)
-    # Each row counts on from its first byte.
-    rows = (tokens - np.arange(20)).max(1, where=~masked, initial=-1)
-    np.testing.assert_array_equal(targets, rows[:, None] + places)
+    other = np.take_along_axis(tokens, (places + 10) % 20, axis=1)
+    np.testing.assert_array_equal(targets, other)
+    kept = ~masked & ~np.roll(masked, 10, axis=1)
+    np.testing.assert_array_equal(tokens[kept], np.roll(tokens, 10, axis=1)[kept])
 
 
 def test_spans(text, capsys):
@@ -126,7 +130,7 @@ def test_spans(text, capsys):
     ("claim", "names"),
     [
         ("auxiliary", ["post_norm, last loss only", "post_norm, auxiliary losses"]),
-        ("sparse", ["full (softmax)", "strided, interleaved"]),
+        ("sparse", ["full (softmax)", "fixed, interleaved"]),
     ],
 )
 def test_variants(claim, names, text, capsys):
@@ -172,6 +176,10 @@ def test_gates(capsys):
 @pytest.mark.parametrize("script", [claim_gates, claim_length, claim_rank, claim_spans])
 def test_wrong_arguments_are_one_line(script, error_line):
     assert "--heads" in error_line(script, ["--dim", "6", "--heads", "4"])
+
+
+def test_rows_of_copies_are_even(error_line):
+    assert "--length" in error_line(claim_rank, ["--length", "7"])
 
 
 def test_too_little_text_is_one_line(text, error_line):
