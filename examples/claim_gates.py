@@ -19,10 +19,10 @@ from command_line import Parser, command, positive, positive_float
 
 # Names, residuals and biases of their gates.
 KINDS = {
-    "XL (post_norm)": ("post_norm", None),
-    "TrXL-I (reordered)": ("reordered", None),
-    "GTrXL, bias 2": ("gated", 2.0),
-    "GTrXL, bias 0": ("gated", 0.0),
+    "xl": ("post_norm", None),
+    "trxl-i": ("reordered", None),
+    "gtrxl": ("gated", 2.0),
+    "gtrxl-bias-0": ("gated", 0.0),
 }
 
 
@@ -35,6 +35,7 @@ def parse_arguments(argv):
         type=positive_float,
         default=[1e-3, 3e-3, 1e-2],
     )
+    add("--models", nargs="+", choices=KINDS, default=list(KINDS), metavar="MODEL")
     add("--length", type=positive, default=12, help="of a row")
     add("--delay", type=positive, default=2, help="positions")
     add("--symbols", type=positive, default=4)
@@ -125,7 +126,7 @@ def accuracy(kind, learning_rate, seed, arguments):
 def main(arguments):
     """Trains and tests the models, and prints the table."""
     rows = []
-    for kind in KINDS:
+    for kind in arguments.models:
         cells, runs = [], []
         for rate in arguments.learning_rates:
             measured = [
@@ -137,7 +138,7 @@ def main(arguments):
         solved = sum(x >= 90 for x in runs)
         rows.append([kind, *cells, f"{solved} of {len(runs)}"])
     rates = [f"{rate:g}" for rate in arguments.learning_rates]
-    print("\n" + markdown(["residual", *rates, "90 % and more"], rows))
+    print("\n" + markdown(["model", *rates, "90 % and more"], rows))
     print(f"A guess is right in {100 / arguments.symbols:.1f} % of the cases.")
 
 

@@ -38,8 +38,8 @@ def parse_arguments(argv):
         help="bytes per window of held-out text",
     )
     parser.set_defaults(windows=8)
-    parser.add_model_size(dim=48, heads=2, layers=2)
-    parser.add_training(steps=150, batch=4, learning_rate=3e-3, rows="rows")
+    parser.add_model_size(dim=48, heads=2, layers=1)
+    parser.add_training(steps=250, batch=4, learning_rate=1e-2, rows="rows")
     arguments = parse(parser, argv)
     arguments.longest = max(arguments.lengths)
     return arguments

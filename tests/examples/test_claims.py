@@ -154,7 +154,7 @@ def test_the_task_of_the_gates_names_the_stream():
 
 def test_the_bias_of_the_gates_is_set():
     arguments = claim_gates.parse_arguments("--dim 4 --heads 2 --layers 2".split())
-    for kind, bias in (("GTrXL, bias 2", 2.0), ("GTrXL, bias 0", 0.0)):
+    for kind, bias in (("gtrxl", 2.0), ("gtrxl-bias-0", 0.0)):
         model = claim_gates.make_model(kind, 1e-3, 0, arguments)
         found = [w for w in model.weights if w.path.endswith("gate/bias")]
         assert len(found) == 4
@@ -167,7 +167,7 @@ def test_gates(capsys):
         "--learning-rates 1e-3 1e-2 --seeds 0"
     )
     header, rows = run(claim_gates, arguments, capsys)
-    assert header == ["residual", "0.001", "0.01", "90 % and more"]
+    assert header == ["model", "0.001", "0.01", "90 % and more"]
     assert [row[0] for row in rows] == list(claim_gates.KINDS)
     assert all(0 <= mean(cell) <= 100 for row in rows for cell in row[1:3])
     assert all(row[3].endswith(" of 2") for row in rows)
