@@ -25,8 +25,8 @@ def parse_arguments(argv):
     add("--max-span", type=positive, default=256)
     add("--ramp", type=positive, default=16, help="positions")
     add_bytes(parser, length=256)
-    parser.add_model_size(dim=48, heads=4, layers=2)
-    parser.add_training(steps=150, batch=4, learning_rate=3e-3, rows="rows")
+    parser.add_model_size(dim=48, heads=4, layers=1)
+    parser.add_training(steps=250, batch=4, learning_rate=1e-2, rows="rows")
     return parse(parser, argv)
 
 

@@ -35,7 +35,7 @@ def parse_arguments(argv):
     )
     add_bytes(parser, length=256)
     parser.add_model_size(dim=48, heads=2, layers=8)
-    parser.add_training(steps=120, batch=4, learning_rate=2e-3, rows="rows")
+    parser.add_training(steps=250, batch=4, learning_rate=5e-3, rows="rows")
     return parse(parser, argv)
 
 
