@@ -40,7 +40,7 @@ def parse_arguments(argv):
     add("--delay", type=positive, default=2, help="positions")
     add("--symbols", type=positive, default=4)
     parser.add_model_size(dim=32, heads=2, layers=2)
-    add("--steps", type=positive, default=200, help="of training")
+    add("--steps", type=positive, default=300, help="of training")
     add("--batch", type=positive, default=32, help="rows of a batch")
     add_seeds(parser)
     return parse(parser, argv)
