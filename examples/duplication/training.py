@@ -38,7 +38,7 @@ class Sequences(keras.utils.PyDataset):
         return whole[:, :-1], whole[:, 1:], weights
 
 
-def build_model(setting, arguments):
+def build_model(setting, aligned, seed, arguments):
     """One block, causal; `setting` is `"full"` or the number of hash rounds."""
     length, dim = arguments.length - 1, arguments.dim
     tokens = keras.Input((length,), dtype="int32")
@@ -56,7 +56,8 @@ def build_model(setting, arguments):
             s for s in (8, *arguments.train, *arguments.evaluate) if s != FULL
         ),
         dense_length=length if setting == FULL else None,
-        seed=arguments.seed,
+        aligned=aligned,
+        seed=seed,
     )
     h = keras.layers.LayerNormalization()(x)
     x = x + attention(h, h, use_causal_mask=True)
@@ -74,30 +75,35 @@ def build_model(setting, arguments):
     return model
 
 
-def accuracies(trained, arguments):
-    """Trains a model and evaluates its weights.
+def accuracies(trained, aligned, seed, arguments):
+    """Trains a model, and evaluates its weights.
+
+    Args:
+        trained: `"full"`, or the number of hash rounds.
+        aligned: Whether each bucket starts a chunk.
+        seed: Of weights, rotations and data.
+        arguments: The parsed arguments.
 
     Returns:
         Dict from settings of `arguments.evaluate` to the accuracy on the second half.
     """
-    keras.utils.set_random_seed(arguments.seed)
+    keras.utils.set_random_seed(seed)
 
     def sequences(steps, seed):
         sizes = arguments.batch, arguments.length, arguments.symbols
         return Sequences(steps, *sizes, seed)
 
-    model = build_model(trained, arguments)
+    model = build_model(trained, aligned, seed, arguments)
     model.fit(
-        sequences(arguments.steps, arguments.seed),
+        sequences(arguments.steps, seed),
         verbose=arguments.verbose,
         shuffle=False,
     )
     results = {}
-    test = sequences(
-        -(-arguments.test_sequences // arguments.batch), arguments.seed + 1
-    )
+    # No seed of training data.
+    test = sequences(-(-arguments.test_sequences // arguments.batch), 2**32 + seed)
     for evaluated in arguments.evaluate:
-        other = build_model(evaluated, arguments)
+        other = build_model(evaluated, aligned, seed, arguments)
         other.set_weights(model.get_weights())
         metrics = other.evaluate(test, verbose=0, return_dict=True)
         results[evaluated] = metrics["accuracy"]

@@ -4,6 +4,7 @@ import pytest
 import reformer_duplication
 from duplication import training
 from duplication.training import Sequences
+from tests.autodiff import to_numpy
 
 pytestmark = pytest.mark.any_backend
 
@@ -25,17 +26,36 @@ def test_sequences_repeat_their_first_half():
 
 def test_the_script_prints_its_table(capsys):
     arguments = (
-        "--train 2 --evaluate full 1 9 --length 12 --symbols 3 --bucket-size 4 "
-        "--buckets 2 --dim 8 --heads 2 --steps 2 --batch 2 --test-sequences 4 "
-        "--verbose 0"
+        "--train 2 --evaluate full 1 9 --aligned yes no --seeds 0 1 --length 12 "
+        "--symbols 3 --bucket-size 4 --buckets 2 --dim 8 --heads 2 --steps 2 --batch 2 "
+        "--test-sequences 4 --verbose 0"
     )
     assert reformer_duplication.main(arguments.split()) == 0
-    header, _, row = capsys.readouterr().out.strip().splitlines()[-3:]
-    assert header == "| trained | full | LSH-1 | LSH-9 |"
-    name, *cells = row.strip("| ").split(" | ")
-    assert name == "LSH-2"
-    assert [cell.partition(" ")[2] for cell in cells] == ["(0.8)", "(86.8)", ""]
-    assert all(0 <= float(cell.split()[0]) <= 100 for cell in cells)
+    header, _, *rows = capsys.readouterr().out.strip().splitlines()[-4:]
+    assert header == "| trained | aligned | full | LSH-1 | LSH-9 |"
+    for row, aligned in zip(rows, ("yes", "no"), strict=True):
+        name, kind, *cells = row.strip("| ").split(" | ")
+        assert (name, kind) == ("LSH-2", aligned)
+        assert ["(0.8)" in cells[0], "(86.8)" in cells[1], "(" in cells[2]] == [
+            True,
+            True,
+            False,
+        ]
+        assert all(0 <= float(cell.split()[0]) <= 100 for cell in cells)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_chunks_begin_with_buckets_or_run_on(aligned):
+    arguments = reformer_duplication.parse_arguments(
+        "--length 12 --symbols 3 --bucket-size 2 --buckets 4 --dim 8 --heads 2".split()
+    )
+    model = training.build_model(1, aligned, 0, arguments)
+    x = np.random.default_rng(0).integers(1, 4, (8, 11)).astype("int32")
+    changed = x.copy()
+    changed[:, 7:] = 0
+    before = [to_numpy(model(tokens))[:, :7] for tokens in (x, changed)]
+    # Chunks that run on change with later positions.
+    assert np.array_equal(*before) == aligned
 
 
 def test_all_steps_are_trained_and_any_number_of_rounds_is_evaluated(monkeypatch):
@@ -51,7 +71,7 @@ def test_all_steps_are_trained_and_any_number_of_rounds_is_evaluated(monkeypatch
         "--dim 2 --heads 1 --steps 101 --batch 1 --test-sequences 1 --verbose 0"
     )
     arguments = reformer_duplication.parse_arguments(arguments.split())
-    assert set(training.accuracies(10, arguments)) == {2}
+    assert set(training.accuracies(10, True, 0, arguments)) == {2}
     assert int(models[0].optimizer.iterations) == 101
 
 
