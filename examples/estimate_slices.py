@@ -20,7 +20,7 @@ AXES = ("batch", "model", "sequence")
 MESHES = {
     "2x2": {"data": (4, 1, 1), "model": (1, 4, 1), "sequence": (1, 1, 4)},
     "4x4": {"data": (16, 1, 1), "model": (1, 16, 1), "sequence": (1, 1, 16)},
-    "8x8": {"data": (64, 1, 1), "model": (4, 16, 1), "sequence": (1, 1, 64)},
+    "8x8": {"data": (64, 1, 1), "model": (1, 64, 1), "sequence": (1, 1, 64)},
 }
 PRODUCTS = {"2x2": (1, 2, 2), "4x4": (2, 2, 4), "8x8": (4, 4, 4)}
 STRATEGIES = ("data", "model", "sequence", "product")

@@ -49,7 +49,7 @@ def linear_attention(devices, split, map_weights, config):
         **options,
     )
     if config.causal:
-        state = _total(_gathered(devices, own), devices.before())
+        state = _total(_gathered(devices, own), devices.before(value))
         outputs, _ = mapped_linear_attention(
             query, key, value, config, key_mask=key_mask, state=state, **options
         )
@@ -88,7 +88,8 @@ def windowed_attention(devices, split, map_weights, config):
     # device's positions are summed up here, and the last ones on the next device.
     _, own = attend(state)
     own = {name: x for name, x in own.items() if name not in STATE_NAMES}
-    output, _ = attend({**state, **_total(_gathered(devices, own), devices.before())})
+    total = _total(_gathered(devices, own), devices.before(value))
+    output, _ = attend({**state, **total})
     return output
 
 
@@ -128,7 +129,7 @@ def gated_attention(devices, split, map_weights, config):
     sums, normalizer = own["sum"], own["normalizer"][..., None]
     parts = sums[..., :value_dim], normalizer, sums[..., value_dim:]
     parts = devices.all_gather(ops.concatenate(parts, axis=-1))
-    before = devices.before()
+    before = devices.before(parts)
     carry = ops.zeros_like(parts[0][..., : value_dim + 1])
     for index in range(devices.size):
         own, transition = parts[index][..., :-features], parts[index][..., -features:]
