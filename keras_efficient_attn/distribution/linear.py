@@ -163,7 +163,16 @@ def _empty_state(query, value, config):
 
 
 def _gathered(devices, state):
-    return {name: devices.all_gather(x) for name, x in state.items()}
+    """The states of all devices, `(devices, ...)`, in one transfer."""
+    normalizer = state["normalizer"][..., None]
+    scale = ops.broadcast_to(state["log_scale"][..., None, None], shape_of(normalizer))
+    parts = ops.concatenate([state["sum"], normalizer, scale], axis=-1)
+    parts = devices.all_gather(parts)
+    return {
+        "sum": parts[..., :-2],
+        "normalizer": parts[..., -2],
+        "log_scale": parts[..., 0, -1],
+    }
 
 
 def _total(states, seen):
