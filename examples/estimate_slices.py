@@ -181,6 +181,9 @@ def main(arguments):
         for strategy in arguments.strategies:
             shape = PRODUCTS[size] if strategy == "product" else MESHES[size][strategy]
             head = f"| {size} | {strategy} | {' × '.join(map(str, shape))} |"
+            if arguments.heads % shape[1]:
+                print(head, f"{shape[1]} chips do not divide --heads |", flush=True)
+                continue
             try:
                 row = estimate(model, arguments, size, strategy)
             except jax.errors.JaxRuntimeError as error:
