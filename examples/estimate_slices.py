@@ -20,7 +20,7 @@ AXES = ("batch", "model", "sequence")
 MESHES = {
     "2x2": {"data": (4, 1, 1), "model": (1, 4, 1), "sequence": (1, 1, 4)},
     "4x4": {"data": (16, 1, 1), "model": (1, 16, 1), "sequence": (1, 1, 16)},
-    "8x8": {"data": (64, 1, 1), "model": (4, 16, 1), "sequence": (1, 1, 64)},
+    "8x8": {"data": (64, 1, 1), "model": (1, 64, 1), "sequence": (1, 1, 64)},
 }
 PRODUCTS = {"2x2": (1, 2, 2), "4x4": (2, 2, 4), "8x8": (4, 4, 4)}
 STRATEGIES = ("data", "model", "sequence", "product")
@@ -181,6 +181,9 @@ def main(arguments):
         for strategy in arguments.strategies:
             shape = PRODUCTS[size] if strategy == "product" else MESHES[size][strategy]
             head = f"| {size} | {strategy} | {' × '.join(map(str, shape))} |"
+            if arguments.heads % shape[1]:
+                print(head, f"{shape[1]} chips do not divide --heads |", flush=True)
+                continue
             try:
                 row = estimate(model, arguments, size, strategy)
             except jax.errors.JaxRuntimeError as error:

@@ -20,6 +20,7 @@ import numpy as np
 from command_line import Parser, UsageError, check_heads, command, positive
 
 STRATEGIES = ("data", "model", "sequence", "none")
+NUM_BYTES = 256
 
 
 def parse_arguments(argv):
@@ -34,16 +35,8 @@ def parse_arguments(argv):
     parser.add_seed_and_verbose()
     arguments = parser.parse_args(argv)
     check_heads(arguments.dim, arguments.heads)
-    split = {
-        "data": ("--batch", arguments.batch),
-        "model": ("--heads", arguments.heads),
-        "sequence": ("--length", arguments.length),
-        "none": ("--devices", arguments.devices),
-    }
-    name, size = split[arguments.strategy]
-    if size % arguments.devices:
-        raise UsageError(f"--devices {arguments.devices} must divide {name} {size}")
-    # Read when JAX starts; ignored with accelerators.
+    check_devices(arguments)
+    # Read when JAX starts; accelerators do not count them.
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(arguments.devices))
     arguments.backend = arguments.backend or "jax"
     if arguments.backend != "jax":
@@ -51,15 +44,37 @@ def parse_arguments(argv):
     return arguments
 
 
-def make_distribution(strategy, devices):
+def check_devices(arguments):
+    """Raises `UsageError` if the devices do not divide what is split."""
+    split = {
+        "data": {f"--batch {arguments.batch}": arguments.batch},
+        # --dim, and inner widths, are multiples of --heads.
+        "model": {
+            f"--heads {arguments.heads}": arguments.heads,
+            f"the {NUM_BYTES} values of a byte": NUM_BYTES,
+        },
+        "sequence": {f"--length {arguments.length}": arguments.length},
+        "none": {},
+    }
+    for name, size in split[arguments.strategy].items():
+        if size % arguments.devices:
+            raise UsageError(
+                f"--devices {arguments.devices} must divide {name}, which --strategy "
+                f"{arguments.strategy} splits"
+            )
+
+
+def make_distribution(arguments):
     """The `keras.distribution`, and the context in which to train."""
     import contextlib
 
     import keras
 
     from keras_efficient_attn.distribution import SequenceParallel
+    from keras_efficient_attn.layers import get_attention
     from keras_efficient_attn.models import EfficientTransformerBackbone
 
+    strategy, devices = arguments.strategy, arguments.devices
     found = keras.distribution.list_devices()
     if len(found) < devices:
         raise UsageError(f"--devices {devices}: JAX has {len(found)}")
@@ -69,7 +84,14 @@ def make_distribution(strategy, devices):
     axis = "sequence" if strategy == "sequence" else "model"
     mesh = keras.distribution.DeviceMesh((1, devices), ("batch", axis), found)
     if strategy == "model":
-        layout_map = EfficientTransformerBackbone.get_layout_map(mesh)
+        layer = get_attention(
+            arguments.attention,
+            num_heads=arguments.heads,
+            key_dim=arguments.dim // arguments.heads,
+        )
+        layout_map = EfficientTransformerBackbone.get_layout_map(
+            mesh, num_key_value_heads=layer.num_key_value_heads
+        )
         context = contextlib.nullcontext()
     else:
         # Weights are replicated.
@@ -85,7 +107,7 @@ def make_batches(arguments):
     """Inputs and targets of all steps."""
     rng = np.random.default_rng(arguments.seed)
     rows, half = arguments.steps * arguments.batch, (arguments.length + 2) // 2
-    text = rng.integers(0, 256, (rows, half))
+    text = rng.integers(0, NUM_BYTES, (rows, half))
     text = np.concatenate([text, text], axis=1)[:, : arguments.length + 1]
     inputs = {"token_ids": text[:, :-1], "padding_mask": np.ones_like(text[:, :-1])}
     return inputs, text[:, 1:]
@@ -99,7 +121,7 @@ def train(arguments):
 
     keras.utils.set_random_seed(arguments.seed)
     backbone = EfficientTransformerBackbone(
-        256,
+        NUM_BYTES,
         arguments.layers,
         arguments.heads,
         arguments.dim,
@@ -128,7 +150,7 @@ def main(arguments):
     if arguments.strategy == "none":
         train(arguments)
         return
-    distribution, context = make_distribution(arguments.strategy, arguments.devices)
+    distribution, context = make_distribution(arguments)
     with distribution.scope(), context:
         train(arguments)
 

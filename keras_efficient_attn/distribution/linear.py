@@ -49,7 +49,7 @@ def linear_attention(devices, split, map_weights, config):
         **options,
     )
     if config.causal:
-        state = _total(_gather(devices, own), devices.before())
+        state = _total(_gather(devices, own), devices.before(value))
         outputs, _ = mapped_linear_attention(
             query, key, value, config, key_mask=key_mask, state=state, **options
         )
@@ -88,7 +88,8 @@ def windowed_attention(devices, split, map_weights, config):
     # the window before its positions; the next device sums up this device's last keys.
     _, own = attend(state)
     own = {name: x for name, x in own.items() if name not in STATE_NAMES}
-    output, _ = attend({**state, **_total(_gather(devices, own), devices.before())})
+    total = _total(_gather(devices, own), devices.before(value))
+    output, _ = attend({**state, **total})
     return output
 
 
@@ -128,7 +129,7 @@ def gated_attention(devices, split, map_weights, config):
     sums, normalizer = own["sum"], own["normalizer"][..., None]
     parts = sums[..., :value_dim], normalizer, sums[..., value_dim:]
     parts = devices.all_gather(ops.concatenate(parts, axis=-1))
-    before = devices.before()
+    before = devices.before(parts)
     carry = ops.zeros_like(parts[0][..., : value_dim + 1])
     for index in range(devices.size):
         own, transition = parts[index][..., :-features], parts[index][..., -features:]
@@ -162,7 +163,16 @@ def _empty_state(query, value, config):
 
 
 def _gather(devices, state):
-    return {name: devices.all_gather(x) for name, x in state.items()}
+    """The states of all devices, `(devices, ...)`, in one transfer."""
+    normalizer = state["normalizer"][..., None]
+    scale = ops.broadcast_to(state["log_scale"][..., None, None], shape_of(normalizer))
+    parts = ops.concatenate([state["sum"], normalizer, scale], axis=-1)
+    parts = devices.all_gather(parts)
+    return {
+        "sum": parts[..., :-2],
+        "normalizer": parts[..., -2],
+        "log_scale": parts[..., 0, -1],
+    }
 
 
 def _total(states, seen):

@@ -82,7 +82,7 @@ def vq_attention(devices, split, whole, config):
         names = [name for name in WINDOW_NAMES if name in state]
         state = received_window(devices, attend, state, names, config.window)
     _, own = attend(state)
-    before, sums = devices.before(), {}
+    before, sums = devices.before(query), {}
     for name in CACHE_NAMES:
         if name in state:
             parts = devices.all_gather(own[name])

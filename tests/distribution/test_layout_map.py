@@ -32,7 +32,7 @@ def check(backbone, layout_map, large):
             assert np.prod(weight.shape) < large, weight.path
         else:
             assert len(layout.axes) == len(weight.shape), weight.path
-            assert "model" in layout.axes or "key" in weight.path, weight.path
+            assert "model" in layout.axes, weight.path
 
 
 @pytest.mark.parametrize("name", attention_names())

@@ -3,6 +3,8 @@
 import errno
 import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,25 @@ def check_first_is_kept(folder, kept, printed):
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["checkpoint-4.json", "checkpoint-4.keras"]
     assert (folder / "checkpoint-4.keras").read_bytes() == b"half and half"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 KiB, where this process may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command).returncode:
+        pytest.skip("this process may not mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_file_system_that_is_full_keeps_the_last_checkpoint(small_disk, capsys):
+    model, kept = saved(small_disk)
+    model.save = lambda path: Path(path).write_bytes(bytes(2**20))
+    kept.save(model, {"step": 8})
+    check_first_is_kept(small_disk, kept, capsys.readouterr().out)
 
 
 def test_a_disk_that_fills_up_keeps_the_last_checkpoint(tmp_path, capsys):

@@ -3,6 +3,8 @@
 `make long-runs` executes the full runs.
 """
 
+import sys
+
 import numpy as np
 import pytest
 from keras import ops
@@ -10,7 +12,7 @@ from keras import ops
 from tests.autodiff import to_numpy
 from tests.contract.cases import inputs
 from tests.long_runs.steps import INTERVAL, make_performer, make_vq
-from tests.long_runs.streams import CASES
+from tests.long_runs.streams import CASES, growth, resident_mib
 
 FAR, LENGTH = 100_000, 20
 # Their outputs depend only on differences of positions.
@@ -69,3 +71,19 @@ def test_features_are_drawn_again_after_millions_of_draws():
     assert np.abs(to_numpy(projection) - before).max() > 0.1
     assert int(to_numpy(variable(layer, "calls_since_redraw"))) == 1
     assert to_numpy(generator)[1] > 4_000_000
+
+
+@pytest.mark.any_backend
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_that_grows_under_an_earlier_peak_is_seen():
+    peak = np.ones(2**26 // 8)
+    resident = [resident_mib()]
+    del peak
+    kept = []
+    for _ in range(4):
+        resident.append(resident_mib())
+        kept.append(np.ones(2**23 // 8))
+    resident.append(resident_mib())
+    assert resident[-1] < resident[0]
+    # 64 MiB fell, and three or four arrays of 8 MiB came.
+    assert 20 < growth(resident) < 40

@@ -103,7 +103,18 @@ def test_archives_that_would_grow_beyond_measure_are_refused(files, tmp_path, me
         keras.saving.load_model(path)
 
 
-@pytest.mark.filterwarnings("ignore:Skipping invalid path")
+def test_a_member_that_grows_in_truth_is_refused(files, tmp_path):
+    path = shutil.copy(files / "model.keras", tmp_path / "model.keras")
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+        with archive.open("assets/bomb", "w", force_zip64=True) as member:
+            for _ in range(300):
+                member.write(bytes(2**20))
+    assert path.stat().st_size < 2**20
+    with pytest.raises(ValueError, match="'assets/bomb' declares 300.00 MB"):
+        keras.saving.load_model(path)
+    assert [file.name for file in tmp_path.rglob("*")] == ["model.keras"]
+
+
 def test_members_that_climb_out_are_written_nowhere(files, tmp_path):
     folder = tmp_path / "inside"
     folder.mkdir()
@@ -112,7 +123,11 @@ def test_members_that_climb_out_are_written_nowhere(files, tmp_path):
     with zipfile.ZipFile(path, "a") as archive:
         for name in ("../climbed", "assets/../../climbed", str(absolute)):
             archive.writestr(name, "written")
-    keras.saving.load_model(path)
+    with pytest.warns(UserWarning, match="Skipping invalid path") as warned:
+        keras.saving.load_model(path)
+    messages = " ".join(str(warning.message) for warning in warned)
+    for name in ("'../climbed'", "'assets/../../climbed'", str(absolute)):
+        assert name in messages
     assert [file.name for file in tmp_path.rglob("*")] == ["inside", "model.keras"]
 
 

@@ -19,8 +19,8 @@ class Devices:
         self.axis = axis
         self.size = size
 
-    def before(self):
-        """Booleans `(size,)`: which devices have earlier positions."""
+    def before(self, x):
+        """Booleans `(size,)`, where `x` is: which devices have earlier positions."""
         return ops.arange(self.size) < jax.lax.axis_index(self.axis)
 
     def all_gather(self, x):

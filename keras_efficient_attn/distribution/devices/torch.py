@@ -16,9 +16,9 @@ class Devices:
         self.size = distributed.get_world_size(group)
         self.rank = distributed.get_rank(group)
 
-    def before(self):
-        """Booleans `(size,)`: which processes have earlier positions."""
-        return torch.arange(self.size) < self.rank
+    def before(self, x):
+        """Booleans `(size,)`, where `x` is: which processes have earlier positions."""
+        return torch.arange(self.size, device=x.device) < self.rank
 
     def all_gather(self, x):
         """`(size, ...)`: the tensors of all processes."""

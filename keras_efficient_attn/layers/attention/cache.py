@@ -6,6 +6,7 @@ from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.cache import nan_beyond, write_positions
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.recent_keys import RECENT, recent_keys_spec
+from keras_efficient_attn.ops.common.state import common_position
 
 
 def cache_spec(batch_size, max_length, *sizes_and_dtype):
@@ -31,7 +32,7 @@ def extend_cache(cache, key, value, key_mask):
         `(cache, key, value, mask, start)`: the new cache; all its keys and values, and
         the mask in the cache's dtype; and the position of the first new key, a scalar.
     """
-    start, rows = cache["position"][0], shape_of(key)[:2]
+    start, rows = common_position(cache["position"]), shape_of(key)[:2]
     if key_mask is None:
         key_mask = ops.ones(rows, "bool")
     extended = {"position": cache["position"] + rows[1]}

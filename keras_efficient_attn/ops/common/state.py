@@ -33,6 +33,11 @@ def check_state(state, spec):
         )
 
 
+def common_position(position):
+    """The position `(batch,)` that all rows have; 0 for a batch without rows."""
+    return ops.max(position, initial=0)
+
+
 def _fill(shape, dtype, value=None):
     if value is None:
         return ops.zeros(shape, dtype)

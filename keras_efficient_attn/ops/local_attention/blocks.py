@@ -6,6 +6,7 @@ from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.inputs import masked_inputs, pad_to_common_length
 from keras_efficient_attn.ops.common.online_softmax import finish
 from keras_efficient_attn.ops.common.recent_keys import append_segment, drop_oldest
+from keras_efficient_attn.ops.common.state import common_position
 from keras_efficient_attn.ops.local_attention.grid import attend_grid
 
 
@@ -22,7 +23,7 @@ def attend_in_blocks(inputs, state, seed, config, options):
     mask_fn = config.mask_fn(options.causal)
     if state is not None:
         past, position = append_segment(state, key, value, valid), state["position"]
-        part = attend_recent(query, *past, mask_fn, position[0], dropout)
+        part = attend_recent(query, *past, mask_fn, common_position(position), dropout)
         return finish(*part, True), drop_oldest(past, length, position)
     inputs = pad_to_common_length(query, key, value, valid)
     attend = attend_grid if config.is_grid else attend_near

@@ -119,7 +119,7 @@ def _most_chunks(chunks, length, chunk_size):
         chunk_size: Slots of a chunk.
     """
     if are_values_known(chunks):
-        return max(1, int(ops.max(ops.sum(chunks, axis=-1))))
+        return max(1, int(ops.max(ops.sum(chunks, axis=-1), initial=0)))
     return (length + chunks.shape[-1] * (chunk_size - 1)) // chunk_size
 
 

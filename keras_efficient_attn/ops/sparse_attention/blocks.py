@@ -9,6 +9,7 @@ from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.inputs import masked_inputs, pad_to_common_length
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
 from keras_efficient_attn.ops.common.recent_keys import append_segment, drop_oldest
+from keras_efficient_attn.ops.common.state import common_position
 from keras_efficient_attn.ops.sparse_attention.config import FAR
 from keras_efficient_attn.ops.sparse_attention.fixed import (
     attend_cached_summaries,
@@ -41,7 +42,9 @@ def attend_in_blocks(inputs, state, seed, config, options):
     elif config.near_heads:
         past, position = append_segment(state, *near[1:]), state["position"]
         parts.append(
-            attend_recent(near[0], *past, near_mask, position[0], near_dropout)
+            attend_recent(
+                near[0], *past, near_mask, common_position(position), near_dropout
+            )
         )
         new_state |= drop_oldest(past, length, position)
     if config.far_heads and state is None:
@@ -49,7 +52,9 @@ def attend_in_blocks(inputs, state, seed, config, options):
     elif config.far_heads:
         cache = write_far(state, far[1:], config)
         parts.append(
-            _attend_cache(far[0], cache, state["position"][0], far_dropout, config)
+            _attend_cache(
+                far[0], cache, common_position(state["position"]), far_dropout, config
+            )
         )
         new_state |= dict(zip(FAR, cache, strict=True))
     if config.merges:
@@ -60,7 +65,7 @@ def attend_in_blocks(inputs, state, seed, config, options):
         return output[:, :length], None
     if config.far_heads:
         capacity = config.capacity(state["far_key"])
-        output = nan_beyond(capacity, state["position"][0], output)
+        output = nan_beyond(capacity, common_position(state["position"]), output)
     return output, {**new_state, "position": state["position"] + length}
 
 
@@ -80,8 +85,8 @@ def _attend_cache(query, cache, start, dropout, config):
 
 
 def write_far(state, keys, config):
-    """Writes a segment's keys, values and masks to the second factor's cache."""
-    start = state["position"][0]
+    """The second factor's cache, with the keys, values and masks of a segment."""
+    start = common_position(state["position"])
     cache = [ops.cast(state[name], t.dtype) for name, t in zip(FAR, keys, strict=True)]
     if config.pattern == "strided":
         return [

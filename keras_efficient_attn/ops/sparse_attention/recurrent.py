@@ -8,6 +8,7 @@ from keras_efficient_attn.ops.common.compiled import compiled
 from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.recent_keys import append_segment, drop_oldest
 from keras_efficient_attn.ops.common.single_query import attend_single, seen_recent
+from keras_efficient_attn.ops.common.state import common_position
 from keras_efficient_attn.ops.sparse_attention.blocks import write_far
 from keras_efficient_attn.ops.sparse_attention.config import FAR
 from keras_efficient_attn.ops.sparse_attention.fixed import summary_positions
@@ -36,13 +37,15 @@ def attend_next(inputs, state, seed, config, options):
     outputs = [attend_single(*part) for part in seen]
     output = outputs[0] if len(outputs) == 1 else ops.concatenate(outputs, axis=2)
     if config.far_heads:
-        output = nan_beyond(config.capacity(state["far_key"]), position[0], output)
+        output = nan_beyond(
+            config.capacity(state["far_key"]), common_position(position), output
+        )
     return output, {**new_state, "position": position + 1}
 
 
 def _read_column(state, keys, config):
-    """Keys and values of the position's column, and the new cache."""
-    position, stride = state["position"][0], config.stride
+    """Keys and values of the position's column, which it sees, and the new cache."""
+    position, stride = common_position(state["position"]), config.stride
     cache = write_far(state, keys, config)
     column = position % stride
     rows = cache[0].shape[1] // stride
@@ -61,8 +64,8 @@ def _read_column(state, keys, config):
 
 
 def _read_summaries(state, keys, config):
-    """Keys and values of all visible summaries, and the new cache."""
-    position = state["position"][0]
+    """Keys and values of all summaries, which the position sees, and the new cache."""
+    position = common_position(state["position"])
     cache = [ops.cast(state[name], t.dtype) for name, t in zip(FAR, keys, strict=True)]
     blocks = cache[0].shape[1] // config.summary
     # (heads, slots)

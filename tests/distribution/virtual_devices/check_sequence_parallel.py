@@ -10,7 +10,12 @@ from keras_efficient_attn.distribution import SequenceParallel
 from keras_efficient_attn.layers import get_attention
 from keras_efficient_attn.models import EfficientTransformerBackbone
 from tests.distribution.sequence_cases import CASES, make_inputs
-from tests.distribution.virtual_devices.programs import collectives, sent_bytes
+from tests.distribution.virtual_devices.programs import (
+    collectives,
+    count,
+    sent_bytes,
+    sent_sizes,
+)
 
 DIFFERENTIATED = "query", "key", "value", "log_decay", "beta"
 
@@ -81,18 +86,23 @@ def test_later_positions_do_not_change_earlier_outputs():
         assert np.abs(after[:, 30:] - before[:, 30:]).max() > 1e-3
 
 
+# Gathers of a forward pass, and tensors that go to a neighbour in it and come back in
+# the backward pass: `None` where the compiler adds its own, for short convolutions.
+STATE, WINDOW, CODES = 1, 5, 2
+
+
 @pytest.mark.parametrize(
-    "name, causal",
+    "name, causal, gathers, shifts",
     [
-        ("performer:window=5", True),
-        ("linear:rotary_wavelength=100,num_key_value_heads=2", True),
-        ("performer:feature_map=favor++", False),
-        ("local:window=6", True),
-        ("gated-delta", True),
-        ("vq:window=6,num_codes=8,relative_positions=True", True),
+        ("performer:window=5", True, STATE, WINDOW),
+        ("linear:rotary_wavelength=100,num_key_value_heads=2", True, STATE, 0),
+        ("performer:feature_map=favor++", False, STATE, 0),
+        ("local:window=6", True, 0, WINDOW),
+        ("gated-delta", True, STATE, None),
+        ("vq:window=6,num_codes=8,relative_positions=True", True, CODES, WINDOW + 1),
     ],
 )
-def test_layers_split_their_sequences_within_a_scope(name, causal):
+def test_layers_split_their_sequences_within_a_scope(name, causal, gathers, shifts):
     layer = get_attention(name, num_heads=4, key_dim=4)
     x = np.random.default_rng(0).normal(size=(2, 48, 16)).astype("float32")
     mask = np.arange(48) < [[48], [31]]
@@ -111,8 +121,13 @@ def test_layers_split_their_sequences_within_a_scope(name, causal):
         compiled = jax.jit(lambda weights, x: step(weights, x)).lower(weights, x)
         compiled = compiled.compile()
     (_, output), gradients = compiled(weights, x)
-    sent = {name for name, _ in collectives(compiled)}
-    assert sent & {"all-gather", "collective-permute"}
+    sent = count(compiled)
+    assert sent.get("all-gather", 0) == gathers
+    assert "all-to-all" not in sent
+    if shifts is not None:
+        assert sent.get("collective-permute", 0) == shifts
+    # Nothing with the positions of all devices, or all positions of one.
+    assert not sent_sizes(compiled) & {48, 12, 24, 36}
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
     for a, b in zip(gradients, expected_gradients, strict=True):
         atol = 1e-4 * np.abs(b).max() + 1e-5
