@@ -121,6 +121,11 @@ def lora_of(layer):
     return layer.lora_rank, layer.lora_alpha
 
 
+def lora_variables(model):
+    """The factors of LoRA below a model: `lora_kernel_a` and so on (Keras 3.15)."""
+    return [v for v in model.trainable_variables if v.name.startswith("lora_")]
+
+
 def skip_projections(layer):
     """Lets an `EfficientAttention` build its own weights alone."""
     layer._build_projections = lambda *shapes: None
