@@ -4,6 +4,7 @@ import warnings
 
 from keras_efficient_attn.models.conversion.fit import batches, check_can_fit, fit
 from keras_efficient_attn.models.conversion.plan import build_adapter, plan_conversion
+from keras_efficient_attn.models.conversion.replaced import remember, serialized
 from keras_efficient_attn.models.conversion.trace import trace
 
 
@@ -19,10 +20,12 @@ def replace_attention(model, attention, layers=None, calibrate=None):
     Cross-attention stays: layers whose name says so, and in a functional graph those
     that are called with queries and values of different lengths.
 
-    The model has to be compiled again, and **does not survive saving**: its blocks
-    write softmax attention into their configuration, and what is loaded has softmax
-    attention. For a backbone of KerasHub, `convert_backbone` makes a copy that does
-    survive.
+    The model has to be compiled again. It saves, and loads with its new attention
+    once `keras_efficient_attn.models` is imported: its class becomes a subclass that
+    writes the configuration from before, and what was replaced. That holds for the
+    model that is passed, or a model around it, and not for a layer or block of it that
+    is saved alone. A model without `get_config`, which Keras cannot load either, does
+    not. `trainable` of its layers is saved as it was before.
 
     Args:
         model: A built model or layer.
@@ -51,6 +54,7 @@ def replace_attention(model, attention, layers=None, calibrate=None):
     plan = plan_conversion(model, attention, layers)
     # All of them before any is installed: a refusal leaves the model as it was.
     adapters = plan.make_adapters()
+    before = serialized(model)
     if calibrate is not None:
         check_can_fit(adapters)
         records = trace(model, plan.selected, batches(calibrate))
@@ -58,10 +62,11 @@ def replace_attention(model, attention, layers=None, calibrate=None):
             build_adapter(adapter, site)
         fit(adapters, plan.selected, records)
     plan.install(adapters)
-    warnings.warn(
-        f"{model.name} has to be compiled again, and does not survive saving: what is "
-        "loaded has softmax attention. `convert_backbone` makes a copy of a backbone "
-        "that does.",
-        stacklevel=2,
-    )
+    message = f"{model.name} has to be compiled again."
+    if before is None:
+        message += " It does not survive saving: it, or a layer in it, has no "
+        message += "`get_config`."
+    else:
+        remember(model, before, plan)
+    warnings.warn(message, stacklevel=2)
     return [adapter.path for adapter in adapters]
