@@ -27,6 +27,7 @@ from command_line import (
     natural,
     positive,
     positive_float,
+    share,
 )
 
 ATTENTION = (
@@ -65,7 +66,7 @@ def parse_arguments(argv):
     add("--transfer-learning-rate", type=positive_float, default=1e-2)
     add("--distill-learning-rate", type=positive_float, default=3e-3)
     add("--lora-rank", type=natural, default=8, help="0: train all weights")
-    add("--window-dropout", type=float, default=0.0, help="from 0 to 1")
+    add("--window-dropout", type=share, default=0.0, help="from 0 to 1")
     add("--calibration", type=positive, default=2, help="batches to fit to")
     add("--test-bytes", type=positive, default=2**15, help="bytes of text to score")
     add("--generated", type=positive, default=64, help="bytes of each continuation")
@@ -96,14 +97,15 @@ def main(arguments):
             f"--length {arguments.length}: the test text has {len(splits['test'])} "
             f"bytes, and {longest + 1} are needed"
         )
-    # Imported here because Keras reads the backend on import.
+    # These import Keras, which reads the backend once.
+    from distilling.run import check, run
     from distilling.teacher import load_or_train
 
-    teacher, steps = load_or_train(arguments, splits)
     if not arguments.only_teacher:
-        from distilling.run import run
-
-        run(arguments, splits, teacher, steps)
+        check(arguments)
+    teacher = load_or_train(arguments, splits)
+    if not arguments.only_teacher:
+        run(arguments, splits, teacher)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@
         --attention vq:window=32,num_codes=256
 
 Without a preset, it trains a small encoder of bytes first, for about a minute. Every
-attention layer is replaced and, where possible, fitted to the original's inputs on
-sample texts. A table has the cosine between the mean hidden states of the original and
-of each converted model on other texts. With `--window-budget N`, each layer gets its
-own window, N on average. For the first attention in the list, the script also shows the
-errors per layer and the time and memory of the whole model compared with the
-original's. It then trains the model for some steps to reproduce the original's outputs,
-and saves a preset in the folder of `--out`.
+attention layer is replaced, and where it can be is fitted to texts that the original
+reads; a table and a plot have the cosine between the mean hidden states of the original
+and of each swap on others: as it is, with its windows only, and with its linear paths
+only. With `--window-budget N`, each layer gets a window of its own, N on average.
+The first attention in the list then goes on: its errors layer by layer, the time and
+memory of the whole model against the original's, some steps of distillation, after
+which it is compared again, and a preset in the folder of `--out`.
 """
 
 import sys
@@ -27,6 +27,7 @@ from command_line import (
     natural,
     positive,
     positive_float,
+    share,
 )
 
 ATTENTION = [
@@ -76,9 +77,18 @@ def parse_arguments(argv):
         default=20.0,
         help="seconds of one run of a model at a length; longer ones are left out",
     )
-    add("--steps", type=natural, default=30, help="of fine-tuning")
-    add("--learning-rate", type=positive_float, default=2e-5, help="of fine-tuning")
-    parser.add_out("runs/swap", "the new preset")
+    add(
+        "--transfer-steps",
+        type=natural,
+        default=0,
+        help="of distillation's first stage, for learned features or soft codes",
+    )
+    add("--steps", type=natural, default=30, help="of its second stage")
+    add("--transfer-learning-rate", type=positive_float, default=1e-2)
+    add("--learning-rate", type=positive_float, default=1e-3)
+    add("--lora-rank", type=natural, default=8, help="0: train all weights")
+    add("--window-dropout", type=share, default=0.0, help="from 0 to 1")
+    parser.add_out("runs/swap", "the new preset, `paths.png` and `paths.json`")
     parser.add_seed_and_verbose()
     arguments = parser.parse_args(argv)
     if arguments.layers and arguments.budget:

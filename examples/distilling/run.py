@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import time
+import warnings
 
 import keras
 import keras_hub
@@ -13,21 +14,31 @@ from byte_lm import data
 from command_line import UsageError
 from distilling import measures
 from distilling.plot import plot
+from distilling.teacher import make_backbone
 from keras_efficient_attn import VQAttention
 from keras_efficient_attn.benchmark.report import aligned
 from keras_efficient_attn.layers.attention.registry import parse_attention
 from keras_efficient_attn.models import convert_backbone, distill, swap_report
-from keras_efficient_attn.models.conversion.paths import linear_path_only, window_only
+from keras_efficient_attn.models.conversion.path_report import PATHS as PATHS_ALONE
+from keras_efficient_attn.models.conversion.path_report import WHOLE
 
 FACTORS = (1, 4, 16)
-PATHS = {
-    "as it is": lambda sites: contextlib.nullcontext(),
-    "window only": window_only,
-    "linear path only": linear_path_only,
-}
+PATHS = {WHOLE: lambda sites: contextlib.nullcontext(), **PATHS_ALONE}
 
 
-def run(arguments, splits, teacher, teacher_steps):
+def check(arguments):
+    """Raises `UsageError`, before anything is trained, for what cannot be distilled."""
+    with warnings.catch_warnings(action="ignore"):
+        student = convert(make_backbone(arguments, 1), None, arguments)
+    kernels = [adapter.kernel for adapter in student.attention_adapters]
+    if arguments.transfer_steps and not any(k.trainable_variables for k in kernels):
+        raise UsageError(
+            f"--transfer-steps {arguments.transfer_steps}: {arguments.attention} has "
+            "no weights of its own to train; its first stage takes 0 steps"
+        )
+
+
+def run(arguments, splits, teacher):
     """Converts, distils, measures, prints and saves."""
     keras.utils.set_random_seed(arguments.seed)
     backbone = convert(teacher.backbone, splits, arguments)
@@ -44,7 +55,7 @@ def run(arguments, splits, teacher, teacher_steps):
     steps = arguments.transfer_steps + arguments.distill_steps
     print(
         f"\n{arguments.attention}: {steps} steps of distillation, "
-        f"{steps / teacher_steps:.1%} of the teacher's {teacher_steps}, in "
+        f"{steps / arguments.steps:.1%} of the teacher's {arguments.steps}, in "
         f"{seconds:.0f} s\n"
     )
     heading = ["bits per byte at", *map(str, lengths), "bytes that agree"]
@@ -73,19 +84,22 @@ def random_rows(text, arguments):
 
 
 def convert(backbone, splits, arguments):
-    """The student's backbone, fitted to validation text where possible."""
+    """The student's backbone, fitted to validation text, if any, where it can be."""
+    try:
+        layer_class, options = parse_attention(arguments.attention)
+        fitted = None
+        if splits and (layer_class is VQAttention or options.get("calibrated")):
+            fitted = _validation_batches(splits, arguments)
+        return convert_backbone(backbone, arguments.attention, calibrate=fitted)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--attention {arguments.attention}: {error}") from error
+
+
+def _validation_batches(splits, arguments):
     texts = data.batches(
         splits["validation"], arguments.length, arguments.batch, arguments.seed
     )
-    fitted = [inputs for inputs, _ in itertools.islice(texts, arguments.calibration)]
-    try:
-        layer_class, options = parse_attention(arguments.attention)
-        fits = layer_class is VQAttention or options.get("calibrated")
-        return convert_backbone(
-            backbone, arguments.attention, calibrate=fitted if fits else None
-        )
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"--attention {arguments.attention}: {error}") from error
+    return [inputs for inputs, _ in itertools.islice(texts, arguments.calibration)]
 
 
 def row(task, splits, lengths, continued, arguments):

@@ -1,6 +1,7 @@
 """A causal byte model with softmax and rotary positions, trained once and reused."""
 
 import json
+from pathlib import Path
 
 import keras
 import keras_hub
@@ -10,6 +11,8 @@ from command_line import UsageError
 
 NUM_BYTES = 256
 FILE, RECORD = "teacher.keras", "teacher.json"
+# The arguments that make the teacher; `--text` besides.
+SIZES = ("length", "steps", "dim", "layers", "heads")
 
 
 def load_or_train(arguments, splits):
@@ -20,36 +23,60 @@ def load_or_train(arguments, splits):
         splits: From `byte_lm.data.load_splits`.
 
     Returns:
-        A `keras_hub.models.LlamaCausalLM` and the number of steps of its training.
+        A `keras_hub.models.LlamaCausalLM`.
+
+    Raises:
+        UsageError: If the teacher there was trained with other arguments.
     """
     folder = arguments.teacher
+    wanted = {name: getattr(arguments, name) for name in SIZES}
+    text = arguments.text
+    wanted["text"] = None if text is None else str(Path(text).resolve())
     if (folder / FILE).exists():
-        record = json.loads((folder / RECORD).read_text())
-        if record["length"] != arguments.length:
-            raise UsageError(
-                f"--teacher {folder}: trained with --length {record['length']}; "
-                f"received {arguments.length}"
-            )
-        return keras.saving.load_model(folder / FILE), record["steps"]
+        _check_record(folder, wanted)
+        return keras.saving.load_model(folder / FILE)
     task = train(arguments, splits)
-    task.save(folder / FILE)
-    record = {name: getattr(arguments, name) for name in ("length", "steps")}
-    (folder / RECORD).write_text(json.dumps(record) + "\n")
-    return task, arguments.steps
+    # The model comes last, and whole: where it is, its record is too.
+    (folder / RECORD).write_text(json.dumps(wanted) + "\n")
+    unfinished = folder / f"unfinished_{FILE}"
+    task.save(unfinished)
+    unfinished.replace(folder / FILE)
+    return task
+
+
+def _check_record(folder, wanted):
+    """Raises `UsageError` if a teacher was trained with other arguments."""
+    try:
+        record = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--teacher {folder}: {RECORD}, which says how the teacher was trained, "
+            f"cannot be read ({error}); choose another folder"
+        ) from error
+    for name, value in wanted.items():
+        if record.get(name) != value:
+            raise UsageError(
+                f"--teacher {folder}: trained with --{name} {record.get(name)}; "
+                f"received {value}"
+            )
+
+
+def make_backbone(arguments, layers):
+    """A Llama of bytes with random weights, and so many layers."""
+    return keras_hub.models.LlamaBackbone(
+        vocabulary_size=NUM_BYTES,
+        num_layers=layers,
+        num_query_heads=arguments.heads,
+        num_key_value_heads=arguments.heads,
+        hidden_dim=arguments.dim,
+        intermediate_dim=3 * arguments.dim,
+    )
 
 
 def train(arguments, splits):
     """A new teacher, trained for `--steps` on rows of `--length` bytes."""
     keras.utils.set_random_seed(arguments.seed)
-    dim = arguments.dim
-    backbone = keras_hub.models.LlamaBackbone(
-        vocabulary_size=NUM_BYTES,
-        num_layers=arguments.layers,
-        num_query_heads=arguments.heads,
-        num_key_value_heads=arguments.heads,
-        hidden_dim=dim,
-        intermediate_dim=3 * dim,
-    )
+    backbone = make_backbone(arguments, arguments.layers)
     task = keras_hub.models.LlamaCausalLM(backbone, preprocessor=None)
     # KerasHub's tasks cannot be fitted to generators.
     model = keras.Model(task.input, task.output)

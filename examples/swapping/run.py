@@ -1,6 +1,8 @@
 """The steps of `swap_attention.py`."""
 
+import contextlib
 import itertools
+import json
 import time
 
 import keras_hub
@@ -9,10 +11,13 @@ import numpy as np
 from command_line import UsageError
 from keras_efficient_attn import VQAttention
 from keras_efficient_attn.layers.attention.registry import parse_attention
-from keras_efficient_attn.models import convert_backbone, swap_report
+from keras_efficient_attn.models import convert_backbone, distill, swap_report
+from keras_efficient_attn.models.conversion.path_report import PATHS, WHOLE
+from keras_efficient_attn.models.conversion.paths import has_two_paths
 from swapping import original as originals
 from swapping.cost import measure
-from swapping.similarity import cosines, embeddings, fine_tune
+from swapping.plot import plot
+from swapping.similarity import cosines, embeddings
 
 
 def run(arguments, splits, folder):
@@ -32,47 +37,117 @@ def run(arguments, splits, folder):
         f"{len(expected)} texts of up to {arguments.length} tokens",
         flush=True,
     )
-    converted = None
-    width = max(map(len, arguments.attention)) + 2
-    print(f"\n{'attention':<{width}}{'cosine':>8}{'least':>8}{'replaced':>10}{'s':>7}")
+    converted, paths = None, {}
+    table = Table(arguments.attention)
     for name in arguments.attention:
         started = time.perf_counter()
         made = _convert(backbone, name, fitted, arguments)
         seconds = time.perf_counter() - started
-        cosine = cosines(expected, embeddings(made, held_out))
+        paths[name] = by_path(expected, made, held_out)
         layers = made.attention_layers
-        print(
-            f"{name:<{width}}{cosine.mean():>8.4f}{cosine.min():>8.4f}"
-            f"{'all' if layers is None else len(layers):>10}{seconds:>7.1f}",
-            flush=True,
-        )
+        replaced = "all" if layers is None else len(layers)
+        table.add(name, paths[name], replaced, seconds)
         if arguments.window_budget:
             print("  windows:", *_windows(made), flush=True)
-        converted = made if converted is None else converted
+        if converted is None:
+            converted = made
+            _check_transfer(arguments, converted)
 
     print(f"\n== {arguments.attention[0]}\n")
     print(swap_report(backbone, converted, held_out[0]), flush=True)
     if arguments.lengths:
         measure(backbone, converted, arguments.lengths, arguments.time_limit)
-    if arguments.steps:
-        texts = originals.batches(
-            splits["train"], arguments.batch, original.text_bytes, arguments.seed
-        )
-        fine_tune(
-            backbone,
-            converted,
-            map(original.inputs_of, texts),
-            arguments.steps,
-            arguments.learning_rate,
-            arguments.verbose,
-        )
-        cosine = cosines(expected, embeddings(converted, held_out))
+    if arguments.steps or arguments.transfer_steps:
+        seconds = _distill(original, converted, splits["train"], arguments)
         print(
-            f"\nafter {arguments.steps} steps of training: cosine {cosine.mean():.4f}, "
-            f"least {cosine.min():.4f}",
-            flush=True,
+            f"\nafter {arguments.transfer_steps} + {arguments.steps} steps of "
+            "distillation"
         )
+        name = f"{arguments.attention[0]}, distilled"
+        paths[name] = by_path(expected, converted, held_out)
+        Table([name]).add(name, paths[name], "", seconds)
+    (folder / "paths.json").write_text(json.dumps(paths, indent=2) + "\n")
+    plot(folder / "paths.png", paths)
     _save(converted, original.preprocessor, held_out, folder)
+
+
+class Table:
+    """Prints a row for each attention, as it is measured.
+
+    Args:
+        names: Of the rows.
+    """
+
+    def __init__(self, names):
+        self.width = max(map(len, names)) + 2
+        heads = "cosine", "least", "window", "linear", "replaced", "s"
+        self._print("attention", heads)
+
+    def add(self, name, paths, replaced, seconds):
+        """Prints a row: of `by_path`, the layers replaced, and the time it took."""
+        mean, least = paths[WHOLE]
+        alone = [f"{paths[path][0]:.4f}" if path in paths else "-" for path in PATHS]
+        cells = f"{mean:.4f}", f"{least:.4f}", *alone, replaced, f"{seconds:.1f}"
+        self._print(name, cells)
+
+    def _print(self, name, cells):
+        print(f"{name:<{self.width}}", *(f"{cell:>8}" for cell in cells), flush=True)
+
+
+def by_path(expected, converted, held_out):
+    """`(mean, least)` cosine of a model's embeddings, by the path of its layers.
+
+    Args:
+        expected: The original's embeddings.
+        converted: A backbone.
+        held_out: List of inputs.
+    """
+    sites = converted.attention_sites
+    paths = {WHOLE: lambda sites: contextlib.nullcontext()}
+    if any(map(has_two_paths, sites)):
+        paths |= PATHS
+    found = {}
+    for name, path in paths.items():
+        with path(sites):
+            cosine = cosines(expected, embeddings(converted, held_out))
+        found[name] = float(cosine.mean()), float(cosine.min())
+    return found
+
+
+def _distill(original, converted, text, arguments):
+    """Distils, each stage on its own texts, and returns the seconds that it took."""
+    started = time.perf_counter()
+    texts = originals.batches(
+        text, arguments.batch, original.text_bytes, arguments.seed
+    )
+    inputs = ((original.inputs_of(batch),) for batch in texts)
+    for steps, epochs in (
+        (arguments.transfer_steps, (1, 0)),
+        (arguments.steps, (0, 1)),
+    ):
+        if steps:
+            distill(
+                original.backbone,
+                converted,
+                inputs,
+                *epochs,
+                steps_per_epoch=steps,
+                transfer_learning_rate=arguments.transfer_learning_rate,
+                learning_rate=arguments.learning_rate,
+                lora_rank=arguments.lora_rank or None,
+                window_dropout=arguments.window_dropout,
+                verbose=arguments.verbose,
+            )
+    return time.perf_counter() - started
+
+
+def _check_transfer(arguments, converted):
+    kernels = [adapter.kernel for adapter in converted.attention_adapters]
+    if arguments.transfer_steps and not any(k.trainable_variables for k in kernels):
+        raise UsageError(
+            f"--transfer-steps {arguments.transfer_steps}: {arguments.attention[0]} "
+            "has no weights of its own to train; its first stage takes 0 steps"
+        )
 
 
 def _original(arguments, splits):

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -42,6 +43,61 @@ def test_teacher_is_kept_and_student_measured(tmp_path, capsys):
     other[1, 2] = 0
     assert agreement(same, other) == 3.0
 
-    changed = [*arguments, "--length", "32"]
-    assert distill_byte_lm.main(changed) == 2
-    assert "trained with --length 16; received 32" in capsys.readouterr().err
+    for option, old, new in (
+        ("length", 16, 32),
+        ("steps", 2, 3),
+        ("dim", 16, 32),
+        ("layers", 1, 2),
+        ("heads", 2, 4),
+    ):
+        assert distill_byte_lm.main([*arguments, f"--{option}", str(new)]) == 2
+        message = f"trained with --{option} {old}; received {new}"
+        assert message in capsys.readouterr().err
+    other = tmp_path / "other"
+    other.write_bytes(text.read_bytes())
+    assert distill_byte_lm.main([*arguments, "--text", str(other)]) == 2
+    assert "trained with --text" in capsys.readouterr().err
+    record = tmp_path / "teacher" / "teacher.json"
+    record.unlink()
+    assert distill_byte_lm.main(arguments) == 2
+    assert "teacher.json" in capsys.readouterr().err
+
+
+@pytest.mark.any_backend
+def test_a_teacher_whose_training_was_killed_is_trained_again(
+    tmp_path, monkeypatch, capsys
+):
+    text = tmp_path / "text"
+    text.write_text("".join(f"{i} sheep, " for i in range(3000)))
+    arguments = [*TINY, "--text", str(text), "--teacher", str(tmp_path / "teacher")]
+    arguments += ["--only-teacher", "--out", str(tmp_path / "out")]
+
+    def killed(self, path, *args, **kwargs):
+        Path(path).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keras.Model, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            distill_byte_lm.main(arguments)
+    assert distill_byte_lm.main(arguments) == 0
+    assert keras.saving.load_model(tmp_path / "teacher" / "teacher.keras")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--window-dropout", "2"], "a number from 0 to 1; received '2'"),
+        (["--attention", "local:window=4"], "no weights of its own to train"),
+        (["--attention", "local:window=-1"], "--attention local:window=-1"),
+    ],
+)
+def test_what_cannot_be_distilled_is_said_before_training(
+    tmp_path, error_line, arguments, message
+):
+    text = tmp_path / "text"
+    text.write_text("".join(f"{i} sheep, " for i in range(3000)))
+    folders = ["--teacher", str(tmp_path / "t"), "--out", str(tmp_path / "out")]
+    arguments = [*TINY, "--text", str(text), *folders, *arguments]
+    assert message in error_line(distill_byte_lm, arguments)
+    assert not (tmp_path / "t" / "teacher.keras").exists()

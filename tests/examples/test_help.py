@@ -17,11 +17,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
     [
         ("adaptive_computation", "--ponder-cost"),
         ("associative_recall", "--pairs"),
-        ("claim_gates", "--learning-rates"),
-        ("claim_length", "--lengths"),
-        ("claim_rank", "--windows"),
-        ("claim_spans", "--penalties"),
-        ("claim_variants", "--stride"),
+        ("compare_choices", "--window-budgets"),
         ("distill_byte_lm", "--teacher"),
         ("image_classification", "--dataset"),
         ("image_generation", "--data"),

@@ -1,3 +1,5 @@
+import json
+
 import keras_hub
 import pytest
 
@@ -42,8 +44,8 @@ def test_from_training_to_a_preset(small, tmp_path, capsys):
     arguments += ["--out", str(out)]
     assert swap_attention.main(arguments) == 0
     rows = printed(capsys)
-    # With windows as long as the texts, the model is exact.
-    assert rows[NARROW][0][:3] == ["1.0000", "1.0000", "all"]
+    # With windows as long as the texts, it is exact.
+    assert rows[NARROW][0][:5] == ["1.0000", "1.0000", "-", "-", "all"]
     assert rows["windows:"] == [["16"]]
     (cells,) = rows["24"]
     softmax, _, swapped, _, faster = map(float, cells)
@@ -55,8 +57,12 @@ def test_from_training_to_a_preset(small, tmp_path, capsys):
     assert least - 0.01 <= faster <= most + 0.01
     assert rows["48"] == [["-"] * 5]
     assert [cells[1] for cells in rows["-"]] == ["softmax:", "swapped:"]
-    (after,) = rows["after"]
-    assert float(after[after.index("cosine") + 1].rstrip(",")) > 0.9
+    assert rows["after"] == [["0", "+", "2", "steps", "of", "distillation"]]
+    assert float(rows[f"{NARROW},"][0][1]) > 0.9
+    assert (out / "paths.png").exists()
+    paths = json.loads((out / "paths.json").read_text())
+    # A window is the only path that it has.
+    assert [list(found) for found in paths.values()] == [["as it is"]] * 2
     loaded = keras_hub.models.Backbone.from_preset(str(out / "preset"))
     found = families.kernels(loaded)
     assert [type(v) for v in found] == [LocalAttention]
@@ -87,11 +93,16 @@ def test_of_a_preset_what_is_left_is_measured(small, tmp_path, capsys):
     ).save_to_preset(preset)
     backbone.save_to_preset(preset)
     arguments = [*small, "--preset", preset, "--steps", "0", "--lengths"]
-    arguments += ["--attention", EXACT, COARSE, "--out", str(tmp_path / "out")]
+    swaps = [EXACT, COARSE, NARROW]
+    arguments += ["--attention", *swaps, "--out", str(tmp_path / "out")]
     assert swap_attention.main(arguments) == 0
     rows = printed(capsys)
     assert rows[EXACT][0][:2] == ["1.0000", "1.0000"]
     assert 0 < float(rows[COARSE][0][1]) <= float(rows[COARSE][0][0]) < 0.999
+    assert rows[EXACT][0][2:4] == ["-", "-"]
+    # The window alone is what a layer of that window alone gives.
+    assert rows[COARSE][0][2] == rows[NARROW][0][0] != rows[COARSE][0][0]
+    assert rows[COARSE][0][3] not in (rows[COARSE][0][0], rows[COARSE][0][2])
     assert rows["0"][-1][1:] == ["0.00%", "0.00%"]
     assert not rows.get("after")
     # The preset includes the tokenizer.
@@ -140,6 +151,7 @@ def test_a_length_that_memory_may_not_hold_is_left_out(monkeypatch):
         (["--window-budget", "8", "--budget", "0.1"], "exclude each other"),
         (["--text", "/nowhere"], "no such file"),
         (["--steps", "-1"], "not negative; received '-1'"),
+        (["--window-dropout", "2"], "a number from 0 to 1; received '2'"),
     ],
 )
 def test_errors_are_one_line(tmp_path, error_line, arguments, message):

@@ -118,6 +118,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
 
     # Longest wavelength of rotary positions; set by subclasses that rotate.
     rotary_wavelength = None
+    # Normalisation of queries and keys, and what `q·k` is divided by, likewise.
+    qk_norm, temperature = False, 1.0
     # Whether `sliding_window` of Keras' constructor sets the layer's `window`.
     takes_sliding_window = False
     # Positions that a state holds where nobody says.

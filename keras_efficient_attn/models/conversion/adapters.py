@@ -9,6 +9,7 @@ from keras_efficient_attn.models.conversion.keras_internals import (
     projections,
     set_projection,
     skip_projections,
+    tracked_layers,
 )
 from keras_efficient_attn.ops.common.backend import shape_of
 
@@ -70,9 +71,12 @@ class AttentionAdapter(keras.layers.Layer):
         return None
 
     def adopt_projections(self, host):
-        """Takes over the host's projections and its positions."""
-        for name, layer in projections(host).items():
-            set_projection(self, name, layer)
+        """Takes over the projections of the host, and what gives it positions."""
+        held = projections(host)
+        # In the order of the host, which its weights have.
+        order = {id(layer): index for index, layer in enumerate(tracked_layers(host))}
+        for name in sorted(held, key=lambda name: order[id(held[name])]):
+            set_projection(self, name, held[name])
         self._host_build_config = host.get_build_config()
 
     def get_build_config(self):
@@ -262,8 +266,8 @@ class MistralAdapter(RotaryAdapter):
         return ops.diagonal(mask, axis1=-2, axis2=-1)[:, None]
 
 
-class GemmaAdapter(RotaryAdapter):
-    """For Gemma's attention, whose rotation interleaves the two halves."""
+class Gemma3Adapter(RotaryAdapter):
+    """For the attention of Gemma 3 without images."""
 
     rotary_attribute = "rope_layer"
 
@@ -279,7 +283,30 @@ class GemmaAdapter(RotaryAdapter):
                 "it scales its logits by the model's width instead of the heads'. "
                 "Received: query_head_dim_normalize=False"
             )
+        if getattr(host, "use_bidirectional_attention", False):
+            return (
+                "its block is not causal, which the adapter takes it for. Received: "
+                "use_bidirectional_attention=True"
+            )
         return None
+
+    def call(
+        self,
+        hidden_states,
+        attention_mask=None,
+        cache=None,
+        cache_update_index=None,
+        cache_update_mask=None,
+        training=None,
+    ):
+        return super().call(hidden_states, attention_mask, cache, training=training)
+
+    def add_positions(self, heads, start):
+        return self.rope_layer(heads, start_index=start)
+
+
+class GemmaAdapter(Gemma3Adapter):
+    """For Gemma's attention, whose rotation interleaves its halves."""
 
     def add_positions(self, heads, start):
         shape = shape_of(heads)

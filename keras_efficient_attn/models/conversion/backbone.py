@@ -59,7 +59,7 @@ def convert_backbone(
     Works on backbones whose attention is `keras.layers.MultiHeadAttention` or
     KerasHub's `CachedMultiHeadAttention` (BERT, RoBERTa, DistilBERT, ELECTRA, GPT-2,
     OPT, BART, Whisper, ViT, DINOv2 and others), or that of Llama, Qwen 2.5 and 3,
-    Phi-3, Mistral, Mixtral or the first Gemma.
+    Phi-3, Mistral, Mixtral, the first Gemma or Gemma 3 without images.
     Four things to know:
 
     - Cross-attention stays as it is, and so does what reads the outputs.

@@ -1,5 +1,8 @@
 """`distill`: trains a converted model to reproduce the original's outputs."""
 
+import collections
+import contextlib
+import itertools
 import math
 import numbers
 import os
@@ -13,7 +16,11 @@ from keras_efficient_attn.models.conversion.distillation import (
     StateDistillation,
     backbone_of,
 )
-from keras_efficient_attn.models.conversion.keras_internals import projections
+from keras_efficient_attn.models.conversion.fit import batches
+from keras_efficient_attn.models.conversion.keras_internals import (
+    lora_variables,
+    projections,
+)
 from keras_efficient_attn.models.conversion.sites import find_sites
 from keras_efficient_attn.ops.common.checks import (
     check_positive_int,
@@ -67,31 +74,34 @@ def distill(
 
     Args:
         teacher: The original: a `keras_hub.models.Backbone`, or a task with one. It
-            does not change.
-        student: A backbone from `convert_backbone`, or a task with one; of the same
-            kind as `teacher`.
-        data: Inputs of the models: a batch of the models' inputs, a list of batches, or
-            another input of `fit` (a generator, a `tf.data.Dataset`, a `DataLoader` or
-            a `PyDataset` of tuples `(inputs,)`).
-        transfer_epochs: Epochs of the first stage; 0 skips it. Defaults to 1.
-        epochs: Epochs of the second stage; 0 skips it. Defaults to 1.
-        steps_per_epoch: Steps per epoch, required for data without a length. Defaults
-            to `None`: all of the data.
-        transfer_learning_rate: The peak learning rate of the first stage. Defaults to
-            1e-2.
-        learning_rate: The peak learning rate of the second stage. Defaults to 1e-3.
-        lora_rank: Rank of the projections' LoRA. `enable_lora` of the student's
-            backbone freezes its other weights, and they stay frozen. A student that
-            already has LoRA keeps it. `None` trains all trainable weights. Defaults to
-            8.
-        window_dropout: The initial rate of dropping windows, from 0 to 1. Defaults to
-            0.5.
-        weights_every: Number of steps of the first stage between divergences of the
-            attention weights, whose time and memory grow with the square of the length.
-            Defaults to `None`: outputs only.
-        backup_dir: Folder for checkpoints of the trained weights after each epoch, one
-            per stage. The same call with an identically converted student resumes from
-            there. Defaults to `None`: none.
+            stays as it is.
+        student: A backbone from `convert_backbone`, or a task with one; of the kind
+            of `teacher`.
+        data: Inputs of the models: a batch as the models take it (of a tuple
+            `(inputs, targets)`, the inputs, as in `convert_backbone`), a list of
+            batches, or what `fit` takes of further kinds (a generator or a
+            `tf.data.Dataset`, a `DataLoader`, a `PyDataset` of tuples `(inputs,)`).
+            Each epoch reads a list or a `PyDataset` in its order; both stages read on
+            in one generator.
+        transfer_epochs: Epochs of the first stage; 0 leaves it out. Defaults to 1.
+        epochs: Epochs of the second stage; 0 leaves it out. Defaults to 1.
+        steps_per_epoch: Steps of an epoch, which data without a length needs.
+            Defaults to `None`: all of the data.
+        transfer_learning_rate: The largest rate of the first stage. Defaults to 1e-2.
+        learning_rate: The largest rate of the second stage. Defaults to 1e-3.
+        lora_rank: Rank of the changes of the projections; `enable_lora` of the
+            student's backbone freezes its other weights, and they stay so; heads of
+            tasks and biases do not train either. A student that has LoRA already
+            keeps its own. `None` trains all weights that are trainable. Defaults to 8.
+        window_dropout: The rate at first, from 0 to 1. Defaults to 0.5.
+        weights_every: Steps of the first stage from one divergence of the attention
+            weights, whose time and memory grow with the square of the length, to the
+            next. Defaults to `None`: outputs alone.
+        backup_dir: Folder of checkpoints after each epoch, one file per stage, of what
+            training changes: the same call with a student that is converted alike
+            goes on from there, to the same weights if `data` has the same order
+            again (a generator is to begin anew: what was read of it is skipped).
+            Defaults to `None`: none.
         callbacks: List of Keras' callbacks, for both stages. Defaults to `None`.
         verbose: As for `fit`.
 
@@ -99,9 +109,10 @@ def distill(
         Dict of Keras' `History` for each stage that ran: `"transfer"`, `"states"`.
 
     Raises:
-        ValueError: If the student is not converted, or its layers or its kind differ
-            from the teacher's; if an argument is out of range; or if data without a
-            length is given without `steps_per_epoch`.
+        ValueError: If the student is not converted, or its layers, or its kind, are
+            not those of the teacher; if an argument is out of range; if data
+            without a length comes without `steps_per_epoch`; or if a checkpoint is
+            damaged, or not of this student.
 
     Example:
 
@@ -129,20 +140,22 @@ def distill(
     data = _fit_data(data)
     steps = _steps_per_epoch(data, steps_per_epoch)
     backbone = backbone_of(student)
-    options = dict(verbose=verbose, steps_per_epoch=steps_per_epoch)
+    # In an order of its own, an epoch that is resumed would read other batches.
+    options = dict(verbose=verbose, steps_per_epoch=steps_per_epoch, shuffle=False)
     histories = {}
 
     def fit(name, stage_class, trained, count, rate, **stage_options):
         arguments = (teacher, student, trained, window_dropout, count * steps)
         stage = stage_class(*arguments, **stage_options)
         stage.compile(_optimizer(rate, count * steps))
-        own = list(callbacks or ())
+        own, done = list(callbacks or ()), 0
         if backup_dir is not None:
-            folder = os.path.join(backup_dir, name)
-            own.append(
-                keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
-            )
-        histories[name] = stage.fit(data, epochs=count, callbacks=own, **options)
+            backup = Backup(os.path.join(backup_dir, f"{name}.npz"))
+            done = backup.restore(stage) // steps
+            own.append(backup)
+        options["initial_epoch"] = done
+        with _share_of(data, count * steps, done * steps) as share:
+            histories[name] = _fit(stage, share, count, own, options)
 
     kernels = [adapter.kernel for adapter in backbone.attention_adapters]
     own_weights = [v for kernel in kernels for v in kernel.trainable_variables]
@@ -150,11 +163,36 @@ def distill(
         arguments = (own_weights, transfer_epochs, transfer_learning_rate)
         fit("transfer", AttentionTransfer, *arguments, weights_every=weights_every)
     if epochs:
+        trained = student.trainable_variables
         if lora_rank is not None:
             _enable_lora(backbone, lora_rank)
-        trained = student.trainable_variables
+            own_weights = [v for kernel in kernels for v in kernel.trainable_variables]
+            trained = lora_variables(student) + own_weights
         fit("states", StateDistillation, trained, epochs, learning_rate)
     return histories
+
+
+class Backup(keras.callbacks.Callback):
+    """Keeps what a stage changes in one file, after each epoch.
+
+    Args:
+        path: Of the file.
+    """
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def restore(self, stage):
+        """The steps that were done when the file was written; 0 without a file."""
+        if os.path.exists(self.path):
+            stage.optimizer.build(stage.trainable_variables)
+            stage.load_weights(self.path)
+        return stage.steps_done
+
+    def on_epoch_end(self, epoch, logs=None):
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        self.model.save_weights(self.path)
 
 
 class BatchList(keras.utils.PyDataset):
@@ -212,10 +250,36 @@ def _check_numbers(transfer_epochs, epochs, window_dropout):
 
 
 def _fit_data(data):
-    """The data in a form for `fit`."""
-    if isinstance(data, dict) or hasattr(data, "shape"):
-        data = [data]
-    return BatchList(list(data)) if isinstance(data, list | tuple) else data
+    """The data as `fit` takes it."""
+    if isinstance(data, dict | list | tuple) or hasattr(data, "shape"):
+        return BatchList(batches(data, "data"))
+    return data
+
+
+@contextlib.contextmanager
+def _share_of(data, number, done):
+    """The batches of a stage that are left of its number, where data is an iterator.
+
+    Keras reads ahead: without a bound, the next stage would miss some of it.
+    """
+    if not isinstance(data, collections.abc.Iterator):
+        yield data
+        return
+    share = itertools.islice(data, number)
+    collections.deque(itertools.islice(share, done), maxlen=0)
+    # Keras takes a generator, and no other iterator.
+    yield (batch for batch in share)
+    collections.deque(share, maxlen=0)
+
+
+def _fit(stage, data, epochs, callbacks, options):
+    """The history of what is left of a stage's epochs."""
+    if options["initial_epoch"] < epochs:
+        return stage.fit(data, epochs=epochs, callbacks=callbacks, **options)
+    history = keras.callbacks.History()
+    history.set_model(stage)
+    history.on_train_begin()
+    return history
 
 
 def _steps_per_epoch(data, steps_per_epoch):

@@ -22,7 +22,7 @@ from keras_efficient_attn.models.conversion.trace import (
     run,
 )
 
-# Lower bound of attention weights.
+# Below it, the logarithm of attention weights is a line.
 SMALLEST_WEIGHT = 1e-6
 
 
@@ -110,29 +110,55 @@ class DistillationStage(keras.Model):
         Keras merges LoRA into saved weights and zeroes both factors on loading: their
         gradients would then stay zero.
         """
+        if not overwrite and os.path.exists(filepath):
+            raise FileExistsError(f"`filepath` exists. Received: filepath={filepath}")
         arrays = [_wide_array(variable) for variable in self._changing_variables]
-        with open(filepath, "wb" if overwrite else "xb") as file:
+        # A run that is killed while it writes leaves the file before as it was.
+        unfinished = f"{filepath}.unfinished"
+        with open(unfinished, "wb") as file:
             np.savez(file, *arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, filepath)
 
     def load_weights(self, filepath):
-        """Loads a file of `save_weights`, which is neither compressed nor pickled."""
-        with zipfile.ZipFile(filepath) as archive:
-            size = sum(member.file_size for member in archive.infolist())
+        """Loads what `save_weights` saved, which is neither compressed nor pickled."""
+        try:
+            with zipfile.ZipFile(filepath) as archive:
+                damaged = archive.testzip()
+                size = sum(member.file_size for member in archive.infolist())
+        except zipfile.BadZipFile as error:
+            damaged = str(error)
+        if damaged:
+            raise ValueError(
+                f"The checkpoint is damaged ({damaged}): remove the file, and the "
+                f"stage begins again. Received: filepath={filepath}"
+            )
         if size > os.path.getsize(filepath):
             raise ValueError(
                 f"`filepath` has members of {size:,} bytes, more than the file. "
                 f"Received: filepath={filepath}"
             )
         with np.load(filepath, allow_pickle=False) as arrays:
-            for variable, name in zip(
-                self._changing_variables, arrays.files, strict=True
-            ):
+            variables = self._changing_variables
+            shapes = [tuple(variable.shape) for variable in variables]
+            if [arrays[name].shape for name in arrays.files] != shapes:
+                raise ValueError(
+                    "The checkpoint is of another student, or of other options: its "
+                    f"arrays have other shapes. Received: filepath={filepath}"
+                )
+            for variable, name in zip(variables, arrays.files, strict=True):
                 variable.assign(arrays[name])
 
     @property
     def _changing_variables(self):
         own = [self._step, self._seed_generator.state]
         return [*self.trainable_variables, *own, *self.optimizer.variables]
+
+    @property
+    def steps_done(self):
+        """The number of steps of training so far, an integer."""
+        return int(ops.convert_to_numpy(self._step))
 
     def compute_loss(self, x=None, y=None, y_pred=None, *args, **kwargs):
         return y_pred
@@ -217,11 +243,24 @@ class StateDistillation(DistillationStage):
         hidden = sum(errors) / max(len(errors), 1)
         if isinstance(self.student, keras_hub.models.Task):
             return hidden + divergence(expected, output, mask)
-        outputs = zip(
-            keras.tree.flatten(expected), keras.tree.flatten(output), strict=True
-        )
-        outputs = [squared_error(old, new, mask) for old, new in outputs]
+        if not isinstance(expected, dict):
+            return hidden + squared_error(expected, output, mask)
+        outputs = [
+            squared_error(old, output[name], mask_of_output(name, inputs))
+            for name, old in expected.items()
+        ]
         return hidden + sum(outputs) / len(outputs)
+
+
+def mask_of_output(name, inputs):
+    """The padding of an output of a backbone of KerasHub, or `None`.
+
+    An encoder-decoder has two of each: `encoder_sequence_output` belongs to
+    `encoder_padding_mask`.
+    """
+    prefix = name.removesuffix("sequence_output")
+    mask = inputs.get(f"{prefix}padding_mask") if isinstance(inputs, dict) else None
+    return None if mask is None else ops.cast(mask, "bool")
 
 
 def _softmax_kernel(site):
@@ -262,14 +301,14 @@ def weights_divergence(old, new, mask):
 
     Args:
         old: Attention weights `(batch, heads, length, keys)`, without gradient.
-        new: The same; clipped below at `SMALLEST_WEIGHT`.
+        new: The same; below `SMALLEST_WEIGHT`, their logarithm goes on as a line, so
+            that those which are much too small have the largest gradients.
         mask: As for `squared_error`.
     """
-    old, new = (
-        ops.log(ops.maximum(ops.cast(x, "float32"), SMALLEST_WEIGHT))
-        for x in (old, new)
-    )
-    old = ops.stop_gradient(old)
+    old, new = (ops.cast(x, "float32") for x in (old, new))
+    old = ops.stop_gradient(ops.log(ops.maximum(old, SMALLEST_WEIGHT)))
+    below = ops.minimum(new - SMALLEST_WEIGHT, 0.0) / SMALLEST_WEIGHT
+    new = ops.log(ops.maximum(new, SMALLEST_WEIGHT)) + below
     found = ops.mean(ops.sum(ops.exp(old) * (old - new), axis=-1), axis=1)
     kept = _kept(mask, found)
     return ops.sum(found * kept) / ops.sum(kept)

@@ -7,13 +7,14 @@ from keras import ops
 from keras_efficient_attn.models.conversion.trace import valid_rows
 
 
-def batches(data):
-    """The batches in `calibrate`, a list of model inputs.
+def batches(data, name="calibrate"):
+    """The batches in `calibrate`, a list, each as the model takes it.
 
     Args:
         data: A batch: an array, a dict of arrays, or a tuple `(inputs, targets)` or
             `(inputs, targets, weights)`, from which the inputs are used. Or an iterable
             of such batches: a list, a `tf.data.Dataset`, a `DataLoader`, ….
+        name: Of the argument, for errors.
 
     Raises:
         TypeError: If `data` is of another kind.
@@ -25,11 +26,11 @@ def batches(data):
         found = [keras.utils.unpack_x_y_sample_weight(batch)[0] for batch in data]
     except TypeError:
         raise TypeError(
-            "`calibrate` must be a batch, or an iterable of batches. Received: "
-            f"calibrate={data!r}"
+            f"`{name}` must be a batch, or an iterable of batches. Received: "
+            f"{name}={data!r}"
         ) from None
     if not found:
-        raise ValueError("`calibrate` must hold at least one batch. Received: none")
+        raise ValueError(f"`{name}` must hold at least one batch. Received: none")
     return found
 
 

@@ -54,6 +54,8 @@ def _states_as_cache(task, inputs):
     """Gives a task, during one `generate_step`, methods whose cache holds states."""
     if isinstance(task, keras_hub.models.Seq2SeqLM):
         methods = Seq2SeqMethods(task, inputs, "decoder_")
+    elif isinstance(task, keras_hub.models.Gemma3CausalLM):
+        methods = Gemma3Methods(task, inputs, "")
     else:
         methods = CausalMethods(task, inputs, "")
     with generation_methods(task, methods.build_cache, methods.call_with_cache):
@@ -116,8 +118,17 @@ class CausalMethods:
             length = self.max_length if kernel.state_grows else None
             return kernel.get_initial_state(self.batch_size, length)
         heads, key_dim = projections(site.layer)["key"].partial_output_shape[-2:]
-        shape = (self.batch_size, 2, self.max_length, heads, key_dim)
-        return ops.zeros(shape, site.layer.compute_dtype)
+        sizes = self.batch_size, self.max_length, heads, key_dim
+        return self.keys_and_values(*sizes, site.layer.compute_dtype)
+
+    def keys_and_values(self, batch_size, length, heads, dim, dtype):
+        """Room for the keys and values of a layer with softmax."""
+        return ops.zeros((batch_size, 2, length, heads, dim), dtype)
+
+    def unread_cache(self, batch_size, capacity):
+        """What KerasHub's blocks take for a cache, and make masks of its length."""
+        shape = (batch_size, self.task.backbone.num_layers, 2, capacity, 1, 1)
+        return ops.zeros(shape, self.task.compute_dtype)
 
     def read_prompts(self, token_ids, call):
         """The cache after all positions before the first step's position.
@@ -162,14 +173,41 @@ class CausalMethods:
         # Blocks make masks of this length, which only softmax layers read.
         capacity = self.max_length if kept else 1
         batch_size = shape_of(cache["first"])[0]
-        shape = (batch_size, self.task.backbone.num_layers, 2, capacity, 1, 1)
+        steps = ops.arange(self.max_length, dtype="int32")
+        is_token = (steps >= cache["first"][:, None])[:, None]
         with contextlib.ExitStack() as stack:
             for index, site in enumerate(self.sites):
-                make_call = _streaming_call if site.is_converted else _caching_call
-                call = make_call(site, states, index, position, cache["first"])
+                if site.is_converted:
+                    call = _streaming_call(
+                        site, states, index, position, cache["first"]
+                    )
+                else:
+                    call = _caching_call(site, states, index, is_token)
                 stack.enter_context(replaced_call(site.layer, call))
-            result = forward(ops.zeros(shape, self.task.compute_dtype))
+            result = forward(self.unread_cache(batch_size, capacity))
         return result, {"first": cache["first"], "layers": states}
+
+
+class Gemma3Methods(CausalMethods):
+    """The methods of Gemma 3 without images: its cache has pairs."""
+
+    def build_cache(self, token_ids, *images_and_masks):
+        return super().build_cache(token_ids)
+
+    def call_with_cache(
+        self, token_ids, cache, cache_update_index, cache_update_mask=None
+    ):
+        # The mask spares what was read of longer prompts: here, nothing was.
+        return super().call_with_cache(token_ids, cache, cache_update_index)
+
+    def keys_and_values(self, batch_size, length, heads, dim, dtype):
+        zeros = ops.zeros((batch_size, length, heads, dim), dtype)
+        return zeros, zeros
+
+    def unread_cache(self, batch_size, capacity):
+        dtype = self.task.compute_dtype
+        pair = self.keys_and_values(batch_size, capacity, 1, 1, dtype)
+        return (pair,) * self.task.backbone.num_layers
 
 
 class Seq2SeqMethods(CausalMethods):
@@ -241,13 +279,11 @@ def _streaming_call(site, states, index, position, first):
     return call
 
 
-def _caching_call(site, states, index, position, first):
-    """The `call` of a softmax layer, whose cache is its state."""
+def _caching_call(site, states, index, is_token):
+    """The `call` of a layer with softmax, whose cache is a state of its own."""
     stock_call = site.layer.call
 
     def call(*args, attention_mask, cache, **kwargs):
-        steps = ops.arange(shape_of(states[index])[2], dtype="int32")
-        is_token = (steps >= first[:, None])[:, None]
         output, states[index] = stock_call(
             *args,
             attention_mask=ops.where(

@@ -29,12 +29,15 @@ PROJECTIONS = {
 def projections(layer):
     """The projections, their norms and the dropout of an attention layer: a dict.
 
-    Keras 3.15 has them as `_query_dense`, KerasHub 0.32 also as `query_dense`.
+    Keras 3.15 has them as `_query_dense`, KerasHub 0.32 also as `query_dense`, and
+    norms also as `query_norm`.
     """
     found = {}
     for name, attribute in PROJECTIONS.items():
-        held = getattr(layer, f"_{attribute}", None)
-        held = getattr(layer, attribute, None) if held is None else held
+        attributes = [f"_{attribute}", attribute]
+        attributes += [name] if name.endswith("_norm") else []
+        held = (getattr(layer, attribute, None) for attribute in attributes)
+        held = next((layer for layer in held if layer is not None), None)
         if held is not None:
             found[name] = held
     return found
@@ -119,6 +122,11 @@ def lora_of(layer):
     if not getattr(layer, "lora_enabled", False):
         return None
     return layer.lora_rank, layer.lora_alpha
+
+
+def lora_variables(model):
+    """The factors of LoRA below a model: `lora_kernel_a` and so on (Keras 3.15)."""
+    return [v for v in model.trainable_variables if v.name.startswith("lora_")]
 
 
 def skip_projections(layer):

@@ -4,9 +4,14 @@ import contextlib
 
 from keras import ops
 
+from keras_efficient_attn.models.conversion.keras_internals import (
+    projections,
+    set_projection,
+)
 from keras_efficient_attn.models.conversion.plan import build_adapter
 from keras_efficient_attn.models.conversion.specification import make_adapter
 from keras_efficient_attn.models.conversion.trace import replaced_call
+from keras_efficient_attn.ops.common.numerics import rms_normalize
 
 
 def has_two_paths(site):
@@ -36,10 +41,7 @@ def window_only(sites):
     """
     with contextlib.ExitStack() as stack:
         for site in filter(has_two_paths, sites):
-            window = site.layer.kernel.window
-            adapter = make_adapter(f"local:window={window}", site)
-            build_adapter(adapter, site)
-            stack.enter_context(replaced_call(site.layer, adapter.call))
+            stack.enter_context(replaced_call(site.layer, _window_adapter(site).call))
         yield
 
 
@@ -56,6 +58,31 @@ def dropped_windows(sites, dropped):
             call = _choosing_call(site.layer.kernel, dropped[index])
             stack.enter_context(replaced_call(site.layer.kernel, call))
         yield
+
+
+def _window_adapter(site):
+    """An adapter for the window of a layer, whose queries and keys are the layer's."""
+    kernel = site.layer.kernel
+    options = [f"window={kernel.window}"]
+    if kernel.rotary_wavelength is not None:
+        options.append(f"rotary_wavelength={kernel.rotary_wavelength}")
+    adapter = make_adapter(f"local:{','.join(options)}", site)
+    build_adapter(adapter, site)
+    for name in ("query", "key"):
+        project = projections(adapter.kernel)[name]
+        set_projection(adapter.kernel, name, _prepared_by(kernel, project))
+    return adapter
+
+
+def _prepared_by(kernel, project):
+    """A projection, with the norm and the temperature that a kernel gives it."""
+
+    def prepare(x):
+        heads = project(x)
+        heads = rms_normalize(heads) if kernel.qk_norm else heads
+        return heads * kernel.temperature**-0.5
+
+    return prepare
 
 
 def _choosing_call(kernel, dropped):

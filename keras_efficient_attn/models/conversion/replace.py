@@ -4,24 +4,28 @@ import warnings
 
 from keras_efficient_attn.models.conversion.fit import batches, check_can_fit, fit
 from keras_efficient_attn.models.conversion.plan import build_adapter, plan_conversion
+from keras_efficient_attn.models.conversion.replaced import remember, serialized
 from keras_efficient_attn.models.conversion.trace import trace
 
 
 def replace_attention(model, attention, layers=None, calibrate=None):
     """Replaces self-attention layers of a built model, in the model itself.
 
-    Works on any Keras model with `keras.layers.MultiHeadAttention` as an attribute of a
-    layer, in such a list or dict, or in a functional graph, and on KerasHub's
-    `CachedMultiHeadAttention` and the grouped-query attention of Llama, Qwen 2.5 and 3,
-    Phi-3, Mistral, Mixtral and the first Gemma. The new layers take over the
-    projections, and read padding and causality from masks, as in `convert_backbone`.
-    Cross-attention stays: layers whose name says so and, in a functional graph, layers
-    called with queries and values of different lengths.
+    For any Keras model that holds `keras.layers.MultiHeadAttention`, as an attribute
+    of a layer, in a list or dict that is one, or in a functional graph; and for
+    KerasHub's `CachedMultiHeadAttention` and the grouped-query attention of Llama,
+    Qwen 2.5 and 3, Phi-3, Mistral, Mixtral, the first Gemma and Gemma 3 without images.
+    The new layers take over the projections as they stand, and read padding and
+    causality of masks, as in `convert_backbone`.
+    Cross-attention stays: layers whose name says so, and in a functional graph those
+    that are called with queries and values of different lengths.
 
-    The model has to be compiled again. The conversion **does not survive saving**: the
-    blocks' configurations still describe softmax attention, so a loaded model has
-    softmax attention. For a backbone of KerasHub, `convert_backbone` makes a copy that
-    can be saved.
+    The model has to be compiled again. It saves, and loads with its new attention
+    once `keras_efficient_attn.models` is imported: its class becomes a subclass that
+    writes the configuration from before, and what was replaced. That holds for the
+    model that is passed, or a model around it, and not for a layer or block of it that
+    is saved alone. A model without `get_config`, which Keras cannot load either, does
+    not. `trainable` of its layers is saved as it was before.
 
     Args:
         model: A built model or layer.
@@ -50,6 +54,7 @@ def replace_attention(model, attention, layers=None, calibrate=None):
     plan = plan_conversion(model, attention, layers)
     # Build all before installing any: an error then leaves the model unchanged.
     adapters = plan.make_adapters()
+    before = serialized(model)
     if calibrate is not None:
         check_can_fit(adapters)
         records = trace(model, plan.selected, batches(calibrate))
@@ -57,10 +62,11 @@ def replace_attention(model, attention, layers=None, calibrate=None):
             build_adapter(adapter, site)
         fit(adapters, plan.selected, records)
     plan.install(adapters)
-    warnings.warn(
-        f"{model.name} has to be compiled again, and does not survive saving: what is "
-        "loaded has softmax attention. `convert_backbone` makes a copy of a backbone "
-        "that does.",
-        stacklevel=2,
-    )
+    message = f"{model.name} has to be compiled again."
+    if before is None:
+        message += " It does not survive saving: it, or a layer in it, has no "
+        message += "`get_config`."
+    else:
+        remember(model, before, plan)
+    warnings.warn(message, stacklevel=2)
     return [adapter.path for adapter in adapters]

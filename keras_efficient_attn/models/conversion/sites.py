@@ -8,6 +8,7 @@ import keras_hub
 
 from keras_efficient_attn.models.conversion.adapters import (
     AttentionAdapter,
+    Gemma3Adapter,
     GemmaAdapter,
     MistralAdapter,
     MultiHeadAdapter,
@@ -32,6 +33,7 @@ ADAPTERS = {
     "QwenAttention": RotaryAdapter,
     "CachedMistralAttention": MistralAdapter,
     "CachedMixtralAttention": MistralAdapter,
+    "CachedGemma3Attention": Gemma3Adapter,
     "CachedGemmaAttention": GemmaAdapter,
     "WhisperCachedMultiHeadAttention": MultiHeadAdapter,
 }
@@ -46,6 +48,7 @@ REFUSED = {
 # Blocks of KerasHub around the layers in `ADAPTERS`: they merge causality, padding and,
 # if given, `decoder_attention_mask` into one mask.
 CAUSAL_BLOCKS = (
+    "Gemma3DecoderBlock",
     "GemmaDecoderBlock",
     "LlamaTransformerDecoder",
     "MistralTransformerDecoder",
@@ -210,6 +213,15 @@ def _is_causal(model, layer, adapter_class, parents):
                 "The attention of this model cannot be replaced: its block passes "
                 "masks that differ between queries, or may, and are not causality "
                 f"and padding. Received: {model.name}, with a {kind.__name__}"
+            )
+        if (
+            kind.__name__ == "Gemma3DecoderBlock"
+            and getattr(model, "vision_encoder", None) is not None
+        ):
+            raise ValueError(
+                "The attention of this model cannot be replaced: the parts of an image "
+                "see one another, which is no causality. Received: "
+                f"{model.name}, with a vision_encoder"
             )
         kinds.add(decoder or adapter_class.always_causal)
     if len(kinds) > 1:

@@ -41,8 +41,8 @@ def check_window_budget(budget, layers, calibrate):
         )
 
 
-def choose_windows(budget, adapters, sites, records):
-    """Sets the windows of least error and fits the layers to data.
+def choose_windows(budget, adapters, sites, records, effect=None):
+    """Gives layers the windows of least error, and fits them to data.
 
     Each layer is tried alone, on the original's inputs, with windows that are powers of
     two.
@@ -52,6 +52,9 @@ def choose_windows(budget, adapters, sites, records):
         adapters: The adapters of a copy; their kernels change.
         sites: The `AttentionSite`s in the original, in the same order.
         records: From `trace` of the original, in the same order.
+        effect: Called with a list of an index of `adapters`, gives what to count for
+            its window in place of the square of the error of the layer's output.
+            Defaults to `None`: that square.
 
     Returns:
         The windows, a list.
@@ -65,7 +68,8 @@ def choose_windows(budget, adapters, sites, records):
         smallest *= 2
     largest = total - (len(adapters) - 1) * smallest
     errors = []
-    for adapter, site, calls in zip(adapters, sites, records, strict=True):
+    for index, adapter in enumerate(adapters):
+        site, calls = sites[index], records[index]
         if not adapter.kernel.calibrates_beyond_window:
             fit([adapter], [site], [calls])
         rows = [valid_rows(site, call) for call in calls]
@@ -73,8 +77,11 @@ def choose_windows(budget, adapters, sites, records):
         by_window = {}
         for window in _candidates(smallest, largest, adapter.kernel, calls, rows):
             _set_window(window, adapter, site, calls)
-            new = [run(adapter, *call.args, **call.kwargs) for call in calls]
-            error = relative_error(old, new, rows) ** 2
+            if effect is None:
+                new = [run(adapter, *call.args, **call.kwargs) for call in calls]
+                error = relative_error(old, new, rows) ** 2
+            else:
+                error = effect([index])
             by_window[window] = math.inf if math.isnan(error) else error
         errors.append(by_window)
     windows = least_error(errors, total)

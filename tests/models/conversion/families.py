@@ -15,6 +15,17 @@ ELECTRA = {name: size for name, size in STOCK.items() if name != "vocabulary_siz
 LOCAL = "local:window=64"
 PERFORMER = "performer:window=64,num_features=4"
 
+VISION = dict(
+    image_shape=(6, 6, 3),
+    patch_size=2,
+    hidden_dim=16,
+    num_layers=2,
+    num_heads=2,
+    intermediate_dim=24,
+    name="vision",
+)
+CLIP_TEXT = dict(**STOCK, embedding_dim=16, name="text")
+
 # The class, its arguments, and an attention that is exact up to 64 positions.
 FAMILIES = {
     "bert": (models.BertBackbone, STOCK, PERFORMER),
@@ -52,6 +63,17 @@ FAMILIES = {
     "mistral": (models.MistralBackbone, dict(**GROUPED, sliding_window=64), LOCAL),
     "qwen": (models.QwenBackbone, GROUPED, LOCAL),
     "gemma": (models.GemmaBackbone, dict(**GROUPED, head_dim=8), LOCAL),
+    "gemma3": (
+        models.Gemma3Backbone,
+        dict(
+            **GROUPED,
+            image_size=4,
+            head_dim=8,
+            use_post_ffw_norm=True,
+            use_post_attention_norm=True,
+        ),
+        PERFORMER,
+    ),
     "qwen3": (models.Qwen3Backbone, dict(**GROUPED, head_dim=6), PERFORMER),
     "phi3": (models.Phi3Backbone, GROUPED, LOCAL),
     "mixtral": (
@@ -82,6 +104,23 @@ FAMILIES = {
         ),
         LOCAL,
     ),
+    # Paths of their weights depend on their names.
+    "clip_vision": (models.CLIPVisionEncoder, VISION, LOCAL),
+    "clip_text": (models.CLIPTextEncoder, CLIP_TEXT, LOCAL),
+    "clip": (
+        models.CLIPBackbone,
+        # Made anew for each model.
+        dict(
+            vision_encoder=lambda: models.CLIPVisionEncoder(
+                **{**VISION, "num_layers": 1}
+            ),
+            text_encoder=lambda: models.CLIPTextEncoder(
+                **{**CLIP_TEXT, "num_layers": 1}
+            ),
+            projection_dim=8,
+        ),
+        LOCAL,
+    ),
     "dinov2": (
         models.DINOV2Backbone,
         dict(
@@ -100,6 +139,7 @@ FAMILIES = {
 
 def make(name, **options):
     backbone_class, arguments, _ = FAMILIES[name]
+    arguments = {k: v() if callable(v) else v for k, v in arguments.items()}
     return randomize(backbone_class(**{**arguments, **options}))
 
 

@@ -65,7 +65,17 @@ def test_exact_attention_leaves_every_family_as_it_is(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "phi3", "mixtral", "whisper", "siglip_vision", "dinov2"]
+    "name",
+    [
+        "gemma3",
+        "qwen3",
+        "phi3",
+        "mixtral",
+        "whisper",
+        "siglip_vision",
+        "clip",
+        "dinov2",
+    ],
 )
 def test_a_family_trains_saves_and_is_reported(name, tmp_path):
     backbone = families.make(name)
@@ -339,6 +349,12 @@ def test_refusals():
     for backbone in (t5, deberta):
         with pytest.raises(ValueError, match="cannot be replaced: .*position|distance"):
             convert_backbone(backbone, families.LOCAL)
+    both_ways = make("gemma3", use_bidirectional_attention=True, **one)
+    with pytest.raises(ValueError, match="use_bidirectional_attention=True"):
+        convert_backbone(both_ways, "local")
+    capped = make("gemma3", attention_logit_soft_cap=4.0, **one)
+    with pytest.raises(ValueError, match="caps its logits.*logit_soft_cap=4.0"):
+        convert_backbone(capped, "local")
     capped = make("gemma", attention_logit_soft_cap=5.0, **one)
     with pytest.raises(ValueError, match="caps its logits.*logit_soft_cap=5.0"):
         convert_backbone(capped, families.LOCAL)

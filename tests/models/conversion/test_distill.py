@@ -1,5 +1,7 @@
 """Distillation, compared with errors of public outputs and of `swap_report`."""
 
+import itertools
+
 import keras
 import keras_hub
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from keras import ops
 
 from keras_efficient_attn.models import convert_backbone, distill, swap_report
+from keras_efficient_attn.models.conversion.distillation import weights_divergence
 from keras_efficient_attn.models.conversion.sites import find_sites
 from keras_efficient_attn.models.conversion.trace import trace_layers
 from tests.models.conversion import families
@@ -175,18 +178,22 @@ class Interruption(keras.callbacks.Callback):
 
 
 @pytest.mark.any_backend
-def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+@pytest.mark.parametrize("kind", ["list", "generator"])
+def test_a_run_goes_on_from_its_checkpoint(tmp_path, kind):
     teacher = families.make("distil_bert", num_layers=1)
-    data = families.inputs(teacher)
+    data = [families.inputs(teacher, seed) for seed in range(4)]
     options = dict(transfer_epochs=2, epochs=3, lora_rank=2, verbose=0)
+    if kind == "generator":
+        options["steps_per_epoch"] = 3
 
     def run(folder, callbacks=None):
         keras.utils.set_random_seed(7)
         student = convert_backbone(teacher, LEARNED)
+        generator = ((batch,) for batch in itertools.cycle(data))
         histories = distill(
             teacher,
             student,
-            data,
+            data if kind == "list" else generator,
             backup_dir=folder,
             callbacks=callbacks,
             **options,
@@ -198,7 +205,121 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
         run(tmp_path, [Interruption()])
     student, histories = run(tmp_path)
     assert [len(h.epoch) for h in histories.values()] == [0, 2]
-    families.assert_same_outputs(expected, student, data)
+    families.assert_same_outputs(expected, student, data[0])
+
+
+@pytest.mark.any_backend
+def test_a_checkpoint_is_whole_or_named(tmp_path, monkeypatch):
+    teacher = families.make("distil_bert", num_layers=1)
+    data = families.inputs(teacher)
+    student = convert_backbone(teacher, LEARNED)
+    options = dict(transfer_epochs=0, lora_rank=2, backup_dir=tmp_path, verbose=0)
+    distill(teacher, student, data, epochs=1, **options)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+
+    def killed(file, *arrays):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez", killed)
+        with pytest.raises(KeyboardInterrupt):
+            distill(teacher, student, data, epochs=2, **options)
+    assert path.read_bytes() == whole
+    history = distill(teacher, student, data, epochs=2, **options)["states"]
+    assert history.epoch == [1]
+
+    for content in (whole[:100], whole[: len(whole) // 2] + whole[-90:]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"damaged.*{path.name}"):
+            distill(teacher, student, data, epochs=2, **options)
+    path.write_bytes(whole)
+    other = convert_backbone(
+        teacher, LEARNED.replace("num_features=4", "num_features=6")
+    )
+    with pytest.raises(ValueError, match="another student"):
+        distill(teacher, other, data, epochs=2, **options)
+
+
+@pytest.mark.any_backend
+def test_a_tuple_is_one_batch_with_targets():
+    teacher = families.make("distil_bert", num_layers=1)
+    batch = families.inputs(teacher)
+    found = []
+    for data in (batch, (batch, np.zeros(2)), [(batch, np.zeros(2))]):
+        student = convert_backbone(teacher, "local:window=2")
+        histories = distill(teacher, student, data, verbose=0)
+        found.append(histories["states"].history["loss"])
+    assert found[1:] == [found[0]] * 2
+    with pytest.raises(ValueError, match="`data` must hold at least one batch"):
+        distill(teacher, student, [])
+
+
+def test_with_lora_neither_heads_nor_biases_train():
+    backbone = families.make("distil_bert", num_layers=1)
+    teacher, student = (
+        keras_hub.models.DistilBertTextClassifier(
+            model, num_classes=3, preprocessor=None
+        )
+        for model in (backbone, convert_backbone(backbone, LEARNED))
+    )
+    data = families.inputs(backbone)
+    before = {w.path: ops.convert_to_numpy(w) for w in student.weights}
+    distill(teacher, student, data, epochs=3, lora_rank=2, verbose=0)
+    own = {w.path for k in families.kernels(student) for w in k.trainable_weights}
+    still = [w for w in student.weights if w.path in before and w.path not in own]
+    assert {"logits/kernel", "logits/bias"} <= {
+        "/".join(w.path.split("/")[-2:]) for w in still
+    }
+    for weight in still:
+        # Merged LoRA is no part of a kernel.
+        np.testing.assert_array_equal(ops.convert_to_numpy(weight), before[weight.path])
+    factors = [w for w in student.trainable_weights if "lora_kernel_b" in w.path]
+    assert len(factors) == 4
+    assert all(np.max(abs(ops.convert_to_numpy(w))) > 0 for w in factors)
+
+
+@pytest.mark.parametrize("lengths", [(7, 5), (6, 6)])
+def test_an_encoder_decoder_counts_each_output_by_its_own_padding(lengths):
+    teacher = families.make("bart")
+    student = convert_backbone(teacher, "local:window=2")
+    random_ids = np.random.default_rng(0)
+    data = {}
+    for side, length, kept in zip(("encoder", "decoder"), lengths, (3, 4), strict=True):
+        ids = random_ids.integers(1, 50, (2, length)).astype("int32")
+        data[f"{side}_token_ids"] = ids
+        data[f"{side}_padding_mask"] = np.ones_like(ids)
+        data[f"{side}_padding_mask"][0, kept:] = 0
+    report = swap_report(teacher, student, data).layers
+    outputs = [
+        relative_square(new, old)
+        for old, new in zip(
+            families.outputs(teacher, data),
+            families.outputs(student, data),
+            strict=True,
+        )
+    ]
+    options = dict(transfer_epochs=0, window_dropout=0, **STILL)
+    found = losses(teacher, student, data, **options)["states"]
+    hidden = np.mean([layer.residual**2 for layer in report])
+    assert found == pytest.approx([hidden + np.mean(outputs)], rel=1e-3)
+
+
+@pytest.mark.any_backend
+def test_weights_far_too_small_have_the_largest_slope():
+    old = np.array([[[[0.5, 0.5]]]], "float32")
+    small = np.array([1e-3, 1e-5, 5e-7, 1e-9, 0.0, -1e-7])
+
+    def found(x):
+        new = np.array([[[[x, 0.5]]]], "float32")
+        return float(weights_divergence(old, new, None))
+
+    line = np.log(1e-6) + (np.minimum(small, 1e-6) - 1e-6) / 1e-6
+    log = np.where(small < 1e-6, line, np.log(np.maximum(small, 1e-6)))
+    expected = 0.5 * (np.log(0.5) - log)
+    assert [found(x) for x in small] == pytest.approx(expected, rel=1e-5)
+    assert np.all(np.diff(expected) > 0)
 
 
 @pytest.mark.any_backend

@@ -10,6 +10,8 @@ from keras_efficient_attn import LocalAttention
 from keras_efficient_attn.models import convert_backbone, replace_attention
 from tests.models.conversion import families
 
+LAYER = keras.layers.MultiHeadAttention
+
 
 class Blocks(keras.layers.Layer):
     """Holds its attention layers in a list, a tuple and a dict."""
@@ -72,6 +74,17 @@ class Holder(keras.layers.Layer):
         return shape
 
 
+class Encoder(keras.Model):
+    """A subclassed model."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.attention = LAYER(2, 4)
+
+    def call(self, x):
+        return x + self.attention(x, x)
+
+
 def make_model():
     inputs = keras.Input((None, 8))
     mask = keras.Input((None,), dtype="bool")
@@ -88,7 +101,7 @@ def test_attributes_lists_dicts_and_graphs():
     model = make_model()
     before = ops.convert_to_numpy(model([x, mask]))
     variables = model.weights
-    with pytest.warns(UserWarning, match="compiled again, and does not survive saving"):
+    with pytest.warns(UserWarning, match="has to be compiled again"):
         replaced = replace_attention(model, "local:window=8")
     assert len(replaced) == 4
     assert [id(v) for v in model.weights] == [id(v) for v in variables]
@@ -106,6 +119,63 @@ def test_attributes_lists_dicts_and_graphs():
     model.compile("sgd", "mse", run_eagerly=True)
     model.fit([x, mask], before, verbose=0)
     assert np.max(abs(ops.convert_to_numpy(model([x, mask])) - after)) > 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:.*compiled again")
+def test_what_is_saved_loads_with_the_new_attention(tmp_path):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(2, 5, 8)).astype("float32")
+    mask = np.array([[1, 1, 1, 0, 0], [1] * 5], "bool")
+    model = make_model()
+    # Two times, with weights of the layer's own that nobody can guess.
+    replace_attention(model, "local:window=2")
+    replace_attention(
+        model, "vq:window=2,num_codes=3", [1, 3], calibrate=[([x, mask],)]
+    )
+    model.compile("sgd", "mse")
+    expected = ops.convert_to_numpy(model([x, mask]))
+    model.save(tmp_path / "model.keras")
+    options = {"Blocks": Blocks}
+    loaded = keras.saving.load_model(tmp_path / "model.keras", options)
+    names = [type(kernel).__name__ for kernel in families.kernels(loaded)]
+    assert names == ["LocalAttention", "VQAttention"] * 2
+    after = ops.convert_to_numpy(loaded([x, mask]))
+    np.testing.assert_allclose(after, expected, atol=1e-6 * np.max(abs(expected)))
+    # It trains, and saves again.
+    loaded.fit([x, mask], expected, verbose=0)
+    expected = ops.convert_to_numpy(loaded([x, mask]))
+    loaded.save(tmp_path / "again.keras")
+    again = keras.saving.load_model(tmp_path / "again.keras", options)
+    after = ops.convert_to_numpy(again([x, mask]))
+    np.testing.assert_allclose(after, expected, atol=1e-6 * np.max(abs(expected)))
+
+
+@pytest.mark.any_backend
+@pytest.mark.filterwarnings("ignore:.*compiled again")
+def test_a_block_and_a_subclassed_model_load(tmp_path):
+    x = np.random.default_rng(0).normal(size=(2, 5, 8)).astype("float32")
+    decoder = keras_hub.layers.TransformerDecoder(8, 2)
+    decoder.build(x.shape)
+    replace_attention(decoder, "local:window=2")
+    inputs = keras.Input((5, 8))
+    around = families.randomize(keras.Model(inputs, decoder(inputs)))
+
+    encoder = Encoder()
+    encoder(x)
+    families.randomize(encoder)
+    replace_attention(encoder, "local:window=2")
+    for number, model in enumerate((around, encoder)):
+        expected = ops.convert_to_numpy(model(x))
+        model.save(tmp_path / f"{number}.keras")
+        loaded = keras.saving.load_model(
+            tmp_path / f"{number}.keras", {"Encoder": Encoder}
+        )
+        assert [kernel.window for kernel in families.kernels(loaded)] == [2]
+        after = ops.convert_to_numpy(loaded(x))
+        np.testing.assert_allclose(after, expected, atol=1e-6 * np.max(abs(expected)))
+    hidden = keras.Sequential([keras.Input((None, 8)), Holder(LAYER(2, 4), False)])
+    with pytest.warns(UserWarning, match="does not survive saving.*no `get_config`"):
+        replace_attention(hidden, "local:window=2")
 
 
 def test_cross_attention_stays():

@@ -1,5 +1,7 @@
 """The reported errors, compared with errors of public outputs."""
 
+import warnings
+
 import keras_hub
 import numpy as np
 import pytest
@@ -103,6 +105,27 @@ def test_each_path_alone_is_what_a_model_with_it_alone_gives():
     # A layer without a second path has no further rows.
     (only,) = swap_report(backbone, models["window only"], data).paths
     assert only.cosine == report.paths[1].cosine
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize(
+    "options",
+    [
+        "performer:num_features=4,qk_norm=True",
+        "performer:num_features=4,temperature=2.0",
+        "performer:num_features=4,rotary_wavelength=100",
+        "vq:num_codes=2,qk_norm=True,rotary_wavelength=100",
+    ],
+)
+def test_the_window_alone_reads_the_queries_and_keys_of_the_layer(options):
+    backbone = families.make("distil_bert")
+    data = families.inputs(backbone)
+    # As long as the texts, the window is all there is.
+    with warnings.catch_warnings(action="ignore"):
+        converted = convert_backbone(backbone, f"{options},window=16")
+    whole, window, _ = swap_report(backbone, converted, data).paths
+    assert whole.cosine < 0.999
+    assert window.cosine == pytest.approx(whole.cosine, abs=1e-6)
 
 
 @pytest.mark.any_backend
