@@ -40,7 +40,7 @@ def parse_arguments(argv):
 
 
 def variants(arguments):
-    """What to train.
+    """The models to train.
 
     Returns:
         Dict from a name to the attention, further options of the backbone, and whether

@@ -51,7 +51,7 @@ def parse_arguments(argv):
     arguments = parser.parse_args(argv)
     if arguments.size is None:
         return arguments
-    # What is given beside it goes first.
+    # Options that are given override those of the size.
     given = sys.argv[1:] if argv is None else argv
     return parser.parse_args([*SIZES[arguments.size], *given])
 

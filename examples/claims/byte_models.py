@@ -28,7 +28,7 @@ def make_model(attention, seed, arguments, **options):
 
     Args:
         attention: As the backbone's: a name, or a list that the blocks cycle through.
-        seed: Of the weights.
+        seed: Seed of the weights.
         arguments: The parsed arguments: `layers`, `heads` and `dim`.
         **options: Further ones of the backbone.
     """

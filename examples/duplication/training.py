@@ -81,7 +81,7 @@ def accuracies(trained, aligned, seed, arguments):
     Args:
         trained: `"full"`, or the number of hash rounds.
         aligned: Whether each bucket starts a chunk.
-        seed: Of weights, rotations and data.
+        seed: Seed of weights, rotations and data.
         arguments: The parsed arguments.
 
     Returns:

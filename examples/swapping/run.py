@@ -75,7 +75,7 @@ class Table:
     """Prints a row for each attention, as it is measured.
 
     Args:
-        names: Of the rows.
+        names: Names of the rows.
     """
 
     def __init__(self, names):

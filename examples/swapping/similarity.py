@@ -16,7 +16,7 @@ def embeddings(backbone, batches):
         batches: List of inputs.
     """
     rows = []
-    # What Keras compiled of the backbone may read other paths of its layers.
+    # The function that Keras compiled may read other paths of the layers.
     backbone.make_predict_function(force=True)
     for inputs in batches:
         outputs = backbone.predict_on_batch(inputs)

@@ -34,7 +34,7 @@ TOLERANCES = {
     "float32": dict(rtol=1e-3, atol=1e-4),
     "float64": dict(rtol=1e-3, atol=1e-4),
 }
-# What layers refuse, as docs/limits.md says; any other error is a finding.
+# Refusals that docs/limits.md lists; any other error is a finding.
 SAME_LENGTH = r"`query` and `key` must have the same length for a `window`\. Received: "
 SAME_VECTORS = (
     r"`query` and `value` must have the same length: queries and keys are the "
@@ -103,7 +103,7 @@ def make_tensors(call):
 
 
 def refusal(call):
-    """What the error must say of a call that the layer cannot take, or `None`."""
+    """The text of the error for a call that the layer refuses, or `None`."""
     cross = call.length != call.key_length
     if call.case.layer is ReformerLSHAttention:
         if call.shared_heads is not None:

@@ -249,8 +249,8 @@ def test_random_soft_codes_are_performer_features():
     wide = query.astype("float64"), key.astype("float64")
     kernel = dense.favor_plus(*wide, rows, None)
     features = np.exp(wide[1] @ rows.T - dense.squared_norm(wide[1]) / 2)
-    of_key = np.moveaxis(features.sum(-1), 1, 2)[:, :, None]
-    correct = dense.weigh(kernel / of_key, value, mask, True)[0]
+    mass = np.moveaxis(features.sum(-1), 1, 2)[:, :, None]
+    correct = dense.weigh(kernel / mass, value, mask, True)[0]
     np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-5, atol=1e-6)
 
     # With the keys' masses they are Performer's features, as in this package.
@@ -258,7 +258,7 @@ def test_random_soft_codes_are_performer_features():
     np.testing.assert_allclose(to_numpy(ops.sum(share, axis=-1)), 1.0, rtol=1e-5)
     received = to_numpy(ops.exp(log_mass)[..., None] * share)
     np.testing.assert_allclose(received, features, rtol=1e-5)
-    (of_key, scale), (of_query, _) = (
+    (key_features, scale), (query_features, _) = (
         feature_maps.positive_random_features(
             ops.convert_to_tensor(x), ops.convert_to_tensor(rows)
         )
@@ -267,10 +267,10 @@ def test_random_soft_codes_are_performer_features():
     arguments = dict(key_mask=mask, causal=True)
     value = ops.convert_to_tensor(value)
     theirs = linear_attention(
-        of_query, of_key, value, key_log_weight=scale, **arguments
+        query_features, key_features, value, key_log_weight=scale, **arguments
     )
     ours = linear_attention(
-        of_query, share, value, key_log_weight=log_mass, **arguments
+        query_features, share, value, key_log_weight=log_mass, **arguments
     )
     np.testing.assert_allclose(to_numpy(ours), to_numpy(theirs), rtol=1e-5, atol=1e-6)
 

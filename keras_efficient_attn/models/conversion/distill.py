@@ -176,7 +176,7 @@ class Backup(keras.callbacks.Callback):
     """Keeps what a stage changes in one file, after each epoch.
 
     Args:
-        path: Of the file.
+        path: The file's path.
     """
 
     def __init__(self, path):

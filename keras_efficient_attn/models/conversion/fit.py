@@ -14,7 +14,7 @@ def batches(data, name="calibrate"):
         data: A batch: an array, a dict of arrays, or a tuple `(inputs, targets)` or
             `(inputs, targets, weights)`, from which the inputs are used. Or an iterable
             of such batches: a list, a `tf.data.Dataset`, a `DataLoader`, ….
-        name: Of the argument, for errors.
+        name: The argument's name, for errors. Defaults to `"calibrate"`.
 
     Raises:
         TypeError: If `data` is of another kind.

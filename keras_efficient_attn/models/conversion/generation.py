@@ -126,7 +126,7 @@ class CausalMethods:
         return ops.zeros((batch_size, 2, length, heads, dim), dtype)
 
     def unread_cache(self, batch_size, capacity):
-        """What KerasHub's blocks take for a cache, and make masks of its length."""
+        """A cache for KerasHub's blocks, which read only its length, for masks."""
         shape = (batch_size, self.task.backbone.num_layers, 2, capacity, 1, 1)
         return ops.zeros(shape, self.task.compute_dtype)
 

@@ -84,7 +84,7 @@ def _class_with_memory(stock_class):
 
 
 def _register():
-    # What a file names is the same for all classes: the one that makes them.
+    # A file names the same class for all of them: the class that makes them.
     keras.saving.get_custom_objects()[NAME] = ReplacedAttention
 
 

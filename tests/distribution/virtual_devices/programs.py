@@ -90,7 +90,7 @@ def _transfers(computations, name):
                 for dtype, dims in shapes
             ]
             found.append((match[2], sizes))
-            # What it calls adds two numbers.
+            # The computation that it calls adds two numbers.
             continue
         called = CALLED.findall(line)
         for names in BRANCHES.findall(line):

@@ -1,4 +1,4 @@
-"""What replacing single layers does to the output of a model."""
+"""The effect of replacing single layers on the output of a model."""
 
 import keras_hub
 import numpy as np
