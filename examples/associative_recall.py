@@ -87,10 +87,10 @@ def parse_arguments(argv):
     add("--verbose", type=int, default=0, help="1: accuracy at each validation")
     add("--plot", type=Path, metavar="FILE", help="of accuracy by bytes, or by length")
     parser.add_out("runs/associative_recall", "runs.jsonl")
-    return checked(parser.parse_args(argv))
+    return check(parser.parse_args(argv))
 
 
-def checked(arguments):
+def check(arguments):
     """The arguments with the defaults of their task, or `UsageError`."""
     parity = arguments.task == "parity"
     arguments.attention = arguments.attention or list(

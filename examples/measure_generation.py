@@ -61,7 +61,7 @@ def ours(attention, batch, length, arguments):
 
     state = backbone.get_initial_state(batch, length + STEPS)
     if any(block.attention.state_grows for block in backbone.transformer_layers):
-        state = keras.tree.map_structure(lambda x: filled(x, length), state)
+        state = keras.tree.map_structure(lambda x: fill(x, length), state)
     else:
         tokens = np.random.default_rng(0).integers(0, VOCABULARY, (batch, length))
         read = make_program(lambda x: streaming.read(step, x, state), model)
@@ -94,10 +94,10 @@ def keras_hub(batch, length, arguments):
     heads = (arguments.heads, arguments.head_dim)
     cache = ops.zeros((batch, arguments.layers, 2, length + STEPS, *heads))
     position = ops.convert_to_tensor(length, "int32")
-    return model, step, (filled(cache, length), position)
+    return model, step, (fill(cache, length), position)
 
 
-def filled(leaf, length):
+def fill(leaf, length):
     """A part of a cache of keys, with `length` random keys."""
     import numpy as np
     from keras import ops

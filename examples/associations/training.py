@@ -55,7 +55,7 @@ def accuracies(model, arguments, seed, rows):
     if arguments.task == "parity":
         random = np.random.default_rng(seed)
         tokens, targets, _ = sequences(arguments, random, rows, None, max(LONGER))
-        right = predicted(model, tokens, arguments.batch) == targets
+        right = predict(model, tokens, arguments.batch) == targets
         for times in LONGER:
             length = times * arguments.length
             results[length] = float(right[:, length // 2 : length].mean())
@@ -63,12 +63,12 @@ def accuracies(model, arguments, seed, rows):
     for pairs in arguments.pairs:
         random = np.random.default_rng((seed, pairs))
         tokens, targets, weights = sequences(arguments, random, rows, pairs)
-        right = predicted(model, tokens, arguments.batch) == targets
+        right = predict(model, tokens, arguments.batch) == targets
         results[pairs] = float(right[weights > 0].mean())
     return results
 
 
-def predicted(model, tokens, batch):
+def predict(model, tokens, batch):
     """The most likely token at each position."""
     logits = model.predict(model_inputs(tokens), batch_size=batch, verbose=0)
     return logits.argmax(-1)

@@ -4,7 +4,7 @@ import keras
 
 from byte_lm import data
 from command_line import UsageError
-from keras_efficient_attn.benchmark.report import aligned
+from keras_efficient_attn.benchmark.report import align
 from keras_efficient_attn.models.conversion.backbone import apply_plan
 from keras_efficient_attn.models.conversion.fit import fit
 from keras_efficient_attn.models.conversion.layer_search import (
@@ -48,7 +48,7 @@ def compare_layers(plan, records, chosen_on, tested_on):
         cells = [f"{effect(layers):.3g}" for layers in chosen]
         names = [" ".join(map(str, sorted(layers))) for layers in chosen]
         rows.append((str(count), *names, *cells))
-    print(*aligned(rows), sep="\n", flush=True)
+    print(*align(rows), sep="\n", flush=True)
 
 
 def compare_windows(plan, records, budget, chosen_on, tested_on):
@@ -63,7 +63,7 @@ def compare_windows(plan, records, budget, chosen_on, tested_on):
         windows = choose_windows(budget, adapters, plan.selected, records, effect)
         found = output_effect(plan, converted, [tested_on])(range(len(windows)))
         rows.append((name, " ".join(map(str, windows)), f"{found:.3g}"))
-    print("", *aligned(rows), sep="\n", flush=True)
+    print("", *align(rows), sep="\n", flush=True)
 
 
 def _model_and_batches(arguments, splits):

@@ -10,7 +10,7 @@ from keras import ops
 from keras_efficient_attn import benchmark
 from keras_efficient_attn.benchmark import failures
 from keras_efficient_attn.benchmark.execution import backend_module, make_program, wait
-from keras_efficient_attn.benchmark.report import aligned
+from keras_efficient_attn.benchmark.report import align
 
 SOFTMAX, SWAPPED = "softmax", "swapped"
 # Additional lengths, measured to predict longer ones.
@@ -56,14 +56,14 @@ def measure(original, converted, lengths, time_limit):
         points = _measure(models, history, length, time_limit)
         if length in lengths:
             rows.append(_row(length, points))
-    print("", *aligned(rows), "", f"MiB: {_memory_kind(history)}", sep="\n")
+    print("", *align(rows), "", f"MiB: {_memory_kind(history)}", sep="\n")
     for name, found in history.items():
         if found.reason:
             print(f"- for {name}: {found.reason}")
     print(end="", flush=True)
 
 
-def predicted(points, length, quadratic):
+def predict(points, length, quadratic):
     """Predicts a quantity at a length, or an upper bound.
 
     Args:
@@ -108,8 +108,8 @@ class History:
         if not self.seconds:
             return 0.0, 0.0
         return (
-            predicted(self.seconds, length, self._quadratic),
-            predicted(self.memory, length, self._quadratic),
+            predict(self.seconds, length, self._quadratic),
+            predict(self.memory, length, self._quadratic),
         )
 
     def leave_out(self, length, time_limit):

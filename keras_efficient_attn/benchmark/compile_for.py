@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from keras_efficient_attn.benchmark.failures import FAILED, OK
-from keras_efficient_attn.benchmark.report import aligned, format_number
+from keras_efficient_attn.benchmark.report import align, format_number
 from keras_efficient_attn.benchmark.settings import Settings
 from keras_efficient_attn.benchmark.worker_process import WorkerDied, WorkerProcess
 from keras_efficient_attn.ops.common.plan import planned_for
@@ -178,4 +178,4 @@ def table(settings, target, estimates):
         f"{settings.batch}, {settings.heads} heads of {settings.head_dim}, "
         f"{settings.dtype}; MiB: temporaries"
     )
-    return "\n".join([*aligned(rows), "", about])
+    return "\n".join([*align(rows), "", about])

@@ -146,10 +146,10 @@ class _Reformer(_Core):
         super().__init__(attention, causal)
 
     def forward(self, query, key, value):
-        def merged(x):
+        def merge(x):
             return x.reshape(-1, *x.shape[2:])
 
-        return self.attention(merged(query), merged(value))[0].view(value.shape)
+        return self.attention(merge(query), merge(value))[0].view(value.shape)
 
 
 class _FlashLinear(_Core):

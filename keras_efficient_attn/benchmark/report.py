@@ -42,7 +42,7 @@ def table(comparison):
         for name in comparison.contestants()
         for record in comparison.of(name)
     ]
-    lines = aligned(rows)
+    lines = align(rows)
     summary = [("contestant", "faster than softmax from", "time slope", "memory slope")]
     summary += [
         (
@@ -53,10 +53,10 @@ def table(comparison):
         )
         for item in comparison.summaries()
     ]
-    return "\n".join([*lines, "", *aligned(summary), "", *_notes(comparison)])
+    return "\n".join([*lines, "", *align(summary), "", *_notes(comparison)])
 
 
-def aligned(rows):
+def align(rows):
     """Rows of words as lines; the first column is left-aligned, the others right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []

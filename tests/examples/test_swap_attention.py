@@ -113,21 +113,21 @@ def test_of_a_preset_what_is_left_is_measured(small, tmp_path, capsys):
 
 
 def test_what_is_foretold_of_longer_texts():
-    from swapping.cost import predicted
+    from swapping.cost import predict
 
     for linear, square in ((3.0, 2.0), (3.0, 0.0), (0.0, 2.0)):
         points = [(n, linear * n + square * n**2) for n in (4, 8, 16)]
         expected = linear * 64 + square * 64**2
-        assert predicted(points, 64, quadratic=False) == pytest.approx(expected)
+        assert predict(points, 64, quadratic=False) == pytest.approx(expected)
         # A bound for quadratic growth.
-        assert predicted(points, 64, quadratic=True) >= expected * (1 - 1e-9)
-        assert predicted(points[:1], 64, quadratic=True) >= expected * (1 - 1e-9)
-    assert predicted([(4, 100.0)], 16, quadratic=True) == pytest.approx(1600.0)
+        assert predict(points, 64, quadratic=True) >= expected * (1 - 1e-9)
+        assert predict(points[:1], 64, quadratic=True) >= expected * (1 - 1e-9)
+    assert predict([(4, 100.0)], 16, quadratic=True) == pytest.approx(1600.0)
     # One point does not determine the growth.
-    assert predicted([(4, 100.0)], 16, quadratic=False) == pytest.approx(400.0)
+    assert predict([(4, 100.0)], 16, quadratic=False) == pytest.approx(400.0)
     # Nothing grows slower than the length, or faster than its square.
-    assert predicted([(4, 100.0), (8, 100.0)], 16, False) == pytest.approx(200.0)
-    assert predicted([(4, 1.0), (8, 100.0)], 16, False) == pytest.approx(400.0)
+    assert predict([(4, 100.0), (8, 100.0)], 16, False) == pytest.approx(200.0)
+    assert predict([(4, 1.0), (8, 100.0)], 16, False) == pytest.approx(400.0)
 
 
 def test_a_length_that_memory_may_not_hold_is_left_out(monkeypatch):

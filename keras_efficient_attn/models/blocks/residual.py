@@ -44,7 +44,7 @@ class Residual(keras.layers.Layer):
     def build(self, input_shape):
         self.norm.build(input_shape)
 
-    def dropped(self, update, training):
+    def drop(self, update, training):
         """The sublayer's output after dropout."""
         update = self.dropout(update, training=training)
         return self.layer_dropout(update, training=training)
@@ -67,7 +67,7 @@ class PreNormResidual(Residual):
         return self.norm(x)
 
     def after(self, x, update, training=None):
-        return x + self.dropped(update, training)
+        return x + self.drop(update, training)
 
 
 class PostNormResidual(Residual):
@@ -79,7 +79,7 @@ class PostNormResidual(Residual):
         return x
 
     def after(self, x, update, training=None):
-        return self.norm(x + self.dropped(update, training))
+        return self.norm(x + self.drop(update, training))
 
 
 class ReversibleResidual(PreNormResidual):

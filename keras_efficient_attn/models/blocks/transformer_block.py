@@ -219,16 +219,16 @@ class TransformerBlock(keras.layers.Layer):
             if self.positions is not None:
                 x, positions_state = self._with_positions(x, state)
             h, new_state = self._attend(x, padding_mask, state, training)
-            h = self.attention_residual.dropped(h, training)
+            h = self.attention_residual.drop(h, training)
             return h, positions_state | new_state
 
         def attend_to_memory(x, memory, memory_padding_mask=None):
             h = self._attend_to_memory(x, memory, memory_padding_mask, training)
-            return self.cross_attention_residual.dropped(h, training), {}
+            return self.cross_attention_residual.drop(h, training), {}
 
         def feed_forward(x, padding_mask=None):
             h, new_state = self._transition(x, padding_mask, state, training)
-            return self.feed_forward_residual.dropped(h, training), new_state
+            return self.feed_forward_residual.drop(h, training), new_state
 
         def sublayer(call, *layers, **tensors):
             return Sublayer(

@@ -4,7 +4,7 @@ import warnings
 
 from keras_efficient_attn.models.conversion.fit import batches, check_can_fit, fit
 from keras_efficient_attn.models.conversion.plan import build_adapter, plan_conversion
-from keras_efficient_attn.models.conversion.replaced import remember, serialized
+from keras_efficient_attn.models.conversion.replaced import remember, serialize
 from keras_efficient_attn.models.conversion.trace import trace
 
 
@@ -54,7 +54,7 @@ def replace_attention(model, attention, layers=None, calibrate=None):
     plan = plan_conversion(model, attention, layers)
     # Build all before installing any: an error then leaves the model unchanged.
     adapters = plan.make_adapters()
-    before = serialized(model)
+    before = serialize(model)
     if calibrate is not None:
         check_can_fit(adapters)
         records = trace(model, plan.selected, batches(calibrate))

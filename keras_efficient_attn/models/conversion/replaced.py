@@ -33,7 +33,7 @@ class ReplacedAttention:
         return _remember(model, config["model"], config["replaced"])
 
 
-def serialized(model):
+def serialize(model):
     """The configuration of a model, before its attention is replaced, or `None`.
 
     Returns:

@@ -76,7 +76,7 @@ def attend_in_bands(inputs, spans, position_key, state, seed, config, options):
         (query, *past),
         spans,
         position_key,
-        options.dropped(seed),
+        options.dropout_and_seed(seed),
         config,
         options.causal,
     )

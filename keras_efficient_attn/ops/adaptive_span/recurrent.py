@@ -30,5 +30,7 @@ def attend_next(inputs, spans, position_key, state, seed, config, options):
     if position_key is not None:
         by_key = ops.flip(ops.cast(position_key, query.dtype), axis=0)
         logits = logits + ops.einsum("bqhd,kd->bhqk", query, by_key)
-    output = attend_single(query, key, value, allowed, options.dropped(seed), logits)
+    output = attend_single(
+        query, key, value, allowed, options.dropout_and_seed(seed), logits
+    )
     return output, drop_oldest(past, 1, state["position"])

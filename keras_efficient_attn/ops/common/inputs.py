@@ -30,7 +30,7 @@ class SoftmaxOptions:
     scale: float
     dropout: float
 
-    def dropped(self, seed):
+    def dropout_and_seed(self, seed):
         """`(rate, seed)`, or `None` without dropout."""
         return (self.dropout, seed) if self.dropout else None
 

@@ -19,7 +19,7 @@ def attend_in_blocks(inputs, state, seed, config, options):
     query, key, value, valid = masked_inputs(*inputs)
     length = shape_of(query)[1]
     query = query * options.scale
-    dropout = options.dropped(seed)
+    dropout = options.dropout_and_seed(seed)
     mask_fn = config.mask_fn(options.causal)
     if state is not None:
         past, position = append_segment(state, key, value, valid), state["position"]

@@ -11,4 +11,4 @@ def attend_next(inputs, state, seed, config, options):
     query, *segment = masked_inputs(*inputs)
     inputs = (query * options.scale, *segment)
     mask_fn = config.mask_fn(causal=True)
-    return attend_recent_single(inputs, state, mask_fn, options.dropped(seed))
+    return attend_recent_single(inputs, state, mask_fn, options.dropout_and_seed(seed))

@@ -34,4 +34,6 @@ def attend_last(inputs, position_key, biases, documents, seed, config, options):
     # In the order of the keys, with decreasing distances.
     position_key = ops.cast(position_key, query.dtype)
     logits = ops.einsum("bqhd,khd->bhqk", position, position_key)
-    return attend_single(content, key, value, allowed, options.dropped(seed), logits)
+    return attend_single(
+        content, key, value, allowed, options.dropout_and_seed(seed), logits
+    )

@@ -123,7 +123,7 @@ class SparseConfig:
         """`(rate, seed)` of each factor, or `None`; each factor has its own bits."""
         if not options.dropout:
             return None, None
-        return options.dropped(seed), options.dropped(ops.flip(seed))
+        return options.dropout_and_seed(seed), options.dropout_and_seed(ops.flip(seed))
 
     def split_heads(self, *tensors):
         """The tensors of the heads with the first factor, and with the second.

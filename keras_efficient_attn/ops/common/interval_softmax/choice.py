@@ -24,7 +24,7 @@ def choose_kernel(call, config):
         ValueError: If the call names a kernel that cannot run.
     """
     named = call.implementation in KERNELS
-    name = call.implementation if named else _preferred(call)
+    name = call.implementation if named else _preferred_name(call)
     if name is None:
         return None
     reason = _obstacle(name, call) or config.kernel_obstacle(name, call.causal)
@@ -44,7 +44,7 @@ def _module(name):
     return module
 
 
-def _preferred(call):
+def _preferred_name(call):
     """The name of the kernel for the device, if no implementation is named."""
     if call.implementation is not None:
         return None

@@ -43,7 +43,7 @@ def attend_part(query, key, value, valid, pattern, scale):
 
 def _attend(query, key, value, valid, pattern, scale):
     mask = block_mask(pattern, query.shape[1], valid, query.device)
-    compute = _compiled() if query.is_cuda else flex_attention
+    compute = _compile() if query.is_cuda else flex_attention
     return compute(
         *(x.transpose(1, 2) for x in (query, key, value)),
         block_mask=mask,
@@ -53,7 +53,7 @@ def _attend(query, key, value, valid, pattern, scale):
 
 
 @functools.cache
-def _compiled():
+def _compile():
     return torch.compile(flex_attention)
 
 

@@ -33,7 +33,7 @@ def attend(query, key, value, valid, pattern, scale):
     batch, length, heads, _ = query.shape
     # The kernel multiplies in the inputs' dtype, so scale the queries before the cast.
     query = (query.astype("float32") * scale).astype(query.dtype)
-    rows, key_rows = _padded(length), _padded(key.shape[1])
+    rows, key_rows = _pad(length), _pad(key.shape[1])
     query = _one_head(query, rows)
     key, value = _one_head(key, key_rows), _one_head(value, key_rows)
     inputs = [query, key, value]
@@ -64,7 +64,7 @@ def attend(query, key, value, valid, pattern, scale):
     return jnp.where(seen, jnp.swapaxes(output, 1, 2), 0)
 
 
-def _padded(length):
+def _pad(length):
     unit = LANES if length < BLOCK else BLOCK
     return -(-length // unit) * unit
 
