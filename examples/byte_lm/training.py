@@ -232,6 +232,7 @@ def finish(model, splits, arguments, record):
         sample_weight=weights,
         batch_size=evaluation_batch(arguments),
         return_dict=True,
+        verbose=show_progress(),
     )
     bits = scored["bits_per_byte"]
     baselines = data.compressed_bits_per_byte(test)
