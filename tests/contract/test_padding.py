@@ -61,10 +61,10 @@ def test_padding_is_not_read_and_gets_no_gradient(setting):
         output = to_numpy(call(padded(x, filler), mask))
         np.testing.assert_array_equal(output[MASK], clean[MASK])
     expected, _, *expected_of_weights = gradient_of(padded(x, 0), mask, *values)
-    gradient, _, *of_weights = gradient_of(padded(x, np.nan), mask, *values)
+    gradient, _, *grad_weights = gradient_of(padded(x, np.nan), mask, *values)
     assert np.all(gradient[~MASK] == 0)
     np.testing.assert_array_equal(gradient, expected)
-    for poisoned, correct in zip(of_weights, expected_of_weights, strict=True):
+    for poisoned, correct in zip(grad_weights, expected_of_weights, strict=True):
         np.testing.assert_array_equal(poisoned, correct)
 
     # No key at all: the heads are zero, and only the output's bias has a gradient.

@@ -87,11 +87,11 @@ def test_slices_draw_for_themselves_and_again_the_same_for_the_gradient(seed):
             return ops.sum(layer(x, training=True))
 
     weights = [to_numpy(v) for v in trained]
-    value, of_x, _, of_last = gradient_function(loss, with_value=True)(x, *weights)
+    value, grad_x, _, grad_last = gradient_function(loss, with_value=True)(x, *weights)
     # The sum is linear in x, and its gradient the kept units of each position: they are
     # those of the value only if both passes draw the same.
-    np.testing.assert_allclose(of_x.sum(), value, rtol=1e-5)
-    np.testing.assert_allclose(of_last[:, 0].sum(), value, rtol=1e-5)
+    np.testing.assert_allclose(grad_x.sum(), value, rtol=1e-5)
+    np.testing.assert_allclose(grad_last[:, 0].sum(), value, rtol=1e-5)
     kept = [to_numpy(layer(x, training=True))[..., :] > 0 for _ in range(2)]
     count = kept[0].size
     for one in kept:

@@ -385,9 +385,9 @@ def test_halves_are_rebuilt_one_at_a_time_in_graphs_of_tensorflow(backend):
             def run(x):
                 y = logged(tf.sin(x), self.name, "value")
 
-                def gradient(of_y):
+                def gradient(grad_y):
                     # Without a dependency, such a slow gradient would come last.
-                    slow = tf.linalg.expm(of_y @ tf.transpose(y))
+                    slow = tf.linalg.expm(grad_y @ tf.transpose(y))
                     return logged(slow @ x, self.name, "gradient")
 
                 return y, gradient
