@@ -128,7 +128,7 @@ def estimate(model, arguments, size, strategy):
 
     from keras_efficient_attn.benchmark.compile_for import TARGETS
     from keras_efficient_attn.distribution import SequenceParallel
-    from keras_efficient_attn.ops.common.plan import planned_for
+    from keras_efficient_attn.ops.common.plan import plan_for
 
     shape = PRODUCTS[size] if strategy == "product" else MESHES[size][strategy]
     rows, by_model, by_sequence = shape
@@ -144,7 +144,7 @@ def estimate(model, arguments, size, strategy):
     start = time.perf_counter()
     # A new function each time: the program cache ignores how tensors are split.
     step = jax.jit(lambda state, data: model.train_step(state, data), donate_argnums=0)
-    with planned_for(TARGETS[TARGET].kind), split:
+    with plan_for(TARGETS[TARGET].kind), split:
         compiled = step.lower(state, batch).compile()
     text = compiled.as_text()
     memory = compiled.memory_analysis()

@@ -20,17 +20,17 @@ def gradient_function(function, with_value=False, xla=False):
     """
     tensorflow = functools.partial(_tensorflow, xla=xla)
     makers = {"jax": _jax, "tensorflow": tensorflow, "torch": _torch}
-    graded = makers[keras.backend.backend()](function)
+    differentiate = makers[keras.backend.backend()](function)
 
     def call(*arrays):
         tensors = tuple(ops.convert_to_tensor(array) for array in arrays)
-        results = [to_numpy(tensor) for tensor in graded(*tensors)]
+        results = [to_numpy(tensor) for tensor in differentiate(*tensors)]
         return results if with_value else results[1:]
 
     return call
 
 
-def compiled(function):
+def compile_step(function):
     """`function` of tensors, compiled for their shapes; unchanged on PyTorch."""
     if keras.backend.backend() == "jax":
         import jax
@@ -46,7 +46,9 @@ def compiled(function):
 def gradients(function, *arrays, xla=False):
     """The gradients at `arrays`; TensorFlow traces only for XLA."""
     if keras.backend.backend() == "tensorflow" and not xla:
-        _, *results = _graded_by_tape(function)(*map(ops.convert_to_tensor, arrays))
+        _, *results = _differentiate_by_tape(function)(
+            *map(ops.convert_to_tensor, arrays)
+        )
         return [to_numpy(tensor) for tensor in results]
     return gradient_function(function, xla=xla)(*arrays)
 
@@ -55,25 +57,25 @@ def _jax(function):
     import jax
 
     @jax.jit
-    def graded(*tensors):
+    def differentiate(*tensors):
         every = tuple(range(len(tensors)))
         value, gradients = jax.value_and_grad(function, argnums=every)(*tensors)
         return value, *gradients
 
-    return graded
+    return differentiate
 
 
 def _tensorflow(function, xla):
     import tensorflow as tf
 
-    graded = _graded_by_tape(function)
-    return tf.function(graded, autograph=False, jit_compile=xla or None)
+    differentiate = _differentiate_by_tape(function)
+    return tf.function(differentiate, autograph=False, jit_compile=xla or None)
 
 
-def _graded_by_tape(function):
+def _differentiate_by_tape(function):
     import tensorflow as tf
 
-    def graded(*tensors):
+    def differentiate(*tensors):
         with tf.GradientTape() as tape:
             tape.watch(tensors)
             value = function(*tensors)
@@ -81,16 +83,16 @@ def _graded_by_tape(function):
         gradients = tape.gradient(value, tensors, unconnected_gradients=zero)
         return value, *gradients
 
-    return graded
+    return differentiate
 
 
 def _torch(function):
     import torch
 
-    def graded(*tensors):
+    def differentiate(*tensors):
         tensors = [t.detach().clone().requires_grad_(True) for t in tensors]
         value = function(*tensors)
         gradients = torch.autograd.grad(value, tensors, materialize_grads=True)
         return value.detach(), *gradients
 
-    return graded
+    return differentiate

@@ -112,7 +112,7 @@ def linear_heads(
         kernels = weights["query_feature_kernel"], weights["key_feature_kernel"]
         similarity = hedgehog(query, key, *kernels)
     elif name == "learned":
-        similarity = learned(query, key, weights)
+        similarity = learned_features(query, key, weights)
     else:
         order = getattr(layer.feature_map, "order", None)
         similarity = KERNELS[name](query, key, projection, order)
@@ -634,7 +634,7 @@ def hedgehog(query, key, query_kernel, key_kernel):
     return dots(features(query, query_kernel), features(key, key_kernel))
 
 
-def learned(query, key, weights):
+def learned_features(query, key, weights):
     """exp(Wx + b − n·x²) / √m per head, with a bias for keys only."""
     bias = weights["feature_bias"]
 

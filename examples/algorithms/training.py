@@ -84,10 +84,10 @@ class Batches(keras.utils.PyDataset):
         pairs = examples(
             self.task, arguments.batch, lengths, arguments.alphabet, (arguments.seed, i)
         )
-        return fixed(*model_inputs(*pairs), arguments.train_length + 1)
+        return repeat(*model_inputs(*pairs), arguments.train_length + 1)
 
 
-def fixed(inputs, y, weights, length):
+def repeat(inputs, y, weights, length):
     """The batch with rows padded to `length`."""
 
     def pad(x):

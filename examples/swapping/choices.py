@@ -25,7 +25,7 @@ def run(arguments, splits):
     keras.utils.set_random_seed(arguments.seed)
     backbone, chosen_on, tested_on = _model_and_batches(arguments, splits)
     plan = plan_conversion(backbone, arguments.attention)
-    records = trace(backbone, plan.selected, [chosen_on])
+    records = trace(backbone, plan.chosen_sites, [chosen_on])
     compare_layers(plan, records, chosen_on, tested_on)
     for budget in arguments.window_budgets:
         compare_windows(plan, records, budget, chosen_on, tested_on)
@@ -34,7 +34,7 @@ def run(arguments, splits):
 def compare_layers(plan, records, chosen_on, tested_on):
     """Prints the effect of the first layers of both orders, for each number of them."""
     converted = apply_plan(plan)
-    fit(converted.attention_adapters, plan.selected, records)
+    fit(converted.attention_adapters, plan.chosen_sites, records)
     indices = range(len(plan.sites))
     orders = []
     for measure in (block_error, output_effect):
@@ -60,7 +60,7 @@ def compare_windows(plan, records, budget, chosen_on, tested_on):
         adapters = converted.attention_adapters
         by_output = name == "by output"
         effect = output_effect(plan, converted, [chosen_on]) if by_output else None
-        windows = choose_windows(budget, adapters, plan.selected, records, effect)
+        windows = choose_windows(budget, adapters, plan.chosen_sites, records, effect)
         found = output_effect(plan, converted, [tested_on])(range(len(windows)))
         rows.append((name, " ".join(map(str, windows)), f"{found:.3g}"))
     print("", *align(rows), sep="\n", flush=True)

@@ -103,7 +103,7 @@ class History:
         self.seconds.append((length, seconds))
         self.memory.append((length, memory))
 
-    def expected(self, length):
+    def reference(self, length):
         """Expected seconds and bytes at a length, from shorter ones."""
         if not self.seconds:
             return 0.0, 0.0

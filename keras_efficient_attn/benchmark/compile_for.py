@@ -18,7 +18,7 @@ from keras_efficient_attn.benchmark.failures import FAILED, OK
 from keras_efficient_attn.benchmark.report import align, format_number
 from keras_efficient_attn.benchmark.settings import Settings
 from keras_efficient_attn.benchmark.worker_process import WorkerDied, WorkerProcess
-from keras_efficient_attn.ops.common.plan import planned_for
+from keras_efficient_attn.ops.common.plan import plan_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ def compile_task(workload, target):
     target = TARGETS[target]
     inputs = workload.make_inputs(np.random.default_rng(0))
     start = time.perf_counter()
-    with planned_for(target.kind):
+    with plan_for(target.kind):
         compiled = workload.program.compile_for(tpu.device(target.topology), inputs)
     seconds = time.perf_counter() - start
     cycles, kernels = tpu.estimated_cycles(compiled.as_text())

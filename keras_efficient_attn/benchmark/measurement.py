@@ -7,7 +7,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.benchmark.execution import backend_module, is_float, wait
-from keras_efficient_attn.benchmark.timing import timed_call
+from keras_efficient_attn.benchmark.timing import time_call
 from keras_efficient_attn.benchmark.workloads import build_workload
 
 
@@ -58,9 +58,7 @@ class Measurement:
         }
 
     def _time(self, index):
-        return timed_call(
-            self._workload.program, self._inputs(index), self._clock, wait
-        )
+        return time_call(self._workload.program, self._inputs(index), self._clock, wait)
 
     def _inputs(self, index):
         inputs = self._workload.make_inputs(self._rng(index))

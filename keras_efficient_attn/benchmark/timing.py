@@ -79,14 +79,14 @@ def time_functions(
 
     def sample(name, turn):
         inputs = () if make_inputs is None else make_inputs(name, turn)
-        return timed_call(functions[name], inputs, clock, finish)[0]
+        return time_call(functions[name], inputs, clock, finish)[0]
 
     first = {name: sample(name, 0) for name in functions}
     later = take_turns(functions, repeats, lambda name, turn: sample(name, turn + 1))
     return {name: Timing(first[name], tuple(later[name])) for name in functions}
 
 
-def timed_call(function, inputs, clock, finish):
+def time_call(function, inputs, clock, finish):
     """`(seconds, outputs)` of one call; inputs are ready before the clock starts."""
     finish(inputs)
     start = clock()

@@ -411,7 +411,7 @@ class _Layers:
 
     def embedding(self):
         options = self.options
-        once = options.positions.added and not options.positions.each_layer
+        once = options.positions.is_added and not options.positions.each_layer
         return InputEmbedding(
             options.vocabulary_size,
             options.hidden_dim,

@@ -7,12 +7,12 @@ from keras import ops
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.chunking import chunk_count, pad_to
-from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, max_along
 from keras_efficient_attn.ops.common.scan import recompute_scan
 
 
-@compiled("chunk_size")
+@jit_on_jax("chunk_size")
 def chunked_cross_entropy(hidden, kernel, bias, labels, *, chunk_size=128):
     """`-log softmax(hidden · kernel + bias)[label]`, in slices of the sequence.
 

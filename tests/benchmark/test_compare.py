@@ -43,7 +43,7 @@ def race(behaviour, layers=(SOFTMAX, ELU), **options):
     return comparison, log
 
 
-def raising(error, beyond):
+def fail(error, beyond):
     def seconds(length):
         if length > beyond:
             raise error
@@ -110,7 +110,7 @@ def test_an_error_that_is_no_number_is_none(monkeypatch, tmp_path):
 
 def test_a_time_out_ends_the_contestant_and_nothing_else():
     comparison, log = race(
-        {SOFTMAX: raising(WorkerTimeout(), beyond=100), ELU: lambda n: 1.0}
+        {SOFTMAX: fail(WorkerTimeout(), beyond=100), ELU: lambda n: 1.0}
     )
     assert statuses(comparison, SOFTMAX) == ["ok", "time-out", "skipped"]
     assert statuses(comparison, ELU) == ["ok", "ok", "ok"]
@@ -143,7 +143,7 @@ def test_a_first_call_over_the_limit_is_a_time_out():
 @pytest.mark.parametrize("killed, status", [(True, "out of memory"), (False, "failed")])
 def test_a_dead_worker_is_a_cell(killed, status):
     died = WorkerDied("exit status 9", killed)
-    comparison, _ = race({SOFTMAX: raising(died, beyond=200), ELU: lambda n: 1.0})
+    comparison, _ = race({SOFTMAX: fail(died, beyond=200), ELU: lambda n: 1.0})
     assert statuses(comparison, SOFTMAX) == ["ok", "ok", status]
     assert statuses(comparison, ELU) == ["ok", "ok", "ok"]
 
@@ -167,7 +167,7 @@ def test_without_the_matmul_there_is_no_share():
 
 def test_an_interrupt_keeps_the_lengths_that_are_done():
     comparison, _ = race(
-        {SOFTMAX: raising(KeyboardInterrupt(), beyond=100), ELU: lambda n: 1.0}
+        {SOFTMAX: fail(KeyboardInterrupt(), beyond=100), ELU: lambda n: 1.0}
     )
     assert not comparison.complete
     assert {record.length for record in comparison.records} == {100}

@@ -108,7 +108,7 @@ class Case:
             layer.build((batch, LENGTH, DIM), (batch, LENGTH, DIM))
         return layer.get_initial_state(batch, LENGTH if layer.state_grows else None)
 
-    def expected(self, layer, *args, **kwargs):
+    def oracle(self, layer, *args, **kwargs):
         return dense.layer_output(layer, self.heads, *args, **kwargs)
 
 
@@ -123,7 +123,7 @@ def linear(name, variant=True, **options):
     return Case(name, LinearAttention, options, dense.linear_heads, variant=variant)
 
 
-def gated(name, layer, variant=False, **options):
+def make_gated_oracle(name, layer, variant=False, **options):
     # Chunks with several blocks of decays by feature; the last block is not full.
     options = {"chunk_size": 20, **options}
     heads, causal = dense.gated_heads, (True,)
@@ -202,9 +202,9 @@ CASES = [
         cross=False,
         variant=False,
     ),
-    gated("retention", RetentionAttention, rotary_wavelength=100.0),
-    gated("gated-linear", GatedLinearAttention, decay_rank=3),
-    gated(
+    make_gated_oracle("retention", RetentionAttention, rotary_wavelength=100.0),
+    make_gated_oracle("gated-linear", GatedLinearAttention, decay_rank=3),
+    make_gated_oracle(
         "gated-linear-scalar",
         GatedLinearAttention,
         variant=True,
@@ -214,9 +214,9 @@ CASES = [
         convolution=3,
         output_gate=None,
     ),
-    gated("delta", DeltaAttention),
-    gated("gated-delta", GatedDeltaAttention),
-    gated(
+    make_gated_oracle("delta", DeltaAttention),
+    make_gated_oracle("gated-delta", GatedDeltaAttention),
+    make_gated_oracle(
         "gated-delta-shared",
         GatedDeltaAttention,
         variant=True,
@@ -225,7 +225,7 @@ CASES = [
         rotary_wavelength=50.0,
         output_norm="group",
     ),
-    gated("kimi-delta", KimiDeltaAttention, decay_rank=3),
+    make_gated_oracle("kimi-delta", KimiDeltaAttention, decay_rank=3),
     sparse("strided", stride=5, rotary_wavelength=50.0),
     sparse("fixed", pattern="fixed", stride=6, summary=2, variant=True),
     local("grid", query_block=(3, 2), memory=(2, 1), grid=(6, 7), order="block"),

@@ -3,7 +3,7 @@
 import pytest
 from keras import ops
 
-from keras_efficient_attn.ops.common.plan import planned_for
+from keras_efficient_attn.ops.common.plan import plan_for
 from tests.contract.cases import DIM
 
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
@@ -31,7 +31,7 @@ def test_jax_exports_the_layer(case, kind, backend):
     function = jax.jit(jax.value_and_grad(loss))
     x = jax.ShapeDtypeStruct(shape, "bfloat16")
     platforms = (PLATFORMS[kind],)
-    with planned_for(kind):
+    with plan_for(kind):
         exported = jax.export.export(function, platforms=platforms)(*weights, x)
     assert exported.platforms == platforms
     value, *gradients = exported.out_avals

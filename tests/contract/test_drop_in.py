@@ -169,12 +169,12 @@ def test_scores_with_unknown_length_in_a_graph(case, backend):
     layer, x = case.built(), inputs()
 
     @tf.function(input_signature=[tf.TensorSpec((None, None, DIM))], autograph=False)
-    def traced(x):
+    def trace(x):
         return layer(x, x, use_causal_mask=causal, return_attention_scores=True)
 
     for length in (LENGTH, 0):
-        output, scores = traced(x[:, :length])
+        output, scores = trace(x[:, :length])
         assert scores.shape == (BATCH, HEADS, length, length)
         assert output.shape == (BATCH, length, DIM)
     _, expected = case.expected(layer, x, x, causal=causal)
-    np.testing.assert_allclose(traced(x)[1], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(trace(x)[1], expected, rtol=1e-4, atol=1e-5)

@@ -12,7 +12,7 @@ LENGTHS = (LENGTH, 21)
 MASK = np.arange(LENGTH)[None] < np.array(LENGTHS)[:, None]
 
 
-def padded(x, filler):
+def pad(x, filler):
     return np.where(MASK[..., None], x, np.float32(filler))
 
 
@@ -56,12 +56,12 @@ def test_padding_is_not_read_and_gets_no_gradient(setting):
 
     mask = MASK.astype("float32")
     gradient_of = gradient_function(loss)
-    clean = to_numpy(call(padded(x, 0), mask))
+    clean = to_numpy(call(pad(x, 0), mask))
     for filler in (1e9, np.nan):
-        output = to_numpy(call(padded(x, filler), mask))
+        output = to_numpy(call(pad(x, filler), mask))
         np.testing.assert_array_equal(output[MASK], clean[MASK])
-    expected, _, *expected_of_weights = gradient_of(padded(x, 0), mask, *values)
-    gradient, _, *grad_weights = gradient_of(padded(x, np.nan), mask, *values)
+    expected, _, *expected_of_weights = gradient_of(pad(x, 0), mask, *values)
+    gradient, _, *grad_weights = gradient_of(pad(x, np.nan), mask, *values)
     assert np.all(gradient[~MASK] == 0)
     np.testing.assert_array_equal(gradient, expected)
     for poisoned, correct in zip(grad_weights, expected_of_weights, strict=True):
@@ -109,7 +109,7 @@ def test_automatic_masks_equal_explicit_ones(case):
 @pytest.mark.once_a_layer
 def test_query_mask_reaches_the_output(case):
     layer = case.built()
-    masked = keras.layers.Masking()(padded(inputs(), 0))
+    masked = keras.layers.Masking()(pad(inputs(), 0))
     output = layer(masked, masked)
     np.testing.assert_array_equal(to_numpy(output._keras_mask), MASK)
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from tests.autodiff import compiled, gradients, to_numpy
+from tests.autodiff import compile_step, gradients, to_numpy
 from tests.contract.cases import BATCH, LENGTH, inputs
 
 SEGMENTS = {"segments": (1, 20, 3, 13), "tokens": (1,) * LENGTH}
@@ -16,7 +16,7 @@ def stream(layer, x, lengths, **kwargs):
         return layer(x, x, use_causal_mask=True, state=state, **masks)
 
     # Compile calls that repeat with the same shapes.
-    call = compiled(call) if len(set(lengths)) == 1 else call
+    call = compile_step(call) if len(set(lengths)) == 1 else call
     length = LENGTH if layer.state_grows else None
     state, outputs, start = layer.get_initial_state(x.shape[0], length), [], 0
     for length in lengths:

@@ -24,7 +24,7 @@ def make(**options):
     return layer
 
 
-def searched(layer, tokens):
+def search(layer, tokens):
     """Finds n-grams by comparison, from the end; −1 is before the text."""
     tables = to_numpy(layer.tables).reshape(len(ORDERS), VOCABULARY + 1, 7)
     output = np.zeros((*tokens.shape, 7))
@@ -46,7 +46,7 @@ def searched(layer, tokens):
 def test_output_is_that_of_a_search():
     layer, tokens = make(), text()
     np.testing.assert_allclose(
-        to_numpy(layer(tokens.astype("int32"))), searched(layer, tokens), atol=1e-6
+        to_numpy(layer(tokens.astype("int32"))), search(layer, tokens), atol=1e-6
     )
 
 

@@ -72,12 +72,12 @@ def test_a_teacher_whose_training_was_killed_is_trained_again(
     arguments = [*TINY, "--text", str(text), "--teacher", str(tmp_path / "teacher")]
     arguments += ["--only-teacher", "--out", str(tmp_path / "out")]
 
-    def killed(self, path, *args, **kwargs):
+    def kill(self, path, *args, **kwargs):
         Path(path).write_bytes(b"half")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(keras.Model, "save", killed)
+        patch.setattr(keras.Model, "save", kill)
         with pytest.raises(KeyboardInterrupt):
             distill_byte_lm.main(arguments)
     assert distill_byte_lm.main(arguments) == 0

@@ -61,11 +61,11 @@ def test_chunks_begin_with_buckets_or_run_on(aligned):
 def test_all_steps_are_trained_and_any_number_of_rounds_is_evaluated(monkeypatch):
     models, build_model = [], training.build_model
 
-    def logged(*arguments):
+    def read_log(*arguments):
         models.append(build_model(*arguments))
         return models[-1]
 
-    monkeypatch.setattr(training, "build_model", logged)
+    monkeypatch.setattr(training, "build_model", read_log)
     arguments = (
         "--train 10 2 --evaluate 2 --length 4 --symbols 3 --bucket-size 2 --buckets 2 "
         "--dim 2 --heads 1 --steps 101 --batch 1 --test-sequences 1 --verbose 0"

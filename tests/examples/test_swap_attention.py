@@ -28,7 +28,7 @@ def small(tmp_path, monkeypatch):
     return ["--text", str(text), *TINY]
 
 
-def printed(capsys):
+def print_report(capsys):
     """Lists of cells of all lines, by their first word."""
     rows = {}
     for line in filter(str.split, capsys.readouterr().out.splitlines()):
@@ -43,7 +43,7 @@ def test_from_training_to_a_preset(small, tmp_path, capsys):
     arguments = [*small, "--attention", NARROW, "--window-budget", "16"]
     arguments += ["--out", str(out)]
     assert swap_attention.main(arguments) == 0
-    rows = printed(capsys)
+    rows = print_report(capsys)
     # With windows as long as the texts, it is exact.
     assert rows[NARROW][0][:5] == ["1.0000", "1.0000", "-", "-", "all"]
     assert rows["windows:"] == [["16"]]
@@ -96,7 +96,7 @@ def test_of_a_preset_what_is_left_is_measured(small, tmp_path, capsys):
     swaps = [EXACT, COARSE, NARROW]
     arguments += ["--attention", *swaps, "--out", str(tmp_path / "out")]
     assert swap_attention.main(arguments) == 0
-    rows = printed(capsys)
+    rows = print_report(capsys)
     assert rows[EXACT][0][:2] == ["1.0000", "1.0000"]
     assert 0 < float(rows[COARSE][0][1]) <= float(rows[COARSE][0][0]) < 0.999
     assert rows[EXACT][0][2:4] == ["-", "-"]

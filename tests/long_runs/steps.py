@@ -5,7 +5,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn import PerformerAttention, VQAttention
-from tests.autodiff import compiled, to_numpy
+from tests.autodiff import compile_step, to_numpy
 
 DIM, LENGTH, BLOCK = 8, 8, 10_000
 INTERVAL = 1000
@@ -47,7 +47,7 @@ def run(layer, steps):
         )
         return variables, None
 
-    @compiled
+    @compile_step
     def block(variables, numbers):
         return ops.scan(step, variables, numbers)[0]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from keras import ops
 
-from tests.autodiff import compiled, to_numpy
+from tests.autodiff import compile_step, to_numpy
 from tests.contract.cases import CASES as CONTRACT
 from tests.contract.cases import DIM
 
@@ -41,7 +41,7 @@ def stream(layer, x, segment):
         output, state = layer(piece, piece, state=state, use_causal_mask=True)
         return state, output
 
-    @compiled
+    @compile_step
     def run(state, pieces):
         return ops.scan(step, state, pieces)
 

@@ -28,7 +28,7 @@ def make(residual="pre_norm", num_layers=3, **options):
     return training
 
 
-def compiled(training):
+def make_compiled(training):
     # Frozen weights, so that all steps have the same losses.
     training.compile(
         keras.optimizers.SGD(0.0),
@@ -75,7 +75,7 @@ def losses_of_layers(training, x, y, weights):
 
 
 def test_losses_and_schedule_are_those_of_the_formula():
-    training = compiled(make())
+    training = make_compiled(make())
     x, y, weights = batch()
     plain = training.evaluate(x, y, sample_weight=weights, verbose=0)
     of_layers = losses_of_layers(training, x, y, weights)

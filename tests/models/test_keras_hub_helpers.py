@@ -32,7 +32,7 @@ TEXTS = ["The quick brown fox", "jumped", "over", "it"]
 LABELS = np.array([0, 1, 0, 1])
 
 
-def traced_once(preprocessor):
+def trace_once(preprocessor):
     """The preprocessor, with one graph shared by all pipelines."""
     eager = preprocessor.call
     graph = tf.function(eager, reduce_retracing=True)
@@ -62,7 +62,7 @@ class KerasHubTest(TestCase):
             cls=cls,
             init_kwargs={
                 "backbone": EfficientTransformerBackbone(**OPTIONS, **kwargs),
-                "preprocessor": traced_once(
+                "preprocessor": trace_once(
                     preprocessor(
                         EfficientByteTokenizer(), sequence_length=12, **options
                     )

@@ -117,11 +117,11 @@ def test_gradients_are_the_slopes_of_the_definition(
     for i, gradient in enumerate(received):
         direction = random.normal(size=gradient.shape)
 
-        def moved(step, i=i, direction=direction):
+        def shift(step, i=i, direction=direction):
             there = (*wide[:i], wide[i] + step * direction, *wide[i + 1 :])
             return (definition(*there, power, mask, causal) * weight).sum()
 
-        slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
+        slope = (shift(1e-6) - shift(-1e-6)) / 2e-6
         size = np.linalg.norm(gradient) * np.linalg.norm(direction)
         assert abs((gradient * direction).sum() - slope) < 1e-4 * size
         assert size > 0
@@ -143,12 +143,12 @@ def test_second_derivatives_are_those_of_the_definition(backend):
     slope = jax.jvp(jax.grad(loss), (query,), (direction.astype("float32"),))[1]
     received = (np.asarray(slope, "float64") * other).sum()
 
-    def moved(first, second):
+    def shift(first, second):
         there = query.astype("float64") + first * direction + second * other
         return (definition(there, key, value, 0.9, 4) * weight).sum()
 
     h = 1e-4
-    corners = [a * b * moved(a * h, b * h) for a in (1, -1) for b in (1, -1)]
+    corners = [a * b * shift(a * h, b * h) for a in (1, -1) for b in (1, -1)]
     expected = sum(corners) / (4 * h * h)
     assert abs(received - expected) < 1e-3 * np.abs(slope).max() * np.abs(other).sum()
     assert abs(received - expected) < 0.01 * abs(expected)

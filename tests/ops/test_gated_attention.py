@@ -117,16 +117,16 @@ def test_gradients_are_the_slopes_of_the_recurrence(rule):
     cotangent = random.normal(size=tensors[2].shape)
     given = [x for x in tensors if x is not None]
 
-    def restored(arrays):
+    def restore(arrays):
         rest = iter(arrays)
         return [x if x is None else next(rest) for x in tensors]
 
     def loss(*arrays):
-        output = attend(*restored(arrays), key_mask=mask, chunk_size=8)
+        output = attend(*restore(arrays), key_mask=mask, chunk_size=8)
         return ops.sum(ops.multiply(output, cotangent.astype("float32")))
 
     def exact_loss(arrays):
-        return (recurrence(*restored(arrays), mask)[0] * cotangent).sum()
+        return (recurrence(*restore(arrays), mask)[0] * cotangent).sum()
 
     received = gradients(loss, *poison(given, mask))
     for i, gradient in enumerate(received):
@@ -379,7 +379,7 @@ def test_sizes_that_are_not_known(backend):
 
     tensors, mask = draw(), draw_mask()
 
-    def graded(mask, *tensors):
+    def gradients_of_all(mask, *tensors):
         with tf.GradientTape() as tape:
             tape.watch(tensors)
             output = attend(*tensors, key_mask=mask, chunk_size=20)
@@ -388,8 +388,8 @@ def test_sizes_that_are_not_known(backend):
 
     signature = [tf.TensorSpec((None, None), tf.bool)]
     signature += [tf.TensorSpec((None, None, *x.shape[2:])) for x in tensors]
-    traced = tf.function(graded, input_signature=signature)
-    by_xla = tf.function(graded, input_signature=signature, jit_compile=True)
+    traced = tf.function(gradients_of_all, input_signature=signature)
+    by_xla = tf.function(gradients_of_all, input_signature=signature, jit_compile=True)
     expected = traced(mask, *tensors)
     for ours, theirs in zip(by_xla(mask, *tensors), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -144,7 +144,7 @@ def test_a_log_weight_of_minus_infinity_hides_the_key(causal, hidden):
 def test_an_empty_batch_gives_an_empty_batch(weighted, causal):
     query, key, value, log_weight, mask = (x[:0] for x in draw())
 
-    def attended(query, key, value):
+    def attend(query, key, value):
         return linear_attention(
             query,
             key,
@@ -154,8 +154,8 @@ def test_an_empty_batch_gives_an_empty_batch(weighted, causal):
             causal=causal,
         )
 
-    assert tuple(attended(query, key, value).shape) == value.shape
-    slopes = gradients(lambda *xs: ops.sum(attended(*xs)), query, key, value)
+    assert tuple(attend(query, key, value).shape) == value.shape
+    slopes = gradients(lambda *xs: ops.sum(attend(*xs)), query, key, value)
     assert [slope.shape for slope in slopes] == [x.shape for x in (query, key, value)]
 
 
@@ -332,7 +332,7 @@ def test_gradients_of_one_position_are_those_of_the_reference():
     ]
     weights = np.concatenate([np.zeros((2, 4, 2), "float32"), log_weight], axis=1)
 
-    def streamed(query, key, value, weights):
+    def stream(query, key, value, weights):
         state = linear_attention_state(2, 2, 5, 3)
         for start in range(5):
             part = slice(start, start + 1)
@@ -357,7 +357,7 @@ def test_gradients_of_one_position_are_those_of_the_reference():
         )
         return ops.sum(ops.multiply(output[:, 4:], cotangent))
 
-    ours = gradients(streamed, *arrays, weights)
+    ours = gradients(stream, *arrays, weights)
     for one, other in zip(ours, gradients(reference, *arrays, weights), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 

@@ -48,7 +48,7 @@ def heads_of(length, dim=4, seed=0, heads=2):
     return random.normal(size=(2, length, heads, dim)).astype("float32")
 
 
-def defined(pattern, length, causal):
+def reference(pattern, length, causal):
     """The boolean matrix by the definition."""
     layer = types.SimpleNamespace(**{**DEFAULTS, **pattern})
     return np.array(
@@ -115,7 +115,7 @@ def test_it_is_the_masked_softmax(pattern, causal):
     length = 31
     query, key, value = heads_of(length), heads_of(length, seed=1), heads_of(length, 5)
     mask = draw_mask(length)
-    allowed = defined(pattern, length, causal)
+    allowed = reference(pattern, length, causal)
     np.testing.assert_array_equal(
         local_pattern(length, causal=causal, **pattern), allowed
     )
@@ -169,7 +169,7 @@ def test_tokens_and_segments_are_the_whole(pattern, sizes):
     sizes = SIZES[sizes](length)
     output, state = read_masked_pieces(attention, state, tensors, mask, sizes)
     clean = [np.nan_to_num(x) for x in tensors]
-    allowed = defined(pattern, length, True) & mask[:, None, None]
+    allowed = reference(pattern, length, True) & mask[:, None, None]
     expected = masked_softmax(*clean, allowed, scale=0.5)
     np.testing.assert_allclose(output, expected, **TOLERANCE)
     # The last keys within a query's reach, in order; there were none before.
@@ -194,7 +194,7 @@ def test_a_token_in_float64(backend):
     with wide:
         state = local_attention_state(2, 2, 4, 4, window=5, dtype="float64")
         output, _ = read_in_pieces(attend, state, (query, key, value), (1,) * 9)
-    allowed = defined(dict(window=5), 9, True)
+    allowed = reference(dict(window=5), 9, True)
     expected = masked_softmax(query, key, value, allowed, scale=0.5)
     assert output.dtype == "float64"
     np.testing.assert_allclose(output, expected, rtol=1e-12, atol=1e-13)

@@ -32,7 +32,7 @@ def operands(length, keys, offset=0, causal=True, seed=0):
     return inputs, dict(zip(distances.tolist(), range(len(distances)), strict=True))
 
 
-def defined(inputs, rows, offset=0, causal=True, window=None, documents=None):
+def dense(inputs, rows, offset=0, causal=True, window=None, documents=None):
     """The definition, pair by pair, in float64."""
     query, key, value, position_key, u, v, mask = inputs.values()
     length, keys = query.shape[1], key.shape[1]
@@ -71,7 +71,7 @@ def test_it_is_the_double_loop(length, keys, options, implementation):
     # A key that the mask hides is not read.
     inputs["key"][~inputs["key_mask"]] = np.nan
     output = relative_attention(**inputs, **options, implementation=implementation)
-    expected = defined(inputs, rows, **options)
+    expected = dense(inputs, rows, **options)
     np.testing.assert_allclose(to_numpy(output), expected, **TOLERANCE)
 
 
@@ -84,7 +84,7 @@ def test_one_query_behind_its_memory(keys, window):
     options = dict(offset=keys - 1, window=window, causal=True)
     for given in (None, documents):
         output = relative_attention(**inputs, documents=given, **options)
-        expected = defined(inputs, rows, documents=given, **options)
+        expected = dense(inputs, rows, documents=given, **options)
         np.testing.assert_allclose(to_numpy(output), expected, **TOLERANCE)
 
 

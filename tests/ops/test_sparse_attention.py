@@ -100,7 +100,7 @@ def pattern_id(pattern):
     return f"{pattern['pattern']}-{pattern['heads']}"
 
 
-def drawn(text):
+def draw(text):
     return np.array([[c == "#" for c in line] for line in text.split()])
 
 
@@ -112,7 +112,7 @@ def heads_of(length, dim=4, heads=3, seed=0):
 @pytest.mark.parametrize(("pattern", "heads"), DRAWN, ids=str)
 def test_patterns_are_those_drawn_by_hand(pattern, heads):
     matrix = sparse_pattern(9, pattern, stride=3, heads=heads)
-    np.testing.assert_array_equal(matrix[0], drawn(DRAWN[pattern, heads]))
+    np.testing.assert_array_equal(matrix[0], draw(DRAWN[pattern, heads]))
 
 
 def test_without_causality_patterns_look_both_ways():

@@ -10,7 +10,7 @@ SIZES = (2, 3, 8, 8)
 CODES = np.ones((3, 5, 8), "float32")
 
 
-def hashed(state):
+def attend_hashed(state):
     buckets = np.zeros((2, 3, 1, 4), "int32")
     options = dict(num_buckets=2, chunk_size=2, causal=True, aligned=True)
     return ops.lsh_attention(X, X, buckets, state=state, **options)
@@ -62,7 +62,7 @@ CASES = {
         ops.vq_attention_state(2, 3, 5, 8, 8, window=3),
     ),
     "hashed, of other buckets": (
-        hashed,
+        attend_hashed,
         ops.lsh_attention_state(2, 3, 1, 3, 2, 8, 8),
     ),
 }

@@ -33,16 +33,16 @@ BUCKETS = torch.randint(
 LABELS = torch.tensor([[1, 0, 2]])
 
 
-def hashed(query, value):
+def attend_hashed(query, value):
     options = dict(num_buckets=3, chunk_size=2, aligned=True, **CAUSAL)
     return ops.lsh_attention(query, value, BUCKETS, **options)[0]
 
 
-def crossed(hidden, kernel):
+def cross_attend(hidden, kernel):
     return ops.chunked_cross_entropy(hidden, kernel, None, LABELS, chunk_size=2)
 
 
-def computed(state):
+def compute(state):
     def step(n, state):
         return 2.0 * state, keras_ops.sigmoid(state[..., 0])
 
@@ -50,7 +50,7 @@ def computed(state):
     return ops.adaptive_computation(step, state, running, 3)[0]
 
 
-def mapped(x):
+def map_features(x):
     features, log_scale = ops.feature_maps.positive_random_features(x, ROWS)
     return features * keras_ops.exp(log_scale)[..., None]
 
@@ -81,15 +81,15 @@ OPERATIONS = {
         (QUERY, KEY, VALUE, draw(LENGTH, HEADS, DIM)),
     ),
     "fourier": (lambda *x: ops.fourier.fourier_attention(*x, 0.5, chunk_size=1), None),
-    "lsh": (hashed, (QUERY, VALUE)),
-    "adaptive-computation": (computed, (draw(1, 3, DIM),)),
-    "random-features": (mapped, (QUERY,)),
+    "lsh": (attend_hashed, (QUERY, VALUE)),
+    "adaptive-computation": (compute, (draw(1, 3, DIM),)),
+    "random-features": (map_features, (QUERY,)),
     "taylor-features": (lambda x: ops.feature_maps.taylor_features(x)[0], (QUERY,)),
-    "cross-entropy": (crossed, (draw(1, 3, DIM), draw(DIM, 5))),
+    "cross-entropy": (cross_attend, (draw(1, 3, DIM), draw(DIM, 5))),
 }
 
 
-def graded(operation, arrays):
+def differentiate(operation, arrays):
     """The output, and gradients of all arrays."""
     tensors = [torch.from_numpy(array).requires_grad_() for array in arrays]
     output = operation(*tensors)
@@ -104,6 +104,8 @@ def test_one_program_and_its_results(name):
     arrays = (QUERY, KEY, VALUE) if arrays is None else arrays
     torch.compiler.reset()
     program = torch.compile(operation, backend="aot_eager", fullgraph=True)
-    pairs = zip(graded(program, arrays), graded(operation, arrays), strict=True)
+    pairs = zip(
+        differentiate(program, arrays), differentiate(operation, arrays), strict=True
+    )
     for received, expected in pairs:
         np.testing.assert_allclose(received, expected, rtol=1e-5, atol=1e-6)

@@ -342,7 +342,7 @@ STREAMED = {
 }
 
 
-def streamed(arrays, mask, pieces, options, relative=None):
+def stream(arrays, mask, pieces, options, relative=None):
     """The outputs of pieces of a sequence, joined, and the last state."""
     query, key, value, codes = arrays
     of_state = {n: x for n, x in options.items() if n in ("order", "rank", "window")}
@@ -386,7 +386,7 @@ def test_tokens_and_segments_share_a_state_and_give_the_definition(options):
         [(0, LENGTH)],
         [*tokens(0, 2), (2, 9), *tokens(9, 12), (12, LENGTH)],
     ):
-        output, state = streamed(arrays, mask, pieces, options)
+        output, state = stream(arrays, mask, pieces, options)
         np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
         states.append(state)
     for name, tensor in states[0].items():
@@ -409,7 +409,7 @@ def test_tokens_have_relative_positions():
     correct = dense.weigh(similarity, arrays[2], mask, True)[0]
     relative = [x.astype("float32") for x in relative]
     for pieces in (tokens(0, LENGTH), [(0, 8), *tokens(8, LENGTH)]):
-        output, _ = streamed(arrays, mask, pieces, dict(window=5), relative)
+        output, _ = stream(arrays, mask, pieces, dict(window=5), relative)
         np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
 
 
@@ -420,7 +420,7 @@ def test_gradients_through_tokens_are_those_of_the_definition(name):
     weight = np.random.default_rng(1).normal(size=value.shape).astype("float32")
 
     def by_token(*arrays):
-        output, _ = streamed(arrays, mask, tokens(0, length), options)
+        output, _ = stream(arrays, mask, tokens(0, length), options)
         return ops.sum(ops.multiply(output, weight))
 
     def by_definition(*arrays):

@@ -49,7 +49,7 @@ class SequenceAxes:
         return self.rank == 3
 
     @property
-    def folded(self):
+    def batch_axes(self):
         """The axes that join the batch."""
         return tuple(axis for axis in range(1, self.rank - 1) if axis not in self.axes)
 
@@ -61,14 +61,14 @@ class SequenceAxes:
             sizes = [shape[axis] for axis in axes]
             return None if None in sizes else math.prod(sizes)
 
-        return product((0, *self.folded)), product(self.axes), shape[-1]
+        return product((0, *self.batch_axes)), product(self.axes), shape[-1]
 
     def to_sequence(self, x):
         """`(batch, ..., dim)` as `(rows, length, dim)`."""
         if self.is_sequence:
             return x
         sizes = shape_of(x)
-        rows = math.prod(sizes[axis] for axis in (0, *self.folded))
+        rows = math.prod(sizes[axis] for axis in (0, *self.batch_axes))
         length = math.prod(sizes[axis] for axis in self.axes)
         x = ops.transpose(x, self._order)
         return ops.reshape(x, (rows, length, sizes[-1]))
@@ -104,7 +104,7 @@ class SequenceAxes:
 
     def _scores_shape(self, queries, keys, heads):
         return (
-            *(queries[axis] for axis in (0, *self.folded)),
+            *(queries[axis] for axis in (0, *self.batch_axes)),
             heads,
             *(queries[axis] for axis in self.axes),
             *(keys[axis] for axis in self.axes),
@@ -112,4 +112,4 @@ class SequenceAxes:
 
     @property
     def _order(self):
-        return (0, *self.folded, *self.axes, self.rank - 1)
+        return (0, *self.batch_axes, *self.axes, self.rank - 1)

@@ -608,7 +608,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
                     f"Received: query.shape={tuple(query.shape)}"
                 )
             self._check_attention_mask(tuple(masks[3].shape), key.shape)
-        if state is not None and axes.folded:
+        if state is not None and axes.batch_axes:
             raise ValueError(
                 "`state` needs inputs whose axes between batch and features are all "
                 f"attended to. Received: attention_axes={self._sequence_axes}, "

@@ -289,7 +289,7 @@ class RelativePositionXL(EfficientAttention):
         if reset is None:
             return {}
         query, value, _ = inputs
-        if self._axes_of(len(query.shape)).folded:
+        if self._axes_of(len(query.shape)).batch_axes:
             raise ValueError(
                 "`reset` needs inputs whose axes between batch and features are all "
                 f"attended to. Received: attention_axes={self.attention_axes}, "

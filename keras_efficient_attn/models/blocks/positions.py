@@ -311,14 +311,14 @@ class PositionOptions(Options):
                 f"kind={self.kind!r}, shape={self.shape!r}, widths={self.widths!r}"
             )
         for name in ("each_layer", "max_offset"):
-            if getattr(self, name) and not self.added:
+            if getattr(self, name) and not self.is_added:
                 raise ValueError(
                     f"`{name}` is for positions that are added. Received: "
                     f"kind={self.kind!r}, {name}={getattr(self, name)!r}"
                 )
 
     @property
-    def added(self):
+    def is_added(self):
         """Whether a layer adds these positions to vectors."""
         return self.kind not in (None, "rotary")
 

@@ -164,7 +164,7 @@ def convert_backbone(
     adapters = efficient.attention_adapters
     if inputs is not None:
         check_can_fit(adapters)
-        fit(adapters, plan.selected, trace(backbone, plan.selected, inputs))
+        fit(adapters, plan.chosen_sites, trace(backbone, plan.chosen_sites, inputs))
     elif can_fit(adapters):
         warnings.warn(
             f"{kernel_names(adapters)} can be fitted to data, and is not: pass "
@@ -216,8 +216,8 @@ def _with_windows(plan, inputs, budget):
     """A copy with the windows of least error whose mean is within a budget."""
     attention = [with_window(spec, SMALLEST_WINDOW) for spec in plan.specs]
     adapters = apply_plan(plan.replace(attention=attention)).attention_adapters
-    records = trace(plan.model, plan.selected, inputs)
-    windows = choose_windows(budget, adapters, plan.selected, records)
+    records = trace(plan.model, plan.chosen_sites, inputs)
+    windows = choose_windows(budget, adapters, plan.chosen_sites, records)
     attention = list(map(with_window, plan.specs, windows))
     return apply_plan(plan.replace(attention=attention), adapters)
 

@@ -11,13 +11,13 @@ from keras import ops
 
 from keras_efficient_attn.layers import SoftmaxAttention
 from keras_efficient_attn.models.conversion.paths import (
-    dropped_windows,
+    drop_windows,
     has_two_paths,
 )
 from keras_efficient_attn.models.conversion.plan import build_adapter
 from keras_efficient_attn.models.conversion.sites import find_sites
 from keras_efficient_attn.models.conversion.trace import (
-    recorded_calls,
+    record_calls,
     row_mask,
     run,
 )
@@ -89,7 +89,7 @@ class DistillationStage(keras.Model):
             sites = []
         draws = keras.random.uniform((len(sites),), seed=self._seed_generator)
         left = 1.0 - step / self.steps
-        with dropped_windows(sites, draws < self.window_dropout * left):
+        with drop_windows(sites, draws < self.window_dropout * left):
             error = self.error(inputs, step)
         # Last: on some backends this changes the step's tensor.
         self._step.assign_add(1.0)
@@ -186,10 +186,10 @@ class AttentionTransfer(DistillationStage):
 
     def error(self, inputs, step=None):
         pairs = [(old, new) for old, new in self._sites if new.is_converted]
-        with recorded_calls([old.layer for old, _ in pairs]) as calls:
+        with record_calls([old.layer for old, _ in pairs]) as calls:
             run(self.teacher, inputs, training=False)
         errors, masks = [], []
-        with recorded_calls([new.layer.kernel for _, new in pairs]) as kernel_calls:
+        with record_calls([new.layer.kernel for _, new in pairs]) as kernel_calls:
             for (old, new), made in zip(pairs, calls, strict=True):
                 masks.append([row_mask(old, call) for call in made])
                 for call, mask in zip(made, masks[-1], strict=True):
@@ -228,9 +228,9 @@ class StateDistillation(DistillationStage):
     def error(self, inputs, step=None):
         blocks = [pair for pair in self._sites if pair[1].in_one_block]
         old_layers = [old.layer for old, _ in blocks] + [old.block for old, _ in blocks]
-        with recorded_calls(old_layers) as old_calls:
+        with record_calls(old_layers) as old_calls:
             expected = run(self.teacher, inputs, training=False)
-        with recorded_calls([new.block for _, new in blocks]) as new_calls:
+        with record_calls([new.block for _, new in blocks]) as new_calls:
             output = self.student(inputs, training=False)
         errors, mask = [], None
         attention, old_calls = old_calls[: len(blocks)], old_calls[len(blocks) :]
@@ -292,7 +292,7 @@ def squared_error(old, new, mask):
     old = ops.stop_gradient(old)
     difference = ops.sum(ops.square(new - old), axis=-1)
     norm = ops.sum(ops.square(old), axis=-1)
-    kept = _kept(mask, norm)
+    kept = _position_weights(mask, norm)
     return ops.sum(difference * kept) / (ops.sum(norm * kept) + keras.config.epsilon())
 
 
@@ -310,7 +310,7 @@ def weights_divergence(old, new, mask):
     below = ops.minimum(new - SMALLEST_WEIGHT, 0.0) / SMALLEST_WEIGHT
     new = ops.log(ops.maximum(new, SMALLEST_WEIGHT)) + below
     found = ops.mean(ops.sum(ops.exp(old) * (old - new), axis=-1), axis=1)
-    kept = _kept(mask, found)
+    kept = _position_weights(mask, found)
     return ops.sum(found * kept) / ops.sum(kept)
 
 
@@ -325,11 +325,11 @@ def divergence(old, new, mask):
     old, new = (ops.log_softmax(ops.cast(x, "float32")) for x in (old, new))
     old = ops.stop_gradient(old)
     found = ops.sum(ops.exp(old) * (old - new), axis=-1)
-    kept = _kept(mask, found)
+    kept = _position_weights(mask, found)
     return ops.sum(found * kept) / ops.sum(kept)
 
 
-def _kept(mask, values):
+def _position_weights(mask, values):
     """1 for values at positions that are not padding, and 0 for others."""
     shape = values.shape
     if mask is None or len(shape) != 2 or shape[1] != mask.shape[1]:

@@ -20,7 +20,7 @@ from keras_efficient_attn.models.conversion.keras_internals import (
     projections,
     wrap_generate_step,
 )
-from keras_efficient_attn.models.conversion.trace import replaced_call
+from keras_efficient_attn.models.conversion.trace import replace_call
 from keras_efficient_attn.ops.common.backend import shape_of
 
 # Prompts are read in segments of these lengths, the longest first.
@@ -183,7 +183,7 @@ class CausalMethods:
                     )
                 else:
                     call = _caching_call(site, states, index, is_token)
-                stack.enter_context(replaced_call(site.layer, call))
+                stack.enter_context(replace_call(site.layer, call))
             result = forward(self.unread_cache(batch_size, capacity))
         return result, {"first": cache["first"], "layers": states}
 

@@ -235,7 +235,7 @@ def refuse_other_masks(block):
     if make_mask is None:
         return
 
-    def checked(*, decoder_attention_mask=None, **arguments):
+    def make_mask_of_keys(*, decoder_attention_mask=None, **arguments):
         if decoder_attention_mask is not None:
             raise ValueError(
                 "Efficient attention cannot apply a mask that differs between "
@@ -245,7 +245,7 @@ def refuse_other_masks(block):
             )
         return make_mask(decoder_attention_mask=None, **arguments)
 
-    block._compute_self_attention_mask = checked
+    block._compute_self_attention_mask = make_mask_of_keys
 
 
 def wrap_generate_step(task_class, make_context):

@@ -16,7 +16,7 @@ from keras_efficient_attn.models.conversion.path_report import (
 )
 from keras_efficient_attn.models.conversion.trace import (
     relative_error,
-    replaced_call,
+    replace_call,
     run,
     trace_layers,
     valid_rows,
@@ -196,7 +196,7 @@ def _softmax_except(layers, old, new):
         for index, (old_site, site) in enumerate(zip(old, new, strict=True)):
             if index not in layers:
                 call = _with_known_arguments(old_site.layer.call)
-                stack.enter_context(replaced_call(site.layer, call))
+                stack.enter_context(replace_call(site.layer, call))
         yield
 
 

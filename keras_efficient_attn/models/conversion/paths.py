@@ -10,7 +10,7 @@ from keras_efficient_attn.models.conversion.keras_internals import (
 )
 from keras_efficient_attn.models.conversion.plan import build_adapter
 from keras_efficient_attn.models.conversion.specification import make_adapter
-from keras_efficient_attn.models.conversion.trace import replaced_call
+from keras_efficient_attn.models.conversion.trace import replace_call
 from keras_efficient_attn.ops.common.numerics import rms_normalize
 
 
@@ -41,12 +41,12 @@ def window_only(sites):
     """
     with contextlib.ExitStack() as stack:
         for site in filter(has_two_paths, sites):
-            stack.enter_context(replaced_call(site.layer, _window_adapter(site).call))
+            stack.enter_context(replace_call(site.layer, _window_adapter(site).call))
         yield
 
 
 @contextlib.contextmanager
-def dropped_windows(sites, dropped):
+def drop_windows(sites, dropped):
     """Context in which layers with two paths drop their window as a tensor says.
 
     Args:
@@ -56,7 +56,7 @@ def dropped_windows(sites, dropped):
     with contextlib.ExitStack() as stack:
         for index, site in enumerate(sites):
             call = _choosing_call(site.layer.kernel, dropped[index])
-            stack.enter_context(replaced_call(site.layer.kernel, call))
+            stack.enter_context(replace_call(site.layer.kernel, call))
         yield
 
 
@@ -70,11 +70,11 @@ def _window_adapter(site):
     build_adapter(adapter, site)
     for name in ("query", "key"):
         project = projections(adapter.kernel)[name]
-        set_projection(adapter.kernel, name, _prepared_by(kernel, project))
+        set_projection(adapter.kernel, name, _projection_of(kernel, project))
     return adapter
 
 
-def _prepared_by(kernel, project):
+def _projection_of(kernel, project):
     """A projection, with the norm and the temperature that a kernel gives it."""
 
     def prepare(x):

@@ -46,13 +46,13 @@ class ConversionPlan:
         return list(range(len(self.sites))) if self.layers is None else self.layers
 
     @property
-    def selected(self):
+    def chosen_sites(self):
         """The sites to replace, a list."""
         return [self.sites[index] for index in self.indices]
 
     @property
     def specs(self):
-        """The specifications of `selected`, a list."""
+        """The specifications of `chosen_sites`, a list."""
         return specs_per_layer(self.attention, len(self.indices))
 
     def replace(self, **changes):
@@ -60,16 +60,16 @@ class ConversionPlan:
         return dataclasses.replace(self, **changes)
 
     def make_adapters(self):
-        """New adapters for `selected`, which are not built.
+        """New adapters for `chosen_sites`, which are not built.
 
         Raises:
             ValueError: If an attention cannot replace a layer.
         """
-        for site in self.selected:
+        for site in self.chosen_sites:
             site.check_parents()
         return [
             make_adapter(spec, site)
-            for spec, site in zip(self.specs, self.selected, strict=True)
+            for spec, site in zip(self.specs, self.chosen_sites, strict=True)
         ]
 
     def install(self, adapters):
@@ -83,7 +83,7 @@ class ConversionPlan:
         """
         sites = list(self.sites)
         for index, site, adapter in zip(
-            self.indices, self.selected, adapters, strict=True
+            self.indices, self.chosen_sites, adapters, strict=True
         ):
             if not adapter.built:
                 build_adapter(adapter, site)

@@ -57,10 +57,10 @@ def replace_attention(model, attention, layers=None, calibrate=None):
     before = serialize(model)
     if calibrate is not None:
         check_can_fit(adapters)
-        records = trace(model, plan.selected, batches(calibrate))
-        for adapter, site in zip(adapters, plan.selected, strict=True):
+        records = trace(model, plan.chosen_sites, batches(calibrate))
+        for adapter, site in zip(adapters, plan.chosen_sites, strict=True):
             build_adapter(adapter, site)
-        fit(adapters, plan.selected, records)
+        fit(adapters, plan.chosen_sites, records)
     plan.install(adapters)
     message = f"{model.name} has to be compiled again."
     if before is None:

@@ -79,13 +79,13 @@ def trace_layers(model, layers, batch):
     Returns:
         A list of lists of `Call`, one for each layer.
     """
-    with recorded_calls(layers) as calls:
+    with record_calls(layers) as calls:
         run(model, batch, training=False)
     return calls
 
 
 @contextlib.contextmanager
-def recorded_calls(layers):
+def record_calls(layers):
     """Records the calls of layers, in eager and in compiled code.
 
     Yields:
@@ -94,7 +94,7 @@ def recorded_calls(layers):
     calls = [[] for _ in layers]
     with contextlib.ExitStack() as stack:
         for layer, found in zip(layers, calls, strict=True):
-            stack.enter_context(replaced_call(layer, _recorder(layer, found)))
+            stack.enter_context(replace_call(layer, _recorder(layer, found)))
         yield calls
 
 
@@ -109,7 +109,7 @@ def run(function, *args, **kwargs):
 
 
 @contextlib.contextmanager
-def replaced_call(layer, call):
+def replace_call(layer, call):
     """Context that replaces a layer's `call` by a function; may be nested."""
     before = vars(layer).get("call")
     layer.call = call

@@ -15,7 +15,7 @@ from keras_efficient_attn.ops.common.chunking import (
     pad_length,
     pad_to,
 )
-from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import masked_inputs, pad_to_common_length
 from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
@@ -45,7 +45,7 @@ def soft_mask(spans, distance, config):
     return ops.where(ops.logical_and(mask > 0.0, distance >= least), mask, 0.0)
 
 
-@compiled("config", "options")
+@jit_on_jax("config", "options")
 def attend_in_bands(inputs, spans, position_key, state, seed, config, options):
     """`(output, new state or None)` of a sequence, or of a segment with a state.
 

@@ -3,7 +3,7 @@
 from keras import ops
 
 from keras_efficient_attn.ops.adaptive_span.bands import soft_mask
-from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.recent_keys import (
     append_segment,
@@ -13,7 +13,7 @@ from keras_efficient_attn.ops.common.recent_keys import (
 from keras_efficient_attn.ops.common.single_query import attend_single
 
 
-@compiled("config", "options")
+@jit_on_jax("config", "options")
 def attend_next(inputs, spans, position_key, state, seed, config, options):
     """Computes `attend_in_bands` for one position and a state."""
     query, *segment = masked_inputs(*inputs)

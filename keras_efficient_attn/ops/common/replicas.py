@@ -24,7 +24,7 @@ def sum_over_replicas(x):
     return x
 
 
-def of_first_replica(x):
+def take_first_replica(x):
     """The `x` of the first replica, on all of them."""
     if backend_name() == "tensorflow":
         context = _tensorflow_context()

@@ -6,7 +6,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import backend_module, shape_of
 from keras_efficient_attn.ops.common.chunking import chunk_layout, pad_to
-from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.scan import recompute_scan
@@ -21,7 +21,7 @@ _kernels = backend_module("keras_efficient_attn.ops.fourier.kernels")
 USUAL_KEYS = 1024
 
 
-@compiled("config")
+@jit_on_jax("config")
 def fourier_sums(query, key, value, radius, config, key_mask=None, first_position=0):
     """The sums of `fourier_attention`, relative to the largest weight of each query.
 

@@ -11,7 +11,7 @@ from keras_efficient_attn.ops.common.checks import (
     may_agree,
 )
 from keras_efficient_attn.ops.common.chunking import fit_length
-from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, bounded_log_weight
 from keras_efficient_attn.ops.common.state import check_state, make_state
@@ -180,7 +180,7 @@ def linear_attention(
     return output if state is None else (output, new_state)
 
 
-@compiled("config")
+@jit_on_jax("config")
 def mapped_linear_attention(
     query,
     key,

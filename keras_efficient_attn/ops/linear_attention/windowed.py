@@ -10,7 +10,7 @@ from keras_efficient_attn.ops.common.block_softmax import (
     attend_recent,
 )
 from keras_efficient_attn.ops.common.chunking import pad_length
-from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.masks import SlidingWindow
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
@@ -21,7 +21,7 @@ from keras_efficient_attn.ops.linear_attention.recurrent import attend_to_all
 STATE_NAMES = ("window_key", "window_value", "window_mask")
 
 
-@compiled("config")
+@jit_on_jax("config")
 def windowed_linear_attention(
     query, key, value, config, map_weights=(), key_mask=None, state=None
 ):

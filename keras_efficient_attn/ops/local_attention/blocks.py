@@ -2,7 +2,7 @@
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import attend_near, attend_recent
-from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import masked_inputs, pad_to_common_length
 from keras_efficient_attn.ops.common.online_softmax import finish
 from keras_efficient_attn.ops.common.recent_keys import append_segment, drop_oldest
@@ -10,7 +10,7 @@ from keras_efficient_attn.ops.common.state import common_position
 from keras_efficient_attn.ops.local_attention.grid import attend_grid
 
 
-@compiled("config", "options")
+@jit_on_jax("config", "options")
 def attend_in_blocks(inputs, state, seed, config, options):
     """`(output, new state or None)` of a sequence, or of a segment with a state.
 

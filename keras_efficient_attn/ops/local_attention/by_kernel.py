@@ -1,11 +1,11 @@
 """Local attention of whole sequences by a kernel of the backend."""
 
-from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.interval_softmax.intervals import NearKeys
 
 
-@compiled("config", "options", "kernel")
+@jit_on_jax("config", "options", "kernel")
 def attend_by_kernel(inputs, config, options, kernel):
     """The output, by a module of `interval_softmax`."""
     query, key, value, key_mask = inputs

@@ -1,11 +1,11 @@
 """Local attention of one position, over the keys of a state."""
 
-from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.single_query import attend_recent_single
 
 
-@compiled("config", "options")
+@jit_on_jax("config", "options")
 def attend_next(inputs, state, seed, config, options):
     """Computes `attend_in_blocks` for one position and a state."""
     query, *segment = masked_inputs(*inputs)

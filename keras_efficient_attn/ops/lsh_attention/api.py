@@ -4,7 +4,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_implementation
-from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.state import check_state
 from keras_efficient_attn.ops.lsh_attention.chunked import chunked_lsh_attention
@@ -99,7 +99,7 @@ def lsh_attention(
     return _attend(query, value, buckets, *extras, config, implementation)
 
 
-@compiled("config", "implementation")
+@jit_on_jax("config", "implementation")
 def _attend(
     query, value, buckets, key_mask, state, dropout_mask, config, implementation
 ):

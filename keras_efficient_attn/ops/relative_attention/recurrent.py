@@ -2,13 +2,13 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.single_query import attend_single
 from keras_efficient_attn.ops.relative_attention.tiles import biased_queries
 
 
-@compiled("config", "options")
+@jit_on_jax("config", "options")
 def attend_last(inputs, position_key, biases, documents, seed, config, options):
     """The output of one query that follows all keys except its own.
 

@@ -14,14 +14,14 @@ from keras_efficient_attn.ops.common.chunking import (
     pad_length,
     pad_to,
 )
-from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.online_softmax import divide
 from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.relative_positions import shifted_by_query
 
 
-@compiled("config", "options")
+@jit_on_jax("config", "options")
 def attend_in_tiles(inputs, position_key, biases, documents, seed, config, options):
     """The output `(batch, query_length, heads, value_dim)`.
 

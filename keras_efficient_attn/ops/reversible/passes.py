@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.ops.common.scan import vector_jacobian_product
-from keras_efficient_attn.ops.reversible.remembered import recording, replaying
+from keras_efficient_attn.ops.reversible.remembered import record_values, replay_values
 
 Before = collections.namedtuple("Before", ["states", "remembered", "num_losses"])
 Before.__doc__ = """A half's needs for its second run, and how many losses it has."""
@@ -31,7 +31,7 @@ def forward(halves, x1, x2, parameters, states, tensors, apart):
     for i, half in enumerate(halves):
 
         def run(x, own, own_states, tensors, half=half):
-            with recording() as values:
+            with record_values() as values:
                 y, updates, losses = half.function(x, own, own_states, tensors)
             return y, updates, losses, tuple(values)
 
@@ -83,7 +83,7 @@ def backward(
                 every = list(tensors)
                 for index, tensor in zip(floating, chosen, strict=True):
                     every[index] = tensor
-                with replaying(values):
+                with replay_values(values):
                     y, _, losses = half.function(x[0], own, own_states, tuple(every))
                 return (y, *losses)
 

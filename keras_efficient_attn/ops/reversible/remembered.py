@@ -24,7 +24,7 @@ def remember(compute):
 
 
 @contextlib.contextmanager
-def recording():
+def record_values():
     """Context that appends computed values to the list that it yields."""
     values = []
 
@@ -40,7 +40,7 @@ def recording():
 
 
 @contextlib.contextmanager
-def replaying(values):
+def replay_values(values):
     """Context that returns these values, in the same order."""
     values = iter(values)
     _records.append(lambda compute: next(values))

@@ -25,10 +25,10 @@ def is_replay():
         from keras_efficient_attn.ops.reversible.replay_torch import in_backward_pass
 
         return in_backward_pass()
-    return backend == "tensorflow" and _called_by(*_TENSORFLOW_REPLAY)
+    return backend == "tensorflow" and _is_called_by(*_TENSORFLOW_REPLAY)
 
 
-def _called_by(module, function):
+def _is_called_by(module, function):
     frame = sys._getframe(1)
     while frame is not None:
         if (

@@ -59,7 +59,7 @@ def _branch(function, arguments, like):
     if like is None or tf.executing_eagerly():
         return function(*arguments)
 
-    def computed():
+    def compute():
         results = tf.nest.map_structure(tf.convert_to_tensor, function(*arguments))
         # Otherwise earlier halves would be rebuilt before this half's gradients.
         with tf.control_dependencies(tf.nest.flatten(results)):
@@ -68,7 +68,7 @@ def _branch(function, arguments, like):
     return tf.cond(
         never(arguments[0]),
         lambda: tf.nest.map_structure(tf.zeros_like, like),
-        computed,
+        compute,
     )
 
 

@@ -56,16 +56,16 @@ class _Chain(torch.autograd.Function):
     def backward(ctx, grad_x1, grad_x2, *others):
         saved = iter(ctx.saved_tensors)
 
-        def following(count):
+        def take(count):
             return tuple(next(saved) for _ in range(count))
 
-        streams = following(2)
-        parameters = following(ctx.call["parameters"])
+        streams = take(2)
+        parameters = take(ctx.call["parameters"])
         count = sum(first + second for first, second, _ in ctx.sizes)
-        tensors = following(len(ctx.saved_tensors) - 2 - len(parameters) - count)
-        states = [following(first) for first, _, _ in ctx.sizes]
+        tensors = take(len(ctx.saved_tensors) - 2 - len(parameters) - count)
+        states = [take(first) for first, _, _ in ctx.sizes]
         before = [
-            Before(own, following(second), num_losses)
+            Before(own, take(second), num_losses)
             for own, (_, second, num_losses) in zip(states, ctx.sizes, strict=True)
         ]
         generators = reversed(ctx.generators)

@@ -5,7 +5,7 @@ from keras import ops
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import attend_near, attend_recent
 from keras_efficient_attn.ops.common.cache import nan_beyond, write_positions
-from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import masked_inputs, pad_to_common_length
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
 from keras_efficient_attn.ops.common.recent_keys import append_segment, drop_oldest
@@ -22,7 +22,7 @@ from keras_efficient_attn.ops.sparse_attention.strided import (
 )
 
 
-@compiled("config", "options")
+@jit_on_jax("config", "options")
 def attend_in_blocks(inputs, state, seed, config, options):
     """`(output, new state or None)` of a sequence, or of a segment with a state.
 

@@ -5,7 +5,7 @@ import dataclasses
 from keras import ops
 
 from keras_efficient_attn.ops.common.chunking import chunk_count, fit_length
-from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.interval_softmax.intervals import (
     AllKeys,
@@ -16,7 +16,7 @@ from keras_efficient_attn.ops.sparse_attention.fixed import gather_summaries
 from keras_efficient_attn.ops.sparse_attention.strided import by_column, by_row
 
 
-@compiled("config", "options", "kernel")
+@jit_on_jax("config", "options", "kernel")
 def attend_by_kernel(inputs, config, options, kernel):
     """The output, by a module of `interval_softmax`."""
     length, scale = inputs[0].shape[1], options.scale

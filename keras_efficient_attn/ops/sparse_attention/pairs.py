@@ -18,7 +18,7 @@ def sparse_pairs(length, causal, config):
             # Symmetric; the query itself counts once.
             counts = tuple(n + n[::-1] - 1 for n in counts)
 
-        def of_head(number):
+        def counts_of_head(number):
             return counts
     else:
         # The last visible position, and the query's block up to it.
@@ -26,7 +26,7 @@ def sparse_pairs(length, causal, config):
         own = last % stride + 1
         end = i if causal else np.full(length, length - 1)
 
-        def of_head(number):
+        def counts_of_head(number):
             start = summary_start(stride, summary, number)
             both = np.clip(own - start, 0, summary)
             in_last = np.clip(end % stride + 1 - start, 0, summary)
@@ -34,7 +34,7 @@ def sparse_pairs(length, causal, config):
 
     total = 0
     for near, number in head_factors(config):
-        first, second, both = of_head(number or 0)
+        first, second, both = counts_of_head(number or 0)
         has_far = number is not None
         total += near * first.sum() + has_far * second.sum()
         total -= (near and has_far) * both.sum()

@@ -4,7 +4,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.cache import nan_beyond
-from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.recent_keys import append_segment, drop_oldest
 from keras_efficient_attn.ops.common.single_query import attend_single, seen_recent
@@ -14,7 +14,7 @@ from keras_efficient_attn.ops.sparse_attention.config import FAR
 from keras_efficient_attn.ops.sparse_attention.fixed import summary_positions
 
 
-@compiled("config", "options")
+@jit_on_jax("config", "options")
 def attend_next(inputs, state, seed, config, options):
     """Computes `attend_in_blocks` for one position and a state."""
     query, *keys = masked_inputs(*inputs)

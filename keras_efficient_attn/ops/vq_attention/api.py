@@ -9,7 +9,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_streaming,
 )
 from keras_efficient_attn.ops.common.chunking import fit_length
-from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import finish
@@ -217,7 +217,7 @@ def vq_attention_state(
     return make_state(state_spec(*sizes, config, dtype))
 
 
-@compiled("config", "causal")
+@jit_on_jax("config", "causal")
 def attend_to_keys_and_codes(
     query, keys, codebook, config, causal, positions=None, state=None
 ):

@@ -12,7 +12,7 @@ from keras_efficient_attn.ops.common.chunking import (
     chunk_layout,
     pad_to,
 )
-from keras_efficient_attn.ops.common.compiled import compiled, opaque_on_torch
+from keras_efficient_attn.ops.common.compilation import jit_on_jax, opaque_on_torch
 from keras_efficient_attn.ops.common.numerics import (
     greatest_index,
     larger,
@@ -28,7 +28,7 @@ KEYS_PER_CODE = 64
 MIN_COUNT = 1e-2
 
 
-@compiled()
+@jit_on_jax()
 def nearest_codes(key, codebook):
     """The index of the nearest code of each key, which minimises `‖key − code‖`.
 
@@ -201,9 +201,9 @@ def _draw_step(carry, x, consts):
     return (ops.where(first > 0, new, nearer),), (chosen[0],)
 
 
-@compiled()
+@jit_on_jax()
 @opaque_on_torch
-def drawn_once(codes, drawn, keys, valid, uniforms):
+def draw_once(codes, drawn, keys, valid, uniforms):
     """The codes if already drawn or without keys, otherwise drawn by `plus_plus`.
 
     Args:
@@ -218,7 +218,7 @@ def drawn_once(codes, drawn, keys, valid, uniforms):
     )
 
 
-@compiled()
+@jit_on_jax()
 def batch_statistics(key, index, valid, codebook):
     """`code_statistics`, and the squared norms `(heads, 2)` of errors and of keys."""
     counts, sums = code_statistics(key, index, valid, codebook.shape[1])
@@ -227,7 +227,7 @@ def batch_statistics(key, index, valid, codebook):
     return counts, sums, ops.sum(norms * valid[:, :, None, None], axis=(0, 1))
 
 
-@compiled()
+@jit_on_jax()
 def random_keys(key, valid, uniforms):
     """A random key for each code, and whether there is one.
 
@@ -249,7 +249,7 @@ def random_keys(key, valid, uniforms):
     return ops.take(keys, place * heads + head, axis=0), ops.take(valid, place, axis=0)
 
 
-@compiled()
+@jit_on_jax()
 def lloyd(keys, codebook):
     """One iteration of k-means: each code moves to the mean of its nearest keys.
 

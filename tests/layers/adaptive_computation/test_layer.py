@@ -205,13 +205,13 @@ def test_a_compiled_loop_stops_too(backend):
         backend, lambda call: call()
     )
     h = ops.convert_to_tensor(np.array([0.5, 0.1, 1.0], "float32"))
-    output, ponder = _compiled(run)(h)
+    output, ponder = _compile(run)(h)
     np.testing.assert_array_equal(to_numpy(ponder["steps"]), [2, 10, 1])
     np.testing.assert_allclose(to_numpy(output), [1.5, 5.5, 1.0], rtol=1e-5)
     assert len(calls) == 10
 
 
-def _compiled(function):
+def _compile(function):
     if keras.backend.backend() == "jax":
         import jax
 

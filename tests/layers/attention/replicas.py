@@ -84,11 +84,11 @@ def on_torch():
         "localhost", 0, 2, is_master=True, wait_for_workers=False
     )
     multiprocessing.start_processes(
-        of_torch, (store.port,), nprocs=2, start_method="fork"
+        run_on_torch, (store.port,), nprocs=2, start_method="fork"
     )
 
 
-def of_torch(rank, port):
+def run_on_torch(rank, port):
     import torch.distributed as distributed
 
     expected = by_one_device()

@@ -42,19 +42,19 @@ def set_spans(layer, spans):
     layer._span.assign(np.array(spans) / layer.max_span)
 
 
-def expected(layer, x, **kwargs):
+def dense_output(layer, x, **kwargs):
     heads = dense.adaptive_span_heads
     return dense.layer_output(layer, heads, x, x, causal=True, **kwargs)[0]
 
 
-def assert_as_defined(layer, x):
+def assert_equals_definition(layer, x):
     output = to_numpy(layer(x, x, use_causal_mask=True))
-    np.testing.assert_allclose(output, expected(layer, x), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(output, dense_output(layer, x), rtol=1e-4, atol=1e-5)
 
 
 def test_a_query_without_its_own_position_sees_earlier_ones():
     layer, x = make(include_self=False, initial_span=3), inputs()
-    assert_as_defined(layer, x)
+    assert_equals_definition(layer, x)
     # The first query sees nothing: only the output's bias remains.
     output = to_numpy(layer(x, x, use_causal_mask=True))
     bias = np.broadcast_to(layer.get_weights()[-1], output[:, 0].shape)
@@ -81,11 +81,11 @@ def assert_slopes(layer, names, x):
     for variable, value, gradient in zip(variables, values, received, strict=True):
         direction = np.random.default_rng(4).normal(size=value.shape)
 
-        def moved(step, variable=variable, value=value, direction=direction):
+        def move(step, variable=variable, value=value, direction=direction):
             wide = WithWeights(layer, **{variable.name: value + step * direction})
-            return (expected(wide, x) * weight).sum()
+            return (dense_output(wide, x) * weight).sum()
 
-        slope = (moved(1e-7) - moved(-1e-7)) / 2e-7
+        slope = (move(1e-7) - move(-1e-7)) / 2e-7
         size = np.linalg.norm(gradient) * np.linalg.norm(direction)
         assert size > 0, variable.name
         assert abs((gradient * direction).sum() - slope) < 1e-3 * size, variable.name
@@ -179,13 +179,13 @@ def test_trimming_changes_no_output_and_spans_can_grow_again():
 
     # Spans grow into the spare keys, with the gradient of the formula, …
     set_spans(layer, (119.5, 0.3))
-    assert_as_defined(layer, x)
+    assert_equals_definition(layer, x)
     assert_slopes(layer, {"span"}, x)
     # … beyond them after the next trim, up to the maximum, and back.
     assert layer.trim() == 192
     set_spans(layer, (150.0, 199.0))
     assert layer.trim() == MAX_SPAN
-    assert_as_defined(layer, x)
+    assert_equals_definition(layer, x)
     set_spans(layer, (0.0, 0.0))
     assert layer.trim() == 128
     assert layer.get_config()["window"] == 128
@@ -236,11 +236,11 @@ def make_model():
 def test_a_model_trims_and_compiles_again_while_it_trains(monkeypatch):
     windows, attend = [], adaptive_span.adaptive_span_attention
 
-    def recorded(*args, window, **kwargs):
+    def record(*args, window, **kwargs):
         windows.append(window)
         return attend(*args, window=window, **kwargs)
 
-    monkeypatch.setattr(adaptive_span, "adaptive_span_attention", recorded)
+    monkeypatch.setattr(adaptive_span, "adaptive_span_attention", record)
     x = np.concatenate([inputs(), inputs(1)])
     plain, trimmed = make_model(), make_model()
     expected = plain.fit(x, x, batch_size=1, epochs=2, verbose=0, shuffle=False)

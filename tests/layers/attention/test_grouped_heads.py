@@ -15,7 +15,7 @@ from keras_efficient_attn import (
 DIM, LENGTH = 12, 6
 
 
-def made(layer_class, *args, **options):
+def make(layer_class, *args, **options):
     layer = layer_class(*args, **options)
     layer.build((None, None, DIM), (None, None, DIM))
     random = np.random.default_rng(0)
@@ -26,8 +26,8 @@ def made(layer_class, *args, **options):
 
 @pytest.mark.parametrize("use_gate", [False, True])
 def test_exact_attention_equals_keras_grouped_query_attention(use_gate):
-    keras_layer = made(keras.layers.GroupQueryAttention, 4, 6, 2, use_gate=use_gate)
-    layer = made(
+    keras_layer = make(keras.layers.GroupQueryAttention, 4, 6, 2, use_gate=use_gate)
+    layer = make(
         PerformerAttention,
         6,
         4,

@@ -33,7 +33,7 @@ def inputs(seed=0):
     return random.normal(size=(2, LENGTH, 12)).astype("float32")
 
 
-def streamed(layer, x, mask, cuts):
+def stream(layer, x, mask, cuts):
     """Outputs of the segments between the cuts, and the last state."""
     state, outputs = layer.get_initial_state(2), []
     for start, stop in zip((0, *cuts), (*cuts, LENGTH), strict=True):
@@ -69,7 +69,7 @@ def test_tokens_and_segments_give_the_definition(name):
     every = tuple(range(1, LENGTH))
     # From segments to tokens and back: both use the same state.
     for cuts in (every, (7, 8, 9, 10, 18), (1, 2, 3, 20)):
-        output, _ = streamed(layer, x, mask, cuts)
+        output, _ = stream(layer, x, mask, cuts)
         np.testing.assert_allclose(output, whole, rtol=1e-3, atol=2e-4)
 
 
@@ -81,13 +81,13 @@ def test_hidden_tokens_write_nothing_and_are_not_read(name):
     mask = np.ones((2, LENGTH), bool)
     mask[:, 10:] = False
     mask[0, 0] = False
-    _, state = streamed(layer, x, mask, tuple(range(1, LENGTH)))
+    _, state = stream(layer, x, mask, tuple(range(1, LENGTH)))
     x[~mask] = np.nan
-    _, again = streamed(layer, x, mask, tuple(range(1, LENGTH)))
+    _, again = stream(layer, x, mask, tuple(range(1, LENGTH)))
     for key in state:
         np.testing.assert_array_equal(to_numpy(again[key]), to_numpy(state[key]))
     if name != "window":
-        _, shorter = streamed(layer, x, mask, tuple(range(1, 11)))
+        _, shorter = stream(layer, x, mask, tuple(range(1, 11)))
         np.testing.assert_allclose(
             to_numpy(state["sum"]), to_numpy(shorter["sum"]), rtol=1e-6
         )

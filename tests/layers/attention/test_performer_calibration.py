@@ -28,7 +28,7 @@ def inputs(length=LENGTH):
     return np.random.default_rng(1).normal(size=(BATCH, length, DIM)).astype("float32")
 
 
-def made(feature_map="favor+", calibrated=True, **options):
+def make(feature_map="favor+", calibrated=True, **options):
     """A layer whose queries and keys have means and correlated coordinates."""
     options = {**MAPS[feature_map], "window": 4, "chunk_size": 4, **options}
     layer = PerformerAttention(
@@ -106,7 +106,7 @@ def similarity(layer, query, key):
 
 @pytest.mark.parametrize("feature_map", ["favor+", "hyperbolic", "power"])
 def test_calibrated_layer_equals_the_dense_definition_and_streams(feature_map):
-    layer, x = made(feature_map), inputs()
+    layer, x = make(feature_map), inputs()
     layer.calibrate(2.0 * x)
     query, key, value = heads_of(layer, x)
     estimate, exact = similarity(layer, query, key)
@@ -139,8 +139,8 @@ def test_calibrated_layer_equals_the_dense_definition_and_streams(feature_map):
 def test_a_window_over_everything_is_softmax_attention(feature_map):
     """Holds for any calibration, which does not change the kernel."""
     options = {"rotary_wavelength": None, "qk_norm": False, "temperature": 1.0}
-    fitted = made(feature_map, **options)
-    layer = made(feature_map, window=LENGTH, **options)
+    fitted = make(feature_map, **options)
+    layer = make(feature_map, window=LENGTH, **options)
     theirs = keras.layers.MultiHeadAttention(HEADS, KEY_DIM)
     x = inputs()
     theirs.build(x.shape, x.shape)
@@ -154,8 +154,8 @@ def test_a_window_over_everything_is_softmax_attention(feature_map):
 
 @pytest.mark.parametrize("feature_map", ["favor+", "hyperbolic", "taylor"])
 def test_until_calibrated_the_layer_is_the_plain_one(feature_map):
-    layer = made(feature_map, seed=3)
-    plain = made(feature_map, calibrated=False, seed=3)
+    layer = make(feature_map, seed=3)
+    plain = make(feature_map, calibrated=False, seed=3)
     x = inputs()
     np.testing.assert_allclose(
         to_numpy(layer(x, x, use_causal_mask=True)),
@@ -172,8 +172,8 @@ def test_calibration_lessens_the_error_against_softmax(feature_map):
     options = {"num_features": 64} if feature_map == "favor+" else {"rank": None}
     errors = []
     for seed in range(4):
-        layer = made(feature_map, window=None, seed=seed, **options)
-        exact = made(feature_map, window=60, seed=seed, **options)
+        layer = make(feature_map, window=None, seed=seed, **options)
+        exact = make(feature_map, window=60, seed=seed, **options)
         expected = to_numpy(exact(x, x))
         before = np.square(to_numpy(layer(x, x)) - expected).mean()
         layer.calibrate(x)
@@ -189,7 +189,7 @@ def test_calibrate_weighs_pairs_by_far_attention(window, causal):
     x = inputs()
     mask = np.arange(LENGTH) < np.array([[LENGTH], [9]])
     hidden = np.where(mask[..., None], x, np.nan).astype("float32")
-    layer = made("power", window=window, rotary_wavelength=None)
+    layer = make("power", window=window, rotary_wavelength=None)
     batches = [(hidden[:1], mask[:1]), (hidden[1:], mask[1:])]
     spread = layer.calibrate(batches, use_causal_mask=causal)
 
@@ -308,8 +308,8 @@ def test_calibrate_errors():
     with pytest.raises(ValueError, match="calibrated=True, built=False"):
         PerformerAttention(2, 8, calibrated=True).calibrate(x)
     with pytest.raises(ValueError, match="calibrated=False, built=True"):
-        made(calibrated=False).calibrate(x)
-    layer = made()
+        make(calibrated=False).calibrate(x)
+    layer = make()
     with pytest.raises(ValueError, match="beyond the window.*window=4"):
         layer.calibrate([])
     with pytest.raises(ValueError, match="beyond the window.*window=4"):

@@ -134,11 +134,11 @@ def test_dense_below_a_length():
 def test_dropout_below_a_length_is_of_the_pairs_there_are(monkeypatch):
     call, shapes = keras.layers.Dropout.call, []
 
-    def logged(self, inputs, training=False):
+    def log(self, inputs, training=False):
         shapes.append(tuple(inputs.shape))
         return call(self, inputs, training)
 
-    monkeypatch.setattr(keras.layers.Dropout, "call", logged)
+    monkeypatch.setattr(keras.layers.Dropout, "call", log)
     x = inputs()
     layer = built(x, dense_length=4000, dropout=0.3)
     layer(x, x, training=True)
@@ -153,11 +153,11 @@ def test_dense_below_a_length_that_a_graph_does_not_know(backend):
     layer = built(inputs(), dense_length=15)
 
     @tf.function(input_signature=[tf.TensorSpec((None, None, 6))])
-    def traced(x):
+    def trace(x):
         return layer(x, x)
 
     with pytest.raises(ValueError, match="dense_length=15"):
-        traced(inputs())
+        trace(inputs())
 
 
 def test_dropout_leaves_the_expected_output():

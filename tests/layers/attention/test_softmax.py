@@ -29,18 +29,18 @@ def test_masks_of_queries_and_keys_make_keras_matrix():
 def gaussian(layer, x, mask):
     """The layer's formula in float64, causal."""
 
-    def projected(dense):
+    def project(dense):
         heads = np.einsum("bld,dhk->blhk", x, to_numpy(dense.kernel))
         return heads + to_numpy(dense.bias)
 
-    query, key = projected(layer.query_dense), projected(layer.key_dense)
+    query, key = project(layer.query_dense), project(layer.key_dense)
     square = ((query[:, :, None] - key[:, None]) ** 2).sum(-1)
     weights = np.exp(-square / 2 / np.sqrt(query.shape[-1]))
     length = x.shape[1]
     seen = np.tril(np.ones((length, length)))[None, :, :, None] * mask[:, None, :, None]
     weights = weights * seen
     weights /= weights.sum(2, keepdims=True)
-    heads = np.einsum("btsh,bshv->bthv", weights, projected(layer.value_dense))
+    heads = np.einsum("btsh,bshv->bthv", weights, project(layer.value_dense))
     output = layer.output_dense
     heads = np.einsum("bthv,hvd->btd", heads, to_numpy(output.kernel))
     return heads + to_numpy(output.bias)

@@ -97,13 +97,13 @@ def test_only_training_moves_the_codes(options):
     layer, x = built(**options), inputs()
     before = weights(layer)
 
-    def unchanged():
+    def is_unchanged():
         after = weights(layer)
         return all(np.array_equal(after[name], before[name]) for name in before)
 
     layer(x, x)
     layer(x, x, training=False)
-    assert unchanged() and not layer.losses
+    assert is_unchanged() and not layer.losses
     # Padding alone causes no update.
     layer(x, x, key_mask=np.zeros((2, 20), bool), training=True)
     old = before["sum"] / before["count"][..., None]
@@ -111,10 +111,10 @@ def test_only_training_moves_the_codes(options):
     layer = built(**options)
     layer.trainable = False
     layer(x, x, training=True)
-    assert unchanged()
+    assert is_unchanged()
     layer.trainable = True
     layer(x, x, training=True)
-    assert not unchanged()
+    assert not is_unchanged()
 
 
 def test_the_first_training_call_draws_the_codes_from_its_keys():
@@ -203,7 +203,7 @@ def test_codes_stay_in_use_where_they_would_die():
 
 
 def test_fit_draws_once_moves_and_goes_on_after_reload(tmp_path, backend):
-    def compiled(model):
+    def compile_call(model):
         # The contract tests compile on all backends.
         model.compile("sgd", "mse", jit_compile=backend == "jax")
         return model
@@ -217,7 +217,7 @@ def test_fit_draws_once_moves_and_goes_on_after_reload(tmp_path, backend):
         commitment_weight=0.1,
     )
     masked = keras.layers.Masking()(sequence)
-    model = compiled(keras.Model(sequence, layer(masked, masked)))
+    model = compile_call(keras.Model(sequence, layer(masked, masked)))
     x = inputs(batch=4)
     x[0, 9:] = 0.0
     model.fit(x, x, batch_size=2, epochs=2, verbose=0)

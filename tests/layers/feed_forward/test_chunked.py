@@ -58,7 +58,7 @@ def test_a_network_with_integer_variables_has_gradients():
 UNITS = 40
 
 
-def dropping(seed):
+def make_dropping(seed):
     """`y[t] = Σ_u x[t] kernel[u] kept[t, u] / (1 - rate)`, of units of one sign."""
     network = keras.Sequential(
         [
@@ -75,7 +75,7 @@ def dropping(seed):
 
 @pytest.mark.parametrize("seed", [None, 1])
 def test_slices_draw_for_themselves_and_again_the_same_for_the_gradient(seed):
-    layer = dropping(seed)
+    layer = make_dropping(seed)
     x = np.ones((BATCH, LENGTH, 1), "float32")
     layer(x)
     trained = layer.trainable_variables

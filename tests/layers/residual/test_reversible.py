@@ -138,12 +138,12 @@ def test_buckets_are_those_of_the_forward_pass(monkeypatch):
         finally:
             backward.pop()
 
-    def hashing(x, *arguments):
+    def attend_hashed(x, *arguments):
         # Rounding rarely changes buckets; here a second hashing changes them.
         return hash_buckets(ops.roll(x, 1, axis=1) if backward else x, *arguments)
 
     monkeypatch.setattr(passes, "vector_jacobian_product", vjp)
-    monkeypatch.setattr(reformer_lsh_attention, "hash_buckets", hashing)
+    monkeypatch.setattr(reformer_lsh_attention, "hash_buckets", attend_hashed)
 
     def make(reversible):
         return make_stack(1, reversible, kind="lsh")
@@ -371,7 +371,7 @@ def test_halves_are_rebuilt_one_at_a_time_in_graphs_of_tensorflow(backend):
 
     events = []
 
-    def logged(x, *event):
+    def record(x, *event):
         def log(x):
             events.append(event)
             return x
@@ -383,12 +383,12 @@ def test_halves_are_rebuilt_one_at_a_time_in_graphs_of_tensorflow(backend):
         def call(self, x):
             @tf.custom_gradient
             def run(x):
-                y = logged(tf.sin(x), self.name, "value")
+                y = record(tf.sin(x), self.name, "value")
 
                 def gradient(grad_y):
                     # Without a dependency, such a slow gradient would come last.
                     slow = tf.linalg.expm(grad_y @ tf.transpose(y))
-                    return logged(slow @ x, self.name, "gradient")
+                    return record(slow @ x, self.name, "gradient")
 
                 return y, gradient
 
@@ -523,7 +523,7 @@ def test_the_mask_of_an_embedding_reaches_all_blocks(training):
 
 
 def test_saving(tmp_path):
-    def restored(model):
+    def restore(model):
         model.save(tmp_path / "model.keras")
         return keras.saving.load_model(tmp_path / "model.keras")
 
@@ -531,7 +531,7 @@ def test_saving(tmp_path):
     stack = build(ReversibleStack([*blocks, blocks[0]], merge="concatenate"))
     sequence = keras.Input((None, DIM))
     model = keras.Model(sequence, stack(sequence))
-    again = restored(model)
+    again = restore(model)
     assert len(again.weights) == len(model.weights)
     np.testing.assert_allclose(
         to_numpy(again(inputs())), to_numpy(model(inputs())), rtol=1e-5, atol=1e-6

@@ -40,7 +40,7 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
-def expected(block, x):
+def reference(block, x):
     """`x + (softmax(q·k) silu(W_v h) ∘ silu(W_g h)) W_o`, in float64."""
     x = x.astype("float64")
     norm = block.attention_residual.norm
@@ -50,12 +50,12 @@ def expected(block, x):
     h = h * to_numpy(norm.gamma) + to_numpy(norm.beta)
     attention = block.attention
 
-    def projected(dense):
+    def project(dense):
         kernel = to_numpy(dense.kernel).astype("float64")[:, 0]
         return h @ kernel + to_numpy(dense.bias)[0]
 
-    query, key = projected(attention.query_dense), projected(attention.key_dense)
-    value, gate = projected(attention.value_dense), projected(attention.gate_dense)
+    query, key = project(attention.query_dense), project(attention.key_dense)
+    value, gate = project(attention.value_dense), project(attention.gate_dense)
     logits = np.einsum("bid,bjd->bij", query, key) / np.sqrt(query.shape[-1])
     logits = np.where(np.tril(np.ones((LENGTH, LENGTH))), logits, -np.inf)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
@@ -78,12 +78,12 @@ def test_a_unit_is_its_formula(grouped):
     block.build((None, None, WIDTH))
     randomise(block)
     x = draw()
-    np.testing.assert_allclose(to_numpy(block(x)), expected(block, x), rtol=1e-5)
+    np.testing.assert_allclose(to_numpy(block(x)), reference(block, x), rtol=1e-5)
     config = block.attention.get_config()
     again = TransformerBlock(SoftmaxAttention.from_config(config), None)
     again.build((None, None, WIDTH))
     again.set_weights(block.get_weights())
-    np.testing.assert_allclose(to_numpy(again(x)), expected(block, x), rtol=1e-5)
+    np.testing.assert_allclose(to_numpy(again(x)), reference(block, x), rtol=1e-5)
 
 
 @pytest.mark.parametrize("residual", ["pre_norm", "gated", "reversible"])
@@ -122,7 +122,7 @@ def test_units_by_name_are_those_that_are_spelt_out():
     (block,) = backbone.transformer_layers
     x = draw()
     randomise(block)
-    np.testing.assert_allclose(to_numpy(block(x)), expected(block, x), rtol=1e-5)
+    np.testing.assert_allclose(to_numpy(block(x)), reference(block, x), rtol=1e-5)
     assert gated_attention_units("softmax", 16)["head_dim"] == 128
     with pytest.raises(TypeError, match="name with options.*LinearAttention"):
         gated_attention_units(LinearAttention(1, 4), WIDTH)

@@ -99,7 +99,7 @@ def test_the_rule_is_kerashubs_with_its_gradients():
     # The gradients at these are the output and the state.
     arrays += [random.normal(size=shapes[i]).astype("float32") for i in (2, 5)]
 
-    def weighted(rule, **options):
+    def weigh(rule, **options):
         def function(*tensors):
             *inputs, state, output_weight, state_weight = tensors
             output, last = rule(
@@ -110,8 +110,8 @@ def test_the_rule_is_kerashubs_with_its_gradients():
         return function
 
     # KerasHub writes each position of a chunk out; 64 of them take long to compile.
-    kerashub = weighted(_chunk_gated_delta_rule, chunk_size=8)
-    ours = weighted(_gated_delta_rule)
+    kerashub = weigh(_chunk_gated_delta_rule, chunk_size=8)
+    ours = weigh(_gated_delta_rule)
     expected, actual = gradients(kerashub, *arrays), gradients(ours, *arrays)
     for x, y in zip(actual, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * np.abs(y).max())

@@ -218,12 +218,12 @@ def test_a_checkpoint_is_whole_or_named(tmp_path, monkeypatch):
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
 
-    def killed(file, *arrays):
+    def kill(file, *arrays):
         file.write(b"half")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(np, "savez", killed)
+        patch.setattr(np, "savez", kill)
         with pytest.raises(KeyboardInterrupt):
             distill(teacher, student, data, epochs=2, **options)
     assert path.read_bytes() == whole

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.any_backend
 NEAR = "local:window=2"
 
 
-def measured(backbone, data):
+def measure(backbone, data):
     plan = plan_conversion(backbone, NEAR)
     return output_effect(plan, apply_plan(plan), data)
 
@@ -25,7 +25,7 @@ def measured(backbone, data):
 def test_of_a_causal_model_it_is_the_divergence_of_logits():
     backbone = families.make("llama")
     data = [families.inputs(backbone, seed) for seed in range(2)]
-    effect = measured(backbone, data)
+    effect = measure(backbone, data)
     for layers in ([0], [1], [0, 1]):
         models = backbone, convert_backbone(backbone, NEAR, layers)
         tasks = [keras_hub.models.LlamaCausalLM(m, preprocessor=None) for m in models]
@@ -44,7 +44,7 @@ def test_of_a_causal_model_it_is_the_divergence_of_logits():
 def test_of_an_encoder_it_is_the_error_of_mean_states():
     backbone = families.make("distil_bert")
     data = families.inputs(backbone)
-    effect = measured(backbone, [data])
+    effect = measure(backbone, [data])
     kept = data["padding_mask"] > 0
     for layers in ([0], [1]):
         models = backbone, convert_backbone(backbone, NEAR, layers)
@@ -62,7 +62,7 @@ def test_windows_by_another_error():
     data = families.inputs(backbone, padded=False)
     plan = plan_conversion(backbone, "local:window=1")
     adapters = apply_plan(plan).attention_adapters
-    records = trace(backbone, plan.selected, [data])
+    records = trace(backbone, plan.chosen_sites, [data])
     # The second layer is the only one that counts.
     errors = {1: 4.0, 2: 3.0, 4: 1.0, 8: 1.0}
 
@@ -70,5 +70,5 @@ def test_windows_by_another_error():
         (index,) = layers
         return index * errors[adapters[index].kernel.window]
 
-    assert choose_windows(3, adapters, plan.selected, records, effect) == [1, 4]
+    assert choose_windows(3, adapters, plan.chosen_sites, records, effect) == [1, 4]
     assert [adapter.kernel.window for adapter in adapters] == [1, 4]

@@ -69,7 +69,7 @@ def assert_greedy(task, data, tokens, prefix=""):
     np.testing.assert_array_equal(tokens[given], data[f"{prefix}token_ids"][given])
 
 
-def generated(task, data, prefix=""):
+def generate(task, data, prefix=""):
     if isinstance(task, models.Gemma3CausalLM):
         # Without images, `generate` of KerasHub 0.32 fails to join them.
         inputs = {name: ops.convert_to_tensor(array) for name, array in data.items()}
@@ -114,7 +114,7 @@ def test_tokens_are_those_of_whole_calls(name, attention, layers):
     task = make_task(name, attention, layers)
     # Padding on the right of two prompts, on both sides of another.
     data = prompts([2, 5, 3], starts=[0, 0, 2])
-    assert_greedy(task, data, generated(task, data))
+    assert_greedy(task, data, generate(task, data))
 
 
 def test_a_pattern_mixes_states_with_keys_and_values():
@@ -122,7 +122,7 @@ def test_a_pattern_mixes_states_with_keys_and_values():
     task = make_task("gpt2", pattern, num_layers=4)
     assert task.backbone.attention_layers == [0, 1, 3]
     data = prompts([2, 5, 3], starts=[0, 0, 2])
-    assert_greedy(task, data, generated(task, data))
+    assert_greedy(task, data, generate(task, data))
 
 
 @pytest.mark.parametrize("layers", [None, [0, 3]])
@@ -134,14 +134,14 @@ def test_a_decoder_with_an_encoder(layers):
     data = families.inputs(converted)
     decoder = prompts([2, 3], starts=[0, 1], length=7)
     data |= {f"decoder_{name}": array for name, array in decoder.items()}
-    assert_greedy(task, data, generated(task, data, "decoder_"), "decoder_")
+    assert_greedy(task, data, generate(task, data, "decoder_"), "decoder_")
 
 
 def test_prompts_are_read_in_segments():
     # Segments of 32 positions, and the rest one by one.
     task = make_task("gpt2", VQ, [0], num_layers=2, max_sequence_length=48)
     data = prompts([41, 43], length=46)
-    assert_greedy(task, data, generated(task, data))
+    assert_greedy(task, data, generate(task, data))
 
 
 @pytest.mark.parametrize("sampler", ["beam", "contrastive", "top_k"])
@@ -155,7 +155,7 @@ def test_samplers_that_reorder_the_cache(sampler):
     task = make_task("gpt2", VQ, [1], num_layers=2)
     task.compile(sampler=samplers[sampler])
     data = prompts([3, 4])
-    assert_greedy(task, data, generated(task, data))
+    assert_greedy(task, data, generate(task, data))
 
 
 def test_beams_give_the_likeliest_tokens():
@@ -163,7 +163,7 @@ def test_beams_give_the_likeliest_tokens():
     data = prompts([2, 2], length=4)
     data["token_ids"] %= 6
     task.compile(sampler=keras_hub.samplers.BeamSampler(num_beams=6))
-    made = generated(task, data)
+    made = generate(task, data)
     # With as many beams as tokens, two steps try all pairs.
     likeliest = [(-np.inf, None), (-np.inf, None)]
     for pair in np.ndindex(6, 6):
@@ -180,7 +180,7 @@ def test_beams_give_the_likeliest_tokens():
 def test_mixed_precision_keeps_states_wide():
     task = make_task("gpt2", PERFORMER, [1], num_layers=2, dtype="mixed_bfloat16")
     data = prompts([3, 3])
-    assert generated(task, data).shape == (2, LENGTH)
+    assert generate(task, data).shape == (2, LENGTH)
     cache = CausalMethods(task, data, "").initial_cache()
     softmax, state = cache["layers"]
     assert keras.backend.standardize_dtype(softmax.dtype) == "bfloat16"
@@ -191,12 +191,12 @@ def test_mixed_precision_keeps_states_wide():
 def test_a_loaded_task_generates_the_same(tmp_path):
     task = make_task("llama", VQ, [0])
     data = prompts([3, 2])
-    expected = generated(task, data)
+    expected = generate(task, data)
     task.save_to_preset(str(tmp_path))
     loaded = models.CausalLM.from_preset(str(tmp_path))
     assert type(loaded) is models.LlamaCausalLM
     loaded.compile(sampler="greedy")
-    np.testing.assert_array_equal(generated(loaded, data), expected)
+    np.testing.assert_array_equal(generate(loaded, data), expected)
 
 
 def test_the_cache_has_one_size_at_every_length():
@@ -215,7 +215,7 @@ def test_other_backbones_generate_as_before():
     task = models.GPT2CausalLM(families.make("gpt2", num_layers=1))
     task.compile(sampler="greedy")
     data = prompts([3, 2])
-    assert_greedy(task, data, generated(task, data))
+    assert_greedy(task, data, generate(task, data))
 
 
 def test_what_others_wrapped_stays_wrapped():
@@ -226,7 +226,7 @@ def test_what_others_wrapped_stays_wrapped():
         return inputs
 
     @functools.wraps(stock)
-    def wrapped(*args):
+    def call_stock(*args):
         called.append("wrapper")
         return stock(*args)
 
@@ -235,7 +235,7 @@ def test_what_others_wrapped_stays_wrapped():
         called.append("context")
         yield
 
-    task_class = type("Task", (), {"generate_step": wrapped})
+    task_class = type("Task", (), {"generate_step": call_stock})
     wrap_generate_step(task_class, context)
     assert task_class().generate_step(3) == 3
     assert called == ["context", "wrapper", "stock"]

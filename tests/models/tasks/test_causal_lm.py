@@ -11,7 +11,7 @@ from keras_efficient_attn.models import (
     EfficientCausalLMPreprocessor,
 )
 from keras_efficient_attn.models.tasks import streaming
-from tests.autodiff import compiled, to_numpy
+from tests.autodiff import compile_step, to_numpy
 from tests.models.cases import DECODERS, inputs, make_backbone
 
 LENGTH = 16
@@ -33,7 +33,7 @@ def prompts(lengths, length=LENGTH):
 
 def whole_sequence_calls(model, sampler, data):
     """The tokens of KerasHub's sampler from calls on the whole sequence."""
-    backbone = compiled(lambda inputs: model.backbone(inputs))
+    backbone = compile_step(lambda inputs: model.backbone(inputs))
 
     def next_token(prompt, cache, index):
         hidden = backbone({"token_ids": prompt, "padding_mask": ops.ones_like(prompt)})
@@ -73,7 +73,7 @@ def generate(model, data, **kwargs):
 def step_by_step(model, sampler, data):
     """The tokens that a sampler chooses from calls on the whole sequence."""
     tokens, mask = data["token_ids"].copy(), data["padding_mask"]
-    call = compiled(lambda inputs: model(inputs))
+    call = compile_step(lambda inputs: model(inputs))
     for t in range(max(1, mask.sum(1).min()), tokens.shape[1]):
         whole = {"token_ids": tokens, "padding_mask": np.ones_like(mask)}
         probabilities = sampler.compute_probabilities(call(whole)[:, t - 1])

@@ -236,7 +236,7 @@ def parameters(name, layers):
     return one + (two - one) * (layers // period - 1)
 
 
-def documented():
+def documented_names():
     """`(name, millions)` of the rows of the page on configurations."""
     page = Path(__file__).resolve().parents[3] / "docs" / "presets.md"
     return re.findall(r"^\| `(\S+)` \| ([\d.]+) \|", page.read_text(), re.M)
@@ -244,7 +244,7 @@ def documented():
 
 @pytest.mark.any_backend
 @pytest.mark.usefixtures("weights_are_zeros")
-@pytest.mark.parametrize(("name", "millions"), documented())
+@pytest.mark.parametrize(("name", "millions"), documented_names())
 def test_parameters_are_those_of_the_page(name, millions):
     config = json.loads((FOLDER / name / "config.json").read_text())["config"]
     assert f"{parameters(name, config['num_layers']) / 1e6:.1f}" == millions
@@ -252,7 +252,7 @@ def test_parameters_are_those_of_the_page(name, millions):
 
 @pytest.mark.any_backend
 def test_the_page_has_all_configurations():
-    assert sorted(name for name, _ in documented()) == list(preset_names())
+    assert sorted(name for name, _ in documented_names()) == list(preset_names())
 
 
 @pytest.mark.any_backend

@@ -80,7 +80,7 @@ def is_visible(operation, options, lengths, causal):
     return seen[None, :, : lengths[0], : lengths[1]]
 
 
-def graded(attend, arrays, weight):
+def differentiate(attend, arrays, weight):
     """The output, and gradients of the sum of `weight * output`."""
     tensors = [torch.from_numpy(x).requires_grad_() for x in arrays]
     output = attend(*tensors)
@@ -108,7 +108,7 @@ def test_it_is_the_masked_softmax(name, causal, lengths):
     def attend(query, key, value):
         return operation(query, key, value, causal=causal, key_mask=mask, **options)
 
-    output, gradients = graded(attend, (query, key, value), weight)
+    output, gradients = differentiate(attend, (query, key, value), weight)
     np.testing.assert_allclose(output, expected[0], **TOLERANCE)
     for received, correct in zip(gradients, expected[1], strict=True):
         np.testing.assert_allclose(received, correct, **TOLERANCE)
@@ -125,7 +125,7 @@ def test_float64(name):
     def attend(query, key, value):
         return operation(query, key, value, causal=True, **options)
 
-    output, gradients = graded(attend, arrays, weight)
+    output, gradients = differentiate(attend, arrays, weight)
     tight = dict(rtol=1e-10, atol=1e-12)
     expected = masked_softmax(*arrays, allowed, scale=0.5)
     np.testing.assert_allclose(output, expected, **tight)
@@ -185,7 +185,7 @@ def test_parts_far_apart_are_merged():
         large = np.where(np.arange(LENGTH)[None, :, None, None] < 40, size * key, key)
         large = large.astype("float32")
         weight = draw(value_dim=4)[2]
-        output, gradients = graded(
+        output, gradients = differentiate(
             lambda *x: sparse_attention(*x, causal=True, **options),
             (query, large, value),
             weight,
@@ -226,7 +226,7 @@ def test_codes_are_read_group_by_group(causal, monkeypatch):
         options = dict(window=20, block_length=8, causal=causal, key_mask=mask)
         return vq_attention(query, key, value, torch.from_numpy(codes), **options)
 
-    output, gradients = graded(attend, (query, key, value), weight)
+    output, gradients = differentiate(attend, (query, key, value), weight)
     tight = dict(rtol=1e-9, atol=1e-11)
     np.testing.assert_allclose(output, expected, **tight)
     for ours, theirs in zip(gradients, correct, strict=True):
@@ -252,7 +252,7 @@ def test_a_compiled_program_is_the_masked_softmax(name):
         return program
 
     torch.compiler.reset()
-    received = graded(
+    received = differentiate(
         torch.compile(attend, backend="aot_eager", fullgraph=True), arrays, weight
     )
     torch.compiler.reset()
@@ -260,7 +260,7 @@ def test_a_compiled_program_is_the_masked_softmax(name):
     called = [str(node.target) for node in programs[0].graph.nodes]
     assert any("keras_efficient_attn.attend" in target for target in called)
     if name == "codes":
-        expected = graded(attend, arrays, weight)
+        expected = differentiate(attend, arrays, weight)
     else:
         allowed = is_visible(operation, options, (LENGTH, LENGTH), True)
         allowed = allowed & mask.numpy()[:, None, None]

@@ -5,7 +5,7 @@ import pytest
 
 from keras_efficient_attn import ops
 from keras_efficient_attn.ops.common.chunking import chunk_layout
-from keras_efficient_attn.ops.common.plan import DEVICE_PLANS, device_kind, planned_for
+from keras_efficient_attn.ops.common.plan import DEVICE_PLANS, device_kind, plan_for
 from keras_efficient_attn.ops.fourier import fourier_attention
 from tests.autodiff import to_numpy
 
@@ -14,21 +14,21 @@ KINDS = sorted(DEVICE_PLANS)
 
 def test_the_default_is_the_device_that_is_here():
     assert device_kind() == "cpu"
-    with planned_for("tpu"), planned_for("gpu"):
+    with plan_for("tpu"), plan_for("gpu"):
         assert device_kind() == "gpu"
     assert device_kind() == "cpu"
 
 
 def test_another_kind_is_refused():
     with pytest.raises(ValueError, match="kind='abacus'"):
-        with planned_for("abacus"):
+        with plan_for("abacus"):
             pass
 
 
 @pytest.mark.parametrize("kind", ["gpu", "tpu"])
 def test_accelerators_take_all_chunks_at_once_while_they_fit(kind):
     floats = 16 * 5 * 128
-    with planned_for(kind):
+    with plan_for(kind):
         *_, few_steps = chunk_layout(8192, 256, 1, floats)
         size, chunks, steps = chunk_layout(2**20, 256, 1, floats)
     assert few_steps <= 2
@@ -63,7 +63,7 @@ def operations():
 def test_every_plan_has_the_same_result(name):
     results = []
     for kind in KINDS:
-        with planned_for(kind):
+        with plan_for(kind):
             results.append(to_numpy(operations()[name]()))
     for result in results[1:]:
         np.testing.assert_allclose(result, results[0], rtol=2e-4, atol=2e-5)

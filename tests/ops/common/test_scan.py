@@ -38,7 +38,7 @@ def step_gradient(carry, x, consts, y, carry_gradient, y_gradient):
     )
 
 
-def tracked_gradient(*arguments):
+def gradient_by_autodiff(*arguments):
     """`step_gradient` by the backend's derivative of `step`."""
     carry, x, consts, _, carry_gradient, y_gradient = arguments
 
@@ -50,11 +50,11 @@ def tracked_gradient(*arguments):
     return pull((*carry_gradient, None, *y_gradient))
 
 
-def scanned(total, a, b, scale, gradient=None):
+def run_scan(total, a, b, scale, gradient=None):
     return recompute_scan(step, (total,), (a, b), (scale,), gradient)
 
 
-def looped(total, a, b, scale):
+def run_loop(total, a, b, scale):
     """The same loop in NumPy float64."""
     ys, sums = [], []
     for i in range(len(a)):
@@ -68,8 +68,8 @@ def looped(total, a, b, scale):
 def test_values(steps):
     total, a, b, scale = arrays()
     values = (total, a[:steps], b[:steps], scale)
-    (last,), (ys, sums) = scanned(*(ops.convert_to_tensor(x) for x in values))
-    expected = looped(*(x.astype("float64") for x in values))
+    (last,), (ys, sums) = run_scan(*(ops.convert_to_tensor(x) for x in values))
+    expected = run_loop(*(x.astype("float64") for x in values))
     for ours, theirs in zip((last, ys, sums), expected, strict=True):
         np.testing.assert_allclose(to_numpy(ours), theirs, rtol=1e-5, atol=1e-6)
 
@@ -90,33 +90,33 @@ def check_slopes(scan, loop, gradient, values):
     for i, slopes in enumerate(gradients(loss, *values)):
         direction = random.normal(size=slopes.shape)
 
-        def moved(step, i=i, direction=direction):
+        def move(step, i=i, direction=direction):
             return loop_loss(*wide[:i], wide[i] + step * direction, *wide[i + 1 :])
 
-        slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
+        slope = (move(1e-6) - move(-1e-6)) / 2e-6
         assert abs((slopes * direction).sum() - slope) < 1e-3 * (1 + abs(slope))
 
 
-@pytest.mark.parametrize("gradient", [None, step_gradient, tracked_gradient])
+@pytest.mark.parametrize("gradient", [None, step_gradient, gradient_by_autodiff])
 def test_gradients_are_the_slopes_of_the_loop(gradient):
-    check_slopes(scanned, looped, gradient, arrays())
+    check_slopes(run_scan, run_loop, gradient, arrays())
 
 
 def test_a_gradient_by_hand_is_the_one_that_runs(backend):
     if backend == "jax":
         pytest.skip("JAX takes the automatic derivative")
 
-    def doubled(*arguments):
+    def double_carry(*arguments):
         return tuple(
             tuple(2 * tensor for tensor in group) for group in step_gradient(*arguments)
         )
 
     def loss(total, a, b, scale, gradient):
-        return ops.sum(scanned(total, a, b, scale, gradient)[0][0])
+        return ops.sum(run_scan(total, a, b, scale, gradient)[0][0])
 
     values = [x[:1] if i in (1, 2) else x for i, x in enumerate(arrays())]
     single = gradients(lambda *tensors: loss(*tensors, step_gradient), *values)
-    double = gradients(lambda *tensors: loss(*tensors, doubled), *values)
+    double = gradients(lambda *tensors: loss(*tensors, double_carry), *values)
     np.testing.assert_allclose(double[1], 2 * single[1], rtol=1e-6)
 
 
@@ -143,7 +143,7 @@ def test_an_unused_output_costs_no_gradient(gradient):
     values = arrays()
 
     def loss(*tensors):
-        return ops.sum(scanned(*tensors, gradient)[0][0])
+        return ops.sum(run_scan(*tensors, gradient)[0][0])
 
     _, _, grad_b, _ = gradients(loss, *values)
     np.testing.assert_array_equal(grad_b, np.zeros_like(grad_b))
@@ -204,7 +204,7 @@ def test_second_derivatives_are_refused_on_tensorflow(backend):
         outer.watch(total)
         with tf.GradientTape() as inner:
             inner.watch(total)
-            loss = tf.reduce_sum(tf.sin(scanned(total, a, b, scale)[1][0]))
+            loss = tf.reduce_sum(tf.sin(run_scan(total, a, b, scale)[1][0]))
         slope = tf.reduce_sum(inner.gradient(loss, total) ** 2)
     with pytest.raises(NotImplementedError, match="Second derivatives"):
         outer.gradient(slope, total)
@@ -242,14 +242,14 @@ def positions_arrays(steps=STEPS):
     return [random.normal(size=shape).astype("float32") for shape in shapes]
 
 
-def scanned_positions(total, a, b, scale, gradient=None):
+def scan_by_position(total, a, b, scale, gradient=None):
     steps = a.shape[1] // SIZE
     return recompute_scan(
         positions_step, (total,), (a, b), (scale,), gradient, num_steps=steps
     )
 
 
-def looped_positions(total, a, b, scale):
+def loop_by_position(total, a, b, scale):
     """The same loop in NumPy float64."""
     ys = []
     for start in range(0, a.shape[1], SIZE):
@@ -262,8 +262,8 @@ def looped_positions(total, a, b, scale):
 @pytest.mark.parametrize("steps", [1, STEPS])
 def test_values_of_steps_along_positions(steps):
     values = positions_arrays(steps)
-    (last,), (ys, sums) = scanned_positions(*map(ops.convert_to_tensor, values))
-    expected = looped_positions(*(x.astype("float64") for x in values))
+    (last,), (ys, sums) = scan_by_position(*map(ops.convert_to_tensor, values))
+    expected = loop_by_position(*(x.astype("float64") for x in values))
     for ours, theirs in zip((last, ys, sums), expected, strict=True):
         np.testing.assert_allclose(to_numpy(ours), theirs, rtol=1e-5, atol=1e-5)
 
@@ -271,7 +271,7 @@ def test_values_of_steps_along_positions(steps):
 @pytest.mark.parametrize("steps", [1, STEPS])
 @pytest.mark.parametrize("gradient", [None, positions_gradient])
 def test_gradients_of_steps_along_positions(gradient, steps):
-    check_slopes(scanned_positions, looped_positions, gradient, positions_arrays(steps))
+    check_slopes(scan_by_position, loop_by_position, gradient, positions_arrays(steps))
 
 
 @pytest.mark.parametrize("gradient", [None, positions_gradient])
@@ -285,18 +285,18 @@ def test_second_derivatives_of_steps_along_positions(backend, gradient):
     first, second = (random.normal(size=values[1].shape) for _ in range(2))
 
     def loss(a):
-        return ops.sum(scanned_positions(values[0], a, *values[2:], gradient)[0][0])
+        return ops.sum(scan_by_position(values[0], a, *values[2:], gradient)[0][0])
 
     def slope(a):
         return ops.sum(jax.grad(loss)(a) * first.astype("float32"))
 
-    def moved(x, y):
+    def move(x, y):
         wide = [value.astype("float64") for value in values]
         wide[1] = wide[1] + x * first + y * second
-        return looped_positions(*wide)[0].sum()
+        return loop_by_position(*wide)[0].sum()
 
     h = 1e-4
-    corners = [i * j * moved(i * h, j * h) for i in (1, -1) for j in (1, -1)]
+    corners = [i * j * move(i * h, j * h) for i in (1, -1) for j in (1, -1)]
     expected = sum(corners) / (4 * h * h)
     for received in (
         (np.asarray(jax.grad(slope)(values[1])) * second).sum(),
@@ -324,14 +324,16 @@ def test_steps_along_positions_get_their_outputs():
 
 
 def test_a_gradient_by_hand_without_outputs():
-    def summed(carry, x, consts):
+    def running_sum(carry, x, consts):
         return (carry[0] + ops.sum(x[0], axis=1),), ()
 
     def by_hand(carry, x, consts, y, carry_gradient, y_gradient):
         return carry_gradient, (x[0] * 0 + carry_gradient[0][:, None],), ()
 
     def loss(total, x):
-        scanned = recompute_scan(summed, (total,), (x,), (), by_hand, num_steps=STEPS)
+        scanned = recompute_scan(
+            running_sum, (total,), (x,), (), by_hand, num_steps=STEPS
+        )
         return ops.sum(scanned[0][0] ** 2)
 
     total, x, _, _ = positions_arrays()
@@ -340,13 +342,13 @@ def test_a_gradient_by_hand_without_outputs():
 
 
 def test_integers_that_every_step_reads_have_no_gradient():
-    def shifted(carry, x, consts):
+    def shift_carry(carry, x, consts):
         return carry, (x[0] * ops.cast(consts[0], "float32") * consts[1],)
 
     shift = ops.convert_to_tensor(np.array([3], "int32"))
 
     def loss(x, factor):
-        scan = recompute_scan(shifted, (), (x,), (shift, factor), num_steps=STEPS)
+        scan = recompute_scan(shift_carry, (), (x,), (shift, factor), num_steps=STEPS)
         return ops.sum(scan[1][0])
 
     _, x, _, _ = positions_arrays()
@@ -406,14 +408,14 @@ def test_steps_along_positions_copy_no_input(backend):
         pytest.skip("reads the size of XLA's temporaries")
     import jax
 
-    def summed(carry, x, consts):
+    def running_sum(carry, x, consts):
         return (carry[0] + ops.sum(x[0], axis=1),), ()
 
     x = np.zeros((4, 1024, 64), "float32")
 
     def total(x):
         start = (ops.zeros((4, 64)),)
-        return recompute_scan(summed, start, (x,), num_steps=16)[0][0]
+        return recompute_scan(running_sum, start, (x,), num_steps=16)[0][0]
 
     compiled = jax.jit(total).lower(x).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < x.nbytes / 4

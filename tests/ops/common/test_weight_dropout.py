@@ -7,7 +7,7 @@ from keras_efficient_attn.ops.common.weight_dropout import drop
 from tests.autodiff import to_numpy
 
 
-def kept(step=0.0, seed=(1.0, 2.0), rate=0.3, shape=(4, 50, 100)):
+def kept_share(step=0.0, seed=(1.0, 2.0), rate=0.3, shape=(4, 50, 100)):
     dropped = drop(
         ops.ones(shape),
         rate,
@@ -17,7 +17,7 @@ def kept(step=0.0, seed=(1.0, 2.0), rate=0.3, shape=(4, 50, 100)):
     return to_numpy(dropped) != 0
 
 
-def mixed(x):
+def mix(x):
     """The mixing function in Python integers, truncated to 32 bits."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
         x = (x ^ (x >> shift)) * factor % 2**32
@@ -25,14 +25,14 @@ def mixed(x):
 
 
 def test_bits_are_those_of_the_hash():
-    stream = mixed(mixed(5 ^ 7) ^ 11)
-    bits = [mixed(mixed(number) ^ stream) % 2**31 for number in range(60)]
+    stream = mix(mix(5 ^ 7) ^ 11)
+    bits = [mix(mix(number) ^ stream) % 2**31 for number in range(60)]
     expected = (np.array(bits) >= 0.3 * 2**31).reshape(3, 20)
-    np.testing.assert_array_equal(kept(5.0, (7.0, 11.0), 0.3, (3, 20)), expected)
+    np.testing.assert_array_equal(kept_share(5.0, (7.0, 11.0), 0.3, (3, 20)), expected)
 
 
 def test_the_rate_is_that_asked_for_everywhere():
-    sample = kept()
+    sample = kept_share()
     deviation = np.sqrt(0.3 * 0.7)
     assert abs(sample.mean() - 0.7) < 4 * deviation / np.sqrt(sample.size)
     for axis in range(3):
@@ -42,11 +42,15 @@ def test_the_rate_is_that_asked_for_everywhere():
 
 
 def test_steps_and_seeds_are_independent():
-    first = kept()
-    np.testing.assert_array_equal(first, kept())
+    first = kept_share()
+    np.testing.assert_array_equal(first, kept_share())
     agreement = 0.3**2 + 0.7**2
     limit = 4 * np.sqrt(agreement * (1 - agreement) / first.size)
-    for other in (kept(1.0), kept(seed=(2.0, 1.0)), kept(seed=(1.0, 3.0))):
+    for other in (
+        kept_share(1.0),
+        kept_share(seed=(2.0, 1.0)),
+        kept_share(seed=(1.0, 3.0)),
+    ):
         assert abs((first == other).mean() - agreement) < limit
     # Neighbours as well, in every direction.
     for axis in range(3):

@@ -15,7 +15,7 @@ from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.layers.building import add_counter
 from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, conditional
-from keras_efficient_attn.ops.common.replicas import of_first_replica
+from keras_efficient_attn.ops.common.replicas import take_first_replica
 
 
 @register_attention("performer")
@@ -265,7 +265,7 @@ class PerformerAttention(LinearAttention):
         # Draw outside of the condition, where the seed generator can advance.
         draws = self.feature_map.draw(self._key_dim, self._projection_seed)
         # Replicas may have different seeds.
-        draws = tuple(map(of_first_replica, draws))
+        draws = tuple(map(take_first_replica, draws))
         current = ops.convert_to_tensor(self._projection)
         projection = conditional(
             due, lambda: self.feature_map.project(draws, current.dtype), current

@@ -19,12 +19,15 @@ from keras_efficient_attn.ops.common.checks import (
 )
 from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.common.random import uniform
-from keras_efficient_attn.ops.common.replicas import of_first_replica, sum_over_replicas
+from keras_efficient_attn.ops.common.replicas import (
+    sum_over_replicas,
+    take_first_replica,
+)
 from keras_efficient_attn.ops.vq_attention.calibration import fit_mixture
 from keras_efficient_attn.ops.vq_attention.codebook import (
     batch_statistics,
     codes_of,
-    drawn_once,
+    draw_once,
     enough_keys,
     random_keys,
     update_averages,
@@ -289,16 +292,16 @@ class MovingCodebook(keras.layers.Layer):
         keys, valid = enough_keys(keys, valid, codes)
         uniforms = uniform((codes, heads), self._generator)
         drawn = ops.convert_to_tensor(self._drawn) > 0
-        new = drawn_once(
+        new = draw_once(
             ops.convert_to_tensor(self._sum),
             drawn,
             keys,
             valid,
             ops.cast(uniforms, dtype),
         )
-        new = of_first_replica(new)
+        new = take_first_replica(new)
         # Without keys there is nothing to draw from yet.
-        found = of_first_replica(ops.sum(valid)) > 0
+        found = take_first_replica(ops.sum(valid)) > 0
         # The counts have decayed in calls without keys.
         count = ops.convert_to_tensor(self._count)
         first = ops.logical_and(found, ops.logical_not(drawn))
@@ -347,7 +350,7 @@ class MovingCodebook(keras.layers.Layer):
         """Moves dead codes to random unmasked keys, with the average count."""
         uniforms = uniform(counts.shape, self._generator)
         drawn, seen = random_keys(key, valid, uniforms)
-        drawn, seen = of_first_replica(drawn), of_first_replica(seen)
+        drawn, seen = take_first_replica(drawn), take_first_replica(seen)
         dead = ops.logical_and(dead, seen > 0)
         refill = ops.sum(counts, axis=-1, keepdims=True) / counts.shape[-1]
         refill = refill * ops.ones_like(counts)

@@ -4,7 +4,7 @@ from keras_efficient_attn.ops.common.plan.plan import (
     device_kind,
     device_plan,
     has_one_tpu,
-    planned_for,
+    plan_for,
 )
 
 __all__ = [
@@ -13,5 +13,5 @@ __all__ = [
     "device_kind",
     "device_plan",
     "has_one_tpu",
-    "planned_for",
+    "plan_for",
 ]

@@ -114,7 +114,7 @@ def device_plan():
 
 
 @contextlib.contextmanager
-def planned_for(kind):
+def plan_for(kind):
     """Context that plans operations for a device that need not be present.
 
     A program traced inside, for example for export, has that device's plan.
@@ -127,8 +127,8 @@ def planned_for(kind):
 
     Example:
 
-    >>> from keras_efficient_attn.ops.common.plan import device_kind, planned_for
-    >>> with planned_for("tpu"):
+    >>> from keras_efficient_attn.ops.common.plan import device_kind, plan_for
+    >>> with plan_for("tpu"):
     ...     device_kind()
     'tpu'
     """

@@ -62,7 +62,7 @@ def _loop(step, num_steps, carry, xs, consts):
     def body(state, i):
         carry, ys = state
         new_carry, y = step(carry, _cut(xs, i, num_steps), consts)
-        return (new_carry, _written(ys, i, y)), carry
+        return (new_carry, _write(ys, i, y)), carry
 
     _, shapes = jax.eval_shape(step, carry, _cut(xs, 0, num_steps), consts)
     ys = tuple(_space_for(y, num_steps) for y in shapes)
@@ -94,7 +94,7 @@ def _backward(step, gradient, num_steps, kept, upstream):
             g for g, const in zip(grad_const, consts, strict=True) if _real(const)
         )
         grad_consts = tuple(map(jnp.add, grad_consts, grad_const))
-        return (grad_carry, grad_consts, _written(grad_xs, i, grad_x)), None
+        return (grad_carry, grad_consts, _write(grad_xs, i, grad_x)), None
 
     grad_consts = tuple(jnp.zeros_like(const) for const in consts if _real(const))
     state = grad_carry, grad_consts, tuple(map(jnp.zeros_like, xs))
@@ -138,7 +138,7 @@ def _cut(tensors, i, num_steps):
     return tuple(map(cut, tensors))
 
 
-def _written(tensors, i, parts):
+def _write(tensors, i, parts):
     def write(x, part):
         return lax.dynamic_update_slice_in_dim(x, part, i * part.shape[1], axis=1)
 

@@ -65,7 +65,7 @@ def _once(gradient):
     """`gradient`, which reads more than its arguments, for first derivatives only."""
 
     @tf.custom_gradient
-    def guarded(*upstream):
+    def pull_once(*upstream):
         def refuse(*_):
             raise NotImplementedError(
                 "Second derivatives through recomputed attention are not implemented "
@@ -74,7 +74,7 @@ def _once(gradient):
 
         return gradient(*upstream), refuse
 
-    return guarded
+    return pull_once
 
 
 def _automatic(step):

@@ -11,7 +11,7 @@ def recompute_scan(step, carry, xs, consts, step_gradient, num_steps, _):
     ):
         return _loop(step, carry, xs, consts, steps)
     if step_gradient is None:
-        return _recorded_loop(_checkpoint(step), carry, xs, consts, steps)
+        return _loop_with_autograd(_checkpoint(step), carry, xs, consts, steps)
     outputs = _Scan.apply(
         step, step_gradient, steps, len(carry), len(xs), *carry, *xs, *consts
     )
@@ -132,7 +132,7 @@ class _Outputs:
         return tuple(whole for whole, _ in self._spaces)
 
 
-def _recorded_loop(step, carry, xs, consts, steps):
+def _loop_with_autograd(step, carry, xs, consts, steps):
     """The loop, recorded by PyTorch's autograd."""
     rows = []
     for x in steps.cut(xs):
@@ -168,11 +168,11 @@ class _Scan(torch.autograd.Function):
         consts = tensors[carry_size + xs_size :]
         carries = []
 
-        def recorded(carry, x, consts):
+        def record_and_step(carry, x, consts):
             carries.append(carry)
             return step(carry, x, consts)
 
-        carry, ys = _loop(recorded, carry, xs, consts, steps)
+        carry, ys = _loop(record_and_step, carry, xs, consts, steps)
         ctx.step_gradient, ctx.steps = step_gradient, steps
         ctx.sizes = [len(group) for group in (xs, consts, ys)]
         ctx.save_for_backward(

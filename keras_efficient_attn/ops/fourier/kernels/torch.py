@@ -2,15 +2,15 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.compiled import compiled_on_torch
+from keras_efficient_attn.ops.common.compilation import compile_on_torch
 from keras_efficient_attn.ops.fourier.kernel import Kernel
 from keras_efficient_attn.ops.fourier.kernels import sines, torch_eager
 
 # Keys per block of the compiled kernel; its pairs then stay in the cache.
 BLOCK = 512
 
-_log_kernel = compiled_on_torch(sines.log_kernel)
-_log_kernel_gradient = compiled_on_torch(sines.log_kernel_gradient)
+_log_kernel = compile_on_torch(sines.log_kernel)
+_log_kernel_gradient = compile_on_torch(sines.log_kernel_gradient)
 
 
 def prepare(angles):

@@ -5,7 +5,7 @@ from keras import ops
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import may_agree
 from keras_efficient_attn.ops.common.chunking import fit_length
-from keras_efficient_attn.ops.common.compiled import compiled
+from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, larger
 from keras_efficient_attn.ops.linear_attention.gated.chunked import (
@@ -22,7 +22,7 @@ from keras_efficient_attn.ops.linear_attention.gated.reference import (
 LEAST_LOG_DECAY = -40.0
 
 
-@compiled("config")
+@jit_on_jax("config")
 def mapped_gated_attention(
     query, key, value, rates, config, map_weights=(), key_mask=None, state=None
 ):

@@ -81,7 +81,7 @@ class Plan:
         return self.block // self.chunk
 
     @property
-    def ragged(self):
+    def is_ragged(self):
         """Whether the last block reaches beyond the length."""
         return self.length % self.block != 0
 
@@ -345,7 +345,7 @@ class Chunk:
         self.rows = pl.ds(index * plan.chunk, plan.chunk)
         self.start = block * plan.block + index * plan.chunk
         self.exists = self.exists_row = self.kept = None
-        if plan.ragged:
+        if plan.is_ragged:
             self.exists = self._places((plan.chunk, 1), 0) < plan.length
             self.exists_row = self._places((1, plan.chunk), 1) < plan.length
             self.kept = self.exists

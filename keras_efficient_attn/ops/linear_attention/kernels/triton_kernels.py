@@ -131,7 +131,7 @@ def _pointers(x, side, head, tile, columns, DIM: tl.constexpr, plan: tl.constexp
 @triton.jit
 def _load(x, side, head, tile, columns, DIM: tl.constexpr, plan: tl.constexpr):
     """`(tile, columns)`; 0 for hidden positions, which are not read."""
-    mask = _kept(side, head, tile, plan)[:, None] & (columns < DIM)[None, :]
+    mask = _is_kept(side, head, tile, plan)[:, None] & (columns < DIM)[None, :]
     pointers = _pointers(x, side, head, tile, columns, DIM, plan)
     return tl.load(pointers, mask=mask, other=0.0)
 
@@ -144,7 +144,7 @@ def _store(output, x, side, head, tile, columns, DIM: tl.constexpr, plan: tl.con
 
 
 @triton.jit
-def _kept(side, head, tile, plan: tl.constexpr):
+def _is_kept(side, head, tile, plan: tl.constexpr):
     """Whether positions exist and are not hidden."""
     kept = _places(tile, plan) < side.length
     if side.log is not None:
@@ -201,7 +201,7 @@ def _features(side, head, tile, columns, plan: tl.constexpr):
     elif plan.entry == "exp":
         maxima = _load_row(side.maxima, side, head, tile, 0.0, plan)
         x = tl.exp(x - maxima[:, None]) + FEATURE_FLOOR
-    kept = _kept(side, head, tile, plan)
+    kept = _is_kept(side, head, tile, plan)
     return tl.where(kept[:, None] & (columns < plan.features)[None, :], x, 0.0)
 
 
@@ -473,7 +473,7 @@ def find_gradients(
             part *= _slopes(x, plan)
             rows = _load_rows(own, columns, dims, plan)
             grad = tl.dot(part, rows, grad, input_precision=plan.precision)
-    kept = _kept(own, head, tile, plan)
+    kept = _is_kept(own, head, tile, plan)
     if grad_log is not None:
         heads = tl.num_programs(0) // tl.cdiv(own.length, plan.tile)
         row = tl.program_id(1) * heads + head

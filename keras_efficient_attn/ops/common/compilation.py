@@ -7,7 +7,7 @@ from keras_efficient_attn.ops.common.backend import backend_name, is_traced_by_t
 from keras_efficient_attn.ops.common.plan import device_kind
 
 
-def compiled(*static_arguments):
+def jit_on_jax(*static_arguments):
     """Decorator: on JAX, compiles the function once per value of the arguments named.
 
     On other backends the function is called directly: TensorFlow compiles whole models,
@@ -16,20 +16,20 @@ def compiled(*static_arguments):
 
     def decorate(function):
         @functools.cache
-        def jitted(device_kind):
+        def jit(device_kind):
             import jax
 
             # One object per plan: JAX caches compiled functions by object.
             @functools.wraps(function)
-            def planned(*args, **kwargs):
+            def call_with_plan(*args, **kwargs):
                 return function(*args, **kwargs)
 
-            return jax.jit(planned, static_argnames=static_arguments)
+            return jax.jit(call_with_plan, static_argnames=static_arguments)
 
         @functools.wraps(function)
         def call(*args, **kwargs):
             if backend_name() == "jax":
-                return jitted(device_kind())(*args, **kwargs)
+                return jit(device_kind())(*args, **kwargs)
             return function(*args, **kwargs)
 
         return call
@@ -68,7 +68,7 @@ def opaque_on_torch(function):
     return call
 
 
-def compiled_on_torch(function):
+def compile_on_torch(function):
     """Decorator: on PyTorch, compiles the function by `torch.compile`.
 
     Elsewhere, and if PyTorch compiles the caller, the function is unchanged. The first
@@ -76,7 +76,7 @@ def compiled_on_torch(function):
     """
 
     @functools.cache
-    def compiled_by_torch():
+    def compile_once():
         import torch
 
         return torch.compile(function)
@@ -84,7 +84,7 @@ def compiled_on_torch(function):
     @functools.wraps(function)
     def call(*args):
         if backend_name() == "torch" and not is_traced_by_torch():
-            return compiled_by_torch()(*args)
+            return compile_once()(*args)
         return function(*args)
 
     return call
