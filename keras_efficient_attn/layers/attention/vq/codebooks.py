@@ -73,7 +73,7 @@ class CodebookConfig:
             received = getattr(self, field.name)
             if field.name in unused and received != field.default:
                 raise ValueError(
-                    f"assignment={self.assignment!r} has no use for `{field.name}`. "
+                    f"`{field.name}` does not apply to assignment={self.assignment!r}. "
                     f"Received: {field.name}={received!r}"
                 )
         if self.codebook_init not in (None, *CODEBOOK_INITS):
