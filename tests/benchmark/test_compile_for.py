@@ -37,6 +37,7 @@ def test_loops_count_as_often_as_they_run_and_conditions_once():
     from keras_efficient_attn.benchmark.execution.tpu import estimated_cycles
 
     assert estimated_cycles(PROGRAM) == (5 * 100 + 7 + 7, 1)
+    assert estimated_cycles(PROGRAM, branch=max) == (5 * 100 + 7 + 100, 1)
 
 
 @pytest.mark.parametrize(
