@@ -74,9 +74,11 @@ class DeltaAttention(GatedStateAttention):
     >>> import keras
     >>> from keras_efficient_attn import DeltaAttention
     >>> layer = DeltaAttention(num_heads=4, key_dim=16)
-    >>> x = keras.random.normal((2, 100, 64))
-    >>> layer(x, x, use_causal_mask=True).shape
-    (2, 100, 64)
+    >>> state = layer.get_initial_state(batch_size=2)
+    >>> token = keras.random.normal((2, 1, 64))
+    >>> y, state = layer(token, token, use_causal_mask=True, state=state)
+    >>> state["key_inputs"].shape  # The next convolutions read 3 projected keys.
+    (2, 3, 4, 16)
 
     Reference:
         - [Yang et al., 2024](https://arxiv.org/abs/2406.06484)

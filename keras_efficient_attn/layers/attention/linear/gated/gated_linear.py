@@ -78,10 +78,12 @@ class GatedLinearAttention(GatedStateAttention):
 
     >>> import keras
     >>> from keras_efficient_attn import GatedLinearAttention
-    >>> layer = GatedLinearAttention(num_heads=4, key_dim=16)
-    >>> x = keras.random.normal((2, 100, 64))
-    >>> layer(x, x, use_causal_mask=True).shape
-    (2, 100, 64)
+    >>> layer = GatedLinearAttention(num_heads=4, key_dim=16, decay="scalar")
+    >>> state = layer.get_initial_state(batch_size=2)
+    >>> for segment in keras.random.normal((3, 2, 100, 64)):
+    ...     y, state = layer(segment, segment, use_causal_mask=True, state=state)
+    >>> state["sum"].shape  # The same after any number of segments.
+    (2, 4, 16, 16)
 
     Reference:
         - [Yang et al., 2023](https://arxiv.org/abs/2312.06635)
