@@ -2,6 +2,7 @@
 
 import keras
 
+from keras_efficient_attn.layers.arguments import KeepsArguments
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.residual.chain import Sublayer
 from keras_efficient_attn.models.blocks.residual import RESIDUALS
@@ -12,7 +13,7 @@ from keras_efficient_attn.models.options import check_name
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class TransformerBlock(keras.layers.Layer):
+class TransformerBlock(KeepsArguments, keras.layers.Layer):
     """Sublayers in residual connections: attention, cross-attention, feed-forward.
 
     All models of this package use this block, with any attention layer: in an encoder
@@ -95,18 +96,7 @@ class TransformerBlock(keras.layers.Layer):
                 "`attention` must be an `EfficientAttention`, such as "
                 f"`SoftmaxAttention`. Received: attention={attention!r}"
             )
-        self.attention = attention
-        self.feed_forward = feed_forward
-        self.causal = causal
-        self.cross_attention = cross_attention
-        self.convolution = convolution
-        self.positions = positions
-        self.residual = residual
-        self.norm = norm
-        self.norm_epsilon = norm_epsilon
-        self.use_bias = use_bias
-        self.dropout = dropout
-        self.layer_dropout = layer_dropout
+        self.keep(locals())
         check_name("residual", residual, RESIDUALS)
 
         def connection(name):
@@ -328,13 +318,6 @@ class TransformerBlock(keras.layers.Layer):
                 name: keras.saving.serialize_keras_object(getattr(self, name))
                 for name in layers
             },
-            "causal": self.causal,
-            "residual": self.residual,
-            "norm": self.norm,
-            "norm_epsilon": self.norm_epsilon,
-            "use_bias": self.use_bias,
-            "dropout": self.dropout,
-            "layer_dropout": self.layer_dropout,
         }
 
     @classmethod

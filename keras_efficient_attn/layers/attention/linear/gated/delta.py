@@ -106,7 +106,7 @@ class DeltaAttention(GatedStateAttention):
                 "`max_beta` must be a number above 0 and up to 2. Received: "
                 f"max_beta={max_beta!r}"
             )
-        self.max_beta = max_beta
+        self.keep(dict(max_beta=max_beta))
 
     def _build_rates(self, input_dim):
         heads = self._key_value_heads
@@ -127,9 +127,6 @@ class DeltaAttention(GatedStateAttention):
         # A third product with the state, the read at the key.
         read = 2 * self._num_heads * self._feature_dim * self._value_dim
         return super().operations(length, causal) + read * length
-
-    def get_config(self):
-        return {**super().get_config(), "max_beta": self.max_beta}
 
 
 class DecayingDeltaAttention(DeltaAttention):
@@ -269,9 +266,10 @@ class KimiDeltaAttention(DecayingDeltaAttention):
 
     >>> import keras
     >>> from keras_efficient_attn import KimiDeltaAttention
-    >>> layer = KimiDeltaAttention(num_heads=4, key_dim=16)
+    >>> layer = KimiDeltaAttention(num_heads=4, key_dim=16, value_dim=32)
     >>> x = keras.random.normal((2, 100, 64))
-    >>> layer(x, x, use_causal_mask=True).shape
+    >>> mask = keras.ops.array([[True] * 100, [True] * 60 + [False] * 40])
+    >>> layer(x, x, query_mask=mask, key_mask=mask).shape
     (2, 100, 64)
 
     Reference:
@@ -290,7 +288,7 @@ class KimiDeltaAttention(DecayingDeltaAttention):
             *args, output_gate=output_gate, output_gate_rank=output_gate_rank, **kwargs
         )
         check_positive_int("decay_rank", decay_rank, optional=True)
-        self.decay_rank = decay_rank
+        self.keep(dict(decay_rank=decay_rank))
 
     @property
     def _gate_rank(self):
@@ -300,6 +298,3 @@ class KimiDeltaAttention(DecayingDeltaAttention):
         super()._build_rates(input_dim)
         rank = self.decay_rank or self._key_dim
         self._build_decays(input_dim, self.feature_dim, rank)
-
-    def get_config(self):
-        return {**super().get_config(), "decay_rank": self.decay_rank}

@@ -103,9 +103,7 @@ class GatedLinearAttention(GatedStateAttention):
             raise ValueError(f"`decay` must be one of {DECAYS}. Received: {decay=}")
         check_positive_int("decay_rank", decay_rank, optional=True)
         check_positive_number("decay_temperature", decay_temperature)
-        self.decay = decay
-        self.decay_rank = decay_rank
-        self.decay_temperature = decay_temperature
+        self.keep(locals(), omit=("output_gate",))
 
     def _build_rates(self, input_dim):
         units = self._key_value_heads
@@ -126,11 +124,3 @@ class GatedLinearAttention(GatedStateAttention):
             shape = (*shape_of(key)[:2], self._key_value_heads, self.feature_dim)
             log_decay = ops.reshape(log_decay, shape)
         return self._for_query_heads(log_decay), None
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "decay": self.decay,
-            "decay_rank": self.decay_rank,
-            "decay_temperature": self.decay_temperature,
-        }

@@ -109,7 +109,7 @@ class RetentionAttention(GatedStateAttention):
                     f"decays={decays!r}, num_heads={self._num_heads}"
                 )
             decays = tuple(decays)
-        self.decays = decays
+        self.keep(dict(decays=decays))
 
     def _rates(self, key):
         if self.decays is None:
@@ -119,6 +119,3 @@ class RetentionAttention(GatedStateAttention):
         logs = ops.convert_to_tensor(logs, self.state_dtype)
         shape = (*shape_of(key)[:2], self._num_heads)
         return ops.broadcast_to(logs, shape), None
-
-    def get_config(self):
-        return {**super().get_config(), "decays": self.decays}
