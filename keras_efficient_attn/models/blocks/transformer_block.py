@@ -220,42 +220,23 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
             h, new_state = self._transition(x, padding_mask, state, training)
             return self.feed_forward_residual.drop(h, training), new_state
 
-        def sublayer(call, *layers, **tensors):
-            return Sublayer(
-                call,
-                [layer for layer in layers if layer is not None],
-                {name: x for name, x in tensors.items() if x is not None},
-            )
+        sublayers = []
 
-        sublayers = [
-            sublayer(
-                attend,
-                self.positions,
-                self.attention_residual,
-                self.convolution,
-                self.attention,
-                padding_mask=padding_mask,
-            )
-        ]
+        def add(call, *layers, **tensors):
+            layers = [layer for layer in layers if layer is not None]
+            tensors = {name: x for name, x in tensors.items() if x is not None}
+            sublayers.append(Sublayer(call, layers, tensors))
+
+        before = self.positions, self.attention_residual, self.convolution
+        add(attend, *before, self.attention, padding_mask=padding_mask)
         if self.cross_attention is not None:
-            sublayers.append(
-                sublayer(
-                    attend_to_memory,
-                    self.cross_attention_residual,
-                    self.cross_attention,
-                    memory=memory,
-                    memory_padding_mask=memory_padding_mask,
-                )
-            )
+            layers = self.cross_attention_residual, self.cross_attention
+            masks = dict(memory_padding_mask=memory_padding_mask)
+            add(attend_to_memory, *layers, memory=memory, **masks)
         if self.feed_forward is not None:
-            sublayers.append(
-                sublayer(
-                    feed_forward,
-                    self.feed_forward_residual,
-                    self.feed_forward,
-                    padding_mask=padding_mask if self._convolves else None,
-                )
-            )
+            layers = self.feed_forward_residual, self.feed_forward
+            mask = padding_mask if self._convolves else None
+            add(feed_forward, *layers, padding_mask=mask)
         return sublayers
 
     def _with_positions(self, x, state):
