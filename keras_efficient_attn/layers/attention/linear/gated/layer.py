@@ -80,8 +80,7 @@ class GatedStateAttention(LinearAttention):
                 "`output_gate_rank` needs an `output_gate`. Received: "
                 f"output_gate=None, output_gate_rank={output_gate_rank}"
             )
-        omit = "feature_map", "normalize", "activation", "output_gate"
-        self.keep(locals(), omit)
+        self.keep(locals(), omit=("feature_map", "activation", "output_gate"))
         self.activation = _activation("activation", activation)
         self.output_gate = _activation("output_gate", output_gate)
 
