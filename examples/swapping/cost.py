@@ -103,7 +103,7 @@ class History:
         self.seconds.append((length, seconds))
         self.memory.append((length, memory))
 
-    def reference(self, length):
+    def estimate(self, length):
         """Expected seconds and bytes at a length, from shorter ones."""
         if not self.seconds:
             return 0.0, 0.0
@@ -115,7 +115,7 @@ class History:
     def leave_out(self, length, time_limit):
         """Whether to skip a length, or a shorter one was skipped."""
         if self.reason is None:
-            seconds, memory = self.expected(length)
+            seconds, memory = self.estimate(length)
             free = free_memory()
             if seconds > time_limit:
                 self.reason = (
@@ -178,7 +178,7 @@ def _measure(models, history, length, time_limit):
         programs[name] = program
     if not programs:
         return {}
-    long = any(history[name].expected(length)[0] > LONG for name in programs)
+    long = any(history[name].estimate(length)[0] > LONG for name in programs)
     timings = benchmark.time_functions(
         programs,
         make_inputs=lambda name, turn: (_random_inputs(models[name], length, turn),),
