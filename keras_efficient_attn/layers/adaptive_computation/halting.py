@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.building import Dense
 from keras_efficient_attn.layers.residual.chain import stream_dtype
 from keras_efficient_attn.ops.adaptive_computation import adaptive_computation
 from keras_efficient_attn.ops.common.backend import shape_of
@@ -58,7 +59,7 @@ class Halting(keras.layers.Layer):
         self.early_exit = early_exit
         self.ponder_reduction = ponder_reduction
         # In half precision the probabilities would not sum to 1.
-        self.unit = keras.layers.Dense(
+        self.unit = Dense(
             1,
             activation="sigmoid",
             bias_initializer=keras.initializers.Constant(halting_bias),
