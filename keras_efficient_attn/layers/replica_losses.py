@@ -19,12 +19,13 @@ class ReplicaLosses:
     """
 
     def add_loss(self, loss):
+        super().add_loss(loss)
         index = replica_index()
-        if index is None:
-            super().add_loss(loss)
-        else:
+        if index is not None:
+            # There are none if a `StatelessScope` collects losses.
             losses = _LOSSES.setdefault(self, collections.defaultdict(list))
-            losses[index].append(loss)
+            losses[index] += self._losses
+            self._losses.clear()
 
     def _get_own_losses(self):
         losses = super()._get_own_losses()

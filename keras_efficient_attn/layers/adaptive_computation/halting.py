@@ -4,7 +4,6 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.building import Dense
-from keras_efficient_attn.layers.replica_losses import ReplicaLosses
 from keras_efficient_attn.layers.residual.chain import stream_dtype
 from keras_efficient_attn.ops.adaptive_computation import adaptive_computation
 from keras_efficient_attn.ops.common.backend import shape_of
@@ -14,7 +13,7 @@ REDUCTIONS = ("mean", "sum")
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class Halting(ReplicaLosses, keras.layers.Layer):
+class Halting(keras.layers.Layer):
     """The part of `AdaptiveComputationTime` that does not depend on the step.
 
     Args:
