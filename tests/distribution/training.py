@@ -1,5 +1,6 @@
 """Small models whose layers have all kinds of trained state, and their data."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -25,8 +26,8 @@ OPTIONS = {
     "local": "local:window=4",
     "sparse": "sparse:stride=4",
 }
-# Every registered layer. A second layer of codes: replicas wait twice for each other.
-ATTENTION = [*(OPTIONS.get(name, name) for name in attention_names()), CODES]
+# Every registered layer.
+ATTENTION = [OPTIONS.get(name, name) for name in attention_names()]
 # Codes die after one call without a key.
 REVIVED = ["vq:window=4,num_codes=16,revive_after=1,codebook_init='random'"]
 UNIVERSAL = dict(
@@ -34,10 +35,10 @@ UNIVERSAL = dict(
 )
 
 
-def make_model(attention=ATTENTION, **options):
+def make_model(attention, **options):
     keras.utils.set_random_seed(0)
     backbone = EfficientTransformerBackbone(
-        16, len(attention), 2, 8, 16, attention=attention, **options
+        16, len(attention), 2, 8, 16, attention=list(attention), **options
     )
     outputs = keras.layers.Dense(3, name="outputs")(backbone.output)
     return compile_model(keras.Model(backbone.input, outputs), "mse")
@@ -88,9 +89,16 @@ def make_byte_batches():
     return batches
 
 
+# In a deeper model, rounding errors grow until a code or a bucket is another.
+GROUPS = [tuple(ATTENTION[i : i + 4]) for i in range(0, len(ATTENTION), 4)]
 # Functions that make a model and its batches.
 MODELS = {
-    "layers": (make_model, make_batches),
+    **{
+        f"layers {number}": (functools.partial(make_model, group), make_batches)
+        for number, group in enumerate(GROUPS, start=1)
+    },
+    # Replicas wait twice for each other.
+    "two codebooks": (functools.partial(make_model, (CODES, CODES)), make_batches),
     "pondering": (lambda: make_model(**UNIVERSAL), make_batches),
     "bytes": (make_byte_model, make_byte_batches),
 }

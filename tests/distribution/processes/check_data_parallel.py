@@ -88,7 +88,6 @@ def main():
         model = make()
         losses = torch.from_numpy(train(model, batches(), slice(rank, None, 2)))
         mean = np.mean(gather(losses), axis=0)
-        print("MODEL", name, mean, expected[name][0])
         check_same((mean, weights_of(model)), expected[name])
     check_projections_with_seeds_of_their_own(rank)
     codes = check_revivals(rank)
