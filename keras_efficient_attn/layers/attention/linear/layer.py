@@ -272,8 +272,8 @@ class LinearAttention(EfficientAttention):
 
     def _map_inputs(self, query, key, call):
         """Queries and keys as the feature map's input, and the tensors it reads."""
-        # Copies: PyTorch assigns in place, and a layer that is called twice in a step may
-        # redraw its features before the gradient of the first call.
+        # Copies: PyTorch assigns in place, and a second call in a step may redraw the
+        # features before the gradient of the first.
         weights = (ops.copy(ops.cast(w, query.dtype)) for w in self._map_variables)
         return (
             query,
