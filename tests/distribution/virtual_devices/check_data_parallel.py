@@ -1,5 +1,6 @@
 """Batches split over devices, against one device."""
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -18,6 +19,12 @@ from tests.distribution.training import (
     train,
     weights_of,
 )
+
+
+# In float32, rounding errors grow beyond the tolerance within five steps.
+jax.config.update("jax_enable_x64", True)
+keras.config.set_floatx("float64")
+keras.config.set_dtype_policy("float64")
 
 
 def data_parallel():
