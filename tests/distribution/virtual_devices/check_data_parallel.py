@@ -20,7 +20,6 @@ from tests.distribution.training import (
     weights_of,
 )
 
-
 # In float32, rounding errors grow beyond the tolerance within five steps.
 jax.config.update("jax_enable_x64", True)
 keras.config.set_floatx("float64")
