@@ -1,5 +1,6 @@
 """Compiled functions of arrays and their gradients, on the current backend."""
 
+import contextlib
 import functools
 
 import keras
@@ -9,6 +10,15 @@ from keras import ops
 
 def to_numpy(x):
     return np.asarray(ops.convert_to_numpy(x))
+
+
+def float64():
+    """A context in which the backend computes in float64."""
+    if keras.backend.backend() != "jax":
+        return contextlib.nullcontext()
+    import jax
+
+    return jax.enable_x64(True)
 
 
 def gradient_function(function, with_value=False, xla=False):

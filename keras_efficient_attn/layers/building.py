@@ -1,7 +1,21 @@
-"""Builds layers that another layer holds, and weights."""
+"""Layers that another layer holds, and weights."""
 
 import keras
 from keras import ops
+
+from keras_efficient_attn.ops.common.numerics import matrix_product
+
+
+class Dense(keras.layers.Dense):
+    """Keras' layer, which on PyTorch computes in float32 for float64."""
+
+    def call(self, inputs, training=None):
+        if self.compute_dtype != "float64":
+            return super().call(inputs, training=training)
+        outputs = matrix_product(inputs, self.kernel)
+        if self.bias is not None:
+            outputs = outputs + self.bias
+        return outputs if self.activation is None else self.activation(outputs)
 
 
 def build_layer(layer, shape, dtype):

@@ -77,11 +77,6 @@ class Case:
         return not self.options.get("normalize", True)
 
     @property
-    def sines(self):
-        """Whether the call computes sinusoidal positions."""
-        return self.options.get("rotary_wavelength") or self.layer is RelativePositionXL
-
-    @property
     def usual(self):
         """`use_causal_mask` for tests with one setting."""
         return self.causal[-1]

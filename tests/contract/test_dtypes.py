@@ -1,32 +1,23 @@
 """Point 6: float64 is exact, half precision is close, and nothing overflows."""
 
-import contextlib
-
 import keras
 import numpy as np
 import pytest
 from keras import ops
 
-from tests.autodiff import gradient_function, to_numpy
+from tests.autodiff import float64, gradient_function, to_numpy
 from tests.contract.cases import DIM, inputs
 
 
-def test_float64_is_float64_throughout(case, backend):
+def test_float64_is_float64_throughout(case):
     causal = case.usual
-    wide = contextlib.nullcontext()
-    if backend == "jax":
-        import jax
-
-        wide = jax.enable_x64(True)
-    with wide:
+    with float64():
         layer = case.built(dtype="float64")
         x = inputs().astype("float64")
         output = to_numpy(layer(x, x, use_causal_mask=causal))
         expected, _ = case.oracle(layer, x, x, causal=causal)
     assert output.dtype == "float64"
-    # On JAX, Keras computes sines in float32 for any input dtype.
-    limit = 1e-6 if backend == "jax" and case.sines else 1e-10
-    np.testing.assert_allclose(output, expected, rtol=10 * limit, atol=limit)
+    np.testing.assert_allclose(output, expected, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.once_a_layer

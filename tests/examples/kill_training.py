@@ -1,6 +1,7 @@
 """Kills training of the byte model at random moments, and resumes it.
 
     KERAS_BACKEND=jax python -m tests.examples.kill_training --kills 10 --eager
+    KERAS_BACKEND=jax python -m tests.examples.kill_training --devices 2
 
 Every other kill comes while a checkpoint is written. No run may report a damaged
 checkpoint, and the last weights must be bitwise those of a run that nothing disturbed.
@@ -8,6 +9,7 @@ checkpoint, and the last weights must be bitwise those of a run that nothing dis
 
 import argparse
 import contextlib
+import os
 import random
 import shutil
 import signal
@@ -22,19 +24,38 @@ import numpy as np
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_byte_lm.py"
 EPOCH_STEPS = 2
 OPTIONS = (
-    "--length 32 --evaluation-length 40 --layers 1 --dim 16 --heads 2 --batch 2 "
+    "--length 32 --evaluation-length 32 --layers 1 --dim 16 --heads 2 --batch 8 "
     f"--epoch-steps {EPOCH_STEPS} --sample-bytes 5 --test-bytes 500"
 ).split()
 
 
-# The script, whose models run without a compiler.
-EAGER = """
+# Held-out text of 16 windows: two batches that two or four devices divide.
+TEXT_BYTES = 5280
+
+
+# The script, with other arguments of `compile`, on several devices or one.
+SCRIPT_WITH_OPTIONS = """
 import functools, runpy, sys, keras
-keras.Model.compile = functools.partialmethod(keras.Model.compile, run_eagerly=True)
+keras.Model.compile = functools.partialmethod(keras.Model.compile, **{compile_options})
+if {devices} > 1:
+    from keras_efficient_attn.models import EfficientTransformerBackbone
+    # Not the batch: samples have one row.
+    mesh = keras.distribution.DeviceMesh((1, {devices}), ("batch", "model"))
+    layout_map = EfficientTransformerBackbone.get_layout_map(mesh)
+    split = keras.distribution.ModelParallel(
+        layout_map=layout_map, batch_dim_name="batch"
+    )
+    keras.distribution.set_distribution(split)
 sys.argv = sys.argv[1:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+
+
+def script_command(compile_options, devices):
+    """The command that runs the script with these options."""
+    code = SCRIPT_WITH_OPTIONS.format(compile_options=compile_options, devices=devices)
+    return [sys.executable, "-c", code, str(SCRIPT)]
 
 
 def kill_at(moment, command, log):
@@ -103,15 +124,30 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--eager", action="store_true", help="compile no step")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--eager", action="store_true", help="compile no step")
+    mode.add_argument("--xla", action="store_true", help="`jit_compile=True`")
+    parser.add_argument(
+        "--devices", type=int, default=1, help="virtual ones, of JAX: model parallel"
+    )
     arguments = parser.parse_args()
+    if arguments.devices > 1:
+        # Read when JAX starts.
+        os.environ["JAX_NUM_CPU_DEVICES"] = str(arguments.devices)
+    compile_options = {}
+    if arguments.eager:
+        compile_options["run_eagerly"] = True
+    if arguments.xla:
+        compile_options["jit_compile"] = True
     draw = random.Random(arguments.seed)
-    steps = EPOCH_STEPS * 8 * arguments.kills
+    steps = EPOCH_STEPS * 4 * arguments.kills
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        options = [*OPTIONS, "--steps", str(steps), "--text", __file__, "--resume"]
-        script = ["-c", EAGER, str(SCRIPT)] if arguments.eager else [str(SCRIPT)]
-        command = [sys.executable, *script, *options, "--out"]
+        text = folder / "text"
+        text.write_bytes(random.Random(0).randbytes(TEXT_BYTES))
+        script = script_command(compile_options, arguments.devices)
+        options = [*OPTIONS, "--steps", str(steps), "--text", text, "--resume"]
+        command = [*script, *options, "--out"]
         whole, killed, log = folder / "whole", folder / "killed", folder / "log"
         start = time.monotonic()
         kill_at(lambda: list(whole.glob("checkpoint-*")), [*command, whole], log)

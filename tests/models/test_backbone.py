@@ -18,7 +18,7 @@ from keras_efficient_attn.models import (
     PositionOptions,
     ResidualOptions,
 )
-from tests.autodiff import to_numpy
+from tests.autodiff import float64, to_numpy
 from tests.models import dense
 from tests.models.cases import CASES, DECODERS, ELU, SIZES, inputs, make_backbone
 
@@ -51,8 +51,25 @@ def assert_close(received, expected, **tolerance):
 # Outputs.
 
 
+# The backbone's dtype, with the tolerance.
+DTYPES = pytest.mark.parametrize(
+    "dtype, tolerance",
+    [
+        ("float32", dict(rtol=1e-3, atol=1e-4)),
+        ("float64", dict(rtol=1e-10, atol=1e-11)),
+    ],
+    ids=["float32", "float64"],
+)
+
+
+@DTYPES
 @pytest.mark.parametrize("residual", ["pre_norm", "post_norm", "reordered"])
-def test_a_decoder_is_the_transformer_of_the_definition(residual):
+def test_a_decoder_is_the_transformer_of_the_definition(residual, dtype, tolerance):
+    with float64():
+        check_decoder(residual, dtype, tolerance)
+
+
+def check_decoder(residual, dtype, tolerance):
     backbone = make_backbone(
         "softmax",
         attention="softmax",
@@ -62,17 +79,24 @@ def test_a_decoder_is_the_transformer_of_the_definition(residual):
         ),
         feed_forward=FeedForwardOptions("silu", gated=True),
         recurrence=2,
+        dtype=dtype,
     )
     data = inputs("softmax")
     x = dense.numpy(backbone.token_embedding.embeddings)[data["token_ids"]]
     expected = dense.stack(backbone.decoder, x * np.sqrt(8), data["padding_mask"])
     real = data["padding_mask"] == 1
-    assert_close(outputs(backbone, data), [expected[real]], rtol=1e-3, atol=1e-4)
+    assert_close(outputs(backbone, data), [expected[real]], **tolerance)
 
 
-def test_an_encoder_decoder_is_the_transformer_of_the_definition():
+@DTYPES
+def test_an_encoder_decoder_is_the_transformer_of_the_definition(dtype, tolerance):
+    with float64():
+        check_encoder_decoder(dtype, tolerance)
+
+
+def check_encoder_decoder(dtype, tolerance):
     backbone = make_backbone(
-        "encoder-decoder", attention="softmax", feed_forward="relu"
+        "encoder-decoder", attention="softmax", feed_forward="relu", dtype=dtype
     )
     data = inputs("encoder-decoder")
     table = dense.numpy(backbone.token_embedding.embeddings)
@@ -87,7 +111,7 @@ def test_an_encoder_decoder_is_the_transformer_of_the_definition():
         backbone.decoder, embed("decoder"), masks[1], memory, masks[0]
     )
     expected = [memory[masks[0] == 1], decoded[masks[1] == 1]]
-    assert_close(outputs(backbone, data), expected, rtol=1e-3, atol=1e-4)
+    assert_close(outputs(backbone, data), expected, **tolerance)
 
 
 def test_convolution_reaches_back_and_not_forward():

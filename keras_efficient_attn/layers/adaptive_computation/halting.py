@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.arguments import KeepsArguments
+from keras_efficient_attn.layers.building import Dense
 from keras_efficient_attn.layers.residual.chain import stream_dtype
 from keras_efficient_attn.ops.adaptive_computation import adaptive_computation
 from keras_efficient_attn.ops.common.backend import shape_of
@@ -54,7 +55,7 @@ class Halting(KeepsArguments, keras.layers.Layer):
             )
         self.keep(locals())
         # In half precision the probabilities would not sum to 1.
-        self.unit = keras.layers.Dense(
+        self.unit = Dense(
             1,
             activation="sigmoid",
             bias_initializer=keras.initializers.Constant(halting_bias),

@@ -7,10 +7,11 @@ from keras import ops
 
 from keras_efficient_attn.layers.adaptive_computation.halting import Halting
 from keras_efficient_attn.layers.building import build_layer
+from keras_efficient_attn.layers.replica_losses import ReplicaLosses
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class AdaptiveComputationTime(keras.layers.Layer):
+class AdaptiveComputationTime(ReplicaLosses, keras.layers.Layer):
     """Repeats a step with the same weights, a learned number of times per position.
 
     ```

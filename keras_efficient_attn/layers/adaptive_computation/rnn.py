@@ -6,12 +6,13 @@ from keras import ops
 from keras_efficient_attn.layers.adaptive_computation.layer import (
     AdaptiveComputationTime,
 )
+from keras_efficient_attn.layers.replica_losses import ReplicaLosses
 from keras_efficient_attn.layers.residual.chain import stream_dtype
 from keras_efficient_attn.ops.common.backend import shape_of
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class AdaptiveRNN(keras.layers.RNN):
+class AdaptiveRNN(ReplicaLosses, keras.layers.RNN):
     """`keras.layers.RNN` of an `AdaptiveComputationTime` cell, with its ponder cost.
 
     The loss is `ponder_cost` times the mean of N + R over all positions that are not

@@ -8,6 +8,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.arguments import KeepsArguments
 from keras_efficient_attn.layers.attention.axes import SequenceAxes
+from keras_efficient_attn.layers.replica_losses import ReplicaLosses
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import is_positive_int, may_agree
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
@@ -41,7 +42,9 @@ class AttentionCall:
     options: dict = dataclasses.field(default_factory=dict)
 
 
-class EfficientAttention(KeepsArguments, keras.layers.MultiHeadAttention):
+class EfficientAttention(
+    ReplicaLosses, KeepsArguments, keras.layers.MultiHeadAttention
+):
     """Base class: a `MultiHeadAttention` that need not form the attention matrix.
 
     Constructor, projections, weight names and call are those of

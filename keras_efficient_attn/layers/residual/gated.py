@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.arguments import KeepsArguments
 from keras_efficient_attn.ops.common.checks import is_number
+from keras_efficient_attn.ops.common.numerics import hyperbolic_tangent, matrix_product
 
 BIAS = 2.0
 # The square matrices of each gate: W multiplies the update, U the stream.
@@ -104,13 +105,13 @@ class GatedResidual(KeepsArguments, keras.layers.Layer):
 
     def call(self, x, y):
         def product(name, tensor):
-            return ops.matmul(tensor, self._kernels[name])
+            return matrix_product(tensor, self._kernels[name])
 
         if self.gate == "gru":
             reset = product("reset_update", y) + product("reset_stream", x)
             logit = product("gate_update", y) + product("gate_stream", x) - self._bias
             gate = ops.sigmoid(logit)
-            candidate = ops.tanh(
+            candidate = hyperbolic_tangent(
                 product("candidate_update", y)
                 + product("candidate_stream", ops.sigmoid(reset) * x)
             )
@@ -123,7 +124,7 @@ class GatedResidual(KeepsArguments, keras.layers.Layer):
             gate = ops.sigmoid(product("gate_stream", x) + self._bias)
             return gate * x + (1 - gate) * y
         gate = ops.sigmoid(product("gate_update", y) - self._bias)
-        return x + gate * ops.tanh(product("candidate_update", y))
+        return x + gate * hyperbolic_tangent(product("candidate_update", y))
 
     def compute_output_shape(self, x_shape, y_shape):
         return x_shape

@@ -7,6 +7,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.building import build_layer
+from keras_efficient_attn.layers.replica_losses import ReplicaLosses
 from keras_efficient_attn.layers.residual.chain import (
     Sublayer,
     plain_residuals,
@@ -19,7 +20,7 @@ MERGES = ("mean", "concatenate")
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class ReversibleBlock(keras.layers.Layer):
+class ReversibleBlock(ReplicaLosses, keras.layers.Layer):
     """Two residual connections on two streams; outputs determine the inputs.
 
     ```
@@ -131,7 +132,7 @@ class ReversibleBlock(keras.layers.Layer):
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class ReversibleStack(keras.layers.Layer):
+class ReversibleStack(ReplicaLosses, keras.layers.Layer):
     """A sequence of reversible blocks, with memory independent of their number.
 
     ```

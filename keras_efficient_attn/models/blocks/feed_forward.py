@@ -6,6 +6,7 @@ from collections.abc import Callable
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.building import Dense
 from keras_efficient_attn.models.options import Options
 from keras_efficient_attn.ops.common.checks import check_positive_int
 
@@ -42,7 +43,7 @@ def make_dense(layer, name, input_shape):
     widths = input_shape[-1], layer.hidden_dim
     if name == "output":
         widths = widths[::-1]
-    dense = keras.layers.Dense(
+    dense = Dense(
         widths[1],
         activation=layer.activation if name == "hidden" else None,
         use_bias=layer.use_bias,

@@ -12,6 +12,7 @@ from keras_efficient_attn.models.options import Options
 from keras_efficient_attn.ops.common.angles import position_angles
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
+from keras_efficient_attn.ops.common.numerics import sine, wide_dtype
 
 POSITIONS = ("sinusoidal", "learned", "axial", "rotary")
 # Longest wavelength of sinusoidal and rotary positions, over 2π.
@@ -91,12 +92,17 @@ class Positions(keras.layers.Layer):
         return {**config, "max_offset": self.max_offset, "seed": self.seed}
 
 
-def sinusoids(positions, dim):
-    """Sines and cosines, float32 `(*positions.shape, dim)`, of integers."""
-    angles = position_angles(positions, _frequencies, dim, dtype="float32")
+def sinusoids(positions, dim, dtype):
+    """Sines and cosines of integers, `(*positions.shape, dim)`.
+
+    Angles are float32 or wider whatever the dtype: half precision cannot tell position
+    257 from 258.
+    """
+    wide = wide_dtype(dtype)
+    angles = position_angles(positions, _frequencies, dim, dtype=wide)
     # A cosine is a sine shifted by a quarter of its wavelength.
     phases = np.where(np.arange(dim) % 2, np.pi / 2, 0.0)
-    return ops.sin(angles + ops.convert_to_tensor(phases, "float32"))
+    return ops.cast(sine(angles + ops.convert_to_tensor(phases, wide)), dtype)
 
 
 def _frequencies(dim):
@@ -109,17 +115,13 @@ def _frequencies(dim):
 class SinusoidalPositions(Positions):
     """Adds sines and cosines of the position, at wavelengths from 2π to 20,000π.
 
-    Angles are float32 whatever the compute dtype: half precision cannot tell
-    position 257 from 258.
-
     Reference:
         - [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)
     """
 
     def embed(self, x, start):
         steps = ops.arange(shape_of(x)[1], dtype="int32") + start
-        sines = sinusoids(steps, x.shape[-1])
-        return ops.cast(sines[None], x.dtype)
+        return sinusoids(steps, x.shape[-1], self.compute_dtype)[None]
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")

@@ -5,6 +5,7 @@ import typing
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.replica_losses import ReplicaLosses
 from keras_efficient_attn.layers.residual.chain import (
     plain_residuals,
     reversible_residuals,
@@ -29,7 +30,7 @@ class StackTrace(typing.NamedTuple):
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class TransformerStack(keras.layers.Layer):
+class TransformerStack(ReplicaLosses, keras.layers.Layer):
     """A sequence of blocks, with a final norm if their residuals need one.
 
     With `residual="reversible"` the sublayers of all blocks alternately update two

@@ -50,8 +50,7 @@ class TimestepEmbedding(KeepsArguments, keras.layers.Layer):
     def call(self, x, step):
         if self.kind == "learned":
             return x + ops.take(self.table, step, axis=0)
-        vector = sinusoids(step, x.shape[-1])
-        return x + ops.cast(vector, x.dtype)
+        return x + sinusoids(step, x.shape[-1], self.compute_dtype)
 
     def compute_output_shape(self, x_shape, step_shape=None):
         return x_shape

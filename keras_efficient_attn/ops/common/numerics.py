@@ -36,14 +36,19 @@ def max_along(x, axis, keepdims=False, initial=None):
 def greatest_index(x):
     """int32 index of the greatest entry along the last axis.
 
-    On TensorFlow, Keras distinguishes −0 from 0 by their bits, in additional passes
-    over `x`; ONNX and LiteRT have no operator for this.
+    On TensorFlow and JAX, Keras distinguishes −0 from 0 by their bits, in additional
+    passes over `x`; ONNX and LiteRT have no operator for this, and on JAX it rounds
+    float64 to float32.
     """
-    if backend_name() != "tensorflow":
-        return ops.cast(ops.argmax(x, axis=-1), "int32")
-    import tensorflow as tf
+    if backend_name() == "tensorflow":
+        import tensorflow as tf
 
-    return tf.argmax(x, axis=-1, output_type=tf.int32)
+        return tf.argmax(x, axis=-1, output_type=tf.int32)
+    if backend_name() == "jax":
+        import jax.numpy
+
+        return jax.numpy.argmax(x, axis=-1).astype("int32")
+    return ops.cast(ops.argmax(x, axis=-1), "int32")
 
 
 def conditional(predicate, compute, otherwise):
@@ -91,10 +96,21 @@ def pad(x, widths):
     return ops.pad(x, widths)
 
 
-def rms_normalize(x):
+def mean_of_channels(x):
+    """The mean along the last axis, kept. `ops.mean` rounds float64 to float32."""
+    return ops.sum(x, axis=-1, keepdims=True) / x.shape[-1]
+
+
+def rms_normalize(x, epsilon=1e-6):
     """`x` with a root mean square of 1 along its last axis, in the dtype of `x`."""
-    mean = ops.sum(ops.square(x), axis=-1, keepdims=True) / x.shape[-1]
-    return x * ops.rsqrt(mean + 1e-6)
+    return x * ops.rsqrt(mean_of_channels(ops.square(x)) + epsilon)
+
+
+def matrix_product(x, kernel):
+    """`x @ kernel`, which on PyTorch Keras rounds from float64 to float32."""
+    if backend_name() == "torch":
+        return ops.convert_to_tensor(x) @ ops.convert_to_tensor(kernel)
+    return ops.matmul(x, kernel)
 
 
 def sine(x):
@@ -105,6 +121,11 @@ def sine(x):
 def cosine(x):
     """`ops.cos`, which on JAX rounds float64 to float32."""
     return _elementwise("cos", x)
+
+
+def hyperbolic_tangent(x):
+    """`ops.tanh`, which on JAX rounds float64 to float32."""
+    return _elementwise("tanh", x)
 
 
 def _elementwise(name, x):

@@ -5,7 +5,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.angles import position_angles
 from keras_efficient_attn.ops.common.backend import backend_name, shape_of
-from keras_efficient_attn.ops.common.numerics import pad
+from keras_efficient_attn.ops.common.numerics import cosine, pad, sine
 
 
 def window_distances(window, causal):
@@ -65,7 +65,7 @@ def distance_sinusoids(distances, dim, max_wavelength, dtype):
     angles = position_angles(
         distances, wave_frequencies, dim // 2, max_wavelength, dtype=dtype
     )
-    waves = ops.concatenate([ops.sin(angles), ops.cos(angles)], axis=-1)
+    waves = ops.concatenate([sine(angles), cosine(angles)], axis=-1)
     return ops.cast(waves, dtype)
 
 

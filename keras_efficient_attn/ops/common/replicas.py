@@ -41,6 +41,20 @@ def take_first_replica(x):
     return x
 
 
+def replica_index():
+    """The number of the replica that runs; `None` unless threads share the model."""
+    if backend_name() != "tensorflow":
+        return None
+    context = _tensorflow_context()
+    if context is None:
+        return None
+    import tensorflow as tf
+
+    # `None` also on TPUs: one program for all replicas, where no number is known.
+    number = tf.get_static_value(context.replica_id_in_sync_group)
+    return None if number is None else int(number)
+
+
 def _tensorflow_context():
     """The context of one of several replicas, or `None`."""
     import tensorflow as tf

@@ -4,7 +4,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.angles import position_angles
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, cosine, sine
 from keras_efficient_attn.ops.common.relative_positions import wave_frequencies
 
 
@@ -33,7 +33,7 @@ def rotary_embedding(x, positions, max_wavelength=10_000.0):
         max_wavelength,
         dtype=accumulator_dtype(x),
     )
-    cos, sin = (ops.cast(wave(angles), x.dtype) for wave in (ops.cos, ops.sin))
+    cos, sin = (ops.cast(wave(angles), x.dtype) for wave in (cosine, sine))
     first, second = x[..., :half], x[..., half:]
     return ops.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1

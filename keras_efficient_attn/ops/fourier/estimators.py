@@ -11,6 +11,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_positive_number,
     check_positive_values,
 )
+from keras_efficient_attn.ops.common.numerics import sine
 from keras_efficient_attn.ops.common.online_softmax import divide
 from keras_efficient_attn.ops.fourier.config import FourierConfig
 from keras_efficient_attn.ops.fourier.kernel import POWERS
@@ -234,7 +235,7 @@ def _dense_sums(points, samples, targets, radius, power):
     for axis, difference in enumerate(_differences(points, samples)):
         z = radius[axis] * difference
         near = ops.abs(z) < 1e-6
-        ratio = ops.where(near, 1.0, ops.sin(z) / ops.where(near, 1.0, z))
+        ratio = ops.where(near, 1.0, sine(z) / ops.where(near, 1.0, z))
         weights = weights * ratio**power
     sums = weights @ targets, ops.sum(weights, axis=-1, keepdims=True)
     values, totals = (x[None, :, None] for x in sums)

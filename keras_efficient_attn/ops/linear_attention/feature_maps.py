@@ -17,7 +17,7 @@ from keras import ops
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import is_positive_int
 from keras_efficient_attn.ops.common.constants import constant
-from keras_efficient_attn.ops.common.numerics import max_along
+from keras_efficient_attn.ops.common.numerics import cosine, max_along, sine
 
 # Lower bound of exponential features, relative to the largest of their vector. It is
 # far below rounding, but prevents the similarity of vectors with different large
@@ -139,7 +139,7 @@ def trigonometric_features(x, projection):
         - [Rahimi & Recht, 2007](https://papers.nips.cc/paper/3182)
     """
     angles = x @ ops.transpose(projection)
-    features = ops.concatenate([ops.cos(angles), ops.sin(angles)], axis=-1)
+    features = ops.concatenate([cosine(angles), sine(angles)], axis=-1)
     log_scale = 0.5 * ops.sum(ops.square(x), axis=-1)
     return features, log_scale - 0.5 * math.log(projection.shape[0])
 

@@ -17,7 +17,11 @@ from keras_efficient_attn.ops.common.checks import (
     is_number,
     is_positive_int,
 )
-from keras_efficient_attn.ops.common.numerics import max_along, wide_dtype
+from keras_efficient_attn.ops.common.numerics import (
+    max_along,
+    mean_of_channels,
+    wide_dtype,
+)
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
 from keras_efficient_attn.ops.reversible.replay import is_replay
@@ -303,7 +307,7 @@ class AdaptiveSpan(PatternAttention):
         else:
             mean_spans = spans
         if self.penalty:
-            self.add_loss(self.penalty * ops.mean(mean_spans))
+            self.add_loss(self.penalty * mean_of_channels(mean_spans)[0])
 
     def _make_position_keys(self):
         self._position_keys = PositionKeys(

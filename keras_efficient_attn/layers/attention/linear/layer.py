@@ -268,8 +268,14 @@ class LinearAttention(EfficientAttention):
 
     def _map_inputs(self, query, key, call):
         """Queries and keys as the feature map's input, and the tensors it reads."""
-        weights = tuple(ops.cast(w, query.dtype) for w in self._map_variables)
-        return query, key, self.feature_map.map_weights(weights, query, key, call)
+        # Copies: PyTorch assigns in place, and a second call in a step may redraw the
+        # features before the gradient of the first.
+        weights = (ops.copy(ops.cast(w, query.dtype)) for w in self._map_variables)
+        return (
+            query,
+            key,
+            self.feature_map.map_weights(tuple(weights), query, key, call),
+        )
 
     def _config(self, causal):
         query_map, key_map, entrywise = feature_maps.feature_functions(self.feature_map)
