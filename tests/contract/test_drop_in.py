@@ -109,7 +109,7 @@ def test_subclassed_model(case):
             return self.attention(x, x)
 
     model, x = Model(), inputs()
-    expected, _ = case.expected(model.attention, x, x) if model(x) is not None else None
+    expected, _ = case.oracle(model.attention, x, x) if model(x) is not None else None
     np.testing.assert_allclose(to_numpy(model(x)), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -176,5 +176,5 @@ def test_scores_with_unknown_length_in_a_graph(case, backend):
         output, scores = trace(x[:, :length])
         assert scores.shape == (BATCH, HEADS, length, length)
         assert output.shape == (BATCH, length, DIM)
-    _, expected = case.expected(layer, x, x, causal=causal)
+    _, expected = case.oracle(layer, x, x, causal=causal)
     np.testing.assert_allclose(trace(x)[1], expected, rtol=1e-4, atol=1e-5)

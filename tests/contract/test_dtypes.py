@@ -22,7 +22,7 @@ def test_float64_is_float64_throughout(case, backend):
         layer = case.built(dtype="float64")
         x = inputs().astype("float64")
         output = to_numpy(layer(x, x, use_causal_mask=causal))
-        expected, _ = case.expected(layer, x, x, causal=causal)
+        expected, _ = case.oracle(layer, x, x, causal=causal)
     assert output.dtype == "float64"
     # On JAX, Keras computes sines in float32 for any input dtype.
     limit = 1e-6 if backend == "jax" and case.sines else 1e-10
@@ -38,7 +38,7 @@ def test_mixed_precision_is_near_float32(case, dtype):
     output = layer(x, x, use_causal_mask=causal)
     assert keras.backend.standardize_dtype(output.dtype) == dtype
     assert {str(w.dtype) for w in layer.trainable_weights} == {"float32"}
-    expected, _ = case.expected(layer, x, x, causal=causal)
+    expected, _ = case.oracle(layer, x, x, causal=causal)
     error = np.abs(to_numpy(ops.cast(output, "float32")) - expected)
     # A few rounded queries fall into another bucket.
     error = error.max() if case.smooth else np.median(error)

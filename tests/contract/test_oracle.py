@@ -13,7 +13,7 @@ def test_values_and_scores(setting):
     case, causal = setting
     layer, x = case.built(), inputs()
     output, scores = layer(x, x, use_causal_mask=causal, return_attention_scores=True)
-    expected, weights = case.expected(layer, x, x, causal=causal)
+    expected, weights = case.oracle(layer, x, x, causal=causal)
     np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(to_numpy(scores), weights, rtol=1e-4, atol=1e-5)
 
@@ -28,7 +28,7 @@ def test_gradient_is_the_slope_of_the_dense_definition(setting):
 
     def dense_loss(step):
         moved = x + step * direction
-        return (case.expected(layer, moved, moved, causal=causal)[0] * weight).sum()
+        return (case.oracle(layer, moved, moved, causal=causal)[0] * weight).sum()
 
     (gradient,) = gradients(loss, x)
     slope = (dense_loss(1e-6) - dense_loss(-1e-6)) / 2e-6
@@ -51,7 +51,7 @@ def test_lengths(case, lengths):
         return
     key = inputs(length=lengths[1], seed=6)
     output = layer(query, value, key, use_causal_mask=causal)
-    expected, _ = case.expected(layer, query, value, key, causal=causal)
+    expected, _ = case.oracle(layer, query, value, key, causal=causal)
     np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -61,7 +61,7 @@ def test_one_head_and_other_value_dim(case):
     x = inputs()
     output = layer(x, x, use_causal_mask=case.usual)
     assert tuple(output.shape) == (BATCH, LENGTH, 5)
-    expected, _ = case.expected(layer, x, x, causal=case.usual)
+    expected, _ = case.oracle(layer, x, x, causal=case.usual)
     np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -31,7 +31,7 @@ def test_masks_are_those_of_the_dense_definition(setting):
         use_causal_mask=causal,
         return_attention_scores=True,
     )
-    expected, weights = case.expected(
+    expected, weights = case.oracle(
         layer, x, x, query_mask=query_mask, key_mask=key_mask, causal=causal
     )
     np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)

@@ -154,7 +154,7 @@ def check(call):
             key_mask = np.ones(value.shape[:2], bool)
         if value.size and query.size:
             masks = dict(query_mask=query_mask, key_mask=key_mask)
-            expected, _ = call.case.expected(
+            expected, _ = call.case.oracle(
                 layer, query, value, causal=call.causal, **masks
             )
             np.testing.assert_allclose(received, expected, **TOLERANCES[call.dtype])
