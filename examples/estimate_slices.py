@@ -1,13 +1,15 @@
 """Compiles training of a byte model for TPU slices that need not be present.
 
-    python examples/estimate_slices.py --layers 2 --slices 2x2 4x4
+    python examples/estimate_slices.py --layers 2 --slices 2x2 4x4 --plot slices.png
 
 Needs libtpu, `pip install 'keras-efficient-attn[tpu-compile]'`, which only one process
-at a time can use. A row of the table has the compiler's memory estimate for a step of
-`fit`, with Adam and `mixed_bfloat16`, and the collectives of the program.
+at a time can use. A row of the table has the compiler's estimates for a step of `fit`,
+with Adam and `mixed_bfloat16`: memory, the collectives of the program, and the time
+that a chip computes, without transfers between chips.
 """
 
 import contextlib
+import math
 import os
 import re
 import sys
@@ -43,6 +45,7 @@ def parse_arguments(argv):
     parser.add_attention("linear")
     parser.add_model_size(dim=1024, heads=16, layers=12)
     add("--residual", default="reversible", help="reversible keeps no activations")
+    add("--plot", metavar="FILE", help="of memory and time by the number of chips")
     arguments = parser.parse_args(argv)
     check_heads(arguments.dim, arguments.heads)
     if arguments.backend not in (None, "jax"):
@@ -127,6 +130,7 @@ def estimate(model, arguments, size, strategy):
     from jax.experimental import topologies
 
     from keras_efficient_attn.benchmark.compile_for import TARGETS
+    from keras_efficient_attn.benchmark.execution.tpu import estimated_cycles
     from keras_efficient_attn.distribution import SequenceParallel
     from keras_efficient_attn.ops.common.plan import plan_for
 
@@ -149,7 +153,10 @@ def estimate(model, arguments, size, strategy):
     text = compiled.as_text()
     memory = compiled.memory_analysis()
     found = re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", text)
+    # Reversible stacks compute in one branch; the other gives zeros and never runs.
+    cycles, _ = estimated_cycles(text, branch=max)
     return {
+        "milliseconds": cycles / TARGETS[TARGET].clock * 1e3,
         "state": memory.argument_size_in_bytes / 2**20,
         "temporaries": memory.temp_size_in_bytes / 2**20,
         "collectives": ", ".join(
@@ -157,6 +164,29 @@ def estimate(model, arguments, size, strategy):
         ),
         "seconds": time.perf_counter() - start,
     }
+
+
+def plot(points, path):
+    """Writes a picture of rows by strategy, each with its number of chips."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    quantities = (
+        ("temporaries", "temporaries, MiB per chip"),
+        ("milliseconds", "computing, ms per step"),
+    )
+    for axes, (field, label) in zip(figure.subplots(1, 2), quantities, strict=True):
+        for marker, (strategy, rows) in zip("osD^", points.items(), strict=False):
+            chips = [number for number, _ in rows]
+            values = [row[field] for _, row in rows]
+            axes.plot(chips, values, marker=marker, label=strategy)
+        numbers = sorted({number for rows in points.values() for number, _ in rows})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(numbers, numbers)
+        axes.set_ylim(bottom=0)
+        axes.set(xlabel="chips", ylabel=f"{label} (estimate)")
+    axes.legend()
+    figure.savefig(path, dpi=120)
 
 
 @command(parse_arguments)
@@ -174,9 +204,11 @@ def main(arguments):
         "state, MiB",
         "temporaries, MiB",
         "collectives in the program",
+        "computing, ms",
         "compiled in s",
     )
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    points = {strategy: [] for strategy in arguments.strategies}
     for size in arguments.slices:
         for strategy in arguments.strategies:
             shape = PRODUCTS[size] if strategy == "product" else MESHES[size][strategy]
@@ -192,9 +224,13 @@ def main(arguments):
             print(
                 head,
                 f"{row['state']:,.0f} | {row['temporaries']:,.0f} | "
-                f"{row['collectives'] or 'none'} | {row['seconds']:.0f} |",
+                f"{row['collectives'] or 'none'} | {row['milliseconds']:,.0f} | "
+                f"{row['seconds']:.0f} |",
                 flush=True,
             )
+            points[strategy].append((math.prod(shape), row))
+    if arguments.plot:
+        plot(points, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_heads,
     check_positive_int,
 )
-from keras_efficient_attn.ops.linear_attention.config import (
-    LinearAttentionConfig,
-    given_features,
-)
+from keras_efficient_attn.ops.linear_attention.config import features_config
 from keras_efficient_attn.ops.linear_attention.gated.api import check_rates
 from keras_efficient_attn.ops.vq_attention.codebook import nearest_codes
 from keras_efficient_attn.ops.vq_attention.config import VQConfig
@@ -123,17 +120,18 @@ class SequenceParallel:
         key_features,
         value,
         *,
-        key_log_weight=None,
         key_mask=None,
-        causal=False,
+        key_log_weight=None,
         log_decay=None,
         beta=None,
-        normalize=True,
-        chunk_size=None,
+        **options,
     ):
         """`keras_efficient_attn.ops.linear_attention` over several devices.
 
-        The arguments are as for the operation, with as many queries as keys.
+        Args:
+            query_features, key_features, value, key_mask, key_log_weight, log_decay,
+                beta: As for the operation, with as many queries as keys.
+            **options: `causal`, `normalize` and `chunk_size`, as for the operation.
 
         Returns:
             `(batch, length, heads, value_dim)` in the dtype of `value`.
@@ -145,18 +143,10 @@ class SequenceParallel:
         tensors = query_features, key_features, value
         check_heads(*tensors, key_mask, names=("query_features", "key_features"))
         check_float_dtype("value", value)
-        config = LinearAttentionConfig(
-            given_features,
-            given_features,
-            key_features.shape[-1],
-            causal=causal,
-            chunk_size=chunk_size,
-            output="normalized" if normalize else "sum",
-            rowwise_maps=True,
-        )
+        config = features_config(key_features.shape[-1], **options)
         rates = log_decay, beta
         if any(rate is not None for rate in rates):
-            check_rates(*rates, key_features, causal, key_log_weight)
+            check_rates(*rates, key_features, config.causal, key_log_weight)
             split = *tensors, key_mask, rates
             output = self.run(linear.gated_attention, split, (), config)
         else:
@@ -194,19 +184,19 @@ class SequenceParallel:
         value,
         codebook,
         *,
+        key_mask=None,
         sigma=None,
         log_weights=None,
-        order=0,
-        rank=None,
-        window=None,
-        quantize_window=False,
-        gradient_through_cache=True,
-        key_mask=None,
+        **options,
     ):
         """Causal `keras_efficient_attn.ops.vq_attention` over several devices.
 
-        The arguments are as for the operation, with as many queries as keys, and at
-        least `window` positions on each device.
+        Args:
+            query, key, value, codebook, key_mask, sigma, log_weights: As for the
+                operation, with as many queries as keys.
+            **options: `order`, `rank`, `window`, `quantize_window`,
+                `gradient_through_cache` and `block_length`, as for the operation, with
+                at least `window` positions on each device.
 
         Returns:
             `(batch, length, heads, value_dim)` in the dtype of `value`.
@@ -215,16 +205,9 @@ class SequenceParallel:
             ValueError: As `local_attention`.
         """
         check_heads(query, key, value, key_mask)
-        config = VQConfig(
-            soft=sigma is not None,
-            order=order,
-            rank=rank,
-            window=window,
-            quantize_window=quantize_window,
-            gradient_through_cache=gradient_through_cache,
-        )
+        config = VQConfig(soft=sigma is not None, **options)
         config.check_key_dim(query.shape[-1])
-        self._check_window(query, window)
+        self._check_window(query, config.window)
         index = None if config.soft else nearest_codes(key, codebook)
         keys = Keys(key, value, key_mask, index)
         whole = make_codebook(codebook, sigma, log_weights), None

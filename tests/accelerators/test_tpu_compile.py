@@ -5,9 +5,11 @@ layer.
 """
 
 import importlib.util
+import json
 
 import pytest
 
+from keras_efficient_attn.benchmark import cli
 from keras_efficient_attn.benchmark.compile_for import estimate_all, table
 from keras_efficient_attn.benchmark.settings import Settings
 from keras_efficient_attn.layers.attention.registry import attention_names
@@ -66,3 +68,17 @@ def test_it_compiles_for_a_tpu(layer):
     assert estimate.seconds > 0
     if layer in LINEAR:
         assert estimate.temporary_bytes <= 2 * GIB
+
+
+def test_the_command_says_how_near_the_peak_a_layer_comes(tmp_path, capsys):
+    # A span has no handwritten kernel, whose cycles would not be known.
+    arguments = ["--layers", "adaptive-span", "--lengths", "512", "--heads", "2"]
+    arguments += ["--head-dim", "128", "--dtype", "mixed_bfloat16", "--causal"]
+    arguments += ["--out", str(tmp_path)]
+    assert cli.main(["--compile-for", "tpu-v5e", *arguments]) == 0
+    assert "not measurements" in capsys.readouterr().out
+    content = json.loads((tmp_path / "estimates.json").read_text())
+    (estimate,) = content["estimates"]
+    assert estimate["status"] == "ok"
+    # At most as fast as the chip, and at most a hundred times slower.
+    assert 0.01 < estimate["peak_share"] < 1

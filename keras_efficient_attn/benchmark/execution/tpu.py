@@ -23,15 +23,15 @@ def device(topology):
     return description.devices[0]
 
 
-def estimated_cycles(text):
+def estimated_cycles(text, branch=min):
     """Cycles of a program's entry computation; a loop counts once per trip.
-
-    A conditional counts its cheapest branch: the other branches run once, such as the
-    first draw of a codebook.
 
     Args:
         text: The compiled program as text, in which the compiler has noted an
             estimate for each fusion.
+        branch: Chooses from the cycles of a conditional's branches. Defaults to `min`,
+            because the other branches of layers run once, such as the first draw of a
+            codebook. In reversible stacks, the branch that always runs is the `max`.
 
     Returns:
         `(cycles, kernels)`: handwritten kernels are opaque to the compiler, so they are
@@ -59,7 +59,7 @@ def estimated_cycles(text):
         if branches is None:
             return 0
         names = ", ".join(filter(None, branches.groups())).split(", ")
-        return min(total(name.strip("%,")) for name in names)
+        return branch(total(name.strip("%,")) for name in names)
 
     return total(entry), text.count(_KERNEL)
 

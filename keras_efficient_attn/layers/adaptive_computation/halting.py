@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.arguments import KeepsArguments
 from keras_efficient_attn.layers.residual.chain import stream_dtype
 from keras_efficient_attn.ops.adaptive_computation import adaptive_computation
 from keras_efficient_attn.ops.common.backend import shape_of
@@ -12,7 +13,7 @@ REDUCTIONS = ("mean", "sum")
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class Halting(keras.layers.Layer):
+class Halting(KeepsArguments, keras.layers.Layer):
     """The part of `AdaptiveComputationTime` that does not depend on the step.
 
     Args:
@@ -51,12 +52,7 @@ class Halting(keras.layers.Layer):
                 f"`ponder_reduction` must be one of {REDUCTIONS}. Received: "
                 f"ponder_reduction={ponder_reduction!r}"
             )
-        self.max_steps = max_steps
-        self.epsilon = epsilon
-        self.ponder_cost = ponder_cost
-        self.halting_bias = halting_bias
-        self.early_exit = early_exit
-        self.ponder_reduction = ponder_reduction
+        self.keep(locals())
         # In half precision the probabilities would not sum to 1.
         self.unit = keras.layers.Dense(
             1,
@@ -115,18 +111,4 @@ class Halting(keras.layers.Layer):
             "steps": keras.KerasTensor(shape, dtype=dtype),
             "remainders": keras.KerasTensor(shape, dtype=dtype),
             "probabilities": keras.KerasTensor((*shape, self.max_steps), dtype=dtype),
-        }
-
-    def get_config(self):
-        return {**super().get_config(), **self.options()}
-
-    def options(self):
-        """The arguments that this class adds to Keras' layer."""
-        return {
-            "max_steps": self.max_steps,
-            "epsilon": self.epsilon,
-            "ponder_cost": self.ponder_cost,
-            "halting_bias": self.halting_bias,
-            "early_exit": self.early_exit,
-            "ponder_reduction": self.ponder_reduction,
         }

@@ -272,7 +272,7 @@ class AdaptiveComputationTime(keras.layers.Layer):
         return {
             **super().get_config(),
             "step": keras.saving.serialize_keras_object(self.step),
-            **self.halting.options(),
+            **self.halting.kept_arguments(),
             "input_flag": self.input_flag if self.is_cell else None,
         }
 

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.layers.arguments import KeepsArguments
 from keras_efficient_attn.layers.attention.axes import SequenceAxes
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import is_positive_int, may_agree
@@ -40,7 +41,7 @@ class AttentionCall:
     options: dict = dataclasses.field(default_factory=dict)
 
 
-class EfficientAttention(keras.layers.MultiHeadAttention):
+class EfficientAttention(KeepsArguments, keras.layers.MultiHeadAttention):
     """Base class: a `MultiHeadAttention` that need not form the attention matrix.
 
     Constructor, projections, weight names and call are those of
@@ -62,7 +63,8 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
     A subclass must implement `attend`. It describes itself by overriding `state_spec`,
     `state_grows`, `estimates_softmax`, `can_calibrate`, `calibrates_beyond_window`,
     `estimates_beyond_window`, `shares_with_blocks` and `share_weights_with`,
-    `remembers_inputs`, `conversion_refusal`, `operations`.
+    `remembers_inputs`, `conversion_refusal`, `operations`. `self.keep(locals())` in its
+    constructor makes the arguments attributes, and entries of `get_config`.
 
     Args:
         *args, **kwargs: Arguments of `keras.layers.MultiHeadAttention`.
@@ -138,7 +140,7 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
         # autocast=False: the projections cast the inputs themselves, and a state stays
         # float32 under a mixed policy.
         super().__init__(*args, autocast=False, **kwargs)
-        self.num_key_value_heads = num_key_value_heads
+        self.keep(dict(num_key_value_heads=num_key_value_heads))
         self.value_activation = keras.activations.get(value_activation)
         self.gate_activation = keras.activations.get(gate_activation)
         if not self._use_gate and gate_activation != "sigmoid":
@@ -723,7 +725,6 @@ class EfficientAttention(keras.layers.MultiHeadAttention):
     def get_config(self):
         config = super().get_config()
         config["attention_axes"] = self._sequence_axes
-        config["num_key_value_heads"] = self.num_key_value_heads
         for name in ("value_activation", "gate_activation"):
             config[name] = keras.activations.serialize(getattr(self, name))
         quantized = {

@@ -469,12 +469,8 @@ class EluFeatures(FeatureMap):
     """`ops.feature_maps.elu_features`: elu(x) + 1."""
 
     rowwise = True
-
-    def query_features(self, x):
-        return functions.elu_features(x)
-
-    def entrywise(self, x):
-        return entrywise.elu_entries(x)
+    query_features = staticmethod(functions.elu_features)
+    entrywise = staticmethod(entrywise.elu_entries)
 
 
 @_register("exp")
@@ -482,12 +478,8 @@ class ExponentialFeatures(FeatureMap):
     """`ops.feature_maps.exponential_features`: exp(x)."""
 
     rowwise = True
-
-    def query_features(self, x):
-        return functions.exponential_features(x)
-
-    def entrywise(self, x):
-        return entrywise.exponential_entries(x)
+    query_features = staticmethod(functions.exponential_features)
+    entrywise = staticmethod(entrywise.exponential_entries)
 
 
 @_register("identity")
@@ -510,20 +502,15 @@ class UnitFeatures(FeatureMap):
 
     positive = False
     rowwise = True
-
-    def query_features(self, x):
-        return functions.unit_features(x)
+    query_features = staticmethod(functions.unit_features)
 
 
 @_register("softmax")
 class SoftmaxFeatures(FeatureMap):
     """Softmax over the features of queries, exponential of keys."""
 
-    def query_features(self, x):
-        return functions.softmax_query_features(x)
-
-    def key_features(self, x):
-        return functions.exponential_features(x)
+    query_features = staticmethod(functions.softmax_query_features)
+    key_features = staticmethod(functions.exponential_features)
 
 
 @_register("hedgehog")

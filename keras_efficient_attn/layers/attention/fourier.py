@@ -152,14 +152,7 @@ class FourierAttention(EfficientAttention):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.power = power
-        self.radius_per = radius_per
-        self.initial_radius = initial_radius
-        self.linear = linear
-        self.num_frequencies = num_frequencies
-        self.orthogonal = orthogonal
-        self.chunk_size = chunk_size
-        self.implementation = implementation
+        self.keep(locals())
         self._check_arguments()
         if linear:
             self._check_linear()
@@ -234,19 +227,6 @@ class FourierAttention(EfficientAttention):
         if self._dropout > 0.0:
             heads = self._dropout_layer(heads, training=call.training)
         return heads, state
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "power": self.power,
-            "radius_per": self.radius_per,
-            "initial_radius": self.initial_radius,
-            "linear": self.linear,
-            "num_frequencies": self.num_frequencies,
-            "orthogonal": self.orthogonal,
-            "chunk_size": self.chunk_size,
-            "implementation": self.implementation,
-        }
 
     def _attend_linear(self, query, key, value, radius, call):
         (heads,), state = mapped_linear_attention(

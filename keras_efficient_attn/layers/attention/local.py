@@ -95,11 +95,9 @@ class LocalAttention(PatternAttention):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.window = self._window_or(window)
-        self.query_block = _pair(query_block)
-        self.memory = _pair(memory)
-        self.grid = _pair(grid)
-        self.order = order
+        window = self._window_or(window)
+        query_block, memory, grid = map(_pair, (query_block, memory, grid))
+        self.keep(locals())
         # The shape of an image may still set the grid.
         if grid is None and self._is_grid:
             grid = (1, 1)
@@ -156,16 +154,6 @@ class LocalAttention(PatternAttention):
             names = ("query", "value", "key")
             self._check_images({n: x.shape for n, x in zip(names, inputs, strict=True)})
         return super()._check_inputs(inputs, masks, state)
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "window": self.window,
-            "query_block": self.query_block,
-            "memory": self.memory,
-            "grid": self.grid,
-            "order": self.order,
-        }
 
     def _config(self):
         return LocalConfig(

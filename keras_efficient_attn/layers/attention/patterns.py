@@ -28,7 +28,7 @@ class PatternAttention(EfficientAttention):
 
     def __init__(self, *args, rotary_wavelength=None, **kwargs):
         super().__init__(*args, **kwargs)
-        self.rotary_wavelength = rotary_wavelength
+        self.keep(dict(rotary_wavelength=rotary_wavelength))
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
 
     def attend_to_pattern(self, query, key, value, **arguments):
@@ -55,6 +55,3 @@ class PatternAttention(EfficientAttention):
             arguments["dropout"] = self._dropout, dropout_seed(generator, dtype)
         output = self.attend_to_pattern(query, key, value, **arguments)
         return (output, None) if state is None else output
-
-    def get_config(self):
-        return {**super().get_config(), "rotary_wavelength": self.rotary_wavelength}

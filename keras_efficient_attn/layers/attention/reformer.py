@@ -141,17 +141,10 @@ class ReformerLSHAttention(EfficientAttention):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.bucket_size = bucket_size
-        self.num_hashes = num_hashes
         # A saved tuple is loaded as a list.
-        several = isinstance(num_buckets, list | tuple)
-        self.num_buckets = tuple(num_buckets) if several else num_buckets
-        self.max_hashes = max_hashes
-        self.aligned = aligned
-        self.across_buckets = across_buckets
-        self.scale_logits = scale_logits
-        self.num_local_heads = num_local_heads
-        self.dense_length = dense_length
+        if isinstance(num_buckets, list | tuple):
+            num_buckets = tuple(num_buckets)
+        self.keep(locals())
         self._check_arguments()
         factors = self.num_buckets
         self._factors = (factors,) if isinstance(factors, int) else factors
@@ -456,20 +449,6 @@ class ReformerLSHAttention(EfficientAttention):
                 "`num_local_heads` must be an integer from 0 to num_heads - 1. "
                 f"Received: num_local_heads={local!r}, num_heads={self._num_heads}"
             )
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "bucket_size": self.bucket_size,
-            "num_hashes": self.num_hashes,
-            "num_buckets": self.num_buckets,
-            "max_hashes": self.max_hashes,
-            "aligned": self.aligned,
-            "across_buckets": self.across_buckets,
-            "scale_logits": self.scale_logits,
-            "num_local_heads": self.num_local_heads,
-            "dense_length": self.dense_length,
-        }
 
 
 def _one_bucket(query):

@@ -88,8 +88,7 @@ class SoftmaxAttention(EfficientAttention):
                 "`flash_attention` is for kernel='dot_product'. Received: "
                 "flash_attention=True, kernel='gaussian'"
             )
-        self.kernel = kernel
-        self.rotary_wavelength = rotary_wavelength
+        self.keep(locals())
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
 
     def _check_keras_options(self):
@@ -163,13 +162,6 @@ class SoftmaxAttention(EfficientAttention):
             flash_attention=self._flash_attention or default,
         )
         return _where_any(mask, heads[..., : value.shape[-1]]), state
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "rotary_wavelength": self.rotary_wavelength,
-            "kernel": self.kernel,
-        }
 
     def _attend_by_matrix(self, query, key, value, mask, call):
         dtype = accumulator_dtype(query, key, value)

@@ -97,10 +97,7 @@ class SparseAttention(PatternAttention):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.pattern = pattern
-        self.stride = stride
-        self.summary = summary
-        self.heads = heads
+        self.keep(locals())
         # The pattern checks its own arguments.
         self._config()
 
@@ -137,15 +134,6 @@ class SparseAttention(PatternAttention):
         return sparse_attention(
             query, key, value, **self.pattern_arguments, **arguments
         )
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "pattern": self.pattern,
-            "stride": self.stride,
-            "summary": self.summary,
-            "heads": self.heads,
-        }
 
     def _config(self):
         return SparseConfig(**self.pattern_arguments, num_heads=self._num_heads)

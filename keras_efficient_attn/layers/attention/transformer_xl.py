@@ -152,9 +152,7 @@ class RelativePositionXL(EfficientAttention):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.memory_length = memory_length
-        self.clamp_length = clamp_length
-        self.same_length = same_length
+        self.keep(locals(), omit=("biases", "position_dropout"))
         check_bool("same_length", same_length)
         check_int("memory_length", memory_length, int(same_length))
         check_int("clamp_length", clamp_length, 1, optional=True)
@@ -369,9 +367,6 @@ class RelativePositionXL(EfficientAttention):
             }
         return {
             **super().get_config(),
-            "memory_length": self.memory_length,
-            "clamp_length": self.clamp_length,
-            "same_length": self.same_length,
             "biases": biases,
             "position_dropout": self._position_dropout.rate,
         }

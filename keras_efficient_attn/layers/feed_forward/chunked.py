@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.arguments import KeepsArguments
 from keras_efficient_attn.layers.building import build_layer
 from keras_efficient_attn.ops.chunked_cross_entropy import chunked_cross_entropy
 from keras_efficient_attn.ops.common.backend import shape_of
@@ -13,7 +14,7 @@ from keras_efficient_attn.ops.common.scan import recompute_scan
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class ChunkedFeedForward(keras.layers.Layer):
+class ChunkedFeedForward(KeepsArguments, keras.layers.Layer):
     """A feed-forward network, computed in slices and recomputed for the gradient.
 
     ```
@@ -68,8 +69,7 @@ class ChunkedFeedForward(keras.layers.Layer):
                 f"feed_forward={feed_forward!r}"
             )
         check_positive_int("chunk_size", chunk_size)
-        self.feed_forward = feed_forward
-        self.chunk_size = chunk_size
+        self.keep(locals())
         self.supports_masking = True
         # JAX compiles the loop once per function.
         self._steps = {
@@ -142,7 +142,6 @@ class ChunkedFeedForward(keras.layers.Layer):
         return {
             **super().get_config(),
             "feed_forward": keras.saving.serialize_keras_object(self.feed_forward),
-            "chunk_size": self.chunk_size,
         }
 
     @classmethod
@@ -176,7 +175,7 @@ def _seeds_of_slice(state, seeds, position):
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class ChunkedVocabularyLoss(keras.layers.Layer):
+class ChunkedVocabularyLoss(KeepsArguments, keras.layers.Layer):
     """Fused output projection and cross-entropy, in slices of the sequence.
 
     ```
@@ -221,9 +220,7 @@ class ChunkedVocabularyLoss(keras.layers.Layer):
         super().__init__(**kwargs)
         check_positive_int("vocabulary_size", vocabulary_size)
         check_positive_int("chunk_size", chunk_size)
-        self.vocabulary_size = vocabulary_size
-        self.use_bias = use_bias
-        self.chunk_size = chunk_size
+        self.keep(locals())
 
     def build(self, hidden_shape, labels_shape=None):
         self.kernel = self.add_weight(
@@ -254,11 +251,3 @@ class ChunkedVocabularyLoss(keras.layers.Layer):
     def compute_output_spec(self, hidden, labels):
         dtype = wide_dtype(self.compute_dtype)
         return keras.KerasTensor(hidden.shape[:-1], dtype=dtype)
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "vocabulary_size": self.vocabulary_size,
-            "use_bias": self.use_bias,
-            "chunk_size": self.chunk_size,
-        }

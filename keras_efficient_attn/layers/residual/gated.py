@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.arguments import KeepsArguments
 from keras_efficient_attn.ops.common.checks import is_number
 
 BIAS = 2.0
@@ -24,7 +25,7 @@ KERNELS = {
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class GatedResidual(keras.layers.Layer):
+class GatedResidual(KeepsArguments, keras.layers.Layer):
     """A learned gate between a residual stream and a sublayer's update.
 
     ```
@@ -81,8 +82,7 @@ class GatedResidual(keras.layers.Layer):
             raise ValueError(f"`bias` must be a number. Received: bias={bias!r}")
         if gate == "input" and bias != BIAS:
             raise ValueError(f"gate='input' has no bias. Received: bias={bias!r}")
-        self.gate = gate
-        self.bias = bias
+        self.keep(locals())
 
     def build(self, x_shape, y_shape):
         if tuple(x_shape) != tuple(y_shape):
@@ -127,6 +127,3 @@ class GatedResidual(keras.layers.Layer):
 
     def compute_output_shape(self, x_shape, y_shape):
         return x_shape
-
-    def get_config(self):
-        return {**super().get_config(), "gate": self.gate, "bias": self.bias}

@@ -3,12 +3,13 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.arguments import KeepsArguments
 from keras_efficient_attn.ops.common.checks import check_int
 from keras_efficient_attn.ops.common.convolution import causal_convolution
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class CausalConvolution(keras.layers.Layer):
+class CausalConvolution(KeepsArguments, keras.layers.Layer):
     """A depthwise convolution over the last positions, with a residual connection.
 
     ```
@@ -47,7 +48,7 @@ class CausalConvolution(keras.layers.Layer):
     def __init__(self, kernel_size=4, **kwargs):
         super().__init__(**kwargs)
         check_int("kernel_size", kernel_size, 2)
-        self.kernel_size = kernel_size
+        self.keep(locals())
 
     def build(self, input_shape):
         self.kernel = self.add_weight(
@@ -70,6 +71,3 @@ class CausalConvolution(keras.layers.Layer):
 
     def compute_output_shape(self, input_shape):
         return input_shape
-
-    def get_config(self):
-        return {**super().get_config(), "kernel_size": self.kernel_size}

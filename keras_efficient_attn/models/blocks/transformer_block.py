@@ -2,6 +2,7 @@
 
 import keras
 
+from keras_efficient_attn.layers.arguments import KeepsArguments
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.residual.chain import Sublayer
 from keras_efficient_attn.models.blocks.residual import RESIDUALS
@@ -12,7 +13,7 @@ from keras_efficient_attn.models.options import check_name
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class TransformerBlock(keras.layers.Layer):
+class TransformerBlock(KeepsArguments, keras.layers.Layer):
     """Sublayers in residual connections: attention, cross-attention, feed-forward.
 
     All models of this package use this block, with any attention layer: in an encoder
@@ -95,18 +96,7 @@ class TransformerBlock(keras.layers.Layer):
                 "`attention` must be an `EfficientAttention`, such as "
                 f"`SoftmaxAttention`. Received: attention={attention!r}"
             )
-        self.attention = attention
-        self.feed_forward = feed_forward
-        self.causal = causal
-        self.cross_attention = cross_attention
-        self.convolution = convolution
-        self.positions = positions
-        self.residual = residual
-        self.norm = norm
-        self.norm_epsilon = norm_epsilon
-        self.use_bias = use_bias
-        self.dropout = dropout
-        self.layer_dropout = layer_dropout
+        self.keep(locals())
         check_name("residual", residual, RESIDUALS)
 
         def connection(name):
@@ -230,42 +220,23 @@ class TransformerBlock(keras.layers.Layer):
             h, new_state = self._transition(x, padding_mask, state, training)
             return self.feed_forward_residual.drop(h, training), new_state
 
-        def sublayer(call, *layers, **tensors):
-            return Sublayer(
-                call,
-                [layer for layer in layers if layer is not None],
-                {name: x for name, x in tensors.items() if x is not None},
-            )
+        sublayers = []
 
-        sublayers = [
-            sublayer(
-                attend,
-                self.positions,
-                self.attention_residual,
-                self.convolution,
-                self.attention,
-                padding_mask=padding_mask,
-            )
-        ]
+        def add(call, *layers, **tensors):
+            layers = [layer for layer in layers if layer is not None]
+            tensors = {name: x for name, x in tensors.items() if x is not None}
+            sublayers.append(Sublayer(call, layers, tensors))
+
+        before = self.positions, self.attention_residual, self.convolution
+        add(attend, *before, self.attention, padding_mask=padding_mask)
         if self.cross_attention is not None:
-            sublayers.append(
-                sublayer(
-                    attend_to_memory,
-                    self.cross_attention_residual,
-                    self.cross_attention,
-                    memory=memory,
-                    memory_padding_mask=memory_padding_mask,
-                )
-            )
+            layers = self.cross_attention_residual, self.cross_attention
+            masks = dict(memory_padding_mask=memory_padding_mask)
+            add(attend_to_memory, *layers, memory=memory, **masks)
         if self.feed_forward is not None:
-            sublayers.append(
-                sublayer(
-                    feed_forward,
-                    self.feed_forward_residual,
-                    self.feed_forward,
-                    padding_mask=padding_mask if self._convolves else None,
-                )
-            )
+            layers = self.feed_forward_residual, self.feed_forward
+            mask = padding_mask if self._convolves else None
+            add(feed_forward, *layers, padding_mask=mask)
         return sublayers
 
     def _with_positions(self, x, state):
@@ -328,13 +299,6 @@ class TransformerBlock(keras.layers.Layer):
                 name: keras.saving.serialize_keras_object(getattr(self, name))
                 for name in layers
             },
-            "causal": self.causal,
-            "residual": self.residual,
-            "norm": self.norm,
-            "norm_epsilon": self.norm_epsilon,
-            "use_bias": self.use_bias,
-            "dropout": self.dropout,
-            "layer_dropout": self.layer_dropout,
         }
 
     @classmethod

@@ -236,9 +236,10 @@ class RotaryAdapter(AttentionAdapter):
         hidden_states,
         attention_mask=None,
         cache=None,
-        cache_update_index=None,
         training=None,
+        **cache_options,
     ):
+        # KerasHub also says which places of a cache a call fills.
         self._refuse_cache(cache)
         if attention_mask is not None:
             attention_mask = self.key_mask(attention_mask)
@@ -289,17 +290,6 @@ class Gemma3Adapter(RotaryAdapter):
                 "use_bidirectional_attention=True"
             )
         return None
-
-    def call(
-        self,
-        hidden_states,
-        attention_mask=None,
-        cache=None,
-        cache_update_index=None,
-        cache_update_mask=None,
-        training=None,
-    ):
-        return super().call(hidden_states, attention_mask, cache, training=training)
 
     def add_positions(self, heads, start):
         return self.rope_layer(heads, start_index=start)

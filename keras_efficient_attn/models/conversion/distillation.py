@@ -64,21 +64,14 @@ class DistillationStage(keras.Model):
         self._seed_generator = keras.random.SeedGenerator()
         self.built = True
 
-    @property
-    def trainable_variables(self):
-        return [v for v in self.variables if id(v) in self._trained]
+    trainable_variables = property(lambda self: self._select(self.variables, True))
+    non_trainable_variables = property(lambda self: self._select(self.variables, False))
+    trainable_weights = property(lambda self: self._select(self.weights, True))
+    non_trainable_weights = property(lambda self: self._select(self.weights, False))
 
-    @property
-    def non_trainable_variables(self):
-        return [v for v in self.variables if id(v) not in self._trained]
-
-    @property
-    def trainable_weights(self):
-        return [v for v in self.weights if id(v) in self._trained]
-
-    @property
-    def non_trainable_weights(self):
-        return [v for v in self.weights if id(v) not in self._trained]
+    def _select(self, variables, trained):
+        """The variables that are trained, or the others."""
+        return [v for v in variables if (id(v) in self._trained) == trained]
 
     def call(self, inputs, training=None):
         if not training:

@@ -19,33 +19,28 @@ def has_two_paths(site):
     return site.is_converted and site.layer.kernel.estimates_beyond_window
 
 
-@contextlib.contextmanager
 def linear_path_only(sites):
     """Context in which layers with two paths estimate all keys.
 
     Args:
         sites: List of `AttentionSite`.
     """
-    with contextlib.ExitStack() as stack:
-        for site in filter(has_two_paths, sites):
-            stack.enter_context(_without_window(site.layer.kernel))
-        yield
+    layers = (site.layer for site in filter(has_two_paths, sites))
+    return _enter_all(_without_window(layer.kernel) for layer in layers)
 
 
-@contextlib.contextmanager
 def window_only(sites):
     """Context in which layers with two paths attend to their window only.
 
     Args:
         sites: List of `AttentionSite`.
     """
-    with contextlib.ExitStack() as stack:
-        for site in filter(has_two_paths, sites):
-            stack.enter_context(replace_call(site.layer, _window_adapter(site).call))
-        yield
+    return _enter_all(
+        replace_call(site.layer, _window_adapter(site).call)
+        for site in filter(has_two_paths, sites)
+    )
 
 
-@contextlib.contextmanager
 def drop_windows(sites, dropped):
     """Context in which layers with two paths drop their window as a tensor says.
 
@@ -53,10 +48,19 @@ def drop_windows(sites, dropped):
         sites: List of `AttentionSite`, all with two paths.
         dropped: Boolean `(sites,)`; may be a symbolic tensor in compiled code.
     """
+    kernels = [site.layer.kernel for site in sites]
+    return _enter_all(
+        replace_call(kernel, _choosing_call(kernel, dropped[index]))
+        for index, kernel in enumerate(kernels)
+    )
+
+
+@contextlib.contextmanager
+def _enter_all(contexts):
+    """Context that is in all of the contexts."""
     with contextlib.ExitStack() as stack:
-        for index, site in enumerate(sites):
-            call = _choosing_call(site.layer.kernel, dropped[index])
-            stack.enter_context(replace_call(site.layer.kernel, call))
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 

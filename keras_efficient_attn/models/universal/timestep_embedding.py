@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.arguments import KeepsArguments
 from keras_efficient_attn.models.blocks.positions import sinusoids
 from keras_efficient_attn.models.options import check_name
 
@@ -10,7 +11,7 @@ KINDS = ("learned", "sinusoidal")
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class TimestepEmbedding(keras.layers.Layer):
+class TimestepEmbedding(KeepsArguments, keras.layers.Layer):
     """Adds a vector for the step number to all positions.
 
     Args:
@@ -36,8 +37,7 @@ class TimestepEmbedding(keras.layers.Layer):
     def __init__(self, num_steps, kind="learned", **kwargs):
         super().__init__(**kwargs)
         check_name("timestep_embedding", kind, KINDS)
-        self.num_steps = num_steps
-        self.kind = kind
+        self.keep(locals())
 
     def build(self, x_shape, step_shape=None):
         if self.kind == "learned":
@@ -55,10 +55,3 @@ class TimestepEmbedding(keras.layers.Layer):
 
     def compute_output_shape(self, x_shape, step_shape=None):
         return x_shape
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "num_steps": self.num_steps,
-            "kind": self.kind,
-        }

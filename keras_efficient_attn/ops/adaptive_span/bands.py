@@ -6,14 +6,13 @@ import functools
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.block_softmax import merge_blocks, scan_groups
+from keras_efficient_attn.ops.common.block_softmax import attend_groups, merge_blocks
 from keras_efficient_attn.ops.common.chunking import (
     chunk_count,
     chunk_layout,
     heads_first,
     overlapping_blocks,
     pad_length,
-    pad_to,
 )
 from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import masked_inputs, pad_to_common_length
@@ -117,8 +116,7 @@ def _attend_band(inputs, spans, position_key, dropout, config, causal):
     value_dim = value.shape[-1] or dim
     floats = heads * (3 * size * width + (size + 2 * width) * (dim + value_dim))
     unit = max(1, device_plan().block // size)
-    unit, units, groups = chunk_layout(blocks, unit, batch, floats)
-    xs = [pad_to(x, groups * unit * units) for x in arrays]
+    layout = chunk_layout(blocks, unit, batch, floats)
     consts = []
     if position_key is not None:
         # From the first key in the band of a query to the last.
@@ -126,13 +124,8 @@ def _attend_band(inputs, spans, position_key, dropout, config, causal):
         if not causal:
             by_key = ops.concatenate([by_key, position_key[1:]], axis=0)
         consts.append(by_key)
-    rate = None
-    if dropout is not None:
-        rate, seed = dropout
-        xs.append(ops.cast(ops.arange(groups), query.dtype)[None])
-        consts.append(ops.cast(seed, query.dtype))
-    step = _band_step(config, causal, position_key is not None, rate)
-    part = scan_groups(step, tuple(xs), tuple(consts), groups)
+    make_step = functools.partial(_band_step, config, causal, position_key is not None)
+    part = attend_groups(make_step, arrays, consts, layout, dropout)
     return tuple(merge_blocks(t[:, :blocks])[:, :length] for t in part)
 
 

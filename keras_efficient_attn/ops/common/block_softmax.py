@@ -75,7 +75,7 @@ def attend_blocks(
     else:
         # The size is unknown: one block at a time.
         floats, unit = device_plan().step_floats, 1
-    unit, units, groups = chunk_layout(blocks, unit, batch, floats)
+    layout = chunk_layout(blocks, unit, batch, floats)
     arrays, consts = [query, key, value, valid], []
     if relative is not None:
         position_query, position_key = relative
@@ -85,16 +85,32 @@ def attend_blocks(
     positions = [ops.cast(p, query.dtype) for p in positions]
     if not shared:
         arrays += [position[None] for position in positions]
-    xs = [pad_to(x, groups * unit * units) for x in arrays]
     consts += positions if shared else []
-    rate = None
+    make_step = functools.partial(_block_step, mask_fn, shared, relative is not None)
+    part = attend_groups(make_step, arrays, consts, layout, dropout)
+    return tuple(t[:, :blocks] for t in part)
+
+
+def attend_groups(make_step, arrays, consts, layout, dropout):
+    """The outputs of the steps of attention with dropout on the weights.
+
+    Args:
+        make_step: Cached `rate -> step`, for the rate of the dropout or `None`. With
+            dropout, a step has the number of the group as its last `x`, and the seed as
+            its last constant.
+        arrays: `(batch, length, ...)`, the query first; padded to whole steps.
+        consts: What all steps read.
+        layout: From `chunk_layout`.
+        dropout: `(rate, seed)` or `None`.
+    """
+    size, chunks, groups = layout
+    xs = [pad_to(x, groups * size * chunks) for x in arrays]
+    rate, dtype = None, arrays[0].dtype
     if dropout is not None:
         rate, seed = dropout
-        xs.append(ops.cast(ops.arange(groups), query.dtype)[None])
-        consts.append(ops.cast(seed, query.dtype))
-    step = _block_step(mask_fn, shared, rate, relative is not None)
-    part = scan_groups(step, tuple(xs), tuple(consts), groups)
-    return tuple(t[:, :blocks] for t in part)
+        xs.append(ops.cast(ops.arange(groups), dtype)[None])
+        consts = *consts, ops.cast(seed, dtype)
+    return scan_groups(make_step(rate), tuple(xs), tuple(consts), groups)
 
 
 def scan_groups(step, xs, consts, groups):
@@ -105,7 +121,7 @@ def scan_groups(step, xs, consts, groups):
 
 
 @functools.cache
-def _block_step(mask_fn, shared, rate, relative):
+def _block_step(mask_fn, shared, relative, rate):
     def step(carry, x, consts):
         query, key, value, valid, *rest = x
         query, key, value = (heads_first(t) for t in (query, key, value))
@@ -178,19 +194,13 @@ def attend_shared(query, key, value, valid, mask_fn, positions, dropout=None):
     floats = plan.step_floats // plan.block
     if isinstance(keys, int):
         floats = heads * (2 * keys + dim + (value.shape[-1] or dim))
-    size, chunks, groups = chunk_layout(length, plan.block, query.shape[0], floats)
+    layout = chunk_layout(length, plan.block, query.shape[0], floats)
     query_positions, key_positions = (ops.cast(p, query.dtype) for p in positions)
-    xs = (query, query_positions[None])
-    xs = [pad_to(x, groups * size * chunks) for x in xs]
+    arrays = query, query_positions[None]
     consts = [key, value, valid, key_positions]
     consts[:3] = (ops.swapaxes(t, 1, 2) for t in consts[:3])
-    rate = None
-    if dropout is not None:
-        rate, seed = dropout
-        xs.append(ops.cast(ops.arange(groups), query.dtype)[None])
-        consts.append(ops.cast(seed, query.dtype))
-    step = _shared_step(mask_fn, rate)
-    part = scan_groups(step, tuple(xs), tuple(consts), groups)
+    make_step = functools.partial(_shared_step, mask_fn)
+    part = attend_groups(make_step, arrays, consts, layout, dropout)
     return tuple(t[:, :length] for t in part)
 
 

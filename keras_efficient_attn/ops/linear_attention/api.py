@@ -1,5 +1,7 @@
 """Linear attention: similarity as a dot product of features."""
 
+import dataclasses
+
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
@@ -18,8 +20,7 @@ from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.linear_attention import chunked
 from keras_efficient_attn.ops.linear_attention.config import (
     IMPLEMENTATIONS,
-    LinearAttentionConfig,
-    given_features,
+    features_config,
 )
 from keras_efficient_attn.ops.linear_attention.entrywise import Entrywise
 from keras_efficient_attn.ops.linear_attention.gated import api as gated
@@ -152,15 +153,10 @@ def linear_attention(
         if is_gated:
             return gated.reference(inputs, rates, normalize)
         return reference_attention(inputs, key_log_weight, causal, normalize)
-    config = LinearAttentionConfig(
-        given_features,
-        given_features,
-        key_features.shape[-1],
-        causal=causal,
-        chunk_size=chunk_size,
-        output="normalized" if normalize else "sum",
+    options = dict(causal=causal, normalize=normalize, chunk_size=chunk_size)
+    config = dataclasses.replace(
+        features_config(key_features.shape[-1], **options),
         implementation=implementation,
-        rowwise_maps=True,
         entrywise=_identity,
     )
     sizes = (*key_features.shape[2:], value.shape[-1])

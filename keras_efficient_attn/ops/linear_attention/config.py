@@ -66,3 +66,16 @@ class LinearAttentionConfig:
     def chunk_length(self):
         """Positions per chunk, from the argument or the plan."""
         return self.chunk_size or device_plan().chunk_size
+
+
+def features_config(num_features, *, causal=False, normalize=True, chunk_size=None):
+    """The `LinearAttentionConfig` for precomputed features; see `linear_attention`."""
+    return LinearAttentionConfig(
+        given_features,
+        given_features,
+        num_features,
+        causal=causal,
+        chunk_size=chunk_size,
+        output="normalized" if normalize else "sum",
+        rowwise_maps=True,
+    )

@@ -129,14 +129,8 @@ class AdaptiveSpan(PatternAttention):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.max_span = max_span
-        self.ramp = ramp
-        self.include_self = include_self
-        self.initial_span = initial_span
-        self.penalty = penalty
-        self.dynamic = dynamic
-        self.relative_positions = relative_positions
-        self.window = max_span if window is None else window
+        window = max_span if window is None else window
+        self.keep(locals())
         self._check_arguments()
         self._position_keys = None
 
@@ -272,19 +266,6 @@ class AdaptiveSpan(PatternAttention):
         The attention recomputes itself block by block in any case.
         """
         return layer_call
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "max_span": self.max_span,
-            "ramp": self.ramp,
-            "include_self": self.include_self,
-            "initial_span": self.initial_span,
-            "penalty": self.penalty,
-            "dynamic": self.dynamic,
-            "relative_positions": self.relative_positions,
-            "window": self.window,
-        }
 
     def _attend_inputs(self, query, value, key, call):
         spans = self._spans(query, call.query_mask)

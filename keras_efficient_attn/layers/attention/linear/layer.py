@@ -148,13 +148,8 @@ class LinearAttention(EfficientAttention):
     ):
         super().__init__(*args, **kwargs)
         self.feature_map = feature_maps.get(feature_map)
-        self.window = self._window_or(window)
-        self.learn_window_factor = learn_window_factor
-        self.normalize = normalize
-        self.qk_norm = qk_norm
-        self.temperature = temperature
-        self.rotary_wavelength = rotary_wavelength
-        self.chunk_size = chunk_size
+        window = self._window_or(window)
+        self.keep(locals(), omit=("feature_map",))
         self._check_window()
         check_bool("normalize", normalize)
         check_bool("qk_norm", qk_norm)
@@ -343,12 +338,6 @@ class LinearAttention(EfficientAttention):
             **super().get_config(),
             **self._window_config(),
             "feature_map": feature_map,
-            "learn_window_factor": self.learn_window_factor,
-            "normalize": self.normalize,
-            "qk_norm": self.qk_norm,
-            "temperature": self.temperature,
-            "rotary_wavelength": self.rotary_wavelength,
-            "chunk_size": self.chunk_size,
         }
 
     @classmethod

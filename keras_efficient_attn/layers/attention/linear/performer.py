@@ -122,13 +122,7 @@ class PerformerAttention(LinearAttention):
             )
         super().__init__(*args, feature_map=used_map, **kwargs)
         self._feature_map_identifier = feature_map
-        self.num_features = num_features
-        self.order = order
-        self.orthogonal = orthogonal
-        self.row_norm = row_norm
-        self.redraw_interval = redraw_interval
-        self.calibrated = calibrated
-        self.rank = rank
+        self.keep(locals(), omit=("feature_map", "options", "used_map"))
         check_positive_int("redraw_interval", redraw_interval, optional=True)
         if redraw_interval is not None and not used_map.random:
             raise ValueError(
@@ -141,13 +135,7 @@ class PerformerAttention(LinearAttention):
                 f"cancels. Received: normalize={self.normalize!r}"
             )
 
-    @property
-    def can_calibrate(self):
-        return self.calibrated
-
-    @property
-    def calibrates_beyond_window(self):
-        return self.calibrated
+    can_calibrate = calibrates_beyond_window = property(lambda self: self.calibrated)
 
     def build(self, query_shape, value_shape, key_shape=None):
         super().build(query_shape, value_shape, key_shape)
@@ -233,18 +221,6 @@ class PerformerAttention(LinearAttention):
             )
         rank = None if self.feature_map.random else self.rank or self._key_dim
         return self._calibration.assign(moments, self.feature_dim, rank)
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "num_features": self.num_features,
-            "order": self.order,
-            "orthogonal": self.orthogonal,
-            "row_norm": self.row_norm,
-            "redraw_interval": self.redraw_interval,
-            "calibrated": self.calibrated,
-            "rank": self.rank,
-        }
 
     def _map_inputs(self, query, key, call):
         if self.redraw_interval is not None and call.training and self.trainable:

@@ -235,8 +235,7 @@ class VQAttention(EfficientAttention):
             dtype=self.state_dtype,
             name="position_dropout",
         )
-        self.qk_norm = qk_norm
-        self.rotary_wavelength = rotary_wavelength
+        self.keep(dict(qk_norm=qk_norm, rotary_wavelength=rotary_wavelength))
 
     def build(self, query_shape, value_shape, key_shape=None):
         super().build(query_shape, value_shape, key_shape)
@@ -494,8 +493,6 @@ class VQAttention(EfficientAttention):
             **dataclasses.asdict(self.codebook_config),
             **self._window_config(),
             "position_dropout": self._position_dropout.rate,
-            "qk_norm": self.qk_norm,
-            "rotary_wavelength": self.rotary_wavelength,
         }
 
     def _prepare(self, x, dtype, position):

@@ -3,6 +3,7 @@
 import keras
 
 from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.checks import can_run_kernel
 from keras_efficient_attn.ops.common.plan import has_one_tpu
 
 # The backend that provides each kernel.
@@ -14,6 +15,12 @@ LEAST_DIM = 16
 
 def choose_kernel(call, config):
     """The module of the kernel for a call; `None` means blocks.
+
+    Its `attend(query, key, value, valid, pattern, scale)` returns the output, in the
+    dtype of `value`: from queries, keys and values `(batch, length, heads, dim)`, the
+    last two finite; `valid`, `(batch, keys)` or `(batch, keys, heads)`, nonzero for
+    keys that exist, or `None` if all exist; the pattern of the keys that a query sees,
+    as in `intervals`; and the factor of the dot products.
 
     Args:
         call: `SoftmaxCall`.
@@ -28,11 +35,7 @@ def choose_kernel(call, config):
     if name is None:
         return None
     reason = _obstacle(name, call) or config.kernel_obstacle(name, call.causal)
-    if reason is None:
-        return _module(name)
-    if named:
-        raise ValueError(f"`implementation={name!r}` {reason}")
-    return None
+    return _module(name) if can_run_kernel(name, reason, named) else None
 
 
 def _module(name):

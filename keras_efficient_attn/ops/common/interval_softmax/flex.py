@@ -17,15 +17,7 @@ BLOCK = 128
 
 
 def attend(query, key, value, valid, pattern, scale):
-    """The output of softmax attention, in the dtype of `value`.
-
-    Args:
-        query, key, value: `(batch, length, heads, dim)`, keys and values finite.
-        valid: `(batch, keys)` or `(batch, keys, heads)`, nonzero for keys that exist;
-            `None` if all exist.
-        pattern: The keys that a query sees, as in `intervals`.
-        scale: Factor of the dot products.
-    """
+    """The output of softmax attention; see `choice.choose_kernel`."""
     return _attend(query, key, value, valid, pattern, scale)[0].transpose(1, 2)
 
 

@@ -21,15 +21,7 @@ BLOCK = 512
 
 
 def attend(query, key, value, valid, pattern, scale):
-    """The output of softmax attention, in the dtype of `value`.
-
-    Args:
-        query, key, value: `(batch, length, heads, dim)`, keys and values finite.
-        valid: `(batch, keys)` or `(batch, keys, heads)`, nonzero for keys that exist;
-            `None` if all exist.
-        pattern: The keys that a query sees, as in `intervals`.
-        scale: Factor of the dot products.
-    """
+    """The output of softmax attention; see `choice.choose_kernel`."""
     batch, length, heads, _ = query.shape
     # The kernel multiplies in the inputs' dtype, so scale the queries before the cast.
     query = (query.astype("float32") * scale).astype(query.dtype)

@@ -22,6 +22,8 @@ _backend = backend_module(__package__)
 class DevicePlan:
     """Sizes that change the speed and the memory of an operation, not its result.
 
+    The defaults are for a CPU.
+
     Attributes:
         step_floats: Floats in the tensors of one step of a scan.
         max_chunks: Maximum number of chunks per step.
@@ -41,38 +43,24 @@ class DevicePlan:
             their codes by index, not by a product with a one-hot matrix.
     """
 
-    step_floats: int
-    max_chunks: int
-    chunk_size: int
-    block: int
-    code_block: int
-    expanded_code_block: int
-    expanded_code_pairs: int
-    quantize_chunk: int
-    fourier_tile: int
-    found_floats: int
-    lsh_steps: int
-    codes_in_turn: bool
-    sum_codes_by_index: bool
-
-
-_CPU = DevicePlan(
-    step_floats=2**20,
-    max_chunks=16,
-    chunk_size=64,
-    block=64,
-    code_block=128,
-    expanded_code_block=pick(128, torch=256),
-    expanded_code_pairs=512,
-    quantize_chunk=128,
-    fourier_tile=4,
-    found_floats=2**21,
+    step_floats: int = 2**20
+    max_chunks: int = 16
+    chunk_size: int = 64
+    block: int = 64
+    code_block: int = 128
+    expanded_code_block: int = pick(128, torch=256)
+    expanded_code_pairs: int = 512
+    quantize_chunk: int = 128
+    fourier_tile: int = 4
+    found_floats: int = 2**21
     # PyTorch runs operations one by one, each with an overhead.
-    lsh_steps=pick(1, torch=4),
+    lsh_steps: int = pick(1, torch=4)
     # The fastest of the two, forward and in training, on each backend.
-    codes_in_turn=pick(False, tensorflow=True),
-    sum_codes_by_index=True,
-)
+    codes_in_turn: bool = pick(False, tensorflow=True)
+    sum_codes_by_index: bool = True
+
+
+_CPU = DevicePlan()
 # Chosen by the compiler's estimates.
 _TPU = DevicePlan(
     step_floats=2**26,
@@ -81,7 +69,6 @@ _TPU = DevicePlan(
     block=256,
     code_block=256,
     expanded_code_block=512,
-    expanded_code_pairs=512,
     quantize_chunk=1024,
     fourier_tile=8,
     found_floats=2**24,

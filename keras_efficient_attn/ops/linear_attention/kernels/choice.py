@@ -6,6 +6,7 @@ import importlib.util
 import keras
 
 from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.checks import can_run_kernel
 from keras_efficient_attn.ops.common.plan import has_one_tpu
 
 MOST_DIM = 512
@@ -60,11 +61,7 @@ def choose_kernel(query, key, value, state, config):
     if name is None:
         return None
     reason = _obstacle(name, (query, key, value), state, config)
-    if reason is None:
-        return _module(name)
-    if named:
-        raise ValueError(f"`implementation={name!r}` {reason}")
-    return None
+    return _module(name) if can_run_kernel(name, reason, named) else None
 
 
 def _module(name):

@@ -14,6 +14,7 @@ In a kernel, numbers per query or key are a column `(chunk, 1)` or a row `(1, ch
 
 import collections.abc
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,8 @@ ROW_NAMES = (
     "grad_scale",
 )
 POSITION_NAMES = ("query", "key", "value", "output")
+# Decorates functions of a plan and of inputs, a dict.
+with_gradients = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,11 +268,28 @@ def values_of(inputs):
     return arrays, () if trained else None
 
 
-def sum_of_weights(*gradients):
-    """The sum of weight gradients over all heads and several kernels."""
-    return tuple(
-        sum(x.sum((0, 1)) for x in same) for same in zip(*gradients, strict=True)
-    )
+def gradients_of(inputs, *results):
+    """The gradients of a function's inputs, from the outputs of its gradient kernels.
+
+    Those of weights are summed over all heads and kernels; inputs without have zeros.
+    """
+    gradients = jax.tree.map(jnp.zeros_like, inputs)
+    for result in results:
+        gradients |= {name: x for name, x in result.items() if name in inputs}
+    same = zip(*(result["weights"] for result in results), strict=True)
+    weights = tuple(sum(x.sum((0, 1)) for x in several) for several in same)
+    gradients["weights"] = weights or jax.tree.map(jnp.zeros_like, inputs["weights"])
+    return (gradients,)
+
+
+def with_output_gradients(plan, inputs, gradients):
+    """The inputs of a gradient kernel of queries: also the outputs' gradients."""
+    gradients = {name: materialize(x) for name, x in gradients.items()}
+    given = {**inputs, "output": gradients["output"]}
+    if plan.output == "partial":
+        given["grad_totals"] = gradients["totals"]
+        given["grad_scale"] = gradients["scale"]
+    return given
 
 
 def materialize(x):
@@ -307,6 +327,40 @@ def start(inputs, scratch, weights=()):
                 ref[...] = jnp.full_like(ref, LOG_ZERO if name == "log_scale" else 0.0)
         for ref in weights:
             ref[...] = jnp.zeros_like(ref)
+
+
+def add_keys(plan, state, key, log_weight, value):
+    """The state after a chunk's keys, by name, from the state before it."""
+    sums, normalizer, log_scale = (state[name] for name in STATE_NAMES)
+    if plan.weighted:
+        after = jnp.maximum(log_scale, jnp.max(log_weight, axis=0, keepdims=True))
+        key = key * jnp.exp(log_weight - after)
+        kept, log_scale = jnp.exp(log_scale - after), after
+        sums, normalizer = sums * kept, normalizer * kept
+    return {
+        "sum": sums + dot(plan, key, value, (0, 0)),
+        "normalizer": normalizer + jnp.sum(key, axis=0, keepdims=True),
+        "log_scale": log_scale,
+    }
+
+
+def keep_state(plan, state, scratch, outputs):
+    """Keeps the state, or its gradient, for the next program; the last one returns it.
+
+    Args:
+        plan: `Plan`.
+        state: Values by name.
+        scratch, outputs: References by name; there may be no outputs for the state.
+    """
+    for name, ref in scratch.items():
+        ref[...] = state[name]
+    if "sum" not in outputs:
+        return
+
+    @pl.when(pl.program_id(2) == plan.blocks - 1)
+    def _():
+        for name in scratch:
+            outputs[name][...] = state[name]
 
 
 def add_to(references, gradients):
@@ -392,10 +446,15 @@ class Chunk:
         self._query_log_scale = log_scale
         return features, None if log_scale is None else log_scale[:, None]
 
-    def query_gradient(self, grad_features, grad_log_scale=None):
-        """Gradients of queries and of the weights of the map."""
+    def write(self, reference, x):
+        reference[self.rows, :] = x.astype(reference.dtype)
+
+    def write_query_gradient(self, outputs, grad_features, grad_log_scale=None):
+        """Writes the gradients of queries, and adds those of the map's weights."""
         grad_log_scale = _like(self._query_log_scale, grad_log_scale)
-        return self._pull_query((grad_features, grad_log_scale))
+        grad_query, *grad_weights = self._pull_query((grad_features, grad_log_scale))
+        self.write(outputs["query"], grad_query)
+        add_to(outputs["weights"], grad_weights)
 
     def key_features(self):
         """`(features, log_weight)`: `(chunk, features)`, and a column or `None`."""
@@ -415,13 +474,21 @@ class Chunk:
             log_weight = only(self.kept, log_weight, LOG_ZERO)
         return only(self.kept, features), log_weight
 
-    def key_gradient(self, grad_features, grad_log_weight):
-        """Gradients of keys and of the map's weights, for kept keys only."""
+    def write_key_gradient(self, outputs, grad_features, grad_log_weight):
+        """Writes gradients of kept keys and log weights, and adds those of weights."""
         grad_features = only(self.kept, grad_features)
         if grad_log_weight is not None:
             grad_log_weight = only(self.kept, grad_log_weight)
         grad_log_scale = _like(self._key_log_scale, grad_log_weight)
-        return self._pull_key((grad_features, grad_log_scale))
+        grad_key, *grad_weights = self._pull_key((grad_features, grad_log_scale))
+        self.write(outputs["key"], grad_key)
+        add_to(outputs["weights"], grad_weights)
+        if "log_weight" in outputs:
+            (outputs["log_weight"][:, self.rows],) = as_rows(grad_log_weight)
+
+    def write_value_gradient(self, outputs, grad_value):
+        """Writes the gradients of the values of kept keys."""
+        self.write(outputs["value"], only(self.kept, grad_value))
 
 
 def _like(log_scale, gradient):

@@ -8,37 +8,36 @@ gradient of the state after their chunk. Only rows pass between them, a few numb
 query.
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.linear_attention.kernels.pallas_blocks import (
-    STATE_NAMES,
     SUMS,
     Chunk,
-    add_to,
+    add_keys,
     along_rows,
     as_columns,
     as_rows,
     call,
     dot,
     given_columns,
+    gradients_of,
+    keep_state,
     like,
     lower_triangle,
     materialize,
     only,
     reciprocal,
     start,
-    sum_of_weights,
     upper_triangle,
     values_of,
+    with_gradients,
+    with_output_gradients,
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@with_gradients
 def causal(plan, inputs):
     """Causal linear attention.
 
@@ -67,15 +66,11 @@ def _forward(plan, inputs):
 
 def _backward(plan, residuals, gradients):
     inputs, trained = residuals
-    gradients = {name: materialize(x) for name, x in gradients.items()}
     weights = () if trained is None else plan.weights(inputs)
 
-    given = {**inputs, "output": gradients["output"]}
+    given = with_output_gradients(plan, inputs, gradients)
     rows = ("scale", "before") if plan.weighted else ()
-    if plan.output == "partial":
-        given["grad_totals"] = gradients["totals"]
-        given["grad_scale"] = gradients["scale"]
-    elif plan.output == "normalized":
+    if plan.output == "normalized":
         rows += ("factor", "grad_totals")
     outputs = {"query": like(inputs["query"]), "weights": weights}
     outputs |= {name: plan.row() for name in rows}
@@ -88,7 +83,7 @@ def _backward(plan, residuals, gradients):
     outputs = {name: like(inputs[name]) for name in ("key", "value")}
     outputs["weights"] = weights
     if "sum" in inputs:
-        given |= {name: gradients[name] for name in SUMS}
+        given |= {name: materialize(gradients[name]) for name in SUMS}
         outputs |= plan.state(SUMS)
     if "log_weight" in inputs:
         outputs["log_weight"] = plan.row()
@@ -100,11 +95,7 @@ def _backward(plan, residuals, gradients):
         plan.scratch(SUMS),
         backwards=True,
     )
-    zeros = jax.tree.map(jnp.zeros_like, inputs)
-    result = {**zeros, **second, "query": first["query"]}
-    grad_weights = sum_of_weights(first["weights"], second["weights"])
-    result["weights"] = grad_weights or zeros["weights"]
-    return (result,)
+    return gradients_of(inputs, first, second)
 
 
 causal.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -129,9 +120,8 @@ class _Step:
         key, log_weight = chunk.key_features()
         self.key, self.value = key, chunk.value()
         self.scores = dot(plan, query, key, (1, 1))
-        self.far_query, far_key = query, key
+        self.far_query = query
         self.factors = self.scale = self.query_factor = None
-        sums, normalizer, log_scale = (state[name] for name in STATE_NAMES)
         lower = lower_triangle(plan.chunk)
         if not plan.weighted:
             self.scores = jnp.where(lower, self.scores, 0.0)
@@ -140,20 +130,12 @@ class _Step:
             seen = jnp.where(lower, row, LOG_ZERO)
             # The maxima over exactly the state and the keys that each query may see.
             largest = jnp.max(seen, axis=1, keepdims=True)
-            self.scale = jnp.maximum(largest, log_scale)
+            self.scale = jnp.maximum(largest, state["log_scale"])
             self.factors = jnp.where(lower, jnp.exp(seen - self.scale), 0.0)
             self.scores = self.scores * self.factors
-            self.query_factor = jnp.exp(log_scale - self.scale)
+            self.query_factor = jnp.exp(state["log_scale"] - self.scale)
             self.far_query = query * self.query_factor
-            after = jnp.maximum(log_scale, jnp.max(log_weight, axis=0, keepdims=True))
-            far_key = key * jnp.exp(log_weight - after)
-            kept, log_scale = jnp.exp(log_scale - after), after
-            sums, normalizer = sums * kept, normalizer * kept
-        self.after = {
-            "sum": sums + dot(plan, far_key, self.value, (0, 0)),
-            "normalizer": normalizer + jnp.sum(far_key, axis=0, keepdims=True),
-            "log_scale": log_scale,
-        }
+        self.after = add_keys(plan, state, key, log_weight, self.value)
 
     def totals(self, state):
         near = along_rows(self.scores)
@@ -180,17 +162,9 @@ def linear_attention_forward(plan, inputs, outputs, **scratch):
             totals, scale = as_rows(step.totals(state), step.whole_scale())
             outputs["totals"][:, chunk.rows] = totals
             outputs["scale"][:, chunk.rows] = scale
-        output = outputs["output"]
-        output[chunk.rows, :] = values.astype(output.dtype)
+        chunk.write(outputs["output"], values)
         state = step.after
-    for name, ref in scratch.items():
-        ref[...] = state[name]
-    if "sum" in outputs:
-
-        @pl.when(pl.program_id(2) == plan.blocks - 1)
-        def _():
-            for name in scratch:
-                outputs[name][...] = state[name]
+    keep_state(plan, state, scratch, outputs)
 
 
 def linear_attention_query_gradient(plan, inputs, outputs, **scratch):
@@ -234,15 +208,12 @@ def linear_attention_query_gradient(plan, inputs, outputs, **scratch):
         else:
             grad_scores = jnp.where(lower_triangle(plan.chunk), grad_scores, 0.0)
         grad_query = grad_query + dot(plan, grad_scores, step.key)
-        grad_query, *grad_weights = chunk.query_gradient(grad_query, grad_scale)
-        outputs["query"][chunk.rows, :] = grad_query.astype(outputs["query"].dtype)
-        add_to(outputs["weights"], grad_weights)
+        chunk.write_query_gradient(outputs, grad_query, grad_scale)
         if columns:
             for name, row in zip(columns, as_rows(*columns.values()), strict=True):
                 outputs[name][:, chunk.rows] = row
         state = step.after
-    for name, ref in scratch.items():
-        ref[...] = state[name]
+    keep_state(plan, state, scratch, outputs)
 
 
 def linear_attention_key_gradient(plan, inputs, outputs, **scratch):
@@ -283,8 +254,7 @@ def linear_attention_key_gradient(plan, inputs, outputs, **scratch):
         # Values: within their chunk, and through the state.
         near = scores if factor is None else scores * factor
         grad_value = dot(plan, near, grad_output) + dot(plan, far_key, grad_sums)
-        grad_value = only(chunk.kept, grad_value)
-        outputs["value"][chunk.rows, :] = grad_value.astype(outputs["value"].dtype)
+        chunk.write_value_gradient(outputs, grad_value)
 
         # Keys, and their log weights.
         grad_scores = dot(plan, value, grad_output, (1, 1))
@@ -302,12 +272,7 @@ def linear_attention_key_gradient(plan, inputs, outputs, **scratch):
         else:
             grad_scores = jnp.where(seen, grad_scores, 0.0)
         grad_key = grad_key + dot(plan, grad_scores, query)
-        grad_key, *grad_weights = chunk.key_gradient(grad_key, grad_log_weight)
-        outputs["key"][chunk.rows, :] = grad_key.astype(outputs["key"].dtype)
-        add_to(outputs["weights"], grad_weights)
-        if "log_weight" in outputs:
-            grad_log_weight = only(chunk.kept, grad_log_weight)
-            (outputs["log_weight"][:, chunk.rows],) = as_rows(grad_log_weight)
+        chunk.write_key_gradient(outputs, grad_key, grad_log_weight)
 
         # The state before the chunk.
         if kept is not None:
@@ -324,14 +289,8 @@ def linear_attention_key_gradient(plan, inputs, outputs, **scratch):
         if "totals" in rows:
             far = jnp.sum(query * columns["totals"], axis=0, keepdims=True)
             grad_normalizer = grad_normalizer + far
-    scratch["sum"][...] = grad_sums
-    scratch["normalizer"][...] = grad_normalizer
-    if "sum" in outputs:
-
-        @pl.when(pl.program_id(2) == plan.blocks - 1)
-        def _():
-            outputs["sum"][...] = grad_sums
-            outputs["normalizer"][...] = grad_normalizer
+    gradients = dict(zip(SUMS, (grad_sums, grad_normalizer), strict=True))
+    keep_state(plan, gradients, scratch, outputs)
 
 
 def _product(first, second):

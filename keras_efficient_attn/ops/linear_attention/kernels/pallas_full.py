@@ -4,9 +4,6 @@ One kernel sums keys and values to the state; another reads the state for each q
 Each has a gradient kernel, which recomputes the features.
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
@@ -14,6 +11,7 @@ from keras_efficient_attn.ops.linear_attention.kernels.pallas_blocks import (
     STATE_NAMES,
     SUMS,
     Chunk,
+    add_keys,
     add_to,
     along_rows,
     as_columns,
@@ -21,17 +19,19 @@ from keras_efficient_attn.ops.linear_attention.kernels.pallas_blocks import (
     call,
     dot,
     given_columns,
+    gradients_of,
+    keep_state,
     like,
     materialize,
-    only,
     reciprocal,
     start,
-    sum_of_weights,
     values_of,
+    with_gradients,
+    with_output_gradients,
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@with_gradients
 def key_state(plan, inputs):
     """The state of all keys.
 
@@ -61,15 +61,13 @@ def _key_backward(plan, residuals, gradients):
     if "log_weight" in inputs:
         outputs["log_weight"] = plan.row()
     result = call(plan, linear_attention_keys_gradient, given, outputs, {})
-    zeros = jax.tree.map(jnp.zeros_like, inputs)
-    result["weights"] = sum_of_weights(result["weights"]) or zeros["weights"]
-    return ({**zeros, **result},)
+    return gradients_of(inputs, result)
 
 
 key_state.defvjp(_key_forward, _key_backward, symbolic_zeros=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@with_gradients
 def read_state(plan, inputs):
     """The outputs that queries read from a state.
 
@@ -91,17 +89,11 @@ def _read_forward(plan, inputs):
 
 def _read_backward(plan, residuals, gradients):
     inputs, trained = residuals
-    gradients = {name: materialize(x) for name, x in gradients.items()}
-    given = {**inputs, "output": gradients["output"]}
-    if plan.output == "partial":
-        given["grad_totals"] = gradients["totals"]
-        given["grad_scale"] = gradients["scale"]
+    given = with_output_gradients(plan, inputs, gradients)
     outputs = {"query": like(inputs["query"]), **plan.state(SUMS)}
     outputs["weights"] = () if trained is None else plan.weights(inputs)
     result = call(plan, linear_attention_queries_gradient, given, outputs, {})
-    zeros = jax.tree.map(jnp.zeros_like, inputs)
-    result["weights"] = sum_of_weights(result["weights"]) or zeros["weights"]
-    return ({**zeros, **result},)
+    return gradients_of(inputs, result)
 
 
 read_state.defvjp(_read_forward, _read_backward, symbolic_zeros=True)
@@ -109,28 +101,14 @@ read_state.defvjp(_read_forward, _read_backward, symbolic_zeros=True)
 
 def linear_attention_keys(plan, inputs, outputs, **scratch):
     start(inputs, scratch)
-    sums, normalizer, log_scale = (scratch[name][...] for name in STATE_NAMES)
+    state = {name: ref[...] for name, ref in scratch.items()}
     given = given_columns(plan, inputs)
     for index in range(plan.chunks):
         chunk = Chunk(plan, inputs, pl.program_id(2), index, given)
-        key, log_weight = chunk.key_features()
-        if plan.weighted:
-            after = jnp.maximum(log_scale, jnp.max(log_weight, axis=0, keepdims=True))
-            key = key * jnp.exp(log_weight - after)
-            kept, log_scale = jnp.exp(log_scale - after), after
-            sums, normalizer = sums * kept, normalizer * kept
-        sums = sums + dot(plan, key, chunk.value(), (0, 0))
-        normalizer = normalizer + jnp.sum(key, axis=0, keepdims=True)
-    state = dict(zip(STATE_NAMES, (sums, normalizer, log_scale), strict=True))
-    for name, ref in scratch.items():
-        ref[...] = state[name]
-
-    @pl.when(pl.program_id(2) == plan.blocks - 1)
-    def _():
-        if not plan.weighted:
-            state["log_scale"] = jnp.zeros_like(log_scale)
-        for name in scratch:
-            outputs[name][...] = state[name]
+        state = add_keys(plan, state, *chunk.key_features(), chunk.value())
+    if not plan.weighted:
+        state["log_scale"] = jnp.zeros_like(state["log_scale"])
+    keep_state(plan, state, scratch, outputs)
 
 
 def linear_attention_keys_gradient(plan, inputs, outputs):
@@ -146,14 +124,8 @@ def linear_attention_keys_gradient(plan, inputs, outputs):
             factor = jnp.exp(log_weight - inputs["log_scale"][...])
             grad_log_weight = along_rows(grad_key * key) * factor
             key, grad_key = key * factor, grad_key * factor
-        grad_value = only(chunk.kept, dot(plan, key, grad_sums))
-        outputs["value"][chunk.rows, :] = grad_value.astype(outputs["value"].dtype)
-        grad_key, *grad_weights = chunk.key_gradient(grad_key, grad_log_weight)
-        outputs["key"][chunk.rows, :] = grad_key.astype(outputs["key"].dtype)
-        add_to(outputs["weights"], grad_weights)
-        if "log_weight" in outputs:
-            grad_log_weight = only(chunk.kept, grad_log_weight)
-            (outputs["log_weight"][:, chunk.rows],) = as_rows(grad_log_weight)
+        chunk.write_value_gradient(outputs, dot(plan, key, grad_sums))
+        chunk.write_key_gradient(outputs, grad_key, grad_log_weight)
 
 
 def linear_attention_queries(plan, inputs, outputs):
@@ -170,8 +142,7 @@ def linear_attention_queries(plan, inputs, outputs):
             scale = jnp.zeros_like(totals) if scale is None else scale
             rows = as_rows(totals, scale + log_scale)
             outputs["totals"][:, chunk.rows], outputs["scale"][:, chunk.rows] = rows
-        output = outputs["output"]
-        output[chunk.rows, :] = values.astype(output.dtype)
+        chunk.write(outputs["output"], values)
 
 
 def linear_attention_queries_gradient(plan, inputs, outputs):
@@ -199,6 +170,4 @@ def linear_attention_queries_gradient(plan, inputs, outputs):
             grad_query = grad_query + grad_totals * normalizer
             grad_sums += [jnp.sum(query * grad_totals, axis=0, keepdims=True)]
         add_to(sums, grad_sums)
-        grad_query, *grad_weights = chunk.query_gradient(grad_query, grad_scale)
-        outputs["query"][chunk.rows, :] = grad_query.astype(outputs["query"].dtype)
-        add_to(outputs["weights"], grad_weights)
+        chunk.write_query_gradient(outputs, grad_query, grad_scale)

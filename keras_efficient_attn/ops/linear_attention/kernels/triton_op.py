@@ -327,44 +327,37 @@ class _Call:
         return states
 
     def read(self, states, output, totals, keys):
-        own, other = self._sides(keys)
         blocks = triton.cdiv(self.plan.value_dim, self.plan.block_values)
-        with torch.cuda.device_of(output):
-            read_states[(self._tiles(own), blocks)](
-                own,
-                other,
-                states,
-                output,
-                totals,
-                states.shape[1],
-                self.plan,
-                keys,
-                **self.launch,
-            )
+        self._run(read_states, blocks, (states, output, totals), keys)
 
     def find_gradients(self, states, output, keys):
         """Writes the gradients of `x`; returns those of log weights, of keys."""
-        own, other = self._sides(keys)
+        own = self._sides(keys)[0]
         plan, grad_log = self.plan, None
         block = plan.block_features if own.rows is None else plan.block_dim
         blocks = triton.cdiv(plan.dim, block)
         if keys:
             grad_log = self.row(own.x).repeat(blocks, 1, 1, 1)
-        with torch.cuda.device_of(output):
-            find_gradients[(self._tiles(own), blocks)](
-                own,
-                other,
-                states,
-                output,
-                grad_log,
-                states.shape[1],
-                plan,
-                keys,
-                **self.launch,
-            )
+        self._run(find_gradients, blocks, (states, output, grad_log), keys)
         if not keys:
             return None
         return grad_log[0] if own.rows is not None else grad_log.sum(0)
+
+    def _run(self, kernel, blocks, tensors, keys):
+        """Runs a kernel on all tiles of one side, in blocks of the output's columns.
+
+        Args:
+            kernel: Takes both sides and `(states, output, rows)`.
+            blocks: Number of blocks.
+            tensors: `(states, output, rows)`.
+            keys: Whether the tiles are of keys.
+        """
+        own, other = self._sides(keys)
+        segments = tensors[0].shape[1]
+        with torch.cuda.device_of(tensors[1]):
+            kernel[(self._tiles(own), blocks)](
+                own, other, *tensors, segments, self.plan, keys, **self.launch
+            )
 
     def _sides(self, keys):
         sides = self.queries, self.keys

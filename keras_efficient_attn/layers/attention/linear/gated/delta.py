@@ -74,9 +74,11 @@ class DeltaAttention(GatedStateAttention):
     >>> import keras
     >>> from keras_efficient_attn import DeltaAttention
     >>> layer = DeltaAttention(num_heads=4, key_dim=16)
-    >>> x = keras.random.normal((2, 100, 64))
-    >>> layer(x, x, use_causal_mask=True).shape
-    (2, 100, 64)
+    >>> state = layer.get_initial_state(batch_size=2)
+    >>> token = keras.random.normal((2, 1, 64))
+    >>> y, state = layer(token, token, use_causal_mask=True, state=state)
+    >>> state["key_inputs"].shape  # The next convolutions read 3 projected keys.
+    (2, 3, 4, 16)
 
     Reference:
         - [Yang et al., 2024](https://arxiv.org/abs/2406.06484)
@@ -104,7 +106,7 @@ class DeltaAttention(GatedStateAttention):
                 "`max_beta` must be a number above 0 and up to 2. Received: "
                 f"max_beta={max_beta!r}"
             )
-        self.max_beta = max_beta
+        self.keep(dict(max_beta=max_beta))
 
     def _build_rates(self, input_dim):
         heads = self._key_value_heads
@@ -125,9 +127,6 @@ class DeltaAttention(GatedStateAttention):
         # A third product with the state, the read at the key.
         read = 2 * self._num_heads * self._feature_dim * self._value_dim
         return super().operations(length, causal) + read * length
-
-    def get_config(self):
-        return {**super().get_config(), "max_beta": self.max_beta}
 
 
 class DecayingDeltaAttention(DeltaAttention):
@@ -267,9 +266,10 @@ class KimiDeltaAttention(DecayingDeltaAttention):
 
     >>> import keras
     >>> from keras_efficient_attn import KimiDeltaAttention
-    >>> layer = KimiDeltaAttention(num_heads=4, key_dim=16)
+    >>> layer = KimiDeltaAttention(num_heads=4, key_dim=16, value_dim=32)
     >>> x = keras.random.normal((2, 100, 64))
-    >>> layer(x, x, use_causal_mask=True).shape
+    >>> mask = keras.ops.array([[True] * 100, [True] * 60 + [False] * 40])
+    >>> layer(x, x, query_mask=mask, key_mask=mask).shape
     (2, 100, 64)
 
     Reference:
@@ -288,7 +288,7 @@ class KimiDeltaAttention(DecayingDeltaAttention):
             *args, output_gate=output_gate, output_gate_rank=output_gate_rank, **kwargs
         )
         check_positive_int("decay_rank", decay_rank, optional=True)
-        self.decay_rank = decay_rank
+        self.keep(dict(decay_rank=decay_rank))
 
     @property
     def _gate_rank(self):
@@ -298,6 +298,3 @@ class KimiDeltaAttention(DecayingDeltaAttention):
         super()._build_rates(input_dim)
         rank = self.decay_rank or self._key_dim
         self._build_decays(input_dim, self.feature_dim, rank)
-
-    def get_config(self):
-        return {**super().get_config(), "decay_rank": self.decay_rank}

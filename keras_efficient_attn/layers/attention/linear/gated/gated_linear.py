@@ -78,10 +78,12 @@ class GatedLinearAttention(GatedStateAttention):
 
     >>> import keras
     >>> from keras_efficient_attn import GatedLinearAttention
-    >>> layer = GatedLinearAttention(num_heads=4, key_dim=16)
-    >>> x = keras.random.normal((2, 100, 64))
-    >>> layer(x, x, use_causal_mask=True).shape
-    (2, 100, 64)
+    >>> layer = GatedLinearAttention(num_heads=4, key_dim=16, decay="scalar")
+    >>> state = layer.get_initial_state(batch_size=2)
+    >>> for segment in keras.random.normal((3, 2, 100, 64)):
+    ...     y, state = layer(segment, segment, use_causal_mask=True, state=state)
+    >>> state["sum"].shape  # The same after any number of segments.
+    (2, 4, 16, 16)
 
     Reference:
         - [Yang et al., 2023](https://arxiv.org/abs/2312.06635)
@@ -101,9 +103,7 @@ class GatedLinearAttention(GatedStateAttention):
             raise ValueError(f"`decay` must be one of {DECAYS}. Received: {decay=}")
         check_positive_int("decay_rank", decay_rank, optional=True)
         check_positive_number("decay_temperature", decay_temperature)
-        self.decay = decay
-        self.decay_rank = decay_rank
-        self.decay_temperature = decay_temperature
+        self.keep(locals(), omit=("output_gate",))
 
     def _build_rates(self, input_dim):
         units = self._key_value_heads
@@ -124,11 +124,3 @@ class GatedLinearAttention(GatedStateAttention):
             shape = (*shape_of(key)[:2], self._key_value_heads, self.feature_dim)
             log_decay = ops.reshape(log_decay, shape)
         return self._for_query_heads(log_decay), None
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "decay": self.decay,
-            "decay_rank": self.decay_rank,
-            "decay_temperature": self.decay_temperature,
-        }

@@ -80,11 +80,9 @@ class GatedStateAttention(LinearAttention):
                 "`output_gate_rank` needs an `output_gate`. Received: "
                 f"output_gate=None, output_gate_rank={output_gate_rank}"
             )
-        self.convolution = convolution
+        self.keep(locals(), omit=("feature_map", "activation", "output_gate"))
         self.activation = _activation("activation", activation)
-        self.output_norm = output_norm
         self.output_gate = _activation("output_gate", output_gate)
-        self.output_gate_rank = output_gate_rank
 
     @classmethod
     def conversion_refusal(cls, options):
@@ -232,11 +230,8 @@ class GatedStateAttention(LinearAttention):
     def get_config(self):
         return {
             **super().get_config(),
-            "convolution": self.convolution,
             "activation": _serialize(self.activation),
-            "output_norm": self.output_norm,
             "output_gate": _serialize(self.output_gate),
-            "output_gate_rank": self.output_gate_rank,
         }
 
 

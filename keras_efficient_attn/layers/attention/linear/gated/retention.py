@@ -69,10 +69,11 @@ class RetentionAttention(GatedStateAttention):
 
     >>> import keras
     >>> from keras_efficient_attn import RetentionAttention
-    >>> layer = RetentionAttention(num_heads=4, key_dim=16)
+    >>> layer = RetentionAttention(num_heads=2, key_dim=16, decays=[0.9, 0.99])
     >>> x = keras.random.normal((2, 100, 64))
-    >>> layer(x, x, use_causal_mask=True).shape
-    (2, 100, 64)
+    >>> y, weights = layer(x, x, return_attention_scores=True)
+    >>> weights.shape  # Zero for later keys.
+    (2, 2, 100, 100)
 
     Reference:
         - [Sun et al., 2023](https://arxiv.org/abs/2307.08621)
@@ -108,7 +109,7 @@ class RetentionAttention(GatedStateAttention):
                     f"decays={decays!r}, num_heads={self._num_heads}"
                 )
             decays = tuple(decays)
-        self.decays = decays
+        self.keep(dict(decays=decays))
 
     def _rates(self, key):
         if self.decays is None:
@@ -118,6 +119,3 @@ class RetentionAttention(GatedStateAttention):
         logs = ops.convert_to_tensor(logs, self.state_dtype)
         shape = (*shape_of(key)[:2], self._num_heads)
         return ops.broadcast_to(logs, shape), None
-
-    def get_config(self):
-        return {**super().get_config(), "decays": self.decays}
