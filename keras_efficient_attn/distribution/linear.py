@@ -66,9 +66,13 @@ def linear_attention(devices, split, map_weights, config):
     return outputs[0]
 
 
-def windowed_attention(devices, split, map_weights, config):
-    """Computes causal `windowed_linear_attention`; arguments as `linear_attention`."""
+def windowed_attention(devices, split, whole, config):
+    """Computes causal `windowed_linear_attention`; arguments as `linear_attention`.
+
+    `whole` is the pair `(map_weights, window_log_factor)`.
+    """
     query, key, value, key_mask, _ = split
+    map_weights, window_log_factor = whole
     state = _empty_state(query, value, config)
     batch, _, heads, dim = shape_of(key)
     rows, dtype = (batch, config.window), accumulator_dtype(query, key, value)
@@ -80,7 +84,12 @@ def windowed_attention(devices, split, map_weights, config):
         tensors = (t[:, start:] for t in (query, key, value))
         mask = None if key_mask is None else key_mask[:, start:]
         return windowed_linear_attention(
-            *tensors, config, map_weights=map_weights, key_mask=mask, state=state
+            *tensors,
+            config,
+            map_weights=map_weights,
+            key_mask=mask,
+            state=state,
+            window_log_factor=window_log_factor,
         )
 
     state = received_window(devices, attend, state, STATE_NAMES, config.window)

@@ -86,7 +86,7 @@ class Case:
         return self.layer(**{**arguments, **self.options, **options})
 
     def built(self, **options):
-        """A built layer with nonzero biases, so that a missing bias is detected.
+        """A built layer with nonzero biases and factors, so that missing ones show.
 
         Learned feature maps, initially the identity, get another matrix.
         """
@@ -94,7 +94,9 @@ class Case:
         layer.build((BATCH, LENGTH, DIM), (BATCH, LENGTH, DIM))
         random = np.random.default_rng(2)
         for weight in layer.trainable_weights:
-            if any(part in weight.name for part in ("bias", "feature", "norm")):
+            if any(
+                part in weight.name for part in ("bias", "feature", "norm", "factor")
+            ):
                 weight.assign(random.normal(size=weight.shape) * 0.2)
         return layer
 
@@ -187,7 +189,13 @@ CASES = [
     ),
     linear("elu", variant=False),
     linear("hedgehog", feature_map="hedgehog"),
-    performer("learned", feature_map="learned", window=5, cross=False),
+    performer(
+        "learned",
+        feature_map="learned",
+        window=5,
+        learn_window_factor=True,
+        cross=False,
+    ),
     performer("callable-sum", feature_map=squared_relu, normalize=False),
     performer(
         "window",

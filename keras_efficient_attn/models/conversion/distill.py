@@ -53,11 +53,11 @@ def distill(
     Has two stages, which need texts but no labels:
 
     1. *Attention transfer* trains the new layers' own weights (learned feature maps,
-       soft codes) and freezes all others. Each layer is trained separately: it reads
-       the inputs of the layer that it replaces in the teacher. Its loss is `Σ‖new −
-       old‖² / Σ‖old‖²` of their outputs and, in every `weights_every`-th step, also the
-       divergence `KL(softmax ‖ new)` of their attention weights. If the new layers have
-       no own weights, the stage is skipped.
+       soft codes, factors of windows) and freezes all others. Each layer is trained
+       separately: it reads the inputs of the layer that it replaces in the teacher. Its
+       loss is `Σ‖new − old‖² / Σ‖old‖²` of their outputs and, in every
+       `weights_every`-th step, also the divergence `KL(softmax ‖ new)` of their
+       attention weights. If the new layers have no own weights, the stage is skipped.
     2. *State distillation* trains the whole student: low-rank changes (LoRA) of the
        attention layers' projections and the layers' own weights, or with
        `lora_rank=None` all weights. Its loss is the same error of the blocks' output

@@ -69,8 +69,8 @@ def sum_rows(x, index, number):
     `torch.compile`'s graph.
     """
     if backend_name() == "torch":
-        index = index.long()[:, None].expand_as(x)
-        return x.new_zeros(number, x.shape[1]).scatter_add(0, index, x)
+        # Several times faster than `scatter_add`, which adds entry by entry.
+        return x.new_zeros(number, x.shape[1]).index_add(0, index.long(), x)
     return ops.segment_sum(x, index, num_segments=number)
 
 

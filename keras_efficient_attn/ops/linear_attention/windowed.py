@@ -23,12 +23,19 @@ STATE_NAMES = ("window_key", "window_value", "window_mask")
 
 @jit_on_jax("config")
 def windowed_linear_attention(
-    query, key, value, config, map_weights=(), key_mask=None, state=None
+    query,
+    key,
+    value,
+    config,
+    map_weights=(),
+    key_mask=None,
+    state=None,
+    window_log_factor=None,
 ):
     """Linear attention with exact attention to the nearest keys.
 
     ```
-    w[t, s] = exp(q[t] · k[s])    if |t - s| < window
+    w[t, s] = f exp(q[t] · k[s])  if |t - s| < window
               φ(q[t]) · φ(k[s])   otherwise
     ```
 
@@ -45,6 +52,7 @@ def windowed_linear_attention(
         state: Optional state; needs `causal`. The linear state of the far keys, and
             the last `window` keys in `"window_key"`, `"window_value"` and
             `"window_mask"`.
+        window_log_factor: Optional `(heads,)`: `log f`. Defaults to `None`: 0.
 
     Returns:
         `(output, state)`: `(batch, length, heads, value_dim)` in the accumulator's
@@ -84,6 +92,9 @@ def windowed_linear_attention(
     else:
         # The mask depends on distances only, so any start works.
         near = attend_recent(query, *(t[:, 1:] for t in history), rule, start=0)
+    if window_log_factor is not None:
+        values, totals, log_scale = near
+        near = values, totals, log_scale + window_log_factor
     parts = [near, before]
     if not config.causal:
         delayed = tuple(

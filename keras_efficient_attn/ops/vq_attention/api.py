@@ -114,7 +114,8 @@ def vq_attention(
         state: Optional state from `vq_attention_state` or an earlier call: the keys
             of earlier segments. Needs `causal=True` and equal lengths.
         block_length: Positions per block; changes the speed, and the result only by
-            rounding. Defaults to the device's plan: 128 on a CPU, 512 with `order=2`.
+            rounding. Defaults to the device's plan: 128 on a CPU. With `order=2`, a
+            sequence of at most this many positions, or 512, is computed in one block.
         implementation: `"chunked"` (the default) or `"reference"`, the quadratic
             definition, which has no `state` and always `gradient_through_cache`.
 

@@ -81,6 +81,12 @@ class VQConfig:
         """Positions per block, from the argument or the plan."""
         if self.block_length is not None:
             return self.block_length
-        # Reading the sums of many features costs more than a block's pairs.
         plan = device_plan()
         return plan.expanded_code_block if self.order else plan.code_block
+
+    @property
+    def longest_in_pairs(self):
+        """With `order=2`, the longest sequence that is computed in one block."""
+        if self.block_length is not None:
+            return self.block_length
+        return device_plan().expanded_code_pairs

@@ -26,9 +26,8 @@ from keras_efficient_attn.ops.common.chunking import (
     sizes,
 )
 from keras_efficient_attn.ops.common.constants import constant
-from keras_efficient_attn.ops.common.numerics import max_along
+from keras_efficient_attn.ops.common.numerics import max_along, sum_rows
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
-from keras_efficient_attn.ops.common.pair_products import pair_products
 from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.vq_attention.cache import num_features
@@ -107,7 +106,7 @@ def _causal_step(block_length, rank):
         (codebook,) = consts
         query, residual, value, valid, index = (by_head(t, block_length) for t in x)
         chosen = one_hot_codes(index, valid, codebook)
-        local = feature_sums(chosen, residual, value, rank)
+        local = feature_sums(chosen, index, residual, value, rank)
         before, after = zip(*map(prefix_sums, carry, local), strict=True)
         part = read(query, codebook, before, rank, (chosen, residual, value))
         return after, tuple(by_position(t) for t in part)
@@ -121,7 +120,7 @@ def _key_step(rank):
         (codebook,) = consts
         residual, value, valid, index = (by_head(t, shape_of(x[0])[1]) for t in x)
         chosen = one_hot_codes(index, valid, codebook)
-        local = feature_sums(chosen, residual, value, rank)
+        local = feature_sums(chosen, index, residual, value, rank)
         return tuple(a + b[:, :, 0] for a, b in zip(carry, local, strict=True)), ()
 
     return step
@@ -153,37 +152,64 @@ def _block_step(rank, causal):
 
 
 def _features(x, rank):
-    """Features whose dot product is `1 + s + s²/2`.
+    """Features whose dot product is `1 + s + s²/2`, the constant 1 first.
 
-    `s` is the dot product of the first `rank` entries, and the features of
-    `((1 + s)² + 1) / 2` are the pairs of `(1, x)`, the constant one first.
+    `s` is the dot product of the first `rank` entries, and the features are the
+    products of pairs of `(1, x)`.
     """
     x = ops.concatenate([ops.ones_like(x[..., :1]), x[..., :rank]], axis=-1)
-    pairs = pair_products(x)
-    return pairs * constant(_feature_weights, pairs.shape[-1], dtype=x.dtype)
+    # Products with matrices that select entries: XLA would compute pairs from gathered
+    # or reshaped entries again for each entry of the values they are multiplied with.
+    first = constant(_first_of_pairs, rank + 1, dtype=x.dtype)
+    second = constant(_second_of_pairs, rank + 1, dtype=x.dtype)
+    return (x @ first) * (x @ second)
 
 
-def _feature_weights(number):
-    return np.where(np.arange(number) == 0, 1.0, math.sqrt(0.5))
+def _first_of_pairs(size):
+    return np.eye(size)[:, np.triu_indices(size)[0]]
 
 
-def feature_sums(chosen, residual, value, rank):
+def _second_of_pairs(size):
+    first, second = np.triu_indices(size)
+    is_square = (first == second) & (first > 0)
+    return np.eye(size)[:, second] * np.where(is_square, math.sqrt(0.5), 1.0)
+
+
+def feature_sums(chosen, index, residual, value, rank):
     """The sums over each block's keys, to add to the cache.
 
     Args:
         chosen: `(batch, heads, blocks, length, codes)`, from `one_hot_codes`.
+        index: `(batch, heads, blocks, length, 1)`, the codes of the keys.
         residual: `(batch, heads, blocks, length, dim)`.
-        value: `(batch, heads, blocks, length, value_dim)`.
+        value: `(batch, heads, blocks, length, value_dim)`; zero for missing keys.
         rank: Number of expanded coordinates of the residuals.
     """
     by_code = ops.swapaxes(chosen, -1, -2)
     features = _features(residual, rank)
     products = _flat(features[..., None] * value[..., None, :])
+    if device_plan().sum_codes_by_index:
+        sums = _sum_by_index(products, index, chosen.shape[-1])
+    else:
+        sums = by_code @ products
     shape = (*sizes(by_code)[:-1], features.shape[-1], shape_of(value)[-1])
-    sums = (ops.reshape(by_code @ products, shape), by_code @ features)
+    sums = (ops.reshape(sums, shape), by_code @ features)
     if rank < residual.shape[-1]:
         sums += (by_code @ ops.square(residual[..., rank:]),)
     return sums
+
+
+def _sum_by_index(rows, index, codes):
+    """The sum of each code's rows in each block, `(blocks of all rows · codes, dim)`.
+
+    Its operations do not grow with the number of codes, unlike a product with
+    `one_hot_codes`.
+    """
+    index = ops.cast(ops.reshape(index, (-1, shape_of(index)[3])), "int32")
+    blocks = shape_of(index)[0]
+    index = index + codes * ops.arange(blocks, dtype="int32")[:, None]
+    rows = ops.reshape(rows, (-1, rows.shape[-1]))
+    return sum_rows(rows, ops.reshape(index, (-1,)), blocks * codes)
 
 
 def read(query, codebook, cache, rank, block=None, causal=True):

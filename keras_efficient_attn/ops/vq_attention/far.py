@@ -64,4 +64,4 @@ def attend_far(query, keys, codebook, config, causal=True, cache=None):
 def _fit(config, query, key):
     """Whether queries and keys are known to fit in one block."""
     lengths = query.shape[1], key.shape[1]
-    return all(isinstance(n, int) and 0 < n <= config.block_size for n in lengths)
+    return all(isinstance(n, int) and 0 < n <= config.longest_in_pairs for n in lengths)

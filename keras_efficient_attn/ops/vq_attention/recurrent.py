@@ -72,7 +72,8 @@ def _with_key(cache, keys, codebook, config):
         sums, counts = cache
         return sums + chosen[..., None] * value, counts + chosen
     residual = ops.swapaxes(keys.key - look_up(codes, keys.index), 1, 2)
-    block = (t[:, :, None] for t in (chosen[:, :, None], residual, value))
+    index = ops.swapaxes(keys.index, 1, 2)[..., None]
+    block = (t[:, :, None] for t in (chosen[:, :, None], index, residual, value))
     new = feature_sums(*block, config.expanded_dims(codes.shape[-1]))
     return tuple(old + t[:, :, 0] for old, t in zip(cache, new, strict=True))
 

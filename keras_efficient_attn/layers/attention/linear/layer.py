@@ -15,7 +15,11 @@ from keras_efficient_attn.ops.common.checks import (
     check_positive_number,
     check_rotary_wavelength,
 )
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype, rms_normalize
+from keras_efficient_attn.ops.common.numerics import (
+    accumulator_dtype,
+    rms_normalize,
+    wide_dtype,
+)
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_state_spec,
@@ -78,6 +82,9 @@ class LinearAttention(EfficientAttention):
             keys exactly and, if not causal, as many later ones. Needs a map that
             estimates the exponential, and equal lengths. Defaults to `None`;
             `sliding_window` of `keras.layers.MultiHeadAttention` means the same.
+        learn_window_factor: Whether each head learns a positive factor of the weights
+            in the window, 1 at first, so that training can correct an estimate that is
+            too large or too small as a whole. Needs a window. Defaults to `False`.
         normalize: Whether to divide by the sum of the weights. Defaults to `True`.
         qk_norm: Whether queries and keys are RMS-normalised (without gain) before
             scaling. Defaults to `False`.
@@ -131,6 +138,7 @@ class LinearAttention(EfficientAttention):
         *args,
         feature_map="elu",
         window=None,
+        learn_window_factor=False,
         normalize=True,
         qk_norm=False,
         temperature=1.0,
@@ -154,6 +162,12 @@ class LinearAttention(EfficientAttention):
 
     def _check_window(self):
         check_positive_int("window", self.window, optional=True)
+        check_bool("learn_window_factor", self.learn_window_factor)
+        if self.window is None and self.learn_window_factor:
+            raise ValueError(
+                "`learn_window_factor` needs a `window`. Received: window=None, "
+                "learn_window_factor=True"
+            )
         if self.window is None or self.feature_map.estimates_softmax:
             return
         estimating = ", ".join(feature_maps.names("estimates_softmax"))
@@ -201,6 +215,15 @@ class LinearAttention(EfficientAttention):
         self._map_variables = self.feature_map.create_weights(
             self, self._projection_seed
         )
+        self._window_log_factor = None
+        if self.learn_window_factor:
+            self._window_log_factor = self.add_weight(
+                name="window_log_factor",
+                shape=(self._num_heads,),
+                initializer="zeros",
+                dtype=wide_dtype(self.variable_dtype),
+                autocast=False,
+            )
 
     def state_spec(self, batch_size, max_length):
         if not self.feature_map.causal:
@@ -244,16 +267,23 @@ class LinearAttention(EfficientAttention):
             needs_causal=windowed and not call.causal,
         )
         if split is not None:
-            attend = split_linear.linear_attention
+            attend, whole = split_linear.linear_attention, options["map_weights"]
             if windowed:
                 attend = split_linear.windowed_attention
+                whole = whole, self._factor_for(tensors[0])
             split_tensors = *tensors, options["key_mask"], None
-            heads = split.run(attend, split_tensors, options["map_weights"], config)
-            return heads, None
+            return split.run(attend, split_tensors, whole, config), None
         if windowed:
+            options["window_log_factor"] = self._factor_for(tensors[0])
             return windowed_linear_attention(*tensors, config, **options)
         (heads,), state = mapped_linear_attention(*tensors, config, **options)
         return heads, state
+
+    def _factor_for(self, query):
+        """The logarithm of the window's factor of each head, or `None` for 1."""
+        if self._window_log_factor is None:
+            return None
+        return ops.cast(self._window_log_factor, query.dtype)
 
     def _prepare(self, x, dtype, position):
         """Queries or keys, normalised, rotated and scaled."""

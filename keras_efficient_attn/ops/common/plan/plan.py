@@ -30,14 +30,17 @@ class DevicePlan:
         chunk_size: Positions per chunk of linear attention.
         block: Minimum number of queries per block of softmax attention.
         code_block: Positions per block of attention to codes.
-        expanded_code_block: Positions per block with `order=2`, whose states are
-            larger.
+        expanded_code_block: Positions per block with `order=2`.
+        expanded_code_pairs: With `order=2`, the length up to which pairs of queries and
+            keys take less time than sums of features.
         quantize_chunk: Positions per step of the nearest-code search.
         fourier_tile: Minimum number of queries per tile of exact Fourier attention.
         found_floats: Floats of the keys gathered in one step of streamed LSH attention.
         lsh_steps: Factor by which steps of LSH attention are larger than others.
         codes_in_turn: Whether each step of attention to codes has one block, so that
             the sums before the blocks are computed sequentially.
+        sum_codes_by_index: Whether rows of many features are added to the sums of
+            their codes by index, not by a product with a one-hot matrix.
     """
 
     step_floats: int = 2**20
@@ -45,7 +48,8 @@ class DevicePlan:
     chunk_size: int = 64
     block: int = 64
     code_block: int = 128
-    expanded_code_block: int = 512
+    expanded_code_block: int = pick(128, torch=256)
+    expanded_code_pairs: int = 512
     quantize_chunk: int = 128
     fourier_tile: int = 4
     found_floats: int = 2**21
@@ -53,6 +57,7 @@ class DevicePlan:
     lsh_steps: int = pick(1, torch=4)
     # The fastest of the two, forward and in training, on each backend.
     codes_in_turn: bool = pick(False, tensorflow=True)
+    sum_codes_by_index: bool = True
 
 
 _CPU = DevicePlan()
@@ -63,11 +68,13 @@ _TPU = DevicePlan(
     chunk_size=256,
     block=256,
     code_block=256,
+    expanded_code_block=512,
     quantize_chunk=1024,
     fourier_tile=8,
     found_floats=2**24,
     lsh_steps=1,
     codes_in_turn=False,
+    sum_codes_by_index=False,
 )
 # Not measured on hardware yet.
 _GPU = dataclasses.replace(_TPU, chunk_size=128, block=128)
