@@ -1,5 +1,6 @@
 """A script: MirroredStrategy over two virtual devices of TensorFlow, against one."""
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -34,6 +35,9 @@ def check_revivals(strategy):
 
 
 def main():
+    # In float32, rounding errors grow beyond the tolerance within five steps.
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
     (cpu,) = tf.config.list_physical_devices("CPU")
     two = [tf.config.LogicalDeviceConfiguration()] * 2
     tf.config.set_logical_device_configuration(cpu, two)
@@ -45,6 +49,7 @@ def main():
         with strategy.scope():
             received = train(name)
         check_same(received, expected[name])
+        print(f"{name}: as on one device", flush=True)
     check_revived(check_revivals(strategy), make_batches())
 
 
