@@ -187,16 +187,19 @@ class SequenceParallel:
         key_mask=None,
         sigma=None,
         log_weights=None,
-        **options,
+        order=0,
+        rank=None,
+        window=None,
+        quantize_window=False,
+        gradient_through_cache=True,
     ):
         """Causal `keras_efficient_attn.ops.vq_attention` over several devices.
 
         Args:
-            query, key, value, codebook, key_mask, sigma, log_weights: As for the
-                operation, with as many queries as keys.
-            **options: `order`, `rank`, `window`, `quantize_window`,
-                `gradient_through_cache` and `block_length`, as for the operation, with
-                at least `window` positions on each device.
+            query, key, value, codebook, key_mask, sigma, log_weights, order, rank,
+                window, quantize_window, gradient_through_cache: As for the operation,
+                with as many queries as keys, and at least `window` positions on each
+                device.
 
         Returns:
             `(batch, length, heads, value_dim)` in the dtype of `value`.
@@ -205,7 +208,14 @@ class SequenceParallel:
             ValueError: As `local_attention`.
         """
         check_heads(query, key, value, key_mask)
-        config = VQConfig(soft=sigma is not None, **options)
+        config = VQConfig(
+            soft=sigma is not None,
+            order=order,
+            rank=rank,
+            window=window,
+            quantize_window=quantize_window,
+            gradient_through_cache=gradient_through_cache,
+        )
         config.check_key_dim(query.shape[-1])
         self._check_window(query, config.window)
         index = None if config.soft else nearest_codes(key, codebook)

@@ -16,7 +16,7 @@ NARROW = "float32", "bfloat16", "float16"
 
 
 def narrow_tensors(jaxpr):
-    """What a program computes in fewer bits, as a list of `(operation, type)`."""
+    """The operations of a program in fewer bits, a list of `(operation, type)`."""
     found = []
     for equation in jaxpr.eqns:
         found += [
