@@ -129,8 +129,9 @@ class SequenceParallel:
         """`keras_efficient_attn.ops.linear_attention` over several devices.
 
         Args:
-            query_features, key_features, value, key_mask, key_log_weight, log_decay,
-                beta: As for the operation, with as many queries as keys.
+            query_features, key_features, value: As for the operation, with as many
+                queries as keys.
+            key_mask, key_log_weight, log_decay, beta: As for the operation.
             **options: `causal`, `normalize` and `chunk_size`, as for the operation.
 
         Returns:
@@ -196,10 +197,10 @@ class SequenceParallel:
         """Causal `keras_efficient_attn.ops.vq_attention` over several devices.
 
         Args:
-            query, key, value, codebook, key_mask, sigma, log_weights, order, rank,
-                window, quantize_window, gradient_through_cache: As for the operation,
-                with as many queries as keys, and at least `window` positions on each
-                device.
+            query, key, value: As for the operation, with as many queries as keys, and
+                at least `window` positions on each device.
+            codebook, key_mask, sigma, log_weights, order, rank: As for the operation.
+            window, quantize_window, gradient_through_cache: As for the operation.
 
         Returns:
             `(batch, length, heads, value_dim)` in the dtype of `value`.
