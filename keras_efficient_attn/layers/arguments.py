@@ -1,5 +1,7 @@
 """Arguments of layers, which their configurations repeat."""
 
+import keras
+
 
 class KeepsArguments:
     """Mixin of a Keras layer whose arguments are attributes and entries of the config.
@@ -31,3 +33,20 @@ class KeepsArguments:
 
     def get_config(self):
         return {**super().get_config(), **self.kept_arguments()}
+
+
+def activation_of(argument, identifier):
+    """The activation function for an identifier, or `None`.
+
+    Raises:
+        ValueError: If it is neither a function nor a name that Keras knows.
+    """
+    if identifier is None:
+        return None
+    try:
+        return keras.activations.get(identifier)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"`{argument}` must name an activation, or be a function or None. "
+            f"Received: {argument}={identifier!r}"
+        ) from error

@@ -103,6 +103,16 @@ def test_a_state_of_other_shapes(causal_case):
         layer(x, x, use_causal_mask=True, state=state)
 
 
+def test_a_state_of_another_kind(causal_case):
+    layer, x = causal_case.make(), inputs()
+    for name, tensor in causal_case.get_initial_state(layer).items():
+        other = "float32" if "int" in str(tensor.dtype) else "int32"
+        state = causal_case.get_initial_state(layer)
+        state[name] = ops.zeros(tensor.shape, other)
+        with pytest.raises(ValueError, match=rf"state\['{name}'\].dtype={other}"):
+            layer(x, x, use_causal_mask=True, state=state)
+
+
 def test_symbolic_calls_are_checked_too(case):
     x = keras.KerasTensor((None, LENGTH, DIM))
     mask = keras.KerasTensor((None, LENGTH, LENGTH), dtype="bool")

@@ -93,3 +93,21 @@ def test_the_state_keeps_its_shape_and_width(causal_case):
         assert tensor.dtype == before[name].dtype
         if not causal_case.caches:
             assert "float16" not in str(tensor.dtype)
+
+
+@pytest.mark.once_a_layer
+def test_a_state_of_another_dtype_is_cast(causal_case):
+    """As from a layer of another policy; a state that stayed narrow would lose sums."""
+    layer, x = causal_case.built(), inputs()
+    state = causal_case.get_initial_state(layer)
+    narrow = {
+        name: ops.cast(tensor, "int64" if "int" in str(tensor.dtype) else "bfloat16")
+        for name, tensor in state.items()
+    }
+    expected, _ = layer(x, x, use_causal_mask=True, state=state)
+    output, after = layer(x, x, use_causal_mask=True, state=narrow)
+    np.testing.assert_allclose(
+        to_numpy(output), to_numpy(expected), rtol=1e-4, atol=1e-5
+    )
+    for name, tensor in after.items():
+        assert tensor.dtype == state[name].dtype, name

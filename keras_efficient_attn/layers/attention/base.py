@@ -6,11 +6,17 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.layers.arguments import KeepsArguments
+from keras_efficient_attn.layers.arguments import KeepsArguments, activation_of
 from keras_efficient_attn.layers.attention.axes import SequenceAxes
 from keras_efficient_attn.layers.replica_losses import ReplicaLosses
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.checks import is_positive_int, may_agree
+from keras_efficient_attn.ops.common.checks import (
+    check_int,
+    check_rate,
+    is_int,
+    is_positive_int,
+    may_agree,
+)
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
 from keras_efficient_attn.ops.common.rotary import rotate_from
 from keras_efficient_attn.ops.common.state import make_state
@@ -99,7 +105,8 @@ class EfficientAttention(
         training: Whether to apply dropout and update statistics.
         use_causal_mask: Whether query `t` sees keys `0..t` only.
         state: Optional state, from `get_initial_state` or the previous segment's
-            call. Needs `use_causal_mask=True`.
+            call. Needs `use_causal_mask=True`. It is cast to the dtypes of the layer's
+            own states.
 
     Returns:
         `output` `(batch, query_length, output_dim)`; `(output, scores)` with
@@ -144,8 +151,13 @@ class EfficientAttention(
         # float32 under a mixed policy.
         super().__init__(*args, autocast=False, **kwargs)
         self.keep(dict(num_key_value_heads=num_key_value_heads))
-        self.value_activation = keras.activations.get(value_activation)
-        self.gate_activation = keras.activations.get(gate_activation)
+        linear = keras.activations.linear
+        self.value_activation = (
+            activation_of("value_activation", value_activation) or linear
+        )
+        self.gate_activation = (
+            activation_of("gate_activation", gate_activation) or linear
+        )
         if not self._use_gate and gate_activation != "sigmoid":
             raise ValueError(
                 "`gate_activation` needs `use_gate=True`. Received: "
@@ -164,7 +176,25 @@ class EfficientAttention(
         axes = self._attention_axes
         self._sequence_axes = None if axes is None else tuple(axes)
         self._attention_axes = None
+        self._check_unread_arguments()
         self._check_keras_options()
+
+    def _check_unread_arguments(self):
+        """Raises for invalid arguments that Keras' constructor accepts."""
+        check_rate("dropout", self._dropout)
+        if self.seed is not None and not is_int(self.seed):
+            raise ValueError(
+                f"`seed` must be an integer or None. Received: seed={self.seed!r}"
+            )
+        for name in ("num_heads", "key_dim", "value_dim", "sliding_window"):
+            # Keras takes `True` for 1.
+            check_int(name, getattr(self, f"_{name}"), 1, optional=True)
+        sizes = self._output_shape
+        if sizes is not None and not (sizes and all(map(is_positive_int, sizes))):
+            raise ValueError(
+                "`output_shape` must be a positive integer, a tuple of them, or None. "
+                f"Received: output_shape={sizes!r}"
+            )
 
     def _check_keras_options(self):
         """Raises for unsupported arguments of Keras' constructor."""
@@ -464,6 +494,8 @@ class EfficientAttention(
             key_mask=_merged_key_mask(masks, sequences[2]),
         )
         self._check_call(*sequences, call)
+        if state is not None:
+            call = dataclasses.replace(call, state=self._as_own_state(call.state))
         if 0 in (sequences[0].shape[1], sequences[2].shape[1]):
             output, more = self._attend_to_nothing(*sequences, call)
         else:
@@ -491,8 +523,9 @@ class EfficientAttention(
             self.compute_output_shape(*shapes), dtype=self.compute_dtype
         )
         if call.state is not None:
+            spec = self.state_spec(1, 1)
             return output, {
-                name: keras.KerasTensor(tensor.shape, dtype=tensor.dtype)
+                name: keras.KerasTensor(tensor.shape, dtype=spec[name][1])
                 for name, tensor in call.state.items()
             }
         if call.scores:
@@ -689,6 +722,13 @@ class EfficientAttention(
                 f"call returned, with the keys {names}. Received: {received}"
             )
         for name, tensor in state.items():
+            if _kind_of(tensor.dtype) != _kind_of(spec[name][1]):
+                raise ValueError(
+                    "`state` must hold the kind of numbers that `get_initial_state` "
+                    f"makes. Received: state[{name!r}].dtype="
+                    f"{keras.backend.standardize_dtype(tensor.dtype)}, instead of "
+                    f"{spec[name][1]}"
+                )
             if not may_agree(tensor.shape[:1], query.shape[:1]):
                 raise ValueError(
                     "`state` must have the batch size of `query`. Received: "
@@ -705,6 +745,11 @@ class EfficientAttention(
                     f"options. Received: state[{name!r}].shape="
                     f"{tuple(tensor.shape)}, instead of {('batch', *expected[1:])}"
                 )
+
+    def _as_own_state(self, state):
+        """A state in the dtypes of this layer's own states."""
+        spec = self.state_spec(1, 1)
+        return {name: ops.cast(tensor, spec[name][1]) for name, tensor in state.items()}
 
     def set_weights(self, weights):
         """Sets all weights, or only the projections, from a `MultiHeadAttention`.
@@ -741,6 +786,12 @@ class EfficientAttention(
             )
             config["dtype"] = keras.dtype_policies.serialize(policies)
         return config
+
+
+def _kind_of(dtype):
+    """Whether a dtype is of floats, and whether of integers."""
+    dtype = keras.backend.standardize_dtype(dtype)
+    return keras.backend.is_float_dtype(dtype), keras.backend.is_int_dtype(dtype)
 
 
 def _any_symbolic(inputs, masks, state):

@@ -8,7 +8,12 @@ from keras import ops
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.checks import check_bool, check_int, may_agree
+from keras_efficient_attn.ops.common.checks import (
+    check_bool,
+    check_int,
+    check_rate,
+    may_agree,
+)
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.common.relative_positions import distance_sinusoids
@@ -156,6 +161,7 @@ class RelativePositionXL(EfficientAttention):
         check_bool("same_length", same_length)
         check_int("memory_length", memory_length, int(same_length))
         check_int("clamp_length", clamp_length, 1, optional=True)
+        check_rate("position_dropout", position_dropout)
         if isinstance(biases, PositionBiases):
             self._check_biases(biases)
         elif biases not in OWN_BIASES:

@@ -48,6 +48,15 @@ def check_positive_number(argument, received, optional=False):
         )
 
 
+def check_rate(argument, received):
+    """Raises `ValueError` unless `received` is a rate of dropout."""
+    if not is_number(received) or not 0 <= received < 1:
+        raise ValueError(
+            f"`{argument}` must be a number of at least 0 and below 1. Received: "
+            f"{argument}={received!r}"
+        )
+
+
 def check_positive_values(argument, received):
     """Raises `ValueError` unless a number, or each of an array or list, is positive.
 

@@ -20,7 +20,11 @@ from keras_efficient_attn.layers.attention.vq.codebooks import (
     MovingCodebook,
 )
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.checks import check_bool, check_rotary_wavelength
+from keras_efficient_attn.ops.common.checks import (
+    check_bool,
+    check_rate,
+    check_rotary_wavelength,
+)
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, rms_normalize
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.common.relative_positions import (
@@ -224,6 +228,7 @@ class VQAttention(EfficientAttention):
             check_bool(name, getattr(self.config, name))
         check_bool("qk_norm", qk_norm)
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
+        check_rate("position_dropout", position_dropout)
         if position_dropout and not relative_positions:
             raise ValueError(
                 "`position_dropout` needs `relative_positions=True`. Received: "

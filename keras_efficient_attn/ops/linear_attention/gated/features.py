@@ -13,8 +13,8 @@ def map_features(config, query, key, map_weights):
     key, log_scale = config.key_map(key, *map_weights)
     if query_log_scale is not None or log_scale is not None:
         raise ValueError(
-            "`log_decay` and `beta` take feature maps without a log scale, such as "
-            f"'elu'. Received: {config.key_map}"
+            "With `log_decay` or `beta`, `feature_map` must be a map without a log "
+            f"scale, such as 'elu'. Received: {config.key_map}"
         )
     return query, key
 

@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_efficient_attn.distribution.linear import gated_attention
 from keras_efficient_attn.distribution.sequence_parallel import active_split
+from keras_efficient_attn.layers.arguments import activation_of
 from keras_efficient_attn.layers.attention.linear.gated.projections import (
     apply_projections,
     build_projection,
@@ -81,18 +82,19 @@ class GatedStateAttention(LinearAttention):
                 f"output_gate=None, output_gate_rank={output_gate_rank}"
             )
         self.keep(locals(), omit=("feature_map", "activation", "output_gate"))
-        self.activation = _activation("activation", activation)
-        self.output_gate = _activation("output_gate", output_gate)
+        self.activation = activation_of("activation", activation)
+        self.output_gate = activation_of("output_gate", output_gate)
 
     @classmethod
     def conversion_refusal(cls, options):
         return "its gates are learned, and the trained model has none."
 
     def _check_window(self):
-        if self.window is not None:
+        if self.window is not None or self.learn_window_factor is not False:
             raise ValueError(
-                f"{type(self).__name__} has a state, and no `window`. Received: "
-                f"window={self.window}"
+                f"{type(self).__name__} has a state, and no `window` or "
+                f"`learn_window_factor`. Received: window={self.window!r}, "
+                f"learn_window_factor={self.learn_window_factor!r}"
             )
 
     @property
@@ -237,19 +239,6 @@ class GatedStateAttention(LinearAttention):
 
 def _mean(x):
     return ops.sum(x, axis=-1, keepdims=True) / x.shape[-1]
-
-
-def _activation(argument, identifier):
-    """The activation function for an identifier, or `None`."""
-    if identifier is None:
-        return None
-    try:
-        return keras.activations.get(identifier)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"`{argument}` must name an activation, or be a function or None. "
-            f"Received: {argument}={identifier!r}"
-        ) from error
 
 
 def _serialize(activation):
