@@ -40,8 +40,11 @@ def gradient_function(function, with_value=False, xla=False):
     return call
 
 
-def compile_step(function):
-    """`function` of tensors, compiled for their shapes; unchanged on PyTorch."""
+def compile_step(function, xla=False):
+    """`function` of tensors, compiled for their shapes; unchanged on PyTorch.
+
+    With `xla`, TensorFlow compiles by XLA, as JAX always does.
+    """
     if keras.backend.backend() == "jax":
         import jax
 
@@ -49,7 +52,7 @@ def compile_step(function):
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
-        return tf.function(function, autograph=False)
+        return tf.function(function, autograph=False, jit_compile=xla or None)
     return function
 
 

@@ -4,13 +4,12 @@
 ten thousand per backend.
 """
 
+import contextlib
 import dataclasses
-import os
 import re
 from collections import Counter
 from types import SimpleNamespace
 
-import hypothesis
 import keras
 import numpy as np
 import pytest
@@ -20,20 +19,20 @@ from keras import ops
 from keras_efficient_attn import LinearAttention, ReformerLSHAttention
 from keras_efficient_attn.layers import attention_names
 from keras_efficient_attn.layers.attention.registry import attention_class
-from tests.autodiff import gradients, to_numpy
+from tests.autodiff import compile_step, float64, gradients, to_numpy
 from tests.contract.cases import CASES, DIM
+from tests.fuzz.examples import run_examples
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 60))
-SEED = os.environ.get("FUZZ_SEED")
 # Few lengths, because JAX compiles each: zero, one, odd, several chunks.
 LENGTHS = (0, 1, 5, 8)
 # Batches without rows are for JAX and PyTorch: docs/limits.md.
 EMPTY_BATCHES = keras.backend.backend() != "tensorflow"
 BATCHES = (0, 1, 2, 2) if EMPTY_BATCHES else (1, 2)
-TOLERANCES = {
-    "float32": dict(rtol=1e-3, atol=1e-4),
-    "float64": dict(rtol=1e-3, atol=1e-4),
-}
+DTYPES = ("float32", "mixed_bfloat16", "float64")
+TOLERANCE = dict(rtol=1e-3, atol=1e-4)
+# Compiling takes seconds. Keras' compilation on PyTorch, `torch.compile`, takes minutes
+# and has tests of its own: `tests/contract/test_torch_compile.py`.
+COMPILED = (True,) + (False,) * 15 if keras.backend.backend() != "torch" else (False,)
 # Refusals that docs/limits.md lists; any other error is a finding.
 SAME_LENGTH = r"`query` and `key` must have the same length for a `window`\. Received: "
 SAME_VECTORS = (
@@ -46,58 +45,86 @@ SAME_HEADS = (
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of a layer; `seed` draws its numbers."""
+    """A call of a layer; `seed` draws its numbers.
+
+    `input_dtype` is that of the inputs, and `state_dtype` that of the floating-point
+    tensors of a state, where they are not the layer's. `projections` is `"int8"` or
+    `"lora"` for layers whose projections are changed to it.
+    """
 
     case: object
     batch: int
     length: int
     key_length: int
     causal: bool
-    query_mask: bool
-    key_mask: bool
-    dtype: str
-    shared_heads: int | None
-    value_dim: int | None
-    gradient: bool
-    seed: int
+    query_mask: bool = True
+    key_mask: bool = True
+    dtype: str = "float32"
+    shared_heads: int | None = None
+    value_dim: int | None = None
+    gradient: bool = False
+    seed: int = 0
+    input_dtype: str | None = None
+    state_dtype: str | None = None
+    projections: str | None = None
+    dropout: float = 0.0
+    compiled: bool = False
 
     def __repr__(self):
         fields = {**vars(self), "case": self.case.name}
         return f"Call({fields})"
 
+    @property
+    def is_smooth(self):
+        """Whether outputs may be compared: rounding errors change them little."""
+        return self.case.smooth and self.dtype != "mixed_bfloat16"
+
 
 @st.composite
 def calls(draw):
     case = draw(st.sampled_from(CASES))
-    length = draw(st.sampled_from(LENGTHS))
+    length, batch = draw(st.sampled_from(LENGTHS)), draw(st.sampled_from(BATCHES))
+    # Quantised projections refuse batches without rows: docs/limits.md.
+    projections = ("lora", "int8" if batch else None)
+    floats = ("float32", "bfloat16", "float64")
     return Call(
         case=case,
-        batch=draw(st.sampled_from(BATCHES)),
+        batch=batch,
         length=length,
         key_length=draw(st.sampled_from((length, length, *LENGTHS))),
         causal=draw(st.sampled_from(case.causal)),
         query_mask=draw(st.booleans()),
         key_mask=draw(st.booleans()),
-        dtype=draw(st.sampled_from(("float32", "mixed_bfloat16", "float64"))),
+        dtype=draw(st.sampled_from(DTYPES)),
         shared_heads=draw(st.sampled_from((None, None, 1))),
         value_dim=draw(st.sampled_from((None, 3))),
         gradient=draw(st.booleans()),
         seed=draw(st.integers(0, 3)),
+        input_dtype=draw(st.sampled_from((None, None, *floats, "int32"))),
+        state_dtype=draw(st.sampled_from((None, *floats))),
+        projections=draw(st.sampled_from((None,) * 6 + projections)),
+        dropout=draw(st.sampled_from((0.0, 0.3))),
+        compiled=draw(st.sampled_from(COMPILED)),
     )
 
 
 def make_tensors(call):
-    """Query, value, and masks with holes; masked positions are NaN."""
+    """Query, value, and masks with holes; masked positions are NaN, or a large integer.
+
+    The numbers are integers and halves, which every dtype holds.
+    """
     rng = np.random.default_rng(call.seed)
-    dtype = "float64" if call.dtype == "float64" else "float32"
+    dtype = call.input_dtype or call.dtype.removeprefix("mixed_")
+    integers = dtype == "int32"
     tensors, masks = [], []
     lengths = (call.length, call.query_mask), (call.key_length, call.key_mask)
     for length, masked in lengths:
-        x = rng.normal(size=(call.batch, length, DIM)).astype(dtype)
+        x = np.round(rng.normal(size=(call.batch, length, DIM)) * 2) / 2
+        x = np.round(x) if integers else x
         mask = rng.random((call.batch, length)) < 0.7 if masked else None
         if masked:
-            x[~mask] = np.nan
-        tensors.append(x)
+            x[~mask] = 10**6 if integers else np.nan
+        tensors.append(ops.convert_to_tensor(x, dtype))
         masks.append(mask)
     return tensors, masks
 
@@ -117,48 +144,103 @@ def refusal(call):
 
 def check(call):
     """Raises for a finding; returns the message of a rejected call."""
-    options = {"dtype": call.dtype}
+    with float64() if call.dtype == "float64" else contextlib.nullcontext():
+        (query, value), (query_mask, key_mask) = make_tensors(call)
+        masks = dict(query_mask=query_mask, key_mask=key_mask)
+        try:
+            layer = make_layer(call)
+            output = layer(query, value, use_causal_mask=call.causal, **masks)
+        except (ValueError, TypeError) as error:
+            reason = refusal(call)
+            if reason is not None and re.search(reason, str(error)):
+                return str(error)
+            raise
+        assert refusal(call) is None
+        output = check_shape(layer, query, output)
+        # The oracles do not support projections that heads share.
+        if call.is_smooth and not call.shared_heads and query.shape[0]:
+            check_oracle(call, layer, (query, value, masks), output)
+        change_projections(call, layer)
+        check_changed(call, layer, (query, value, masks), output)
+        if call.causal and call.key_mask:
+            check_stream(call, layer, (value, key_mask))
+        training = layer(
+            query, value, use_causal_mask=call.causal, training=True, **masks
+        )
+        check_shape(layer, query, training)
+        assert all(np.isfinite(to_numpy(loss)) for loss in layer.losses)
+    return None
+
+
+def make_layer(call):
+    options = {"dtype": call.dtype, "dropout": call.dropout}
     if call.value_dim is not None:
         options["value_dim"] = call.value_dim
     if call.shared_heads is not None:
         options["num_key_value_heads"] = call.shared_heads
-    (query, value), (query_mask, key_mask) = make_tensors(call)
-    masks = dict(query_mask=query_mask, key_mask=key_mask)
-    try:
-        layer = call.case.make(**options)
-        layer.build((None, None, DIM), (None, None, DIM))
-        output = layer(query, value, use_causal_mask=call.causal, **masks)
-    except (ValueError, TypeError) as error:
-        reason = refusal(call)
-        if reason is not None and re.search(reason, str(error)):
-            return str(error)
-        raise
-    assert refusal(call) is None
-    assert tuple(output.shape) == query.shape
-    received = to_numpy(ops.cast(output, "float32"))
-    assert np.isfinite(received).all()
-    if call.gradient and call.dtype == "float32" and query.size and value.size:
+    layer = call.case.make(**options)
+    layer.build((None, None, DIM), (None, None, DIM))
+    return layer
+
+
+def change_projections(call, layer):
+    """Quantises the layer's projections, or gives them low-rank changes."""
+    for projection in layer._flatten_layers(include_self=False):
+        if not isinstance(projection, keras.layers.Dense | keras.layers.EinsumDense):
+            continue
+        if call.projections == "int8":
+            projection.quantize("int8")
+        elif call.projections == "lora":
+            projection.enable_lora(2)
+
+
+def check_shape(layer, query, output):
+    """Returns the output as an array, after a look at shape, dtype and numbers."""
+    assert tuple(output.shape) == tuple(query.shape)
+    dtype = keras.backend.standardize_dtype(output.dtype)
+    assert dtype == layer.compute_dtype
+    output = to_numpy(ops.cast(output, layer.state_dtype))
+    assert np.isfinite(output).all()
+    return output
+
+
+def check_oracle(call, layer, inputs, output):
+    *tensors, masks = inputs
+    query, value = (to_numpy(ops.cast(x, layer.state_dtype)) for x in tensors)
+    if not query.size or not value.size:
+        return
+    if masks["key_mask"] is None:
+        masks = {**masks, "key_mask": np.ones(value.shape[:2], bool)}
+    expected, _ = call.case.oracle(layer, query, value, causal=call.causal, **masks)
+    np.testing.assert_allclose(output, expected, **TOLERANCE)
+
+
+def check_changed(call, layer, inputs, before):
+    """The call after `change_projections`: compiled, and its gradients."""
+    query, value, masks = inputs
+
+    def attend(query, value, masks):
+        return layer(query, value, use_causal_mask=call.causal, **masks)
+
+    if call.projections is not None:
+        changed = check_shape(layer, query, attend(query, value, masks))
+        # Low-rank changes start at zero.
+        if call.projections == "lora" and call.is_smooth:
+            np.testing.assert_allclose(changed, before, **TOLERANCE)
+        before = changed
+    if call.compiled:
+        step = compile_step(attend, xla=True)
+        compiled = check_shape(layer, query, step(query, value, masks))
+        if call.is_smooth:
+            np.testing.assert_allclose(compiled, before, **TOLERANCE)
+    floating = keras.backend.is_float_dtype(query.dtype)
+    if call.gradient and call.dtype == "float32" and floating and before.size:
 
         def loss(query, value):
-            output = layer(query, value, use_causal_mask=call.causal, **masks)
-            return ops.sum(output * output)
+            return ops.sum(ops.square(attend(query, value, masks)))
 
         for gradient in gradients(loss, query, value):
-            assert np.isfinite(gradient).all()
-    streams = call.causal and call.key_mask and call.dtype == "float32"
-    if streams and call.case.smooth:
-        check_stream(call, layer, (value, key_mask))
-    # The oracles do not support projections that heads share.
-    if call.dtype in TOLERANCES and call.case.smooth and not call.shared_heads:
-        if key_mask is None:
-            key_mask = np.ones(value.shape[:2], bool)
-        if value.size and query.size:
-            masks = dict(query_mask=query_mask, key_mask=key_mask)
-            expected, _ = call.case.oracle(
-                layer, query, value, causal=call.causal, **masks
-            )
-            np.testing.assert_allclose(received, expected, **TOLERANCES[call.dtype])
-    return None
+            assert np.isfinite(gradient.astype("float32")).all()
 
 
 def check_stream(call, layer, inputs):
@@ -168,15 +250,33 @@ def check_stream(call, layer, inputs):
         return
     options = dict(use_causal_mask=True)
     # Masked queries are NaN as well.
-    whole = to_numpy(layer(x, x, query_mask=mask, key_mask=mask, **options))
-    state = call.case.get_initial_state(layer, call.batch)
+    whole = layer(x, x, query_mask=mask, key_mask=mask, **options)
+    whole = check_shape(layer, x, whole)
+    initial = state = call.case.get_initial_state(layer, call.batch)
     outputs, cut = [], call.seed * call.length // 3
     for part in (slice(None, cut), slice(cut, None)):
         masks = dict(query_mask=mask[:, part], key_mask=mask[:, part])
+        state = cast_state(state, call.state_dtype)
         output, state = layer(x[:, part], x[:, part], state=state, **masks, **options)
-        outputs.append(to_numpy(output))
-    parts = np.concatenate(outputs, axis=1)
-    np.testing.assert_allclose(parts, whole, rtol=1e-3, atol=1e-4)
+        outputs.append(check_shape(layer, x[:, part], output))
+    for name, tensor in state.items():
+        assert tensor.dtype == initial[name].dtype, name
+    # A narrow state rounds what it holds.
+    if call.is_smooth and call.state_dtype != "bfloat16":
+        parts = np.concatenate(outputs, axis=1)
+        np.testing.assert_allclose(parts, whole, **TOLERANCE)
+
+
+def cast_state(state, dtype):
+    """A state with other floats, and wider integers; unchanged for `None`."""
+    if dtype is None:
+        return state
+    return {
+        name: ops.cast(
+            tensor, dtype if keras.backend.is_float_dtype(tensor.dtype) else "int64"
+        )
+        for name, tensor in state.items()
+    }
 
 
 def test_the_table_has_every_registered_layer():
@@ -187,22 +287,10 @@ def test_the_table_has_every_registered_layer():
 def test_random_calls():
     refused = Counter()
 
-    @hypothesis.settings(
-        max_examples=EXAMPLES,
-        derandomize=SEED is None,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-        # Shrinking a finding needs many more compilations.
-        phases=[hypothesis.Phase.generate],
-    )
-    @hypothesis.given(calls())
-    def run(call):
+    def count(call):
         refused[check(call) is not None] += 1
 
-    if SEED is not None:
-        run = hypothesis.seed(int(SEED))(run)
-    run()
+    run_examples(count, calls())
     # A strategy with only rejected calls would find nothing.
     assert refused[True] < refused[False]
 
@@ -210,13 +298,12 @@ def test_random_calls():
 @pytest.mark.skipif(not EMPTY_BATCHES, reason="docs/limits.md")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_batches_without_rows(case):
-    call = Call(case, 0, 8, 8, case.usual, True, True, "float32", None, None, False, 0)
-    assert check(call) is None
+    assert check(Call(case, 0, 8, 8, case.usual)) is None
 
 
 def test_another_error_than_the_documented_one_is_a_finding():
     (case,) = (case for case in CASES if case.name == "reformer")
-    call = Call(case, 1, 5, 5, case.usual, False, False, "float32", 1, None, False, 0)
+    call = Call(case, 1, 5, 5, case.usual, shared_heads=1)
     assert "num_key_value_heads=1" in check(call)
 
     def make(**options):
@@ -229,5 +316,4 @@ def test_another_error_than_the_documented_one_is_a_finding():
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_sequences_of_length_0(case):
-    call = Call(case, 2, 0, 0, case.usual, True, True, "float32", None, None, False, 0)
-    assert check(call) is None
+    assert check(Call(case, 2, 0, 0, case.usual)) is None

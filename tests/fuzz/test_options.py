@@ -1,4 +1,4 @@
-"""Random options of every layer's constructor: the right output, or an error naming one.
+"""Random options of every layer: the right output, or an error that names an option.
 
 `FUZZ_EXAMPLES` and `FUZZ_SEED` are those of `test_layers.py`.
 """

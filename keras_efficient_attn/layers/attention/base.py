@@ -93,6 +93,7 @@ class EfficientAttention(
 
     Call arguments:
         query: `(batch, query_length, query_dim)`; with `attention_axes`, any rank.
+            Integers, here and in `value` and `key`, are cast to the compute dtype.
         value: `(batch, key_length, value_dim)`.
         key: Optional `(batch, key_length, key_dim)`; defaults to `value`.
         query_mask: Optional boolean `(batch, query_length)`.
@@ -487,7 +488,8 @@ class EfficientAttention(
         )
         if _any_symbolic(inputs, masks, state):
             return self._output_spec(axes, inputs, call)
-        sequences, masks = _as_sequences(axes, inputs, masks)
+        sequences = _as_floats(inputs, self.compute_dtype)
+        sequences, masks = _as_sequences(axes, sequences, masks)
         call = dataclasses.replace(
             call,
             query_mask=None if masks[0] is None else ops.cast(masks[0], "bool"),
@@ -554,11 +556,16 @@ class EfficientAttention(
     def _attend_to_nothing(self, query, value, key, call):
         """Handles `_attend_inputs` without queries or without visible keys."""
         batch, length = shape_of(query)[:2]
-        heads = (batch, length, self._num_heads, self._value_dim)
-        heads = ops.zeros(heads, self.compute_dtype)
-        output = self._project(
-            heads, _zero_masked(query, call.query_mask), call.query_mask
-        )
+        if query.shape[1] == 0:
+            # Quantised projections cannot read an empty sequence.
+            shapes = (x.shape for x in (query, value, key))
+            dims = self.compute_output_shape(*shapes)[2:]
+            output = ops.zeros((batch, 0, *dims), self.compute_dtype)
+        else:
+            heads = (batch, length, self._num_heads, self._value_dim)
+            heads = ops.zeros(heads, self.compute_dtype)
+            query = _zero_masked(query, call.query_mask)
+            output = self._project(heads, query, call.query_mask)
         if call.scores:
             shape = (batch, self._num_heads, length, shape_of(key)[1])
             return output, ops.zeros(shape, self.compute_dtype)
@@ -798,6 +805,20 @@ def _any_symbolic(inputs, masks, state):
     # `keras.tree` cannot flatten nested tuples under `torch.compile`.
     tensors = (*inputs, *masks, *(state.values() if isinstance(state, dict) else ()))
     return any(isinstance(x, keras.KerasTensor) for x in tensors)
+
+
+def _as_floats(inputs, dtype):
+    """Inputs with integers cast to a dtype, and identical tensors kept identical.
+
+    Keras' projections on PyTorch do not multiply integers with their weights.
+    """
+    if all(keras.backend.is_float_dtype(x.dtype) for x in inputs):
+        return inputs
+    cast = {
+        id(x): x if keras.backend.is_float_dtype(x.dtype) else ops.cast(x, dtype)
+        for x in inputs
+    }
+    return tuple(cast[id(x)] for x in inputs)
 
 
 def _as_sequences(axes, inputs, masks):

@@ -273,7 +273,8 @@ class AdaptiveSpan(PatternAttention):
 
     def _attend_inputs(self, query, value, key, call):
         spans = self._spans(query, call.query_mask)
-        if call.training and not is_replay():
+        # A batch without rows has no spans to learn from.
+        if call.training and not is_replay() and query.shape[0] != 0:
             self._learn_from(spans, call.query_mask)
         call = dataclasses.replace(call, options={"spans": spans})
         return super()._attend_inputs(query, value, key, call)
