@@ -146,6 +146,15 @@ def test_lora_and_quantisation_of_the_projections(case):
     assert np.abs(quantised - expected).max() < 0.1 * np.abs(expected).max()
 
 
+def test_quantised_projections_of_an_empty_sequence(case):
+    layer, x = case.built(), inputs(length=0)
+    for projection in (layer.query_dense, layer.value_dense, layer.output_dense):
+        projection.quantize("int8")
+    output, scores = layer(x, x, return_attention_scores=True)
+    assert tuple(output.shape) == x.shape
+    assert tuple(scores.shape) == (BATCH, HEADS, 0, 0)
+
+
 def test_activity_regularizer_and_loss(case):
     layer, x = case.make(activity_regularizer=keras.regularizers.L2(0.1)), inputs()
     output = to_numpy(layer(x, x))

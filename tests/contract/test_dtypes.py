@@ -21,6 +21,18 @@ def test_float64_is_float64_throughout(case):
 
 
 @pytest.mark.once_a_layer
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+def test_integers_are_cast_to_the_compute_dtype(case, dtype):
+    layer = case.built(dtype=dtype)
+    x = np.random.default_rng(0).integers(-3, 4, size=(2, 9, DIM)).astype("int32")
+    expected = layer(x.astype("float32"), x.astype("float32"))
+    output = layer(x, x)
+    assert output.dtype == expected.dtype
+    expected, output = (to_numpy(ops.cast(t, "float32")) for t in (expected, output))
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.once_a_layer
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_mixed_precision_is_near_float32(case, dtype):
     causal = case.usual

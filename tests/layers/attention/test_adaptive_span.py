@@ -340,3 +340,13 @@ def test_what_has_no_meaning_is_refused():
         TrimSpans(every=0)
     with pytest.raises(ValueError, match="and the first must not be built"):
         make().share_weights_with(make())
+
+
+def test_training_without_rows_leaves_dynamic_spans_as_they_are(backend):
+    if backend == "tensorflow":
+        pytest.skip("docs/limits.md")
+    layer = make(dynamic=True)
+    before = layer.spans()
+    x = np.zeros((0, 5, DIM), "float32")
+    assert tuple(layer(x, x, training=True).shape) == x.shape
+    np.testing.assert_array_equal(layer.spans(), before)

@@ -165,5 +165,5 @@ def test_errors(layer_class, options, message):
 
 
 def test_feature_maps_with_a_log_scale_are_refused():
-    with pytest.raises(ValueError, match="without a log scale"):
+    with pytest.raises(ValueError, match="`feature_map` must .* without a log"):
         DeltaAttention(2, 8, feature_map="favor+")(inputs(), inputs())
