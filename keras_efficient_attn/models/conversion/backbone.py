@@ -198,6 +198,11 @@ def apply_plan(plan, fitted=None):
 
 def _within_budget(plan, inputs, budget):
     """A copy with as many layers replaced as an error budget allows."""
+    if plan.shared_stacks:
+        raise ValueError(
+            "layers='auto' chooses single layers, and the layers of a stack of "
+            f"{plan.model.name} are replaced together: {plan.shared_stacks}"
+        )
     whole = apply_plan(plan)
     fitted = whole.attention_adapters
     if can_fit(fitted):

@@ -36,9 +36,11 @@ def generate_from_states(stock_class, efficient_class):
     """
 
     def make_context(task, inputs):
-        if isinstance(task.backbone, efficient_class):
-            return _states_as_cache(task, inputs)
-        return contextlib.nullcontext()
+        backbone = task.backbone
+        streams = isinstance(backbone, efficient_class) and any(
+            site.is_converted and site.is_causal for site in backbone.attention_sites
+        )
+        return _states_as_cache(task, inputs) if streams else contextlib.nullcontext()
 
     for task_class in list(vars(keras_hub.models).values()):
         if (
@@ -274,7 +276,7 @@ def _streaming_call(site, states, index, position, first):
         steps = position + ops.arange(shape_of(x)[1], dtype="int32")
         is_token = steps >= first[:, None]
         output, states[index] = adapter.stream(x, states[index], position, is_token)
-        return output, cache
+        return adapter.outputs_with_cache(output, cache)
 
     return call
 

@@ -45,13 +45,13 @@ def test_exact_attention_leaves_every_family_as_it_is(name):
     assert isinstance(efficient, backbone_class)
     assert type(efficient) is efficient_backbone(backbone_class)
     kept = [w for w in efficient.weights if "/kernel/" not in w.path]
-    if name in ("mixtral", "siglip_vision", "dinov2"):
+    if name in ("mixtral", "siglip_vision", "dinov2", "t5"):
         # Keras numbers unnamed layers across all models.
         assert [w.shape for w in kept] == [w.shape for w in backbone.weights]
     else:
         assert [w.path for w in kept] == paths(backbone)
     # Encoder-decoders have two per layer.
-    both = name in ("bart", "whisper")
+    both = name in ("bart", "whisper", "t5")
     assert len(families.kernels(efficient)) == (4 if both else 2)
 
     # Changes of the copy do not affect the original.
@@ -75,6 +75,8 @@ def test_exact_attention_leaves_every_family_as_it_is(name):
         "siglip_vision",
         "clip",
         "dinov2",
+        "t5",
+        "gemma",
     ],
 )
 def test_a_family_trains_saves_and_is_reported(name, tmp_path):
@@ -344,9 +346,15 @@ def test_a_gaussian_kernel_is_not_softmax():
 def test_refusals():
     make = families.make
     one = {"num_layers": 1}
-    t5 = keras_hub.models.T5Backbone(**families.SIZES | one, num_heads=2)
+    bloom = keras_hub.models.BloomBackbone(
+        vocabulary_size=50,
+        num_layers=1,
+        num_heads=2,
+        hidden_dim=16,
+        intermediate_dim=24,
+    )
     deberta = keras_hub.models.DebertaV3Backbone(**families.STOCK | one)
-    for backbone in (t5, deberta):
+    for backbone in (bloom, deberta):
         with pytest.raises(ValueError, match="cannot be replaced: .*position|distance"):
             convert_backbone(backbone, families.LOCAL)
     both_ways = make("gemma3", use_bidirectional_attention=True, **one)

@@ -198,6 +198,10 @@ class LinearAttention(EfficientAttention):
     def estimates_beyond_window(self):
         return self.window is not None
 
+    @property
+    def takes_window_bias(self):
+        return self.window is not None
+
     def operations(self, length, causal):
         heads, dim, value_dim = self._num_heads, self._key_dim, self._value_dim
         features = 4 * heads * self.feature_map.multiplications(dim)
@@ -260,13 +264,15 @@ class LinearAttention(EfficientAttention):
     def _attend_mapped(self, tensors, call, **options):
         """Runs the operation on prepared queries and keys, and values."""
         config, windowed = self._config(call.causal), self.window is not None
+        dtype = tensors[0].dtype
+        window_bias = self._bias_of_window(self.window, call.causal, dtype)
         split = active_split(
             *tensors[:2],
             options["state"],
             self.window,
             needs_causal=windowed and not call.causal,
         )
-        if split is not None:
+        if split is not None and window_bias is None:
             attend, whole = split_linear.linear_attention, options["map_weights"]
             if windowed:
                 attend = split_linear.windowed_attention
@@ -275,6 +281,7 @@ class LinearAttention(EfficientAttention):
             return split.run(attend, split_tensors, whole, config), None
         if windowed:
             options["window_log_factor"] = self._factor_for(tensors[0])
+            options["window_bias"] = window_bias
             return windowed_linear_attention(*tensors, config, **options)
         (heads,), state = mapped_linear_attention(*tensors, config, **options)
         return heads, state
