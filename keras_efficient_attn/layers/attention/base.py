@@ -67,8 +67,9 @@ class EfficientAttention(
     A subclass must implement `attend`. It describes itself by overriding `state_spec`,
     `state_grows`, `estimates_softmax`, `can_calibrate`, `calibrates_beyond_window`,
     `estimates_beyond_window`, `takes_window_bias`, `shares_with_blocks` and
-    `share_weights_with`, `remembers_inputs`, `conversion_refusal`, `operations`. `self.keep(locals())` in its
-    constructor makes the arguments attributes, and entries of `get_config`.
+    `share_weights_with`, `remembers_inputs`, `conversion_refusal`, `operations`.
+    `self.keep(locals())` in its constructor makes the arguments attributes, and entries
+    of `get_config`.
 
     Args:
         *args, **kwargs: Arguments of `keras.layers.MultiHeadAttention`.

@@ -17,7 +17,6 @@ from keras import ops
 from keras_efficient_attn.models.conversion.keras_internals import (
     empty_cross_attention_cache,
     generation_methods,
-    projections,
     wrap_generate_step,
 )
 from keras_efficient_attn.models.conversion.trace import replace_call
@@ -36,11 +35,9 @@ def generate_from_states(stock_class, efficient_class):
     """
 
     def make_context(task, inputs):
-        backbone = task.backbone
-        streams = isinstance(backbone, efficient_class) and any(
-            site.is_converted and site.is_causal for site in backbone.attention_sites
-        )
-        return _states_as_cache(task, inputs) if streams else contextlib.nullcontext()
+        if isinstance(task.backbone, efficient_class):
+            return _states_as_cache(task, inputs)
+        return contextlib.nullcontext()
 
     for task_class in list(vars(keras_hub.models).values()):
         if (
@@ -119,8 +116,9 @@ class CausalMethods:
             # A memory's size determines what a query sees, not the capacity.
             length = self.max_length if kernel.state_grows else None
             return kernel.get_initial_state(self.batch_size, length)
-        heads, key_dim = projections(site.layer)["key"].partial_output_shape[-2:]
-        sizes = self.batch_size, self.max_length, heads, key_dim
+        geometry = site.adapter_class.geometry(site.layer)
+        heads = geometry.get("num_key_value_heads") or geometry["num_heads"]
+        sizes = self.batch_size, self.max_length, heads, geometry["key_dim"]
         return self.keys_and_values(*sizes, site.layer.compute_dtype)
 
     def keys_and_values(self, batch_size, length, heads, dim, dtype):
@@ -285,15 +283,13 @@ def _caching_call(site, states, index, is_token):
     """The `call` of a layer with softmax, whose cache is a state of its own."""
     stock_call = site.layer.call
 
-    def call(*args, attention_mask, cache, **kwargs):
-        output, states[index] = stock_call(
-            *args,
-            attention_mask=ops.where(
-                is_token, attention_mask, ops.zeros_like(attention_mask)
-            ),
-            cache=states[index],
-            **kwargs,
-        )
-        return output, cache
+    def call(*args, cache, **kwargs):
+        # T5 has a `mask`, and in its first layer only.
+        for name in ("attention_mask", "mask"):
+            mask = kwargs.get(name)
+            if mask is not None:
+                kwargs[name] = ops.where(is_token, mask, ops.zeros_like(mask))
+        *outputs, states[index] = stock_call(*args, cache=states[index], **kwargs)
+        return (*outputs, cache)
 
     return call

@@ -272,10 +272,8 @@ def refuse_other_masks(block):
         arguments = signature.bind(*args, **kwargs).arguments
         for name in ("decoder_attention_mask", "attention_mask"):
             mask = arguments.get(name)
-            is_row = name == "attention_mask" and getattr(mask, "shape", (1,))[
-                -2:-1
-            ] == (1,)
-            if mask is not None and not is_row:
+            # T5's backbone passes its padding masks `(batch, 1, length)`.
+            if mask is not None and (name != "attention_mask" or mask.shape[-2] != 1):
                 raise ValueError(
                     "Efficient attention cannot apply a mask that differs between "
                     "queries, but for causality. Pass a mask over keys as "
