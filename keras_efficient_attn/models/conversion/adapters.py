@@ -338,8 +338,8 @@ class T5Adapter(AttentionAdapter):
         if not kernel.takes_window_bias:
             raise ValueError(
                 f"{site.layer.path} adds a bias to its logits by distance, which only "
-                "layers with a window keep (in the window): local, linear, performer "
-                f"and vq. Received: a {type(kernel).__name__} without a window"
+                "a window keeps: that of local, linear, performer or vq. Received: a "
+                f"{type(kernel).__name__} without a window"
             )
         if site.bias_weights is None:
             raise ValueError(
