@@ -31,14 +31,13 @@ def windowed_linear_attention(
     map_weights=(),
     key_mask=None,
     state=None,
-    window_log_factor=None,
     window_bias=None,
 ):
     """Linear attention with exact attention to the nearest keys.
 
     ```
-    w[t, s] = f exp(q[t] · k[s] + b[t - s])  if |t - s| < window
-              φ(q[t]) · φ(k[s])              otherwise
+    w[t, s] = exp(q[t] · k[s] + b[t - s])  if |t - s| < window
+              φ(q[t]) · φ(k[s])            otherwise
     ```
 
     under one denominator. The feature map has to estimate `exp(q · k)`. Far keys are
@@ -54,8 +53,7 @@ def windowed_linear_attention(
         state: Optional state; needs `causal`. The linear state of the far keys, and
             the last `window` keys in `"window_key"`, `"window_value"` and
             `"window_mask"`.
-        window_log_factor: Optional `(heads,)`: `log f`. Defaults to `None`: 0.
-        window_bias: Optional `(distances, heads)`: `b`, in the order of
+        window_bias: Optional `b`: `(heads,)`, or `(distances, heads)` in the order of
             `window_distances`. Defaults to `None`: 0.
 
     Returns:
@@ -89,18 +87,20 @@ def windowed_linear_attention(
 
     before, far_state = far(query, tuple(t[:, :length] for t in history), far_state)
     rule = SlidingWindow(window, config.causal)
-    relative = bias_products(query, window_bias)
+    by_distance = window_bias is not None and len(window_bias.shape) == 2
+    distance_bias = window_bias if by_distance else None
+    relative = bias_products(query, distance_bias)
     if state is None:
         near = attend_near(query, key, value, valid, rule, relative=relative)
     elif query.shape[1] == key.shape[1] == 1:
-        near = attend_to_all(query, *(t[:, 1:] for t in history), window_bias)
+        near = attend_to_all(query, *(t[:, 1:] for t in history), distance_bias)
     else:
         # The mask depends on distances only, so any start works.
         recent = (t[:, 1:] for t in history)
         near = attend_recent(query, *recent, rule, start=0, relative=relative)
-    if window_log_factor is not None:
+    if window_bias is not None and not by_distance:
         values, totals, log_scale = near
-        near = values, totals, log_scale + window_log_factor
+        near = values, totals, log_scale + window_bias
     parts = [near, before]
     if not config.causal:
         delayed = tuple(

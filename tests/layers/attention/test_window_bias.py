@@ -9,7 +9,8 @@ from keras_efficient_attn.ops import local_attention, local_attention_state
 
 HEADS, DIM, WINDOW, LENGTH = 2, 4, 3, 11
 BIAS = np.random.default_rng(5).normal(size=(2 * WINDOW - 1, HEADS))
-CASES = ("local", "taylor", "vq")
+CASES = ("local", "taylor", "factor", "vq")
+FACTORS = np.array([2.0, 0.5])
 
 
 def bias_of(distances):
@@ -21,8 +22,11 @@ def make_layer(name):
     sizes = dict(num_heads=HEADS, key_dim=DIM, window=WINDOW, seed=0)
     if name == "local":
         return LocalAttention(**sizes)
-    if name == "taylor":
-        return PerformerAttention(**sizes, feature_map="taylor")
+    if name in ("taylor", "factor"):
+        factor = name == "factor"
+        return PerformerAttention(
+            **sizes, feature_map="taylor", learn_window_factor=factor
+        )
     return VQAttention(**sizes, num_codes=3, qk_norm=False)
 
 
@@ -42,7 +46,7 @@ def expected_output(name, layer, x, causal):
     bias = BIAS[np.clip(distances + WINDOW - 1, 0, 2 * WINDOW - 2)].transpose(2, 0, 1)
     if name == "local":
         far = np.zeros_like(products)
-    elif name == "taylor":
+    elif name in ("taylor", "factor"):
         far = 1 + products + products**2 / 2
     else:
         # The layer compares and stores keys scaled by `DIM ** -0.25`.
@@ -51,7 +55,8 @@ def expected_output(name, layer, x, causal):
         gaps = ((scaled[:, :, :, None] - codes[:, :, None]) ** 2).sum(-1)
         nearest = np.take_along_axis(codes, gaps.argmin(-1)[..., None], axis=2)
         far = np.exp(DIM**-0.25 * query @ nearest.swapaxes(-1, -2))
-    weights = np.where(near, np.exp(products + bias), far)
+    factors = FACTORS[:, None, None] if name == "factor" else 1.0
+    weights = np.where(near, factors * np.exp(products + bias), far)
     weights = np.tril(weights) if causal else weights
     heads = weights @ value / weights.sum(-1, keepdims=True)
     kernel, output_bias = (np.asarray(w) for w in layer.output_dense.get_weights())
@@ -64,6 +69,9 @@ def test_it_counts_in_the_window_and_nowhere_else(name, causal):
     x = np.random.default_rng(0).normal(size=(2, LENGTH, 6)).astype("float32")
     layer = make_layer(name)
     without = layer(x, x, use_causal_mask=causal)
+    if name == "factor":
+        (factor,) = [w for w in layer.weights if w.name == "window_log_factor"]
+        factor.assign(np.log(FACTORS))
     layer.window_bias = bias_of
     whole = ops.convert_to_numpy(layer(x, x, use_causal_mask=causal))
     expected = expected_output(name, layer, x, causal)

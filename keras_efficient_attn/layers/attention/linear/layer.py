@@ -264,33 +264,33 @@ class LinearAttention(EfficientAttention):
     def _attend_mapped(self, tensors, call, **options):
         """Runs the operation on prepared queries and keys, and values."""
         config, windowed = self._config(call.causal), self.window is not None
-        dtype = tensors[0].dtype
-        window_bias = self._bias_of_window(self.window, call.causal, dtype)
         split = active_split(
             *tensors[:2],
             options["state"],
             self.window,
             needs_causal=windowed and not call.causal,
         )
-        if split is not None and window_bias is None:
+        if split is not None:
             attend, whole = split_linear.linear_attention, options["map_weights"]
             if windowed:
                 attend = split_linear.windowed_attention
-                whole = whole, self._factor_for(tensors[0])
+                whole = whole, self._window_bias(call.causal, tensors[0].dtype)
             split_tensors = *tensors, options["key_mask"], None
             return split.run(attend, split_tensors, whole, config), None
         if windowed:
-            options["window_log_factor"] = self._factor_for(tensors[0])
-            options["window_bias"] = window_bias
+            dtype = tensors[0].dtype
+            options["window_bias"] = self._window_bias(call.causal, dtype)
             return windowed_linear_attention(*tensors, config, **options)
         (heads,), state = mapped_linear_attention(*tensors, config, **options)
         return heads, state
 
-    def _factor_for(self, query):
-        """The logarithm of the window's factor of each head, or `None` for 1."""
+    def _window_bias(self, causal, dtype):
+        """What is added to the window's logits, by head or by distance, or `None`."""
+        bias = self._bias_of_window(self.window, causal, dtype)
         if self._window_log_factor is None:
-            return None
-        return ops.cast(self._window_log_factor, query.dtype)
+            return bias
+        factor = ops.cast(self._window_log_factor, dtype)
+        return factor if bias is None else factor + bias
 
     def _prepare(self, x, dtype, position):
         """Queries or keys, normalised, rotated and scaled."""
