@@ -49,6 +49,7 @@ def plot_accuracy(path, points, length):
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator
 
     kinds = {}
     for name, (time, cosine) in points.items():
@@ -63,17 +64,27 @@ def plot_accuracy(path, points, length):
         times, errors, sizes = zip(*sorted(found), strict=True)
         color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
         axes.loglog(times, errors, color=color, marker=marker, label=kind)
-        for time, error, size in zip(times, errors, sizes, strict=True):
-            options = dict(xytext=(5, 4), textcoords="offset points", color=color)
-            axes.annotate(size, (time, error), fontsize=7, **options)
+        for index, place in enumerate(zip(times, errors, strict=True)):
+            # In turns above on the right and below on the left: neighbours are near.
+            above = (number + index) % 2 == 0
+            axes.annotate(
+                sizes[index],
+                place,
+                xytext=(5, 4) if above else (-5, -10),
+                textcoords="offset points",
+                ha="left" if above else "right",
+                color=color,
+                fontsize=7,
+            )
     axes.margins(x=0.25)
     axes.set_xlabel(f"time of the model at {length:,} tokens, as a share of softmax's")
     axes.set_ylabel("1 - mean cosine to the original's embedding")
     for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
         axis.set_major_formatter(lambda value, position: f"{value:g}")
-        axis.set_minor_formatter(lambda value, position: f"{value:g}")
-    axes.tick_params(which="both", labelsize=7)
-    axes.grid(True, which="both", linewidth=0.3)
+        axis.set_minor_locator(NullLocator())
+    axes.tick_params(labelsize=8)
+    axes.grid(True, linewidth=0.3)
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=110)
 
