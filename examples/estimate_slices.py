@@ -83,22 +83,30 @@ def make_model(arguments):
     return model
 
 
-def describe_state(model, mesh, split_weights):
-    """The state of a step, as shapes with shardings."""
-    import jax
+def make_layout_map(mesh, by_model, by_sequence):
+    """How weights and the inputs of sublayers are split."""
     import keras
 
     from keras_efficient_attn.models import EfficientTransformerBackbone
 
-    layout_map = keras.distribution.LayoutMap(mesh)
-    if split_weights:
-        layout_map = EfficientTransformerBackbone.get_layout_map(mesh)
+    if by_model == 1:
+        return keras.distribution.LayoutMap(mesh)
+    return EfficientTransformerBackbone.get_layout_map(
+        mesh, sequence_parallel_dim_name="sequence" if by_sequence > 1 else None
+    )
+
+
+def describe_state(model, layout_map):
+    """The state of a step, as shapes with shardings."""
+    import jax
+
+    mesh = layout_map.device_mesh.backend_mesh
 
     def describe(variable, path=None):
         layout = layout_map[path or variable.path]
         axes = (None,) * len(variable.shape) if layout is None else layout.axes
         spec = jax.sharding.PartitionSpec(*axes)
-        sharding = jax.sharding.NamedSharding(mesh.backend_mesh, spec)
+        sharding = jax.sharding.NamedSharding(mesh, spec)
         dtype = jax.numpy.dtype(variable.dtype)
         return jax.ShapeDtypeStruct(variable.shape, dtype, sharding=sharding)
 
@@ -140,7 +148,11 @@ def estimate(model, arguments, size, strategy):
         topology_name=f"v5e:{size}", platform="tpu"
     ).devices
     mesh = keras.distribution.DeviceMesh(shape, AXES, devices)
-    state = describe_state(model, mesh, by_model > 1)
+    layout_map = make_layout_map(mesh, by_model, by_sequence)
+    distribution = keras.distribution.ModelParallel(
+        layout_map=layout_map, batch_dim_name="batch"
+    )
+    state = describe_state(model, layout_map)
     batch = describe_batch(rows, arguments.length, mesh)
     split = contextlib.nullcontext()
     if by_sequence > 1:
@@ -148,7 +160,7 @@ def estimate(model, arguments, size, strategy):
     start = time.perf_counter()
     # A new function each time: the program cache ignores how tensors are split.
     step = jax.jit(lambda state, data: model.train_step(state, data), donate_argnums=0)
-    with plan_for(TARGETS[TARGET].kind), split:
+    with plan_for(TARGETS[TARGET].kind), distribution.scope(), split:
         compiled = step.lower(state, batch).compile()
     text = compiled.as_text()
     memory = compiled.memory_analysis()

@@ -9,7 +9,9 @@ Without a preset, it trains a small encoder of bytes first, for about a minute. 
 attention layer is replaced, and where it can be is fitted to texts that the original
 reads; a table and a plot have the cosine between the mean hidden states of the original
 and of each swap on others: as it is, with its windows only, and with its linear paths
-only. With `--window-budget N`, each layer gets a window of its own, N on average.
+only. With `--compare-length N`, the time of the whole model with each attention is
+measured at that length, in turns with softmax, and `accuracy.png` has the error against
+the time. With `--window-budget N`, each layer gets a window of its own, N on average.
 The first attention in the list then goes on: its errors layer by layer, the time and
 memory of the whole model against the original's, some steps of distillation, after
 which it is compared again, and a preset in the folder of `--out`.
@@ -63,6 +65,12 @@ def parse_arguments(argv):
     add("--batch", type=positive, default=16, help="texts of a batch")
     add("--calibration", type=positive, default=2, help="batches to fit to")
     add("--test", type=positive, default=2, help="batches to compare on")
+    add(
+        "--compare-length",
+        type=positive,
+        metavar="N",
+        help="tokens at which to measure the time of every attention",
+    )
     add("--train-steps", type=positive, default=80, help="of the small encoder")
     add(
         "--lengths",
@@ -88,7 +96,7 @@ def parse_arguments(argv):
     add("--learning-rate", type=positive_float, default=1e-3)
     add("--lora-rank", type=natural, default=8, help="0: train all weights")
     add("--window-dropout", type=share, default=0.0, help="from 0 to 1")
-    parser.add_out("runs/swap", "the new preset, `paths.png` and `paths.json`")
+    parser.add_out("runs/swap", "the new preset, and the plots with their numbers")
     parser.add_seed_and_verbose()
     arguments = parser.parse_args(argv)
     if arguments.layers and arguments.budget:

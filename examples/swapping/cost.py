@@ -37,7 +37,7 @@ def measure(original, converted, lengths, time_limit):
         time_limit: Maximum seconds per run of a model.
     """
     models = {
-        name: _longer(backbone, max(lengths))
+        name: lengthen(backbone, max(lengths))
         for name, backbone in ((SOFTMAX, original), (SWAPPED, converted))
     }
     # Memory and time grow with the square of the length, or slower.
@@ -147,7 +147,25 @@ def free_memory():
     return min(free)
 
 
-def _longer(backbone, length):
+def seconds_in_turns(models, length):
+    """The median seconds of a forward pass of one text of each model, a dict.
+
+    Args:
+        models: Dict by name of backbones, with positions for the length.
+        length: Tokens.
+    """
+    programs = {
+        name: make_program(lambda data, model=model: model(data, training=False), model)
+        for name, model in models.items()
+    }
+    timings = benchmark.time_functions(
+        programs,
+        make_inputs=lambda name, turn: (_random_inputs(models[name], length, turn),),
+    )
+    return {name: timing.median for name, timing in timings.items()}
+
+
+def lengthen(backbone, length):
     """An untrained backbone of the same configuration, for texts of a length."""
     config = backbone.get_config()
     if config.get("max_sequence_length") is not None:

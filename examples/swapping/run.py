@@ -10,13 +10,14 @@ import numpy as np
 
 from command_line import UsageError
 from keras_efficient_attn import VQAttention
+from keras_efficient_attn.benchmark.report import align
 from keras_efficient_attn.layers.attention.registry import parse_attention
 from keras_efficient_attn.models import convert_backbone, distill, swap_report
 from keras_efficient_attn.models.conversion.path_report import PATHS, WHOLE
 from keras_efficient_attn.models.conversion.paths import has_two_paths
 from swapping import original as originals
-from swapping.cost import measure
-from swapping.plot import plot
+from swapping.cost import SOFTMAX, lengthen, measure, seconds_in_turns
+from swapping.plot import plot, plot_accuracy
 from swapping.similarity import cosines, embeddings
 
 
@@ -37,7 +38,9 @@ def run(arguments, splits, folder):
         f"{len(expected)} texts of up to {arguments.length} tokens",
         flush=True,
     )
-    converted, paths = None, {}
+    converted, paths, longer = None, {}, {}
+    if arguments.compare_length:
+        longer[SOFTMAX] = lengthen(backbone, arguments.compare_length)
     table = Table(arguments.attention)
     for name in arguments.attention:
         started = time.perf_counter()
@@ -49,10 +52,14 @@ def run(arguments, splits, folder):
         table.add(name, paths[name], replaced, seconds)
         if arguments.window_budget:
             print("  windows:", *_windows(made), flush=True)
+        if arguments.compare_length:
+            longer[name] = lengthen(made, arguments.compare_length)
         if converted is None:
             converted = made
             _check_transfer(arguments, converted)
 
+    if arguments.compare_length:
+        _compare_times(longer, paths, arguments.compare_length, folder)
     print(f"\n== {arguments.attention[0]}\n")
     print(swap_report(backbone, converted, held_out[0]), flush=True)
     if arguments.lengths:
@@ -112,6 +119,21 @@ def by_path(expected, converted, held_out):
             cosine = cosines(expected, embeddings(converted, held_out))
         found[name] = float(cosine.mean()), float(cosine.min())
     return found
+
+
+def _compare_times(models, paths, length, folder):
+    """Prints and plots each attention's cosine and time, as a share of softmax's."""
+    seconds = seconds_in_turns(models, length)
+    softmax = seconds.pop(SOFTMAX)
+    points = {name: (s / softmax, paths[name][WHOLE][0]) for name, s in seconds.items()}
+    rows = [(f"forward, {length} tokens", "ms", "of softmax", "cosine")]
+    rows.append((SOFTMAX, f"{1e3 * softmax:.0f}", "1.00", ""))
+    for name, (share, cosine) in points.items():
+        cells = f"{1e3 * seconds[name]:.0f}", f"{share:.2f}", f"{cosine:.4f}"
+        rows.append((name, *cells))
+    print("", *align(rows), sep="\n", flush=True)
+    (folder / "accuracy.json").write_text(json.dumps(points, indent=2) + "\n")
+    plot_accuracy(folder / "accuracy.png", points, length)
 
 
 def _distill(original, converted, text, arguments):

@@ -69,10 +69,10 @@ def linear_attention(devices, split, map_weights, config):
 def windowed_attention(devices, split, whole, config):
     """Computes causal `windowed_linear_attention`; arguments as `linear_attention`.
 
-    `whole` is the pair `(map_weights, window_log_factor)`.
+    `whole` is the pair `(map_weights, window_bias)`.
     """
     query, key, value, key_mask, _ = split
-    map_weights, window_log_factor = whole
+    map_weights, window_bias = whole
     state = _empty_state(query, value, config)
     batch, _, heads, dim = shape_of(key)
     rows, dtype = (batch, config.window), accumulator_dtype(query, key, value)
@@ -89,7 +89,7 @@ def windowed_attention(devices, split, whole, config):
             map_weights=map_weights,
             key_mask=mask,
             state=state,
-            window_log_factor=window_log_factor,
+            window_bias=window_bias,
         )
 
     state = received_window(devices, attend, state, STATE_NAMES, config.window)

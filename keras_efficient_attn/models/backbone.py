@@ -342,14 +342,15 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         model_parallel_dim_name="model",
         data_parallel_dim_name="batch",
         num_key_value_heads=None,
+        sequence_parallel_dim_name=None,
     ):
         """The layout for `keras.distribution.ModelParallel`, on JAX.
 
         Attention is split by heads, feed-forward networks by their inner width, and
         the embedding by tokens; the other large axis of a kernel is split over the
-        data axis. The number of heads, `hidden_dim`, `intermediate_dim` and
-        `vocabulary_size` must thus be multiples of the axes' sizes. Small weights are
-        replicated on every device.
+        data axis, and the inputs of sublayers by rows. The number of heads,
+        `hidden_dim`, `intermediate_dim` and `vocabulary_size` must thus be multiples of
+        the axes' sizes. Small weights are replicated on every device.
 
         Args:
             device_mesh: `keras.distribution.DeviceMesh`.
@@ -360,6 +361,8 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
                 and values. If it is not a multiple of the model axis, their projections
                 are replicated along this axis. Defaults to `None`: as many as heads of
                 queries.
+            sequence_parallel_dim_name: Its axis for positions, if `SequenceParallel`
+                splits them. Defaults to `None`.
 
         Returns:
             `keras.distribution.LayoutMap`.
@@ -385,6 +388,7 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
             model_parallel_dim_name,
             data_parallel_dim_name,
             num_key_value_heads,
+            sequence_parallel_dim_name,
         )
 
     def load_lora_weights(self, filepath):

@@ -124,6 +124,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, help="of training; 8 for each kill")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--eager", action="store_true", help="compile no step")
     mode.add_argument("--xla", action="store_true", help="`jit_compile=True`")
@@ -140,7 +141,7 @@ def main():
     if arguments.xla:
         compile_options["jit_compile"] = True
     draw = random.Random(arguments.seed)
-    steps = EPOCH_STEPS * 4 * arguments.kills
+    steps = arguments.steps or EPOCH_STEPS * 4 * arguments.kills
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         text = folder / "text"
@@ -162,7 +163,7 @@ def main():
             else:
                 moment = after(draw.uniform(0, 1.1 * seconds))
             if not kill_at(moment, [*command, killed], log):
-                raise SystemExit(f"The run ended after {kills} kills: use more steps.")
+                raise SystemExit(f"The run ended after {kills} kills: use more --steps.")
             kills += 1
             left = sorted(path.name for path in killed.glob("*checkpoint-*"))
             print(f"kill {kills}: {', '.join(left) or 'no file'}", flush=True)

@@ -1,6 +1,7 @@
 import json
 
 import keras_hub
+import numpy as np
 import pytest
 
 import swap_attention
@@ -95,6 +96,7 @@ def test_of_a_preset_what_is_left_is_measured(small, tmp_path, capsys):
     arguments = [*small, "--preset", preset, "--steps", "0", "--lengths"]
     swaps = [EXACT, COARSE, NARROW]
     arguments += ["--attention", *swaps, "--out", str(tmp_path / "out")]
+    arguments += ["--compare-length", "24"]
     assert swap_attention.main(arguments) == 0
     rows = print_report(capsys)
     assert rows[EXACT][0][:2] == ["1.0000", "1.0000"]
@@ -105,6 +107,17 @@ def test_of_a_preset_what_is_left_is_measured(small, tmp_path, capsys):
     assert rows[COARSE][0][3] not in (rows[COARSE][0][0], rows[COARSE][0][2])
     assert rows["0"][-1][1:] == ["0.00%", "0.00%"]
     assert not rows.get("after")
+    # Each swap's time at 24 tokens, more than the model's positions, and its cosine.
+    points = json.loads((tmp_path / "out" / "accuracy.json").read_text())
+    for name in swaps:
+        milliseconds, share, cosine = map(float, rows[name][1])
+        assert cosine == float(rows[name][0][0])
+        np.testing.assert_allclose(points[name], (share, cosine), atol=0.006)
+        softmax = float(rows["softmax"][0][0])
+        # Both times are rounded to whole milliseconds.
+        assert (milliseconds - 0.5) / (softmax + 0.5) <= share + 0.005
+        assert (milliseconds + 0.5) / max(softmax - 0.5, 1e-3) >= share - 0.005
+    assert (tmp_path / "out" / "accuracy.png").exists()
     # The preset includes the tokenizer.
     saved = str(tmp_path / "out" / "preset")
     again = keras_hub.models.TextClassifierPreprocessor.from_preset(saved)

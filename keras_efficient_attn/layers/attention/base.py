@@ -18,6 +18,7 @@ from keras_efficient_attn.ops.common.checks import (
     may_agree,
 )
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
+from keras_efficient_attn.ops.common.relative_positions import window_distances
 from keras_efficient_attn.ops.common.rotary import rotate_from
 from keras_efficient_attn.ops.common.state import make_state
 
@@ -71,9 +72,10 @@ class EfficientAttention(
 
     A subclass must implement `attend`. It describes itself by overriding `state_spec`,
     `state_grows`, `estimates_softmax`, `can_calibrate`, `calibrates_beyond_window`,
-    `estimates_beyond_window`, `shares_with_blocks` and `share_weights_with`,
-    `remembers_inputs`, `conversion_refusal`, `operations`. `self.keep(locals())` in its
-    constructor makes the arguments attributes, and entries of `get_config`.
+    `estimates_beyond_window`, `takes_window_bias`, `shares_with_blocks` and
+    `share_weights_with`, `remembers_inputs`, `conversion_refusal`, `operations`.
+    `self.keep(locals())` in its constructor makes the arguments attributes, and entries
+    of `get_config`.
 
     Args:
         *args, **kwargs: Arguments of `keras.layers.MultiHeadAttention`.
@@ -135,6 +137,9 @@ class EfficientAttention(
     qk_norm, temperature = False, 1.0
     # Whether `sliding_window` of Keras' constructor sets the layer's `window`.
     takes_sliding_window = False
+    # Function of distances `(n,)`, an integer array, that gives a bias `(n, heads)` of
+    # the logits in the window; conversion sets it where a model has such a bias.
+    window_bias = None
     # Positions that a state holds where nobody says.
     _default_max_length = None
     # Whether the layer accepts states of any length along their second axis.
@@ -303,6 +308,11 @@ class EfficientAttention(
     @property
     def estimates_beyond_window(self):
         """Whether keys beyond a `window` are estimated; without it, all keys are."""
+        return False
+
+    @property
+    def takes_window_bias(self):
+        """Whether the layer has a window, and adds its `window_bias` there."""
         return False
 
     @property
@@ -623,6 +633,12 @@ class EfficientAttention(
         if self.rotary_wavelength is None:
             return x
         return rotate_from(x, start, self.rotary_wavelength)
+
+    def _bias_of_window(self, window, causal, dtype):
+        """The bias `(distances, heads)` of a window's logits, or `None`."""
+        if self.window_bias is None or not self.takes_window_bias:
+            return None
+        return ops.cast(self.window_bias(window_distances(window, causal)), dtype)
 
     def _axes_of(self, rank):
         """`SequenceAxes` of inputs of a rank."""

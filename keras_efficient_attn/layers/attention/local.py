@@ -122,6 +122,10 @@ class LocalAttention(PatternAttention):
             self._check_images(shapes)
         super().build(*shapes.values())
 
+    @property
+    def takes_window_bias(self):
+        return self.query_block is None
+
     def state_spec(self, batch_size, max_length):
         reach = self._config().mask_fn(causal=True).reach
         sizes = (batch_size, reach, self._num_heads, self._key_dim, self._value_dim)
@@ -134,7 +138,10 @@ class LocalAttention(PatternAttention):
 
     def attend_to_pattern(self, query, key, value, **arguments):
         window = self._config().window
-        if window is not None and "dropout" not in arguments:
+        window_bias = self._bias_of_window(window, arguments["causal"], query.dtype)
+        if window_bias is not None:
+            arguments["window_bias"] = window_bias
+        elif window is not None and "dropout" not in arguments:
             split = active_split(query, key, arguments["state"], window - 1)
             if split is not None:
                 names = ("causal", "key_mask")

@@ -9,6 +9,8 @@ from keras_efficient_attn.models.conversion.keras_internals import (
     projections,
     set_projection,
     skip_projections,
+    t5_bias,
+    t5_bias_weights,
     tracked_layers,
 )
 from keras_efficient_attn.ops.common.backend import shape_of
@@ -25,14 +27,17 @@ class AttentionAdapter(keras.layers.Layer):
 
     Args:
         kernel: An `EfficientAttention` that is not built, made from `geometry`.
-        host: The attention layer to replace, built; or its adapter.
-        is_causal: Whether the surrounding block passes masks that hide later keys.
+        site: The `AttentionSite` of the attention layer to replace, built; or of its
+            adapter.
     """
 
     # Whether every block around such a host passes causal masks.
     always_causal = False
+    # Whether the layers of a stack share what they compute, and go together.
+    shares_with_stack = False
 
-    def __init__(self, kernel, host, is_causal):
+    def __init__(self, kernel, site):
+        host = site.layer
         # autocast=False: the projections cast their inputs.
         super().__init__(
             name=host.name,
@@ -40,7 +45,7 @@ class AttentionAdapter(keras.layers.Layer):
             trainable=host.trainable,
             autocast=False,
         )
-        self.is_causal = is_causal
+        self.is_causal = site.is_causal
         self._stream = types.SimpleNamespace(position=0)
         # First, so that the weights have the host's order.
         self.adopt_projections(host)
@@ -90,7 +95,7 @@ class AttentionAdapter(keras.layers.Layer):
         for name in ("value", "gate", "output"):
             if name in held:
                 # A function, so that the kernel does not track the projection.
-                set_projection(self.kernel, name, held[name].__call__)
+                set_projection(self.kernel, name, self.projection(held[name], name))
         set_projection(self.kernel, "dropout", held["dropout"])
         skip_projections(self.kernel)
         config = self._host_build_config
@@ -101,13 +106,23 @@ class AttentionAdapter(keras.layers.Layer):
 
     def _with_positions(self, held, name):
         """The projection of queries or keys, with their norm and positions."""
-        projection, norm = held[name], held.get(f"{name}_norm")
+        norm = held.get(f"{name}_norm")
+        projection = self.projection(held[name], name)
 
         def project(x):
             heads = projection(x) if norm is None else norm(projection(x))
             return self.add_positions(heads, self._stream.position)
 
         return project
+
+    def projection(self, layer, name):
+        """The function of a projection of the host, for the kernel.
+
+        Args:
+            layer: The layer.
+            name: `"query"`, `"key"`, `"value"`, `"gate"` or `"output"`.
+        """
+        return layer.__call__
 
     def add_positions(self, heads, start):
         """Projected queries or keys `(batch, length, heads, key_dim)`, with positions.
@@ -150,6 +165,10 @@ class AttentionAdapter(keras.layers.Layer):
         finally:
             self._stream.position = 0
 
+    def outputs_with_cache(self, output, cache):
+        """The outputs of a call of the host with a cache."""
+        return output, cache
+
     def _refuse_cache(self, cache):
         if cache is not None:
             raise ValueError(
@@ -162,8 +181,8 @@ class AttentionAdapter(keras.layers.Layer):
 class MultiHeadAdapter(AttentionAdapter):
     """For `keras.layers.MultiHeadAttention` and KerasHub's with a cache."""
 
-    def __init__(self, kernel, host, is_causal):
-        super().__init__(kernel, host, is_causal)
+    def __init__(self, kernel, site):
+        super().__init__(kernel, site)
         self.supports_masking = True
 
     @classmethod
@@ -302,3 +321,98 @@ class GemmaAdapter(Gemma3Adapter):
         shape = shape_of(heads)
         halves = ops.split(self.rope_layer(heads, start_index=start), 2, axis=-1)
         return ops.reshape(ops.stack(halves, axis=-1), shape)
+
+
+class T5Adapter(AttentionAdapter):
+    """For T5's self-attention, whose logits have a bias by distance.
+
+    The first layer of a stack has the weights of the bias, and gives the others the
+    bias of all pairs, with the mask. Here each layer adds it in its window only. So the
+    layers of a stack are replaced together, and none gives another a bias.
+    """
+
+    shares_with_stack = True
+
+    def __init__(self, kernel, site):
+        super().__init__(kernel, site)
+        if not kernel.takes_window_bias:
+            raise ValueError(
+                f"{site.layer.path} adds a bias to its logits by distance, which only "
+                "a window keeps: that of local, linear, performer or vq. Received: a "
+                f"{type(kernel).__name__} without a window"
+            )
+        if site.bias_weights is None:
+            raise ValueError(
+                "The first layer of a stack has the bias of its logits, and is not in "
+                "what is converted: convert the whole model. Received: "
+                f"{site.layer.path}"
+            )
+        kernel.window_bias = self._bias
+        # In a namespace: another layer of the stack owns the variable.
+        self._shared = types.SimpleNamespace(bias_weights=site.bias_weights)
+
+    @classmethod
+    def geometry(cls, host):
+        return {
+            "num_heads": host.num_heads,
+            "key_dim": host.key_value_dim,
+            "dropout": projections(host)["dropout"].rate,
+            "use_bias": False,
+            "name": "kernel",
+            "dtype": host.dtype_policy,
+            "trainable": host.trainable,
+        }
+
+    def adopt_projections(self, host):
+        self.num_heads, self.key_value_dim = host.num_heads, host.key_value_dim
+        bias_weights = t5_bias_weights(host)
+        if bias_weights is not None:
+            self.relative_attention_bias = bias_weights
+        super().adopt_projections(host)
+
+    def projection(self, layer, name):
+        if name == "output":
+            return lambda heads: layer(ops.reshape(heads, (*shape_of(heads)[:2], -1)))
+        # T5 does not scale its logits, and the kernel does.
+        factor = self.key_value_dim**0.5 if name == "query" else 1.0
+
+        def project(x):
+            shape = (*shape_of(x)[:2], self.num_heads, self.key_value_dim)
+            return factor * ops.reshape(layer(x), shape)
+
+        return project
+
+    def call(
+        self,
+        hidden_states,
+        mask=None,
+        key_value_states=None,
+        position_bias=None,
+        cache=None,
+        cache_update_index=None,
+        training=None,
+    ):
+        self._refuse_cache(cache)
+        if self.is_causal and mask is not None and mask.shape[-2] != 1:
+            mask = self.key_mask(mask)
+        output = self.kernel(
+            hidden_states,
+            hidden_states,
+            attention_mask=mask,
+            training=training,
+            use_causal_mask=self.is_causal,
+        )
+        return self.outputs_with_cache(output, None)
+
+    def compute_output_spec(self, hidden_states, *args, **kwargs):
+        output = keras.KerasTensor(hidden_states.shape, dtype=self.compute_dtype)
+        bias = keras.KerasTensor((1, self.num_heads, 0, 0), dtype=self.compute_dtype)
+        return output, bias, None
+
+    def outputs_with_cache(self, output, cache):
+        # No pairs: the blocks pass it on, and softmax cannot read it.
+        bias = ops.zeros((1, self.num_heads, 0, 0), self.compute_dtype)
+        return output, bias, cache
+
+    def _bias(self, distances):
+        return t5_bias(self._shared.bias_weights, distances, self.is_causal)

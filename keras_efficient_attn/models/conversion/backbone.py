@@ -59,17 +59,19 @@ def convert_backbone(
     Works on backbones whose attention is `keras.layers.MultiHeadAttention` or
     KerasHub's `CachedMultiHeadAttention` (BERT, RoBERTa, DistilBERT, ELECTRA, GPT-2,
     OPT, BART, Whisper, ViT, DINOv2 and others), or that of Llama, Qwen 2.5 and 3,
-    Phi-3, Mistral, Mixtral, the first Gemma or Gemma 3 without images.
-    Four things to know:
+    Phi-3, Mistral, Mixtral, the first Gemma, Gemma 3 without images, or T5.
+    Five things to know:
 
     - Cross-attention stays as it is, and so does what reads the outputs.
     - A sliding window of the original (Mistral, Mixtral, Qwen) is not kept: the new
       layer sees what its own options, such as `window`, say.
+    - T5's bias by distance counts in the `window` of the new layers, which need one,
+      and not beyond. The layers of its encoder, or decoder, are replaced together.
     - The new layers read only padding and causality from masks. A decoder block that is
       called with a `decoder_attention_mask` raises `ValueError`, in eager and in
       compiled calls. An attention layer that is called directly, outside its block,
       treats any mask `(batch, length, length)` as causal.
-    - `generate` of KerasHub's tasks for GPT-2, OPT, BART, Llama, Mistral, Mixtral,
+    - `generate` of KerasHub's tasks for GPT-2, OPT, BART, T5, Llama, Mistral, Mixtral,
       Phi-3, Qwen and Gemma carries the states of the new layers in its cache, next to
       the keys and values of the layers that keep softmax. If all layers are replaced by
       layers with a state of constant size, a token costs constant time. For this,
@@ -198,6 +200,11 @@ def apply_plan(plan, fitted=None):
 
 def _within_budget(plan, inputs, budget):
     """A copy with as many layers replaced as an error budget allows."""
+    if plan.shared_stacks:
+        raise ValueError(
+            "layers='auto' chooses single layers, and the layers of a stack of "
+            f"{plan.model.name} are replaced together: {plan.shared_stacks}"
+        )
     whole = apply_plan(plan)
     fitted = whole.attention_adapters
     if can_fit(fitted):

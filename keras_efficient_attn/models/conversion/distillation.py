@@ -263,7 +263,7 @@ def mask_of_output(name, inputs):
 def _softmax_kernel(site):
     """Softmax attention with the projections of a converted layer."""
     kernel = SoftmaxAttention(**site.adapter_class.geometry(site.layer))
-    build_adapter(site.adapter_class(kernel, site.layer, site.is_causal), site)
+    build_adapter(site.adapter_class(kernel, site), site)
     return kernel
 
 

@@ -17,7 +17,6 @@ from keras import ops
 from keras_efficient_attn.models.conversion.keras_internals import (
     empty_cross_attention_cache,
     generation_methods,
-    projections,
     wrap_generate_step,
 )
 from keras_efficient_attn.models.conversion.trace import replace_call
@@ -117,8 +116,9 @@ class CausalMethods:
             # A memory's size determines what a query sees, not the capacity.
             length = self.max_length if kernel.state_grows else None
             return kernel.get_initial_state(self.batch_size, length)
-        heads, key_dim = projections(site.layer)["key"].partial_output_shape[-2:]
-        sizes = self.batch_size, self.max_length, heads, key_dim
+        geometry = site.adapter_class.geometry(site.layer)
+        heads = geometry.get("num_key_value_heads") or geometry["num_heads"]
+        sizes = self.batch_size, self.max_length, heads, geometry["key_dim"]
         return self.keys_and_values(*sizes, site.layer.compute_dtype)
 
     def keys_and_values(self, batch_size, length, heads, dim, dtype):
@@ -274,7 +274,7 @@ def _streaming_call(site, states, index, position, first):
         steps = position + ops.arange(shape_of(x)[1], dtype="int32")
         is_token = steps >= first[:, None]
         output, states[index] = adapter.stream(x, states[index], position, is_token)
-        return output, cache
+        return adapter.outputs_with_cache(output, cache)
 
     return call
 
@@ -283,15 +283,13 @@ def _caching_call(site, states, index, is_token):
     """The `call` of a layer with softmax, whose cache is a state of its own."""
     stock_call = site.layer.call
 
-    def call(*args, attention_mask, cache, **kwargs):
-        output, states[index] = stock_call(
-            *args,
-            attention_mask=ops.where(
-                is_token, attention_mask, ops.zeros_like(attention_mask)
-            ),
-            cache=states[index],
-            **kwargs,
-        )
-        return output, cache
+    def call(*args, cache, **kwargs):
+        # T5 has a `mask`, and in its first layer only.
+        for name in ("attention_mask", "mask"):
+            mask = kwargs.get(name)
+            if mask is not None:
+                kwargs[name] = ops.where(is_token, mask, ops.zeros_like(mask))
+        *outputs, states[index] = stock_call(*args, cache=states[index], **kwargs)
+        return (*outputs, cache)
 
     return call

@@ -6,10 +6,12 @@ Checked with Keras 3.15 and KerasHub 0.32.
 import contextlib
 import functools
 import importlib
+import inspect
 import types
 
 import keras
 import keras_hub
+from keras import ops
 
 from keras_efficient_attn.ops.common.backend import backend_name
 
@@ -29,12 +31,12 @@ PROJECTIONS = {
 def projections(layer):
     """The projections, their norms and the dropout of an attention layer: a dict.
 
-    Keras 3.15 has them as `_query_dense`, KerasHub 0.32 also as `query_dense`, and
-    norms also as `query_norm`.
+    Keras 3.15 has them as `_query_dense`, KerasHub 0.32 also as `query_dense`, T5 as
+    `query_projector`, and norms also as `query_norm`.
     """
     found = {}
     for name, attribute in PROJECTIONS.items():
-        attributes = [f"_{attribute}", attribute]
+        attributes = [f"_{attribute}", attribute, f"{name}_projector"]
         attributes += [name] if name.endswith("_norm") else []
         held = (getattr(layer, attribute, None) for attribute in attributes)
         held = next((layer for layer in held if layer is not None), None)
@@ -127,6 +129,35 @@ def lora_of(layer):
 def lora_variables(model):
     """The factors of LoRA below a model: `lora_kernel_a` and so on (Keras 3.15)."""
     return [v for v in model.trainable_variables if v.name.startswith("lora_")]
+
+
+def t5_bias(weights, distances, causal):
+    """T5's bias of the logits by distance, `(distances, heads)`.
+
+    Args:
+        weights: The weights `(buckets, heads)` of the first layer of a stack.
+        distances: Integer array, query position - key position.
+        causal: Whether the stack is a decoder.
+    """
+    buckets = _t5_attention()._relative_position_bucket(
+        ops.convert_to_tensor(-distances, "int32"),
+        bidirectional=not causal,
+        num_buckets=weights.shape[0],
+    )
+    return ops.take(weights, buckets, axis=0)
+
+
+def t5_bias_weights(layer):
+    """The weights that `t5_bias` reads, in the first layer of a stack; else `None`.
+
+    KerasHub 0.32's `T5MultiHeadAttention`, or an adapter with its attributes.
+    """
+    return getattr(layer, "relative_attention_bias", None)
+
+
+def _t5_attention():
+    module = importlib.import_module("keras_hub.src.models.t5.t5_multi_head_attention")
+    return module.T5MultiHeadAttention
 
 
 def skip_projections(layer):
@@ -229,21 +260,27 @@ def refuse_other_masks(block):
     """Makes a decoder block refuse masks other than causality and padding.
 
     The block merges all masks into one, so its attention layer cannot tell them apart;
-    KerasHub 0.32 does so in `_compute_self_attention_mask`.
+    KerasHub 0.32 does so in `_compute_self_attention_mask`. T5's block has one mask,
+    `attention_mask`, and calls the method without names.
     """
     make_mask = getattr(block, "_compute_self_attention_mask", None)
     if make_mask is None:
         return
+    signature = inspect.signature(make_mask)
 
-    def make_mask_of_keys(*, decoder_attention_mask=None, **arguments):
-        if decoder_attention_mask is not None:
-            raise ValueError(
-                "Efficient attention cannot apply a mask that differs between "
-                "queries, but for causality. Pass a mask over keys as "
-                "`decoder_padding_mask`. Received: decoder_attention_mask.shape="
-                f"{tuple(decoder_attention_mask.shape)}, in {block.name}"
-            )
-        return make_mask(decoder_attention_mask=None, **arguments)
+    def make_mask_of_keys(*args, **kwargs):
+        arguments = signature.bind(*args, **kwargs).arguments
+        for name in ("decoder_attention_mask", "attention_mask"):
+            mask = arguments.get(name)
+            # T5's backbone passes its padding masks `(batch, 1, length)`.
+            if mask is not None and (name != "attention_mask" or mask.shape[-2] != 1):
+                raise ValueError(
+                    "Efficient attention cannot apply a mask that differs between "
+                    "queries, but for causality. Pass a mask over keys as "
+                    f"`decoder_padding_mask`. Received: {name}.shape="
+                    f"{tuple(mask.shape)}, in {block.name}"
+                )
+        return make_mask(*args, **kwargs)
 
     block._compute_self_attention_mask = make_mask_of_keys
 

@@ -39,11 +39,30 @@ class ConversionPlan:
 
     def __post_init__(self):
         specs_per_layer(self.attention, len(self.indices))
+        for stack in self.shared_stacks:
+            kept = [index for index in stack if index not in self.indices]
+            if len(kept) < len(stack) and not all(
+                self.sites[index].is_converted for index in kept
+            ):
+                raise ValueError(
+                    "The layers of a stack share the bias of their logits by distance, "
+                    f"and are replaced together: {stack} in {self.model.name}. "
+                    f"Received: layers={self.indices}"
+                )
 
     @property
     def indices(self):
         """The indices of the sites to replace, a list."""
         return list(range(len(self.sites))) if self.layers is None else self.layers
+
+    @property
+    def shared_stacks(self):
+        """The indices of the sites of each stack that is replaced as a whole."""
+        stacks = {}
+        for index, site in enumerate(self.sites):
+            if site.adapter_class.shares_with_stack:
+                stacks.setdefault(site.is_causal, []).append(index)
+        return list(stacks.values())
 
     @property
     def chosen_sites(self):

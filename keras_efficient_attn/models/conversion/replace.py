@@ -14,7 +14,8 @@ def replace_attention(model, attention, layers=None, calibrate=None):
     For any Keras model that holds `keras.layers.MultiHeadAttention`, as an attribute
     of a layer, in a list or dict that is one, or in a functional graph; and for
     KerasHub's `CachedMultiHeadAttention` and the grouped-query attention of Llama,
-    Qwen 2.5 and 3, Phi-3, Mistral, Mixtral, the first Gemma and Gemma 3 without images.
+    Qwen 2.5 and 3, Phi-3, Mistral, Mixtral, the first Gemma and Gemma 3 without images,
+    or the attention of T5.
     The new layers take over the projections as they stand, and read padding and
     causality of masks, as in `convert_backbone`.
     Cross-attention stays: layers whose name says so, and in a functional graph those

@@ -13,12 +13,14 @@ from keras_efficient_attn.models.conversion.adapters import (
     MistralAdapter,
     MultiHeadAdapter,
     RotaryAdapter,
+    T5Adapter,
 )
 from keras_efficient_attn.models.conversion.keras_internals import (
     attributes_that_hold,
     call_arguments,
     child_layers,
     has_own_masks,
+    t5_bias_weights,
 )
 
 MULTI_HEAD = (
@@ -31,6 +33,7 @@ ADAPTERS = {
     "Phi3Attention": RotaryAdapter,
     "Qwen3Attention": RotaryAdapter,
     "QwenAttention": RotaryAdapter,
+    "T5MultiHeadAttention": T5Adapter,
     "CachedMistralAttention": MistralAdapter,
     "CachedMixtralAttention": MistralAdapter,
     "CachedGemma3Attention": Gemma3Adapter,
@@ -42,7 +45,6 @@ REFUSED = {
     "BloomAttention": _DISTANCE,
     "DisentangledSelfAttention": "adds logits of content and relative position",
     "FalconAttention": _DISTANCE,
-    "T5MultiHeadAttention": _DISTANCE,
     "TwoStreamRelativeAttention": "adds logits of content and relative position",
 }
 # Blocks of KerasHub around the layers in `ADAPTERS`: they merge causality, padding and,
@@ -79,6 +81,8 @@ class AttentionSite:
             layer; its output is the residual stream.
         in_one_block: Whether the layer has a single parent, and the block is not the
             whole model.
+        bias_weights: The weights of the bias by distance that T5's layers share, in the
+            first layer of the layer's stack; `None` for other models.
     """
 
     parents: tuple
@@ -87,6 +91,7 @@ class AttentionSite:
     is_causal: bool
     block: keras.layers.Layer
     in_one_block: bool
+    bias_weights: object = None
 
     @property
     def is_converted(self):
@@ -149,8 +154,11 @@ def find_sites(model):
         )
     around = [_layers_around(layer, parents_of) for layer, _, _ in found]
     number = collections.Counter(id(layer) for layers in around for layer in layers)
-    sites = []
+    sites, bias_weights = [], {}
     for (layer, adapter_class, parents), layers in zip(found, around, strict=True):
+        is_causal = _is_causal(model, layer, adapter_class, parents)
+        if t5_bias_weights(layer) is not None:
+            bias_weights[is_causal] = t5_bias_weights(layer)
         alone = (block for block in reversed(layers) if number[id(block)] == 1)
         block = next(alone, parents[0])
         sites.append(
@@ -158,9 +166,10 @@ def find_sites(model):
                 parents=tuple(parents),
                 layer=layer,
                 adapter_class=adapter_class,
-                is_causal=_is_causal(model, layer, adapter_class, parents),
+                is_causal=is_causal,
                 block=block,
                 in_one_block=block is not model and len(parents) == 1,
+                bias_weights=bias_weights.get(is_causal),
             )
         )
     return sites
@@ -223,7 +232,8 @@ def _is_causal(model, layer, adapter_class, parents):
                 "see one another, which is no causality. Received: "
                 f"{model.name}, with a vision_encoder"
             )
-        kinds.add(decoder or adapter_class.always_causal)
+        is_t5_decoder = adapter_class is T5Adapter and parent.is_decoder
+        kinds.add(decoder or adapter_class.always_causal or is_t5_decoder)
     if len(kinds) > 1:
         names = ", ".join(type(parent).__name__ for parent in parents)
         raise ValueError(

@@ -131,7 +131,7 @@ def make_adapter(spec, site):
         kernel.compute_output_spec(x, x, use_causal_mask=site.is_causal)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
-    return site.adapter_class(kernel, site.layer, site.is_causal)
+    return site.adapter_class(kernel, site)
 
 
 def _layer_class(spec):

@@ -140,7 +140,8 @@ def row_mask(site, call):
     masks = [
         call.arguments.get(name) for name in ("query_mask", "key_mask", "value_mask")
     ]
-    dense = call.arguments.get("attention_mask")
+    # T5's name is `mask`.
+    dense = call.arguments.get("attention_mask", call.arguments.get("mask"))
     if dense is not None:
         # `(batch, heads, T, S)` and `(T, S)`, reduced to one row per text.
         dense = dense[:, 0] if len(dense.shape) == 4 else dense

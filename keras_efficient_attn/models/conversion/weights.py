@@ -33,8 +33,6 @@ def copy_weights(source, target):
         if new.trainable != old.trainable:
             new.trainable = old.trainable
     for old, new in _pairs(source, target):
-        if isinstance(new, AttentionAdapter):
-            continue
         variables = zip(own_variables(old), own_variables(new), strict=True)
         for old_variable, new_variable in variables:
             # On JAX a training step donates the buffers of its weights.

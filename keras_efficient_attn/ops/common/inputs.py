@@ -94,14 +94,15 @@ class SoftmaxCall:
                 form that a kernel computes. The first two are called with `(inputs,
                 *operands, state, seed, config, options)` and return `(output, new state
                 or None)`. The others are called with `(inputs, *operands, config,
-                options)`, plus the kernel's module, and return the output.
+                options)` and return the output; a kernel's form without operands, and
+                with the kernel's module at the end.
             *operands: Tensors that only this operation has.
         """
         blocks, single, reference, *by_kernel = forms
         inputs, state, options = self.inputs, self.state, self.options
         kernel = choose_kernel(self, config) if by_kernel else None
         if kernel is not None:
-            output = by_kernel[0](inputs, *operands, config, options, kernel)
+            output = by_kernel[0](inputs, config, options, kernel)
             new_state = None
         elif self.implementation == "reference":
             output, new_state = reference(inputs, *operands, config, options), None

@@ -57,6 +57,20 @@ def shifted_to_keys(scores, width):
     return ops.reshape(scores[..., : queries * width], (*batch, queries, width))
 
 
+def bias_products(query, bias):
+    """A bias of the logits by distance, as products of queries and keys.
+
+    Args:
+        query: `(batch, length, heads, dim)`.
+        bias: `(distances, heads)`, or `None`.
+
+    Returns:
+        `(position_query, position_key)`, of one channel, for `attend_near`; `None` for
+        no bias.
+    """
+    return None if bias is None else (ops.ones_like(query[..., :1]), bias[..., None])
+
+
 def distance_sinusoids(distances, dim, max_wavelength, dtype):
     """Computes `window_sinusoids` for an integer tensor `(distances,)`.
 

@@ -40,7 +40,7 @@ def attend_single(query, key, value, allowed, dropout=None, logits=None):
     return ops.einsum("bhqk,bkhv->bqhv", weights, value)
 
 
-def attend_recent_single(inputs, state, mask_fn, dropout=None):
+def attend_recent_single(inputs, state, mask_fn, dropout=None, bias=None):
     """One position's attention to the keys of a state and to its own.
 
     Args:
@@ -49,6 +49,8 @@ def attend_recent_single(inputs, state, mask_fn, dropout=None):
         state: As in `recent_keys_spec`, with `mask_fn.reach` keys.
         mask_fn: A causal mask function over one axis.
         dropout: `(rate, seed)` or `None`.
+        bias: Optional `(mask_fn.reach + 1, heads)`, added to the logits of the keys,
+            the oldest first.
 
     Returns:
         `(batch, 1, heads, value_dim)`, and the new state.
@@ -56,7 +58,8 @@ def attend_recent_single(inputs, state, mask_fn, dropout=None):
     query, *segment = inputs
     key, value, valid = past = append_segment(state, *segment)
     allowed = seen_recent(valid, state["position"], mask_fn)
-    output = attend_single(query, key, value, allowed[:, None, None], dropout)
+    logits = None if bias is None else ops.transpose(bias)[:, None]
+    output = attend_single(query, key, value, allowed[:, None, None], dropout, logits)
     return output, drop_oldest(past, 1, state["position"])
 
 

@@ -78,7 +78,7 @@ def recurrent_linear_attention(
     return (values, totals, scale), state
 
 
-def attend_to_all(query, key, value, valid):
+def attend_to_all(query, key, value, valid, bias=None):
     """Partial softmax of one query over all existing keys.
 
     Args:
@@ -86,6 +86,7 @@ def attend_to_all(query, key, value, valid):
         key: `(batch, keys, heads, dim)`.
         value: `(batch, keys, heads, value_dim)`, zero where not valid.
         valid: `(batch, keys)`.
+        bias: Optional `(keys, heads)`, added to the logits.
 
     Returns:
         `(values, totals, log_scale)` for `online_softmax.merge`, each of
@@ -95,6 +96,8 @@ def attend_to_all(query, key, value, valid):
     # Sums and products need fewer operations than selections.
     kept = valid[:, None, None]
     logits = query @ ops.swapaxes(key, -1, -2) + (1.0 - kept) * LOG_ZERO
+    if bias is not None:
+        logits = logits + ops.transpose(bias)[:, None]
     scale = max_along(ops.stop_gradient(logits), axis=-1)
     weights = ops.exp(logits - scale[..., None]) * kept
     part = weights @ value, ops.sum(weights, axis=-1), scale

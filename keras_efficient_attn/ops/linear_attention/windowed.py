@@ -15,6 +15,7 @@ from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.masks import SlidingWindow
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
 from keras_efficient_attn.ops.common.recent_keys import append_segment
+from keras_efficient_attn.ops.common.relative_positions import bias_products
 from keras_efficient_attn.ops.linear_attention.api import mapped_linear_attention
 from keras_efficient_attn.ops.linear_attention.recurrent import attend_to_all
 
@@ -30,13 +31,13 @@ def windowed_linear_attention(
     map_weights=(),
     key_mask=None,
     state=None,
-    window_log_factor=None,
+    window_bias=None,
 ):
     """Linear attention with exact attention to the nearest keys.
 
     ```
-    w[t, s] = f exp(q[t] · k[s])  if |t - s| < window
-              φ(q[t]) · φ(k[s])   otherwise
+    w[t, s] = exp(q[t] · k[s] + b[t - s])  if |t - s| < window
+              φ(q[t]) · φ(k[s])            otherwise
     ```
 
     under one denominator. The feature map has to estimate `exp(q · k)`. Far keys are
@@ -52,7 +53,8 @@ def windowed_linear_attention(
         state: Optional state; needs `causal`. The linear state of the far keys, and
             the last `window` keys in `"window_key"`, `"window_value"` and
             `"window_mask"`.
-        window_log_factor: Optional `(heads,)`: `log f`. Defaults to `None`: 0.
+        window_bias: Optional `b`: `(heads,)`, or `(distances, heads)` in the order of
+            `window_distances`. Defaults to `None`: 0.
 
     Returns:
         `(output, state)`: `(batch, length, heads, value_dim)` in the accumulator's
@@ -85,16 +87,20 @@ def windowed_linear_attention(
 
     before, far_state = far(query, tuple(t[:, :length] for t in history), far_state)
     rule = SlidingWindow(window, config.causal)
+    by_distance = window_bias is not None and len(window_bias.shape) == 2
+    distance_bias = window_bias if by_distance else None
+    relative = bias_products(query, distance_bias)
     if state is None:
-        near = attend_near(query, key, value, valid, rule)
+        near = attend_near(query, key, value, valid, rule, relative=relative)
     elif query.shape[1] == key.shape[1] == 1:
-        near = attend_to_all(query, *(t[:, 1:] for t in history))
+        near = attend_to_all(query, *(t[:, 1:] for t in history), distance_bias)
     else:
         # The mask depends on distances only, so any start works.
-        near = attend_recent(query, *(t[:, 1:] for t in history), rule, start=0)
-    if window_log_factor is not None:
+        recent = (t[:, 1:] for t in history)
+        near = attend_recent(query, *recent, rule, start=0, relative=relative)
+    if window_bias is not None and not by_distance:
         values, totals, log_scale = near
-        near = values, totals, log_scale + window_log_factor
+        near = values, totals, log_scale + window_bias
     parts = [near, before]
     if not config.causal:
         delayed = tuple(

@@ -1,7 +1,10 @@
 """Local attention: softmax over keys near the query, in a sequence or an image."""
 
+from keras import ops
+
 from keras_efficient_attn.ops.common.inputs import SoftmaxCall
 from keras_efficient_attn.ops.common.interval_softmax.choice import KERNELS
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
 from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.local_attention.blocks import attend_in_blocks
@@ -30,11 +33,12 @@ def local_attention(
     state=None,
     dropout=None,
     implementation=None,
+    window_bias=None,
 ):
     """Softmax attention to the keys near the query, in linear time and memory.
 
     ```
-    w[t, s]   = exp(scale · q[t]·k[s])     if s is near t
+    w[t, s]   = exp(scale · q[t]·k[s] + b[t - s])  if s is near t
     output[t] = Σ_s w[t, s] v[s] / Σ_s w[t, s]
     ```
 
@@ -80,6 +84,9 @@ def local_attention(
             Defaults to `None`: the device's kernel if it can run (a single TPU; a CUDA
             device and heads of 16 or more), otherwise blocks. On a CPU, `"splash"` is
             interpreted and `"flex"` has no gradients.
+        window_bias: Optional `(distances, heads)`, the `b` of the distances `t - s` in
+            a `window`, the largest first: `window - 1, …, 0` and, if not causal,
+            `…, 1 - window`. Excludes kernels. Defaults to `None`: 0.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
@@ -88,8 +95,9 @@ def local_attention(
     Raises:
         ValueError: If `window`, `query_block`, `memory`, `grid` and `order` define no
             pattern, or one for shorter sequences; if shapes do not agree, if a `state`
-            cannot be continued by this call, for an invalid `dropout`, or if a
-            requested kernel cannot run.
+            cannot be continued by this call, for an invalid `dropout`, for a
+            `window_bias` without a `window` or of another shape, or if a requested
+            kernel cannot run.
 
     Example:
 
@@ -114,8 +122,12 @@ def local_attention(
         check_state(
             state, _state_spec(config, None, *key.shape[2:], value.shape[-1], None)
         )
-    forms = attend_in_blocks, attend_next, reference_attention, attend_by_kernel
-    return call.attend(config, forms)
+    forms = [attend_in_blocks, attend_next, reference_attention, attend_by_kernel]
+    if window_bias is not None:
+        _check_window_bias(window_bias, query, config, call)
+        forms.pop()
+        window_bias = ops.cast(window_bias, accumulator_dtype(query, key, value))
+    return call.attend(config, forms, window_bias)
 
 
 def local_attention_state(
@@ -142,6 +154,23 @@ def local_attention_state(
     """
     sizes = (batch_size, num_heads, key_dim, value_dim)
     return make_state(_state_spec(LocalConfig(**pattern), *sizes, dtype))
+
+
+def _check_window_bias(window_bias, query, config, call):
+    distances = None
+    if config.window is not None:
+        distances = config.window if call.causal else 2 * config.window - 1
+    if tuple(window_bias.shape) != (distances, query.shape[2]):
+        raise ValueError(
+            "`window_bias` needs a `window`, and a row of heads for each distance in "
+            f"it, ({distances}, {query.shape[2]}). Received: window_bias.shape="
+            f"{tuple(window_bias.shape)}, window={config.window}"
+        )
+    if call.implementation in KERNELS:
+        raise ValueError(
+            "Kernels do not add a `window_bias`. Received: "
+            f"implementation={call.implementation!r}"
+        )
 
 
 def _state_spec(config, batch_size, *sizes_and_dtype):

@@ -6,9 +6,10 @@ from keras_efficient_attn.ops.common.single_query import attend_recent_single
 
 
 @jit_on_jax("config", "options")
-def attend_next(inputs, state, seed, config, options):
+def attend_next(inputs, window_bias, state, seed, config, options):
     """Computes `attend_in_blocks` for one position and a state."""
     query, *segment = masked_inputs(*inputs)
     inputs = (query * options.scale, *segment)
     mask_fn = config.mask_fn(causal=True)
-    return attend_recent_single(inputs, state, mask_fn, options.dropout_and_seed(seed))
+    dropout = options.dropout_and_seed(seed)
+    return attend_recent_single(inputs, state, mask_fn, dropout, window_bias)

@@ -121,6 +121,7 @@ FAMILIES = {
         ),
         LOCAL,
     ),
+    "t5": (models.T5Backbone, dict(**SIZES, num_heads=2), PERFORMER),
     "dinov2": (
         models.DINOV2Backbone,
         dict(

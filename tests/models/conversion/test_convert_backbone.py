@@ -14,6 +14,7 @@ from keras_efficient_attn import LocalAttention, PerformerAttention, VQAttention
 from keras_efficient_attn.models import (
     convert_backbone,
     efficient_backbone,
+    replace_attention,
     swap_report,
 )
 from keras_efficient_attn.models.conversion import plan
@@ -45,13 +46,13 @@ def test_exact_attention_leaves_every_family_as_it_is(name):
     assert isinstance(efficient, backbone_class)
     assert type(efficient) is efficient_backbone(backbone_class)
     kept = [w for w in efficient.weights if "/kernel/" not in w.path]
-    if name in ("mixtral", "siglip_vision", "dinov2"):
+    if name in ("mixtral", "siglip_vision", "dinov2", "t5"):
         # Keras numbers unnamed layers across all models.
         assert [w.shape for w in kept] == [w.shape for w in backbone.weights]
     else:
         assert [w.path for w in kept] == paths(backbone)
     # Encoder-decoders have two per layer.
-    both = name in ("bart", "whisper")
+    both = name in ("bart", "whisper", "t5")
     assert len(families.kernels(efficient)) == (4 if both else 2)
 
     # Changes of the copy do not affect the original.
@@ -75,6 +76,8 @@ def test_exact_attention_leaves_every_family_as_it_is(name):
         "siglip_vision",
         "clip",
         "dinov2",
+        "t5",
+        "gemma",
     ],
 )
 def test_a_family_trains_saves_and_is_reported(name, tmp_path):
@@ -344,9 +347,15 @@ def test_a_gaussian_kernel_is_not_softmax():
 def test_refusals():
     make = families.make
     one = {"num_layers": 1}
-    t5 = keras_hub.models.T5Backbone(**families.SIZES | one, num_heads=2)
+    bloom = keras_hub.models.BloomBackbone(
+        vocabulary_size=50,
+        num_layers=1,
+        num_heads=2,
+        hidden_dim=16,
+        intermediate_dim=24,
+    )
     deberta = keras_hub.models.DebertaV3Backbone(**families.STOCK | one)
-    for backbone in (t5, deberta):
+    for backbone in (bloom, deberta):
         with pytest.raises(ValueError, match="cannot be replaced: .*position|distance"):
             convert_backbone(backbone, families.LOCAL)
     both_ways = make("gemma3", use_bidirectional_attention=True, **one)
@@ -378,3 +387,62 @@ def test_refusals():
         convert_backbone(keras.Sequential(), families.LOCAL)
     with pytest.raises(TypeError, match="attention=3"):
         convert_backbone(bert, 3)
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_the_bias_of_t5_stays_in_the_window(stack):
+    backbone = families.make("t5")
+    efficient = convert_backbone(backbone, "local:window=3")
+    old, new = (
+        [
+            layer.self_attention
+            for layer in getattr(model, f"{stack}_transformer_layers")
+        ]
+        for model in (backbone, efficient)
+    )
+    x = np.random.default_rng(0).normal(size=(2, 9, 16)).astype("float32")
+    distances = np.arange(9)[:, None] - np.arange(9)
+    seen = abs(distances) < 3
+    seen = seen & (distances >= 0) if stack == "decoder" else seen
+    # The first layer of a stack has the bias of all of its layers.
+    bias = ops.convert_to_numpy(old[0].compute_bias(9, 9))
+    assert np.ptp(bias[..., seen]) > 0.1
+    bias = np.where(seen, bias, -1e9).astype("float32")
+    for softmax, adapter in zip(old, new, strict=True):
+        expected = softmax(x, position_bias=bias)[0]
+        received, no_bias, _ = adapter(x)
+        np.testing.assert_allclose(
+            *map(ops.convert_to_numpy, (received, expected)), atol=1e-5
+        )
+        assert no_bias.shape[-2:] == (0, 0)
+
+
+@pytest.mark.any_backend
+def test_what_t5_refuses():
+    backbone = families.make("t5")
+    data = families.inputs(backbone)
+    for options, message in (
+        (dict(attention="local", layers=[0]), r"together: \[0, 1\].*layers=\[0\]"),
+        (dict(attention={"local": 1, "full": 1}), "replaced together"),
+        (
+            dict(attention="local", layers="auto", budget=1.0, calibrate=data),
+            "chooses single layers",
+        ),
+        (dict(attention="performer"), "only a window keeps.*PerformerAttention"),
+        (dict(attention="local:query_block=4"), "only a window keeps"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert_backbone(backbone, **options)
+    block = backbone.encoder_transformer_layers[1]
+    with pytest.raises(ValueError, match="convert the whole model"):
+        replace_attention(block, "local")
+    assert not families.kernels(backbone)
+    converted = convert_backbone(backbone, "local")
+    states = np.zeros((1, 4, 16), "float32")
+    with pytest.raises(ValueError, match=r"attention_mask.shape=\(1, 4, 4\)"):
+        converted.decoder_transformer_layers[0](
+            states,
+            attention_mask=np.ones((1, 4, 4)),
+            encoder_hidden_states=states,
+            use_causal_mask=True,
+        )

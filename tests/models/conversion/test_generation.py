@@ -47,6 +47,9 @@ TASKS = {
 }
 
 
+SEQ2SEQ_TASKS = {"bart": models.BartSeq2SeqLM, "t5": models.T5Seq2SeqLM}
+
+
 def assert_greedy(task, data, tokens, prefix=""):
     """Tokens are the prompts', followed by the most likely tokens of one whole call.
 
@@ -125,11 +128,19 @@ def test_a_pattern_mixes_states_with_keys_and_values():
     assert_greedy(task, data, generate(task, data))
 
 
-@pytest.mark.parametrize("layers", [None, [0, 3]])
-def test_a_decoder_with_an_encoder(layers):
-    backbone = families.make("bart")
-    converted = convert_backbone(backbone, PERFORMER, layers)
-    task = models.BartSeq2SeqLM(converted)
+@pytest.mark.parametrize(
+    ("name", "attention", "layers"),
+    [
+        ("bart", PERFORMER, None),
+        ("bart", PERFORMER, [0, 3]),
+        ("t5", "performer:num_features=4,window=2", None),
+        ("t5", VQ, [2, 3]),
+        ("t5", "local:window=2", [0, 1]),
+    ],
+)
+def test_a_decoder_with_an_encoder(name, attention, layers):
+    converted = convert_backbone(families.make(name), attention, layers)
+    task = SEQ2SEQ_TASKS[name](converted)
     task.compile(sampler="greedy")
     data = families.inputs(converted)
     decoder = prompts([2, 3], starts=[0, 1], length=7)

@@ -198,6 +198,10 @@ class LinearAttention(EfficientAttention):
     def estimates_beyond_window(self):
         return self.window is not None
 
+    @property
+    def takes_window_bias(self):
+        return self.window is not None
+
     def operations(self, length, causal):
         heads, dim, value_dim = self._num_heads, self._key_dim, self._value_dim
         features = 4 * heads * self.feature_map.multiplications(dim)
@@ -270,20 +274,23 @@ class LinearAttention(EfficientAttention):
             attend, whole = split_linear.linear_attention, options["map_weights"]
             if windowed:
                 attend = split_linear.windowed_attention
-                whole = whole, self._factor_for(tensors[0])
+                whole = whole, self._window_bias(call.causal, tensors[0].dtype)
             split_tensors = *tensors, options["key_mask"], None
             return split.run(attend, split_tensors, whole, config), None
         if windowed:
-            options["window_log_factor"] = self._factor_for(tensors[0])
+            dtype = tensors[0].dtype
+            options["window_bias"] = self._window_bias(call.causal, dtype)
             return windowed_linear_attention(*tensors, config, **options)
         (heads,), state = mapped_linear_attention(*tensors, config, **options)
         return heads, state
 
-    def _factor_for(self, query):
-        """The logarithm of the window's factor of each head, or `None` for 1."""
+    def _window_bias(self, causal, dtype):
+        """What is added to the window's logits, by head or by distance, or `None`."""
+        bias = self._bias_of_window(self.window, causal, dtype)
         if self._window_log_factor is None:
-            return None
-        return ops.cast(self._window_log_factor, query.dtype)
+            return bias
+        factor = ops.cast(self._window_log_factor, dtype)
+        return factor if bias is None else factor + bias
 
     def _prepare(self, x, dtype, position):
         """Queries or keys, normalised, rotated and scaled."""

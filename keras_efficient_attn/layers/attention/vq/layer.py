@@ -28,6 +28,7 @@ from keras_efficient_attn.ops.common.checks import (
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, rms_normalize
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.common.relative_positions import (
+    bias_products,
     window_sinusoids,
 )
 from keras_efficient_attn.ops.reversible.remembered import remember
@@ -320,6 +321,10 @@ class VQAttention(EfficientAttention):
         # Relative positions apply to distances in the window.
         return self.window is not None and not self.config.relative_positions
 
+    @property
+    def takes_window_bias(self):
+        return self.window is not None and not self.config.relative_positions
+
     def operations(self, length, causal):
         heads, dim, value_dim = self._num_heads, self._key_dim, self._value_dim
         window = 0 if self.window is None else min(self.window, length)
@@ -349,8 +354,11 @@ class VQAttention(EfficientAttention):
         query = self._prepare(query, dtype, start)
         key = self._compared_key(self._prepare(key, dtype, start))
         positions = None
+        bias = self._bias_of_window(self.window, call.causal, dtype)
         if self.config.relative_positions:
             positions = self._relative_positions(query, call)
+        elif bias is not None:
+            positions = Positions(*bias_products(query, bias))
         query = self._compared_query(query)
         learns = self._learns(call.training)
         # Gradient checkpointing reruns with the codes of the first run.

@@ -22,13 +22,13 @@ def decayed_products(lefts, key, log_decay):
     No exponential exceeds 1, however strong the decay.
 
     Args:
-        lefts: The `x`, a list of `(..., length, features)`.
-        key: `(..., length, features)`.
-        log_decay: g, `(..., length, 1)` or `(..., length, features)`, not positive; or
-            `None` for 0.
+        lefts: The `x`, a list of `(..., chunks, length, features)`.
+        key: `(..., chunks, length, features)`.
+        log_decay: g, `(..., chunks, length, 1)` or `(..., chunks, length, features)`,
+            not positive; or `None` for 0.
 
     Returns:
-        A list of `(..., length, length)`.
+        A list of `(..., chunks, length, length)`.
     """
     if log_decay is not None and log_decay.shape[-1] != 1:
         return _by_feature(lefts, key, log_decay)
@@ -52,18 +52,19 @@ def _by_feature(lefts, key, log_decay):
     size: between them, keys decay to the end of the first block, and the other vectors
     from the start of the second.
     """
-    *batch, length, features = shape_of(key)
+    *rows, chunks, length, features = shape_of(key)
     count = 1
     while count * BLOCK < length:
         count *= 2
     size = -(-length // count)
-    padding = [(0, 0)] * len(batch) + [(0, count * size - length), (0, 0)]
+    padding = [(0, 0)] * (len(rows) + 1) + [(0, count * size - length), (0, 0)]
 
     def by_block(x):
         if count * size > length:
             x = pad(x, padding)
-        # Tensors of higher rank crash XLA on CPUs.
-        return ops.reshape(x, (-1, count, size, features))
+        # Blocks of all chunks share an axis: tensors of higher rank crash XLA on CPUs.
+        # Heads keep theirs, which may be split over devices.
+        return ops.reshape(x, (*rows, chunks * count, size, features))
 
     log_decay, key, *lefts = map(by_block, (log_decay, key, *lefts))
     start, end = sums_up_to(log_decay), sums_after(log_decay)
@@ -84,10 +85,9 @@ def _by_feature(lefts, key, log_decay):
         start = ops.concatenate([start, later + first], axis=-2)
         end = ops.concatenate([end + second, last], axis=-2)
         count, size = count // 2, 2 * size
-        joined = (-1, count, size, features)
+        joined = (*rows, chunks * count, size, features)
         key, *lefts = (ops.reshape(x, joined) for x in (key, *lefts))
-    products = [product[:, 0, :length, :length] for product in products]
-    return [ops.reshape(product, (*batch, length, length)) for product in products]
+    return [product[..., :length, :length] for product in products]
 
 
 def _pairs(x):

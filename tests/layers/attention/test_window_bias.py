@@ -1,0 +1,120 @@
+"""A bias of the logits by distance, which layers with a window add in the window."""
+
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn import LocalAttention, PerformerAttention, VQAttention
+from keras_efficient_attn.ops import local_attention, local_attention_state
+
+HEADS, DIM, WINDOW, LENGTH = 2, 4, 3, 11
+BIAS = np.random.default_rng(5).normal(size=(2 * WINDOW - 1, HEADS))
+CASES = ("local", "taylor", "factor", "vq")
+FACTORS = np.array([2.0, 0.5])
+
+
+def bias_of(distances):
+    """The bias `(distances, heads)`, of distances from `1 - WINDOW` on."""
+    return ops.convert_to_tensor(BIAS[distances + WINDOW - 1], "float32")
+
+
+def make_layer(name):
+    sizes = dict(num_heads=HEADS, key_dim=DIM, window=WINDOW, seed=0)
+    if name == "local":
+        return LocalAttention(**sizes)
+    if name in ("taylor", "factor"):
+        factor = name == "factor"
+        return PerformerAttention(
+            **sizes, feature_map="taylor", learn_window_factor=factor
+        )
+    return VQAttention(**sizes, num_codes=3, qk_norm=False)
+
+
+def expected_output(name, layer, x, causal):
+    """The definition in float64; the bias counts in the window only."""
+    x = x.astype("float64")
+    query, key, value = (
+        np.einsum("btd,dhe->bhte", x, kernel) + bias[:, None]
+        for kernel, bias in (
+            [np.asarray(w, "float64") for w in dense.get_weights()]
+            for dense in (layer.query_dense, layer.key_dense, layer.value_dense)
+        )
+    )
+    products = DIM**-0.5 * query @ key.swapaxes(-1, -2)
+    distances = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    near = abs(distances) < WINDOW
+    bias = BIAS[np.clip(distances + WINDOW - 1, 0, 2 * WINDOW - 2)].transpose(2, 0, 1)
+    if name == "local":
+        far = np.zeros_like(products)
+    elif name in ("taylor", "factor"):
+        far = 1 + products + products**2 / 2
+    else:
+        # The layer compares and stores keys scaled by `DIM ** -0.25`.
+        codes = np.asarray(layer.codebook, "float64")[None]
+        scaled = DIM**-0.25 * key
+        gaps = ((scaled[:, :, :, None] - codes[:, :, None]) ** 2).sum(-1)
+        nearest = np.take_along_axis(codes, gaps.argmin(-1)[..., None], axis=2)
+        far = np.exp(DIM**-0.25 * query @ nearest.swapaxes(-1, -2))
+    factors = FACTORS[:, None, None] if name == "factor" else 1.0
+    weights = np.where(near, factors * np.exp(products + bias), far)
+    weights = np.tril(weights) if causal else weights
+    heads = weights @ value / weights.sum(-1, keepdims=True)
+    kernel, output_bias = (np.asarray(w) for w in layer.output_dense.get_weights())
+    return np.einsum("bhte,hed->btd", heads, kernel) + output_bias
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_it_counts_in_the_window_and_nowhere_else(name, causal):
+    x = np.random.default_rng(0).normal(size=(2, LENGTH, 6)).astype("float32")
+    layer = make_layer(name)
+    without = layer(x, x, use_causal_mask=causal)
+    if name == "factor":
+        (factor,) = [w for w in layer.weights if w.name == "window_log_factor"]
+        factor.assign(np.log(FACTORS))
+    layer.window_bias = bias_of
+    whole = ops.convert_to_numpy(layer(x, x, use_causal_mask=causal))
+    expected = expected_output(name, layer, x, causal)
+    np.testing.assert_allclose(whole, expected, atol=2e-5)
+    assert np.max(abs(whole - ops.convert_to_numpy(without))) > 1e-2
+    if not causal:
+        return
+    # A segment, and the rest token by token.
+    pieces, state = [], layer.get_initial_state(2)
+    for start, stop in ((0, 5), *((t, t + 1) for t in range(5, LENGTH))):
+        piece = x[:, start:stop]
+        output, state = layer(piece, piece, use_causal_mask=True, state=state)
+        pieces.append(ops.convert_to_numpy(output))
+    np.testing.assert_allclose(np.concatenate(pieces, 1), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_window_longer_than_the_sequence(name):
+    x = np.random.default_rng(1).normal(size=(1, LENGTH, 6)).astype("float32")
+    short = x[:, :2]
+    layer = make_layer(name)
+    layer.window_bias = bias_of
+    # Causal: the first two tokens read no later ones.
+    first = ops.convert_to_numpy(layer(x, x, use_causal_mask=True))[:, :2]
+    again = ops.convert_to_numpy(layer(short, short, use_causal_mask=True))
+    np.testing.assert_allclose(again, first, atol=1e-5)
+
+
+@pytest.mark.any_backend
+def test_the_operation_checks_it():
+    x = np.ones((1, 8, HEADS, DIM), "float32")
+    bias = np.zeros((WINDOW, HEADS), "float32")
+    options = dict(causal=True, window_bias=bias)
+    for wrong, message in (
+        (dict(window=WINDOW, causal=False), r"\(5, 2\).*\(3, 2\)"),
+        (dict(query_block=4), "needs a `window`"),
+        (dict(window=WINDOW, implementation="splash"), "Kernels do not"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            local_attention(x, x, x, **{**options, **wrong})
+    state = local_attention_state(1, HEADS, DIM, DIM, window=WINDOW)
+    blocks, _ = local_attention(x, x, x, window=WINDOW, state=state, **options)
+    reference = local_attention(
+        x, x, x, window=WINDOW, implementation="reference", **options
+    )
+    np.testing.assert_allclose(*map(ops.convert_to_numpy, (blocks, reference)))
