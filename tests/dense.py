@@ -81,7 +81,8 @@ def layer_output(
         heads = np.where(kept[:, :, None, None], heads, 0.0)
         weights = np.where(kept[:, None, :, None], weights, 0.0)
     kernel, bias = (np.asarray(w, "float64") for w in layer.output_dense.get_weights())
-    return np.einsum("bthv,hve->bte", heads, kernel) + bias, weights
+    # `output_shape` may have several axes.
+    return np.tensordot(heads, kernel, axes=2) + bias, weights
 
 
 # Feature maps that estimate exp(q·k).

@@ -274,7 +274,8 @@ CASES = [
     softmax("softmax"),
     softmax("softmax-window", variant=True, sliding_window=4, rotary_wavelength=50.0),
     reformer("reformer", bucket_size=4, num_hashes=2, num_buckets=4),
-    Case("outside", SquareAttention, {}, square_heads, long={}),
+    # A key whose product is near zero may be the only one: it is divided by itself.
+    Case("outside", SquareAttention, {}, square_heads, long={}, smooth=False),
 ]
 
 

@@ -163,7 +163,7 @@ def main():
             else:
                 moment = after(draw.uniform(0, 1.1 * seconds))
             if not kill_at(moment, [*command, killed], log):
-                raise SystemExit(f"The run ended after {kills} kills: use more --steps.")
+                raise SystemExit(f"The run ended after {kills} kills: use more steps")
             kills += 1
             left = sorted(path.name for path in killed.glob("*checkpoint-*"))
             print(f"kill {kills}: {', '.join(left) or 'no file'}", flush=True)

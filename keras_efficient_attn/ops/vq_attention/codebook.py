@@ -240,6 +240,9 @@ def random_keys(key, valid, uniforms):
         `(heads, codes, dim)`, and 1 or 0, `(heads, codes)`.
     """
     heads, dim = key.shape[2:]
+    if 0 in key.shape[:2]:
+        # Something to take; nobody uses it.
+        key, valid = (ops.zeros((1, 1, *x.shape[2:]), x.dtype) for x in (key, valid))
     keys, valid = ops.reshape(key, (-1, dim)), ops.reshape(valid, (-1,))
     number = shape_of(valid)[0]
     place = ops.cast(uniforms * ops.cast(number, uniforms.dtype), "int32")

@@ -49,6 +49,19 @@ def nearest(key, codes):
     return ((key[:, :, :, None] - codes[None, None]) ** 2).sum(-1).argmin(-1)
 
 
+def test_training_without_rows_moves_no_code(backend):
+    if backend == "tensorflow":
+        pytest.skip("docs/limits.md")
+    layer = built(codebook_init="random", revive_after=1)
+    before = weights(layer)
+    for length in (1, 8):
+        x = inputs(batch=0, length=length)
+        assert tuple(layer(x, x, training=True).shape) == x.shape
+    after = weights(layer)
+    codes = (w["sum"] / w["count"][..., None] for w in (after, before))
+    np.testing.assert_allclose(*codes, rtol=1e-5)
+
+
 def test_one_training_call_moves_the_codes_as_by_hand():
     layer = built(codebook_init="random", decay=0.75, commitment_weight=0.5)
     x, mask = inputs(), np.random.default_rng(1).random((2, 20)) > 0.3
