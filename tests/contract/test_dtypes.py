@@ -21,6 +21,18 @@ def test_float64_is_float64_throughout(case):
 
 
 @pytest.mark.once_a_layer
+def test_streams_in_float64_are_float64_throughout(causal_case):
+    with float64():
+        layer, x = causal_case.built(dtype="float64"), inputs().astype("float64")
+        whole = to_numpy(layer(x, x, use_causal_mask=True))
+        state, outputs = causal_case.get_initial_state(layer), []
+        for part in (x[:, :7], x[:, 7:8], x[:, 8:]):
+            output, state = layer(part, part, use_causal_mask=True, state=state)
+            outputs.append(to_numpy(output))
+    np.testing.assert_allclose(np.concatenate(outputs, 1), whole, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.once_a_layer
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
 def test_integers_are_cast_to_the_compute_dtype(case, dtype):
     layer = case.built(dtype=dtype)

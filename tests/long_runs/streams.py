@@ -64,9 +64,10 @@ def write_reference(case, positions, folder):
     for variable, value in zip(wide.variables, weights, strict=True):
         variable.assign(value)
     if wide.state_grows:
+        positions = min(positions, GROWING_LENGTH)
+    if getattr(wide, "grid", None):
         # An image has only this many positions.
-        grid = getattr(wide, "grid", None) or (GROWING_LENGTH,)
-        positions = min(positions, GROWING_LENGTH, math.prod(grid) // BLOCK * BLOCK)
+        positions = min(positions, math.prod(wide.grid) // BLOCK * BLOCK)
     # Segments of any length compute the same function; long ones are fast.
     segment = GROWING_SEGMENT if wide.state_grows else BLOCK
     blocks = [block for block, _ in stream(wide, draw_inputs(positions), segment)]

@@ -4,12 +4,14 @@ import pytest
 from keras import ops
 
 from keras_efficient_attn.ops.lsh_attention import lsh_attention
+from keras_efficient_attn.ops.lsh_attention.config import LSHConfig
 from keras_efficient_attn.ops.lsh_attention.hashing import (
     hash_buckets,
     num_rotation_rows,
 )
+from keras_efficient_attn.ops.lsh_attention.pairs import prefers_pairs
 from tests import dense
-from tests.autodiff import gradients, to_numpy
+from tests.autodiff import float64, gradients, to_numpy
 
 BATCH, LENGTH, HEADS, DIM, ROUNDS, BUCKETS = 2, 23, 2, 5, 3, 4
 
@@ -45,7 +47,7 @@ CUTS = [
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+@pytest.mark.parametrize("implementation", ["chunked", "pairs", "reference"])
 def test_all_rounds_together_are_dense_attention_over_their_union(
     implementation, causal, cut
 ):
@@ -67,6 +69,23 @@ def test_all_rounds_together_are_dense_attention_over_their_union(
     np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_pairs_in_float64():
+    with float64():
+        query, value, buckets = arrays()
+        options = dict(chunk_size=3, causal=True, aligned=True)
+        tensors = (ops.convert_to_tensor(t, "float64") for t in (query, value))
+        output, _ = lsh_attention(
+            *tensors,
+            buckets,
+            num_buckets=BUCKETS,
+            implementation="pairs",
+            **options,
+        )
+        kept = np.ones((BATCH, LENGTH), bool)
+        expected = expected_output(query, value, buckets, kept, **options)
+        np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_two_chunks_are_dense_attention_whatever_the_hash(causal):
     query, value, buckets = arrays(length=12)
@@ -78,6 +97,7 @@ def test_two_chunks_are_dense_attention_whatever_the_hash(causal):
         chunk_size=6,
         causal=causal,
         across_buckets=True,
+        implementation="chunked",
     )
     everything, kept = np.ones((12, 12), bool), np.ones(12, bool)
     for b in range(BATCH):
@@ -93,8 +113,9 @@ def test_two_chunks_are_dense_attention_whatever_the_hash(causal):
             )
 
 
+@pytest.mark.parametrize("fast", ["chunked", "pairs"])
 @pytest.mark.parametrize("aligned", [False, True])
-def test_gradients_are_those_of_the_reference(aligned):
+def test_gradients_are_those_of_the_reference(aligned, fast):
     query, value, buckets = arrays()
     weight = np.random.default_rng(2).normal(size=value.shape).astype("float32")
 
@@ -114,11 +135,62 @@ def test_gradients_are_those_of_the_reference(aligned):
 
         return gradients(function, query, value)
 
-    for fast, slow in zip(loss("chunked"), loss("reference"), strict=True):
-        np.testing.assert_allclose(fast, slow, rtol=1e-3, atol=1e-5)
+    for received, expected in zip(loss(fast), loss("reference"), strict=True):
+        np.testing.assert_allclose(received, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_numbers_of_chunks_that_later_positions_decide_change_no_earlier_bit():
+@pytest.mark.parametrize("causal", [False, True])
+def test_pairs_in_several_blocks(causal):
+    query, value, buckets = arrays(length=531, rounds=2)
+    kept = np.random.default_rng(1).random((BATCH, 531)) > 0.3
+    options = dict(chunk_size=20, causal=causal, aligned=causal)
+
+    def attend(query, value, implementation):
+        output, _ = lsh_attention(
+            query,
+            value,
+            ops.convert_to_tensor(buckets),
+            num_buckets=BUCKETS,
+            key_mask=kept,
+            implementation=implementation,
+            **options,
+        )
+        return output
+
+    output = to_numpy(attend(query, value, "pairs"))
+    expected = expected_output(query, value, buckets, kept, **options)
+    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
+
+    def loss(implementation):
+        def function(query, value):
+            return ops.sum(ops.square(attend(query, value, implementation)))
+
+        return gradients(function, query, value)
+
+    for received, wanted in zip(loss("pairs"), loss("chunked"), strict=True):
+        np.testing.assert_allclose(received, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.any_backend
+def test_short_sequences_take_pairs():
+    """By the pairs that each computes, for the usual options and some rare ones."""
+
+    def takes(length, rounds=4, **options):
+        config = LSHConfig(**{"num_buckets": 32, "chunk_size": 64, **options})
+        query = np.zeros((1, length, 4, 8), "float32")
+        return prefers_pairs(ops.convert_to_tensor(query), rounds, config)
+
+    causal = dict(causal=True, aligned=True)
+    assert takes(1024, **causal) and not takes(8192, **causal)
+    # Few rounds, and small chunks, compute few pairs.
+    assert not takes(3000, rounds=1, **causal)
+    assert not takes(3000, chunk_size=16, **causal)
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "pairs"])
+def test_numbers_of_chunks_that_later_positions_decide_change_no_earlier_bit(
+    implementation,
+):
     """Later positions in one bucket fill its chunks; spread out, they need others."""
     length, half = 120, 60
     query, value, buckets = arrays(length, buckets=16)
@@ -134,6 +206,7 @@ def test_numbers_of_chunks_that_later_positions_decide_change_no_earlier_bit():
                 chunk_size=8,
                 causal=True,
                 aligned=True,
+                implementation=implementation,
             )[0]
         )
         for ids in (buckets, together)
@@ -160,7 +233,7 @@ def test_chunks_that_run_on_across_buckets_let_the_future_through():
     assert np.any(outputs[0][:, :-1] != outputs[1][:, :-1])
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+@pytest.mark.parametrize("implementation", ["chunked", "pairs", "reference"])
 def test_sort_keys_have_all_of_32_bits(implementation):
     query, value, buckets = arrays()
     kept = np.random.default_rng(1).random((BATCH, LENGTH)) > 0.3
@@ -182,7 +255,8 @@ def test_sort_keys_have_all_of_32_bits(implementation):
         lsh_attention(query, value, buckets, num_buckets=num_buckets + 1, **options)
 
 
-def test_chunks_of_many_buckets_are_told_apart():
+@pytest.mark.parametrize("implementation", ["chunked", "pairs"])
+def test_chunks_of_many_buckets_are_told_apart(implementation):
     # Two long buckets; float32 has to distinguish their chunk numbers.
     length, num_buckets = 64, 2**20
     query, value, buckets = arrays(length, buckets=2)
@@ -190,7 +264,14 @@ def test_chunks_of_many_buckets_are_told_apart():
     query, value = query[:1, :, :1], value[:1, :, :1]
     buckets = buckets[:1, :1] + num_buckets // 2
     options = dict(chunk_size=1, causal=True, aligned=True)
-    output, _ = lsh_attention(query, value, buckets, num_buckets=num_buckets, **options)
+    output, _ = lsh_attention(
+        query,
+        value,
+        buckets,
+        num_buckets=num_buckets,
+        implementation=implementation,
+        **options,
+    )
     kept = np.ones((1, length), bool)
     expected = expected_output(query, value, buckets, kept, **options, scale=1.0)
     np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
@@ -240,6 +321,15 @@ def test_invalid_arguments():
             value,
             buckets,
             implementation="reference",
+            dropout_mask=np.ones((BATCH, HEADS, ROUNDS, 3, 6)),
+            **options,
+        )
+    with pytest.raises(ValueError, match="implementation='pairs'. takes no `state`"):
+        lsh_attention(
+            query,
+            value,
+            buckets,
+            implementation="pairs",
             dropout_mask=np.ones((BATCH, HEADS, ROUNDS, 3, 6)),
             **options,
         )

@@ -20,7 +20,9 @@ def write_positions(cache, segment, start):
         segment, length = segment[:, :capacity], capacity
     start = ops.minimum(start, capacity - length)
     if backend_name() != "tensorflow":
-        at = (0, start, *[0] * (len(cache.shape) - 2))
+        # JAX needs indices of one dtype; where float64 is enabled, 0 is int64.
+        zero = ops.zeros_like(start)
+        at = (zero, start, *[zero] * (len(cache.shape) - 2))
         return ops.slice_update(cache, at, segment)
     # TensorFlow has no gradient for an updated slice.
     offset = ops.arange(capacity, dtype="int32") - start

@@ -197,12 +197,13 @@ def check_dropout(received):
         )
 
 
-def check_implementation(implementation, *fast, **refused):
-    """Raises `ValueError` for an unknown one, or arguments the reference lacks.
+def check_implementation(implementation, *fast, limited=(), **refused):
+    """Raises `ValueError` for an unknown one, or arguments that it lacks.
 
     Args:
         implementation: `None`, `"reference"`, or one of `fast`.
         *fast: Names of the implementations that are not the definition.
+        limited: Those of them that lack the arguments that the reference lacks.
         **refused: Arguments that the reference does not accept, `None` if not given.
     """
     if implementation not in (None, *fast, "reference"):
@@ -216,9 +217,9 @@ def check_implementation(implementation, *fast, **refused):
         for name, received in refused.items()
         if received is not None
     ]
-    if implementation == "reference" and given:
+    if implementation in ("reference", *limited) and given:
         names = " and no ".join(f"`{name}`" for name in refused)
         raise ValueError(
-            f"`implementation='reference'` takes no {names}. Received: "
+            f"`implementation={implementation!r}` takes no {names}. Received: "
             f"{', '.join(given)}"
         )

@@ -29,6 +29,8 @@ def make_cuts(query, key, tensors, kind, mask):
         return _shared_cuts(query, _mask_fn(mask), *tensors)
     if kind == "weighted":
         return [Cut(tensors[0][:, :, None], False, *whole)]
+    if kind.endswith("codes"):
+        return _code_cuts(query, kind == "earlier codes", tensors)
     allowed = tensors[0]
     allowed = allowed[:, None] if allowed.ndim == 3 else allowed[None, None]
     return [Cut(*_mask(allowed, query.dtype), *whole)]
@@ -79,6 +81,23 @@ def _shared_cuts(query, mask_fn, i, j):
         last = int(seen[-1]) + 1 if len(seen) else 1
         mask = _mask(allowed[None, ..., :last], query.dtype)
         cuts.append(Cut(*mask, (first, len(rows)), (0, last)))
+    return cuts
+
+
+def _code_cuts(query, earlier, codes):
+    """Blocks of one row each, whose masks are small."""
+    if max(int(code.max()) for code in codes) < 2**15:
+        # Narrow integers are compared faster.
+        codes = [code.to(torch.int16) for code in codes]
+    (batch, length), block, cuts = query.shape[:2], 4 * device_plan().block, []
+    for row in range(batch):
+        code, before = (code[row] for code in codes)
+        for first in range(0, length, block):
+            size = min(block, length - first)
+            keys = first + size if earlier else length
+            spans = (first, size), (0, keys)
+            ids = code, before, earlier, query.dtype
+            cuts.append(CodeCut(None, False, *spans, keys, 1, row, *ids))
     return cuts
 
 
@@ -142,3 +161,35 @@ class Cut:
             span = first + start, min(step, size - start)
             piece = grad_keys[:, :, start : start + step]
             self.select(grad, span).add_(piece)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CodeCut(Cut):
+    """A block of queries that see other positions by their codes.
+
+    The mask is made for each use: all masks together hold every pair.
+
+    Attributes:
+        code: Integers `(heads, rounds, length)`: the code that a position has, and
+            sees.
+        before: A second code that it sees.
+        earlier: Whether it sees earlier positions only.
+        dtype: Of the mask.
+    """
+
+    code: torch.Tensor | None = None
+    before: torch.Tensor | None = None
+    earlier: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def full_mask(self, valid):
+        first, size = self.queries
+        i, j = torch.arange(first, first + size)[:, None], torch.arange(self.keys[1])
+        seen = torch.zeros((), dtype=torch.bool)
+        for r in range(self.code.shape[1]):
+            of_keys = self.code[:, r, None, : len(j)]
+            for codes in self.code, self.before:
+                of_queries = codes[:, r, first : first + size, None]
+                seen = seen | (of_keys == of_queries)
+        seen = seen & (j < i if self.earlier else j != i)
+        return torch.where(seen[None], 0.0, LOG_ZERO).to(self.dtype)

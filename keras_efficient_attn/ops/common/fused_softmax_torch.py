@@ -58,6 +58,23 @@ def attend_weighted(query, key, value, log_weight):
     return _part("weighted", query, key, value, None, [log_weight])
 
 
+def attend_codes(query, key, value, codes, causal):
+    """Partial softmax over the other positions whose code a query sees in any round.
+
+    Args:
+        query, key: `(batch, length, heads, dim)`, the query scaled.
+        value: `(batch, length, heads, value_dim)`.
+        codes: Integers `(batch, heads, rounds, length)`: the code of a position, which
+            its query sees; and another code that its query sees.
+        causal: Whether a query sees only positions before its own.
+
+    Returns:
+        As `block_softmax.attend_shared`.
+    """
+    kind = "earlier codes" if causal else "codes"
+    return _part(kind, query, key, value, None, list(codes))
+
+
 def _part(kind, query, key, value, valid, tensors, mask_fn=None):
     dim, value_dim = key.shape[-1], value.shape[-1]
     largest = max(dim, value_dim)
@@ -91,7 +108,8 @@ def attend_op(
         valid: Mask of the keys that exist: `(batch, keys)` or `(batch, keys, heads)`.
         tensors: Tensors of the kind: the position of the first query, or nothing
             (`"band"`); the mask of visible keys (`"blocks"`); positions of queries and
-            keys (`"shared"`); or log weights (`"weighted"`).
+            keys (`"shared"`); log weights (`"weighted"`); or the `codes` of
+            `attend_codes` (`"codes"`, and `"earlier codes"` if causal).
         kind: One of these names.
         mask: `mask_words` of the mask function, if the kind has one.
 

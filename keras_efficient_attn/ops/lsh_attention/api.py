@@ -9,6 +9,10 @@ from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.state import check_state
 from keras_efficient_attn.ops.lsh_attention.chunked import chunked_lsh_attention
 from keras_efficient_attn.ops.lsh_attention.config import LSHConfig
+from keras_efficient_attn.ops.lsh_attention.pairs import (
+    pairs_lsh_attention,
+    prefers_pairs,
+)
 from keras_efficient_attn.ops.lsh_attention.reference import reference_lsh_attention
 from keras_efficient_attn.ops.lsh_attention.streaming import (
     lsh_attention_state_spec,
@@ -64,8 +68,11 @@ def lsh_attention(
         scale: Factor of the logits. Defaults to 1.
         dropout_mask: Optional factors of the weights, `(batch, heads, rounds,
             chunk_size, 2 · chunk_size)`, the same for all chunks.
-        implementation: `"chunked"` (the default), or `"reference"`: the dense matrix,
-            without state and dropout.
+        implementation: `"chunked"`, the only one with state and dropout; `"pairs"`, all
+            pairs of positions, for a length that is known when a graph is traced; or
+            `"reference"`, the definition. Defaults to `None`: pairs while they take
+            less time (on a CPU with 4 rounds, 32 buckets and chunks of 64, causal, up
+            to some 3,000 positions), otherwise chunks.
 
     Returns:
         `(output, state)`: `(batch, length, heads, value_dim)` in the accumulator's
@@ -74,7 +81,8 @@ def lsh_attention(
     Raises:
         ValueError: If a `state` is given without `causal` and `aligned`, or has other
             sizes; for sizes that are not positive integers, for an unknown
-            implementation, or for more positions and buckets than the sort can hold.
+            implementation, or one that cannot run; or for more positions and buckets
+            than the sort can hold.
 
     Reference:
         - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
@@ -89,8 +97,18 @@ def lsh_attention(
             f"causal={causal}, aligned={aligned}"
         )
     check_implementation(
-        implementation, "chunked", state=state, dropout_mask=dropout_mask
+        implementation,
+        "chunked",
+        "pairs",
+        limited=("pairs",),
+        state=state,
+        dropout_mask=dropout_mask,
     )
+    if implementation == "pairs" and not isinstance(query.shape[1], int):
+        raise ValueError(
+            "`implementation='pairs'` needs a length that is known when a graph is "
+            f"traced. Received: query.shape={tuple(query.shape)}"
+        )
     sizes = (*buckets.shape[1:3], num_buckets, chunk_size)
     sizes = (*sizes, query.shape[-1], value.shape[-1])
     if state is not None:
@@ -119,4 +137,10 @@ def _attend(
         return streamed_lsh_attention(*tensors, config, state, dropout_mask)
     if implementation == "reference":
         return reference_lsh_attention(*tensors, config), None
+    if implementation is None and dropout_mask is None:
+        takes_pairs = prefers_pairs(query, buckets.shape[2], config)
+    else:
+        takes_pairs = implementation == "pairs"
+    if takes_pairs:
+        return pairs_lsh_attention(*tensors, config), None
     return chunked_lsh_attention(*tensors, config, dropout_mask), None

@@ -1,5 +1,6 @@
 """LSH attention over sorted chunks."""
 
+import dataclasses
 import functools
 
 from keras import ops
@@ -10,7 +11,7 @@ from keras_efficient_attn.ops.common.numerics import pad
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
 from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.scan import recompute_scan
-from keras_efficient_attn.ops.lsh_attention.layout import make_layout
+from keras_efficient_attn.ops.lsh_attention.layout import cut_into_chunks, make_layout
 from keras_efficient_attn.ops.lsh_attention.shared import (
     columns_of,
     masked_part,
@@ -32,9 +33,10 @@ def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
     batch, length, heads, dim = shape_of(query)
     rounds = buckets.shape[2]
     value_dim = shape_of(value)[-1]
-    chunk_size = config.chunk_size
     if isinstance(length, int):
-        chunk_size = max(1, min(chunk_size, length))
+        chunk_size = max(1, min(config.chunk_size, length))
+        config = dataclasses.replace(config, chunk_size=chunk_size)
+    chunk_size = config.chunk_size
     # An additional hidden position fills the empty slots.
     query, value = (pad_length(t, 0, 1) for t in (query, value))
     kept = ops.cast(pad(ops.cast(kept, "int32"), [(0, 0), (0, 1)]), "bool")
@@ -42,10 +44,11 @@ def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
 
     floats = heads * rounds * (6 * chunk_size + 2 * (dim + (value.shape[-1] or dim)))
     floats = max(1, floats // device_plan().lsh_steps)
-    layout = make_layout(buckets, kept, config, chunk_size, floats)
+    chunks = cut_into_chunks(buckets, kept, config)
+    layout = make_layout(chunks, chunk_size, floats)
     table = ops.concatenate([query, value], axis=-1)
     table = ops.concatenate(
-        [ops.transpose(table, (0, 2, 1, 3)), _ids(layout, length + 1, query.dtype)],
+        [ops.transpose(table, (0, 2, 1, 3)), _ids(chunks, length + 1, query.dtype)],
         axis=-1,
     )
     width = dim + value_dim + 1 + 2 * rounds
@@ -70,7 +73,7 @@ def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
     sums = ops.reshape(
         ops.moveaxis(sums, 0, 3), (batch, heads * rounds, slots, value_dim + 2)
     )
-    slot = ops.reshape(layout.slot, (batch, heads * rounds, length + 1))
+    slot = ops.reshape(chunks.slot, (batch, heads * rounds, length + 1))
     sums = ops.reshape(
         take_rows(sums, slot[..., :length]),
         (batch, heads, rounds, length, value_dim + 2),
@@ -88,12 +91,12 @@ def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
     return ops.transpose(output, (0, 2, 1, 3))
 
 
-def _ids(layout, length, dtype):
+def _ids(chunks, length, dtype):
     """Position, codes and previous codes: `(batch, heads, length, 1 + 2 rounds)`."""
-    position = ops.arange(length, dtype="int32") + ops.zeros_like(layout.code[:, :, 0])
+    position = ops.arange(length, dtype="int32") + ops.zeros_like(chunks.code[:, :, 0])
     # Empty slots get a position that no other position precedes.
-    position = ops.where(layout.code[:, :, 0] < 0, -1, position)
-    ids = ops.concatenate([position[:, :, None], layout.code, layout.before], axis=2)
+    position = ops.where(chunks.code[:, :, 0] < 0, -1, position)
+    ids = ops.concatenate([position[:, :, None], chunks.code, chunks.before], axis=2)
     return ops.cast(ops.transpose(ids, (0, 1, 3, 2)), dtype)
 
 

@@ -10,41 +10,51 @@ from keras_efficient_attn.ops.common.chunking import chunk_layout
 # Positions and codes are stored in float32 tensors, which are exact up to here.
 MAX_CODE = 2**24
 
-Layout = collections.namedtuple(
-    "Layout",
-    ["token", "last_token", "slot", "code", "before", "chunks_in_tile", "tiles"],
+Chunks = collections.namedtuple(
+    "Chunks", ["order", "starts", "first", "number", "slot", "code", "before"]
 )
-Layout.__doc__ = """Slots of chunks, and the positions in them.
+Chunks.__doc__ = """Sorted positions, cut into chunks.
 
 Attributes:
-    token: `(batch, heads, rounds, slots)`, the position in a slot; the last position
-        where a slot is empty.
-    last_token: `(batch, heads, rounds, chunk_size)`, of the last chunk with any.
+    order: `(batch, heads, rounds, length)`, positions in their sorted order.
+    starts: `(batch, heads, rounds, groups + 1)`, where in that order a group starts:
+        a bucket if chunks are aligned, or all buckets.
+    first: `(batch, heads, rounds, groups)`, the first chunk of a group.
+    number: `(batch, heads, rounds, groups)`, chunks of a group.
     slot: `(batch, heads, rounds, length)`, the slot of a position; 0 if it is hidden.
     code: `(batch, heads, rounds, length)`, a number for the part of a chunk that a
         position is in, and sees; -1 if it is hidden.
     before: The code of the part of the chunk before that a position sees too; none has
         the code where there is none.
+"""
+
+Layout = collections.namedtuple(
+    "Layout", ["token", "last_token", "chunks_in_tile", "tiles"]
+)
+Layout.__doc__ = """The positions in the slots of chunks.
+
+Attributes:
+    token: `(batch, heads, rounds, slots)`, the position in a slot; the last position
+        where a slot is empty.
+    last_token: `(batch, heads, rounds, chunk_size)`, of the last chunk with any.
     chunks_in_tile: Chunks that are computed at once.
     tiles: How often.
 """
 
 
-def make_layout(buckets, kept, config, chunk_size, floats_per_position):
-    """Sorts positions by bucket, and cuts them into chunks.
+def cut_into_chunks(buckets, kept, config):
+    """Sorts positions by bucket, and cuts them into `Chunks`.
 
     Args:
         buckets: Integers `(batch, heads, rounds, length)`, below the number of buckets.
         kept: Boolean `(batch, length)`; the others are hidden: they are in a separate
-            last bucket, which is dropped. The last position must be hidden.
+            last bucket, which is dropped.
         config: `LSHConfig`. If `aligned`, no position's chunk depends on later
             positions. Otherwise chunks cross bucket boundaries; with `across_buckets`,
             the last chunk precedes the first.
-        chunk_size: Slots per chunk, at most that of `config`.
-        floats_per_position: Floats per position in a step.
     """
     num_buckets, aligned = config.num_buckets, config.aligned
-    batch, heads, rounds, length = shape_of(buckets)
+    length, chunk_size = shape_of(buckets)[-1], config.chunk_size
     kept = kept[:, None, None, :]
     bucket = ops.where(kept, buckets, num_buckets)
     # Unique sort keys, centred at zero to use all 32 bits.
@@ -58,10 +68,9 @@ def make_layout(buckets, kept, config, chunk_size, floats_per_position):
         ops.take_along_axis(group, order, axis=-1),
         ops.arange(groups + 1, dtype="int32"),
     )
-    chunks = (starts[..., 1:] - starts[..., :-1] + chunk_size - 1) // chunk_size
-    first = ops.cast(ops.cumsum(chunks, axis=-1), "int32") - chunks
+    number = (starts[..., 1:] - starts[..., :-1] + chunk_size - 1) // chunk_size
+    first = ops.cast(ops.cumsum(number, axis=-1), "int32") - number
 
-    # From positions to slots.
     own = ops.where(kept, group, 0)
     within = rank - ops.take_along_axis(starts, own, axis=-1)
     chunk = within // chunk_size
@@ -74,11 +83,30 @@ def make_layout(buckets, kept, config, chunk_size, floats_per_position):
         code = code + 2 * bucket
     before = code - 1
     if config.across_buckets:
-        wraps = ops.logical_and(chunk == 0, chunks > 1)
-        before = ops.where(wraps, chunks, before)
+        wraps = ops.logical_and(chunk == 0, number > 1)
+        before = ops.where(wraps, number, before)
+    return Chunks(
+        order=order,
+        starts=starts,
+        first=first,
+        number=number,
+        slot=ops.where(kept, slot, 0),
+        code=ops.where(kept, code, -1),
+        before=ops.where(kept, before, -2),
+    )
 
-    # From slots to positions.
-    most = _most_chunks(chunks, length, chunk_size)
+
+def make_layout(chunks, chunk_size, floats_per_position):
+    """The `Layout` of `Chunks` whose last position is hidden.
+
+    Args:
+        chunks: `Chunks`.
+        chunk_size: Slots per chunk.
+        floats_per_position: Floats per position in a step.
+    """
+    order, starts, first, number, *_ = chunks
+    batch, heads, rounds, length = shape_of(order)
+    most = _most_chunks(number, length, chunk_size)
     _, chunks_in_tile, tiles = chunk_layout(
         most * chunk_size, chunk_size, batch, floats_per_position
     )
@@ -97,14 +125,11 @@ def make_layout(buckets, kept, config, chunk_size, floats_per_position):
         token = ops.take_along_axis(order, index, axis=-1)
         return ops.where(ops.reshape(filled, shape), token, length - 1)
 
-    last = ops.sum(chunks, axis=-1, keepdims=True)
+    last = ops.sum(number, axis=-1, keepdims=True)
     last = ops.cast(last, "int32") - 1
     return Layout(
         token=tokens(ops.arange(tiles * chunks_in_tile, dtype="int32")),
         last_token=tokens(ops.where(last < 0, 0, last)),
-        slot=ops.where(kept, slot, 0),
-        code=ops.where(kept, code, -1),
-        before=ops.where(kept, before, -2),
         chunks_in_tile=chunks_in_tile,
         tiles=tiles,
     )

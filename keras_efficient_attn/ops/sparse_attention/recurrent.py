@@ -53,7 +53,12 @@ def _read_column(state, keys, config):
     def read(x):
         batch, _, *tail = shape_of(x)
         x = ops.reshape(x, (batch, rows, stride, *tail))
-        start, sizes = [0, 0, column, *(0 for _ in tail)], (batch, rows, 1, *tail)
+        # JAX needs indices of one dtype; where float64 is enabled, 0 is int64.
+        zero = ops.zeros_like(column)
+        start, sizes = (
+            [zero, zero, column, *(zero for _ in tail)],
+            (batch, rows, 1, *tail),
+        )
         return ops.reshape(ops.slice(x, start, sizes), (batch, rows, *tail))
 
     key, value, valid = map(read, cache)

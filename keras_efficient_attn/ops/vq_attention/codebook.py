@@ -162,9 +162,17 @@ def codes_of(sums, counts):
 
 def enough_keys(keys, valid, num_codes):
     """`(keys, valid)` to draw codes from: a subset, to limit the time."""
+    keys, valid = at_least_one(keys, valid)
     if isinstance(keys.shape[0], int):
         stride = max(1, keys.shape[0] // (KEYS_PER_CODE * num_codes))
         keys, valid = keys[::stride], valid[::stride]
+    return keys, valid
+
+
+def at_least_one(keys, valid):
+    """`(keys, valid)`, or a key that is not valid instead of none."""
+    if keys.shape[0] == 0:
+        keys, valid = (ops.zeros((1, *x.shape[1:]), x.dtype) for x in (keys, valid))
     return keys, valid
 
 
@@ -240,11 +248,9 @@ def random_keys(key, valid, uniforms):
         `(heads, codes, dim)`, and 1 or 0, `(heads, codes)`.
     """
     heads, dim = key.shape[2:]
-    if 0 in key.shape[:2]:
-        # Something to take; nobody uses it.
-        key, valid = (ops.zeros((1, 1, *x.shape[2:]), x.dtype) for x in (key, valid))
-    keys, valid = ops.reshape(key, (-1, dim)), ops.reshape(valid, (-1,))
-    number = shape_of(valid)[0]
+    keys, valid = ops.reshape(key, (-1, heads, dim)), ops.reshape(valid, (-1,))
+    keys, valid = at_least_one(keys, valid)
+    keys, number = ops.reshape(keys, (-1, dim)), shape_of(valid)[0]
     place = ops.cast(uniforms * ops.cast(number, uniforms.dtype), "int32")
     # Rounding may exceed the last index.
     place = ops.where(place < number, place, number - 1)

@@ -49,10 +49,11 @@ def nearest(key, codes):
     return ((key[:, :, :, None] - codes[None, None]) ** 2).sum(-1).argmin(-1)
 
 
-def test_training_without_rows_moves_no_code(backend):
+@pytest.mark.parametrize("codebook_init", ["random", "first_batch"])
+def test_training_without_rows_moves_no_code(codebook_init, backend):
     if backend == "tensorflow":
         pytest.skip("docs/limits.md")
-    layer = built(codebook_init="random", revive_after=1)
+    layer = built(codebook_init=codebook_init, revive_after=1)
     before = weights(layer)
     for length in (1, 8):
         x = inputs(batch=0, length=length)

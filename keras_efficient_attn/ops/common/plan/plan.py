@@ -36,6 +36,9 @@ class DevicePlan:
         quantize_chunk: Positions per step of the nearest-code search.
         fourier_tile: Minimum number of queries per tile of exact Fourier attention.
         found_floats: Floats of the keys gathered in one step of streamed LSH attention.
+        lsh_pairs: LSH attention computes all pairs of positions if they are at most
+            this many times the pairs within sorted chunks.
+        lsh_block_floats: Pairs in one block of them.
         lsh_steps: Factor by which steps of LSH attention are larger than others.
         codes_in_turn: Whether each step of attention to codes has one block, so that
             the sums before the blocks are computed sequentially.
@@ -53,6 +56,8 @@ class DevicePlan:
     quantize_chunk: int = 128
     fourier_tile: int = 4
     found_floats: int = 2**21
+    lsh_pairs: int = pick(2, tensorflow=6)
+    lsh_block_floats: int = 2**24
     # PyTorch runs operations one by one, each with an overhead.
     lsh_steps: int = pick(1, torch=4)
     # The fastest of the two, forward and in training, on each backend.
