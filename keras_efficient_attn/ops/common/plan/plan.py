@@ -56,7 +56,7 @@ class DevicePlan:
     quantize_chunk: int = 128
     fourier_tile: int = 4
     found_floats: int = 2**21
-    lsh_pairs: int = pick(2, tensorflow=6)
+    lsh_pairs: int = pick(2, tensorflow=3)
     lsh_block_floats: int = 2**24
     # PyTorch runs operations one by one, each with an overhead.
     lsh_steps: int = pick(1, torch=4)
@@ -77,6 +77,8 @@ _TPU = DevicePlan(
     quantize_chunk=1024,
     fourier_tile=8,
     found_floats=2**24,
+    lsh_pairs=12,
+    lsh_block_floats=2**26,
     lsh_steps=1,
     codes_in_turn=False,
     sum_codes_by_index=False,
