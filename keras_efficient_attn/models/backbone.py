@@ -349,8 +349,9 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         Attention is split by heads, feed-forward networks by their inner width, and
         the embedding by tokens; the other large axis of a kernel is split over the
         data axis, and the inputs of sublayers by rows. The number of heads,
-        `hidden_dim`, `intermediate_dim` and `vocabulary_size` must thus be multiples of
-        the axes' sizes. Small weights are replicated on every device.
+        `hidden_dim`, `intermediate_dim`, `vocabulary_size` and the rows of every batch
+        must thus be multiples of the axes' sizes. Small weights are replicated on
+        every device.
 
         Args:
             device_mesh: `keras.distribution.DeviceMesh`.

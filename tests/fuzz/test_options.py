@@ -218,6 +218,7 @@ TOLERANCE = dict(rtol=1e-3, atol=1e-4)
 NEEDED = {
     "gate_activation": {"use_gate": True},
 }
+USUAL = {"num_heads": 2, "key_dim": 4, "seed": 1}
 # The first case of each layer, for its oracle.
 CASE_OF = {case.layer: case for case in reversed(CASES)}
 LAYERS = list(CASE_OF)
@@ -240,7 +241,7 @@ def names_one_of(error, names):
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """Options of a layer, and a call of it; `bad` is the option with a bad value."""
+    """Options besides `USUAL`, and a call; `bad` is the option with a bad value."""
 
     layer: type
     options: dict
@@ -267,7 +268,7 @@ def examples(draw):
         options[bad] = draw(st.sampled_from(kinds[bad][1]))
     return Example(
         layer=layer,
-        options={"num_heads": 2, "key_dim": 4, "seed": 1, **options},
+        options=options,
         bad=bad,
         causal=draw(st.booleans()),
         masked=draw(st.booleans()),
@@ -279,7 +280,7 @@ def examples(draw):
 def check(example):
     """Raises for a finding; returns the message of refused options."""
     try:
-        layer = example.layer(**example.options)
+        layer = example.layer(**{**USUAL, **example.options})
         compute(example, layer)
     except (ValueError, TypeError) as error:
         if names_one_of(error, example.options):

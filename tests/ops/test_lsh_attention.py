@@ -187,6 +187,39 @@ def test_short_sequences_take_pairs():
     assert not takes(3000, chunk_size=16, **causal)
 
 
+def test_pairs_of_many_rows_would_take_much_memory(backend):
+    config = LSHConfig(32, 64, causal=True, aligned=True)
+    query = ops.convert_to_tensor(np.zeros((64, 1024, 4, 1), "float32"))
+    # PyTorch's kernel for CPUs computes row by row.
+    assert prefers_pairs(query, 4, config) == (backend == "torch")
+
+
+def test_pairs_of_a_length_that_a_graph_does_not_know(backend):
+    if backend != "tensorflow":
+        pytest.skip("only TensorFlow traces unknown lengths")
+    import tensorflow as tf
+
+    query, value, buckets = arrays()
+    options = dict(num_buckets=BUCKETS, chunk_size=3, causal=True, aligned=True)
+
+    def trace(implementation):
+        @tf.function(input_signature=[tf.TensorSpec((None, None, HEADS, DIM))] * 2)
+        def attend(query, value):
+            return lsh_attention(
+                query, value, buckets, implementation=implementation, **options
+            )[0]
+
+        return attend(query, value)
+
+    kept = np.ones((BATCH, LENGTH), bool)
+    del options["num_buckets"]
+    expected = expected_output(query, value, buckets, kept, **options)
+    options["num_buckets"] = BUCKETS
+    np.testing.assert_allclose(to_numpy(trace(None)), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="needs a length that is known"):
+        trace("pairs")
+
+
 @pytest.mark.parametrize("implementation", ["chunked", "pairs"])
 def test_numbers_of_chunks_that_later_positions_decide_change_no_earlier_bit(
     implementation,

@@ -566,7 +566,8 @@ class EfficientAttention(
     def _attend_to_nothing(self, query, value, key, call):
         """Handles `_attend_inputs` without queries or without visible keys."""
         batch, length = shape_of(query)[:2]
-        if query.shape[1] == 0:
+        quantised = getattr(self.output_dense, "quantization_mode", None) is not None
+        if query.shape[1] == 0 and quantised:
             # Quantised projections cannot read an empty sequence.
             shapes = (x.shape for x in (query, value, key))
             dims = self.compute_output_shape(*shapes)[2:]

@@ -48,13 +48,14 @@ class ReformerLSHAttention(EfficientAttention):
     key found in several rounds counts once: the output is exactly softmax attention
     over all keys found. A position sees itself only if it sees no other key. Work grows
     with length · `num_hashes` · `bucket_size`, and the sort with length · log(length).
+    Short sequences take all pairs instead, where that is faster (see
+    `ops.lsh_attention`), but with dropout.
 
     **Causality.** In the published algorithm chunks cross bucket boundaries, so a
     position's chunk depends on later positions, and a causal mask within chunks does
     not hide the future. With `use_causal_mask` each bucket therefore starts a new chunk
     (`aligned`), which is exactly causal and can stream. This takes up to `length +
-    num_buckets · bucket_size` slots per round instead of `length`: use few buckets or
-    short chunks for short sequences.
+    num_buckets · bucket_size` slots per round instead of `length`.
 
     **Streaming.** The state holds the last `2 · bucket_size` keys and values of each
     bucket. Its size does not depend on the context: `num_hashes · num_buckets · 2 ·

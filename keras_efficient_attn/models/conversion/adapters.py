@@ -394,6 +394,14 @@ class T5Adapter(AttentionAdapter):
     ):
         self._refuse_cache(cache)
         if self.is_causal and mask is not None and mask.shape[-2] != 1:
+            if position_bias is not None:
+                # Blocks after the first do not add causality to their mask.
+                raise ValueError(
+                    "Efficient attention cannot apply a mask that differs between "
+                    "queries, but for causality. Pass a mask over keys, `(batch, 1, "
+                    f"length)`. Received: attention_mask.shape={tuple(mask.shape)}, in "
+                    f"{self.path}"
+                )
             mask = self.key_mask(mask)
         output = self.kernel(
             hidden_states,

@@ -96,7 +96,8 @@ def distill(
         window_dropout: The rate at first, from 0 to 1. Defaults to 0.5.
         weights_every: Steps of the first stage from one divergence of the attention
             weights, whose time and memory grow with the square of the length, to the
-            next. Defaults to `None`: outputs alone.
+            next; not for T5, whose logits have a bias. Defaults to `None`: outputs
+            alone.
         backup_dir: Folder of checkpoints after each epoch, one file per stage, of what
             training changes: the same call with a student that is converted alike
             goes on from there, to the same weights if `data` has the same order
@@ -137,9 +138,14 @@ def distill(
     _check_numbers(transfer_epochs, epochs, window_dropout)
     check_positive_int("lora_rank", lora_rank, optional=True)
     check_positive_int("weights_every", weights_every, optional=True)
+    adapters = backbone_of(student).attention_adapters
+    if weights_every and any(adapter.shares_with_stack for adapter in adapters):
+        raise ValueError(
+            "`weights_every` compares the weights of logits without a bias by "
+            f"distance. Received: weights_every={weights_every}, for {student.name}"
+        )
     data = _fit_data(data)
     steps = _steps_per_epoch(data, steps_per_epoch)
-    backbone = backbone_of(student)
     # In an order of its own, an epoch that is resumed would read other batches.
     options = dict(verbose=verbose, steps_per_epoch=steps_per_epoch, shuffle=False)
     histories = {}
@@ -157,7 +163,7 @@ def distill(
         with _share_of(data, count * steps, done * steps) as share:
             histories[name] = _fit(stage, share, count, own, options)
 
-    kernels = [adapter.kernel for adapter in backbone.attention_adapters]
+    kernels = [adapter.kernel for adapter in adapters]
     own_weights = [v for kernel in kernels for v in kernel.trainable_variables]
     if own_weights and transfer_epochs:
         arguments = (own_weights, transfer_epochs, transfer_learning_rate)
@@ -165,7 +171,7 @@ def distill(
     if epochs:
         trained = student.trainable_variables
         if lora_rank is not None:
-            _enable_lora(backbone, lora_rank)
+            _enable_lora(backbone_of(student), lora_rank)
             own_weights = [v for kernel in kernels for v in kernel.trainable_variables]
             trained = lora_variables(student) + own_weights
         fit("states", StateDistillation, trained, epochs, learning_rate)

@@ -169,7 +169,7 @@ attend_op.register_autograd(_differentiate, setup_context=_keep_for_backward)
 
 
 class _Attention(torch.autograd.Function):
-    """`attend_op` without `torch.compile`: masks are made only once."""
+    """`attend_op` without `torch.compile`: masks, but of codes, are made only once."""
 
     @staticmethod
     def forward(ctx, query, key, value, valid, tensors, kind, mask):

@@ -13,7 +13,7 @@ from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.lsh_attention.layout import cut_into_chunks
 from keras_efficient_attn.ops.lsh_attention.shared import masked_part, unit, with_self
 
-# Each is written out in a compiled program.
+# Each block is written out in a compiled program.
 MAX_BLOCKS = 8
 # The batch size where it is not known.
 LIKELY_ROWS = 32

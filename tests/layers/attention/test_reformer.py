@@ -1,8 +1,11 @@
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
 
 from keras_efficient_attn import ReformerLSHAttention
+from keras_efficient_attn.ops.common.plan import DEVICE_PLANS
 from tests import dense
 from tests.autodiff import to_numpy
 
@@ -129,6 +132,28 @@ def test_dense_below_a_length():
         rtol=1e-4,
         atol=1e-5,
     )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sorted_chunks_in_the_layer(causal, monkeypatch):
+    """Which a sequence so short takes only by this plan."""
+    plan = dataclasses.replace(DEVICE_PLANS["cpu"], lsh_pairs=0)
+    monkeypatch.setitem(DEVICE_PLANS, "cpu", plan)
+    # A length of its own: JAX keeps compiled programs.
+    x = inputs(length=19)
+    mask = np.random.default_rng(2).random(x.shape[:2]) > 0.3
+    layer = built(x)
+    output = layer(x, x, use_causal_mask=causal, query_mask=mask, key_mask=mask)
+    expected, _ = dense.layer_output(
+        layer,
+        dense.reformer_heads,
+        x,
+        x,
+        causal=causal,
+        query_mask=mask,
+        key_mask=mask,
+    )
+    np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_dropout_below_a_length_is_of_the_pairs_there_are(monkeypatch):

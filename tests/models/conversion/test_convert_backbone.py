@@ -13,6 +13,7 @@ from keras import ops
 from keras_efficient_attn import LocalAttention, PerformerAttention, VQAttention
 from keras_efficient_attn.models import (
     convert_backbone,
+    distill,
     efficient_backbone,
     replace_attention,
     swap_report,
@@ -446,3 +447,13 @@ def test_what_t5_refuses():
             encoder_hidden_states=states,
             use_causal_mask=True,
         )
+    with pytest.raises(ValueError, match=r"attention_mask.shape=\(1, 4, 4\)"):
+        converted.decoder_transformer_layers[1](
+            states,
+            attention_mask=np.ones((1, 4, 4)),
+            position_bias=np.zeros((1, 2, 0, 0)),
+            encoder_hidden_states=states,
+            use_causal_mask=True,
+        )
+    with pytest.raises(ValueError, match="weights_every=2"):
+        distill(backbone, converted, data, weights_every=2)
