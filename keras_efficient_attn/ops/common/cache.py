@@ -1,5 +1,7 @@
 """Caches of a fixed capacity, one slot for each position."""
 
+import keras
+import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import backend_name, shape_of
@@ -21,7 +23,7 @@ def write_positions(cache, segment, start):
     start = ops.minimum(start, capacity - length)
     if backend_name() != "tensorflow":
         # JAX needs indices of one dtype; where float64 is enabled, 0 is int64.
-        zero = ops.zeros_like(start)
+        zero = np.dtype(keras.backend.standardize_dtype(start.dtype)).type(0)
         at = (zero, start, *[zero] * (len(cache.shape) - 2))
         return ops.slice_update(cache, at, segment)
     # TensorFlow has no gradient for an updated slice.

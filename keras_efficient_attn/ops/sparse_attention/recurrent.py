@@ -1,5 +1,7 @@
 """Sparse attention of one position, over the keys of a state."""
 
+import keras
+import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
@@ -54,7 +56,7 @@ def _read_column(state, keys, config):
         batch, _, *tail = shape_of(x)
         x = ops.reshape(x, (batch, rows, stride, *tail))
         # JAX needs indices of one dtype; where float64 is enabled, 0 is int64.
-        zero = ops.zeros_like(column)
+        zero = np.dtype(keras.backend.standardize_dtype(column.dtype)).type(0)
         start, sizes = (
             [zero, zero, column, *(zero for _ in tail)],
             (batch, rows, 1, *tail),
