@@ -49,7 +49,7 @@ class ReformerLSHAttention(EfficientAttention):
     over all keys found. A position sees itself only if it sees no other key. Work grows
     with length · `num_hashes` · `bucket_size`, and the sort with length · log(length).
     Short sequences take all pairs instead, where that is faster (see
-    `ops.lsh_attention`), but with dropout.
+    `ops.lsh_attention`), except with dropout.
 
     **Causality.** In the published algorithm chunks cross bucket boundaries, so a
     position's chunk depends on later positions, and a causal mask within chunks does

@@ -187,9 +187,9 @@ class CodeCut(Cut):
         i, j = torch.arange(first, first + size)[:, None], torch.arange(self.keys[1])
         seen = torch.zeros((), dtype=torch.bool)
         for r in range(self.code.shape[1]):
-            of_keys = self.code[:, r, None, : len(j)]
+            key_codes = self.code[:, r, None, : len(j)]
             for codes in self.code, self.before:
-                of_queries = codes[:, r, first : first + size, None]
-                seen = seen | (of_keys == of_queries)
+                query_codes = codes[:, r, first : first + size, None]
+                seen = seen | (key_codes == query_codes)
         seen = seen & (j < i if self.earlier else j != i)
         return torch.where(seen[None], 0.0, LOG_ZERO).to(self.dtype)

@@ -85,9 +85,9 @@ def _block_step(start, causal):
         allowed = j < i[:, None] if causal else j != i[:, None]
         seen = False
         for r in range(code.shape[2]):
-            of_keys, of_queries = code[:, :, r, None], code[:, :, r, own, None]
-            seen = ops.logical_or(seen, of_keys == of_queries)
-            seen = ops.logical_or(seen, of_keys == before[:, :, r, :, None])
+            key_codes, query_codes = code[:, :, r, None], code[:, :, r, own, None]
+            seen = ops.logical_or(seen, key_codes == query_codes)
+            seen = ops.logical_or(seen, key_codes == before[:, :, r, :, None])
         logits = query @ ops.swapaxes(key, -1, -2)
         seen = ops.logical_and(seen, allowed)
         values, totals, _ = masked_part(logits, seen, value)

@@ -140,7 +140,7 @@ def test_a_training_step_gathers_weights_and_no_rows(attention):
     ]
     # Each device has half of the rows.
     assert {sizes[0] for _, sizes in activations} == {ROWS // 2}
-    # Of the embedding, whose columns are split over the axis of the rows.
+    # The embedding gathers: its columns are split over the axis of the rows.
     assert [name for name, _ in activations].count("all-gather") == 1
     # Five in the forward pass as above, and one for each sublayer's input backward.
     assert count(compiled)["all-reduce"] == 9
