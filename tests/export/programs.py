@@ -5,16 +5,12 @@ from keras import tree
 
 FORMATS = ("SavedModel", "ONNX", "LiteRT")
 SOLVE = "triangular systems"
-BITS = "bits of integers"
 # Operators that layers need and formats lack, in programs for whole sequences.
 NOT_EXPORTED = {
     "delta": {"ONNX": SOLVE, "LiteRT": SOLVE},
     "gated-delta": {"ONNX": SOLVE, "LiteRT": SOLVE},
     "kimi-delta": {"ONNX": SOLVE, "LiteRT": SOLVE},
-    "reformer": {"ONNX": BITS, "LiteRT": BITS},
 }
-# Programs for one token that run but return NaN.
-GIVE_NAN = {("reformer", "ONNX")}
 
 
 class Step(keras.Model):

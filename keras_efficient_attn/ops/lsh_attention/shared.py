@@ -22,8 +22,7 @@ def masked_part(logits, allowed, value, dropout_mask=None):
     """The part `(values, totals, log_scale)` of `(..., queries, keys)` logits."""
     # The exponential of minus infinity is 0, and fast.
     logits = ops.where(allowed, logits, -math.inf)
-    scale = max_along(ops.stop_gradient(logits), axis=-1)
-    scale = ops.where(scale == -math.inf, LOG_ZERO, scale)
+    scale = max_along(ops.stop_gradient(logits), axis=-1, initial=LOG_ZERO)
     weights = ops.exp(logits - scale[..., None])
     totals = ops.sum(weights, axis=-1)
     if dropout_mask is not None:
