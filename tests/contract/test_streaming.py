@@ -96,12 +96,16 @@ def test_the_state_keeps_its_shape_and_width(causal_case):
 
 
 @pytest.mark.once_a_layer
-def test_a_state_of_another_dtype_is_cast(causal_case):
-    """As from a layer of another policy; a state that stayed narrow would lose sums."""
+@pytest.mark.parametrize("integers", ["int64", "float32"])
+def test_a_state_of_another_dtype_is_cast(causal_case, integers):
+    """As from a layer of another policy; a state that stayed narrow would lose sums.
+
+    Keras' export traces a model with floats for integers.
+    """
     layer, x = causal_case.built(), inputs()
     state = causal_case.get_initial_state(layer)
     narrow = {
-        name: ops.cast(tensor, "int64" if "int" in str(tensor.dtype) else "bfloat16")
+        name: ops.cast(tensor, integers if "int" in str(tensor.dtype) else "bfloat16")
         for name, tensor in state.items()
     }
     expected, _ = layer(x, x, use_causal_mask=True, state=state)
@@ -111,3 +115,13 @@ def test_a_state_of_another_dtype_is_cast(causal_case):
     )
     for name, tensor in after.items():
         assert tensor.dtype == state[name].dtype, name
+
+
+@pytest.mark.once_a_layer
+def test_integers_for_floats_are_refused(causal_case):
+    layer, x = causal_case.built(), inputs()
+    state = causal_case.get_initial_state(layer)
+    name = next(n for n, tensor in state.items() if "float" in str(tensor.dtype))
+    state[name] = ops.cast(state[name], "int32")
+    with pytest.raises(ValueError, match=f"state\\['{name}'\\].dtype=int32"):
+        layer(x, x, use_causal_mask=True, state=state)
