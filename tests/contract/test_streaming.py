@@ -115,13 +115,3 @@ def test_a_state_of_another_dtype_is_cast(causal_case, integers):
     )
     for name, tensor in after.items():
         assert tensor.dtype == state[name].dtype, name
-
-
-@pytest.mark.once_a_layer
-def test_integers_for_floats_are_refused(causal_case):
-    layer, x = causal_case.built(), inputs()
-    state = causal_case.get_initial_state(layer)
-    name = next(n for n, tensor in state.items() if "float" in str(tensor.dtype))
-    state[name] = ops.cast(state[name], "int32")
-    with pytest.raises(ValueError, match=f"state\\['{name}'\\].dtype=int32"):
-        layer(x, x, use_causal_mask=True, state=state)
