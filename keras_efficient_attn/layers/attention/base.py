@@ -747,10 +747,7 @@ class EfficientAttention(
             )
         for name, tensor in state.items():
             # Keras' export first traces a model with floats for all of its inputs.
-            floats = keras.backend.is_float_dtype(
-                keras.backend.standardize_dtype(tensor.dtype)
-            )
-            if not floats and _kind_of(tensor.dtype) != _kind_of(spec[name][1]):
+            if _kind_of(tensor.dtype) not in ("floats", _kind_of(spec[name][1])):
                 raise ValueError(
                     "`state` must hold the kind of numbers that `get_initial_state` "
                     f"makes. Received: state[{name!r}].dtype="
@@ -817,9 +814,11 @@ class EfficientAttention(
 
 
 def _kind_of(dtype):
-    """Whether a dtype is of floats, and whether of integers."""
+    """`"floats"`, `"integers"` or `"booleans"`."""
     dtype = keras.backend.standardize_dtype(dtype)
-    return keras.backend.is_float_dtype(dtype), keras.backend.is_int_dtype(dtype)
+    if keras.backend.is_float_dtype(dtype):
+        return "floats"
+    return "integers" if keras.backend.is_int_dtype(dtype) else "booleans"
 
 
 def _any_symbolic(inputs, masks, state):
