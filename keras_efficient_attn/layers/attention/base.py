@@ -633,7 +633,9 @@ class EfficientAttention(
         """Heads with rotary positions from `start` `(batch,)`, if the layer has any."""
         if self.rotary_wavelength is None:
             return x
-        return rotate_from(x, start, self.rotary_wavelength)
+        # Half precision cannot tell far positions apart.
+        wide = ops.cast(x, accumulator_dtype(x))
+        return ops.cast(rotate_from(wide, start, self.rotary_wavelength), x.dtype)
 
     def _bias_of_window(self, window, causal, dtype):
         """The bias `(distances, heads)` of a window's logits, or `None`."""

@@ -43,8 +43,6 @@ class PatternAttention(EfficientAttention):
 
     def attend(self, query, key, value, call):
         state = call.state
-        dtype = accumulator_dtype(query, key, value)
-        query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
         start = None if state is None else state["position"]
         query, key = self._rotate(query, start), self._rotate(key, start)
         arguments = dict(
@@ -52,6 +50,8 @@ class PatternAttention(EfficientAttention):
         )
         if call.training and self._dropout > 0.0:
             generator = self._dropout_layer.seed_generator
-            arguments["dropout"] = self._dropout, dropout_seed(generator, dtype)
+            arguments["dropout"] = self._dropout, dropout_seed(
+                generator, accumulator_dtype(query)
+            )
         output = self.attend_to_pattern(query, key, value, **arguments)
         return (output, None) if state is None else output

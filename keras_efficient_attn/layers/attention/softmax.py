@@ -118,13 +118,7 @@ class SoftmaxAttention(EfficientAttention):
         state, start, key_mask = call.state, None, call.key_mask
         position = None if state is None else state["position"]
         dtype = keras.backend.standardize_dtype(query.dtype)
-        if self.rotary_wavelength is not None:
-            # Half precision cannot tell far positions apart.
-            wide = accumulator_dtype(query, key)
-            query, key = (
-                ops.cast(self._rotate(ops.cast(x, wide), position), dtype)
-                for x in (query, key)
-            )
+        query, key = self._rotate(query, position), self._rotate(key, position)
         if state is not None:
             state, key, value, key_mask, start = extend_cache(
                 state, key, value, key_mask

@@ -20,48 +20,57 @@ from keras_efficient_attn.ops.sparse_attention.strided import by_column, by_row
 def attend_by_kernel(inputs, config, options, kernel):
     """The output, by a module of `interval_softmax`."""
     length, scale = inputs[0].shape[1], options.scale
-    inputs = _whole_blocks(*inputs, config.stride)
+    inputs, valid = _whole_blocks(*inputs, config.stride)
     near, far = config.split_heads(*inputs)
     near_keys = NearKeys(config.masks(options.causal)[0], inputs[1].shape[1])
     if config.merges and config.pattern == "strided":
         parts = [
-            kernel.attend_part(*near, near_keys, scale),
-            _attend_columns(kernel.attend_part, far, config, options),
+            kernel.attend_part(*near, valid, near_keys, scale),
+            _attend_columns(kernel.attend_part, far, valid, config, options),
         ]
         return finish(*merge(parts), True)[:, :length]
     outputs = []
     if config.merges:
         pattern = KeysAndSummaries(near_keys, config.stride, config.summary)
-        keys = map(_join, inputs[1:], _summaries(far, config))
-        outputs.append(kernel.attend(inputs[0], *keys, pattern, scale))
+        *summaries, exist = _summaries(far, valid, config)
+        keys = map(_join, inputs[1:], summaries)
+        if valid is not None:
+            valid = _join(_for_heads(valid, far[1]), exist)
+        outputs.append(kernel.attend(inputs[0], *keys, valid, pattern, scale))
     elif config.near_heads:
-        outputs.append(kernel.attend(*near, near_keys, scale))
+        outputs.append(kernel.attend(*near, valid, near_keys, scale))
     if config.far_heads and config.pattern == "strided":
-        outputs.append(_attend_columns(kernel.attend, far, config, options))
+        outputs.append(_attend_columns(kernel.attend, far, valid, config, options))
     elif config.far_heads and not config.merges:
-        summaries = _summaries(far, config)
+        summaries = _summaries(far, valid, config)
         pattern = AllKeys(summaries[0].shape[1])
         outputs.append(kernel.attend(far[0], *summaries, pattern, scale))
     return ops.concatenate(outputs, axis=2)[:, :length]
 
 
 def _whole_blocks(query, key, value, key_mask, stride):
-    """Inputs padded to whole blocks or rows, and the key mask as 0 or 1."""
-    valid = ops.ones(key.shape[:2]) if key_mask is None else key_mask
-    valid = ops.cast(valid, "int32")
-    key, value = hide_masked(key, key_mask), hide_masked(value, key_mask)
+    """Inputs padded to whole blocks or rows, and the key mask as 0 or 1, if needed."""
     length = chunk_count(max(query.shape[1], key.shape[1]), stride) * stride
-    return [fit_length(x, length) for x in (query, key, value, valid)]
+    if key_mask is None and key.shape[1] < length:
+        key_mask = ops.ones(key.shape[:2])
+    key, value = hide_masked(key, key_mask), hide_masked(value, key_mask)
+    if key_mask is not None:
+        key_mask = fit_length(ops.cast(key_mask, "int32"), length)
+    return [fit_length(x, length) for x in (query, key, value)], key_mask
 
 
-def _attend_columns(attend, inputs, config, options):
+def _attend_columns(attend, inputs, valid, config, options):
     """The output, or the part, of every column, treated as a sequence."""
     batch, length = inputs[0].shape[:2]
     rows = length // config.stride
-    columns = [by_column(x, rows, config.stride) for x in inputs]
-    columns = [ops.reshape(x, (-1, *x.shape[2:])) for x in columns]
+
+    def columns(x):
+        x = by_column(x, rows, config.stride)
+        return ops.reshape(x, (-1, *x.shape[2:]))
+
+    valid = None if valid is None else columns(valid)
     pattern = ColumnRows(rows, options.causal, config.merges)
-    outputs = attend(*columns, pattern, options.scale)
+    outputs = attend(*map(columns, inputs), valid, pattern, options.scale)
     is_part = isinstance(outputs, tuple)
     outputs = [
         by_row(ops.reshape(x, (batch, config.stride, *x.shape[1:])))
@@ -70,18 +79,21 @@ def _attend_columns(attend, inputs, config, options):
     return outputs if is_part else outputs[0]
 
 
-def _summaries(inputs, config):
-    """Keys, values and mask of each head's summaries."""
-    _, key, value, valid = inputs
-    valid = ops.broadcast_to(valid[..., None], key.shape[:3])
-    return [
-        gather_summaries(x, config.stride, config.summary) for x in (key, value, valid)
-    ]
+def _summaries(inputs, valid, config):
+    """Keys and values of each head's summaries, and their mask or `None`."""
+    tensors = list(inputs[1:])
+    if valid is not None:
+        tensors.append(_for_heads(valid, inputs[1]))
+    stride, summary = config.stride, config.summary
+    summaries = [gather_summaries(x, stride, summary) for x in tensors]
+    return summaries if valid is not None else [*summaries, None]
+
+
+def _for_heads(valid, key):
+    return ops.broadcast_to(valid[..., None], key.shape[:3])
 
 
 def _join(keys, summaries):
-    if len(keys.shape) == 2:
-        keys = ops.broadcast_to(keys[..., None], (*keys.shape, summaries.shape[2]))
     return ops.concatenate([keys, summaries], axis=1)
 
 

@@ -106,13 +106,8 @@ class SparseConfig:
 
     def kernel_obstacle(self, name, causal):
         """The reason why a kernel cannot compute the pattern, or `None`."""
-        if self.pattern == "strided":
-            if self.merges and name == "splash":
-                return (
-                    "cannot merge the factors of pattern='strided'. Received: "
-                    "heads='merged'"
-                )
-        elif self.far_heads and not self.merges and causal:
+        fixed = self.pattern == "fixed"
+        if fixed and self.far_heads and not self.merges and causal:
             return (
                 "needs causal heads that see the same positions; summaries differ. "
                 f"Received: heads={self.heads!r}"

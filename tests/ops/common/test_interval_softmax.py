@@ -38,9 +38,7 @@ SPARSE = [
     (dict(pattern="fixed", stride=13), False, True),
     (dict(pattern="fixed", stride=13, heads="split"), False, True),
     (dict(pattern="fixed", stride=13, heads=0), True, False),
-]
-# FlexAttention returns log scales, which merge two parts.
-MERGED = [
+    # Two parts, merged by their log scales.
     (dict(pattern="strided", stride=13), True, True),
     (dict(pattern="strided", stride=13), False, False),
 ]
@@ -109,11 +107,8 @@ def test_local_attention_is_the_masked_softmax(kernel, pattern, causal, masked):
     check(attend, allowed, draw_mask(masked))
 
 
-@pytest.mark.parametrize(("pattern", "causal", "masked"), SPARSE + MERGED, ids=str)
+@pytest.mark.parametrize(("pattern", "causal", "masked"), SPARSE, ids=str)
 def test_sparse_attention_is_the_masked_softmax(kernel, pattern, causal, masked):
-    if kernel == "splash" and (pattern, causal, masked) in MERGED:
-        pytest.skip("splash attention cannot merge parts")
-
     def attend(*tensors, **arguments):
         options = dict(causal=causal, implementation=kernel)
         return sparse_attention(*tensors, **pattern, **arguments, **options)

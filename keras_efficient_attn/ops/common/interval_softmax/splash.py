@@ -14,6 +14,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+
 # Lanes of a vector register: blocks are multiples of it.
 LANES = 128
 # Queries and keys of a block.
@@ -22,38 +24,130 @@ BLOCK = 512
 
 def attend(query, key, value, valid, pattern, scale):
     """The output of softmax attention; see `choice.choose_kernel`."""
+    inputs, seen, cut = _prepare(query, key, value, valid, pattern, scale)
+    output = _by_position(_run(_output, cut, *inputs), query.shape)
+    # Queries without keys get averages over their blocks.
+    return jnp.where(seen[..., None], output, 0)
+
+
+def attend_part(query, key, value, valid, pattern, scale):
+    """Computes `attend` as `(values, totals, log_scale)` for `online_softmax.merge`."""
+    inputs, seen, cut = _prepare(query, key, value, valid, pattern, scale)
+    values, log_scale = (
+        _by_position(t, query.shape).astype("float32") for t in _part(cut, *inputs)
+    )
+    return (
+        jnp.where(seen[..., None], values, 0),
+        jnp.broadcast_to(seen, log_scale.shape).astype("float32"),
+        jnp.where(seen, log_scale, LOG_ZERO),
+    )
+
+
+def _prepare(query, key, value, valid, pattern, scale):
+    """The kernel's inputs, which queries see keys, and the arguments of `_kernel`."""
     batch, length, heads, _ = query.shape
     # The kernel multiplies in the inputs' dtype, so scale the queries before the cast.
     query = (query.astype("float32") * scale).astype(query.dtype)
     rows, key_rows = _pad(length), _pad(key.shape[1])
     query = _one_head(query, rows)
     key, value = _one_head(key, key_rows), _one_head(value, key_rows)
-    inputs = [query, key, value]
+    cut = pattern, length, (rows, key_rows)
     if valid is None:
-        seen = _has_keys(pattern, length)[None, :, None, None]
-    else:
-        valid = jnp.broadcast_to(
-            valid[..., None] if valid.ndim == 2 else valid, (*valid.shape[:2], heads)
-        )
-        valid = jnp.swapaxes(valid != 0, 1, 2)
-        seen = jnp.swapaxes(_sees_any(pattern, length, valid), 1, 2)[..., None]
-        hidden = jnp.pad(~valid, ((0, 0), (0, 0), (0, key_rows - valid.shape[-1])))
-        ids = splash_attention_kernel.SegmentIds(
-            jnp.zeros((batch * heads, rows), "int32"),
-            hidden.reshape(batch * heads, -1).astype("int32"),
-        )
-        inputs.append(ids)
-
-    def run(inputs, interpret):
-        kernel = _kernel(pattern, length, (rows, key_rows), interpret)
-        return jax.vmap(kernel)(*inputs)
-
-    output = lax.platform_dependent(
-        inputs, tpu=lambda x: run(x, False), default=lambda x: run(x, True)
+        seen = _has_keys(pattern, length)[None, :, None]
+        return (query, key, value, None), seen, cut
+    valid = jnp.broadcast_to(
+        valid[..., None] if valid.ndim == 2 else valid, (*valid.shape[:2], heads)
     )
-    output = output.reshape(batch, heads, rows, -1)[:, :, :length]
-    # Queries without keys get averages over their blocks.
-    return jnp.where(seen, jnp.swapaxes(output, 1, 2), 0)
+    valid = jnp.swapaxes(valid != 0, 1, 2)
+    seen = jnp.swapaxes(_sees_any(pattern, length, valid), 1, 2)
+    hidden = jnp.pad(~valid, ((0, 0), (0, 0), (0, key_rows - valid.shape[-1])))
+    ids = splash_attention_kernel.SegmentIds(
+        jnp.zeros((batch * heads, rows), "int32"),
+        hidden.reshape(batch * heads, -1).astype("int32"),
+    )
+    return (query, key, value, ids), seen, cut
+
+
+def _by_position(x, shape):
+    """`(batch · heads, 1, rows, ...)` as `(batch, length, heads, ...)`."""
+    batch, length, heads, _ = shape
+    x = x.reshape(batch, heads, *x.shape[2:])[:, :, :length]
+    return jnp.swapaxes(x, 1, 2)
+
+
+def _run(compute, cut, *tensors):
+    """`compute(kernel, *tensors)` for each row of tensors, on the device's kernel."""
+
+    def run(interpret, tensors):
+        return jax.vmap(functools.partial(compute, _kernel(*cut, interpret)))(*tensors)
+
+    return lax.platform_dependent(
+        tensors,
+        tpu=functools.partial(run, False),
+        default=functools.partial(run, True),
+    )
+
+
+def _output(kernel, *inputs):
+    return kernel(*inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _part(cut, *inputs):
+    """Outputs and log-sum-exps. The kernel's own gradient excludes the latter."""
+    return _run(_output_and_log_scale, cut, *inputs)
+
+
+def _output_and_log_scale(kernel, *inputs):
+    kernel = splash_attention_kernel.SplashAttentionKernel(
+        kernel.fwd_mask_info, None, None, **{**kernel.kwargs, "save_residuals": True}
+    )
+    output, (log_scale,) = kernel(*inputs)
+    return output, log_scale
+
+
+def _part_forward(cut, *inputs):
+    outputs = _part(cut, *inputs)
+    return outputs, (inputs, outputs)
+
+
+def _part_backward(cut, kept, grads):
+    inputs, (output, log_scale) = kept
+    grad_output, grad_scale = grads
+    # What the gradients of logits are reduced by.
+    mean = jnp.sum(output.astype("float32") * grad_output, axis=-1) - grad_scale
+    return _run(_input_gradients, cut, *inputs, log_scale, grad_output, mean)
+
+
+def _input_gradients(kernel, query, key, value, ids, log_scale, grad, mean):
+    """The gradients of `inputs`, by JAX's functions, which are not public."""
+    options, sinks = kernel.kwargs, None
+    sizes = options["block_sizes"]
+    inputs = query, key, value, ids, sinks, log_scale, grad, mean
+    names = "is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function", "interpret"
+    common = {name: options[name] for name in names}
+    layouts = "q_layout", "k_layout", "v_layout"
+    common |= {name: getattr(sizes, name) for name in layouts}
+    grad_query = splash_attention_kernel._splash_attention_bwd_dq(
+        *inputs,
+        bq=sizes.block_q_dq,
+        bkv=sizes.block_kv_dq,
+        mask_info=kernel.dq_mask_info,
+        **common,
+    )
+    _, *grads = splash_attention_kernel._splash_attention_bwd_dkv(
+        *inputs,
+        bq=sizes.block_q_dkv,
+        bkv=sizes.block_kv_dkv,
+        bkv_compute=sizes.block_kv_dkv_compute,
+        mask_info=kernel.dkv_mask_info,
+        use_fused_bwd_kernel=False,
+        **common,
+    )
+    return grad_query, *grads, None
+
+
+_part.defvjp(_part_forward, _part_backward)
 
 
 def _pad(length):
