@@ -1,7 +1,5 @@
 """The base of layers whose queries attend to a fixed pattern of positions."""
 
-from keras import ops
-
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.ops.common.checks import check_rotary_wavelength
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
@@ -50,8 +48,9 @@ class PatternAttention(EfficientAttention):
         )
         if call.training and self._dropout > 0.0:
             generator = self._dropout_layer.seed_generator
-            arguments["dropout"] = self._dropout, dropout_seed(
-                generator, accumulator_dtype(query)
+            arguments["dropout"] = (
+                self._dropout,
+                dropout_seed(generator, accumulator_dtype(query)),
             )
         output = self.attend_to_pattern(query, key, value, **arguments)
         return (output, None) if state is None else output

@@ -5,13 +5,11 @@ import dataclasses
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.block_softmax import (
-    attend_near,
-    attend_recent,
-)
+from keras_efficient_attn.ops.common.block_softmax import attend_recent
 from keras_efficient_attn.ops.common.chunking import pad_length
 from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import masked_inputs
+from keras_efficient_attn.ops.common.interval_softmax.choice import attend_window
 from keras_efficient_attn.ops.common.masks import SlidingWindow
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
 from keras_efficient_attn.ops.common.recent_keys import append_segment
@@ -60,6 +58,8 @@ def windowed_linear_attention(
         `(output, state)`: `(batch, length, heads, value_dim)` in the accumulator's
         dtype, and the new state or `None`.
     """
+    # An implementation that is named is the far keys', without a kernel for near ones.
+    kernel_dtype = value.dtype if config.implementation is None else None
     query, key, value, valid = masked_inputs(query, key, value, key_mask)
     length, window = shape_of(query)[1], config.window
 
@@ -91,7 +91,8 @@ def windowed_linear_attention(
     distance_bias = window_bias if by_distance else None
     relative = bias_products(query, distance_bias)
     if state is None:
-        near = attend_near(query, key, value, valid, rule, relative=relative)
+        seen = None if key_mask is None else valid
+        near = attend_window(query, key, value, seen, rule, kernel_dtype, relative)
     elif query.shape[1] == key.shape[1] == 1:
         near = attend_to_all(query, *(t[:, 1:] for t in history), distance_bias)
     else:

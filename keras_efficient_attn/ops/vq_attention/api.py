@@ -29,6 +29,7 @@ from keras_efficient_attn.ops.vq_attention.tensors import (
     Positions,
     each,
     make_codebook,
+    with_valid,
 )
 from keras_efficient_attn.ops.vq_attention.window import (
     attend_segment,
@@ -116,8 +117,11 @@ def vq_attention(
         block_length: Positions per block; changes the speed, and the result only by
             rounding. Defaults to the device's plan: 128 on a CPU. With `order=2`, a
             sequence of at most this many positions, or 512, is computed in one block.
-        implementation: `"chunked"` (the default) or `"reference"`, the quadratic
-            definition, which has no `state` and always `gradient_through_cache`.
+        implementation: `"chunked"`, or `"reference"`, the quadratic definition, which
+            has no `state` and always `gradient_through_cache`. Defaults to `None`:
+            kernels where they can run, otherwise `"chunked"`. Causal attention to at
+            most 512 hard codes without `order` and `state` has one for a single TPU;
+            the window without `state` and positions, as `local_attention`.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
@@ -152,6 +156,7 @@ def vq_attention(
         relative_positions=position_query is not None or position_key is not None,
         gradient_through_cache=gradient_through_cache,
         block_length=block_length,
+        kernels=implementation is None,
     )
     config.check_key_dim(query.shape[-1])
     positions = None
@@ -237,20 +242,28 @@ def attend_to_keys_and_codes(
         `(output, state)`: the output in the accumulator's dtype, and the new state or
         `None`.
     """
+    takes_kernels = config.kernels and config.block_length is None
+    kernel_dtype = keys.value.dtype if takes_kernels else None
     query, keys, codebook, positions = _prepare(query, keys, codebook, positions)
     if state is not None and query.shape[1] == keys.key.shape[1] == 1:
+        keys = with_valid(keys)
         return attend_token(query, keys, codebook, config, positions, state)
     if config.window is None:
-        return _attend_to_codes(query, keys, codebook, config, causal, state)
+        keys = far_keys(with_valid(keys), codebook, config)
+        return _attend_to_codes(
+            query, keys, codebook, config, causal, state, kernel_dtype
+        )
     if state is not None:
         return attend_segment(query, keys, codebook, config, positions, state)
-    output = attend_sequence(query, keys, codebook, config, causal, positions)
-    return output, None
+    rest = causal, positions, kernel_dtype
+    return attend_sequence(query, keys, codebook, config, *rest), None
 
 
 def _prepare(query, keys, codebook, positions):
     """Casts all to the accumulator's dtype, with zeros for missing keys."""
-    query, *key_value_valid = masked_inputs(query, *keys[:3])
+    query, key, value, valid = masked_inputs(query, *keys[:3])
+    if keys.valid is None:
+        valid = None
 
     def cast(x):
         return ops.cast(x, query.dtype)
@@ -259,16 +272,16 @@ def _prepare(query, keys, codebook, positions):
     if codebook.sigma is None:
         codebook = each(ops.stop_gradient, codebook)
     positions = None if positions is None else each(cast, positions)
-    return query, Keys(*key_value_valid, keys.index), codebook, positions
+    return query, Keys(key, value, valid, keys.index), codebook, positions
 
 
-def _attend_to_codes(query, keys, codebook, config, causal, state):
+def _attend_to_codes(query, keys, codebook, config, causal, state, kernel_dtype):
     """Attention to the codes of all keys, without window: `(output, state)`."""
-    keys, cache = far_keys(keys, codebook, config), None
+    cache = None
     if causal:
         keys = each(lambda t: fit_length(t, shape_of(query)[1]), keys)
         cache = None if state is None else cache_of(state, query.dtype)
-    part, cache = attend_far(query, keys, codebook, config, causal, cache)
+    part, cache = attend_far(query, keys, codebook, config, causal, cache, kernel_dtype)
     state = None if state is None else named_cache(cache)
     return finish(*part, normalize=True), state
 

@@ -23,6 +23,7 @@ class VQConfig:
         gradient_through_cache: Whether keys, values and codes get a gradient through
             the weights beyond the window.
         block_length: Positions per block; `None` for the plan's.
+        kernels: Whether the device's kernels may compute.
 
     Raises:
         ValueError: For options that are invalid or exclude each other.
@@ -36,6 +37,7 @@ class VQConfig:
     relative_positions: bool = False
     gradient_through_cache: bool = True
     block_length: int | None = None
+    kernels: bool = True
 
     def __post_init__(self):
         for argument in ("window", "block_length", "rank"):

@@ -3,6 +3,7 @@
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.vq_attention import by_kernel
 from keras_efficient_attn.ops.vq_attention.cache import empty_cache
 from keras_efficient_attn.ops.vq_attention.codebook import look_up
 from keras_efficient_attn.ops.vq_attention.compressed import (
@@ -28,7 +29,9 @@ def far_keys(keys, codebook, config):
     return keys._replace(key=codes if config.order == 0 else keys.key - codes)
 
 
-def attend_far(query, keys, codebook, config, causal=True, cache=None):
+def attend_far(
+    query, keys, codebook, config, causal=True, cache=None, kernel_dtype=None
+):
     """Partial softmax over the keys' codes, and the cache after the last key.
 
     Args:
@@ -38,19 +41,27 @@ def attend_far(query, keys, codebook, config, causal=True, cache=None):
         config: `VQConfig`.
         causal: Whether query `t` sees keys `0..t` only.
         cache: The cache of earlier keys, or `None` for none.
+        kernel_dtype: In which a kernel multiplies; `None` for no kernel.
 
     Returns:
         `(part, cache)`, for `online_softmax.merge`; the cache is `None` if none was
         given and none was needed.
     """
     in_a_block = cache is None and config.order == 2 and _fit(config, query, keys.key)
-    if cache is None and not in_a_block:
+    is_simple = cache is None and config.order == 0 and causal
+    takes_kernel = is_simple and by_kernel.can_run(
+        query, keys, codebook.codes, kernel_dtype
+    )
+    if cache is None and not (in_a_block or takes_kernel):
         batch, value_dim = shape_of(query)[0], shape_of(keys.value)[-1]
         cache = empty_cache(batch, codebook, value_dim, config, query.dtype)
     if not config.gradient_through_cache:
         keys, codebook, cache = (
             each(ops.stop_gradient, t) for t in (keys, codebook, cache or ())
         )
+    if takes_kernel:
+        part = by_kernel.causal_attention(query, keys, codebook.codes, kernel_dtype)
+        return part, None
     if in_a_block:
         part = expanded_attention_in_a_block(query, keys, codebook, config, causal)
         return part, None

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_values
 
 
@@ -54,6 +55,13 @@ def each(function, tensors):
     """Applies a function to each tensor of a tuple, named or not; keeps `None`."""
     results = [None if t is None else function(t) for t in tensors]
     return type(tensors)(*results) if hasattr(tensors, "_fields") else tuple(results)
+
+
+def with_valid(keys):
+    """`Keys` that have `valid`."""
+    if keys.valid is not None:
+        return keys
+    return keys._replace(valid=ops.ones(shape_of(keys.key)[:2], keys.key.dtype))
 
 
 def make_codebook(codes, sigma=None, log_weights=None):

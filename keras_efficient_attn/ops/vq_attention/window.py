@@ -8,12 +8,13 @@ once more from the end.
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.block_softmax import attend_near, attend_recent
+from keras_efficient_attn.ops.common.block_softmax import attend_recent
 from keras_efficient_attn.ops.common.chunking import (
     fit_length,
     longer_length,
     pad_length,
 )
+from keras_efficient_attn.ops.common.interval_softmax.choice import attend_window
 from keras_efficient_attn.ops.common.masks import SlidingWindow
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
 from keras_efficient_attn.ops.common.recent_keys import append_segment
@@ -24,7 +25,12 @@ from keras_efficient_attn.ops.vq_attention.cache import (
 )
 from keras_efficient_attn.ops.vq_attention.codebook import look_up, straight_through
 from keras_efficient_attn.ops.vq_attention.far import attend_far, far_keys
-from keras_efficient_attn.ops.vq_attention.tensors import Keys, Positions, each
+from keras_efficient_attn.ops.vq_attention.tensors import (
+    Keys,
+    Positions,
+    each,
+    with_valid,
+)
 
 
 def near_keys(keys, codebook, config):
@@ -35,25 +41,36 @@ def near_keys(keys, codebook, config):
     return keys._replace(key=straight_through(keys.key, codes))
 
 
-def attend_sequence(query, keys, codebook, config, causal, positions):
-    """The output of a whole sequence; arguments as for `attend_to_keys_and_codes`."""
+def attend_sequence(
+    query, keys, codebook, config, causal, positions, kernel_dtype=None
+):
+    """The output of a whole sequence.
+
+    Args:
+        query, keys, codebook, config, causal, positions: As for
+            `attend_to_keys_and_codes`; `keys.valid` may be `None`.
+        kernel_dtype: In which a kernel multiplies; `None` for no kernel.
+    """
     length = shape_of(query)[1]
     query, keys, positions = _fit_lengths(query, keys, causal, positions)
+    exist, keys = keys.valid, with_valid(keys)
     total, window = shape_of(query)[1], config.window
     if isinstance(total, int) and total < window:
         positions = _nearest_positions(positions, window - total, causal)
         window = max(1, total)
     near, rule = near_keys(keys, codebook, config), SlidingWindow(window, causal)
-    parts = [attend_near(query, *near[:3], rule, relative=positions)]
+    near = query, near.key, near.value, exist
+    parts = [attend_window(*near, rule, kernel_dtype, relative=positions)]
     # A sequence that fits in the window has no far keys.
     if not (isinstance(total, int) and total <= window):
         far = far_keys(keys, codebook, config)
         delayed = _delay(far, window, total)
-        parts.append(attend_far(query, delayed, codebook, config)[0])
+        rest = codebook, config, True, None, kernel_dtype
+        parts.append(attend_far(query, delayed, *rest)[0])
         if not causal:
             query, far = _reverse(query), each(_reverse, far)
             delayed = _delay(far, window, total)
-            after, _ = attend_far(query, delayed, codebook, config)
+            after, _ = attend_far(query, delayed, *rest)
             parts.append(each(_reverse, after))
     return finish(*merge(parts), normalize=True)[:, :length]
 
@@ -67,7 +84,7 @@ def attend_segment(query, keys, codebook, config, positions, state):
     Returns:
         `(output, state)`.
     """
-    query, keys, positions = _fit_lengths(query, keys, True, positions)
+    query, keys, positions = _fit_lengths(query, with_valid(keys), True, positions)
     length = shape_of(query)[1]
     near = near_keys(keys, codebook, config)
     history = with_history(state, near)
@@ -106,6 +123,7 @@ def _fit_lengths(query, keys, causal, positions):
     lengths = query.shape[1], keys.key.shape[1]
     if None not in lengths and lengths[0] == lengths[1]:
         return query, keys, positions
+    keys = with_valid(keys)
     total = shape_of(query)[1]
     if not causal:
         # Queries after the last key still see the keys in their window.

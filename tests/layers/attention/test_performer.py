@@ -10,9 +10,10 @@ from keras import ops
 from keras_efficient_attn import PerformerAttention
 from keras_efficient_attn.layers.attention.base import AttentionCall
 from keras_efficient_attn.ops.common import random_features
+from keras_efficient_attn.ops.common.plan import plan_for
 from keras_efficient_attn.ops.linear_attention import feature_maps
 from tests import dense
-from tests.autodiff import to_numpy
+from tests.autodiff import gradients, to_numpy
 from tests.contract.test_saving import assert_same_model
 
 DIM = 8
@@ -207,6 +208,39 @@ def test_window_is_one_softmax_with_exact_near_weights(window, causal):
         layer, dense.linear_heads, x, x, key_mask=mask, causal=causal
     )
     np.testing.assert_allclose(output, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_tpu_computes_the_window_by_its_kernel(causal, backend):
+    if backend != "jax":
+        pytest.skip("only JAX can plan for a TPU")
+    layer = PerformerAttention(2, DIM, num_features=16, window=9)
+    x = np.random.default_rng(0).normal(size=(1, 150, 12)).astype("float32")
+    mask = np.random.default_rng(1).random((1, 150)) > 0.2
+    weight = np.random.default_rng(2).normal(size=x.shape).astype("float32")
+
+    def loss(x):
+        output = layer(x, x, key_mask=mask, use_causal_mask=causal)
+        return ops.sum(ops.multiply(output, weight)), output
+
+    layer.build(x.shape, x.shape)
+    chunked = gradients(lambda x: loss(x)[0], x)
+    with plan_for("tpu"):
+        assert "splash_mha_fwd" in traced(lambda x: loss(x)[1], x)
+        output = to_numpy(loss(x)[1])
+        received = gradients(lambda x: loss(x)[0], x)
+    expected, _ = dense.layer_output(
+        layer, dense.linear_heads, x, x, key_mask=mask, causal=causal
+    )
+    np.testing.assert_allclose(output, expected, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(received[0], chunked[0], rtol=1e-3, atol=1e-4)
+
+
+def traced(function, x):
+    """The program of a function, as text."""
+    import jax
+
+    return str(jax.make_jaxpr(function)(x))
 
 
 def test_a_window_over_everything_is_softmax_attention():

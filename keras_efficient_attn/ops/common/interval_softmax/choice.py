@@ -1,9 +1,12 @@
 """Chooses the backend's kernel for a call of softmax attention, if any."""
 
 import keras
+from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import backend_name, shape_of
+from keras_efficient_attn.ops.common.block_softmax import attend_near
 from keras_efficient_attn.ops.common.checks import can_run_kernel
+from keras_efficient_attn.ops.common.interval_softmax.intervals import NearKeys
 from keras_efficient_attn.ops.common.plan import has_one_tpu
 
 # The backend that provides each kernel.
@@ -30,11 +33,18 @@ def choose_kernel(call, config):
     Raises:
         ValueError: If the call names a kernel that cannot run.
     """
+    query, key, value, _ = call.inputs
     named = call.implementation in KERNELS
-    name = call.implementation if named else _preferred_name(call)
+    name = call.implementation if named else None
+    if call.implementation is None:
+        name = _preferred_name(query, value)
     if name is None:
         return None
-    reason = _obstacle(name, call) or config.kernel_obstacle(name, call.causal)
+    reason = (
+        _call_obstacle(call)
+        or _obstacle(name, query, key, value)
+        or config.kernel_obstacle(name, call.causal)
+    )
     return _module(name) if can_run_kernel(name, reason, named) else None
 
 
@@ -47,32 +57,56 @@ def _module(name):
     return module
 
 
-def _preferred_name(call):
-    """The name of the kernel for the device, if no implementation is named."""
-    if call.implementation is not None:
-        return None
-    backend, query = backend_name(), call.inputs[0]
+def attend_window(query, key, value, valid, window, dtype, relative=None):
+    """Computes `block_softmax.attend_near` by the device's kernel, if it can.
+
+    Args:
+        query, key, value, relative: As for `attend_near`.
+        valid: As for `attend_near`, or `None` if all keys exist.
+        window: `SlidingWindow`.
+        dtype: In which a kernel multiplies; `None` for blocks.
+    """
+    name = None
+    if dtype is not None and relative is None:
+        name = _preferred_name(query, value)
+    if name is not None:
+        tensors = [ops.cast(x, dtype) for x in (query, key, value)]
+        if _obstacle(name, *tensors) is None:
+            pattern = NearKeys(window, key.shape[1])
+            return _module(name).attend_part(*tensors, valid, pattern, 1.0)
+    if valid is None:
+        valid = ops.ones(shape_of(key)[:2], query.dtype)
+    return attend_near(query, key, value, valid, window, relative=relative)
+
+
+def _preferred_name(query, value):
+    """The name of the device's kernel, or `None`."""
+    backend = backend_name()
     if backend == "jax":
         return "splash" if has_one_tpu() else None
     if backend == "torch" and query.is_cuda:
-        fits = min(query.shape[-1], call.inputs[2].shape[-1]) >= LEAST_DIM
+        fits = min(query.shape[-1], value.shape[-1]) >= LEAST_DIM
         return "flex" if fits else None
     return None
 
 
-def _obstacle(name, call):
-    """The reason why a kernel cannot compute a call of any pattern, or `None`."""
-    if backend_name() != KERNELS[name]:
-        return f"needs the backend {KERNELS[name]!r}. Received: {backend_name()!r}"
+def _call_obstacle(call):
+    """The argument of a call that no kernel takes, as a reason, or `None`."""
     for argument in ("state", "dropout"):
         if getattr(call, argument) is not None:
             return f"takes no `{argument}`. Received: one"
-    query, key, value, _ = call.inputs
-    for x in (query, key, value):
+    return None
+
+
+def _obstacle(name, *tensors):
+    """The reason why a kernel cannot read a query, a key and a value, or `None`."""
+    if backend_name() != KERNELS[name]:
+        return f"needs the backend {KERNELS[name]!r}. Received: {backend_name()!r}"
+    for x in tensors:
         dtype = keras.backend.standardize_dtype(x.dtype)
         if dtype not in DTYPES:
             return f"computes with {', '.join(DTYPES)}. Received: {dtype}"
-    shapes = [tuple(x.shape) for x in (query, key, value)]
+    shapes = [tuple(x.shape) for x in tensors]
     sizes = [size for shape in shapes for size in shape]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return f"needs a batch and positions, of known sizes. Received: shapes {shapes}"
