@@ -237,8 +237,6 @@ class ReformerLSHAttention(EfficientAttention):
         return {"num_hashes": num_hashes or self.num_hashes}
 
     def attend(self, query, key, value, call):
-        dtype = accumulator_dtype(query, value)
-        query, value = ops.cast(query, dtype), ops.cast(value, dtype)
         if self.dense_length is not None:
             length = shape_of(query)[1]
             if not isinstance(length, int):
@@ -258,9 +256,9 @@ class ReformerLSHAttention(EfficientAttention):
 
     def _buckets(self, query, num_hashes):
         rotations = ops.convert_to_tensor(self._rotations)[:num_hashes]
-        buckets = hash_buckets(
-            query[:, :, : self._hashed_heads], rotations, self._factors
-        )
+        hashed = query[:, :, : self._hashed_heads]
+        hashed = ops.cast(hashed, accumulator_dtype(hashed))
+        buckets = hash_buckets(hashed, rotations, self._factors)
         # A reversible stack stores the hash buckets.
         small = math.prod(self._factors) <= 256
         return ops.cast(buckets, "uint8") if small else buckets
@@ -340,7 +338,9 @@ class ReformerLSHAttention(EfficientAttention):
             return None
         batch, _, heads, _ = shape_of(query)
         shape = (batch, heads, rounds, chunk_size, 2 * chunk_size)
-        return self._dropout_layer(ops.ones(shape, query.dtype), training=True)
+        return self._dropout_layer(
+            ops.ones(shape, accumulator_dtype(query)), training=True
+        )
 
     def _query_and_key(self, query, key, call):
         query_mask, key_mask = call.query_mask, call.key_mask

@@ -129,10 +129,11 @@ def _attend(
         kept = ops.cast(key_mask, "bool")
         hidden = ops.logical_not(kept)[..., None, None]
         query, value = (ops.where(hidden, ops.zeros_like(t), t) for t in (query, value))
-    query, value = ops.cast(query, dtype), ops.cast(value, dtype)
     if dropout_mask is not None:
         dropout_mask = ops.cast(dropout_mask, dtype)
-    tensors = (query, value, buckets, kept)
+    wide = ops.cast(query, dtype), ops.cast(value, dtype)
+    narrow = (query, value) if query.dtype == value.dtype else wide
+    tensors = *wide, buckets, kept
     if state is not None:
         state = {name: ops.cast(tensor, dtype) for name, tensor in state.items()}
         return streamed_lsh_attention(*tensors, config, state, dropout_mask)
@@ -144,4 +145,5 @@ def _attend(
         takes_pairs = implementation == "pairs"
     if takes_pairs:
         return pairs_lsh_attention(*tensors, config), None
-    return chunked_lsh_attention(*tensors, config, dropout_mask), None
+    output = chunked_lsh_attention(*narrow, buckets, kept, config, dropout_mask)
+    return output, None

@@ -7,14 +7,13 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import pad_length
-from keras_efficient_attn.ops.common.numerics import pad
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, pad
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
 from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.lsh_attention.layout import cut_into_chunks, make_layout
 from keras_efficient_attn.ops.lsh_attention.shared import (
-    columns_of,
-    masked_part,
+    masked_weights,
     take_rows,
     unit,
     with_self,
@@ -22,70 +21,73 @@ from keras_efficient_attn.ops.lsh_attention.shared import (
 
 
 def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
-    """Computes `lsh_attention` with all tensors in the accumulator's dtype.
+    """Computes `lsh_attention`.
 
     Args:
         query, value, buckets: As for `lsh_attention`, with zeros at hidden positions.
+            float16 and bfloat16 are cast to the accumulator's dtype step by step.
         kept: Boolean `(batch, length)`, `False` for hidden positions.
         config: `LSHConfig`.
         dropout: The `dropout_mask` of `lsh_attention`, or `None`.
     """
     batch, length, heads, dim = shape_of(query)
     rounds = buckets.shape[2]
-    value_dim = shape_of(value)[-1]
+    dtype = accumulator_dtype(query, value)
     if isinstance(length, int):
         chunk_size = max(1, min(config.chunk_size, length))
         config = dataclasses.replace(config, chunk_size=chunk_size)
     chunk_size = config.chunk_size
     # An additional hidden position fills the empty slots.
-    query, value = (pad_length(t, 0, 1) for t in (query, value))
+    padded = [pad_length(t, 0, 1) for t in (query, value)]
     kept = ops.cast(pad(ops.cast(kept, "int32"), [(0, 0), (0, 1)]), "bool")
     buckets = pad(buckets, [(0, 0)] * 3 + [(0, 1)])
 
     floats = heads * rounds * (6 * chunk_size + 2 * (dim + (value.shape[-1] or dim)))
-    floats = max(1, floats // device_plan().lsh_steps)
+    floats = max(1, int(floats / device_plan().lsh_steps))
     chunks = cut_into_chunks(buckets, kept, config)
     layout = make_layout(chunks, chunk_size, floats)
-    table = ops.concatenate([query, value], axis=-1)
-    table = ops.concatenate(
-        [ops.transpose(table, (0, 2, 1, 3)), _ids(chunks, length + 1, query.dtype)],
-        axis=-1,
-    )
-    width = dim + value_dim + 1 + 2 * rounds
+    table = ops.transpose(ops.concatenate(padded, axis=-1), (0, 2, 1, 3))
+    ids = _ids(chunks, length + 1, dtype)
 
-    def rows(token):
+    def rows(table, token):
         """The rows of these positions, `(batch, heads, rounds, slots, width)`."""
-        slots = shape_of(token)[-1]
+        slots, width = shape_of(token)[-1], shape_of(table)[-1]
         token = ops.reshape(token, (batch, heads, rounds * slots))
         return ops.reshape(
             take_rows(table, token), (batch, heads, rounds, slots, width)
         )
 
-    tile = (layout.chunks_in_tile, chunk_size)
-    slots = shape_of(layout.token)[-1]
-    shape = (batch, heads, rounds, layout.tiles, *tile, width)
-    x = ops.moveaxis(ops.reshape(rows(layout.token), shape), 3, 0)
-    last = rows(layout.last_token)[:, :, :, None]
-    step = _step(query.shape[-1], value.shape[-1], rounds, config.causal, config.scale)
+    tile = (layout.tiles, layout.chunks_in_tile, chunk_size)
+    xs, last = [], []
+    for t in (table, ids):
+        shape = (batch, heads, rounds, *tile, shape_of(t)[-1])
+        x = ops.reshape(rows(t, layout.token), shape)
+        xs.append(ops.transpose(x, (3, 4, 0, 1, 2, 5, 6)))
+        last.append(rows(t, layout.last_token)[None])
+    # Rows of ids would be short vectors.
+    xs[1], last[1] = (ops.swapaxes(t, -1, -2) for t in (xs[1], last[1]))
+    step = _step(query.shape[-1], rounds, config.causal, config.scale)
     consts = () if dropout is None else (dropout[..., :chunk_size, : 2 * chunk_size],)
-    _, (sums,) = recompute_scan(step, (last,), (x,), consts)
+    _, part = recompute_scan(step, tuple(last), tuple(xs), consts)
 
-    sums = ops.reshape(
-        ops.moveaxis(sums, 0, 3), (batch, heads * rounds, slots, value_dim + 2)
-    )
-    slot = ops.reshape(chunks.slot, (batch, heads * rounds, length + 1))
-    sums = ops.reshape(
-        take_rows(sums, slot[..., :length]),
-        (batch, heads, rounds, length, value_dim + 2),
-    )
+    slot = ops.reshape(chunks.slot, (batch, heads * rounds, length + 1))[..., :length]
+    slots = shape_of(layout.token)[-1]
     hidden = ops.logical_not(kept[:, None, None, :length])
-    values = ops.where(hidden[..., None], 0.0, sums[..., :-2])
-    totals = ops.where(hidden, 0.0, sums[..., -2])
-    scales = ops.where(hidden, LOG_ZERO, ops.stop_gradient(sums[..., -1]))
+
+    def by_position(x, otherwise):
+        """`(tiles, chunks, batch, heads, rounds, size, ...)`, sorted by position."""
+        width = shape_of(x)[6:]
+        x = ops.transpose(x, (2, 3, 4, 0, 1, 5, *range(6, len(x.shape))))
+        x = ops.reshape(x, (batch, heads * rounds, slots, *width))
+        x = take_rows(x, slot) if width else ops.take_along_axis(x, slot, axis=-1)
+        x = ops.reshape(ops.cast(x, dtype), (batch, heads, rounds, length, *width))
+        return ops.where(hidden[..., None] if width else hidden, otherwise, x)
+
+    values, totals, scales = map(by_position, part, (0.0, 0.0, LOG_ZERO))
     values, totals, _ = merge(
         [(values[:, :, r], totals[:, :, r], scales[:, :, r]) for r in range(rounds)]
     )
-    own = ops.transpose(value[:, :length], (0, 2, 1, 3))
+    own = ops.transpose(ops.cast(value, dtype), (0, 2, 1, 3))
     output = with_self(values, totals, own)
     output = ops.where(hidden[:, :, 0, :, None], 0.0, output)
     return ops.transpose(output, (0, 2, 1, 3))
@@ -101,56 +103,71 @@ def _ids(chunks, length, dtype):
 
 
 @functools.cache
-def _step(dim, value_dim, rounds, causal, scale):
-    def cut(rows, value_dim):
-        return columns_of(rows, dim, value_dim, 1, rounds, rounds)
-
+def _step(dim, rounds, causal, scale):
     def step(carry, x, consts):
-        (last,), (rows,) = carry, x
-        width = value_dim or shape_of(rows)[-1] - dim - 1 - 2 * rounds
-        chunk_size = shape_of(rows)[4]
-        before = ops.concatenate([last, rows[:, :, :, :-1]], axis=3)
-        query, _, position, code, code_before = cut(rows, width)
-        keys = ops.concatenate([before, rows], axis=4)
-        shared, value, key_position, key_code, _ = cut(keys, width)
+        (last, last_ids), (rows, ids) = carry, x
+        dtype = ids.dtype
+        before = _shifted(last, rows)
+        (shared, value), (shared_before, value_before) = (
+            (ops.cast(t[..., :dim], dtype), ops.cast(t[..., dim:], dtype))
+            for t in (rows, before)
+        )
+        seen = _seen(ids, _shifted(last_ids, ids), rounds, causal)
 
-        def against(ids, key_ids):
-            """Pairs of `(..., queries, 1)` and `(..., 1, keys)`."""
-            return ids, ops.swapaxes(key_ids, -1, -2)
-
-        position, key_position = against(position, key_position)
-        allowed = key_position < position if causal else key_position != position
-        allowed_in = []
-        for r in range(rounds):
-            own, key_own = against(
-                code[:, :, r, ..., r : r + 1], key_code[:, :, r, ..., r : r + 1]
-            )
-            seen = ops.concatenate(
-                [
-                    key_own[..., :chunk_size] == code_before[:, :, r, ..., r : r + 1],
-                    key_own[..., chunk_size:] == own,
-                ],
-                axis=-1,
-            )
-            seen = ops.logical_and(seen, allowed[:, :, r])
-            for earlier in range(r):
-                # A key seen in an earlier round counts in that round.
-                one = slice(earlier, earlier + 1)
-                here, there = against(
-                    code[:, :, r, ..., one], key_code[:, :, r, ..., one]
-                )
-                also = ops.logical_or(
-                    there == here, there == code_before[:, :, r, ..., one]
-                )
-                seen = ops.logical_and(seen, ops.logical_not(also))
-            allowed_in.append(seen)
-        allowed = ops.stack(allowed_in, axis=2)
-        logits = (query * scale) @ ops.swapaxes(unit(shared), -1, -2)
-        dropout = consts[0][:, :, :, None] if consts else None
-        values, totals, scales = masked_part(logits, allowed, value, dropout)
-        sums = ops.concatenate([values, totals[..., None], scales[..., None]], axis=-1)
-        # TensorFlow loses the rank if the width is unknown.
-        sums = ops.reshape(sums, (*shape_of(rows)[:5], width + 2))
-        return (rows[:, :, :, -1:],), (sums,)
+        query = shared * scale
+        logits = ops.concatenate(
+            [query @ ops.swapaxes(unit(t), -1, -2) for t in (shared_before, shared)],
+            axis=-1,
+        )
+        weights, totals, scales = masked_weights(logits, seen, *consts)
+        size = shape_of(rows)[4]
+        values = weights[..., :size] @ value_before + weights[..., size:] @ value
+        # As narrow as the rows: these are the largest tensors.
+        values = ops.cast(values, rows.dtype)
+        carry = rows[-1:], ids[-1:]
+        return carry, (values, totals, ops.stop_gradient(scales))
 
     return step
+
+
+def _shifted(first, chunks):
+    """The chunk before each chunk, along the first axis."""
+    return ops.concatenate([first, chunks[:-1]], axis=0)
+
+
+def _seen(ids, ids_before, rounds, causal):
+    """Whether positions see those of the chunk before and of their own.
+
+    Args:
+        ids: Columns of `_ids`, `(chunks, batch, heads, rounds, 1 + 2 rounds, size)`.
+        ids_before: Those of the chunks before.
+
+    Returns:
+        `(chunks, batch, heads, rounds, size, 2 size)`.
+    """
+    here = ids[..., None]
+    there = ops.concatenate([ids_before, ids], axis=-1)[..., None, :]
+    size = shape_of(ids)[-1]
+    position, key_position = here[..., 0, :, :], there[..., 0, :, :]
+    allowed = key_position < position if causal else key_position != position
+    seen_in = []
+    for r in range(rounds):
+
+        def codes(other, r=r):
+            """The codes of keys in another round, and both that a query sees."""
+            code, before = 1 + other, 1 + rounds + other
+            own = (here[:, :, :, r, number] for number in (code, before))
+            return there[:, :, :, r, code], *own
+
+        keys, code, before = codes(r)
+        seen = ops.concatenate(
+            [keys[..., :size] == before, keys[..., size:] == code], axis=-1
+        )
+        seen = ops.logical_and(seen, allowed[:, :, :, r])
+        for earlier in range(r):
+            # A key seen in an earlier round counts in that round.
+            keys, code, before = codes(earlier)
+            also = ops.logical_or(keys == code, keys == before)
+            seen = ops.logical_and(seen, ops.logical_not(also))
+        seen_in.append(seen)
+    return ops.stack(seen_in, axis=3)

@@ -18,8 +18,8 @@ def unit(x):
     return x * ops.rsqrt(squared + SQUARED_EPSILON)
 
 
-def masked_part(logits, allowed, value, dropout_mask=None):
-    """The part `(values, totals, log_scale)` of `(..., queries, keys)` logits."""
+def masked_weights(logits, allowed, dropout_mask=None):
+    """Weights of `(..., queries, keys)` logits, their totals and log scales."""
     # The exponential of minus infinity is 0, and fast.
     logits = ops.where(allowed, logits, -math.inf)
     scale = max_along(ops.stop_gradient(logits), axis=-1, initial=LOG_ZERO)
@@ -27,6 +27,12 @@ def masked_part(logits, allowed, value, dropout_mask=None):
     totals = ops.sum(weights, axis=-1)
     if dropout_mask is not None:
         weights = weights * dropout_mask
+    return weights, totals, scale
+
+
+def masked_part(logits, allowed, value, dropout_mask=None):
+    """The part `(values, totals, log_scale)` of `(..., queries, keys)` logits."""
+    weights, totals, scale = masked_weights(logits, allowed, dropout_mask)
     return weights @ value, totals, scale
 
 

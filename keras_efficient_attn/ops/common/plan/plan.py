@@ -59,7 +59,7 @@ class DevicePlan:
     lsh_pairs: int = pick(2, tensorflow=3)
     lsh_block_floats: int = 2**24
     # PyTorch runs operations one by one, each with an overhead.
-    lsh_steps: int = pick(1, torch=4)
+    lsh_steps: float = pick(1, torch=4)
     # The fastest of the two, forward and in training, on each backend.
     codes_in_turn: bool = pick(False, tensorflow=True)
     sum_codes_by_index: bool = True
@@ -79,7 +79,7 @@ _TPU = DevicePlan(
     found_floats=2**24,
     lsh_pairs=12,
     lsh_block_floats=2**26,
-    lsh_steps=1,
+    lsh_steps=0.5,
     codes_in_turn=False,
     sum_codes_by_index=False,
 )
