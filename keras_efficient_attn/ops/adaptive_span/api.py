@@ -63,8 +63,10 @@ def adaptive_span_attention(
             keep remain unseen.
         dropout: Optional `(rate, seed)` of dropout on the normalised weights, with
             floats `(2,)` from `weight_dropout.dropout_seed`.
-        implementation: `"blocks"` (the default) or `"reference"`, the formula, which
-            takes no `state` and no `dropout`.
+        implementation: `"blocks"`, or `"reference"`, the formula, which takes no
+            `state` and no `dropout`. Defaults to `None`: a kernel on a single TPU, for
+            a `window` of at most 2,049 (1,025 if not causal), without `position_key`,
+            `state` and `dropout`; otherwise blocks.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
@@ -89,7 +91,7 @@ def adaptive_span_attention(
     """
     inputs = query, key, value, key_mask
     call = SoftmaxCall(inputs, causal, scale, state, dropout, implementation)
-    config = SpanConfig(window, ramp, include_self)
+    config = SpanConfig(window, ramp, include_self, kernels=implementation is None)
     _check_operands(query, spans, position_key, window)
     sizes = (*key.shape[2:], value.shape[-1])
     if state is not None:

@@ -15,10 +15,14 @@ from keras_efficient_attn.ops.common.chunking import (
     pad_length,
 )
 from keras_efficient_attn.ops.common.compilation import jit_on_jax
-from keras_efficient_attn.ops.common.inputs import masked_inputs, pad_to_common_length
+from keras_efficient_attn.ops.common.inputs import (
+    hide_masked,
+    masked_inputs,
+    pad_to_common_length,
+)
 from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
-from keras_efficient_attn.ops.common.plan import device_plan
+from keras_efficient_attn.ops.common.plan import device_plan, has_one_tpu
 from keras_efficient_attn.ops.common.recent_keys import (
     append_segment,
     drop_oldest,
@@ -54,6 +58,16 @@ def attend_in_bands(inputs, spans, position_key, state, seed, config, options):
         config: `SpanConfig`.
         inputs, state, seed, options: As for the forms of `SoftmaxCall.attend`.
     """
+    is_plain = state is None and position_key is None and not options.dropout
+    if is_plain and config.kernels and has_one_tpu():
+        # Not imported elsewhere: Pallas is JAX's.
+        from keras_efficient_attn.ops.adaptive_span import pallas
+
+        query, key, value, key_mask = inputs
+        key, value = hide_masked(key, key_mask), hide_masked(value, key_mask)
+        output = pallas.attend(query, key, value, key_mask, spans, config, options)
+        if output is not None:
+            return output, None
     query, key, value, valid = masked_inputs(*inputs)
     length, new_state = shape_of(query)[1], None
     query = query * options.scale

@@ -22,6 +22,7 @@ class SpanConfig:
             Defaults to 32.
         include_self: Whether a query sees the key of its own position. Defaults to
             `True`.
+        kernels: Whether the device's kernels may compute. Defaults to `True`.
 
     Raises:
         ValueError: If a number is not positive, or `include_self` no boolean.
@@ -30,6 +31,7 @@ class SpanConfig:
     window: int
     ramp: float = RAMP
     include_self: bool = True
+    kernels: bool = True
 
     def __post_init__(self):
         check_positive_int("window", self.window)
