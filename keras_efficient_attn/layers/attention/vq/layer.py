@@ -498,8 +498,8 @@ class VQAttention(EfficientAttention):
 
     def get_config(self):
         attention = dataclasses.asdict(self.config)
-        # Implied by the assignment.
-        del attention["soft"]
+        # Implied by the assignment, and not an option of the layer.
+        del attention["soft"], attention["kernels"]
         return {
             **super().get_config(),
             **attention,
