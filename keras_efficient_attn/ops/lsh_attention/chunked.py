@@ -14,7 +14,6 @@ from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.lsh_attention.layout import cut_into_chunks, make_layout
 from keras_efficient_attn.ops.lsh_attention.shared import (
     masked_weights,
-    take_rows,
     unit,
     with_self,
 )
@@ -46,42 +45,49 @@ def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
     floats = max(1, int(floats / device_plan().lsh_steps))
     chunks = cut_into_chunks(buckets, kept, config)
     layout = make_layout(chunks, chunk_size, floats)
-    table = ops.transpose(ops.concatenate(padded, axis=-1), (0, 2, 1, 3))
-    ids = _ids(chunks, length + 1, dtype)
-
-    def rows(table, token):
-        """The rows of these positions, `(batch, heads, rounds, slots, width)`."""
-        slots, width = shape_of(token)[-1], shape_of(table)[-1]
-        token = ops.reshape(token, (batch, heads, rounds * slots))
-        return ops.reshape(
-            take_rows(table, token), (batch, heads, rounds, slots, width)
+    tables = ops.concatenate(padded, axis=-1), _ids(chunks, length + 1, dtype)
+    tables = [
+        ops.reshape(t, (batch * (length + 1) * heads, shape_of(t)[-1])) for t in tables
+    ]
+    row, head, number = (
+        ops.reshape(ops.arange(size, dtype="int32"), shape)
+        for size, shape in (
+            (batch, (batch, 1, 1, 1)),
+            (heads, (heads, 1, 1)),
+            (rounds, (rounds, 1)),
         )
+    )
+
+    def place(token):
+        """The places of positions in the tables."""
+        return (row * (length + 1) + token) * heads + head
 
     tile = (layout.tiles, layout.chunks_in_tile, chunk_size)
-    xs, last = [], []
-    for t in (table, ids):
-        shape = (batch, heads, rounds, *tile, shape_of(t)[-1])
-        x = ops.reshape(rows(t, layout.token), shape)
-        xs.append(ops.transpose(x, (3, 4, 0, 1, 2, 5, 6)))
-        last.append(rows(t, layout.last_token)[None])
+    places = ops.reshape(place(layout.token), (batch, heads, rounds, *tile))
+    places = ops.transpose(places, (3, 4, 0, 1, 2, 5))
+    last = [ops.take(t, place(layout.last_token), axis=0)[None] for t in tables]
+    xs = [ops.take(t, places, axis=0) for t in tables]
     # Rows of ids would be short vectors.
     xs[1], last[1] = (ops.swapaxes(t, -1, -2) for t in (xs[1], last[1]))
     step = _step(query.shape[-1], rounds, config.causal, config.scale)
     consts = () if dropout is None else (dropout[..., :chunk_size, : 2 * chunk_size],)
     _, part = recompute_scan(step, tuple(last), tuple(xs), consts)
 
-    slot = ops.reshape(chunks.slot, (batch, heads * rounds, length + 1))[..., :length]
-    slots = shape_of(layout.token)[-1]
+    slot = chunks.slot[..., :length]
+    sequences = batch * heads * rounds
+    # By chunk, then by sequence.
+    places = slot // chunk_size * sequences + (row * heads + head) * rounds + number
+    places = places * chunk_size + slot % chunk_size
     hidden = ops.logical_not(kept[:, None, None, :length])
 
     def by_position(x, otherwise):
         """`(tiles, chunks, batch, heads, rounds, size, ...)`, sorted by position."""
         width = shape_of(x)[6:]
-        x = ops.transpose(x, (2, 3, 4, 0, 1, 5, *range(6, len(x.shape))))
-        x = ops.reshape(x, (batch, heads * rounds, slots, *width))
-        x = take_rows(x, slot) if width else ops.take_along_axis(x, slot, axis=-1)
-        x = ops.reshape(ops.cast(x, dtype), (batch, heads, rounds, length, *width))
-        return ops.where(hidden[..., None] if width else hidden, otherwise, x)
+        slots = sequences * shape_of(layout.token)[-1]
+        x = ops.take(ops.reshape(x, (slots, *width)), places, axis=0)
+        return ops.where(
+            hidden[..., None] if width else hidden, otherwise, ops.cast(x, dtype)
+        )
 
     values, totals, scales = map(by_position, part, (0.0, 0.0, LOG_ZERO))
     values, totals, _ = merge(
@@ -94,12 +100,12 @@ def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
 
 
 def _ids(chunks, length, dtype):
-    """Position, codes and previous codes: `(batch, heads, length, 1 + 2 rounds)`."""
+    """Position, codes and previous codes: `(batch, length, heads, 1 + 2 rounds)`."""
     position = ops.arange(length, dtype="int32") + ops.zeros_like(chunks.code[:, :, 0])
     # Empty slots get a position that no other position precedes.
     position = ops.where(chunks.code[:, :, 0] < 0, -1, position)
     ids = ops.concatenate([position[:, :, None], chunks.code, chunks.before], axis=2)
-    return ops.cast(ops.transpose(ids, (0, 1, 3, 2)), dtype)
+    return ops.cast(ops.transpose(ids, (0, 3, 1, 2)), dtype)
 
 
 @functools.cache
