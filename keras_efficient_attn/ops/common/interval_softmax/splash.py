@@ -33,9 +33,7 @@ def attend(query, key, value, valid, pattern, scale):
 def attend_part(query, key, value, valid, pattern, scale):
     """Computes `attend` as `(values, totals, log_scale)` for `online_softmax.merge`."""
     inputs, seen, cut = _prepare(query, key, value, valid, pattern, scale)
-    values, log_scale = (
-        _by_position(t, query.shape).astype("float32") for t in _part(cut, *inputs)
-    )
+    values, log_scale = (_by_position(t, query.shape) for t in _part(cut, *inputs))
     return (
         jnp.where(seen[..., None], values, 0),
         jnp.broadcast_to(seen, log_scale.shape).astype("float32"),
