@@ -34,11 +34,11 @@ def choose_kernel(call, config):
         ValueError: If the call names a kernel that cannot run.
     """
     query, key, value, _ = call.inputs
-    named = call.implementation in KERNELS
-    name = call.implementation if named else None
-    if call.implementation is None:
+    name = call.implementation
+    named = name is not None
+    if not named:
         name = _preferred_name(query, value)
-    if name is None:
+    if name not in KERNELS:
         return None
     reason = (
         _call_obstacle(call)

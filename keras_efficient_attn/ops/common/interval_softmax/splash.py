@@ -112,7 +112,7 @@ def _part_forward(cut, *inputs):
 def _part_backward(cut, kept, grads):
     inputs, (output, log_scale) = kept
     grad_output, grad_scale = grads
-    # What the gradients of logits are reduced by.
+    # The kernels subtract this from the gradient of every weight.
     mean = jnp.sum(output.astype("float32") * grad_output, axis=-1) - grad_scale
     return _run(_input_gradients, cut, *inputs, log_scale, grad_output, mean)
 
