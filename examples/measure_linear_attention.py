@@ -28,8 +28,10 @@ def parse_arguments():
 def linear(query, key, value):
     from keras import ops
 
+    from keras_efficient_attn.ops.common.feature_kernels.config import (
+        LinearAttentionConfig,
+    )
     from keras_efficient_attn.ops.linear_attention.api import mapped_linear_attention
-    from keras_efficient_attn.ops.linear_attention.config import LinearAttentionConfig
     from keras_efficient_attn.ops.linear_attention.feature_maps import elu_features
 
     config = LinearAttentionConfig(elu_features, elu_features, HEAD_DIM, causal=True)

@@ -11,7 +11,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_heads,
     check_positive_int,
 )
-from keras_efficient_attn.ops.linear_attention.config import features_config
+from keras_efficient_attn.ops.common.feature_kernels.config import features_config
 from keras_efficient_attn.ops.linear_attention.gated.api import check_rates
 from keras_efficient_attn.ops.vq_attention.codebook import nearest_codes
 from keras_efficient_attn.ops.vq_attention.config import VQConfig

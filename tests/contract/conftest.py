@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from keras_efficient_attn.ops.linear_attention.kernels import choice
+from keras_efficient_attn.ops.common.feature_kernels import choice
 from tests.contract.cases import CASES, case_of, ids
 
 

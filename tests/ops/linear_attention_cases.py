@@ -6,11 +6,12 @@ import functools
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.linear_attention import entrywise, feature_maps
-from keras_efficient_attn.ops.linear_attention.api import mapped_linear_attention
-from keras_efficient_attn.ops.linear_attention.config import (
+from keras_efficient_attn.ops.common.feature_kernels import entrywise
+from keras_efficient_attn.ops.common.feature_kernels.config import (
     LinearAttentionConfig,
 )
+from keras_efficient_attn.ops.linear_attention import feature_maps
+from keras_efficient_attn.ops.linear_attention.api import mapped_linear_attention
 from keras_efficient_attn.ops.linear_attention.reference import reference_attention
 from tests.autodiff import to_numpy
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from keras_efficient_attn.ops.linear_attention.kernels import pallas
+from keras_efficient_attn.ops.common.feature_kernels import pallas
 
 
 @pytest.fixture(autouse=True)

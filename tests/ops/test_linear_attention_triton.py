@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_efficient_attn import LinearAttention, PerformerAttention
 from keras_efficient_attn.ops import linear_attention, linear_attention_state
-from keras_efficient_attn.ops.linear_attention import feature_maps
-from keras_efficient_attn.ops.linear_attention.kernels import (
+from keras_efficient_attn.ops.common.feature_kernels import (
     choice,
     triton,
     triton_op,
 )
+from keras_efficient_attn.ops.linear_attention import feature_maps
 from tests.ops import linear_attention_cases
 from tests.ops.linear_attention_cases import Case, assert_close, favor, weighed_sum
 

@@ -16,7 +16,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from keras_efficient_attn.ops.linear_attention.kernels import triton_op
+from keras_efficient_attn.ops.common.feature_kernels import triton_op
 
 KERNELS = "accumulate", "find_gradients", "find_maxima", "read_states", "sum_segments"
 ARCHITECTURES = 80, 90

@@ -14,11 +14,9 @@ from keras_efficient_attn.layers.attention.named import add_named
 from keras_efficient_attn.layers.building import identity
 from keras_efficient_attn.ops.common import random_features
 from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
+from keras_efficient_attn.ops.common.feature_kernels import entrywise
 from keras_efficient_attn.ops.common.numerics import wide_dtype
-from keras_efficient_attn.ops.linear_attention import (
-    calibrated_features,
-    entrywise,
-)
+from keras_efficient_attn.ops.linear_attention import calibrated_features
 from keras_efficient_attn.ops.linear_attention import (
     feature_maps as functions,
 )

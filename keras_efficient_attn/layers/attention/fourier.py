@@ -14,6 +14,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_positive_int,
     check_positive_number,
 )
+from keras_efficient_attn.ops.common.feature_kernels.config import LinearAttentionConfig
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.fourier.config import FourierConfig
@@ -21,7 +22,6 @@ from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_state_spec,
     mapped_linear_attention,
 )
-from keras_efficient_attn.ops.linear_attention.config import LinearAttentionConfig
 from keras_efficient_attn.ops.linear_attention.feature_maps import (
     MAX_POLYNOMIAL_FEATURES,
 )

@@ -25,6 +25,13 @@ def bounded_log_weight(log_weight, key_mask=None):
     return ops.where(log_weight > LOG_ZERO, log_weight, LOG_ZERO)
 
 
+def sum_of_scales(first, second):
+    """The sum of two log scales or weights; `None` counts as 0."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
+
+
 def reciprocal(totals):
     """`1 / totals`, or 0 for a total that counts as zero (no visible key)."""
     wide = keras.backend.standardize_dtype(totals.dtype) == "float64"

@@ -14,17 +14,17 @@ from keras_efficient_attn.ops.common.checks import (
 )
 from keras_efficient_attn.ops.common.chunking import fit_length
 from keras_efficient_attn.ops.common.compilation import jit_on_jax
+from keras_efficient_attn.ops.common.feature_kernels.choice import choose_kernel
+from keras_efficient_attn.ops.common.feature_kernels.config import (
+    IMPLEMENTATIONS,
+    features_config,
+)
+from keras_efficient_attn.ops.common.feature_kernels.entrywise import Entrywise
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, bounded_log_weight
 from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.linear_attention import chunked
-from keras_efficient_attn.ops.linear_attention.config import (
-    IMPLEMENTATIONS,
-    features_config,
-)
-from keras_efficient_attn.ops.linear_attention.entrywise import Entrywise
 from keras_efficient_attn.ops.linear_attention.gated import api as gated
-from keras_efficient_attn.ops.linear_attention.kernels.choice import choose_kernel
 from keras_efficient_attn.ops.linear_attention.recurrent import (
     recurrent_linear_attention,
 )

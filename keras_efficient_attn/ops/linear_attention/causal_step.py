@@ -30,8 +30,12 @@ from keras_efficient_attn.ops.common.chunking import (
     sizes,
 )
 from keras_efficient_attn.ops.common.numerics import larger, max_along
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide, reciprocal
-from keras_efficient_attn.ops.linear_attention.keys import sum_of_scales
+from keras_efficient_attn.ops.common.online_softmax import (
+    LOG_ZERO,
+    divide,
+    reciprocal,
+    sum_of_scales,
+)
 from keras_efficient_attn.ops.linear_attention.steps import step_and_gradient
 
 

@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, sum_of_scales
 
 
 def mapped_keys(key_map, key, rest, map_weights, masked):
@@ -28,10 +28,3 @@ def mapped_keys(key_map, key, rest, map_weights, masked):
         if log_weight is not None:
             log_weight = ops.where(valid > 0, log_weight, LOG_ZERO)
     return key, log_weight
-
-
-def sum_of_scales(first, second):
-    """The sum of two log scales or weights; `None` counts as 0."""
-    if first is None or second is None:
-        return second if first is None else first
-    return first + second

@@ -9,42 +9,44 @@ import functools
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.common.numerics import max_along
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
-from keras_efficient_attn.ops.common.plan import has_one_tpu
-from keras_efficient_attn.ops.linear_attention.api import mapped_linear_attention
-from keras_efficient_attn.ops.linear_attention.config import (
+from keras_efficient_attn.ops.common.feature_kernels.choice import choose_kernel
+from keras_efficient_attn.ops.common.feature_kernels.config import (
     LinearAttentionConfig,
     given_features,
 )
-from keras_efficient_attn.ops.linear_attention.kernels.choice import choose_kernel
+from keras_efficient_attn.ops.common.numerics import max_along
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+from keras_efficient_attn.ops.common.plan import has_one_tpu
 
 
-def can_run(query, keys, codes, dtype):
-    """Whether the kernel can compute `causal_attention` of these tensors."""
+def kernel_for(query, keys, codes, dtype):
+    """The module of the kernel for `causal_attention`, or `None` if none can run."""
     if dtype is None or keys.index is None or not has_one_tpu():
-        return False
+        return None
     features = keras.KerasTensor((*query.shape[:3], codes.shape[1]), dtype)
     value = keras.KerasTensor(keys.value.shape, dtype)
-    config = _config(codes.shape[1])
-    return choose_kernel(features, features, value, None, config) is not None
+    return choose_kernel(features, features, value, None, _config(codes.shape[1]))
 
 
-def causal_attention(query, keys, codes, dtype):
+def causal_attention(kernel, query, keys, codes, dtype):
     """The part of `causal_compressed_attention` of a sequence without earlier keys.
 
     Args:
+        kernel: From `kernel_for`.
         query, keys: As there.
         codes: `(heads, codes, dim)`.
         dtype: In which the kernel multiplies.
     """
     features, scale = _query_features(query, keys, codes)
-    (values, totals, log_scale), _ = mapped_linear_attention(
+    (values, totals, log_scale), _ = kernel.linear_attention(
         ops.cast(features, dtype),
         ops.cast(keys.index, "float32")[..., None],
         ops.cast(keys.value, dtype),
         _config(codes.shape[1]),
+        map_weights=(),
+        key_log_weight=None,
         key_mask=keys.valid > 0,
+        state=None,
     )
     return ops.cast(values, query.dtype), totals, log_scale + scale
 

@@ -49,19 +49,19 @@ def attend_far(
     """
     in_a_block = cache is None and config.order == 2 and _fit(config, query, keys.key)
     is_simple = cache is None and config.order == 0 and causal
-    takes_kernel = is_simple and by_kernel.can_run(
-        query, keys, codebook.codes, kernel_dtype
-    )
-    if cache is None and not (in_a_block or takes_kernel):
+    kernel = None
+    if is_simple:
+        kernel = by_kernel.kernel_for(query, keys, codebook.codes, kernel_dtype)
+    if cache is None and not in_a_block and kernel is None:
         batch, value_dim = shape_of(query)[0], shape_of(keys.value)[-1]
         cache = empty_cache(batch, codebook, value_dim, config, query.dtype)
     if not config.gradient_through_cache:
         keys, codebook, cache = (
             each(ops.stop_gradient, t) for t in (keys, codebook, cache or ())
         )
-    if takes_kernel:
-        part = by_kernel.causal_attention(query, keys, codebook.codes, kernel_dtype)
-        return part, None
+    if kernel is not None:
+        tensors = query, keys, codebook.codes
+        return by_kernel.causal_attention(kernel, *tensors, kernel_dtype), None
     if in_a_block:
         part = expanded_attention_in_a_block(query, keys, codebook, config, causal)
         return part, None

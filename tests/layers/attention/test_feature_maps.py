@@ -13,8 +13,8 @@ from keras_efficient_attn.layers import (
     feature_maps,
     register_feature_map,
 )
+from keras_efficient_attn.ops.common.feature_kernels.config import LinearAttentionConfig
 from keras_efficient_attn.ops.linear_attention.api import mapped_linear_attention
-from keras_efficient_attn.ops.linear_attention.config import LinearAttentionConfig
 from tests import dense
 from tests.autodiff import gradients, to_numpy
 from tests.contract.test_saving import assert_same_model

@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 from keras_efficient_attn.layers import get_attention
-from keras_efficient_attn.ops.linear_attention.kernels import choice
+from keras_efficient_attn.ops.common.feature_kernels import choice
 from tests.autodiff import gradients
 
 BATCH, LENGTH, DIM = 2, 139, 12

@@ -15,6 +15,9 @@ from keras_efficient_attn.ops.common.checks import (
     check_positive_number,
     check_rotary_wavelength,
 )
+from keras_efficient_attn.ops.common.feature_kernels.config import (
+    LinearAttentionConfig,
+)
 from keras_efficient_attn.ops.common.numerics import (
     accumulator_dtype,
     rms_normalize,
@@ -24,9 +27,6 @@ from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_state_spec,
     mapped_linear_attention,
-)
-from keras_efficient_attn.ops.linear_attention.config import (
-    LinearAttentionConfig,
 )
 from keras_efficient_attn.ops.linear_attention.windowed import (
     windowed_linear_attention,

@@ -12,8 +12,7 @@ import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
-from keras_efficient_attn.ops.linear_attention.kernels.triton_kernels import (
+from keras_efficient_attn.ops.common.feature_kernels.triton_kernels import (
     Plan,
     Side,
     accumulate,
@@ -22,6 +21,7 @@ from keras_efficient_attn.ops.linear_attention.kernels.triton_kernels import (
     read_states,
     sum_segments,
 )
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 
 # Positions per chunk. A segment is one or several chunks: shorter segments need fewer
 # operations and more memory for states.

@@ -8,15 +8,15 @@ import torch
 from keras import ops
 
 from keras_efficient_attn.ops.common.chunking import fit_length
+from keras_efficient_attn.ops.common.feature_kernels.entrywise import Entrywise
+from keras_efficient_attn.ops.common.feature_kernels.triton_op import (
+    linear_attention_op,
+)
 from keras_efficient_attn.ops.common.online_softmax import (
     bounded_log_weight,
     finish,
+    sum_of_scales,
 )
-from keras_efficient_attn.ops.linear_attention.entrywise import Entrywise
-from keras_efficient_attn.ops.linear_attention.kernels.triton_op import (
-    linear_attention_op,
-)
-from keras_efficient_attn.ops.linear_attention.keys import sum_of_scales
 
 
 def linear_attention(

@@ -7,7 +7,7 @@ Each has a gradient kernel, which recomputes the features.
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from keras_efficient_attn.ops.linear_attention.kernels.pallas_blocks import (
+from keras_efficient_attn.ops.common.feature_kernels.pallas_blocks import (
     STATE_NAMES,
     SUMS,
     Chunk,

@@ -9,22 +9,22 @@ import jax
 import jax.numpy as jnp
 
 from keras_efficient_attn.ops.common.chunking import fit_length
-from keras_efficient_attn.ops.common.online_softmax import (
-    bounded_log_weight,
-    finish,
-)
-from keras_efficient_attn.ops.linear_attention.config import given_features
-from keras_efficient_attn.ops.linear_attention.kernels.pallas_blocks import (
+from keras_efficient_attn.ops.common.feature_kernels.config import given_features
+from keras_efficient_attn.ops.common.feature_kernels.pallas_blocks import (
     LANES,
     STATE_NAMES,
     Plan,
     from_row,
     to_row,
 )
-from keras_efficient_attn.ops.linear_attention.kernels.pallas_causal import causal
-from keras_efficient_attn.ops.linear_attention.kernels.pallas_full import (
+from keras_efficient_attn.ops.common.feature_kernels.pallas_causal import causal
+from keras_efficient_attn.ops.common.feature_kernels.pallas_full import (
     key_state,
     read_state,
+)
+from keras_efficient_attn.ops.common.online_softmax import (
+    bounded_log_weight,
+    finish,
 )
 
 # Size of a score matrix, half of which belongs to later keys.

@@ -11,8 +11,7 @@ query.
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
-from keras_efficient_attn.ops.linear_attention.kernels.pallas_blocks import (
+from keras_efficient_attn.ops.common.feature_kernels.pallas_blocks import (
     SUMS,
     Chunk,
     add_keys,
@@ -35,6 +34,7 @@ from keras_efficient_attn.ops.linear_attention.kernels.pallas_blocks import (
     with_gradients,
     with_output_gradients,
 )
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 
 
 @with_gradients

@@ -67,11 +67,11 @@ def choose_kernel(query, key, value, state, config):
 def _module(name):
     # Written as statements, which `torch.compile` can trace.
     if name == "pallas":
-        from keras_efficient_attn.ops.linear_attention.kernels import pallas as module
+        from keras_efficient_attn.ops.common.feature_kernels import pallas as module
     elif name == "triton":
-        from keras_efficient_attn.ops.linear_attention.kernels import triton as module
+        from keras_efficient_attn.ops.common.feature_kernels import triton as module
     else:
-        from keras_efficient_attn.ops.linear_attention.kernels import fla as module
+        from keras_efficient_attn.ops.common.feature_kernels import fla as module
     return module
 
 
@@ -135,6 +135,6 @@ def _torch_obstacle(name, query, config):
 
 def _interprets():
     """Whether Triton runs kernels in its interpreter."""
-    from keras_efficient_attn.ops.linear_attention.kernels import triton_op
+    from keras_efficient_attn.ops.common.feature_kernels import triton_op
 
     return triton_op.INTERPRETED

@@ -1,0 +1,1 @@
+"""Kernels of linear attention, for accelerators; imported on first use."""

@@ -1,1 +1,0 @@
-"""Linear attention kernels for specific accelerators; loaded on first use."""
