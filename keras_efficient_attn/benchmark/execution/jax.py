@@ -18,6 +18,10 @@ class Program:
         self._trainable, self._fixed = list(trainable), list(fixed)
         self._optimizer = optimizer
         self._slots = [] if optimizer is None else optimizer.variables
+        # The variables that a call assigns.
+        self._assigned = [] if not gradients else self._fixed
+        if optimizer is not None:
+            self._assigned = self._trainable + self._fixed + self._slots
         self._jitted = jax.jit(self._differentiate if gradients else self._forward)
         self._compiled = None
 
@@ -25,7 +29,10 @@ class Program:
         arguments = self._arguments(inputs)
         if self._compiled is None:
             self._compiled = self._jitted.lower(*arguments).compile()
-        return self._compiled(*arguments)
+        outputs, updated = self._compiled(*arguments)
+        for variable, value in zip(self._assigned, updated, strict=True):
+            variable.assign(value)
+        return outputs
 
     def compile_for(self, device, inputs):
         """The program compiled for a device, which need not be present."""
@@ -57,7 +64,7 @@ class Program:
         return (*([v.value for v in group] for group in variables), *inputs)
 
     def _forward(self, trainable, fixed, slots, *inputs):
-        return self._stateless(trainable, fixed, inputs)[0]
+        return self._stateless(trainable, fixed, inputs)[0], []
 
     def _differentiate(self, trainable, fixed, slots, cotangent, *inputs):
         floats = [x for x in inputs if is_float(x)]
@@ -69,11 +76,12 @@ class Program:
 
         output, pull, updated = jax.vjp(run, trainable, floats, has_aux=True)
         grad_weights, grad_inputs = pull(cotangent)
-        if self._optimizer is not None:
-            grad_weights, slots = self._optimizer.stateless_apply(
-                slots, grad_weights, trainable
-            )
-        return [output, *grad_inputs, *grad_weights, *updated, *slots]
+        if self._optimizer is None:
+            return [output, *grad_inputs, *grad_weights], updated
+        trainable, slots = self._optimizer.stateless_apply(
+            slots, grad_weights, trainable
+        )
+        return [output, *grad_inputs], [*trainable, *updated, *slots]
 
     def _stateless(self, trainable, fixed, inputs):
         variables = self._trainable + self._fixed

@@ -7,12 +7,10 @@ Each backend has a module with
   are the Keras variables that it reads. They are arguments of the compiled function, so
   that the compiler cannot fold them into constants. Called with tensors, the program
   returns the function's outputs. With `gradients` its first argument is the cotangent
-  of the single output, and it returns a list: the output, the gradients of all
-  floating-point arguments, the gradients of all `trainable` variables, and the new
-  values of `fixed` (JAX; elsewhere they are assigned). With an `optimizer`, built for
-  `trainable`, it takes an optimizer step instead of returning the variables' gradients:
-  the new values of `trainable`, `fixed` and the optimizer's variables are in the list
-  (JAX; elsewhere they are assigned).
+  of the single output, it assigns new values of `fixed`, as a training step does, and
+  it returns a list: the output, the gradients of all floating-point arguments and the
+  gradients of all `trainable` variables. With an `optimizer`, built for `trainable`, it
+  takes an optimizer step instead of returning the variables' gradients.
 - `wait(outputs)`: returns when the outputs have been computed.
 - `peak_memory(program, inputs)`: `(bytes, kind of memory)` of one call.
 - `device()`: the device's name.
