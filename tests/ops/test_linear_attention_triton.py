@@ -45,12 +45,6 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def large_tiles(monkeypatch):
-    """Fewer programs to interpret: all tiles have the size of a chunk."""
-    monkeypatch.setattr(triton_op, "SMALL_TILE", triton_op.CHUNK)
-
-
 def outputs_and_gradients(function, arrays, constant=("log_scale", "projection")):
     tensors = {name: torch.tensor(array) for name, array in arrays.items()}
     trained = [name for name in tensors if name not in constant]
@@ -90,8 +84,8 @@ def test_a_trained_projection_has_its_gradient():
     check(favor(length=40, **ONE_HEAD), constant=("log_scale",))
 
 
-def test_a_segment_may_have_several_chunks_of_several_tiles(monkeypatch):
-    monkeypatch.setattr(triton_op, "SMALL_TILE", 32)
+def test_a_segment_may_have_several_chunks(monkeypatch):
+    monkeypatch.setattr(triton_op, "CHUNK", 32)
     monkeypatch.setattr(triton_op, "STATE_FLOATS", 1)
     monkeypatch.setattr(triton_op, "MOST_CHUNKS", 2)
     check(Case(length=140, masked=True, weighted=True, with_state=True, **ONE_HEAD))

@@ -14,8 +14,7 @@ if keras.backend.backend() != "torch":
     pytest.skip("the Triton kernels are PyTorch's", allow_module_level=True)
 pytest.importorskip("triton")
 
-# Bytes of a block, by the architecture's documentation.
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+from tests.ops.triton_compilation import CALLS, SHARED_MEMORY
 
 
 @pytest.mark.skipif(
@@ -39,7 +38,9 @@ def test_kernels_fit_the_registers_and_the_shared_memory(tmp_path):
     kernels = [json.loads(line) for line in result.stdout.splitlines()]
     for numbers in kernels:
         print(numbers)
-        assert numbers["spilled"] == 0
+        head_dim, features, dtype, _ = numbers["call"]
+        if numbers["arch"] in (80, 90) and head_dim == features and dtype == "bfloat16":
+            assert numbers["spilled"] == 0
         assert numbers["shared"] <= SHARED_MEMORY[numbers["arch"]]
-    compiled = {(numbers["arch"], *numbers["call"][:2]) for numbers in kernels}
-    assert compiled == {(arch, n, n) for arch in SHARED_MEMORY for n in (64, 128)}
+    compiled = {(numbers["arch"], tuple(numbers["call"])) for numbers in kernels}
+    assert compiled == {(arch, call) for arch in SHARED_MEMORY for call in CALLS}

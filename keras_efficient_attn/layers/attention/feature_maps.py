@@ -153,8 +153,8 @@ class FeatureMap:
             Defaults to `False`.
         entrywise: A method `(x, *weights) -> Entrywise` for maps that apply one
             function to each entry of `x` or of a product with it, the same for queries
-            and keys. GPU kernels compute these maps. Not inherited if a subclass
-            overrides the functions. Defaults to `None`.
+            and keys; `x` has their dtype. GPU kernels compute these maps. Not inherited
+            if a subclass overrides the functions. Defaults to `None`.
 
     Example:
 

@@ -153,6 +153,31 @@ def test_lists_of_blocks_hold_the_pattern_and_little_else(backend):
     np.testing.assert_array_equal(to_numpy(blocks), near)
 
 
+def test_one_program_computes_all_patterns_with_as_many_intervals(backend):
+    """PyTorch stops compiling after some programs, and would compute all pairs."""
+    if backend != "torch":
+        pytest.skip("compiled programs of splash attention have no limit")
+    import torch
+    from torch._dynamo.testing import CompileCounter
+
+    from keras_efficient_attn.ops.common.interval_softmax import flex
+    from keras_efficient_attn.ops.common.interval_softmax.intervals import NearKeys
+    from keras_efficient_attn.ops.common.masks import SlidingWindow
+    from keras_efficient_attn.ops.sparse_attention.by_kernel import ColumnRows
+
+    programs = CompileCounter()
+    attend = torch.compile(flex.flex_attention, backend=programs, fullgraph=True)
+    for length in (130, 200, 300, 400, 500, 600):
+        x = torch.rand(1, HEADS, length, 8)
+        windows = [SlidingWindow(size, True) for size in (3, 50)]
+        patterns = [NearKeys(window, length) for window in windows]
+        for pattern in (*patterns, ColumnRows(length, True, True)):
+            mask = flex.block_mask(pattern, length, None, x.device)
+            attend(x, x, x, block_mask=mask)
+    # The first length; any length of as many blocks; any length.
+    assert programs.frame_count <= 3
+
+
 @pytest.mark.parametrize(
     ("attend", "options", "message"),
     [

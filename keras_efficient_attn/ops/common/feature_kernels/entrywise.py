@@ -49,6 +49,6 @@ def positive_random_entries(x, projection, hyperbolic=False):
     """`feature_maps.positive_random_features`."""
     if hyperbolic:
         projection = ops.concatenate([projection, -projection])
-    squares = ops.sum(ops.square(x), axis=-1)
+    squares = ops.sum(ops.square(ops.cast(x, projection.dtype)), axis=-1)
     log_scale = -0.5 * squares - 0.5 * math.log(projection.shape[0])
     return Entrywise("exp", projection, log_scale)

@@ -103,7 +103,7 @@ def _map(x, config, function, weights):
     rows is required, which no kernel computes.
     """
     if config.entrywise is not None and not any(w.requires_grad for w in weights):
-        mapped = config.entrywise(x.float(), *weights)
+        mapped = config.entrywise(x, *weights)
         return x, mapped
     features, log_scale = function(x.float().transpose(1, 2)[:, :, None], *weights)
     features = features[:, :, 0].transpose(1, 2)

@@ -13,9 +13,7 @@ has the form of a query's. Queries and keys swap roles, and the gradients of sta
 from later segments. Each kernel therefore takes two sides, `own` and `other`.
 
 Positions are `(batch, length, heads, dim)`; rows, one number for each position,
-`(batch, heads, length)`; states `(batch * heads, slots, size)`, where the `size` floats
-of a slot are the sum `(features, value_dim)` and the normalizer `(features,)`. Tensors
-are contiguous, rows and states float32.
+`(batch, heads, length)`. Tensors are contiguous, rows float32.
 """
 
 import dataclasses
@@ -27,6 +25,8 @@ import triton.language as tl
 LOG_ZERO = tl.constexpr(-1e30)
 FEATURE_FLOOR = tl.constexpr(1e-15)
 RELU_FLOOR = tl.constexpr(1e-3)
+# Floats of a state that a program of `accumulate` adds up.
+ACCUMULATED = tl.constexpr(1024)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Plan:
         rounded: Whether products use bfloat16 operands; they accumulate in float32.
         precision: Precision of float32 products.
         interpreted: Whether Triton's interpreter runs the kernels.
+
+    A side has rows in two parts if products are rounded and `x` is bfloat16.
     """
 
     entry: str
@@ -61,9 +63,34 @@ class Plan:
     precision: str
     interpreted: bool
 
-    @property
-    def state_size(self):
-        return self.features * (self.value_dim + 1)
+
+class States(typing.NamedTuple):
+    """States before or after segments.
+
+    Attributes:
+        sums: `(batch * heads, slots, features, value_dim)`.
+        normalizers: `(batch * heads, slots, features)`, float32.
+        slots: Number of states of a head.
+    """
+
+    sums: typing.Any
+    normalizers: typing.Any
+    slots: int
+
+
+class Ends(typing.NamedTuple):
+    """What `accumulate` starts from, and where it ends.
+
+    Attributes:
+        first: `(batch * heads, features * (value_dim + 1))`, sums and normalizer of the
+            first slot, or `None` for 0.
+        last: Receives those of the last slot.
+        factors: `(batch * heads, slots - 1)`, between slots, or `None` for 1.
+    """
+
+    first: typing.Any
+    last: typing.Any
+    factors: typing.Any
 
 
 class Side(typing.NamedTuple):
@@ -71,7 +98,8 @@ class Side(typing.NamedTuple):
 
     Attributes:
         x: Positions, the input of the features.
-        rows: `(features, dim)` that `x` is multiplied by, or `None`.
+        rows: `(features, dim)` that `x` is multiplied by, or `None`. In bfloat16, two
+            such matrices, whose sum is more precise.
         vectors: Positions: values of keys, or gradients of the queries' outputs.
         maxima: Rows that are subtracted before an exponential.
         log: Rows: log weights of keys, running maxima of queries.
@@ -166,10 +194,10 @@ def _product(a, b, total, plan: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(side, columns, places, plan: tl.constexpr):
-    """A block `(columns, places)` of the rows that `x` is multiplied by."""
+def _load_rows(side, columns, places, part, plan: tl.constexpr):
+    """A block `(columns, places)` of a part of the rows that `x` is multiplied by."""
     mask = (columns < plan.features)[:, None] & (places < plan.dim)[None, :]
-    at = columns[:, None] * plan.dim + places[None, :]
+    at = part * plan.features * plan.dim + columns[:, None] * plan.dim + places[None, :]
     return tl.load(side.rows + at, mask=mask, other=0.0)
 
 
@@ -182,10 +210,15 @@ def _entries(side, head, tile, columns, plan: tl.constexpr):
         x = tl.full([plan.tile, plan.block_features], 0.0, tl.float32)
         for start in range(0, plan.dim, plan.block_dim):
             dims = start + tl.arange(0, plan.block_dim)
-            part = _load(side.x, side, head, tile, dims, plan.dim, plan)
-            rows = tl.trans(_load_rows(side, columns, dims, plan))
-            # In bfloat16, the exponents of features would lose too much precision.
-            x = tl.dot(part.to(tl.float32), rows, x, input_precision=plan.precision)
+            own = _load(side.x, side, head, tile, dims, plan.dim, plan)
+            rows = tl.trans(_load_rows(side, columns, dims, 0, plan))
+            # The exponents of features need more precision than bfloat16.
+            if side.rows.dtype.element_ty == tl.bfloat16:
+                x = _product(own, rows, x, plan)
+                rows = tl.trans(_load_rows(side, columns, dims, 1, plan))
+                x = _product(own, rows, x, plan)
+            else:
+                x = tl.dot(own.to(tl.float32), rows, x, input_precision=plan.precision)
     return x
 
 
@@ -220,25 +253,32 @@ def _slopes(features, plan: tl.constexpr):
 
 
 @triton.jit
-def _state(states, slots, head, tile, plan: tl.constexpr, KEYS: tl.constexpr):
+def _slot(states, head, tile, plan: tl.constexpr, KEYS: tl.constexpr):
     """The slot of a tile: queries read earlier segments, keys later ones."""
-    slot = head.to(tl.int64) * slots
+    slot = head.to(tl.int64) * states.slots
     if plan.causal:
         slot += tile // plan.span + (1 if KEYS else 0)
-    return states + slot * plan.state_size
+    return slot
 
 
 @triton.jit
-def _load_sums(state, columns, values, plan: tl.constexpr):
+def _sums_at(states, slot, columns, values, plan: tl.constexpr):
+    """Pointers to a block `(columns, values)` of a state's sums, and the mask."""
     mask = (columns < plan.features)[:, None] & (values < plan.value_dim)[None, :]
-    at = columns[:, None] * plan.value_dim + values[None, :]
-    return tl.load(state + at, mask=mask, other=0.0)
+    start = states.sums + slot * (plan.features * plan.value_dim)
+    return start + (columns[:, None] * plan.value_dim + values[None, :]), mask
 
 
 @triton.jit
-def _load_normalizer(state, columns, plan: tl.constexpr):
-    at = plan.features * plan.value_dim + columns
-    return tl.load(state + at, mask=columns < plan.features, other=0.0)
+def _load_sums(states, slot, columns, values, plan: tl.constexpr):
+    pointers, mask = _sums_at(states, slot, columns, values, plan)
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_normalizer(states, slot, columns, plan: tl.constexpr):
+    at = states.normalizers + slot * plan.features + columns
+    return tl.load(at, mask=columns < plan.features, other=0.0)
 
 
 @triton.jit
@@ -257,12 +297,18 @@ def _weigh(
 
 
 @triton.jit
-def _score(own, other, head, tile, other_tile, plan: tl.constexpr, KEYS: tl.constexpr):
-    """Weighted products of features, `(tile, other_tile)`."""
+def _score(
+    own, other, x, head, tile, other_tile, plan: tl.constexpr, KEYS: tl.constexpr
+):
+    """Weighted products of features, `(tile, other_tile)`.
+
+    `x` holds the tile's own features if these are one block.
+    """
     scores = tl.full([plan.tile, plan.tile], 0.0, tl.float32)
     for start in range(0, plan.features, plan.block_features):
         columns = start + tl.arange(0, plan.block_features)
-        x = _features(own, head, tile, columns, plan)
+        if plan.features > plan.block_features:
+            x = _features(own, head, tile, columns, plan)
         theirs = _features(other, head, other_tile, columns, plan)
         scores = _product(x, tl.trans(theirs), scores, plan)
     return _weigh(scores, own, other, head, tile, other_tile, plan, KEYS)
@@ -270,22 +316,42 @@ def _score(own, other, head, tile, other_tile, plan: tl.constexpr, KEYS: tl.cons
 
 @triton.jit
 def _grad_scores(
-    own, other, head, tile, other_tile, plan: tl.constexpr, KEYS: tl.constexpr
+    own, other, vectors, head, tile, other_tile, plan: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Weighted gradients of scores, `(tile, other_tile)`."""
+    """Weighted gradients of scores, `(tile, other_tile)`.
+
+    `vectors` holds the tile's own vectors if these are one block.
+    """
     pairs = tl.full([plan.tile, plan.tile], 0.0, tl.float32)
     for start in range(0, plan.value_dim, plan.block_values):
         values = start + tl.arange(0, plan.block_values)
-        x = _load(own.vectors, own, head, tile, values, plan.value_dim, plan)
+        if plan.value_dim > plan.block_values:
+            vectors = _load(own.vectors, own, head, tile, values, plan.value_dim, plan)
         theirs = _load(
             other.vectors, other, head, other_tile, values, plan.value_dim, plan
         )
-        pairs = _product(x, tl.trans(theirs), pairs, plan)
+        pairs = _product(vectors, tl.trans(theirs), pairs, plan)
     if KEYS:
         pairs += _load_row(other.bias, other, head, other_tile, 0.0, plan)[None, :]
     else:
         pairs += _load_row(own.bias, own, head, tile, 0.0, plan)[:, None]
     return _weigh(pairs, own, other, head, tile, other_tile, plan, KEYS)
+
+
+@triton.jit
+def weigh_gradients(side, grad, output, totals, weighed, bias, plan: tl.constexpr):
+    """Gradients of undivided values and totals, from those of normalized outputs."""
+    head, tile = _program(side, plan)
+    total = _load_row(totals, side, head, tile, 0.0, plan)
+    along = tl.full([plan.tile], 0.0, tl.float32)
+    for start in range(0, plan.value_dim, plan.block_values):
+        values = start + tl.arange(0, plan.block_values)
+        x = _load(grad, side, head, tile, values, plan.value_dim, plan).to(tl.float32)
+        out = _load(output, side, head, tile, values, plan.value_dim, plan)
+        along += tl.sum(x * out.to(tl.float32), 1)
+        x *= total[:, None]
+        _store(weighed, x, side, head, tile, values, plan.value_dim, plan)
+    _store_row(bias, -along * total, side, head, tile, plan)
 
 
 @triton.jit
@@ -302,7 +368,7 @@ def find_maxima(side, output, plan: tl.constexpr):
 
 
 @triton.jit
-def sum_segments(side, states, slots, plan: tl.constexpr, KEYS: tl.constexpr):
+def sum_segments(side, states, plan: tl.constexpr, KEYS: tl.constexpr):
     """The sums over each segment; one program per block of its matrix."""
     segments = tl.cdiv(side.length, plan.tile * plan.span)
     head, segment = tl.program_id(0) // segments, tl.program_id(0) % segments
@@ -321,51 +387,67 @@ def sum_segments(side, states, slots, plan: tl.constexpr, KEYS: tl.constexpr):
         if side.bias is not None:
             x *= _load_row(side.bias, side, head, tile, 0.0, plan)[:, None]
         normalizer += tl.sum(x, 0)
-    slot = head.to(tl.int64) * slots + segment
+    slot = head.to(tl.int64) * states.slots + segment
     if plan.causal and KEYS:
         slot += 1
-    state = states + slot * plan.state_size
-    existing = columns < plan.features
-    mask = existing[:, None] & (values < plan.value_dim)[None, :]
-    tl.store(
-        state + columns[:, None] * plan.value_dim + values[None, :], sums, mask=mask
-    )
-    at = plan.features * plan.value_dim + columns
-    tl.store(state + at, normalizer, mask=existing & (tl.program_id(2) == 0))
+    pointers, mask = _sums_at(states, slot, columns, values, plan)
+    tl.store(pointers, sums.to(states.sums.dtype.element_ty), mask=mask)
+    at = states.normalizers + slot * plan.features + columns
+    tl.store(at, normalizer, mask=(columns < plan.features) & (tl.program_id(2) == 0))
 
 
 @triton.jit
-def accumulate(
+def accumulate(states, ends, plan: tl.constexpr, BACKWARDS: tl.constexpr):
+    """Adds the previous (or next) slot, times a factor, to each slot."""
+    blocks = tl.cdiv(plan.features * plan.value_dim, ACCUMULATED)
+    block = tl.program_id(1)
+    if block < blocks:
+        _accumulate(states.sums, states.slots, ends, block, plan, False, BACKWARDS)
+    else:
+        block -= blocks
+        _accumulate(
+            states.normalizers, states.slots, ends, block, plan, True, BACKWARDS
+        )
+
+
+@triton.jit
+def _accumulate(
     states,
-    factors,
     slots,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ends,
+    block,
+    plan: tl.constexpr,
+    NORMALIZERS: tl.constexpr,
     BACKWARDS: tl.constexpr,
 ):
-    """Adds the previous (or next) slot, times a factor, to each slot."""
+    """Computes `accumulate` for a block of the sums or of the normalizers."""
+    sums: tl.constexpr = plan.features * plan.value_dim
+    size: tl.constexpr = plan.features if NORMALIZERS else sums
     head = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < SIZE
-    first = head * slots + (slots - 1 if BACKWARDS else 0)
+    columns = block * ACCUMULATED + tl.arange(0, ACCUMULATED)
+    mask = columns < size
+    at = head * (sums + plan.features) + (sums if NORMALIZERS else 0) + columns
+    if ends.first is None:
+        state = tl.full([ACCUMULATED], 0.0, tl.float32)
+    else:
+        state = tl.load(ends.first + at, mask=mask, other=0.0)
     # Advance step by step: a multiple of the size may exceed 32 bits.
-    pointers = states + first * SIZE + columns
-    state = tl.full([BLOCK], 0.0, tl.float32)
-    for index in range(slots):
-        slot = (slots - 1 - index) if BACKWARDS else index
-        if factors is not None:
-            between = slot if BACKWARDS else slot - 1
-            inside = (between >= 0) & (between < slots - 1)
-            start = head * (slots - 1)
-            state *= tl.load(factors + start + between, mask=inside, other=0.0)
-        state += tl.load(pointers, mask=mask, other=0.0)
-        tl.store(pointers, state, mask=mask)
-        pointers += -SIZE if BACKWARDS else SIZE
+    pointers = states + (head * slots + (slots - 1 if BACKWARDS else 0)) * size
+    pointers += columns
+    tl.store(pointers, state.to(states.dtype.element_ty), mask=mask)
+    for index in range(1, slots):
+        pointers += -size if BACKWARDS else size
+        if ends.factors is not None:
+            between = (slots - 1 - index) if BACKWARDS else index - 1
+            state *= tl.load(ends.factors + head * (slots - 1) + between)
+        state += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        tl.store(pointers, state.to(states.dtype.element_ty), mask=mask)
+    tl.store(ends.last + at, state, mask=mask)
 
 
 @triton.jit
 def read_states(
-    own, other, states, output, totals, slots, plan: tl.constexpr, KEYS: tl.constexpr
+    own, other, states, output, totals, plan: tl.constexpr, KEYS: tl.constexpr
 ):
     """Reads the other side's vectors for each position: outputs, or value gradients.
 
@@ -374,21 +456,25 @@ def read_states(
     """
     head, tile = _program(own, plan)
     values = tl.program_id(1) * plan.block_values + tl.arange(0, plan.block_values)
-    state = _state(states, slots, head, tile, plan, KEYS)
+    slot = _slot(states, head, tile, plan, KEYS)
     sums = tl.full([plan.tile, plan.block_values], 0.0, tl.float32)
     total = tl.full([plan.tile], 0.0, tl.float32)
+    x = tl.full([plan.tile, plan.block_features], 0.0, tl.float32)
     for start in range(0, plan.features, plan.block_features):
         columns = start + tl.arange(0, plan.block_features)
         x = _features(own, head, tile, columns, plan)
+        far = x
         if own.far is not None:
-            x *= _load_row(own.far, own, head, tile, 0.0, plan)[:, None]
-        sums = _product(x, _load_sums(state, columns, values, plan), sums, plan)
+            far *= _load_row(own.far, own, head, tile, 0.0, plan)[:, None]
+        state = _load_sums(states, slot, columns, values, plan)
+        sums = _product(far, state, sums, plan)
         if totals is not None:
-            total += tl.sum(x * _load_normalizer(state, columns, plan)[None, :], 1)
+            normalizer = _load_normalizer(states, slot, columns, plan)
+            total += tl.sum(far * normalizer[None, :], 1)
     if plan.causal:
         first, last = _seen_tiles(own, tile, plan, KEYS)
         for index in range(first, last):
-            scores = _score(own, other, head, tile, index, plan, KEYS)
+            scores = _score(own, other, x, head, tile, index, plan, KEYS)
             vectors = _load(
                 other.vectors, other, head, index, values, plan.value_dim, plan
             )
@@ -417,17 +503,18 @@ def _seen_tiles(side, tile, plan: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def _grad_features(
-    own, other, state, tile, columns, plan: tl.constexpr, KEYS: tl.constexpr
+    own, other, states, slot, tile, columns, plan: tl.constexpr, KEYS: tl.constexpr
 ):
     """Gradients of a block of features, `(tile, columns)`."""
     head, _ = _program(own, plan)
     grad = tl.full([plan.tile, plan.block_features], 0.0, tl.float32)
+    vectors = tl.full([plan.tile, plan.block_values], 0.0, own.vectors.dtype.element_ty)
     for start in range(0, plan.value_dim, plan.block_values):
         values = start + tl.arange(0, plan.block_values)
         vectors = _load(own.vectors, own, head, tile, values, plan.value_dim, plan)
-        sums = _load_sums(state, columns, values, plan)
+        sums = _load_sums(states, slot, columns, values, plan)
         grad = _product(vectors, tl.trans(sums), grad, plan)
-    normalizer = _load_normalizer(state, columns, plan)[None, :]
+    normalizer = _load_normalizer(states, slot, columns, plan)[None, :]
     if own.bias is not None:
         normalizer *= _load_row(own.bias, own, head, tile, 0.0, plan)[:, None]
     grad += normalizer
@@ -436,7 +523,7 @@ def _grad_features(
     if plan.causal:
         first, last = _seen_tiles(own, tile, plan, KEYS)
         for index in range(first, last):
-            pairs = _grad_scores(own, other, head, tile, index, plan, KEYS)
+            pairs = _grad_scores(own, other, vectors, head, tile, index, plan, KEYS)
             theirs = _features(other, head, index, columns, plan)
             grad = _product(pairs, theirs, grad, plan)
     return grad
@@ -444,7 +531,7 @@ def _grad_features(
 
 @triton.jit
 def find_gradients(
-    own, other, states, output, grad_log, slots, plan: tl.constexpr, KEYS: tl.constexpr
+    own, other, states, output, grad_log, plan: tl.constexpr, KEYS: tl.constexpr
 ):
     """Gradients of `x`, and of log weights where `grad_log` is given.
 
@@ -453,26 +540,28 @@ def find_gradients(
     features, to be summed, or per block of `x`, all equal.
     """
     head, tile = _program(own, plan)
-    state = _state(states, slots, head, tile, plan, KEYS)
+    slot = _slot(states, head, tile, plan, KEYS)
     along = tl.full([plan.tile], 0.0, tl.float32)
     if own.rows is None:
         dims = tl.program_id(1) * plan.block_features
         dims += tl.arange(0, plan.block_features)
-        grad = _grad_features(own, other, state, tile, dims, plan, KEYS)
+        grad = _grad_features(own, other, states, slot, tile, dims, plan, KEYS)
         x = _features(own, head, tile, dims, plan)
-        along += tl.sum(grad * x, 1)
+        if grad_log is not None:
+            along += tl.sum(grad * x, 1)
         grad *= _slopes(x, plan)
     else:
         dims = tl.program_id(1) * plan.block_dim + tl.arange(0, plan.block_dim)
         grad = tl.full([plan.tile, plan.block_dim], 0.0, tl.float32)
         for start in range(0, plan.features, plan.block_features):
             columns = start + tl.arange(0, plan.block_features)
-            part = _grad_features(own, other, state, tile, columns, plan, KEYS)
+            part = _grad_features(own, other, states, slot, tile, columns, plan, KEYS)
             x = _features(own, head, tile, columns, plan)
-            along += tl.sum(part * x, 1)
+            if grad_log is not None:
+                along += tl.sum(part * x, 1)
             part *= _slopes(x, plan)
-            rows = _load_rows(own, columns, dims, plan)
-            grad = tl.dot(part, rows, grad, input_precision=plan.precision)
+            rows = _load_rows(own, columns, dims, 0, plan)
+            grad = _product(part, rows, grad, plan)
     kept = _is_kept(own, head, tile, plan)
     if grad_log is not None:
         heads = tl.num_programs(0) // tl.cdiv(own.length, plan.tile)

@@ -5,6 +5,8 @@ and does not break the graph. The backward pass stores the inputs, the output an
 number per query, and recomputes features and states.
 """
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -13,13 +15,17 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from keras_efficient_attn.ops.common.feature_kernels.triton_kernels import (
+    ACCUMULATED,
+    Ends,
     Plan,
     Side,
+    States,
     accumulate,
     find_gradients,
     find_maxima,
     read_states,
     sum_segments,
+    weigh_gradients,
 )
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 
@@ -32,13 +38,17 @@ STATE_FLOATS = 256
 MOST_CHUNKS = 8
 # Chunks per non-causal segment of keys; such segments are added up.
 FULL_CHUNKS = 16
-# Columns per block. The smaller value is for float32 products, whose parts for the
-# tensor cores fill the registers; a chunk then also has several tiles.
-BLOCK = 64
-SMALL_BLOCK = 32
+# Columns per block. The smaller one is for projected features and for float32 products,
+# whose operands fill the registers, for sums, and for GPUs with little shared memory.
+BLOCK = 128
+SMALL_BLOCK = 64
+# Positions per tile of float32 products, where the tensor cores read registers.
 SMALL_TILE = 32
+# Bytes of shared memory that large blocks, and loads ahead of their use, may take; and
+# of GPUs whose tensor cores read shared memory (compute capability 9 and 10).
+LARGE_MEMORY = 160 * 1024
+LARGEST_MEMORY = 200 * 1024
 INTERPRETED = isinstance(read_states, InterpretedFunction)
-ACCUMULATED = 1024
 
 
 @torch.library.custom_op("keras_efficient_attn::linear_attention", mutates_args=())
@@ -71,15 +81,13 @@ def linear_attention_op(
         last tensors are also the state after all keys.
     """
     call = _Call(query, key, value, rows, log_weight, log_scale, options)
-    states = call.states(state)
+    states, final = call.states(state)
     dtype = value.dtype if call.plan.normalize else torch.float32
     output = torch.empty(
         (*query.shape[:3], value.shape[-1]), dtype=dtype, device=query.device
     )
     totals = call.row(query)
     call.read(states, output, totals, keys=False)
-    batch, _, heads, _ = query.shape
-    final = states[:, -1].reshape(batch, heads, -1).clone()
     return output, totals, call.scale(), final, call.last_log_scale.clone()
 
 
@@ -118,14 +126,15 @@ def linear_attention_grad_op(
     rows, log_weight, state, log_scale = optional
     call = _Call(query, key, value, rows, log_weight, log_scale, options)
     call.differentiate(gradients, outputs)
-    states = call.states(state)
-    grad_states = call.grad_states(gradients[2])
+    states, _ = call.states(state)
+    grad_states, grad_state = call.grad_states(gradients[2])
     grad_query, grad_key, grad_value = map(torch.empty_like, call.inputs)
     call.find_gradients(states, grad_query, keys=False)
-    grad_log_weight = call.find_gradients(grad_states, grad_key, keys=True)
+    has_log = log_weight is not None
+    grad_log_weight = call.find_gradients(grad_states, grad_key, True, has_log)
+    if not has_log:
+        grad_log_weight = call.row(key).zero_()
     call.read(grad_states, grad_value, None, keys=True)
-    batch, _, heads, _ = query.shape
-    grad_state = grad_states[:, 0].reshape(batch, heads, -1).clone()
     return grad_query, grad_key, grad_value, grad_log_weight, grad_state
 
 
@@ -178,14 +187,21 @@ class _Call:
         entry, causality, output = options.split()
         self.inputs = tuple(x.contiguous() for x in (query, key, value))
         query, key, value = self.inputs
-        rows = None if rows is None else rows.float().contiguous()
         dim, value_dim = query.shape[-1], value.shape[-1]
         features = dim if rows is None else rows.shape[0]
         causal = causality == "causal"
         wide, rounded = (value.dtype == x for x in (torch.float32, torch.bfloat16))
-        most = BLOCK if rows is None and rounded else SMALL_BLOCK
-        tile = SMALL_TILE if wide else CHUNK
+        if rows is not None:
+            rows = rows.float().contiguous()
+            if rounded and query.dtype == key.dtype == torch.bfloat16:
+                high = rows.bfloat16()
+                rows = torch.stack([high, (rows - high).bfloat16()])
+        memory = _shared_memory(query.device)
+        reads_memory = memory >= LARGEST_MEMORY
+        tile = SMALL_TILE if wide and not reads_memory else CHUNK
         chunks = _chunks(features, value_dim) if causal else FULL_CHUNKS
+        large = memory >= LARGE_MEMORY and rounded and rows is None
+        most = BLOCK if large else SMALL_BLOCK
         self.plan = Plan(
             entry=entry,
             dim=dim,
@@ -203,8 +219,10 @@ class _Call:
             precision="tf32x3" if wide else "tf32",
             interpreted=INTERPRETED,
         )
-        # Chosen by register use: no kernel spills.
-        self.launch = {"num_warps": 8, "num_stages": 1 if wide else 3}
+        self.launch = {
+            "num_warps": 4 if reads_memory else 8,
+            "num_stages": 2 if memory >= LARGE_MEMORY and not wide else 1,
+        }
         sides = (query, None), (key, value)
         self.queries, self.keys = (
             Side(x, rows, vectors, None, None, None, None, x.shape[1], x.shape[2])
@@ -276,74 +294,117 @@ class _Call:
         return scale.clone(memory_format=torch.contiguous_format)
 
     def states(self, first=None):
-        """States before each segment and after the last; after all, if not causal."""
+        """States before each segment, and the state after the last.
+
+        If not causal, the only state before a segment is the one after the last.
+        """
         return self._accumulate(self.keys, first, keys=True)
 
     def grad_states(self, last):
-        """The gradients of `states`."""
+        """The gradients of the states and of the first state."""
         return self._accumulate(self.queries, last, keys=False)
 
     def differentiate(self, gradients, outputs):
         """Sets the gradients of undivided values and totals on the queries."""
         (grad, grad_totals, _), (output, totals) = gradients, outputs
-        if self.plan.normalize:
-            along = (grad.float() * output).sum(-1).transpose(1, 2)
-            grad_totals = -along * totals
-            grad = grad * totals.transpose(1, 2)[..., None]
         dtype = torch.bfloat16 if self.plan.rounded else torch.float32
-        grad = grad.to(dtype).contiguous()
-        bias = grad_totals.contiguous()
+        if self.plan.normalize:
+            tensors = [x.contiguous() for x in (grad, output, totals)]
+            grad, bias = torch.empty_like(tensors[0], dtype=dtype), self.row(grad)
+            side = self.queries._replace(log=None)
+            with torch.cuda.device_of(grad):
+                weigh_gradients[(self._tiles(side),)](
+                    side, *tensors, grad, bias, self.plan, **self.launch
+                )
+        else:
+            grad, bias = grad.to(dtype).contiguous(), grad_totals.contiguous()
         self.queries = self.queries._replace(vectors=grad, bias=bias)
 
     def _accumulate(self, side, given, keys):
-        """Sums over segments, in total or cumulatively."""
+        """Sums over segments, in total or cumulatively: `(States, last)`."""
         plan = self.plan
-        segments = triton.cdiv(side.length, plan.tile * plan.span)
-        heads = side.x.shape[0] * side.heads
-        slots = segments + 1 if plan.causal else segments
-        shape = heads, slots, plan.state_size
-        states = torch.empty(shape, dtype=torch.float32, device=side.x.device)
-        blocks = (
-            triton.cdiv(plan.features, plan.block_features),
-            triton.cdiv(plan.value_dim, plan.block_values),
+        batch, length, heads, _ = side.x.shape
+        segments = triton.cdiv(length, plan.tile * plan.span)
+        states = self._new_states(
+            batch * heads, segments + 1 if plan.causal else segments
+        )
+        self._sum_segments(side, segments, states, keys)
+        if not plan.causal:
+            return self._sum_states(states, given)
+        first = None if given is None else given.float().contiguous()
+        shape = batch, heads, plan.features * (plan.value_dim + 1)
+        last = side.x.new_empty(shape, dtype=torch.float32)
+        blocks = sum(
+            triton.cdiv(plan.features * width, ACCUMULATED.value)
+            for width in (plan.value_dim, 1)
         )
         with torch.cuda.device_of(side.x):
-            sum_segments[(heads * segments, *blocks)](
-                side, states, slots, plan, keys, **self.launch
+            accumulate[(batch * heads, blocks)](
+                states, Ends(first, last, self._factors), plan, not keys
             )
-        if not plan.causal:
-            states = states.sum(1, keepdim=True)
-            return states if given is None else states + given.reshape(states.shape)
-        end = states[:, 0 if keys else -1]
-        if given is None:
-            end.zero_()
-        else:
-            end.copy_(given.reshape(end.shape))
-        grid = heads, triton.cdiv(plan.state_size, ACCUMULATED)
+        return states, last
+
+    def _new_states(self, heads, slots):
+        plan = self.plan
+        # Products round the sums. Without slots to read, they are added up first.
+        rounded = plan.rounded and plan.causal
+        dtype = torch.bfloat16 if rounded else torch.float32
+        shape = heads, slots, plan.features
+        new = self.queries.x.new_empty
+        return States(
+            new((*shape, plan.value_dim), dtype=dtype),
+            new(shape, dtype=torch.float32),
+            slots,
+        )
+
+    def _sum_segments(self, side, segments, states, keys):
+        blocks = self.plan.block_features, self.plan.block_values
+        features, values = (min(block, SMALL_BLOCK) for block in blocks)
+        plan = dataclasses.replace(
+            self.plan, block_features=features, block_values=values
+        )
+        grid = (
+            states.sums.shape[0] * segments,
+            triton.cdiv(plan.features, features),
+            triton.cdiv(plan.value_dim, values),
+        )
         with torch.cuda.device_of(side.x):
-            accumulate[grid](
-                states, self._factors, slots, plan.state_size, ACCUMULATED, not keys
-            )
-        return states
+            sum_segments[grid](side, states, plan, keys, **self.launch)
+
+    def _sum_states(self, states, given):
+        """The only state of a call that is not causal: `(States, last)`."""
+        batch, _, heads, _ = self.keys.x.shape
+        split = states.sums[0, 0].numel()
+        sums, normalizers = (x.sum(1) for x in states[:2])
+        last = torch.cat([sums.flatten(1), normalizers], -1)
+        last = last.unflatten(0, (batch, heads))
+        if given is not None:
+            last = last + given
+        parts = [x.contiguous() for x in (last[..., :split], last[..., split:])]
+        return States(*parts, 1), last
 
     def read(self, states, output, totals, keys):
         blocks = triton.cdiv(self.plan.value_dim, self.plan.block_values)
-        self._run(read_states, blocks, (states, output, totals), keys)
+        tensors = states, output, totals
+        self._run(read_states, blocks, tensors, keys, self.launch)
 
-    def find_gradients(self, states, output, keys):
-        """Writes the gradients of `x`; returns those of log weights, of keys."""
+    def find_gradients(self, states, output, keys, of_log_weights=False):
+        """Writes the gradients of `x`; returns those of log weights, or `None`."""
         own = self._sides(keys)[0]
-        plan, grad_log = self.plan, None
+        plan, launch, grad_log = self.plan, self.launch, None
         block = plan.block_features if own.rows is None else plan.block_dim
         blocks = triton.cdiv(plan.dim, block)
-        if keys:
+        if of_log_weights:
             grad_log = self.row(own.x).repeat(blocks, 1, 1, 1)
-        self._run(find_gradients, blocks, (states, output, grad_log), keys)
-        if not keys:
+            # The registers do not suffice for loads ahead of their use.
+            launch = {**launch, "num_stages": 1}
+        tensors = states, output, grad_log
+        self._run(find_gradients, blocks, tensors, keys, launch)
+        if not of_log_weights:
             return None
         return grad_log[0] if own.rows is not None else grad_log.sum(0)
 
-    def _run(self, kernel, blocks, tensors, keys):
+    def _run(self, kernel, blocks, tensors, keys, launch):
         """Runs a kernel on all tiles of one side, in blocks of the output's columns.
 
         Args:
@@ -351,12 +412,12 @@ class _Call:
             blocks: Number of blocks.
             tensors: `(states, output, rows)`.
             keys: Whether the tiles are of keys.
+            launch: Compiler options.
         """
         own, other = self._sides(keys)
-        segments = tensors[0].shape[1]
-        with torch.cuda.device_of(tensors[1]):
+        with torch.cuda.device_of(own.x):
             kernel[(self._tiles(own), blocks)](
-                own, other, *tensors, segments, self.plan, keys, **self.launch
+                own, other, *tensors, self.plan, keys, **launch
             )
 
     def _sides(self, keys):
@@ -367,6 +428,14 @@ class _Call:
         """Tiles of all heads."""
         heads = side.x.shape[0] * side.heads
         return heads * triton.cdiv(side.length, self.plan.tile)
+
+
+@functools.cache
+def _shared_memory(device):
+    """Bytes that a program may use."""
+    if device.type != "cuda":
+        return LARGEST_MEMORY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def _chunks(features, value_dim):
