@@ -44,8 +44,6 @@ class Plan:
         rounded: Whether products use bfloat16 operands; they accumulate in float32.
         precision: Precision of float32 products.
         interpreted: Whether Triton's interpreter runs the kernels.
-
-    A side has rows in two parts if products are rounded and `x` is bfloat16.
     """
 
     entry: str
@@ -99,7 +97,7 @@ class Side(typing.NamedTuple):
     Attributes:
         x: Positions, the input of the features.
         rows: `(features, dim)` that `x` is multiplied by, or `None`. In bfloat16, two
-            such matrices, whose sum is more precise.
+            such matrices, to be added.
         vectors: Positions: values of keys, or gradients of the queries' outputs.
         maxima: Rows that are subtracted before an exponential.
         log: Rows: log weights of keys, running maxima of queries.
