@@ -178,6 +178,20 @@ def test_one_program_computes_all_patterns_with_as_many_intervals(backend):
     assert programs.frame_count <= 3
 
 
+def test_a_mask_made_in_inference_mode_can_be_used_in_training(backend):
+    if backend != "torch":
+        pytest.skip("PyTorch's inference mode")
+    import torch
+
+    from keras_efficient_attn.ops.common.interval_softmax import flex
+    from keras_efficient_attn.ops.common.interval_softmax.intervals import AllKeys
+
+    with torch.inference_mode():
+        mask = flex.block_mask(AllKeys(17), 17, None, torch.device("cpu"))
+    tensors = [x for x in mask.as_tuple() if isinstance(x, torch.Tensor)]
+    assert tensors and not any(x.is_inference() for x in tensors)
+
+
 @pytest.mark.parametrize(
     ("attend", "options", "message"),
     [

@@ -60,7 +60,9 @@ def block_mask(pattern, queries, valid, device):
         # `torch.compile` cannot trace the cache.
         mask = _make_mask.__wrapped__(*arguments)
     else:
-        mask = _make_mask(*arguments)
+        # Training cannot use tensors made in inference mode.
+        with torch.inference_mode(False):
+            mask = _make_mask(*arguments)
         if valid is not None:
             mask = copy.copy(mask)
     if valid is not None:
