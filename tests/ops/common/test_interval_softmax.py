@@ -143,7 +143,10 @@ def test_lists_of_blocks_hold_the_pattern_and_little_else(backend):
     if backend != "torch":
         pytest.skip("splash attention makes its own lists")
     from keras_efficient_attn.ops.common.interval_softmax import flex
-    from keras_efficient_attn.ops.common.interval_softmax.intervals import NearKeys
+    from keras_efficient_attn.ops.common.interval_softmax.intervals import (
+        AllKeys,
+        NearKeys,
+    )
     from keras_efficient_attn.ops.common.masks import SlidingWindow
 
     length = 8 * flex.BLOCK - 5
@@ -151,6 +154,11 @@ def test_lists_of_blocks_hold_the_pattern_and_little_else(backend):
     blocks = flex.block_mask(pattern, length, None, "cpu").to_dense()[0, 0]
     near = np.eye(8) + np.eye(8, k=-1)
     np.testing.assert_array_equal(to_numpy(blocks), near)
+
+    mask = flex.block_mask(AllKeys(length), length, None, "cpu")
+    np.testing.assert_array_equal(to_numpy(mask.to_dense()[0, 0]), np.ones((8, 8)))
+    counts = to_numpy(mask.full_kv_num_blocks[0, 0])
+    np.testing.assert_array_equal(counts, [7] * 7 + [0])
 
 
 def test_one_program_computes_all_patterns_with_as_many_intervals(backend):

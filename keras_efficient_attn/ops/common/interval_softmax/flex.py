@@ -128,6 +128,8 @@ def _list_blocks(chosen):
 def _seen_blocks(bounds, keys, block):
     """Whether the queries of a block see any key, and all keys, of another.
 
+    The last blocks do not count as seen whole if they are not full.
+
     Returns:
         Two booleans `(blocks, key_blocks)`.
     """
@@ -135,7 +137,7 @@ def _seen_blocks(bounds, keys, block):
     blocks, key_blocks = -(-queries // block), -(-keys // block)
     i = torch.arange(blocks * block, device=bounds.device).clamp(max=queries - 1)
     start = torch.arange(key_blocks, device=bounds.device) * block
-    end = (start + block).clamp(max=keys) - 1
+    end = start + block - 1
     seen = torch.zeros(blocks, key_blocks, dtype=torch.bool, device=bounds.device)
     full = torch.zeros_like(seen)
     for first, last in bounds[..., i].view(-1, 2, blocks, block):
@@ -147,4 +149,5 @@ def _seen_blocks(bounds, keys, block):
             last.amin(1, keepdim=True) >= end
         )
         full = full | is_full
-    return seen, full
+    is_whole = torch.arange(1, blocks + 1, device=bounds.device) * block <= queries
+    return seen, full & is_whole[:, None]
