@@ -156,3 +156,16 @@ def lower_triangle(size):
     """Boolean `(size, size)`, true on and below the diagonal."""
     positions = ops.arange(size)
     return positions[:, None] >= positions[None, :]
+
+
+def by_column(x, rows, columns):
+    """`(batch, length, ...)` as `(batch, columns, rows, ...)`, padded with zeros."""
+    batch, length, *tail = shape_of(x)
+    x = pad_length(x, 0, rows * columns - length)
+    return ops.swapaxes(ops.reshape(x, (batch, rows, columns, *tail)), 1, 2)
+
+
+def by_row(x):
+    """`(batch, columns, rows, ...)` as `(batch, rows · columns, ...)`."""
+    batch, columns, rows, *tail = shape_of(x)
+    return ops.reshape(ops.swapaxes(x, 1, 2), (batch, rows * columns, *tail))

@@ -7,45 +7,59 @@ from keras import ops
 from keras_efficient_attn.ops.common.chunking import chunk_count, fit_length
 from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import hide_masked
+from keras_efficient_attn.ops.common.interval_softmax.interleaved import (
+    interleave,
+    sequences,
+)
 from keras_efficient_attn.ops.common.interval_softmax.intervals import (
     AllKeys,
     NearKeys,
 )
-from keras_efficient_attn.ops.common.online_softmax import finish, merge
 from keras_efficient_attn.ops.sparse_attention.fixed import gather_summaries
-from keras_efficient_attn.ops.sparse_attention.strided import by_column, by_row
 
 
 @jit_on_jax("config", "options", "kernel")
 def attend_by_kernel(inputs, config, options, kernel):
     """The output, by a module of `interval_softmax`."""
-    length, scale = inputs[0].shape[1], options.scale
+    length = inputs[0].shape[1]
     inputs, valid = _whole_blocks(*inputs, config.stride)
-    near, far = config.split_heads(*inputs)
     near_keys = NearKeys(config.masks(options.causal)[0], inputs[1].shape[1])
-    if config.merges and config.pattern == "strided":
-        parts = [
-            kernel.attend_part(*near, valid, near_keys, scale),
-            _attend_columns(kernel.attend_part, far, valid, config, options),
-        ]
-        return finish(*merge(parts), True)[:, :length]
+    form = _attend_strided if config.pattern == "strided" else _attend_fixed
+    return form(inputs, valid, near_keys, config, options, kernel)[:, :length]
+
+
+def _attend_strided(inputs, valid, near_keys, config, options, kernel):
+    rows = inputs[0].shape[1] // config.stride
+    column_keys = ColumnRows(rows, options.causal, config.merges)
+    parts = (1, near_keys), (config.stride, column_keys)
+    if config.merges:
+        return kernel.attend_interleaved(*inputs, valid, parts, options.scale)
     outputs = []
+    for heads, (step, keys) in zip(config.split_heads(*inputs), parts, strict=True):
+        if heads[0].shape[2]:
+            tensors = sequences(step, *heads, valid)
+            output = kernel.attend(*tensors, keys, options.scale)
+            outputs += interleave(step, output)
+    return ops.concatenate(outputs, axis=2)
+
+
+def _attend_fixed(inputs, valid, near_keys, config, options, kernel):
+    near, far = config.split_heads(*inputs)
     if config.merges:
         pattern = KeysAndSummaries(near_keys, config.stride, config.summary)
         *summaries, exist = _summaries(far, valid, config)
         keys = map(_join, inputs[1:], summaries)
         if valid is not None:
             valid = _join(_for_heads(valid, far[1]), exist)
-        outputs.append(kernel.attend(inputs[0], *keys, valid, pattern, scale))
-    elif config.near_heads:
-        outputs.append(kernel.attend(*near, valid, near_keys, scale))
-    if config.far_heads and config.pattern == "strided":
-        outputs.append(_attend_columns(kernel.attend, far, valid, config, options))
-    elif config.far_heads and not config.merges:
+        return kernel.attend(inputs[0], *keys, valid, pattern, options.scale)
+    outputs = []
+    if config.near_heads:
+        outputs.append(kernel.attend(*near, valid, near_keys, options.scale))
+    if config.far_heads:
         summaries = _summaries(far, valid, config)
         pattern = AllKeys(summaries[0].shape[1])
-        outputs.append(kernel.attend(far[0], *summaries, pattern, scale))
-    return ops.concatenate(outputs, axis=2)[:, :length]
+        outputs.append(kernel.attend(far[0], *summaries, pattern, options.scale))
+    return ops.concatenate(outputs, axis=2)
 
 
 def _whole_blocks(query, key, value, key_mask, stride):
@@ -57,26 +71,6 @@ def _whole_blocks(query, key, value, key_mask, stride):
     if key_mask is not None:
         key_mask = fit_length(ops.cast(key_mask, "int32"), length)
     return [fit_length(x, length) for x in (query, key, value)], key_mask
-
-
-def _attend_columns(attend, inputs, valid, config, options):
-    """The output, or the part, of every column, treated as a sequence."""
-    batch, length = inputs[0].shape[:2]
-    rows = length // config.stride
-
-    def columns(x):
-        x = by_column(x, rows, config.stride)
-        return ops.reshape(x, (-1, *x.shape[2:]))
-
-    valid = None if valid is None else columns(valid)
-    pattern = ColumnRows(rows, options.causal, config.merges)
-    outputs = attend(*map(columns, inputs), valid, pattern, options.scale)
-    is_part = isinstance(outputs, tuple)
-    outputs = [
-        by_row(ops.reshape(x, (batch, config.stride, *x.shape[1:])))
-        for x in (outputs if is_part else [outputs])
-    ]
-    return outputs if is_part else outputs[0]
 
 
 def _summaries(inputs, valid, config):

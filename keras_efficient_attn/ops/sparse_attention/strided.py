@@ -8,7 +8,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import attend_blocks
-from keras_efficient_attn.ops.common.chunking import chunk_count, pad_length
+from keras_efficient_attn.ops.common.chunking import by_column, by_row, chunk_count
 
 
 def attend_columns(query, key, value, valid, mask_fn, dropout):
@@ -54,16 +54,3 @@ def attend_cached_columns(query, cache, mask_fn, start, dropout):
     query = by_column(query, rows, columns)
     part = attend_blocks(query, *map(read, cache), mask_fn, positions, dropout)
     return tuple(by_row(t)[:, :length] for t in part)
-
-
-def by_column(x, rows, columns):
-    """`(batch, length, ...)` as `(batch, columns, rows, ...)`, padded with zeros."""
-    batch, length, *tail = shape_of(x)
-    x = pad_length(x, 0, rows * columns - length)
-    return ops.swapaxes(ops.reshape(x, (batch, rows, columns, *tail)), 1, 2)
-
-
-def by_row(x):
-    """`(batch, columns, rows, ...)` as `(batch, rows · columns, ...)`."""
-    batch, columns, rows, *tail = shape_of(x)
-    return ops.reshape(ops.swapaxes(x, 1, 2), (batch, rows * columns, *tail))

@@ -126,17 +126,35 @@ def test_lengths_may_differ(kernel, key_length):
     check(attend, allowed[:LENGTH, :key_length], None, key_length)
 
 
-def test_values_keep_their_dtype(kernel):
+@pytest.mark.parametrize(
+    ("attend", "pattern", "options"),
+    [
+        (local_attention, local_pattern, dict(window=9)),
+        (sparse_attention, sparse_pattern, dict(pattern="strided", stride=13)),
+    ],
+)
+def test_values_and_gradients_keep_their_dtype(kernel, attend, pattern, options):
     x = ops.cast(heads_of(LENGTH, 16), "bfloat16")
-    options = dict(window=9, causal=True)
-    output = local_attention(x, x, x, implementation=kernel, **options)
-    assert keras.backend.standardize_dtype(output.dtype) == "bfloat16"
+    weight = heads_of(LENGTH, 16, seed=4)
+    options = dict(options, causal=True)
+
+    def loss(query, key, value):
+        tensors = (ops.cast(x, "bfloat16") for x in (query, key, value))
+        output = attend(*tensors, implementation=kernel, **options)
+        assert keras.backend.standardize_dtype(output.dtype) == "bfloat16"
+        return ops.sum(ops.multiply(ops.cast(output, "float32"), weight))
+
+    output = attend(x, x, x, implementation=kernel, **options)
     wide = to_numpy(ops.cast(x, "float32"))
-    expected = masked_softmax(
-        wide, wide, wide, local_pattern(LENGTH, **options), scale=0.25
-    )
+    allowed = np.broadcast_to(pattern(LENGTH, **options), (2, HEADS, LENGTH, LENGTH))
+    expected = masked_softmax(wide, wide, wide, allowed, scale=0.25)
     output = to_numpy(ops.cast(output, "float32"))
     np.testing.assert_allclose(output, expected, rtol=0.02, atol=0.02)
+    received = gradient_function(loss)(wide, wide, wide)
+    gradients = softmax_gradients(wide, wide, wide, allowed, 0.25, weight)
+    for gradient, correct in zip(received, gradients, strict=True):
+        error = np.linalg.norm(to_numpy(gradient) - correct)
+        assert error < 0.02 * np.linalg.norm(correct)
 
 
 def test_lists_of_blocks_hold_the_pattern_and_little_else(backend):

@@ -23,7 +23,9 @@ def choose_kernel(call, config):
     dtype of `value`: from queries, keys and values `(batch, length, heads, dim)`, the
     last two finite; `valid`, `(batch, keys)` or `(batch, keys, heads)`, nonzero for
     keys that exist, or `None` if all exist; the pattern of the keys that a query sees,
-    as in `intervals`; and the factor of the dot products.
+    as in `intervals`; and the factor of the dot products. Its `attend_interleaved`
+    takes parts instead of the pattern: pairs of a step, and of a pattern for each
+    sequence of positions that are a step apart. The parts share no key.
 
     Args:
         call: `SoftmaxCall`.

@@ -10,7 +10,11 @@ import math
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+from keras_efficient_attn.ops.common.interval_softmax.interleaved import (
+    interleave,
+    sequences,
+)
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish, merge
 
 # Queries and keys of a block.
 BLOCK = 128
@@ -34,6 +38,15 @@ def attend_part(query, key, value, valid, pattern, scale):
         seen.float(),
         torch.where(seen, log_scale, LOG_ZERO),
     )
+
+
+def attend_interleaved(query, key, value, valid, parts, scale):
+    """The output over several parts of the keys; see `choice.choose_kernel`."""
+    results = []
+    for step, pattern in parts:
+        part = attend_part(*sequences(step, query, key, value, valid), pattern, scale)
+        results.append(interleave(step, *part))
+    return finish(*merge(results), True).to(value.dtype)
 
 
 def _attend(query, key, value, valid, pattern, scale):

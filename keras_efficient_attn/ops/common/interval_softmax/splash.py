@@ -14,7 +14,11 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+from keras_efficient_attn.ops.common.interval_softmax.interleaved import (
+    interleave,
+    sequences,
+)
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish, merge
 
 # Lanes of a vector register: blocks are multiples of it.
 LANES = 128
@@ -24,7 +28,7 @@ BLOCK = 512
 
 def attend(query, key, value, valid, pattern, scale):
     """The output of softmax attention; see `choice.choose_kernel`."""
-    inputs, seen, cut = _prepare(query, key, value, valid, pattern, scale)
+    inputs, seen, cut = _prepare(_scale(query, scale), key, value, valid, pattern)
     output = _by_position(_run(_output, cut, *inputs), query.shape)
     # Queries without keys get averages over their blocks.
     return jnp.where(seen[..., None], output, 0)
@@ -32,7 +36,7 @@ def attend(query, key, value, valid, pattern, scale):
 
 def attend_part(query, key, value, valid, pattern, scale):
     """Computes `attend` as `(values, totals, log_scale)` for `online_softmax.merge`."""
-    inputs, seen, cut = _prepare(query, key, value, valid, pattern, scale)
+    inputs, seen, cut = _prepare(_scale(query, scale), key, value, valid, pattern)
     values, log_scale = (_by_position(t, query.shape) for t in _part(cut, *inputs))
     return (
         jnp.where(seen[..., None], values, 0),
@@ -41,11 +45,56 @@ def attend_part(query, key, value, valid, pattern, scale):
     )
 
 
-def _prepare(query, key, value, valid, pattern, scale):
+def attend_interleaved(query, key, value, valid, parts, scale):
+    """The output over several parts of the keys; see `choice.choose_kernel`."""
+    return _attend_interleaved(parts, _scale(query, scale), key, value, valid)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_interleaved(parts, *inputs):
+    return _interleaved_forward(parts, *inputs)[0]
+
+
+def _interleaved_forward(parts, *inputs):
+    results = []
+    for step, pattern in parts:
+        part = attend_part(*sequences(step, *inputs), pattern, 1.0)
+        results.append(interleave(step, *part))
+    values, totals, log_scale = merge(results)
+    output = finish(values, totals, log_scale, True).astype(inputs[2].dtype)
+    seen = totals > 0.0
+    log_scale = log_scale + jnp.log(jnp.where(seen, totals, 1.0))
+    return output, (inputs, output, log_scale, seen)
+
+
+def _interleaved_backward(parts, kept, grad):
+    """The gradient of each part, whose weights are those of the whole softmax."""
+    inputs, output, log_scale, seen = kept
+    grad = jnp.where(seen[..., None], grad, 0)
+    mean = jnp.sum(output.astype("float32") * grad, axis=-1)
+    grads = []
+    for step, pattern in parts:
+        *tensors, valid = sequences(step, *inputs)
+        kernel_inputs, _, cut = _prepare(*tensors, valid, pattern)
+        numbers = sequences(step, log_scale, grad, mean)
+        rows = (_one_head(x, cut[-1][0]) for x in numbers)
+        *results, _ = _run(_input_gradients, cut, *kernel_inputs, *rows)
+        shapes = (x.shape for x in tensors)
+        grads.append(interleave(step, *map(_by_position, results, shapes)))
+    return *(sum(same) for same in zip(*grads, strict=True)), None
+
+
+_attend_interleaved.defvjp(_interleaved_forward, _interleaved_backward)
+
+
+def _scale(query, scale):
+    # The kernel multiplies in the inputs' dtype, so scale the queries before the cast.
+    return (query.astype("float32") * scale).astype(query.dtype)
+
+
+def _prepare(query, key, value, valid, pattern):
     """The kernel's inputs, which queries see keys, and the arguments of `_kernel`."""
     batch, length, heads, _ = query.shape
-    # The kernel multiplies in the inputs' dtype, so scale the queries before the cast.
-    query = (query.astype("float32") * scale).astype(query.dtype)
     rows, key_rows = _pad(length), _pad(key.shape[1])
     query = _one_head(query, rows)
     key, value = _one_head(key, key_rows), _one_head(value, key_rows)
@@ -154,13 +203,14 @@ def _pad(length):
 
 
 def _one_head(x, rows):
-    """`(batch, length, heads, dim)` as `(batch · heads, 1, rows, dim)`, zero-padded.
+    """`(batch, length, heads, ...)` as `(batch · heads, 1, rows, ...)`, zero-padded.
 
     Heads see the same keys: the kernel has one mask, and programs for each head.
     """
-    batch, length, heads, dim = x.shape
-    x = jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, rows - length), (0, 0)))
-    return x.reshape(batch * heads, 1, rows, dim)
+    batch, length, heads, *tail = x.shape
+    padding = (0, 0), (0, 0), (0, rows - length), *((0, 0) for _ in tail)
+    x = jnp.pad(jnp.swapaxes(x, 1, 2), padding)
+    return x.reshape(batch * heads, 1, rows, *tail)
 
 
 @functools.lru_cache(maxsize=64)
