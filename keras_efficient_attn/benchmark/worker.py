@@ -28,7 +28,9 @@ class Answers:
                 self._measurement = measurement
                 return prepared
             if request["do"] == "compile":
-                return compile_task(build_workload(request["task"]), request["target"])
+                workload = build_workload(request["task"])
+                folder = request.get("schedules")
+                return compile_task(workload, request["target"], folder)
             if request["do"] == "repeat":
                 return self._measurement.repeat(request["turn"])
             return self._measurement.check()

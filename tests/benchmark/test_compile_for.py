@@ -1,6 +1,7 @@
 """Estimates for an accelerator that is not present."""
 
 import importlib.util
+import re
 
 import keras
 import pytest
@@ -37,6 +38,44 @@ def test_loops_count_as_often_as_they_run_and_conditions_once():
 
     assert estimated_cycles(PROGRAM) == (5 * 100 + 7 + 7, 1)
     assert estimated_cycles(PROGRAM, branch=max) == (5 * 100 + 7 + 100, 1)
+    assert estimated_cycles(PROGRAM, {"kernel": 50}) == (5 * 100 + 7 + 7 + 50, 1)
+
+
+@jax_only
+def test_the_cycles_of_a_kernel_are_its_bundles_times_its_programs(tmp_path):
+    from keras_efficient_attn.benchmark.execution.tpu import kernel_cycles
+
+    program = lowered_kernel(rows=24, block=8)
+    with pytest.raises(RuntimeError, match="no schedule of the kernel kernel.1"):
+        kernel_cycles(program, tmp_path)
+    schedule = tmp_path / "1-kernel.1-02-schedule-analysis_final_bundles.txt"
+    schedule.write_text("total scheduled bundles:    70\n")
+    assert kernel_cycles(program, tmp_path) == {"kernel.1": 70 * (24 // 8)}
+
+
+def lowered_kernel(rows, block):
+    """A line as of a compiled program, with a kernel of `rows / block` programs."""
+    import jax
+    from jax.experimental import pallas
+
+    def double(source, target):
+        target[...] = 2 * source[...]
+
+    blocks = pallas.BlockSpec((block, 128), lambda i: (i, 0))
+    array = jax.ShapeDtypeStruct((rows, 128), "float32")
+    call = pallas.pallas_call(
+        double,
+        out_shape=array,
+        grid=(rows // block,),
+        in_specs=[blocks],
+        out_specs=blocks,
+    )
+    lowered = jax.jit(call).trace(array).lower(lowering_platforms=("tpu",)).as_text()
+    body = re.search(r"\\22body\\22: ?\\22([^\\]+)", lowered)[1]
+    return (
+        '  %kernel.1 = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", '
+        f'backend_config={{"custom_call_config":{{"body":"{body}"}}}}'
+    )
 
 
 @pytest.mark.parametrize(

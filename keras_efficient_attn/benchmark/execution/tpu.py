@@ -1,9 +1,13 @@
 """A TPU that is described, not present, and its compiler's cycle estimates."""
 
+import base64
 import functools
+import math
 import re
 
+from jax._src.lib import tpu as dialect
 from jax.experimental import topologies
+from jax.interpreters import mlir
 
 _HEADER = re.compile(r"^(ENTRY )?%([\w.\-<>]+) \(")
 _LOOP = re.compile(r"condition=%([\w.\-<>]+), body=%([\w.\-<>]+)")
@@ -14,7 +18,9 @@ _BRANCHES = re.compile(
     r" conditional\(.*?(?:branch_computations=\{([^}]*)\}"
     r"|true_computation=(%\S+), false_computation=(%\S+))"
 )
-_KERNEL = 'custom_call_target="tpu_custom_call"'
+_KERNEL = re.compile(r'%(\S+) = [^\n]*custom_call_target="tpu_custom_call"')
+_KERNEL_BODY = re.compile(_KERNEL.pattern + r'.*?"body":"([^"]+)"', re.DOTALL)
+_BUNDLES = re.compile(r"total scheduled bundles:\s+(\d+)")
 
 
 def device(topology):
@@ -23,19 +29,62 @@ def device(topology):
     return description.devices[0]
 
 
-def estimated_cycles(text, branch=min):
+def kernel_cycles(text, folder):
+    """Cycles of each handwritten kernel: bundles of its schedule times its programs.
+
+    A bundle takes a cycle if it does not wait, such as for memory. The schedule has
+    all branches of a program, and the body of a loop once.
+
+    Args:
+        text: The compiled program as text.
+        folder: `pathlib.Path` of the compiler's schedules.
+
+    Returns:
+        Dict of the kernels' names.
+    """
+    return {
+        name: _bundles(name, folder) * _programs(base64.b64decode(body))
+        for name, body in _KERNEL_BODY.findall(text)
+    }
+
+
+def _bundles(name, folder):
+    for file in folder.glob(f"*-{name}-*schedule-analysis_final_bundles.txt"):
+        return int(_BUNDLES.search(file.read_text())[1])
+    raise RuntimeError(f"the compiler wrote no schedule of the kernel {name}")
+
+
+def _programs(kernel):
+    """The number of programs of a kernel in its serialised form."""
+    context = mlir.make_ir_context()
+    # JAX has no public name for the kernels' dialect, whose serialised operations
+    # have another name.
+    dialect.register_dialect(context)
+    context.allow_unregistered_dialects = True
+    with context:
+        module = mlir.ir.Module.parse(kernel)
+        bounds = [
+            operation.attributes["iteration_bounds"]
+            for operation in module.body
+            if "iteration_bounds" in operation.attributes
+        ]
+        return math.prod(size for sizes in bounds for size in sizes)
+
+
+def estimated_cycles(text, kernels=None, branch=min):
     """Cycles of a program's entry computation; a loop counts once per trip.
 
     Args:
         text: The compiled program as text, in which the compiler has noted an
             estimate for each fusion.
+        kernels: Dict of the cycles of each handwritten kernel, which is opaque to the
+            compiler, by name. Defaults to `None`: their cycles are not counted.
         branch: Chooses from the cycles of a conditional's branches. Defaults to `min`,
             because the other branches of layers run once, such as the first draw of a
             codebook. In reversible stacks, the branch that always runs is the `max`.
 
     Returns:
-        `(cycles, kernels)`: handwritten kernels are opaque to the compiler, so they are
-            counted but their cycles are not in the sum.
+        `(cycles, number of kernels)`.
     """
     computations, entry = _computations(text)
 
@@ -49,6 +98,9 @@ def estimated_cycles(text, branch=min):
             condition, body = loop.groups()
             limits = _LIMIT.findall("\n".join(computations.get(condition, ())))
             return max(map(int, limits), default=1) * total(body)
+        kernel = _KERNEL.search(line)
+        if kernel is not None:
+            return (kernels or {}).get(kernel[1], 0)
         own = _CYCLES.search(line)
         if own is not None:
             return int(own[1])
@@ -61,7 +113,7 @@ def estimated_cycles(text, branch=min):
         names = ", ".join(filter(None, branches.groups())).split(", ")
         return branch(total(name.strip("%,")) for name in names)
 
-    return total(entry), text.count(_KERNEL)
+    return total(entry), len(_KERNEL.findall(text))
 
 
 def _computations(text):
