@@ -103,8 +103,8 @@ class _Chunks:
         state = first.reshape(rows, 1, size)
         states = local.view(rows, self.chunks, size)
         by_first, by_local = self.weights[..., :1], self.weights[..., 1:]
-        before = torch.baddbmm(by_first[:, :-1] * state, by_local[:, :-1], states)
-        last = torch.baddbmm(by_first[:, -1:] * state, by_local[:, -1:], states)
+        before = torch.bmm(by_local[:, :-1], states).addcmul_(by_first[:, :-1], state)
+        last = torch.bmm(by_local[:, -1:], states).addcmul_(by_first[:, -1:], state)
         return before.view(local.shape), last.view(first.shape)
 
     def _prefix_sums_gradient(self, grad_before, grad_last):
@@ -115,8 +115,8 @@ class _Chunks:
         states = grad_before.view(rows, self.chunks, size)
         weights = self.weights.mT
         by_before, by_last = weights[..., :-1], weights[..., -1:]
-        grad_first = torch.baddbmm(by_last[:, :1] * last, by_before[:, :1], states)
-        grad_local = torch.baddbmm(by_last[:, 1:] * last, by_before[:, 1:], states)
+        grad_first = torch.bmm(by_before[:, :1], states).addcmul_(by_last[:, :1], last)
+        grad_local = torch.bmm(by_before[:, 1:], states).addcmul_(by_last[:, 1:], last)
         return grad_first.view(grad_last.shape), grad_local.view(grad_before.shape)
 
     def _of_far_keys(self, sums):

@@ -103,8 +103,8 @@ class _Rows:
         """The outputs of a single step."""
         return _as_only(tensors)
 
-    def join(self, arrays):
-        return tuple(array.stack() for array in arrays)
+    def join(self, stacked):
+        return tuple(stacked)
 
 
 class _Positions:
@@ -140,8 +140,8 @@ class _Positions:
     def only(self, tensors):
         return tensors
 
-    def join(self, arrays):
-        return tuple(self._join(array.stack()) for array in arrays)
+    def join(self, stacked):
+        return tuple(map(self._join, stacked))
 
     def _join(self, stacked):
         steps, batch, size, *tail = shape_of(stacked)
@@ -152,13 +152,25 @@ class _Positions:
 
 def _forward(step, carry, xs, consts, steps):
     """Runs the loop; returns the last carry, the outputs and each step's carry."""
-    # The first step runs outside the loop and determines the outputs' shapes.
     cut = steps.cutter(xs)
-    next_carry, y = step(carry, cut(0), consts)
     if isinstance(steps.number, int) and steps.number == 1:
-        return next_carry, steps.only(y), _as_only(carry)
-    carry_arrays = _write(_arrays(carry, steps.number), 0, carry)
-    y_arrays = _write(_arrays(y, steps.number), 0, y)
+        final_carry, y = step(carry, cut(0), consts)
+        return final_carry, steps.only(y), _as_only(carry)
+    if tf.executing_eagerly():
+        carries, ys = [], []
+        for i in range(int(steps.number)):
+            carries.append(carry)
+            carry, y = step(carry, cut(i), consts)
+            ys.append(y)
+        ys = tuple(map(tf.stack, zip(*ys, strict=True)))
+        return carry, steps.join(ys), tuple(map(tf.stack, zip(*carries, strict=True)))
+    # Only the shapes of the outputs are needed before the loop.
+    with tf.__internal__.FuncGraph("shapes").as_default():
+        placeholders = tf.nest.map_structure(
+            lambda t: tf.compat.v1.placeholder(t.dtype, t.shape),
+            (carry, cut(0), consts),
+        )
+        _, y = step(*placeholders)
 
     def body(i, carry, carry_arrays, y_arrays):
         carry_arrays = _write(carry_arrays, i, carry)
@@ -168,12 +180,12 @@ def _forward(step, carry, xs, consts, steps):
     _, final_carry, carry_arrays, y_arrays = tf.while_loop(
         lambda i, *_: i < steps.number,
         body,
-        (1, _like(carry, next_carry), carry_arrays, y_arrays),
+        (0, carry, _arrays(carry, steps.number), _arrays(y, steps.number)),
         maximum_iterations=steps.number,
         parallel_iterations=1,
     )
     carries = tuple(array.stack() for array in carry_arrays)
-    return final_carry, steps.join(y_arrays), carries
+    return final_carry, steps.join(array.stack() for array in y_arrays), carries
 
 
 def _backward(step_gradient, carries, xs, consts, ys, grad_carry, grad_ys, steps):
@@ -215,7 +227,8 @@ def _backward(step_gradient, carries, xs, consts, ys, grad_carry, grad_ys, steps
         maximum_iterations=steps.number,
         parallel_iterations=1,
     )
-    return (*grad_carry, *steps.join(x_arrays), *grad_consts)
+    grad_xs = steps.join(array.stack() for array in x_arrays)
+    return (*grad_carry, *grad_xs, *grad_consts)
 
 
 def _row(tensors, i):
