@@ -46,6 +46,8 @@ def _band_cuts(query, key, mask_fn, start=None):
     # A wide band justifies larger blocks, whose keys overlap less.
     block = max(device_plan().block, (before + mask_fn.after) // 8)
     block = max(1, block // period) * period
+    # The kernel is faster at numbers of keys that fill its vectors.
+    before += -(before + block + mask_fn.after) % 16
     width = before + block + mask_fn.after
 
     def cut(number, count=1, row=None):

@@ -8,21 +8,23 @@ put their size in `log_scale`; the stabiliser cancels exactly, whatever the inpu
 Sizes: `head_dim` is `x.shape[-1]`.
 """
 
+import importlib
 import itertools
 import math
 
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.backend import pick, shape_of
 from keras_efficient_attn.ops.common.checks import is_positive_int
 from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.numerics import cosine, max_along, sine
+from keras_efficient_attn.ops.linear_attention.exponentials import FEATURE_FLOOR
 
-# Lower bound of exponential features, relative to the largest of their vector. It is
-# far below rounding, but prevents the similarity of vectors with different large
-# features from underflowing to zero.
-FEATURE_FLOOR = 1e-15
+# The functions for the backend; the PyTorch version imports PyTorch.
+_exponentials = importlib.import_module(
+    f"{__package__}.{pick('exponentials', torch='exponentials_torch')}"
+)
 # A longer feature vector costs more than attending to as many keys.
 MAX_POLYNOMIAL_FEATURES = 16_384
 
@@ -171,9 +173,7 @@ def elu_features(x):
     Reference:
         - [Katharopoulos et al., 2020](https://arxiv.org/abs/2006.16236)
     """
-    # A form without a branch whose derivative at 0 is 1.
-    positive = ops.relu(x)
-    return positive + ops.exp(x - positive), None
+    return _exponentials.elu_plus_one(x), None
 
 
 def unit_features(x):
@@ -323,7 +323,7 @@ def _exponential(exponents, offset):
     """`exp(exponents + offset) / √m`, as features of at most 1 and a log scale."""
     largest = ops.stop_gradient(max_along(exponents, axis=-1))
     log_scale = largest + offset - 0.5 * math.log(exponents.shape[-1])
-    return ops.exp(exponents - largest[..., None]) + FEATURE_FLOOR, log_scale
+    return _exponentials.relative_exponential(exponents, largest[..., None]), log_scale
 
 
 def _monomials(x, order, kind):

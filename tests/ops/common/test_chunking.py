@@ -17,7 +17,8 @@ def test_groups_cover_a_length_with_little_padding(length, floats):
 
 @pytest.mark.parametrize("length", [1024, 2048, 8192, 2**17])
 def test_powers_of_two_need_no_padding(length):
-    # With 2560 floats per position, 6.4 chunks of 64 would fill a group.
-    size, chunks, groups = chunk_layout(length, 64, 1, 2560)
+    # 6.4 chunks of 64 would fill a group.
+    floats = device_plan().step_floats * 10 // 4096
+    size, chunks, groups = chunk_layout(length, 64, 1, floats)
     assert size * chunks * groups == length
     assert chunks == 8

@@ -35,7 +35,7 @@ def test_accelerators_take_all_chunks_at_once_while_they_fit(kind):
     assert (
         size * chunks * floats <= DEVICE_PLANS[kind].step_floats * 4 / 3 and steps > 2
     )
-    *_, steps = chunk_layout(8192, 64, 1, floats)
+    *_, steps = chunk_layout(2**15, 64, 1, floats)
     assert steps > 50
 
 

@@ -46,7 +46,8 @@ class DevicePlan:
             their codes by index, not by a product with a one-hot matrix.
     """
 
-    step_floats: int = 2**20
+    # PyTorch runs operations one by one, each with an overhead.
+    step_floats: int = pick(2**20, torch=2**22)
     max_chunks: int = 16
     chunk_size: int = 64
     block: int = 64
@@ -58,8 +59,7 @@ class DevicePlan:
     found_floats: int = 2**21
     lsh_pairs: int = pick(2, tensorflow=3)
     lsh_block_floats: int = 2**24
-    # PyTorch runs operations one by one, each with an overhead.
-    lsh_steps: float = pick(1, torch=4)
+    lsh_steps: float = 1
     # The fastest of the two, forward and in training, on each backend.
     codes_in_turn: bool = pick(False, tensorflow=True)
     sum_codes_by_index: bool = True
@@ -86,7 +86,7 @@ _TPU = DevicePlan(
 # Not measured on hardware yet.
 _GPU = dataclasses.replace(_TPU, chunk_size=128, block=128)
 # `torch.compile` unrolls every step, which costs compile time.
-_UNROLLED = dataclasses.replace(_CPU, step_floats=2**24, max_chunks=64)
+_UNROLLED = dataclasses.replace(_CPU, step_floats=2**24, max_chunks=64, lsh_steps=4)
 DEVICE_PLANS = {"cpu": _CPU, "gpu": _GPU, "tpu": _TPU}
 
 _named = []
