@@ -79,27 +79,34 @@ def _backward(step, gradient, num_steps, kept, upstream):
     carries, xs, consts, ys = kept
     grad_carry, grad_ys = upstream
 
-    def pull_step(carry, i, grad_carry):
-        x, grad_y = _cut(xs, i, num_steps), _cut(grad_ys, i, num_steps)
+    def pull_step(carry, i, x, grad_carry):
+        grad_y = _cut(grad_ys, i, num_steps)
         if gradient is None:
             _, pull = jax.vjp(step, carry, x, consts)
             return pull((grad_carry, grad_y))
         return gradient(carry, x, consts, _cut(ys, i, num_steps), grad_carry, grad_y)
 
     def body(state, inputs):
-        grad_carry, grad_consts, grad_xs = state
+        grad_carry, grad_consts, buffers, last_grad_x = state
         i, carry = inputs
-        grad_carry, grad_x, grad_const = pull_step(carry, i, grad_carry)
+        buffers = _write(buffers, jnp.minimum(i + 1, num_steps - 1), last_grad_x)
+        x = _cut(buffers, i, num_steps)
+        grad_carry, grad_x, grad_const = pull_step(carry, i, x, grad_carry)
         grad_const = (
             g for g, const in zip(grad_const, consts, strict=True) if _real(const)
         )
         grad_consts = tuple(map(jnp.add, grad_consts, grad_const))
-        return (grad_carry, grad_consts, _write(grad_xs, i, grad_x)), None
+        return (grad_carry, grad_consts, buffers, grad_x), None
 
     grad_consts = tuple(jnp.zeros_like(const) for const in consts if _real(const))
-    state = grad_carry, grad_consts, tuple(map(jnp.zeros_like, xs))
+    # Gradients replace the parts of `xs` that were read. A step writes those of the
+    # step before it first: all that it reads then is behind what it writes, and XLA
+    # copies no buffer.
+    state = grad_carry, grad_consts, xs, _cut(xs, num_steps - 1, num_steps)
     inputs = jnp.arange(num_steps), carries
-    (grad_carry, grad_consts, grad_xs), _ = lax.scan(body, state, inputs, reverse=True)
+    state, _ = lax.scan(body, state, inputs, reverse=True)
+    grad_carry, grad_consts, buffers, grad_x = state
+    grad_xs = _write(buffers, 0, grad_x)
     grad_consts = iter(grad_consts)
     return (
         grad_carry,
