@@ -1,5 +1,7 @@
 """The scan against a plain loop: values, gradients and stored tensors."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -425,3 +427,24 @@ def test_an_unknown_backend_is_named(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "numpy")
     with pytest.raises(ValueError, match="'numpy'"):
         backend_module("keras_efficient_attn.ops.common.scan")
+
+
+def attend_in_step(carry, x, consts):
+    query, key, value = x
+    weights = ops.exp(query @ ops.swapaxes(key, -1, -2))
+    y = weights @ value + carry[0][:, None]
+    return (carry[0] + ops.sum(value, axis=1),), (y,)
+
+
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="a program of XLA")
+def test_no_loop_copies_the_tensors_that_it_reads():
+    import jax
+
+    def loss(x):
+        xs = tuple(x * factor for factor in (2.0, 3.0, 4.0))
+        carry = (ops.zeros((1, 8)),)
+        _, (y,) = recompute_scan(attend_in_step, carry, xs, num_steps=10)
+        return ops.sum(ops.square(y))
+
+    program = jax.jit(jax.grad(loss)).lower(np.ones((1, 640, 8), "float32"))
+    assert not re.findall(r"= f32\[1,640,8\]\S* copy\(", program.compile().as_text())
