@@ -22,14 +22,18 @@ def relative_exponential(x, largest):
     return _RelativeExponential.apply(x, largest)
 
 
-class _EluPlusOne(torch.autograd.Function):
-    @staticmethod
-    def forward(x):
-        return x.clamp(max=0.0).exp_().add_(x.clamp(min=0.0))
+class _FromResult(torch.autograd.Function):
+    """A function whose derivative is read off its result."""
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(output)
+
+
+class _EluPlusOne(_FromResult):
+    @staticmethod
+    def forward(x):
+        return x.clamp(max=0.0).exp_().add_(x.clamp(min=0.0))
 
     @staticmethod
     def backward(ctx, gradient):
@@ -37,14 +41,10 @@ class _EluPlusOne(torch.autograd.Function):
         return gradient * y.clamp(max=1.0)
 
 
-class _RelativeExponential(torch.autograd.Function):
+class _RelativeExponential(_FromResult):
     @staticmethod
     def forward(x, largest):
         return (x - largest).exp_().add_(FEATURE_FLOOR)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(output)
 
     @staticmethod
     def backward(ctx, gradient):
