@@ -112,23 +112,26 @@ def check_can_compile_for(settings):
             )
 
 
-def estimate_all(settings, target):
+def estimate_all(settings, target, with_kernels=True):
     """Yields an `Estimate` for each layer and length, each from a new process.
 
     Args:
         settings: `Settings`.
         target: Name in `TARGETS`.
+        with_kernels: Whether handwritten kernels have an estimate, too. A program with
+            kernels is then compiled again, and the compiler takes longer to write its
+            schedules than to compile it.
     """
     for length in settings.lengths:
         for contestant in settings.layers:
             request = {"task": settings.task(contestant, length), "target": target}
             reply = _compile(request)
-            if reply.get("kernels"):
+            if with_kernels and reply.get("kernels"):
                 seconds = reply["compile_seconds"]
                 with tempfile.TemporaryDirectory() as folder:
                     reply = _compile({**request, "schedules": folder})
                 if reply["status"] == OK:
-                    # Writing schedules takes the compiler longer than compiling.
+                    # The second time includes the writing.
                     reply["compile_seconds"] = seconds
             yield Estimate(contestant, length, **reply)
 
