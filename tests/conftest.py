@@ -24,10 +24,6 @@ gc.set_threshold(50_000, 20, 20)
 # file and needs no backend.
 
 
-def pytest_collection_finish():
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def searches_for_garbage_are_short():
     """Leaves what earlier tests hold, millions of objects in caches, out of them.

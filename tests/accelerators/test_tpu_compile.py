@@ -61,7 +61,7 @@ def test_it_compiles_for_a_tpu(layer):
         causal=True,
         backend="jax",
     )
-    # Schedules of kernels take the compiler longer than the program: one layer's.
+    # The compiler takes longer to write schedules than to compile: one layer's kernels.
     with_kernels = layer == "linear"
     estimates = list(estimate_all(settings, "tpu-v5e", with_kernels))
     print(table(settings, "tpu-v5e", estimates).partition("\n\n")[0])
