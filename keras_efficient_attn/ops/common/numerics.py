@@ -5,6 +5,9 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import backend_name, is_traced_by_torch
 
+# Entries whose maximum is taken before their index.
+_GROUP = 16
+
 
 def accumulator_dtype(*tensors):
     """float64 if one of the tensors is float64, else float32."""
@@ -45,10 +48,24 @@ def greatest_index(x):
 
         return tf.argmax(x, axis=-1, output_type=tf.int32)
     if backend_name() == "jax":
-        import jax.numpy
-
-        return jax.numpy.argmax(x, axis=-1).astype("int32")
+        return _index_on_jax(x)
     return ops.cast(ops.argmax(x, axis=-1), "int32")
+
+
+def _index_on_jax(x):
+    """XLA compares the entries of an argmax one by one, but those of a maximum at once.
+
+    So the maxima of groups come first, and then the index within the greatest group.
+    """
+    import jax.numpy as jnp
+
+    *rest, size = x.shape
+    if size < 4 * _GROUP or size % _GROUP:
+        return jnp.argmax(x, axis=-1).astype("int32")
+    x = jnp.reshape(x, (*rest, size // _GROUP, _GROUP))
+    group = jnp.argmax(jnp.max(x, axis=-1), axis=-1).astype("int32")
+    x = jnp.take_along_axis(x, group[..., None, None], axis=-2)[..., 0, :]
+    return group * _GROUP + jnp.argmax(x, axis=-1).astype("int32")
 
 
 def conditional(predicate, compute, otherwise):

@@ -19,17 +19,20 @@ from keras_efficient_attn.ops.common.chunking import (
     lower_triangle,
     pad_to,
 )
-from keras_efficient_attn.ops.common.numerics import cumulative_sum, larger, max_along
+from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide
 from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.scan import recompute_scan
+from keras_efficient_attn.ops.vq_attention.code_sums import (
+    MIN_COUNT,
+    prefix_sums,
+    sums_and_counts,
+)
 from keras_efficient_attn.ops.vq_attention.codebook import responsibilities
+from keras_efficient_attn.ops.vq_attention.hard_codes import hard_step
 
 if backend_name() == "torch":
     from keras_efficient_attn.ops.vq_attention import compressed_torch
-
-# A code with a smaller count is empty: its mean would be rounding noise.
-MIN_COUNT = 1e-20
 
 
 def causal_compressed_attention(query, keys, codebook, cache, config):
@@ -54,12 +57,16 @@ def causal_compressed_attention(query, keys, codebook, cache, config):
     )
     if keys.index is not None and fused_module(query) is not None:
         return compressed_torch.causal_hard_attention(
-            query, keys, codebook.codes, cache, size, MIN_COUNT
+            query, keys, codebook.codes, cache, size
         )
     xs = (query, *key_columns(keys))
     xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
-    step, consts = _causal_step(size), _weights(codebook)
-    cache, part = recompute_scan(step, cache, xs, consts, num_steps=groups)
+    consts = _weights(codebook)
+    if keys.index is None:
+        step, gradient = _soft_step(size), None
+    else:
+        step, gradient = hard_step(size)
+    cache, part = recompute_scan(step, cache, xs, consts, gradient, num_steps=groups)
     return tuple(y[:, : shape_of(query)[1]] for y in part), cache
 
 
@@ -113,36 +120,29 @@ def _weights(codebook):
 
 
 @functools.cache
-def _causal_step(block_length):
+def _soft_step(block_length):
     def step(carry, x, consts):
         codebook, *mixture = consts
-        query, key, value, valid, *index = (by_head(t, block_length) for t in x)
-        chosen = _chosen(key, valid, index, codebook, mixture)
-        transposed = ops.swapaxes(chosen, -1, -2)
-        before, sums = prefix_sums(carry[0], transposed @ value)
-        local = ops.sum(chosen, axis=-2)
-        counts_before, counts = prefix_sums(carry[1], local)
+        query, key, value, valid = (by_head(t, block_length) for t in x)
+        chosen = responsibilities(key, codebook, *mixture) * valid
+        before, sums = prefix_sums(carry[0], ops.swapaxes(chosen, -1, -2) @ value)
+        counts_before, counts = prefix_sums(carry[1], ops.sum(chosen, axis=-2))
         logits = query @ ops.swapaxes(codebook[:, None], -1, -2)
-        if mixture:
-            part = _read_mixture(logits, chosen, value, before, counts_before)
-        else:
-            block = query @ ops.swapaxes(key, -1, -2)
-            seen = ops.logical_and(
-                lower_triangle(block_length), valid[..., None, :, 0] > 0
-            )
-            part = _read(logits, before, counts_before, (block, seen, value))
+        part = _read_mixture(logits, chosen, value, before, counts_before)
         return (sums, counts), tuple(by_position(t) for t in part)
 
     return step
 
 
 def _key_step(carry, x, consts):
-    sums, counts = carry
     codebook, *mixture = consts
     key, value, valid, *index = (by_head(t, shape_of(x[0])[1]) for t in x)
-    chosen = _chosen(key, valid, index, codebook, mixture)
-    sums = sums + (ops.swapaxes(chosen, -1, -2) @ value)[:, :, 0]
-    return (sums, counts + ops.sum(chosen, axis=(2, 3))), ()
+    if mixture:
+        chosen = responsibilities(key, codebook, *mixture) * valid
+        new = ops.swapaxes(chosen, -1, -2) @ value, ops.sum(chosen, axis=-2)
+    else:
+        new = sums_and_counts(value, valid, *index, codebook.shape[1])
+    return tuple(old + t[:, :, 0] for old, t in zip(carry, new, strict=True)), ()
 
 
 def _query_step(carry, x, consts):
@@ -153,26 +153,12 @@ def _query_step(carry, x, consts):
     return carry, tuple(by_position(t) for t in part)
 
 
-def _chosen(key, valid, index, codebook, mixture):
-    """The share of each code in each key, `(batch, heads, blocks, length, codes)`."""
-    if mixture:
-        return responsibilities(key, codebook, *mixture) * valid
-    return one_hot_codes(index[0], valid, codebook)
-
-
-def one_hot_codes(index, valid, codebook):
-    """1 for the code of each key that is valid, `(..., length, codes)`."""
-    codes = ops.arange(codebook.shape[1], dtype="int32")
-    return ops.cast(ops.cast(index, "int32") == codes, valid.dtype) * valid
-
-
-def _read(logits, sums, counts, block=None):
-    """Partial softmax over the codes, and over the keys of the same block.
+def _read(logits, sums, counts):
+    """Partial softmax over the codes.
 
     Args:
         logits: `(batch, heads, blocks, length, codes)`.
         sums, counts: The cache before each block.
-        block: Optional `(logits, seen, values)` of the keys of the block.
     """
     full = counts > MIN_COUNT
     means = divide(sums, ops.where(full, counts, 0.0))
@@ -180,16 +166,8 @@ def _read(logits, sums, counts, block=None):
     full = full[..., None, :]
     logits = ops.where(full, logits + log_counts[..., None, :], LOG_ZERO)
     scale = max_along(ops.stop_gradient(logits), axis=-1)
-    if block is not None:
-        key_logits, seen, values = block
-        key_logits = ops.where(seen, key_logits, LOG_ZERO)
-        scale = larger(scale, max_along(ops.stop_gradient(key_logits), axis=-1))
     weights = ops.where(full, ops.exp(logits - scale[..., None]), 0.0)
-    total, value = ops.sum(weights, axis=-1), weights @ means
-    if block is not None:
-        weights = ops.where(seen, ops.exp(key_logits - scale[..., None]), 0.0)
-        total, value = total + ops.sum(weights, axis=-1), value + weights @ values
-    return value, total, scale
+    return weights @ means, ops.sum(weights, axis=-1), scale
 
 
 def _read_mixture(logits, chosen, values, sums, counts):
@@ -211,13 +189,3 @@ def _read_mixture(logits, chosen, values, sums, counts):
     weights = ops.exp(shifted)
     key_weights = (weights @ ops.swapaxes(chosen, -1, -2)) * lower
     return weights @ sums + key_weights @ values, total, scale
-
-
-def prefix_sums(first, local):
-    """Sums before each block, and after the last."""
-    blocks = shape_of(local)[2]
-    if isinstance(blocks, int) and blocks == 1:
-        return first[:, :, None], first + local[:, :, 0]
-    sums = ops.concatenate([first[:, :, None], local], axis=2)
-    sums = cumulative_sum(sums, axis=2)
-    return sums[:, :, :-1], sums[:, :, -1]

@@ -13,16 +13,16 @@ from keras_efficient_attn.ops.common.fused_softmax_torch import attend_weighted
 from keras_efficient_attn.ops.common.masks import QueryBlocks
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
 from keras_efficient_attn.ops.common.plan import device_plan
+from keras_efficient_attn.ops.vq_attention.code_sums import MIN_COUNT
 
 
-def causal_hard_attention(query, keys, codes, cache, size, least):
+def causal_hard_attention(query, keys, codes, cache, size):
     """Computes `compressed.causal_compressed_attention`.
 
     Args:
         query, keys, cache: As for that function; `keys` has an `index`.
         codes: `(heads, codes, dim)`, which get no gradient.
         size: Positions per block.
-        least: A code with a smaller count is empty.
     """
     (batch, length, heads, _), number = query.shape, codes.shape[1]
     own = attend_near(query, *keys[:3], QueryBlocks(size, 0, True))
@@ -40,7 +40,7 @@ def causal_hard_attention(query, keys, codes, cache, size, least):
         present = slice(first, first + group)
         chosen = rows[:, present].flatten(2)
         before, counts = _counts(counts, chosen, valid[:, present].flatten(2))
-        full = before > least
+        full = before > MIN_COUNT
         inverse = torch.where(full, 1.0 / before, 0.0)
         means, sums = code_means_op(
             value[:, present].flatten(2, 3), chosen, inverse, sums

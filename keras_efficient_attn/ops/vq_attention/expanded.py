@@ -26,18 +26,18 @@ from keras_efficient_attn.ops.common.chunking import (
     sizes,
 )
 from keras_efficient_attn.ops.common.constants import constant
-from keras_efficient_attn.ops.common.numerics import max_along, sum_rows
+from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.vq_attention.cache import num_features
-from keras_efficient_attn.ops.vq_attention.compressed import (
+from keras_efficient_attn.ops.vq_attention.code_sums import (
     MIN_COUNT,
-    key_columns,
-    layout,
     one_hot_codes,
     prefix_sums,
+    sum_by_code,
 )
+from keras_efficient_attn.ops.vq_attention.compressed import key_columns, layout
 
 
 def causal_expanded_attention(query, keys, codebook, cache, config):
@@ -105,7 +105,7 @@ def _causal_step(block_length, rank):
     def step(carry, x, consts):
         (codebook,) = consts
         query, residual, value, valid, index = (by_head(t, block_length) for t in x)
-        chosen = one_hot_codes(index, valid, codebook)
+        chosen = one_hot_codes(index, valid, codebook.shape[1])
         local = feature_sums(chosen, index, residual, value, rank)
         before, after = zip(*map(prefix_sums, carry, local), strict=True)
         part = read(query, codebook, before, rank, (chosen, residual, value))
@@ -119,7 +119,7 @@ def _key_step(rank):
     def step(carry, x, consts):
         (codebook,) = consts
         residual, value, valid, index = (by_head(t, shape_of(x[0])[1]) for t in x)
-        chosen = one_hot_codes(index, valid, codebook)
+        chosen = one_hot_codes(index, valid, codebook.shape[1])
         local = feature_sums(chosen, index, residual, value, rank)
         return tuple(a + b[:, :, 0] for a, b in zip(carry, local, strict=True)), ()
 
@@ -143,7 +143,7 @@ def _block_step(rank, causal):
     def step(carry, x, consts):
         (codebook,) = consts
         query, residual, value, valid, index = (by_head(t, shape_of(t)[1]) for t in x)
-        chosen = one_hot_codes(index, valid, codebook)
+        chosen = one_hot_codes(index, valid, codebook.shape[1])
         block = chosen, residual, value
         part = read(query, codebook, None, rank, block, causal)
         return carry, tuple(by_position(t) for t in part)
@@ -188,28 +188,12 @@ def feature_sums(chosen, index, residual, value, rank):
     by_code = ops.swapaxes(chosen, -1, -2)
     features = _features(residual, rank)
     products = _flat(features[..., None] * value[..., None, :])
-    if device_plan().sum_codes_by_index:
-        sums = _sum_by_index(products, index, chosen.shape[-1])
-    else:
-        sums = by_code @ products
+    sums = sum_by_code(products, index, chosen.shape[-1])
     shape = (*sizes(by_code)[:-1], features.shape[-1], shape_of(value)[-1])
     sums = (ops.reshape(sums, shape), by_code @ features)
     if rank < residual.shape[-1]:
         sums += (by_code @ ops.square(residual[..., rank:]),)
     return sums
-
-
-def _sum_by_index(rows, index, codes):
-    """The sum of each code's rows in each block, `(blocks of all rows · codes, dim)`.
-
-    Its operations do not grow with the number of codes, unlike a product with
-    `one_hot_codes`.
-    """
-    index = ops.cast(ops.reshape(index, (-1, shape_of(index)[3])), "int32")
-    blocks = shape_of(index)[0]
-    index = index + codes * ops.arange(blocks, dtype="int32")[:, None]
-    rows = ops.reshape(rows, (-1, rows.shape[-1]))
-    return sum_rows(rows, ops.reshape(index, (-1,)), blocks * codes)
 
 
 def read(query, codebook, cache, rank, block=None, causal=True):

@@ -11,8 +11,8 @@ from keras_efficient_attn.ops.common.online_softmax import (
     merge,
 )
 from keras_efficient_attn.ops.vq_attention.cache import cache_of, named_cache
+from keras_efficient_attn.ops.vq_attention.code_sums import MIN_COUNT, one_hot_codes
 from keras_efficient_attn.ops.vq_attention.codebook import look_up, responsibilities
-from keras_efficient_attn.ops.vq_attention.compressed import MIN_COUNT, one_hot_codes
 from keras_efficient_attn.ops.vq_attention.expanded import feature_sums, read
 from keras_efficient_attn.ops.vq_attention.tensors import each
 from keras_efficient_attn.ops.vq_attention.window import (
@@ -67,7 +67,7 @@ def _with_key(cache, keys, codebook, config):
         mixture = codebook.sigma, codebook.log_weights
         chosen = responsibilities(key, codes, *mixture)[:, :, 0, 0] * valid
     else:
-        chosen = one_hot_codes(keys.index[:, 0, :, None], valid, codes)
+        chosen = one_hot_codes(keys.index[:, 0, :, None], valid, codes.shape[1])
     if config.order == 0:
         sums, counts = cache
         return sums + chosen[..., None] * value, counts + chosen
