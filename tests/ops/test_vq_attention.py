@@ -105,8 +105,13 @@ def test_lengths_that_differ(lengths, causal):
         np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["exact", "quantised", "soft-window"])
-def test_gradients_are_those_of_the_definition(name):
+@pytest.mark.parametrize(
+    ("name", "in_turn"),
+    [("exact", False), ("exact", True), ("quantised", False), ("soft-window", False)],
+)
+def test_gradients_are_those_of_the_definition(name, in_turn, monkeypatch):
+    plan = dataclasses.replace(DEVICE_PLANS["cpu"], codes_in_turn=in_turn)
+    monkeypatch.setitem(DEVICE_PLANS, "cpu", plan)
     options = WINDOWS[name]
     query, key, value, codes, mask = draw()
     weight = np.random.default_rng(1).normal(size=value.shape).astype("float32")
@@ -120,7 +125,9 @@ def test_gradients_are_those_of_the_definition(name):
 
         return of
 
-    chunked = gradients(loss({"block_length": 4}), query, key, value, codes)
+    # Of a length that no other test compiles.
+    blocks = {"block_length": 6 if in_turn else 4}
+    chunked = gradients(loss(blocks), query, key, value, codes)
     reference = {"implementation": "reference"}
     expected = gradients(loss(reference), query, key, value, codes)
     output = vq_attention(
@@ -132,6 +139,40 @@ def test_gradients_are_those_of_the_definition(name):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
     if "sigma" not in options:
         assert np.all(chunked[3] == 0)
+
+
+@pytest.mark.parametrize("length", [3, LENGTH])
+def test_gradients_reach_the_values_of_earlier_keys(length):
+    query, key, value, codes, _ = draw()
+    random = np.random.default_rng(1)
+    weight, sums, counts = (
+        draw(size=size).astype("float32")
+        for draw, size in (
+            (random.normal, value.shape),
+            (random.normal, (2, 2, CODES, 3)),
+            (random.uniform, (2, 2, CODES)),
+        )
+    )
+
+    def loss(sums, counts):
+        output, _ = vq_attention(
+            query,
+            key,
+            value,
+            codes,
+            causal=True,
+            state={"code_sum": sums, "code_count": counts},
+            block_length=length,
+        )
+        return ops.sum(ops.multiply(output, weight))
+
+    grad_sums, grad_counts = gradients(loss, sums, counts)
+    earlier = np.exp(np.einsum("bthd,hcd->bhtc", query, codes, dtype="float64"))
+    similarity = dense.vq_similarity(query, key, codes) * np.tri(LENGTH)
+    totals = similarity.sum(-1) + np.einsum("bhtc,bhc->bht", earlier, counts)
+    expected = np.einsum("bhtc,bthv->bhcv", earlier / totals[..., None], weight)
+    np.testing.assert_allclose(grad_sums, expected, rtol=1e-4, atol=1e-5)
+    assert np.all(grad_counts == 0)
 
 
 @pytest.mark.parametrize(

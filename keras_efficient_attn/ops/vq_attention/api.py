@@ -70,8 +70,8 @@ def vq_attention(
     `softmax(−‖k − code‖² / 2σ² − dim log σ + log_weight)` of a Gaussian mixture; for σ
     → 0 both agree. Far keys are summarised per code by their number and the mean of
     their values, and all weights have one denominator. A query that sees no key gets
-    zeros. The choice of nearest codes has no derivative; without `sigma`, the codes
-    have none either.
+    zeros. The choice of nearest codes has no derivative; without `sigma`, the codes and
+    the numbers of their keys have none either.
 
     With `order=2`, a far key is expanded around its code, and its weight, which stays
     positive, is
@@ -115,8 +115,9 @@ def vq_attention(
         state: Optional state from `vq_attention_state` or an earlier call: the keys
             of earlier segments. Needs `causal=True` and equal lengths.
         block_length: Positions per block; changes the speed, and the result only by
-            rounding. Defaults to the device's plan: 128 on a CPU. With `order=2`, a
-            sequence of at most this many positions, or 512, is computed in one block.
+            rounding. Defaults to the device's plan: 128 on a CPU, and up to 256 on
+            JAX and TensorFlow with more than 256 codes. With `order=2`, a sequence of
+            at most this many positions, or 512, is computed in one block.
         implementation: `"chunked"`, or `"reference"`, the quadratic definition, which
             has no `state` and always `gradient_through_cache`. Defaults to `None`:
             kernels where they can run, otherwise `"chunked"`. Causal attention to at
@@ -280,7 +281,7 @@ def _attend_to_codes(query, keys, codebook, config, causal, state, kernel_dtype)
     cache = None
     if causal:
         keys = each(lambda t: fit_length(t, shape_of(query)[1]), keys)
-        cache = None if state is None else cache_of(state, query.dtype)
+        cache = None if state is None else cache_of(state, config, query.dtype)
     part, cache = attend_far(query, keys, codebook, config, causal, cache, kernel_dtype)
     state = None if state is None else named_cache(cache)
     return finish(*part, normalize=True), state

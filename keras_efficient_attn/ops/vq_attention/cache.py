@@ -24,9 +24,13 @@ def empty_cache(batch, codebook, value_dim, config, dtype):
     return tuple(ops.zeros(shape, dtype) for shape in shapes)
 
 
-def cache_of(state, dtype):
-    """The cache in a state."""
-    return tuple(ops.cast(state[name], dtype) for name in CACHE_NAMES if name in state)
+def cache_of(state, config, dtype):
+    """The cache in a state. The numbers of keys of hard codes have no derivative."""
+    cache = tuple(ops.cast(state[name], dtype) for name in CACHE_NAMES if name in state)
+    if config.soft or config.order:
+        return cache
+    sums, counts = cache
+    return sums, ops.stop_gradient(counts)
 
 
 def named_cache(cache):

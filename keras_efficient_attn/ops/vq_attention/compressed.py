@@ -51,14 +51,11 @@ def causal_compressed_attention(query, keys, codebook, cache, config):
         `(part, cache)`: values, totals and log scales for `online_softmax.merge`, and
         the cache after the last position.
     """
-    in_turn = device_plan().codes_in_turn
-    size, blocks, groups = layout(
-        query, keys.value, codebook.codes, config.block_size, in_turn
-    )
+    codes = codebook.codes
+    cut = (keys.value, codes, config.block_size(codes.shape[1]))
+    size, blocks, groups = layout(query, *cut, device_plan().codes_in_turn)
     if keys.index is not None and fused_module(query) is not None:
-        return compressed_torch.causal_hard_attention(
-            query, keys, codebook.codes, cache, size
-        )
+        return compressed_torch.causal_hard_attention(query, keys, codes, cache, size)
     xs = (query, *key_columns(keys))
     xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
     consts = _weights(codebook)
@@ -76,7 +73,7 @@ def full_compressed_attention(query, keys, codebook, cache, config):
     Queries and keys may differ in length.
     """
     codes = codebook.codes
-    cut = (keys.value, codes, config.block_size, False)
+    cut = (keys.value, codes, config.block_size(codes.shape[1]), False)
     size, blocks, groups = layout(keys.key, *cut)
     xs = tuple(pad_to(x, groups * blocks * size) for x in key_columns(keys))
     consts = _weights(codebook)

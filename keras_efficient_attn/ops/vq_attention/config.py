@@ -78,13 +78,15 @@ class VQConfig:
         """The number of coordinates, the first ones, that `order=2` expands."""
         return key_dim if self.rank is None else self.rank
 
-    @property
-    def block_size(self):
+    def block_size(self, num_codes):
         """Positions per block, from the argument or the plan."""
         if self.block_length is not None:
             return self.block_length
         plan = device_plan()
-        return plan.expanded_code_block if self.order else plan.code_block
+        if self.order:
+            return plan.expanded_code_block
+        # The sums of all codes are read and written once per block.
+        return max(plan.code_block, min(plan.largest_code_block, num_codes // 2))
 
     @property
     def longest_in_pairs(self):

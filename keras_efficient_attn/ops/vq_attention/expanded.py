@@ -60,7 +60,7 @@ def causal_expanded_attention(query, keys, codebook, cache, config):
     codes = codebook.codes
     rank = config.expanded_dims(codes.shape[-1])
     in_turn, features = device_plan().codes_in_turn, num_features(rank)
-    cut = (keys.value, codes, config.block_size, in_turn, features)
+    cut = (keys.value, codes, config.block_size(codes.shape[1]), in_turn, features)
     size, blocks, groups = layout(query, *cut)
     xs = (query, *key_columns(keys))
     xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
@@ -76,7 +76,8 @@ def full_expanded_attention(query, keys, codebook, cache, config):
     """
     codes = codebook.codes
     rank = config.expanded_dims(codes.shape[-1])
-    cut = (keys.value, codes, config.block_size, True, num_features(rank))
+    block = config.block_size(codes.shape[1])
+    cut = (keys.value, codes, block, True, num_features(rank))
     size, blocks, groups = layout(keys.key, *cut)
     xs = tuple(pad_to(x, groups * blocks * size) for x in key_columns(keys))
     step = _key_step(rank)

@@ -9,8 +9,8 @@ values = W (S / n) + A V
 totals = W 1 + A 1
 ```
 
-The keys K of a block are codes, too, so that neither they nor the choice of codes have
-a gradient.
+The keys K of a block are codes, too. Codes, their choice and the counts have no
+gradient.
 """
 
 import functools
@@ -51,8 +51,8 @@ def hard_step(block_length):
         scale = by_head(columns(y[2]), block_length)[..., 0]
         grad_values = by_head(y_gradient[0], block_length)
         grad_totals = by_head(columns(y_gradient[1]), block_length)
-        grad_carry, grad_query, grad_value = blocks.gradient(
-            scale, grad_values, grad_totals, carry_gradient
+        grad_sums, grad_query, grad_value = blocks.gradient(
+            scale, grad_values, grad_totals, carry_gradient[0]
         )
         _, key, _, valid, index = x
         grad_x = (
@@ -62,6 +62,7 @@ def hard_step(block_length):
             ops.zeros_like(valid),
             ops.zeros_like(index),
         )
+        grad_carry = grad_sums, ops.zeros_like(carry[1])
         return grad_carry, grad_x, (ops.zeros_like(consts[0]),)
 
     return step, gradient
@@ -112,14 +113,14 @@ class _Blocks:
         totals = ops.sum(weights, axis=-1) + ops.sum(key_weights, axis=-1)
         return weights @ self.means + key_weights @ self.value, totals, scale
 
-    def gradient(self, scale, grad_values, grad_totals, carry_gradient):
-        """Gradients of the carry, the queries and the values.
+    def gradient(self, scale, grad_values, grad_totals, grad_sums):
+        """Gradients of the sums before the first block, the queries and the values.
 
         Args:
             scale: `(batch, heads, blocks, length)`.
             grad_values: `(batch, heads, blocks, length, value_dim)`.
             grad_totals: `(batch, heads, blocks, length, 1)`.
-            carry_gradient: Gradients of the sums and counts after the last block.
+            grad_sums: Gradients of the sums after the last block.
         """
         weights, key_weights = self._weights(scale)
         grad_logits = weights * (
@@ -130,13 +131,9 @@ class _Blocks:
         )
         grad_query = grad_logits @ self.codes[:, None] + grad_key_logits @ self.key
         grad_means = ops.swapaxes(weights, -1, -2) @ grad_values
-        grad_counts = self.inverse * (
-            ops.sum(grad_logits, axis=-2) - ops.sum(grad_means * self.means, axis=-1)
-        )
         grad_sums, grad_local = prefix_sums_gradient(
-            grad_means * self.inverse[..., None], carry_gradient[0]
+            grad_means * self.inverse[..., None], grad_sums
         )
-        grad_counts, _ = prefix_sums_gradient(grad_counts, carry_gradient[1])
         grad_value = ops.swapaxes(key_weights, -1, -2) @ grad_values
         grad_value = grad_value + rows_of_codes(grad_local, self.index)
-        return (grad_sums, grad_counts), grad_query, grad_value
+        return grad_sums, grad_query, grad_value

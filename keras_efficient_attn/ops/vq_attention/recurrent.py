@@ -30,7 +30,7 @@ def attend_token(query, keys, codebook, config, positions, state):
         keys, recent = each(lambda t: t[:, :1], history), each(_without_first, history)
         new_state = named_window(recent)
         window = _window(query, recent, positions)
-    cache = cache_of(state, query.dtype)
+    cache = cache_of(state, config, query.dtype)
     if not config.gradient_through_cache:
         keys, codebook, cache = (
             each(ops.stop_gradient, t) for t in (keys, codebook, cache)

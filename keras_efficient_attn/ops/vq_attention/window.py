@@ -98,7 +98,7 @@ def attend_segment(query, keys, codebook, config, positions, state):
         far_keys(leaving, codebook, config),
         codebook,
         config,
-        cache=cache_of(state, query.dtype),
+        cache=cache_of(state, config, query.dtype),
     )
     output = finish(*merge([part, far]), normalize=True)
     recent = each(lambda t: t[:, length:], history)

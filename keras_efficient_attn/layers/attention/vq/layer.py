@@ -135,8 +135,8 @@ class VQAttention(EfficientAttention):
             queries and keys before they are quantised, such as 10,000. Defaults to
             `None`: no positions.
         block_length: Positions per block; affects speed only. Defaults to a value that
-            suits the device: 128 on a CPU. With `order=2`, a sequence of at most this
-            many positions, or 512, is computed in one block.
+            suits the device and the codes: 128 to 256 on a CPU. With `order=2`, a
+            sequence of at most this many positions, or 512, is computed in one block.
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. `seed` also
             seeds the codebook.
 

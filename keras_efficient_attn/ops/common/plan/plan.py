@@ -30,6 +30,7 @@ class DevicePlan:
         chunk_size: Positions per chunk of linear attention.
         block: Minimum number of queries per block of softmax attention.
         code_block: Positions per block of attention to codes.
+        largest_code_block: Positions per block of attention to many codes.
         expanded_code_block: Positions per block with `order=2`.
         expanded_code_pairs: With `order=2`, the length up to which pairs of queries and
             keys take less time than sums of features.
@@ -52,6 +53,7 @@ class DevicePlan:
     chunk_size: int = 64
     block: int = 64
     code_block: int = 128
+    largest_code_block: int = pick(256, torch=128)
     expanded_code_block: int = pick(128, torch=256)
     expanded_code_pairs: int = 512
     quantize_chunk: int = 128
@@ -73,6 +75,7 @@ _TPU = DevicePlan(
     chunk_size=256,
     block=256,
     code_block=256,
+    largest_code_block=256,
     expanded_code_block=512,
     quantize_chunk=1024,
     fourier_tile=8,
