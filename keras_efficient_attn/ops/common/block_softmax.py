@@ -13,8 +13,11 @@ from keras_efficient_attn.ops.common.backend import (
     shape_of,
 )
 from keras_efficient_attn.ops.common.chunking import (
+    by_head,
+    by_position,
     chunk_count,
     chunk_layout,
+    columns,
     heads_first,
     overlapping_blocks,
     pad_length,
@@ -23,7 +26,7 @@ from keras_efficient_attn.ops.common.chunking import (
 )
 from keras_efficient_attn.ops.common.masks import IntervalMask
 from keras_efficient_attn.ops.common.numerics import max_along
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
 from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.common.relative_positions import shifted_to_keys
 from keras_efficient_attn.ops.common.scan import recompute_scan
@@ -245,6 +248,10 @@ def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
     length = shape_of(query)[1]
     if isinstance(length, int):
         block = min(block, chunk_count(length, period) * period)
+    alone = isinstance(length, int) and length <= block
+    in_reach = not after and (alone or before <= block)
+    if in_reach and dropout is None and relative is None:
+        return _attend_in_turn((query, key, value, valid), mask_fn, block, alone)
     # Congruent to the true positions and non-negative.
     base = -(-before // period) * period
     width = before + block + after
@@ -254,6 +261,47 @@ def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
     )
     past = (pad_length(t, before, 0) for t in (key, value, valid))
     return _attend_band((query, *past), mask_fn, positions, dropout, relative)
+
+
+def _attend_in_turn(inputs, mask_fn, block, alone):
+    """Causal attention to the own block and the one before, which steps pass on.
+
+    `alone` says that there is one block.
+    """
+    query, key, value, valid = inputs
+    batch, length, heads, dim = shape_of(query)
+    value_dim = value.shape[-1]
+    floats = heads * (4 * block + 3 * (dim + (value_dim or dim)))
+    size, blocks, groups = chunk_layout(length, block, query.shape[0], floats)
+    xs = (query, key, value, columns(valid))
+    xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
+    shapes = (heads, dim), (heads, value_dim), (1, 1)
+    carry = tuple(ops.zeros((batch, h, size, d), query.dtype) for h, d in shapes)
+    step = _step_in_turn(mask_fn, size, alone)
+    part = recompute_scan(step, carry, xs, num_steps=groups, step_size=blocks * size)[1]
+    return tuple(t[:, :length] for t in part)
+
+
+@functools.cache
+def _step_in_turn(mask_fn, block, alone):
+    def step(carry, x, consts):
+        query, *own = (by_head(t, block) for t in x)
+        before = [
+            ops.concatenate([last[:, :, None], t[:, :, :-1]], axis=2)
+            for last, t in zip(carry, own, strict=True)
+        ]
+        # A single block need not have a whole number of the mask's periods.
+        first = 0 if alone else block
+        here, parts = first + ops.arange(block, dtype="int32"), []
+        blocks = [(before, here - block), (own, here)]
+        for (key, value, valid), there in blocks[alone:]:
+            allowed = mask_fn(here[:, None], there)
+            allowed = ops.logical_and(allowed, valid[..., None, :, 0] > 0)
+            parts.append(softmax_part(query, key, value, allowed, None))
+        carry = tuple(t[:, :, -1] for t in own)
+        return carry, tuple(by_position(t) for t in merge(parts))
+
+    return step
 
 
 def attend_recent(
