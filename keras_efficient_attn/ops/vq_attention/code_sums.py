@@ -13,7 +13,9 @@ MIN_COUNT = 1e-20
 def one_hot_codes(index, valid, codes):
     """1 for the code of each key that is valid, `(..., length, codes)`."""
     every = ops.arange(codes, dtype="int32")
-    return ops.cast(ops.cast(index, "int32") == every, valid.dtype) * valid
+    chosen = ops.cast(ops.cast(index, "int32") == every, valid.dtype)
+    # Without this, XLA would compute the gradient of a mask, a product with all codes.
+    return chosen * ops.stop_gradient(valid)
 
 
 def sum_by_code(rows, index, codes):

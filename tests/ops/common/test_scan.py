@@ -448,28 +448,3 @@ def test_no_loop_copies_the_tensors_that_it_reads():
 
     program = jax.jit(jax.grad(loss)).lower(np.ones((1, 640, 8), "float32"))
     assert not re.findall(r"= f32\[1,640,8\]\S* copy\(", program.compile().as_text())
-
-
-@pytest.mark.skipif(keras.backend.backend() != "jax", reason="a program of JAX")
-def test_only_the_gradients_asked_for_are_computed():
-    import jax
-
-    def products(carry, x, consts):
-        first, second = x
-        return carry, (ops.sum(first @ ops.swapaxes(second, -1, -2) * consts[0], -1),)
-
-    def loss(first, second, factor):
-        xs, consts = (first, second), (factor,)
-        return ops.sum(recompute_scan(products, (), xs, consts, num_steps=4)[1][0])
-
-    tensors = np.ones((1, 8, 3), "float32"), np.ones((1, 8, 3), "float32"), np.ones(2)
-
-    def count(*places):
-        program = jax.make_jaxpr(jax.grad(loss, places))(*tensors)
-        return str(program).count("dot_general")
-
-    assert count(0) == count(1) == count(0, 1) - 1
-    expected = jax.grad(loss, (0, 1, 2))(*tensors)
-    for place in range(3):
-        (received,) = jax.grad(loss, (place,))(*tensors)
-        np.testing.assert_allclose(received, expected[place], rtol=1e-6)

@@ -3,16 +3,15 @@
 `lax.scan` handles rows of a leading axis, and JAX differentiates it. Positions of axis
 1 are sliced inside the loop, because moving the axis would make XLA copy all tensors.
 JAX's own gradient of such slices adds up whole tensors in each step, so the backward
-loop is written by hand. It computes the gradients that are asked for: none of masks and
-indices, and of weights only where they learn.
+loop is written by hand.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 
 def recompute_scan(step, carry, xs, consts, gradient, num_steps, step_size):
@@ -71,49 +70,21 @@ def _loop(step, num_steps, carry, xs, consts):
 
 
 def _forward(step, gradient, num_steps, carry, xs, consts):
-    learned, fixed = zip(*map(_split, (xs, consts)), strict=True)
-    carry = tuple(t.value for t in carry)
-    xs, consts = map(_merge, learned, fixed)
     outputs, carries = _loop(step, num_steps, carry, xs, consts)
     ys = None if gradient is None else outputs[1]
-    return outputs, (carries, learned, fixed, ys)
-
-
-def _split(primals):
-    """The tensors whose gradient is wanted, and the others; `None` elsewhere."""
-    wanted = [
-        t.perturbed and jnp.issubdtype(t.value.dtype, jnp.inexact) for t in primals
-    ]
-    pairs = list(zip(primals, wanted, strict=True))
-    return (
-        tuple(t.value if wants else None for t, wants in pairs),
-        tuple(None if wants else t.value for t, wants in pairs),
-    )
-
-
-def _merge(learned, fixed):
-    pairs = zip(learned, fixed, strict=True)
-    return tuple(b if a is None else a for a, b in pairs)
+    return outputs, (carries, xs, consts, ys)
 
 
 def _backward(step, gradient, num_steps, kept, upstream):
-    carries, (xs, consts), (fixed_xs, fixed_consts), ys = kept
-    grad_carry, grad_ys = (tuple(map(_with_zeros, group)) for group in upstream)
+    carries, xs, consts, ys = kept
+    grad_carry, grad_ys = upstream
 
     def pull_step(carry, i, x, grad_carry):
         grad_y = _cut(grad_ys, i, num_steps)
-        fixed_x = _cut(fixed_xs, i, num_steps)
         if gradient is None:
-
-            def learn(carry, x, consts):
-                return step(carry, _merge(x, fixed_x), _merge(consts, fixed_consts))
-
-            _, pull = jax.vjp(learn, carry, x, consts)
+            _, pull = jax.vjp(step, carry, x, consts)
             return pull((grad_carry, grad_y))
-        every = _merge(x, fixed_x), _merge(consts, fixed_consts)
-        y = _cut(ys, i, num_steps)
-        grad_carry, *grads = gradient(carry, *every, y, grad_carry, grad_y)
-        return grad_carry, *map(_where_wanted, (x, consts), grads)
+        return gradient(carry, x, consts, _cut(ys, i, num_steps), grad_carry, grad_y)
 
     def body(state, inputs):
         grad_carry, grad_consts, buffers, last_grad_x = state
@@ -121,33 +92,39 @@ def _backward(step, gradient, num_steps, kept, upstream):
         buffers = _write(buffers, jnp.minimum(i + 1, num_steps - 1), last_grad_x)
         x = _cut(buffers, i, num_steps)
         grad_carry, grad_x, grad_const = pull_step(carry, i, x, grad_carry)
-        grad_consts = jax.tree.map(jnp.add, grad_consts, grad_const)
+        grad_const = (
+            g for g, const in zip(grad_const, consts, strict=True) if _real(const)
+        )
+        grad_consts = tuple(map(jnp.add, grad_consts, grad_const))
         return (grad_carry, grad_consts, buffers, grad_x), None
 
+    grad_consts = tuple(jnp.zeros_like(const) for const in consts if _real(const))
     # Gradients replace the parts of `xs` that were read. A step writes those of the
     # step before it first: all that it reads then is behind what it writes, and XLA
     # copies no buffer.
-    zeros = jax.tree.map(jnp.zeros_like, consts)
-    state = grad_carry, zeros, xs, _cut(xs, num_steps - 1, num_steps)
+    state = grad_carry, grad_consts, xs, _cut(xs, num_steps - 1, num_steps)
     inputs = jnp.arange(num_steps), carries
     state, _ = lax.scan(body, state, inputs, reverse=True)
     grad_carry, grad_consts, buffers, grad_x = state
-    return grad_carry, _write(buffers, 0, grad_x), grad_consts
+    grad_xs = _write(buffers, 0, grad_x)
+    grad_consts = iter(grad_consts)
+    return (
+        grad_carry,
+        grad_xs,
+        tuple(
+            next(grad_consts)
+            if _real(const)
+            else np.zeros(const.shape, jax.dtypes.float0)
+            for const in consts
+        ),
+    )
 
 
-_differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
+_differentiable.defvjp(_forward, _backward)
 
 
-def _with_zeros(gradient):
-    """The gradient of an output, also of one that nothing reads."""
-    if isinstance(gradient, SymbolicZero):
-        return jnp.zeros(gradient.shape, gradient.dtype)
-    return gradient
-
-
-def _where_wanted(tensors, gradients):
-    pairs = zip(tensors, gradients, strict=True)
-    return tuple(None if t is None else gradient for t, gradient in pairs)
+def _real(x):
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _as_rows(x, num_steps, size):
@@ -165,14 +142,14 @@ def _cut(tensors, i, num_steps):
         size = x.shape[1] // num_steps
         return lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
 
-    return jax.tree.map(cut, tensors)
+    return tuple(map(cut, tensors))
 
 
 def _write(tensors, i, parts):
     def write(x, part):
         return lax.dynamic_update_slice_in_dim(x, part, i * part.shape[1], axis=1)
 
-    return jax.tree.map(write, tensors, parts)
+    return tuple(map(write, tensors, parts))
 
 
 def _space_for(part, num_steps):
