@@ -270,12 +270,11 @@ def _attend_in_turn(inputs, mask_fn, block, alone):
     """
     query, key, value, valid = inputs
     batch, length, heads, dim = shape_of(query)
-    value_dim = value.shape[-1]
-    floats = heads * (4 * block + 3 * (dim + (value_dim or dim)))
+    floats = heads * (4 * block + 3 * (dim + (value.shape[-1] or dim)))
     size, blocks, groups = chunk_layout(length, block, query.shape[0], floats)
     xs = (query, key, value, columns(valid))
     xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
-    shapes = (heads, dim), (heads, value_dim), (1, 1)
+    shapes = (heads, dim), (heads, shape_of(value)[-1]), (1, 1)
     carry = tuple(ops.zeros((batch, h, size, d), query.dtype) for h, d in shapes)
     step = _step_in_turn(mask_fn, size, alone)
     part = recompute_scan(step, carry, xs, num_steps=groups, step_size=blocks * size)[1]

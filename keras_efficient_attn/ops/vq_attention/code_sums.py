@@ -30,12 +30,13 @@ def sum_by_code(rows, index, codes):
         `(batch, heads, blocks, codes, dim)`.
     """
     if not device_plan().sum_codes_by_index:
-        chosen = one_hot_codes(index, ops.ones_like(rows[..., :1]), codes)
+        chosen = one_hot_codes(index, ops.ones(shape_of(index), rows.dtype), codes)
         return ops.swapaxes(chosen, -1, -2) @ rows
-    batch, heads, blocks, _, dim = shape_of(rows)
-    number = batch * heads * blocks * codes
-    flat = ops.reshape(rows, (-1, dim))
-    sums = sum_rows(flat, ops.reshape(_row_index(index, codes), (-1,)), number)
+    batch, heads, blocks, length, dim = shape_of(rows)
+    all_blocks = batch * heads * blocks
+    flat = ops.reshape(rows, (all_blocks * length, dim))
+    places = ops.reshape(_row_index(index, codes), (-1,))
+    sums = sum_rows(flat, places, all_blocks * codes)
     return ops.reshape(sums, (batch, heads, blocks, codes, dim))
 
 
@@ -48,8 +49,8 @@ def sums_and_counts(value, valid, index, codes):
         index: `(batch, heads, blocks, length, 1)`.
         codes: Number of codes.
     """
-    valid = ops.zeros_like(value[..., :1]) + valid
-    counts = sum_by_code(valid, index, codes)[..., 0]
+    exists = ops.ones(shape_of(index), value.dtype) * valid
+    counts = sum_by_code(exists, index, codes)[..., 0]
     return sum_by_code(value, index, codes), counts
 
 
@@ -64,7 +65,8 @@ def rows_of_codes(table, index):
     if not device_plan().sum_codes_by_index:
         ones = ops.ones(shape_of(index), table.dtype)
         return one_hot_codes(index, ones, codes) @ table
-    flat = ops.reshape(table, (-1, table.shape[-1]))
+    batch, heads, blocks, _, dim = shape_of(table)
+    flat = ops.reshape(table, (batch * heads * blocks * codes, dim))
     return ops.take(flat, _row_index(index, codes), axis=0)
 
 
