@@ -277,7 +277,7 @@ def _attend_in_turn(inputs, mask_fn, block, alone):
     shapes = (heads, dim), (heads, shape_of(value)[-1]), (1, 1)
     carry = tuple(ops.zeros((batch, h, size, d), query.dtype) for h, d in shapes)
     step = _step_in_turn(mask_fn, size, alone)
-    part = recompute_scan(step, carry, xs, num_steps=groups, step_size=blocks * size)[1]
+    part = recompute_scan(step, carry, xs, num_steps=groups)[1]
     return tuple(t[:, :length] for t in part)
 
 
