@@ -125,7 +125,7 @@ def test_gradients_are_those_of_the_definition(name, in_turn, monkeypatch):
 
         return of
 
-    # Of a length that no other test compiles.
+    # No other test compiles blocks of 6.
     blocks = {"block_length": 6 if in_turn else 4}
     chunked = gradients(loss(blocks), query, key, value, codes)
     reference = {"implementation": "reference"}
