@@ -220,6 +220,7 @@ def test_first_position_is_where_the_queries_stand():
     )
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_pairs_are_not_stored_on_torch(backend):
     if backend != "torch":
         pytest.skip("counts what PyTorch's autograd saves")

@@ -1,4 +1,4 @@
-"""The kernels for NVIDIA GPUs, run by Triton's interpreter."""
+"""The kernels for NVIDIA GPUs, run by Triton's interpreter where there is none."""
 
 import dataclasses
 import sys
@@ -23,6 +23,7 @@ from keras_efficient_attn.ops.common.feature_kernels import (
     triton_op,
 )
 from keras_efficient_attn.ops.linear_attention import feature_maps
+from tests.autodiff import to_numpy
 from tests.ops import linear_attention_cases
 from tests.ops.linear_attention_cases import Case, assert_close, favor, weighed_sum
 
@@ -43,6 +44,13 @@ CASES = {
     "blocks": Case(length=30, weighted=True, dims=(40, 40), **ONE_HEAD),
     "batch": Case(length=30, with_state=True),
 }
+
+
+@pytest.fixture(autouse=True)
+def device():
+    """The kernels are compiled where there is a GPU and `TRITON_INTERPRET=0`."""
+    with keras.ops.zeros(1).device as device:
+        yield device.type
 
 
 def outputs_and_gradients(function, arrays, constant=("log_scale", "projection")):
@@ -104,7 +112,7 @@ def test_narrow_floats_are_added_up_in_float32(case, dtype):
     arrays, _ = case.draw()
     for name in ("query", "key", "value"):
         rounded = torch.tensor(arrays[name], dtype=getattr(torch, dtype))
-        arrays[name] = rounded.float().numpy()
+        arrays[name] = to_numpy(rounded.float())
     correct = outputs_and_gradients(lambda x: case.definition(x, None), arrays)
     received = outputs_and_gradients(lambda x: case.fast(x, None, "triton"), arrays)
     assert received["0"].dtype == getattr(torch, dtype)
@@ -187,11 +195,11 @@ def test_the_operation_is_as_it_declares():
         )
 
 
-def test_autocast_changes_nothing():
+def test_autocast_changes_nothing(device):
     case = favor(length=20, **ONE_HEAD)
     arrays, _ = case.draw()
     expected = outputs_and_gradients(lambda x: case.fast(x, None, "triton"), arrays)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         received = outputs_and_gradients(lambda x: case.fast(x, None, "triton"), arrays)
     assert received["0"].dtype == torch.float32
     for name, x in expected.items():
@@ -220,7 +228,7 @@ def test_layers_take_the_kernel_of_the_device(layer, monkeypatch):
 
 
 def test_the_device_chooses(monkeypatch):
-    x = torch.rand(1, 4, 2, 8)
+    x = torch.rand(1, 4, 2, 8, device="cpu")
     assert choice._default_kernel(x) is None
     assert choice._default_kernel(x.to("meta")) is None
 
@@ -271,8 +279,8 @@ def test_what_is_missing_is_named(monkeypatch):
     with pytest.raises(ValueError, match="Received: chunk_size=2"):
         linear_attention(x, x, x, chunk_size=2, implementation="triton")
     monkeypatch.setattr(choice, "_interprets", lambda: False)
-    with pytest.raises(ValueError, match="CUDA device. Received: cpu"):
-        linear_attention(x, x, x, implementation="triton")
+    with keras.device("cpu"), pytest.raises(ValueError, match="device. Received: cpu"):
+        linear_attention(x.cpu(), x.cpu(), x.cpu(), implementation="triton")
     monkeypatch.setattr(choice, "HAS_PACKAGE", {"triton": False, "fla": False})
     for name, package in (("triton", "triton"), ("fla", "flash-linear-attention")):
         with pytest.raises(ValueError, match=f"needs the package {package}"):

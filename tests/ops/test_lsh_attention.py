@@ -172,6 +172,7 @@ def test_pairs_in_several_blocks(causal):
 
 
 @pytest.mark.any_backend
+@pytest.mark.usefixtures("on_cpu")
 def test_short_sequences_take_pairs():
     """By the pairs that each computes, for the usual options and some rare ones."""
 
@@ -187,6 +188,7 @@ def test_short_sequences_take_pairs():
     assert not takes(3000, chunk_size=16, **causal)
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_pairs_of_many_rows_would_take_much_memory(backend):
     config = LSHConfig(32, 64, causal=True, aligned=True)
     query = ops.convert_to_tensor(np.zeros((64, 1024, 4, 1), "float32"))

@@ -22,8 +22,9 @@ def vq_attention(query, keys, codebook, config, causal, positions=None):
         key = ops.where(kept[..., None, None], key, ops.zeros_like(key))
         value = ops.where(kept[..., None, None], value, ops.zeros_like(value))
 
+    codebook = ops.convert_to_tensor(codebook)
     if sigma is None:
-        codebook = ops.stop_gradient(ops.convert_to_tensor(codebook))
+        codebook = ops.stop_gradient(codebook)
     # p(code | key): 1 for the nearest code, or the responsibilities of a mixture.
     distances = ops.sum(
         ops.square(key[..., None, :] - codebook[None, None]), axis=-1

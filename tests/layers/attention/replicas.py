@@ -77,14 +77,17 @@ def on_jax():
 
 
 def on_torch():
+    import torch
     import torch.distributed as distributed
     import torch.multiprocessing as multiprocessing
 
+    # A process that has used CUDA cannot be forked.
+    method = "spawn" if torch.cuda.is_available() else "fork"
     store = distributed.TCPStore(
         "localhost", 0, 2, is_master=True, wait_for_workers=False
     )
     multiprocessing.start_processes(
-        run_on_torch, (store.port,), nprocs=2, start_method="fork"
+        run_on_torch, (store.port,), nprocs=2, start_method=method
     )
 
 

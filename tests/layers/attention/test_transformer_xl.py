@@ -133,6 +133,7 @@ def test_a_longer_memory_than_in_training_and_none():
         assert_close(output, alone)
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_tiles_of_queries_are_the_whole_and_no_matrix_exists():
     layer, x = make(), text(200)
     expected, _ = dense.layer_output(layer, dense.xl_heads, x, x, causal=True)

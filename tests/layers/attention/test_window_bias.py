@@ -6,6 +6,7 @@ from keras import ops
 
 from keras_efficient_attn import LocalAttention, PerformerAttention, VQAttention
 from keras_efficient_attn.ops import local_attention, local_attention_state
+from tests.autodiff import to_numpy
 
 HEADS, DIM, WINDOW, LENGTH = 2, 4, 3, 11
 BIAS = np.random.default_rng(5).normal(size=(2 * WINDOW - 1, HEADS))
@@ -50,7 +51,7 @@ def expected_output(name, layer, x, causal):
         far = 1 + products + products**2 / 2
     else:
         # The layer compares and stores keys scaled by `DIM ** -0.25`.
-        codes = np.asarray(layer.codebook, "float64")[None]
+        codes = to_numpy(layer.codebook).astype("float64")[None]
         scaled = DIM**-0.25 * key
         gaps = ((scaled[:, :, :, None] - codes[:, :, None]) ** 2).sum(-1)
         nearest = np.take_along_axis(codes, gaps.argmin(-1)[..., None], axis=2)

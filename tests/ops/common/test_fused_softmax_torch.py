@@ -34,6 +34,7 @@ import torch
 from keras_efficient_attn.ops.common import fused_softmax_torch
 from keras_efficient_attn.ops.vq_attention import compressed_torch
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
 # Many more blocks than rows of a batch, and the last block is not full.
 LENGTH, HEADS = 430, 2
 LOCAL = {

@@ -13,6 +13,7 @@ from keras_efficient_attn.ops import (
     sparse_attention,
     sparse_pattern,
 )
+from keras_efficient_attn.ops.common.interval_softmax import choice
 from keras_efficient_attn.ops.common.interval_softmax.choice import KERNELS
 from tests.autodiff import gradient_function, to_numpy
 from tests.ops.pieces import (
@@ -59,7 +60,7 @@ def kernel(backend, monkeypatch):
     return name
 
 
-def heads_of(length, dim=8, seed=0):
+def heads_of(length, dim=20, seed=0):
     random = np.random.default_rng(seed)
     return random.normal(size=(2, length, HEADS, dim)).astype("float32")
 
@@ -75,8 +76,8 @@ def draw_mask(masked, length=LENGTH):
 
 def check(attend, allowed, mask, key_length=LENGTH):
     """Compares values and gradients with the formula; hidden keys are NaN."""
-    tensors = heads_of(LENGTH), heads_of(key_length, seed=1), heads_of(key_length, 5)
-    weight = heads_of(LENGTH, 5, seed=4)
+    tensors = heads_of(LENGTH), heads_of(key_length, seed=1), heads_of(key_length, 16)
+    weight = heads_of(LENGTH, 16, seed=4)
     seen = np.broadcast_to(allowed, (2, HEADS, LENGTH, key_length))
     poisoned = list(tensors)
     if mask is not None:
@@ -237,6 +238,21 @@ def test_a_kernel_that_is_named_says_why_it_cannot_run(
     x = heads_of(16)
     with pytest.raises(ValueError, match=f"'{kernel}'.*{message}"):
         attend(x, x, x, implementation=kernel, **options)
+
+
+def test_the_compiler_for_a_gpu_takes_no_small_heads(backend):
+    if backend != "torch":
+        pytest.skip("splash attention takes any heads")
+
+    class OnCuda:
+        is_cuda, dtype = True, "float32"
+
+        def __init__(self, dim):
+            self.shape = (1, 40, HEADS, dim)
+
+    assert choice._obstacle("flex", OnCuda(16), OnCuda(16), OnCuda(16)) is None
+    obstacle = choice._obstacle("flex", OnCuda(16), OnCuda(16), OnCuda(15))
+    assert "heads of at least 16. Received: " in obstacle
 
 
 def test_the_kernel_of_another_backend_is_refused(kernel):

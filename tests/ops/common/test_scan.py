@@ -151,6 +151,7 @@ def test_an_unused_output_costs_no_gradient(gradient):
     np.testing.assert_array_equal(grad_b, np.zeros_like(grad_b))
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_intermediates_are_not_stored_on_torch(backend):
     if backend != "torch":
         pytest.skip("counts what PyTorch's autograd saves")
@@ -405,6 +406,7 @@ def test_the_size_of_a_step_is_known_where_their_number_is_not(backend):
     assert set(seen) == {SIZE}
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_steps_along_positions_copy_no_input(backend):
     if backend != "jax":
         pytest.skip("reads the size of XLA's temporaries")

@@ -39,7 +39,7 @@ def choose_kernel(call, config):
     name = call.implementation
     named = name is not None
     if not named:
-        name = _preferred_name(query, value)
+        name = _preferred_name(query)
     if name not in KERNELS:
         return None
     reason = (
@@ -70,7 +70,7 @@ def attend_window(query, key, value, valid, window, dtype, relative=None):
     """
     name = None
     if dtype is not None and relative is None:
-        name = _preferred_name(query, value)
+        name = _preferred_name(query)
     if name is not None:
         tensors = [ops.cast(x, dtype) for x in (query, key, value)]
         if _obstacle(name, *tensors) is None:
@@ -81,14 +81,13 @@ def attend_window(query, key, value, valid, window, dtype, relative=None):
     return attend_near(query, key, value, valid, window, relative=relative)
 
 
-def _preferred_name(query, value):
+def _preferred_name(query):
     """The name of the device's kernel, or `None`."""
     backend = backend_name()
     if backend == "jax":
         return "splash" if has_one_tpu() else None
     if backend == "torch" and query.is_cuda:
-        fits = min(query.shape[-1], value.shape[-1]) >= LEAST_DIM
-        return "flex" if fits else None
+        return "flex"
     return None
 
 
@@ -112,4 +111,6 @@ def _obstacle(name, *tensors):
     sizes = [size for shape in shapes for size in shape]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return f"needs a batch and positions, of known sizes. Received: shapes {shapes}"
+    if name == "flex" and tensors[0].is_cuda and min(s[-1] for s in shapes) < LEAST_DIM:
+        return f"needs heads of at least {LEAST_DIM}. Received: shapes {shapes}"
     return None
