@@ -407,6 +407,11 @@ class Coordinates(keras.layers.Layer):
         """`(batch, length, heads, dim)`, of the same shape."""
         return _map(key, self._key_map)
 
+    def map_codes_back(self, codes):
+        """`(heads, codes, dim)`: the codes as queries that are not mapped read them."""
+        query_map = ops.cast(ops.convert_to_tensor(self._query_map), codes.dtype)
+        return codes @ ops.swapaxes(query_map, -1, -2)
+
     def assign(self, query_map, key_map):
         self._query_map.assign(query_map)
         self._key_map.assign(key_map)

@@ -351,34 +351,39 @@ class VQAttention(EfficientAttention):
         if self.rotary_wavelength is not None and state is not None:
             state = dict(state)
             start = state.pop("position")
-        query = self._prepare(query, dtype, start)
-        key = self._compared_key(self._prepare(key, dtype, start))
+        query, key = (self._prepare(x, dtype, start) for x in (query, key))
+        compared_key = self._compared_key(key)
         positions = None
         bias = self._bias_of_window(self.window, call.causal, dtype)
         if self.config.relative_positions:
             positions = self._relative_positions(query, call)
         elif bias is not None:
             positions = Positions(*bias_products(query, bias))
-        query = self._compared_query(query)
+        query = self._content_query(query)
         learns = self._learns(call.training)
+        valid = _countable(key, key_mask) if learns else None
         # Gradient checkpointing reruns with the codes of the first run.
         again = learns and is_replay()
         if again:
             codes = self._codebook.last_codes
         elif learns:
-            codes = self._codebook.drawn_from(key, _countable(key, key_mask))
+            codes = self._codebook.drawn_from(compared_key, valid)
         else:
             codes = self.codebook
         # A rebuilt key has rounding errors, which must not change its code.
         codes = ops.cast(codes, dtype)
-        index = None
-        if not self.config.soft:
-            index = remember(lambda: nearest_codes(key, codes))
-        keys = Keys(key, value, key_mask, index)
-        book = Codebook(codes)
+        index, book = None, Codebook(codes)
         if self.config.soft:
             mixture = self._codebook.sigma, self._codebook.log_weights
             book = Codebook(codes, *mixture)
+        else:
+            index = remember(lambda: nearest_codes(compared_key, codes))
+            if self.config.order == 2:
+                # Residuals are expanded in the coordinates of the codes.
+                query, key = self._coordinates.map_queries(query), compared_key
+            else:
+                book = Codebook(self._coordinates.map_codes_back(codes))
+        keys = Keys(key, value, key_mask, index)
         split = active_split(
             query, key, state, self.window, needs_causal=not call.causal
         )
@@ -392,12 +397,11 @@ class VQAttention(EfficientAttention):
             heads = split.run(split_vq_attention, tensors, whole, self.config)
             new_state = None
         if learns:
-            valid = _countable(key, key_mask)
-            loss = self._commitment(key, codes, index, valid)
+            loss = self._commitment(compared_key, codes, index, valid)
             if not again:
                 if self.codebook_config.commitment_weight:
                     self.add_loss(loss)
-                self._codebook.update(key, index, valid, codes)
+                self._codebook.update(compared_key, index, valid, codes)
         if start is not None:
             new_state["position"] = start + shape_of(query)[1]
         if self._dropout > 0.0:
@@ -521,11 +525,6 @@ class VQAttention(EfficientAttention):
             return query
         bias = ops.cast(self._content_bias, query.dtype)
         return query + self._key_dim**-0.25 * bias
-
-    def _compared_query(self, query):
-        """Prepared queries in the coordinates in which keys are compared with codes."""
-        query = self._content_query(query)
-        return query if self.config.soft else self._coordinates.map_queries(query)
 
     def _compared_key(self, key):
         """Prepared keys in the coordinates in which they are compared with codes."""
