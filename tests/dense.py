@@ -372,6 +372,7 @@ def vq_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=Fa
     if layer.assignment == "hard":
         query = np.einsum("bthd,hde->bthe", query, weights["query_map"])
         key = np.einsum("bthd,hde->bthe", key, weights["key_map"])
+        codes = codes @ weights["key_map"]
     positions = 0.0
     if config.relative_positions:
         kernel = weights["position_kernel"] * scale

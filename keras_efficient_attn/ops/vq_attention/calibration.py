@@ -36,10 +36,10 @@ def fit_codes(keys, moments, num_codes, iterations, seed):
         seed: Seed of the draws, or `None`.
 
     Returns:
-        `(codes, maps, error)`: `(heads, codes, dim)` in the new coordinates; the maps
-        into them of queries and of keys, each `(heads, dim, dim)` to be multiplied
-        from the right (`None` without moments); and `√(Σ‖key − code‖² / Σ‖key‖²)` in
-        the metric, `(heads,)`. All arrays.
+        `(codes, maps, error)`: `(heads, codes, dim)`; the maps into the new coordinates
+        of queries and of keys, each `(heads, dim, dim)` to be multiplied from the right
+        (`None` without moments); and `√(Σ‖key − code‖² / Σ‖key‖²)` in the metric,
+        `(heads,)`. All arrays.
     """
     dtype = keys.dtype
     if moments is not None:
@@ -63,7 +63,7 @@ def fit_codes(keys, moments, num_codes, iterations, seed):
         covariance = np.einsum("nhd,nhe->hde", residuals, residuals, optimize=True)
         rotation = np.linalg.eigh(covariance)[1][:, :, ::-1]
         maps = (inverse @ rotation).astype(dtype), (root @ rotation).astype(dtype)
-        codes = codes @ rotation
+        codes = codes @ inverse
     return codes.astype(dtype), maps, np.sqrt(error)
 
 

@@ -29,19 +29,21 @@ MIN_COUNT = 1e-2
 
 
 @jit_on_jax()
-def nearest_codes(key, codebook):
+def nearest_codes(key, codebook, metric=None):
     """The index of the nearest code of each key, which minimises `‖key − code‖`.
 
     Args:
         key: `(batch, length, heads, dim)`.
         codebook: `(heads, codes, dim)`.
+        metric: Optional symmetric `(heads, dim, dim)`, for the norm `x metric xᵀ`.
 
     Returns:
         int32 `(batch, length, heads)`.
     """
     key, codebook = ops.stop_gradient(key), ops.stop_gradient(codebook)
+    weighed = codebook if metric is None else codebook @ ops.stop_gradient(metric)
     if key.shape[1] == 1:
-        products = similarity(ops.swapaxes(key, 1, 2), codebook)
+        products = similarity(ops.swapaxes(key, 1, 2), codebook, weighed)
         return ops.swapaxes(greatest_index(products), 1, 2)
     heads, codes = codebook.shape[:2]
     length = shape_of(key)[1]
@@ -49,21 +51,24 @@ def nearest_codes(key, codebook):
         length, device_plan().quantize_chunk, key.shape[0], heads * codes
     )
     xs = (pad_to(key, groups * chunks * size),)
-    _, (index,) = recompute_scan(_nearest_step, (), xs, (codebook,), num_steps=groups)
+    consts = codebook, weighed
+    _, (index,) = recompute_scan(_nearest_step, (), xs, consts, num_steps=groups)
     return ops.cast(index[:, :length], "int32")
 
 
 def _nearest_step(carry, x, consts):
-    (codebook,) = consts
     key = by_head(x[0], shape_of(x[0])[1])
-    index = greatest_index(similarity(key, codebook[:, None]))
+    index = greatest_index(similarity(key, *(t[:, None] for t in consts)))
     return carry, (by_position(ops.cast(index, key.dtype)),)
 
 
-def similarity(key, codebook):
-    """`key·code − ‖code‖²/2`, which is `−‖key − code‖²/2` up to the key's norm."""
-    products = key @ ops.swapaxes(codebook, -1, -2)
-    return products - 0.5 * ops.sum(ops.square(codebook), axis=-1)[..., None, :]
+def similarity(key, codebook, weighed):
+    """`key·code − ‖code‖²/2`, which is `−‖key − code‖²/2` up to the key's norm.
+
+    `weighed` is `codebook @ metric`, for the product `x metric yᵀ`.
+    """
+    products = key @ ops.swapaxes(weighed, -1, -2)
+    return products - 0.5 * ops.sum(weighed * codebook, axis=-1)[..., None, :]
 
 
 def responsibilities(key, codebook, sigma, log_weights=None):
@@ -91,7 +96,8 @@ def log_joint(key, codebook, sigma, log_weights=None):
     """
     sigma = sigma[:, None, None]
     half_norm = 0.5 * ops.sum(ops.square(key), axis=-1, keepdims=True)
-    exponents = (similarity(key, codebook[:, None]) - half_norm) / ops.square(sigma)
+    codes = codebook[:, None]
+    exponents = (similarity(key, codes, codes) - half_norm) / ops.square(sigma)
     exponents = exponents - codebook.shape[-1] * ops.log(sigma)
     if log_weights is None:
         return exponents

@@ -40,8 +40,7 @@ def causal_compressed_attention(query, keys, codebook, cache, config):
 
     Args:
         query: `(batch, length, heads, dim)`.
-        keys: `Keys`: the codes of the keys or, for soft codes, the keys; values of
-            missing keys are zero.
+        keys: `Keys` from `far_keys`; values of missing keys are zero.
         codebook: `Codebook`.
         cache: `(sum, count)` of shapes `(batch, heads, codes, value_dim)` and
             `(batch, heads, codes)`.
@@ -74,7 +73,7 @@ def full_compressed_attention(query, keys, codebook, cache, config):
     """
     codes = codebook.codes
     cut = (keys.value, codes, config.block_size(codes.shape[1]), False)
-    size, blocks, groups = layout(keys.key, *cut)
+    size, blocks, groups = layout(keys.value, *cut)
     xs = tuple(pad_to(x, groups * blocks * size) for x in key_columns(keys))
     consts = _weights(codebook)
     cache, _ = recompute_scan(_key_step, cache, xs, consts, num_steps=groups)
@@ -105,11 +104,12 @@ def layout(sequence, value, codes, block_length, in_turn, features=0):
 
 
 def key_columns(keys):
-    """The tensors of `Keys` for a scan: `(batch, length, heads, ...)`."""
-    tensors = (keys.key, keys.value, columns(keys.valid))
-    if keys.index is None:
-        return tensors
-    return *tensors, columns(ops.cast(keys.index, keys.value.dtype))
+    """The tensors that `Keys` have, for a scan: `(batch, length, heads, ...)`."""
+    index = keys.index
+    if index is not None:
+        index = columns(ops.cast(index, keys.value.dtype))
+    tensors = keys.key, keys.value, columns(keys.valid), index
+    return tuple(t for t in tensors if t is not None)
 
 
 def _weights(codebook):
@@ -133,12 +133,13 @@ def _soft_step(block_length):
 
 def _key_step(carry, x, consts):
     codebook, *mixture = consts
-    key, value, valid, *index = (by_head(t, shape_of(x[0])[1]) for t in x)
+    tensors = [by_head(t, shape_of(x[0])[1]) for t in x]
     if mixture:
+        key, value, valid = tensors
         chosen = responsibilities(key, codebook, *mixture) * valid
         new = ops.swapaxes(chosen, -1, -2) @ value, ops.sum(chosen, axis=-2)
     else:
-        new = sums_and_counts(value, valid, *index, codebook.shape[1])
+        new = sums_and_counts(*tensors, codebook.shape[1])
     return tuple(old + t[:, :, 0] for old, t in zip(carry, new, strict=True)), ()
 
 

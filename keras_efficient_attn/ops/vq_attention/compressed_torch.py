@@ -14,6 +14,7 @@ from keras_efficient_attn.ops.common.masks import QueryBlocks
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
 from keras_efficient_attn.ops.common.plan import device_plan
 from keras_efficient_attn.ops.vq_attention.code_sums import MIN_COUNT
+from keras_efficient_attn.ops.vq_attention.codebook import look_up
 
 
 def causal_hard_attention(query, keys, codes, cache, size):
@@ -25,7 +26,8 @@ def causal_hard_attention(query, keys, codes, cache, size):
         size: Positions per block.
     """
     (batch, length, heads, _), number = query.shape, codes.shape[1]
-    own = attend_near(query, *keys[:3], QueryBlocks(size, 0, True))
+    key = look_up(codes, keys.index)
+    own = attend_near(query, key, keys.value, keys.valid, QueryBlocks(size, 0, True))
     blocks = -(-length // size)
     rows = keys.index.long() + number * torch.arange(heads)
     valid = keys.valid[..., None].expand(rows.shape)

@@ -78,7 +78,7 @@ def full_expanded_attention(query, keys, codebook, cache, config):
     rank = config.expanded_dims(codes.shape[-1])
     block = config.block_size(codes.shape[1])
     cut = (keys.value, codes, block, True, num_features(rank))
-    size, blocks, groups = layout(keys.key, *cut)
+    size, blocks, groups = layout(keys.value, *cut)
     xs = tuple(pad_to(x, groups * blocks * size) for x in key_columns(keys))
     step = _key_step(rank)
     cache, _ = recompute_scan(step, cache, xs, (codes,), num_steps=groups)

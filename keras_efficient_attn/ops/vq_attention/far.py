@@ -19,14 +19,16 @@ from keras_efficient_attn.ops.vq_attention.tensors import each
 
 
 def far_keys(keys, codebook, config):
-    """The representation of keys beyond the window: their codes or residuals.
+    """The representation of keys beyond the window.
 
-    Soft codes need the keys themselves.
+    The keys themselves for soft codes, their residuals with `order=2`; otherwise the
+    `index` of their code says all.
     """
     if config.soft:
         return keys
-    codes = look_up(codebook.codes, keys.index)
-    return keys._replace(key=codes if config.order == 0 else keys.key - codes)
+    if config.order == 0:
+        return keys._replace(key=None)
+    return keys._replace(key=keys.key - look_up(codebook.codes, keys.index))
 
 
 def attend_far(

@@ -9,8 +9,8 @@ values = W (S / n) + A V
 totals = W 1 + A 1
 ```
 
-The keys K of a block are codes, too. Codes, their choice and the counts have no
-gradient.
+The keys K of a block are codes, too, read by the index of each. Codes, their choice and
+the counts have no gradient.
 """
 
 import functools
@@ -32,14 +32,15 @@ from keras_efficient_attn.ops.vq_attention.code_sums import (
     rows_of_codes,
     sums_and_counts,
 )
+from keras_efficient_attn.ops.vq_attention.codebook import look_up
 
 
 @functools.cache
 def hard_step(block_length):
     """`(step, gradient)` for `recompute_scan`.
 
-    The carry is `(sum, count)`; `x` is the query, the codes of the keys, their values,
-    1 for keys that exist, and the indices of the codes, by position.
+    The carry is `(sum, count)`; `x` is the query, the values of the keys, 1 for keys
+    that exist, and the indices of their codes, by position.
     """
 
     def step(carry, x, consts):
@@ -54,13 +55,10 @@ def hard_step(block_length):
         grad_sums, grad_query, grad_value = blocks.gradient(
             scale, grad_values, grad_totals, carry_gradient[0]
         )
-        _, key, _, valid, index = x
         grad_x = (
             by_position(grad_query),
-            ops.zeros_like(key),
             by_position(grad_value),
-            ops.zeros_like(valid),
-            ops.zeros_like(index),
+            *map(ops.zeros_like, x[2:]),
         )
         grad_carry = grad_sums, ops.zeros_like(carry[1])
         return grad_carry, grad_x, (ops.zeros_like(consts[0]),)
@@ -82,10 +80,11 @@ class _Blocks:
     """
 
     def __init__(self, carry, x, codes, block_length):
-        self.query, self.key, self.value, valid, self.index = (
+        self.query, self.value, valid, self.index = (
             by_head(t, block_length) for t in x
         )
-        self.codes = codes
+        index = ops.cast(x[3][..., 0], "int32")
+        self.codes, self.key = codes, by_head(look_up(codes, index), block_length)
         local = sums_and_counts(self.value, valid, self.index, codes.shape[1])
         before, sums = prefix_sums(carry[0], local[0])
         counts, after = prefix_sums(carry[1], local[1])

@@ -23,10 +23,11 @@ class Codebook(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys, or their codes or residuals, with their values.
+    """Keys or their residuals, with their values.
 
     Attributes:
-        key: `(batch, length, heads, dim)`: keys, their codes, or their residuals.
+        key: `(batch, length, heads, dim)`: keys or their residuals; `None` where the
+            `index` is enough.
         value: `(batch, length, heads, value_dim)`.
         valid: `(batch, length)`, 1 for keys that exist and 0 for others; `None` if all
             exist.

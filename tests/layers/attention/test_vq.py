@@ -414,7 +414,7 @@ def test_calibration_reads_no_padding_and_reports_its_error(assignment):
         np.testing.assert_allclose(
             key_map @ np.swapaxes(key_map, 1, 2), metric, rtol=1e-3, atol=1e-3
         )
-        key = np.einsum("nhd,hde->nhe", key, key_map)
+        key, codes = np.einsum("nhd,hde->nhe", key, key_map), codes @ key_map
     residual = np.zeros_like(key)
     for head in range(HEADS):
         distance = ((key[:, head, None] - codes[head][None]) ** 2).sum(-1)

@@ -1,6 +1,6 @@
 """Codebooks of VQAttention: moving averages of keys, or the means of a mixture.
 
-Also the coordinates in which keys are compared with hard codes.
+Also the metric in which keys are compared with hard codes.
 """
 
 import dataclasses
@@ -372,10 +372,11 @@ class MovingCodebook(keras.layers.Layer):
 
 
 class Coordinates(keras.layers.Layer):
-    """Coordinates of queries and keys that preserve their products.
+    """Coordinates of queries and keys that preserve their products, and a metric.
 
     Each head has a matrix for its queries and one for its keys; each is the inverse
-    of the other's transpose. Both are the identity until `assign`.
+    of the other's transpose. Both are the identity until `assign`. Keys are compared
+    with codes by their distance in these coordinates.
 
     Args:
         num_heads, dim: Number of heads and their size.
@@ -399,24 +400,20 @@ class Coordinates(keras.layers.Layer):
             for name in ("query_map", "key_map")
         )
 
-    def map_queries(self, query):
-        """`(batch, length, heads, dim)`, of the same shape."""
-        return _map(query, self._query_map)
+    def metric(self, dtype):
+        """`M`, `(heads, dim, dim)`, of the squared distance `(k − c) M (k − c)ᵀ`."""
+        key_map = ops.cast(ops.convert_to_tensor(self._key_map), dtype)
+        return key_map @ ops.swapaxes(key_map, -1, -2)
 
-    def map_keys(self, key):
-        """`(batch, length, heads, dim)`, of the same shape."""
-        return _map(key, self._key_map)
-
-    def map_codes_back(self, codes):
-        """`(heads, codes, dim)`: the codes as queries that are not mapped read them."""
-        query_map = ops.cast(ops.convert_to_tensor(self._query_map), codes.dtype)
-        return codes @ ops.swapaxes(query_map, -1, -2)
+    def map(self, query, key, codes):
+        """Queries and keys `(batch, length, heads, dim)`, and `(heads, codes, dim)`."""
+        query_map, key_map = (
+            ops.cast(ops.convert_to_tensor(weight), query.dtype)
+            for weight in (self._query_map, self._key_map)
+        )
+        query = ops.einsum("bthd,hde->bthe", query, query_map)
+        return query, ops.einsum("bthd,hde->bthe", key, key_map), codes @ key_map
 
     def assign(self, query_map, key_map):
         self._query_map.assign(query_map)
         self._key_map.assign(key_map)
-
-
-def _map(x, matrix):
-    matrix = ops.cast(ops.convert_to_tensor(matrix), x.dtype)
-    return ops.einsum("bthd,hde->bthe", x, matrix)

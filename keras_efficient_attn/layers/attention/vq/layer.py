@@ -298,8 +298,7 @@ class VQAttention(EfficientAttention):
     def codebook(self):
         """The codes, a tensor `(heads, codes, key_dim)`.
 
-        Hard codes are in the coordinates that `calibrate` fits; before calibration, in
-        the keys' coordinates.
+        They are in the coordinates of the keys.
         """
         return self._codebook.codes
 
@@ -352,7 +351,6 @@ class VQAttention(EfficientAttention):
             state = dict(state)
             start = state.pop("position")
         query, key = (self._prepare(x, dtype, start) for x in (query, key))
-        compared_key = self._compared_key(key)
         positions = None
         bias = self._bias_of_window(self.window, call.causal, dtype)
         if self.config.relative_positions:
@@ -367,23 +365,23 @@ class VQAttention(EfficientAttention):
         if again:
             codes = self._codebook.last_codes
         elif learns:
-            codes = self._codebook.drawn_from(compared_key, valid)
+            codes = self._codebook.drawn_from(key, valid)
         else:
             codes = self.codebook
         # A rebuilt key has rounding errors, which must not change its code.
         codes = ops.cast(codes, dtype)
-        index, book = None, Codebook(codes)
+        book, index = Codebook(codes), None
         if self.config.soft:
             mixture = self._codebook.sigma, self._codebook.log_weights
             book = Codebook(codes, *mixture)
         else:
-            index = remember(lambda: nearest_codes(compared_key, codes))
-            if self.config.order == 2:
-                # Residuals are expanded in the coordinates of the codes.
-                query, key = self._coordinates.map_queries(query), compared_key
-            else:
-                book = Codebook(self._coordinates.map_codes_back(codes))
+            metric = self._coordinates.metric(dtype)
+            index = remember(lambda: nearest_codes(key, codes, metric))
         keys = Keys(key, value, key_mask, index)
+        if self.config.order == 2:
+            # Only expansions read single coordinates; products are the same in all.
+            query, mapped, codebook = self._coordinates.map(query, key, codes)
+            keys, book = keys._replace(key=mapped), Codebook(codebook)
         split = active_split(
             query, key, state, self.window, needs_causal=not call.causal
         )
@@ -397,11 +395,11 @@ class VQAttention(EfficientAttention):
             heads = split.run(split_vq_attention, tensors, whole, self.config)
             new_state = None
         if learns:
-            loss = self._commitment(compared_key, codes, index, valid)
+            loss = self._commitment(key, codes, index, valid)
             if not again:
                 if self.codebook_config.commitment_weight:
                     self.add_loss(loss)
-                self._codebook.update(compared_key, index, valid, codes)
+                self._codebook.update(key, index, valid, codes)
         if start is not None:
             new_state["position"] = start + shape_of(query)[1]
         if self._dropout > 0.0:
@@ -526,10 +524,6 @@ class VQAttention(EfficientAttention):
         bias = ops.cast(self._content_bias, query.dtype)
         return query + self._key_dim**-0.25 * bias
 
-    def _compared_key(self, key):
-        """Prepared keys in the coordinates in which they are compared with codes."""
-        return key if self.config.soft else self._coordinates.map_keys(key)
-
     def _calibration_keys(self, x):
         """Prepared keys of calibration data, `(batch, length, heads, key_dim)`."""
         key = self._for_query_heads(self._projected_key(ops.convert_to_tensor(x)))
@@ -567,7 +561,6 @@ class VQAttention(EfficientAttention):
         if self._learns(call.training):
             # The first call draws the codes here, before they are used.
             prepared = self._prepare(key, accumulator_dtype(query, key, value), None)
-            prepared = self._compared_key(prepared)
             self._codebook.drawn_from(prepared, _countable(prepared, call.key_mask))
         return super()._scores(query, key, value, call)
 
