@@ -45,6 +45,14 @@ def keys(layer, x):
     return (dense.rms(key) if layer.qk_norm else key) * KEY_DIM**-0.25
 
 
+def random_maps(layer):
+    """Sets the coordinates in which keys are compared; returns the keys' map."""
+    query_map = np.random.default_rng(4).normal(size=(HEADS, KEY_DIM, KEY_DIM))
+    key_map = np.swapaxes(np.linalg.inv(query_map), 1, 2)
+    layer._coordinates.assign(query_map, key_map)
+    return key_map
+
+
 def nearest(key, codes):
     return ((key[:, :, :, None] - codes[None, None]) ** 2).sum(-1).argmin(-1)
 
@@ -63,8 +71,12 @@ def test_training_without_rows_moves_no_code(codebook_init, backend):
     np.testing.assert_allclose(*codes, rtol=1e-5)
 
 
-def test_one_training_call_moves_the_codes_as_by_hand():
+@pytest.mark.parametrize("fitted", [False, True], ids=["euclidean", "fitted"])
+def test_one_training_call_moves_the_codes_as_by_hand(fitted):
     layer = built(codebook_init="random", decay=0.75, commitment_weight=0.5)
+    key_map = np.broadcast_to(np.eye(KEY_DIM), (HEADS, KEY_DIM, KEY_DIM))
+    if fitted:
+        key_map = random_maps(layer)
     x, mask = inputs(), np.random.default_rng(1).random((2, 20)) > 0.3
     before, key = weights(layer), keys(layer, x)
     output = to_numpy(layer(x, x, key_mask=mask, use_causal_mask=True, training=True))
@@ -78,7 +90,8 @@ def test_one_training_call_moves_the_codes_as_by_hand():
     )
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
 
-    index, after = nearest(key, before["sum"]), weights(layer)
+    mapped = np.einsum("bthd,hde->bthe", key, key_map), before["sum"] @ key_map
+    index, after = nearest(*mapped), weights(layer)
     chosen = np.eye(CODES)[index] * mask[..., None, None]
     counts = chosen.sum((0, 1))
     sums = np.einsum("bshc,bshd->hcd", chosen, key)
@@ -491,9 +504,7 @@ def test_configurations_outside_the_contract(causal, options):
             if weight.name == name:
                 weight.assign(np.random.default_rng(3).normal(size=weight.shape))
     if layer.assignment == "hard":
-        matrix = np.random.default_rng(4).normal(size=(HEADS, KEY_DIM, KEY_DIM))
-        inverse = np.swapaxes(np.linalg.inv(matrix), 1, 2)
-        layer._coordinates.assign(matrix, inverse)
+        random_maps(layer)
     output = to_numpy(layer(x, x, use_causal_mask=causal))
     expected, _ = dense.layer_output(layer, dense.vq_heads, x, x, causal=causal)
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)

@@ -68,10 +68,11 @@ class VQAttention(EfficientAttention):
     Time and memory grow linearly with the length; a causal layer needs a state of
     constant size. The codes are
 
-    - **hard** (Transformer-VQ): `p` is 1 for the nearest code. Codes are moving
-      averages of the keys nearest to them, updated after each training call; keys
-      learn from the window and from a commitment loss, `commitment_weight` times the
-      mean over positions of `Σ_heads ‖key − code‖²`.
+    - **hard** (Transformer-VQ): `p` is 1 for the nearest code; after `calibrate`, by
+      the distance as queries see it. Codes are moving averages of the keys nearest to
+      them, updated after each training call; keys learn from the window and from a
+      commitment loss, `commitment_weight` times the mean over positions of
+      `Σ_heads ‖key − code‖²`.
     - **soft**: `p(c | k) = softmax(−‖k − code‖² / 2σ² − key_dim log σ + log weight)`,
       the responsibilities of a Gaussian mixture. Everything is differentiable, and
       codes are trained like other weights. For σ → 0 they become hard codes; with
@@ -417,11 +418,11 @@ class VQAttention(EfficientAttention):
         """Fits the codes by k-means to the keys that this layer computes from data.
 
         The layer can then replace trained softmax attention without training. Hard
-        codes are fitted in the metric of the queries, `E[(q·(key − code))²]`, and in
-        coordinates in which its terms are uncorrelated and decreasing. With
-        `learn_sigma` or `learn_weights`, soft codes, widths and weights are then fitted
-        by `iterations` steps of expectation-maximisation, which maximises the
-        likelihood of the keys.
+        codes are fitted in the metric of the queries, `E[(q·(key − code))²]`, in which
+        keys are compared with codes from then on. The coordinates of `order=2` become
+        those in which its terms are uncorrelated and decreasing. With `learn_sigma` or
+        `learn_weights`, soft codes, widths and weights are then fitted by `iterations`
+        steps of expectation-maximisation, which maximises the likelihood of the keys.
 
         Args:
             data: The `key` (or `value`) inputs of the layer: an array `(batch, length,
