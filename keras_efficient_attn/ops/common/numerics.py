@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import backend_name, is_traced_by_torch
+from keras_efficient_attn.ops.common.plan import device_kind
 
 # Entries whose maximum is taken before their index.
 _GROUP = 16
@@ -48,12 +49,16 @@ def greatest_index(x):
 
         return tf.argmax(x, axis=-1, output_type=tf.int32)
     if backend_name() == "jax":
-        return _index_on_jax(x)
+        import jax.numpy as jnp
+
+        if device_kind() == "cpu":
+            return _index_on_cpu(x)
+        return jnp.argmax(x, axis=-1).astype("int32")
     return ops.cast(ops.argmax(x, axis=-1), "int32")
 
 
-def _index_on_jax(x):
-    """XLA compares the entries of an argmax one by one, but those of a maximum at once.
+def _index_on_cpu(x):
+    """On CPUs XLA compares the entries of an argmax one by one, those of a maximum not.
 
     So the maxima of groups come first, and then the index within the greatest group.
     """
