@@ -56,7 +56,7 @@ def backend():
 
 @pytest.fixture
 def on_cpu():
-    """What holds on a CPU alone is tested there where there is a GPU, too."""
+    """Keeps a test on the CPU of a machine that has a GPU."""
     import keras
 
     from keras_efficient_attn.ops.common.plan import plan_for

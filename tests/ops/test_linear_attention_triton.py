@@ -279,8 +279,10 @@ def test_what_is_missing_is_named(monkeypatch):
     with pytest.raises(ValueError, match="Received: chunk_size=2"):
         linear_attention(x, x, x, chunk_size=2, implementation="triton")
     monkeypatch.setattr(choice, "_interprets", lambda: False)
-    with keras.device("cpu"), pytest.raises(ValueError, match="device. Received: cpu"):
-        linear_attention(x.cpu(), x.cpu(), x.cpu(), implementation="triton")
+    with keras.device("cpu"):
+        x = x.cpu()
+        with pytest.raises(ValueError, match="CUDA device. Received: cpu"):
+            linear_attention(x, x, x, implementation="triton")
     monkeypatch.setattr(choice, "HAS_PACKAGE", {"triton": False, "fla": False})
     for name, package in (("triton", "triton"), ("fla", "flash-linear-attention")):
         with pytest.raises(ValueError, match=f"needs the package {package}"):

@@ -49,23 +49,19 @@ def greatest_index(x):
 
         return tf.argmax(x, axis=-1, output_type=tf.int32)
     if backend_name() == "jax":
-        import jax.numpy as jnp
-
-        if device_kind() == "cpu":
-            return _index_on_cpu(x)
-        return jnp.argmax(x, axis=-1).astype("int32")
+        return _index_on_jax(x)
     return ops.cast(ops.argmax(x, axis=-1), "int32")
 
 
-def _index_on_cpu(x):
-    """On CPUs XLA compares the entries of an argmax one by one, those of a maximum not.
+def _index_on_jax(x):
+    """On CPUs, the maxima of groups, and then the index within the greatest group.
 
-    So the maxima of groups come first, and then the index within the greatest group.
+    XLA compares the entries of an argmax one by one there, those of a maximum at once.
     """
     import jax.numpy as jnp
 
     *rest, size = x.shape
-    if size < 4 * _GROUP or size % _GROUP:
+    if device_kind() != "cpu" or size < 4 * _GROUP or size % _GROUP:
         return jnp.argmax(x, axis=-1).astype("int32")
     x = jnp.reshape(x, (*rest, size // _GROUP, _GROUP))
     group = jnp.argmax(jnp.max(x, axis=-1), axis=-1).astype("int32")
