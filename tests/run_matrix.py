@@ -1,23 +1,28 @@
 """Runs the tests on each backend, one process per backend, and prints one table.
 
 Usage: python tests/run_matrix.py [BACKEND ...] [-- PYTEST ARGUMENTS]
+
+For each backend it also prints the seconds of each folder of tests and the slowest
+tests. The reports, with the duration of every test, stay in `runs/tests`.
 """
 
+import collections
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILED = ROOT / ".jax_cache"
+REPORTS = ROOT / "runs" / "tests"
 # One run of all tests takes about 100 MiB.
 MOST_BYTES = 2**29
 BACKENDS = ("tensorflow", "jax", "torch")
 OUTCOMES = ("passed", "failed", "skipped")
+MOST_SLOW = 20
 
 
 def run_backend(backend, arguments, report, last):
@@ -58,6 +63,33 @@ def count(report):
     return {"passed": passed, "failed": failed, "skipped": skipped}
 
 
+def durations(report):
+    """Seconds of each test in a JUnit report, by `folder/module::name`."""
+    seconds = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        # A module, and a class where tests have one.
+        module = case.get("classname").removeprefix("tests.").replace(".", "/")
+        seconds[f"{module}::{case.get('name')}"] = float(case.get("time"))
+    return seconds
+
+
+def print_durations(backend, report):
+    """Prints the seconds of each folder and of the slowest tests."""
+    if not report.exists():
+        return
+    seconds = durations(report)
+    folders = collections.Counter()
+    for name, duration in seconds.items():
+        path = name.split("::")[0]
+        folders[path.split("/")[0] if "/" in path else "tests"] += duration
+    print(f"\n{backend}: seconds of tests, both processes together")
+    for folder, duration in folders.most_common():
+        print(f"{duration:>9.1f}  {folder}")
+    print(f"{backend}: slowest tests")
+    for name, duration in collections.Counter(seconds).most_common(MOST_SLOW):
+        print(f"{duration:>9.1f}  {name}")
+
+
 def main(arguments):
     if "--" in arguments:
         split = arguments.index("--")
@@ -68,14 +100,16 @@ def main(arguments):
         shutil.rmtree(COMPILED)
     rows, statuses = {}, []
     backends = backends or BACKENDS
-    with tempfile.TemporaryDirectory() as folder:
-        for backend in backends:
-            print(f"== {backend}", flush=True)
-            report = Path(folder, f"{backend}.xml")
-            start = time.monotonic()
-            last = backend == backends[-1]
-            statuses.append(run_backend(backend, pytest_arguments, report, last))
-            rows[backend] = {**count(report), "seconds": time.monotonic() - start}
+    REPORTS.mkdir(parents=True, exist_ok=True)
+    for backend in backends:
+        print(f"== {backend}", flush=True)
+        report = REPORTS / f"{backend}.xml"
+        report.unlink(missing_ok=True)
+        start = time.monotonic()
+        last = backend == backends[-1]
+        statuses.append(run_backend(backend, pytest_arguments, report, last))
+        rows[backend] = {**count(report), "seconds": time.monotonic() - start}
+        print_durations(backend, report)
     print(
         f"\n{'backend':<12}" + "".join(f"{name:>9}" for name in (*OUTCOMES, "seconds"))
     )
