@@ -12,7 +12,7 @@ from keras_efficient_attn.ops import (
     vq_attention,
     vq_attention_state,
 )
-from keras_efficient_attn.ops.common.plan import DEVICE_PLANS
+from keras_efficient_attn.ops.common.plan import BLOCK_SIZES
 from keras_efficient_attn.ops.linear_attention import feature_maps
 from keras_efficient_attn.ops.vq_attention import (
     codebook as codebooks,
@@ -78,8 +78,8 @@ def test_every_block_length_gives_the_definition(options, causal):
 )
 @pytest.mark.parametrize("name", ["exact", "soft", "expanded-window"])
 def test_caches_are_summed_in_groups_or_in_turn(name, in_turn, lengths, monkeypatch):
-    plan = dataclasses.replace(DEVICE_PLANS["cpu"], codes_in_turn=in_turn)
-    monkeypatch.setitem(DEVICE_PLANS, "cpu", plan)
+    plan = dataclasses.replace(BLOCK_SIZES["cpu"], codes_in_turn=in_turn)
+    monkeypatch.setitem(BLOCK_SIZES, "cpu", plan)
     options = WINDOWS[name]
     query, key, value, codes, mask = draw()
     correct = definition(query, key, value, codes, mask, True, **options)
@@ -110,8 +110,8 @@ def test_lengths_that_differ(lengths, causal):
     [("exact", False), ("exact", True), ("quantised", False), ("soft-window", False)],
 )
 def test_gradients_are_those_of_the_definition(name, in_turn, monkeypatch):
-    plan = dataclasses.replace(DEVICE_PLANS["cpu"], codes_in_turn=in_turn)
-    monkeypatch.setitem(DEVICE_PLANS, "cpu", plan)
+    plan = dataclasses.replace(BLOCK_SIZES["cpu"], codes_in_turn=in_turn)
+    monkeypatch.setitem(BLOCK_SIZES, "cpu", plan)
     options = WINDOWS[name]
     query, key, value, codes, mask = draw()
     weight = np.random.default_rng(1).normal(size=value.shape).astype("float32")

@@ -22,7 +22,7 @@ from keras_efficient_attn.ops.common.inputs import (
 )
 from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
-from keras_efficient_attn.ops.common.plan import device_plan, has_one_tpu
+from keras_efficient_attn.ops.common.plan import block_sizes, has_one_tpu
 from keras_efficient_attn.ops.common.recent_keys import (
     append_segment,
     drop_oldest,
@@ -115,7 +115,7 @@ def _attend_band(inputs, spans, position_key, dropout, config, causal):
     batch, _, heads, dim = query.shape
     length = shape_of(query)[1]
     # Blocks shorter than the window waste fewer products but copy more keys.
-    size = max(device_plan().block, window // 4)
+    size = max(block_sizes().block, window // 4)
     if isinstance(length, int):
         size = max(1, min(size, length))
     blocks = chunk_count(length, size)
@@ -129,7 +129,7 @@ def _attend_band(inputs, spans, position_key, dropout, config, causal):
     arrays.append(spans)
     value_dim = value.shape[-1] or dim
     floats = heads * (3 * size * width + (size + 2 * width) * (dim + value_dim))
-    unit = max(1, device_plan().block // size)
+    unit = max(1, block_sizes().block // size)
     layout = chunk_layout(blocks, unit, batch, floats)
     consts = []
     if position_key is not None:

@@ -27,7 +27,7 @@ from keras_efficient_attn.ops.common.chunking import (
 from keras_efficient_attn.ops.common.masks import IntervalMask
 from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
-from keras_efficient_attn.ops.common.plan import device_plan
+from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.relative_positions import shifted_to_keys
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.common.weight_dropout import drop
@@ -74,10 +74,10 @@ def attend_blocks(
     width, value_dim = key.shape[2], value.shape[-1] or dim
     if isinstance(size, int) and isinstance(width, int):
         floats = heads * (2 * size * width + (size + 2 * width) * (dim + value_dim))
-        unit = max(1, device_plan().block // size)
+        unit = max(1, block_sizes().block // size)
     else:
         # The size is unknown: one block at a time.
-        floats, unit = device_plan().step_floats, 1
+        floats, unit = block_sizes().step_floats, 1
     layout = chunk_layout(blocks, unit, batch, floats)
     arrays, consts = [query, key, value, valid], []
     if relative is not None:
@@ -193,7 +193,7 @@ def attend_shared(query, key, value, valid, mask_fn, positions, dropout=None):
         return fused.attend_shared(query, key, value, valid, mask_fn, positions)
     length, heads, dim = shape_of(query)[1], query.shape[2], query.shape[3]
     keys = key.shape[1]
-    plan = device_plan()
+    plan = block_sizes()
     floats = plan.step_floats // plan.block
     if isinstance(keys, int):
         floats = heads * (2 * keys + dim + (value.shape[-1] or dim))
@@ -243,7 +243,7 @@ def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
     if relative is None:
         # Whole vectors of keys: products with 127 are slower than with 128.
         before, after = (-(-reach // 16) * 16 for reach in (before, after))
-    block = max(device_plan().block, before, after) // period * period
+    block = max(block_sizes().block, before, after) // period * period
     block = max(period, block)
     length = shape_of(query)[1]
     if isinstance(length, int):
@@ -322,7 +322,7 @@ def attend_recent(
     if fused is not None and isinstance(mask_fn, IntervalMask):
         return fused.attend_band(query, key, value, valid, mask_fn, start)
     reach, length = mask_fn.reach, shape_of(query)[1]
-    block = max(device_plan().block, reach)
+    block = max(block_sizes().block, reach)
     if isinstance(length, int):
         block = max(1, min(block, length))
     count = chunk_count(length, block)

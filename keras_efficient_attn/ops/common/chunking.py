@@ -4,7 +4,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import backend_name, shape_of
 from keras_efficient_attn.ops.common.numerics import pad
-from keras_efficient_attn.ops.common.plan import device_plan
+from keras_efficient_attn.ops.common.plan import block_sizes
 
 
 def chunk_layout(length, chunk_size, batch, floats_per_position):
@@ -30,7 +30,7 @@ def chunk_layout(length, chunk_size, batch, floats_per_position):
         length = ops.maximum(length, 1)
     if isinstance(batch, int):
         floats_per_position *= max(1, batch)
-    plan = device_plan()
+    plan = block_sizes()
     most = plan.step_floats // (floats_per_position * chunk_size)
     most = max(1, min(most, plan.max_chunks))
     total = (length + chunk_size - 1) // chunk_size

@@ -15,10 +15,12 @@ def jit_on_jax(*static_arguments):
     """
 
     def decorate(function):
+        if backend_name() != "jax":
+            return function
+        import jax
+
         @functools.cache
         def jit(device_kind):
-            import jax
-
             # One object per plan: JAX caches compiled functions by object.
             @functools.wraps(function)
             def call_with_plan(*args, **kwargs):
@@ -28,9 +30,7 @@ def jit_on_jax(*static_arguments):
 
         @functools.wraps(function)
         def call(*args, **kwargs):
-            if backend_name() == "jax":
-                return jit(device_kind())(*args, **kwargs)
-            return function(*args, **kwargs)
+            return jit(device_kind())(*args, **kwargs)
 
         return call
 

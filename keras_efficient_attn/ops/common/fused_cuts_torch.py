@@ -6,7 +6,7 @@ import torch
 
 from keras_efficient_attn.ops.common import masks
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
-from keras_efficient_attn.ops.common.plan import device_plan
+from keras_efficient_attn.ops.common.plan import block_sizes
 
 
 def mask_words(mask_fn):
@@ -44,7 +44,7 @@ def _band_cuts(query, key, mask_fn, start=None):
         before = earlier = mask_fn.reach
     start = 0 if start is None else int(start)
     # A wide band justifies larger blocks, whose keys overlap less.
-    block = max(device_plan().block, (before + mask_fn.after) // 8)
+    block = max(block_sizes().block, (before + mask_fn.after) // 8)
     block = max(1, block // period) * period
     # The kernel is faster at numbers of keys that fill its vectors.
     before += -(before + block + mask_fn.after) % 16
@@ -74,7 +74,7 @@ def _band_cuts(query, key, mask_fn, start=None):
 
 
 def _shared_cuts(query, mask_fn, i, j):
-    block, cuts = 2 * device_plan().block, []
+    block, cuts = 2 * block_sizes().block, []
     for first in range(0, query.shape[1], block):
         rows = i[first : first + block]
         allowed = mask_fn(rows[:, None], j[:, None])
@@ -91,7 +91,7 @@ def _code_cuts(query, earlier, codes):
     if max(int(code.max()) for code in codes) < 2**15:
         # Narrow integers are compared faster.
         codes = [code.to(torch.int16) for code in codes]
-    (batch, length), block, cuts = query.shape[:2], 4 * device_plan().block, []
+    (batch, length), block, cuts = query.shape[:2], 4 * block_sizes().block, []
     for row in range(batch):
         code, before = (code[row] for code in codes)
         for first in range(0, length, block):

@@ -3,7 +3,7 @@
 import dataclasses
 
 from keras_efficient_attn.ops.common.checks import check_positive_int
-from keras_efficient_attn.ops.common.plan import device_plan
+from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.fourier.kernel import check_power
 
 IMPLEMENTATIONS = (None, "tiled", "fused", "reference")
@@ -45,4 +45,4 @@ class FourierConfig:
     @property
     def tile_size(self):
         """Minimum number of queries per tile."""
-        return self.chunk_size or device_plan().fourier_tile
+        return self.chunk_size or block_sizes().fourier_tile

@@ -9,7 +9,7 @@ from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import pad_length
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, pad
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
-from keras_efficient_attn.ops.common.plan import device_plan
+from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.lsh_attention.layout import cut_into_chunks, make_layout
 from keras_efficient_attn.ops.lsh_attention.shared import (
@@ -42,7 +42,7 @@ def chunked_lsh_attention(query, value, buckets, kept, config, dropout):
     buckets = pad(buckets, [(0, 0)] * 3 + [(0, 1)])
 
     floats = heads * rounds * (6 * chunk_size + 2 * (dim + (value.shape[-1] or dim)))
-    floats = max(1, int(floats / device_plan().lsh_steps))
+    floats = max(1, int(floats / block_sizes().lsh_steps))
     chunks = cut_into_chunks(buckets, kept, config)
     layout = make_layout(chunks, chunk_size, floats)
     tables = ops.concatenate(padded, axis=-1), _ids(chunks, length + 1, dtype)

@@ -8,7 +8,7 @@ import functools
 from keras import ops
 
 from keras_efficient_attn.ops.common.block_softmax import fused_module
-from keras_efficient_attn.ops.common.plan import device_plan
+from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.lsh_attention.layout import cut_into_chunks
 from keras_efficient_attn.ops.lsh_attention.shared import masked_part, unit, with_self
@@ -21,7 +21,7 @@ LIKELY_ROWS = 32
 
 def prefers_pairs(query, rounds, config):
     """Whether all pairs take less time than sorted chunks, and not much memory."""
-    length, plan = query.shape[1], device_plan()
+    length, plan = query.shape[1], block_sizes()
     if not isinstance(length, int):
         return False
     slots = length
@@ -53,7 +53,7 @@ def pairs_lsh_attention(query, value, buckets, kept, config):
 
 
 def _attend_in_blocks(query, key, value, chunks, causal):
-    length, plan = query.shape[1], device_plan()
+    length, plan = query.shape[1], block_sizes()
     blocks = max(
         length // (4 * plan.block), _number_of_pairs(query) // plan.lsh_block_floats
     )

@@ -8,7 +8,7 @@ from keras import ops
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import pad_to
 from keras_efficient_attn.ops.common.online_softmax import merge
-from keras_efficient_attn.ops.common.plan import device_plan
+from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.common.state import make_state
 from keras_efficient_attn.ops.lsh_attention.shared import (
@@ -57,7 +57,7 @@ def streamed_lsh_attention(query, value, buckets, kept, config, state, dropout):
     rounds, value_dim = buckets.shape[2], value.shape[-1]
     found = heads * rounds * 2 * config.chunk_size * (dim + value_dim) * (batch or 1)
     # Each position of a step gathers the keys of its own bucket.
-    block = max(1, min(config.chunk_size, device_plan().found_floats // found))
+    block = max(1, min(config.chunk_size, block_sizes().found_floats // found))
     if isinstance(length, int):
         block = min(block, max(1, length))
         steps = max(1, -(-length // block))

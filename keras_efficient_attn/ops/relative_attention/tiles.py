@@ -17,7 +17,7 @@ from keras_efficient_attn.ops.common.chunking import (
 from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.online_softmax import divide
-from keras_efficient_attn.ops.common.plan import device_plan
+from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.relative_positions import shifted_by_query
 
 
@@ -43,7 +43,7 @@ def attend_in_tiles(inputs, position_key, biases, documents, seed, config, optio
     length, keys, heads = shape_of(query)[1], shape_of(key)[1], query.shape[2]
     dtype = query.dtype
     position_key = ops.cast(position_key, dtype)
-    plan = device_plan()
+    plan = block_sizes()
     floats = plan.step_floats // plan.block
     if isinstance(keys, int):
         floats = heads * 4 * max(1, keys)

@@ -4,7 +4,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.numerics import cumulative_sum, sum_rows
-from keras_efficient_attn.ops.common.plan import device_plan
+from keras_efficient_attn.ops.common.plan import block_sizes
 
 # A code with a smaller count is empty: its mean would be rounding noise.
 MIN_COUNT = 1e-20
@@ -29,7 +29,7 @@ def sum_by_code(rows, index, codes):
     Returns:
         `(batch, heads, blocks, codes, dim)`.
     """
-    if not device_plan().sum_codes_by_index:
+    if not block_sizes().sum_codes_by_index:
         chosen = one_hot_codes(index, ops.ones(shape_of(index), rows.dtype), codes)
         return ops.swapaxes(chosen, -1, -2) @ rows
     batch, heads, blocks, length, dim = shape_of(rows)
@@ -62,7 +62,7 @@ def rows_of_codes(table, index):
         index: `(batch, heads, blocks, length, 1)`.
     """
     codes = table.shape[-2]
-    if not device_plan().sum_codes_by_index:
+    if not block_sizes().sum_codes_by_index:
         ones = ops.ones(shape_of(index), table.dtype)
         return one_hot_codes(index, ones, codes) @ table
     batch, heads, blocks, _, dim = shape_of(table)

@@ -19,7 +19,7 @@ from keras_efficient_attn.ops.common.numerics import (
     max_along,
     sum_rows,
 )
-from keras_efficient_attn.ops.common.plan import device_plan
+from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.scan import recompute_scan
 
 # Keys per code that k-means++ reads.
@@ -48,7 +48,7 @@ def nearest_codes(key, codebook, metric=None):
     heads, codes = codebook.shape[:2]
     length = shape_of(key)[1]
     size, chunks, groups = chunk_layout(
-        length, device_plan().quantize_chunk, key.shape[0], heads * codes
+        length, block_sizes().quantize_chunk, key.shape[0], heads * codes
     )
     xs = (pad_to(key, groups * chunks * size),)
     consts = codebook, weighed

@@ -21,7 +21,7 @@ from keras_efficient_attn.ops.common.chunking import (
 )
 from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide
-from keras_efficient_attn.ops.common.plan import device_plan
+from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.vq_attention.code_sums import (
     MIN_COUNT,
@@ -52,7 +52,7 @@ def causal_compressed_attention(query, keys, codebook, cache, config):
     """
     codes = codebook.codes
     cut = (keys.value, codes, config.block_size(codes.shape[1]))
-    size, blocks, groups = layout(query, *cut, device_plan().codes_in_turn)
+    size, blocks, groups = layout(query, *cut, block_sizes().codes_in_turn)
     if keys.index is not None and fused_module(query) is not None:
         return compressed_torch.causal_hard_attention(query, keys, codes, cache, size)
     xs = (query, *key_columns(keys))

@@ -12,7 +12,7 @@ from keras_efficient_attn.ops.common.chunking import pad_to
 from keras_efficient_attn.ops.common.fused_softmax_torch import attend_weighted
 from keras_efficient_attn.ops.common.masks import QueryBlocks
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
-from keras_efficient_attn.ops.common.plan import device_plan
+from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.vq_attention.code_sums import MIN_COUNT
 from keras_efficient_attn.ops.vq_attention.codebook import look_up
 
@@ -36,7 +36,7 @@ def causal_hard_attention(query, keys, codes, cache, size):
         for t in (query, keys.value, rows, valid)
     )
     sums, counts = (t.flatten(1, 2) for t in cache)
-    group = max(1, device_plan().step_floats // sums.numel())
+    group = max(1, block_sizes().step_floats // sums.numel())
     parts = []
     for first in range(0, blocks, group):
         present = slice(first, first + group)

@@ -3,7 +3,7 @@
 import dataclasses
 
 from keras_efficient_attn.ops.common.checks import check_positive_int
-from keras_efficient_attn.ops.common.plan import device_plan
+from keras_efficient_attn.ops.common.plan import block_sizes
 
 ORDERS = (0, 2)
 
@@ -82,7 +82,7 @@ class VQConfig:
         """Positions per block, from the argument or the plan."""
         if self.block_length is not None:
             return self.block_length
-        plan = device_plan()
+        plan = block_sizes()
         if self.order:
             return plan.expanded_code_block
         # The sums of all codes are read and written once per block.
@@ -93,4 +93,4 @@ class VQConfig:
         """With `order=2`, the longest sequence that is computed in one block."""
         if self.block_length is not None:
             return self.block_length
-        return device_plan().expanded_code_pairs
+        return block_sizes().expanded_code_pairs

@@ -28,7 +28,7 @@ from keras_efficient_attn.ops.common.chunking import (
 from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
-from keras_efficient_attn.ops.common.plan import device_plan
+from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.vq_attention.cache import num_features
 from keras_efficient_attn.ops.vq_attention.code_sums import (
@@ -59,7 +59,7 @@ def causal_expanded_attention(query, keys, codebook, cache, config):
     """
     codes = codebook.codes
     rank = config.expanded_dims(codes.shape[-1])
-    in_turn, features = device_plan().codes_in_turn, num_features(rank)
+    in_turn, features = block_sizes().codes_in_turn, num_features(rank)
     cut = (keys.value, codes, config.block_size(codes.shape[1]), in_turn, features)
     size, blocks, groups = layout(query, *cut)
     xs = (query, *key_columns(keys))

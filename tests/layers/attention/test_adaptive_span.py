@@ -12,7 +12,7 @@ from keras_efficient_attn.layers import TrimSpans, plot_spans, trim_spans
 from keras_efficient_attn.layers.attention.adaptive_span import layer as adaptive_span
 from keras_efficient_attn.layers.attention.adaptive_span.layer import UnitInterval
 from keras_efficient_attn.models import FeedForward, TransformerBlock, TransformerStack
-from keras_efficient_attn.ops.common.plan import DEVICE_PLANS
+from keras_efficient_attn.ops.common.plan import BLOCK_SIZES
 from tests import dense
 from tests.autodiff import gradients, to_numpy
 from tests.largest_tensor import largest_tensor
@@ -107,8 +107,8 @@ class WithWeights:
 
 def test_spans_have_the_slope_of_the_formula(monkeypatch):
     # Makes the gradient recompute the blocks of the band.
-    small = dataclasses.replace(DEVICE_PLANS["cpu"], step_floats=1)
-    monkeypatch.setitem(DEVICE_PLANS, "cpu", small)
+    small = dataclasses.replace(BLOCK_SIZES["cpu"], step_floats=1)
+    monkeypatch.setitem(BLOCK_SIZES, "cpu", small)
     assert_slopes(make(), {"span"}, inputs())
 
 

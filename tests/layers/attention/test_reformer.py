@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_efficient_attn import ReformerLSHAttention
-from keras_efficient_attn.ops.common.plan import DEVICE_PLANS
+from keras_efficient_attn.ops.common.plan import BLOCK_SIZES
 from tests import dense
 from tests.autodiff import to_numpy
 
@@ -137,8 +137,8 @@ def test_dense_below_a_length():
 @pytest.mark.parametrize("causal", [False, True])
 def test_sorted_chunks_in_the_layer(causal, monkeypatch):
     """Which a sequence so short takes only by this plan."""
-    plan = dataclasses.replace(DEVICE_PLANS["cpu"], lsh_pairs=0)
-    monkeypatch.setitem(DEVICE_PLANS, "cpu", plan)
+    plan = dataclasses.replace(BLOCK_SIZES["cpu"], lsh_pairs=0)
+    monkeypatch.setitem(BLOCK_SIZES, "cpu", plan)
     # A length of its own: JAX keeps compiled programs.
     x = inputs(length=19)
     mask = np.random.default_rng(2).random(x.shape[:2]) > 0.3

@@ -17,7 +17,7 @@ from keras_efficient_attn.ops import (
     sparse_pattern,
     vq_attention,
 )
-from keras_efficient_attn.ops.common.plan import device_plan
+from keras_efficient_attn.ops.common.plan import block_sizes
 from tests.autodiff import to_numpy
 from tests.ops.pieces import (
     TOLERANCE,
@@ -201,8 +201,8 @@ def test_parts_far_apart_are_merged():
 @pytest.mark.parametrize("causal", [False, True])
 def test_codes_are_read_group_by_group(causal, monkeypatch):
     """Groups of one block each: the sums carry over to the next group."""
-    plan = dataclasses.replace(device_plan(), step_floats=1)
-    monkeypatch.setattr(compressed_torch, "device_plan", lambda: plan)
+    plan = dataclasses.replace(block_sizes(), step_floats=1)
+    monkeypatch.setattr(compressed_torch, "block_sizes", lambda: plan)
     query, key, value = draw((90, 90), "float64")
     codes = np.random.default_rng(2).normal(size=(HEADS, 6, 4))
     index = (key[:, :, :, None] - codes[None, None]) ** 2

@@ -6,11 +6,11 @@ import pytest
 
 from keras_efficient_attn import ops
 from keras_efficient_attn.ops.common.chunking import chunk_layout
-from keras_efficient_attn.ops.common.plan import DEVICE_PLANS, device_kind, plan_for
+from keras_efficient_attn.ops.common.plan import BLOCK_SIZES, device_kind, plan_for
 from keras_efficient_attn.ops.fourier import fourier_attention
 from tests.autodiff import to_numpy
 
-KINDS = sorted(DEVICE_PLANS)
+KINDS = sorted(BLOCK_SIZES)
 
 
 def test_the_default_is_the_device_that_is_here():
@@ -36,9 +36,7 @@ def test_accelerators_take_all_chunks_at_once_while_they_fit(kind):
         *_, few_steps = chunk_layout(8192, 256, 1, floats)
         size, chunks, steps = chunk_layout(2**20, 256, 1, floats)
     assert few_steps <= 2
-    assert (
-        size * chunks * floats <= DEVICE_PLANS[kind].step_floats * 4 / 3 and steps > 2
-    )
+    assert size * chunks * floats <= BLOCK_SIZES[kind].step_floats * 4 / 3 and steps > 2
     *_, steps = chunk_layout(2**15, 64, 1, floats)
     assert steps > 50
 

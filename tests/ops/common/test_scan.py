@@ -428,7 +428,7 @@ def test_steps_along_positions_copy_no_input(backend):
 def test_an_unknown_backend_is_named(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "numpy")
     with pytest.raises(ValueError, match="'numpy'"):
-        backend_module("keras_efficient_attn.ops.common.scan")
+        backend_module("keras_efficient_attn.ops.reversible")
 
 
 def attend_in_step(carry, x, consts):

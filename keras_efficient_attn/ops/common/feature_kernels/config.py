@@ -4,7 +4,7 @@ import collections.abc
 import dataclasses
 
 from keras_efficient_attn.ops.common.checks import check_positive_int
-from keras_efficient_attn.ops.common.plan import device_plan
+from keras_efficient_attn.ops.common.plan import block_sizes
 
 # Implementations of linear attention, except the reference.
 IMPLEMENTATIONS = ("chunked", "pallas", "triton", "fla")
@@ -65,7 +65,7 @@ class LinearAttentionConfig:
     @property
     def chunk_length(self):
         """Positions per chunk, from the argument or the plan."""
-        return self.chunk_size or device_plan().chunk_size
+        return self.chunk_size or block_sizes().chunk_size
 
 
 def features_config(num_features, *, causal=False, normalize=True, chunk_size=None):

@@ -4,16 +4,18 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 
-def recompute_scan(step, carry, xs, consts, step_gradient, num_steps, _):
+def recompute_scan(
+    step, carry, xs, consts=(), gradient=None, num_steps=None, step_size=None
+):
     steps = _Rows(len(xs[0])) if num_steps is None else _Positions(num_steps)
     if not torch.is_grad_enabled() or not any(
         tensor.requires_grad for tensor in (*carry, *xs, *consts)
     ):
         return _loop(step, carry, xs, consts, steps)
-    if step_gradient is None:
+    if gradient is None:
         return _loop_with_autograd(_checkpoint(step), carry, xs, consts, steps)
     outputs = _Scan.apply(
-        step, step_gradient, steps, len(carry), len(xs), *carry, *xs, *consts
+        step, gradient, steps, len(carry), len(xs), *carry, *xs, *consts
     )
     return outputs[: len(carry)], outputs[len(carry) :]
 

@@ -14,7 +14,9 @@ import numpy as np
 from jax import lax
 
 
-def recompute_scan(step, carry, xs, consts, gradient, num_steps, step_size):
+def recompute_scan(
+    step, carry, xs, consts=(), gradient=None, num_steps=None, step_size=None
+):
     if num_steps is None:
         return _scan_rows(step, carry, xs, consts)
     if not isinstance(num_steps, int):
@@ -44,11 +46,6 @@ def _scan_rows(step, carry, xs, consts):
     # keep XLA from merging the forward and the recomputed step.
     step = jax.checkpoint(step, prevent_cse=False)
     return lax.scan(lambda carry, x: step(carry, x, consts), carry, xs)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _scan_positions(step, gradient, num_steps, carry, xs, consts):
-    return _differentiable(step, gradient, num_steps, carry, xs, consts)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -121,6 +118,7 @@ def _backward(step, gradient, num_steps, kept, upstream):
 
 
 _differentiable.defvjp(_forward, _backward)
+_scan_positions = jax.jit(_differentiable, static_argnums=(0, 1, 2))
 
 
 def _real(x):

@@ -12,9 +12,10 @@ import tensorflow as tf
 from keras_efficient_attn.ops.common.backend import shape_of
 
 
-def recompute_scan(step, carry, xs, consts, step_gradient, num_steps, step_size):
-    if step_gradient is None:
-        step_gradient = _automatic(step)
+def recompute_scan(
+    step, carry, xs, consts=(), gradient=None, num_steps=None, step_size=None
+):
+    step_gradient = _automatic(step) if gradient is None else gradient
     carry_size, xs_size = len(carry), len(xs)
     steps = _Rows(xs[0]) if num_steps is None else _Positions(num_steps, step_size)
 
@@ -29,11 +30,11 @@ def recompute_scan(step, carry, xs, consts, step_gradient, num_steps, step_size)
         final_carry, ys, carries = _forward(step, carry, xs, consts, steps)
 
         @_once
-        def gradient(*upstream):
+        def pull(*upstream):
             upstream = upstream[:carry_size], upstream[carry_size:]
             return _backward(step_gradient, carries, xs, consts, ys, *upstream, steps)
 
-        return (*final_carry, *ys), gradient
+        return (*final_carry, *ys), pull
 
     # Convert variables to tensors: inside, they would count as captured variables.
     outputs = scan(*map(tf.convert_to_tensor, (*carry, *xs, *consts)))

@@ -9,17 +9,20 @@ import contextlib
 import dataclasses
 
 from keras_efficient_attn.ops.common.backend import (
-    backend_module,
     backend_name,
     is_traced_by_torch,
     pick,
 )
 
-_backend = backend_module(__package__)
+if backend_name() == "torch":
+    import torch
+
+    # Determined once, as in Keras: `torch.compile` cannot trace the check.
+    _HAS_GPU = torch.cuda.is_available() or torch.backends.mps.is_available()
 
 
 @dataclasses.dataclass(frozen=True)
-class DevicePlan:
+class BlockSizes:
     """Sizes that change the speed and the memory of an operation, not its result.
 
     The defaults are for a CPU.
@@ -67,9 +70,9 @@ class DevicePlan:
     sum_codes_by_index: bool = True
 
 
-_CPU = DevicePlan()
+_CPU = BlockSizes()
 # Chosen by the compiler's estimates.
-_TPU = DevicePlan(
+_TPU = BlockSizes(
     step_floats=2**26,
     max_chunks=256,
     chunk_size=256,
@@ -90,7 +93,7 @@ _TPU = DevicePlan(
 _GPU = dataclasses.replace(_TPU, chunk_size=128, block=128)
 # `torch.compile` unrolls every step, which costs compile time.
 _UNROLLED = dataclasses.replace(_CPU, step_floats=2**24, max_chunks=64, lsh_steps=4)
-DEVICE_PLANS = {"cpu": _CPU, "gpu": _GPU, "tpu": _TPU}
+BLOCK_SIZES = {"cpu": _CPU, "gpu": _GPU, "tpu": _TPU}
 
 _named = []
 
@@ -100,8 +103,19 @@ def device_kind():
 
     Another kind of accelerator counts as a GPU.
     """
-    kind = _named[-1] if _named else _backend.device_kind()
-    return kind if kind in DEVICE_PLANS else "gpu"
+    if _named:
+        return _named[-1]
+    if backend_name() == "torch":
+        return "gpu" if _HAS_GPU else "cpu"
+    if backend_name() == "jax":
+        import jax
+
+        kind = jax.default_backend()
+        return kind if kind in BLOCK_SIZES else "gpu"
+    import tensorflow as tf
+
+    kinds = {device.device_type for device in tf.config.list_logical_devices()}
+    return next((kind for kind in ("TPU", "GPU") if kind in kinds), "CPU").lower()
 
 
 def has_one_tpu():
@@ -113,10 +127,10 @@ def has_one_tpu():
     return jax.device_count() == 1
 
 
-def device_plan():
-    """The `DevicePlan` of the device that computes."""
+def block_sizes():
+    """The `BlockSizes` of the device that computes."""
     kind = device_kind()
-    return _UNROLLED if kind == "cpu" and is_traced_by_torch() else DEVICE_PLANS[kind]
+    return _UNROLLED if kind == "cpu" and is_traced_by_torch() else BLOCK_SIZES[kind]
 
 
 @contextlib.contextmanager
@@ -138,9 +152,9 @@ def plan_for(kind):
     ...     device_kind()
     'tpu'
     """
-    if kind not in DEVICE_PLANS:
+    if kind not in BLOCK_SIZES:
         raise ValueError(
-            f"`kind` must be one of {', '.join(DEVICE_PLANS)}. Received: kind={kind!r}"
+            f"`kind` must be one of {', '.join(BLOCK_SIZES)}. Received: kind={kind!r}"
         )
     _named.append(kind)
     try:
