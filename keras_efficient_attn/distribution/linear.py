@@ -13,9 +13,11 @@ from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_state,
-    mapped_linear_attention,
+    linear_attention_with_feature_maps,
 )
-from keras_efficient_attn.ops.linear_attention.gated.api import mapped_gated_attention
+from keras_efficient_attn.ops.linear_attention.gated.api import (
+    gated_attention_with_feature_maps,
+)
 from keras_efficient_attn.ops.linear_attention.windowed import (
     STATE_NAMES,
     windowed_linear_attention,
@@ -23,7 +25,7 @@ from keras_efficient_attn.ops.linear_attention.windowed import (
 
 
 def linear_attention(devices, split, map_weights, config):
-    """Computes `mapped_linear_attention`, on the positions of one device.
+    """Computes `linear_attention_with_feature_maps`, on the positions of one device.
 
     Args:
         devices: `Devices`.
@@ -39,7 +41,7 @@ def linear_attention(devices, split, map_weights, config):
     options = dict(map_weights=map_weights, key_log_weight=key_log_weight)
     # Sum all keys up for a single query, whose output is discarded.
     whole = dataclasses.replace(config, causal=False, implementation="chunked")
-    _, own = mapped_linear_attention(
+    _, own = linear_attention_with_feature_maps(
         query[:, :1],
         key,
         value,
@@ -50,7 +52,7 @@ def linear_attention(devices, split, map_weights, config):
     )
     if config.causal:
         state = _total(_gather(devices, own), devices.before(value))
-        outputs, _ = mapped_linear_attention(
+        outputs, _ = linear_attention_with_feature_maps(
             query, key, value, config, key_mask=key_mask, state=state, **options
         )
         return outputs[0]
@@ -60,7 +62,7 @@ def linear_attention(devices, split, map_weights, config):
     none = ops.zeros(shape_of(key)[:1] + (1,), "bool")
     if key_log_weight is not None:
         options["key_log_weight"] = key_log_weight[:, :1]
-    outputs, _ = mapped_linear_attention(
+    outputs, _ = linear_attention_with_feature_maps(
         query, key[:, :1], value[:, :1], whole, key_mask=none, state=state, **options
     )
     return outputs[0]
@@ -103,7 +105,7 @@ def windowed_attention(devices, split, whole, config):
 
 
 def gated_attention(devices, split, map_weights, config):
-    """Computes `mapped_gated_attention`, on the positions of one device.
+    """Computes `gated_attention_with_feature_maps`, on the positions of one device.
 
     The positions of a device map the state before them to `T S + S_own`. `T`
     `(features, features)` is the state that they make of the identity, with values of
@@ -126,7 +128,7 @@ def gated_attention(devices, split, map_weights, config):
     batch, heads = shape_of(state["log_scale"])
     identity = ops.eye(features, dtype=state["sum"].dtype)
     identity = ops.broadcast_to(identity, (batch, heads, features, features))
-    _, own = mapped_gated_attention(
+    _, own = gated_attention_with_feature_maps(
         query,
         key,
         ops.concatenate([value, none], axis=-1),
@@ -144,7 +146,7 @@ def gated_attention(devices, split, map_weights, config):
         own, transition = parts[index][..., :-features], parts[index][..., -features:]
         carry = ops.where(before[index], transition @ carry + own, carry)
     state["sum"], state["normalizer"] = carry[..., :value_dim], carry[..., value_dim]
-    output, _ = mapped_gated_attention(
+    output, _ = gated_attention_with_feature_maps(
         query, key, value, rates, config, state=state, **options
     )
     return output

@@ -17,8 +17,9 @@ from keras_efficient_attn.ops.vq_attention.codebook import nearest_codes
 from keras_efficient_attn.ops.vq_attention.config import VQConfig
 from keras_efficient_attn.ops.vq_attention.tensors import Keys, make_codebook
 
-# The active scopes. A list, because `torch.compile` traces no context variables.
-_ACTIVE = []
+# The scopes that are active; layers split their sequences by the last. A list, because
+# `torch.compile` traces no context variables.
+ACTIVE = []
 
 
 class SequenceParallel:
@@ -108,11 +109,11 @@ class SequenceParallel:
                 "`SequenceParallel` with the positions of each process. Received: "
                 f"keras.backend.backend()={backend_name()!r}"
             )
-        _ACTIVE.append(self)
+        ACTIVE.append(self)
         try:
             yield self
         finally:
-            _ACTIVE.pop()
+            ACTIVE.pop()
 
     def linear_attention(
         self,
@@ -174,7 +175,7 @@ class SequenceParallel:
         """
         check_positive_int("window", window)
         check_heads(query, key, value, key_mask)
-        self._check_window(query, window - 1)
+        self.check_window(query, window - 1)
         split = query, key, value, key_mask
         return self.run(windows.local_attention, split, (), window, causal, scale)
 
@@ -218,7 +219,7 @@ class SequenceParallel:
             gradient_through_cache=gradient_through_cache,
         )
         config.check_key_dim(query.shape[-1])
-        self._check_window(query, config.window)
+        self.check_window(query, config.window)
         index = None if config.soft else nearest_codes(key, codebook)
         keys = Keys(key, value, key_mask, index)
         whole = make_codebook(codebook, sigma, log_weights), None
@@ -248,8 +249,13 @@ class SequenceParallel:
             )
         return self._runner.run(function, split, whole, *static)
 
-    def _check_window(self, query, reach):
-        """Raises `ValueError` for a window beyond the neighbour's positions."""
+    def check_window(self, query, reach):
+        """Raises `ValueError` for a window beyond the neighbour's positions.
+
+        Args:
+            query: `(batch, length, ...)`.
+            reach: Number of keys before a query that it sees, or `None` for none.
+        """
         length = query.shape[1]
         if self._runner.divides_tensors:
             length //= self.num_devices
@@ -260,29 +266,13 @@ class SequenceParallel:
             )
 
 
-def active_split(query, key, state, window=None, needs_causal=False):
-    """The `SequenceParallel` that a layer has to use, or `None`.
-
-    Args:
-        query, key: Projected, `(batch, length, heads, dim)`.
-        state: State of the call, or `None`.
-        window: Number of the previous device's keys that a query sees.
-        needs_causal: Whether the layer can be split only with a causal mask, and has
-            none.
-
-    Raises:
-        ValueError: Within a scope, if the layer cannot be split.
-    """
-    if not _ACTIVE or state is not None or query.shape[1] != key.shape[1]:
-        return None
-    split = _ACTIVE[-1]
-    if needs_causal:
+def check_split_is_causal(causal):
+    """Raises `ValueError` for a layer that can be split only with a causal mask."""
+    if not causal:
         raise ValueError(
             "In the scope of `SequenceParallel`, windows beside features or codes, "
             "and codes, need a causal mask. Received: use_causal_mask=False"
         )
-    split._check_window(query, window)
-    return split
 
 
 def _key_of(split):

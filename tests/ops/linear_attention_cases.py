@@ -11,7 +11,7 @@ from keras_efficient_attn.ops.common.feature_kernels.config import (
     LinearAttentionConfig,
 )
 from keras_efficient_attn.ops.linear_attention import feature_maps
-from keras_efficient_attn.ops.linear_attention.api import mapped_linear_attention
+from keras_efficient_attn.ops.linear_attention.api import linear_attention_with_feature_maps
 from keras_efficient_attn.ops.linear_attention.reference import reference_attention
 from tests.autodiff import to_numpy
 
@@ -92,7 +92,7 @@ class Case:
         state = None
         if self.with_state:
             state = {name: arrays[name] for name in STATE_NAMES}
-        outputs, state = mapped_linear_attention(
+        outputs, state = linear_attention_with_feature_maps(
             *(ops.cast(arrays[name], self.dtype) for name in ("query", "key", "value")),
             config,
             map_weights=(arrays["projection"],) if self.rows else (),

@@ -1,6 +1,7 @@
 """Maps attention along any axes of a tensor to attention along one sequence."""
 
 import dataclasses
+import functools
 import math
 
 from keras import ops
@@ -21,6 +22,7 @@ class SequenceAxes:
     axes: tuple
 
     @classmethod
+    @functools.cache
     def of(cls, rank, axes):
         """Makes the axes of inputs of a rank; `None`: all between batch and features.
 

@@ -3,11 +3,18 @@
 import dataclasses
 
 import keras
-import numpy as np
 from keras import ops
 
+from keras_efficient_attn.distribution import sequence_parallel
 from keras_efficient_attn.layers.arguments import KeepsArguments, activation_of
 from keras_efficient_attn.layers.attention.axes import SequenceAxes
+from keras_efficient_attn.layers.attention.description import LayerDescription
+from keras_efficient_attn.layers.attention.masks import (
+    check_attention_mask,
+    merged_key_mask,
+    zero_masked,
+)
+from keras_efficient_attn.layers.attention.state import StreamingState
 from keras_efficient_attn.layers.replica_losses import ReplicaLosses
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
@@ -17,10 +24,9 @@ from keras_efficient_attn.ops.common.checks import (
     is_positive_int,
     may_agree,
 )
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.relative_positions import window_distances
 from keras_efficient_attn.ops.common.rotary import rotate_from
-from keras_efficient_attn.ops.common.state import make_state
 
 # The names that Keras' layer gives its projections.
 PROJECTIONS = ("query", "key", "gate", "value", "attention_output")
@@ -36,6 +42,7 @@ class AttentionCall:
         causal: Whether query `t` sees keys `0..t` only.
         training: Whether the call is a training call.
         state: Dict of tensors, or `None`.
+        split: The `SequenceParallel` that splits the sequence over devices, or `None`.
         scores: Whether the matrix of weights is requested.
         options: Further call arguments that the layer defines, by name.
     """
@@ -45,12 +52,17 @@ class AttentionCall:
     causal: bool = False
     training: bool = False
     state: dict | None = None
+    split: object = None
     scores: bool = False
     options: dict = dataclasses.field(default_factory=dict)
 
 
 class EfficientAttention(
-    ReplicaLosses, KeepsArguments, keras.layers.MultiHeadAttention
+    LayerDescription,
+    StreamingState,
+    ReplicaLosses,
+    KeepsArguments,
+    keras.layers.MultiHeadAttention,
 ):
     """Base class: a `MultiHeadAttention` that need not form the attention matrix.
 
@@ -140,10 +152,6 @@ class EfficientAttention(
     # Function of distances `(n,)`, an integer array, that gives a bias `(n, heads)` of
     # the logits in the window; conversion sets it where a model has such a bias.
     window_bias = None
-    # Positions that a state holds where nobody says.
-    _default_max_length = None
-    # Whether the layer accepts states of any length along their second axis.
-    _takes_any_state_length = property(lambda self: self.state_grows)
 
     def __init__(
         self,
@@ -252,157 +260,10 @@ class EfficientAttention(
         """
         raise NotImplementedError
 
-    def state_spec(self, batch_size, max_length):
-        """The tensors of the state, or `None` for a layer that does not stream.
-
-        Args:
-            batch_size: Rows in the batch.
-            max_length: Positions to hold, for a state that grows; otherwise `None`.
-
-        Returns:
-            Dict of `(shape, dtype)` for a tensor that starts as zeros, or `(shape,
-            dtype, value)` with an initial value that broadcasts to the shape; batch
-            first.
-        """
-        return None
-
-    @classmethod
-    def conversion_refusal(cls, options):
-        """Why such a layer cannot take the place of trained softmax attention, if so.
-
-        Args:
-            options: Dict of arguments of the constructor.
-        """
-        return None
-
-    @property
-    def state_grows(self):
-        """Whether the state holds every position, and needs a `max_length`."""
-        return False
-
-    @property
-    def state_dtype(self):
-        """Dtype of a state's floating-point tensors and of float32 weights."""
-        return wide_dtype(self.compute_dtype)
-
-    @property
-    def remembers_inputs(self):
-        """Whether the state holds the layer's inputs, as in Transformer-XL."""
-        return False
-
-    @property
-    def estimates_softmax(self):
-        """Whether outputs estimate softmax attention with the same weights."""
-        return False
-
-    @property
-    def can_calibrate(self):
-        """Whether `calibrate(data)` fits the layer to data without training."""
-        return False
-
-    @property
-    def calibrates_beyond_window(self):
-        """Whether `calibrate` fits to the keys beyond the `window`."""
-        return False
-
-    @property
-    def estimates_beyond_window(self):
-        """Whether keys beyond a `window` are estimated; without it, all keys are."""
-        return False
-
-    @property
-    def takes_window_bias(self):
-        """Whether the layer has a window, and adds its `window_bias` there."""
-        return False
-
-    @property
-    def shares_with_blocks(self):
-        """Whether the layer shares weights with the other layers of its stack."""
-        return False
-
-    def share_weights_with(self, other):
-        """Uses another layer's weights for those that `shares_with_blocks` refers to.
-
-        Args:
-            other: A layer of the same class and sizes. This layer must not be built.
-        """
-        raise NotImplementedError
-
     @property
     def gate_dense(self):
         """The projection of the gate, or `None` without `use_gate`."""
         return self._gate_dense if self._use_gate else None
-
-    def operations(self, length, causal):
-        """Useful operations between the projections, for one row of self-attention.
-
-        A multiplication and an addition are two operations. Counts the matrix products
-        of the definition.
-
-        Args:
-            length: Positions.
-            causal: Whether query `t` sees keys `0..t` only.
-
-        Returns:
-            Number of operations, or `None` for a layer without a count.
-        """
-        return None
-
-    def softmax_logits(self, query, key, positions, causal):
-        """The logits of the softmax attention to compare the layer with.
-
-        Args:
-            query, key: Arrays `(..., query_length, key_dim)` and `(..., key_length,
-                key_dim)` of one head, projected.
-            positions: Integers `(query_length,)`: the queries' positions.
-            causal: Whether a query sees no later keys.
-
-        Returns:
-            Array `(..., query_length, key_length)`, −inf for keys not seen.
-        """
-        logits = self._key_dim**-0.5 * query @ np.swapaxes(key, -1, -2)
-        hidden = causal & (np.arange(key.shape[-2]) > positions[:, None])
-        return np.where(hidden, -np.inf, logits)
-
-    def get_initial_state(self, batch_size, max_length=None):
-        """The state before the first position, for streaming a causal sequence.
-
-        ```python
-        state = layer.get_initial_state(batch_size)
-        for segment in segments:  # of any length, down to a single position
-            output, state = layer(
-                segment, segment, use_causal_mask=True, state=state
-            )
-        ```
-
-        gives the same outputs as one call on the whole sequence.
-
-        Args:
-            batch_size: Rows in the batch.
-            max_length: Positions that the state can hold, for layers whose
-                `state_grows`; outputs beyond them are NaN. Other layers have a state of
-                constant size and ignore it. Defaults to `None`.
-
-        Returns:
-            Flat dict of tensors, batch first. Floating-point tensors are float32 or
-            wider whatever the compute dtype, except caches of `SoftmaxAttention`.
-
-        Raises:
-            ValueError: If the layer does not stream, or if its state grows and
-                `max_length` is `None`.
-        """
-        name = type(self).__name__
-        if max_length is None:
-            max_length = self._default_max_length
-        if self.state_grows and max_length is None:
-            raise ValueError(
-                f"{name} has a state that grows with the context, and needs a "
-                "`max_length`. Received: max_length=None"
-            )
-        spec = self.state_spec(batch_size, max_length)
-        if spec is None:
-            raise ValueError(f"{name} does not stream.")
-        return make_state(spec)
 
     def build(self, query_shape, value_shape, key_shape=None):
         axes = SequenceAxes.of(len(query_shape), self._sequence_axes)
@@ -418,18 +279,18 @@ class EfficientAttention(
         )
 
     def _build_projections(self, query_shape, value_shape, key_shape):
-        self._make_projections(query_shape, value_shape, key_shape)
-        self._value_dense.activation = self.value_activation
-        if self._use_gate:
-            self._gate_dense.activation = self.gate_activation
-
-    def _make_projections(self, query_shape, value_shape, key_shape):
         if self.num_key_value_heads is None:
             # Keras derives the axis only once, while building.
             self._attention_axes = None
             super().build(query_shape, value_shape, key_shape)
-            return
-        # Build in Keras' order, with fewer heads of keys and values.
+        else:
+            self._build_grouped_projections(query_shape, value_shape, key_shape)
+        self._value_dense.activation = self.value_activation
+        if self._use_gate:
+            self._gate_dense.activation = self.gate_activation
+
+    def _build_grouped_projections(self, query_shape, value_shape, key_shape):
+        """Builds the projections in Keras' order, with fewer keys and values."""
         groups = self.num_key_value_heads
         key_shape = value_shape if key_shape is None else key_shape
         self._query_dense = self._projection_to(
@@ -496,27 +357,38 @@ class EfficientAttention(
             scores=return_attention_scores,
             options=self._call_options(inputs, state, options),
         )
-        if _any_symbolic(inputs, masks, state):
+        # `keras.tree` cannot flatten nested tuples under `torch.compile`.
+        tensors = (*inputs, *masks, *(call.state or {}).values())
+        if any(isinstance(x, keras.KerasTensor) for x in tensors):
             return self._output_spec(axes, inputs, call)
-        sequences = _as_floats(inputs, self.compute_dtype)
-        sequences, masks = _as_sequences(axes, sequences, masks)
-        call = dataclasses.replace(
-            call,
-            query_mask=None if masks[0] is None else ops.cast(masks[0], "bool"),
-            key_mask=_merged_key_mask(masks, sequences[2]),
-        )
-        self._check_call(*sequences, call)
+        if not all(keras.backend.is_float_dtype(x.dtype) for x in inputs):
+            inputs = _as_floats(inputs, self.compute_dtype)
+        if axes.rank != 3:
+            inputs, masks = _as_sequences(axes, inputs, masks)
+        if any(mask is not None for mask in masks):
+            call = dataclasses.replace(
+                call,
+                query_mask=None if masks[0] is None else ops.cast(masks[0], "bool"),
+                key_mask=merged_key_mask(masks, inputs[2]),
+            )
+        self._check_call(*inputs, call)
         if state is not None:
+            self._check_state(*inputs[:2], call)
             call = dataclasses.replace(call, state=self._as_own_state(call.state))
-        if 0 in (sequences[0].shape[1], sequences[2].shape[1]):
-            output, more = self._attend_to_nothing(*sequences, call)
+        elif sequence_parallel.ACTIVE and inputs[0].shape[1] == inputs[2].shape[1]:
+            call = dataclasses.replace(call, split=self._split_of(inputs[0], call))
+        if 0 in (inputs[0].shape[1], inputs[2].shape[1]):
+            output, more = self._attend_to_nothing(*inputs, call)
         else:
-            output, more = self._attend_inputs(*sequences, call)
-        output = axes.from_sequence(output, query)
-        if state is not None:
+            output, more = self._attend_inputs(*inputs, call)
+        if axes.rank != 3:
+            output = axes.from_sequence(output, query)
+            if return_attention_scores:
+                more = axes.scores_from_sequence(
+                    more, query, value if key is None else key
+                )
+        if state is not None or return_attention_scores:
             return output, more
-        if return_attention_scores:
-            return output, axes.scores_from_sequence(more, query, inputs[2])
         return output
 
     def compute_output_spec(self, *args, **kwargs):
@@ -529,7 +401,10 @@ class EfficientAttention(
             id(x): keras.KerasTensor(axes.sequence_shape(x.shape), dtype=x.dtype)
             for x in inputs
         }
-        self._check_call(*(sequences[id(x)] for x in inputs), call)
+        sequences = [sequences[id(x)] for x in inputs]
+        self._check_call(*sequences, call)
+        if call.state is not None:
+            self._check_state(*sequences[:2], call)
         shapes = [x.shape for x in inputs]
         output = keras.KerasTensor(
             self.compute_output_shape(*shapes), dtype=self.compute_dtype
@@ -549,9 +424,12 @@ class EfficientAttention(
         """The output for sequences, and the new state, the scores or `None`."""
         # Zero the masked positions before the projections: a NaN there would otherwise
         # reach the kernels' gradients as 0 · NaN.
-        gate_input = query = _zero_masked(query, call.query_mask)
-        value = _zero_masked(value, call.key_mask)
-        key = _zero_masked(key, call.key_mask)
+        if call.query_mask is not None:
+            query = zero_masked(query, call.query_mask)
+        if call.key_mask is not None:
+            value = zero_masked(value, call.key_mask)
+            key = zero_masked(key, call.key_mask)
+        gate_input = query
 
         query, key, value, call = self._project_inputs(query, key, value, call)
         scores = None
@@ -575,7 +453,7 @@ class EfficientAttention(
         else:
             heads = (batch, length, self._num_heads, self._value_dim)
             heads = ops.zeros(heads, self.compute_dtype)
-            query = _zero_masked(query, call.query_mask)
+            query = zero_masked(query, call.query_mask)
             output = self._project(heads, query, call.query_mask)
         if call.scores:
             shape = (batch, self._num_heads, length, shape_of(key)[1])
@@ -587,20 +465,24 @@ class EfficientAttention(
 
         A layer with further projections adds them to the call's `options`.
         """
-        query, key = self._query_and_key(query, key, call)
-        key = self._for_query_heads(key)
-        value = self._for_query_heads(self._value_dense(value))
+        query, key = self._query_dense(query), self._key_dense(key)
+        value = self._value_dense(value)
+        if self.num_key_value_heads is not None:
+            key, value = self._for_query_heads(key), self._for_query_heads(value)
         return query, key, value, call
 
-    def _query_and_key(self, query, key, call):
-        """Projected query and key, `(batch, length, heads, key_dim)`."""
-        return self._projected_query(query), self._projected_key(key)
+    def _split_of(self, query, call):
+        """The `SequenceParallel` of the current scope, or `None` for other layers.
 
-    def _projected_query(self, query):
-        return self._query_dense(query)
-
-    def _projected_key(self, key):
-        return self._key_dense(key)
+        Raises:
+            ValueError: If the devices' positions are fewer than the layer's reach.
+        """
+        reach = self.split_reach(call)
+        if reach is None:
+            return None
+        split = sequence_parallel.ACTIVE[-1]
+        split.check_window(query, reach)
+        return split
 
     def _for_query_heads(self, x):
         """Keys or values, repeated for the query heads that share them."""
@@ -671,7 +553,7 @@ class EfficientAttention(
                     "of inputs with more axes as `query_mask` and `key_mask`. "
                     f"Received: query.shape={tuple(query.shape)}"
                 )
-            self._check_attention_mask(tuple(masks[3].shape), key.shape)
+            check_attention_mask(type(self).__name__, tuple(masks[3].shape), key.shape)
         if state is not None and axes.batch_axes:
             raise ValueError(
                 "`state` needs inputs whose axes between batch and features are all "
@@ -696,87 +578,7 @@ class EfficientAttention(
         return {}
 
     def _check_call(self, query, value, key, call):
-        """Raises for unsupported calls, eager and symbolic."""
-        if call.state is not None:
-            self._check_state(query, value, call)
-
-    def _check_attention_mask(self, shape, key_shape):
-        # (T, S), (B, T, S) or (B, H, T, S): all but the batch and S must be 1.
-        if len(shape) in (2, 3, 4) and set(shape[-2:-1] + shape[1:-2]) == {1}:
-            received = (*(shape[:1] if len(shape) > 2 else (1,)), shape[-1])
-            shared = (1, key_shape[1])
-            if any(may_agree(received, keys) for keys in (key_shape[:2], shared)):
-                return
-            raise ValueError(
-                "`attention_mask` must have the keys' batch size, or 1, and their "
-                f"length. Received: attention_mask.shape={shape}, "
-                f"key.shape={tuple(key_shape)}"
-            )
-        raise ValueError(
-            f"{type(self).__name__} never forms the matrix of queries by keys, "
-            "and so cannot apply an `attention_mask` that differs between "
-            "queries. Pass a mask over keys as `key_mask` (batch, key_length), "
-            "or as `attention_mask` of shape (batch, 1, key_length); a mask over "
-            "queries as `query_mask` (batch, query_length); and "
-            "`use_causal_mask=True` for causality. Received: "
-            f"attention_mask.shape={shape}"
-        )
-
-    def _check_state(self, query, value, call):
-        if not call.causal:
-            raise ValueError(
-                "`state` holds the past, and needs `use_causal_mask=True`. Received: "
-                "use_causal_mask=False"
-            )
-        if call.scores:
-            raise ValueError(
-                "`return_attention_scores=True` and `state` exclude each other: the "
-                "keys of earlier segments are not kept. Received both."
-            )
-        if not may_agree(query.shape[1:2], value.shape[1:2]):
-            raise ValueError(
-                "With `state`, `query` and `value` must have the same length. "
-                f"Received: query.shape={tuple(query.shape)}, "
-                f"value.shape={tuple(value.shape)}"
-            )
-        state, spec = call.state, self.state_spec(1, 1)
-        names = sorted(spec or ())
-        if not isinstance(state, dict) or sorted(state) != names:
-            received = sorted(state) if isinstance(state, dict) else type(state)
-            raise ValueError(
-                "`state` must be the dict that `get_initial_state` or the previous "
-                f"call returned, with the keys {names}. Received: {received}"
-            )
-        for name, tensor in state.items():
-            # Keras' export first traces a model with floats for all of its inputs.
-            if _kind_of(tensor.dtype) not in ("floats", _kind_of(spec[name][1])):
-                raise ValueError(
-                    "`state` must hold the kind of numbers that `get_initial_state` "
-                    f"makes. Received: state[{name!r}].dtype="
-                    f"{keras.backend.standardize_dtype(tensor.dtype)}, instead of "
-                    f"{spec[name][1]}"
-                )
-            if not may_agree(tensor.shape[:1], query.shape[:1]):
-                raise ValueError(
-                    "`state` must have the batch size of `query`. Received: "
-                    f"state[{name!r}].shape={tuple(tensor.shape)}, "
-                    f"query.shape={tuple(query.shape)}"
-                )
-            first = 2 if self._takes_any_state_length else 1
-            expected = tuple(spec[name][0])
-            if len(tensor.shape) != len(expected) or not may_agree(
-                tensor.shape[first:], expected[first:]
-            ):
-                raise ValueError(
-                    "`state` must be one of this layer, or of a layer with the same "
-                    f"options. Received: state[{name!r}].shape="
-                    f"{tuple(tensor.shape)}, instead of {('batch', *expected[1:])}"
-                )
-
-    def _as_own_state(self, state):
-        """A state in the dtypes of this layer's own states."""
-        spec = self.state_spec(1, 1)
-        return {name: ops.cast(tensor, spec[name][1]) for name, tensor in state.items()}
+        """Raises for calls that the layer does not support, eager and symbolic."""
 
     def set_weights(self, weights):
         """Sets all weights, or only the projections, from a `MultiHeadAttention`.
@@ -815,27 +617,11 @@ class EfficientAttention(
         return config
 
 
-def _kind_of(dtype):
-    """`"floats"`, `"integers"` or `"booleans"`."""
-    dtype = keras.backend.standardize_dtype(dtype)
-    if keras.backend.is_float_dtype(dtype):
-        return "floats"
-    return "integers" if keras.backend.is_int_dtype(dtype) else "booleans"
-
-
-def _any_symbolic(inputs, masks, state):
-    # `keras.tree` cannot flatten nested tuples under `torch.compile`.
-    tensors = (*inputs, *masks, *(state.values() if isinstance(state, dict) else ()))
-    return any(isinstance(x, keras.KerasTensor) for x in tensors)
-
-
 def _as_floats(inputs, dtype):
     """Inputs with integers cast to a dtype, and identical tensors kept identical.
 
     Keras' projections on PyTorch do not multiply integers with their weights.
     """
-    if all(keras.backend.is_float_dtype(x.dtype) for x in inputs):
-        return inputs
     cast = {
         id(x): x if keras.backend.is_float_dtype(x.dtype) else ops.cast(x, dtype)
         for x in inputs
@@ -845,38 +631,8 @@ def _as_floats(inputs, dtype):
 
 def _as_sequences(axes, inputs, masks):
     """Inputs as sequences, with identical tensors kept identical, and their masks."""
-    if axes.is_sequence:
-        return inputs, masks
     query, value, key = inputs
     flat_value = axes.to_sequence(value)
     flat_key = flat_value if key is value else axes.to_sequence(key)
     flat_query = flat_value if query is value else axes.to_sequence(query)
     return (flat_query, flat_value, flat_key), tuple(map(axes.mask_to_sequence, masks))
-
-
-def _merged_key_mask(masks, key):
-    """The key masks combined, boolean `(batch, key_length)`, or `None`."""
-    _, value_mask, key_mask, attention_mask = masks
-    if attention_mask is not None:
-        attention_mask = _key_mask_of(attention_mask, key)
-    merged = None
-    for mask in (key_mask, value_mask, attention_mask):
-        if mask is not None:
-            mask = ops.cast(mask, "bool")
-            merged = mask if merged is None else ops.logical_and(merged, mask)
-    return merged
-
-
-def _zero_masked(x, mask):
-    """`x` with zeros where the `(batch, length)` mask is `False`."""
-    if mask is None:
-        return x
-    return ops.where(mask[..., None], x, ops.zeros_like(x))
-
-
-def _key_mask_of(attention_mask, key):
-    """The `(batch, key_length)` mask that a dense mask repeats for every query."""
-    batch, length = shape_of(key)[:2]
-    rows = 1 if len(attention_mask.shape) == 2 else shape_of(attention_mask)[0]
-    mask = ops.reshape(ops.cast(attention_mask, "bool"), (rows, length))
-    return ops.broadcast_to(mask, (batch, length))

@@ -5,7 +5,6 @@ them, checks its arguments, and declares the weights that it reads.
 """
 
 import dataclasses
-import functools
 import random
 
 import keras
@@ -115,17 +114,6 @@ def get(identifier, **options):
                 f"{type(made).__name__} with {field.name}={value!r}"
             ) from error
     return made
-
-
-# Bounded: users may create maps.
-@functools.lru_cache(256)
-def feature_functions(feature_map):
-    """`(query_features, key_features, entrywise)`: the same objects for equal maps."""
-    return (
-        feature_map.query_features,
-        feature_map.key_features,
-        feature_map.entrywise,
-    )
 
 
 @dataclasses.dataclass(frozen=True)

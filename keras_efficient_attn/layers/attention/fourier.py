@@ -20,7 +20,7 @@ from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.fourier.config import FourierConfig
 from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_state_spec,
-    mapped_linear_attention,
+    linear_attention_with_feature_maps,
 )
 from keras_efficient_attn.ops.linear_attention.feature_maps import (
     MAX_POLYNOMIAL_FEATURES,
@@ -229,7 +229,7 @@ class FourierAttention(EfficientAttention):
         return heads, state
 
     def _attend_linear(self, query, key, value, radius, call):
-        (heads,), state = mapped_linear_attention(
+        (heads,), state = linear_attention_with_feature_maps(
             query * radius,
             key * radius,
             value,

@@ -1,20 +1,22 @@
 """LocalAttention: near keys only, in a sequence or an image."""
 
 import dataclasses
+import functools
 
 import keras
 
-from keras_efficient_attn.distribution.sequence_parallel import active_split
 from keras_efficient_attn.layers.attention.axes import SequenceAxes
 from keras_efficient_attn.layers.attention.patterns import PatternAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
-from keras_efficient_attn.ops.local_attention.api import (
-    local_attention,
-)
+from keras_efficient_attn.ops.local_attention.api import attend_near_keys
 from keras_efficient_attn.ops.local_attention.config import LocalConfig
 from keras_efficient_attn.ops.local_attention.grid import GridOrder
 from keras_efficient_attn.ops.local_attention.pairs import local_pairs
+
+# Checked once: equal patterns are one object.
+_local_config = functools.lru_cache(256)(LocalConfig)
 
 
 @register_attention("local")
@@ -136,20 +138,29 @@ class LocalAttention(PatternAttention):
         per_pair = 2 * self._num_heads * (self._key_dim + self._value_dim)
         return None if pairs is None else per_pair * pairs
 
-    def attend_to_pattern(self, query, key, value, **arguments):
-        window = self._config().window
-        window_bias = self._bias_of_window(window, arguments["causal"], query.dtype)
-        if window_bias is not None:
-            arguments["window_bias"] = window_bias
-        elif window is not None and "dropout" not in arguments:
-            split = active_split(query, key, arguments["state"], window - 1)
-            if split is not None:
-                names = ("causal", "key_mask")
-                options = {name: arguments[name] for name in names}
-                return split.local_attention(
-                    query, key, value, window=window, **options
-                )
-        return local_attention(query, key, value, **self.pattern_arguments, **arguments)
+    def split_reach(self, call):
+        drops = call.training and self._dropout > 0.0
+        exact = self.query_block is None and self.window_bias is None
+        if drops or not exact:
+            return None
+        return self._config().window - 1
+
+    def attend_to_pattern(self, softmax, call):
+        config, window_bias = self._config(), None
+        if call.split is not None:
+            query, key, value, key_mask = softmax.inputs
+            return call.split.local_attention(
+                query,
+                key,
+                value,
+                window=config.window,
+                causal=call.causal,
+                key_mask=key_mask,
+            )
+        if self.window_bias is not None and self.takes_window_bias:
+            dtype = accumulator_dtype(*softmax.inputs[:3])
+            window_bias = self._bias_of_window(config.window, call.causal, dtype)
+        return attend_near_keys(softmax, config, window_bias)
 
     def _axes_of(self, rank):
         if self._is_grid and rank == 4 and self._sequence_axes is None:
@@ -163,7 +174,7 @@ class LocalAttention(PatternAttention):
         return super()._check_inputs(inputs, masks, state)
 
     def _config(self):
-        return LocalConfig(
+        return _local_config(
             self.window, self.query_block, self.memory, self.grid, self.order
         )
 

@@ -2,6 +2,7 @@
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.ops.common.checks import check_rotary_wavelength
+from keras_efficient_attn.ops.common.inputs import SoftmaxCall, SoftmaxOptions
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.weight_dropout import dropout_seed
 
@@ -29,28 +30,30 @@ class PatternAttention(EfficientAttention):
         self.keep(dict(rotary_wavelength=rotary_wavelength))
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
 
-    def attend_to_pattern(self, query, key, value, **arguments):
-        """The heads, and the new state or `None`.
+    def attend_to_pattern(self, softmax, call):
+        """Computes attention over the layer's pattern. Subclasses implement this.
 
         Args:
-            query, key, value: `(batch, length, heads, dim)`, rotated, not scaled.
-            **arguments: `causal`, `key_mask`, `state` and `dropout` as for
-                `ops.local_attention`, and the subclass's own arguments.
+            softmax: `SoftmaxCall`, with queries and keys rotated, not scaled.
+            call: `AttentionCall`.
+
+        Returns:
+            The heads; with a state, the pair of the heads and the new state.
         """
         raise NotImplementedError
 
     def attend(self, query, key, value, call):
-        state = call.state
-        start = None if state is None else state["position"]
-        query, key = self._rotate(query, start), self._rotate(key, start)
-        arguments = dict(
-            causal=call.causal, key_mask=call.key_mask, state=state, **call.options
-        )
+        state, rate, seed = call.state, 0.0, None
+        if self.rotary_wavelength is not None:
+            start = None if state is None else state["position"]
+            query, key = self._rotate(query, start), self._rotate(key, start)
         if call.training and self._dropout > 0.0:
             generator = self._dropout_layer.seed_generator
-            arguments["dropout"] = (
+            rate, seed = (
                 self._dropout,
                 dropout_seed(generator, accumulator_dtype(query)),
             )
-        output = self.attend_to_pattern(query, key, value, **arguments)
+        options = SoftmaxOptions(call.causal, self._key_dim**-0.5, rate)
+        inputs = query, key, value, call.key_mask
+        output = self.attend_to_pattern(SoftmaxCall(inputs, options, state, seed), call)
         return (output, None) if state is None else output

@@ -342,7 +342,7 @@ class ReformerLSHAttention(EfficientAttention):
             ops.ones(shape, accumulator_dtype(query)), training=True
         )
 
-    def _query_and_key(self, query, key, call):
+    def _project_inputs(self, query, key, value, call):
         query_mask, key_mask = call.query_mask, call.key_mask
         # Where query or key is hidden, read the other. A position hidden as a key is in
         # no chunk.
@@ -351,7 +351,7 @@ class ReformerLSHAttention(EfficientAttention):
         if key_mask is not None:
             query = ops.where(key_mask[..., None], query, ops.zeros_like(query))
         shared = self._query_dense(query)
-        return shared, shared
+        return shared, shared, self._value_dense(value), call
 
     def set_weights(self, weights):
         """Sets all weights; or the projections alone, from a `MultiHeadAttention`.
@@ -375,7 +375,6 @@ class ReformerLSHAttention(EfficientAttention):
     def _check_call(self, query, value, key, call):
         if call.state is not None:
             self._check_streams()
-        super()._check_call(query, value, key, call)
         lengths = query.shape[1], value.shape[1]
         if None not in lengths and len(set(lengths)) > 1:
             raise ValueError(

@@ -1,17 +1,21 @@
 """SparseAttention: the factorised patterns of Sparse Transformers."""
 
+import functools
+
 import keras
 
 from keras_efficient_attn.layers.attention.patterns import PatternAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.sparse_attention.api import (
-    sparse_attention,
+    FORMS,
     sparse_attention_spec,
 )
 from keras_efficient_attn.ops.sparse_attention.config import SparseConfig
 from keras_efficient_attn.ops.sparse_attention.pairs import sparse_pairs
 
 STRIDE = 128
+# Checked once: equal patterns are one object.
+_sparse_config = functools.lru_cache(256)(SparseConfig)
 
 
 @register_attention("sparse")
@@ -99,7 +103,7 @@ class SparseAttention(PatternAttention):
         super().__init__(*args, **kwargs)
         self.keep(locals())
         # The pattern checks its own arguments.
-        self._config()
+        SparseConfig(**self.pattern_arguments, num_heads=self._num_heads)
 
     @property
     def pattern_arguments(self):
@@ -130,10 +134,8 @@ class SparseAttention(PatternAttention):
         pairs = sparse_pairs(length, causal, self._config())
         return 2 * (self._key_dim + self._value_dim) * pairs
 
-    def attend_to_pattern(self, query, key, value, **arguments):
-        return sparse_attention(
-            query, key, value, **self.pattern_arguments, **arguments
-        )
+    def attend_to_pattern(self, softmax, call):
+        return softmax.attend(self._config(), FORMS)
 
     def _config(self):
-        return SparseConfig(**self.pattern_arguments, num_heads=self._num_heads)
+        return _sparse_config(**self.pattern_arguments, num_heads=self._num_heads)

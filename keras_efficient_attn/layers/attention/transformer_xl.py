@@ -355,7 +355,6 @@ class RelativePositionXL(EfficientAttention):
         return tuple(normed[id(x)] for x in (query, value, key))
 
     def _check_call(self, query, value, key, call):
-        super()._check_call(query, value, key, call)
         if call.state is not None and key is not value:
             raise ValueError(
                 "The memory is of one sequence: with `state`, `key` must not be given, "

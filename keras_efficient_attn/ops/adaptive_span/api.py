@@ -8,6 +8,9 @@ from keras_efficient_attn.ops.common.inputs import SoftmaxCall
 from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
 from keras_efficient_attn.ops.common.state import check_state, make_state
 
+# The forms of `SoftmaxCall.attend`.
+FORMS = attend_in_bands, attend_next, reference_attention
+
 
 def adaptive_span_attention(
     query,
@@ -90,7 +93,7 @@ def adaptive_span_attention(
         - [Sukhbaatar et al., 2019](https://arxiv.org/abs/1905.07799)
     """
     inputs = query, key, value, key_mask
-    call = SoftmaxCall(inputs, causal, scale, state, dropout, implementation)
+    call = SoftmaxCall.checked(inputs, causal, scale, state, dropout, implementation)
     config = SpanConfig(window, ramp, include_self, kernels=implementation is None)
     _check_operands(query, spans, position_key, window)
     sizes = (*key.shape[2:], value.shape[-1])
@@ -98,8 +101,7 @@ def adaptive_span_attention(
         check_state(state, recent_keys_spec(None, None, *sizes, None))
     if position_key is not None:
         position_key = position_key[:window]
-    forms = attend_in_bands, attend_next, reference_attention
-    return call.attend(config, forms, spans, position_key)
+    return call.attend(config, FORMS, spans, position_key)
 
 
 def adaptive_span_state(

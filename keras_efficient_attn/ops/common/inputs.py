@@ -39,50 +39,50 @@ class SoftmaxOptions:
 class SoftmaxCall:
     """The common arguments of all pattern attention operations.
 
-    Attributes:
-        inputs: `(query, key, value, key_mask)`.
-        causal: Whether query `t` sees keys `0..t` only.
-        scale: Factor of the dot products, or `None` for `1 / √dim`.
-        state: State or `None`.
-        dropout: `(rate, seed)` of dropout on the normalised weights, or `None`.
-        implementation: Name or `None`.
-        kernels: Names of the kernels that may compute the operation.
+    Layers, which check their own arguments, make it directly; operations by `checked`.
 
-    Raises:
-        ValueError: For inconsistent arguments.
+    Attributes:
+        inputs: `(query, key, value, key_mask)`, tensors; the last may be `None`.
+        options: `SoftmaxOptions`.
+        state: State or `None`.
+        seed: Seed of the dropout, or `None`.
+        implementation: Name or `None`.
     """
 
     inputs: tuple
-    causal: bool
-    scale: float | None
-    state: dict | None
-    dropout: tuple | None
-    implementation: str | None
-    kernels: tuple = ()
+    options: SoftmaxOptions
+    state: dict | None = None
+    seed: object = None
+    implementation: str | None = None
 
-    def __post_init__(self):
-        query, key, _, _ = self.inputs
-        check_heads(*self.inputs)
-        check_dropout(self.dropout)
-        refused = dict(state=self.state, dropout=self.dropout)
-        check_implementation(self.implementation, "blocks", *self.kernels, **refused)
-        check_streaming(query, key, self.causal, self.state)
-        tensors = [x if x is None else ops.convert_to_tensor(x) for x in self.inputs]
-        object.__setattr__(self, "inputs", tuple(tensors))
+    @classmethod
+    def checked(cls, inputs, causal, scale, state, dropout, implementation, kernels=()):
+        """Makes the call from the arguments of an operation.
 
-    @property
-    def options(self):
-        """The `SoftmaxOptions`."""
-        scale = self.scale
+        Args:
+            inputs: `(query, key, value, key_mask)`.
+            causal: Whether query `t` sees keys `0..t` only.
+            scale: Factor of the dot products, or `None` for `1 / √dim`.
+            state: State or `None`.
+            dropout: `(rate, seed)` of dropout on the normalised weights, or `None`.
+            implementation: Name or `None`.
+            kernels: Names of the kernels that may compute the operation.
+
+        Raises:
+            ValueError: For inconsistent arguments.
+        """
+        query, key, _, _ = inputs
+        check_heads(*inputs)
+        check_dropout(dropout)
+        refused = dict(state=state, dropout=dropout)
+        check_implementation(implementation, "blocks", *kernels, **refused)
+        check_streaming(query, key, causal, state)
+        inputs = tuple(x if x is None else ops.convert_to_tensor(x) for x in inputs)
         if scale is None:
-            scale = self.inputs[0].shape[-1] ** -0.5
-        rate = 0.0 if self.dropout is None else self.dropout[0]
-        return SoftmaxOptions(bool(self.causal), scale, rate)
-
-    @property
-    def seed(self):
-        """The seed of the dropout, or `None`."""
-        return None if self.dropout is None else self.dropout[1]
+            scale = inputs[0].shape[-1] ** -0.5
+        rate, seed = (0.0, None) if dropout is None else dropout
+        options = SoftmaxOptions(bool(causal), scale, rate)
+        return cls(inputs, options, state, seed, implementation)
 
     def attend(self, config, forms, *operands):
         """The output in the dtype of the values; with a state, `(output, state)`.
@@ -126,10 +126,10 @@ def hide_masked(keys, key_mask):
 def masked_inputs(query, key, value, key_mask):
     """Query, key, value and key mask, in the accumulator's dtype."""
     dtype = accumulator_dtype(query, key, value)
-    key, value = hide_masked(key, key_mask), hide_masked(value, key_mask)
     if key_mask is None:
         valid = ops.ones(shape_of(key)[:2], dtype)
     else:
+        key, value = hide_masked(key, key_mask), hide_masked(value, key_mask)
         valid = ops.cast(key_mask, dtype)
     query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
     return query, key, value, valid
@@ -138,6 +138,8 @@ def masked_inputs(query, key, value, key_mask):
 def pad_to_common_length(query, key, value, valid):
     """Pads all to the longest length with zeros and masked keys."""
     lengths = shape_of(query)[1], shape_of(key)[1]
+    if isinstance(lengths[0], int) and lengths[0] == lengths[1]:
+        return query, key, value, valid
     if all(isinstance(length, int) for length in lengths):
         length = max(lengths)
     elif backend_name() == "jax":

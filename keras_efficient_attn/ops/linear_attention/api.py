@@ -165,11 +165,11 @@ def linear_attention(
     tensors = query_features, key_features, value
     options = dict(key_mask=key_mask, state=state)
     if is_gated:
-        output, new_state = gated.mapped_gated_attention(
+        output, new_state = gated.gated_attention_with_feature_maps(
             *tensors, rates, config, **options
         )
     else:
-        (output,), new_state = mapped_linear_attention(
+        (output,), new_state = linear_attention_with_feature_maps(
             *tensors, config, key_log_weight=key_log_weight, **options
         )
     output = ops.cast(output, value.dtype)
@@ -177,7 +177,7 @@ def linear_attention(
 
 
 @jit_on_jax("config")
-def mapped_linear_attention(
+def linear_attention_with_feature_maps(
     query,
     key,
     value,

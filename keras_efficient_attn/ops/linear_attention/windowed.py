@@ -14,7 +14,9 @@ from keras_efficient_attn.ops.common.masks import SlidingWindow
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
 from keras_efficient_attn.ops.common.recent_keys import append_segment
 from keras_efficient_attn.ops.common.relative_positions import bias_products
-from keras_efficient_attn.ops.linear_attention.api import mapped_linear_attention
+from keras_efficient_attn.ops.linear_attention.api import (
+    linear_attention_with_feature_maps,
+)
 from keras_efficient_attn.ops.linear_attention.recurrent import attend_to_all
 
 STATE_NAMES = ("window_key", "window_value", "window_mask")
@@ -47,7 +49,7 @@ def windowed_linear_attention(
         config: `LinearAttentionConfig` with a `window`: a query sees itself and
             `window - 1` earlier keys exactly and, if not causal, as many later ones;
             `output` is `"normalized"` or `"sum"`.
-        map_weights, key_mask: As for `mapped_linear_attention`.
+        map_weights, key_mask: As for `linear_attention_with_feature_maps`.
         state: Optional state; needs `causal`. The linear state of the far keys, and
             the last `window` keys in `"window_key"`, `"window_value"` and
             `"window_mask"`.
@@ -75,7 +77,7 @@ def windowed_linear_attention(
 
     def far(query, delayed, state):
         key, value, valid = delayed
-        return mapped_linear_attention(
+        return linear_attention_with_feature_maps(
             query,
             key,
             value,

@@ -112,7 +112,7 @@ def local_attention(
     """
     config = LocalConfig(window, query_block, memory, grid, order)
     inputs = query, key, value, key_mask
-    call = SoftmaxCall(
+    call = SoftmaxCall.checked(
         inputs, causal, scale, state, dropout, implementation, tuple(KERNELS)
     )
     for name, tensor in (("query", query), ("key", key)):
@@ -122,11 +122,23 @@ def local_attention(
         check_state(
             state, _state_spec(config, None, *key.shape[2:], value.shape[-1], None)
         )
-    forms = [attend_in_blocks, attend_next, reference_attention, attend_by_kernel]
     if window_bias is not None:
         _check_window_bias(window_bias, query, config, call)
-        forms.pop()
         window_bias = ops.cast(window_bias, accumulator_dtype(query, key, value))
+    return attend_near_keys(call, config, window_bias)
+
+
+def attend_near_keys(call, config, window_bias=None):
+    """`local_attention` with arguments that are checked.
+
+    Args:
+        call: `SoftmaxCall`.
+        config: `LocalConfig`.
+        window_bias: As for `local_attention`, in the accumulator's dtype.
+    """
+    forms = attend_in_blocks, attend_next, reference_attention
+    if window_bias is None:
+        forms = *forms, attend_by_kernel
     return call.attend(config, forms, window_bias)
 
 
@@ -159,7 +171,7 @@ def local_attention_state(
 def _check_window_bias(window_bias, query, config, call):
     distances = None
     if config.window is not None:
-        distances = config.window if call.causal else 2 * config.window - 1
+        distances = config.window if call.options.causal else 2 * config.window - 1
     if tuple(window_bias.shape) != (distances, query.shape[2]):
         raise ValueError(
             "`window_bias` needs a `window`, and a row of heads for each distance in "

@@ -88,7 +88,7 @@ def relative_attention(
         - [Dai et al., 2019](https://arxiv.org/abs/1901.02860)
     """
     inputs = query, key, value, key_mask
-    call = SoftmaxCall(inputs, causal, scale, None, dropout, implementation)
+    call = SoftmaxCall.checked(inputs, causal, scale, None, dropout, implementation)
     config, options = RelativeConfig(offset, window), call.options
     biases = content_bias, position_bias
     _check_operands(query, key, position_key, biases, config, options)

@@ -14,6 +14,9 @@ from keras_efficient_attn.ops.sparse_attention.reference import (
     visible_keys,
 )
 
+# The forms of `SoftmaxCall.attend`.
+FORMS = attend_in_blocks, attend_next, reference_attention, attend_by_kernel
+
 
 def sparse_attention(
     query,
@@ -102,7 +105,7 @@ def sparse_attention(
         - [Child et al., 2019](https://arxiv.org/abs/1904.10509)
     """
     inputs = query, key, value, key_mask
-    call = SoftmaxCall(
+    call = SoftmaxCall.checked(
         inputs, causal, scale, state, dropout, implementation, tuple(KERNELS)
     )
     config = SparseConfig(pattern, stride, summary, heads, query.shape[2])
@@ -110,8 +113,7 @@ def sparse_attention(
         room = config.capacity(state["far_key"]) if "far_key" in state else 1
         sizes = (room, key.shape[-1], value.shape[-1])
         check_state(state, sparse_attention_spec(config, None, *sizes, None))
-    forms = attend_in_blocks, attend_next, reference_attention, attend_by_kernel
-    return call.attend(config, forms)
+    return call.attend(config, FORMS)
 
 
 def sparse_attention_state(

@@ -41,8 +41,8 @@ def test_queries_and_keys_are_fitted_as_the_model_rotates_them():
     new = families.kernels(efficient)[0]
     x = np.random.default_rng(0).normal(size=(2, 6, 16)).astype("float32")
     for project, dense in (
-        (new._projected_query, old._query_dense),
-        (new._projected_key, old._key_dense),
+        (new._query_dense, old._query_dense),
+        (new._key_dense, old._key_dense),
     ):
         expected = ops.convert_to_numpy(old.rotary_embedding_layer(dense(x)))
         assert np.max(abs(expected - ops.convert_to_numpy(dense(x)))) > 0.1

@@ -1,6 +1,7 @@
 """AdaptiveSpan: attention with a learned span per head."""
 
 import dataclasses
+import functools
 import math
 
 import keras
@@ -8,8 +9,8 @@ from keras import ops
 
 from keras_efficient_attn.layers.attention.patterns import PatternAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
-from keras_efficient_attn.ops.adaptive_span.api import adaptive_span_attention
-from keras_efficient_attn.ops.adaptive_span.config import RAMP
+from keras_efficient_attn.ops.adaptive_span.api import FORMS
+from keras_efficient_attn.ops.adaptive_span.config import RAMP, SpanConfig
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
@@ -27,6 +28,8 @@ from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
 from keras_efficient_attn.ops.reversible.replay import is_replay
 
 MAX_SPAN = 1024
+# Checked once: equal windows are one object.
+_span_config = functools.lru_cache(256)(SpanConfig)
 # The paper's small model, with the same maximal span.
 PENALTY = 2e-6
 # A trimmed window is a multiple of this and has this many spare keys.
@@ -248,21 +251,13 @@ class AdaptiveSpan(PatternAttention):
             other._make_position_keys()
         self._position_keys = other._position_keys
 
-    def attend_to_pattern(self, query, key, value, spans, **arguments):
+    def attend_to_pattern(self, softmax, call):
         position_key = None
         if self._position_keys is not None:
             position_key = ops.convert_to_tensor(self._position_keys.table)
-        return adaptive_span_attention(
-            query,
-            key,
-            value,
-            spans,
-            window=self.window,
-            ramp=self.ramp,
-            include_self=self.include_self,
-            position_key=position_key,
-            **arguments,
-        )
+            position_key = position_key[: self.window]
+        config = _span_config(self.window, self.ramp, self.include_self)
+        return softmax.attend(config, FORMS, call.options["spans"], position_key)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
         """Runs `call` without rematerialising, which would add the penalty twice.

@@ -1,10 +1,12 @@
 """LinearAttention: attention through a feature map, in linear time."""
 
+import functools
+
 import keras
 from keras import ops
 
 from keras_efficient_attn.distribution import linear as split_linear
-from keras_efficient_attn.distribution.sequence_parallel import active_split
+from keras_efficient_attn.distribution.sequence_parallel import check_split_is_causal
 from keras_efficient_attn.layers.attention import feature_maps
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
@@ -26,7 +28,7 @@ from keras_efficient_attn.ops.common.numerics import (
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_state_spec,
-    mapped_linear_attention,
+    linear_attention_with_feature_maps,
 )
 from keras_efficient_attn.ops.linear_attention.windowed import (
     windowed_linear_attention,
@@ -159,6 +161,9 @@ class LinearAttention(EfficientAttention):
         # Kept as given, for `get_config`.
         self._feature_map_identifier = feature_map
         self._feature_dim = self.feature_map.feature_dim(self._key_dim)
+        self._scale = self.temperature**-0.5
+        if self.feature_map.estimates_softmax:
+            self._scale *= self._key_dim**-0.25
 
     def _check_window(self):
         check_positive_int("window", self.window, optional=True)
@@ -254,34 +259,36 @@ class LinearAttention(EfficientAttention):
         key = self._prepare(key, dtype, position)
         query, key, map_weights = self._map_inputs(query, key, call)
         options = dict(map_weights=map_weights, key_mask=call.key_mask, state=state)
-        heads, state = self._attend_mapped((query, key, value), call, **options)
+        heads, state = self._attend_features((query, key, value), call, **options)
         if position is not None:
             state["position"] = position + shape_of(query)[1]
         if self._dropout > 0.0:
             heads = self._dropout_layer(heads, training=call.training)
         return heads, state
 
-    def _attend_mapped(self, tensors, call, **options):
+    def split_reach(self, call):
+        if self.window is None:
+            return 0
+        check_split_is_causal(call.causal)
+        return self.window
+
+    def _attend_features(self, tensors, call, **options):
         """Runs the operation on prepared queries and keys, and values."""
         config, windowed = self._config(call.causal), self.window is not None
-        split = active_split(
-            *tensors[:2],
-            options["state"],
-            self.window,
-            needs_causal=windowed and not call.causal,
-        )
-        if split is not None:
+        if call.split is not None:
             attend, whole = split_linear.linear_attention, options["map_weights"]
             if windowed:
                 attend = split_linear.windowed_attention
                 whole = whole, self._window_bias(call.causal, tensors[0].dtype)
             split_tensors = *tensors, options["key_mask"], None
-            return split.run(attend, split_tensors, whole, config), None
+            return call.split.run(attend, split_tensors, whole, config), None
         if windowed:
             dtype = tensors[0].dtype
             options["window_bias"] = self._window_bias(call.causal, dtype)
             return windowed_linear_attention(*tensors, config, **options)
-        (heads,), state = mapped_linear_attention(*tensors, config, **options)
+        (heads,), state = linear_attention_with_feature_maps(
+            *tensors, config, **options
+        )
         return heads, state
 
     def _window_bias(self, causal, dtype):
@@ -297,11 +304,9 @@ class LinearAttention(EfficientAttention):
         x = ops.cast(x, dtype)
         if self.qk_norm:
             x = rms_normalize(x)
-        x = self._rotate(x, position)
-        scale = self.temperature**-0.5
-        if self.feature_map.estimates_softmax:
-            scale *= self._key_dim**-0.25
-        return x if scale == 1.0 else x * scale
+        if self.rotary_wavelength is not None:
+            x = self._rotate(x, position)
+        return x if self._scale == 1.0 else x * self._scale
 
     def _map_inputs(self, query, key, call):
         """Queries and keys as the feature map's input, and the tensors it reads."""
@@ -315,21 +320,16 @@ class LinearAttention(EfficientAttention):
         )
 
     def _config(self, causal):
-        query_map, key_map, entrywise = feature_maps.feature_functions(self.feature_map)
-        return LinearAttentionConfig(
-            query_map,
-            key_map,
+        return _make_config(
+            self.feature_map,
             self._feature_dim,
-            causal=causal,
-            chunk_size=self.chunk_size,
-            output="normalized" if self.normalize else "sum",
-            window=self.window,
-            rowwise_maps=self.feature_map.rowwise,
-            entrywise=entrywise,
+            causal,
+            self.chunk_size,
+            self.normalize,
+            self.window,
         )
 
     def _check_call(self, query, value, key, call):
-        super()._check_call(query, value, key, call)
         if call.causal and not self.feature_map.causal:
             raise ValueError(
                 f"feature_map={self.feature_map.name!r} reads the whole sequence and "
@@ -361,3 +361,19 @@ class LinearAttention(EfficientAttention):
                 config["feature_map"]
             )
         return super().from_config(config)
+
+
+# Bounded: users may create maps. Equal configurations are one object for a compiler.
+@functools.lru_cache(256)
+def _make_config(feature_map, feature_dim, causal, chunk_size, normalize, window):
+    return LinearAttentionConfig(
+        feature_map.query_features,
+        feature_map.key_features,
+        feature_dim,
+        causal=causal,
+        chunk_size=chunk_size,
+        output="normalized" if normalize else "sum",
+        window=window,
+        rowwise_maps=feature_map.rowwise,
+        entrywise=feature_map.entrywise,
+    )

@@ -208,8 +208,8 @@ class PerformerAttention(LinearAttention):
             )
         moments = FarMoments(self.window, use_causal_mask)
         for (queries, query_mask), (keys, key_mask) in paired_batches(query, data):
-            query = self._projected_query(ops.convert_to_tensor(queries))
-            key = self._projected_key(ops.convert_to_tensor(keys))
+            query = self._query_dense(ops.convert_to_tensor(queries))
+            key = self._key_dense(ops.convert_to_tensor(keys))
             query = self._prepare(query, accumulator_dtype(query), None)
             key = self._prepare(self._for_query_heads(key), query.dtype, None)
             query, key = ops.convert_to_numpy(query), ops.convert_to_numpy(key)

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.distribution.sequence_parallel import active_split
+from keras_efficient_attn.distribution.sequence_parallel import check_split_is_causal
 from keras_efficient_attn.distribution.windows import (
     vq_attention as split_vq_attention,
 )
@@ -345,6 +345,10 @@ class VQAttention(EfficientAttention):
             spec["position"] = ((batch_size,), "int32")
         return spec
 
+    def split_reach(self, call):
+        check_split_is_causal(call.causal)
+        return self.window or 0
+
     def attend(self, query, key, value, call):
         state, key_mask = call.state, call.key_mask
         dtype, start = accumulator_dtype(query, key, value), None
@@ -383,17 +387,14 @@ class VQAttention(EfficientAttention):
             # Only expansions read single coordinates; products are the same in all.
             query, mapped, codebook = self._coordinates.map(query, key, codes)
             keys, book = keys._replace(key=mapped), Codebook(codebook)
-        split = active_split(
-            query, key, state, self.window, needs_causal=not call.causal
-        )
-        if split is None:
+        if call.split is None:
             heads, new_state = attend_to_keys_and_codes(
                 query, keys, book, self.config, call.causal, positions, state
             )
         else:
             position_query, position_key = positions or (None, None)
             tensors, whole = (query, keys, position_query), (book, position_key)
-            heads = split.run(split_vq_attention, tensors, whole, self.config)
+            heads = call.split.run(split_vq_attention, tensors, whole, self.config)
             new_state = None
         if learns:
             loss = self._commitment(key, codes, index, valid)
@@ -527,12 +528,12 @@ class VQAttention(EfficientAttention):
 
     def _calibration_keys(self, x):
         """Prepared keys of calibration data, `(batch, length, heads, key_dim)`."""
-        key = self._for_query_heads(self._projected_key(ops.convert_to_tensor(x)))
+        key = self._for_query_heads(self._key_dense(ops.convert_to_tensor(x)))
         return ops.convert_to_numpy(self._prepare(key, accumulator_dtype(key), None))
 
     def _calibration_queries(self, x):
         """Prepared queries of calibration data, with bias, in the same shape."""
-        query = self._projected_query(ops.convert_to_tensor(x))
+        query = self._query_dense(ops.convert_to_tensor(x))
         query = self._prepare(query, accumulator_dtype(query), None)
         return ops.convert_to_numpy(self._content_query(query))
 

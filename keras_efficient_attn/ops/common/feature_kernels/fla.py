@@ -14,7 +14,7 @@ from keras_efficient_attn.ops.common.online_softmax import finish
 def linear_attention(
     query, key, value, config, map_weights, key_log_weight, key_mask, state
 ):
-    """Computes `mapped_linear_attention` for calls that `choose_kernel` accepts."""
+    """Attention with feature maps, for calls that `choose_kernel` accepts."""
     from fla.ops.simple_gla import chunk_simple_gla
 
     if key_log_weight is not None:

@@ -38,7 +38,7 @@ BLOCK_BYTES = 2**22
 def linear_attention(
     query, key, value, config, map_weights, key_log_weight, key_mask, state
 ):
-    """Computes `mapped_linear_attention` for calls that `choose_kernel` accepts.
+    """Attention with feature maps, for calls that `choose_kernel` accepts.
 
     Normalized outputs have the dtype of `value`.
     """

@@ -22,7 +22,7 @@ from keras_efficient_attn.ops.common.online_softmax import (
 def linear_attention(
     query, key, value, config, map_weights, key_log_weight, key_mask, state
 ):
-    """Computes `mapped_linear_attention` for calls that `choose_kernel` accepts.
+    """Attention with feature maps, for calls that `choose_kernel` accepts.
 
     Normalized outputs have the dtype of `value`. `torch.autocast` does not change the
     dtypes: products use bfloat16 if `value` is bfloat16.

@@ -45,7 +45,7 @@ def choose_kernel(call, config):
     reason = (
         _call_obstacle(call)
         or _obstacle(name, query, key, value)
-        or config.kernel_obstacle(name, call.causal)
+        or config.kernel_obstacle(name, call.options.causal)
     )
     return _module(name) if can_run_kernel(name, reason, named) else None
 
@@ -93,8 +93,11 @@ def _preferred_name(query):
 
 def _call_obstacle(call):
     """The argument of a call that no kernel takes, as a reason, or `None`."""
-    for argument in ("state", "dropout"):
-        if getattr(call, argument) is not None:
+    for argument, given in (
+        ("state", call.state is not None),
+        ("dropout", call.options.dropout),
+    ):
+        if given:
             return f"takes no `{argument}`. Received: one"
     return None
 

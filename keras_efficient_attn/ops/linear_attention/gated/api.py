@@ -23,10 +23,10 @@ LEAST_LOG_DECAY = -40.0
 
 
 @jit_on_jax("config")
-def mapped_gated_attention(
+def gated_attention_with_feature_maps(
     query, key, value, rates, config, map_weights=(), key_mask=None, state=None
 ):
-    """`mapped_linear_attention` with `rates`: log decays, and corrections.
+    """`linear_attention_with_feature_maps` with `rates`: log decays, and corrections.
 
     Args:
         query, key, value: `(batch, length, heads, dim)`.

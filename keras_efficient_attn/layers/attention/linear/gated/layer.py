@@ -6,7 +6,6 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.distribution.linear import gated_attention
-from keras_efficient_attn.distribution.sequence_parallel import active_split
 from keras_efficient_attn.layers.arguments import activation_of
 from keras_efficient_attn.layers.attention.linear.gated.projections import (
     apply_projections,
@@ -18,7 +17,9 @@ from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 from keras_efficient_attn.ops.common.convolution import causal_convolution
 from keras_efficient_attn.ops.common.inputs import hide_masked
-from keras_efficient_attn.ops.linear_attention.gated.api import mapped_gated_attention
+from keras_efficient_attn.ops.linear_attention.gated.api import (
+    gated_attention_with_feature_maps,
+)
 
 OUTPUT_NORMS = (None, "rms", "group")
 EPSILON = 1e-5
@@ -179,8 +180,11 @@ class GatedStateAttention(LinearAttention):
 
     def _project_inputs(self, query, key, value, call):
         rates = self._rates(key)
-        query, key = self._query_and_key(query, key, call)
-        heads = {"query": query, "key": key, "value": self._value_dense(value)}
+        heads = {
+            "query": self._query_dense(query),
+            "key": self._key_dense(key),
+            "value": self._value_dense(value),
+        }
         last = {}
         if self.convolution is not None:
             for name, x in heads.items():
@@ -195,7 +199,9 @@ class GatedStateAttention(LinearAttention):
             # In float32: normalising short vectors gives gradients too large for half
             # precision, which mostly end where an activation is flat.
             heads = {name: self.activation(wide(x)) for name, x in heads.items()}
-        key, value = map(self._for_query_heads, (heads["key"], heads["value"]))
+        key, value = heads["key"], heads["value"]
+        if self.num_key_value_heads is not None:
+            key, value = self._for_query_heads(key), self._for_query_heads(value)
         options = {**call.options, "rates": rates, "last_inputs": last}
         return heads["query"], key, value, dataclasses.replace(call, options=options)
 
@@ -203,15 +209,16 @@ class GatedStateAttention(LinearAttention):
         heads, state = super().attend(query, key, value, call)
         return heads, state and {**state, **call.options["last_inputs"]}
 
-    def _attend_mapped(self, tensors, call, **options):
+    def _attend_features(self, tensors, call, **options):
         rates, config = call.options["rates"], self._config(causal=True)
-        split = active_split(*tensors[:2], options["state"])
-        if split is None:
-            heads, state = mapped_gated_attention(*tensors, rates, config, **options)
+        if call.split is None:
+            heads, state = gated_attention_with_feature_maps(
+                *tensors, rates, config, **options
+            )
         else:
             tensors = *tensors, options["key_mask"], rates
             weights, state = options["map_weights"], None
-            heads = split.run(gated_attention, tensors, weights, config)
+            heads = call.split.run(gated_attention, tensors, weights, config)
         return (heads if self.normalize else heads * self._key_dim**-0.5), state
 
     def _project(self, heads, gate_input, query_mask):

@@ -1,0 +1,105 @@
+"""What an attention layer says of itself, to whoever builds or replaces layers."""
+
+import numpy as np
+
+
+class LayerDescription:
+    """Mixin of `EfficientAttention`: properties with defaults that layers override."""
+
+    @classmethod
+    def conversion_refusal(cls, options):
+        """Why such a layer cannot take the place of trained softmax attention, if so.
+
+        Args:
+            options: Dict of arguments of the constructor.
+        """
+        return None
+
+    @property
+    def remembers_inputs(self):
+        """Whether the state holds the layer's inputs, as in Transformer-XL."""
+        return False
+
+    @property
+    def estimates_softmax(self):
+        """Whether outputs estimate softmax attention with the same weights."""
+        return False
+
+    @property
+    def can_calibrate(self):
+        """Whether `calibrate(data)` fits the layer to data without training."""
+        return False
+
+    @property
+    def calibrates_beyond_window(self):
+        """Whether `calibrate` fits to the keys beyond the `window`."""
+        return False
+
+    @property
+    def estimates_beyond_window(self):
+        """Whether keys beyond a `window` are estimated; without it, all keys are."""
+        return False
+
+    @property
+    def takes_window_bias(self):
+        """Whether the layer has a window, and adds its `window_bias` there."""
+        return False
+
+    def split_reach(self, call):
+        """How many keys before a query it sees, where a sequence is split over devices.
+
+        Args:
+            call: `AttentionCall` without a state.
+
+        Returns:
+            Integer: the number of keys of the device before that a device needs beside
+            the sums; or `None` for a layer that is not split.
+
+        Raises:
+            ValueError: For a call that cannot be split.
+        """
+        return None
+
+    @property
+    def shares_with_blocks(self):
+        """Whether the layer shares weights with the other layers of its stack."""
+        return False
+
+    def share_weights_with(self, other):
+        """Uses another layer's weights for those that `shares_with_blocks` refers to.
+
+        Args:
+            other: A layer of the same class and sizes. This layer must not be built.
+        """
+        raise NotImplementedError
+
+    def operations(self, length, causal):
+        """Useful operations between the projections, for one row of self-attention.
+
+        A multiplication and an addition are two operations. Counts the matrix products
+        of the definition.
+
+        Args:
+            length: Positions.
+            causal: Whether query `t` sees keys `0..t` only.
+
+        Returns:
+            Number of operations, or `None` for a layer without a count.
+        """
+        return None
+
+    def softmax_logits(self, query, key, positions, causal):
+        """The logits of the softmax attention to compare the layer with.
+
+        Args:
+            query, key: Arrays `(..., query_length, key_dim)` and `(..., key_length,
+                key_dim)` of one head, projected.
+            positions: Integers `(query_length,)`: the queries' positions.
+            causal: Whether a query sees no later keys.
+
+        Returns:
+            Array `(..., query_length, key_length)`, −inf for keys not seen.
+        """
+        logits = self._key_dim**-0.5 * query @ np.swapaxes(key, -1, -2)
+        hidden = causal & (np.arange(key.shape[-2]) > positions[:, None])
+        return np.where(hidden, -np.inf, logits)

@@ -1,0 +1,64 @@
+"""Masks of attention calls, as one mask of queries and one of keys."""
+
+from keras import ops
+
+from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.checks import may_agree
+
+
+def check_attention_mask(layer_name, shape, key_shape):
+    """Raises `ValueError` unless a dense mask is the same for all queries.
+
+    Args:
+        layer_name: Name of the layer's class, for the error.
+        shape: Shape of the mask: `(T, S)`, `(batch, T, S)` or `(batch, heads, T, S)`.
+        key_shape: Shape of the keys' inputs, `(batch, S, dim)`.
+    """
+    # (T, S), (B, T, S) or (B, H, T, S): all but the batch and S must be 1.
+    if len(shape) in (2, 3, 4) and set(shape[-2:-1] + shape[1:-2]) == {1}:
+        received = (*(shape[:1] if len(shape) > 2 else (1,)), shape[-1])
+        shared = (1, key_shape[1])
+        if any(may_agree(received, keys) for keys in (key_shape[:2], shared)):
+            return
+        raise ValueError(
+            "`attention_mask` must have the keys' batch size, or 1, and their "
+            f"length. Received: attention_mask.shape={shape}, "
+            f"key.shape={tuple(key_shape)}"
+        )
+    raise ValueError(
+        f"{layer_name} never forms the matrix of queries by keys, "
+        "and so cannot apply an `attention_mask` that differs between "
+        "queries. Pass a mask over keys as `key_mask` (batch, key_length), "
+        "or as `attention_mask` of shape (batch, 1, key_length); a mask over "
+        "queries as `query_mask` (batch, query_length); and "
+        "`use_causal_mask=True` for causality. Received: "
+        f"attention_mask.shape={shape}"
+    )
+
+
+def merged_key_mask(masks, key):
+    """The key masks combined, boolean `(batch, key_length)`, or `None`."""
+    _, value_mask, key_mask, attention_mask = masks
+    if attention_mask is not None:
+        attention_mask = _key_mask_of(attention_mask, key)
+    merged = None
+    for mask in (key_mask, value_mask, attention_mask):
+        if mask is not None:
+            mask = ops.cast(mask, "bool")
+            merged = mask if merged is None else ops.logical_and(merged, mask)
+    return merged
+
+
+def zero_masked(x, mask):
+    """`x` with zeros where the `(batch, length)` mask is `False`."""
+    if mask is None:
+        return x
+    return ops.where(mask[..., None], x, ops.zeros_like(x))
+
+
+def _key_mask_of(attention_mask, key):
+    """The `(batch, key_length)` mask that a dense mask repeats for every query."""
+    batch, length = shape_of(key)[:2]
+    rows = 1 if len(attention_mask.shape) == 2 else shape_of(attention_mask)[0]
+    mask = ops.reshape(ops.cast(attention_mask, "bool"), (rows, length))
+    return ops.broadcast_to(mask, (batch, length))
