@@ -11,7 +11,9 @@ from keras_efficient_attn.ops.common.feature_kernels.config import (
     LinearAttentionConfig,
 )
 from keras_efficient_attn.ops.linear_attention import feature_maps
-from keras_efficient_attn.ops.linear_attention.api import linear_attention_with_feature_maps
+from keras_efficient_attn.ops.linear_attention.api import (
+    linear_attention_with_feature_maps,
+)
 from keras_efficient_attn.ops.linear_attention.reference import reference_attention
 from tests.autodiff import to_numpy
 

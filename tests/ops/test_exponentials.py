@@ -4,7 +4,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.linear_attention import feature_maps
-from keras_efficient_attn.ops.linear_attention.exponentials import FEATURE_FLOOR
+from keras_efficient_attn.ops.linear_attention.feature_maps import FEATURE_FLOOR
 from tests.autodiff import float64, gradient_function
 
 X = np.array([[-800.0, -40.0, -1.0, -1e-9, 0.0, 1e-9, 2.0, 700.0]])

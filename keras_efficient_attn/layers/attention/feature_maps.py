@@ -15,7 +15,6 @@ from keras_efficient_attn.ops.common import random_features
 from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
 from keras_efficient_attn.ops.common.feature_kernels import entrywise
 from keras_efficient_attn.ops.common.numerics import wide_dtype
-from keras_efficient_attn.ops.linear_attention import calibrated_features
 from keras_efficient_attn.ops.linear_attention import (
     feature_maps as functions,
 )
@@ -330,9 +329,9 @@ class FavorPlusFeatures(RandomFeatures):
     def entrywise(self, x, projection):
         return entrywise.positive_random_entries(x, projection, self._hyperbolic)
 
-    def seen_features(self, x, rank, *weights):
+    def calibrated_features(self, x, rank, *weights):
         """Features of a calibrated layer; see `CalibratedFeatures`."""
-        return calibrated_features.seen_random_features(x, *weights, self._hyperbolic)
+        return functions.calibrated_random_features(x, *weights, self._hyperbolic)
 
 
 @_register("hyperbolic")
@@ -384,11 +383,9 @@ class PolynomialFeatures(FeatureMap):
     def feature_dim(self, head_dim):
         return functions.polynomial_dimension(head_dim, self.order)
 
-    def seen_features(self, x, rank):
+    def calibrated_features(self, x, rank):
         """Features of a calibrated layer; see `CalibratedFeatures`."""
-        return calibrated_features.seen_polynomial_features(
-            x, self.query_features, rank
-        )
+        return functions.calibrated_polynomial_features(x, self.query_features, rank)
 
 
 @_register("taylor")
@@ -687,13 +684,13 @@ class CalibratedFeatures(FeatureMap):
         return self.features.create_weights(layer, seed)
 
     def query_features(self, x, *weights):
-        return calibrated_features.query_features(self._seen, x, *weights)
+        return functions.calibrated_query_features(self._features, x, *weights)
 
     def key_features(self, x, *weights):
-        return calibrated_features.key_features(self._seen, x, *weights)
+        return functions.calibrated_key_features(self._features, x, *weights)
 
-    def _seen(self, x, *weights):
-        return self.features.seen_features(x, self.rank or x.shape[-1], *weights)
+    def _features(self, x, *weights):
+        return self.features.calibrated_features(x, self.rank or x.shape[-1], *weights)
 
     def draw(self, head_dim, seed):
         return self.features.draw(head_dim, seed)

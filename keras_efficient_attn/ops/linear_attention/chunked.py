@@ -5,27 +5,37 @@ Keys enter the state relative to a running maximum `M` of their log weights:
 """
 
 import functools
-import importlib
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import pick, shape_of
+from keras_efficient_attn.ops.common.backend import backend_name, shape_of
 from keras_efficient_attn.ops.common.chunking import (
-    by_head,
     by_position,
     chunk_layout,
     columns,
     pad_to,
 )
-from keras_efficient_attn.ops.common.numerics import larger, max_along
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
-from keras_efficient_attn.ops.common.scan import recompute_scan
-from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
-
-# The steps for the backend; the PyTorch version imports PyTorch.
-_steps = importlib.import_module(
-    f"{__package__}.{pick('causal_step', torch='causal_step_torch')}"
+from keras_efficient_attn.ops.common.numerics import (
+    accumulator_dtype,
+    larger,
+    max_along,
 )
+from keras_efficient_attn.ops.common.online_softmax import (
+    LOG_ZERO,
+    finish,
+    sum_of_scales,
+)
+from keras_efficient_attn.ops.common.scan import recompute_scan, vector_jacobian_product
+
+if backend_name() == "torch":
+    from keras_efficient_attn.ops.linear_attention.causal_chunks_torch import (
+        Chunks,
+        by_head,
+        without_autocast,
+    )
+else:
+    from keras_efficient_attn.ops.common.chunking import by_head
+    from keras_efficient_attn.ops.linear_attention.causal_chunks import Chunks
 
 
 def causal_linear_attention(
@@ -53,13 +63,17 @@ def causal_linear_attention(
     size, chunks, groups = chunk_layout(
         length, config.chunk_length, query.shape[0], floats
     )
-    if valid is None and not _divides(groups * chunks * size, length):
+    whole = _divides(groups * chunks * size, length)
+    if valid is None and not whole:
         valid = ops.ones(shape_of(key)[:2], state[0].dtype)
     xs = [query, key, value]
     xs += [columns(t) for t in (valid, key_log_weight) if t is not None]
-    xs = tuple(pad_to(x, groups * chunks * size) for x in xs)
-    step, gradient = _steps.causal_step(config, size, valid is not None)
-    state, outputs = recompute_scan(step, state, xs, map_weights, gradient, groups)
+    if not whole:
+        xs = [pad_to(x, groups * chunks * size) for x in xs]
+    step, gradient = _causal_step(config, size, valid is not None)
+    state, outputs = recompute_scan(
+        step, state, tuple(xs), map_weights, gradient, groups
+    )
     return tuple(y[:, :length] for y in outputs), state
 
 
@@ -93,6 +107,70 @@ def full_linear_attention(
 def _divides(padded, length):
     """Whether a length is known and needs no padding."""
     return isinstance(padded, int) and isinstance(length, int) and padded == length
+
+
+def mapped_keys(key_map, key, rest, map_weights, masked):
+    """Features of keys, zero for missing keys, and log weights or `None`.
+
+    Args:
+        key_map, map_weights: As for `causal_linear_attention`.
+        key: `(batch, heads, chunks, chunk_size, dim)`.
+        rest: Further tensors of the keys, with a last axis of 1: `valid` if `masked`,
+            then optionally a log weight.
+        masked: Boolean.
+    """
+    key, log_weight = key_map(key, *map_weights)
+    rest = [t[..., 0] for t in rest]
+    valid = rest.pop(0) if masked else None
+    if rest:
+        (explicit,) = rest
+        seen = ops.cast(explicit > LOG_ZERO, key.dtype)
+        valid = seen if valid is None else valid * seen
+        log_weight = sum_of_scales(log_weight, explicit)
+    if valid is not None:
+        key = key * valid[..., None]
+        if log_weight is not None:
+            log_weight = ops.where(valid > 0, log_weight, LOG_ZERO)
+    return key, log_weight
+
+
+# Bounded: it holds functions that users make.
+@functools.lru_cache(256)
+def _causal_step(config, chunk_size, masked):
+    """`(step, gradient)` for `recompute_scan`.
+
+    The carry is `(sum, normalizer, log_scale)`; `x` is `(query, key, value)` and the
+    further inputs of `mapped_keys`; the constants are the maps' weights. `log_scale`
+    has no gradient.
+
+    Args:
+        config: `LinearAttentionConfig`.
+        chunk_size: Positions per chunk.
+        masked: Whether `x` includes a key mask.
+    """
+
+    def prepare(x, map_weights):
+        dtype = accumulator_dtype(*x)
+        query, key, value, *rest = (by_head(ops.cast(t, dtype), chunk_size) for t in x)
+        query, query_log_scale = config.query_map(query, *map_weights)
+        key, log_weight = mapped_keys(config.key_map, key, rest, map_weights, masked)
+        return query, key, value, log_weight, query_log_scale
+
+    def step(carry, x, map_weights):
+        chunks = Chunks(carry, *prepare(x, map_weights))
+        return chunks.carry, chunks.outputs(config.output)
+
+    def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
+        prepared, pull = vector_jacobian_product(prepare, (x, map_weights))
+        chunks = Chunks(carry, *prepared)
+        grad_carry, *grad_prepared = chunks.gradient(
+            y, y_gradient, carry_gradient, config.output
+        )
+        return grad_carry, *pull(grad_prepared)
+
+    if backend_name() == "torch":
+        step, gradient = without_autocast(step), without_autocast(gradient)
+    return step, gradient
 
 
 # Bounded: it holds functions that users make.

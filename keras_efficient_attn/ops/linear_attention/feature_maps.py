@@ -8,23 +8,21 @@ put their size in `log_scale`; the stabiliser cancels exactly, whatever the inpu
 Sizes: `head_dim` is `x.shape[-1]`.
 """
 
-import importlib
 import itertools
 import math
 
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import pick, shape_of
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import is_positive_int
 from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.numerics import cosine, max_along, sine
-from keras_efficient_attn.ops.linear_attention.exponentials import FEATURE_FLOOR
 
-# The functions for the backend; the PyTorch version imports PyTorch.
-_exponentials = importlib.import_module(
-    f"{__package__}.{pick('exponentials', torch='exponentials_torch')}"
-)
+# Lower bound of exponential features, relative to the largest of their vector. It is
+# far below rounding, but prevents the similarity of vectors with different large
+# features from underflowing to zero.
+FEATURE_FLOOR = 1e-15
 # A longer feature vector costs more than attending to as many keys.
 MAX_POLYNOMIAL_FEATURES = 16_384
 
@@ -173,7 +171,10 @@ def elu_features(x):
     Reference:
         - [Katharopoulos et al., 2020](https://arxiv.org/abs/2006.16236)
     """
-    return _exponentials.elu_plus_one(x), None
+    # A form without a branch, whose derivative at 0 is 1 and which stays positive where
+    # `elu(x)` rounds to −1.
+    positive = ops.relu(x)
+    return positive + ops.exp(x - positive), None
 
 
 def unit_features(x):
@@ -323,7 +324,7 @@ def _exponential(exponents, offset):
     """`exp(exponents + offset) / √m`, as features of at most 1 and a log scale."""
     largest = ops.stop_gradient(max_along(exponents, axis=-1))
     log_scale = largest + offset - 0.5 * math.log(exponents.shape[-1])
-    return _exponentials.relative_exponential(exponents, largest[..., None]), log_scale
+    return ops.exp(exponents - largest[..., None]) + FEATURE_FLOOR, log_scale
 
 
 def _monomials(x, order, kind):
@@ -384,3 +385,38 @@ def _monomial_weights(size, order, kind):
             math.sqrt((math.factorial(order) if kind == "power" else 1) / repeats)
         )
     return np.array(weights)
+
+
+def calibrated_query_features(features, x, center, unseen_variance, *weights):
+    """Features of queries around their mean, in few coordinates.
+
+    With queries `q` of mean `μ`, `exp(q·k) = exp((q − μ)·k) exp(μ·k)`: features
+    estimate the first factor only; the second is a log weight of the key. Coordinates
+    that the features do not see contribute their mean over Gaussian queries of variance
+    `v`, `E exp(q·k) = exp(v k² / 2)`, also as a log weight.
+
+    Args:
+        features: A map, or one of the two functions below.
+        x: `(batch, heads, chunks, chunk_size, head_dim)`.
+        center: `μ`, `(heads, 1, 1, head_dim)`.
+        unseen_variance: `v`, in the same shape; 0 for coordinates that are seen.
+        *weights: Tensors that `features` reads.
+    """
+    return features(x - center, *weights)
+
+
+def calibrated_key_features(features, x, center, unseen_variance, *weights):
+    """Features of keys, with the log weight of the remaining factors."""
+    mapped, log_scale = features(x, *weights)
+    log_weight = ops.sum(x * (center + 0.5 * unseen_variance * x), axis=-1)
+    return mapped, log_scale + log_weight
+
+
+def calibrated_random_features(x, seen, shape, projection, hyperbolic=False):
+    """`optimal_positive_features` of the coordinates where `seen` is 1."""
+    return optimal_positive_features(x * seen, projection, shape, hyperbolic)
+
+
+def calibrated_polynomial_features(x, features, rank):
+    """Polynomial features of the first `rank` coordinates."""
+    return features(x[..., :rank])

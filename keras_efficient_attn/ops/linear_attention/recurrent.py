@@ -16,7 +16,7 @@ from keras import ops
 from keras_efficient_attn.ops.common.chunking import sizes
 from keras_efficient_attn.ops.common.numerics import larger, max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
-from keras_efficient_attn.ops.linear_attention.keys import mapped_keys
+from keras_efficient_attn.ops.linear_attention.chunked import mapped_keys
 
 
 def recurrent_linear_attention(

@@ -14,7 +14,9 @@ from keras_efficient_attn.layers import (
     register_feature_map,
 )
 from keras_efficient_attn.ops.common.feature_kernels.config import LinearAttentionConfig
-from keras_efficient_attn.ops.linear_attention.api import linear_attention_with_feature_maps
+from keras_efficient_attn.ops.linear_attention.api import (
+    linear_attention_with_feature_maps,
+)
 from tests import dense
 from tests.autodiff import gradients, to_numpy
 from tests.contract.test_saving import assert_same_model
@@ -196,7 +198,9 @@ def test_gradients_of_a_map_s_weights_are_differences(causal):
     )
 
     def loss(*kernels):
-        (heads,), _ = linear_attention_with_feature_maps(query, key, value, config, kernels)
+        (heads,), _ = linear_attention_with_feature_maps(
+            query, key, value, config, kernels
+        )
         return ops.sum(ops.square(heads))
 
     def definition(kernels):

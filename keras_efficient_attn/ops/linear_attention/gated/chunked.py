@@ -1,9 +1,46 @@
-"""Linear attention with a decay and a correction, over groups of chunks."""
+"""Linear attention with a decay and a correction, over groups of chunks.
+
+A step takes a group of chunks. In a chunk, with `G` the sum of the log decays from its
+start up to and including a position, and S the state before the chunk:
+
+```
+P[t, s] = Σ_i φ(k[t])_i φ(k[s])_i exp(G[t]_i − G[s]_i)             s < t
+T       = (I + diag(β) P)⁻¹ diag(β)
+R       = V − (φ(K) ∘ exp(G)) S
+Y       = (φ(Q) ∘ exp(G)) S + A T R
+S'      = diag(exp(G[end])) S + (Tᵀ (φ(K) ∘ exp(G[end] − G)))ᵀ R
+```
+
+where A is as P, with queries for the keys `t`, and `s ≤ t`. Without `β`, T is I and R
+is V. Only R and S' are sequential over chunks; all else is one batch of products.
+
+The decays between two positions are summed directly, not as a difference of prefix
+sums, which would lose precision after strong decays.
+"""
+
+import functools
+
+from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.chunking import chunk_layout, pad_to
-from keras_efficient_attn.ops.common.scan import recompute_scan
-from keras_efficient_attn.ops.linear_attention.gated.group import group_step
+from keras_efficient_attn.ops.common.chunking import (
+    by_head,
+    by_position,
+    chunk_layout,
+    lower_triangle,
+    pad_to,
+)
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, pad
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide, reciprocal
+from keras_efficient_attn.ops.common.scan import recompute_scan, vector_jacobian_product
+from keras_efficient_attn.ops.common.triangular import (
+    inverse_unit_lower,
+    sums_after,
+    sums_up_to,
+)
+
+# Maximum length of a part of a chunk for pairwise decays by feature.
+PART = 4
 
 
 def chunked_gated_attention(tensors, rates, state, map_weights, config):
@@ -36,8 +73,296 @@ def chunked_gated_attention(tensors, rates, state, map_weights, config):
     xs = (query, key, value, *(rate for rate in rates if rate is not None))
     xs = tuple(pad_to(x, groups * chunks * size) for x in xs)
     has_decay, has_beta = (rate is not None for rate in rates)
-    step, gradient = group_step(config, size, has_decay, has_beta)
+    step, gradient = _group_step(config, size, has_decay, has_beta)
     (state,), (output,) = recompute_scan(
         step, (state,), xs, map_weights, gradient, num_steps=groups
     )
     return output[:, :length], state
+
+
+# Bounded: users may create functions.
+@functools.lru_cache(256)
+def _group_step(config, size, has_decay, has_beta):
+    """`(step, gradient)` for `recompute_scan`.
+
+    The carry is the state; `x` is `(query, key, value)` and the given rates; the
+    constants are the maps' weights.
+
+    Args:
+        config: `LinearAttentionConfig`.
+        size: Positions per chunk.
+        has_decay, has_beta: Which rates are given.
+    """
+    normalized = config.output == "normalized"
+
+    def prepare(x, map_weights):
+        dtype = accumulator_dtype(*x)
+        query, key, value, *rates = (by_head(ops.cast(t, dtype), size) for t in x)
+        query, key = map_features(config, query, key, map_weights)
+        if normalized:
+            value = with_ones(value)
+        log_decay = rates.pop(0) if has_decay else None
+        lefts = [query, key] if has_beta else [query]
+        scores, *overlaps = _decayed_products(lefts, key, log_decay)
+        far_query, far_key, reader, end = query, key, key, None
+        if has_decay:
+            factor = ops.exp(sums_up_to(log_decay))
+            far_query = query * factor
+            far_key = key * ops.exp(sums_after(log_decay))
+            end = ops.swapaxes(factor[:, :, :, -1:], -1, -2)
+        if not has_beta:
+            return far_query, far_key, value, scores, end
+        if has_decay:
+            reader = key * factor
+        (beta,), (overlaps,) = rates, overlaps
+        overlaps = beta * ops.tril(overlaps, k=-1)
+        return far_query, far_key, value, scores, end, reader, overlaps, beta
+
+    def step(carry, x, map_weights):
+        chunks = _Chunks(*carry, *prepare(x, map_weights))
+        output = chunks.output()
+        if normalized:
+            output = divide(output[..., :-1], output[..., -1])
+        return (chunks.carry,), (by_position(output),)
+
+    def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
+        prepared, pull = vector_jacobian_product(prepare, (x, map_weights))
+        chunks = _Chunks(*carry, *prepared)
+        grad_output = by_head(y_gradient[0], size)
+        if normalized:
+            inverse = reciprocal(chunks.output()[..., -1:])
+            along = ops.sum(grad_output * by_head(y[0], size), axis=-1, keepdims=True)
+            grad_output = ops.concatenate([grad_output, -along], axis=-1) * inverse
+        grad_state, grad_prepared = chunks.gradient(grad_output, *carry_gradient)
+        return (grad_state,), *pull(grad_prepared)
+
+    return step, gradient
+
+
+class _Chunks:
+    """A group of chunks: states before each chunk, and each chunk's update.
+
+    Attributes:
+        scores, far_key: A T and Tᵀ (φ(K) ∘ exp(G[end] − G)) of the formulae.
+        before: States before each chunk, `(batch, heads, chunks, features, dim)`.
+        rest: R.
+        carry: The state after the last chunk.
+    """
+
+    def __init__(
+        self,
+        state,
+        far_query,
+        far_key,
+        value,
+        scores,
+        end,
+        reader=None,
+        overlaps=None,
+        beta=None,
+    ):
+        self.far_query, self.reader, self.end, self.beta = far_query, reader, end, beta
+        self._scores, self._far_key = scores, far_key
+        if beta is not None:
+            self._inverse = inverse_unit_lower(overlaps)
+            self._solved = self._inverse * _transpose(beta)
+            scores = scores @ self._solved
+            far_key = _transpose(self._solved) @ far_key
+        self.scores, self.far_key = scores, far_key
+        step = _state_step(beta is not None, end is not None)
+        xs = _by_chunk(value, far_key, reader, end)
+        (self.carry,), rows = recompute_scan(step, (state,), xs)
+        self.before, *rest = (ops.moveaxis(row, 0, 2) for row in rows)
+        self.rest = rest[0] if rest else value
+
+    def output(self):
+        return self.far_query @ self.before + self.scores @ self.rest
+
+    def gradient(self, grad_output, grad_carry):
+        """Gradients of the state and of the chunks' inputs."""
+        before, rest = _transpose(self.before), _transpose(self.rest)
+        grad_scores = grad_output @ rest
+        grad_far_query = grad_output @ before
+        step = _state_gradient_step(self.beta is not None, self.end is not None)
+        grad_rest = _transpose(self.scores) @ grad_output
+        grad_before = _transpose(self.far_query) @ grad_output
+        xs = _by_chunk(grad_before, grad_rest, self.far_key, self.reader, self.end)
+        xs = tuple(ops.flip(x, axis=0) for x in xs)
+        (grad_state,), rows = recompute_scan(step, (grad_carry,), xs)
+        grad_after, *rows = (ops.moveaxis(ops.flip(row, axis=0), 0, 2) for row in rows)
+        grad_rest = rows[0] if rows else grad_rest + self.far_key @ grad_after
+        grad_far_key = _transpose(rest) @ _transpose(grad_after)
+        grad_end = None
+        if self.end is not None:
+            grad_end = ops.sum(grad_after * self.before, axis=-1, keepdims=True)
+            if self.end.shape[-2] == 1:
+                grad_end = ops.sum(grad_end, axis=-2, keepdims=True)
+        if self.beta is None:
+            return grad_state, (
+                grad_far_query,
+                grad_far_key,
+                grad_rest,
+                grad_scores,
+                grad_end,
+            )
+        inverse = _transpose(self._inverse)
+        grad_solved = _transpose(self._scores) @ grad_scores
+        grad_solved = grad_solved + self._far_key @ _transpose(grad_far_key)
+        grad_beta = ops.sum(grad_solved * self._inverse, axis=-2)[..., None]
+        grad_overlaps = inverse @ (grad_solved * _transpose(self.beta)) @ inverse
+        return grad_state, (
+            grad_far_query,
+            self._solved @ grad_far_key,
+            grad_rest,
+            grad_scores @ _transpose(self._solved),
+            grad_end,
+            -(grad_rest @ before),
+            -grad_overlaps,
+            grad_beta,
+        )
+
+
+def _transpose(x):
+    return ops.swapaxes(x, -1, -2)
+
+
+def _by_chunk(*tensors):
+    """The tensors that are not `None`, chunks first."""
+    return tuple(ops.moveaxis(x, 2, 0) for x in tensors if x is not None)
+
+
+@functools.cache
+def _state_step(reads, decays):
+    """Maps the state before a chunk to the state after it."""
+
+    def step(carry, x, _):
+        (state,), (rest, far_key, *x) = carry, x
+        kept = state * x[-1] if decays else state
+        if reads:
+            rest = rest - x[0] @ state
+        after = kept + _transpose(far_key) @ rest
+        return (after,), (state, rest) if reads else (state,)
+
+    return step
+
+
+@functools.cache
+def _state_gradient_step(reads, decays):
+    """Maps the gradient of the state after a chunk to the gradient before it."""
+
+    def step(carry, x, _):
+        (after,), (before, rest, far_key, *x) = carry, x
+        y = (after,)
+        if reads:
+            rest = rest + far_key @ after
+            before = before - _transpose(x[0]) @ rest
+            y = after, rest
+        return (before + (after * x[-1] if decays else after),), y
+
+    return step
+
+
+def _decayed_products(lefts, key, log_decay):
+    """`Σ_i x[t]_i k[s]_i exp(Σ_{s < r ≤ t} g[r]_i)` for `s ≤ t`, and 0 for others.
+
+    No exponential exceeds 1, however strong the decay.
+
+    Args:
+        lefts: The `x`, a list of `(..., chunks, length, features)`.
+        key: `(..., chunks, length, features)`.
+        log_decay: g, `(..., chunks, length, 1)` or `(..., chunks, length, features)`,
+            not positive; or `None` for 0.
+
+    Returns:
+        A list of `(..., chunks, length, length)`.
+    """
+    if log_decay is not None and log_decay.shape[-1] != 1:
+        return _products_by_feature(lefts, key, log_decay)
+    factors = None
+    if log_decay is not None:
+        lower = lower_triangle(shape_of(log_decay)[-2])
+        change = ops.where(ops.tril(lower, k=-1), log_decay, 0.0)
+        change = sums_up_to(change)
+        factors = ops.exp(ops.where(lower, change, LOG_ZERO))
+    products = []
+    for x in lefts:
+        product = x @ ops.swapaxes(key, -1, -2)
+        products.append(ops.tril(product) if factors is None else product * factors)
+    return products
+
+
+def _products_by_feature(lefts, key, log_decay):
+    """The products of decays that differ by feature.
+
+    Short blocks use each pair's factors. Then two blocks are merged to one of twice the
+    size: between them, keys decay to the end of the first block, and the other vectors
+    from the start of the second.
+    """
+    *rows, chunks, length, features = shape_of(key)
+    count = 1
+    while count * PART < length:
+        count *= 2
+    size = -(-length // count)
+    padding = [(0, 0)] * (len(rows) + 1) + [(0, count * size - length), (0, 0)]
+
+    def by_block(x):
+        if count * size > length:
+            x = pad(x, padding)
+        # Blocks of all chunks share an axis: tensors of higher rank crash XLA on CPUs.
+        # Heads keep theirs, which may be split over devices.
+        return ops.reshape(x, (*rows, chunks * count, size, features))
+
+    log_decay, key, *lefts = map(by_block, (log_decay, key, *lefts))
+    start, end = sums_up_to(log_decay), sums_after(log_decay)
+    inside = lower_triangle(size)[..., None]
+    change = start[..., :, None, :] - start[..., None, :, :]
+    near_key = ops.exp(ops.where(inside, change, LOG_ZERO)) * key[..., None, :, :]
+    products = [ops.sum(x[..., :, None, :] * near_key, axis=-1) for x in lefts]
+    while count > 1:
+        (start, later), (end, last) = map(_pairs, (start, end))
+        far_key = ops.swapaxes(_pairs(key)[0] * ops.exp(end), -1, -2)
+        from_start = ops.exp(later)
+        products = [
+            _below(*_pairs(product), (_pairs(x)[1] * from_start) @ far_key)
+            for x, product in zip(lefts, products, strict=True)
+        ]
+        # The sums over the first block, and over the second.
+        first, second = start[..., -1:, :], later[..., -1:, :]
+        start = ops.concatenate([start, later + first], axis=-2)
+        end = ops.concatenate([end + second, last], axis=-2)
+        count, size = count // 2, 2 * size
+        joined = (*rows, chunks * count, size, features)
+        key, *lefts = (ops.reshape(x, joined) for x in (key, *lefts))
+    return [product[..., :length, :length] for product in products]
+
+
+def _pairs(x):
+    """The first and the second of each pair of blocks `(..., blocks, size, dim)`."""
+    return x[..., 0::2, :, :], x[..., 1::2, :, :]
+
+
+def _below(first, second, between):
+    """Merges two lower triangular blocks and the block below the first."""
+    above = ops.concatenate([first, ops.zeros_like(between)], axis=-1)
+    return ops.concatenate([above, ops.concatenate([between, second], -1)], axis=-2)
+
+
+def map_features(config, query, key, map_weights):
+    """Features of queries and keys.
+
+    Raises:
+        ValueError: For maps whose features have a log scale.
+    """
+    query, query_log_scale = config.query_map(query, *map_weights)
+    key, log_scale = config.key_map(key, *map_weights)
+    if query_log_scale is not None or log_scale is not None:
+        raise ValueError(
+            "With `log_decay` or `beta`, `feature_map` must be a map without a log "
+            f"scale, such as 'elu'. Received: {config.key_map}"
+        )
+    return query, key
+
+
+def with_ones(value):
+    """Values with an additional entry 1, which sums up the weights."""
+    return ops.concatenate([value, ops.ones_like(value[..., :1])], axis=-1)

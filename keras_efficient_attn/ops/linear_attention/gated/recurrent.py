@@ -12,7 +12,7 @@ and without `β`, `S = S' + φ(k)ᵀ v`.
 from keras import ops
 
 from keras_efficient_attn.ops.common.online_softmax import divide
-from keras_efficient_attn.ops.linear_attention.gated.features import (
+from keras_efficient_attn.ops.linear_attention.gated.chunked import (
     map_features,
     with_ones,
 )

@@ -1,4 +1,4 @@
-"""One step of causal linear attention, over a group of chunks, and its gradient.
+"""The sums of causal linear attention over a group of chunks, and their gradient.
 
 For TensorFlow and JAX; PyTorch has its own, with the same formulae.
 
@@ -36,22 +36,13 @@ from keras_efficient_attn.ops.common.online_softmax import (
     reciprocal,
     sum_of_scales,
 )
-from keras_efficient_attn.ops.linear_attention.steps import step_and_gradient
 
 
-# Bounded: users may create functions.
-@functools.lru_cache(256)
-def causal_step(config, chunk_size, masked):
-    """`step_and_gradient` with chunks of a length, one object per configuration."""
-
-    def split(x, dtype):
-        return by_head(ops.cast(x, dtype), chunk_size)
-
-    return step_and_gradient(config, masked, split, _Chunks)
-
-
-class _Chunks:
+class Chunks:
     """A group of chunks: scores, and states before each chunk as queries read them.
+
+    Made of the carry of the scan, and of queries, keys, values, log weights of keys and
+    log scales of queries, by head.
 
     Attributes:
         scores: A of the formulae, `(batch, heads, chunks, chunk_size, chunk_size)`.
