@@ -28,7 +28,7 @@ def parse_arguments():
 def linear(query, key, value):
     from keras import ops
 
-    from keras_efficient_attn.ops.common.feature_kernels.config import (
+    from keras_efficient_attn.ops.common.feature_kernels.choice import (
         LinearAttentionConfig,
     )
     from keras_efficient_attn.ops.linear_attention.api import linear_attention_with_feature_maps

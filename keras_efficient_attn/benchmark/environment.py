@@ -10,12 +10,12 @@ import numpy as np
 
 from keras_efficient_attn import __version__
 from keras_efficient_attn.benchmark.execution import backend_module
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import BACKEND
 
 
 def describe_environment():
     """Versions and device of this process, as a dict of strings and numbers."""
-    backend = backend_name()
+    backend = BACKEND
     return {
         "backend": backend,
         "backend_version": importlib.metadata.version(backend),

@@ -7,7 +7,7 @@ import math
 from keras_efficient_attn.benchmark.peers import PEERS
 from keras_efficient_attn.layers import get_attention
 from keras_efficient_attn.layers.attention.registry import parse_attention
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import BACKEND
 
 BACKENDS = ("tensorflow", "jax", "torch")
 MODES = ("forward", "train", "decode")
@@ -51,7 +51,7 @@ class Settings:
         fix = object.__setattr__
         for name in ("layers", "lengths"):
             fix(self, name, self._non_empty(name))
-        fix(self, "backend", self.backend or backend_name())
+        fix(self, "backend", self.backend or BACKEND)
         # A decoder and a language model are causal by definition.
         fix(self, "causal", bool(self.causal or self.model or self.mode == "decode"))
         for name in ("heads", "head_dim", "batch", "repeats"):

@@ -5,13 +5,13 @@ import contextlib
 from keras import ops
 
 from keras_efficient_attn.distribution import linear, windows
-from keras_efficient_attn.ops.common.backend import backend_module, backend_name
+from keras_efficient_attn.ops.common.backend import BACKEND, backend_module
 from keras_efficient_attn.ops.common.checks import (
     check_float_dtype,
     check_heads,
     check_positive_int,
 )
-from keras_efficient_attn.ops.common.feature_kernels.config import features_config
+from keras_efficient_attn.ops.common.feature_kernels.choice import features_config
 from keras_efficient_attn.ops.linear_attention.gated.api import check_rates
 from keras_efficient_attn.ops.vq_attention.codebook import nearest_codes
 from keras_efficient_attn.ops.vq_attention.config import VQConfig
@@ -75,7 +75,7 @@ class SequenceParallel:
     """
 
     def __init__(self, device_mesh=None, axis_name="sequence", group=None):
-        if backend_name() == "tensorflow":
+        if BACKEND == "tensorflow":
             raise ValueError(
                 "`SequenceParallel` needs the Keras backend 'jax' or 'torch'. "
                 "Received: keras.backend.backend()='tensorflow'"
@@ -107,7 +107,7 @@ class SequenceParallel:
             raise ValueError(
                 "`scope` is for JAX: on PyTorch call the operations of "
                 "`SequenceParallel` with the positions of each process. Received: "
-                f"keras.backend.backend()={backend_name()!r}"
+                f"keras.backend.backend()={BACKEND!r}"
             )
         ACTIVE.append(self)
         try:

@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name, shape_of
+from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int
 
 
@@ -146,7 +146,7 @@ def _spread(x, like):
 
 def _has_values(carry):
     """Whether a Python loop can see which positions run."""
-    backend = backend_name()
+    backend = BACKEND
     if backend == "jax":
         import jax
 

@@ -7,7 +7,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.feature_kernels import entrywise
-from keras_efficient_attn.ops.common.feature_kernels.config import (
+from keras_efficient_attn.ops.common.feature_kernels.choice import (
     LinearAttentionConfig,
 )
 from keras_efficient_attn.ops.linear_attention import feature_maps

@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.adaptive_computation.halting import Halting
 from keras_efficient_attn.layers.building import build_layer
-from keras_efficient_attn.layers.replica_losses import ReplicaLosses
+from keras_efficient_attn.layers.replicas import ReplicaLosses
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")

@@ -15,7 +15,7 @@ from keras_efficient_attn.layers.attention.masks import (
     zero_masked,
 )
 from keras_efficient_attn.layers.attention.state import StreamingState
-from keras_efficient_attn.layers.replica_losses import ReplicaLosses
+from keras_efficient_attn.layers.replicas import ReplicaLosses
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_int,
@@ -24,7 +24,7 @@ from keras_efficient_attn.ops.common.checks import (
     is_positive_int,
     may_agree,
 )
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
 from keras_efficient_attn.ops.common.relative_positions import window_distances
 from keras_efficient_attn.ops.common.rotary import rotate_from
 
@@ -259,6 +259,11 @@ class EfficientAttention(
             `value`, and the new state (`None` without one).
         """
         raise NotImplementedError
+
+    @property
+    def state_dtype(self):
+        """Dtype of a state's floating-point tensors and of float32 weights."""
+        return wide_dtype(self.compute_dtype)
 
     @property
     def gate_dense(self):

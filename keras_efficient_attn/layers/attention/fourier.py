@@ -14,7 +14,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_positive_int,
     check_positive_number,
 )
-from keras_efficient_attn.ops.common.feature_kernels.config import LinearAttentionConfig
+from keras_efficient_attn.ops.common.feature_kernels.choice import LinearAttentionConfig
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
 from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.fourier.config import FourierConfig

@@ -4,7 +4,6 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.ops.common.checks import may_agree
-from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.common.state import make_state
 
 
@@ -38,11 +37,6 @@ class StreamingState:
     def state_grows(self):
         """Whether the state holds every position, and needs a `max_length`."""
         return False
-
-    @property
-    def state_dtype(self):
-        """Dtype of a state's floating-point tensors and of float32 weights."""
-        return wide_dtype(self.compute_dtype)
 
     def get_initial_state(self, batch_size, max_length=None):
         """The state before the first position, for streaming a causal sequence.

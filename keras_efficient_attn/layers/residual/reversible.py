@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.building import build_layer
-from keras_efficient_attn.layers.replica_losses import ReplicaLosses
+from keras_efficient_attn.layers.replicas import ReplicaLosses
 from keras_efficient_attn.layers.residual.chain import (
     Sublayer,
     plain_residuals,

@@ -5,7 +5,7 @@ import typing
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.replica_losses import ReplicaLosses
+from keras_efficient_attn.layers.replicas import ReplicaLosses
 from keras_efficient_attn.layers.residual.chain import (
     plain_residuals,
     reversible_residuals,

@@ -13,7 +13,7 @@ import keras
 import keras_hub
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import BACKEND
 
 # KerasHub's attention layers use other names for the same layers.
 PROJECTIONS = {
@@ -225,7 +225,7 @@ def _replace_in_collection(collection, old, new):
 
 def track_parameters(model):
     """Registers variables added to a built model with PyTorch (Keras 3.15)."""
-    if backend_name() == "torch":
+    if BACKEND == "torch":
         for layer in model._flatten_layers():
             layer._track_variables()
 

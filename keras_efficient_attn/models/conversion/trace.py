@@ -8,7 +8,7 @@ import inspect
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import BACKEND
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ def record_calls(layers):
 def run(function, *args, **kwargs):
     """Calls a model or layer without gradients."""
     with contextlib.ExitStack() as stack:
-        if backend_name() == "torch":
+        if BACKEND == "torch":
             import torch
 
             stack.enter_context(torch.no_grad())

@@ -5,7 +5,7 @@ from keras import ops
 
 from keras_efficient_attn.models.task_wrapper import TaskWrapper
 from keras_efficient_attn.models.transformer_xl.segments import Segments
-from keras_efficient_attn.ops.common.backend import backend_name, shape_of
+from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
 from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 
 
@@ -90,7 +90,7 @@ class TransformerXL(TaskWrapper):
 
     def reset_memory(self):
         """Empties the memory of all rows."""
-        if backend_name() == "jax":
+        if BACKEND == "jax":
             # Within `fit`, the training state is newer than the variables.
             self.jax_state_sync()
         self._remember(self._empty_memory())

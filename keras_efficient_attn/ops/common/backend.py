@@ -8,13 +8,12 @@ from keras import ops
 BACKENDS = ("jax", "tensorflow", "torch")
 
 
-def backend_name():
-    """`"jax"`, `"tensorflow"` or `"torch"`.
+def known_backend(name):
+    """The name of a backend that the package knows.
 
     Raises:
-        ValueError: If Keras runs on another backend.
+        ValueError: For another backend.
     """
-    name = keras.backend.backend()
     if name not in BACKENDS:
         raise ValueError(
             "keras_efficient_attn needs the Keras backend 'tensorflow', 'jax' or "
@@ -23,18 +22,20 @@ def backend_name():
     return name
 
 
-def is_traced_by_torch():
-    """Whether `torch.compile` is tracing the caller."""
-    if backend_name() != "torch":
-        return False
+# The backend of this process: Keras reads it once, when it is imported.
+BACKEND = known_backend(keras.backend.backend())
+if BACKEND == "torch":
     import torch
 
-    return torch.compiler.is_compiling()
+
+def is_traced_by_torch():
+    """Whether `torch.compile` is tracing the caller."""
+    return BACKEND == "torch" and torch.compiler.is_compiling()
 
 
 def are_values_known(x):
     """Whether a tensor's values are available to Python: on PyTorch's CPUs."""
-    if backend_name() != "torch" or is_traced_by_torch():
+    if BACKEND != "torch" or is_traced_by_torch():
         return False
     return x.device.type == "cpu"
 
@@ -44,14 +45,12 @@ def is_kept_on_cpu(x):
 
     An exported program may run anywhere.
     """
-    import torch
-
     return x.device.type == "cpu" and not torch.compiler.is_exporting()
 
 
 def pick(default=None, **values):
     """The value for the current backend, such as `pick(4, torch=1)`."""
-    return values.get(backend_name(), default)
+    return values.get(BACKEND, default)
 
 
 def backend_module(package):
@@ -59,12 +58,12 @@ def backend_module(package):
 
     Call it at import time: `torch.compile` cannot trace an import.
     """
-    return importlib.import_module(f"{package}.{backend_name()}")
+    return importlib.import_module(f"{package}.{BACKEND}")
 
 
 def shape_of(x):
     """`ops.shape`, with few operations for TensorFlow's dynamic sizes."""
-    if backend_name() != "tensorflow" or None not in x.shape:
+    if BACKEND != "tensorflow" or None not in x.shape:
         return ops.shape(x)
     import tensorflow as tf
 

@@ -8,7 +8,7 @@ import functools
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import (
-    backend_name,
+    BACKEND,
     is_kept_on_cpu,
     shape_of,
 )
@@ -32,7 +32,7 @@ from keras_efficient_attn.ops.common.relative_positions import shifted_to_keys
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.common.weight_dropout import drop
 
-if backend_name() == "torch":
+if BACKEND == "torch":
     from keras_efficient_attn.ops.common import fused_softmax_torch as _fused
 
 
@@ -361,6 +361,6 @@ def merge_blocks(x):
 
 def fused_module(query, dropout=None, relative=None):
     """The module of PyTorch's kernel for CPUs, or `None` if it does not apply."""
-    if backend_name() != "torch" or dropout is not None or relative is not None:
+    if BACKEND != "torch" or dropout is not None or relative is not None:
         return None
     return _fused if is_kept_on_cpu(query) and query.numel() else None

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name, shape_of
+from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
 
 
 def write_positions(cache, segment, start):
@@ -21,7 +21,7 @@ def write_positions(cache, segment, start):
     if isinstance(length, int) and isinstance(capacity, int) and length > capacity:
         segment, length = segment[:, :capacity], capacity
     start = ops.minimum(start, capacity - length)
-    if backend_name() != "tensorflow":
+    if BACKEND != "tensorflow":
         # JAX needs indices of one dtype; where float64 is enabled, 0 is int64.
         zero = np.dtype(keras.backend.standardize_dtype(start.dtype)).type(0)
         at = (zero, start, *[zero] * (len(cache.shape) - 2))

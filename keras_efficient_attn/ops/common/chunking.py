@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name, shape_of
+from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
 from keras_efficient_attn.ops.common.numerics import pad
 from keras_efficient_attn.ops.common.plan import block_sizes
 
@@ -22,7 +22,7 @@ def chunk_layout(length, chunk_size, batch, floats_per_position):
     if isinstance(length, int):
         length = max(1, length)
         chunk_size = min(chunk_size, length)
-    elif backend_name() == "jax":
+    elif BACKEND == "jax":
         # Symbolic lengths, as JAX exports them, make one group, whose chunk states
         # all exist at once.
         return chunk_size, (length + chunk_size - 1) // chunk_size, 1
@@ -86,7 +86,7 @@ def chunk_count(length, chunk_size):
     """Number of chunks for `length` positions, at least one for a known length."""
     if isinstance(length, int):
         length = max(1, length)
-    elif backend_name() != "jax":
+    elif BACKEND != "jax":
         length = ops.maximum(length, 1)
     return (length + chunk_size - 1) // chunk_size
 
@@ -146,7 +146,7 @@ def longer_length(first, second):
     """The larger of two lengths, or their sum if they cannot be compared."""
     if isinstance(first, int) and isinstance(second, int):
         return max(first, second)
-    if backend_name() == "jax":
+    if BACKEND == "jax":
         # In exports, JAX compares symbolic lengths only if they are identical.
         return first + second
     return ops.maximum(first, second)

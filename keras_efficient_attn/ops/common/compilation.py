@@ -3,7 +3,7 @@
 import functools
 import inspect
 
-from keras_efficient_attn.ops.common.backend import backend_name, is_traced_by_torch
+from keras_efficient_attn.ops.common.backend import BACKEND, is_traced_by_torch
 from keras_efficient_attn.ops.common.plan import device_kind
 
 
@@ -15,7 +15,7 @@ def jit_on_jax(*static_arguments):
     """
 
     def decorate(function):
-        if backend_name() != "jax":
+        if BACKEND != "jax":
             return function
         import jax
 
@@ -46,7 +46,7 @@ def opaque_on_torch(function):
         function: Function of tensors; its result has the first tensor's shape and
             dtype.
     """
-    if backend_name() != "torch":
+    if BACKEND != "torch":
         return function
     import torch
 
@@ -83,7 +83,7 @@ def compile_on_torch(function):
 
     @functools.wraps(function)
     def call(*args):
-        if backend_name() == "torch" and not is_traced_by_torch():
+        if BACKEND == "torch" and not is_traced_by_torch():
             return compile_once()(*args)
         return function(*args)
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name, shape_of
+from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_dropout,
     check_heads,
@@ -142,7 +142,7 @@ def pad_to_common_length(query, key, value, valid):
         return query, key, value, valid
     if all(isinstance(length, int) for length in lengths):
         length = max(lengths)
-    elif backend_name() == "jax":
+    elif BACKEND == "jax":
         # In exports, JAX compares symbolic lengths only if they are identical.
         length = lengths[0]
     else:

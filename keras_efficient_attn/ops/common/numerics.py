@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name, is_traced_by_torch
+from keras_efficient_attn.ops.common.backend import BACKEND, is_traced_by_torch
 from keras_efficient_attn.ops.common.plan import device_kind
 
 # Entries whose maximum is taken before their index.
@@ -31,7 +31,7 @@ def max_along(x, axis, keepdims=False, initial=None):
 
     With `initial`, Keras reads a number from a tensor there.
     """
-    if backend_name() != "torch":
+    if BACKEND != "torch":
         return ops.max(x, axis=axis, keepdims=keepdims, initial=initial)
     largest = ops.convert_to_tensor(x).amax(axis, keepdims)
     return largest if initial is None else largest.clamp(min=initial)
@@ -44,11 +44,11 @@ def greatest_index(x):
     passes over `x`; ONNX and LiteRT have no operator for this, and on JAX it rounds
     float64 to float32.
     """
-    if backend_name() == "tensorflow":
+    if BACKEND == "tensorflow":
         import tensorflow as tf
 
         return tf.argmax(x, axis=-1, output_type=tf.int32)
-    if backend_name() == "jax":
+    if BACKEND == "jax":
         return _index_on_jax(x)
     return ops.cast(ops.argmax(x, axis=-1), "int32")
 
@@ -86,7 +86,7 @@ def sum_rows(x, index, number):
     On PyTorch `ops.segment_sum` reads a number from a tensor, which breaks
     `torch.compile`'s graph.
     """
-    if backend_name() == "torch":
+    if BACKEND == "torch":
         # Several times faster than `scatter_add`, which adds entry by entry.
         return x.new_zeros(number, x.shape[1]).index_add(0, index.long(), x)
     return ops.segment_sum(x, index, num_segments=number)
@@ -94,7 +94,7 @@ def sum_rows(x, index, number):
 
 def cumulative_sum(x, axis):
     """The sums along an axis. `ops.cumsum` casts float64 to float32 on PyTorch."""
-    if backend_name() == "torch":
+    if BACKEND == "torch":
         return x.cumsum(axis)
     return ops.cumsum(x, axis=axis)
 
@@ -105,7 +105,7 @@ def pad(x, widths):
     `ops.pad` creates a numbered Keras operation per call, so that `torch.compile` would
     compile for each number.
     """
-    if backend_name() == "torch":
+    if BACKEND == "torch":
         import torch
 
         return torch.nn.functional.pad(
@@ -126,7 +126,7 @@ def rms_normalize(x, epsilon=1e-6):
 
 def matrix_product(x, kernel):
     """`x @ kernel`, which on PyTorch Keras rounds from float64 to float32."""
-    if backend_name() == "torch":
+    if BACKEND == "torch":
         return ops.convert_to_tensor(x) @ ops.convert_to_tensor(kernel)
     return ops.matmul(x, kernel)
 
@@ -147,7 +147,7 @@ def hyperbolic_tangent(x):
 
 
 def _elementwise(name, x):
-    if backend_name() == "jax":
+    if BACKEND == "jax":
         import jax.numpy
 
         return getattr(jax.numpy, name)(x)

@@ -9,12 +9,12 @@ import contextlib
 import dataclasses
 
 from keras_efficient_attn.ops.common.backend import (
-    backend_name,
+    BACKEND,
     is_traced_by_torch,
     pick,
 )
 
-if backend_name() == "torch":
+if BACKEND == "torch":
     import torch
 
     # Determined once, as in Keras: `torch.compile` cannot trace the check.
@@ -105,9 +105,9 @@ def device_kind():
     """
     if _named:
         return _named[-1]
-    if backend_name() == "torch":
+    if BACKEND == "torch":
         return "gpu" if _HAS_GPU else "cpu"
-    if backend_name() == "jax":
+    if BACKEND == "jax":
         import jax
 
         kind = jax.default_backend()
@@ -120,7 +120,7 @@ def device_kind():
 
 def has_one_tpu():
     """Whether JAX plans for one TPU; between several, XLA cannot divide a kernel."""
-    if backend_name() != "jax" or device_kind() != "tpu":
+    if BACKEND != "jax" or device_kind() != "tpu":
         return False
     import jax
 

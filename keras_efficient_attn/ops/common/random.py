@@ -7,12 +7,12 @@ one operation returns the same numbers.
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import BACKEND
 
 
 def next_seed(generator):
     """Computes `generator.next()`: two new integers per call."""
-    if backend_name() != "torch":
+    if BACKEND != "torch":
         return generator.next()
     # Keras counts with a NumPy array, which `torch.compile` cannot trace.
     seed = ops.convert_to_tensor(generator.state) * 1
@@ -22,7 +22,7 @@ def next_seed(generator):
 
 def uniform(shape, generator):
     """Computes `keras.random.uniform(shape, seed=generator)`."""
-    if backend_name() != "torch":
+    if BACKEND != "torch":
         return keras.random.uniform(shape, seed=generator)
     from keras_efficient_attn.ops.common import random_torch
 
@@ -33,7 +33,7 @@ def uniform(shape, generator):
 
 def normal(shape, seed):
     """Computes `keras.random.normal(shape, dtype="float32", seed=seed)`."""
-    if backend_name() != "torch" or not isinstance(seed, keras.random.SeedGenerator):
+    if BACKEND != "torch" or not isinstance(seed, keras.random.SeedGenerator):
         return keras.random.normal(shape, dtype="float32", seed=seed)
     from keras_efficient_attn.ops.common import random_torch
 

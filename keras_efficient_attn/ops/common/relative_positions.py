@@ -4,7 +4,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.angles import position_angles
-from keras_efficient_attn.ops.common.backend import backend_name, shape_of
+from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
 from keras_efficient_attn.ops.common.numerics import cosine, pad, sine
 
 
@@ -27,7 +27,7 @@ def window_sinusoids(window, causal, dim, max_wavelength, dtype):
         max_wavelength: Longest wavelength, over 2π.
         dtype: Dtype of the tensor `(distances, dim)`, which is rounded only once.
     """
-    if backend_name() == "torch":
+    if BACKEND == "torch":
         # Other backends may lack float64; `torch.compile` lacks NumPy.
         last = -1 if causal else -window
         distances = ops.arange(window - 1, last, -1, dtype="int32")

@@ -56,9 +56,9 @@ Returns:
 
 import importlib
 
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import BACKEND
 
 # Imported now: `torch.compile` cannot trace an import.
-_backend = importlib.import_module(f"{__name__}_{backend_name()}")
+_backend = importlib.import_module(f"{__name__}_{BACKEND}")
 recompute_scan = _backend.recompute_scan
 vector_jacobian_product = _backend.vector_jacobian_product

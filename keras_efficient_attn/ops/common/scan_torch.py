@@ -1,5 +1,7 @@
 """`recompute_scan` for PyTorch: a loop over steps that the backward pass reruns."""
 
+import contextlib
+
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -11,13 +13,19 @@ def recompute_scan(
     if not torch.is_grad_enabled() or not any(
         tensor.requires_grad for tensor in (*carry, *xs, *consts)
     ):
-        return _loop(step, carry, xs, consts, steps)
+        with _without_autocast(xs) if gradient else contextlib.nullcontext():
+            return _loop(step, carry, xs, consts, steps)
     if gradient is None:
         return _loop_with_autograd(_checkpoint(step), carry, xs, consts, steps)
     outputs = _Scan.apply(
         step, gradient, steps, len(carry), len(xs), *carry, *xs, *consts
     )
     return outputs[: len(carry)], outputs[len(carry) :]
+
+
+def _without_autocast(xs):
+    """Context that keeps the products of steps with a derivative in their dtype."""
+    return torch.autocast(xs[0].device.type, enabled=False)
 
 
 def vector_jacobian_product(function, arguments):
@@ -97,9 +105,8 @@ class _Rows:
         return torch.stack(tensors)
 
     def space_for(self, tensor):
-        """An empty tensor for the outputs of all steps, and each step's slice."""
-        whole = tensor.new_empty(self.number, *tensor.shape)
-        return whole, self.split(whole)
+        """An empty tensor for the outputs of all steps."""
+        return tensor.new_empty(self.number, *tensor.shape)
 
 
 class _Positions(_Rows):
@@ -113,8 +120,7 @@ class _Positions(_Rows):
 
     def space_for(self, tensor):
         batch, size, *tail = tensor.shape
-        whole = tensor.new_empty(batch, self.number * size, *tail)
-        return whole, self.split(whole)
+        return tensor.new_empty(batch, self.number * size, *tail)
 
 
 class _Outputs:
@@ -126,12 +132,13 @@ class _Outputs:
 
     def write(self, i, tensors):
         if self._spaces is None:
-            self._spaces = [self._steps.space_for(tensor) for tensor in tensors]
-        for (_, parts), tensor in zip(self._spaces, tensors, strict=True):
+            self._spaces = tuple(map(self._steps.space_for, tensors))
+            self._parts = list(map(self._steps.split, self._spaces))
+        for parts, tensor in zip(self._parts, tensors, strict=True):
             parts[i].copy_(tensor)
 
     def all(self):
-        return tuple(whole for whole, _ in self._spaces)
+        return self._spaces
 
 
 def _loop_with_autograd(step, carry, xs, consts, steps):
@@ -168,13 +175,13 @@ class _Scan(torch.autograd.Function):
         carry = tensors[:carry_size]
         xs = tensors[carry_size : carry_size + xs_size]
         consts = tensors[carry_size + xs_size :]
-        carries = []
-
-        def record_and_step(carry, x, consts):
-            carries.append(carry)
-            return step(carry, x, consts)
-
-        carry, ys = _loop(record_and_step, carry, xs, consts, steps)
+        carries, ys = [], _Outputs(steps)
+        with _without_autocast(xs):
+            for i, x in enumerate(steps.cut(xs)):
+                carries.append(carry)
+                carry, y = step(carry, x, consts)
+                ys.write(i, y)
+        ys = ys.all()
         ctx.step_gradient, ctx.steps = step_gradient, steps
         ctx.sizes = [len(group) for group in (xs, consts, ys)]
         ctx.save_for_backward(
@@ -195,9 +202,10 @@ class _Scan(torch.autograd.Function):
         grad_xs = _Outputs(ctx.steps)
         for i in reversed(range(len(carries))):
             x, y, grad_y = (tensors[i] for tensors in inputs)
-            grad_carry, grad_x, grad_const = ctx.step_gradient(
-                carries[i], x, consts, y, grad_carry, grad_y
-            )
+            with _without_autocast(xs):
+                grad_carry, grad_x, grad_const = ctx.step_gradient(
+                    carries[i], x, consts, y, grad_carry, grad_y
+                )
             grad_xs.write(i, grad_x)
             grad_consts = tuple(
                 a + b for a, b in zip(grad_consts, grad_const, strict=True)

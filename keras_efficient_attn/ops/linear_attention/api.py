@@ -14,9 +14,9 @@ from keras_efficient_attn.ops.common.checks import (
 )
 from keras_efficient_attn.ops.common.chunking import fit_length
 from keras_efficient_attn.ops.common.compilation import jit_on_jax
-from keras_efficient_attn.ops.common.feature_kernels.choice import choose_kernel
-from keras_efficient_attn.ops.common.feature_kernels.config import (
+from keras_efficient_attn.ops.common.feature_kernels.choice import (
     IMPLEMENTATIONS,
+    choose_kernel,
     features_config,
 )
 from keras_efficient_attn.ops.common.feature_kernels.entrywise import Entrywise

@@ -8,23 +8,11 @@ accumulated in place, triangles are masked in place, and tensors keep one layout
 `(batch · heads · chunks, chunk_size, dim)`, which matrix products read directly.
 """
 
-import functools
 import math
 
 import torch
 
 from keras_efficient_attn.ops.common.online_softmax import sum_of_scales
-
-
-def without_autocast(function):
-    """Keeps all products in the accumulator's dtype."""
-
-    @functools.wraps(function)
-    def call(carry, *arguments):
-        with torch.autocast(carry[0].device.type, enabled=False):
-            return function(carry, *arguments)
-
-    return call
 
 
 def by_head(x, chunk_size):

@@ -8,7 +8,7 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name, shape_of
+from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
 from keras_efficient_attn.ops.common.chunking import (
     by_position,
     chunk_layout,
@@ -27,11 +27,10 @@ from keras_efficient_attn.ops.common.online_softmax import (
 )
 from keras_efficient_attn.ops.common.scan import recompute_scan, vector_jacobian_product
 
-if backend_name() == "torch":
+if BACKEND == "torch":
     from keras_efficient_attn.ops.linear_attention.causal_chunks_torch import (
         Chunks,
         by_head,
-        without_autocast,
     )
 else:
     from keras_efficient_attn.ops.common.chunking import by_head
@@ -109,17 +108,18 @@ def _divides(padded, length):
     return isinstance(padded, int) and isinstance(length, int) and padded == length
 
 
-def mapped_keys(key_map, key, rest, map_weights, masked):
+def weigh_keys(key, log_weight, rest, masked):
     """Features of keys, zero for missing keys, and log weights or `None`.
 
     Args:
-        key_map, map_weights: As for `causal_linear_attention`.
-        key: `(batch, heads, chunks, chunk_size, dim)`.
+        key: Features `(batch, heads, chunks, chunk_size, features)`.
+        log_weight: Their log scales, one axis less, or `None`.
         rest: Further tensors of the keys, with a last axis of 1: `valid` if `masked`,
             then optionally a log weight.
         masked: Boolean.
     """
-    key, log_weight = key_map(key, *map_weights)
+    if not rest:
+        return key, log_weight
     rest = [t[..., 0] for t in rest]
     valid = rest.pop(0) if masked else None
     if rest:
@@ -140,7 +140,7 @@ def _causal_step(config, chunk_size, masked):
     """`(step, gradient)` for `recompute_scan`.
 
     The carry is `(sum, normalizer, log_scale)`; `x` is `(query, key, value)` and the
-    further inputs of `mapped_keys`; the constants are the maps' weights. `log_scale`
+    further inputs of `weigh_keys`; the constants are the maps' weights. `log_scale`
     has no gradient.
 
     Args:
@@ -153,7 +153,7 @@ def _causal_step(config, chunk_size, masked):
         dtype = accumulator_dtype(*x)
         query, key, value, *rest = (by_head(ops.cast(t, dtype), chunk_size) for t in x)
         query, query_log_scale = config.query_map(query, *map_weights)
-        key, log_weight = mapped_keys(config.key_map, key, rest, map_weights, masked)
+        key, log_weight = weigh_keys(*config.key_map(key, *map_weights), rest, masked)
         return query, key, value, log_weight, query_log_scale
 
     def step(carry, x, map_weights):
@@ -168,8 +168,6 @@ def _causal_step(config, chunk_size, masked):
         )
         return grad_carry, *pull(grad_prepared)
 
-    if backend_name() == "torch":
-        step, gradient = without_autocast(step), without_autocast(gradient)
     return step, gradient
 
 
@@ -182,7 +180,7 @@ def _key_step(key_map, masked):
         sums, normalizer, log_scale = carry
         group = shape_of(x[0])[1]
         key, value, *rest = (by_head(ops.cast(t, sums.dtype), group) for t in x)
-        key, log_weight = mapped_keys(key_map, key, rest, map_weights, masked)
+        key, log_weight = weigh_keys(*key_map(key, *map_weights), rest, masked)
         if log_weight is None:
             log_scale = ops.zeros_like(log_scale)
         else:

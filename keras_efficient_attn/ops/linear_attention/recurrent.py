@@ -16,7 +16,7 @@ from keras import ops
 from keras_efficient_attn.ops.common.chunking import sizes
 from keras_efficient_attn.ops.common.numerics import larger, max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
-from keras_efficient_attn.ops.linear_attention.chunked import mapped_keys
+from keras_efficient_attn.ops.linear_attention.chunked import weigh_keys
 
 
 def recurrent_linear_attention(
@@ -48,7 +48,7 @@ def recurrent_linear_attention(
     query, query_log_scale = config.query_map(query, *map_weights)
     key = by_head(key, heads, key.shape[-1])
     masked = valid is not None
-    key, log_weight = mapped_keys(config.key_map, key, rest, map_weights, masked)
+    key, log_weight = weigh_keys(*config.key_map(key, *map_weights), rest, masked)
     query = ops.reshape(query, (batch, heads, config.num_features))
     key = ops.reshape(key, (batch, heads, config.num_features))
     if log_weight is None and valid is None:

@@ -2,7 +2,7 @@
 
 import sys
 
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import BACKEND
 from keras_efficient_attn.ops.reversible.remembered import in_chain
 
 # TensorFlow's name for the recomputing function of `tf.recompute_grad`.
@@ -20,7 +20,7 @@ def is_replay():
     """
     if in_chain():
         return False
-    backend = backend_name()
+    backend = BACKEND
     if backend == "torch":
         from keras_efficient_attn.ops.reversible.replay_torch import in_backward_pass
 

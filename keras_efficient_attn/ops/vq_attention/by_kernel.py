@@ -9,9 +9,9 @@ import functools
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.common.feature_kernels.choice import choose_kernel
-from keras_efficient_attn.ops.common.feature_kernels.config import (
+from keras_efficient_attn.ops.common.feature_kernels.choice import (
     LinearAttentionConfig,
+    choose_kernel,
     given_features,
 )
 from keras_efficient_attn.ops.common.numerics import max_along

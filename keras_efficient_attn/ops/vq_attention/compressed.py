@@ -9,7 +9,7 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name, pick, shape_of
+from keras_efficient_attn.ops.common.backend import BACKEND, pick, shape_of
 from keras_efficient_attn.ops.common.block_softmax import fused_module
 from keras_efficient_attn.ops.common.chunking import (
     by_head,
@@ -31,7 +31,7 @@ from keras_efficient_attn.ops.vq_attention.code_sums import (
 from keras_efficient_attn.ops.vq_attention.codebook import responsibilities
 from keras_efficient_attn.ops.vq_attention.hard_codes import hard_step
 
-if backend_name() == "torch":
+if BACKEND == "torch":
     from keras_efficient_attn.ops.vq_attention import compressed_torch
 
 

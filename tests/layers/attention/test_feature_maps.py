@@ -13,7 +13,7 @@ from keras_efficient_attn.layers import (
     feature_maps,
     register_feature_map,
 )
-from keras_efficient_attn.ops.common.feature_kernels.config import LinearAttentionConfig
+from keras_efficient_attn.ops.common.feature_kernels.choice import LinearAttentionConfig
 from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_with_feature_maps,
 )

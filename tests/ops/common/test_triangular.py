@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_efficient_attn.ops.common.triangular import inverse_unit_lower
+from keras_efficient_attn.ops.linear_attention.gated.chunked import inverse_unit_lower
 from tests.autodiff import gradients, to_numpy
 
 SIZES = (1, 2, 7, 16, 20, 37, 64)

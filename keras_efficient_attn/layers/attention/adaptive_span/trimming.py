@@ -3,7 +3,7 @@
 import keras
 
 from keras_efficient_attn.layers.attention.adaptive_span.layer import AdaptiveSpan
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import BACKEND
 from keras_efficient_attn.ops.common.checks import check_positive_int
 
 
@@ -75,14 +75,14 @@ class TrimSpans(keras.callbacks.Callback):
         self._last_batch = batch
         if self._steps // self.every == before:
             return
-        if backend_name() == "jax":
+        if BACKEND == "jax":
             # The trainer holds the weights while `fit` runs.
             self.model.jax_state_sync()
         trim_spans(self.model)
 
 
 def _compile_again(model):
-    if backend_name() == "jax":
+    if BACKEND == "jax":
         # JAX would treat the bound method as the function that it has compiled.
         for name in ("train_step", "test_step", "predict_step"):
             setattr(model, name, _new_function(model, name))

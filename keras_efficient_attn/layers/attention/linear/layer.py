@@ -9,6 +9,7 @@ from keras_efficient_attn.distribution import linear as split_linear
 from keras_efficient_attn.distribution.sequence_parallel import check_split_is_causal
 from keras_efficient_attn.layers.attention import feature_maps
 from keras_efficient_attn.layers.attention.base import EfficientAttention
+from keras_efficient_attn.layers.attention.feature_maps import FeatureMap
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
@@ -17,7 +18,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_positive_number,
     check_rotary_wavelength,
 )
-from keras_efficient_attn.ops.common.feature_kernels.config import (
+from keras_efficient_attn.ops.common.feature_kernels.choice import (
     LinearAttentionConfig,
 )
 from keras_efficient_attn.ops.common.numerics import (
@@ -366,9 +367,12 @@ class LinearAttention(EfficientAttention):
 # Bounded: users may create maps. Equal configurations are one object for a compiler.
 @functools.lru_cache(256)
 def _make_config(feature_map, feature_dim, causal, chunk_size, normalize, window):
+    query_map, key_map = feature_map.query_features, feature_map.key_features
+    if type(feature_map).key_features is FeatureMap.key_features:
+        key_map = query_map
     return LinearAttentionConfig(
-        feature_map.query_features,
-        feature_map.key_features,
+        query_map,
+        key_map,
         feature_dim,
         causal=causal,
         chunk_size=chunk_size,

@@ -13,9 +13,9 @@ from keras_efficient_attn.layers.attention.linear.calibration import (
 from keras_efficient_attn.layers.attention.linear.layer import LinearAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.layers.building import add_counter
+from keras_efficient_attn.layers.replicas import take_first_replica
 from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, conditional
-from keras_efficient_attn.ops.common.replicas import take_first_replica
 
 
 @register_attention("performer")

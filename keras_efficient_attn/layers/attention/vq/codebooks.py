@@ -11,6 +11,10 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.layers.building import identity
+from keras_efficient_attn.layers.replicas import (
+    sum_over_replicas,
+    take_first_replica,
+)
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
     check_positive_int,
@@ -19,10 +23,6 @@ from keras_efficient_attn.ops.common.checks import (
 )
 from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.common.random import uniform
-from keras_efficient_attn.ops.common.replicas import (
-    sum_over_replicas,
-    take_first_replica,
-)
 from keras_efficient_attn.ops.vq_attention.calibration import fit_mixture
 from keras_efficient_attn.ops.vq_attention.codebook import (
     batch_statistics,

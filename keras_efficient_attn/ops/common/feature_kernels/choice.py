@@ -1,13 +1,15 @@
-"""Chooses the kernel for a call, if any."""
+"""The options of linear attention, as one object, and the kernel for a call, if any."""
 
+import collections.abc
+import dataclasses
 import importlib.metadata
 import importlib.util
 
 import keras
 
-from keras_efficient_attn.ops.common.backend import backend_name
-from keras_efficient_attn.ops.common.checks import can_run_kernel
-from keras_efficient_attn.ops.common.plan import has_one_tpu
+from keras_efficient_attn.ops.common.backend import BACKEND
+from keras_efficient_attn.ops.common.checks import can_run_kernel, check_positive_int
+from keras_efficient_attn.ops.common.plan import block_sizes, has_one_tpu
 
 MOST_DIM = 512
 # The default number of random features for heads of 128 is 622.
@@ -77,7 +79,7 @@ def _module(name):
 
 def _default_kernel(query):
     """The kernel for the current device, or `None`."""
-    backend = backend_name()
+    backend = BACKEND
     if backend == "jax" and has_one_tpu():
         return "pallas"
     if backend == "torch" and query.is_cuda:
@@ -88,8 +90,8 @@ def _default_kernel(query):
 def _obstacle(name, tensors, state, config):
     """The reason why a kernel cannot compute a call, or `None`."""
     backend = BACKENDS[name]
-    if backend_name() != backend:
-        return f"needs the backend {backend!r}. Received: {backend_name()!r}"
+    if BACKEND != backend:
+        return f"needs the backend {backend!r}. Received: {BACKEND!r}"
     if config.chunk_size is not None:
         return f"takes no `chunk_size`. Received: chunk_size={config.chunk_size}"
     dtypes = [
@@ -138,3 +140,78 @@ def _interprets():
     from keras_efficient_attn.ops.common.feature_kernels import triton_op
 
     return triton_op.INTERPRETED
+
+
+# Implementations of linear attention, except the reference.
+IMPLEMENTATIONS = ("chunked", "pallas", "triton", "fla")
+
+
+def given_features(features, *_):
+    """The feature map for precomputed features: returns them, and `None`."""
+    return features, None
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearAttentionConfig:
+    """All options of linear attention, as one static argument.
+
+    Attributes:
+        query_map, key_map: `(x, *map_weights) -> (features, log_scale)`, acting on
+            the last axis of `x` `(batch, heads, chunks, chunk_size, head_dim)`; the
+            true features are `features * exp(log_scale)`, and `log_scale` (one axis
+            less) may be `None`. Pass the same function objects for the same maps: JAX
+            compiles once per object.
+        num_features: Size of the features.
+        causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
+        chunk_size: Positions per chunk; affects speed only. Defaults to `None`: the
+            device's plan.
+        output: `"normalized"` (the default), `"sum"` (without division), or
+            `"partial"`: values, totals and log scales for `online_softmax.merge`.
+        window: Number of nearest keys to attend to exactly, for
+            `windowed_linear_attention`. Defaults to `None`.
+        implementation: `"chunked"`, `"pallas"`, `"triton"`, `"fla"`, or `None` (the
+            default): by device. See `ops.linear_attention`.
+        rowwise_maps: Whether the maps act on the last axis only, for any axes before
+            it, and read matrices `(n, m)` as weights. A kernel then computes features
+            itself, and they never exist in memory. Defaults to `False`.
+        entrywise: `(x, *map_weights) -> Entrywise`, if both maps are entrywise: a
+            Triton kernel then computes features itself. Defaults to `None`.
+    """
+
+    query_map: collections.abc.Callable
+    key_map: collections.abc.Callable
+    num_features: int
+    causal: bool = False
+    chunk_size: int | None = None
+    output: str = "normalized"
+    window: int | None = None
+    implementation: str | None = None
+    rowwise_maps: bool = False
+    entrywise: collections.abc.Callable | None = None
+
+    def __post_init__(self):
+        check_positive_int("chunk_size", self.chunk_size, optional=True)
+        check_positive_int("window", self.window, optional=True)
+        if self.implementation not in (None, *IMPLEMENTATIONS):
+            raise ValueError(
+                f"`implementation` must be None or one of {IMPLEMENTATIONS}. Received: "
+                f"implementation={self.implementation!r}"
+            )
+
+    @property
+    def chunk_length(self):
+        """Positions per chunk, from the argument or the plan."""
+        return self.chunk_size or block_sizes().chunk_size
+
+
+def features_config(num_features, *, causal=False, normalize=True, chunk_size=None):
+    """The `LinearAttentionConfig` for precomputed features; see `linear_attention`."""
+    return LinearAttentionConfig(
+        given_features,
+        given_features,
+        num_features,
+        causal=causal,
+        chunk_size=chunk_size,
+        output="normalized" if normalize else "sum",
+        rowwise_maps=True,
+    )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from keras_efficient_attn.ops.common.chunking import fit_length
-from keras_efficient_attn.ops.common.feature_kernels.config import given_features
+from keras_efficient_attn.ops.common.feature_kernels.choice import given_features
 from keras_efficient_attn.ops.common.feature_kernels.pallas_blocks import (
     LANES,
     STATE_NAMES,

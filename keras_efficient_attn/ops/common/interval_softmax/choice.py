@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name, shape_of
+from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
 from keras_efficient_attn.ops.common.block_softmax import attend_near
 from keras_efficient_attn.ops.common.checks import can_run_kernel
 from keras_efficient_attn.ops.common.interval_softmax.intervals import NearKeys
@@ -83,7 +83,7 @@ def attend_window(query, key, value, valid, window, dtype, relative=None):
 
 def _preferred_name(query):
     """The name of the device's kernel, or `None`."""
-    backend = backend_name()
+    backend = BACKEND
     if backend == "jax":
         return "splash" if has_one_tpu() else None
     if backend == "torch" and query.is_cuda:
@@ -104,8 +104,8 @@ def _call_obstacle(call):
 
 def _obstacle(name, *tensors):
     """The reason why a kernel cannot read a query, a key and a value, or `None`."""
-    if backend_name() != KERNELS[name]:
-        return f"needs the backend {KERNELS[name]!r}. Received: {backend_name()!r}"
+    if BACKEND != KERNELS[name]:
+        return f"needs the backend {KERNELS[name]!r}. Received: {BACKEND!r}"
     for x in tensors:
         dtype = keras.backend.standardize_dtype(x.dtype)
         if dtype not in DTYPES:

@@ -86,7 +86,8 @@ def _prepare(query, key, value, key_mask, rates):
     keys = []
     for x in (key, value, *rates):
         if x is not None:
-            x = ops.cast(hide_masked(x, key_mask), dtype)
+            x = x if key_mask is None else hide_masked(x, key_mask)
+            x = ops.cast(x, dtype)
             x = x if same else fit_length(x, shape_of(query)[1])
         keys.append(x)
     key, value, log_decay, beta = keys

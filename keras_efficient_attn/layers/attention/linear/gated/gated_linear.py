@@ -3,9 +3,9 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.attention.linear.gated.layer import GatedStateAttention
-from keras_efficient_attn.layers.attention.linear.gated.projections import (
+from keras_efficient_attn.layers.attention.linear.gated.layer import (
     GATE_DEVIATION,
+    GatedStateAttention,
     apply_projections,
     build_projection,
     wide,

@@ -7,16 +7,12 @@ from keras import ops
 
 from keras_efficient_attn.distribution.linear import gated_attention
 from keras_efficient_attn.layers.arguments import activation_of
-from keras_efficient_attn.layers.attention.linear.gated.projections import (
-    apply_projections,
-    build_projection,
-    wide,
-)
 from keras_efficient_attn.layers.attention.linear.layer import LinearAttention
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 from keras_efficient_attn.ops.common.convolution import causal_convolution
 from keras_efficient_attn.ops.common.inputs import hide_masked
+from keras_efficient_attn.ops.common.numerics import mean_of_channels, wide_dtype
 from keras_efficient_attn.ops.linear_attention.gated.api import (
     gated_attention_with_feature_maps,
 )
@@ -191,8 +187,9 @@ class GatedStateAttention(LinearAttention):
                 mask = call.query_mask if name == "query" else call.key_mask
                 state_name = f"{name}_inputs"
                 past = None if call.state is None else call.state[state_name]
+                x = x if mask is None else hide_masked(x, mask)
                 heads[name], inputs = causal_convolution(
-                    hide_masked(x, mask), self._convolution_kernels[name], past
+                    x, self._convolution_kernels[name], past
                 )
                 last[state_name] = ops.cast(inputs, self.state_dtype)
         if self.activation is not None:
@@ -205,10 +202,6 @@ class GatedStateAttention(LinearAttention):
         options = {**call.options, "rates": rates, "last_inputs": last}
         return heads["query"], key, value, dataclasses.replace(call, options=options)
 
-    def attend(self, query, key, value, call):
-        heads, state = super().attend(query, key, value, call)
-        return heads, state and {**state, **call.options["last_inputs"]}
-
     def _attend_features(self, tensors, call, **options):
         rates, config = call.options["rates"], self._config(causal=True)
         if call.split is None:
@@ -219,14 +212,16 @@ class GatedStateAttention(LinearAttention):
             tensors = *tensors, options["key_mask"], rates
             weights, state = options["map_weights"], None
             heads = call.split.run(gated_attention, tensors, weights, config)
+        if state is not None:
+            state = {**state, **call.options["last_inputs"]}
         return (heads if self.normalize else heads * self._key_dim**-0.5), state
 
     def _project(self, heads, gate_input, query_mask):
         if self.output_norm is not None:
             heads = wide(heads)
             if self.output_norm == "group":
-                heads = heads - _mean(heads)
-            power = _mean(ops.square(heads))
+                heads = heads - mean_of_channels(heads)
+            power = mean_of_channels(ops.square(heads))
             gain = ops.cast(self._norm_scale, heads.dtype)
             heads = heads * ops.rsqrt(power + EPSILON) * gain
         if self.output_gate is not None:
@@ -244,9 +239,82 @@ class GatedStateAttention(LinearAttention):
         }
 
 
-def _mean(x):
-    return ops.sum(x, axis=-1, keepdims=True) / x.shape[-1]
-
-
 def _serialize(activation):
     return None if activation is None else keras.activations.serialize(activation)
+
+
+# The range of the initial step sizes.
+STEPS = (1e-3, 0.1)
+# Standard deviation of the initial kernels of decays and β. They then begin near what
+# their biases say. A Glorot kernel, whose outputs are few heads, would multiply a
+# decay's logarithm by 4 and more.
+GATE_DEVIATION = 0.02
+
+
+def build_projection(layer, name, input_dim, units, rank=None, deviation=None):
+    """Built projections, one after the other, without biases.
+
+    Args:
+        layer: The attention layer that will own the projections.
+        name: Prefix of their names.
+        input_dim: Width of the inputs.
+        units: Width of the outputs.
+        rank: Width between two layers; `None` for one layer.
+        deviation: Standard deviation of their kernels at first; `None` for the layer's
+            initializer.
+    """
+    widths = [units] if rank is None else [rank, units]
+    layers = []
+    for index, width in enumerate(widths):
+        suffix = "" if index + 1 == len(widths) else "_low_rank"
+        # Not `Dense`, which casts float64 to float32 on PyTorch.
+        dense = keras.layers.EinsumDense(
+            "abc,cd->abd",
+            output_shape=(None, width),
+            kernel_initializer=(
+                layer._new_kernel_initializer()
+                if deviation is None
+                else keras.initializers.RandomNormal(stddev=deviation)
+            ),
+            kernel_regularizer=layer._kernel_regularizer,
+            kernel_constraint=layer._kernel_constraint,
+            dtype=layer.dtype_policy,
+            name=name + suffix,
+        )
+        dense.build((None, None, input_dim))
+        input_dim = width
+        layers.append(dense)
+    return layers
+
+
+def apply_projections(layers, x):
+    """`x` through all layers."""
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def wide(x):
+    """`x` in float32 or float64: gates need at least float32."""
+    return ops.cast(x, wide_dtype(keras.backend.standardize_dtype(x.dtype)))
+
+
+def log_rates(least, seed):
+    """Initializer: logarithms of rates that are uniform from `least` to 16."""
+
+    def initialize(shape, dtype=None):
+        rates = keras.random.uniform(shape, least, 16.0, dtype=dtype, seed=seed)
+        return ops.log(rates)
+
+    return initialize
+
+
+def step_biases(seed):
+    """Initializer: biases whose `softplus` is log-uniform in `STEPS`."""
+
+    def initialize(shape, dtype=None):
+        least, most = (ops.log(ops.cast(step, dtype)) for step in STEPS)
+        uniform = keras.random.uniform(shape, dtype=dtype, seed=seed)
+        return ops.log(ops.expm1(ops.exp(least + (most - least) * uniform)))
+
+    return initialize

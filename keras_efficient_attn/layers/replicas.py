@@ -1,10 +1,42 @@
-"""Sums over the replicas of a model that is trained on several devices."""
+"""Replicas of a model that trains on several devices: sums, losses and numbers."""
 
+import collections
 import sys
+import weakref
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_name
+from keras_efficient_attn.ops.common.backend import BACKEND
+
+# `{layer: {replica: losses}}`; Keras would track an attribute of a layer.
+_LOSSES = weakref.WeakKeyDictionary()
+
+
+class ReplicaLosses:
+    """Mixin for Keras layers: `add_loss` keeps the losses of replicas apart.
+
+    The replicas of `MirroredStrategy` are threads of one model, with one list of losses
+    per layer. Where they wait for each other in the forward pass, as for the codes of
+    `VQAttention`, the second replica would clear the losses of the first, and both
+    would then count later losses of either.
+    """
+
+    def add_loss(self, loss):
+        super().add_loss(loss)
+        index = replica_index()
+        if index is not None:
+            # There are none if a `StatelessScope` collects losses.
+            losses = _LOSSES.setdefault(self, collections.defaultdict(list))
+            losses[index] += self._losses
+            self._losses.clear()
+
+    def _get_own_losses(self):
+        losses = super()._get_own_losses()
+        return losses + _LOSSES.get(self, {}).get(replica_index(), [])
+
+    def _clear_losses(self):
+        super()._clear_losses()
+        _LOSSES.get(self, {}).pop(replica_index(), None)
 
 
 def sum_over_replicas(x):
@@ -12,10 +44,10 @@ def sum_over_replicas(x):
 
     On JAX, arrays span all devices, so a sum already covers all of them.
     """
-    if backend_name() == "tensorflow":
+    if BACKEND == "tensorflow":
         context = _tensorflow_context()
         return x if context is None else context.all_reduce("SUM", x)
-    if backend_name() == "torch" and _torch_processes() > 1:
+    if BACKEND == "torch" and _torch_processes() > 1:
         import torch.distributed as distributed
 
         total = x.detach().clone()
@@ -26,13 +58,13 @@ def sum_over_replicas(x):
 
 def take_first_replica(x):
     """The `x` of the first replica, on all of them."""
-    if backend_name() == "tensorflow":
+    if BACKEND == "tensorflow":
         context = _tensorflow_context()
         if context is None:
             return x
         first = context.replica_id_in_sync_group == 0
         return sum_over_replicas(ops.where(first, x, ops.zeros_like(x)))
-    if backend_name() == "torch" and _torch_processes() > 1:
+    if BACKEND == "torch" and _torch_processes() > 1:
         import torch.distributed as distributed
 
         first = x.detach().clone()
@@ -43,7 +75,7 @@ def take_first_replica(x):
 
 def replica_index():
     """The number of the replica that runs; `None` unless threads share the model."""
-    if backend_name() != "tensorflow":
+    if BACKEND != "tensorflow":
         return None
     context = _tensorflow_context()
     if context is None:
