@@ -11,6 +11,8 @@ import pytest
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # oneDNN's softmax, used on some CPUs, does not support Keras' six axes.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+# Whether tests run as users do: no flag and no patch that makes them faster.
+WITH_DEFAULTS = "TESTS_WITH_DEFAULTS" in os.environ
 # Tests compile thousands of small programs and run each once: compile fast.
 XLA_FLAGS = [
     "--xla_backend_optimization_level=0",
@@ -20,7 +22,8 @@ XLA_FLAGS = [
 if importlib.util.find_spec("jax") is None or version("jaxlib").startswith("0.10."):
     # A process ends at a flag that its XLA does not know; JAX 0.11 has no such choice.
     XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ.setdefault("XLA_FLAGS", " ".join(XLA_FLAGS))
+if not WITH_DEFAULTS:
+    os.environ.setdefault("XLA_FLAGS", " ".join(XLA_FLAGS))
 # Set before Triton is imported: its kernels run in the interpreter, without a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # Traced graphs have many objects and little garbage.
@@ -77,7 +80,7 @@ def short_training_is_not_traced():
     """
     import keras
 
-    if keras.backend.backend() != "tensorflow":
+    if keras.backend.backend() != "tensorflow" or WITH_DEFAULTS:
         yield contextlib.nullcontext
         return
     # Loaded models are compiled only if their class has this class's `compile`.

@@ -1,6 +1,9 @@
 """Runs the tests on each backend, one process per backend, and prints one table.
 
-Usage: python tests/run_matrix.py [BACKEND ...] [-- PYTEST ARGUMENTS]
+Usage: python tests/run_matrix.py [--all] [BACKEND ...] [-- PYTEST ARGUMENTS]
+
+By default it runs the gate. `--all` adds what is marked `nightly`, the variants of
+layers on every backend, and the contract with nothing set that speeds tests up.
 
 For each backend it also prints the seconds of each folder of tests and the slowest
 tests. The reports, with the duration of every test, stay in `runs/tests`.
@@ -25,8 +28,20 @@ OUTCOMES = ("passed", "failed", "skipped")
 MOST_SLOW = 20
 
 
-def run_backend(backend, arguments, report, last):
-    """Exit status of pytest on one backend; the last one runs `any_backend`, too."""
+def selection(everything, last):
+    """The marks that pytest selects on a backend; the last runs what runs once."""
+    left_out = ["tpu_compile", "export"]
+    if not everything:
+        left_out.append("nightly")
+    if not last:
+        left_out.append("any_backend")
+        if not everything:
+            left_out.append("variant")
+    return " and ".join(f"not {mark}" for mark in left_out)
+
+
+def run_backend(backend, arguments, report, marks, **settings):
+    """Exit status of pytest on one backend."""
     environment = {
         **os.environ,
         "KERAS_BACKEND": backend,
@@ -37,6 +52,7 @@ def run_backend(backend, arguments, report, last):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
+    environment.update(settings)
     # Every process imports this package: the first one leaves it as bytecode.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2"]
@@ -46,9 +62,7 @@ def run_backend(backend, arguments, report, last):
     command += ["--no-loadscope-reorder"]
     # Warnings, mostly from Keras, would hide the failures.
     command += [f"--junitxml={report}", "--disable-warnings"]
-    chosen = "not tpu_compile and not export"
-    command += ["-m", chosen + ("" if last else " and not any_backend")]
-    command += arguments
+    command += ["-m", marks, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 
@@ -90,7 +104,22 @@ def print_durations(backend, report):
         print(f"{duration:>9.1f}  {name}")
 
 
+def runs(backends, everything, arguments):
+    """`(name, backend, marks, arguments, settings)` of each run of pytest."""
+    for backend in backends:
+        marks = selection(everything, backend == backends[-1])
+        yield backend, backend, marks, arguments, {}
+    if not everything or arguments:
+        return
+    for backend in backends:
+        marks = selection(False, False)
+        folder = ["tests/contract"]
+        yield f"{backend}-plain", backend, marks, folder, {"TESTS_WITH_DEFAULTS": "1"}
+
+
 def main(arguments):
+    everything = arguments[:1] == ["--all"]
+    arguments = arguments[1:] if everything else arguments
     if "--" in arguments:
         split = arguments.index("--")
         backends, pytest_arguments = arguments[:split], arguments[split + 1 :]
@@ -101,21 +130,22 @@ def main(arguments):
     rows, statuses = {}, []
     backends = backends or BACKENDS
     REPORTS.mkdir(parents=True, exist_ok=True)
-    for backend in backends:
-        print(f"== {backend}", flush=True)
-        report = REPORTS / f"{backend}.xml"
+    for name, backend, marks, chosen, settings in runs(
+        backends, everything, pytest_arguments
+    ):
+        print(f"== {name}", flush=True)
+        report = REPORTS / f"{name}.xml"
         report.unlink(missing_ok=True)
         start = time.monotonic()
-        last = backend == backends[-1]
-        statuses.append(run_backend(backend, pytest_arguments, report, last))
-        rows[backend] = {**count(report), "seconds": time.monotonic() - start}
-        print_durations(backend, report)
+        statuses.append(run_backend(backend, chosen, report, marks, **settings))
+        rows[name] = {**count(report), "seconds": time.monotonic() - start}
+        print_durations(name, report)
     print(
-        f"\n{'backend':<12}" + "".join(f"{name:>9}" for name in (*OUTCOMES, "seconds"))
+        f"\n{'backend':<17}" + "".join(f"{name:>9}" for name in (*OUTCOMES, "seconds"))
     )
     for backend, row in rows.items():
         counts = "".join(f"{row[name]:>9}" for name in OUTCOMES)
-        print(f"{backend:<12}{counts}{row['seconds']:>9.0f}")
+        print(f"{backend:<17}{counts}{row['seconds']:>9.0f}")
     totals = {name: sum(row[name] for row in rows.values()) for name in OUTCOMES}
     print(", ".join(f"{totals[name]} {name}" for name in OUTCOMES))
     # A process that a signal ended has a negative status.

@@ -7,7 +7,11 @@ from tests.contract.cases import CASES, case_of, ids
 
 
 def pytest_collection_modifyitems(items):
-    """Deselects variants in tests marked `once_a_layer`."""
+    """Marks variants, and deselects them in tests marked `once_a_layer`."""
+    for item in items:
+        case = case_of(item)
+        if case is not None and case.variant:
+            item.add_marker(pytest.mark.variant)
     items[:] = [
         item
         for item in items

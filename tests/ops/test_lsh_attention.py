@@ -4,8 +4,8 @@ import pytest
 from keras import ops
 
 from keras_efficient_attn.ops.lsh_attention import lsh_attention
-from keras_efficient_attn.ops.lsh_attention.config import LSHConfig
-from keras_efficient_attn.ops.lsh_attention.hashing import (
+from keras_efficient_attn.ops.lsh_attention.layout import (
+    LSHConfig,
     hash_buckets,
     num_rotation_rows,
 )

@@ -25,8 +25,7 @@ from keras_efficient_attn.ops.common.checks import (
     may_agree,
 )
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
-from keras_efficient_attn.ops.common.relative_positions import window_distances
-from keras_efficient_attn.ops.common.rotary import rotate_from
+from keras_efficient_attn.ops.common.positions import rotate_from, window_distances
 
 # The names that Keras' layer gives its projections.
 PROJECTIONS = ("query", "key", "gate", "value", "attention_output")

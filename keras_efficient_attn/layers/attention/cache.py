@@ -3,10 +3,14 @@
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.cache import nan_beyond, write_positions
 from keras_efficient_attn.ops.common.checks import check_positive_int
-from keras_efficient_attn.ops.common.recent_keys import RECENT, recent_keys_spec
-from keras_efficient_attn.ops.common.state import common_position
+from keras_efficient_attn.ops.common.state import (
+    RECENT,
+    common_position,
+    nan_beyond,
+    recent_keys_spec,
+    write_positions,
+)
 
 
 def cache_spec(batch_size, max_length, *sizes_and_dtype):

@@ -14,10 +14,10 @@ from keras_efficient_attn.ops.common.checks import (
     check_positive_int,
     check_positive_number,
 )
+from keras_efficient_attn.ops.common.dense_softmax import count_pairs
 from keras_efficient_attn.ops.common.feature_kernels.choice import LinearAttentionConfig
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
-from keras_efficient_attn.ops.common.pairs import count_pairs
-from keras_efficient_attn.ops.fourier.config import FourierConfig
+from keras_efficient_attn.ops.fourier.kernel import FourierConfig
 from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_state_spec,
     linear_attention_with_feature_maps,

@@ -9,11 +9,10 @@ from keras_efficient_attn.layers.attention.axes import SequenceAxes
 from keras_efficient_attn.layers.attention.patterns import PatternAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
-from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
-from keras_efficient_attn.ops.local_attention.api import attend_near_keys
-from keras_efficient_attn.ops.local_attention.config import LocalConfig
+from keras_efficient_attn.ops.common.state import recent_keys_spec
+from keras_efficient_attn.ops.local_attention.api import FORMS
+from keras_efficient_attn.ops.local_attention.config import LocalConfig, local_pairs
 from keras_efficient_attn.ops.local_attention.grid import GridOrder
-from keras_efficient_attn.ops.local_attention.pairs import local_pairs
 
 # Checked once: equal patterns are one object.
 _local_config = functools.lru_cache(256)(LocalConfig)
@@ -160,7 +159,8 @@ class LocalAttention(PatternAttention):
         if self.window_bias is not None and self.takes_window_bias:
             dtype = accumulator_dtype(*softmax.inputs[:3])
             window_bias = self._bias_of_window(config.window, call.causal, dtype)
-        return attend_near_keys(softmax, config, window_bias)
+        forms = FORMS if window_bias is None else FORMS[:3]
+        return softmax.attend(config, forms, window_bias)
 
     def _axes_of(self, rank):
         if self._is_grid and rank == 4 and self._sequence_axes is None:

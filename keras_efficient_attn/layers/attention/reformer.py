@@ -14,10 +14,10 @@ from keras_efficient_attn.ops.common.checks import (
     check_positive_int,
     is_int,
 )
+from keras_efficient_attn.ops.common.dense_softmax import count_pairs
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
-from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.lsh_attention.api import lsh_attention
-from keras_efficient_attn.ops.lsh_attention.hashing import (
+from keras_efficient_attn.ops.lsh_attention.layout import (
     hash_buckets,
     num_rotation_rows,
 )

@@ -11,8 +11,8 @@ from keras_efficient_attn.ops.common.checks import (
     check_positive_int,
     check_rotary_wavelength,
 )
+from keras_efficient_attn.ops.common.dense_softmax import count_pairs
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, pad
-from keras_efficient_attn.ops.common.pairs import count_pairs
 
 KERNELS = ("dot_product", "gaussian")
 

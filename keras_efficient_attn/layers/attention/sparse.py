@@ -1,7 +1,5 @@
 """SparseAttention: the factorised patterns of Sparse Transformers."""
 
-import functools
-
 import keras
 
 from keras_efficient_attn.layers.attention.patterns import PatternAttention
@@ -10,12 +8,9 @@ from keras_efficient_attn.ops.sparse_attention.api import (
     FORMS,
     sparse_attention_spec,
 )
-from keras_efficient_attn.ops.sparse_attention.config import SparseConfig
-from keras_efficient_attn.ops.sparse_attention.pairs import sparse_pairs
+from keras_efficient_attn.ops.sparse_attention.config import SparseConfig, sparse_pairs
 
 STRIDE = 128
-# Checked once: equal patterns are one object.
-_sparse_config = functools.lru_cache(256)(SparseConfig)
 
 
 @register_attention("sparse")
@@ -103,7 +98,9 @@ class SparseAttention(PatternAttention):
         super().__init__(*args, **kwargs)
         self.keep(locals())
         # The pattern checks its own arguments.
-        SparseConfig(**self.pattern_arguments, num_heads=self._num_heads)
+        self._pattern = SparseConfig(
+            **self.pattern_arguments, num_heads=self._num_heads
+        )
 
     @property
     def pattern_arguments(self):
@@ -128,14 +125,11 @@ class SparseAttention(PatternAttention):
         # Per token, the strided pattern reads `stride + max_length / stride` keys and
         # the fixed pattern `stride + summary · max_length / stride`.
         sizes = (batch_size, max_length, self._key_dim, self._value_dim)
-        return sparse_attention_spec(self._config(), *sizes, self.state_dtype)
+        return sparse_attention_spec(self._pattern, *sizes, self.state_dtype)
 
     def operations(self, length, causal):
-        pairs = sparse_pairs(length, causal, self._config())
+        pairs = sparse_pairs(length, causal, self._pattern)
         return 2 * (self._key_dim + self._value_dim) * pairs
 
     def attend_to_pattern(self, softmax, call):
-        return softmax.attend(self._config(), FORMS)
-
-    def _config(self):
-        return _sparse_config(**self.pattern_arguments, num_heads=self._num_heads)
+        return softmax.attend(self._pattern, FORMS)

@@ -14,9 +14,9 @@ from keras_efficient_attn.ops.common.checks import (
     check_rate,
     may_agree,
 )
+from keras_efficient_attn.ops.common.dense_softmax import count_pairs
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
-from keras_efficient_attn.ops.common.pairs import count_pairs
-from keras_efficient_attn.ops.common.relative_positions import distance_sinusoids
+from keras_efficient_attn.ops.common.positions import distance_sinusoids
 from keras_efficient_attn.ops.common.weight_dropout import dropout_seed
 from keras_efficient_attn.ops.relative_attention.api import relative_attention
 

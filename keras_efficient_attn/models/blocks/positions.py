@@ -9,10 +9,10 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.models.options import Options
-from keras_efficient_attn.ops.common.angles import position_angles
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 from keras_efficient_attn.ops.common.numerics import sine, wide_dtype
+from keras_efficient_attn.ops.common.positions import position_angles
 
 POSITIONS = ("sinusoidal", "learned", "axial", "rotary")
 # Longest wavelength of sinusoidal and rotary positions, over 2π.

@@ -1,12 +1,14 @@
 """Attention with a learnable span."""
 
-from keras_efficient_attn.ops.adaptive_span.bands import attend_in_bands
+from keras_efficient_attn.ops.adaptive_span.bands import attend_in_bands, attend_next
 from keras_efficient_attn.ops.adaptive_span.config import RAMP, SpanConfig
-from keras_efficient_attn.ops.adaptive_span.recurrent import attend_next
 from keras_efficient_attn.ops.adaptive_span.reference import reference_attention
 from keras_efficient_attn.ops.common.inputs import SoftmaxCall
-from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
-from keras_efficient_attn.ops.common.state import check_state, make_state
+from keras_efficient_attn.ops.common.state import (
+    check_state,
+    make_state,
+    recent_keys_spec,
+)
 
 # The forms of `SoftmaxCall.attend`.
 FORMS = attend_in_bands, attend_next, reference_attention

@@ -40,14 +40,6 @@ def are_values_known(x):
     return x.device.type == "cpu"
 
 
-def is_kept_on_cpu(x):
-    """Whether PyTorch keeps a tensor on this process's CPU.
-
-    An exported program may run anywhere.
-    """
-    return x.device.type == "cpu" and not torch.compiler.is_exporting()
-
-
 def pick(default=None, **values):
     """The value for the current backend, such as `pick(4, torch=1)`."""
     return values.get(BACKEND, default)

@@ -9,7 +9,6 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import (
     BACKEND,
-    is_kept_on_cpu,
     shape_of,
 )
 from keras_efficient_attn.ops.common.chunking import (
@@ -28,11 +27,13 @@ from keras_efficient_attn.ops.common.masks import IntervalMask
 from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
 from keras_efficient_attn.ops.common.plan import block_sizes
-from keras_efficient_attn.ops.common.relative_positions import shifted_to_keys
+from keras_efficient_attn.ops.common.positions import shifted_to_keys
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.common.weight_dropout import drop
 
 if BACKEND == "torch":
+    import torch
+
     from keras_efficient_attn.ops.common import fused_softmax_torch as _fused
 
 
@@ -363,4 +364,6 @@ def fused_module(query, dropout=None, relative=None):
     """The module of PyTorch's kernel for CPUs, or `None` if it does not apply."""
     if BACKEND != "torch" or dropout is not None or relative is not None:
         return None
-    return _fused if is_kept_on_cpu(query) and query.numel() else None
+    # An exported program may run anywhere.
+    on_cpu = query.device.type == "cpu" and not torch.compiler.is_exporting()
+    return _fused if on_cpu and query.numel() else None

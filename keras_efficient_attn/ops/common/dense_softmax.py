@@ -1,4 +1,4 @@
-"""The quadratic definition of softmax attention, shared by the references."""
+"""Softmax attention by its definition, for the references, and its number of pairs."""
 
 from keras import ops
 
@@ -33,3 +33,17 @@ def dense_attention(inputs, weigh):
 def dense_products(query, key):
     """The products of all queries and keys, `(batch, heads, queries, keys)`."""
     return ops.einsum("bthd,bshd->bhts", query, key)
+
+
+def count_pairs(window, length, causal):
+    """Pairs of positions whose distance is less than `window`.
+
+    Args:
+        window: Integer from 0 to `length`.
+        length: Positions.
+        causal: Whether to exclude later keys.
+    """
+    earlier_or_same = window * length - window * (window - 1) // 2
+    if causal or window == 0:
+        return earlier_or_same
+    return 2 * earlier_or_same - length

@@ -6,6 +6,7 @@ is one differentiable operation of PyTorch, opaque to `torch.compile`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -118,9 +119,7 @@ def attend_op(
     Returns:
         The output, and the log of the sum of all weights, of every query.
     """
-    return _forward(
-        query, key, value, valid, make_cuts(query, key, tensors, kind, mask)
-    )
+    return _forward(query, key, value, valid, _CUTS[kind](query, key, tensors, mask))
 
 
 @attend_op.register_fake
@@ -140,7 +139,7 @@ def attend_grad_op(
     mask: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of the query, the key and the value of `attend_op`."""
-    cuts = make_cuts(*inputs[:2], tensors, kind, mask)
+    cuts = _CUTS[kind](*inputs[:2], tensors, mask)
     return _backward(grad_output, grad_scale, outputs, inputs, valid, cuts)
 
 
@@ -175,7 +174,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, valid, tensors, kind, mask):
-        ctx.cuts = make_cuts(query, key, tensors, kind, mask)
+        ctx.cuts = _CUTS[kind](query, key, tensors, mask)
         outputs = _forward(query, key, value, valid, ctx.cuts)
         ctx.save_for_backward(query, key, value, valid, *outputs)
         ctx.set_materialize_grads(False)
@@ -288,23 +287,8 @@ def _mask_fn(words):
     return getattr(masks, name)(*map(int, numbers))
 
 
-def make_cuts(query, key, tensors, kind, mask):
-    """The `Cut`s for a call of `attend_op`."""
-    whole = (0, query.shape[1]), (0, key.shape[1])
-    if kind == "band":
-        return _band_cuts(query, key, _mask_fn(mask), *tensors)
-    if kind == "shared":
-        return _shared_cuts(query, _mask_fn(mask), *tensors)
-    if kind == "weighted":
-        return [Cut(tensors[0][:, :, None], False, *whole)]
-    if kind.endswith("codes"):
-        return _code_cuts(query, kind == "earlier codes", tensors)
-    allowed = tensors[0]
-    allowed = allowed[:, None] if allowed.ndim == 3 else allowed[None, None]
-    return [Cut(*_mask(allowed, query.dtype), *whole)]
-
-
-def _band_cuts(query, key, mask_fn, start=None):
+def _band_cuts(query, key, tensors, mask):
+    mask_fn, start = _mask_fn(mask), tensors[0] if tensors else None
     (batch, length), keys, period = query.shape[:2], key.shape[1], mask_fn.period
     # The reach of a block, and the number of keys before the first query.
     before, earlier = mask_fn.before, 0
@@ -341,7 +325,8 @@ def _band_cuts(query, key, mask_fn, start=None):
     return cuts + [cut(number) for number in edges]
 
 
-def _shared_cuts(query, mask_fn, i, j):
+def _shared_cuts(query, key, tensors, mask):
+    mask_fn, (i, j) = _mask_fn(mask), tensors
     block, cuts = 2 * block_sizes().block, []
     for first in range(0, query.shape[1], block):
         rows = i[first : first + block]
@@ -354,7 +339,18 @@ def _shared_cuts(query, mask_fn, i, j):
     return cuts
 
 
-def _code_cuts(query, earlier, codes):
+def _block_cuts(query, key, tensors, mask):
+    allowed = tensors[0]
+    allowed = allowed[:, None] if allowed.ndim == 3 else allowed[None, None]
+    return [Cut(*_mask(allowed, query.dtype), (0, query.shape[1]), (0, key.shape[1]))]
+
+
+def _weighted_cuts(query, key, tensors, mask):
+    weights = tensors[0][:, :, None]
+    return [Cut(weights, False, (0, query.shape[1]), (0, key.shape[1]))]
+
+
+def _code_cuts(query, key, codes, mask, earlier=False):
     """Blocks of one row each, whose masks are small."""
     if max(int(code.max()) for code in codes) < 2**15:
         # Narrow integers are compared faster.
@@ -369,6 +365,17 @@ def _code_cuts(query, earlier, codes):
             ids = code, before, earlier, query.dtype
             cuts.append(CodeCut(None, False, *spans, keys, 1, row, *ids))
     return cuts
+
+
+# The `Cut`s of each kind of call of `attend_op`, from its arguments.
+_CUTS = {
+    "band": _band_cuts,
+    "blocks": _block_cuts,
+    "shared": _shared_cuts,
+    "weighted": _weighted_cuts,
+    "codes": _code_cuts,
+    "earlier codes": functools.partial(_code_cuts, earlier=True),
+}
 
 
 def _mask(allowed, dtype):

@@ -44,7 +44,8 @@ class SlidingWindow(IntervalMask):
         return 0 if self.causal else self.window - 1
 
     def interval(self, i):
-        return i - self.before, i + self.after
+        earlier = self.window - 1
+        return i - earlier, i if self.causal else i + earlier
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
-from keras_efficient_attn.ops.common.recent_keys import append_segment, drop_oldest
+from keras_efficient_attn.ops.common.state import append_segment, drop_oldest
 from keras_efficient_attn.ops.common.weight_dropout import drop
 
 

@@ -7,7 +7,7 @@ from keras import ops
 from keras_efficient_attn.ops.common.checks import check_float_dtype, check_heads
 from keras_efficient_attn.ops.common.online_softmax import divide
 from keras_efficient_attn.ops.fourier import reference
-from keras_efficient_attn.ops.fourier.config import FourierConfig
+from keras_efficient_attn.ops.fourier.kernel import FourierConfig
 from keras_efficient_attn.ops.fourier.tiled import fourier_sums
 
 # Causal attention splits the queries into at most this many parts, each with the keys

@@ -13,8 +13,7 @@ from keras_efficient_attn.ops.common.checks import (
 )
 from keras_efficient_attn.ops.common.numerics import sine
 from keras_efficient_attn.ops.common.online_softmax import divide
-from keras_efficient_attn.ops.fourier.config import FourierConfig
-from keras_efficient_attn.ops.fourier.kernel import POWERS
+from keras_efficient_attn.ops.fourier.kernel import POWERS, FourierConfig
 from keras_efficient_attn.ops.fourier.tiled import fourier_sums
 
 

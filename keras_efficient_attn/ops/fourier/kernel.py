@@ -9,13 +9,16 @@ and keys have the shape `(SLOTS, batch, heads, dims / SLOTS, length)`, from
 `split_dims`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.numerics import pad
+from keras_efficient_attn.ops.common.plan import block_sizes
 
 POWERS = (2, 4, 6, 8)
 # A product of this many sin(z)/z stays in the range of float32 up to z of 1e9.
@@ -67,3 +70,45 @@ def join_dims(x, dim):
     slots, batch, heads, groups, length = shape_of(x)
     x = ops.transpose(x, (1, 4, 2, 0, 3))
     return ops.reshape(x, (batch, length, heads, slots * groups))[..., :dim]
+
+
+IMPLEMENTATIONS = (None, "tiled", "fused", "reference")
+
+
+@dataclasses.dataclass(frozen=True)
+class FourierConfig:
+    """The kernel, the causality and the implementation.
+
+    Attributes:
+        power: 2, 4, 6 or 8.
+        causal: Whether a query sees no later keys.
+        chunk_size: Minimum number of queries per tile; `None` for the default.
+        implementation: One of `IMPLEMENTATIONS`.
+
+    Raises:
+        ValueError: For invalid options.
+    """
+
+    power: int = 4
+    causal: bool = False
+    chunk_size: int | None = None
+    implementation: str | None = None
+
+    def __post_init__(self):
+        check_power(self.power)
+        check_positive_int("chunk_size", self.chunk_size, optional=True)
+        if self.implementation not in IMPLEMENTATIONS:
+            raise ValueError(
+                f"`implementation` must be one of {IMPLEMENTATIONS}. Received: "
+                f"implementation={self.implementation!r}"
+            )
+
+    @property
+    def is_fused(self):
+        """Whether PyTorch compiles the kernel."""
+        return self.implementation == "fused"
+
+    @property
+    def tile_size(self):
+        """Minimum number of queries per tile."""
+        return self.chunk_size or block_sizes().fourier_tile

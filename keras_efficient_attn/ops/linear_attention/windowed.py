@@ -12,8 +12,8 @@ from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.interval_softmax.choice import attend_window
 from keras_efficient_attn.ops.common.masks import SlidingWindow
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
-from keras_efficient_attn.ops.common.recent_keys import append_segment
-from keras_efficient_attn.ops.common.relative_positions import bias_products
+from keras_efficient_attn.ops.common.positions import bias_products
+from keras_efficient_attn.ops.common.state import append_segment
 from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_with_feature_maps,
 )

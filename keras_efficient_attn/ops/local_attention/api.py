@@ -5,16 +5,24 @@ from keras import ops
 from keras_efficient_attn.ops.common.inputs import SoftmaxCall
 from keras_efficient_attn.ops.common.interval_softmax.choice import KERNELS
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
-from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
-from keras_efficient_attn.ops.common.state import check_state, make_state
-from keras_efficient_attn.ops.local_attention.blocks import attend_in_blocks
-from keras_efficient_attn.ops.local_attention.by_kernel import attend_by_kernel
+from keras_efficient_attn.ops.common.state import (
+    check_state,
+    make_state,
+    recent_keys_spec,
+)
+from keras_efficient_attn.ops.local_attention.blocks import (
+    attend_by_kernel,
+    attend_in_blocks,
+    attend_next,
+)
 from keras_efficient_attn.ops.local_attention.config import LocalConfig
-from keras_efficient_attn.ops.local_attention.recurrent import attend_next
 from keras_efficient_attn.ops.local_attention.reference import (
     reference_attention,
     visible_keys,
 )
+
+# The forms of `SoftmaxCall.attend`; the kernel adds no `window_bias`.
+FORMS = attend_in_blocks, attend_next, reference_attention, attend_by_kernel
 
 
 def local_attention(
@@ -125,20 +133,7 @@ def local_attention(
     if window_bias is not None:
         _check_window_bias(window_bias, query, config, call)
         window_bias = ops.cast(window_bias, accumulator_dtype(query, key, value))
-    return attend_near_keys(call, config, window_bias)
-
-
-def attend_near_keys(call, config, window_bias=None):
-    """`local_attention` with arguments that are checked.
-
-    Args:
-        call: `SoftmaxCall`.
-        config: `LocalConfig`.
-        window_bias: As for `local_attention`, in the accumulator's dtype.
-    """
-    forms = attend_in_blocks, attend_next, reference_attention
-    if window_bias is None:
-        forms = *forms, attend_by_kernel
+    forms = FORMS if window_bias is None else FORMS[:3]
     return call.attend(config, forms, window_bias)
 
 

@@ -3,11 +3,20 @@
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import attend_near, attend_recent
 from keras_efficient_attn.ops.common.compilation import jit_on_jax
-from keras_efficient_attn.ops.common.inputs import masked_inputs, pad_to_common_length
+from keras_efficient_attn.ops.common.inputs import (
+    hide_masked,
+    masked_inputs,
+    pad_to_common_length,
+)
+from keras_efficient_attn.ops.common.interval_softmax.intervals import NearKeys
 from keras_efficient_attn.ops.common.online_softmax import finish
-from keras_efficient_attn.ops.common.recent_keys import append_segment, drop_oldest
-from keras_efficient_attn.ops.common.relative_positions import bias_products
-from keras_efficient_attn.ops.common.state import common_position
+from keras_efficient_attn.ops.common.positions import bias_products
+from keras_efficient_attn.ops.common.single_query import attend_recent_single
+from keras_efficient_attn.ops.common.state import (
+    append_segment,
+    common_position,
+    drop_oldest,
+)
 from keras_efficient_attn.ops.local_attention.grid import attend_grid
 
 
@@ -35,3 +44,22 @@ def attend_in_blocks(inputs, window_bias, state, seed, config, options):
         relative = bias_products(inputs[0], window_bias)
         part = attend_near(*inputs, mask_fn, dropout, relative)
     return finish(*(t[:, :length] for t in part), True), None
+
+
+@jit_on_jax("config", "options", "kernel")
+def attend_by_kernel(inputs, config, options, kernel):
+    """The output, by a module of `interval_softmax`."""
+    query, key, value, key_mask = inputs
+    key, value = hide_masked(key, key_mask), hide_masked(value, key_mask)
+    pattern = NearKeys(config.mask_fn(options.causal), key.shape[1])
+    return kernel.attend(query, key, value, key_mask, pattern, options.scale)
+
+
+@jit_on_jax("config", "options")
+def attend_next(inputs, window_bias, state, seed, config, options):
+    """Computes `attend_in_blocks` for one position and a state."""
+    query, *segment = masked_inputs(*inputs)
+    inputs = (query * options.scale, *segment)
+    mask_fn = config.mask_fn(causal=True)
+    dropout = options.dropout_and_seed(seed)
+    return attend_recent_single(inputs, state, mask_fn, dropout, window_bias)

@@ -8,7 +8,7 @@ from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.state import check_state
 from keras_efficient_attn.ops.lsh_attention.chunked import chunked_lsh_attention
-from keras_efficient_attn.ops.lsh_attention.config import LSHConfig
+from keras_efficient_attn.ops.lsh_attention.layout import LSHConfig
 from keras_efficient_attn.ops.lsh_attention.pairs import (
     pairs_lsh_attention,
     prefers_pairs,

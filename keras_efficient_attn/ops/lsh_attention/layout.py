@@ -1,11 +1,15 @@
 """The slot of each position after sorting buckets and cutting them into chunks."""
 
 import collections
+import dataclasses
+import math
 
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import are_values_known, shape_of
+from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.chunking import chunk_layout
+from keras_efficient_attn.ops.common.numerics import greatest_index
 
 # Positions and codes are stored in float32 tensors, which are exact up to here.
 MAX_CODE = 2**24
@@ -171,3 +175,86 @@ def _count_below(ascending, values):
         more_below = ops.logical_and(inside, element < values)
         count = ops.where(more_below, more, count)
     return count
+
+
+def num_rotation_rows(num_buckets):
+    """Number of random directions for these buckets: half of each factor."""
+    return sum(num_buckets) // 2
+
+
+def hash_buckets(x, rotations, num_buckets):
+    """The bucket of each vector, in each round: `argmax([xR; −xR])`.
+
+    With several factors, `num_buckets=(b₁, b₂)`, each factor has its own rotations, and
+    the bucket is `h₁ + b₁ h₂`: b₁ · b₂ buckets at the cost of b₁ + b₂.
+
+    Args:
+        x: `(batch, length, heads, dim)`. Gets no gradient.
+        rotations: `(rounds, heads, dim, sum(num_buckets) / 2)`.
+        num_buckets: Tuple of even integers.
+
+    Returns:
+        Integers `(batch, heads, rounds, length)`, below the product of `num_buckets`.
+
+    Reference:
+        - [Andoni et al., 2015](https://arxiv.org/abs/1509.02897)
+    """
+    x = ops.stop_gradient(x)
+    rotated = ops.einsum("bnhd,rhdk->bhrnk", x, ops.cast(rotations, x.dtype))
+    bucket, start = None, 0
+    for i, size in enumerate(num_buckets):
+        part = rotated[..., start : start + size // 2]
+        start += size // 2
+        digit = greatest_index(ops.concatenate([part, -part], axis=-1))
+        digit = digit * math.prod(num_buckets[:i])
+        bucket = digit if bucket is None else bucket + digit
+    return bucket
+
+
+@dataclasses.dataclass(frozen=True)
+class LSHConfig:
+    """The chunking of buckets, and the chunks that a position sees.
+
+    Attributes:
+        num_buckets: Number of buckets.
+        chunk_size: Positions per chunk.
+        causal: Whether position `t` sees `0..t` only.
+        aligned: Whether each bucket starts a new chunk.
+        across_buckets: Whether positions see other buckets of a chunk.
+        scale: Factor of the logits.
+
+    Raises:
+        ValueError: For sizes that are not positive integers, or for `across_buckets`
+            with aligned chunks.
+    """
+
+    num_buckets: int
+    chunk_size: int
+    causal: bool = False
+    aligned: bool = False
+    across_buckets: bool = False
+    scale: float = 1.0
+
+    def __post_init__(self):
+        check_positive_int("num_buckets", self.num_buckets)
+        check_positive_int("chunk_size", self.chunk_size)
+        if self.aligned and self.across_buckets:
+            raise ValueError(
+                "Aligned chunks hold one bucket: `across_buckets` and `aligned` "
+                "exclude each other. Received: across_buckets=True, aligned=True"
+            )
+
+    def check_length(self, length):
+        """Raises `ValueError` for more positions than the sort can hold."""
+        # The sort key of the last hidden position; buckets are centred at zero.
+        last_key = (self.num_buckets - self.num_buckets // 2) * (length + 1) + length
+        last_code = length + (0 if self.across_buckets else 2 * self.num_buckets)
+        if last_key >= 2**31 or last_code > MAX_CODE:
+            raise ValueError(
+                "LSH attention sorts by 32-bit keys, and counts in float32: "
+                "⌈`num_buckets` / 2⌉ · (`length` + 1) + `length` must be below 2^31, "
+                "and `length`, plus 2 · `num_buckets` unless `across_buckets`, at most "
+                "2^24. "
+                f"Received: length={length}, num_buckets={self.num_buckets}, "
+                f"across_buckets={self.across_buckets}"
+            )

@@ -10,8 +10,8 @@ from keras import ops
 from keras_efficient_attn.ops.common.block_softmax import fused_module
 from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.scan import recompute_scan
+from keras_efficient_attn.ops.lsh_attention.chunked import masked_part, unit, with_self
 from keras_efficient_attn.ops.lsh_attention.layout import cut_into_chunks
-from keras_efficient_attn.ops.lsh_attention.shared import masked_part, unit, with_self
 
 # Each block is written out in a compiled program.
 MAX_BLOCKS = 8

@@ -3,7 +3,7 @@
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.lsh_attention.shared import masked_part, unit, with_self
+from keras_efficient_attn.ops.lsh_attention.chunked import masked_part, unit, with_self
 
 
 def visible_pairs(buckets, kept, config):

@@ -11,7 +11,7 @@ from keras_efficient_attn.ops.common.online_softmax import merge
 from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.common.state import make_state
-from keras_efficient_attn.ops.lsh_attention.shared import (
+from keras_efficient_attn.ops.lsh_attention.chunked import (
     columns_of,
     masked_part,
     take_rows,

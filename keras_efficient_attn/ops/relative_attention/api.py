@@ -4,10 +4,12 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.checks import may_agree
 from keras_efficient_attn.ops.common.inputs import SoftmaxCall
-from keras_efficient_attn.ops.relative_attention.config import RelativeConfig
-from keras_efficient_attn.ops.relative_attention.recurrent import attend_last
 from keras_efficient_attn.ops.relative_attention.reference import reference_attention
-from keras_efficient_attn.ops.relative_attention.tiles import attend_in_tiles
+from keras_efficient_attn.ops.relative_attention.tiles import (
+    RelativeConfig,
+    attend_in_tiles,
+    attend_last,
+)
 
 
 def relative_attention(

@@ -1,5 +1,6 @@
 """Attention with relative positions for whole segments, a few queries at a time."""
 
+import dataclasses
 import functools
 
 from keras import ops
@@ -9,6 +10,7 @@ from keras_efficient_attn.ops.common.block_softmax import (
     scan_groups,
     softmax_part,
 )
+from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 from keras_efficient_attn.ops.common.chunking import (
     chunk_layout,
     pad_length,
@@ -18,7 +20,8 @@ from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.online_softmax import divide
 from keras_efficient_attn.ops.common.plan import block_sizes
-from keras_efficient_attn.ops.common.relative_positions import shifted_by_query
+from keras_efficient_attn.ops.common.positions import shifted_by_query
+from keras_efficient_attn.ops.common.single_query import attend_single
 
 
 @jit_on_jax("config", "options")
@@ -117,3 +120,56 @@ def _step(causal, window, documents, rate, single):
         return carry, (ops.swapaxes(divide(values, totals), 1, 2),)
 
     return step
+
+
+@dataclasses.dataclass(frozen=True)
+class RelativeConfig:
+    """The positions of queries among keys, and their window; checks its values.
+
+    Args:
+        offset: Position of the first query, where the first key has position 0.
+            Defaults to 0.
+        window: Positive integer: only distances below it are visible. Defaults to
+            `None`: all distances.
+
+    Raises:
+        ValueError: If an argument is not an integer in its range.
+    """
+
+    offset: int = 0
+    window: int | None = None
+
+    def __post_init__(self):
+        check_int("offset", self.offset, 0)
+        check_positive_int("window", self.window, optional=True)
+
+
+@jit_on_jax("config", "options")
+def attend_last(inputs, position_key, biases, documents, seed, config, options):
+    """The output of one query that follows all keys except its own.
+
+    Args:
+        inputs: `(query, key, value, key_mask)`; the query is `(batch, 1, heads, dim)`,
+            and the keys, `(batch, offset + 1, heads, dim)`, are the state's (the
+            memory) and its own.
+        position_key: `(offset + 1, heads, dim)`, of distances that decrease to 0.
+        biases, documents, seed, config, options: As for `attend_in_tiles`.
+
+    Returns:
+        `(batch, 1, heads, value_dim)`.
+    """
+    query, key, value, valid = masked_inputs(*inputs)
+    content, position = biased_queries(query, biases, options.scale)
+    allowed = (valid > 0)[:, None, None]
+    if config.window is not None and config.window <= config.offset:
+        distance = ops.arange(config.offset, -1, -1, dtype="int32")
+        allowed = ops.logical_and(allowed, distance < config.window)
+    if documents is not None:
+        same = documents[0] == documents[1]
+        allowed = ops.logical_and(allowed, same[:, None, None])
+    # In the order of the keys, with decreasing distances.
+    position_key = ops.cast(position_key, query.dtype)
+    logits = ops.einsum("bqhd,khd->bhqk", position, position_key)
+    return attend_single(
+        content, key, value, allowed, options.dropout_and_seed(seed), logits
+    )

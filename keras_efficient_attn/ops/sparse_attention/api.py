@@ -3,8 +3,11 @@
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.inputs import SoftmaxCall
 from keras_efficient_attn.ops.common.interval_softmax.choice import KERNELS
-from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
-from keras_efficient_attn.ops.common.state import check_state, make_state
+from keras_efficient_attn.ops.common.state import (
+    check_state,
+    make_state,
+    recent_keys_spec,
+)
 from keras_efficient_attn.ops.sparse_attention.blocks import attend_in_blocks
 from keras_efficient_attn.ops.sparse_attention.by_kernel import attend_by_kernel
 from keras_efficient_attn.ops.sparse_attention.config import SparseConfig

@@ -1,25 +1,33 @@
 """Sparse attention of whole sequences and segments, in blocks of queries and keys."""
 
+import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.block_softmax import attend_near, attend_recent
-from keras_efficient_attn.ops.common.cache import nan_beyond, write_positions
+from keras_efficient_attn.ops.common.block_softmax import (
+    attend_blocks,
+    attend_near,
+    attend_recent,
+    attend_shared,
+)
+from keras_efficient_attn.ops.common.chunking import (
+    by_column,
+    by_row,
+    chunk_count,
+    pad_length,
+)
 from keras_efficient_attn.ops.common.compilation import jit_on_jax
+from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.inputs import masked_inputs, pad_to_common_length
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
-from keras_efficient_attn.ops.common.recent_keys import append_segment, drop_oldest
-from keras_efficient_attn.ops.common.state import common_position
-from keras_efficient_attn.ops.sparse_attention.config import FAR
-from keras_efficient_attn.ops.sparse_attention.fixed import (
-    attend_cached_summaries,
-    attend_summaries,
-    write_summaries,
+from keras_efficient_attn.ops.common.state import (
+    append_segment,
+    common_position,
+    drop_oldest,
+    nan_beyond,
+    write_positions,
 )
-from keras_efficient_attn.ops.sparse_attention.strided import (
-    attend_cached_columns,
-    attend_columns,
-)
+from keras_efficient_attn.ops.sparse_attention.config import FAR, summary_start
 
 
 @jit_on_jax("config", "options")
@@ -35,7 +43,9 @@ def attend_in_blocks(inputs, state, seed, config, options):
     query, *keys = inputs
     near, far = config.split_heads(query * options.scale, *keys)
     near_mask, far_mask = config.masks(options.causal)
-    near_dropout, far_dropout = config.dropouts(options, seed)
+    near_dropout = far_dropout = None
+    if options.dropout:
+        near_dropout, far_dropout = config.dropouts(options, seed)
     parts, new_state = [], {}
     if config.near_heads and state is None:
         parts.append(attend_near(*near, near_mask, near_dropout))
@@ -48,7 +58,11 @@ def attend_in_blocks(inputs, state, seed, config, options):
         )
         new_state |= drop_oldest(past, length, position)
     if config.far_heads and state is None:
-        parts.append(_attend_far(far, far_mask, far_dropout, config))
+        if config.pattern == "strided":
+            part = attend_columns(*far, far_mask, far_dropout)
+        else:
+            part = attend_summaries(*far, far_mask, config.summary, far_dropout)
+        parts.append(part)
     elif config.far_heads:
         cache = write_far(state, far[1:], config)
         parts.append(
@@ -57,7 +71,7 @@ def attend_in_blocks(inputs, state, seed, config, options):
             )
         )
         new_state |= dict(zip(FAR, cache, strict=True))
-    if config.merges:
+    if config.heads == "merged":
         output = finish(*merge(parts), True)
     else:
         output = ops.concatenate([finish(*part, True) for part in parts], axis=2)
@@ -67,12 +81,6 @@ def attend_in_blocks(inputs, state, seed, config, options):
         capacity = config.capacity(state["far_key"])
         output = nan_beyond(capacity, common_position(state["position"]), output)
     return output, {**new_state, "position": state["position"] + length}
-
-
-def _attend_far(inputs, mask_fn, dropout, config):
-    if config.pattern == "strided":
-        return attend_columns(*inputs, mask_fn, dropout)
-    return attend_summaries(*inputs, mask_fn, config.summary, dropout)
 
 
 def _attend_cache(query, cache, start, dropout, config):
@@ -99,3 +107,145 @@ def write_far(state, keys, config):
         write_summaries(old, new, config.stride, config.summary, start)
         for old, new in zip(cache, (key, value, valid), strict=True)
     ]
+
+
+def attend_columns(query, key, value, valid, mask_fn, dropout):
+    """Partial softmax of every column, for `(batch, length, heads, dim)`."""
+    length, stride = shape_of(query)[1], mask_fn.stride
+    rows = chunk_count(length, stride)
+    query, key, value, valid = (
+        by_column(t, rows, stride) for t in (query, key, value, valid)
+    )
+    positions = (ops.arange(rows, dtype="int32") * stride,) * 2
+    part = attend_blocks(query, key, value, valid, mask_fn, positions, dropout)
+    return tuple(by_row(t)[:, :length] for t in part)
+
+
+def attend_cached_columns(query, cache, mask_fn, start, dropout):
+    """Partial softmax of a segment over a cache that already holds the segment.
+
+    Args:
+        query: `(batch, length, heads, dim)`, from position `start` on.
+        cache: Keys and values `(batch, capacity, heads, dim)`, position `s` in slot
+            `s`, and masks `(batch, capacity)`, 0 for slots that hold no key.
+        mask_fn: A causal `Columns`.
+        start: Scalar.
+        dropout: `(rate, seed)` or `None`.
+    """
+    length, stride = shape_of(query)[1], mask_fn.stride
+    # A segment shorter than a row reads only its own columns.
+    columns = min(stride, length) if isinstance(length, int) else stride
+    rows = chunk_count(length, columns)
+    step = ops.arange(columns, dtype="int32")
+    chosen = (start + step) % stride
+    cached = cache[0].shape[1] // stride
+
+    def read(x):
+        batch, _, *tail = shape_of(x)
+        x = ops.reshape(x, (batch, cached, stride, *tail))
+        return ops.swapaxes(ops.take(x, chosen, axis=2), 1, 2)
+
+    positions = (
+        start + step[:, None] + columns * ops.arange(rows, dtype="int32"),
+        chosen[:, None] + stride * ops.arange(cached, dtype="int32"),
+    )
+    query = by_column(query, rows, columns)
+    part = attend_blocks(query, *map(read, cache), mask_fn, positions, dropout)
+    return tuple(by_row(t)[:, :length] for t in part)
+
+
+def attend_summaries(query, key, value, valid, mask_fn, summary, dropout):
+    """Partial softmax over the summaries of a whole sequence.
+
+    Args:
+        query, key, value: `(batch, length, heads, dim)`, equally long.
+        valid: `(batch, length)`.
+        mask_fn: `Summaries`.
+        summary: Positions per summary.
+        dropout: `(rate, seed)` or `None`.
+    """
+    stride, heads = mask_fn.stride, query.shape[2]
+    length = shape_of(query)[1]
+    blocks = chunk_count(length, stride)
+    valid = ops.broadcast_to(valid[..., None], shape_of(key)[:3])
+    return attend_shared(
+        query,
+        *(gather_summaries(x, stride, summary) for x in (key, value, valid)),
+        mask_fn,
+        (
+            ops.arange(length, dtype="int32"),
+            summary_positions(blocks, stride, summary, heads),
+        ),
+        dropout,
+    )
+
+
+def gather_summaries(x, stride, summary):
+    """Each head's summaries: `(batch, length, heads, ...)`, of fewer positions."""
+    batch, length, heads, *tail = shape_of(x)
+    blocks = chunk_count(length, stride)
+    x = pad_length(x, 0, blocks * stride - length)
+    x = ops.reshape(x, (batch, blocks, stride, heads, *tail))
+    starts = [summary_start(stride, summary, head) for head in range(heads)]
+    x = ops.stack(
+        [x[:, :, s : s + summary, head] for head, s in enumerate(starts)], axis=3
+    )
+    return ops.reshape(x, (batch, blocks * summary, heads, *tail))
+
+
+def attend_cached_summaries(query, cache, mask_fn, summary, start, dropout):
+    """Partial softmax of a segment over a cache of summaries, including its own.
+
+    Args:
+        query: `(batch, length, heads, dim)`, from position `start` on.
+        cache: Keys, values and masks, `(batch, blocks · summary, heads, ...)`.
+        mask_fn: A causal `Summaries`.
+        summary: Positions per summary.
+        start: Scalar.
+        dropout: `(rate, seed)` or `None`.
+    """
+    length, heads = shape_of(query)[1], query.shape[2]
+    blocks = cache[0].shape[1] // summary
+    positions = (
+        start + ops.arange(length, dtype="int32"),
+        summary_positions(blocks, mask_fn.stride, summary, heads),
+    )
+    return attend_shared(query, *cache, mask_fn, positions, dropout)
+
+
+def write_summaries(cache, segment, stride, summary, start):
+    """Writes a segment's summaries to a cache.
+
+    Args:
+        cache: `(batch, blocks · summary, heads, ...)`.
+        segment: `(batch, length, heads, ...)`, from position `start` on.
+        stride, summary: Positions of a block and of its summary.
+        start: Scalar.
+    """
+    length, heads = shape_of(segment)[1], cache.shape[2]
+    blocks = cache.shape[1] // summary
+    # The position in the segment of each slot's key.
+    steps = summary_positions(blocks, stride, summary, heads) - start
+    held = ops.logical_and(steps >= 0, steps < length)
+    steps = ops.clip(steps, 0, length - 1)
+    written = ops.stack(
+        [ops.take(segment[:, :, head], steps[head], axis=1) for head in range(heads)],
+        axis=2,
+    )
+    held = ops.reshape(
+        ops.swapaxes(held, 0, 1), (1, -1, heads) + (1,) * (len(cache.shape) - 3)
+    )
+    return ops.where(held, written, cache)
+
+
+def summary_positions(blocks, stride, summary, heads):
+    """Positions of the summaries of blocks: integers `(heads, blocks · summary)`."""
+    inside = constant(_summary_offsets, stride, summary, heads, dtype="int32")
+    first = stride * ops.arange(blocks, dtype="int32")[:, None]
+    return ops.reshape(inside + first, (heads, blocks * summary))
+
+
+def _summary_offsets(stride, summary, heads):
+    """Positions of a block's summary from the block's start: `(heads, 1, summary)`."""
+    starts = [summary_start(stride, summary, head) for head in range(heads)]
+    return np.asarray(starts)[:, None, None] + np.arange(summary)

@@ -7,15 +7,13 @@ from keras import ops
 from keras_efficient_attn.ops.common.chunking import chunk_count, fit_length
 from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import hide_masked
-from keras_efficient_attn.ops.common.interval_softmax.interleaved import (
-    interleave,
-    sequences,
-)
 from keras_efficient_attn.ops.common.interval_softmax.intervals import (
     AllKeys,
     NearKeys,
+    interleave,
+    sequences,
 )
-from keras_efficient_attn.ops.sparse_attention.fixed import gather_summaries
+from keras_efficient_attn.ops.sparse_attention.blocks import gather_summaries
 
 
 @jit_on_jax("config", "options", "kernel")

@@ -5,15 +5,20 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.cache import nan_beyond
 from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import masked_inputs
-from keras_efficient_attn.ops.common.recent_keys import append_segment, drop_oldest
 from keras_efficient_attn.ops.common.single_query import attend_single, seen_recent
-from keras_efficient_attn.ops.common.state import common_position
-from keras_efficient_attn.ops.sparse_attention.blocks import write_far
+from keras_efficient_attn.ops.common.state import (
+    append_segment,
+    common_position,
+    drop_oldest,
+    nan_beyond,
+)
+from keras_efficient_attn.ops.sparse_attention.blocks import (
+    summary_positions,
+    write_far,
+)
 from keras_efficient_attn.ops.sparse_attention.config import FAR
-from keras_efficient_attn.ops.sparse_attention.fixed import summary_positions
 
 
 @jit_on_jax("config", "options")

@@ -8,7 +8,7 @@ from keras_efficient_attn.ops.common.dense_softmax import (
     dense_attention,
     dense_products,
 )
-from keras_efficient_attn.ops.sparse_attention.patterns import (
+from keras_efficient_attn.ops.sparse_attention.config import (
     head_factors,
     summary_start,
 )

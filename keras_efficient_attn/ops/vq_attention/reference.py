@@ -5,7 +5,7 @@ from keras import ops
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.numerics import larger
 from keras_efficient_attn.ops.common.online_softmax import divide
-from keras_efficient_attn.ops.common.relative_positions import window_distances
+from keras_efficient_attn.ops.common.positions import window_distances
 
 
 def vq_attention(query, keys, codebook, config, causal, positions=None):

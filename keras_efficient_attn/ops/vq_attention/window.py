@@ -17,7 +17,7 @@ from keras_efficient_attn.ops.common.chunking import (
 from keras_efficient_attn.ops.common.interval_softmax.choice import attend_window
 from keras_efficient_attn.ops.common.masks import SlidingWindow
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
-from keras_efficient_attn.ops.common.recent_keys import append_segment
+from keras_efficient_attn.ops.common.state import append_segment
 from keras_efficient_attn.ops.vq_attention.cache import (
     WINDOW_NAMES,
     cache_of,

@@ -13,7 +13,7 @@ from keras_efficient_attn import (
 )
 from keras_efficient_attn.layers.attention import reformer as reformer_lsh_attention
 from keras_efficient_attn.ops.common.scan import vector_jacobian_product
-from keras_efficient_attn.ops.lsh_attention.hashing import hash_buckets
+from keras_efficient_attn.ops.lsh_attention.layout import hash_buckets
 from keras_efficient_attn.ops.reversible import passes
 from tests.autodiff import gradient_function, to_numpy
 

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_efficient_attn.ops.common.angles import position_angles
-from keras_efficient_attn.ops.common.relative_positions import wave_frequencies
-from keras_efficient_attn.ops.common.rotary import rotary_embedding
+from keras_efficient_attn.ops.common.positions import (
+    position_angles,
+    rotary_embedding,
+    wave_frequencies,
+)
 from tests.autodiff import to_numpy
 
 FAR = np.array([0, 1, -3, 257, 99_999, 2**20 + 1, -(2**27) + 5, 2**31 - 1], "int32")

@@ -18,13 +18,13 @@ from keras_efficient_attn.ops.common.checks import (
     is_number,
     is_positive_int,
 )
+from keras_efficient_attn.ops.common.dense_softmax import count_pairs
 from keras_efficient_attn.ops.common.numerics import (
     max_along,
     mean_of_channels,
     wide_dtype,
 )
-from keras_efficient_attn.ops.common.pairs import count_pairs
-from keras_efficient_attn.ops.common.recent_keys import recent_keys_spec
+from keras_efficient_attn.ops.common.state import recent_keys_spec
 from keras_efficient_attn.ops.reversible.replay import is_replay
 
 MAX_SPAN = 1024

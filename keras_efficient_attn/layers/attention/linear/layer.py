@@ -18,6 +18,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_positive_number,
     check_rotary_wavelength,
 )
+from keras_efficient_attn.ops.common.dense_softmax import count_pairs
 from keras_efficient_attn.ops.common.feature_kernels.choice import (
     LinearAttentionConfig,
 )
@@ -26,7 +27,6 @@ from keras_efficient_attn.ops.common.numerics import (
     rms_normalize,
     wide_dtype,
 )
-from keras_efficient_attn.ops.common.pairs import count_pairs
 from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_state_spec,
     linear_attention_with_feature_maps,

@@ -25,9 +25,9 @@ from keras_efficient_attn.ops.common.checks import (
     check_rate,
     check_rotary_wavelength,
 )
+from keras_efficient_attn.ops.common.dense_softmax import count_pairs
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, rms_normalize
-from keras_efficient_attn.ops.common.pairs import count_pairs
-from keras_efficient_attn.ops.common.relative_positions import (
+from keras_efficient_attn.ops.common.positions import (
     bias_products,
     window_sinusoids,
 )

@@ -10,7 +10,7 @@ import math
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from keras_efficient_attn.ops.common.interval_softmax.interleaved import (
+from keras_efficient_attn.ops.common.interval_softmax.intervals import (
     interleave,
     sequences,
 )

@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 
-from keras_efficient_attn.ops.common.interval_softmax.interleaved import (
+from keras_efficient_attn.ops.common.interval_softmax.intervals import (
     interleave,
     sequences,
 )
