@@ -27,7 +27,7 @@ TPU_SETUP = $(VENV)/.installed-test-jax-tpu-compile
 FORCED_CONTRACT = TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -q -n 2 \
     tests/contract -k "favor+ and not favor++"
 
-.PHONY: train train-teacher test test-accelerators test-export docs fuzz kills long-runs lint package
+.PHONY: train train-teacher test test-all test-accelerators test-export docs fuzz kills long-runs lint package
 
 train: $(TRAIN_SETUP)
 	$(VENV)/bin/python examples/train_byte_lm.py --backend $(TRAIN_BACKEND) $(ARGS)
@@ -37,8 +37,15 @@ train-teacher: $(TRAIN_SETUP)
 	$(VENV)/bin/python examples/distill_byte_lm.py --only-teacher \
 	    --backend $(TRAIN_BACKEND) $(ARGS)
 
+# The gate: what a change has to pass.
 test: $(TEST_SETUP)
 	$(VENV)/bin/python tests/run_matrix.py $(TEST_BACKENDS) -- $(ARGS)
+
+# Everything: the gate, what is marked `nightly`, every variant on every backend, the
+# contract with the defaults of users, exports, accelerators, fuzz and kills.
+test-all: $(TEST_SETUP)
+	$(VENV)/bin/python tests/run_matrix.py --all $(TEST_BACKENDS) -- $(ARGS)
+	$(MAKE) test-export test-accelerators
 
 # Random calls of every layer: ten thousand a backend, others with another FUZZ_SEED.
 fuzz: $(TEST_SETUP)
