@@ -1,6 +1,6 @@
 """Times sparse and local attention against softmax, causal and with the same mask.
 
-    python examples/measure_patterns.py --backend jax
+    python research/measure_patterns.py --backend jax
 
 Whole layers, batch 1, in turns at each length: the strided and the fixed pattern with a
 stride of about the square root of the length, a window, and Keras'
@@ -12,6 +12,7 @@ for the input and all weights.
 import math
 import sys
 
+import folders  # noqa: F401
 from command_line import Parser, command, positive
 
 CAUSAL, MASKED = "softmax, causal", "softmax, same mask"

@@ -13,7 +13,7 @@ import claim_rank
 import claim_spans
 import claim_variants
 from claims import byte_models
-from claims.tables import markdown, mean_and_spread
+from tables import markdown, mean_and_spread
 from tests.autodiff import to_numpy
 
 pytestmark = pytest.mark.any_backend

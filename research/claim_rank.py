@@ -1,6 +1,6 @@
 """Measures the rank of attention matrices, in masked models of bytes.
 
-    python examples/claim_rank.py --backend jax
+    python research/claim_rank.py --backend jax
 
 Linear attention is a product of features of queries and of keys: the rank of its
 matrix is at most the number of features, and that of attention to codes at most their
@@ -15,9 +15,10 @@ bits: mean and standard deviation over the seeds.
 import math
 import sys
 
+import folders  # noqa: F401
 from claims.arguments import add_seeds, parse
-from claims.tables import markdown, mean_and_spread
 from command_line import Parser, UsageError, command, positive
+from tables import markdown, mean_and_spread
 
 ATTENTION = [
     "softmax",

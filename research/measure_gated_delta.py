@@ -1,7 +1,7 @@
 """Times the gated delta rule against elu's linear attention, and KerasHub's rule.
 
-    python examples/measure_gated_delta.py --backend jax
-    python examples/measure_gated_delta.py --lengths 2048 --heads 4 --kerashub
+    python research/measure_gated_delta.py --backend jax
+    python research/measure_gated_delta.py --lengths 2048 --heads 4 --kerashub
 
 The operations alone, forward with backward, batch 1, float32, in turns: log decays
 between -0.1 and 0 by head, beta between 0 and 1, keys of norm 1. "First call" counts

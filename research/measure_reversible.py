@@ -1,7 +1,7 @@
 """Measures activation memory and time of a training step, by depth.
 
-    python examples/measure_reversible.py --backend jax
-    python examples/measure_reversible.py --backend tensorflow --mode xla
+    python research/measure_reversible.py --backend jax
+    python research/measure_reversible.py --backend tensorflow --mode xla
 
 Each depth is measured with a `ReversibleStack` and with the same stack made by
 `reversible=False`, both of hashed attention and a feed-forward network. Memory is XLA's

@@ -1,6 +1,6 @@
 """Trains GTrXL and Transformer-XL on a memory task at several learning rates.
 
-    python examples/claim_gates.py --backend jax
+    python research/claim_gates.py --backend jax
 
 The first symbol of a row says which of two streams to write down: at each position,
 two symbols are shown, and the model is to name the one of that stream, as it was some
@@ -13,9 +13,10 @@ over the seeds, and how many of all runs reach 90 %.
 
 import sys
 
+import folders  # noqa: F401
 from claims.arguments import add_seeds, parse
-from claims.tables import markdown, mean_and_spread
 from command_line import Parser, command, positive, positive_float
+from tables import markdown, mean_and_spread
 
 # Names, residuals and biases of their gates.
 KINDS = {

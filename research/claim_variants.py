@@ -1,7 +1,7 @@
 """Trains byte models that differ in one thing, for two claims.
 
-    python examples/claim_variants.py auxiliary --backend jax
-    python examples/claim_variants.py sparse --backend jax
+    python research/claim_variants.py auxiliary --backend jax
+    python research/claim_variants.py sparse --backend jax
 
 `auxiliary`: a stack of many thin layers, with the auxiliary losses of Al-Rfou et al.
 (a loss of each layer, two targets at a position) and without.
@@ -13,9 +13,10 @@ and standard deviation over the seeds.
 
 import sys
 
+import folders  # noqa: F401
 from claims.arguments import add_bytes, parse
-from claims.tables import markdown, mean_and_spread
 from command_line import Parser, command, positive
+from tables import markdown, mean_and_spread
 
 ROTARY = "rotary_wavelength=10000"
 

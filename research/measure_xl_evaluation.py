@@ -1,6 +1,6 @@
 """Times evaluation with a memory against a token-by-token sliding window.
 
-    python examples/measure_xl_evaluation.py --backend jax
+    python research/measure_xl_evaluation.py --backend jax
 
 A Transformer-XL gives each token of a segment a context of at least its memory, in one
 pass over the segment. Without a memory, the same context takes one pass over the whole
@@ -9,6 +9,7 @@ context per token. The model, its weights and the length of the context are the 
 
 import sys
 
+import folders  # noqa: F401
 from command_line import Parser, check_heads, command, positive
 
 VOCABULARY = 256

@@ -1,11 +1,6 @@
 """The script that times patterns: one tiny run."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-
-import measure_patterns  # noqa: E402
+import measure_patterns
 
 
 def test_all_contestants_are_timed(capsys):

@@ -1,6 +1,6 @@
 """Times generation against KerasHub's key/value cache, after contexts of many lengths.
 
-    python examples/measure_generation.py --backend jax
+    python research/measure_generation.py --backend jax
 
 Language models of the same size are timed in turns: this package's with each of
 `--attention`, and KerasHub's GPT-2, whose softmax attention reads a cache. A timed call
@@ -12,6 +12,7 @@ at random.
 
 import sys
 
+import folders  # noqa: F401
 from command_line import Parser, command, positive
 
 VOCABULARY = 256

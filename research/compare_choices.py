@@ -1,7 +1,7 @@
 """Compares two ways to choose layers, and their windows, for efficient attention.
 
-    python examples/compare_choices.py --teacher runs/teacher
-    python examples/compare_choices.py --preset ./a_hugging_face_folder --length 128
+    python research/compare_choices.py --teacher runs/teacher
+    python research/compare_choices.py --preset ./a_hugging_face_folder --length 128
 
 Layers are replaced in the order of the harm that each does alone: to what leaves the
 last block, or to the model's output (the divergence of its logits where it is causal,
@@ -14,6 +14,7 @@ equal budgets.
 import sys
 from pathlib import Path
 
+import folders  # noqa: F401
 from byte_lm.data import load_splits
 from command_line import Parser, UsageError, at_least_one, command, positive
 
@@ -47,7 +48,7 @@ def main(arguments):
     """Prints both tables."""
     splits = load_splits(arguments.text)
     # This imports Keras, which reads the backend once.
-    from swapping.choices import run
+    from choices import run
 
     run(arguments, splits)
 

@@ -1,6 +1,6 @@
 """Times causal linear attention against the machine's matmul peak and softmax.
 
-    python examples/measure_linear_attention.py --backend jax
+    python research/measure_linear_attention.py --backend jax
 
 The operation alone, without a layer's projections: 8 heads of size 64, feature map
 elu + 1, batch 1, beside Keras' softmax attention on inputs of the same size, in turns.

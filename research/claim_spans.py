@@ -1,6 +1,6 @@
 """Trains byte models whose heads learn a span, static or dynamic.
 
-    python examples/claim_spans.py --backend jax
+    python research/claim_spans.py --backend jax
 
 A static span belongs to a head; a dynamic one depends on the position too, so that a
 head may look far back at a few positions only. Models of `AdaptiveSpan` are trained
@@ -11,9 +11,10 @@ positions: mean and standard deviation over the seeds.
 
 import sys
 
+import folders  # noqa: F401
 from claims.arguments import add_bytes, parse
-from claims.tables import markdown, mean_and_spread
 from command_line import Parser, command, not_negative, positive
+from tables import markdown, mean_and_spread
 
 FULL = "none"
 

@@ -1,6 +1,6 @@
 """Compiles training of a byte model for TPU slices that need not be present.
 
-    python examples/estimate_slices.py --layers 2 --slices 2x2 4x4 --plot slices.png
+    python research/estimate_slices.py --layers 2 --slices 2x2 4x4 --plot slices.png
 
 Needs libtpu, `pip install 'keras-efficient-attn[tpu-compile]'`, which only one process
 at a time can use. A row of the table has the compiler's estimates for a step of `fit`,
@@ -15,6 +15,7 @@ import re
 import sys
 import time
 
+import folders  # noqa: F401
 from command_line import Parser, UsageError, check_heads, command, positive
 
 # Numbers of chips that split the batch, the weights, and the sequence.

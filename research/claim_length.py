@@ -1,6 +1,6 @@
 """Tests byte models on contexts that are longer than those of their training.
 
-    python examples/claim_length.py --backend jax
+    python research/claim_length.py --backend jax
 
 Causal models are trained on rows of `--length` bytes, and tested on windows of that
 length and of longer ones. The last bytes of a window count, half as many as a row of
@@ -12,9 +12,10 @@ seeds.
 
 import sys
 
+import folders  # noqa: F401
 from claims.arguments import add_bytes, parse
-from claims.tables import markdown, mean_and_spread
 from command_line import Parser, command, positive
+from tables import markdown, mean_and_spread
 
 ATTENTION = [
     "softmax:rotary_wavelength=10000",

@@ -1,6 +1,6 @@
 """Compares hard, soft, random and fitted codes for the keys of a trained model.
 
-    python examples/measure_soft_codes.py --backend jax
+    python research/measure_soft_codes.py --backend jax
 
 A small causal model of bytes is trained with softmax on the source of the Python
 standard library. Then its attention layers use codes for all keys, with the trained
@@ -14,6 +14,7 @@ held-out text, mean and standard deviation over the seeds.
 import math
 import sys
 
+import folders  # noqa: F401
 from byte_lm.data import batches, load_splits
 from command_line import Parser, command, natural, positive
 
