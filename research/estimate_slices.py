@@ -2,7 +2,7 @@
 
     python research/estimate_slices.py --layers 2 --slices 2x2 4x4 --plot slices.png
 
-Needs libtpu, `pip install 'keras-efficient-attn[tpu-compile]'`, which only one process
+Needs libtpu, `pip install -e '.[tpu-compile]'`, which only one process
 at a time can use. A row of the table has the compiler's estimates for a step of `fit`,
 with Adam and `mixed_bfloat16`: memory, the collectives of the program, and the time
 that a chip computes, without transfers between chips.
@@ -17,6 +17,7 @@ import time
 
 import folders  # noqa: F401
 from command_line import Parser, UsageError, check_heads, command, positive
+from tools.tpu_estimate import ENVIRONMENT, TARGETS, devices, estimated_cycles
 
 # Numbers of chips that split the batch, the weights, and the sequence.
 AXES = ("batch", "model", "sequence")
@@ -136,19 +137,13 @@ def estimate(model, arguments, size, strategy):
     """A row of the table, without its label."""
     import jax
     import keras
-    from jax.experimental import topologies
 
-    from keras_efficient_attn.benchmark.compile_for import TARGETS
-    from keras_efficient_attn.benchmark.execution.tpu import estimated_cycles
     from keras_efficient_attn.distribution import SequenceParallel
     from keras_efficient_attn.ops.common.plan import plan_for
 
     shape = PRODUCTS[size] if strategy == "product" else MESHES[size][strategy]
     rows, by_model, by_sequence = shape
-    devices = topologies.get_topology_desc(
-        topology_name=f"v5e:{size}", platform="tpu"
-    ).devices
-    mesh = keras.distribution.DeviceMesh(shape, AXES, devices)
+    mesh = keras.distribution.DeviceMesh(shape, AXES, devices(f"v5e:{size}"))
     layout_map = make_layout_map(mesh, by_model, by_sequence)
     distribution = keras.distribution.ModelParallel(
         layout_map=layout_map, batch_dim_name="batch"
@@ -205,8 +200,6 @@ def plot(points, path):
 @command(parse_arguments)
 def main(arguments):
     import jax
-
-    from keras_efficient_attn.benchmark.compile_for import ENVIRONMENT
 
     os.environ.update(ENVIRONMENT)
     model = make_model(arguments)

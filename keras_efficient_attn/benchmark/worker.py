@@ -4,11 +4,9 @@ import json
 import os
 import sys
 
-from keras_efficient_attn.benchmark.compile_for import compile_task
 from keras_efficient_attn.benchmark.environment import describe_environment
 from keras_efficient_attn.benchmark.failures import describe_failure
 from keras_efficient_attn.benchmark.measurement import Measurement
-from keras_efficient_attn.benchmark.workloads import build_workload
 
 
 class Answers:
@@ -19,7 +17,6 @@ class Answers:
 
     def answer(self, request):
         """Returns the reply to a request, as a dict; a failure is a reply too."""
-        building = request["do"] in ("prepare", "compile")
         try:
             if request["do"] == "prepare":
                 self._measurement = None
@@ -27,18 +24,19 @@ class Answers:
                 prepared = measurement.prepare()
                 self._measurement = measurement
                 return prepared
-            if request["do"] == "compile":
-                workload = build_workload(request["task"])
-                folder = request.get("schedules")
-                return compile_task(workload, request["target"], folder)
             if request["do"] == "repeat":
                 return self._measurement.repeat(request["turn"])
             return self._measurement.check()
         except Exception as error:
-            return describe_failure(error, building=building)
+            return describe_failure(error, building=request["do"] == "prepare")
 
 
-def main():
+def serve(answer):
+    """Says what this process runs on, and answers the requests of the standard input.
+
+    Args:
+        answer: Callable from a request to its reply, both dicts.
+    """
     # Libraries print to the standard output; replies need a separate stream.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -47,10 +45,9 @@ def main():
         print(json.dumps(message), file=replies, flush=True)
 
     reply(describe_environment())
-    answers = Answers()
     for line in sys.stdin:
-        reply(answers.answer(json.loads(line)))
+        reply(answer(json.loads(line)))
 
 
 if __name__ == "__main__":
-    main()
+    serve(Answers().answer)

@@ -1,13 +1,51 @@
-"""A TPU that is described, not present, and its compiler's cycle estimates."""
+"""TPUs that are described, not present, and the cycles that their compiler expects.
+
+`libtpu` compiles any JAX function for a described device, given as the sharding of its
+arguments; the text of the compiled program has the compiler's estimates. Use them to
+compare two implementations of one operation.
+
+JAX's private names are in this module alone. They are known to work with JAX 0.10; they
+serve the cycles of handwritten kernels, and without them all other cycles are still
+counted.
+"""
 
 import base64
+import dataclasses
 import functools
 import math
 import re
 
-from jax._src.lib import tpu as dialect
-from jax.experimental import topologies
-from jax.interpreters import mlir
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """An accelerator to compile for.
+
+    Attributes:
+        topology: The compiler's name for the smallest slice of this accelerator.
+        kind: Device kind, used to choose the operations' plans.
+        clock: Cycles per second.
+        peak: Operations per second of products of bfloat16 matrices.
+    """
+
+    topology: str
+    kind: str
+    clock: float
+    peak: float
+
+
+# 4 matrix units of 128 by 128, each with a product and a sum per cycle.
+TARGETS = {"tpu-v5e": Target("v5e:2x2", "tpu", 1.5e9, 197e12)}
+# Environment variables of a process that compiles: the compiler looks for no device,
+# and JAX computes on the CPU.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    # Several processes may compile at a time: none of them holds a device.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 
 _HEADER = re.compile(r"^(ENTRY )?%([\w.\-<>]+) \(")
 _LOOP = re.compile(r"condition=%([\w.\-<>]+), body=%([\w.\-<>]+)")
@@ -23,10 +61,13 @@ _KERNEL_BODY = re.compile(_KERNEL.pattern + r'.*?"body":"([^"]+)"', re.DOTALL)
 _BUNDLES = re.compile(r"total scheduled bundles:\s+(\d+)")
 
 
-def device(topology):
-    """The first device of a slice, such as `"v5e:2x2"`."""
+def devices(topology):
+    """The devices of a slice, such as `"v5e:2x2"`, as a list."""
+    # JAX is imported where it is used: a command names targets without it.
+    from jax.experimental import topologies
+
     description = topologies.get_topology_desc(topology_name=topology, platform="tpu")
-    return description.devices[0]
+    return description.devices
 
 
 def kernel_cycles(text, folder):
@@ -56,6 +97,9 @@ def _bundles(name, folder):
 
 def _programs(kernel):
     """The number of programs of a kernel in its serialised form."""
+    from jax._src.lib import tpu as dialect
+    from jax.interpreters import mlir
+
     context = mlir.make_ir_context()
     # JAX has no public name for the kernels' dialect, whose serialised operations
     # have another name.

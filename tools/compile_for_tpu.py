@@ -1,57 +1,50 @@
-"""Compiler estimates for an accelerator that is not present.
+"""Estimates of the TPU's compiler for attention layers, without a TPU.
+
+    python -m tools.compile_for_tpu --layers linear vq --lengths 16384 --heads 8 \\
+        --head-dim 128 --dtype mixed_bfloat16 --causal --mode train
 
 `libtpu` compiles for a TPU that is described, not present: the compiled program states
 its memory and the cycles that the compiler expects. Use it to compare two
 implementations of one operation, to estimate memory, and to check whether a program
-compiles at all.
+compiles at all. It runs in the root of a checkout and needs the extra `tpu-compile`.
 """
 
 import dataclasses
 import importlib.metadata
 import importlib.util
+import json
 import pathlib
+import sys
 import tempfile
 import time
 
 import keras
 import numpy as np
 
-from keras_efficient_attn.benchmark.failures import FAILED, OK
+from keras_efficient_attn.benchmark import cli
+from keras_efficient_attn.benchmark.failures import FAILED, OK, describe_failure
 from keras_efficient_attn.benchmark.report import align, format_number
 from keras_efficient_attn.benchmark.settings import Settings
 from keras_efficient_attn.benchmark.worker_process import WorkerDied, WorkerProcess
+from keras_efficient_attn.benchmark.workloads import build_workload
 from keras_efficient_attn.ops.common.plan import plan_for
+from tools.tpu_estimate import (
+    ENVIRONMENT,
+    TARGETS,
+    devices,
+    estimated_cycles,
+    kernel_cycles,
+)
 
+# Whole sequences of layers.
+MODES = ("forward", "train")
+# The program of a process that compiles.
+WORKER = """
+from keras_efficient_attn.benchmark.worker import serve
+from tools.compile_for_tpu import answer
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """An accelerator to compile for.
-
-    Attributes:
-        topology: The compiler's name for the smallest slice of this accelerator.
-        kind: Device kind, used to choose the operations' plans.
-        clock: Cycles per second.
-        peak: Operations per second of products of bfloat16 matrices.
-    """
-
-    topology: str
-    kind: str
-    clock: float
-    peak: float
-
-
-# 4 matrix units of 128 by 128, each with a product and a sum per cycle.
-TARGETS = {"tpu-v5e": Target("v5e:2x2", "tpu", 1.5e9, 197e12)}
-# The compiler looks for no device, and JAX computes on the CPU.
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    # Several processes may compile at a time: none of them holds a device.
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
+serve(answer)
+"""
 # With these, and a folder, the compiler writes down its schedules.
 SCHEDULE_OPTIONS = (
     "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles "
@@ -88,28 +81,50 @@ class Estimate:
     compile_seconds: float | None = None
 
 
-def check_can_compile_for(settings):
-    """Raises `ValueError` for settings that cannot be estimated."""
-    if importlib.util.find_spec("libtpu") is None:
-        raise ValueError(
-            "--compile-for needs libtpu, which is not installed: pip install "
-            "'keras-efficient-attn[tpu-compile]'"
-        )
-    if settings.backend != "jax":
-        raise ValueError(
-            f"--compile-for is for JAX. Received: --backend {settings.backend}"
-        )
-    if settings.mode == "decode" or settings.model or settings.peers:
-        raise ValueError(
-            "--compile-for takes layers and whole sequences. Received: "
-            f"mode={settings.mode}, model={settings.model}, peers={settings.peers}"
-        )
-    for name in ("repeats", "time_limit"):
-        if getattr(settings, name) != getattr(Settings, name):
-            raise ValueError(
-                f"--compile-for times nothing, and takes no `{name}`. Received: "
-                f"{name}={getattr(settings, name)}"
+def parse_arguments(argv):
+    parser = cli.Parser(
+        prog="python -m tools.compile_for_tpu",
+        usage="%(prog)s [options]",
+        description="What the TPU's compiler expects of attention layers, at your "
+        "shape, without a TPU; needs the extra tpu-compile.",
+    )
+    add = parser.add_argument
+    cli.add_layers_and_shape(parser)
+    add(
+        "--mode",
+        choices=MODES,
+        default=Settings.mode,
+        help="forward; train: with the gradients of inputs and weights; "
+        "default: %(default)s",
+    )
+    add("--causal", action="store_true")
+    add("--target", choices=TARGETS, default="tpu-v5e", help="default: %(default)s")
+    add("--out", type=pathlib.Path, metavar="DIR", help="folder for a JSON file")
+    return vars(parser.parse_args(argv))
+
+
+def main(argv=None):
+    """Runs the command; returns its exit status."""
+    try:
+        arguments = parse_arguments(argv)
+        out, target = arguments.pop("out"), arguments.pop("target")
+        settings = cli.make_settings({**arguments, "backend": "jax"})
+        if importlib.util.find_spec("libtpu") is None:
+            raise cli.UsageError(
+                "libtpu is not installed: pip install -e '.[tpu-compile]'"
             )
+        if out is not None:
+            cli.make_folder(out)
+    except ValueError as error:
+        return cli.refuse("compile_for_tpu", error)
+    estimates = list(estimate_all(settings, target))
+    print(table(settings, target, estimates))
+    if out is not None:
+        rows = [dataclasses.asdict(estimate) for estimate in estimates]
+        path = out / "estimates.json"
+        path.write_text(json.dumps({"target": target, "estimates": rows}, indent=2))
+        print(f"In {out}: {path.name}")
+    return 0
 
 
 def estimate_all(settings, target, with_kernels=True):
@@ -141,18 +156,27 @@ def _compile(request):
     environment = dict(ENVIRONMENT)
     if "schedules" in request:
         environment["LIBTPU_INIT_ARGS"] = f"{SCHEDULE_OPTIONS}{request['schedules']}"
-    worker = WorkerProcess("jax", environment=environment)
+    worker = WorkerProcess("jax", [sys.executable, "-c", WORKER], environment)
     try:
         worker.wait_for_start()
-        return worker.request({"do": "compile", **request}, timeout=None)
+        return worker.request(request, timeout=None)
     except WorkerDied as error:
         return {"status": FAILED, "detail": str(error)}
     finally:
         worker.close()
 
 
-def compile_task(workload, target, schedules=None):
-    """The worker's side: all fields of an `Estimate` except its name, as a dict.
+def answer(request):
+    """The worker's side: the reply to a request; a failure is a reply too."""
+    try:
+        workload = build_workload(request["task"])
+        return compile_workload(workload, request["target"], request.get("schedules"))
+    except Exception as error:
+        return describe_failure(error, building=True)
+
+
+def compile_workload(workload, target, schedules=None):
+    """All fields of an `Estimate` except contestant and length, as a dict.
 
     Args:
         workload: `Workload`.
@@ -160,20 +184,19 @@ def compile_task(workload, target, schedules=None):
         schedules: The folder with the compiler's schedules of kernels. Defaults to
             `None`: kernels have no estimate.
     """
-    from keras_efficient_attn.benchmark.execution import tpu
-
     target = TARGETS[target]
     inputs = workload.make_inputs(np.random.default_rng(0))
+    device = devices(target.topology)[0]
     start = time.perf_counter()
     with plan_for(target.kind):
-        compiled = workload.program.compile_for(tpu.device(target.topology), inputs)
+        compiled = workload.program.compile_for(device, inputs)
     seconds = time.perf_counter() - start
     text = compiled.as_text()
-    cycles, kernels = tpu.estimated_cycles(text)
+    cycles, kernels = estimated_cycles(text)
     whole = None if kernels else cycles
     if schedules is not None:
-        kernel_cycles = tpu.kernel_cycles(text, pathlib.Path(schedules))
-        whole, _ = tpu.estimated_cycles(text, kernel_cycles)
+        of_kernels = kernel_cycles(text, pathlib.Path(schedules))
+        whole, _ = estimated_cycles(text, of_kernels)
     useful, share, kernel_seconds = workload.operations, None, None
     if whole is not None:
         kernel_seconds = (whole - cycles) / target.clock
@@ -236,3 +259,7 @@ def table(settings, target, estimates):
 
 def _milliseconds(seconds):
     return format_number(None if seconds is None else seconds * 1e3, ".3g")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
