@@ -57,7 +57,6 @@ def parse_arguments(argv):
         "default: %(default)s",
     )
     add("--out", type=Path, metavar="DIR", help="folder for CSV, JSON and PNG files")
-    add("--peers", action="store_true", help="add public packages that are installed")
     add(
         "--model",
         action="store_true",

@@ -4,7 +4,6 @@ import math
 import time
 
 from keras_efficient_attn.benchmark import failures
-from keras_efficient_attn.benchmark.peers import available_peers
 from keras_efficient_attn.benchmark.records import Comparison, Record
 from keras_efficient_attn.benchmark.settings import MATMUL, Settings
 from keras_efficient_attn.benchmark.timing import median_and_spread, take_turns
@@ -60,8 +59,6 @@ def compare(
         time_limit: Seconds of computing for a contestant at one length, compilation
             included. The checks get as many again. A contestant that exceeds it is
             skipped at longer lengths. Defaults to 60.
-        peers: Whether to add installed peers: performer-pytorch, local-attention,
-            reformer-pytorch, flash-linear-attention (CUDA). Defaults to `False`.
         model: Whether to compare small causal language models instead of layers: their
             training step with Adam, generation or loss. Needs KerasHub, which the extra
             `nlp` installs. Defaults to `False`.
@@ -94,20 +91,17 @@ def compare(
 
 def run(settings, progress=None, start_worker=WorkerProcess, clock=time.perf_counter):
     """`compare` for checked settings."""
-    names, absent = [], {}
-    if settings.peers:
-        names, absent = available_peers(settings.mode, settings.model)
-    contestants = [MATMUL, *settings.layers, *names]
+    contestants = [MATMUL, *settings.layers]
     # One step to prepare, one per repeat, and one for the checks.
     steps = len(contestants) * len(settings.lengths) * (settings.repeats + 2)
     bar = None if progress is None else progress(steps)
-    records, environments, ended, complete = [], {}, {}, True
+    records, environment, ended, complete = [], {}, {}, True
     try:
         for length in settings.lengths:
             points = [
                 _Point(name, length, settings, ended.get(name)) for name in contestants
             ]
-            _race(points, settings, start_worker, clock, bar, environments)
+            _race(points, settings, start_worker, clock, bar, environment)
             records += _records(points, settings)
             for point in points:
                 if point.over_limit or point.status in ENDS_THE_RACE:
@@ -115,10 +109,10 @@ def run(settings, progress=None, start_worker=WorkerProcess, clock=time.perf_cou
                     ended.setdefault(point.name, f"{reason} at length {length}")
     except KeyboardInterrupt:
         complete = False
-    return Comparison(settings, records, environments, absent, complete)
+    return Comparison(settings, records, environment, complete)
 
 
-def _race(points, settings, start_worker, clock, bar, environments):
+def _race(points, settings, start_worker, clock, bar, environment):
     """Measures all contestants at one length."""
 
     def step(count=1):
@@ -128,10 +122,10 @@ def _race(points, settings, start_worker, clock, bar, environments):
     try:
         for point in points:
             if point.status == failures.OK:
-                point.worker = start_worker(point.backend)
+                point.worker = start_worker(settings.backend)
         for point in points:
             if point.start(clock):
-                environments.setdefault(point.backend, point.environment)
+                environment.update(point.environment)
                 point.prepare()
             step()
 
@@ -156,7 +150,6 @@ class _Point:
 
     def __init__(self, name, length, settings, ended):
         self.name, self.length = name, length
-        self.backend = settings.backend_of(name)
         self.status = failures.SKIPPED if ended else failures.OK
         self.detail = ended or ""
         self.worker = self.environment = None
@@ -189,7 +182,7 @@ class _Point:
         return reply and reply["seconds"] / self.prepared["steps"]
 
     def check(self):
-        """Measures the errors and completes the status."""
+        """Measures the error and completes the status."""
         asked = self._task["contestant"] != MATMUL
         if self.over_limit and self.seconds:
             self.status = failures.OK
@@ -250,7 +243,7 @@ def _records(points, settings):
 def _record(point, settings, peak):
     told = {
         "contestant": point.name,
-        "backend": point.backend,
+        "backend": settings.backend,
         "mode": settings.mode,
         "length": point.length,
         "status": point.status,
@@ -261,7 +254,7 @@ def _record(point, settings, peak):
     prepared = point.prepared
     median, low, high = median_and_spread(point.seconds)
     share = None
-    if peak and prepared["operations"] and point.backend == settings.backend:
+    if peak and prepared["operations"]:
         share = prepared["operations"] / median / peak
     return Record(
         **told,
@@ -276,7 +269,6 @@ def _record(point, settings, peak):
         execution=prepared["execution"],
         peak_share=share,
         error=_number(point.checked.get("error")),
-        difference=_number(point.checked.get("difference")),
     )
 
 

@@ -30,7 +30,6 @@ class Record:
             `"device"` (all memory of the process on the accelerator).
         execution: `"XLA"`, `"graph"` or `"eager"`.
         error: Relative error against softmax attention with the same weights.
-        difference: Relative difference of a peer from its definition.
         peak_share: Useful operations per second, as a share of the matmul's.
     """
 
@@ -50,7 +49,6 @@ class Record:
     memory_kind: str | None = None
     execution: str | None = None
     error: float | None = None
-    difference: float | None = None
     peak_share: float | None = None
 
 
@@ -79,15 +77,13 @@ class Comparison:
     Attributes:
         settings: The `Settings`.
         records: List of `Record`, by length and contestant, the matmul's included.
-        environments: Dict of backends to dicts of versions and the device.
-        absent_peers: Dict of peers that did not take part to reasons.
+        environment: Dict of versions and the device; empty if no process has started.
         complete: `False` if the run was interrupted.
     """
 
     settings: Settings
     records: list
-    environments: dict
-    absent_peers: dict
+    environment: dict
     complete: bool = True
 
     def contestants(self):
@@ -107,10 +103,6 @@ class Comparison:
             if record.status == OK and getattr(record, field) is not None
         }
 
-    def is_on_softmax_backend(self, contestant):
-        """Whether times can be compared with softmax: peers have their own backend."""
-        return {r.backend for r in self.of(contestant)} == {self.settings.backend}
-
     def summaries(self):
         """List of `Summary`, one per contestant."""
         softmax = self.series(SOFTMAX, "seconds")
@@ -118,7 +110,7 @@ class Comparison:
             Summary(
                 name,
                 crossover(softmax, self.series(name, "seconds"))
-                if softmax and name != SOFTMAX and self.is_on_softmax_backend(name)
+                if softmax and name != SOFTMAX
                 else None,
                 log_log_slope(self.series(name, "seconds")),
                 log_log_slope(self.series(name, "memory_bytes")),

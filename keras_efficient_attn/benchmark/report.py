@@ -33,12 +33,7 @@ def table(comparison):
         )
     ]
     rows += [
-        _row(
-            record,
-            softmax.get(record.length)
-            if comparison.is_on_softmax_backend(name)
-            else None,
-        )
+        _row(record, softmax.get(record.length))
         for name in comparison.contestants()
         for record in comparison.of(name)
     ]
@@ -97,9 +92,6 @@ def _row(record, softmax_seconds):
         )
     low, high = record.seconds_low, record.seconds_high
     ratio = softmax_seconds and softmax_seconds / record.seconds
-    notes = [record.detail]
-    if record.difference is not None:
-        notes.append(f"differs from its definition by {record.difference:.1e}")
     return (
         record.contestant,
         f"{record.length}",
@@ -111,7 +103,7 @@ def _row(record, softmax_seconds):
         format_number(record.peak_share, ".1%"),
         format_number(ratio, ".2f"),
         format_number(record.error, ".2e"),
-        "; ".join(filter(None, notes)),
+        record.detail,
     )
 
 
@@ -123,12 +115,14 @@ def _notes(comparison):
         f"{settings.batch}, {settings.heads} heads of {settings.head_dim}, "
         f"{settings.dtype}; medians and quartiles of up to {settings.repeats} turns"
     )
-    for backend, environment in comparison.environments.items():
-        used = [r for r in comparison.records if r.backend == backend and r.execution]
+    environment = comparison.environment
+    if environment:
+        used = [record for record in comparison.records if record.execution]
         execution = sorted({record.execution for record in used})
         memory = sorted({record.memory_kind for record in used})
         yield (
-            f"{backend} {environment['backend_version']} ({', '.join(execution)}), "
+            f"{settings.backend} {environment['backend_version']} "
+            f"({', '.join(execution)}), "
             f"Keras {environment['keras']}, on {environment['device']} "
             f"({environment['cpu_count']} cores of {environment['cpu']}); "
             f"MiB: {', '.join(memory) or 'not measured'}"
@@ -136,8 +130,6 @@ def _notes(comparison):
     peaks = [r for r in comparison.of(MATMUL) if r.status != OK]
     for record in peaks:
         yield f"no share of peak at {record.length}: matmul: {record.status}"
-    for peer, reason in comparison.absent_peers.items():
-        yield f"--peers: skipped {peer}: {reason}"
     if not comparison.complete:
         yield "Interrupted: longer lengths are missing."
 

@@ -12,7 +12,6 @@ from keras import ops
 from keras_efficient_attn.benchmark import operations, streaming
 from keras_efficient_attn.benchmark.approximation import error_against_softmax
 from keras_efficient_attn.benchmark.execution import backend_module, make_program
-from keras_efficient_attn.benchmark.peers import PEERS
 from keras_efficient_attn.benchmark.settings import MATMUL
 from keras_efficient_attn.layers import get_attention
 
@@ -33,8 +32,6 @@ class Workload:
         tokens: Tokens per step.
         operations: Useful operations per step, or `None`.
         error: Optional `rng -> float`: the relative error against softmax.
-        difference: Optional `rng -> float`: the relative difference of a peer from its
-            definition.
     """
 
     program: Callable
@@ -43,7 +40,6 @@ class Workload:
     operations: int | None = None
     steps: int = 1
     error: Callable | None = None
-    difference: Callable | None = None
 
 
 def build_workload(task):
@@ -57,8 +53,6 @@ def build_workload(task):
         importlib.import_module(task["module"])
     if task["contestant"] == MATMUL:
         return _matmul(task)
-    if task["contestant"] in PEERS:
-        return _peer(task)
     if task["model"]:
         return _model(task)
     return _layer(task)
@@ -165,35 +159,6 @@ def _model(task):
         language_model.model_operations(model, batch, length),
         lambda rng: (ops.ones((), "float32"),),
         language_model.make_optimizer,
-    )
-
-
-def _peer(task):
-    from keras_efficient_attn.benchmark.execution.torch import Program
-    from keras_efficient_attn.benchmark.peer_modules import PeerAttention
-
-    policy = keras.dtype_policies.get(task["dtype"])
-    if policy.compute_dtype != policy.variable_dtype:
-        raise ValueError(f"peers have no mixed dtypes. Received: {task['dtype']}")
-    peer = PeerAttention(
-        task["contestant"], task["heads"], task["head_dim"], task["causal"]
-    )
-    reference = draw(np.random.default_rng(0), (1,), policy.compute_dtype)
-    peer = peer.to(reference.device, reference.dtype)
-    shape = (task["batch"], task["length"], task["heads"] * task["head_dim"])
-
-    def make_inputs(rng):
-        inputs = (draw(rng, shape, policy.compute_dtype),)
-        if task["mode"] == "forward":
-            return inputs
-        return draw(rng, shape, policy.compute_dtype), *inputs
-
-    program = Program(peer, list(peer.parameters()), gradients=task["mode"] == "train")
-    return Workload(
-        program,
-        make_inputs,
-        tokens=task["batch"] * task["length"],
-        difference=peer.difference,
     )
 
 

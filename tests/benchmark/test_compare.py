@@ -217,6 +217,6 @@ def test_a_layer_of_a_script_cannot_be_measured(monkeypatch):
 
 def table_rows(comparison, contestant):
     # The table has the measurements first, then a line about the contestant's curve.
-    comparison.environments.clear()
+    comparison.environment.clear()
     lines = table(comparison).splitlines()
     return [line for line in lines if line.startswith(f"{contestant} ")][:-1]
