@@ -37,8 +37,8 @@ def ours(attention, batch, length, arguments):
     import keras
     import numpy as np
 
-    from keras_efficient_attn.benchmark import streaming
     from keras_efficient_attn.benchmark.execution import make_program
+    from keras_efficient_attn.benchmark.workloads import read_segments
     from keras_efficient_attn.models import (
         EfficientCausalLM,
         EfficientTransformerBackbone,
@@ -65,7 +65,7 @@ def ours(attention, batch, length, arguments):
         state = keras.tree.map_structure(lambda x: fill(x, length), state)
     else:
         tokens = np.random.default_rng(0).integers(0, VOCABULARY, (batch, length))
-        read = make_program(lambda x: streaming.read(step, x, state), model)
+        read = make_program(lambda x: read_segments(step, x, state), model)
         state = read(keras.ops.convert_to_tensor(tokens, "int32"))
     return model, step, state
 
@@ -115,8 +115,8 @@ def measure(batch, length, arguments):
     from keras import ops
 
     from keras_efficient_attn import benchmark
-    from keras_efficient_attn.benchmark import streaming
     from keras_efficient_attn.benchmark.execution import make_program
+    from keras_efficient_attn.benchmark.workloads import generate_positions
 
     makers = {name: (ours, name) for name in arguments.attention}
     makers["KerasHub GPT-2"] = (keras_hub,)
@@ -124,7 +124,7 @@ def measure(batch, length, arguments):
     for name, (make, *options) in makers.items():
         model, step, states[name] = make(*options, batch, length, arguments)
         functions[name] = make_program(
-            lambda tokens, state, step=step: streaming.generate(step, tokens, state)[0],
+            lambda tokens, state, step=step: generate_positions(step, tokens, state)[0],
             model,
         )
 

@@ -126,8 +126,7 @@ def on_torch(stack, x, arguments):
 def on_tensorflow(stack, x, arguments):
     import tensorflow as tf
 
-    from keras_efficient_attn.benchmark.execution import xla_dump
-    from keras_efficient_attn.benchmark.resident import peak_increase
+    from keras_efficient_attn.benchmark.memory import peak_increase, temporary_bytes
 
     def gradients(x):
         with tf.GradientTape() as tape:
@@ -147,7 +146,7 @@ def on_tensorflow(stack, x, arguments):
     def memory():
         if xla:
             step()
-            return xla_dump.temporary_bytes()
+            return temporary_bytes()
         # Exclude one-time tracing and loading, and the results, as XLA's temporaries
         # do.
         results = step(x[:, :SHORT])
@@ -158,7 +157,7 @@ def on_tensorflow(stack, x, arguments):
 
 def in_a_process(depth, kind, argv):
     """Bytes, measured in a separate process."""
-    from keras_efficient_attn.benchmark.execution import xla_dump
+    from keras_efficient_attn.benchmark.memory import xla_dump_flags
 
     command = [sys.executable, __file__, *argv, "--memory-of", f"{depth} {kind}"]
     with tempfile.TemporaryDirectory() as folder:
@@ -169,7 +168,7 @@ def in_a_process(depth, kind, argv):
             check=True,
             env={
                 **os.environ,
-                "XLA_FLAGS": xla_dump.environment_flags(folder),
+                "XLA_FLAGS": xla_dump_flags(folder),
                 # Freed memory is returned to the system at once and not counted.
                 "MALLOC_MMAP_THRESHOLD_": "65536",
             },

@@ -22,7 +22,7 @@ import keras
 import numpy as np
 
 from keras_efficient_attn.benchmark import cli
-from keras_efficient_attn.benchmark.failures import FAILED, OK, describe_failure
+from keras_efficient_attn.benchmark.records import FAILED, OK, describe_failure
 from keras_efficient_attn.benchmark.report import align, format_number
 from keras_efficient_attn.benchmark.settings import Settings
 from keras_efficient_attn.benchmark.worker_process import WorkerDied, WorkerProcess

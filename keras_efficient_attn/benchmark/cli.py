@@ -11,8 +11,12 @@ from pathlib import Path
 import keras
 
 from keras_efficient_attn.benchmark.compare import run
-from keras_efficient_attn.benchmark.plots import write_plots
-from keras_efficient_attn.benchmark.report import table, write_csv, write_json
+from keras_efficient_attn.benchmark.report import (
+    table,
+    write_csv,
+    write_json,
+    write_plots,
+)
 from keras_efficient_attn.benchmark.settings import BACKENDS, DTYPES, MODES, Settings
 from keras_efficient_attn.layers import attention_names
 

@@ -3,8 +3,15 @@
 import math
 import time
 
-from keras_efficient_attn.benchmark import failures
-from keras_efficient_attn.benchmark.records import Comparison, Record
+from keras_efficient_attn.benchmark.records import (
+    FAILED,
+    OK,
+    OUT_OF_MEMORY,
+    SKIPPED,
+    TIME_OUT,
+    Comparison,
+    Record,
+)
 from keras_efficient_attn.benchmark.settings import MATMUL, Settings
 from keras_efficient_attn.benchmark.timing import median_and_spread, take_turns
 from keras_efficient_attn.benchmark.worker_process import (
@@ -14,7 +21,7 @@ from keras_efficient_attn.benchmark.worker_process import (
 )
 
 # A first call that runs out of memory or time will do so at longer lengths too.
-ENDS_THE_RACE = (failures.OUT_OF_MEMORY, failures.TIME_OUT)
+ENDS_THE_RACE = (OUT_OF_MEMORY, TIME_OUT)
 
 
 def compare(
@@ -121,7 +128,7 @@ def _race(points, settings, start_worker, clock, bar, environment):
 
     try:
         for point in points:
-            if point.status == failures.OK:
+            if point.status == OK:
                 point.worker = start_worker(settings.backend)
         for point in points:
             if point.start(clock):
@@ -150,7 +157,7 @@ class _Point:
 
     def __init__(self, name, length, settings, ended):
         self.name, self.length = name, length
-        self.status = failures.SKIPPED if ended else failures.OK
+        self.status = SKIPPED if ended else OK
         self.detail = ended or ""
         self.worker = self.environment = None
         self.prepared, self.checked = {}, {}
@@ -175,7 +182,7 @@ class _Point:
     def repeat(self):
         """Seconds of a call; `None` once it has left the race."""
         self.turns += 1
-        if self.status != failures.OK or self._remaining <= 0:
+        if self.status != OK or self._remaining <= 0:
             self.over_limit |= self._remaining <= 0
             return None
         reply = self._request({"do": "repeat", "turn": self.turns - 1})
@@ -185,12 +192,12 @@ class _Point:
         """Measures the error and completes the status."""
         asked = self._task["contestant"] != MATMUL
         if self.over_limit and self.seconds:
-            self.status = failures.OK
+            self.status = OK
             self.detail = f"{len(self.seconds)} repeats within {self._limit:g} s"
         elif self.over_limit:
-            self.status = failures.TIME_OUT
+            self.status = TIME_OUT
             self.detail = f"no repeat within {self._limit:g} s"
-        if self.status == failures.OK and self.worker is not None and asked:
+        if self.status == OK and self.worker is not None and asked:
             self._remaining = self._limit
             timing = self.status, self.detail, self.over_limit
             self.checked = self._request({"do": "check"}) or {}
@@ -216,10 +223,10 @@ class _Point:
         try:
             reply = call()
         except WorkerTimeout:
-            self._fail(failures.TIME_OUT, f"no reply within {self._limit:g} s")
+            self._fail(TIME_OUT, f"no reply within {self._limit:g} s")
             self.over_limit = True
         except WorkerDied as error:
-            status = failures.OUT_OF_MEMORY if error.killed else failures.FAILED
+            status = OUT_OF_MEMORY if error.killed else FAILED
             self._fail(status, str(error))
         else:
             if "status" not in reply:
@@ -235,7 +242,7 @@ class _Point:
 def _records(points, settings):
     (matmul,) = (point for point in points if point.name == MATMUL)
     peak = None
-    if matmul.status == failures.OK:
+    if matmul.status == OK:
         peak = matmul.prepared["operations"] / median_and_spread(matmul.seconds)[0]
     return [_record(point, settings, peak) for point in points]
 
@@ -249,7 +256,7 @@ def _record(point, settings, peak):
         "status": point.status,
         "detail": point.detail,
     }
-    if point.status != failures.OK:
+    if point.status != OK:
         return Record(**told)
     prepared = point.prepared
     median, low, high = median_and_spread(point.seconds)

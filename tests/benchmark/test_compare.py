@@ -4,8 +4,7 @@ import math
 import pytest
 
 from keras_efficient_attn import LinearAttention, benchmark
-from keras_efficient_attn.benchmark.plots import write_plots
-from keras_efficient_attn.benchmark.report import table, write_json
+from keras_efficient_attn.benchmark.report import table, write_json, write_plots
 from keras_efficient_attn.benchmark.worker_process import WorkerDied, WorkerTimeout
 from keras_efficient_attn.layers.attention import registry
 from tests.benchmark.fakes import FakeClock, FakeWorker

@@ -3,7 +3,7 @@
 import torch
 
 from keras_efficient_attn.benchmark.execution import is_float
-from keras_efficient_attn.benchmark.resident import peak_increase
+from keras_efficient_attn.benchmark.memory import peak_increase
 
 
 class Program:

@@ -1,12 +1,21 @@
-"""Peak increase of this process's resident memory during a call."""
+"""Memory that a call takes: by the system's count, or by the files of XLA.
+
+TensorFlow does not report how much a compiled program allocates. Its allocator keeps
+freed memory, so resident memory does not show it either. XLA writes it to a file when
+it compiles, if the process was started with `xla_dump_flags`.
+"""
 
 import ctypes
 import gc
+import os
+import re
 import sys
 from pathlib import Path
 
 STATUS = Path("/proc/self/status")
 RESET = Path("/proc/self/clear_refs")
+_FOLDER = re.compile(r"--xla_dump_to=(\S+)")
+_TEMPORARY = re.compile(r"^allocation \d+: size (\d+), .*preallocated-temp", re.M)
 
 
 def peak_increase(run):
@@ -26,6 +35,25 @@ def peak_increase(run):
     before = _reset_peak()
     run()
     return max(_peak() - before, 0)
+
+
+def xla_dump_flags(folder):
+    """The value of `XLA_FLAGS` for a process whose XLA writes into `folder`."""
+    return f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder}".strip()
+
+
+def temporary_bytes():
+    """Bytes of temporaries of the program that has needed most so far.
+
+    Returns:
+        Bytes, or `None` if XLA has compiled nothing or writes nothing.
+    """
+    folder = _FOLDER.search(os.environ.get("XLA_FLAGS", ""))
+    if folder is None:
+        return None
+    programs = Path(folder[1]).glob("*buffer-assignment.txt")
+    sizes = [sum(map(int, _TEMPORARY.findall(path.read_text()))) for path in programs]
+    return max(sizes, default=None)
 
 
 def _reset_peak():

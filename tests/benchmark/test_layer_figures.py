@@ -1,7 +1,7 @@
 import pytest
 
 from keras_efficient_attn import EfficientAttention
-from keras_efficient_attn.benchmark.operations import (
+from keras_efficient_attn.benchmark.layer_figures import (
     decode_operations,
     layer_operations,
 )
