@@ -18,8 +18,8 @@ deviations.
 
 import sys
 
-from claims.tables import markdown, mean_and_spread
 from command_line import Parser, UsageError, check_heads, command, natural, positive
+from tables import markdown, mean_and_spread
 
 FULL = "full"
 ALIGNED = {"yes": True, "no": False}

@@ -8,8 +8,8 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn import benchmark
-from keras_efficient_attn.benchmark import failures
 from keras_efficient_attn.benchmark.execution import backend_module, make_program, wait
+from keras_efficient_attn.benchmark.records import OUT_OF_MEMORY, describe_failure
 from keras_efficient_attn.benchmark.report import align
 
 SOFTMAX, SWAPPED = "softmax", "swapped"
@@ -188,8 +188,8 @@ def _measure(models, history, length, time_limit):
             wait(program(*inputs))
             memory[name], found.kind = backend_module().peak_memory(program, inputs)
         except Exception as error:
-            failure = failures.describe_failure(error, building=False)
-            if failure["status"] != failures.OUT_OF_MEMORY:
+            failure = describe_failure(error, building=False)
+            if failure["status"] != OUT_OF_MEMORY:
                 raise
             found.reason = f"{failure['status']} at length {length}"
             continue

@@ -1,6 +1,6 @@
 """The plots of `swap_attention.py`."""
 
-from keras_efficient_attn.benchmark.plots import COLORS, MARKERS, SOFTMAX_COLOR
+from keras_efficient_attn.benchmark.report import COLORS, MARKERS, SOFTMAX_COLOR
 from keras_efficient_attn.layers.attention.registry import parse_attention
 
 

@@ -4,10 +4,15 @@
 from Python, and `time_functions` times any functions in the same loop.
 """
 
-from keras_efficient_attn.benchmark.analysis import crossover, log_log_slope
 from keras_efficient_attn.benchmark.compare import compare
 from keras_efficient_attn.benchmark.execution import compile_function
-from keras_efficient_attn.benchmark.records import Comparison, Record, Summary
+from keras_efficient_attn.benchmark.records import (
+    Comparison,
+    Record,
+    Summary,
+    crossover,
+    log_log_slope,
+)
 from keras_efficient_attn.benchmark.timing import Timing, time_functions
 
 __all__ = [

@@ -1,10 +1,8 @@
 """The command: arguments in, a table and files out."""
 
 import argparse
-import dataclasses
 import importlib
 import importlib.util
-import json
 import math
 import signal
 import sys
@@ -13,16 +11,12 @@ from pathlib import Path
 import keras
 
 from keras_efficient_attn.benchmark.compare import run
-from keras_efficient_attn.benchmark.compile_for import (
-    TARGETS,
-    check_can_compile_for,
-    estimate_all,
+from keras_efficient_attn.benchmark.report import (
+    table,
+    write_csv,
+    write_json,
+    write_plots,
 )
-from keras_efficient_attn.benchmark.compile_for import (
-    table as estimates_table,
-)
-from keras_efficient_attn.benchmark.plots import write_plots
-from keras_efficient_attn.benchmark.report import table, write_csv, write_json
 from keras_efficient_attn.benchmark.settings import BACKENDS, DTYPES, MODES, Settings
 from keras_efficient_attn.layers import attention_names
 
@@ -46,6 +40,37 @@ def parse_arguments(argv):
         epilog="A length is given up for a contestant, and longer ones are skipped, "
         "when it runs out of time or memory; the table says so.",
     )
+    add = parser.add_argument
+    add_layers_and_shape(parser)
+    add(
+        "--mode",
+        choices=MODES,
+        default=Settings.mode,
+        help="forward; train: with the gradients of inputs and weights; decode: one "
+        "position at a time after N others; default: %(default)s",
+    )
+    add("--causal", action="store_true", help="as decode and --model always are")
+    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
+    add_number(parser, "--repeats", Settings.repeats)
+    add(
+        "--time-limit",
+        type=_positive_float,
+        default=Settings.time_limit,
+        metavar="SECONDS",
+        help="computing time per contestant and length, compilation included; "
+        "default: %(default)s",
+    )
+    add("--out", type=Path, metavar="DIR", help="folder for CSV, JSON and PNG files")
+    add(
+        "--model",
+        action="store_true",
+        help="a small language model, not a layer; needs the extra nlp",
+    )
+    return vars(parser.parse_args(argv))
+
+
+def add_layers_and_shape(parser):
+    """Adds `--layers`, `--import`, `--lengths`, sizes and `--dtype` to a parser."""
     add = parser.add_argument
     add(
         "--layers",
@@ -72,19 +97,9 @@ def parse_arguments(argv):
         metavar="N",
         help=f"default: {' '.join(map(str, Settings.lengths))}",
     )
-    for option, default in (
-        ("--heads", Settings.heads),
-        ("--head-dim", Settings.head_dim),
-        ("--batch", Settings.batch),
-        ("--repeats", Settings.repeats),
-    ):
-        add(
-            option,
-            type=_positive,
-            default=default,
-            metavar="N",
-            help="default: %(default)s",
-        )
+    add_number(parser, "--heads", Settings.heads)
+    add_number(parser, "--head-dim", Settings.head_dim)
+    add_number(parser, "--batch", Settings.batch)
     add(
         "--dtype",
         choices=DTYPES,
@@ -92,59 +107,29 @@ def parse_arguments(argv):
         metavar="POLICY",
         help=f"Keras' dtype policy: {', '.join(DTYPES)}; default: %(default)s",
     )
-    add(
-        "--mode",
-        choices=MODES,
-        default=Settings.mode,
-        help="forward; train: with the gradients of inputs and weights; decode: one "
-        "position at a time after N others; default: %(default)s",
+
+
+def add_number(parser, option, default):
+    """Adds an option that is a positive integer."""
+    parser.add_argument(
+        option,
+        type=_positive,
+        default=default,
+        metavar="N",
+        help="default: %(default)s",
     )
-    add("--causal", action="store_true", help="as decode and --model always are")
-    add("--backend", choices=BACKENDS, help="default: as Keras is configured")
-    add(
-        "--time-limit",
-        type=_positive_float,
-        default=Settings.time_limit,
-        metavar="SECONDS",
-        help="computing time per contestant and length, compilation included; "
-        "default: %(default)s",
-    )
-    add("--out", type=Path, metavar="DIR", help="folder for CSV, JSON and PNG files")
-    add(
-        "--compile-for",
-        choices=TARGETS,
-        help="compile for an accelerator that need not be here, and print its "
-        "compiler's estimates; needs the extra tpu-compile",
-    )
-    add("--peers", action="store_true", help="add public packages that are installed")
-    add(
-        "--model",
-        action="store_true",
-        help="a small language model, not a layer; needs the extra nlp",
-    )
-    return vars(parser.parse_args(argv))
 
 
 def main(argv=None):
     """Runs the command; returns its exit status."""
     try:
         arguments = parse_arguments(argv)
-        out, target = arguments.pop("out"), arguments.pop("compile_for")
-        if target is not None and arguments["backend"] is None:
-            arguments["backend"] = "jax"
-        del arguments["modules"]  # Imported, they have registered their layers.
-        settings = Settings(**arguments)
-        _check_backend(settings.backend)
-        if target is not None:
-            check_can_compile_for(settings)
+        out = arguments.pop("out")
+        settings = make_settings(arguments)
         if out is not None:
-            _make_folder(out)
+            make_folder(out)
     except ValueError as error:
-        message = " ".join(str(error).split())
-        print(f"benchmark: error: {message}", file=sys.stderr)
-        return 2
-    if target is not None:
-        return _estimate(settings, target, out)
+        return refuse("benchmark", error)
     # However the run ends, its measurements are shown and written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     comparison = run(settings, progress=_progress_bar)
@@ -154,33 +139,36 @@ def main(argv=None):
     return 0 if comparison.complete else 130
 
 
-def _estimate(settings, target, out):
-    estimates = list(estimate_all(settings, target))
-    print(estimates_table(settings, target, estimates))
-    if out is not None:
-        rows = [dataclasses.asdict(estimate) for estimate in estimates]
-        path = out / "estimates.json"
-        path.write_text(json.dumps({"target": target, "estimates": rows}, indent=2))
-        print(f"In {out}: {path.name}")
-    return 0
+def make_settings(arguments):
+    """The `Settings` for parsed arguments, as a dict; it checks them."""
+    # The modules of `--import` are imported: they have registered their layers.
+    arguments = {name: arguments[name] for name in arguments if name != "modules"}
+    settings = Settings(**arguments)
+    if importlib.util.find_spec(settings.backend) is None:
+        raise UsageError(
+            f"--backend {settings.backend}: {settings.backend} is not installed"
+        )
+    return settings
+
+
+def make_folder(out):
+    """Makes the folder of `--out`, or raises `UsageError`."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {out}: {error.strerror}") from error
+
+
+def refuse(command, error):
+    """Prints the error of an argument in one line; returns the exit status."""
+    print(f"{command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
 
 
 def _progress_bar(steps):
     # Only a terminal understands the control characters of a bar.
     verbose = 1 if sys.stdout.isatty() else 2
     return keras.utils.Progbar(steps, unit_name="call", verbose=verbose)
-
-
-def _check_backend(backend):
-    if importlib.util.find_spec(backend) is None:
-        raise UsageError(f"--backend {backend}: {backend} is not installed")
-
-
-def _make_folder(out):
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {out}: {error.strerror}") from error
 
 
 def _write(comparison, out):

@@ -3,9 +3,15 @@
 import math
 import time
 
-from keras_efficient_attn.benchmark import failures
-from keras_efficient_attn.benchmark.peers import available_peers
-from keras_efficient_attn.benchmark.records import Comparison, Record
+from keras_efficient_attn.benchmark.records import (
+    FAILED,
+    OK,
+    OUT_OF_MEMORY,
+    SKIPPED,
+    TIME_OUT,
+    Comparison,
+    Record,
+)
 from keras_efficient_attn.benchmark.settings import MATMUL, Settings
 from keras_efficient_attn.benchmark.timing import median_and_spread, take_turns
 from keras_efficient_attn.benchmark.worker_process import (
@@ -15,7 +21,7 @@ from keras_efficient_attn.benchmark.worker_process import (
 )
 
 # A first call that runs out of memory or time will do so at longer lengths too.
-ENDS_THE_RACE = (failures.OUT_OF_MEMORY, failures.TIME_OUT)
+ENDS_THE_RACE = (OUT_OF_MEMORY, TIME_OUT)
 
 
 def compare(
@@ -60,8 +66,6 @@ def compare(
         time_limit: Seconds of computing for a contestant at one length, compilation
             included. The checks get as many again. A contestant that exceeds it is
             skipped at longer lengths. Defaults to 60.
-        peers: Whether to add installed peers: performer-pytorch, local-attention,
-            reformer-pytorch, flash-linear-attention (CUDA). Defaults to `False`.
         model: Whether to compare small causal language models instead of layers: their
             training step with Adam, generation or loss. Needs KerasHub, which the extra
             `nlp` installs. Defaults to `False`.
@@ -94,20 +98,17 @@ def compare(
 
 def run(settings, progress=None, start_worker=WorkerProcess, clock=time.perf_counter):
     """`compare` for checked settings."""
-    names, absent = [], {}
-    if settings.peers:
-        names, absent = available_peers(settings.mode, settings.model)
-    contestants = [MATMUL, *settings.layers, *names]
+    contestants = [MATMUL, *settings.layers]
     # One step to prepare, one per repeat, and one for the checks.
     steps = len(contestants) * len(settings.lengths) * (settings.repeats + 2)
     bar = None if progress is None else progress(steps)
-    records, environments, ended, complete = [], {}, {}, True
+    records, environment, ended, complete = [], {}, {}, True
     try:
         for length in settings.lengths:
             points = [
                 _Point(name, length, settings, ended.get(name)) for name in contestants
             ]
-            _race(points, settings, start_worker, clock, bar, environments)
+            _race(points, settings, start_worker, clock, bar, environment)
             records += _records(points, settings)
             for point in points:
                 if point.over_limit or point.status in ENDS_THE_RACE:
@@ -115,10 +116,10 @@ def run(settings, progress=None, start_worker=WorkerProcess, clock=time.perf_cou
                     ended.setdefault(point.name, f"{reason} at length {length}")
     except KeyboardInterrupt:
         complete = False
-    return Comparison(settings, records, environments, absent, complete)
+    return Comparison(settings, records, environment, complete)
 
 
-def _race(points, settings, start_worker, clock, bar, environments):
+def _race(points, settings, start_worker, clock, bar, environment):
     """Measures all contestants at one length."""
 
     def step(count=1):
@@ -127,11 +128,11 @@ def _race(points, settings, start_worker, clock, bar, environments):
 
     try:
         for point in points:
-            if point.status == failures.OK:
-                point.worker = start_worker(point.backend)
+            if point.status == OK:
+                point.worker = start_worker(settings.backend)
         for point in points:
             if point.start(clock):
-                environments.setdefault(point.backend, point.environment)
+                environment.update(point.environment)
                 point.prepare()
             step()
 
@@ -156,8 +157,7 @@ class _Point:
 
     def __init__(self, name, length, settings, ended):
         self.name, self.length = name, length
-        self.backend = settings.backend_of(name)
-        self.status = failures.SKIPPED if ended else failures.OK
+        self.status = SKIPPED if ended else OK
         self.detail = ended or ""
         self.worker = self.environment = None
         self.prepared, self.checked = {}, {}
@@ -182,22 +182,22 @@ class _Point:
     def repeat(self):
         """Seconds of a call; `None` once it has left the race."""
         self.turns += 1
-        if self.status != failures.OK or self._remaining <= 0:
+        if self.status != OK or self._remaining <= 0:
             self.over_limit |= self._remaining <= 0
             return None
         reply = self._request({"do": "repeat", "turn": self.turns - 1})
         return reply and reply["seconds"] / self.prepared["steps"]
 
     def check(self):
-        """Measures the errors and completes the status."""
+        """Measures the error and completes the status."""
         asked = self._task["contestant"] != MATMUL
         if self.over_limit and self.seconds:
-            self.status = failures.OK
+            self.status = OK
             self.detail = f"{len(self.seconds)} repeats within {self._limit:g} s"
         elif self.over_limit:
-            self.status = failures.TIME_OUT
+            self.status = TIME_OUT
             self.detail = f"no repeat within {self._limit:g} s"
-        if self.status == failures.OK and self.worker is not None and asked:
+        if self.status == OK and self.worker is not None and asked:
             self._remaining = self._limit
             timing = self.status, self.detail, self.over_limit
             self.checked = self._request({"do": "check"}) or {}
@@ -223,10 +223,10 @@ class _Point:
         try:
             reply = call()
         except WorkerTimeout:
-            self._fail(failures.TIME_OUT, f"no reply within {self._limit:g} s")
+            self._fail(TIME_OUT, f"no reply within {self._limit:g} s")
             self.over_limit = True
         except WorkerDied as error:
-            status = failures.OUT_OF_MEMORY if error.killed else failures.FAILED
+            status = OUT_OF_MEMORY if error.killed else FAILED
             self._fail(status, str(error))
         else:
             if "status" not in reply:
@@ -242,7 +242,7 @@ class _Point:
 def _records(points, settings):
     (matmul,) = (point for point in points if point.name == MATMUL)
     peak = None
-    if matmul.status == failures.OK:
+    if matmul.status == OK:
         peak = matmul.prepared["operations"] / median_and_spread(matmul.seconds)[0]
     return [_record(point, settings, peak) for point in points]
 
@@ -250,18 +250,18 @@ def _records(points, settings):
 def _record(point, settings, peak):
     told = {
         "contestant": point.name,
-        "backend": point.backend,
+        "backend": settings.backend,
         "mode": settings.mode,
         "length": point.length,
         "status": point.status,
         "detail": point.detail,
     }
-    if point.status != failures.OK:
+    if point.status != OK:
         return Record(**told)
     prepared = point.prepared
     median, low, high = median_and_spread(point.seconds)
     share = None
-    if peak and prepared["operations"] and point.backend == settings.backend:
+    if peak and prepared["operations"]:
         share = prepared["operations"] / median / peak
     return Record(
         **told,
@@ -276,7 +276,6 @@ def _record(point, settings, peak):
         execution=prepared["execution"],
         peak_share=share,
         error=_number(point.checked.get("error")),
-        difference=_number(point.checked.get("difference")),
     )
 
 

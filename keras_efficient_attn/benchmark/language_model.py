@@ -3,7 +3,10 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.benchmark import operations
+from keras_efficient_attn.benchmark.layer_figures import (
+    decode_operations,
+    layer_operations,
+)
 from keras_efficient_attn.models import EfficientCausalLM, EfficientTransformerBackbone
 
 VOCABULARY = 256
@@ -67,7 +70,7 @@ def stream(model, tokens, state):
 def model_operations(model, batch, length):
     """Useful operations of a forward pass, or `None`."""
     counts = [
-        operations.layer_operations(attention, batch, length, causal=True)
+        layer_operations(attention, batch, length, causal=True)
         for attention in _attentions(model)
     ]
     return _with_dense(model, counts, batch * length)
@@ -76,8 +79,7 @@ def model_operations(model, batch, length):
 def model_decode_operations(model, batch, length):
     """Useful operations of one more position, or `None`."""
     counts = [
-        operations.decode_operations(attention, batch, length)
-        for attention in _attentions(model)
+        decode_operations(attention, batch, length) for attention in _attentions(model)
     ]
     return _with_dense(model, counts, batch)
 

@@ -1,10 +1,33 @@
-"""The records that `compare` returns."""
+"""What `compare` returns: records with their statuses, slopes and crossovers."""
 
 import dataclasses
+import math
+import re
 
-from keras_efficient_attn.benchmark.analysis import crossover, log_log_slope
-from keras_efficient_attn.benchmark.failures import OK
+import numpy as np
+
 from keras_efficient_attn.benchmark.settings import MATMUL, SOFTMAX, Settings
+
+# Statuses of a record.
+OUT_OF_MEMORY = "out of memory"
+TIME_OUT = "time-out"
+UNSUPPORTED = "unsupported"
+FAILED = "failed"
+SKIPPED = "skipped"
+OK = "ok"
+# Of a failure's message; errors of contestants that refuse; what allocators say.
+DETAIL_LENGTH = 300
+REFUSALS = (ValueError, NotImplementedError, AssertionError, ImportError, TypeError)
+MEMORY_SIGNS = (
+    "out of memory",
+    "resource_exhausted",
+    "resource exhausted",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "unable to allocate",
+    "bad_alloc",
+    "oom when allocating",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +53,6 @@ class Record:
             `"device"` (all memory of the process on the accelerator).
         execution: `"XLA"`, `"graph"` or `"eager"`.
         error: Relative error against softmax attention with the same weights.
-        difference: Relative difference of a peer from its definition.
         peak_share: Useful operations per second, as a share of the matmul's.
     """
 
@@ -50,7 +72,6 @@ class Record:
     memory_kind: str | None = None
     execution: str | None = None
     error: float | None = None
-    difference: float | None = None
     peak_share: float | None = None
 
 
@@ -79,15 +100,13 @@ class Comparison:
     Attributes:
         settings: The `Settings`.
         records: List of `Record`, by length and contestant, the matmul's included.
-        environments: Dict of backends to dicts of versions and the device.
-        absent_peers: Dict of peers that did not take part to reasons.
+        environment: Dict of versions and the device; empty if no process has started.
         complete: `False` if the run was interrupted.
     """
 
     settings: Settings
     records: list
-    environments: dict
-    absent_peers: dict
+    environment: dict
     complete: bool = True
 
     def contestants(self):
@@ -107,10 +126,6 @@ class Comparison:
             if record.status == OK and getattr(record, field) is not None
         }
 
-    def is_on_softmax_backend(self, contestant):
-        """Whether times can be compared with softmax: peers have their own backend."""
-        return {r.backend for r in self.of(contestant)} == {self.settings.backend}
-
     def summaries(self):
         """List of `Summary`, one per contestant."""
         softmax = self.series(SOFTMAX, "seconds")
@@ -118,10 +133,83 @@ class Comparison:
             Summary(
                 name,
                 crossover(softmax, self.series(name, "seconds"))
-                if softmax and name != SOFTMAX and self.is_on_softmax_backend(name)
+                if softmax and name != SOFTMAX
                 else None,
                 log_log_slope(self.series(name, "seconds")),
                 log_log_slope(self.series(name, "memory_bytes")),
             )
             for name in self.contestants()
         ]
+
+
+def log_log_slope(series):
+    """Least-squares slope of log value over log length.
+
+    Args:
+        series: Dict of lengths to values; values of 0 are left out.
+
+    Returns:
+        A float, or `None` for fewer than two points.
+
+    Example:
+
+    >>> from keras_efficient_attn.benchmark import log_log_slope
+    >>> round(log_log_slope({512: 1.0, 1024: 4.0, 2048: 16.0}), 6)
+    2.0
+    """
+    points = [(math.log(n), math.log(y)) for n, y in series.items() if y > 0]
+    if len(points) < 2:
+        return None
+    return float(np.polyfit(*np.transpose(points), 1)[0])
+
+
+def crossover(baseline, series):
+    """The length from which `series` stays below `baseline`.
+
+    Args:
+        baseline: Dict of lengths to values.
+        series: Dict of lengths to values. Lengths missing from either dict are ignored.
+
+    Returns:
+        `"≤ 512"` if `series` is below from the first common length on; `"> 4096"` if it
+        is not below at the last; otherwise, as `"1234"`, the length where straight
+        lines between the logarithms cross. `None` without a common length.
+    """
+    lengths = sorted(set(baseline) & set(series))
+    if not lengths:
+        return None
+    ratios = [math.log(series[n] / baseline[n]) for n in lengths]
+    if ratios[-1] >= 0:
+        return f"> {lengths[-1]}"
+    last = max((i for i, ratio in enumerate(ratios) if ratio >= 0), default=None)
+    if last is None:
+        return f"≤ {lengths[0]}"
+    share = ratios[last] / (ratios[last] - ratios[last + 1])
+    before, after = math.log(lengths[last]), math.log(lengths[last + 1])
+    return f"{math.exp(before + share * (after - before)):.0f}"
+
+
+def describe_failure(error, building):
+    """The failure as a dict with `status` and `detail`.
+
+    Args:
+        error: The exception.
+        building: Whether nothing has been measured yet. A `ValueError` or similar then
+            means that the contestant does not support the combination.
+    """
+    text = _plain(str(error)) or type(error).__name__
+    status = FAILED
+    if isinstance(error, MemoryError) or any(
+        sign in f"{type(error).__name__} {text}".lower() for sign in MEMORY_SIGNS
+    ):
+        status = OUT_OF_MEMORY
+    elif building and isinstance(error, REFUSALS):
+        status = UNSUPPORTED
+    return {"status": status, "detail": text[:DETAIL_LENGTH]}
+
+
+def _plain(text):
+    """One line, without the colours and frame that Keras adds to errors."""
+    text = re.sub(r"\x1b\[\d+m", "", text)
+    text = re.sub(r"^Exception encountered when calling [^\n]*\n", "", text)
+    return " ".join(text.partition("Arguments received by")[0].split())

@@ -1,4 +1,4 @@
-"""The results as text, CSV and JSON."""
+"""The results as text, CSV, JSON, and pictures of time and memory over length."""
 
 import csv
 import dataclasses
@@ -6,11 +6,19 @@ import json
 import textwrap
 from pathlib import Path
 
-from keras_efficient_attn.benchmark.failures import OK
-from keras_efficient_attn.benchmark.records import Record
+from keras_efficient_attn.benchmark.records import OK, Record
 from keras_efficient_attn.benchmark.settings import MATMUL, SOFTMAX
 
 DASH = "-"
+# The pictures: a field of `Record`, its unit, and the factor to that unit.
+FIELDS = {
+    "time": ("seconds", "milliseconds", 1e3),
+    "memory": ("memory_bytes", "MiB at the peak", 2**-20),
+}
+# Okabe and Ito's colours, which the colour-blind can tell apart; softmax is grey.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+SOFTMAX_COLOR = "#888888"
+MARKERS = "osD^vP*X<>"
 
 
 def table(comparison):
@@ -33,12 +41,7 @@ def table(comparison):
         )
     ]
     rows += [
-        _row(
-            record,
-            softmax.get(record.length)
-            if comparison.is_on_softmax_backend(name)
-            else None,
-        )
+        _row(record, softmax.get(record.length))
         for name in comparison.contestants()
         for record in comparison.of(name)
     ]
@@ -84,6 +87,81 @@ def write_json(comparison, path):
     Path(path).write_text(json.dumps(content, indent=2) + "\n")
 
 
+def write_plots(comparison, folder):
+    """Writes `time.png` and `memory.png`, those that have points.
+
+    Args:
+        comparison: `Comparison`.
+        folder: `pathlib.Path` of a folder that exists.
+
+    Returns:
+        List of the paths written.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    written = []
+    for name, (field, unit, scale) in FIELDS.items():
+        figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        if not draw(axes, comparison, field, scale):
+            continue
+        settings = comparison.settings
+        axes.set_xlabel("length")
+        per_token = name == "time" and settings.mode == "decode"
+        axes.set_ylabel(f"{unit} per token" if per_token else unit)
+        axes.set_title(f"{settings.mode}, {settings.backend}, {settings.dtype}")
+        written.append(folder / f"{name}.png")
+        figure.savefig(written[-1], dpi=150)
+    return written
+
+
+def draw(axes, comparison, field, scale):
+    """Draws one line per contestant and their legend.
+
+    Args:
+        axes: Axes of matplotlib.
+        comparison: `Comparison`.
+        field: Name of a field of `Record`.
+        scale: Factor from the field's unit to that of the picture.
+
+    Returns:
+        Whether there were points to draw.
+    """
+    lengths, lines = set(), []
+    others = [name for name in comparison.contestants() if name != SOFTMAX]
+    for contestant in comparison.contestants():
+        points = {n: y for n, y in comparison.series(contestant, field).items() if y}
+        if not points:
+            continue
+        lengths.update(points)
+        # The place of softmax is 0.
+        place = 0 if contestant == SOFTMAX else 1 + others.index(contestant)
+        (line,) = axes.loglog(
+            sorted(points),
+            [scale * points[length] for length in sorted(points)],
+            color=COLORS[(place - 1) % len(COLORS)] if place else SOFTMAX_COLOR,
+            marker=MARKERS[place % len(MARKERS)],
+            markersize=5,
+            label=contestant,
+        )
+        lines.append(line)
+    if not lines:
+        return False
+    # The legend has the order of the lines' ends, from above.
+    lines.sort(key=lambda line: -line.get_ydata()[-1])
+    axes.figure.legend(handles=lines, loc="outside lower center", ncols=2, fontsize=8)
+    axes.set_xticks(sorted(lengths), [f"{length:,}" for length in sorted(lengths)])
+    axes.minorticks_off()
+    axes.grid(True, which="major", linewidth=0.3)
+    axes.yaxis.set_major_formatter(lambda value, position: f"{value:,.6g}")
+    return True
+
+
 def _row(record, softmax_seconds):
     if record.status != OK:
         blanks = [DASH] * 7
@@ -97,9 +175,6 @@ def _row(record, softmax_seconds):
         )
     low, high = record.seconds_low, record.seconds_high
     ratio = softmax_seconds and softmax_seconds / record.seconds
-    notes = [record.detail]
-    if record.difference is not None:
-        notes.append(f"differs from its definition by {record.difference:.1e}")
     return (
         record.contestant,
         f"{record.length}",
@@ -111,7 +186,7 @@ def _row(record, softmax_seconds):
         format_number(record.peak_share, ".1%"),
         format_number(ratio, ".2f"),
         format_number(record.error, ".2e"),
-        "; ".join(filter(None, notes)),
+        record.detail,
     )
 
 
@@ -123,12 +198,14 @@ def _notes(comparison):
         f"{settings.batch}, {settings.heads} heads of {settings.head_dim}, "
         f"{settings.dtype}; medians and quartiles of up to {settings.repeats} turns"
     )
-    for backend, environment in comparison.environments.items():
-        used = [r for r in comparison.records if r.backend == backend and r.execution]
+    environment = comparison.environment
+    if environment:
+        used = [record for record in comparison.records if record.execution]
         execution = sorted({record.execution for record in used})
         memory = sorted({record.memory_kind for record in used})
         yield (
-            f"{backend} {environment['backend_version']} ({', '.join(execution)}), "
+            f"{settings.backend} {environment['backend_version']} "
+            f"({', '.join(execution)}), "
             f"Keras {environment['keras']}, on {environment['device']} "
             f"({environment['cpu_count']} cores of {environment['cpu']}); "
             f"MiB: {', '.join(memory) or 'not measured'}"
@@ -136,8 +213,6 @@ def _notes(comparison):
     peaks = [r for r in comparison.of(MATMUL) if r.status != OK]
     for record in peaks:
         yield f"no share of peak at {record.length}: matmul: {record.status}"
-    for peer, reason in comparison.absent_peers.items():
-        yield f"--peers: skipped {peer}: {reason}"
     if not comparison.complete:
         yield "Interrupted: longer lengths are missing."
 

@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import math
 
-from keras_efficient_attn.benchmark.peers import PEERS
 from keras_efficient_attn.layers import get_attention
 from keras_efficient_attn.layers.attention.registry import parse_attention
 from keras_efficient_attn.ops.common.backend import BACKEND
@@ -41,7 +40,6 @@ class Settings:
     backend: str | None = None
     repeats: int = 5
     time_limit: float = 60.0
-    peers: bool = False
     model: bool = False
     matmul_size: int | None = None
     seed: int = 0
@@ -102,10 +100,6 @@ class Settings:
             module = parse_attention(contestant)[0].__module__
         task = {"contestant": contestant, "length": length, "module": module}
         return {**task, **shared}
-
-    def backend_of(self, contestant):
-        """The backend that a contestant runs on; peers run on PyTorch."""
-        return "torch" if contestant in PEERS else self.backend
 
     def _non_empty(self, name):
         received = getattr(self, name)

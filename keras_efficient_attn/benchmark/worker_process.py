@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import keras_efficient_attn
-from keras_efficient_attn.benchmark.execution import xla_dump
+from keras_efficient_attn.benchmark.memory import xla_dump_flags
 
 STARTUP_SECONDS = 600
 
@@ -119,5 +119,5 @@ def _environment(backend, dump):
     environment.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if backend == "tensorflow":
-        environment["XLA_FLAGS"] = xla_dump.environment_flags(dump)
+        environment["XLA_FLAGS"] = xla_dump_flags(dump)
     return environment

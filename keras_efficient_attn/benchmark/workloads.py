@@ -1,4 +1,8 @@
-"""Workloads: the computation of one contestant at one length, to be timed."""
+"""Workloads: the computation of one contestant at one length, to be timed.
+
+A decoder reads a sequence in segments, then generates one position at a time; both are
+loops over the state of a layer or a model.
+"""
 
 import dataclasses
 import functools
@@ -9,16 +13,21 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.benchmark import operations, streaming
-from keras_efficient_attn.benchmark.approximation import error_against_softmax
 from keras_efficient_attn.benchmark.execution import backend_module, make_program
-from keras_efficient_attn.benchmark.peers import PEERS
+from keras_efficient_attn.benchmark.layer_figures import (
+    BACKWARD,
+    decode_operations,
+    error_against_softmax,
+    layer_operations,
+)
 from keras_efficient_attn.benchmark.settings import MATMUL
 from keras_efficient_attn.layers import get_attention
 
 # Positions generated in a timed call. A call copies its state once; with a single
 # position, the copy of a long cache would dominate.
 DECODE_STEPS = 32
+# Positions per segment: the scores of a whole sequence would be large.
+SEGMENT = 256
 MATMUL_SIZES = {"cpu": 2048, "accelerator": 8192}
 
 
@@ -33,8 +42,6 @@ class Workload:
         tokens: Tokens per step.
         operations: Useful operations per step, or `None`.
         error: Optional `rng -> float`: the relative error against softmax.
-        difference: Optional `rng -> float`: the relative difference of a peer from its
-            definition.
     """
 
     program: Callable
@@ -43,7 +50,6 @@ class Workload:
     operations: int | None = None
     steps: int = 1
     error: Callable | None = None
-    difference: Callable | None = None
 
 
 def build_workload(task):
@@ -57,8 +63,6 @@ def build_workload(task):
         importlib.import_module(task["module"])
     if task["contestant"] == MATMUL:
         return _matmul(task)
-    if task["contestant"] in PEERS:
-        return _peer(task)
     if task["model"]:
         return _model(task)
     return _layer(task)
@@ -67,6 +71,50 @@ def build_workload(task):
 def draw(rng, shape, dtype):
     """Standard normal numbers as a tensor."""
     return ops.cast(rng.standard_normal(shape, dtype="float32"), dtype)
+
+
+def read_segments(step, inputs, state):
+    """The state after a sequence, read in segments.
+
+    Args:
+        step: `(x, state) -> (output, state)`, for `x` of any length.
+        inputs: `(batch, length, ...)`.
+        state: Dict (or nesting) of tensors.
+    """
+    whole, rest = divmod(inputs.shape[1], SEGMENT)
+
+    def body(index, state):
+        return step(_segment(inputs, index * SEGMENT, SEGMENT), state)[1]
+
+    # JAX traces the body of a loop even if it never runs.
+    if whole:
+        state = ops.fori_loop(0, whole, body, state)
+    if rest:
+        _, state = step(_segment(inputs, whole * SEGMENT, rest), state)
+    return state
+
+
+def generate_positions(step, inputs, state):
+    """Generates one position at a time: the sum of outputs, and the last state.
+
+    The loop is the backend's own, compiled where the backend compiles.
+
+    Args:
+        step: `(x, state) -> (output, state)`, for `x` of one position.
+        inputs: `(batch, steps, ...)`.
+        state: Dict (or nesting) of tensors.
+
+    Returns:
+        `(total, state)`.
+    """
+
+    def body(index, carry):
+        total, state = carry
+        output, state = step(_segment(inputs, index, 1), state)
+        return total + output, state
+
+    first = step(_segment(inputs, 0, 1), state)
+    return ops.fori_loop(1, inputs.shape[1], body, first)
 
 
 def _matmul(task):
@@ -118,7 +166,7 @@ def _layer(task):
             step=lambda x, state: layer(x, x, use_causal_mask=True, state=state),
             make_tokens=make_x,
             task=task,
-            useful=operations.decode_operations(layer, batch, length),
+            useful=decode_operations(layer, batch, length),
         )
     else:
         workload = _whole_sequence(
@@ -126,7 +174,7 @@ def _layer(task):
             layer,
             lambda rng: (make_x(rng),),
             task,
-            operations.layer_operations(layer, batch, length, causal),
+            layer_operations(layer, batch, length, causal),
             lambda rng: (make_x(rng),),
         )
     workload.error = error if layer.estimates_softmax else None
@@ -168,35 +216,6 @@ def _model(task):
     )
 
 
-def _peer(task):
-    from keras_efficient_attn.benchmark.execution.torch import Program
-    from keras_efficient_attn.benchmark.peer_modules import PeerAttention
-
-    policy = keras.dtype_policies.get(task["dtype"])
-    if policy.compute_dtype != policy.variable_dtype:
-        raise ValueError(f"peers have no mixed dtypes. Received: {task['dtype']}")
-    peer = PeerAttention(
-        task["contestant"], task["heads"], task["head_dim"], task["causal"]
-    )
-    reference = draw(np.random.default_rng(0), (1,), policy.compute_dtype)
-    peer = peer.to(reference.device, reference.dtype)
-    shape = (task["batch"], task["length"], task["heads"] * task["head_dim"])
-
-    def make_inputs(rng):
-        inputs = (draw(rng, shape, policy.compute_dtype),)
-        if task["mode"] == "forward":
-            return inputs
-        return draw(rng, shape, policy.compute_dtype), *inputs
-
-    program = Program(peer, list(peer.parameters()), gradients=task["mode"] == "train")
-    return Workload(
-        program,
-        make_inputs,
-        tokens=task["batch"] * task["length"],
-        difference=peer.difference,
-    )
-
-
 def _whole_sequence(
     run, layer, make_inputs, task, useful, make_cotangent, make_optimizer=None
 ):
@@ -210,7 +229,7 @@ def _whole_sequence(
         optimizer=make_optimizer and make_optimizer(layer),
     )
     if useful is not None:
-        useful *= 1 + operations.BACKWARD
+        useful *= 1 + BACKWARD
     return Workload(
         program,
         lambda rng: (*make_cotangent(rng), *make_inputs(rng)),
@@ -221,10 +240,10 @@ def _whole_sequence(
 
 def _decode(layer, initial_state, step, make_tokens, task, useful):
     # Only the state is an output, so that XLA drops what only outputs need.
-    fill = make_program(lambda x: streaming.read(step, x, initial_state()), layer)
+    fill = make_program(lambda x: read_segments(step, x, initial_state()), layer)
     filled = fill(make_tokens(np.random.default_rng(task["seed"])))
     program = make_program(
-        lambda tokens, state: streaming.generate(step, tokens, state), layer
+        lambda tokens, state: generate_positions(step, tokens, state), layer
     )
     return Workload(
         program,
@@ -233,3 +252,9 @@ def _decode(layer, initial_state, step, make_tokens, task, useful):
         operations=useful,
         steps=DECODE_STEPS,
     )
+
+
+def _segment(inputs, start, length):
+    batch, _, *others = inputs.shape
+    starts = (0, start) + (0,) * len(others)
+    return ops.slice(inputs, starts, (batch, length, *others))

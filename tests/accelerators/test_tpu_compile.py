@@ -9,16 +9,16 @@ import json
 
 import pytest
 
-from keras_efficient_attn.benchmark import cli
-from keras_efficient_attn.benchmark.compile_for import estimate_all, table
 from keras_efficient_attn.benchmark.settings import Settings
 from keras_efficient_attn.layers.attention.registry import attention_names
+from tools import compile_for_tpu
+from tools.compile_for_tpu import estimate_all, table
 
 pytestmark = [
     pytest.mark.tpu_compile,
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None,
-        reason="needs libtpu: pip install 'keras-efficient-attn[tpu-compile]'",
+        reason="needs libtpu: pip install -e '.[tpu-compile]'",
     ),
 ]
 LENGTH = 16384
@@ -81,7 +81,7 @@ def test_the_command_says_how_near_the_peak_a_layer_comes(tmp_path, capsys):
     arguments = ["--layers", "softmax", "--lengths", "512", "--heads", "2"]
     arguments += ["--head-dim", "128", "--dtype", "mixed_bfloat16", "--causal"]
     arguments += ["--out", str(tmp_path)]
-    assert cli.main(["--compile-for", "tpu-v5e", *arguments]) == 0
+    assert compile_for_tpu.main(arguments) == 0
     assert "not measurements" in capsys.readouterr().out
     content = json.loads((tmp_path / "estimates.json").read_text())
     (estimate,) = content["estimates"]

@@ -42,7 +42,7 @@ class FakeWorker:
         if isinstance(seconds, dict):
             return seconds
         if message["do"] == "check":
-            return {"error": self.error, "difference": None}
+            return {"error": self.error}
         self.clock.sleep(seconds)
         if message["do"] == "repeat":
             return {"seconds": STEPS * seconds}

@@ -10,7 +10,7 @@ import keras
 import pytest
 
 import keras_efficient_attn
-from keras_efficient_attn.benchmark import cli, peers, settings
+from keras_efficient_attn.benchmark import cli, settings
 from keras_efficient_attn.benchmark.compare import run
 from keras_efficient_attn.benchmark.execution import backend_module
 from tests.benchmark.fakes import InProcessWorker
@@ -61,7 +61,7 @@ def test_a_run_leaves_table_files_and_pictures(in_process, tmp_path, capsys):
     assert content["settings"]["lengths"] == [8]
     assert content["settings"]["head_dim"] == 4 and content["settings"]["causal"]
     assert [item["contestant"] for item in content["summaries"]] == layers
-    assert list(content["environments"]) == [keras.backend.backend()]
+    assert content["environment"]["backend"] == keras.backend.backend()
     # A call this small may fit into memory that the process already has.
     drawable = [
         record for record in content["records"] if record["contestant"] in layers
@@ -93,19 +93,6 @@ def test_pictures_need_matplotlib_and_nothing_else_does(
         "benchmark.csv",
         "benchmark.json",
     }
-
-
-def test_absent_peers_get_a_line(in_process, capsys, monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        peers.importlib.util,
-        "find_spec",
-        lambda name: None if name in peers.PEERS.values() else found(name),
-    )
-    assert cli.main([*SMALL, "--layers", "softmax", "--peers"]) == 0
-    printed = capsys.readouterr().out
-    for peer in peers.PEERS:
-        assert f"--peers: skipped {peer}: " in printed
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ import math
 import pytest
 
 from keras_efficient_attn import LinearAttention, benchmark
-from keras_efficient_attn.benchmark.plots import write_plots
-from keras_efficient_attn.benchmark.report import table, write_json
+from keras_efficient_attn.benchmark.report import table, write_json, write_plots
 from keras_efficient_attn.benchmark.worker_process import WorkerDied, WorkerTimeout
 from keras_efficient_attn.layers.attention import registry
 from tests.benchmark.fakes import FakeClock, FakeWorker
@@ -217,6 +216,6 @@ def test_a_layer_of_a_script_cannot_be_measured(monkeypatch):
 
 def table_rows(comparison, contestant):
     # The table has the measurements first, then a line about the contestant's curve.
-    comparison.environments.clear()
+    comparison.environment.clear()
     lines = table(comparison).splitlines()
     return [line for line in lines if line.startswith(f"{contestant} ")][:-1]

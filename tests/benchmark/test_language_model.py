@@ -3,7 +3,6 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_efficient_attn.benchmark import streaming
 from keras_efficient_attn.benchmark.execution import make_program
 from keras_efficient_attn.benchmark.language_model import (
     make_model,
@@ -12,12 +11,16 @@ from keras_efficient_attn.benchmark.language_model import (
     next_token_loss,
     stream,
 )
-from keras_efficient_attn.benchmark.operations import (
+from keras_efficient_attn.benchmark.layer_figures import (
     decode_operations,
     layer_operations,
 )
 from keras_efficient_attn.benchmark.settings import Settings
-from keras_efficient_attn.benchmark.workloads import build_workload
+from keras_efficient_attn.benchmark.workloads import (
+    build_workload,
+    generate_positions,
+    read_segments,
+)
 from tests.autodiff import to_numpy
 
 HEADS, HEAD_DIM, LENGTH, BATCH = 2, 4, 12, 2
@@ -57,8 +60,8 @@ def test_it_streams():
 
     def run(tokens):
         state = model.backbone.get_initial_state(BATCH, LENGTH)
-        state = streaming.read(step, tokens[:, :-2], state)
-        return streaming.generate(step, tokens[:, -2:], state)[0]
+        state = read_segments(step, tokens[:, :-2], state)
+        return generate_positions(step, tokens[:, -2:], state)[0]
 
     expected = logits_of(model, tokens)[:, -2:].sum(1, keepdims=True)
     result = to_numpy(make_program(run, model)(tokens))

@@ -7,8 +7,8 @@ import keras
 import pytest
 
 from keras_efficient_attn.benchmark import Record, worker_process
-from keras_efficient_attn.benchmark.failures import describe_failure
-from keras_efficient_attn.benchmark.resident import peak_increase
+from keras_efficient_attn.benchmark.memory import peak_increase
+from keras_efficient_attn.benchmark.records import describe_failure
 from keras_efficient_attn.benchmark.settings import MATMUL, Settings
 from keras_efficient_attn.benchmark.worker_process import (
     WorkerDied,

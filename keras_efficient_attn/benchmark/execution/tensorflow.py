@@ -2,8 +2,8 @@
 
 import tensorflow as tf
 
-from keras_efficient_attn.benchmark.execution import is_float, xla_dump
-from keras_efficient_attn.benchmark.resident import peak_increase
+from keras_efficient_attn.benchmark.execution import is_float
+from keras_efficient_attn.benchmark.memory import peak_increase, temporary_bytes
 
 # TensorFlow raises these if XLA lacks a kernel or a constant that it needs.
 XLA_ERRORS = (
@@ -63,7 +63,7 @@ def wait(outputs):
 
 def peak_memory(program, inputs):
     if not _on_gpu():
-        temporaries = xla_dump.temporary_bytes() if program.execution == "XLA" else None
+        temporaries = temporary_bytes() if program.execution == "XLA" else None
         if temporaries is not None:
             return temporaries, "XLA temporaries"
         return peak_increase(lambda: wait(program(*inputs))), "resident increase"

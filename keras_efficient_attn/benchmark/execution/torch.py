@@ -1,17 +1,13 @@
 """PyTorch: eager."""
 
-import keras
 import torch
 
 from keras_efficient_attn.benchmark.execution import is_float
-from keras_efficient_attn.benchmark.resident import peak_increase
+from keras_efficient_attn.benchmark.memory import peak_increase
 
 
 class Program:
-    """See `keras_efficient_attn.benchmark.execution`.
-
-    `trainable` may hold PyTorch parameters as well.
-    """
+    """See `keras_efficient_attn.benchmark.execution`."""
 
     execution = "eager"
 
@@ -19,10 +15,7 @@ class Program:
         self, function, trainable=(), fixed=(), gradients=False, optimizer=None
     ):
         self._function = function
-        self._trainable = [
-            variable.value if isinstance(variable, keras.Variable) else variable
-            for variable in trainable
-        ]
+        self._trainable = [variable.value for variable in trainable]
         self._optimizer = optimizer
         self._run = self._differentiate if gradients else torch.no_grad()(function)
 

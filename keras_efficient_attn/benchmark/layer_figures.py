@@ -1,0 +1,97 @@
+"""Figures of a layer beside its time: useful operations, and the error of an estimate.
+
+A multiplication and an addition are two operations. A layer counts those between its
+projections (`EfficientAttention.operations`); the projections are counted here, with
+`2 · dim · width` per position for each (query, key, value, output, and the gate if
+any), where `width` is heads times head size. Products inside chunks, padding and
+recomputation depend on the implementation and are not counted. A backward pass counts
+twice the forward pass.
+"""
+
+import numpy as np
+from keras import ops
+
+BACKWARD = 2
+SAMPLED_QUERIES = 64
+
+
+def layer_operations(layer, batch, length, causal):
+    """Useful operations of a forward pass, or `None` for a layer without a count.
+
+    Args:
+        layer: Built `EfficientAttention`.
+        batch: Batch size.
+        length: Positions.
+        causal: Whether query `t` sees keys `0..t` only.
+
+    Returns:
+        Number of operations, or `None`.
+    """
+    core = layer.operations(length, causal)
+    return None if core is None else batch * (length * _projections(layer) + core)
+
+
+def decode_operations(layer, batch, length):
+    """Useful operations of one more position after `length` others, or `None`."""
+    before, after = (layer.operations(n, True) for n in (length, length + 1))
+    if before is None or after is None:
+        return None
+    return batch * (_projections(layer) + after - before)
+
+
+def error_against_softmax(layer, x, output, causal):
+    """Relative error of an output against softmax attention, in float64.
+
+    `‖output - softmax‖ / ‖softmax‖` over 64 evenly spaced queries, including the last.
+    NumPy computes softmax attention with the layer's projections.
+
+    Args:
+        layer: Built layer.
+        x: The layer's input `(batch, length, dim)`, used as query, key and value.
+        output: The layer's output, `(batch, length, dim)`.
+        causal: Whether query `t` sees keys `0..t` only.
+
+    Returns:
+        Relative error, as a float.
+    """
+    x, output = _float64(x), _float64(output)
+    length = x.shape[1]
+    queries = np.unique(np.linspace(0, length - 1, SAMPLED_QUERIES).astype(int))
+    query = _project(layer.query_dense, x[:, queries])
+    key, value = _project(layer.key_dense, x), _project(layer.value_dense, x)
+    heads = np.empty(query.shape[:3] + value.shape[3:])
+    # One head at a time: the scores of all heads would be large.
+    group = query.shape[2] // key.shape[2]
+    for head in range(query.shape[2]):
+        own = head // group
+        logits = layer.softmax_logits(
+            query[:, :, head], key[:, :, own], queries, causal
+        )
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        heads[:, :, head] = weights @ value[:, :, own]
+    exact = np.einsum("bthd,hde->bte", heads, _float64(layer.output_dense.kernel))
+    if layer.output_dense.bias is not None:
+        exact += _float64(layer.output_dense.bias)
+    difference = output[:, queries] - exact
+    return float(np.linalg.norm(difference) / np.linalg.norm(exact))
+
+
+def _projections(layer):
+    projections = [layer.query_dense, layer.value_dense, layer.output_dense]
+    if layer.key_dense is not layer.query_dense:
+        projections.append(layer.key_dense)
+    if layer.gate_dense is not None:
+        projections.append(layer.gate_dense)
+    shapes = [projection.kernel.shape for projection in projections]
+    return 2 * sum(shape[0] * shape[1] * shape[2] for shape in shapes)
+
+
+def _project(dense, x):
+    projected = np.einsum("btd,dhk->bthk", x, _float64(dense.kernel))
+    return projected if dense.bias is None else projected + _float64(dense.bias)
+
+
+def _float64(x):
+    x = ops.cast(ops.convert_to_tensor(x), "float32")
+    return np.asarray(ops.convert_to_numpy(x), "float64")

@@ -1,0 +1,187 @@
+"""The scripts that measure claims of the papers, at tiny sizes, and their parts."""
+
+import math
+import statistics
+
+import keras
+import numpy as np
+import pytest
+
+import claim_gates
+import claim_length
+import claim_rank
+import claim_spans
+import claim_variants
+from claims import byte_models
+from tables import markdown, mean_and_spread
+from tests.autodiff import to_numpy
+
+pytestmark = pytest.mark.any_backend
+
+SMALL = "--dim 4 --heads 2 --layers 2 --steps 2 --batch 2 --windows 3 --length 8"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("claims") / "text"
+    path.write_bytes(np.random.default_rng(0).integers(0, 256, 4000, "uint8"))
+    return path
+
+
+def run(script, arguments, capsys):
+    """The header and the rows of the table that a script prints, as lists of cells."""
+    assert script.main(arguments.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    lines = [line for line in lines if line.startswith("| ")]
+    header, _, *rows = ([x.strip() for x in line.split("|")[1:-1]] for line in lines)
+    return header, rows
+
+
+def mean(cell):
+    return float(cell.split(" ± ")[0])
+
+
+def test_mean_and_spread_are_those_of_a_sample():
+    values = [1.0, 2.0, 4.0]
+    spread = np.std(values, ddof=1)
+    assert mean_and_spread(values, 3) == f"{np.mean(values):.3f} ± {spread:.3f}"
+    assert mean_and_spread([1.25], 1) == f"{statistics.fmean([1.25]):.1f}"
+    assert markdown(["a", "b"], [[1, "x"]]) == "| a | b |\n| --- | --- |\n| 1 | x |"
+
+
+def test_windows_of_all_lengths_score_the_same_bytes():
+    arguments = claim_length.parse_arguments(
+        "--windows 5 --lengths 4 16 --dim 4 --heads 2 --layers 1".split()
+    )
+    text = np.random.default_rng(0).integers(0, 256, 100).astype("uint8")
+
+    class Logits(keras.Model):
+        """The model: a byte is as likely as the one before it says."""
+
+        def call(self, inputs):
+            return keras.ops.take(table, inputs["token_ids"], axis=0)
+
+    table = np.random.default_rng(1).normal(size=(256, 256)).astype("float32")
+    table = keras.ops.convert_to_tensor(table)
+    measured = [
+        byte_models.bits_per_byte(Logits(), text, length, 2, arguments)
+        for length in arguments.lengths
+    ]
+    # Windows end at 17, …, 100: evenly, and at the text's end.
+    logits = to_numpy(table).astype("float64")
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    ends = [int(x) for x in (17, 37.75, 58.5, 79.25, 100)]
+    bits = [-math.log2(p[text[i - 1], text[i]]) for e in ends for i in (e - 2, e - 1)]
+    np.testing.assert_allclose(measured, np.mean(bits), rtol=1e-5)
+
+
+def test_length(text, capsys):
+    header, rows = run(
+        claim_length,
+        f"{SMALL} --text {text} --lengths 8 20 --seeds 0 1 --attention softmax xl",
+        capsys,
+    )
+    assert header == ["attention", "8", "20"]
+    assert [row[0] for row in rows] == ["softmax", "xl"]
+    # Hardly trained: any of 256 bytes.
+    assert all(abs(mean(cell) - 8) < 1 for row in rows for cell in row[1:])
+
+
+def test_ranks_are_at_most_the_number_of_features(capsys):
+    arguments = (
+        "--dim 4 --heads 2 --layers 2 --steps 2 --batch 2 --length 12 --symbols 5 "
+        "--test-rows 9 --seeds 0 1 --attention performer:num_features=3 softmax"
+    )
+    header, rows = run(claim_rank, arguments, capsys)
+    assert header[1:3] == ["rank, 1e-05", "rank, 0.01"]
+    assert 1 <= mean(rows[0][1]) <= 3 and 1 <= mean(rows[1][1]) <= 12
+    assert all(0 <= mean(row[3]) <= 100 for row in rows)
+    # Hardly trained: any of 6 symbols.
+    assert all(abs(mean(row[4]) - math.log2(6)) < 1 for row in rows)
+
+
+def test_masked_symbols_are_in_the_other_copy():
+    arguments = claim_rank.parse_arguments("--length 20 --symbols 7".split())
+    inputs, targets = next(claim_rank.masked_copies(arguments, 6, seed=0))
+    tokens, places = inputs["token_ids"], inputs["mask_positions"]
+    masked = tokens == claim_rank.MASK
+    assert np.all(masked.sum(1) == 3)
+    np.testing.assert_array_equal(np.nonzero(masked)[1].reshape(6, 3), places)
+    other = np.take_along_axis(tokens, (places + 10) % 20, axis=1)
+    np.testing.assert_array_equal(targets, other)
+    kept = ~masked & ~np.roll(masked, 10, axis=1)
+    np.testing.assert_array_equal(tokens[kept], np.roll(tokens, 10, axis=1)[kept])
+
+
+def test_spans(text, capsys):
+    arguments = f"{SMALL} --text {text} --seeds 0 1 --max-span 8 --ramp 2"
+    header, rows = run(claim_spans, f"{arguments} --penalties 0.1", capsys)
+    assert header == ["learned span", "penalty", "bits per byte", "mean span"]
+    assert [row[:2] for row in rows] == [
+        ["none", "0"],
+        ["static", "0.1"],
+        ["dynamic", "0.1"],
+    ]
+    assert mean(rows[0][3]) == 8
+    assert all(0 < mean(row[3]) < 8 for row in rows[1:])
+
+
+@pytest.mark.parametrize(
+    ("claim", "names"),
+    [
+        ("auxiliary", ["post_norm, last loss only", "post_norm, auxiliary losses"]),
+        ("sparse", ["full (softmax)", "fixed, interleaved"]),
+    ],
+)
+def test_variants(claim, names, text, capsys):
+    arguments = f"{claim} {SMALL} --text {text} --seeds 0 --stride 4"
+    header, rows = run(claim_variants, arguments, capsys)
+    assert header == ["model", "bits per byte"]
+    assert [row[0] for row in rows][:2] == names
+    assert all(abs(mean(row[1]) - 8) < 1 for row in rows)
+
+
+def test_the_task_of_the_gates_names_the_stream():
+    arguments = claim_gates.parse_arguments("--length 9 --delay 2 --symbols 5".split())
+    inputs, targets, weights = next(claim_gates.streams(arguments, seed=0))
+    tokens = inputs["token_ids"]
+    for row, target, weight in zip(tokens, targets, weights, strict=True):
+        assert row[0] in (25, 26)
+        np.testing.assert_array_equal(weight, np.arange(9) > 2)
+        for i in range(3, 9):
+            assert target[i] == divmod(row[i - 2], 5)[row[0] - 25]
+
+
+def test_the_bias_of_the_gates_is_set():
+    arguments = claim_gates.parse_arguments("--dim 4 --heads 2 --layers 2".split())
+    for kind, bias in (("gtrxl", 2.0), ("gtrxl-bias-0", 0.0)):
+        model = claim_gates.make_model(kind, 1e-3, 0, arguments)
+        found = [w for w in model.weights if w.path.endswith("gate/bias")]
+        assert len(found) == 4
+        assert all(np.all(to_numpy(weight.value) == bias) for weight in found)
+
+
+def test_gates(capsys):
+    arguments = (
+        "--dim 4 --heads 2 --layers 1 --steps 2 --batch 2 --length 6 --symbols 3 "
+        "--learning-rates 1e-3 1e-2 --seeds 0"
+    )
+    header, rows = run(claim_gates, arguments, capsys)
+    assert header == ["model", "0.001", "0.01", "90 % and more"]
+    assert [row[0] for row in rows] == list(claim_gates.KINDS)
+    assert all(0 <= mean(cell) <= 100 for row in rows for cell in row[1:3])
+    assert all(row[3].endswith(" of 2") for row in rows)
+
+
+@pytest.mark.parametrize("script", [claim_gates, claim_length, claim_rank, claim_spans])
+def test_wrong_arguments_are_one_line(script, error_line):
+    assert "--heads" in error_line(script, ["--dim", "6", "--heads", "4"])
+
+
+def test_rows_of_copies_are_even(error_line):
+    assert "--length" in error_line(claim_rank, ["--length", "7"])
+
+
+def test_too_little_text_is_one_line(text, error_line):
+    arguments = f"sparse --text {text} --length 300".split()
+    assert "200 bytes" in error_line(claim_variants, arguments)

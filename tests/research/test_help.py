@@ -1,0 +1,30 @@
+"""The scripts print their help without Keras, and so without a backend."""
+
+import pytest
+
+from tests.examples.test_help import check_help
+
+pytestmark = pytest.mark.any_backend
+
+
+@pytest.mark.parametrize(
+    ("script", "option"),
+    [
+        ("claim_gates", "--learning-rates"),
+        ("claim_length", "--lengths"),
+        ("claim_rank", "--symbols"),
+        ("claim_spans", "--penalties"),
+        ("claim_variants", "--windows"),
+        ("compare_choices", "--window-budgets"),
+        ("estimate_slices", "--slices"),
+        ("measure_gated_delta", "--kerashub"),
+        ("measure_generation", "--batches"),
+        ("measure_linear_attention", "--softmax-up-to"),
+        ("measure_patterns", "--modes"),
+        ("measure_reversible", "--depths"),
+        ("measure_soft_codes", "--fit-steps"),
+        ("measure_xl_evaluation", "--contexts"),
+    ],
+)
+def test_help_needs_no_backend(script, option):
+    check_help(f"research/{script}.py", option)

@@ -1,0 +1,1 @@
+"""What only the authors use; README.md lists it. Not in the wheel."""
