@@ -8,6 +8,8 @@ from importlib.metadata import version
 
 import pytest
 
+from tests.suites import marks_of
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # oneDNN's softmax, used on some CPUs, does not support Keras' six axes.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
@@ -31,6 +33,13 @@ gc.set_threshold(50_000, 20, 20)
 
 # Keras is imported where it is used: the process that distributes tests also reads this
 # file and needs no backend.
+
+
+def pytest_collection_modifyitems(items):
+    """Marks what leaves the gate; `tests.suites` has the list."""
+    for item in items:
+        for mark in marks_of(item.nodeid.removeprefix("tests/")):
+            item.add_marker(mark)
 
 
 @pytest.fixture(autouse=True)

@@ -36,7 +36,7 @@ def selection(everything, last):
     if not last:
         left_out.append("any_backend")
         if not everything:
-            left_out.append("variant")
+            left_out.append("one_backend")
     return " and ".join(f"not {mark}" for mark in left_out)
 
 

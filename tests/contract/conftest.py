@@ -11,7 +11,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         case = case_of(item)
         if case is not None and case.variant:
-            item.add_marker(pytest.mark.variant)
+            item.add_marker(pytest.mark.one_backend)
     items[:] = [
         item
         for item in items
