@@ -50,8 +50,6 @@ def run(arguments, splits, folder):
         layers = made.attention_layers
         replaced = "all" if layers is None else len(layers)
         table.add(name, paths[name], replaced, seconds)
-        if arguments.window_budget:
-            print("  windows:", *_windows(made), flush=True)
         if arguments.compare_length:
             longer[name] = lengthen(made, arguments.compare_length)
         if converted is None:
@@ -195,19 +193,15 @@ def _batches(original, data, count, arguments):
 def _convert(backbone, name, fitted, arguments):
     automatic = arguments.budget is not None
     layers = "auto" if automatic else arguments.layers
-    options = dict(budget=arguments.budget, window_budget=arguments.window_budget)
+    options = dict(budget=arguments.budget)
     try:
         layer_class, chosen = parse_attention(name)
         fits = layer_class is VQAttention or chosen.get("calibrated")
-        if fits or automatic or arguments.window_budget:
+        if fits or automatic:
             options["calibrate"] = fitted
         return convert_backbone(backbone, name, layers, **options)
     except (TypeError, ValueError) as error:
         raise UsageError(f"--attention {name}: {error}") from error
-
-
-def _windows(backbone):
-    return [adapter.kernel.window for adapter in backbone.attention_adapters]
 
 
 def _save(converted, preprocessor, held_out, folder):

@@ -17,7 +17,6 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
     [
         ("adaptive_computation", "--ponder-cost"),
         ("associative_recall", "--pairs"),
-        ("compare_choices", "--window-budgets"),
         ("distill_byte_lm", "--teacher"),
         ("image_classification", "--dataset"),
         ("image_generation", "--data"),

@@ -21,17 +21,9 @@ from keras_efficient_attn.models.conversion.layer_search import (
 )
 from keras_efficient_attn.models.conversion.lora import hide_adapter_weights
 from keras_efficient_attn.models.conversion.plan import plan_conversion
-from keras_efficient_attn.models.conversion.specification import (
-    is_pattern,
-    with_window,
-)
+from keras_efficient_attn.models.conversion.specification import is_pattern
 from keras_efficient_attn.models.conversion.trace import trace
 from keras_efficient_attn.models.conversion.weights import copy_weights
-from keras_efficient_attn.models.conversion.window_search import (
-    SMALLEST_WINDOW,
-    check_window_budget,
-    choose_windows,
-)
 from keras_efficient_attn.models.lora_files import check_lora_file
 from keras_efficient_attn.models.presets import PresetMixin
 
@@ -44,7 +36,6 @@ def convert_backbone(
     layers=None,
     calibrate=None,
     budget=None,
-    window_budget=None,
 ):
     """A copy of a KerasHub backbone with efficient self-attention.
 
@@ -105,16 +96,6 @@ def convert_backbone(
         budget: For `layers="auto"`: the largest relative error, `√(Σ‖new − old‖² /
             Σ‖old‖²)`, of the last block's output in each tower, or in encoder and
             decoder, on the data in `calibrate`.
-        window_budget: The largest mean of the layers' windows, a number of at least
-            1: each layer gets its own window, overriding the window in `attention`. The
-            windows are powers of two, from a quarter of the budget up to one that holds
-            the longest text in `calibrate`. The choice minimises, within the budget,
-            the sum over layers of `Σ‖new − old‖² / Σ‖old‖²` of each layer's output on
-            the original's inputs. It measures layers separately, so the model's output
-            need not improve: compare the two. Codes are fitted once; features, which
-            depend on the window, are fitted for each window. The `attention` of the
-            copy is a list with these windows. Needs `calibrate`, and excludes
-            `layers="auto"`. Defaults to `None`: the windows in `attention`.
 
     Returns:
         The copy, not compiled.
@@ -123,8 +104,8 @@ def convert_backbone(
         ValueError: If the backbone's attention cannot be replaced (for example because
             it adds a distance-dependent bias or caps its logits), or not by
             `attention`; for `layers` that do not exist; if `attention` has nothing to
-            calibrate, or no window to choose; if the list of attentions and the layers
-            differ in length; or if no layer can be replaced within the budget.
+            calibrate; if the list of attentions and the layers differ in length; or if
+            no layer can be replaced within the budget.
         TypeError: If `backbone` or `attention` is of another kind.
 
     Example:
@@ -149,7 +130,6 @@ def convert_backbone(
             f"{backbone.name}, a {type(backbone).__name__}"
         )
     check_budget(layers, budget, calibrate)
-    check_window_budget(window_budget, layers, calibrate)
     inputs = None if calibrate is None else batches(calibrate)
     automatic = isinstance(layers, str) and layers == "auto"
     if automatic and is_pattern(attention):
@@ -160,8 +140,6 @@ def convert_backbone(
     plan = plan_conversion(backbone, attention, None if automatic else layers)
     if automatic:
         return _within_budget(plan, inputs, budget)
-    if window_budget is not None:
-        return _with_windows(plan, inputs, window_budget)
     efficient = apply_plan(plan)
     adapters = efficient.attention_adapters
     if inputs is not None:
@@ -217,16 +195,6 @@ def _within_budget(plan, inputs, budget):
         attention = [attention[index] for index in layers]
     chosen = plan.replace(attention=attention, layers=layers)
     return apply_plan(chosen, [fitted[index] for index in layers])
-
-
-def _with_windows(plan, inputs, budget):
-    """A copy with the windows of least error whose mean is within a budget."""
-    attention = [with_window(spec, SMALLEST_WINDOW) for spec in plan.specs]
-    adapters = apply_plan(plan.replace(attention=attention)).attention_adapters
-    records = trace(plan.model, plan.chosen_sites, inputs)
-    windows = choose_windows(budget, adapters, plan.chosen_sites, records)
-    attention = list(map(with_window, plan.specs, windows))
-    return apply_plan(plan.replace(attention=attention), adapters)
 
 
 class EfficientBackbone(PresetMixin):

@@ -43,7 +43,6 @@ def distill(
     learning_rate=1e-3,
     lora_rank=8,
     window_dropout=0.5,
-    weights_every=None,
     backup_dir=None,
     callbacks=None,
     verbose="auto",
@@ -55,9 +54,8 @@ def distill(
     1. *Attention transfer* trains the new layers' own weights (learned feature maps,
        soft codes, factors of windows) and freezes all others. Each layer is trained
        separately: it reads the inputs of the layer that it replaces in the teacher. Its
-       loss is `Σ‖new − old‖² / Σ‖old‖²` of their outputs and, in every
-       `weights_every`-th step, also the divergence `KL(softmax ‖ new)` of their
-       attention weights. If the new layers have no own weights, the stage is skipped.
+       loss is `Σ‖new − old‖² / Σ‖old‖²` of their outputs. If the new layers have no
+       own weights, the stage is skipped.
     2. *State distillation* trains the whole student: low-rank changes (LoRA) of the
        attention layers' projections and the layers' own weights, or with
        `lora_rank=None` all weights. Its loss is the same error of the blocks' output
@@ -94,10 +92,6 @@ def distill(
             tasks and biases do not train either. A student that has LoRA already
             keeps its own. `None` trains all weights that are trainable. Defaults to 8.
         window_dropout: The rate at first, from 0 to 1. Defaults to 0.5.
-        weights_every: Steps of the first stage from one divergence of the attention
-            weights, whose time and memory grow with the square of the length, to the
-            next; not for T5, whose logits have a bias. Defaults to `None`: outputs
-            alone.
         backup_dir: Folder of checkpoints after each epoch, one file per stage, of what
             training changes: the same call with a student that is converted alike
             goes on from there, to the same weights if `data` has the same order
@@ -137,22 +131,15 @@ def distill(
     _check_models(teacher, student)
     _check_numbers(transfer_epochs, epochs, window_dropout)
     check_positive_int("lora_rank", lora_rank, optional=True)
-    check_positive_int("weights_every", weights_every, optional=True)
     adapters = backbone_of(student).attention_adapters
-    if weights_every and any(adapter.shares_with_stack for adapter in adapters):
-        raise ValueError(
-            "`weights_every` compares the weights of logits without a bias by "
-            f"distance. Received: weights_every={weights_every}, for {student.name}"
-        )
     data = _fit_data(data)
     steps = _steps_per_epoch(data, steps_per_epoch)
     # In an order of its own, an epoch that is resumed would read other batches.
     options = dict(verbose=verbose, steps_per_epoch=steps_per_epoch, shuffle=False)
     histories = {}
 
-    def fit(name, stage_class, trained, count, rate, **stage_options):
-        arguments = (teacher, student, trained, window_dropout, count * steps)
-        stage = stage_class(*arguments, **stage_options)
+    def fit(name, stage_class, trained, count, rate):
+        stage = stage_class(teacher, student, trained, window_dropout, count * steps)
         stage.compile(_optimizer(rate, count * steps))
         own, done = list(callbacks or ()), 0
         if backup_dir is not None:
@@ -166,8 +153,8 @@ def distill(
     kernels = [adapter.kernel for adapter in adapters]
     own_weights = [v for kernel in kernels for v in kernel.trainable_variables]
     if own_weights and transfer_epochs:
-        arguments = (own_weights, transfer_epochs, transfer_learning_rate)
-        fit("transfer", AttentionTransfer, *arguments, weights_every=weights_every)
+        rate = transfer_learning_rate
+        fit("transfer", AttentionTransfer, own_weights, transfer_epochs, rate)
     if epochs:
         trained = student.trainable_variables
         if lora_rank is not None:

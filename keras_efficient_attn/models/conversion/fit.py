@@ -57,8 +57,8 @@ def check_can_fit(adapters):
     if not can_fit(adapters):
         raise ValueError(
             f"{kernel_names(adapters)} with these options has nothing to fit, and "
-            "`calibrate` no use but for layers='auto' and `window_budget`. VQAttention "
-            "has, and PerformerAttention with `calibrated=True`."
+            "`calibrate` no use but for layers='auto'. VQAttention has, and "
+            "PerformerAttention with `calibrated=True`."
         )
 
 

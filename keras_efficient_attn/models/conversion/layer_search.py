@@ -6,18 +6,10 @@ import math
 import numbers
 
 import keras
-import numpy as np
-from keras import ops
 
-from keras_efficient_attn.models.conversion.path_report import (
-    last_output,
-    logit_divergence,
-    text_means,
-)
 from keras_efficient_attn.models.conversion.trace import (
     relative_error,
     replace_call,
-    run,
     trace_layers,
     valid_rows,
 )
@@ -89,54 +81,6 @@ def block_error(plan, converted, inputs):
         return math.inf if any(map(math.isnan, errors)) else max(errors)
 
     return error
-
-
-def output_effect(plan, converted, inputs):
-    """The effect on a backbone's output, as a function of a list of layers.
-
-    It is the mean of `KL(original ‖ converted)` of the logits where the layers are
-    causal and the token embedding gives logits, and else the relative error of the
-    mean hidden states of texts.
-
-    Args:
-        plan, converted, inputs: As for `block_error`.
-    """
-    old, new = plan.sites, converted.attention_sites
-    embedding = getattr(plan.model, "token_embedding", None)
-    reverses = isinstance(embedding, keras.layers.ReversibleEmbedding)
-    has_logits = reverses and all(site.is_causal for site in old)
-
-    def output(model, batch):
-        states = last_output(model, batch)
-        return _logits(model, states) if has_logits else states
-
-    before = []
-    for batch in inputs:
-        *_, (_, rows) = _ends_of_stacks(plan.model, old, batch).values()
-        states = output(plan.model, batch)
-        before.append((states if has_logits else text_means(states, rows), rows))
-
-    def effect(layers):
-        effects = []
-        with _softmax_except(layers, old, new):
-            for batch, (expected, rows) in zip(inputs, before, strict=True):
-                found = output(converted, batch)
-                if has_logits:
-                    effects.append(logit_divergence(expected, found, rows))
-                    continue
-                difference = text_means(found, rows) - expected
-                norms = np.linalg.norm(difference), np.linalg.norm(expected)
-                effects.append(norms[0] / norms[1])
-        found = float(np.mean(effects))
-        return math.inf if math.isnan(found) else found
-
-    return effect
-
-
-def _logits(model, states):
-    states = ops.convert_to_tensor(states, model.compute_dtype)
-    logits = run(model.token_embedding, states, reverse=True)
-    return ops.convert_to_numpy(ops.cast(logits, "float32")).astype("float64")
 
 
 def check_budget(layers, budget, calibrate):

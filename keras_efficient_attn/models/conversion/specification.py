@@ -6,7 +6,6 @@ from keras_efficient_attn.layers import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import (
     constructor_arguments,
     parse_attention,
-    with_option,
 )
 from keras_efficient_attn.ops.common.checks import is_positive_int
 
@@ -87,23 +86,6 @@ def specs_per_layer(spec, count):
     return spec
 
 
-def with_window(spec, window):
-    """A layer's specification with another window.
-
-    Raises:
-        ValueError: If the layer has no window.
-    """
-    layer_class = _layer_class(spec)
-    if "window" not in constructor_arguments(layer_class):
-        raise ValueError(
-            f"`window_budget` needs layers with a `window`, and {layer_class.__name__} "
-            f"has none. Received: attention={spec!r}"
-        )
-    if isinstance(spec, str):
-        return with_option(spec, "window", window)
-    return {**spec, "config": {**spec["config"], "window": window}}
-
-
 def make_adapter(spec, site):
     """The adapter for a site, with its kernel; not built and not installed.
 
@@ -132,12 +114,6 @@ def make_adapter(spec, site):
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
     return site.adapter_class(kernel, site)
-
-
-def _layer_class(spec):
-    if isinstance(spec, str):
-        return parse_attention(spec)[0]
-    return type(keras.saving.deserialize_keras_object(spec))
 
 
 def _normalize_one(attention):

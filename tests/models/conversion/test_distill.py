@@ -9,9 +9,6 @@ import pytest
 from keras import ops
 
 from keras_efficient_attn.models import convert_backbone, distill, swap_report
-from keras_efficient_attn.models.conversion.distillation import weights_divergence
-from keras_efficient_attn.models.conversion.sites import find_sites
-from keras_efficient_attn.models.conversion.trace import trace_layers
 from tests.models.conversion import families
 
 LEARNED = "performer:feature_map=learned,num_features=4,window=2"
@@ -49,33 +46,6 @@ def test_losses_are_the_errors_of_layers_and_of_hidden_states():
     assert found["transfer"] == pytest.approx([attention], rel=1e-3)
     hidden = np.mean([layer.residual**2 for layer in report])
     assert found["states"] == pytest.approx([hidden + output], rel=1e-3)
-
-
-def test_the_divergence_of_weights_counts_in_every_other_step():
-    teacher = families.make("distil_bert")
-    student = convert_backbone(teacher, LEARNED)
-    data = families.inputs(teacher)
-    options = dict(epochs=0, window_dropout=0, transfer_epochs=2, **STILL)
-    plain = losses(teacher, student, data, **options)["transfer"]
-    found = losses(teacher, student, data, weights_every=2, **options)["transfer"]
-    layers = [site.layer for site in find_sites(teacher)]
-    kept, divergences = data["padding_mask"] > 0, []
-    adapters = student.attention_adapters
-    for layer, new, calls in zip(
-        layers, adapters, trace_layers(teacher, layers, data), strict=True
-    ):
-        (call,) = calls
-        options = {**call.kwargs, "return_attention_scores": True, "training": False}
-        expected, weights = (
-            ops.convert_to_numpy(attention(*call.args, **options)[1]).astype("float64")
-            for attention in (layer, new)
-        )
-        ratio = np.log(np.maximum(expected, 1e-6) / np.maximum(weights, 1e-6))
-        divergence = np.maximum(expected, 1e-6) * ratio
-        divergences.append(divergence.sum(-1).mean(1)[kept].mean())
-    expected = [plain[0] + np.mean(divergences), plain[1]]
-    assert np.mean(divergences) > 0.01
-    assert found == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_task_learns_the_divergence_of_its_logits():
@@ -326,22 +296,6 @@ def test_an_encoder_decoder_counts_each_output_by_its_own_padding(lengths):
     found = losses(teacher, student, data, **options)["states"]
     hidden = np.mean([layer.residual**2 for layer in report])
     assert found == pytest.approx([hidden + np.mean(outputs)], rel=1e-3)
-
-
-@pytest.mark.any_backend
-def test_weights_far_too_small_have_the_largest_slope():
-    old = np.array([[[[0.5, 0.5]]]], "float32")
-    small = np.array([1e-3, 1e-5, 5e-7, 1e-9, 0.0, -1e-7])
-
-    def found(x):
-        new = np.array([[[[x, 0.5]]]], "float32")
-        return float(weights_divergence(old, new, None))
-
-    line = np.log(1e-6) + (np.minimum(small, 1e-6) - 1e-6) / 1e-6
-    log = np.where(small < 1e-6, line, np.log(np.maximum(small, 1e-6)))
-    expected = 0.5 * (np.log(0.5) - log)
-    assert [found(x) for x in small] == pytest.approx(expected, rel=1e-5)
-    assert np.all(np.diff(expected) > 0)
 
 
 @pytest.mark.any_backend
