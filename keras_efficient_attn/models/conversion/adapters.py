@@ -5,15 +5,19 @@ import types
 import keras
 from keras import ops
 
-from keras_efficient_attn.models.conversion.keras_internals import (
+from keras_efficient_attn.layers.keras_internals import (
     projections,
     set_projection,
-    skip_projections,
-    t5_bias,
-    t5_bias_weights,
     tracked_layers,
 )
+from keras_efficient_attn.models.keras_hub_internals import (
+    hub_part,
+    t5_bias_weights,
+)
 from keras_efficient_attn.ops.common.backend import shape_of
+
+# The last of T5's buckets has all distances from this on.
+FAR = 128
 
 
 class AttentionAdapter(keras.layers.Layer):
@@ -97,7 +101,8 @@ class AttentionAdapter(keras.layers.Layer):
                 # A function, so that the kernel does not track the projection.
                 set_projection(self.kernel, name, self.projection(held[name], name))
         set_projection(self.kernel, "dropout", held["dropout"])
-        skip_projections(self.kernel)
+        # It builds its own weights only.
+        self.kernel._build_projections = lambda *shapes: None
         config = self._host_build_config
         if "input_shape" in config:
             self.kernel.build(config["input_shape"], config["input_shape"])
@@ -247,7 +252,8 @@ class RotaryAdapter(AttentionAdapter):
     rotary_attribute = "rotary_embedding_layer"
 
     def adopt_projections(self, host):
-        setattr(self, self.rotary_attribute, getattr(host, self.rotary_attribute))
+        rotary = hub_part(host, self.rotary_attribute)
+        setattr(self, self.rotary_attribute, rotary)
         super().adopt_projections(host)
 
     def call(
@@ -293,12 +299,12 @@ class Gemma3Adapter(RotaryAdapter):
 
     @classmethod
     def refusal(cls, host):
-        if host.logit_soft_cap is not None:
+        if hub_part(host, "logit_soft_cap") is not None:
             return (
                 "it caps its logits with a tanh, and no efficient layer does. "
                 f"Received: logit_soft_cap={host.logit_soft_cap}"
             )
-        if not host.query_head_dim_normalize:
+        if not hub_part(host, "query_head_dim_normalize"):
             return (
                 "it scales its logits by the model's width instead of the heads'. "
                 "Received: query_head_dim_normalize=False"
@@ -354,8 +360,8 @@ class T5Adapter(AttentionAdapter):
     @classmethod
     def geometry(cls, host):
         return {
-            "num_heads": host.num_heads,
-            "key_dim": host.key_value_dim,
+            "num_heads": hub_part(host, "num_heads"),
+            "key_dim": hub_part(host, "key_value_dim"),
             "dropout": projections(host)["dropout"].rate,
             "use_bias": False,
             "name": "kernel",
@@ -423,4 +429,37 @@ class T5Adapter(AttentionAdapter):
         return output, bias, cache
 
     def _bias(self, distances):
-        return t5_bias(self._shared.bias_weights, distances, self.is_causal)
+        weights = ops.convert_to_tensor(self._shared.bias_weights)
+        buckets = bucket_distances(distances, weights.shape[0], self.is_causal)
+        return ops.take(weights, buckets, axis=0)
+
+
+def bucket_distances(distances, count, causal):
+    """T5's buckets of distances, integers of the shape of `distances`.
+
+    Half of the buckets of a direction are of one distance each; the others grow with
+    its logarithm, and the last has all from `FAR` on. A causal stack has one direction.
+
+    Args:
+        distances: Integer array, query position - key position.
+        count: Number of buckets.
+        causal: Whether the stack is a decoder.
+
+    Reference:
+        - [Raffel et al., 2020](https://arxiv.org/abs/1910.10683)
+    """
+    distances = ops.convert_to_tensor(distances, "int32")
+    first = ops.zeros_like(distances)
+    if causal:
+        distances = ops.maximum(distances, 0)
+    else:
+        count = count // 2
+        first = ops.where(distances < 0, count, 0)
+        distances = ops.abs(distances)
+    single = count // 2
+    # In float32, as T5: distances at the edge of a bucket depend on the rounding.
+    ratio = ops.log(ops.cast(distances, "float32") / float(single))
+    ratio = ratio / ops.cast(ops.log(FAR / single), "float32")
+    wide = single + ops.cast(ratio * (count - single), "int32")
+    wide = ops.minimum(wide, count - 1)
+    return first + ops.where(distances < single, distances, wide)

@@ -10,6 +10,10 @@ import os
 import keras
 import keras_hub
 
+from keras_efficient_attn.layers.keras_internals import (
+    lora_variables,
+    projections,
+)
 from keras_efficient_attn.models.conversion.backbone import EfficientBackbone
 from keras_efficient_attn.models.conversion.distillation import (
     AttentionTransfer,
@@ -17,10 +21,6 @@ from keras_efficient_attn.models.conversion.distillation import (
     backbone_of,
 )
 from keras_efficient_attn.models.conversion.fit import batches
-from keras_efficient_attn.models.conversion.keras_internals import (
-    lora_variables,
-    projections,
-)
 from keras_efficient_attn.models.conversion.sites import find_sites
 from keras_efficient_attn.ops.common.checks import (
     check_positive_int,

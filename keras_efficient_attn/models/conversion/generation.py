@@ -14,12 +14,12 @@ import inspect
 import keras_hub
 from keras import ops
 
-from keras_efficient_attn.models.conversion.keras_internals import (
+from keras_efficient_attn.models.conversion.trace import replace_call
+from keras_efficient_attn.models.keras_hub_internals import (
     empty_cross_attention_cache,
     generation_methods,
     wrap_generate_step,
 )
-from keras_efficient_attn.models.conversion.trace import replace_call
 from keras_efficient_attn.ops.common.backend import shape_of
 
 # Prompts are read in segments of these lengths, the longest first.

@@ -1,9 +1,11 @@
 """LoRA files of KerasHub, for a backbone and its converted copy alike."""
 
-from keras_efficient_attn.models.conversion.keras_internals import (
+from keras_efficient_attn.layers.keras_internals import (
     flat_layers,
-    hidden_layers,
     projections,
+)
+from keras_efficient_attn.models.keras_hub_internals import (
+    hidden_layers,
 )
 
 
@@ -33,5 +35,4 @@ def _own_layers(adapter):
         for projection in projections(adapter).values()
         for layer in flat_layers(projection)
     }
-    inside = flat_layers(adapter, include_self=False)
-    return [layer for layer in inside if id(layer) not in kept]
+    return [layer for layer in flat_layers(adapter)[1:] if id(layer) not in kept]

@@ -4,7 +4,7 @@ import contextlib
 
 from keras import ops
 
-from keras_efficient_attn.models.conversion.keras_internals import (
+from keras_efficient_attn.layers.keras_internals import (
     projections,
     set_projection,
 )

@@ -5,9 +5,8 @@ import dataclasses
 
 import keras
 
-from keras_efficient_attn.models.conversion.keras_internals import (
+from keras_efficient_attn.layers.keras_internals import (
     forget_compiled,
-    refuse_other_masks,
     replace_child,
     track_parameters,
 )
@@ -18,6 +17,9 @@ from keras_efficient_attn.models.conversion.specification import (
     make_adapter,
     normalize_spec,
     specs_per_layer,
+)
+from keras_efficient_attn.models.keras_hub_internals import (
+    refuse_other_masks,
 )
 
 

@@ -6,6 +6,12 @@ import dataclasses
 import keras
 import keras_hub
 
+from keras_efficient_attn.layers.keras_internals import (
+    attributes_that_hold,
+    call_arguments,
+    check_can_replace,
+    child_layers,
+)
 from keras_efficient_attn.models.conversion.adapters import (
     AttentionAdapter,
     Gemma3Adapter,
@@ -15,11 +21,9 @@ from keras_efficient_attn.models.conversion.adapters import (
     RotaryAdapter,
     T5Adapter,
 )
-from keras_efficient_attn.models.conversion.keras_internals import (
-    attributes_that_hold,
-    call_arguments,
-    child_layers,
+from keras_efficient_attn.models.keras_hub_internals import (
     has_own_masks,
+    hub_part,
     t5_bias_weights,
 )
 
@@ -101,6 +105,7 @@ class AttentionSite:
     def check_parents(self):
         """Raises `ValueError` if a parent holds the layer in an unknown way."""
         for parent in self.parents:
+            check_can_replace(parent, self.layer)
             in_graph = isinstance(parent, keras.Function)
             if not in_graph and not attributes_that_hold(parent, self.layer):
                 raise ValueError(
@@ -232,7 +237,7 @@ def _is_causal(model, layer, adapter_class, parents):
                 "see one another, which is no causality. Received: "
                 f"{model.name}, with a vision_encoder"
             )
-        is_t5_decoder = adapter_class is T5Adapter and parent.is_decoder
+        is_t5_decoder = adapter_class is T5Adapter and hub_part(parent, "is_decoder")
         kinds.add(decoder or adapter_class.always_causal or is_t5_decoder)
     if len(kinds) > 1:
         names = ", ".join(type(parent).__name__ for parent in parents)

@@ -3,14 +3,16 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.models.conversion.adapters import AttentionAdapter
-from keras_efficient_attn.models.conversion.keras_internals import (
-    copy_lora_state,
+from keras_efficient_attn.layers.keras_internals import (
     lora_of,
     own_variables,
     projections,
     set_dtype_policy,
     tracked_layers,
+)
+from keras_efficient_attn.models.conversion.adapters import AttentionAdapter
+from keras_efficient_attn.models.keras_hub_internals import (
+    copy_lora_state,
 )
 
 

@@ -3,9 +3,10 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.keras_internals import update_variables
 from keras_efficient_attn.models.task_wrapper import TaskWrapper
 from keras_efficient_attn.models.transformer_xl.segments import Segments
-from keras_efficient_attn.ops.common.backend import backend_name, shape_of
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 
 
@@ -90,9 +91,8 @@ class TransformerXL(TaskWrapper):
 
     def reset_memory(self):
         """Empties the memory of all rows."""
-        if backend_name() == "jax":
-            # Within `fit`, the training state is newer than the variables.
-            self.jax_state_sync()
+        # Within `fit`, the training state is newer than the variables.
+        update_variables(self)
         self._remember(self._empty_memory())
 
     def call(self, inputs, training=None):

@@ -12,7 +12,7 @@ from keras_hub import models
 
 from keras_efficient_attn.models import convert_backbone
 from keras_efficient_attn.models.conversion.generation import CausalMethods
-from keras_efficient_attn.models.conversion.keras_internals import wrap_generate_step
+from keras_efficient_attn.models.keras_hub_internals import wrap_generate_step
 from tests.models.conversion import families
 
 PERFORMER = "performer:feature_map=elu"
