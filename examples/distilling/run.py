@@ -19,8 +19,8 @@ from keras_efficient_attn import VQAttention
 from keras_efficient_attn.benchmark.report import align
 from keras_efficient_attn.layers.attention.registry import parse_attention
 from keras_efficient_attn.models import convert_backbone, distill, swap_report
-from keras_efficient_attn.models.conversion.path_report import PATHS as PATHS_ALONE
-from keras_efficient_attn.models.conversion.path_report import WHOLE
+from keras_efficient_attn.models.conversion.report import PATHS as PATHS_ALONE
+from keras_efficient_attn.models.conversion.report import WHOLE
 
 FACTORS = (1, 4, 16)
 PATHS = {WHOLE: lambda sites: contextlib.nullcontext(), **PATHS_ALONE}

@@ -13,8 +13,8 @@ from keras_efficient_attn import VQAttention
 from keras_efficient_attn.benchmark.report import align
 from keras_efficient_attn.layers.attention.registry import parse_attention
 from keras_efficient_attn.models import convert_backbone, distill, swap_report
-from keras_efficient_attn.models.conversion.path_report import PATHS, WHOLE
 from keras_efficient_attn.models.conversion.paths import has_two_paths
+from keras_efficient_attn.models.conversion.report import PATHS, WHOLE
 from swapping import original as originals
 from swapping.cost import SOFTMAX, lengthen, measure, seconds_in_turns
 from swapping.plot import plot, plot_accuracy

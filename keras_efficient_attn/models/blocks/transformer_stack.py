@@ -11,7 +11,7 @@ from keras_efficient_attn.layers.residual.chain import (
     reversible_residuals,
     stream_dtype,
 )
-from keras_efficient_attn.models.blocks.normalization import get_norm
+from keras_efficient_attn.models.blocks.residual import get_norm
 from keras_efficient_attn.ops.common.checks import check_positive_int
 
 

@@ -6,26 +6,36 @@ import warnings
 
 import keras
 import keras_hub
+from keras import ops
 
-from keras_efficient_attn.models.conversion.fit import (
-    batches,
-    can_fit,
-    check_can_fit,
-    fit,
-    kernel_names,
+from keras_efficient_attn.layers.keras_internals import (
+    flat_layers,
+    lora_of,
+    own_variables,
+    projections,
+    set_dtype_policy,
+    tracked_layers,
 )
+from keras_efficient_attn.models.conversion.adapters import AttentionAdapter
 from keras_efficient_attn.models.conversion.generation import generate_from_states
 from keras_efficient_attn.models.conversion.layer_search import (
     check_budget,
     select_layers,
 )
-from keras_efficient_attn.models.conversion.lora import hide_adapter_weights
-from keras_efficient_attn.models.conversion.plan import plan_conversion
-from keras_efficient_attn.models.conversion.specification import is_pattern
-from keras_efficient_attn.models.conversion.trace import trace
-from keras_efficient_attn.models.conversion.weights import copy_weights
-from keras_efficient_attn.models.lora_files import check_lora_file
-from keras_efficient_attn.models.presets import PresetMixin
+from keras_efficient_attn.models.conversion.targets import is_pattern, plan_conversion
+from keras_efficient_attn.models.conversion.trace import (
+    batches,
+    can_fit,
+    check_can_fit,
+    fit,
+    kernel_names,
+    trace,
+)
+from keras_efficient_attn.models.files import PresetMixin, check_lora_file
+from keras_efficient_attn.models.keras_hub_internals import (
+    copy_lora_state,
+    hidden_layers,
+)
 
 PACKAGE = "keras_efficient_attn"
 
@@ -313,6 +323,75 @@ class RegistryEntry:
         """Puts the entry into the registry, under the name of the class."""
         name = f"{PACKAGE}>{self.__name__}"
         keras.saving.get_custom_objects()[name] = self
+
+
+def copy_weights(source, target):
+    """Copies weights, LoRA and trainable flags.
+
+    Args:
+        source: A backbone.
+        target: A backbone of the same configuration, with adapters instead of some
+            attention layers. The weights of their kernels do not change.
+    """
+    for old, new in _pairs(source, target):
+        if isinstance(new.dtype_policy, keras.dtype_policies.DTypePolicyMap):
+            # Keras cannot save quantised layers that hold the whole policy map.
+            set_dtype_policy(new, old.dtype_policy)
+        lora = lora_of(old)
+        if lora is not None and lora_of(new) is None:
+            rank, alpha = lora
+            new.enable_lora(rank, lora_alpha=alpha)
+        if new.trainable != old.trainable:
+            new.trainable = old.trainable
+    for old, new in _pairs(source, target):
+        variables = zip(own_variables(old), own_variables(new), strict=True)
+        for old_variable, new_variable in variables:
+            # On JAX a training step donates the buffers of its weights.
+            new_variable.assign(ops.copy(old_variable))
+            new_variable.trainable = old_variable.trainable
+    copy_lora_state(source, target)
+
+
+def _pairs(old, new):
+    """Pairs of corresponding layers of two models, outermost first."""
+    yield old, new
+    if isinstance(new, AttentionAdapter):
+        children = zip(
+            projections(old).values(), projections(new).values(), strict=True
+        )
+    else:
+        children = zip(tracked_layers(old), tracked_layers(new), strict=True)
+    for pair in children:
+        yield from _pairs(*pair)
+
+
+def hide_adapter_weights(model, sites):
+    """Context that hides a converted backbone's additional layers.
+
+    KerasHub numbers layers with LoRA among all layers with weights. Kernels add such
+    layers, for example codebooks.
+
+    Args:
+        model: A converted backbone.
+        sites: Its `AttentionSite`s.
+
+    Returns:
+        A context manager.
+    """
+    adapters = [site.layer for site in sites if site.is_converted]
+    return hidden_layers(
+        model, [layer for adapter in adapters for layer in _own_layers(adapter)]
+    )
+
+
+def _own_layers(adapter):
+    """The layers of an adapter that the host does not have."""
+    kept = {
+        id(layer)
+        for projection in projections(adapter).values()
+        for layer in flat_layers(projection)
+    }
+    return [layer for layer in flat_layers(adapter)[1:] if id(layer) not in kept]
 
 
 def _register_entries():

@@ -15,13 +15,13 @@ from keras_efficient_attn.layers.keras_internals import (
     projections,
 )
 from keras_efficient_attn.models.conversion.backbone import EfficientBackbone
-from keras_efficient_attn.models.conversion.distillation import (
+from keras_efficient_attn.models.conversion.distillation_stages import (
     AttentionTransfer,
     StateDistillation,
     backbone_of,
 )
-from keras_efficient_attn.models.conversion.fit import batches
 from keras_efficient_attn.models.conversion.sites import find_sites
+from keras_efficient_attn.models.conversion.trace import batches
 from keras_efficient_attn.ops.common.checks import (
     check_positive_int,
     is_positive_int,

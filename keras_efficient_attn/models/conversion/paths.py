@@ -8,8 +8,7 @@ from keras_efficient_attn.layers.keras_internals import (
     projections,
     set_projection,
 )
-from keras_efficient_attn.models.conversion.plan import build_adapter
-from keras_efficient_attn.models.conversion.specification import make_adapter
+from keras_efficient_attn.models.conversion.targets import build_adapter, make_adapter
 from keras_efficient_attn.models.conversion.trace import replace_call
 from keras_efficient_attn.ops.common.numerics import rms_normalize
 

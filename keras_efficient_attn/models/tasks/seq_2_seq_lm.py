@@ -4,10 +4,9 @@ import keras
 import keras_hub
 
 from keras_efficient_attn.models.backbone import EfficientTransformerBackbone
-from keras_efficient_attn.models.presets import preset_path
+from keras_efficient_attn.models.files import preset_path
 from keras_efficient_attn.models.tasks.byte_tokenizer import EfficientByteTokenizer
-from keras_efficient_attn.models.tasks.streaming import StreamingMixin
-from keras_efficient_attn.models.tasks.task import TaskMixin
+from keras_efficient_attn.models.tasks.task import StreamingMixin, TaskMixin
 from keras_efficient_attn.ops.common.backend import shape_of
 
 

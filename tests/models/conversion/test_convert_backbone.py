@@ -17,7 +17,7 @@ from keras_efficient_attn.models import (
     replace_attention,
     swap_report,
 )
-from keras_efficient_attn.models.conversion import plan
+from keras_efficient_attn.models.conversion import targets
 from keras_efficient_attn.models.conversion.sites import find_sites
 from tests.models.conversion import families
 
@@ -322,7 +322,7 @@ def test_each_model_is_walked_once(monkeypatch):
         walked.append(model)
         return find_sites(model)
 
-    monkeypatch.setattr(plan, "find_sites", find_sites_of)
+    monkeypatch.setattr(targets, "find_sites", find_sites_of)
     for options, models in (
         ({}, 2),
         ({"calibrate": data}, 2),

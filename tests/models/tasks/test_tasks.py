@@ -23,7 +23,7 @@ from keras_efficient_attn.models import (
     EfficientTransformerBackbone,
     preset_names,
 )
-from keras_efficient_attn.models.presets import FOLDER
+from keras_efficient_attn.models.files import FOLDER
 from tests.autodiff import to_numpy
 from tests.models.cases import CASES, inputs, make_backbone, randomize
 
