@@ -162,8 +162,10 @@ def _distill(original, converted, text, arguments):
 
 
 def _check_transfer(arguments, converted):
-    kernels = [adapter.kernel for adapter in converted.attention_adapters]
-    if arguments.transfer_steps and not any(k.trainable_variables for k in kernels):
+    layers = [adapter.attention for adapter in converted.attention_adapters]
+    if arguments.transfer_steps and not any(
+        layer.trainable_variables for layer in layers
+    ):
         raise UsageError(
             f"--transfer-steps {arguments.transfer_steps}: {arguments.attention[0]} "
             "has no weights of its own to train; its first stage takes 0 steps"

@@ -63,7 +63,7 @@ def test_from_training_to_a_preset(small, tmp_path, capsys):
     # A window is the only path that it has.
     assert [list(found) for found in paths.values()] == [["as it is"]] * 2
     loaded = keras_hub.models.Backbone.from_preset(str(out / "preset"))
-    found = families.kernels(loaded)
+    found = families.efficient_layers(loaded)
     assert [type(v) for v in found] == [LocalAttention]
     assert [v.window for v in found] == [16]
 

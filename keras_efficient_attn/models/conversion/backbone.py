@@ -22,13 +22,13 @@ from keras_efficient_attn.models.conversion.layer_search import (
     check_budget,
     select_layers,
 )
-from keras_efficient_attn.models.conversion.targets import is_pattern, plan_conversion
+from keras_efficient_attn.models.conversion.targets import choose_targets, is_pattern
 from keras_efficient_attn.models.conversion.trace import (
     batches,
     can_fit,
     check_can_fit,
     fit,
-    kernel_names,
+    layer_names,
     trace,
 )
 from keras_efficient_attn.models.files import PresetMixin, check_lora_file
@@ -147,64 +147,68 @@ def convert_backbone(
             "A pattern says which layers it replaces, and excludes layers='auto'. "
             f"Received: attention={attention!r}"
         )
-    plan = plan_conversion(backbone, attention, None if automatic else layers)
+    targets = choose_targets(backbone, attention, None if automatic else layers)
     if automatic:
-        return _within_budget(plan, inputs, budget)
-    efficient = apply_plan(plan)
+        return _within_budget(targets, inputs, budget)
+    efficient = make_copy(targets)
     adapters = efficient.attention_adapters
     if inputs is not None:
         check_can_fit(adapters)
-        fit(adapters, plan.chosen_sites, trace(backbone, plan.chosen_sites, inputs))
+        fit(
+            adapters,
+            targets.chosen_sites,
+            trace(backbone, targets.chosen_sites, inputs),
+        )
     elif can_fit(adapters):
         warnings.warn(
-            f"{kernel_names(adapters)} can be fitted to data, and is not: pass "
+            f"{layer_names(adapters)} can be fitted to data, and is not: pass "
             "`calibrate`, or train the copy.",
             stacklevel=2,
         )
     return efficient
 
 
-def apply_plan(plan, fitted=None):
-    """A converted copy of the backbone of a plan.
+def make_copy(targets, fitted=None):
+    """A converted copy of a backbone.
 
     Args:
-        plan: A `ConversionPlan` of a `keras_hub.models.Backbone`.
-        fitted: Adapters from which to copy kernel weights, or `None`.
+        targets: `ConversionTargets` of a `keras_hub.models.Backbone`.
+        fitted: Adapters whose own weights the copy takes, or `None`.
     """
-    backbone = plan.model
+    backbone = targets.model
     efficient = efficient_backbone(type(backbone)).from_config(
         {
             **backbone.get_config(),
-            "attention": plan.attention,
-            "attention_layers": plan.layers,
+            "attention": targets.attention,
+            "attention_layers": targets.layers,
         }
     )
     copy_weights(backbone, efficient)
     if fitted is not None:
         for adapter, source in zip(efficient.attention_adapters, fitted, strict=True):
-            adapter.kernel.set_weights(source.kernel.get_weights())
+            adapter.attention.set_weights(source.attention.get_weights())
     return efficient
 
 
-def _within_budget(plan, inputs, budget):
+def _within_budget(targets, inputs, budget):
     """A copy with as many layers replaced as an error budget allows."""
-    if plan.shared_stacks:
+    if targets.shared_stacks:
         raise ValueError(
             "layers='auto' chooses single layers, and the layers of a stack of "
-            f"{plan.model.name} are replaced together: {plan.shared_stacks}"
+            f"{targets.model.name} are replaced together: {targets.shared_stacks}"
         )
-    whole = apply_plan(plan)
+    whole = make_copy(targets)
     fitted = whole.attention_adapters
     if can_fit(fitted):
-        fit(fitted, plan.sites, trace(plan.model, plan.sites, inputs))
-    layers = select_layers(budget, plan, whole, inputs)
+        fit(fitted, targets.sites, trace(targets.model, targets.sites, inputs))
+    layers = select_layers(budget, targets, whole, inputs)
     if len(layers) == len(fitted):
         return whole
-    attention = plan.attention
+    attention = targets.attention
     if isinstance(attention, list):
         attention = [attention[index] for index in layers]
-    chosen = plan.replace(attention=attention, layers=layers)
-    return apply_plan(chosen, [fitted[index] for index in layers])
+    chosen = targets.replace(attention=attention, layers=layers)
+    return make_copy(chosen, [fitted[index] for index in layers])
 
 
 class EfficientBackbone(PresetMixin):
@@ -219,9 +223,9 @@ class EfficientBackbone(PresetMixin):
 
     def __init__(self, *args, attention, attention_layers=None, **kwargs):
         super().__init__(*args, **kwargs)
-        plan = plan_conversion(self, attention, attention_layers)
-        self.attention_sites = plan.install(plan.make_adapters())
-        self.attention = plan.attention
+        targets = choose_targets(self, attention, attention_layers)
+        self.attention_sites = targets.install(targets.make_adapters())
+        self.attention = targets.attention
         self.attention_layers = attention_layers
 
     @property
@@ -331,7 +335,7 @@ def copy_weights(source, target):
     Args:
         source: A backbone.
         target: A backbone of the same configuration, with adapters instead of some
-            attention layers. The weights of their kernels do not change.
+            attention layers. Their own weights do not change.
     """
     for old, new in _pairs(source, target):
         if isinstance(new.dtype_policy, keras.dtype_policies.DTypePolicyMap):
@@ -368,8 +372,8 @@ def _pairs(old, new):
 def hide_adapter_weights(model, sites):
     """Context that hides a converted backbone's additional layers.
 
-    KerasHub numbers layers with LoRA among all layers with weights. Kernels add such
-    layers, for example codebooks.
+    KerasHub numbers layers with LoRA among all layers with weights. Efficient attention
+    adds such layers, for example codebooks.
 
     Args:
         model: A converted backbone.

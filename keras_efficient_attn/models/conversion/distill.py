@@ -150,8 +150,7 @@ def distill(
         with _share_of(data, count * steps, done * steps) as share:
             histories[name] = _fit(stage, share, count, own, options)
 
-    kernels = [adapter.kernel for adapter in adapters]
-    own_weights = [v for kernel in kernels for v in kernel.trainable_variables]
+    own_weights = _own_weights(adapters)
     if own_weights and transfer_epochs:
         rate = transfer_learning_rate
         fit("transfer", AttentionTransfer, own_weights, transfer_epochs, rate)
@@ -159,8 +158,7 @@ def distill(
         trained = student.trainable_variables
         if lora_rank is not None:
             _enable_lora(backbone_of(student), lora_rank)
-            own_weights = [v for kernel in kernels for v in kernel.trainable_variables]
-            trained = lora_variables(student) + own_weights
+            trained = lora_variables(student) + _own_weights(adapters)
         fit("states", StateDistillation, trained, epochs, learning_rate)
     return histories
 
@@ -305,7 +303,12 @@ def _enable_lora(backbone, rank):
         names = dict.fromkeys(layer.name for layer in _projections(adapters))
         backbone.enable_lora(rank, target_layer_names=list(names))
     for adapter in adapters:
-        adapter.kernel.trainable = True
+        adapter.attention.trainable = True
+
+
+def _own_weights(adapters):
+    """The trainable weights that efficient attention has and softmax has not."""
+    return [v for adapter in adapters for v in adapter.attention.trainable_variables]
 
 
 def _projections(adapters):

@@ -112,10 +112,10 @@ class CausalMethods:
 
     def _initial_state(self, site):
         if site.is_converted:
-            kernel = site.layer.kernel
+            attention = site.layer.attention
             # A memory's size determines what a query sees, not the capacity.
-            length = self.max_length if kernel.state_grows else None
-            return kernel.get_initial_state(self.batch_size, length)
+            length = self.max_length if attention.state_grows else None
+            return attention.get_initial_state(self.batch_size, length)
         geometry = site.adapter_class.geometry(site.layer)
         heads = geometry.get("num_key_value_heads") or geometry["num_heads"]
         sizes = self.batch_size, self.max_length, heads, geometry["key_dim"]

@@ -15,7 +15,7 @@ from keras_efficient_attn.models.conversion.trace import (
 )
 
 
-def select_layers(budget, plan, converted, inputs):
+def select_layers(budget, targets, converted, inputs):
     """The largest set of layers that can be replaced within an error budget.
 
     First, each layer is replaced alone and its error measured. Then bisection finds the
@@ -26,7 +26,7 @@ def select_layers(budget, plan, converted, inputs):
         budget: The largest `√(Σ‖new − old‖² / Σ‖old‖²)` of the output of a stack's last
             block, over positions that are not padding. It applies to each stack
             separately (towers, or an encoder and a decoder).
-        plan: A `ConversionPlan` for all layers of a backbone.
+        targets: `ConversionTargets` with all layers of a backbone.
         converted: A copy with all attention layers replaced.
         inputs: List of batches.
 
@@ -36,8 +36,8 @@ def select_layers(budget, plan, converted, inputs):
     Raises:
         ValueError: If no layer can be replaced.
     """
-    error = block_error(plan, converted, inputs)
-    number = len(plan.sites)
+    error = _block_error(targets, converted, inputs)
+    number = len(targets.sites)
     alone = [error([index]) for index in range(number)]
     order = sorted(range(number), key=alone.__getitem__)
     if alone[order[0]] > budget:
@@ -55,15 +55,15 @@ def select_layers(budget, plan, converted, inputs):
     return sorted(order[:most])
 
 
-def block_error(plan, converted, inputs):
+def _block_error(targets, converted, inputs):
     """The error of what leaves the last blocks, as a function of a list of layers.
 
     Args:
-        plan, converted, inputs: As for `select_layers`. All layers but those of the
+        targets, converted, inputs: As for `select_layers`. All layers but those of the
             list have their softmax.
     """
-    old, new = plan.sites, converted.attention_sites
-    ends = [_ends_of_stacks(plan.model, old, batch) for batch in inputs]
+    old, new = targets.sites, converted.attention_sites
+    ends = [_ends_of_stacks(targets.model, old, batch) for batch in inputs]
 
     def error(layers):
         stacks = {}

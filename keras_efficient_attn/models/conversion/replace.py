@@ -9,7 +9,7 @@ import keras
 
 from keras_efficient_attn.models.conversion.targets import (
     build_adapter,
-    plan_conversion,
+    choose_targets,
 )
 from keras_efficient_attn.models.conversion.trace import (
     batches,
@@ -65,23 +65,23 @@ def replace_attention(model, attention, layers=None, calibrate=None):
     model.compile("adam", "mse")
     ```
     """
-    plan = plan_conversion(model, attention, layers)
+    targets = choose_targets(model, attention, layers)
     # Build all before installing any: an error then leaves the model unchanged.
-    adapters = plan.make_adapters()
+    adapters = targets.make_adapters()
     before = serialize(model)
     if calibrate is not None:
         check_can_fit(adapters)
-        records = trace(model, plan.chosen_sites, batches(calibrate))
-        for adapter, site in zip(adapters, plan.chosen_sites, strict=True):
+        records = trace(model, targets.chosen_sites, batches(calibrate))
+        for adapter, site in zip(adapters, targets.chosen_sites, strict=True):
             build_adapter(adapter, site)
-        fit(adapters, plan.chosen_sites, records)
-    plan.install(adapters)
+        fit(adapters, targets.chosen_sites, records)
+    targets.install(adapters)
     message = f"{model.name} has to be compiled again."
     if before is None:
         message += " It does not survive saving: it, or a layer in it, has no "
         message += "`get_config`."
     else:
-        remember(model, before, plan)
+        remember(model, before, targets)
     warnings.warn(message, stacklevel=2)
     return [adapter.path for adapter in adapters]
 
@@ -103,8 +103,8 @@ class ReplacedAttention:
             copy.deepcopy(config["model"]), custom_objects=custom_objects
         )
         for options in config["replaced"]:
-            plan = plan_conversion(model, options["attention"], options["layers"])
-            plan.install(plan.make_adapters())
+            targets = choose_targets(model, options["attention"], options["layers"])
+            targets.install(targets.make_adapters())
         return _remember(model, config["model"], config["replaced"])
 
 
@@ -125,16 +125,16 @@ def serialize(model):
     return config
 
 
-def remember(model, config, plan):
+def remember(model, config, targets):
     """Lets a model with replaced attention save, and load as it is.
 
     Args:
         model: The model, which gets a subclass of its class.
         config: From `serialized`.
-        plan: The `ConversionPlan` of what was replaced.
+        targets: The `ConversionTargets` that were replaced.
     """
     before = model._before.replaced if isinstance(model, ReplacedAttention) else []
-    options = {"attention": plan.attention, "layers": plan.layers}
+    options = {"attention": targets.attention, "layers": targets.layers}
     _remember(model, config, [*before, options])
 
 

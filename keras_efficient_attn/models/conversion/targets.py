@@ -99,7 +99,7 @@ def specs_per_layer(spec, count):
 
 
 def make_adapter(spec, site):
-    """The adapter for a site, with its kernel; not built and not installed.
+    """The adapter for a site, with its efficient layer; not built and not installed.
 
     Args:
         spec: The specification of one layer, from `specs_per_layer`.
@@ -116,16 +116,16 @@ def make_adapter(spec, site):
     config = {**site.adapter_class.geometry(site.layer), **options}
     try:
         # A name's options are arguments; a configuration's options are serialized.
-        kernel = (
+        attention = (
             layer_class(**config)
             if isinstance(spec, str)
             else layer_class.from_config(config)
         )
-        x = keras.KerasTensor((None, None, kernel.key_dim))
-        kernel.compute_output_spec(x, x, use_causal_mask=site.is_causal)
+        x = keras.KerasTensor((None, None, attention.key_dim))
+        attention.compute_output_spec(x, x, use_causal_mask=site.is_causal)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
-    return site.adapter_class(kernel, site)
+    return site.adapter_class(attention, site)
 
 
 def _normalize_one(attention):
@@ -176,7 +176,7 @@ def _refusal(layer_class, options, site):
 
 
 @dataclasses.dataclass(frozen=True)
-class ConversionPlan:
+class ConversionTargets:
     """The self-attention layers of a model to replace, and their replacements.
 
     Attributes:
@@ -229,7 +229,7 @@ class ConversionPlan:
         return specs_per_layer(self.attention, len(self.indices))
 
     def replace(self, **changes):
-        """The plan with another `attention` or other `layers`."""
+        """These targets with another `attention` or other `layers`."""
         return dataclasses.replace(self, **changes)
 
     def make_adapters(self):
@@ -270,8 +270,8 @@ class ConversionPlan:
         return tuple(sites)
 
 
-def plan_conversion(model, attention, layers=None):
-    """Makes the plan of a conversion; does not change the model.
+def choose_targets(model, attention, layers=None):
+    """The targets of a conversion; the model does not change.
 
     Args:
         model: A built model or layer.
@@ -280,7 +280,7 @@ def plan_conversion(model, attention, layers=None):
             a pattern, which selects the layers itself.
 
     Returns:
-        A `ConversionPlan`.
+        `ConversionTargets`.
 
     Raises:
         ValueError: If the model has no layer that can be replaced, or not these layers,
@@ -296,7 +296,7 @@ def plan_conversion(model, attention, layers=None):
             )
         attention, layers = expand_pattern(attention, len(sites))
     attention = normalize_spec(attention)
-    return ConversionPlan(model, sites, attention, _check_layers(layers, len(sites)))
+    return ConversionTargets(model, sites, attention, _check_layers(layers, len(sites)))
 
 
 def build_adapter(adapter, site):

@@ -218,7 +218,7 @@ def batches(data, name="calibrate"):
 
 
 def fit(adapters, sites, records):
-    """Fits the kernels of built adapters, where possible, to the layers' inputs.
+    """Fits the layers of built adapters, where possible, to the original inputs.
 
     Args:
         adapters: List of `AttentionAdapter`.
@@ -226,32 +226,32 @@ def fit(adapters, sites, records):
         records: From `trace` of the original, in the same order.
     """
     for adapter, site, calls in zip(adapters, sites, records, strict=True):
-        if adapter.kernel.can_calibrate:
-            _fit_one(adapter.kernel, site, calls)
+        if adapter.attention.can_calibrate:
+            _fit_one(adapter.attention, site, calls)
 
 
 def can_fit(adapters):
-    """Whether one of the kernels has something to fit."""
-    return any(adapter.kernel.can_calibrate for adapter in adapters)
+    """Whether one of the layers has something to fit."""
+    return any(adapter.attention.can_calibrate for adapter in adapters)
 
 
 def check_can_fit(adapters):
-    """Raises `ValueError` if no kernel has anything to fit."""
+    """Raises `ValueError` if no layer has anything to fit."""
     if not can_fit(adapters):
         raise ValueError(
-            f"{kernel_names(adapters)} with these options has nothing to fit, and "
+            f"{layer_names(adapters)} with these options has nothing to fit, and "
             "`calibrate` no use but for layers='auto'. VQAttention has, and "
             "PerformerAttention with `calibrated=True`."
         )
 
 
-def kernel_names(adapters):
+def layer_names(adapters):
     """The distinct names of the efficient layers."""
-    names = [type(adapter.kernel).__name__ for adapter in adapters]
+    names = [type(adapter.attention).__name__ for adapter in adapters]
     return ", ".join(dict.fromkeys(names))
 
 
-def _fit_one(kernel, site, calls):
+def _fit_one(attention, site, calls):
     queries, keys, causal = [], [], []
     same = all(call.query is call.key for call in calls)
     for call in calls:
@@ -261,10 +261,10 @@ def _fit_one(kernel, site, calls):
             queries.append(_with_mask(call.query, mask))
         causal.append(call.arguments.get("use_causal_mask", site.is_causal))
     options = {} if same else {"query": queries}
-    if kernel.calibrates_beyond_window:
+    if attention.calibrates_beyond_window:
         # Causality determines which keys are beyond the window.
         options["use_causal_mask"] = all(causal)
-    kernel.calibrate(keys, **options)
+    attention.calibrate(keys, **options)
 
 
 def _with_mask(x, mask):

@@ -198,7 +198,7 @@ def assert_same_outputs(first, second, data, tolerance=1e-5):
         np.testing.assert_allclose(new, old, rtol=0, atol=tolerance * np.max(abs(old)))
 
 
-def kernels(model):
+def efficient_layers(model):
     """The efficient layers that replaced a model's own, in order."""
     layers = model._flatten_layers()
-    return [layer.kernel for layer in layers if isinstance(layer, AttentionAdapter)]
+    return [layer.attention for layer in layers if isinstance(layer, AttentionAdapter)]

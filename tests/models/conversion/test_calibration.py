@@ -38,7 +38,7 @@ def test_queries_and_keys_are_fitted_as_the_model_rotates_them():
     backbone = families.make("llama")
     efficient = convert_backbone(backbone, families.LOCAL)
     old = find_sites(backbone)[0].layer
-    new = families.kernels(efficient)[0]
+    new = families.efficient_layers(efficient)[0]
     x = np.random.default_rng(0).normal(size=(2, 6, 16)).astype("float32")
     for project, dense in (
         (new._projected_query, old._query_dense),

@@ -45,7 +45,7 @@ def test_exact_attention_leaves_every_family_as_it_is(name):
     # The stock and the generated class, with the same weights in the same order.
     assert isinstance(efficient, backbone_class)
     assert type(efficient) is efficient_backbone(backbone_class)
-    kept = [w for w in efficient.weights if "/kernel/" not in w.path]
+    kept = [w for w in efficient.weights if "/efficient_attention/" not in w.path]
     if name in ("mixtral", "siglip_vision", "dinov2", "t5"):
         # Keras numbers unnamed layers across all models.
         assert [w.shape for w in kept] == [w.shape for w in backbone.weights]
@@ -53,10 +53,10 @@ def test_exact_attention_leaves_every_family_as_it_is(name):
         assert [w.path for w in kept] == paths(backbone)
     # Encoder-decoders have two per layer.
     both = name in ("bart", "whisper", "t5")
-    assert len(families.kernels(efficient)) == (4 if both else 2)
+    assert len(families.efficient_layers(efficient)) == (4 if both else 2)
 
     # Changes of the copy do not affect the original.
-    assert not families.kernels(backbone)
+    assert not families.efficient_layers(backbone)
     for weight in efficient.weights:
         weight.assign(np.zeros(weight.shape))
     for now, then in zip(backbone.get_weights(), weights, strict=True):
@@ -139,14 +139,18 @@ def test_a_layer_that_is_left_out_keeps_softmax():
         first, second = efficient.transformer_layers
         assert type(first._self_attention_layer) is keras.layers.MultiHeadAttention
         layer = second._self_attention_layer
-        assert isinstance(layer.kernel, PerformerAttention)
-        assert (layer.kernel.num_heads, layer.kernel.key_dim, layer.kernel.dropout) == (
+        assert isinstance(layer.attention, PerformerAttention)
+        assert (
+            layer.attention.num_heads,
+            layer.attention.key_dim,
+            layer.attention.dropout,
+        ) == (
             2,
             8,
             0.1,
         )
         assert efficient.get_config()["attention_layers"] == [1]
-    assert layer.kernel.num_features is None
+    assert layer.attention.num_features is None
 
 
 def test_each_layer_may_have_another_attention(tmp_path):
@@ -155,7 +159,7 @@ def test_each_layer_may_have_another_attention(tmp_path):
     attention = [LocalAttention(1, 2, window=2), "vq:window=1,num_codes=3"]
     # Codes are fitted; the window has nothing to fit.
     both = convert_backbone(backbone, attention, calibrate=data)
-    local, vq = families.kernels(both)
+    local, vq = families.efficient_layers(both)
     assert isinstance(local, LocalAttention) and local.window == 2
     assert isinstance(vq, VQAttention) and vq.num_codes == 3
     file = tmp_path / "model.keras"
@@ -166,7 +170,9 @@ def test_each_layer_may_have_another_attention(tmp_path):
         convert_backbone(backbone, attention[0], [0]),
         convert_backbone(backbone, attention[1], [1], calibrate=data),
     ]
-    np.testing.assert_array_equal(families.kernels(alone[1])[0].codebook, vq.codebook)
+    np.testing.assert_array_equal(
+        families.efficient_layers(alone[1])[0].codebook, vq.codebook
+    )
 
     def error(converted):
         (old,), (new,) = (families.outputs(m, data) for m in (backbone, converted))
@@ -435,7 +441,7 @@ def test_what_t5_refuses():
     block = backbone.encoder_transformer_layers[1]
     with pytest.raises(ValueError, match="convert the whole model"):
         replace_attention(block, "local")
-    assert not families.kernels(backbone)
+    assert not families.efficient_layers(backbone)
     converted = convert_backbone(backbone, "local")
     states = np.zeros((1, 4, 16), "float32")
     with pytest.raises(ValueError, match=r"attention_mask.shape=\(1, 4, 4\)"):

@@ -26,8 +26,8 @@ def losses(teacher, student, data, **options):
 
 
 def learned_weights(model):
-    kernels = families.kernels(model)
-    return [ops.convert_to_numpy(w) for k in kernels for w in k.trainable_weights]
+    layers = families.efficient_layers(model)
+    return [ops.convert_to_numpy(w) for k in layers for w in k.trainable_weights]
 
 
 def output_error(teacher, student, data):
@@ -74,7 +74,9 @@ def test_a_dropped_window_leaves_the_estimate_of_all_keys():
     student = convert_backbone(teacher, LEARNED)
     alone = convert_backbone(teacher, LEARNED.replace(",window=2", ""))
     for ours, theirs in zip(
-        families.kernels(alone), families.kernels(student), strict=True
+        families.efficient_layers(alone),
+        families.efficient_layers(student),
+        strict=True,
     ):
         ours.set_weights(theirs.get_weights())
     report = swap_report(teacher, alone, data).layers
@@ -82,7 +84,7 @@ def test_a_dropped_window_leaves_the_estimate_of_all_keys():
     # The first step uses the given rate.
     found = losses(teacher, student, data, epochs=0, window_dropout=1, **STILL)
     assert found == {"transfer": pytest.approx([expected], rel=1e-3)}
-    assert [kernel.window for kernel in families.kernels(student)] == [2, 2]
+    assert [layer.window for layer in families.efficient_layers(student)] == [2, 2]
 
 
 def test_stages_train_what_they_should(tmp_path):
@@ -136,8 +138,8 @@ def test_the_factor_of_the_window_learns_alone():
     options = dict(transfer_epochs=12, epochs=0, window_dropout=0, verbose=0)
     before = output_error(teacher, student, data)
     loss = losses(teacher, student, data, transfer_learning_rate=0.1, **options)
-    kernels = families.kernels(student)
-    (names,) = {tuple(w.name for w in k.trainable_weights) for k in kernels}
+    layers = families.efficient_layers(student)
+    (names,) = {tuple(w.name for w in k.trainable_weights) for k in layers}
     assert names == ("window_log_factor",)
     assert all(np.abs(factor).max() > 0.01 for factor in learned_weights(student))
     assert loss["transfer"][-1] < loss["transfer"][0]
@@ -259,13 +261,15 @@ def test_with_lora_neither_heads_nor_biases_train():
     data = families.inputs(backbone)
     before = {w.path: ops.convert_to_numpy(w) for w in student.weights}
     distill(teacher, student, data, epochs=3, lora_rank=2, verbose=0)
-    own = {w.path for k in families.kernels(student) for w in k.trainable_weights}
+    own = {
+        w.path for k in families.efficient_layers(student) for w in k.trainable_weights
+    }
     still = [w for w in student.weights if w.path in before and w.path not in own]
     assert {"logits/kernel", "logits/bias"} <= {
         "/".join(w.path.split("/")[-2:]) for w in still
     }
     for weight in still:
-        # Merged LoRA is no part of a kernel.
+        # Merged LoRA is no part of an efficient layer.
         np.testing.assert_array_equal(ops.convert_to_numpy(weight), before[weight.path])
     factors = [w for w in student.trainable_weights if "lora_kernel_b" in w.path]
     assert len(factors) == 4
