@@ -22,8 +22,6 @@ from keras_efficient_attn.models import (
 from keras_efficient_attn.models.conversion.adapters import bucket_distances
 from tests.models.conversion import families
 
-BACKEND = keras.backend.backend()
-
 
 def hide(monkeypatch, owner, name):
     """Takes an attribute from all objects of a class."""
@@ -89,22 +87,25 @@ KERAS = [
         lambda m, a: keras_hub_internals.hidden_layers(m, [a]).__enter__(),
     ),
 ]
-if BACKEND == "torch":
-    KERAS.append(
+# On the backend that has it.
+ONE_BACKEND = {
+    "torch": [
         (
             keras.Layer,
             "_track_variables",
             lambda m, a: keras_internals.track_parameters(m),
         )
-    )
-if BACKEND == "jax":
-    KERAS.append(
+    ],
+    "jax": [
         (
             keras.Model,
             "jax_state_sync",
             lambda m, a: keras_internals.update_variables(m),
         )
-    )
+    ],
+}
+CASES = [pytest.param(*case, marks=pytest.mark.any_backend) for case in KERAS]
+CASES += ONE_BACKEND.get(keras.backend.backend(), [])
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,7 @@ def test_what_was_fitted_is_saved(name, attention, tmp_path):
         families.assert_same_outputs(efficient, loaded, data)
 
 
+@pytest.mark.any_backend
 def test_chosen_layers_keep_what_was_fitted():
     backbone = families.make("distil_bert")
     data = families.inputs(backbone)

@@ -127,6 +127,7 @@ def test_mistral_keys_out_of_its_window_are_no_padding():
     families.assert_same_outputs(windowed, kept, data)
 
 
+@pytest.mark.any_backend
 def test_a_layer_that_is_left_out_keeps_softmax():
     backbone = families.make("bert")
     for attention in (
@@ -153,6 +154,7 @@ def test_a_layer_that_is_left_out_keeps_softmax():
     assert layer.attention.num_features is None
 
 
+@pytest.mark.any_backend
 def test_each_layer_may_have_another_attention(tmp_path):
     backbone = families.make("distil_bert")
     data = families.inputs(backbone)
@@ -291,6 +293,7 @@ np.savez(folder + "/outputs.npz", loaded=output)
 """
 
 
+@pytest.mark.any_backend
 def test_classes_are_made_when_a_file_names_them(tmp_path):
     backbone = convert_backbone(families.make("bert"), INEXACT)
     backbone.save(tmp_path / "model.keras")
@@ -340,6 +343,7 @@ def test_each_model_is_walked_once(monkeypatch):
         assert len(walked) == len({id(model) for model in walked}) == models, options
 
 
+@pytest.mark.any_backend
 def test_a_gaussian_kernel_is_not_softmax():
     """It weighs the trained keys by their distance, and so by their norms."""
     backbone = families.make("gpt2", num_layers=1)

@@ -178,6 +178,7 @@ def test_a_block_and_a_subclassed_model_load(tmp_path):
         replace_attention(hidden, "local:window=2")
 
 
+@pytest.mark.any_backend
 def test_cross_attention_stays():
     short, long = keras.Input((5, 8)), keras.Input((9, 8))
     cross, own = (keras.layers.MultiHeadAttention(2, 4, name=n) for n in "ab")
@@ -189,6 +190,7 @@ def test_cross_attention_stays():
     assert [type(layer) for layer in model.layers].count(type(cross)) == 1
 
 
+@pytest.mark.any_backend
 def test_refusals_leave_the_model_as_it_is():
     model = make_model()
     with pytest.raises(ValueError, match=r"from 0 to 3.*layers=\[4\]"):
@@ -256,6 +258,7 @@ class BandedDecoder(keras_hub.layers.TransformerDecoder):
         return ops.triu(mask, -1)
 
 
+@pytest.mark.any_backend
 def test_blocks_with_other_masks_are_refused():
     shape = (None, None, 8)
     banded = BandedDecoder(8, 2)

@@ -280,6 +280,7 @@ def test_texts_are_learned_by_fit():
     assert model.generate(["cd", "ab"]) == ["yz", "x"]
 
 
+@pytest.mark.any_backend
 def test_what_cannot_generate_says_so():
     with pytest.raises(ValueError, match="architecture='decoder'"):
         EfficientSeq2SeqLM(make_backbone("defaults"))
