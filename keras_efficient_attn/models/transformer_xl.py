@@ -261,12 +261,8 @@ class Segments(keras.utils.PyDataset):
 
     def __init__(self, tokens, batch_size, length, **kwargs):
         super().__init__(**kwargs)
-        for argument, received in (("batch_size", batch_size), ("length", length)):
-            if not isinstance(received, int) or received < 1:
-                raise ValueError(
-                    f"`{argument}` must be a positive integer. Received: "
-                    f"{argument}={received!r}"
-                )
+        check_positive_int("batch_size", batch_size)
+        check_positive_int("length", length)
         self.batch_size = batch_size
         self.length = length
         documents = tokens if isinstance(tokens, list | tuple) else None

@@ -30,10 +30,9 @@ def attention_spec(attention):
     if isinstance(attention, keras.layers.MultiHeadAttention):
         return keras.saving.serialize_keras_object(attention)
     raise TypeError(
-        "`attention` must be a name such as 'performer:feature_map=elu', the "
-        "configuration of a layer, a layer that is a "
-        "`keras.layers.MultiHeadAttention`, or a list of them. Received: "
-        f"attention={attention!r}"
+        "`attention` must be a name such as 'performer:feature_map=elu', a layer that "
+        "is a `keras.layers.MultiHeadAttention`, or its configuration (to convert a "
+        f"model, also its class); or a list of these. Received: attention={attention!r}"
     )
 
 

@@ -1,5 +1,6 @@
 """Backbones of KerasHub with efficient attention: conversion and classes."""
 
+import dataclasses
 import functools
 import inspect
 import warnings
@@ -207,7 +208,7 @@ def _within_budget(targets, inputs, budget):
     attention = targets.attention
     if isinstance(attention, list):
         attention = [attention[index] for index in layers]
-    chosen = targets.replace(attention=attention, layers=layers)
+    chosen = dataclasses.replace(targets, attention=attention, layers=layers)
     return make_copy(chosen, [fitted[index] for index in layers])
 
 
@@ -382,20 +383,15 @@ def hide_adapter_weights(model, sites):
     Returns:
         A context manager.
     """
-    adapters = [site.layer for site in sites if site.is_converted]
-    return hidden_layers(
-        model, [layer for adapter in adapters for layer in _own_layers(adapter)]
-    )
-
-
-def _own_layers(adapter):
-    """The layers of an adapter that the host does not have."""
-    kept = {
-        id(layer)
-        for projection in projections(adapter).values()
-        for layer in flat_layers(projection)
-    }
-    return [layer for layer in flat_layers(adapter)[1:] if id(layer) not in kept]
+    hidden = []
+    for adapter in (site.layer for site in sites if site.is_converted):
+        kept = {
+            id(layer)
+            for projection in projections(adapter).values()
+            for layer in flat_layers(projection)
+        }
+        hidden += [x for x in flat_layers(adapter)[1:] if id(x) not in kept]
+    return hidden_layers(model, hidden)
 
 
 def _register_entries():

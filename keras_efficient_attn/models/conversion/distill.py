@@ -4,7 +4,6 @@ import collections
 import contextlib
 import itertools
 import math
-import numbers
 import os
 
 import keras
@@ -23,8 +22,9 @@ from keras_efficient_attn.models.conversion.distillation_stages import (
 from keras_efficient_attn.models.conversion.sites import find_sites
 from keras_efficient_attn.models.conversion.trace import batches
 from keras_efficient_attn.ops.common.checks import (
+    check_int,
     check_positive_int,
-    is_positive_int,
+    is_number,
 )
 
 WARM_UP = 1 / 20
@@ -129,10 +129,17 @@ def distill(
         - [Zhang et al., 2024](https://arxiv.org/abs/2402.04347), Hedgehog
     """
     _check_models(teacher, student)
-    _check_numbers(transfer_epochs, epochs, window_dropout)
+    check_int("transfer_epochs", transfer_epochs, 0)
+    check_int("epochs", epochs, 0)
+    if not is_number(window_dropout) or not 0 <= window_dropout <= 1:
+        raise ValueError(
+            "`window_dropout` must be a number from 0 to 1. Received: "
+            f"window_dropout={window_dropout!r}"
+        )
     check_positive_int("lora_rank", lora_rank, optional=True)
     adapters = backbone_of(student).attention_adapters
-    data = _fit_data(data)
+    if isinstance(data, dict | list | tuple) or hasattr(data, "shape"):
+        data = BatchList(batches(data, "data"))
     steps = _steps_per_epoch(data, steps_per_epoch)
     # In an order of its own, an epoch that is resumed would read other batches.
     options = dict(verbose=verbose, steps_per_epoch=steps_per_epoch, shuffle=False)
@@ -224,27 +231,6 @@ def _check_models(teacher, student):
             "`teacher` and `student` must have as many self-attention layers. "
             f"Received: {old} and {new}"
         )
-
-
-def _check_numbers(transfer_epochs, epochs, window_dropout):
-    for name, value in (("transfer_epochs", transfer_epochs), ("epochs", epochs)):
-        if value != 0 and not is_positive_int(value):
-            raise ValueError(
-                f"`{name}` must be an integer of at least 0. Received: {name}={value!r}"
-            )
-    number = isinstance(window_dropout, numbers.Real)
-    if not number or not 0 <= window_dropout <= 1:
-        raise ValueError(
-            "`window_dropout` must be a number from 0 to 1. Received: "
-            f"window_dropout={window_dropout!r}"
-        )
-
-
-def _fit_data(data):
-    """The data as `fit` takes it."""
-    if isinstance(data, dict | list | tuple) or hasattr(data, "shape"):
-        return BatchList(batches(data, "data"))
-    return data
 
 
 @contextlib.contextmanager

@@ -140,7 +140,7 @@ def swap_report(original, converted, inputs):
         )
     calls = old_attention[-1]
     last = valid_rows(old[-1], calls[-1]) if calls else None
-    return SwapReport(errors, path_errors(original, converted, new, inputs, last))
+    return SwapReport(errors, _path_errors(original, converted, new, inputs, last))
 
 
 def _attention_and_blocks(model, sites, inputs):
@@ -181,7 +181,7 @@ class PathError:
         return [self.path, *("-" if v is None else f"{v:.4f}" for v in values)]
 
 
-def path_errors(original, converted, sites, inputs, rows):
+def _path_errors(original, converted, sites, inputs, rows):
     """A list of `PathError`: the whole model and, if there are two paths, each path.
 
     Args:
@@ -192,19 +192,19 @@ def path_errors(original, converted, sites, inputs, rows):
     """
     is_task = isinstance(original, keras_hub.models.Task)
     compare = _compare_logits if is_task else _compare_states
-    expected = last_output(original, inputs)
+    expected = _last_output(original, inputs)
     paths = {WHOLE: contextlib.nullcontext}
     if any(map(has_two_paths, sites)):
         paths |= PATHS
     errors = []
     for name, path in paths.items():
         with path(sites):
-            found = last_output(converted, inputs)
+            found = _last_output(converted, inputs)
         errors.append(PathError(name, *compare(expected, found, rows)))
     return errors
 
 
-def last_output(model, inputs):
+def _last_output(model, inputs):
     """A model's logits or last hidden states, as a float64 array.
 
     With several outputs: the decoder's, or the output with a known name, or the last
@@ -219,7 +219,7 @@ def last_output(model, inputs):
     return ops.convert_to_numpy(ops.cast(output, "float32")).astype("float64")
 
 
-def text_means(states, rows):
+def _text_means(states, rows):
     """Mean hidden states of texts, `(batch, dim)`; two axes are returned unchanged.
 
     Args:
@@ -233,23 +233,18 @@ def text_means(states, rows):
     return np.einsum("btd,bt->bd", states, kept) / number
 
 
-def logit_divergence(old, new, rows):
-    """The mean of `KL(softmax(old) ‖ softmax(new))` over positions that count."""
-    if rows is not None and old.shape[:-1] == rows.shape:
-        old, new = old[rows], new[rows]
-    old, new = (x - np.logaddexp.reduce(x, -1, keepdims=True) for x in (old, new))
-    return float(np.sum(np.exp(old) * (old - new), axis=-1).mean())
-
-
 def _compare_states(old, new, rows):
-    old, new = text_means(old, rows), text_means(new, rows)
+    """The cosine of texts' mean states, and neither divergence nor agreement."""
+    old, new = _text_means(old, rows), _text_means(new, rows)
     norms = np.linalg.norm(old, axis=-1) * np.linalg.norm(new, axis=-1)
     return float(np.mean(np.sum(old * new, axis=-1) / norms)), None, None
 
 
 def _compare_logits(old, new, rows):
-    divergence = logit_divergence(old, new, rows)
+    """No cosine, the mean of `KL(softmax(old) ‖ softmax(new))`, and the agreement."""
+    if rows is not None and old.shape[:-1] == rows.shape:
+        old, new = old[rows], new[rows]
     same = old.argmax(-1) == new.argmax(-1)
-    if rows is not None and same.shape == rows.shape:
-        same = same[rows]
-    return None, divergence, float(np.mean(same))
+    old, new = (x - np.logaddexp.reduce(x, -1, keepdims=True) for x in (old, new))
+    divergence = np.sum(np.exp(old) * (old - new), axis=-1)
+    return None, float(divergence.mean()), float(np.mean(same))

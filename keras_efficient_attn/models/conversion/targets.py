@@ -15,6 +15,7 @@ from keras_efficient_attn.layers.keras_internals import (
     replace_child,
     track_parameters,
 )
+from keras_efficient_attn.models.blocks.attention import attention_spec
 from keras_efficient_attn.models.conversion.sites import find_sites
 from keras_efficient_attn.models.keras_hub_internals import (
     refuse_other_masks,
@@ -78,31 +79,11 @@ def expand_pattern(pattern, count):
     return [names[i % len(names)] for i in layers], layers
 
 
-def specs_per_layer(spec, count):
-    """The specification of each replaced layer, a list.
-
-    Args:
-        spec: From `normalize_spec`.
-        count: Number of the layers.
-
-    Raises:
-        ValueError: If the specification is a list of another length.
-    """
-    if not isinstance(spec, list):
-        return [spec] * count
-    if len(spec) != count:
-        raise ValueError(
-            "`attention`, as a list, must have one entry for each layer that is "
-            f"replaced, which are {count}. Received: a list of {len(spec)}"
-        )
-    return spec
-
-
 def make_adapter(spec, site):
     """The adapter for a site, with its efficient layer; not built and not installed.
 
     Args:
-        spec: The specification of one layer, from `specs_per_layer`.
+        spec: The specification of one layer, from `ConversionTargets.specs`.
         site: An `AttentionSite`.
 
     Raises:
@@ -129,19 +110,11 @@ def make_adapter(spec, site):
 
 
 def _normalize_one(attention):
-    multi_head = keras.layers.MultiHeadAttention
-    if isinstance(attention, type) and issubclass(attention, multi_head):
+    layer_class = keras.layers.MultiHeadAttention
+    if isinstance(attention, type) and issubclass(attention, layer_class):
         # The model determines its sizes.
         attention = attention(num_heads=1, key_dim=2)
-    if isinstance(attention, multi_head):
-        return keras.saving.serialize_keras_object(attention)
-    if isinstance(attention, str | dict):
-        return attention
-    raise TypeError(
-        "`attention` must be a name such as 'performer:window=32', a layer that is a "
-        "`keras.layers.MultiHeadAttention`, its configuration or its class; or a list "
-        f"of these. Received: attention={attention!r}"
-    )
+    return attention_spec(attention)
 
 
 def _class_and_options(spec):
@@ -192,7 +165,13 @@ class ConversionTargets:
     layers: list | None
 
     def __post_init__(self):
-        specs_per_layer(self.attention, len(self.indices))
+        count = len(self.indices)
+        if isinstance(self.attention, list) and len(self.attention) != count:
+            raise ValueError(
+                "`attention`, as a list, must have one entry for each layer that is "
+                f"replaced, which are {count}. Received: a list of "
+                f"{len(self.attention)}"
+            )
         for stack in self.shared_stacks:
             kept = [index for index in stack if index not in self.indices]
             if len(kept) < len(stack) and not all(
@@ -226,11 +205,9 @@ class ConversionTargets:
     @property
     def specs(self):
         """The specifications of `chosen_sites`, a list."""
-        return specs_per_layer(self.attention, len(self.indices))
-
-    def replace(self, **changes):
-        """These targets with another `attention` or other `layers`."""
-        return dataclasses.replace(self, **changes)
+        if isinstance(self.attention, list):
+            return self.attention
+        return [self.attention] * len(self.indices)
 
     def make_adapters(self):
         """New adapters for `chosen_sites`, which are not built.
