@@ -7,7 +7,7 @@ import keras_hub
 import numpy as np
 import pytest
 from keras import ops
-from keras_hub.src.models.qwen3_5 import qwen3_5_gated_delta_net as qwen
+from keras_hub.src.models.qwen3_5 import qwen3_5_gated_delta_net as qwen_module
 from keras_hub.src.models.t5.t5_multi_head_attention import T5MultiHeadAttention
 from keras_hub.src.models.t5.t5_transformer_layer import T5TransformerLayer
 
@@ -21,6 +21,7 @@ from keras_efficient_attn.models import (
 )
 from keras_efficient_attn.models.conversion.adapters import bucket_distances
 from tests.models.conversion import families
+from tests.models.conversion.test_accelerate import qwen
 
 
 def hide(monkeypatch, owner, name):
@@ -190,20 +191,8 @@ def generate(task_class, name):
     return lambda: task.generate(data, stop_token_ids=None)
 
 
-def qwen_backbone():
-    backbone = keras_hub.models.Qwen3_5Backbone(
-        vocabulary_size=50,
-        num_layers=1,
-        num_query_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        hidden_dim=16,
-        intermediate_dim=24,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-    )
+def accelerate_qwen():
+    backbone = qwen()
     keras_hub_internals.gated_delta_net_with.cache_clear()
     return lambda: accelerate(backbone)
 
@@ -219,9 +208,9 @@ KERAS_HUB = [
     (BART, "_build_cache", lambda: generate(BART, "bart")),
     (BART, "call_decoder_with_cache", lambda: generate(BART, "bart")),
     (BART, "_initialize_cache", lambda: generate(BART, "bart")),
-    (qwen, "Qwen3_5GatedDeltaNet", qwen_backbone),
-    (qwen, "_chunk_gated_delta_rule", qwen_backbone),
-    (qwen, "_recurrent_gated_delta_rule", qwen_backbone),
+    (qwen_module, "Qwen3_5GatedDeltaNet", accelerate_qwen),
+    (qwen_module, "_chunk_gated_delta_rule", accelerate_qwen),
+    (qwen_module, "_recurrent_gated_delta_rule", accelerate_qwen),
 ]
 
 
@@ -242,8 +231,8 @@ def test_a_missing_part_of_keras_hub_is_named(monkeypatch, owner, name, make):
 
 @pytest.mark.any_backend
 def test_a_missing_module_of_keras_hub_is_named(monkeypatch):
-    use = qwen_backbone()
-    monkeypatch.setitem(sys.modules, qwen.__name__, None)
+    use = accelerate_qwen()
+    monkeypatch.setitem(sys.modules, qwen_module.__name__, None)
     with pytest.raises(MissingPart, match="src.models.qwen3_5.qwen3_5_gated_delta_net"):
         use()
 
@@ -270,10 +259,9 @@ def test_a_missing_attribute_of_an_attention_layer_is_named(family, name):
 
 @pytest.mark.any_backend
 def test_a_call_that_uses_other_rules_is_not_accelerated(monkeypatch):
-    use = qwen_backbone()
-    monkeypatch.setattr(
-        qwen.Qwen3_5GatedDeltaNet, "call", lambda self, hidden_states: hidden_states
-    )
+    use = accelerate_qwen()
+    layer_class = qwen_module.Qwen3_5GatedDeltaNet
+    monkeypatch.setattr(layer_class, "call", lambda self, hidden_states: hidden_states)
     with pytest.raises(MissingPart, match="_chunk_gated_delta_rule"):
         use()
 

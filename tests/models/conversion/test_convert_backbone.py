@@ -176,13 +176,11 @@ def test_each_layer_may_have_another_attention(tmp_path):
         families.efficient_layers(alone[1])[0].codebook, vq.codebook
     )
 
-    def error(converted):
-        (old,), (new,) = (families.outputs(m, data) for m in (backbone, converted))
-        return np.linalg.norm(new - old) / np.linalg.norm(old)
-
-    errors = [error(model) for model in alone]
+    *errors, of_both = (
+        families.output_error(model, backbone, data) for model in (*alone, both)
+    )
     least = int(np.argmin(errors))
-    budget = (errors[least] + max(error(both), *errors)) / 2
+    budget = (errors[least] + max(of_both, *errors)) / 2
     chosen = convert_backbone(
         backbone, attention, "auto", calibrate=data, budget=budget
     )
