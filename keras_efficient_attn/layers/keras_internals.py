@@ -1,7 +1,7 @@
 """All uses of undocumented parts of Keras, one function each.
 
-They are known to work with Keras 3.15. Each function asks for what it needs by `part`,
-which names what another version does not have.
+They are known to work with Keras 3.15. Each function asks for what it needs
+by `require`, which names what another version does not have.
 """
 
 import keras
@@ -24,7 +24,7 @@ EVERY_LAYER_HAS = ("query", "key", "value", "dropout", "output")
 _MISSING = object()
 
 
-class MissingPart(RuntimeError):
+class MissingAttribute(RuntimeError):
     """An undocumented part of a library that the installed version does not have.
 
     Args:
@@ -44,18 +44,18 @@ class MissingPart(RuntimeError):
         )
 
 
-def part(owner, name, library=keras, tested_version=TESTED_VERSION):
+def require(owner, name, library=keras, tested_version=TESTED_VERSION):
     """An undocumented attribute of an object, a class or a module.
 
     Args:
-        owner, name, library, tested_version: As for `MissingPart`.
+        owner, name, library, tested_version: As for `MissingAttribute`.
 
     Raises:
-        MissingPart: If the installed version does not have it.
+        MissingAttribute: If the installed version does not have it.
     """
     found = getattr(owner, name, _MISSING)
     if found is _MISSING:
-        raise MissingPart(owner, name, library, tested_version)
+        raise MissingAttribute(owner, name, library, tested_version)
     return found
 
 
@@ -74,7 +74,7 @@ def projections(layer):
         if held is not None:
             found[name] = held
         elif name in EVERY_LAYER_HAS:
-            raise MissingPart(layer, f"_{attribute}")
+            raise MissingAttribute(layer, f"_{attribute}")
     return found
 
 
@@ -88,7 +88,7 @@ def set_projection(layer, name, projection):
 
 def tracked_layers(layer):
     """The layers that a layer tracks, in the order of its attributes."""
-    return part(layer, "_layers")
+    return require(layer, "_layers")
 
 
 def child_layers(layer):
@@ -126,7 +126,7 @@ def set_dtype_policy(layer, policy):
 
     Keras' setter changes the layer's entry in a `DTypePolicyMap`, and not the policy.
     """
-    part(layer, "_dtype_policy")
+    require(layer, "_dtype_policy")
     layer._dtype_policy = policy
 
 
@@ -134,19 +134,19 @@ def lora_of(layer):
     """`(rank, alpha)` of a layer with LoRA, else `None`."""
     if not getattr(layer, "lora_enabled", False):
         return None
-    return part(layer, "lora_rank"), part(layer, "lora_alpha")
+    return require(layer, "lora_rank"), require(layer, "lora_alpha")
 
 
 def lora_variables(model):
     """The factors of LoRA below a model that train: `lora_kernel_a` and so on."""
     if not any(v.name.startswith("lora_") for v in model.weights):
-        raise MissingPart(model, "lora_kernel_a")
+        raise MissingAttribute(model, "lora_kernel_a")
     return [v for v in model.trainable_variables if v.name.startswith("lora_")]
 
 
 def call_arguments(layer):
     """The arguments of a layer's calls in a Functional graph."""
-    return [part(node, "arguments") for node in part(layer, "_inbound_nodes")]
+    return [require(node, "arguments") for node in require(layer, "_inbound_nodes")]
 
 
 def attributes_that_hold(parent, layer):
@@ -166,14 +166,14 @@ def attributes_that_hold(parent, layer):
 
 
 def check_can_replace(parent, layer):
-    """Raises `MissingPart` if `replace_child` could not replace a layer of a parent."""
-    part(part(parent, "_tracker"), "replace_tracked_value")
+    """Raises `MissingAttribute` if `replace_child` cannot replace a parent's layer."""
+    require(require(parent, "_tracker"), "replace_tracked_value")
     if isinstance(parent, keras.Function):
-        part(parent, "_operations_by_depth")
-        part(layer, "_outbound_nodes")
-        for node in part(layer, "_inbound_nodes"):
-            for tensor in part(node, "outputs"):
-                part(tensor, "_keras_history")
+        require(parent, "_operations_by_depth")
+        require(layer, "_outbound_nodes")
+        for node in require(layer, "_inbound_nodes"):
+            for tensor in require(node, "outputs"):
+                require(tensor, "_keras_history")
 
 
 def replace_child(parent, old, new):
@@ -218,7 +218,7 @@ def track_parameters(model):
     """Registers variables added to a built model with PyTorch."""
     if backend_name() == "torch":
         for layer in flat_layers(model):
-            part(layer, "_track_variables")()
+            require(layer, "_track_variables")()
 
 
 def forget_compiled(model):
@@ -238,4 +238,4 @@ def forget_compiled(model):
 def update_variables(model):
     """Gives a model's variables the values that a running `fit` has on JAX."""
     if backend_name() == "jax":
-        part(model, "jax_state_sync")()
+        require(model, "jax_state_sync")()

@@ -28,7 +28,7 @@ ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
 # In a layout map: attention layers, `cross_attention` too, and their sublayers.
 ATTENTION = ".*attention"
 # Other names in the constructor's scope.
-NOT_OURS = ("self", "__class__", "dtype", "name", "trainable")
+OTHER_LOCALS = ("self", "__class__", "dtype", "name", "trainable")
 # The arguments that accept a shorthand value or a dict of fields.
 OPTIONS = {
     "residual": ResidualOptions,
@@ -169,7 +169,7 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         # The arguments that describe the backbone, by name. Without **kwargs, because
         # Keras silently accepts unknown ones.
         options = SimpleNamespace(
-            **{key: value for key, value in locals().items() if key not in NOT_OURS}
+            **{key: value for key, value in locals().items() if key not in OTHER_LOCALS}
         )
         _normalize(options)
         _check(options)

@@ -1,7 +1,7 @@
 """All uses of undocumented parts of KerasHub, one function each.
 
 They are known to work with KerasHub 0.32. Each function asks for what it needs by
-`hub_part`, which names what another version does not have.
+`require_from_hub`, which names what another version does not have.
 """
 
 import contextlib
@@ -13,9 +13,9 @@ import types
 import keras_hub
 
 from keras_efficient_attn.layers.keras_internals import (
-    MissingPart,
+    MissingAttribute,
     flat_layers,
-    part,
+    require,
 )
 
 LIBRARY = dict(library=keras_hub, tested_version="0.32")
@@ -23,13 +23,13 @@ LIBRARY = dict(library=keras_hub, tested_version="0.32")
 RULES = ("_chunk_gated_delta_rule", "_recurrent_gated_delta_rule")
 
 
-def hub_part(owner, name):
+def require_from_hub(owner, name):
     """An undocumented attribute of an object, a class or a module of KerasHub.
 
     Raises:
-        MissingPart: If the installed version does not have it.
+        MissingAttribute: If the installed version does not have it.
     """
-    return part(owner, name, **LIBRARY)
+    return require(owner, name, **LIBRARY)
 
 
 def t5_bias_weights(layer):
@@ -54,7 +54,7 @@ def hidden_layers(model, hidden):
         yield
         return
     ids = {id(layer) for layer in hidden}
-    flatten = part(model, "_flatten_layers")
+    flatten = require(model, "_flatten_layers")
 
     def flatten_others(*args, **kwargs):
         return [layer for layer in flatten(*args, **kwargs) if id(layer) not in ids]
@@ -69,7 +69,7 @@ def hidden_layers(model, hidden):
 def copy_lora_state(source, target):
     """Copies a backbone's list of layers with LoRA, if it has one."""
     if hasattr(source, "_lora_enabled_layers"):
-        target._lora_rank = hub_part(source, "_lora_rank")
+        target._lora_rank = require_from_hub(source, "_lora_rank")
         target._lora_enabled_layers = list(source._lora_enabled_layers)
 
 
@@ -77,7 +77,7 @@ def has_own_masks(block_class):
     """Whether a subclass of KerasHub's decoder may override its masks."""
     decoder = keras_hub.layers.TransformerDecoder
     return any(
-        hub_part(block_class, name) is not hub_part(decoder, name)
+        require_from_hub(block_class, name) is not require_from_hub(decoder, name)
         for name in ("call", "_compute_self_attention_mask")
     )
 
@@ -92,7 +92,7 @@ def refuse_other_masks(block):
     masks = "decoder_attention_mask", "attention_mask"
     if not set(masks) & set(inspect.signature(type(block).call).parameters):
         return
-    make_mask = hub_part(block, "_compute_self_attention_mask")
+    make_mask = require_from_hub(block, "_compute_self_attention_mask")
     signature = inspect.signature(make_mask)
 
     def make_mask_of_keys(*args, **kwargs):
@@ -149,7 +149,7 @@ def generation_methods(task, build_cache, call_with_cache):
     name = "call_decoder_with_cache" if is_seq2seq else "call_with_cache"
     methods = {"_build_cache": build_cache, name: call_with_cache}
     for method in methods:
-        hub_part(task, method)
+        require_from_hub(task, method)
     try:
         for method, replacement in methods.items():
             setattr(task, method, replacement)
@@ -161,7 +161,8 @@ def generation_methods(task, build_cache, call_with_cache):
 
 def empty_cross_attention_cache(task, encoder_token_ids, decoder_token_ids):
     """The cache of cross-attention of a `Seq2SeqLM` before the first position."""
-    return hub_part(task, "_initialize_cache")(encoder_token_ids, decoder_token_ids)[1]
+    initialize = require_from_hub(task, "_initialize_cache")
+    return initialize(encoder_token_ids, decoder_token_ids)[1]
 
 
 def gated_delta_nets(model):
@@ -180,9 +181,9 @@ def gated_delta_net_with(rule):
     original = _gated_delta_net()
     module, call = inspect.getmodule(original), original.call
     for name in RULES:
-        hub_part(module, name)
+        require_from_hub(module, name)
         if name not in call.__code__.co_names:
-            raise MissingPart(call, name, **LIBRARY)
+            raise MissingAttribute(call, name, **LIBRARY)
     scope = {**vars(module), **dict.fromkeys(RULES, rule)}
     call = types.FunctionType(call.__code__, scope, "call", call.__defaults__)
     return type(original.__name__, (original,), {"call": call})
@@ -193,5 +194,5 @@ def _gated_delta_net():
     try:
         module = importlib.import_module(f"keras_hub.{name}")
     except ImportError:
-        raise MissingPart(keras_hub, name, **LIBRARY) from None
-    return hub_part(module, "Qwen3_5GatedDeltaNet")
+        raise MissingAttribute(keras_hub, name, **LIBRARY) from None
+    return require_from_hub(module, "Qwen3_5GatedDeltaNet")

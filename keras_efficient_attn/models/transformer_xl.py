@@ -93,7 +93,7 @@ class TransformerXL(TaskWrapper):
         """Empties the memory of all rows."""
         # Within `fit`, the training state is newer than the variables.
         update_variables(self)
-        self._remember(self._empty_memory())
+        self._store_memory(self._empty_memory())
 
     def call(self, inputs, training=None):
         reset = None
@@ -120,7 +120,7 @@ class TransformerXL(TaskWrapper):
         backbone = self.language_model.backbone
         hidden, memory = backbone.stream(tokens, memory)
         logits = backbone.token_embedding(hidden, reverse=True)
-        self._remember(memory)
+        self._store_memory(memory)
         return logits
 
     def fit(self, x=None, y=None, *, shuffle=False, callbacks=None, **kwargs):
@@ -168,7 +168,7 @@ class TransformerXL(TaskWrapper):
             self.batch_size, max_length=None, memory_length=self.memory_length
         )
 
-    def _remember(self, memory):
+    def _store_memory(self, memory):
         for variable, x in zip(self._memory, _leaves(memory), strict=True):
             variable.assign(ops.stop_gradient(x))
 
@@ -187,10 +187,10 @@ class TransformerXL(TaskWrapper):
             callbacks = []
         elif not isinstance(callbacks, list | tuple):
             callbacks = [callbacks]
-        return [_Resets(), *callbacks]
+        return [_ResetMemory(), *callbacks]
 
 
-class _Resets(keras.callbacks.Callback):
+class _ResetMemory(keras.callbacks.Callback):
     """Empties the memory before each run over data."""
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -229,7 +229,7 @@ def _where_rows(rows, chosen, other):
 class Segments(keras.utils.PyDataset):
     """Batches whose rows continue the rows of the previous batch.
 
-    A text is cut into `batch_size` equal pieces, each treated as a document. Documents
+    A text is cut into `batch_size` equal documents. Documents
     of any length are assigned to rows in order, each to the row that has read least.
     The last segment of a document is padded, with weight 0.
 
@@ -272,7 +272,7 @@ class Segments(keras.utils.PyDataset):
                     "`tokens` must be one row of integers, or a list of them. "
                     f"Received: tokens.shape={np.shape(tokens)}"
                 )
-            documents = _equal_pieces(np.asarray(tokens), batch_size)
+            documents = _equal_documents(np.asarray(tokens), batch_size)
         self._rows = [[] for _ in range(batch_size)]
         for document in documents:
             document = np.asarray(document)
@@ -308,7 +308,7 @@ class Segments(keras.utils.PyDataset):
         return {"token_ids": tokens, "reset": reset}, targets, weights
 
 
-def _equal_pieces(text, count):
-    """`count` equal pieces; each ends with the first token of the next."""
+def _equal_documents(text, count):
+    """`count` equal documents; each ends with the first token of the next."""
     length = (len(text) - 1) // count
     return [text[i * length : (i + 1) * length + 1] for i in range(count)]

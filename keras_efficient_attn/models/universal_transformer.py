@@ -9,7 +9,7 @@ from keras_efficient_attn.layers.adaptive_computation.halting import Halting
 from keras_efficient_attn.layers.arguments import KeepsArguments
 from keras_efficient_attn.models.blocks.positions import sinusoids
 from keras_efficient_attn.models.blocks.transformer_stack import (
-    StackTrace,
+    StackResults,
     TransformerStack,
 )
 from keras_efficient_attn.models.options import Options, check_name
@@ -171,15 +171,15 @@ class UniversalTransformer(TransformerStack):
             x = x if signal is None else x + ops.cast(signal, x.dtype)
             if self.timestep_embedding is not None:
                 x = self.timestep_embedding(x, step=n)
-            x, trace = self._apply_blocks(n, x, inputs, state, training, keep_layers)
-            new_state.update(trace.state)
-            layers.extend(trace.layers)
+            x, results = self._apply_blocks(n, x, inputs, state, training, keep_layers)
+            new_state.update(results.state)
+            layers.extend(results.layers)
             return x
 
         if self.halting is None:
             for n in range(self.num_recurrences):
                 x = step(n, x)
-            return x, StackTrace(new_state, layers)
+            return x, StackResults(new_state, layers)
         running = ops.ones_like(x[..., 0], dtype="bool")
         if inputs["padding_mask"] is not None:
             real = ops.cast(inputs["padding_mask"], "bool")
@@ -195,7 +195,7 @@ class UniversalTransformer(TransformerStack):
         )
         if self.halting.ponder_cost and state is None:
             self.add_loss(self.halting.cost(ponder, running))
-        return ops.cast(output, self.compute_dtype), StackTrace(new_state, [], ponder)
+        return ops.cast(output, self.compute_dtype), StackResults(new_state, [], ponder)
 
     def compute_output_spec(self, x, *args, return_ponder=False, **kwargs):
         output = super().compute_output_spec(x)

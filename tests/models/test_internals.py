@@ -12,7 +12,7 @@ from keras_hub.src.models.t5.t5_multi_head_attention import T5MultiHeadAttention
 from keras_hub.src.models.t5.t5_transformer_layer import T5TransformerLayer
 
 from keras_efficient_attn.layers import keras_internals
-from keras_efficient_attn.layers.keras_internals import MissingPart
+from keras_efficient_attn.layers.keras_internals import MissingAttribute
 from keras_efficient_attn.models import (
     accelerate,
     convert_backbone,
@@ -120,7 +120,9 @@ def test_a_missing_part_of_keras_is_named(monkeypatch, owner, name, use):
         owner = owner(attention)
     with monkeypatch.context() as patch:
         hide(patch, owner, name)
-        with pytest.raises(MissingPart, match=rf"keras .* has no `.*\.{name}`.*3\.15"):
+        with pytest.raises(
+            MissingAttribute, match=rf"keras .* has no `.*\.{name}`.*3\.15"
+        ):
             use(model, attention)
     # Nothing was replaced.
     x = np.random.default_rng(0).normal(size=(1, 3, 8)).astype("float32")
@@ -135,7 +137,7 @@ def test_missing_options_of_lora_are_named(monkeypatch, name):
     layer = layer_with_lora()
     assert keras_internals.lora_of(layer) == (1, 1)
     hide(monkeypatch, keras.layers.Dense, name)
-    with pytest.raises(MissingPart, match=f"Dense.{name}"):
+    with pytest.raises(MissingAttribute, match=f"Dense.{name}"):
         keras_internals.lora_of(layer)
 
 
@@ -146,7 +148,7 @@ def test_missing_factors_of_lora_are_named():
     # By other names.
     for variable in model.weights:
         variable._name = f"adapter_{variable.name}"
-    with pytest.raises(MissingPart, match="Sequential.lora_kernel_a"):
+    with pytest.raises(MissingAttribute, match="Sequential.lora_kernel_a"):
         keras_internals.lora_variables(model)
 
 
@@ -157,7 +159,7 @@ def test_missing_factors_of_lora_are_named():
 def test_a_missing_projection_is_named(name):
     _, attention = functional_model()
     delattr(attention, name)
-    with pytest.raises(MissingPart, match=f"MultiHeadAttention.{name}"):
+    with pytest.raises(MissingAttribute, match=f"MultiHeadAttention.{name}"):
         keras_internals.projections(attention)
 
 
@@ -168,7 +170,7 @@ def test_a_model_is_unchanged_after_the_error(monkeypatch):
     before = ops.convert_to_numpy(model(x))
     with monkeypatch.context() as patch:
         hide(patch, tracker(attention), "replace_tracked_value")
-        with pytest.raises(MissingPart, match="Tracker.replace_tracked_value"):
+        with pytest.raises(MissingAttribute, match="Tracker.replace_tracked_value"):
             replace_attention(model, "local:window=1")
     np.testing.assert_array_equal(ops.convert_to_numpy(model(x)), before)
     with pytest.warns(UserWarning, match="compiled again"):
@@ -224,7 +226,7 @@ def test_a_missing_part_of_keras_hub_is_named(monkeypatch, owner, name, make):
     use = make()
     with monkeypatch.context() as patch:
         patch.delattr(owner, name)
-        with pytest.raises(MissingPart, match=rf"keras_hub .*\.{name}`.*0\.32"):
+        with pytest.raises(MissingAttribute, match=rf"keras_hub .*\.{name}`.*0\.32"):
             use()
     assert use() is not None
 
@@ -233,7 +235,9 @@ def test_a_missing_part_of_keras_hub_is_named(monkeypatch, owner, name, make):
 def test_a_missing_module_of_keras_hub_is_named(monkeypatch):
     use = accelerate_qwen()
     monkeypatch.setitem(sys.modules, qwen_module.__name__, None)
-    with pytest.raises(MissingPart, match="src.models.qwen3_5.qwen3_5_gated_delta_net"):
+    with pytest.raises(
+        MissingAttribute, match="src.models.qwen3_5.qwen3_5_gated_delta_net"
+    ):
         use()
 
 
@@ -253,7 +257,7 @@ def test_a_missing_attribute_of_an_attention_layer_is_named(family, name):
     for layer in keras_internals.flat_layers(backbone):
         if "Attention" in type(layer).__name__:
             delattr(layer, name)
-    with pytest.raises(MissingPart, match=rf"Attention\.{name}"):
+    with pytest.raises(MissingAttribute, match=rf"Attention\.{name}"):
         replace_attention(backbone, "local:window=2")
 
 
@@ -262,7 +266,7 @@ def test_a_call_that_uses_other_rules_is_not_accelerated(monkeypatch):
     use = accelerate_qwen()
     layer_class = qwen_module.Qwen3_5GatedDeltaNet
     monkeypatch.setattr(layer_class, "call", lambda self, hidden_states: hidden_states)
-    with pytest.raises(MissingPart, match="_chunk_gated_delta_rule"):
+    with pytest.raises(MissingAttribute, match="_chunk_gated_delta_rule"):
         use()
 
 

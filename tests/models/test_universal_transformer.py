@@ -17,7 +17,7 @@ from keras_efficient_attn.models import (
     TransformerBlock,
     UniversalTransformer,
 )
-from keras_efficient_attn.models.blocks.transformer_stack import StackTrace
+from keras_efficient_attn.models.blocks.transformer_stack import StackResults
 from tests.autodiff import to_numpy
 from tests.layers.adaptive_computation.adaptive import definition, sigmoid
 from tests.models import dense
@@ -283,7 +283,7 @@ def test_the_offset_is_the_same_in_all_steps():
 
     def forget(n, x, *args):
         seen.append(to_numpy(x))
-        return 0 * x, StackTrace({}, [])
+        return 0 * x, StackResults({}, [])
 
     stack._apply_blocks = forget
     stack(x, training=True)

@@ -11,7 +11,7 @@ from keras_efficient_attn.layers.keras_internals import (
     tracked_layers,
 )
 from keras_efficient_attn.models.keras_hub_internals import (
-    hub_part,
+    require_from_hub,
     t5_bias_weights,
 )
 from keras_efficient_attn.ops.common.backend import shape_of
@@ -253,7 +253,7 @@ class RotaryAdapter(AttentionAdapter):
     rotary_attribute = "rotary_embedding_layer"
 
     def adopt_projections(self, host):
-        rotary = hub_part(host, self.rotary_attribute)
+        rotary = require_from_hub(host, self.rotary_attribute)
         setattr(self, self.rotary_attribute, rotary)
         super().adopt_projections(host)
 
@@ -300,12 +300,12 @@ class Gemma3Adapter(RotaryAdapter):
 
     @classmethod
     def refusal(cls, host):
-        if hub_part(host, "logit_soft_cap") is not None:
+        if require_from_hub(host, "logit_soft_cap") is not None:
             return (
                 "it caps its logits with a tanh, and no efficient layer does. "
                 f"Received: logit_soft_cap={host.logit_soft_cap}"
             )
-        if not hub_part(host, "query_head_dim_normalize"):
+        if not require_from_hub(host, "query_head_dim_normalize"):
             return (
                 "it scales its logits by the model's width instead of the heads'. "
                 "Received: query_head_dim_normalize=False"
@@ -361,8 +361,8 @@ class T5Adapter(AttentionAdapter):
     @classmethod
     def geometry(cls, host):
         return {
-            "num_heads": hub_part(host, "num_heads"),
-            "key_dim": hub_part(host, "key_value_dim"),
+            "num_heads": require_from_hub(host, "num_heads"),
+            "key_dim": require_from_hub(host, "key_value_dim"),
             "dropout": projections(host)["dropout"].rate,
             "use_bias": False,
             "name": "efficient_attention",

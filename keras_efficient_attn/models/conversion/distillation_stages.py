@@ -14,8 +14,8 @@ from keras_efficient_attn.models.conversion.paths import (
 )
 from keras_efficient_attn.models.conversion.sites import find_sites
 from keras_efficient_attn.models.conversion.trace import (
+    position_mask,
     record_calls,
-    row_mask,
     run,
 )
 
@@ -165,7 +165,9 @@ class AttentionTransfer(DistillationStage):
         for (old, new), made in zip(pairs, calls, strict=True):
             for call in made:
                 output = new.layer(*call.args, **{**call.kwargs, "training": False})
-                errors.append(squared_error(call.output, output, row_mask(old, call)))
+                errors.append(
+                    squared_error(call.output, output, position_mask(old, call))
+                )
         return sum(errors) / len(errors)
 
 
@@ -190,7 +192,7 @@ class StateDistillation(DistillationStage):
             blocks, attention, old_calls, new_calls, strict=True
         ):
             for call, before, after in zip(*made, strict=True):
-                mask = row_mask(old, call)
+                mask = position_mask(old, call)
                 errors.append(squared_error(before.output, after.output, mask))
         hidden = sum(errors) / max(len(errors), 1)
         if isinstance(self.student, keras_hub.models.Task):
@@ -229,7 +231,7 @@ def squared_error(old, new, mask):
         old: `(..., dim)`, or a tuple whose first element is such a tensor; without
             gradient.
         new: The same.
-        mask: From `row_mask`, read for `(batch, length, dim)` of its length.
+        mask: From `position_mask`, read for `(batch, length, dim)` of its length.
     """
     old, new = (
         ops.cast(x[0] if isinstance(x, tuple) else x, "float32") for x in (old, new)

@@ -10,7 +10,7 @@ from keras_efficient_attn.models.conversion.trace import (
     relative_error,
     replace_call,
     trace_layers,
-    valid_rows,
+    valid_positions,
 )
 from keras_efficient_attn.ops.common.checks import is_number
 
@@ -72,9 +72,9 @@ def _block_error(targets, converted, inputs):
             with _softmax_except(layers, old, new):
                 calls = trace_layers(converted, list(blocks.values()), batch)
             after = dict(zip(blocks, calls, strict=True))
-            for (index, number), (output, rows) in before.items():
+            for (index, number), (output, valid) in before.items():
                 stack = stacks.setdefault((index, number), [])
-                stack.append((output, after[index][number].output, rows))
+                stack.append((output, after[index][number].output, valid))
         errors = [
             relative_error(*zip(*stack, strict=True)) for stack in stacks.values()
         ]
@@ -105,12 +105,12 @@ def check_budget(layers, budget, calibrate):
 
 
 def _ends_of_stacks(model, sites, batch):
-    """The outputs of the last block of each stack, and the rows that count.
+    """The outputs of the last block of each stack, and the positions that count.
 
     A stack ends with a block whose output is not the first input of another block.
 
     Returns:
-        Dict of pairs `(output, rows)`, by the index of the site and the call number of
+        Dict of pairs `(output, valid)`, by the index of the site and the call number of
         its block.
     """
     layers = [site.layer for site in sites] + [site.block for site in sites]
@@ -120,7 +120,7 @@ def _ends_of_stacks(model, sites, batch):
     return {
         (index, number): (
             call.output,
-            valid_rows(sites[index], attention[index][number]),
+            valid_positions(sites[index], attention[index][number]),
         )
         for index, made in enumerate(blocks)
         for number, call in enumerate(made)

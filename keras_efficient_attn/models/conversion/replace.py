@@ -81,7 +81,7 @@ def replace_attention(model, attention, layers=None, calibrate=None):
         message += " It does not survive saving: it, or a layer in it, has no "
         message += "`get_config`."
     else:
-        remember(model, before, targets)
+        record_replacement(model, before, targets)
     warnings.warn(message, stacklevel=2)
     return [adapter.path for adapter in adapters]
 
@@ -94,7 +94,7 @@ class ReplacedAttention:
     """
 
     def get_config(self):
-        return {"model": self._before.model, "replaced": self._before.replaced}
+        return {"model": self._record.model, "replaced": self._record.replaced}
 
     @classmethod
     def from_config(cls, config, custom_objects=None):
@@ -105,7 +105,7 @@ class ReplacedAttention:
         for options in config["replaced"]:
             targets = choose_targets(model, options["attention"], options["layers"])
             targets.install(targets.make_adapters())
-        return _remember(model, config["model"], config["replaced"])
+        return _set_record(model, config["model"], config["replaced"])
 
 
 def serialize(model):
@@ -115,7 +115,7 @@ def serialize(model):
         A dict; `None` if the model, or a layer in it, has no `get_config`.
     """
     if isinstance(model, ReplacedAttention):
-        return model._before.model
+        return model._record.model
     try:
         config = keras.saving.serialize_keras_object(model)
     except NotImplementedError:
@@ -125,7 +125,7 @@ def serialize(model):
     return config
 
 
-def remember(model, config, targets):
+def record_replacement(model, config, targets):
     """Lets a model with replaced attention save, and load as it is.
 
     Args:
@@ -133,21 +133,21 @@ def remember(model, config, targets):
         config: From `serialized`.
         targets: The `ConversionTargets` that were replaced.
     """
-    before = model._before.replaced if isinstance(model, ReplacedAttention) else []
+    before = model._record.replaced if isinstance(model, ReplacedAttention) else []
     options = {"attention": targets.attention, "layers": targets.layers}
-    _remember(model, config, [*before, options])
+    _set_record(model, config, [*before, options])
 
 
-def _remember(model, config, replaced):
+def _set_record(model, config, replaced):
     if not isinstance(model, ReplacedAttention):
-        model.__class__ = _class_with_memory(type(model))
+        model.__class__ = _class_with_record(type(model))
     # In a namespace, whose dicts Keras does not wrap.
-    model._before = types.SimpleNamespace(model=config, replaced=replaced)
+    model._record = types.SimpleNamespace(model=config, replaced=replaced)
     return model
 
 
 @functools.cache
-def _class_with_memory(stock_class):
+def _class_with_record(stock_class):
     """A subclass whose instances serialise under one name, whatever the class."""
     attributes = {"__module__": __name__, "__doc__": stock_class.__doc__}
     bases = (ReplacedAttention, stock_class)

@@ -18,7 +18,7 @@ from keras_efficient_attn.models.conversion.trace import (
     relative_error,
     run,
     trace_layers,
-    valid_rows,
+    valid_positions,
 )
 
 WHOLE = "as it is"
@@ -124,22 +124,22 @@ def swap_report(original, converted, inputs):
     errors = []
     for index, (old_site, site) in enumerate(zip(old, new, strict=True)):
         calls = old_attention[index]
-        rows = [valid_rows(old_site, call) for call in calls]
+        valid = [valid_positions(old_site, call) for call in calls]
         again = [run(site.layer, *call.args, **call.kwargs) for call in calls]
         residual = None
         if site.in_one_block:
-            residual = relative_error(old_blocks[index], new_blocks[index], rows)
+            residual = relative_error(old_blocks[index], new_blocks[index], valid)
         errors.append(
             LayerError(
                 index,
                 site.layer.path,
                 site.is_converted,
-                relative_error([call.output for call in calls], again, rows),
+                relative_error([call.output for call in calls], again, valid),
                 residual,
             )
         )
     calls = old_attention[-1]
-    last = valid_rows(old[-1], calls[-1]) if calls else None
+    last = valid_positions(old[-1], calls[-1]) if calls else None
     return SwapReport(errors, _path_errors(original, converted, new, inputs, last))
 
 
@@ -181,14 +181,14 @@ class PathError:
         return [self.path, *("-" if v is None else f"{v:.4f}" for v in values)]
 
 
-def _path_errors(original, converted, sites, inputs, rows):
+def _path_errors(original, converted, sites, inputs, valid):
     """A list of `PathError`: the whole model and, if there are two paths, each path.
 
     Args:
         original, converted: Models.
         sites: The `AttentionSite`s of `converted`.
         inputs: One batch.
-        rows: From `valid_rows` of the last attention layer.
+        valid: From `valid_positions` of the last attention layer.
     """
     is_task = isinstance(original, keras_hub.models.Task)
     compare = _compare_logits if is_task else _compare_states
@@ -200,7 +200,7 @@ def _path_errors(original, converted, sites, inputs, rows):
     for name, path in paths.items():
         with path(sites):
             found = _last_output(converted, inputs)
-        errors.append(PathError(name, *compare(expected, found, rows)))
+        errors.append(PathError(name, *compare(expected, found, valid)))
     return errors
 
 
@@ -219,31 +219,31 @@ def _last_output(model, inputs):
     return ops.convert_to_numpy(ops.cast(output, "float32")).astype("float64")
 
 
-def _text_means(states, rows):
+def _text_means(states, valid):
     """Mean hidden states of texts, `(batch, dim)`; two axes are returned unchanged.
 
     Args:
         states: `(batch, length, dim)`.
-        rows: Boolean `(batch, length)` or `None`: positions that count.
+        valid: Boolean `(batch, length)` or `None`: positions that count.
     """
     if states.ndim != 3:
         return states.reshape(len(states), -1)
-    kept = np.ones(states.shape[:2]) if rows is None else rows
+    kept = np.ones(states.shape[:2]) if valid is None else valid
     number = np.maximum(kept.sum(1, keepdims=True), 1)
     return np.einsum("btd,bt->bd", states, kept) / number
 
 
-def _compare_states(old, new, rows):
+def _compare_states(old, new, valid):
     """The cosine of texts' mean states, and neither divergence nor agreement."""
-    old, new = _text_means(old, rows), _text_means(new, rows)
+    old, new = _text_means(old, valid), _text_means(new, valid)
     norms = np.linalg.norm(old, axis=-1) * np.linalg.norm(new, axis=-1)
     return float(np.mean(np.sum(old * new, axis=-1) / norms)), None, None
 
 
-def _compare_logits(old, new, rows):
+def _compare_logits(old, new, valid):
     """No cosine, the mean of `KL(softmax(old) ‖ softmax(new))`, and the agreement."""
-    if rows is not None and old.shape[:-1] == rows.shape:
-        old, new = old[rows], new[rows]
+    if valid is not None and old.shape[:-1] == valid.shape:
+        old, new = old[valid], new[valid]
     same = old.argmax(-1) == new.argmax(-1)
     old, new = (x - np.logaddexp.reduce(x, -1, keepdims=True) for x in (old, new))
     divergence = np.sum(np.exp(old) * (old - new), axis=-1)

@@ -23,7 +23,7 @@ from keras_efficient_attn.models.conversion.adapters import (
 )
 from keras_efficient_attn.models.keras_hub_internals import (
     has_own_masks,
-    hub_part,
+    require_from_hub,
     t5_bias_weights,
 )
 
@@ -237,7 +237,9 @@ def _is_causal(model, layer, adapter_class, parents):
                 "see one another, which is no causality. Received: "
                 f"{model.name}, with a vision_encoder"
             )
-        is_t5_decoder = adapter_class is T5Adapter and hub_part(parent, "is_decoder")
+        is_t5_decoder = adapter_class is T5Adapter and require_from_hub(
+            parent, "is_decoder"
+        )
         kinds.add(decoder or adapter_class.always_causal or is_t5_decoder)
     if len(kinds) > 1:
         names = ", ".join(type(parent).__name__ for parent in parents)

@@ -123,21 +123,21 @@ def replace_call(layer, call):
             layer.call = before
 
 
-def valid_rows(site, call):
+def valid_positions(site, call):
     """Boolean `(batch, length)`, false at padding; `None` for no padding.
 
     Args:
         site: An `AttentionSite`.
         call: A `Call` of its attention layer.
     """
-    mask = row_mask(site, call)
+    mask = position_mask(site, call)
     if mask is None:
         return None
     return np.broadcast_to(ops.convert_to_numpy(mask), call.query.shape[:2])
 
 
-def row_mask(site, call):
-    """`valid_rows` as a tensor that broadcasts to that shape."""
+def position_mask(site, call):
+    """`valid_positions` as a tensor that broadcasts to that shape."""
     masks = [
         call.arguments.get(name) for name in ("query_mask", "key_mask", "value_mask")
     ]
@@ -153,16 +153,16 @@ def row_mask(site, call):
     return functools.reduce(ops.logical_and, masks) if masks else None
 
 
-def relative_error(old, new, rows):
+def relative_error(old, new, valid):
     """`√(Σ‖new − old‖² / Σ‖old‖²)` over lists of outputs.
 
     Args:
         old, new: Lists of outputs `(batch, length, dim)`, or of tuples that start with
             one.
-        rows: A list with a mask from `valid_rows` for each.
+        valid: A list with a mask from `valid_positions` for each.
     """
     difference, norm = 0.0, 0.0
-    for first, second, kept in zip(old, new, rows, strict=True):
+    for first, second, kept in zip(old, new, valid, strict=True):
         first, second = _array(first), _array(second)
         if kept is not None:
             first, second = first[kept], second[kept]
@@ -255,7 +255,7 @@ def _fit_one(attention, site, calls):
     queries, keys, causal = [], [], []
     same = all(call.query is call.key for call in calls)
     for call in calls:
-        mask = valid_rows(site, call)
+        mask = valid_positions(site, call)
         keys.append(_with_mask(call.key, mask))
         if not same:
             queries.append(_with_mask(call.query, mask))

@@ -79,7 +79,7 @@ class EfficientCausalLM(StreamingMixin, TaskMixin, keras_hub.models.CausalLM):
     preprocessor_cls = EfficientCausalLMPreprocessor
 
     def __init__(self, backbone, preprocessor=None, **kwargs):
-        self.take_parts(backbone, preprocessor, "decoder")
+        self.set_parts(backbone, preprocessor, "decoder")
         inputs = backbone.input
         outputs = backbone.token_embedding(backbone(inputs), reverse=True)
         super().__init__(inputs=inputs, outputs=outputs, **kwargs)

@@ -104,7 +104,7 @@ class EfficientSeq2SeqLM(StreamingMixin, TaskMixin, keras_hub.models.Seq2SeqLM):
     preprocessor_cls = EfficientSeq2SeqLMPreprocessor
 
     def __init__(self, backbone, preprocessor=None, **kwargs):
-        self.take_parts(backbone, preprocessor, "encoder_decoder")
+        self.set_parts(backbone, preprocessor, "encoder_decoder")
         inputs = backbone.input
         hidden = backbone(inputs)["decoder_sequence_output"]
         outputs = backbone.token_embedding(hidden, reverse=True)

@@ -24,7 +24,7 @@ class TaskMixin(PresetMixin):
     inputs of `keras.Model`, including generators and `keras.utils.PyDataset`.
     """
 
-    def take_parts(self, backbone, preprocessor, *architectures):
+    def set_parts(self, backbone, preprocessor, *architectures):
         """Stores the parts of a task, if the backbone has a supported architecture.
 
         Raises:
