@@ -35,8 +35,7 @@ class MissingAttribute(RuntimeError):
     """
 
     def __init__(self, owner, name, library=keras, tested_version=TESTED_VERSION):
-        kind = owner if isinstance(owner, type) else type(owner)
-        where = getattr(owner, "__name__", kind.__name__)
+        where = getattr(owner, "__name__", type(owner).__name__)
         super().__init__(
             f"{library.__name__} {library.__version__} has no `{where}.{name}`, an "
             f"undocumented part that this needs. {library.__name__} {tested_version} "
