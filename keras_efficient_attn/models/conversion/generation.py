@@ -20,9 +20,10 @@ from keras_efficient_attn.models.keras_hub_internals import (
     generation_methods,
     wrap_generate_step,
 )
+from keras_efficient_attn.models.tasks.task import read_in_segments
 from keras_efficient_attn.ops.common.backend import shape_of
 
-# Prompts are read in segments of these lengths, the longest first.
+# Lengths of the segments in which prompts are read.
 SEGMENT_LENGTHS = (512, 32, 1)
 
 
@@ -138,23 +139,14 @@ class CausalMethods:
             call: Called with tokens, a cache and a position; returns a tuple that ends
                 with the next cache.
         """
-        stop = self.shortest - 1
-        position, cache = ops.zeros((), "int32"), self.initial_cache()
-        for length in SEGMENT_LENGTHS:
-            if length > self.max_length:
-                continue
 
-            def is_left(position, cache, length=length):
-                return position + length <= stop
+        def read(segment, cache, position):
+            return call(segment, cache, position)[-1]
 
-            def read_segment(position, cache, length=length):
-                shape = (self.batch_size, length)
-                segment = ops.slice(token_ids, (0, position), shape)
-                *_, cache = call(segment, cache, position)
-                return position + length, cache
-
-            position, cache = ops.while_loop(is_left, read_segment, (position, cache))
-        return cache
+        count = self.shortest - 1
+        return read_in_segments(
+            read, token_ids, self.initial_cache(), count, SEGMENT_LENGTHS
+        )
 
     def read(self, forward, cache, position):
         """Runs the model over the next positions.

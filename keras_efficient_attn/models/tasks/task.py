@@ -7,7 +7,7 @@ from keras import ops
 from keras_efficient_attn.models.files import PresetMixin
 from keras_efficient_attn.ops.common.backend import shape_of
 
-# Segment sizes for reading prompts: each time the largest that fits.
+# Lengths of the segments in which prompts are read.
 PROMPT_SEGMENTS = (1024, 128, 16, 1)
 # Additional cache entries of a decoder with an encoder.
 MEMORY = ("memory", "memory_padding_mask")
@@ -121,34 +121,6 @@ class StreamingMixin:
         position = position + shape_of(token_ids)[1]
         return logits, hidden_states, {**cache, "state": state, "position": position}
 
-    def read_prompt(self, token_ids, cache, count):
-        """The cache after the first tokens of each row.
-
-        Args:
-            token_ids: Integers `(batch, max_length)`.
-            cache: From `get_initial_cache`.
-            count: Number of tokens to read, an integer or a scalar tensor.
-        """
-        batch_size, max_length = shape_of(token_ids)
-        start = ops.convert_to_tensor(0, "int32")
-        count = ops.cast(count, "int32")
-
-        def read(size):
-            def body(start, cache):
-                tokens = ops.slice(token_ids, (0, start), (batch_size, size))
-                return start + size, self.call_with_cache(tokens, cache, start)[2]
-
-            return body
-
-        for size in PROMPT_SEGMENTS:
-            if size <= max_length:
-                start, cache = ops.while_loop(
-                    lambda start, cache, size=size: start + size <= count,
-                    read(size),
-                    (start, cache),
-                )
-        return cache
-
     def complete(self, token_ids, padding_mask, cache, stop_token_ids, hidden_states):
         """Samples the tokens after the prompts.
 
@@ -168,8 +140,12 @@ class StreamingMixin:
         # The first position without a prompt token.
         index = ops.maximum(ops.cast(ops.min(lengths), "int32"), 1)
         compares = isinstance(self.sampler, keras_hub.samplers.ContrastiveSampler)
+
+        def read(segment, cache, start):
+            return self.call_with_cache(segment, cache, start)[2]
+
         # Read all tokens except the last into the state; the sampler feeds the last.
-        cache = self.read_prompt(token_ids, cache, index - 1)
+        cache = read_in_segments(read, token_ids, cache, index - 1, PROMPT_SEGMENTS)
 
         def next_token(prompt, cache, index):
             token = ops.slice(prompt, (0, index - 1), (shape_of(prompt)[0], 1))
@@ -187,6 +163,35 @@ class StreamingMixin:
             model=self,
         )
         return token_ids, _until_stop(token_ids, padding_mask, stop_token_ids)
+
+
+def read_in_segments(read, token_ids, cache, count, lengths):
+    """The cache after the first tokens of each row, which are read in segments.
+
+    Args:
+        read: Called with a segment `(batch, length)`, a cache and the position of the
+            segment; returns the next cache.
+        token_ids: Integers `(batch, max_length)`.
+        cache: The cache before the first token, a nest of tensors.
+        count: Number of tokens to read, an integer or a scalar tensor.
+        lengths: Lengths of segments, the longest first and 1 at the end: each time the
+            longest that fits.
+    """
+    batch_size, max_length = shape_of(token_ids)
+    start, count = ops.zeros((), "int32"), ops.cast(count, "int32")
+    for length in lengths:
+        if length > max_length:
+            continue
+
+        def is_left(start, cache, length=length):
+            return start + length <= count
+
+        def read_segment(start, cache, length=length):
+            segment = ops.slice(token_ids, (0, start), (batch_size, length))
+            return start + length, read(segment, cache, start)
+
+        start, cache = ops.while_loop(is_left, read_segment, (start, cache))
+    return cache
 
 
 def _until_stop(token_ids, prompt_mask, stop_token_ids):
