@@ -4,6 +4,7 @@ import collections
 import contextlib
 import itertools
 import math
+import numbers
 import os
 
 import keras
@@ -24,7 +25,6 @@ from keras_efficient_attn.models.conversion.trace import batches
 from keras_efficient_attn.ops.common.checks import (
     check_int,
     check_positive_int,
-    is_number,
 )
 
 WARM_UP = 1 / 20
@@ -131,7 +131,8 @@ def distill(
     _check_models(teacher, student)
     check_int("transfer_epochs", transfer_epochs, 0)
     check_int("epochs", epochs, 0)
-    if not is_number(window_dropout) or not 0 <= window_dropout <= 1:
+    number = isinstance(window_dropout, numbers.Real)
+    if not number or not 0 <= window_dropout <= 1:
         raise ValueError(
             "`window_dropout` must be a number from 0 to 1. Received: "
             f"window_dropout={window_dropout!r}"

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import math
+import numbers
 
 import keras
 
@@ -12,7 +13,6 @@ from keras_efficient_attn.models.conversion.trace import (
     trace_layers,
     valid_positions,
 )
-from keras_efficient_attn.ops.common.checks import is_number
 
 
 def select_layers(budget, targets, converted, inputs):
@@ -92,7 +92,9 @@ def check_budget(layers, budget, calibrate):
                 f"layers={layers!r}, budget={budget!r}"
             )
         return
-    if not is_number(budget) or not 0 < budget < math.inf:
+    # A number of NumPy as well.
+    number = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
+    if not number or not 0 < budget < math.inf:
         raise ValueError(
             "layers='auto' needs a `budget`, the largest relative error of a last "
             f"block, a positive number. Received: budget={budget!r}"
