@@ -167,6 +167,8 @@ def attributes_that_hold(parent, layer):
 def check_can_replace(parent, layer):
     """Raises `MissingAttribute` if `replace_child` cannot replace a parent's layer."""
     require(require(parent, "_tracker"), "replace_tracked_value")
+    if backend_name() == "torch":
+        require(parent, "_track_variables")
     if isinstance(parent, keras.Function):
         require(parent, "_operations_by_depth")
         require(layer, "_outbound_nodes")

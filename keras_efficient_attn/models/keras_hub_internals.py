@@ -19,6 +19,8 @@ from keras_efficient_attn.layers.keras_internals import (
 )
 
 LIBRARY = dict(library=keras_hub, tested_version="0.32")
+# Masks of decoder blocks that may differ between queries.
+MASKS = ("decoder_attention_mask", "attention_mask")
 # The rules of Qwen 3.5's layer, for sequences and for a token.
 RULES = ("_chunk_gated_delta_rule", "_recurrent_gated_delta_rule")
 
@@ -82,22 +84,31 @@ def has_own_masks(block_class):
     )
 
 
+def mask_method(block):
+    """The method by which a decoder block merges its masks into one.
+
+    Returns:
+        The method; `None` for a block that takes no mask but padding, as Gemma's.
+    """
+    if not set(MASKS) & set(inspect.signature(type(block).call).parameters):
+        return None
+    return require_from_hub(block, "_compute_self_attention_mask")
+
+
 def refuse_other_masks(block):
     """Makes a decoder block refuse masks other than causality and padding.
 
-    The block merges all masks into one, in `_compute_self_attention_mask`, so its
-    attention layer cannot tell them apart. T5's block has one mask, `attention_mask`,
-    and calls the method without names. Gemma's blocks take padding only.
+    The block merges all masks into one, so its attention layer cannot tell them apart.
+    T5's block has one mask, `attention_mask`, and calls the method without names.
     """
-    masks = "decoder_attention_mask", "attention_mask"
-    if not set(masks) & set(inspect.signature(type(block).call).parameters):
+    make_mask = mask_method(block)
+    if make_mask is None:
         return
-    make_mask = require_from_hub(block, "_compute_self_attention_mask")
     signature = inspect.signature(make_mask)
 
     def make_mask_of_keys(*args, **kwargs):
         arguments = signature.bind(*args, **kwargs).arguments
-        for name in masks:
+        for name in MASKS:
             mask = arguments.get(name)
             # T5's backbone passes its padding masks `(batch, 1, length)`.
             if mask is not None and (name != "attention_mask" or mask.shape[-2] != 1):

@@ -177,6 +177,15 @@ def test_a_model_is_unchanged_after_the_error(monkeypatch):
         assert replace_attention(model, "local:window=1")
 
 
+@pytest.mark.any_backend
+def test_no_layer_is_replaced_in_place_before_the_error(monkeypatch):
+    backbone = families.make("t5")
+    monkeypatch.delattr(T5TransformerLayer, "_compute_self_attention_mask")
+    with pytest.raises(MissingAttribute, match="_compute_self_attention_mask"):
+        replace_attention(backbone, "local:window=2")
+    assert not families.efficient_layers(backbone)
+
+
 def convert(name):
     backbone = families.make(name)
     return lambda: convert_backbone(backbone, "local")

@@ -23,6 +23,7 @@ from keras_efficient_attn.models.conversion.adapters import (
 )
 from keras_efficient_attn.models.keras_hub_internals import (
     has_own_masks,
+    mask_method,
     require_from_hub,
     t5_bias_weights,
 )
@@ -103,9 +104,16 @@ class AttentionSite:
         return isinstance(self.layer, AttentionAdapter)
 
     def check_parents(self):
-        """Raises `ValueError` if a parent holds the layer in an unknown way."""
+        """Checks that the layer can be replaced, before anything changes.
+
+        Raises:
+            ValueError: If a parent holds the layer in an unknown way.
+            MissingAttribute: If Keras or KerasHub lack a part that this needs.
+        """
         for parent in self.parents:
             check_can_replace(parent, self.layer)
+            if self.is_causal and not self.is_converted:
+                mask_method(parent)
             in_graph = isinstance(parent, keras.Function)
             if not in_graph and not attributes_that_hold(parent, self.layer):
                 raise ValueError(
