@@ -161,6 +161,5 @@ def _number(convert, accept, expected):
 positive = _number(int, lambda n: n >= 1, "a positive integer")
 natural = _number(int, lambda n: n >= 0, "an integer that is not negative")
 positive_float = _number(float, lambda x: 0 < x < math.inf, "a positive number")
-at_least_one = _number(float, lambda x: 1 <= x < math.inf, "a number of at least 1")
 not_negative = _number(float, lambda x: 0 <= x < math.inf, "0 or a positive number")
 share = _number(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")

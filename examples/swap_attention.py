@@ -11,7 +11,7 @@ reads; a table and a plot have the cosine between the mean hidden states of the 
 and of each swap on others: as it is, with its windows only, and with its linear paths
 only. With `--compare-length N`, the time of the whole model with each attention is
 measured at that length, in turns with softmax, and `accuracy.png` has the error against
-the time. With `--window-budget N`, each layer gets a window of its own, N on average.
+the time.
 The first attention in the list then goes on: its errors layer by layer, the time and
 memory of the whole model against the original's, some steps of distillation, after
 which it is compared again, and a preset in the folder of `--out`.
@@ -23,7 +23,6 @@ from byte_lm.data import load_splits
 from command_line import (
     Parser,
     UsageError,
-    at_least_one,
     command,
     make_folder,
     natural,
@@ -53,12 +52,6 @@ def parse_arguments(argv):
         "--budget",
         type=positive_float,
         help="instead: replace as many as this relative error allows",
-    )
-    add(
-        "--window-budget",
-        type=at_least_one,
-        metavar="N",
-        help="choose each layer's window, N on average at most",
     )
     add("--text", metavar="FILE_OR_FOLDER", help="default: the standard library")
     add("--length", type=positive, default=256, help="tokens of a text")
@@ -101,8 +94,6 @@ def parse_arguments(argv):
     arguments = parser.parse_args(argv)
     if arguments.layers and arguments.budget:
         raise UsageError("--layers and --budget exclude each other")
-    if arguments.window_budget and arguments.budget:
-        raise UsageError("--window-budget and --budget exclude each other")
     return arguments
 
 

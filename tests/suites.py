@@ -43,7 +43,6 @@ NIGHTLY = (
     "models/tasks/test_tasks.py::test_parameters_are_those_of_the_page",
     "layers/residual/test_reversible.py::test_training_curves",
     "research/test_claims.py",
-    "research/test_compare_choices.py",
     "research/test_measure_soft_codes.py",
 )
 # In the gate although they begin as above.

@@ -19,8 +19,8 @@ from keras_efficient_attn import VQAttention
 from keras_efficient_attn.benchmark.report import align
 from keras_efficient_attn.layers.attention.registry import parse_attention
 from keras_efficient_attn.models import convert_backbone, distill, swap_report
-from keras_efficient_attn.models.conversion.path_report import PATHS as PATHS_ALONE
-from keras_efficient_attn.models.conversion.path_report import WHOLE
+from keras_efficient_attn.models.conversion.report import PATHS as PATHS_ALONE
+from keras_efficient_attn.models.conversion.report import WHOLE
 
 FACTORS = (1, 4, 16)
 PATHS = {WHOLE: lambda sites: contextlib.nullcontext(), **PATHS_ALONE}
@@ -30,8 +30,10 @@ def check(arguments):
     """Raises `UsageError`, before anything is trained, for what cannot be distilled."""
     with warnings.catch_warnings(action="ignore"):
         student = convert(make_backbone(arguments, 1), None, arguments)
-    kernels = [adapter.kernel for adapter in student.attention_adapters]
-    if arguments.transfer_steps and not any(k.trainable_variables for k in kernels):
+    layers = [adapter.attention for adapter in student.attention_adapters]
+    if arguments.transfer_steps and not any(
+        layer.trainable_variables for layer in layers
+    ):
         raise UsageError(
             f"--transfer-steps {arguments.transfer_steps}: {arguments.attention} has "
             "no weights of its own to train; its first stage takes 0 steps"

@@ -13,8 +13,8 @@ from keras_efficient_attn import VQAttention
 from keras_efficient_attn.benchmark.report import align
 from keras_efficient_attn.layers.attention.registry import parse_attention
 from keras_efficient_attn.models import convert_backbone, distill, swap_report
-from keras_efficient_attn.models.conversion.path_report import PATHS, WHOLE
 from keras_efficient_attn.models.conversion.paths import has_two_paths
+from keras_efficient_attn.models.conversion.report import PATHS, WHOLE
 from swapping import original as originals
 from swapping.cost import SOFTMAX, lengthen, measure, seconds_in_turns
 from swapping.plot import plot, plot_accuracy
@@ -50,8 +50,6 @@ def run(arguments, splits, folder):
         layers = made.attention_layers
         replaced = "all" if layers is None else len(layers)
         table.add(name, paths[name], replaced, seconds)
-        if arguments.window_budget:
-            print("  windows:", *_windows(made), flush=True)
         if arguments.compare_length:
             longer[name] = lengthen(made, arguments.compare_length)
         if converted is None:
@@ -164,8 +162,10 @@ def _distill(original, converted, text, arguments):
 
 
 def _check_transfer(arguments, converted):
-    kernels = [adapter.kernel for adapter in converted.attention_adapters]
-    if arguments.transfer_steps and not any(k.trainable_variables for k in kernels):
+    layers = [adapter.attention for adapter in converted.attention_adapters]
+    if arguments.transfer_steps and not any(
+        layer.trainable_variables for layer in layers
+    ):
         raise UsageError(
             f"--transfer-steps {arguments.transfer_steps}: {arguments.attention[0]} "
             "has no weights of its own to train; its first stage takes 0 steps"
@@ -195,19 +195,15 @@ def _batches(original, data, count, arguments):
 def _convert(backbone, name, fitted, arguments):
     automatic = arguments.budget is not None
     layers = "auto" if automatic else arguments.layers
-    options = dict(budget=arguments.budget, window_budget=arguments.window_budget)
+    options = dict(budget=arguments.budget)
     try:
         layer_class, chosen = parse_attention(name)
         fits = layer_class is VQAttention or chosen.get("calibrated")
-        if fits or automatic or arguments.window_budget:
+        if fits or automatic:
             options["calibrate"] = fitted
         return convert_backbone(backbone, name, layers, **options)
     except (TypeError, ValueError) as error:
         raise UsageError(f"--attention {name}: {error}") from error
-
-
-def _windows(backbone):
-    return [adapter.kernel.window for adapter in backbone.attention_adapters]
 
 
 def _save(converted, preprocessor, held_out, folder):

@@ -5,13 +5,16 @@ Importing this module imports KerasHub; importing `keras_efficient_attn` does no
 
 from keras_efficient_attn.models.auxiliary_losses import AuxiliaryLosses
 from keras_efficient_attn.models.backbone import EfficientTransformerBackbone
-from keras_efficient_attn.models.blocks.convolution import CausalConvolution
+from keras_efficient_attn.models.blocks.attention import (
+    gated_attention_units,
+)
+from keras_efficient_attn.models.blocks.convolution import (
+    CausalConvolution,
+    SeparableConvolution,
+)
 from keras_efficient_attn.models.blocks.feed_forward import (
     FeedForward,
     FeedForwardOptions,
-)
-from keras_efficient_attn.models.blocks.gated_attention_unit import (
-    gated_attention_units,
 )
 from keras_efficient_attn.models.blocks.input_embedding import EmbeddingOptions
 from keras_efficient_attn.models.blocks.positions import (
@@ -21,9 +24,6 @@ from keras_efficient_attn.models.blocks.positions import (
     SinusoidalPositions,
 )
 from keras_efficient_attn.models.blocks.residual import ResidualOptions
-from keras_efficient_attn.models.blocks.separable_convolution import (
-    SeparableConvolution,
-)
 from keras_efficient_attn.models.blocks.transformer_block import TransformerBlock
 from keras_efficient_attn.models.blocks.transformer_stack import TransformerStack
 from keras_efficient_attn.models.conversion import (
@@ -34,12 +34,12 @@ from keras_efficient_attn.models.conversion import (
     swap_report,
 )
 from keras_efficient_attn.models.conversion.accelerate import accelerate
-from keras_efficient_attn.models.presets import preset_names
-from keras_efficient_attn.models.tasks.byte_tokenizer import (
-    EfficientByteTokenizer,
+from keras_efficient_attn.models.files import preset_names
+from keras_efficient_attn.models.tasks.byte_tokenizer import EfficientByteTokenizer
+from keras_efficient_attn.models.tasks.causal_lm import (
+    EfficientCausalLM,
     EfficientCausalLMPreprocessor,
 )
-from keras_efficient_attn.models.tasks.causal_lm import EfficientCausalLM
 from keras_efficient_attn.models.tasks.masked_lm import (
     EfficientMaskedLM,
     EfficientMaskedLMPreprocessor,
@@ -52,9 +52,8 @@ from keras_efficient_attn.models.tasks.text_classifier import (
     EfficientTextClassifier,
     EfficientTextClassifierPreprocessor,
 )
-from keras_efficient_attn.models.transformer_xl.model import TransformerXL
-from keras_efficient_attn.models.transformer_xl.segments import Segments
-from keras_efficient_attn.models.universal.transformer import (
+from keras_efficient_attn.models.transformer_xl import Segments, TransformerXL
+from keras_efficient_attn.models.universal_transformer import (
     RecurrenceOptions,
     UniversalTransformer,
 )

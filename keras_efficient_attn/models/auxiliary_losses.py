@@ -5,8 +5,8 @@ from keras import ops
 
 from keras_efficient_attn.layers import ChunkedVocabularyLoss
 from keras_efficient_attn.layers.building import add_counter
-from keras_efficient_attn.models.blocks.normalization import get_norm
-from keras_efficient_attn.models.task_wrapper import TaskWrapper
+from keras_efficient_attn.models.blocks.residual import get_norm
+from keras_efficient_attn.models.tasks.task import TaskWrapper
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
 

@@ -1,45 +1,34 @@
 """A backbone that accepts every attention layer of this package."""
 
-import random
 from types import SimpleNamespace
 
 import keras
 import keras_hub
 
-from keras_efficient_attn.layers.feed_forward.chunked import ChunkedFeedForward
+from keras_efficient_attn.models.backbone_layers import BackboneLayers
 from keras_efficient_attn.models.blocks.attention import (
     attention_spec,
-    make_attention,
 )
-from keras_efficient_attn.models.blocks.convolution import CausalConvolution
 from keras_efficient_attn.models.blocks.feed_forward import (
-    FeedForward,
     FeedForwardOptions,
 )
 from keras_efficient_attn.models.blocks.input_embedding import (
     EmbeddingOptions,
-    InputEmbedding,
 )
 from keras_efficient_attn.models.blocks.positions import PositionOptions
 from keras_efficient_attn.models.blocks.residual import ResidualOptions
-from keras_efficient_attn.models.blocks.separable_convolution import (
-    SeparableConvolution,
-)
-from keras_efficient_attn.models.blocks.transformer_block import TransformerBlock
-from keras_efficient_attn.models.blocks.transformer_stack import TransformerStack
-from keras_efficient_attn.models.layout import make_layout_map
-from keras_efficient_attn.models.lora_files import check_lora_file
+from keras_efficient_attn.models.files import PresetMixin, check_lora_file
 from keras_efficient_attn.models.options import Options, check_name
-from keras_efficient_attn.models.presets import PresetMixin
-from keras_efficient_attn.models.universal.transformer import (
+from keras_efficient_attn.models.universal_transformer import (
     RecurrenceOptions,
-    UniversalTransformer,
 )
 from keras_efficient_attn.ops.common.checks import check_positive_int
 
 ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
+# In a layout map: attention layers, `cross_attention` too, and their sublayers.
+ATTENTION = ".*attention"
 # Other names in the constructor's scope.
-NOT_OURS = ("self", "__class__", "dtype", "name", "trainable")
+OTHER_LOCALS = ("self", "__class__", "dtype", "name", "trainable")
 # The arguments that accept a shorthand value or a dict of fields.
 OPTIONS = {
     "residual": ResidualOptions,
@@ -180,18 +169,13 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         # The arguments that describe the backbone, by name. Without **kwargs, because
         # Keras silently accepts unknown ones.
         options = SimpleNamespace(
-            **{key: value for key, value in locals().items() if key not in NOT_OURS}
+            **{key: value for key, value in locals().items() if key not in OTHER_LOCALS}
         )
-        options.attention = _attention_specs(attention)
-        options.cross_attention = attention_spec(cross_attention)
-        if encoder_attention is not None:
-            options.encoder_attention = _attention_specs(encoder_attention)
-        for key, kind in OPTIONS.items():
-            setattr(options, key, kind.get(getattr(options, key)))
+        _normalize(options)
         _check(options)
 
         # === Layers ===
-        layers = _Layers(options, dtype)
+        layers = BackboneLayers(options, dtype)
         embedding_layer = layers.embedding()
         encoder = decoder = None
         if architecture != "decoder":
@@ -202,33 +186,7 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
             )
 
         # === Functional model ===
-        def sequence_inputs(prefix=""):
-            return {
-                name: keras.Input((None,), dtype="int32", name=name)
-                for name in (f"{prefix}token_ids", f"{prefix}padding_mask")
-            }
-
-        if architecture == "encoder_decoder":
-            inputs = sequence_inputs("encoder_") | sequence_inputs("decoder_")
-            encoder_mask = inputs["encoder_padding_mask"]
-            memory = encoder(
-                embedding_layer(inputs["encoder_token_ids"]), padding_mask=encoder_mask
-            )
-            outputs = {
-                "encoder_sequence_output": memory,
-                "decoder_sequence_output": decoder(
-                    embedding_layer(inputs["decoder_token_ids"]),
-                    padding_mask=inputs["decoder_padding_mask"],
-                    memory=memory,
-                    memory_padding_mask=encoder_mask,
-                ),
-            }
-        else:
-            inputs = sequence_inputs()
-            outputs = (encoder or decoder)(
-                embedding_layer(inputs["token_ids"]),
-                padding_mask=inputs["padding_mask"],
-            )
+        inputs, outputs = _connect(embedding_layer, encoder, decoder)
         super().__init__(
             inputs=inputs, outputs=outputs, dtype=dtype, name=name, trainable=trainable
         )
@@ -384,13 +342,48 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
             backbone = EfficientTransformerBackbone(256, 4, 8, 64, 256)
         ```
         """
-        return make_layout_map(
-            device_mesh,
-            model_parallel_dim_name,
-            data_parallel_dim_name,
-            num_key_value_heads,
-            sequence_parallel_dim_name,
-        )
+        model_axis, data_axis = model_parallel_dim_name, data_parallel_dim_name
+        sequence_axis = sequence_parallel_dim_name
+        _check_mesh(device_mesh, model_axis, data_axis, sequence_axis)
+        size = device_mesh.shape[device_mesh.axis_names.index(model_axis)]
+        splits = num_key_value_heads is None or num_key_value_heads % size == 0
+        shared_axis = model_axis if splits else None
+        layouts = {
+            # Tokens, and the hidden width.
+            ".*token_embedding/embeddings": (model_axis, data_axis),
+            ".*token_embedding/reverse_embeddings": (data_axis, model_axis),
+            # Heads, which are independent between the projections.
+            f"{ATTENTION}/(query|gate)/kernel": (data_axis, model_axis, None),
+            f"{ATTENTION}/(key|value)/kernel": (data_axis, shared_axis, None),
+            f"{ATTENTION}/(decay|beta)/kernel": (None, shared_axis),
+            f"{ATTENTION}/attention_output/kernel": (model_axis, None, data_axis),
+            f"{ATTENTION}/output_gate/kernel": (data_axis, model_axis),
+            f"{ATTENTION}/(query|key)_feature_kernel": (model_axis, None, None),
+            f"{ATTENTION}/rotations": (None, model_axis, None, None),
+            f"{ATTENTION}/position(_kernel)?": (None, model_axis, None),
+            f"{ATTENTION}/codebook/(sum|last_codes|codes)": (model_axis, None, None),
+            f"{ATTENTION}/codebook/(count|usage|idle_calls|error)": (model_axis, None),
+            # The inner width of the feed-forward networks and of gated residuals.
+            ".*(feed_forward|separable_convolution)/(hidden|gate)/kernel": (
+                data_axis,
+                model_axis,
+            ),
+            ".*(feed_forward|separable_convolution)/output/kernel": (
+                model_axis,
+                data_axis,
+            ),
+            ".*_residual/gate/(reset|gate|candidate)_(update|stream)": (
+                data_axis,
+                model_axis,
+            ),
+            # Inputs of sublayers. Without this, XLA may gather the rows of the batch
+            # where weights are split over the data axis.
+            ".*(_residual/|final_)norm/output": (data_axis, sequence_axis, None),
+        }
+        layout_map = keras.distribution.LayoutMap(device_mesh)
+        for pattern, layout in layouts.items():
+            layout_map[pattern] = layout
+        return layout_map
 
     def load_lora_weights(self, filepath):
         check_lora_file(filepath)
@@ -404,148 +397,50 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         return {**super().get_config(), **config}
 
 
-class _Layers:
-    """Makes the layers of a backbone from its arguments."""
-
-    def __init__(self, options, dtype):
-        self.options = options
-        self.dtype = dtype
-        # One seed for all layers that add positions, so that they draw the same
-        # offsets.
-        self.offset_seed = random.randrange(2**31)
-
-    def embedding(self):
-        options = self.options
-        once = options.positions.is_added and not options.positions.each_layer
-        return InputEmbedding(
-            options.vocabulary_size,
-            options.hidden_dim,
-            embedding=options.embedding,
-            positions=options.positions if once else None,
-            dropout=options.dropout,
-            dtype=self.dtype,
-            name="embedding",
-        )
-
-    def stack(self, name, causal, cross=False):
-        recurrence = self.options.recurrence
-        residual = self.options.residual
-        end = dict(
-            final_norm=residual.final_norm, output_dropout=residual.output_dropout
-        )
-        blocks = [self.block(i, causal, cross) for i in range(self.options.num_layers)]
-        if not recurrence.universal:
-            return TransformerStack(
-                blocks,
-                recurrence.num_recurrences,
-                **end,
-                dtype=self.dtype,
-                name=name,
-            )
-        return UniversalTransformer(
-            blocks,
-            **recurrence.get_config(),
-            **end,
-            positions=self.repeated_positions(),
-            dtype=self.dtype,
-            name=name,
-        )
-
-    def block(self, i, causal, cross):
-        options = self.options
-        specs = options.attention
-        if not causal and options.encoder_attention is not None:
-            specs = options.encoder_attention
-        spec = specs[i % len(specs)] if isinstance(specs, list) else specs
-        rotary = options.positions.kind == "rotary"
-        attention = self.attention(spec, rotary, "attention")
-        cross_attention = positions = None
-        if cross:
-            cross_attention = self.attention(
-                options.cross_attention, False, "cross_attention"
-            )
-        if not options.recurrence.universal:
-            positions = self.repeated_positions()
-        return TransformerBlock(
-            attention=attention,
-            feed_forward=self.feed_forward(causal),
-            causal=causal,
-            cross_attention=cross_attention,
-            convolution=self.convolution(),
-            positions=positions,
-            residual=options.residual.kind,
-            norm=options.residual.norm,
-            norm_epsilon=options.residual.norm_epsilon,
-            use_bias=options.use_bias,
-            dropout=options.dropout,
-            layer_dropout=options.residual.layer_dropout,
-            dtype=self.dtype,
-            name=f"block_{i}",
-        )
-
-    def feed_forward(self, causal):
-        width, feed_forward = self.options.intermediate_dim, self.options.feed_forward
-        if width is None:
-            return None
-        common = dict(
-            activation=feed_forward.activation,
-            use_bias=self.options.use_bias,
-            dtype=self.dtype,
-        )
-        if feed_forward.separable_convolution:
-            return SeparableConvolution(
-                width, causal=causal, name="separable_convolution", **common
-            )
-        layer = FeedForward(
-            width,
-            gated=feed_forward.gated,
-            dropout=feed_forward.dropout,
-            name="feed_forward",
-            **common,
-        )
-        if feed_forward.chunk_size is None:
-            return layer
-        return ChunkedFeedForward(
-            layer,
-            feed_forward.chunk_size,
-            dtype=self.dtype,
-            name="chunked_feed_forward",
-        )
-
-    def attention(self, spec, rotary, name):
-        options = self.options
-        return make_attention(
-            spec,
-            num_heads=options.num_heads,
-            key_dim=options.head_dim or options.hidden_dim // options.num_heads,
-            use_bias=options.use_bias,
-            rotary=rotary,
-            name=name,
-            dtype=self.dtype,
-        )
-
-    def convolution(self):
-        if self.options.convolution is None:
-            return None
-        return CausalConvolution(
-            self.options.convolution, dtype=self.dtype, name="convolution"
-        )
-
-    def repeated_positions(self):
-        """The layer that adds positions in every recurrence, or `None`."""
-        positions = self.options.positions
-        if not positions.each_layer:
-            return None
-        return positions.make_layer(
-            self.offset_seed, dtype=self.dtype, name="positions"
-        )
+def _normalize(options):
+    """Replaces shorthands by options objects, and layers by their configurations."""
+    for name in ("attention", "encoder_attention"):
+        attention = getattr(options, name)
+        if isinstance(attention, list | tuple):
+            setattr(options, name, [attention_spec(item) for item in attention])
+        elif attention is not None or name == "attention":
+            setattr(options, name, attention_spec(attention))
+    options.cross_attention = attention_spec(options.cross_attention)
+    for key, kind in OPTIONS.items():
+        setattr(options, key, kind.get(getattr(options, key)))
 
 
-def _attention_specs(attention):
-    """The configurations of one kind of attention, or of a list of kinds."""
-    if isinstance(attention, list | tuple):
-        return [attention_spec(item) for item in attention]
-    return attention_spec(attention)
+def _connect(embedding, encoder, decoder):
+    """The inputs and outputs of the Functional model.
+
+    Args:
+        embedding: The embedding layer.
+        encoder, decoder: Stacks of blocks, of which one may be `None`.
+    """
+
+    def sequence_inputs(prefix=""):
+        return {
+            name: keras.Input((None,), dtype="int32", name=name)
+            for name in (f"{prefix}token_ids", f"{prefix}padding_mask")
+        }
+
+    if encoder is None or decoder is None:
+        inputs = sequence_inputs()
+        x = embedding(inputs["token_ids"])
+        return inputs, (encoder or decoder)(x, padding_mask=inputs["padding_mask"])
+    inputs = sequence_inputs("encoder_") | sequence_inputs("decoder_")
+    encoder_mask = inputs["encoder_padding_mask"]
+    memory = encoder(embedding(inputs["encoder_token_ids"]), padding_mask=encoder_mask)
+    outputs = {
+        "encoder_sequence_output": memory,
+        "decoder_sequence_output": decoder(
+            embedding(inputs["decoder_token_ids"]),
+            padding_mask=inputs["decoder_padding_mask"],
+            memory=memory,
+            memory_padding_mask=encoder_mask,
+        ),
+    }
+    return inputs, outputs
 
 
 def _check(options):
@@ -591,3 +486,23 @@ def _check(options):
             "each_layer=True: both share one embedding, whose two calls would draw "
             f"two offsets. Received: max_offset={positions.max_offset!r}"
         )
+
+
+def _check_mesh(device_mesh, model_axis, data_axis, sequence_axis):
+    if not isinstance(device_mesh, keras.distribution.DeviceMesh):
+        raise TypeError(
+            "`device_mesh` must be a `keras.distribution.DeviceMesh`. Received: "
+            f"device_mesh={device_mesh!r}"
+        )
+    names = {
+        "model_parallel_dim_name": model_axis,
+        "data_parallel_dim_name": data_axis,
+    }
+    if sequence_axis is not None:
+        names["sequence_parallel_dim_name"] = sequence_axis
+    for argument, name in names.items():
+        if name not in device_mesh.axis_names:
+            raise ValueError(
+                f"`{argument}` must be an axis of `device_mesh`, one of "
+                f"{list(device_mesh.axis_names)}. Received: {argument}={name!r}"
+            )

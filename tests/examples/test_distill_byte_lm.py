@@ -34,7 +34,7 @@ def test_teacher_is_kept_and_student_measured(tmp_path, capsys):
     assert (tmp_path / "out" / "result.png").exists()
     student = keras.saving.load_model(tmp_path / "out" / "student.keras")
     (adapter,) = student.backbone.attention_adapters
-    assert adapter.kernel.window == 4
+    assert adapter.attention.window == 4
 
     from distilling.measures import agreement
 

@@ -41,13 +41,11 @@ def print_report(capsys):
 @pytest.mark.any_backend
 def test_from_training_to_a_preset(small, tmp_path, capsys):
     out = tmp_path / "new" / "folder"
-    arguments = [*small, "--attention", NARROW, "--window-budget", "16"]
-    arguments += ["--out", str(out)]
+    arguments = [*small, "--attention", EXACT, "--out", str(out)]
     assert swap_attention.main(arguments) == 0
     rows = print_report(capsys)
     # With windows as long as the texts, it is exact.
-    assert rows[NARROW][0][:5] == ["1.0000", "1.0000", "-", "-", "all"]
-    assert rows["windows:"] == [["16"]]
+    assert rows[EXACT][0][:5] == ["1.0000", "1.0000", "-", "-", "all"]
     (cells,) = rows["24"]
     softmax, _, swapped, _, faster = map(float, cells)
     # Times are rounded to tenths of a millisecond, so they may be zero.
@@ -59,13 +57,13 @@ def test_from_training_to_a_preset(small, tmp_path, capsys):
     assert rows["48"] == [["-"] * 5]
     assert [cells[1] for cells in rows["-"]] == ["softmax:", "swapped:"]
     assert rows["after"] == [["0", "+", "2", "steps", "of", "distillation"]]
-    assert float(rows[f"{NARROW},"][0][1]) > 0.9
+    assert float(rows[f"{EXACT},"][0][1]) > 0.9
     assert (out / "paths.png").exists()
     paths = json.loads((out / "paths.json").read_text())
     # A window is the only path that it has.
     assert [list(found) for found in paths.values()] == [["as it is"]] * 2
     loaded = keras_hub.models.Backbone.from_preset(str(out / "preset"))
-    found = families.kernels(loaded)
+    found = families.efficient_layers(loaded)
     assert [type(v) for v in found] == [LocalAttention]
     assert [v.window for v in found] == [16]
 
@@ -160,8 +158,6 @@ def test_a_length_that_memory_may_not_hold_is_left_out(monkeypatch):
     [
         (["--preset", "/nowhere"], "--preset /nowhere"),
         (["--layers", "0", "--budget", "0.1"], "exclude each other"),
-        (["--window-budget", "0.5"], "a number of at least 1; received '0.5'"),
-        (["--window-budget", "8", "--budget", "0.1"], "exclude each other"),
         (["--text", "/nowhere"], "no such file"),
         (["--steps", "-1"], "not negative; received '-1'"),
         (["--window-dropout", "2"], "a number from 0 to 1; received '2'"),

@@ -115,6 +115,7 @@ def test_all_of_it_is_saved_and_the_model_learns(tmp_path):
     )
 
 
+@pytest.mark.any_backend
 def test_heads_are_as_many_as_the_paper_counts():
     training = make("post_norm", num_layers=12)
     heads = sum(head.count_params() for head in training.heads) / ((8 + 1) * 50)
@@ -122,6 +123,7 @@ def test_heads_are_as_many_as_the_paper_counts():
     assert round(41.2 + heads * (512 + 1) * 256 / 1e6) == 44
 
 
+@pytest.mark.any_backend
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -136,6 +138,7 @@ def test_errors_name_what_was_received(options, message):
         make(**options)
 
 
+@pytest.mark.any_backend
 def test_models_of_another_kind_are_refused():
     with pytest.raises(ValueError, match="causal language model"):
         AuxiliaryLosses(make_backbone("encoder"), total_steps=1)
@@ -144,6 +147,7 @@ def test_models_of_another_kind_are_refused():
         AuxiliaryLosses(EfficientCausalLM(universal), total_steps=1)
 
 
+@pytest.mark.any_backend
 def test_sequences_have_a_position_for_each_target():
     with pytest.raises(ValueError, match=r"y\.shape=\(2, 1\)"):
         make().compute_loss(None, np.zeros((2, 1)), {})

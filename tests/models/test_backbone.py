@@ -198,6 +198,7 @@ def test_half_precision_is_near_full(name, dtype):
 # Saving.
 
 
+@pytest.mark.any_backend
 @pytest.mark.parametrize("name", CASES)
 def test_configuration_is_json_and_comes_back(name):
     backbone = make_backbone(name)
@@ -217,6 +218,7 @@ def test_file_comes_back(name, tmp_path):
     assert_close(outputs(restored, data), outputs(backbone, data), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.any_backend
 def test_options_by_shorthand_dict_and_object_are_the_same():
     positions = PositionOptions("sinusoidal")
     assert PositionOptions.get("sinusoidal") == positions
@@ -249,6 +251,7 @@ def test_attention_by_name_configuration_and_layer_are_the_same():
     assert not layer.built
 
 
+@pytest.mark.any_backend
 def test_a_list_cycles_over_the_layers():
     backbone = make_backbone("mixed-rotary", num_layers=5, attention=[ELU, "softmax"])
     kinds = [type(block.attention) for block in backbone.transformer_layers]
@@ -280,6 +283,7 @@ def test_keras_own_softmax_gets_a_cache_and_keeps_its_options():
 # Errors.
 
 
+@pytest.mark.any_backend
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -337,6 +341,7 @@ def test_the_encoder_has_its_own_attention():
     assert again.get_config() == mixed.get_config()
 
 
+@pytest.mark.any_backend
 def test_rotary_needs_a_layer_that_rotates():
     @keras.saving.register_keras_serializable(package="tests")
     class Plain(EfficientAttention):
@@ -346,6 +351,7 @@ def test_rotary_needs_a_layer_that_rotates():
         make_backbone("defaults", attention=Plain(2, 4), positions="rotary")
 
 
+@pytest.mark.any_backend
 def test_layers_that_say_nothing_of_themselves_are_refused():
     @keras.saving.register_keras_serializable(package="tests")
     class Mine(keras.layers.MultiHeadAttention):
@@ -355,6 +361,7 @@ def test_layers_that_say_nothing_of_themselves_are_refused():
         make_backbone("defaults", attention=Mine(2, 4))
 
 
+@pytest.mark.any_backend
 def test_a_memory_beside_a_cache():
     backbone = make_backbone("defaults", attention=["xl", "softmax"], num_layers=2)
     blocks = backbone.get_initial_state(3, max_length=9, memory_length=5)["decoder"]
@@ -363,6 +370,7 @@ def test_a_memory_beside_a_cache():
     assert cache["key"].shape[:2] == (3, 9)
 
 
+@pytest.mark.any_backend
 def test_learned_positions_end():
     backbone = make_backbone("recurrent")
     with pytest.raises(ValueError, match="32"):

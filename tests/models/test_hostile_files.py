@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from keras_efficient_attn.models import EfficientTransformerBackbone
-from keras_efficient_attn.models.conversion.distillation import DistillationStage
+from keras_efficient_attn.models.conversion.distillation_stages import DistillationStage
 
 pytestmark = pytest.mark.any_backend
 

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.any_backend
         ("claim_rank", "--symbols"),
         ("claim_spans", "--penalties"),
         ("claim_variants", "--windows"),
-        ("compare_choices", "--window-budgets"),
         ("estimate_slices", "--slices"),
         ("measure_gated_delta", "--kerashub"),
         ("measure_generation", "--batches"),

@@ -1,4 +1,4 @@
-"""Attention layers for models, from names, configurations or templates."""
+"""The attention of a backbone's blocks, from names, configurations or templates."""
 
 import keras
 import keras_hub
@@ -6,6 +6,7 @@ import keras_hub
 from keras_efficient_attn.layers import EfficientAttention, get_attention
 from keras_efficient_attn.layers.attention.softmax import SoftmaxAttention
 from keras_efficient_attn.models.blocks.positions import MAX_WAVELENGTH
+from keras_efficient_attn.ops.common.checks import check_positive_int
 
 # Softmax layers that are replaced by a layer with a state.
 STATELESS_SOFTMAX = (
@@ -29,10 +30,9 @@ def attention_spec(attention):
     if isinstance(attention, keras.layers.MultiHeadAttention):
         return keras.saving.serialize_keras_object(attention)
     raise TypeError(
-        "`attention` must be a name such as 'performer:feature_map=elu', the "
-        "configuration of a layer, a layer that is a "
-        "`keras.layers.MultiHeadAttention`, or a list of them. Received: "
-        f"attention={attention!r}"
+        "`attention` must be a name such as 'performer:feature_map=elu', a layer that "
+        "is a `keras.layers.MultiHeadAttention`, or its configuration (to convert a "
+        f"model, also its class); or a list of these. Received: attention={attention!r}"
     )
 
 
@@ -77,3 +77,61 @@ def make_attention(spec, num_heads, key_dim, use_bias, rotary, name, dtype):
         if config.get("rotary_wavelength") is None:
             config["rotary_wavelength"] = MAX_WAVELENGTH
     return type(layer).from_config(config)
+
+
+def gated_attention_units(attention, hidden_dim, key_dim=128):
+    """Arguments of `EfficientTransformerBackbone` for blocks of gated attention units.
+
+    ```
+    u, v = silu(x W_u), silu(x W_v)         of width 2 · hidden_dim
+    y = x + (attention(x W_q, x W_k, v) ⊙ u) W_o,   x normalised before
+    ```
+
+    One head of attention between two gated projections takes the place of attention
+    with several heads and of the feed-forward network: there is none, and two units are
+    about as large as a block with both.
+
+    Args:
+        attention: Name of an attention layer with options, such as `"vq:window=64"`.
+        hidden_dim: Width of the model.
+        key_dim: Width of queries and keys. Defaults to 128.
+
+    Returns:
+        Dict of `hidden_dim`, `intermediate_dim`, `num_heads`, `head_dim` and
+        `attention`.
+
+    Raises:
+        TypeError: If `attention` is not a name.
+        ValueError: If a size is not a positive integer.
+
+    Example:
+
+    >>> from keras_efficient_attn.models import (
+    ...     EfficientTransformerBackbone,
+    ...     gated_attention_units,
+    ... )
+    >>> units = gated_attention_units("local:window=8", hidden_dim=16, key_dim=4)
+    >>> backbone = EfficientTransformerBackbone(256, num_layers=2, **units)
+
+    Reference:
+        - [Hua et al., 2022](https://arxiv.org/abs/2202.10447)
+    """
+    if not isinstance(attention, str):
+        raise TypeError(
+            "`attention` of gated attention units must be a name with options. "
+            f"Received: attention={attention!r}"
+        )
+    check_positive_int("hidden_dim", hidden_dim)
+    check_positive_int("key_dim", key_dim)
+    separator = "," if ":" in attention else ":"
+    options = (
+        f"value_dim={2 * hidden_dim},use_gate=True,gate_activation=silu,"
+        "value_activation=silu"
+    )
+    return {
+        "hidden_dim": hidden_dim,
+        "intermediate_dim": None,
+        "num_heads": 1,
+        "head_dim": key_dim,
+        "attention": f"{attention}{separator}{options}",
+    }

@@ -1,11 +1,21 @@
-"""A short convolution that encodes the order of a block's inputs."""
+"""Convolutions over positions: a short one for order, and in place of dense layers."""
 
 import keras
 from keras import ops
 
 from keras_efficient_attn.layers.arguments import KeepsArguments
-from keras_efficient_attn.ops.common.checks import check_int
-from keras_efficient_attn.ops.common.convolution import causal_convolution
+from keras_efficient_attn.models.blocks.feed_forward import (
+    get_activation,
+    make_dense,
+    serialize_activation,
+)
+from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.checks import (
+    check_int,
+    check_positive_int,
+    is_pair,
+)
+from keras_efficient_attn.ops.common.convolution import causal_convolution, depthwise
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -71,3 +81,142 @@ class CausalConvolution(KeepsArguments, keras.layers.Layer):
 
     def compute_output_shape(self, input_shape):
         return input_shape
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class SeparableConvolution(keras.layers.Layer):
+    """Two separable convolutions with an activation between them.
+
+    ```
+    y = (D₂ ∗ activation((D₁ ∗ x) W₁)) W₂
+    ```
+
+    with depthwise convolutions D over the positions: the alternative to `FeedForward`
+    in the Universal Transformer.
+
+    Args:
+        hidden_dim: Width between the two convolutions.
+        kernel_sizes: Kernel sizes of the two convolutions. Defaults to `(3, 5)`.
+        activation: Name of a Keras activation, `"squared_relu"`, or a callable.
+            Defaults to `"relu"`.
+        causal: Whether they see earlier positions only; otherwise both sides equally.
+            Defaults to `True`.
+        use_bias: Whether the dense layers have biases. Defaults to `True`.
+        **kwargs: Arguments of `keras.layers.Layer`.
+
+    Call arguments:
+        x: `(batch, length, dim)`.
+        mask: Optional boolean `(batch, length)`; masked positions are never read.
+        state: Optional, from `get_initial_state` or the previous segment's call.
+
+    Returns:
+        A tensor of the shape of `x`; `(output, state)` with `state`.
+
+    Raises:
+        ValueError: If `hidden_dim` is not a positive integer or `kernel_sizes` no pair
+            of them, or on a call with `state` and without `causal`.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn.models import SeparableConvolution
+    >>> layer = SeparableConvolution(64)
+    >>> layer(keras.random.normal((2, 10, 16))).shape
+    (2, 10, 16)
+
+    Reference:
+        - [Dehghani et al., 2019](https://arxiv.org/abs/1807.03819)
+    """
+
+    def __init__(
+        self,
+        hidden_dim,
+        kernel_sizes=(3, 5),
+        activation="relu",
+        causal=True,
+        use_bias=True,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        check_positive_int("hidden_dim", hidden_dim)
+        if not is_pair(kernel_sizes, 1):
+            raise ValueError(
+                "`kernel_sizes` must be a pair of positive integers. Received: "
+                f"kernel_sizes={kernel_sizes!r}"
+            )
+        self.supports_masking = True
+        self.hidden_dim = hidden_dim
+        self.kernel_sizes = tuple(kernel_sizes)
+        self.activation = get_activation(activation)
+        self.causal = causal
+        self.use_bias = use_bias
+
+    def build(self, x_shape):
+        widths = (x_shape[-1], self.hidden_dim)
+        self.kernels = [
+            self.add_weight(
+                name=f"kernel_{i}",
+                shape=(size, width),
+                initializer=keras.initializers.RandomUniform(-(size**-0.5), size**-0.5),
+            )
+            for i, (size, width) in enumerate(
+                zip(self.kernel_sizes, widths, strict=True)
+            )
+        ]
+
+        self.hidden = make_dense(self, "hidden", x_shape)
+        self.output_dense = make_dense(self, "output", x_shape)
+
+    def get_initial_state(self, batch_size):
+        """The state before the first position: the last inputs of each convolution."""
+        return {
+            name: ops.zeros(
+                (batch_size, kernel.shape[0] - 1, kernel.shape[1]), self.compute_dtype
+            )
+            for name, kernel in zip(("x", "hidden"), self.kernels, strict=True)
+        }
+
+    def call(self, x, mask=None, state=None):
+        if state is not None and not self.causal:
+            raise ValueError(
+                "`state` holds the past, and needs causal=True. Received: causal=False"
+            )
+        before = {"x": None, "hidden": None} if state is None else state
+        h, after_x = self._convolve(x, self.kernels[0], mask, before["x"])
+        h = self.hidden(h)
+        h, after_hidden = self._convolve(h, self.kernels[1], mask, before["hidden"])
+        y = self.output_dense(h)
+        return y if state is None else (y, {"x": after_x, "hidden": after_hidden})
+
+    def _convolve(self, x, kernel, mask, before):
+        """The convolution, and the part of its input that the next segment needs.
+
+        Args:
+            x: `(batch, length, dim)`.
+            kernel: `(kernel_size, dim)`.
+            mask: Boolean `(batch, length)` or `None`.
+            before: `(batch, kernel_size - 1, dim)`, or `None` at the start.
+        """
+        reach = kernel.shape[0] - 1
+        if mask is not None:
+            x = ops.where(ops.cast(mask, "bool")[..., None], x, ops.zeros_like(x))
+        length = shape_of(x)[1]
+        if before is None:
+            after = 0 if self.causal else reach // 2
+            padded = ops.pad(x, ((0, 0), (reach - after, after), (0, 0)))
+        else:
+            padded = ops.concatenate([ops.cast(before, x.dtype), x], axis=1)
+        return depthwise(padded, kernel, length), padded[:, length:]
+
+    def compute_output_shape(self, x_shape):
+        return x_shape
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "hidden_dim": self.hidden_dim,
+            "kernel_sizes": self.kernel_sizes,
+            "activation": serialize_activation(self.activation),
+            "causal": self.causal,
+            "use_bias": self.use_bias,
+        }

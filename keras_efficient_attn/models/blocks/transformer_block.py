@@ -5,10 +5,10 @@ import keras
 from keras_efficient_attn.layers.arguments import KeepsArguments
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.residual.chain import Sublayer
-from keras_efficient_attn.models.blocks.residual import RESIDUALS
-from keras_efficient_attn.models.blocks.separable_convolution import (
+from keras_efficient_attn.models.blocks.convolution import (
     SeparableConvolution,
 )
+from keras_efficient_attn.models.blocks.residual import RESIDUALS
 from keras_efficient_attn.models.options import check_name
 
 

@@ -11,11 +11,11 @@ from keras_efficient_attn.layers.residual.chain import (
     reversible_residuals,
     stream_dtype,
 )
-from keras_efficient_attn.models.blocks.normalization import get_norm
+from keras_efficient_attn.models.blocks.residual import get_norm
 from keras_efficient_attn.ops.common.checks import check_positive_int
 
 
-class StackTrace(typing.NamedTuple):
+class StackResults(typing.NamedTuple):
     """The results of a stack besides its output.
 
     Attributes:
@@ -136,34 +136,34 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
         apply = self._recur
         if self.blocks[0].residual == "reversible":
             apply = self._apply_reversibly
-        x, trace = apply(x, inputs, state, training, return_layers)
+        x, results = apply(x, inputs, state, training, return_layers)
         x = x if self.final_norm is None else self.final_norm(x)
         x = self.output_dropout(x, training=training)
         if return_layers:
-            return x, trace.layers
+            return x, results.layers
         if return_ponder:
-            return x, trace.ponder
-        return x if state is None else (x, trace.state)
+            return x, results.ponder
+        return x if state is None else (x, results.state)
 
     def _recur(self, x, inputs, state, training, keep_layers):
-        """All applications of the blocks: the output, and a `StackTrace`.
+        """All applications of the blocks: the output, and `StackResults`.
 
         Args:
             x: `(batch, length, dim)`.
             inputs: Dict of the other arguments of the blocks.
             state: As in a call.
             training: As in a call.
-            keep_layers: Whether the trace has the outputs of all applications.
+            keep_layers: Whether to return the outputs of all applications.
         """
         new_state, layers = {}, []
         for n in range(self.num_recurrences):
-            x, trace = self._apply_blocks(n, x, inputs, state, training, keep_layers)
-            new_state |= trace.state
-            layers += trace.layers
-        return x, StackTrace(new_state, layers)
+            x, results = self._apply_blocks(n, x, inputs, state, training, keep_layers)
+            new_state |= results.state
+            layers += results.layers
+        return x, StackResults(new_state, layers)
 
     def _apply_blocks(self, n, x, inputs, state, training, keep_layers=False):
-        """Applies each block once, in recurrence n: the output, and a `StackTrace`."""
+        """Each block applied once, in recurrence n: the output, and `StackResults`."""
         new_state, layers = {}, []
         for i, block in enumerate(self.blocks):
             if state is None:
@@ -175,7 +175,7 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
                 )
             if keep_layers:
                 layers.append(x)
-        return x, StackTrace(new_state, layers)
+        return x, StackResults(new_state, layers)
 
     def _apply_reversibly(self, x, inputs, state, training, keep_layers):
         """Computes `_recur` for blocks that update two streams."""
@@ -195,9 +195,9 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
                 x1, x2 = reversible_residuals(self, sublayers, x1, x2)
             else:
                 x1, x2, _ = plain_residuals(sublayers, x1, x2)
-            x1, x2 = _in_turn(sublayers, x1, x2)
+            x1, x2 = _next_first(sublayers, x1, x2)
             layers.append((x1 + x2) / 2)
-        return layers[-1], StackTrace({}, layers)
+        return layers[-1], StackResults({}, layers)
 
     def _stream_reversibly(self, x1, x2, inputs, state, training):
         """Computes `_apply_reversibly` with a state."""
@@ -205,9 +205,9 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
         for name, block in self._applications():
             sublayers = block.sublayers(**inputs, state=state[name], training=training)
             x1, x2, parts = plain_residuals(sublayers, x1, x2)
-            x1, x2 = _in_turn(sublayers, x1, x2)
+            x1, x2 = _next_first(sublayers, x1, x2)
             new_state[name] = {k: v for part in parts for k, v in part.items()}
-        return (x1 + x2) / 2, StackTrace(new_state, [])
+        return (x1 + x2) / 2, StackResults(new_state, [])
 
     def compute_output_spec(self, x, *args, **kwargs):
         return keras.KerasTensor(x.shape, dtype=self.compute_dtype)
@@ -256,7 +256,7 @@ def _share_weights(blocks):
                 attention.share_weights_with(owner)
 
 
-def _in_turn(sublayers, x1, x2):
+def _next_first(sublayers, x1, x2):
     """The streams, with the one that the next sublayer updates first."""
     return (x2, x1) if len(sublayers) % 2 else (x1, x2)
 

@@ -5,10 +5,10 @@ from keras_efficient_attn.models.conversion.backbone import (
     efficient_backbone,
 )
 from keras_efficient_attn.models.conversion.distill import distill
-from keras_efficient_attn.models.conversion.path_report import PathError
 from keras_efficient_attn.models.conversion.replace import replace_attention
 from keras_efficient_attn.models.conversion.report import (
     LayerError,
+    PathError,
     SwapReport,
     swap_report,
 )

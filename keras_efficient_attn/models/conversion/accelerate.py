@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_efficient_attn.models.conversion.keras_internals import (
+from keras_efficient_attn.models.keras_hub_internals import (
     gated_delta_net_with,
     gated_delta_nets,
 )

@@ -5,15 +5,19 @@ import types
 import keras
 from keras import ops
 
-from keras_efficient_attn.models.conversion.keras_internals import (
+from keras_efficient_attn.layers.keras_internals import (
     projections,
     set_projection,
-    skip_projections,
-    t5_bias,
-    t5_bias_weights,
     tracked_layers,
 )
+from keras_efficient_attn.models.keras_hub_internals import (
+    require_from_hub,
+    t5_bias_weights,
+)
 from keras_efficient_attn.ops.common.backend import shape_of
+
+# The last of T5's buckets has all distances from this on.
+FAR = 128
 
 
 class AttentionAdapter(keras.layers.Layer):
@@ -26,7 +30,7 @@ class AttentionAdapter(keras.layers.Layer):
     has none of its own.
 
     Args:
-        kernel: An `EfficientAttention` that is not built, made from `geometry`.
+        attention: An `EfficientAttention` that is not built, made from `geometry`.
         site: The `AttentionSite` of the attention layer to replace, built; or of its
             adapter.
     """
@@ -36,7 +40,7 @@ class AttentionAdapter(keras.layers.Layer):
     # Whether the layers of a stack share what they compute, and go together.
     shares_with_stack = False
 
-    def __init__(self, kernel, site):
+    def __init__(self, attention, site):
         host = site.layer
         # autocast=False: the projections cast their inputs.
         super().__init__(
@@ -49,11 +53,11 @@ class AttentionAdapter(keras.layers.Layer):
         self._stream = types.SimpleNamespace(position=0)
         # First, so that the weights have the host's order.
         self.adopt_projections(host)
-        self.kernel = kernel
+        self.attention = attention
 
     @classmethod
     def geometry(cls, host):
-        """The kernel's constructor arguments that the host determines."""
+        """The arguments of an `EfficientAttention` that the host determines."""
         held = projections(host)
         heads, key_dim = held["query"].partial_output_shape[-2:]
         groups, value_dim = held["value"].partial_output_shape[-2:]
@@ -65,7 +69,7 @@ class AttentionAdapter(keras.layers.Layer):
             "dropout": held["dropout"].rate,
             "use_bias": held["query"].bias_axes is not None,
             "use_gate": "gate" in held,
-            "name": "kernel",
+            "name": "efficient_attention",
             "dtype": host.dtype_policy,
             "trainable": host.trainable,
         }
@@ -88,21 +92,22 @@ class AttentionAdapter(keras.layers.Layer):
         return self._host_build_config
 
     def build(self, *args, **kwargs):
-        """Builds the kernel, for inputs of the shape that the host was built for."""
+        """Builds the layer for inputs of the shape that the host was built for."""
         held = projections(self)
         for name in ("query", "key"):
-            set_projection(self.kernel, name, self._with_positions(held, name))
+            set_projection(self.attention, name, self._with_positions(held, name))
         for name in ("value", "gate", "output"):
             if name in held:
-                # A function, so that the kernel does not track the projection.
-                set_projection(self.kernel, name, self.projection(held[name], name))
-        set_projection(self.kernel, "dropout", held["dropout"])
-        skip_projections(self.kernel)
+                # A function, so that `attention` does not track the projection.
+                set_projection(self.attention, name, self.projection(held[name], name))
+        set_projection(self.attention, "dropout", held["dropout"])
+        # It builds its own weights only.
+        self.attention._build_projections = lambda *shapes: None
         config = self._host_build_config
         if "input_shape" in config:
-            self.kernel.build(config["input_shape"], config["input_shape"])
+            self.attention.build(config["input_shape"], config["input_shape"])
         else:
-            self.kernel.build(**config["shapes_dict"])
+            self.attention.build(**config["shapes_dict"])
 
     def _with_positions(self, held, name):
         """The projection of queries or keys, with their norm and positions."""
@@ -116,7 +121,7 @@ class AttentionAdapter(keras.layers.Layer):
         return project
 
     def projection(self, layer, name):
-        """The function of a projection of the host, for the kernel.
+        """The function of a projection of the host, for `attention`.
 
         Args:
             layer: The layer.
@@ -150,7 +155,7 @@ class AttentionAdapter(keras.layers.Layer):
 
         Args:
             x: `(batch, length, dim)`, the inputs of the host.
-            state: Dict of tensors, from `kernel.get_initial_state` or the last call.
+            state: Dict of tensors, from `attention.get_initial_state` or the last call.
             position: Position of the first of them, an integer or a scalar.
             key_mask: Boolean `(batch, length)` or `None`.
 
@@ -159,7 +164,7 @@ class AttentionAdapter(keras.layers.Layer):
         """
         self._stream.position = position
         try:
-            return self.kernel(
+            return self.attention(
                 x, x, key_mask=key_mask, use_causal_mask=True, state=state
             )
         finally:
@@ -181,13 +186,14 @@ class AttentionAdapter(keras.layers.Layer):
 class MultiHeadAdapter(AttentionAdapter):
     """For `keras.layers.MultiHeadAttention` and KerasHub's with a cache."""
 
-    def __init__(self, kernel, site):
-        super().__init__(kernel, site)
+    def __init__(self, attention, site):
+        super().__init__(attention, site)
         self.supports_masking = True
 
     @classmethod
     def geometry(cls, host):
-        host_config = getattr(host, "kernel", host).get_config()
+        layer = host.attention if isinstance(host, AttentionAdapter) else host
+        host_config = layer.get_config()
         kept = {name: host_config[name] for name in ("output_shape", "seed")}
         return kept | super().geometry(host)
 
@@ -211,10 +217,10 @@ class MultiHeadAdapter(AttentionAdapter):
         masks = self._masks(attention_mask, use_causal_mask)
         masks |= dict(query_mask=query_mask, value_mask=value_mask, key_mask=key_mask)
         options = dict(return_attention_scores=return_attention_scores, state=state)
-        return self.kernel(query, value, key, training=training, **masks, **options)
+        return self.attention(query, value, key, training=training, **masks, **options)
 
     def _masks(self, attention_mask, use_causal_mask):
-        """The masks for the kernel."""
+        """The masks for `attention`."""
         # One row of keys: a block that is not causal, or a single token.
         one_row = attention_mask is None or attention_mask.shape[-2] == 1
         if self.is_causal and not one_row:
@@ -236,7 +242,7 @@ class MultiHeadAdapter(AttentionAdapter):
         **kwargs,
     ):
         kwargs |= self._masks(attention_mask, use_causal_mask)
-        return self.kernel.compute_output_spec(query, value, *args, **kwargs)
+        return self.attention.compute_output_spec(query, value, *args, **kwargs)
 
 
 class RotaryAdapter(AttentionAdapter):
@@ -247,7 +253,8 @@ class RotaryAdapter(AttentionAdapter):
     rotary_attribute = "rotary_embedding_layer"
 
     def adopt_projections(self, host):
-        setattr(self, self.rotary_attribute, getattr(host, self.rotary_attribute))
+        rotary = require_from_hub(host, self.rotary_attribute)
+        setattr(self, self.rotary_attribute, rotary)
         super().adopt_projections(host)
 
     def call(
@@ -262,7 +269,7 @@ class RotaryAdapter(AttentionAdapter):
         self._refuse_cache(cache)
         if attention_mask is not None:
             attention_mask = self.key_mask(attention_mask)
-        return self.kernel(
+        return self.attention(
             hidden_states,
             hidden_states,
             attention_mask=attention_mask,
@@ -293,12 +300,12 @@ class Gemma3Adapter(RotaryAdapter):
 
     @classmethod
     def refusal(cls, host):
-        if host.logit_soft_cap is not None:
+        if require_from_hub(host, "logit_soft_cap") is not None:
             return (
                 "it caps its logits with a tanh, and no efficient layer does. "
                 f"Received: logit_soft_cap={host.logit_soft_cap}"
             )
-        if not host.query_head_dim_normalize:
+        if not require_from_hub(host, "query_head_dim_normalize"):
             return (
                 "it scales its logits by the model's width instead of the heads'. "
                 "Received: query_head_dim_normalize=False"
@@ -333,13 +340,13 @@ class T5Adapter(AttentionAdapter):
 
     shares_with_stack = True
 
-    def __init__(self, kernel, site):
-        super().__init__(kernel, site)
-        if not kernel.takes_window_bias:
+    def __init__(self, attention, site):
+        super().__init__(attention, site)
+        if not attention.takes_window_bias:
             raise ValueError(
                 f"{site.layer.path} adds a bias to its logits by distance, which only "
                 "a window keeps: that of local, linear, performer or vq. Received: a "
-                f"{type(kernel).__name__} without a window"
+                f"{type(attention).__name__} without a window"
             )
         if site.bias_weights is None:
             raise ValueError(
@@ -347,18 +354,18 @@ class T5Adapter(AttentionAdapter):
                 "what is converted: convert the whole model. Received: "
                 f"{site.layer.path}"
             )
-        kernel.window_bias = self._bias
+        attention.window_bias = self._bias
         # In a namespace: another layer of the stack owns the variable.
         self._shared = types.SimpleNamespace(bias_weights=site.bias_weights)
 
     @classmethod
     def geometry(cls, host):
         return {
-            "num_heads": host.num_heads,
-            "key_dim": host.key_value_dim,
+            "num_heads": require_from_hub(host, "num_heads"),
+            "key_dim": require_from_hub(host, "key_value_dim"),
             "dropout": projections(host)["dropout"].rate,
             "use_bias": False,
-            "name": "kernel",
+            "name": "efficient_attention",
             "dtype": host.dtype_policy,
             "trainable": host.trainable,
         }
@@ -373,7 +380,7 @@ class T5Adapter(AttentionAdapter):
     def projection(self, layer, name):
         if name == "output":
             return lambda heads: layer(ops.reshape(heads, (*shape_of(heads)[:2], -1)))
-        # T5 does not scale its logits, and the kernel does.
+        # T5 does not scale its logits, and `EfficientAttention` does.
         factor = self.key_value_dim**0.5 if name == "query" else 1.0
 
         def project(x):
@@ -403,7 +410,7 @@ class T5Adapter(AttentionAdapter):
                     f"{self.path}"
                 )
             mask = self.key_mask(mask)
-        output = self.kernel(
+        output = self.attention(
             hidden_states,
             hidden_states,
             attention_mask=mask,
@@ -423,4 +430,37 @@ class T5Adapter(AttentionAdapter):
         return output, bias, cache
 
     def _bias(self, distances):
-        return t5_bias(self._shared.bias_weights, distances, self.is_causal)
+        weights = ops.convert_to_tensor(self._shared.bias_weights)
+        buckets = bucket_distances(distances, weights.shape[0], self.is_causal)
+        return ops.take(weights, buckets, axis=0)
+
+
+def bucket_distances(distances, count, causal):
+    """T5's buckets of distances, integers of the shape of `distances`.
+
+    Half of the buckets of a direction are of one distance each; the others grow with
+    its logarithm, and the last has all from `FAR` on. A causal stack has one direction.
+
+    Args:
+        distances: Integer array, query position - key position.
+        count: Number of buckets.
+        causal: Whether the stack is a decoder.
+
+    Reference:
+        - [Raffel et al., 2020](https://arxiv.org/abs/1910.10683)
+    """
+    distances = ops.convert_to_tensor(distances, "int32")
+    first = ops.zeros_like(distances)
+    if causal:
+        distances = ops.maximum(distances, 0)
+    else:
+        count = count // 2
+        first = ops.where(distances < 0, count, 0)
+        distances = ops.abs(distances)
+    single = count // 2
+    # In float32, as T5: distances at the edge of a bucket depend on the rounding.
+    ratio = ops.log(ops.cast(distances, "float32") / float(single))
+    ratio = ratio / ops.cast(ops.log(FAR / single), "float32")
+    wide = single + ops.cast(ratio * (count - single), "int32")
+    wide = ops.minimum(wide, count - 1)
+    return first + ops.where(distances < single, distances, wide)

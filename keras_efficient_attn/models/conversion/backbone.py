@@ -1,39 +1,42 @@
 """Backbones of KerasHub with efficient attention: conversion and classes."""
 
+import dataclasses
 import functools
 import inspect
 import warnings
 
 import keras
 import keras_hub
+from keras import ops
 
-from keras_efficient_attn.models.conversion.fit import (
-    batches,
-    can_fit,
-    check_can_fit,
-    fit,
-    kernel_names,
+from keras_efficient_attn.layers.keras_internals import (
+    flat_layers,
+    lora_of,
+    own_variables,
+    projections,
+    set_dtype_policy,
+    tracked_layers,
 )
+from keras_efficient_attn.models.conversion.adapters import AttentionAdapter
 from keras_efficient_attn.models.conversion.generation import generate_from_states
 from keras_efficient_attn.models.conversion.layer_search import (
     check_budget,
     select_layers,
 )
-from keras_efficient_attn.models.conversion.lora import hide_adapter_weights
-from keras_efficient_attn.models.conversion.plan import plan_conversion
-from keras_efficient_attn.models.conversion.specification import (
-    is_pattern,
-    with_window,
+from keras_efficient_attn.models.conversion.targets import choose_targets, is_pattern
+from keras_efficient_attn.models.conversion.trace import (
+    batches,
+    can_fit,
+    check_can_fit,
+    fit,
+    layer_names,
+    trace,
 )
-from keras_efficient_attn.models.conversion.trace import trace
-from keras_efficient_attn.models.conversion.weights import copy_weights
-from keras_efficient_attn.models.conversion.window_search import (
-    SMALLEST_WINDOW,
-    check_window_budget,
-    choose_windows,
+from keras_efficient_attn.models.files import PresetMixin, check_lora_file
+from keras_efficient_attn.models.keras_hub_internals import (
+    copy_lora_state,
+    hidden_layers,
 )
-from keras_efficient_attn.models.lora_files import check_lora_file
-from keras_efficient_attn.models.presets import PresetMixin
 
 PACKAGE = "keras_efficient_attn"
 
@@ -44,7 +47,6 @@ def convert_backbone(
     layers=None,
     calibrate=None,
     budget=None,
-    window_budget=None,
 ):
     """A copy of a KerasHub backbone with efficient self-attention.
 
@@ -105,16 +107,6 @@ def convert_backbone(
         budget: For `layers="auto"`: the largest relative error, `√(Σ‖new − old‖² /
             Σ‖old‖²)`, of the last block's output in each tower, or in encoder and
             decoder, on the data in `calibrate`.
-        window_budget: The largest mean of the layers' windows, a number of at least
-            1: each layer gets its own window, overriding the window in `attention`. The
-            windows are powers of two, from a quarter of the budget up to one that holds
-            the longest text in `calibrate`. The choice minimises, within the budget,
-            the sum over layers of `Σ‖new − old‖² / Σ‖old‖²` of each layer's output on
-            the original's inputs. It measures layers separately, so the model's output
-            need not improve: compare the two. Codes are fitted once; features, which
-            depend on the window, are fitted for each window. The `attention` of the
-            copy is a list with these windows. Needs `calibrate`, and excludes
-            `layers="auto"`. Defaults to `None`: the windows in `attention`.
 
     Returns:
         The copy, not compiled.
@@ -123,8 +115,8 @@ def convert_backbone(
         ValueError: If the backbone's attention cannot be replaced (for example because
             it adds a distance-dependent bias or caps its logits), or not by
             `attention`; for `layers` that do not exist; if `attention` has nothing to
-            calibrate, or no window to choose; if the list of attentions and the layers
-            differ in length; or if no layer can be replaced within the budget.
+            calibrate; if the list of attentions and the layers differ in length; or if
+            no layer can be replaced within the budget.
         TypeError: If `backbone` or `attention` is of another kind.
 
     Example:
@@ -149,7 +141,6 @@ def convert_backbone(
             f"{backbone.name}, a {type(backbone).__name__}"
         )
     check_budget(layers, budget, calibrate)
-    check_window_budget(window_budget, layers, calibrate)
     inputs = None if calibrate is None else batches(calibrate)
     automatic = isinstance(layers, str) and layers == "auto"
     if automatic and is_pattern(attention):
@@ -157,76 +148,68 @@ def convert_backbone(
             "A pattern says which layers it replaces, and excludes layers='auto'. "
             f"Received: attention={attention!r}"
         )
-    plan = plan_conversion(backbone, attention, None if automatic else layers)
+    targets = choose_targets(backbone, attention, None if automatic else layers)
     if automatic:
-        return _within_budget(plan, inputs, budget)
-    if window_budget is not None:
-        return _with_windows(plan, inputs, window_budget)
-    efficient = apply_plan(plan)
+        return _within_budget(targets, inputs, budget)
+    efficient = make_copy(targets)
     adapters = efficient.attention_adapters
     if inputs is not None:
         check_can_fit(adapters)
-        fit(adapters, plan.chosen_sites, trace(backbone, plan.chosen_sites, inputs))
+        fit(
+            adapters,
+            targets.chosen_sites,
+            trace(backbone, targets.chosen_sites, inputs),
+        )
     elif can_fit(adapters):
         warnings.warn(
-            f"{kernel_names(adapters)} can be fitted to data, and is not: pass "
+            f"{layer_names(adapters)} can be fitted to data, and is not: pass "
             "`calibrate`, or train the copy.",
             stacklevel=2,
         )
     return efficient
 
 
-def apply_plan(plan, fitted=None):
-    """A converted copy of the backbone of a plan.
+def make_copy(targets, fitted=None):
+    """A converted copy of a backbone.
 
     Args:
-        plan: A `ConversionPlan` of a `keras_hub.models.Backbone`.
-        fitted: Adapters from which to copy kernel weights, or `None`.
+        targets: `ConversionTargets` of a `keras_hub.models.Backbone`.
+        fitted: Adapters whose own weights the copy takes, or `None`.
     """
-    backbone = plan.model
+    backbone = targets.model
     efficient = efficient_backbone(type(backbone)).from_config(
         {
             **backbone.get_config(),
-            "attention": plan.attention,
-            "attention_layers": plan.layers,
+            "attention": targets.attention,
+            "attention_layers": targets.layers,
         }
     )
     copy_weights(backbone, efficient)
     if fitted is not None:
         for adapter, source in zip(efficient.attention_adapters, fitted, strict=True):
-            adapter.kernel.set_weights(source.kernel.get_weights())
+            adapter.attention.set_weights(source.attention.get_weights())
     return efficient
 
 
-def _within_budget(plan, inputs, budget):
+def _within_budget(targets, inputs, budget):
     """A copy with as many layers replaced as an error budget allows."""
-    if plan.shared_stacks:
+    if targets.shared_stacks:
         raise ValueError(
             "layers='auto' chooses single layers, and the layers of a stack of "
-            f"{plan.model.name} are replaced together: {plan.shared_stacks}"
+            f"{targets.model.name} are replaced together: {targets.shared_stacks}"
         )
-    whole = apply_plan(plan)
+    whole = make_copy(targets)
     fitted = whole.attention_adapters
     if can_fit(fitted):
-        fit(fitted, plan.sites, trace(plan.model, plan.sites, inputs))
-    layers = select_layers(budget, plan, whole, inputs)
+        fit(fitted, targets.sites, trace(targets.model, targets.sites, inputs))
+    layers = select_layers(budget, targets, whole, inputs)
     if len(layers) == len(fitted):
         return whole
-    attention = plan.attention
+    attention = targets.attention
     if isinstance(attention, list):
         attention = [attention[index] for index in layers]
-    chosen = plan.replace(attention=attention, layers=layers)
-    return apply_plan(chosen, [fitted[index] for index in layers])
-
-
-def _with_windows(plan, inputs, budget):
-    """A copy with the windows of least error whose mean is within a budget."""
-    attention = [with_window(spec, SMALLEST_WINDOW) for spec in plan.specs]
-    adapters = apply_plan(plan.replace(attention=attention)).attention_adapters
-    records = trace(plan.model, plan.chosen_sites, inputs)
-    windows = choose_windows(budget, adapters, plan.chosen_sites, records)
-    attention = list(map(with_window, plan.specs, windows))
-    return apply_plan(plan.replace(attention=attention), adapters)
+    chosen = dataclasses.replace(targets, attention=attention, layers=layers)
+    return make_copy(chosen, [fitted[index] for index in layers])
 
 
 class EfficientBackbone(PresetMixin):
@@ -241,9 +224,9 @@ class EfficientBackbone(PresetMixin):
 
     def __init__(self, *args, attention, attention_layers=None, **kwargs):
         super().__init__(*args, **kwargs)
-        plan = plan_conversion(self, attention, attention_layers)
-        self.attention_sites = plan.install(plan.make_adapters())
-        self.attention = plan.attention
+        targets = choose_targets(self, attention, attention_layers)
+        self.attention_sites = targets.install(targets.make_adapters())
+        self.attention = targets.attention
         self.attention_layers = attention_layers
 
     @property
@@ -345,6 +328,70 @@ class RegistryEntry:
         """Puts the entry into the registry, under the name of the class."""
         name = f"{PACKAGE}>{self.__name__}"
         keras.saving.get_custom_objects()[name] = self
+
+
+def copy_weights(source, target):
+    """Copies weights, LoRA and trainable flags.
+
+    Args:
+        source: A backbone.
+        target: A backbone of the same configuration, with adapters instead of some
+            attention layers. Their own weights do not change.
+    """
+    for old, new in _pairs(source, target):
+        if isinstance(new.dtype_policy, keras.dtype_policies.DTypePolicyMap):
+            # Keras cannot save quantised layers that hold the whole policy map.
+            set_dtype_policy(new, old.dtype_policy)
+        lora = lora_of(old)
+        if lora is not None and lora_of(new) is None:
+            rank, alpha = lora
+            new.enable_lora(rank, lora_alpha=alpha)
+        if new.trainable != old.trainable:
+            new.trainable = old.trainable
+    for old, new in _pairs(source, target):
+        variables = zip(own_variables(old), own_variables(new), strict=True)
+        for old_variable, new_variable in variables:
+            # On JAX a training step donates the buffers of its weights.
+            new_variable.assign(ops.copy(old_variable))
+            new_variable.trainable = old_variable.trainable
+    copy_lora_state(source, target)
+
+
+def _pairs(old, new):
+    """Pairs of corresponding layers of two models, outermost first."""
+    yield old, new
+    if isinstance(new, AttentionAdapter):
+        children = zip(
+            projections(old).values(), projections(new).values(), strict=True
+        )
+    else:
+        children = zip(tracked_layers(old), tracked_layers(new), strict=True)
+    for pair in children:
+        yield from _pairs(*pair)
+
+
+def hide_adapter_weights(model, sites):
+    """Context that hides a converted backbone's additional layers.
+
+    KerasHub numbers layers with LoRA among all layers with weights. Efficient attention
+    adds such layers, for example codebooks.
+
+    Args:
+        model: A converted backbone.
+        sites: Its `AttentionSite`s.
+
+    Returns:
+        A context manager.
+    """
+    hidden = []
+    for adapter in (site.layer for site in sites if site.is_converted):
+        kept = {
+            id(layer)
+            for projection in projections(adapter).values()
+            for layer in flat_layers(projection)
+        }
+        hidden += [x for x in flat_layers(adapter)[1:] if id(x) not in kept]
+    return hidden_layers(model, hidden)
 
 
 def _register_entries():

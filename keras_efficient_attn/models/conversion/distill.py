@@ -10,21 +10,21 @@ import os
 import keras
 import keras_hub
 
+from keras_efficient_attn.layers.keras_internals import (
+    lora_variables,
+    projections,
+)
 from keras_efficient_attn.models.conversion.backbone import EfficientBackbone
-from keras_efficient_attn.models.conversion.distillation import (
+from keras_efficient_attn.models.conversion.distillation_stages import (
     AttentionTransfer,
     StateDistillation,
     backbone_of,
 )
-from keras_efficient_attn.models.conversion.fit import batches
-from keras_efficient_attn.models.conversion.keras_internals import (
-    lora_variables,
-    projections,
-)
 from keras_efficient_attn.models.conversion.sites import find_sites
+from keras_efficient_attn.models.conversion.trace import batches
 from keras_efficient_attn.ops.common.checks import (
+    check_int,
     check_positive_int,
-    is_positive_int,
 )
 
 WARM_UP = 1 / 20
@@ -43,7 +43,6 @@ def distill(
     learning_rate=1e-3,
     lora_rank=8,
     window_dropout=0.5,
-    weights_every=None,
     backup_dir=None,
     callbacks=None,
     verbose="auto",
@@ -55,9 +54,8 @@ def distill(
     1. *Attention transfer* trains the new layers' own weights (learned feature maps,
        soft codes, factors of windows) and freezes all others. Each layer is trained
        separately: it reads the inputs of the layer that it replaces in the teacher. Its
-       loss is `Σ‖new − old‖² / Σ‖old‖²` of their outputs and, in every
-       `weights_every`-th step, also the divergence `KL(softmax ‖ new)` of their
-       attention weights. If the new layers have no own weights, the stage is skipped.
+       loss is `Σ‖new − old‖² / Σ‖old‖²` of their outputs. If the new layers have no
+       own weights, the stage is skipped.
     2. *State distillation* trains the whole student: low-rank changes (LoRA) of the
        attention layers' projections and the layers' own weights, or with
        `lora_rank=None` all weights. Its loss is the same error of the blocks' output
@@ -94,10 +92,6 @@ def distill(
             tasks and biases do not train either. A student that has LoRA already
             keeps its own. `None` trains all weights that are trainable. Defaults to 8.
         window_dropout: The rate at first, from 0 to 1. Defaults to 0.5.
-        weights_every: Steps of the first stage from one divergence of the attention
-            weights, whose time and memory grow with the square of the length, to the
-            next; not for T5, whose logits have a bias. Defaults to `None`: outputs
-            alone.
         backup_dir: Folder of checkpoints after each epoch, one file per stage, of what
             training changes: the same call with a student that is converted alike
             goes on from there, to the same weights if `data` has the same order
@@ -135,24 +129,25 @@ def distill(
         - [Zhang et al., 2024](https://arxiv.org/abs/2402.04347), Hedgehog
     """
     _check_models(teacher, student)
-    _check_numbers(transfer_epochs, epochs, window_dropout)
-    check_positive_int("lora_rank", lora_rank, optional=True)
-    check_positive_int("weights_every", weights_every, optional=True)
-    adapters = backbone_of(student).attention_adapters
-    if weights_every and any(adapter.shares_with_stack for adapter in adapters):
+    check_int("transfer_epochs", transfer_epochs, 0)
+    check_int("epochs", epochs, 0)
+    number = isinstance(window_dropout, numbers.Real)
+    if not number or not 0 <= window_dropout <= 1:
         raise ValueError(
-            "`weights_every` compares the weights of logits without a bias by "
-            f"distance. Received: weights_every={weights_every}, for {student.name}"
+            "`window_dropout` must be a number from 0 to 1. Received: "
+            f"window_dropout={window_dropout!r}"
         )
-    data = _fit_data(data)
+    check_positive_int("lora_rank", lora_rank, optional=True)
+    adapters = backbone_of(student).attention_adapters
+    if isinstance(data, dict | list | tuple) or hasattr(data, "shape"):
+        data = BatchList(batches(data, "data"))
     steps = _steps_per_epoch(data, steps_per_epoch)
     # In an order of its own, an epoch that is resumed would read other batches.
     options = dict(verbose=verbose, steps_per_epoch=steps_per_epoch, shuffle=False)
     histories = {}
 
-    def fit(name, stage_class, trained, count, rate, **stage_options):
-        arguments = (teacher, student, trained, window_dropout, count * steps)
-        stage = stage_class(*arguments, **stage_options)
+    def fit(name, stage_class, trained, count, rate):
+        stage = stage_class(teacher, student, trained, window_dropout, count * steps)
         stage.compile(_optimizer(rate, count * steps))
         own, done = list(callbacks or ()), 0
         if backup_dir is not None:
@@ -163,17 +158,15 @@ def distill(
         with _share_of(data, count * steps, done * steps) as share:
             histories[name] = _fit(stage, share, count, own, options)
 
-    kernels = [adapter.kernel for adapter in adapters]
-    own_weights = [v for kernel in kernels for v in kernel.trainable_variables]
+    own_weights = _own_weights(adapters)
     if own_weights and transfer_epochs:
-        arguments = (own_weights, transfer_epochs, transfer_learning_rate)
-        fit("transfer", AttentionTransfer, *arguments, weights_every=weights_every)
+        rate = transfer_learning_rate
+        fit("transfer", AttentionTransfer, own_weights, transfer_epochs, rate)
     if epochs:
         trained = student.trainable_variables
         if lora_rank is not None:
             _enable_lora(backbone_of(student), lora_rank)
-            own_weights = [v for kernel in kernels for v in kernel.trainable_variables]
-            trained = lora_variables(student) + own_weights
+            trained = lora_variables(student) + _own_weights(adapters)
         fit("states", StateDistillation, trained, epochs, learning_rate)
     return histories
 
@@ -241,27 +234,6 @@ def _check_models(teacher, student):
         )
 
 
-def _check_numbers(transfer_epochs, epochs, window_dropout):
-    for name, value in (("transfer_epochs", transfer_epochs), ("epochs", epochs)):
-        if value != 0 and not is_positive_int(value):
-            raise ValueError(
-                f"`{name}` must be an integer of at least 0. Received: {name}={value!r}"
-            )
-    number = isinstance(window_dropout, numbers.Real)
-    if not number or not 0 <= window_dropout <= 1:
-        raise ValueError(
-            "`window_dropout` must be a number from 0 to 1. Received: "
-            f"window_dropout={window_dropout!r}"
-        )
-
-
-def _fit_data(data):
-    """The data as `fit` takes it."""
-    if isinstance(data, dict | list | tuple) or hasattr(data, "shape"):
-        return BatchList(batches(data, "data"))
-    return data
-
-
 @contextlib.contextmanager
 def _share_of(data, number, done):
     """The batches of a stage that are left of its number, where data is an iterator.
@@ -318,7 +290,12 @@ def _enable_lora(backbone, rank):
         names = dict.fromkeys(layer.name for layer in _projections(adapters))
         backbone.enable_lora(rank, target_layer_names=list(names))
     for adapter in adapters:
-        adapter.kernel.trainable = True
+        adapter.attention.trainable = True
+
+
+def _own_weights(adapters):
+    """The trainable weights that efficient attention has and softmax has not."""
+    return [v for adapter in adapters for v in adapter.attention.trainable_variables]
 
 
 def _projections(adapters):

@@ -14,15 +14,16 @@ import inspect
 import keras_hub
 from keras import ops
 
-from keras_efficient_attn.models.conversion.keras_internals import (
+from keras_efficient_attn.models.conversion.trace import replace_call
+from keras_efficient_attn.models.keras_hub_internals import (
     empty_cross_attention_cache,
     generation_methods,
     wrap_generate_step,
 )
-from keras_efficient_attn.models.conversion.trace import replace_call
+from keras_efficient_attn.models.tasks.task import read_in_segments
 from keras_efficient_attn.ops.common.backend import shape_of
 
-# Prompts are read in segments of these lengths, the longest first.
+# Lengths of the segments in which prompts are read.
 SEGMENT_LENGTHS = (512, 32, 1)
 
 
@@ -112,10 +113,10 @@ class CausalMethods:
 
     def _initial_state(self, site):
         if site.is_converted:
-            kernel = site.layer.kernel
+            attention = site.layer.attention
             # A memory's size determines what a query sees, not the capacity.
-            length = self.max_length if kernel.state_grows else None
-            return kernel.get_initial_state(self.batch_size, length)
+            length = self.max_length if attention.state_grows else None
+            return attention.get_initial_state(self.batch_size, length)
         geometry = site.adapter_class.geometry(site.layer)
         heads = geometry.get("num_key_value_heads") or geometry["num_heads"]
         sizes = self.batch_size, self.max_length, heads, geometry["key_dim"]
@@ -138,23 +139,14 @@ class CausalMethods:
             call: Called with tokens, a cache and a position; returns a tuple that ends
                 with the next cache.
         """
-        stop = self.shortest - 1
-        position, cache = ops.zeros((), "int32"), self.initial_cache()
-        for length in SEGMENT_LENGTHS:
-            if length > self.max_length:
-                continue
 
-            def is_left(position, cache, length=length):
-                return position + length <= stop
+        def read(segment, cache, position):
+            return call(segment, cache, position)[-1]
 
-            def read_segment(position, cache, length=length):
-                shape = (self.batch_size, length)
-                segment = ops.slice(token_ids, (0, position), shape)
-                *_, cache = call(segment, cache, position)
-                return position + length, cache
-
-            position, cache = ops.while_loop(is_left, read_segment, (position, cache))
-        return cache
+        count = self.shortest - 1
+        return read_in_segments(
+            read, token_ids, self.initial_cache(), count, SEGMENT_LENGTHS
+        )
 
     def read(self, forward, cache, position):
         """Runs the model over the next positions.

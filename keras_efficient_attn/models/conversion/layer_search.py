@@ -6,24 +6,16 @@ import math
 import numbers
 
 import keras
-import numpy as np
-from keras import ops
 
-from keras_efficient_attn.models.conversion.path_report import (
-    last_output,
-    logit_divergence,
-    text_means,
-)
 from keras_efficient_attn.models.conversion.trace import (
     relative_error,
     replace_call,
-    run,
     trace_layers,
-    valid_rows,
+    valid_positions,
 )
 
 
-def select_layers(budget, plan, converted, inputs):
+def select_layers(budget, targets, converted, inputs):
     """The largest set of layers that can be replaced within an error budget.
 
     First, each layer is replaced alone and its error measured. Then bisection finds the
@@ -34,7 +26,7 @@ def select_layers(budget, plan, converted, inputs):
         budget: The largest `√(Σ‖new − old‖² / Σ‖old‖²)` of the output of a stack's last
             block, over positions that are not padding. It applies to each stack
             separately (towers, or an encoder and a decoder).
-        plan: A `ConversionPlan` for all layers of a backbone.
+        targets: `ConversionTargets` with all layers of a backbone.
         converted: A copy with all attention layers replaced.
         inputs: List of batches.
 
@@ -44,8 +36,8 @@ def select_layers(budget, plan, converted, inputs):
     Raises:
         ValueError: If no layer can be replaced.
     """
-    error = block_error(plan, converted, inputs)
-    number = len(plan.sites)
+    error = _block_error(targets, converted, inputs)
+    number = len(targets.sites)
     alone = [error([index]) for index in range(number)]
     order = sorted(range(number), key=alone.__getitem__)
     if alone[order[0]] > budget:
@@ -63,15 +55,15 @@ def select_layers(budget, plan, converted, inputs):
     return sorted(order[:most])
 
 
-def block_error(plan, converted, inputs):
+def _block_error(targets, converted, inputs):
     """The error of what leaves the last blocks, as a function of a list of layers.
 
     Args:
-        plan, converted, inputs: As for `select_layers`. All layers but those of the
+        targets, converted, inputs: As for `select_layers`. All layers but those of the
             list have their softmax.
     """
-    old, new = plan.sites, converted.attention_sites
-    ends = [_ends_of_stacks(plan.model, old, batch) for batch in inputs]
+    old, new = targets.sites, converted.attention_sites
+    ends = [_ends_of_stacks(targets.model, old, batch) for batch in inputs]
 
     def error(layers):
         stacks = {}
@@ -80,63 +72,15 @@ def block_error(plan, converted, inputs):
             with _softmax_except(layers, old, new):
                 calls = trace_layers(converted, list(blocks.values()), batch)
             after = dict(zip(blocks, calls, strict=True))
-            for (index, number), (output, rows) in before.items():
+            for (index, number), (output, valid) in before.items():
                 stack = stacks.setdefault((index, number), [])
-                stack.append((output, after[index][number].output, rows))
+                stack.append((output, after[index][number].output, valid))
         errors = [
             relative_error(*zip(*stack, strict=True)) for stack in stacks.values()
         ]
         return math.inf if any(map(math.isnan, errors)) else max(errors)
 
     return error
-
-
-def output_effect(plan, converted, inputs):
-    """The effect on a backbone's output, as a function of a list of layers.
-
-    It is the mean of `KL(original ‖ converted)` of the logits where the layers are
-    causal and the token embedding gives logits, and else the relative error of the
-    mean hidden states of texts.
-
-    Args:
-        plan, converted, inputs: As for `block_error`.
-    """
-    old, new = plan.sites, converted.attention_sites
-    embedding = getattr(plan.model, "token_embedding", None)
-    reverses = isinstance(embedding, keras.layers.ReversibleEmbedding)
-    has_logits = reverses and all(site.is_causal for site in old)
-
-    def output(model, batch):
-        states = last_output(model, batch)
-        return _logits(model, states) if has_logits else states
-
-    before = []
-    for batch in inputs:
-        *_, (_, rows) = _ends_of_stacks(plan.model, old, batch).values()
-        states = output(plan.model, batch)
-        before.append((states if has_logits else text_means(states, rows), rows))
-
-    def effect(layers):
-        effects = []
-        with _softmax_except(layers, old, new):
-            for batch, (expected, rows) in zip(inputs, before, strict=True):
-                found = output(converted, batch)
-                if has_logits:
-                    effects.append(logit_divergence(expected, found, rows))
-                    continue
-                difference = text_means(found, rows) - expected
-                norms = np.linalg.norm(difference), np.linalg.norm(expected)
-                effects.append(norms[0] / norms[1])
-        found = float(np.mean(effects))
-        return math.inf if math.isnan(found) else found
-
-    return effect
-
-
-def _logits(model, states):
-    states = ops.convert_to_tensor(states, model.compute_dtype)
-    logits = run(model.token_embedding, states, reverse=True)
-    return ops.convert_to_numpy(ops.cast(logits, "float32")).astype("float64")
 
 
 def check_budget(layers, budget, calibrate):
@@ -148,6 +92,7 @@ def check_budget(layers, budget, calibrate):
                 f"layers={layers!r}, budget={budget!r}"
             )
         return
+    # A number of NumPy as well.
     number = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
     if not number or not 0 < budget < math.inf:
         raise ValueError(
@@ -162,12 +107,12 @@ def check_budget(layers, budget, calibrate):
 
 
 def _ends_of_stacks(model, sites, batch):
-    """The outputs of the last block of each stack, and the rows that count.
+    """The outputs of the last block of each stack, and the positions that count.
 
     A stack ends with a block whose output is not the first input of another block.
 
     Returns:
-        Dict of pairs `(output, rows)`, by the index of the site and the call number of
+        Dict of pairs `(output, valid)`, by the index of the site and the call number of
         its block.
     """
     layers = [site.layer for site in sites] + [site.block for site in sites]
@@ -177,7 +122,7 @@ def _ends_of_stacks(model, sites, batch):
     return {
         (index, number): (
             call.output,
-            valid_rows(sites[index], attention[index][number]),
+            valid_positions(sites[index], attention[index][number]),
         )
         for index, made in enumerate(blocks)
         for number, call in enumerate(made)

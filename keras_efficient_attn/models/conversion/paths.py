@@ -4,19 +4,18 @@ import contextlib
 
 from keras import ops
 
-from keras_efficient_attn.models.conversion.keras_internals import (
+from keras_efficient_attn.layers.keras_internals import (
     projections,
     set_projection,
 )
-from keras_efficient_attn.models.conversion.plan import build_adapter
-from keras_efficient_attn.models.conversion.specification import make_adapter
+from keras_efficient_attn.models.conversion.targets import build_adapter, make_adapter
 from keras_efficient_attn.models.conversion.trace import replace_call
 from keras_efficient_attn.ops.common.numerics import rms_normalize
 
 
 def has_two_paths(site):
     """Whether an `AttentionSite` has a layer with a window and an estimate beyond."""
-    return site.is_converted and site.layer.kernel.estimates_beyond_window
+    return site.is_converted and site.layer.attention.estimates_beyond_window
 
 
 def linear_path_only(sites):
@@ -26,7 +25,7 @@ def linear_path_only(sites):
         sites: List of `AttentionSite`.
     """
     layers = (site.layer for site in filter(has_two_paths, sites))
-    return _enter_all(_without_window(layer.kernel) for layer in layers)
+    return _enter_all(_without_window(layer.attention) for layer in layers)
 
 
 def window_only(sites):
@@ -48,10 +47,10 @@ def drop_windows(sites, dropped):
         sites: List of `AttentionSite`, all with two paths.
         dropped: Boolean `(sites,)`; may be a symbolic tensor in compiled code.
     """
-    kernels = [site.layer.kernel for site in sites]
+    layers = [site.layer.attention for site in sites]
     return _enter_all(
-        replace_call(kernel, _choosing_call(kernel, dropped[index]))
-        for index, kernel in enumerate(kernels)
+        replace_call(layer, _choosing_call(layer, dropped[index]))
+        for index, layer in enumerate(layers)
     )
 
 
@@ -66,35 +65,35 @@ def _enter_all(contexts):
 
 def _window_adapter(site):
     """An adapter for the window of a layer, whose queries and keys are the layer's."""
-    kernel = site.layer.kernel
-    options = [f"window={kernel.window}"]
-    if kernel.rotary_wavelength is not None:
-        options.append(f"rotary_wavelength={kernel.rotary_wavelength}")
+    attention = site.layer.attention
+    options = [f"window={attention.window}"]
+    if attention.rotary_wavelength is not None:
+        options.append(f"rotary_wavelength={attention.rotary_wavelength}")
     adapter = make_adapter(f"local:{','.join(options)}", site)
     build_adapter(adapter, site)
     for name in ("query", "key"):
-        project = projections(adapter.kernel)[name]
-        set_projection(adapter.kernel, name, _projection_of(kernel, project))
+        project = projections(adapter.attention)[name]
+        set_projection(adapter.attention, name, _projection_of(attention, project))
     return adapter
 
 
-def _projection_of(kernel, project):
-    """A projection, with the norm and the temperature that a kernel gives it."""
+def _projection_of(attention, project):
+    """A projection, with the norm and the temperature that a layer gives it."""
 
     def prepare(x):
         heads = project(x)
-        heads = rms_normalize(heads) if kernel.qk_norm else heads
-        return heads * kernel.temperature**-0.5
+        heads = rms_normalize(heads) if attention.qk_norm else heads
+        return heads * attention.temperature**-0.5
 
     return prepare
 
 
-def _choosing_call(kernel, dropped):
-    call = kernel.call
+def _choosing_call(attention, dropped):
+    call = attention.call
 
     def choose(*args, **kwargs):
         def without_window():
-            with _without_window(kernel):
+            with _without_window(attention):
                 return call(*args, **kwargs)
 
         return ops.cond(dropped, without_window, lambda: call(*args, **kwargs))
@@ -103,10 +102,10 @@ def _choosing_call(kernel, dropped):
 
 
 @contextlib.contextmanager
-def _without_window(kernel):
-    window = kernel.window
-    kernel.window = None
+def _without_window(attention):
+    window = attention.window
+    attention.window = None
     try:
         yield
     finally:
-        kernel.window = window
+        attention.window = window

@@ -1,11 +1,24 @@
-"""Replaces the attention layers of a model in place."""
+"""Replaces the attention layers of a model in place, and in its files."""
 
+import copy
+import functools
+import types
 import warnings
 
-from keras_efficient_attn.models.conversion.fit import batches, check_can_fit, fit
-from keras_efficient_attn.models.conversion.plan import build_adapter, plan_conversion
-from keras_efficient_attn.models.conversion.replaced import remember, serialize
-from keras_efficient_attn.models.conversion.trace import trace
+import keras
+
+from keras_efficient_attn.models.conversion.targets import (
+    build_adapter,
+    choose_targets,
+)
+from keras_efficient_attn.models.conversion.trace import (
+    batches,
+    check_can_fit,
+    fit,
+    trace,
+)
+
+NAME = "keras_efficient_attn>ReplacedAttention"
 
 
 def replace_attention(model, attention, layers=None, calibrate=None):
@@ -52,22 +65,102 @@ def replace_attention(model, attention, layers=None, calibrate=None):
     model.compile("adam", "mse")
     ```
     """
-    plan = plan_conversion(model, attention, layers)
+    targets = choose_targets(model, attention, layers)
     # Build all before installing any: an error then leaves the model unchanged.
-    adapters = plan.make_adapters()
+    adapters = targets.make_adapters()
     before = serialize(model)
     if calibrate is not None:
         check_can_fit(adapters)
-        records = trace(model, plan.chosen_sites, batches(calibrate))
-        for adapter, site in zip(adapters, plan.chosen_sites, strict=True):
+        records = trace(model, targets.chosen_sites, batches(calibrate))
+        for adapter, site in zip(adapters, targets.chosen_sites, strict=True):
             build_adapter(adapter, site)
-        fit(adapters, plan.chosen_sites, records)
-    plan.install(adapters)
+        fit(adapters, targets.chosen_sites, records)
+    targets.install(adapters)
     message = f"{model.name} has to be compiled again."
     if before is None:
         message += " It does not survive saving: it, or a layer in it, has no "
         message += "`get_config`."
     else:
-        remember(model, before, plan)
+        record_replacement(model, before, targets)
     warnings.warn(message, stacklevel=2)
     return [adapter.path for adapter in adapters]
+
+
+class ReplacedAttention:
+    """The part of a model with replaced attention that its own class has not.
+
+    Its configuration is that of the model before, and what was put where: the blocks of
+    a model make softmax attention of their configuration, and know no other.
+    """
+
+    def get_config(self):
+        return {"model": self._record.model, "replaced": self._record.replaced}
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        # Keras takes parts out of what it reads.
+        model = keras.saving.deserialize_keras_object(
+            copy.deepcopy(config["model"]), custom_objects=custom_objects
+        )
+        for options in config["replaced"]:
+            targets = choose_targets(model, options["attention"], options["layers"])
+            targets.install(targets.make_adapters())
+        return _set_record(model, config["model"], config["replaced"])
+
+
+def serialize(model):
+    """The configuration of a model, before its attention is replaced, or `None`.
+
+    Returns:
+        A dict; `None` if the model, or a layer in it, has no `get_config`.
+    """
+    if isinstance(model, ReplacedAttention):
+        return model._record.model
+    try:
+        config = keras.saving.serialize_keras_object(model)
+    except NotImplementedError:
+        return None
+    # The model has to be compiled again.
+    config.pop("compile_config", None)
+    return config
+
+
+def record_replacement(model, config, targets):
+    """Lets a model with replaced attention save, and load as it is.
+
+    Args:
+        model: The model, which gets a subclass of its class.
+        config: From `serialized`.
+        targets: The `ConversionTargets` that were replaced.
+    """
+    before = model._record.replaced if isinstance(model, ReplacedAttention) else []
+    options = {"attention": targets.attention, "layers": targets.layers}
+    _set_record(model, config, [*before, options])
+
+
+def _set_record(model, config, replaced):
+    if not isinstance(model, ReplacedAttention):
+        model.__class__ = _class_with_record(type(model))
+    # In a namespace, whose dicts Keras does not wrap.
+    model._record = types.SimpleNamespace(model=config, replaced=replaced)
+    return model
+
+
+@functools.cache
+def _class_with_record(stock_class):
+    """A subclass whose instances serialise under one name, whatever the class."""
+    attributes = {"__module__": __name__, "__doc__": stock_class.__doc__}
+    bases = (ReplacedAttention, stock_class)
+    made = type(stock_class.__name__, bases, attributes)
+    package, name = NAME.split(">")
+    keras.saving.register_keras_serializable(package, name)(made)
+    _register()
+    return made
+
+
+def _register():
+    # A file names the same class for all of them: the class that makes them.
+    keras.saving.get_custom_objects()[NAME] = ReplacedAttention
+
+
+_register()

@@ -1,15 +1,30 @@
-"""The errors of efficient attention, per layer and in the output."""
+"""The errors of efficient attention: of each layer, and of each path in the output."""
 
+import contextlib
 import dataclasses
 
-from keras_efficient_attn.models.conversion.path_report import path_errors
+import keras
+import keras_hub
+import numpy as np
+from keras import ops
+
+from keras_efficient_attn.models.conversion.paths import (
+    has_two_paths,
+    linear_path_only,
+    window_only,
+)
 from keras_efficient_attn.models.conversion.sites import find_sites
 from keras_efficient_attn.models.conversion.trace import (
     relative_error,
     run,
     trace_layers,
-    valid_rows,
+    valid_positions,
 )
+
+WHOLE = "as it is"
+# Names that KerasHub's backbones give their last hidden states.
+STATES = ("decoder_sequence_output", "sequence_output")
+PATHS = {"window only": window_only, "linear path only": linear_path_only}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,23 +124,23 @@ def swap_report(original, converted, inputs):
     errors = []
     for index, (old_site, site) in enumerate(zip(old, new, strict=True)):
         calls = old_attention[index]
-        rows = [valid_rows(old_site, call) for call in calls]
+        valid = [valid_positions(old_site, call) for call in calls]
         again = [run(site.layer, *call.args, **call.kwargs) for call in calls]
         residual = None
         if site.in_one_block:
-            residual = relative_error(old_blocks[index], new_blocks[index], rows)
+            residual = relative_error(old_blocks[index], new_blocks[index], valid)
         errors.append(
             LayerError(
                 index,
                 site.layer.path,
                 site.is_converted,
-                relative_error([call.output for call in calls], again, rows),
+                relative_error([call.output for call in calls], again, valid),
                 residual,
             )
         )
     calls = old_attention[-1]
-    last = valid_rows(old[-1], calls[-1]) if calls else None
-    return SwapReport(errors, path_errors(original, converted, new, inputs, last))
+    last = valid_positions(old[-1], calls[-1]) if calls else None
+    return SwapReport(errors, _path_errors(original, converted, new, inputs, last))
 
 
 def _attention_and_blocks(model, sites, inputs):
@@ -139,3 +154,97 @@ def _attention_and_blocks(model, sites, inputs):
         for site in sites
     ]
     return calls[: len(sites)], outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class PathError:
+    """The error of a model's output, with all paths of its layers or only one.
+
+    Attributes:
+        path: `"as it is"`, `"window only"` or `"linear path only"`: the layers with a
+            window and an estimate beyond it use only one of the two.
+        cosine: Mean cosine of the mean hidden state of a text, or `None` for a task.
+        divergence: Mean of `KL(original ‖ converted)` of the logits of a task in
+            nats, else `None`.
+        agreement: Share of positions where both logits of a task have the same argmax,
+            else `None`.
+    """
+
+    path: str
+    cosine: float | None
+    divergence: float | None
+    agreement: float | None
+
+    def cells(self):
+        """The row of a table, a list of strings."""
+        values = self.cosine, self.divergence, self.agreement
+        return [self.path, *("-" if v is None else f"{v:.4f}" for v in values)]
+
+
+def _path_errors(original, converted, sites, inputs, valid):
+    """A list of `PathError`: the whole model and, if there are two paths, each path.
+
+    Args:
+        original, converted: Models.
+        sites: The `AttentionSite`s of `converted`.
+        inputs: One batch.
+        valid: From `valid_positions` of the last attention layer.
+    """
+    is_task = isinstance(original, keras_hub.models.Task)
+    compare = _compare_logits if is_task else _compare_states
+    expected = _last_output(original, inputs)
+    paths = {WHOLE: contextlib.nullcontext}
+    if any(map(has_two_paths, sites)):
+        paths |= PATHS
+    errors = []
+    for name, path in paths.items():
+        with path(sites):
+            found = _last_output(converted, inputs)
+        errors.append(PathError(name, *compare(expected, found, valid)))
+    return errors
+
+
+def _last_output(model, inputs):
+    """A model's logits or last hidden states, as a float64 array.
+
+    With several outputs: the decoder's, or the output with a known name, or the last
+    with the most axes.
+    """
+    outputs = run(model, inputs, training=False)
+    for name in STATES:
+        if isinstance(outputs, dict) and name in outputs:
+            outputs = outputs[name]
+    outputs = keras.tree.flatten(outputs)
+    output = max(reversed(outputs), key=lambda tensor: len(tensor.shape))
+    return ops.convert_to_numpy(ops.cast(output, "float32")).astype("float64")
+
+
+def _text_means(states, valid):
+    """Mean hidden states of texts, `(batch, dim)`; two axes are returned unchanged.
+
+    Args:
+        states: `(batch, length, dim)`.
+        valid: Boolean `(batch, length)` or `None`: positions that count.
+    """
+    if states.ndim != 3:
+        return states.reshape(len(states), -1)
+    kept = np.ones(states.shape[:2]) if valid is None else valid
+    number = np.maximum(kept.sum(1, keepdims=True), 1)
+    return np.einsum("btd,bt->bd", states, kept) / number
+
+
+def _compare_states(old, new, valid):
+    """The cosine of texts' mean states, and neither divergence nor agreement."""
+    old, new = _text_means(old, valid), _text_means(new, valid)
+    norms = np.linalg.norm(old, axis=-1) * np.linalg.norm(new, axis=-1)
+    return float(np.mean(np.sum(old * new, axis=-1) / norms)), None, None
+
+
+def _compare_logits(old, new, valid):
+    """No cosine, the mean of `KL(softmax(old) ‖ softmax(new))`, and the agreement."""
+    if valid is not None and old.shape[:-1] == valid.shape:
+        old, new = old[valid], new[valid]
+    same = old.argmax(-1) == new.argmax(-1)
+    old, new = (x - np.logaddexp.reduce(x, -1, keepdims=True) for x in (old, new))
+    divergence = np.sum(np.exp(old) * (old - new), axis=-1)
+    return None, float(divergence.mean()), float(np.mean(same))

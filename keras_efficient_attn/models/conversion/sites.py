@@ -6,6 +6,12 @@ import dataclasses
 import keras
 import keras_hub
 
+from keras_efficient_attn.layers.keras_internals import (
+    attributes_that_hold,
+    call_arguments,
+    check_can_replace,
+    child_layers,
+)
 from keras_efficient_attn.models.conversion.adapters import (
     AttentionAdapter,
     Gemma3Adapter,
@@ -15,11 +21,10 @@ from keras_efficient_attn.models.conversion.adapters import (
     RotaryAdapter,
     T5Adapter,
 )
-from keras_efficient_attn.models.conversion.keras_internals import (
-    attributes_that_hold,
-    call_arguments,
-    child_layers,
+from keras_efficient_attn.models.keras_hub_internals import (
     has_own_masks,
+    mask_method,
+    require_from_hub,
     t5_bias_weights,
 )
 
@@ -99,8 +104,16 @@ class AttentionSite:
         return isinstance(self.layer, AttentionAdapter)
 
     def check_parents(self):
-        """Raises `ValueError` if a parent holds the layer in an unknown way."""
+        """Checks that the layer can be replaced, before anything changes.
+
+        Raises:
+            ValueError: If a parent holds the layer in an unknown way.
+            MissingAttribute: If Keras or KerasHub lack a part that this needs.
+        """
         for parent in self.parents:
+            check_can_replace(parent, self.layer)
+            if self.is_causal and not self.is_converted:
+                mask_method(parent)
             in_graph = isinstance(parent, keras.Function)
             if not in_graph and not attributes_that_hold(parent, self.layer):
                 raise ValueError(
@@ -232,7 +245,9 @@ def _is_causal(model, layer, adapter_class, parents):
                 "see one another, which is no causality. Received: "
                 f"{model.name}, with a vision_encoder"
             )
-        is_t5_decoder = adapter_class is T5Adapter and parent.is_decoder
+        is_t5_decoder = adapter_class is T5Adapter and require_from_hub(
+            parent, "is_decoder"
+        )
         kinds.add(decoder or adapter_class.always_causal or is_t5_decoder)
     if len(kinds) > 1:
         names = ", ".join(type(parent).__name__ for parent in parents)

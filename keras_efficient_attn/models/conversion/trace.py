@@ -1,10 +1,11 @@
-"""Records the inputs and outputs of a model's attention layers."""
+"""The calls of a model's attention layers on data, and fitting to them."""
 
 import contextlib
 import dataclasses
 import functools
 import inspect
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -122,21 +123,21 @@ def replace_call(layer, call):
             layer.call = before
 
 
-def valid_rows(site, call):
+def valid_positions(site, call):
     """Boolean `(batch, length)`, false at padding; `None` for no padding.
 
     Args:
         site: An `AttentionSite`.
         call: A `Call` of its attention layer.
     """
-    mask = row_mask(site, call)
+    mask = position_mask(site, call)
     if mask is None:
         return None
     return np.broadcast_to(ops.convert_to_numpy(mask), call.query.shape[:2])
 
 
-def row_mask(site, call):
-    """`valid_rows` as a tensor that broadcasts to that shape."""
+def position_mask(site, call):
+    """`valid_positions` as a tensor that broadcasts to that shape."""
     masks = [
         call.arguments.get(name) for name in ("query_mask", "key_mask", "value_mask")
     ]
@@ -152,16 +153,16 @@ def row_mask(site, call):
     return functools.reduce(ops.logical_and, masks) if masks else None
 
 
-def relative_error(old, new, rows):
+def relative_error(old, new, valid):
     """`√(Σ‖new − old‖² / Σ‖old‖²)` over lists of outputs.
 
     Args:
         old, new: Lists of outputs `(batch, length, dim)`, or of tuples that start with
             one.
-        rows: A list with a mask from `valid_rows` for each.
+        valid: A list with a mask from `valid_positions` for each.
     """
     difference, norm = 0.0, 0.0
-    for first, second, kept in zip(old, new, rows, strict=True):
+    for first, second, kept in zip(old, new, valid, strict=True):
         first, second = _array(first), _array(second)
         if kept is not None:
             first, second = first[kept], second[kept]
@@ -187,3 +188,85 @@ def _recorder(layer, found):
 def _array(output):
     output = output[0] if isinstance(output, tuple) else output
     return ops.convert_to_numpy(ops.cast(output, "float32")).astype("float64")
+
+
+def batches(data, name="calibrate"):
+    """The batches in `calibrate`, a list, each as the model takes it.
+
+    Args:
+        data: A batch: an array, a dict of arrays, or a tuple `(inputs, targets)` or
+            `(inputs, targets, weights)`, from which the inputs are used. Or an iterable
+            of such batches: a list, a `tf.data.Dataset`, a `DataLoader`, ….
+        name: The argument's name, for errors. Defaults to `"calibrate"`.
+
+    Raises:
+        TypeError: If `data` is of another kind.
+        ValueError: If there is no batch.
+    """
+    if isinstance(data, dict | tuple) or hasattr(data, "shape"):
+        data = [data]
+    try:
+        found = [keras.utils.unpack_x_y_sample_weight(batch)[0] for batch in data]
+    except TypeError:
+        raise TypeError(
+            f"`{name}` must be a batch, or an iterable of batches. Received: "
+            f"{name}={data!r}"
+        ) from None
+    if not found:
+        raise ValueError(f"`{name}` must hold at least one batch. Received: none")
+    return found
+
+
+def fit(adapters, sites, records):
+    """Fits the layers of built adapters, where possible, to the original inputs.
+
+    Args:
+        adapters: List of `AttentionAdapter`.
+        sites: The `AttentionSite`s in the original, in the same order.
+        records: From `trace` of the original, in the same order.
+    """
+    for adapter, site, calls in zip(adapters, sites, records, strict=True):
+        if adapter.attention.can_calibrate:
+            _fit_one(adapter.attention, site, calls)
+
+
+def can_fit(adapters):
+    """Whether one of the layers has something to fit."""
+    return any(adapter.attention.can_calibrate for adapter in adapters)
+
+
+def check_can_fit(adapters):
+    """Raises `ValueError` if no layer has anything to fit."""
+    if not can_fit(adapters):
+        raise ValueError(
+            f"{layer_names(adapters)} with these options has nothing to fit, and "
+            "`calibrate` no use but for layers='auto'. VQAttention has, and "
+            "PerformerAttention with `calibrated=True`."
+        )
+
+
+def layer_names(adapters):
+    """The distinct names of the efficient layers."""
+    names = [type(adapter.attention).__name__ for adapter in adapters]
+    return ", ".join(dict.fromkeys(names))
+
+
+def _fit_one(attention, site, calls):
+    queries, keys, causal = [], [], []
+    same = all(call.query is call.key for call in calls)
+    for call in calls:
+        mask = valid_positions(site, call)
+        keys.append(_with_mask(call.key, mask))
+        if not same:
+            queries.append(_with_mask(call.query, mask))
+        causal.append(call.arguments.get("use_causal_mask", site.is_causal))
+    options = {} if same else {"query": queries}
+    if attention.calibrates_beyond_window:
+        # Causality determines which keys are beyond the window.
+        options["use_causal_mask"] = all(causal)
+    attention.calibrate(keys, **options)
+
+
+def _with_mask(x, mask):
+    x = np.asarray(ops.convert_to_numpy(ops.cast(x, "float32")))
+    return x if mask is None else (x, mask)

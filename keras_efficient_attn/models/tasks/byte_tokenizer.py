@@ -1,4 +1,4 @@
-"""Byte tokens and their preprocessing to model inputs."""
+"""Byte tokens."""
 
 import keras
 import keras_hub
@@ -46,27 +46,3 @@ class EfficientByteTokenizer(keras_hub.tokenizers.ByteTokenizer):
 
     def load_preset_assets(self, preset):
         """Does nothing: bytes need no vocabulary."""
-
-
-@keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class EfficientCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
-    """Strings to `token_ids` and `padding_mask`, and the next tokens as labels.
-
-    Args:
-        tokenizer, sequence_length: A tokenizer, and the number of tokens per row, start
-            and end included. The length defaults to 1024.
-        **kwargs: Arguments of `keras_hub.models.CausalLMPreprocessor`, such as whether
-            to add start and end.
-
-    Example:
-
-    ```python
-    preprocessor = EfficientCausalLMPreprocessor(
-        EfficientByteTokenizer(), sequence_length=16
-    )
-    x, y, sample_weight = preprocessor(["some text"])
-    ```
-    """
-
-    backbone_cls = EfficientTransformerBackbone
-    tokenizer_cls = EfficientByteTokenizer

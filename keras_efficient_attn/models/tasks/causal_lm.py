@@ -5,12 +5,33 @@ import keras_hub
 from keras import ops
 
 from keras_efficient_attn.models.backbone import EfficientTransformerBackbone
-from keras_efficient_attn.models.tasks.byte_tokenizer import (
-    EfficientCausalLMPreprocessor,
-)
-from keras_efficient_attn.models.tasks.streaming import StreamingMixin
-from keras_efficient_attn.models.tasks.task import TaskMixin
+from keras_efficient_attn.models.tasks.byte_tokenizer import EfficientByteTokenizer
+from keras_efficient_attn.models.tasks.task import StreamingMixin, TaskMixin
 from keras_efficient_attn.ops.common.backend import shape_of
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class EfficientCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
+    """Strings to `token_ids` and `padding_mask`, and the next tokens as labels.
+
+    Args:
+        tokenizer, sequence_length: A tokenizer, and the number of tokens per row, start
+            and end included. The length defaults to 1024.
+        **kwargs: Arguments of `keras_hub.models.CausalLMPreprocessor`, such as whether
+            to add start and end.
+
+    Example:
+
+    ```python
+    preprocessor = EfficientCausalLMPreprocessor(
+        EfficientByteTokenizer(), sequence_length=16
+    )
+    x, y, sample_weight = preprocessor(["some text"])
+    ```
+    """
+
+    backbone_cls = EfficientTransformerBackbone
+    tokenizer_cls = EfficientByteTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -58,7 +79,7 @@ class EfficientCausalLM(StreamingMixin, TaskMixin, keras_hub.models.CausalLM):
     preprocessor_cls = EfficientCausalLMPreprocessor
 
     def __init__(self, backbone, preprocessor=None, **kwargs):
-        self.take_parts(backbone, preprocessor, "decoder")
+        self.set_parts(backbone, preprocessor, "decoder")
         inputs = backbone.input
         outputs = backbone.token_embedding(backbone(inputs), reverse=True)
         super().__init__(inputs=inputs, outputs=outputs, **kwargs)

@@ -75,7 +75,7 @@ class EfficientMaskedLM(TaskMixin, keras_hub.models.MaskedLM):
     preprocessor_cls = EfficientMaskedLMPreprocessor
 
     def __init__(self, backbone, preprocessor=None, **kwargs):
-        self.take_parts(backbone, preprocessor, "encoder")
+        self.set_parts(backbone, preprocessor, "encoder")
         inputs = {
             **backbone.input,
             "mask_positions": keras.Input(

@@ -4,10 +4,9 @@ import keras
 import keras_hub
 
 from keras_efficient_attn.models.backbone import EfficientTransformerBackbone
-from keras_efficient_attn.models.presets import preset_path
+from keras_efficient_attn.models.files import preset_path
 from keras_efficient_attn.models.tasks.byte_tokenizer import EfficientByteTokenizer
-from keras_efficient_attn.models.tasks.streaming import StreamingMixin
-from keras_efficient_attn.models.tasks.task import TaskMixin
+from keras_efficient_attn.models.tasks.task import StreamingMixin, TaskMixin
 from keras_efficient_attn.ops.common.backend import shape_of
 
 
@@ -105,7 +104,7 @@ class EfficientSeq2SeqLM(StreamingMixin, TaskMixin, keras_hub.models.Seq2SeqLM):
     preprocessor_cls = EfficientSeq2SeqLMPreprocessor
 
     def __init__(self, backbone, preprocessor=None, **kwargs):
-        self.take_parts(backbone, preprocessor, "encoder_decoder")
+        self.set_parts(backbone, preprocessor, "encoder_decoder")
         inputs = backbone.input
         hidden = backbone(inputs)["decoder_sequence_output"]
         outputs = backbone.token_embedding(hidden, reverse=True)

@@ -90,7 +90,7 @@ class EfficientTextClassifier(TaskMixin, keras_hub.models.TextClassifier):
         compile=True,
         **kwargs,
     ):
-        self.take_parts(backbone, preprocessor, "encoder", "decoder")
+        self.set_parts(backbone, preprocessor, "encoder", "decoder")
         inputs = backbone.input
         # Half precision cannot count the tokens of a long text.
         pooled = keras.layers.GlobalAveragePooling1D(dtype="float32", name="pooling")(

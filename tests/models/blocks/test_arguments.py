@@ -1,8 +1,11 @@
 """Arguments of blocks' parts are checked by their constructors."""
 
+import keras
 import pytest
 
 from keras_efficient_attn import models
+
+pytestmark = pytest.mark.any_backend
 
 WRONG = {
     "hidden_dim=True": lambda: models.FeedForward(True),
@@ -22,3 +25,9 @@ WRONG = {
 def test_integers_in_their_range(message):
     with pytest.raises(ValueError, match=message):
         WRONG[message]()
+
+
+def test_attention_of_another_kind_is_refused():
+    attention = keras.layers.MultiHeadAttention(2, 4)
+    with pytest.raises(TypeError, match="must be an `EfficientAttention`"):
+        models.TransformerBlock(attention, models.FeedForward(8))

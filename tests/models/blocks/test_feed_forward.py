@@ -70,6 +70,7 @@ def test_reversible_blocks_rebuild_with_the_same_dropout(monkeypatch, options):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.any_backend
 def test_dropout_is_not_for_convolutions():
     with pytest.raises(ValueError, match="dropout=0.1"):
         FeedForwardOptions(dropout=0.1, separable_convolution=True)

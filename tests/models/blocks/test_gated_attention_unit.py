@@ -130,6 +130,7 @@ def test_units_by_name_are_those_that_are_spelt_out():
         gated_attention_units("softmax", 0)
 
 
+@pytest.mark.any_backend
 def test_a_backbone_without_feed_forward_networks(tmp_path):
     backbone = EfficientTransformerBackbone(
         vocabulary_size=11,
@@ -152,11 +153,13 @@ def test_a_backbone_without_feed_forward_networks(tmp_path):
     )
 
 
+@pytest.mark.any_backend
 def test_feed_forward_options_need_a_width():
     with pytest.raises(ValueError, match="feed_forward.*intermediate_dim"):
         EfficientTransformerBackbone(11, 1, 1, 4, None, feed_forward="relu")
 
 
+@pytest.mark.any_backend
 def test_a_gate_activation_needs_a_gate():
     with pytest.raises(ValueError, match="use_gate=True.*gate_activation='silu'"):
         LinearAttention(2, 4, gate_activation="silu")

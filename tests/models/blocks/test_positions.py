@@ -103,6 +103,7 @@ def test_a_backbone_streams_with_them():
     assert again.count_params() == backbone.count_params()
 
 
+@pytest.mark.any_backend
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -119,6 +120,7 @@ def test_positions_that_are_refused(options, message):
         EfficientTransformerBackbone(11, 1, 2, 8, 16, positions=options)
 
 
+@pytest.mark.any_backend
 def test_longer_inputs_are_refused():
     with pytest.raises(ValueError, match="length 13"):
         built((3, 4))(np.zeros((1, 13, WIDTH), "float32"))

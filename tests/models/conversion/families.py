@@ -193,12 +193,23 @@ def outputs(backbone, data):
     return arrays
 
 
+def relative_error(new, old):
+    """`√(Σ‖new − old‖² / Σ‖old‖²)` of arrays."""
+    return np.sqrt(np.sum((new - old) ** 2) / np.sum(old**2))
+
+
+def output_error(converted, backbone, data):
+    """The relative error of a backbone's only output."""
+    (new,), (old,) = (outputs(model, data) for model in (converted, backbone))
+    return relative_error(new, old)
+
+
 def assert_same_outputs(first, second, data, tolerance=1e-5):
     for old, new in zip(outputs(first, data), outputs(second, data), strict=True):
         np.testing.assert_allclose(new, old, rtol=0, atol=tolerance * np.max(abs(old)))
 
 
-def kernels(model):
+def efficient_layers(model):
     """The efficient layers that replaced a model's own, in order."""
     layers = model._flatten_layers()
-    return [layer.kernel for layer in layers if isinstance(layer, AttentionAdapter)]
+    return [layer.attention for layer in layers if isinstance(layer, AttentionAdapter)]

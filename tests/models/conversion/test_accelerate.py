@@ -141,6 +141,7 @@ def test_it_trains():
     assert np.isfinite(history.history["loss"][0])
 
 
+@pytest.mark.any_backend
 def test_a_model_without_the_rule_is_refused():
     layer = keras.layers.Dense(2)
     layer.build((1, 2))

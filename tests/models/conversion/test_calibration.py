@@ -38,7 +38,7 @@ def test_queries_and_keys_are_fitted_as_the_model_rotates_them():
     backbone = families.make("llama")
     efficient = convert_backbone(backbone, families.LOCAL)
     old = find_sites(backbone)[0].layer
-    new = families.kernels(efficient)[0]
+    new = families.efficient_layers(efficient)[0]
     x = np.random.default_rng(0).normal(size=(2, 6, 16)).astype("float32")
     for project, dense in (
         (new._query_dense, old._query_dense),
@@ -62,9 +62,8 @@ def test_calibrated_features_are_fitted_where_the_model_is_causal():
             "performer:feature_map=power,rank=4,window=2,calibrated=True",
             calibrate=calibrate,
         )
-        (old,), (new,) = (families.outputs(m, data) for m in (backbone, efficient))
-        errors.append(np.sum((new - old) ** 2))
-    assert errors[1] < 0.5 * errors[0]
+        errors.append(families.output_error(efficient, backbone, data))
+    assert errors[1] < 0.7 * errors[0]
 
 
 def test_in_place():
@@ -87,8 +86,7 @@ def test_as_many_layers_as_the_budget_allows():
 
     def error(layers):
         efficient = convert_backbone(backbone, attention, layers)
-        (old,), (new,) = (families.outputs(m, data) for m in (backbone, efficient))
-        return np.sqrt(np.sum((new - old) ** 2) / np.sum(old**2))
+        return families.output_error(efficient, backbone, data)
 
     alone = error([0]), error([1])
     least = int(np.argmin(alone))
@@ -161,7 +159,7 @@ def _relative_error(new, old, data, name):
         ops.convert_to_numpy(m(data)[f"{name}_sequence_output"])[kept]
         for m in (new, old)
     )
-    return np.sqrt(np.sum((new - old) ** 2) / np.sum(old**2))
+    return families.relative_error(new, old)
 
 
 @pytest.mark.any_backend
@@ -216,6 +214,7 @@ def test_what_was_fitted_is_saved(name, attention, tmp_path):
         families.assert_same_outputs(efficient, loaded, data)
 
 
+@pytest.mark.any_backend
 def test_chosen_layers_keep_what_was_fitted():
     backbone = families.make("distil_bert")
     data = families.inputs(backbone)
@@ -224,9 +223,7 @@ def test_chosen_layers_keep_what_was_fitted():
     first = convert_backbone(backbone, attention, [0], calibrate=data)
     second = convert_backbone(backbone, attention, [1], calibrate=data)
     errors = [
-        np.linalg.norm(families.outputs(m, data)[0] - families.outputs(backbone, data))
-        / np.linalg.norm(families.outputs(backbone, data))
-        for m in (first, second, whole)
+        families.output_error(model, backbone, data) for model in (first, second, whole)
     ]
     budget = (min(errors[:2]) + max(errors)) / 2
     efficient = convert_backbone(

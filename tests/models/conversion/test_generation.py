@@ -12,7 +12,7 @@ from keras_hub import models
 
 from keras_efficient_attn.models import convert_backbone
 from keras_efficient_attn.models.conversion.generation import CausalMethods
-from keras_efficient_attn.models.conversion.keras_internals import wrap_generate_step
+from keras_efficient_attn.models.keras_hub_internals import wrap_generate_step
 from tests.models.conversion import families
 
 PERFORMER = "performer:feature_map=elu"
@@ -210,6 +210,7 @@ def test_a_loaded_task_generates_the_same(tmp_path):
     np.testing.assert_array_equal(generate(loaded, data), expected)
 
 
+@pytest.mark.any_backend
 def test_the_cache_has_one_size_at_every_length():
     shapes = []
     for length in (9, 16):
@@ -229,6 +230,7 @@ def test_other_backbones_generate_as_before():
     assert_greedy(task, data, generate(task, data))
 
 
+@pytest.mark.any_backend
 def test_what_others_wrapped_stays_wrapped():
     called = []
 
@@ -252,6 +254,7 @@ def test_what_others_wrapped_stays_wrapped():
     assert called == ["context", "wrapper", "stock"]
 
 
+@pytest.mark.any_backend
 def test_a_cache_of_keys_and_values_is_refused():
     task = make_task("gpt2", PERFORMER, num_layers=1)
     with pytest.raises(ValueError, match="no cache of keys and values"):

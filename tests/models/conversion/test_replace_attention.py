@@ -105,7 +105,7 @@ def test_attributes_lists_dicts_and_graphs():
         replaced = replace_attention(model, "local:window=8")
     assert len(replaced) == 4
     assert [id(v) for v in model.weights] == [id(v) for v in variables]
-    found = families.kernels(model)
+    found = families.efficient_layers(model)
     assert len(found) == 4 and all(isinstance(v, LocalAttention) for v in found)
     after = ops.convert_to_numpy(model([x, mask]))
     np.testing.assert_allclose(after, before, atol=1e-5 * np.max(abs(before)))
@@ -137,7 +137,7 @@ def test_what_is_saved_loads_with_the_new_attention(tmp_path):
     model.save(tmp_path / "model.keras")
     options = {"Blocks": Blocks}
     loaded = keras.saving.load_model(tmp_path / "model.keras", options)
-    names = [type(kernel).__name__ for kernel in families.kernels(loaded)]
+    names = [type(layer).__name__ for layer in families.efficient_layers(loaded)]
     assert names == ["LocalAttention", "VQAttention"] * 2
     after = ops.convert_to_numpy(loaded([x, mask]))
     np.testing.assert_allclose(after, expected, atol=1e-6 * np.max(abs(expected)))
@@ -170,7 +170,7 @@ def test_a_block_and_a_subclassed_model_load(tmp_path):
         loaded = keras.saving.load_model(
             tmp_path / f"{number}.keras", {"Encoder": Encoder}
         )
-        assert [kernel.window for kernel in families.kernels(loaded)] == [2]
+        assert [layer.window for layer in families.efficient_layers(loaded)] == [2]
         after = ops.convert_to_numpy(loaded(x))
         np.testing.assert_allclose(after, expected, atol=1e-6 * np.max(abs(expected)))
     hidden = keras.Sequential([keras.Input((None, 8)), Holder(LAYER(2, 4), False)])
@@ -178,6 +178,7 @@ def test_a_block_and_a_subclassed_model_load(tmp_path):
         replace_attention(hidden, "local:window=2")
 
 
+@pytest.mark.any_backend
 def test_cross_attention_stays():
     short, long = keras.Input((5, 8)), keras.Input((9, 8))
     cross, own = (keras.layers.MultiHeadAttention(2, 4, name=n) for n in "ab")
@@ -189,17 +190,18 @@ def test_cross_attention_stays():
     assert [type(layer) for layer in model.layers].count(type(cross)) == 1
 
 
+@pytest.mark.any_backend
 def test_refusals_leave_the_model_as_it_is():
     model = make_model()
     with pytest.raises(ValueError, match=r"from 0 to 3.*layers=\[4\]"):
         replace_attention(model, "local", [4])
     with pytest.raises(ValueError, match="cannot take the place"):
         replace_attention(model, "performer:window=-1")
-    assert not families.kernels(model)
+    assert not families.efficient_layers(model)
     hidden = keras.Sequential([keras.Input((None, 8)), Hidden()])
     with pytest.raises(ValueError, match="does not hold its attention"):
         replace_attention(hidden, "local")
-    assert not families.kernels(hidden)
+    assert not families.efficient_layers(hidden)
     dense = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     with pytest.raises(ValueError, match="no self-attention layer.*: none"):
         replace_attention(dense, "local")
@@ -215,8 +217,8 @@ def test_a_layer_that_two_hold_is_replaced_in_both():
     for options in ("window=8", "window=5"):
         with pytest.warns(UserWarning):
             assert len(replace_attention(model, f"local:{options}")) == 1
-        (layer,) = families.kernels(model)
-        assert all(holder.held.kernel is layer for holder in holders)
+        (layer,) = families.efficient_layers(model)
+        assert all(holder.held.attention is layer for holder in holders)
         assert len(model.weights) == number
         after = ops.convert_to_numpy(model(x))
         np.testing.assert_allclose(after, before, atol=1e-5 * np.max(abs(before)))
@@ -256,6 +258,7 @@ class BandedDecoder(keras_hub.layers.TransformerDecoder):
         return ops.triu(mask, -1)
 
 
+@pytest.mark.any_backend
 def test_blocks_with_other_masks_are_refused():
     shape = (None, None, 8)
     banded = BandedDecoder(8, 2)
@@ -265,7 +268,7 @@ def test_blocks_with_other_masks_are_refused():
     for model in (banded, sam):
         with pytest.raises(ValueError, match="masks that differ between queries"):
             replace_attention(model, "local")
-        assert not families.kernels(model)
+        assert not families.efficient_layers(model)
     decoder = keras_hub.layers.TransformerDecoder(8, 2)
     decoder.build(shape)
     holder = Holder(decoder._self_attention_layer, False)

@@ -13,10 +13,6 @@ from tests.models.conversion import families
 INEXACT = "local:window=2"
 
 
-def relative(new, old):
-    return np.sqrt(np.sum((new - old) ** 2) / np.sum(old**2))
-
-
 def test_errors_of_each_layer():
     backbone = families.make("distil_bert")
     data = families.inputs(backbone)
@@ -25,8 +21,8 @@ def test_errors_of_each_layer():
     first, last = swap_report(backbone, second, data).layers
     assert (first.replaced, first.attention, first.residual) == (False, 0.0, 0.0)
     assert (last.index, last.replaced) == (1, True)
-    (old,), (new,) = families.outputs(backbone, data), families.outputs(second, data)
-    assert last.residual == pytest.approx(relative(new, old), rel=1e-4)
+    expected = families.output_error(second, backbone, data)
+    assert last.residual == pytest.approx(expected, rel=1e-4)
 
     # The first layer's own error, from its inputs: the embeddings.
     both = convert_backbone(backbone, INEXACT)
@@ -40,7 +36,7 @@ def test_errors_of_each_layer():
         )[kept]
         for model in (backbone, both)
     )
-    assert first.attention == pytest.approx(relative(new, old), rel=1e-4)
+    assert first.attention == pytest.approx(families.relative_error(new, old), rel=1e-4)
     # The attention's error excludes the effect of earlier layers.
     assert again.attention == pytest.approx(last.attention, rel=1e-4)
     assert again.residual > last.residual

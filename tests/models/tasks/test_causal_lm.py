@@ -10,7 +10,7 @@ from keras_efficient_attn.models import (
     EfficientCausalLM,
     EfficientCausalLMPreprocessor,
 )
-from keras_efficient_attn.models.tasks import streaming
+from keras_efficient_attn.models.tasks import task
 from tests.autodiff import compile_step, to_numpy
 from tests.models.cases import DECODERS, inputs, make_backbone
 
@@ -21,7 +21,7 @@ samplers = keras_hub.samplers
 @pytest.fixture(autouse=True)
 def short_prompt_chunks(monkeypatch):
     """Makes a test's prompt have segments and a remainder."""
-    monkeypatch.setattr(streaming, "PROMPT_SEGMENTS", (3, 1))
+    monkeypatch.setattr(task, "PROMPT_SEGMENTS", (3, 1))
 
 
 def prompts(lengths, length=LENGTH):
@@ -181,6 +181,7 @@ def test_patterns_generate_from_their_caches():
     np.testing.assert_array_equal(generate(model, data)["token_ids"], expected)
 
 
+@pytest.mark.any_backend
 def test_the_state_grows_for_softmax_alone():
     def size(name, length):
         state = make_backbone(name).get_initial_state(1, length)
@@ -213,6 +214,7 @@ def test_text_goes_in_and_text_comes_out():
     assert all(new)
 
 
+@pytest.mark.any_backend
 def test_the_tokenizer_keeps_its_special_bytes_apart():
     tokenizer = EfficientByteTokenizer()
     text = "AÆ€𝄞\U0010ffff"
@@ -222,6 +224,7 @@ def test_the_tokenizer_keeps_its_special_bytes_apart():
     assert tokenizer.detokenize(tokens) == text
 
 
+@pytest.mark.any_backend
 def test_what_cannot_generate_says_so():
     with pytest.raises(ValueError, match="architecture='decoder'"):
         EfficientCausalLM(make_backbone("encoder"))
@@ -276,6 +279,7 @@ def test_scores_are_the_logits_and_their_loss(name):
     np.testing.assert_allclose(to_numpy(loss), -log, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.any_backend
 def test_scores_that_cannot_be():
     model, data = make_model("defaults"), prompts((5,))
     with pytest.raises(ValueError, match="scoring_mode='bits'"):

@@ -13,7 +13,7 @@ from keras_efficient_attn.models import (
     RecurrenceOptions,
     preset_names,
 )
-from keras_efficient_attn.models.tasks import streaming
+from keras_efficient_attn.models.tasks import task
 from tests.autodiff import to_numpy
 from tests.models.cases import ELU, make_backbone
 
@@ -37,7 +37,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def short_prompt_chunks(monkeypatch):
     """Makes a test's prompt have segments and a remainder."""
-    monkeypatch.setattr(streaming, "PROMPT_SEGMENTS", (3, 1))
+    monkeypatch.setattr(task, "PROMPT_SEGMENTS", (3, 1))
 
 
 def make_model(name="linear", preprocessor=None, **options):
@@ -280,6 +280,7 @@ def test_texts_are_learned_by_fit():
     assert model.generate(["cd", "ab"]) == ["yz", "x"]
 
 
+@pytest.mark.any_backend
 def test_what_cannot_generate_says_so():
     with pytest.raises(ValueError, match="architecture='decoder'"):
         EfficientSeq2SeqLM(make_backbone("defaults"))

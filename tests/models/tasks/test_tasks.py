@@ -23,7 +23,7 @@ from keras_efficient_attn.models import (
     EfficientTransformerBackbone,
     preset_names,
 )
-from keras_efficient_attn.models.presets import FOLDER
+from keras_efficient_attn.models.files import FOLDER
 from tests.autodiff import to_numpy
 from tests.models.cases import CASES, inputs, make_backbone, randomize
 
@@ -390,6 +390,7 @@ def test_a_masked_lm_masks_bytes_and_learns():
     assert history["loss"][-1] < 0.7 * history["loss"][0]
 
 
+@pytest.mark.any_backend
 def test_tasks_refuse_other_architectures():
     with pytest.raises(ValueError, match="encoder_decoder"):
         EfficientTextClassifier(make_backbone("encoder-decoder"), 2)
@@ -397,6 +398,7 @@ def test_tasks_refuse_other_architectures():
         EfficientMaskedLM(make_backbone("defaults"))
 
 
+@pytest.mark.any_backend
 def test_keras_nlp_is_the_same_library():
     keras_nlp = pytest.importorskip("keras_nlp")
     assert issubclass(EfficientTransformerBackbone, keras_nlp.models.Backbone)

@@ -6,12 +6,15 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.adaptive_computation.halting import Halting
+from keras_efficient_attn.layers.arguments import KeepsArguments
+from keras_efficient_attn.models.blocks.positions import sinusoids
 from keras_efficient_attn.models.blocks.transformer_stack import (
-    StackTrace,
+    StackResults,
     TransformerStack,
 )
-from keras_efficient_attn.models.options import Options
-from keras_efficient_attn.models.universal.timestep_embedding import TimestepEmbedding
+from keras_efficient_attn.models.options import Options, check_name
+
+KINDS = ("learned", "sinusoidal")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,15 +171,15 @@ class UniversalTransformer(TransformerStack):
             x = x if signal is None else x + ops.cast(signal, x.dtype)
             if self.timestep_embedding is not None:
                 x = self.timestep_embedding(x, step=n)
-            x, trace = self._apply_blocks(n, x, inputs, state, training, keep_layers)
-            new_state.update(trace.state)
-            layers.extend(trace.layers)
+            x, results = self._apply_blocks(n, x, inputs, state, training, keep_layers)
+            new_state.update(results.state)
+            layers.extend(results.layers)
             return x
 
         if self.halting is None:
             for n in range(self.num_recurrences):
                 x = step(n, x)
-            return x, StackTrace(new_state, layers)
+            return x, StackResults(new_state, layers)
         running = ops.ones_like(x[..., 0], dtype="bool")
         if inputs["padding_mask"] is not None:
             real = ops.cast(inputs["padding_mask"], "bool")
@@ -192,7 +195,7 @@ class UniversalTransformer(TransformerStack):
         )
         if self.halting.ponder_cost and state is None:
             self.add_loss(self.halting.cost(ponder, running))
-        return ops.cast(output, self.compute_dtype), StackTrace(new_state, [], ponder)
+        return ops.cast(output, self.compute_dtype), StackResults(new_state, [], ponder)
 
     def compute_output_spec(self, x, *args, return_ponder=False, **kwargs):
         output = super().compute_output_spec(x)
@@ -222,3 +225,49 @@ def _halting(options, max_steps, dtype):
             f"Received: adaptive_computation={options!r}"
         )
     return Halting(max_steps, **options, dtype=dtype, name="halting")
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class TimestepEmbedding(KeepsArguments, keras.layers.Layer):
+    """Adds a vector for the step number to all positions.
+
+    Args:
+        num_steps: Number of steps.
+        kind: `"learned"` (the default), a learned vector for each step, or
+            `"sinusoidal"`: sines and cosines of the step number.
+        **kwargs: Arguments of `keras.layers.Layer`.
+
+    Call arguments:
+        x: `(batch, length, dim)`.
+        step: Number of the step, from 0: an integer or a scalar tensor.
+
+    Returns:
+        A tensor of the shape of `x`.
+
+    Raises:
+        ValueError: For an unknown `kind`.
+
+    Reference:
+        - [Dehghani et al., 2019](https://arxiv.org/abs/1807.03819)
+    """
+
+    def __init__(self, num_steps, kind="learned", **kwargs):
+        super().__init__(**kwargs)
+        check_name("timestep_embedding", kind, KINDS)
+        self.keep(locals())
+
+    def build(self, x_shape, step_shape=None):
+        if self.kind == "learned":
+            self.table = self.add_weight(
+                name="table",
+                shape=(self.num_steps, x_shape[-1]),
+                initializer=keras.initializers.RandomNormal(stddev=0.02),
+            )
+
+    def call(self, x, step):
+        if self.kind == "learned":
+            return x + ops.take(self.table, step, axis=0)
+        return x + sinusoids(step, x.shape[-1], self.compute_dtype)
+
+    def compute_output_shape(self, x_shape, step_shape=None):
+        return x_shape

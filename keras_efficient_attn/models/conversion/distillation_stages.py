@@ -1,7 +1,6 @@
 """The two stages of distillation, as models that Keras' `fit` trains."""
 
 import os
-import types
 import zipfile
 
 import keras
@@ -9,21 +8,16 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.layers import SoftmaxAttention
 from keras_efficient_attn.models.conversion.paths import (
     drop_windows,
     has_two_paths,
 )
-from keras_efficient_attn.models.conversion.plan import build_adapter
 from keras_efficient_attn.models.conversion.sites import find_sites
 from keras_efficient_attn.models.conversion.trace import (
+    position_mask,
     record_calls,
-    row_mask,
     run,
 )
-
-# Below it, the logarithm of attention weights is a line.
-SMALLEST_WEIGHT = 1e-6
 
 
 def backbone_of(model):
@@ -83,7 +77,7 @@ class DistillationStage(keras.Model):
         draws = keras.random.uniform((len(sites),), seed=self._seed_generator)
         left = 1.0 - step / self.steps
         with drop_windows(sites, draws < self.window_dropout * left):
-            error = self.error(inputs, step)
+            error = self.error(inputs)
         # Where all windows are dropped, the loss may depend on no trained weight (the
         # factors of windows), and PyTorch differentiates only what depends on one.
         sums = [ops.sum(ops.cast(v, "float32")) for v in self.trainable_variables]
@@ -92,13 +86,8 @@ class DistillationStage(keras.Model):
         self._step.assign_add(1.0)
         return error
 
-    def error(self, inputs, step=None):
-        """The loss on a batch, a scalar.
-
-        Args:
-            inputs: The batch.
-            step: The step number, a scalar, in training.
-        """
+    def error(self, inputs):
+        """The loss on a batch, a scalar."""
         raise NotImplementedError
 
     def save_weights(self, filepath, overwrite=True):
@@ -165,53 +154,21 @@ class AttentionTransfer(DistillationStage):
     """Stage one: each replaced layer separately, on the teacher's inputs.
 
     The loss is the mean over layers of `Σ‖new − old‖² / Σ‖old‖²`, of the layers'
-    outputs, plus, every `weights_every` steps, the divergence of their weights.
-
-    Args:
-        weights_every: Number of steps between divergences of the weights, or `None`.
+    outputs.
     """
 
-    def __init__(self, *args, weights_every=None):
-        super().__init__(*args)
-        self.weights_every = weights_every
-        # In a namespace, which Keras does not track: the student owns the weights.
-        self._softmax = types.SimpleNamespace(kernels=None)
-        if weights_every is not None:
-            self._softmax.kernels = [
-                _softmax_kernel(new) for _, new in self._sites if new.is_converted
-            ]
-
-    def error(self, inputs, step=None):
+    def error(self, inputs):
         pairs = [(old, new) for old, new in self._sites if new.is_converted]
         with record_calls([old.layer for old, _ in pairs]) as calls:
             run(self.teacher, inputs, training=False)
-        errors, masks = [], []
-        with record_calls([new.layer.kernel for _, new in pairs]) as kernel_calls:
-            for (old, new), made in zip(pairs, calls, strict=True):
-                masks.append([row_mask(old, call) for call in made])
-                for call, mask in zip(made, masks[-1], strict=True):
-                    output = new.layer(*call.args, **{**call.kwargs, "training": False})
-                    errors.append(squared_error(call.output, output, mask))
-        error = sum(errors) / len(errors)
-        if step is None or self.weights_every is None:
-            return error
-        return error + ops.cond(
-            ops.equal(step % self.weights_every, 0),
-            lambda: self._weights_error(pairs, kernel_calls, masks),
-            lambda: ops.zeros_like(error),
-        )
-
-    def _weights_error(self, pairs, calls, masks):
-        """The divergence of weights from softmax's, averaged over layers."""
-        found = []
-        kernels = [new.layer.kernel for _, new in pairs], self._softmax.kernels
-        for new, old, made, kept in zip(*kernels, calls, masks, strict=True):
-            for call, mask in zip(made, kept, strict=True):
-                options = {**call.kwargs, "return_attention_scores": True}
-                expected = run(old, *call.args, **options)[1]
-                weights = new(*call.args, **options)[1]
-                found.append(weights_divergence(expected, weights, mask))
-        return sum(found) / len(found)
+        errors = []
+        for (old, new), made in zip(pairs, calls, strict=True):
+            for call in made:
+                output = new.layer(*call.args, **{**call.kwargs, "training": False})
+                errors.append(
+                    squared_error(call.output, output, position_mask(old, call))
+                )
+        return sum(errors) / len(errors)
 
 
 class StateDistillation(DistillationStage):
@@ -222,7 +179,7 @@ class StateDistillation(DistillationStage):
     backbones.
     """
 
-    def error(self, inputs, step=None):
+    def error(self, inputs):
         blocks = [pair for pair in self._sites if pair[1].in_one_block]
         old_layers = [old.layer for old, _ in blocks] + [old.block for old, _ in blocks]
         with record_calls(old_layers) as old_calls:
@@ -235,7 +192,7 @@ class StateDistillation(DistillationStage):
             blocks, attention, old_calls, new_calls, strict=True
         ):
             for call, before, after in zip(*made, strict=True):
-                mask = row_mask(old, call)
+                mask = position_mask(old, call)
                 errors.append(squared_error(before.output, after.output, mask))
         hidden = sum(errors) / max(len(errors), 1)
         if isinstance(self.student, keras_hub.models.Task):
@@ -260,13 +217,6 @@ def mask_of_output(name, inputs):
     return None if mask is None else ops.cast(mask, "bool")
 
 
-def _softmax_kernel(site):
-    """Softmax attention with the projections of a converted layer."""
-    kernel = SoftmaxAttention(**site.adapter_class.geometry(site.layer))
-    build_adapter(site.adapter_class(kernel, site), site)
-    return kernel
-
-
 def _wide_array(variable):
     """A variable as an array of a dtype that NumPy files support."""
     narrow = keras.backend.is_float_dtype(variable.dtype)
@@ -281,7 +231,7 @@ def squared_error(old, new, mask):
         old: `(..., dim)`, or a tuple whose first element is such a tensor; without
             gradient.
         new: The same.
-        mask: From `row_mask`, read for `(batch, length, dim)` of its length.
+        mask: From `position_mask`, read for `(batch, length, dim)` of its length.
     """
     old, new = (
         ops.cast(x[0] if isinstance(x, tuple) else x, "float32") for x in (old, new)
@@ -291,24 +241,6 @@ def squared_error(old, new, mask):
     norm = ops.sum(ops.square(old), axis=-1)
     kept = _position_weights(mask, norm)
     return ops.sum(difference * kept) / (ops.sum(norm * kept) + keras.config.epsilon())
-
-
-def weights_divergence(old, new, mask):
-    """The mean of `KL(old ‖ new)` over queries that are not padding, a scalar.
-
-    Args:
-        old: Attention weights `(batch, heads, length, keys)`, without gradient.
-        new: The same; below `SMALLEST_WEIGHT`, their logarithm goes on as a line, so
-            that those which are much too small have the largest gradients.
-        mask: As for `squared_error`.
-    """
-    old, new = (ops.cast(x, "float32") for x in (old, new))
-    old = ops.stop_gradient(ops.log(ops.maximum(old, SMALLEST_WEIGHT)))
-    below = ops.minimum(new - SMALLEST_WEIGHT, 0.0) / SMALLEST_WEIGHT
-    new = ops.log(ops.maximum(new, SMALLEST_WEIGHT)) + below
-    found = ops.mean(ops.sum(ops.exp(old) * (old - new), axis=-1), axis=1)
-    kept = _position_weights(mask, found)
-    return ops.sum(found * kept) / ops.sum(kept)
 
 
 def divergence(old, new, mask):

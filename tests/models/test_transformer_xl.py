@@ -47,6 +47,7 @@ def assert_close(received, expected):
     np.testing.assert_allclose(received, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.any_backend
 def test_segments_of_a_text_go_on_from_each_other():
     text = np.arange(23)
     data = Segments(text, batch_size=2, length=4)
@@ -62,6 +63,7 @@ def test_segments_of_a_text_go_on_from_each_other():
     np.testing.assert_array_equal(targets[:, :11], rows[:, :11] + 1)
 
 
+@pytest.mark.any_backend
 def test_documents_begin_with_a_reset():
     documents = [np.arange(10, 16), np.arange(20, 23), np.arange(30, 34), [1]]
     data = Segments(documents, batch_size=2, length=3)
@@ -175,6 +177,7 @@ def test_generation_equals_calls_on_the_whole_sequence():
     )
 
 
+@pytest.mark.any_backend
 def test_layers_of_a_backbone_share_biases():
     own, shared = (
         make_backbone("defaults", num_layers=3, attention=f"xl:biases={biases}")
@@ -187,6 +190,7 @@ def test_layers_of_a_backbone_share_biases():
     assert restored.count_params() == shared.count_params()
 
 
+@pytest.mark.any_backend
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -200,12 +204,14 @@ def test_arguments_that_are_refused(options, message):
         TransformerXL(model, **options)
 
 
+@pytest.mark.any_backend
 def test_what_has_no_memory_of_constant_size():
     model = EfficientCausalLM(make_backbone("softmax"))
     with pytest.raises(ValueError, match="SoftmaxAttention"):
         TransformerXL(model, 2)
 
 
+@pytest.mark.any_backend
 def test_data_that_are_refused():
     model = make_model()
     model.compile(loss=lambda y_true, y_pred: ops.mean(y_pred))

@@ -17,7 +17,7 @@ from keras_efficient_attn.models import (
     TransformerBlock,
     UniversalTransformer,
 )
-from keras_efficient_attn.models.blocks.transformer_stack import StackTrace
+from keras_efficient_attn.models.blocks.transformer_stack import StackResults
 from tests.autodiff import to_numpy
 from tests.layers.adaptive_computation.adaptive import definition, sigmoid
 from tests.models import dense
@@ -283,7 +283,7 @@ def test_the_offset_is_the_same_in_all_steps():
 
     def forget(n, x, *args):
         seen.append(to_numpy(x))
-        return 0 * x, StackTrace({}, [])
+        return 0 * x, StackResults({}, [])
 
     stack._apply_blocks = forget
     stack(x, training=True)
@@ -293,6 +293,7 @@ def test_the_offset_is_the_same_in_all_steps():
     np.testing.assert_allclose(seen[0] - x, seen[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.any_backend
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -327,6 +328,7 @@ def test_errors_name_what_was_received(options, message):
         EfficientTransformerBackbone(**{**SIZES, **options})
 
 
+@pytest.mark.any_backend
 def test_a_ponder_that_does_not_exist_is_refused():
     stack = make_stack()
     with pytest.raises(ValueError, match="return_ponder"):
@@ -340,6 +342,7 @@ def test_the_layers_of_fixed_steps_are_returned():
     np.testing.assert_allclose(to_numpy(stack.final_norm(layers[-1])), to_numpy(output))
 
 
+@pytest.mark.any_backend
 def test_adaptive_steps_have_no_layers_to_return():
     with pytest.raises(ValueError, match="adaptive_computation={}"):
         make_stack({})(inputs(), return_layers=True)
