@@ -81,6 +81,9 @@ def durations(report):
     """Seconds of each test in a JUnit report, by `folder/module::name`."""
     seconds = {}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
+        if case.get("classname") is None:
+            # The error that ended an interrupted run.
+            continue
         # A module, and a class where tests have one.
         module = case.get("classname").removeprefix("tests.").replace(".", "/")
         seconds[f"{module}::{case.get('name')}"] = float(case.get("time"))

@@ -13,8 +13,9 @@ NIGHTLY = (
     "fuzz/",
     "long_runs/",
     "test_guides.py",
-    # Compilers of accelerators and of PyTorch.
+    # Exports, and compilers of accelerators and of PyTorch.
     "contract/test_accelerators.py",
+    "contract/test_saving.py::test_saved_model_export",
     "contract/test_torch_compile.py",
     "ops/test_torch_compile.py",
     "ops/test_linear_attention_triton",
