@@ -5,6 +5,7 @@ them, checks its arguments, and declares the weights that it reads.
 """
 
 import dataclasses
+import functools
 import random
 
 import keras
@@ -323,11 +324,8 @@ class FavorPlusFeatures(RandomFeatures):
     rowwise = True
     _hyperbolic = False
 
-    def query_features(self, x, projection):
-        return functions.positive_random_features(x, projection, self._hyperbolic)
-
-    def entrywise(self, x, projection):
-        return entrywise.positive_random_entries(x, projection, self._hyperbolic)
+    query_features = staticmethod(functions.positive_random_features)
+    entrywise = staticmethod(entrywise.positive_random_entries)
 
     def calibrated_features(self, x, rank, *weights):
         """Features of a calibrated layer; see `CalibratedFeatures`."""
@@ -340,6 +338,13 @@ class HyperbolicFeatures(FavorPlusFeatures):
 
     features_per_row = 2
     _hyperbolic = True
+
+    query_features = staticmethod(
+        functools.partial(functions.positive_random_features, hyperbolic=True)
+    )
+    entrywise = staticmethod(
+        functools.partial(entrywise.positive_random_entries, hyperbolic=True)
+    )
 
 
 @_register("favor++")

@@ -8,9 +8,9 @@ from keras import ops
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import attend_groups, merge_blocks
 from keras_efficient_attn.ops.common.chunking import (
+    by_head,
     chunk_count,
     chunk_layout,
-    heads_first,
     overlapping_blocks,
     pad_length,
 )
@@ -150,7 +150,7 @@ def _band_step(config, causal, relative, rate):
 
     def step(carry, x, consts):
         query, key, value, valid, spans, *rest = x
-        query, key, value, spans = (heads_first(t) for t in (query, key, value, spans))
+        query, key, value, spans = (by_head(t) for t in (query, key, value, spans))
         size, width = query.shape[3], key.shape[3]
         logits = query @ ops.swapaxes(key, -1, -2)
         if relative:

@@ -17,7 +17,6 @@ from keras_efficient_attn.ops.common.chunking import (
     chunk_count,
     chunk_layout,
     columns,
-    heads_first,
     overlapping_blocks,
     pad_length,
     pad_to,
@@ -128,13 +127,13 @@ def scan_groups(step, xs, consts, groups):
 def _block_step(mask_fn, shared, relative, rate):
     def step(carry, x, consts):
         query, key, value, valid, *rest = x
-        query, key, value = (heads_first(t) for t in (query, key, value))
+        query, key, value = (by_head(t) for t in (query, key, value))
         position_logits = None
         if relative:
             position_query, *rest = rest
             position_key, *consts = consts
             position_logits = _products_by_key(
-                heads_first(position_query), position_key, shape_of(key)[3]
+                by_head(position_query), position_key, shape_of(key)[3]
             )
         positions = consts[:2] if shared else rest[:2]
         i, j = (ops.cast(p, "int32") for p in positions)

@@ -50,7 +50,9 @@ def sizes(x):
     The batch is -1 if only its size is unknown, so that it need not be computed.
     """
     batch, *rest = x.shape
-    return (-1, *rest) if batch is None and None not in rest else shape_of(x)
+    if None in rest:
+        return shape_of(x)
+    return (-1 if batch is None else batch, *rest)
 
 
 def columns(x):
@@ -58,16 +60,17 @@ def columns(x):
     return x[:, :, None, None] if len(x.shape) == 2 else x[..., None]
 
 
-def by_head(x, chunk_size):
-    """`(batch, group, heads, ...)` as `(batch, heads, chunks, chunk_size, ...)`."""
-    batch, group, heads, *tail = sizes(x)
-    return heads_first(
-        ops.reshape(x, (batch, group // chunk_size, chunk_size, heads, *tail))
-    )
+def by_head(x, chunk_size=None):
+    """Chunks with their heads first: `(batch, heads, chunks, chunk_size, ...)`.
 
-
-def heads_first(x):
-    """`(batch, chunks, chunk_size, heads, ...)` as `(batch, heads, chunks, ...)`."""
+    Args:
+        x: `(batch, group, heads, ...)`; or `(batch, chunks, chunk_size, heads, ...)`,
+            without a `chunk_size`.
+        chunk_size: Positions per chunk.
+    """
+    if chunk_size is not None:
+        batch, group, *rest = sizes(x)
+        x = ops.reshape(x, (batch, group // chunk_size, chunk_size, *rest))
     batch, chunks, chunk_size, heads, *tail = sizes(x)
     x = ops.transpose(x, (0, 3, 1, 2, *range(4, 4 + len(tail))))
     # Joining heads and chunks makes PyTorch copy once here, not in every matmul.

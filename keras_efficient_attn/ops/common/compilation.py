@@ -22,11 +22,8 @@ def jit_on_jax(*static_arguments):
         @functools.cache
         def jit(device_kind):
             # One object per plan: JAX caches compiled functions by object.
-            @functools.wraps(function)
-            def call_with_plan(*args, **kwargs):
-                return function(*args, **kwargs)
-
-            return jax.jit(call_with_plan, static_argnames=static_arguments)
+            own = functools.wraps(function)(functools.partial(function))
+            return jax.jit(own, static_argnames=static_arguments)
 
         @functools.wraps(function)
         def call(*args, **kwargs):

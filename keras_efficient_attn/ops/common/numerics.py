@@ -26,15 +26,16 @@ def larger(first, second):
     return ops.where(first > second, first, second)
 
 
-def max_along(x, axis, keepdims=False, initial=None):
+def _max_on_torch(x, axis, keepdims=False, initial=None):
     """`ops.max`, which `torch.compile` does not trace everywhere.
 
     With `initial`, Keras reads a number from a tensor there.
     """
-    if BACKEND != "torch":
-        return ops.max(x, axis=axis, keepdims=keepdims, initial=initial)
     largest = ops.convert_to_tensor(x).amax(axis, keepdims)
     return largest if initial is None else largest.clamp(min=initial)
+
+
+max_along = _max_on_torch if BACKEND == "torch" else ops.max
 
 
 def greatest_index(x):

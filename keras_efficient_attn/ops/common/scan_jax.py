@@ -136,18 +136,18 @@ def _from_rows(y):
 
 
 def _cut(tensors, i, num_steps):
-    def cut(x):
-        size = x.shape[1] // num_steps
-        return lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
-
-    return tuple(map(cut, tensors))
+    sizes = [x.shape[1] // num_steps for x in tensors]
+    return tuple(
+        lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
+        for x, size in zip(tensors, sizes, strict=True)
+    )
 
 
 def _write(tensors, i, parts):
-    def write(x, part):
-        return lax.dynamic_update_slice_in_dim(x, part, i * part.shape[1], axis=1)
-
-    return tuple(map(write, tensors, parts))
+    return tuple(
+        lax.dynamic_update_slice_in_dim(x, part, i * part.shape[1], axis=1)
+        for x, part in zip(tensors, parts, strict=True)
+    )
 
 
 def _space_for(part, num_steps):

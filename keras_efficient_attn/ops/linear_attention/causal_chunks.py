@@ -17,7 +17,7 @@ over the keys before the chunk, and `M` is the running maximum of their log weig
 independent of the future.
 """
 
-import functools
+import math
 
 from keras import ops
 
@@ -207,7 +207,9 @@ def _prefix_weights(log_scale, chunk_max):
 def _prefix_sums(first, local, weights):
     """States before each chunk, and the state after the last."""
     batch, heads, chunks, *tail = sizes(local)
-    first, local = _flat(first[:, :, None]), _flat(local)
+    size = math.prod(tail)
+    first = ops.reshape(first, (batch, heads, 1, size))
+    local = ops.reshape(local, (batch, heads, chunks, size))
     by_first, by_local = weights[..., :1], weights[..., 1:]
     before = by_local[..., :-1, :] @ local + by_first[..., :-1, :] * first
     last = by_local[..., -1:, :] @ local + by_first[..., -1:, :] * first
@@ -220,7 +222,9 @@ def _prefix_sums(first, local, weights):
 def _prefix_sums_gradient(grad_before, grad_last, weights):
     """Gradients of `first` and of `local`."""
     batch, heads, chunks, *tail = sizes(grad_before)
-    grad_before, grad_last = _flat(grad_before), _flat(grad_last[:, :, None])
+    size = math.prod(tail)
+    grad_last = ops.reshape(grad_last, (batch, heads, 1, size))
+    grad_before = ops.reshape(grad_before, (batch, heads, chunks, size))
     weights = ops.swapaxes(weights, -1, -2)
     by_before, by_last = weights[..., :-1], weights[..., -1:]
     grad_first = by_before[..., :1, :] @ grad_before + by_last[..., :1, :] * grad_last
@@ -229,10 +233,3 @@ def _prefix_sums_gradient(grad_before, grad_last, weights):
         ops.reshape(grad_first, (batch, heads, *tail)),
         ops.reshape(grad_local, (batch, heads, chunks, *tail)),
     )
-
-
-def _flat(x):
-    """`(batch, heads, chunks, ...)` with the axes behind the chunks as one."""
-    batch, heads, chunks, *tail = sizes(x)
-    size = functools.reduce(lambda a, b: a * b, tail)
-    return ops.reshape(x, (batch, heads, chunks, size))

@@ -41,7 +41,9 @@ def attend_in_blocks(inputs, window_bias, state, seed, config, options):
     if config.is_grid:
         part = attend_grid(*inputs, mask_fn, dropout)
     else:
-        relative = bias_products(inputs[0], window_bias)
+        relative = None
+        if window_bias is not None:
+            relative = bias_products(inputs[0], window_bias)
         part = attend_near(*inputs, mask_fn, dropout, relative)
     return finish(*(t[:, :length] for t in part), True), None
 

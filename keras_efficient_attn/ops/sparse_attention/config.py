@@ -30,6 +30,11 @@ class SparseConfig:
         heads: `"merged"`, `"split"`, `0` or `1`.
         num_heads: Number of heads.
 
+    Attributes:
+        near_heads: Number of heads, counted from the first, with the first factor.
+        far_heads: Number of heads, counted from the last, with the second factor.
+        merges: Whether each head sees both factors.
+
     Raises:
         ValueError: For arguments that define no pattern.
     """
@@ -39,6 +44,9 @@ class SparseConfig:
     summary: int
     heads: str | int
     num_heads: int
+    near_heads: int = dataclasses.field(init=False, compare=False)
+    far_heads: int = dataclasses.field(init=False, compare=False)
+    merges: bool = dataclasses.field(init=False, compare=False)
 
     def __post_init__(self):
         if self.pattern not in PATTERNS:
@@ -72,25 +80,12 @@ class SparseConfig:
                 "heads='split' needs two heads at least. Received: "
                 f"num_heads={self.num_heads}"
             )
-
-    @property
-    def near_heads(self):
-        """Number of heads, counted from the first, with the first factor."""
+        near = far = self.num_heads
         if self.heads == "split":
-            return (self.num_heads + 1) // 2
-        return 0 if self.heads == 1 else self.num_heads
-
-    @property
-    def far_heads(self):
-        """Number of heads, counted from the last, with the second factor."""
-        if self.heads == "split":
-            return self.num_heads // 2
-        return 0 if self.heads == 0 else self.num_heads
-
-    @property
-    def merges(self):
-        """Whether each head sees both factors."""
-        return self.heads == "merged"
+            near, far = (self.num_heads + 1) // 2, self.num_heads // 2
+        object.__setattr__(self, "near_heads", 0 if self.heads == 1 else near)
+        object.__setattr__(self, "far_heads", 0 if self.heads == 0 else far)
+        object.__setattr__(self, "merges", self.heads == "merged")
 
     def masks(self, causal):
         """The mask functions of both factors.

@@ -250,7 +250,44 @@ class LinearAttention(EfficientAttention):
             spec["position"] = ((batch_size,), "int32")
         return spec
 
+    def split_reach(self, call):
+        if self.window is None:
+            return 0
+        check_split_is_causal(call.causal)
+        return self.window
+
     def attend(self, query, key, value, call):
+        tensors, options, position = self._prepare_call(query, key, value, call)
+        config, windowed = self._config(call.causal), self.window is not None
+        if call.split is not None:
+            attend, whole = split_linear.linear_attention, options["map_weights"]
+            if windowed:
+                attend = split_linear.windowed_attention
+                whole = whole, self._window_bias(call.causal, tensors[0].dtype)
+            split_tensors = *tensors, options["key_mask"], None
+            heads, state = call.split.run(attend, split_tensors, whole, config), None
+        elif windowed:
+            dtype = tensors[0].dtype
+            options["window_bias"] = self._window_bias(call.causal, dtype)
+            heads, state = windowed_linear_attention(*tensors, config, **options)
+        else:
+            (heads,), state = linear_attention_with_feature_maps(
+                *tensors, config, **options
+            )
+        if position is not None:
+            state["position"] = position + shape_of(query)[1]
+        if self._dropout > 0.0:
+            heads = self._dropout_layer(heads, training=call.training)
+        return heads, state
+
+    def _prepare_call(self, query, key, value, call):
+        """What the operation takes.
+
+        Returns:
+            `(tensors, options, position)`: queries and keys, prepared, and values; the
+            operation's keyword arguments; and the position of the first query, if the
+            layer rotates and has a state.
+        """
         state, position = call.state, None
         if self.rotary_wavelength is not None and state is not None:
             state = dict(state)
@@ -260,37 +297,7 @@ class LinearAttention(EfficientAttention):
         key = self._prepare(key, dtype, position)
         query, key, map_weights = self._map_inputs(query, key, call)
         options = dict(map_weights=map_weights, key_mask=call.key_mask, state=state)
-        heads, state = self._attend_features((query, key, value), call, **options)
-        if position is not None:
-            state["position"] = position + shape_of(query)[1]
-        if self._dropout > 0.0:
-            heads = self._dropout_layer(heads, training=call.training)
-        return heads, state
-
-    def split_reach(self, call):
-        if self.window is None:
-            return 0
-        check_split_is_causal(call.causal)
-        return self.window
-
-    def _attend_features(self, tensors, call, **options):
-        """Runs the operation on prepared queries and keys, and values."""
-        config, windowed = self._config(call.causal), self.window is not None
-        if call.split is not None:
-            attend, whole = split_linear.linear_attention, options["map_weights"]
-            if windowed:
-                attend = split_linear.windowed_attention
-                whole = whole, self._window_bias(call.causal, tensors[0].dtype)
-            split_tensors = *tensors, options["key_mask"], None
-            return call.split.run(attend, split_tensors, whole, config), None
-        if windowed:
-            dtype = tensors[0].dtype
-            options["window_bias"] = self._window_bias(call.causal, dtype)
-            return windowed_linear_attention(*tensors, config, **options)
-        (heads,), state = linear_attention_with_feature_maps(
-            *tensors, config, **options
-        )
-        return heads, state
+        return (query, key, value), options, position
 
     def _window_bias(self, causal, dtype):
         """What is added to the window's logits, by head or by distance, or `None`."""

@@ -202,7 +202,8 @@ class GatedStateAttention(LinearAttention):
         options = {**call.options, "rates": rates, "last_inputs": last}
         return heads["query"], key, value, dataclasses.replace(call, options=options)
 
-    def _attend_features(self, tensors, call, **options):
+    def attend(self, query, key, value, call):
+        tensors, options, position = self._prepare_call(query, key, value, call)
         rates, config = call.options["rates"], self._config(causal=True)
         if call.split is None:
             heads, state = gated_attention_with_feature_maps(
@@ -212,9 +213,15 @@ class GatedStateAttention(LinearAttention):
             tensors = *tensors, options["key_mask"], rates
             weights, state = options["map_weights"], None
             heads = call.split.run(gated_attention, tensors, weights, config)
+        if not self.normalize:
+            heads = heads * self._key_dim**-0.5
         if state is not None:
             state = {**state, **call.options["last_inputs"]}
-        return (heads if self.normalize else heads * self._key_dim**-0.5), state
+        if position is not None:
+            state["position"] = position + shape_of(query)[1]
+        if self._dropout > 0.0:
+            heads = self._dropout_layer(heads, training=call.training)
+        return heads, state
 
     def _project(self, heads, gate_input, query_mask):
         if self.output_norm is not None:
