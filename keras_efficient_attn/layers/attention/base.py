@@ -148,6 +148,8 @@ class EfficientAttention(
     qk_norm, temperature = False, 1.0
     # Whether `sliding_window` of Keras' constructor sets the layer's `window`.
     takes_sliding_window = False
+    # Whether `flash_attention` of Keras' constructor chooses the layer's kernel.
+    takes_flash_attention = False
     # Function of distances `(n,)`, an integer array, that gives a bias `(n, heads)` of
     # the logits in the window; conversion sets it where a model has such a bias.
     window_bias = None
@@ -216,7 +218,7 @@ class EfficientAttention(
                 f"{type(self).__name__} has no window, and cannot honour "
                 f"`sliding_window`. Received: sliding_window={self._sliding_window}"
             )
-        if self._flash_attention:
+        if self._flash_attention and not self.takes_flash_attention:
             raise ValueError(
                 f"{type(self).__name__} is not softmax attention and cannot use "
                 f"flash attention. Received: flash_attention={self._flash_attention}"

@@ -8,7 +8,6 @@ from keras_efficient_attn.layers.attention.cache import cache_spec, extend_cache
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.common.backend import is_traced_by_torch, shape_of
 from keras_efficient_attn.ops.common.checks import (
-    check_positive_int,
     check_rotary_wavelength,
 )
 from keras_efficient_attn.ops.common.dense_softmax import count_pairs
@@ -74,7 +73,7 @@ class SoftmaxAttention(EfficientAttention):
           kernel
     """
 
-    takes_sliding_window = True
+    takes_sliding_window = takes_flash_attention = True
 
     def __init__(self, *args, rotary_wavelength=None, kernel="dot_product", **kwargs):
         super().__init__(*args, **kwargs)
@@ -90,9 +89,6 @@ class SoftmaxAttention(EfficientAttention):
             )
         self.keep(locals())
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
-
-    def _check_keras_options(self):
-        check_positive_int("sliding_window", self._sliding_window, optional=True)
 
     @classmethod
     def conversion_refusal(cls, options):

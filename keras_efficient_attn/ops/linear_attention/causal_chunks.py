@@ -85,7 +85,8 @@ class Chunks:
         constant = ops.stop_gradient(log_weight)
         chunk_max = max_along(constant, axis=-1, initial=LOG_ZERO)
         # The maxima over exactly the state and the keys that each query may see.
-        state_max, self.weights = _prefix_weights(log_scale, chunk_max)
+        before = lower_triangle(shape_of(chunk_max)[-1] + 1)
+        state_max, self.weights = _prefix_weights(log_scale, chunk_max, before)
         lower = lower_triangle(shape_of(self.query)[3])
         seen = ops.where(lower, constant[..., None, :], LOG_ZERO)
         self.scale = larger(
@@ -190,15 +191,14 @@ def _outputs_gradient(chunks, y, y_gradient, output):
     return grad_values, None, None if chunks.query_log_scale is None else along
 
 
-def _prefix_weights(log_scale, chunk_max):
+def _prefix_weights(log_scale, chunk_max, lower):
     """Running maxima, and the weights that rescale earlier chunks to them.
 
-    Returns `(batch, heads, chunks + 1)` maxima over the state and the chunks before
+    `lower` is the `lower_triangle` of as many rows as chunks, and the state. Returns `(batch, heads, chunks + 1)` maxima over the state and the chunks before
     each chunk (the last: after all), and `(batch, heads, chunks + 1, chunks + 1)`
     weights, lower triangular, whose column 0 is the state's.
     """
     maxima = ops.concatenate([log_scale[..., None], chunk_max], axis=-1)
-    lower = lower_triangle(shape_of(maxima)[-1])
     seen = ops.where(lower, maxima[..., None, :], LOG_ZERO)
     running = max_along(seen, axis=-1, initial=LOG_ZERO)
     return running, ops.where(lower, ops.exp(seen - running[..., None]), 0.0)
