@@ -10,7 +10,7 @@ import json
 import pytest
 
 from keras_efficient_attn.benchmark.settings import Settings
-from keras_efficient_attn.layers import attention_names, get_attention
+from keras_efficient_attn.layers import attention_names
 from tools import compile_for_tpu
 from tools.compile_for_tpu import estimate_all, table
 
@@ -30,13 +30,8 @@ LAYERS = [
     "performer:window=128",
     "sparse:pattern=fixed",
 ]
-
-
-def is_quadratic(name):
-    """Whether the operations grow with the square of the length."""
-    layer = get_attention(name, num_heads=8, key_dim=128)
-    counts = [layer.operations(length, True) for length in (LENGTH, 2 * LENGTH)]
-    return counts[1] > 3 * counts[0]
+# Their temporaries may grow with the square of the length.
+QUADRATIC = {"softmax", "fourier", "xl"}
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -63,7 +58,7 @@ def test_it_compiles_for_a_tpu(layer):
         # No faster than the chip.
         assert 0.01 < estimate.peak_share < 1
     # Memory grows with the length, or with its power of 1.5.
-    if not is_quadratic(layer):
+    if layer not in QUADRATIC:
         assert estimate.temporary_bytes <= 2 * GIB
 
 

@@ -194,8 +194,9 @@ def _outputs_gradient(chunks, y, y_gradient, output):
 def _prefix_weights(log_scale, chunk_max, lower):
     """Running maxima, and the weights that rescale earlier chunks to them.
 
-    `lower` is the `lower_triangle` of as many rows as chunks, and the state. Returns `(batch, heads, chunks + 1)` maxima over the state and the chunks before
-    each chunk (the last: after all), and `(batch, heads, chunks + 1, chunks + 1)`
+    `lower` is the `lower_triangle` of as many rows as chunks, and the state. Returns
+    `(batch, heads, chunks + 1)` maxima over the state and the chunks before each chunk
+    (the last: after all), and `(batch, heads, chunks + 1, chunks + 1)`
     weights, lower triangular, whose column 0 is the state's.
     """
     maxima = ops.concatenate([log_scale[..., None], chunk_max], axis=-1)
