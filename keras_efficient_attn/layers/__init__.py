@@ -6,9 +6,9 @@ from keras_efficient_attn.layers.adaptive_computation.layer import (
 from keras_efficient_attn.layers.adaptive_computation.rnn import AdaptiveRNN
 from keras_efficient_attn.layers.attention import feature_maps as feature_maps
 from keras_efficient_attn.layers.attention.adaptive_span.layer import AdaptiveSpan
-from keras_efficient_attn.layers.attention.adaptive_span.plot import plot_spans
 from keras_efficient_attn.layers.attention.adaptive_span.trimming import (
     TrimSpans,
+    plot_spans,
     trim_spans,
 )
 from keras_efficient_attn.layers.attention.base import EfficientAttention

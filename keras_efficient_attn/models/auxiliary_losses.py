@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers import ChunkedVocabularyLoss
-from keras_efficient_attn.layers.building import add_counter
+from keras_efficient_attn.layers.arguments import add_counter
 from keras_efficient_attn.models.blocks.residual import get_norm
 from keras_efficient_attn.models.tasks.task import TaskWrapper
 from keras_efficient_attn.ops.common.backend import shape_of

@@ -6,7 +6,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.adaptive_computation.halting import Halting
-from keras_efficient_attn.layers.building import build_layer
+from keras_efficient_attn.layers.arguments import build_layer
 from keras_efficient_attn.layers.replicas import ReplicaLosses
 
 

@@ -10,8 +10,8 @@ import random
 
 import keras
 
-from keras_efficient_attn.layers.attention.named import add_named
-from keras_efficient_attn.layers.building import identity
+from keras_efficient_attn.layers.arguments import identity
+from keras_efficient_attn.layers.attention.registry import add_named
 from keras_efficient_attn.ops.common import random_features
 from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
 from keras_efficient_attn.ops.common.feature_kernels import entrywise

@@ -6,8 +6,8 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
-from keras_efficient_attn.layers.attention.cache import cache_spec, extend_cache
 from keras_efficient_attn.layers.attention.registry import register_attention
+from keras_efficient_attn.layers.attention.softmax import cache_spec, extend_cache
 from keras_efficient_attn.ops import fourier
 from keras_efficient_attn.ops.common.checks import (
     check_bool,

@@ -137,6 +137,12 @@ class LocalAttention(PatternAttention):
         per_pair = 2 * self._num_heads * (self._key_dim + self._value_dim)
         return None if pairs is None else per_pair * pairs
 
+    def _check_call(self, query, value, key, call):
+        if self._is_grid:
+            for name, x in (("query", query), ("key", key)):
+                shape = tuple(x.shape)
+                self._config().check_length(f"{name}.shape", shape[1], shape)
+
     def split_reach(self, call):
         drops = call.training and self._dropout > 0.0
         exact = self.query_block is None and self.window_bias is None

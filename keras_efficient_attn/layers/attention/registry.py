@@ -7,7 +7,6 @@ import re
 import keras
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
-from keras_efficient_attn.layers.attention.named import add_named
 
 _LAYERS = {}
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -120,14 +119,6 @@ def parse_attention(identifier):
     return layer_class, _parse_options(identifier, text, layer_class)
 
 
-def with_option(identifier, name, value):
-    """The identifier with another value of an option."""
-    layer, _, text = identifier.partition(":")
-    items = {item.partition("=")[0]: item for item in _items(text)}
-    items[name] = f"{name}={value!r}"
-    return f"{layer}:{','.join(items.values())}"
-
-
 def _items(text):
     """The `option=value` of the text after the colon."""
     # A comma before `option=` ends an option; others are part of a value.
@@ -160,3 +151,19 @@ def _parse_options(identifier, text, layer_class):
         except (ValueError, SyntaxError):
             options[name] = value
     return options
+
+
+def add_named(classes, name, new):
+    """Adds a class to a dict of classes by name.
+
+    A class may be defined again, as in a notebook; it then replaces its old definition.
+
+    Raises:
+        ValueError: If another class has the name.
+    """
+    known = classes.get(name, new)
+    if (known.__module__, known.__qualname__) != (new.__module__, new.__qualname__):
+        raise ValueError(
+            f"{name!r} names {known.__name__} already. Received: {new.__name__}"
+        )
+    classes[name] = new

@@ -4,14 +4,21 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
-from keras_efficient_attn.layers.attention.cache import cache_spec, extend_cache
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.common.backend import is_traced_by_torch, shape_of
 from keras_efficient_attn.ops.common.checks import (
+    check_positive_int,
     check_rotary_wavelength,
 )
 from keras_efficient_attn.ops.common.dense_softmax import count_pairs
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, pad
+from keras_efficient_attn.ops.common.state import (
+    RECENT,
+    common_position,
+    nan_beyond,
+    recent_keys_spec,
+    write_positions,
+)
 
 KERNELS = ("dot_product", "gaussian")
 
@@ -203,3 +210,38 @@ def _where_any(mask, heads):
         return heads
     seen = ops.transpose(ops.any(mask, axis=-1, keepdims=True), (0, 2, 1, 3))
     return ops.where(seen, heads, ops.zeros_like(heads))
+
+
+def cache_spec(batch_size, max_length, *sizes_and_dtype):
+    """`state_spec` of `max_length` positions; outputs beyond them are NaN.
+
+    Args:
+        batch_size, max_length, *sizes_and_dtype: As of `recent_keys_spec`.
+    """
+    check_positive_int("max_length", max_length)
+    return recent_keys_spec(batch_size, max_length, *sizes_and_dtype)
+
+
+def extend_cache(cache, key, value, key_mask):
+    """Writes the next positions to the cache.
+
+    Args:
+        cache: From `cache_spec` or an earlier call; all rows have the same position.
+        key: `(batch, length, heads, key_dim)`.
+        value: `(batch, length, heads, value_dim)`.
+        key_mask: Boolean `(batch, length)`, or `None` for all.
+
+    Returns:
+        `(cache, key, value, mask, start)`: the new cache; all its keys and values, and
+        the mask in the cache's dtype; and the position of the first new key, a scalar.
+    """
+    start, rows = common_position(cache["position"]), shape_of(key)[:2]
+    if key_mask is None:
+        key_mask = ops.ones(rows, "bool")
+    extended = {"position": cache["position"] + rows[1]}
+    for name, new in zip(RECENT, (key, value, key_mask), strict=True):
+        old = cache[name]
+        new = nan_beyond(shape_of(old)[1], start, ops.cast(new, old.dtype))
+        extended[name] = write_positions(old, new, start)
+    keys, values = (ops.cast(extended[name], key.dtype) for name in ("key", "value"))
+    return extended, keys, values, extended["mask"], start

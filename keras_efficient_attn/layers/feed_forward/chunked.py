@@ -3,8 +3,7 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.arguments import KeepsArguments
-from keras_efficient_attn.layers.building import build_layer
+from keras_efficient_attn.layers.arguments import KeepsArguments, build_layer
 from keras_efficient_attn.ops.chunked_cross_entropy import chunked_cross_entropy
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int

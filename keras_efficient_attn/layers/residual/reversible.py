@@ -6,7 +6,7 @@ import itertools
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.building import build_layer
+from keras_efficient_attn.layers.arguments import build_layer
 from keras_efficient_attn.layers.replicas import ReplicaLosses
 from keras_efficient_attn.layers.residual.chain import (
     Sublayer,

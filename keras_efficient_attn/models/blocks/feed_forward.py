@@ -6,7 +6,7 @@ from collections.abc import Callable
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.building import Dense
+from keras_efficient_attn.layers.arguments import Dense
 from keras_efficient_attn.models.options import Options
 from keras_efficient_attn.ops.common.checks import check_positive_int
 

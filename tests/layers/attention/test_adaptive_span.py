@@ -234,13 +234,13 @@ def make_model():
 
 
 def test_a_model_trims_and_compiles_again_while_it_trains(monkeypatch):
-    windows, attend = [], adaptive_span.adaptive_span_attention
+    windows, make = [], adaptive_span._span_config
 
-    def record(*args, window, **kwargs):
+    def record(window, *options):
         windows.append(window)
-        return attend(*args, window=window, **kwargs)
+        return make(window, *options)
 
-    monkeypatch.setattr(adaptive_span, "adaptive_span_attention", record)
+    monkeypatch.setattr(adaptive_span, "_span_config", record)
     x = np.concatenate([inputs(), inputs(1)])
     plain, trimmed = make_model(), make_model()
     expected = plain.fit(x, x, batch_size=1, epochs=2, verbose=0, shuffle=False)

@@ -13,6 +13,7 @@ from keras_efficient_attn.layers import (
     feature_maps,
     register_feature_map,
 )
+from keras_efficient_attn.layers.attention.linear.layer import make_config
 from keras_efficient_attn.ops.common.feature_kernels.choice import LinearAttentionConfig
 from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_with_feature_maps,
@@ -77,9 +78,10 @@ def test_every_map_has_a_name_and_says_what_it_is():
         assert feature_map.positive == (not signed)
         again = feature_maps.get(name)
         assert again == feature_map and hash(again) == hash(feature_map)
-        # The same function objects: JAX compiles once.
-        functions = feature_maps.feature_functions
-        assert functions(again)[0] is functions(feature_map)[0]
+        # The same object: JAX compiles once.
+        layers = (LinearAttention(2, DIM, feature_map=m) for m in (again, feature_map))
+        first, second = (layer._config(causal=False) for layer in layers)
+        assert first is second
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -191,7 +193,8 @@ def test_gradients_of_a_map_s_weights_are_differences(causal):
     query, key, value = random.normal(size=(3, 2, 9, 2, DIM)).astype("float32")
     start, direction = random.normal(size=(2, 2, 2, DIM, DIM)) * 0.5
     config = LinearAttentionConfig(
-        *feature_maps.feature_functions(feature_maps.get("hedgehog"))[:2],
+        feature_maps.get("hedgehog").query_features,
+        feature_maps.get("hedgehog").key_features,
         2 * DIM,
         causal=causal,
         chunk_size=4,
@@ -290,8 +293,8 @@ def test_an_argument_that_is_not_hashable_is_named():
 
 def test_what_is_kept_for_feature_maps_is_bounded():
     for order in range(300):
-        feature_maps.feature_functions(feature_maps.PolynomialFeatures(order))
-    kept = feature_maps.feature_functions.cache_info()
+        make_config(feature_maps.PolynomialFeatures(order), DIM, True, None, True, None)
+    kept = make_config.cache_info()
     assert kept.currsize == kept.maxsize < 300
 
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.layers.building import identity
+from keras_efficient_attn.layers.arguments import identity
 from keras_efficient_attn.ops.common.numerics import wide_dtype
 
 # Every direction counts with at least this fraction of the mean variance of queries or

@@ -328,7 +328,7 @@ class LinearAttention(EfficientAttention):
         )
 
     def _config(self, causal):
-        return _make_config(
+        return make_config(
             self.feature_map,
             self._feature_dim,
             causal,
@@ -373,7 +373,8 @@ class LinearAttention(EfficientAttention):
 
 # Bounded: users may create maps. Equal configurations are one object for a compiler.
 @functools.lru_cache(256)
-def _make_config(feature_map, feature_dim, causal, chunk_size, normalize, window):
+def make_config(feature_map, feature_dim, causal, chunk_size, normalize, window):
+    """The operation's `LinearAttentionConfig`, from a layer's arguments."""
     query_map, key_map = feature_map.query_features, feature_map.key_features
     if type(feature_map).key_features is FeatureMap.key_features:
         key_map = query_map

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.layers.arguments import add_counter
 from keras_efficient_attn.layers.attention import feature_maps
 from keras_efficient_attn.layers.attention.calibration import paired_batches
 from keras_efficient_attn.layers.attention.linear.calibration import (
@@ -12,7 +13,6 @@ from keras_efficient_attn.layers.attention.linear.calibration import (
 )
 from keras_efficient_attn.layers.attention.linear.layer import LinearAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
-from keras_efficient_attn.layers.building import add_counter
 from keras_efficient_attn.layers.replicas import take_first_replica
 from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, conditional

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.layers.building import identity
+from keras_efficient_attn.layers.arguments import identity
 from keras_efficient_attn.layers.replicas import (
     sum_over_replicas,
     take_first_replica,
