@@ -14,8 +14,7 @@ from keras_efficient_attn.ops.common.checks import (
 from keras_efficient_attn.ops.common.feature_kernels.choice import features_config
 from keras_efficient_attn.ops.linear_attention.gated.api import check_rates
 from keras_efficient_attn.ops.vq_attention.codebook import nearest_codes
-from keras_efficient_attn.ops.vq_attention.config import VQConfig
-from keras_efficient_attn.ops.vq_attention.tensors import Keys, make_codebook
+from keras_efficient_attn.ops.vq_attention.config import Keys, VQConfig, make_codebook
 
 # The scopes that are active; layers split their sequences by the last. A list, because
 # `torch.compile` traces no context variables.

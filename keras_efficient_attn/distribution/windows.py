@@ -8,12 +8,13 @@ from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.state import make_state
 from keras_efficient_attn.ops.local_attention import local_attention as attend_locally
 from keras_efficient_attn.ops.vq_attention.api import attend_to_keys_and_codes
-from keras_efficient_attn.ops.vq_attention.cache import (
+from keras_efficient_attn.ops.vq_attention.config import (
     CACHE_NAMES,
     WINDOW_NAMES,
+    Positions,
+    map_tensors,
     state_spec,
 )
-from keras_efficient_attn.ops.vq_attention.tensors import Positions, each
 
 
 def local_attention(devices, split, whole, window, causal, scale):
@@ -73,7 +74,7 @@ def vq_attention(devices, split, whole, config):
         positions = None
         if position_query is not None:
             positions = Positions(position_query[:, start:], position_key)
-        own = each(lambda t: t[:, start:], keys)
+        own = map_tensors(lambda t: t[:, start:], keys)
         return attend_to_keys_and_codes(
             query[:, start:], own, codebook, config, True, positions, state
         )

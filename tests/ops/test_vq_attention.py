@@ -74,11 +74,13 @@ def test_every_block_length_gives_the_definition(options, causal):
 
 # Block lengths unique to this test, so that nothing was compiled before.
 @pytest.mark.parametrize(
-    ("in_turn", "lengths"), [(False, (1, 3)), (True, (2, 5))], ids=["groups", "turns"]
+    ("sequential", "lengths"),
+    [(False, (1, 3)), (True, (2, 5))],
+    ids=["groups", "turns"],
 )
 @pytest.mark.parametrize("name", ["exact", "soft", "expanded-window"])
-def test_caches_are_summed_in_groups_or_in_turn(name, in_turn, lengths, monkeypatch):
-    plan = dataclasses.replace(BLOCK_SIZES["cpu"], codes_in_turn=in_turn)
+def test_caches_are_summed_in_groups_or_in_turn(name, sequential, lengths, monkeypatch):
+    plan = dataclasses.replace(BLOCK_SIZES["cpu"], sequential_blocks=sequential)
     monkeypatch.setitem(BLOCK_SIZES, "cpu", plan)
     options = WINDOWS[name]
     query, key, value, codes, mask = draw()
@@ -106,11 +108,11 @@ def test_lengths_that_differ(lengths, causal):
 
 
 @pytest.mark.parametrize(
-    ("name", "in_turn"),
+    ("name", "sequential"),
     [("exact", False), ("exact", True), ("quantised", False), ("soft-window", False)],
 )
-def test_gradients_are_those_of_the_definition(name, in_turn, monkeypatch):
-    plan = dataclasses.replace(BLOCK_SIZES["cpu"], codes_in_turn=in_turn)
+def test_gradients_are_those_of_the_definition(name, sequential, monkeypatch):
+    plan = dataclasses.replace(BLOCK_SIZES["cpu"], sequential_blocks=sequential)
     monkeypatch.setitem(BLOCK_SIZES, "cpu", plan)
     options = WINDOWS[name]
     query, key, value, codes, mask = draw()
@@ -126,7 +128,7 @@ def test_gradients_are_those_of_the_definition(name, in_turn, monkeypatch):
         return of
 
     # No other test compiles blocks of 6.
-    blocks = {"block_length": 6 if in_turn else 4}
+    blocks = {"block_length": 6 if sequential else 4}
     chunked = gradients(loss(blocks), query, key, value, codes)
     reference = {"implementation": "reference"}
     expected = gradients(loss(reference), query, key, value, codes)

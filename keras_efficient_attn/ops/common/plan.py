@@ -44,8 +44,8 @@ class BlockSizes:
             this many times the pairs within sorted chunks.
         lsh_block_floats: Pairs in one block of them.
         lsh_steps: Factor by which steps of LSH attention are larger than others.
-        codes_in_turn: Whether each step of attention to codes has one block, so that
-            the sums before the blocks are computed sequentially.
+        sequential_blocks: Whether each step of attention to codes has one block, so
+            that the sums before the blocks are computed sequentially.
         sum_codes_by_index: Whether rows of many features are added to the sums of
             their codes by index, not by a product with a one-hot matrix.
     """
@@ -66,7 +66,7 @@ class BlockSizes:
     lsh_block_floats: int = 2**24
     lsh_steps: float = 1
     # The fastest of the two, forward and in training, on each backend.
-    codes_in_turn: bool = pick(False, tensorflow=True)
+    sequential_blocks: bool = pick(False, tensorflow=True)
     sum_codes_by_index: bool = True
 
 
@@ -86,7 +86,7 @@ _TPU = BlockSizes(
     lsh_pairs=12,
     lsh_block_floats=2**26,
     lsh_steps=0.5,
-    codes_in_turn=False,
+    sequential_blocks=False,
     sum_codes_by_index=False,
 )
 # Not measured on hardware yet.

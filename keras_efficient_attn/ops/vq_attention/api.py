@@ -10,30 +10,30 @@ from keras_efficient_attn.ops.common.checks import (
 )
 from keras_efficient_attn.ops.common.chunking import fit_length
 from keras_efficient_attn.ops.common.compilation import jit_on_jax
-from keras_efficient_attn.ops.common.inputs import masked_inputs
+from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
-from keras_efficient_attn.ops.common.online_softmax import finish
+from keras_efficient_attn.ops.common.online_softmax import divide
 from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.vq_attention import reference
-from keras_efficient_attn.ops.vq_attention.cache import (
-    cache_of,
-    named_cache,
-    state_spec,
-)
 from keras_efficient_attn.ops.vq_attention.codebook import nearest_codes
-from keras_efficient_attn.ops.vq_attention.config import VQConfig
-from keras_efficient_attn.ops.vq_attention.far import attend_far, far_keys
-from keras_efficient_attn.ops.vq_attention.recurrent import attend_token
-from keras_efficient_attn.ops.vq_attention.tensors import (
+from keras_efficient_attn.ops.vq_attention.config import (
+    Codebook,
     Keys,
     Positions,
-    each,
+    VQConfig,
+    cache_of,
     make_codebook,
+    map_tensors,
+    named_cache,
+    state_spec,
     with_valid,
 )
-from keras_efficient_attn.ops.vq_attention.window import (
+from keras_efficient_attn.ops.vq_attention.recurrent import attend_token
+from keras_efficient_attn.ops.vq_attention.windowed import (
     attend_segment,
     attend_sequence,
+    attend_to_codes,
+    keys_for_codes,
 )
 
 
@@ -245,46 +245,37 @@ def attend_to_keys_and_codes(
     """
     takes_kernels = config.kernels and config.block_length is None
     kernel_dtype = keys.value.dtype if takes_kernels else None
-    query, keys, codebook, positions = _prepare(query, keys, codebook, positions)
-    if state is not None and query.shape[1] == keys.key.shape[1] == 1:
-        keys = with_valid(keys)
+    key, value, valid, index = keys
+    dtype = accumulator_dtype(query, key, value)
+    if valid is not None:
+        key, value = hide_masked(key, valid), hide_masked(value, valid)
+        valid = ops.cast(valid, dtype)
+    query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
+    keys = Keys(key, value, valid, index)
+    if config.soft:
+        codebook = map_tensors(lambda t: ops.cast(t, dtype), codebook)
+    else:
+        codebook = Codebook(ops.stop_gradient(ops.cast(codebook.codes, dtype)))
+    if positions is not None:
+        positions = map_tensors(lambda t: ops.cast(t, dtype), positions)
+
+    if state is None and config.window is not None:
+        options = config, causal, positions, kernel_dtype
+        return attend_sequence(query, keys, codebook, *options), None
+    keys = with_valid(keys)
+    if state is not None and query.shape[1] == key.shape[1] == 1:
         return attend_token(query, keys, codebook, config, positions, state)
-    if config.window is None:
-        keys = far_keys(with_valid(keys), codebook, config)
-        return _attend_to_codes(
-            query, keys, codebook, config, causal, state, kernel_dtype
-        )
-    if state is not None:
+    if state is not None and config.window is not None:
         return attend_segment(query, keys, codebook, config, positions, state)
-    rest = causal, positions, kernel_dtype
-    return attend_sequence(query, keys, codebook, config, *rest), None
-
-
-def _prepare(query, keys, codebook, positions):
-    """Casts all to the accumulator's dtype, with zeros for missing keys."""
-    query, key, value, valid = masked_inputs(query, *keys[:3])
-    if keys.valid is None:
-        valid = None
-
-    def cast(x):
-        return ops.cast(x, query.dtype)
-
-    codebook = each(cast, codebook)
-    if codebook.sigma is None:
-        codebook = each(ops.stop_gradient, codebook)
-    positions = None if positions is None else each(cast, positions)
-    return query, Keys(key, value, valid, keys.index), codebook, positions
-
-
-def _attend_to_codes(query, keys, codebook, config, causal, state, kernel_dtype):
-    """Attention to the codes of all keys, without window: `(output, state)`."""
-    cache = None
+    # Without a window, codes stand for all keys.
+    keys, cache = keys_for_codes(keys, codebook, config), None
     if causal:
-        keys = each(lambda t: fit_length(t, shape_of(query)[1]), keys)
-        cache = None if state is None else cache_of(state, config, query.dtype)
-    part, cache = attend_far(query, keys, codebook, config, causal, cache, kernel_dtype)
-    state = None if state is None else named_cache(cache)
-    return finish(*part, normalize=True), state
+        keys = map_tensors(lambda t: fit_length(t, shape_of(query)[1]), keys)
+        cache = None if state is None else cache_of(state, config, dtype)
+    (values, totals, _), cache = attend_to_codes(
+        query, keys, codebook, config, causal, cache, kernel_dtype
+    )
+    return divide(values, totals), None if state is None else named_cache(cache)
 
 
 def _check_positions(query, positions, window, causal):

@@ -1,4 +1,4 @@
-"""Codebooks: nearest codes, mixtures, moving averages, k-means.
+"""Codebooks: nearest codes, soft codes, moving averages, k-means.
 
 Codebooks are `(heads, codes, dim)`. The choice of codes has no gradient.
 """
@@ -14,6 +14,7 @@ from keras_efficient_attn.ops.common.chunking import (
 )
 from keras_efficient_attn.ops.common.compilation import jit_on_jax, opaque_on_torch
 from keras_efficient_attn.ops.common.numerics import (
+    accumulator_dtype,
     greatest_index,
     larger,
     max_along,
@@ -21,6 +22,7 @@ from keras_efficient_attn.ops.common.numerics import (
 )
 from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.scan import recompute_scan
+from keras_efficient_attn.ops.vq_attention.config import make_codebook
 
 # Keys per code that k-means++ reads.
 KEYS_PER_CODE = 64
@@ -42,14 +44,14 @@ def nearest_codes(key, codebook, metric=None):
     """
     key, codebook = ops.stop_gradient(key), ops.stop_gradient(codebook)
     weighed = codebook if metric is None else codebook @ ops.stop_gradient(metric)
-    if key.shape[1] == 1:
-        products = similarity(ops.swapaxes(key, 1, 2), codebook, weighed)
-        return ops.swapaxes(greatest_index(products), 1, 2)
     heads, codes = codebook.shape[:2]
     length = shape_of(key)[1]
     size, chunks, groups = chunk_layout(
         length, block_sizes().quantize_chunk, key.shape[0], heads * codes
     )
+    if isinstance(groups, int) and groups == 1:
+        products = similarity(ops.swapaxes(key, 1, 2), codebook, weighed)
+        return ops.swapaxes(greatest_index(products), 1, 2)
     xs = (pad_to(key, groups * chunks * size),)
     consts = codebook, weighed
     _, (index,) = recompute_scan(_nearest_step, (), xs, consts, num_steps=groups)
@@ -108,17 +110,7 @@ def look_up(codebook, index):
     """The codes at `index` `(batch, length, heads)`: `(batch, length, heads, dim)`."""
     heads, codes, dim = codebook.shape
     flat = ops.reshape(codebook, (heads * codes, dim))
-    return ops.take(flat, _flat_index(index, codes), axis=0)
-
-
-def _flat_index(index, codes):
-    """Indices into the codes of all heads, one head after the other."""
-    return index + codes * ops.arange(index.shape[-1], dtype="int32")
-
-
-def straight_through(key, code):
-    """The code, with a straight-through gradient to the key."""
-    return key + ops.stop_gradient(code - key)
+    return ops.take(flat, index + codes * ops.arange(heads, dtype="int32"), axis=0)
 
 
 def code_statistics(key, index, valid, num_codes):
@@ -136,9 +128,11 @@ def code_statistics(key, index, valid, num_codes):
     heads, dim = key.shape[2:]
     weight = ops.zeros_like(key[..., :1]) + valid[:, :, None, None]
     rows = ops.concatenate([weight, key * weight], axis=-1)
+    # Indices into the codes of all heads, one head after the other.
+    index = index + num_codes * ops.arange(heads, dtype="int32")
     totals = sum_rows(
         ops.reshape(rows, (-1, dim + 1)),
-        ops.reshape(_flat_index(index, num_codes), (-1,)),
+        ops.reshape(index, (-1,)),
         heads * num_codes,
     )
     totals = ops.reshape(totals, (heads, num_codes, dim + 1))
@@ -284,3 +278,81 @@ def lloyd(keys, codebook):
     means = sums / ops.where(counts > 0, counts, 1.0)[..., None]
     codebook = ops.where((counts > 0)[..., None], means, codebook)
     return codebook, counts, ops.sum(squares, axis=0) / keys.shape[0]
+
+
+def soft_codes(key, codebook, sigma=None, log_weights=None):
+    """The share of each code in each key, and a key's log mass.
+
+    ```
+    joint[c] = −‖key − code[c]‖² / 2σ[c]² − dim log σ[c] + log_weight[c]
+    share    = softmax(joint)                     Σ_c share[c] = 1
+    log_mass = log Σ_c exp(joint[c])
+    ```
+
+    With `normalize=True`, linear attention with the features `exp(q·code)` of queries
+    and `share` of keys is `ops.vq_attention` with soft codes and no window.
+
+    Performer's positive features of keys are soft codes too. For projections `ω`, with
+    `codebook = ω`, σ = 1 and `log_weights = ‖ω‖² / 2`,
+
+    ```
+    exp(ω·key − ‖key‖² / 2) = exp(log_mass) share
+    ```
+
+    is an identity: a mixture of Gaussians around `ω` that weigh `exp(‖ω‖² / 2)`. They
+    differ in the factor `exp(log_mass)` of each key, which soft codes omit, and in the
+    origin of the codes: `ω` is drawn independently of the keys. With projections of one
+    norm, all codes have equal weights.
+
+    Args:
+        key: `(batch, length, heads, dim)`.
+        codebook: `(heads, codes, dim)`.
+        sigma: `(heads,)` or `(heads, codes)`, positive. Defaults to `None`: 1.
+        log_weights: `(heads, codes)`, logarithms up to a constant. Defaults to `None`:
+            equal weights.
+
+    Returns:
+        `(share, log_mass)`: `(batch, length, heads, codes)` and
+        `(batch, length, heads)`, float32 or wider.
+
+    Raises:
+        ValueError: If shapes do not agree, or a `sigma` is not positive.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_efficient_attn import ops
+    >>> key = keras.random.normal((1, 100, 4, 32))
+    >>> projections = keras.random.normal((4, 64, 32))
+    >>> norms = keras.ops.sum(projections**2, axis=-1)
+    >>> share, log_mass = ops.soft_codes(key, projections, log_weights=norms / 2)
+    >>> features = keras.ops.exp(log_mass)[..., None] * share
+
+    Reference:
+        - [Su, 2023](https://kexue.fm/archives/9862), soft codes and Performer
+        - [Choromanski et al., 2021](https://arxiv.org/abs/2009.14794), Performer
+    """
+    key = ops.convert_to_tensor(key)
+    codebook = ops.convert_to_tensor(codebook)
+    if len(key.shape) != 4 or len(codebook.shape) != 3:
+        raise ValueError(
+            "`key` must be (batch, length, heads, dim) and `codebook` (heads, codes, "
+            f"dim). Received: key.shape={tuple(key.shape)}, "
+            f"codebook.shape={tuple(codebook.shape)}"
+        )
+    if tuple(key.shape[2:]) != (codebook.shape[0], codebook.shape[2]):
+        raise ValueError(
+            "`codebook` must have heads and dim of `key`. Received: "
+            f"codebook.shape={tuple(codebook.shape)}, key.shape={tuple(key.shape)}"
+        )
+    dtype = accumulator_dtype(key, codebook)
+    if sigma is None:
+        sigma = ops.ones(codebook.shape[:1], dtype)
+    mixture = make_codebook(codebook, sigma, log_weights)
+    mixture = [None if t is None else ops.cast(t, dtype) for t in mixture]
+    by_head = ops.swapaxes(ops.cast(key, dtype), 1, 2)[:, :, None]
+    joint = ops.swapaxes(log_joint(by_head, *mixture)[:, :, 0], 1, 2)
+    largest = ops.stop_gradient(max_along(joint, axis=-1, keepdims=True))
+    weights = ops.exp(joint - largest)
+    mass = ops.sum(weights, axis=-1, keepdims=True)
+    return weights / mass, ops.squeeze(ops.log(mass) + largest, axis=-1)

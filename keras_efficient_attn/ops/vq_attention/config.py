@@ -1,11 +1,27 @@
-"""The options of attention over quantised keys."""
+"""Options, tensors and states of attention over quantised keys.
+
+A cache holds, per code, the sum of its keys' values and their number. With `order=2` it
+holds both per feature of the residuals and, if `rank` excludes coordinates, the sum of
+the squared residuals in these. A state holds the cache of the keys that have left the
+window, and the last `window` keys.
+"""
 
 import dataclasses
+from typing import Any, NamedTuple
 
-from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras import ops
+
+from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.checks import (
+    check_positive_int,
+    check_positive_values,
+)
 from keras_efficient_attn.ops.common.plan import block_sizes
 
 ORDERS = (0, 2)
+# The tensors of a state: of the cache, and of the window in the order of `Keys`.
+CACHE_NAMES = ("code_sum", "code_count", "code_square")
+WINDOW_NAMES = ("window_key", "window_value", "window_mask", "window_code")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,3 +110,134 @@ class VQConfig:
         if self.block_length is not None:
             return self.block_length
         return block_sizes().expanded_code_pairs
+
+
+class Codebook(NamedTuple):
+    """The codes of each head.
+
+    Attributes:
+        codes: `(heads, codes, dim)`.
+        sigma: `(heads, codes)`, the widths of soft codes; `None` for hard codes.
+        log_weights: Optional `(heads, codes)`, the mixture weights of soft codes.
+    """
+
+    codes: Any
+    sigma: Any = None
+    log_weights: Any = None
+
+
+class Keys(NamedTuple):
+    """Keys or their residuals, with their values.
+
+    Attributes:
+        key: `(batch, length, heads, dim)`: keys or their residuals; `None` where the
+            `index` is enough.
+        value: `(batch, length, heads, value_dim)`.
+        valid: `(batch, length)`, 1 for keys that exist and 0 for others; `None` if all
+            exist.
+        index: int32 `(batch, length, heads)`, the nearest codes; `None` for soft codes.
+    """
+
+    key: Any
+    value: Any
+    valid: Any = None
+    index: Any = None
+
+
+class Positions(NamedTuple):
+    """Queries and keys whose products are added to the logits in the window.
+
+    Attributes:
+        query: `(batch, length, heads, dim)`.
+        key: `(distances, heads, dim)`, of decreasing distances.
+    """
+
+    query: Any
+    key: Any
+
+
+def map_tensors(function, tensors):
+    """Applies a function to each tensor of a tuple, named or not; keeps `None`."""
+    results = [None if t is None else function(t) for t in tensors]
+    return type(tensors)(*results) if hasattr(tensors, "_fields") else tuple(results)
+
+
+def with_valid(keys):
+    """`Keys` that have `valid`."""
+    if keys.valid is not None:
+        return keys
+    return keys._replace(valid=ops.ones(shape_of(keys.key)[:2], keys.key.dtype))
+
+
+def make_codebook(codes, sigma=None, log_weights=None):
+    """`Codebook`, with a width for each code.
+
+    Raises:
+        ValueError: If shapes do not agree, a width is not positive, or there are
+            weights without widths.
+    """
+    if sigma is None:
+        if log_weights is not None:
+            raise ValueError(
+                "`log_weights` are those of soft codes, and need a `sigma`. Received: "
+                "sigma=None"
+            )
+        return Codebook(codes)
+    expected = tuple(codes.shape[:2])
+    check_positive_values("sigma", sigma)
+    sigma = ops.convert_to_tensor(sigma)
+    if log_weights is not None:
+        log_weights = ops.convert_to_tensor(log_weights)
+    if tuple(sigma.shape) == expected[:1]:
+        sigma = ops.broadcast_to(sigma[:, None], expected)
+    for name, tensor in (("sigma", sigma), ("log_weights", log_weights)):
+        if tensor is not None and tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"`{name}` must have the shape (heads, codes) = {expected}. Received: "
+                f"{name}.shape={tuple(tensor.shape)}"
+            )
+    return Codebook(codes, sigma, log_weights)
+
+
+def num_features(rank):
+    """Monomials of degree 0, 1 and 2 of `rank` coordinates."""
+    return (rank + 1) * (rank + 2) // 2
+
+
+def cache_of(state, config, dtype):
+    """The cache in a state. The numbers of keys of hard codes have no derivative."""
+    cache = tuple(ops.cast(state[name], dtype) for name in CACHE_NAMES if name in state)
+    if config.soft or config.order:
+        return cache
+    sums, counts = cache
+    return sums, ops.stop_gradient(counts)
+
+
+def named_cache(cache):
+    """A cache as a dict of state tensors."""
+    return dict(zip(CACHE_NAMES, cache, strict=False))
+
+
+def state_spec(batch, heads, codes, key_dim, value_dim, config, dtype):
+    """The tensors of a state: `{name: (shape, dtype)}`."""
+    shapes = cache_shapes(batch, heads, codes, key_dim, value_dim, config)
+    spec = {name: (shape, dtype) for name, shape in named_cache(shapes).items()}
+    if config.window is not None:
+        rows = (batch, config.window)
+        spec["window_key"] = (*rows, heads, key_dim), dtype
+        spec["window_value"] = (*rows, heads, value_dim), dtype
+        spec["window_mask"] = rows, dtype
+        if not config.soft:
+            spec["window_code"] = (*rows, heads), "int32"
+    return spec
+
+
+def cache_shapes(batch, heads, codes, key_dim, value_dim, config):
+    """The shapes of the tensors of a cache."""
+    sizes = (batch, heads, codes)
+    if config.order == 0:
+        return (*sizes, value_dim), sizes
+    rank = config.expanded_dims(key_dim)
+    features = num_features(rank)
+    shapes = (*sizes, features, value_dim), (*sizes, features)
+    return shapes if rank == key_dim else (*shapes, (*sizes, key_dim - rank))

@@ -30,14 +30,15 @@ from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.scan import recompute_scan
-from keras_efficient_attn.ops.vq_attention.cache import num_features
-from keras_efficient_attn.ops.vq_attention.code_sums import (
+from keras_efficient_attn.ops.vq_attention.blocks import (
     MIN_COUNT,
+    key_columns,
+    layout,
     one_hot_codes,
     prefix_sums,
     sum_by_code,
 )
-from keras_efficient_attn.ops.vq_attention.compressed import key_columns, layout
+from keras_efficient_attn.ops.vq_attention.config import num_features
 
 
 def causal_expanded_attention(query, keys, codebook, cache, config):
@@ -59,9 +60,8 @@ def causal_expanded_attention(query, keys, codebook, cache, config):
     """
     codes = codebook.codes
     rank = config.expanded_dims(codes.shape[-1])
-    in_turn, features = block_sizes().codes_in_turn, num_features(rank)
-    cut = (keys.value, codes, config.block_size(codes.shape[1]), in_turn, features)
-    size, blocks, groups = layout(query, *cut)
+    how = config, block_sizes().sequential_blocks, num_features(rank)
+    size, blocks, groups = layout(query, keys.value, codes, *how)
     xs = (query, *key_columns(keys))
     xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
     step = _causal_step(size, rank)
@@ -76,14 +76,13 @@ def full_expanded_attention(query, keys, codebook, cache, config):
     """
     codes = codebook.codes
     rank = config.expanded_dims(codes.shape[-1])
-    block = config.block_size(codes.shape[1])
-    cut = (keys.value, codes, block, True, num_features(rank))
-    size, blocks, groups = layout(keys.value, *cut)
+    how = config, True, num_features(rank)
+    size, blocks, groups = layout(keys.value, keys.value, codes, *how)
     xs = tuple(pad_to(x, groups * blocks * size) for x in key_columns(keys))
     step = _key_step(rank)
     cache, _ = recompute_scan(step, cache, xs, (codes,), num_steps=groups)
 
-    size, blocks, groups = layout(query, *cut)
+    size, blocks, groups = layout(query, keys.value, codes, *how)
     xs, consts = (pad_to(query, groups * blocks * size),), (codes, *cache)
     _, part = recompute_scan(_query_step(rank), (), xs, consts, num_steps=groups)
     return tuple(y[:, : shape_of(query)[1]] for y in part), cache

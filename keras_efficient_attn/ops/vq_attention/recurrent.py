@@ -7,41 +7,41 @@ from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import (
     LOG_ZERO,
     divide,
-    finish,
     merge,
 )
-from keras_efficient_attn.ops.vq_attention.cache import cache_of, named_cache
-from keras_efficient_attn.ops.vq_attention.code_sums import MIN_COUNT, one_hot_codes
+from keras_efficient_attn.ops.vq_attention.blocks import MIN_COUNT, one_hot_codes
 from keras_efficient_attn.ops.vq_attention.codebook import look_up, responsibilities
+from keras_efficient_attn.ops.vq_attention.config import (
+    cache_of,
+    map_tensors,
+    named_cache,
+)
 from keras_efficient_attn.ops.vq_attention.expanded import feature_sums, read
-from keras_efficient_attn.ops.vq_attention.tensors import each
-from keras_efficient_attn.ops.vq_attention.window import (
+from keras_efficient_attn.ops.vq_attention.windowed import (
     named_window,
-    near_keys,
+    quantize,
     with_history,
 )
 
 
 def attend_token(query, keys, codebook, config, positions, state):
-    """Computes `window.attend_segment` for one position, with or without window."""
+    """Computes `windowed.attend_segment` for one position, with or without window."""
     query, window, new_state = ops.swapaxes(query, 1, 2), None, {}
     if config.window is not None:
-        history = with_history(state, near_keys(keys, codebook, config))
-        keys, recent = each(lambda t: t[:, :1], history), each(_without_first, history)
+        near = quantize(keys, codebook) if config.quantize_window else keys
+        history = with_history(state, near)
+        keys = map_tensors(lambda t: t[:, :1], history)
+        recent = map_tensors(lambda t: t[:, 1:], history)
         new_state = named_window(recent)
         window = _window(query, recent, positions)
     cache = cache_of(state, config, query.dtype)
     if not config.gradient_through_cache:
         keys, codebook, cache = (
-            each(ops.stop_gradient, t) for t in (keys, codebook, cache)
+            map_tensors(ops.stop_gradient, t) for t in (keys, codebook, cache)
         )
     cache = _with_key(cache, keys, codebook, config)
     output = _read(query, cache, codebook.codes, config, window)
     return ops.swapaxes(output, 1, 2), {**new_state, **named_cache(cache)}
-
-
-def _without_first(x):
-    return x[:, 1:]
 
 
 def _window(query, recent, positions):
@@ -82,14 +82,15 @@ def _read(query, cache, codes, config, window):
     """The output of all keys, `(batch, heads, 1, value_dim)`."""
     if config.order == 2:
         rank = config.expanded_dims(codes.shape[-1])
-        expanded = each(lambda t: t[:, :, None], cache)
+        expanded = map_tensors(lambda t: t[:, :, None], cache)
         part = read(query[:, :, None], codes, expanded, rank)
-        parts = [each(lambda t: t[:, :, 0], part)]
+        parts = [map_tensors(lambda t: t[:, :, 0], part)]
         if window is not None:
             logits, values, valid = window
             weights, *totals_and_scale = _weigh(logits, valid)
             parts.append((weights @ values, *totals_and_scale))
-        return finish(*merge(parts), normalize=True)
+        values, totals, _ = merge(parts)
+        return divide(values, totals)
     sums, numbers = cache
     numbers, num_codes = numbers[:, :, None], codes.shape[1]
     logits = query @ ops.swapaxes(codes, -1, -2)

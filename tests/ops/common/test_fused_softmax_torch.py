@@ -32,7 +32,7 @@ if keras.backend.backend() != "torch":
 import torch
 
 from keras_efficient_attn.ops.common import fused_softmax_torch
-from keras_efficient_attn.ops.vq_attention import compressed_torch
+from keras_efficient_attn.ops.vq_attention import blocks_torch
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 # Many more blocks than rows of a batch, and the last block is not full.
@@ -202,7 +202,7 @@ def test_parts_far_apart_are_merged():
 def test_codes_are_read_group_by_group(causal, monkeypatch):
     """Groups of one block each: the sums carry over to the next group."""
     plan = dataclasses.replace(block_sizes(), step_floats=1)
-    monkeypatch.setattr(compressed_torch, "block_sizes", lambda: plan)
+    monkeypatch.setattr(blocks_torch, "block_sizes", lambda: plan)
     query, key, value = draw((90, 90), "float64")
     codes = np.random.default_rng(2).normal(size=(HEADS, 6, 4))
     index = (key[:, :, :, None] - codes[None, None]) ** 2

@@ -36,11 +36,16 @@ from keras_efficient_attn.ops.reversible.replay import is_replay
 from keras_efficient_attn.ops.vq_attention.api import (
     attend_to_keys_and_codes,
 )
-from keras_efficient_attn.ops.vq_attention.cache import num_features, state_spec
 from keras_efficient_attn.ops.vq_attention.calibration import fit_codes
 from keras_efficient_attn.ops.vq_attention.codebook import look_up, nearest_codes
-from keras_efficient_attn.ops.vq_attention.config import VQConfig
-from keras_efficient_attn.ops.vq_attention.tensors import Codebook, Keys, Positions
+from keras_efficient_attn.ops.vq_attention.config import (
+    Codebook,
+    Keys,
+    Positions,
+    VQConfig,
+    num_features,
+    state_spec,
+)
 
 # Longest wavelength of the sinusoids of relative positions, over 2π.
 MAX_WAVELENGTH = 100_000.0

@@ -7,32 +7,33 @@ are summed by row index, not by products with one-hot codes.
 import torch
 from torch import Tensor
 
-from keras_efficient_attn.ops.common.block_softmax import attend_near
-from keras_efficient_attn.ops.common.chunking import pad_to
-from keras_efficient_attn.ops.common.fused_softmax_torch import attend_weighted
+from keras_efficient_attn.ops.common.chunking import pad_length
+from keras_efficient_attn.ops.common.fused_softmax_torch import (
+    attend_band,
+    attend_weighted,
+)
 from keras_efficient_attn.ops.common.masks import QueryBlocks
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
 from keras_efficient_attn.ops.common.plan import block_sizes
-from keras_efficient_attn.ops.vq_attention.code_sums import MIN_COUNT
+from keras_efficient_attn.ops.vq_attention.blocks import MIN_COUNT
 from keras_efficient_attn.ops.vq_attention.codebook import look_up
 
 
-def causal_hard_attention(query, keys, codes, cache, size):
-    """Computes `compressed.causal_compressed_attention`.
+def causal_code_attention(query, keys, codebook, cache, config):
+    """Computes `blocks.causal_code_attention` of hard codes.
 
-    Args:
-        query, keys, cache: As for that function; `keys` has an `index`.
-        codes: `(heads, codes, dim)`, which get no gradient.
-        size: Positions per block.
+    Arguments are as there; `keys` has an `index`, and codes get no gradient.
     """
+    codes = codebook.codes
     (batch, length, heads, _), number = query.shape, codes.shape[1]
+    size = min(config.block_size(number), length)
     key = look_up(codes, keys.index)
-    own = attend_near(query, key, keys.value, keys.valid, QueryBlocks(size, 0, True))
+    own = attend_band(query, key, keys.value, keys.valid, QueryBlocks(size, 0, True))
     blocks = -(-length // size)
     rows = keys.index.long() + number * torch.arange(heads)
     valid = keys.valid[..., None].expand(rows.shape)
     query, value, rows, valid = (
-        pad_to(t, blocks * size).unflatten(1, (blocks, size))
+        pad_length(t, 0, blocks * size - length).unflatten(1, (blocks, size))
         for t in (query, keys.value, rows, valid)
     )
     sums, counts = (t.flatten(1, 2) for t in cache)
@@ -41,7 +42,11 @@ def causal_hard_attention(query, keys, codes, cache, size):
     for first in range(0, blocks, group):
         present = slice(first, first + group)
         chosen = rows[:, present].flatten(2)
-        before, counts = _counts(counts, chosen, valid[:, present].flatten(2))
+        # The counts before each block, and after the last.
+        local = counts.new_zeros(*chosen.shape[:2], counts.shape[1])
+        local.scatter_add_(2, chosen, valid[:, present].flatten(2))
+        all_counts = torch.cat([counts[:, None], local], 1).cumsum(1)
+        before, counts = all_counts[:, :-1], all_counts[:, -1]
         full = before > MIN_COUNT
         inverse = torch.where(full, 1.0 / before, 0.0)
         means, sums = code_means_op(
@@ -54,24 +59,9 @@ def causal_hard_attention(query, keys, codes, cache, size):
         key = codes.transpose(0, 1).expand(len(means), -1, -1, -1)
         part = attend_weighted(query[:, present].flatten(0, 1), key, means, log_weight)
         parts.append([t.unflatten(0, (batch, -1)).flatten(1, 2) for t in part])
-    far = [torch.cat(pieces, 1)[:, :length] for pieces in zip(*parts, strict=True)]
+    far = [torch.cat(groups, 1)[:, :length] for groups in zip(*parts, strict=True)]
     cache = tuple(t.unflatten(1, (heads, number)) for t in (sums, counts))
     return merge([far, own]), cache
-
-
-def _counts(first, rows, valid):
-    """The counts before each block, and after the last.
-
-    Args:
-        first: `(batch, rows)`.
-        rows: `(batch, blocks, keys)`, the row in which each key counts.
-        valid: `(batch, blocks, keys)`.
-    """
-    local = first.new_zeros(*rows.shape[:2], first.shape[1]).scatter_add_(
-        2, rows, valid
-    )
-    counts = torch.cat([first[:, None], local], 1).cumsum(1)
-    return counts[:, :-1], counts[:, -1]
 
 
 @torch.library.custom_op("keras_efficient_attn::code_means", mutates_args=())

@@ -1,0 +1,228 @@
+"""Exact attention to the keys of a window, and attention to the codes of the others.
+
+A key is assigned to the codes when it leaves the window, so keys delayed by the
+window's length are attended to causally. If queries also see later keys, the same runs
+once more from the end.
+"""
+
+from keras import ops
+
+from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
+from keras_efficient_attn.ops.common.block_softmax import attend_recent, fused_module
+from keras_efficient_attn.ops.common.chunking import (
+    fit_length,
+    longer_length,
+    pad_length,
+)
+from keras_efficient_attn.ops.common.interval_softmax.choice import attend_window
+from keras_efficient_attn.ops.common.masks import SlidingWindow
+from keras_efficient_attn.ops.common.online_softmax import divide, merge
+from keras_efficient_attn.ops.common.plan import has_one_tpu
+from keras_efficient_attn.ops.common.state import append_segment
+from keras_efficient_attn.ops.vq_attention import feature_kernel
+from keras_efficient_attn.ops.vq_attention.blocks import (
+    causal_code_attention,
+    full_code_attention,
+)
+from keras_efficient_attn.ops.vq_attention.codebook import look_up
+from keras_efficient_attn.ops.vq_attention.config import (
+    WINDOW_NAMES,
+    Keys,
+    Positions,
+    cache_of,
+    cache_shapes,
+    map_tensors,
+    named_cache,
+    with_valid,
+)
+from keras_efficient_attn.ops.vq_attention.expanded import (
+    causal_expanded_attention,
+    expanded_attention_in_a_block,
+    full_expanded_attention,
+)
+
+if BACKEND == "torch":
+    from keras_efficient_attn.ops.vq_attention import blocks_torch
+
+
+def attend_sequence(
+    query, keys, codebook, config, causal, positions, kernel_dtype=None
+):
+    """The output of a whole sequence.
+
+    Args:
+        query, keys, codebook, config, causal, positions: As for
+            `attend_to_keys_and_codes`; `keys.valid` may be `None`.
+        kernel_dtype: In which a kernel multiplies; `None` for no kernel.
+    """
+    length = total = shape_of(query)[1]
+    if query.shape[1] is None or query.shape[1] != keys.key.shape[1]:
+        query, keys, positions = _fit_lengths(query, keys, causal, positions)
+        total = shape_of(query)[1]
+    window = config.window
+    if isinstance(total, int) and total < window:
+        if positions is not None:
+            positions = _nearest_positions(positions, window - total, causal)
+        window = max(1, total)
+    near = quantize(keys, codebook) if config.quantize_window else keys
+    near = query, near.key, near.value, near.valid
+    rule = SlidingWindow(window, causal)
+    part = attend_window(*near, rule, kernel_dtype, relative=positions)
+    if isinstance(total, int) and total <= window:
+        # A sequence that fits in the window has no far keys.
+        return divide(*part[:2])[:, :length]
+    parts, far = [part], keys_for_codes(with_valid(keys), codebook, config)
+    for from_end in (False,) if causal else (False, True):
+        if from_end:
+            query, far = _reverse(query), map_tensors(_reverse, far)
+        delayed = Keys(
+            *(None if t is None else pad_length(t, window, 0)[:, :total] for t in far)
+        )
+        part, _ = attend_to_codes(
+            query, delayed, codebook, config, kernel_dtype=kernel_dtype
+        )
+        parts.append(map_tensors(_reverse, part) if from_end else part)
+    values, totals, _ = merge(parts)
+    return divide(values, totals)[:, :length]
+
+
+def attend_segment(query, keys, codebook, config, positions, state):
+    """A segment of a causal sequence; arguments as for `attend_sequence`.
+
+    Args:
+        state: The state before the segment.
+
+    Returns:
+        `(output, state)`.
+    """
+    keys = with_valid(keys)
+    if query.shape[1] is None or query.shape[1] != keys.key.shape[1]:
+        query, keys, positions = _fit_lengths(query, keys, True, positions)
+    length = shape_of(query)[1]
+    near = quantize(keys, codebook) if config.quantize_window else keys
+    history = with_history(state, near)
+    rule = SlidingWindow(config.window, True)
+    recent = (t[:, 1:] for t in history[:3])
+    # The mask depends on distances only, so any start works.
+    part = attend_recent(query, *recent, rule, start=0, relative=positions)
+    leaving = map_tensors(lambda t: t[:, :length], history)
+    far, cache = attend_to_codes(
+        query,
+        keys_for_codes(leaving, codebook, config),
+        codebook,
+        config,
+        cache=cache_of(state, config, query.dtype),
+    )
+    values, totals, _ = merge([part, far])
+    recent = map_tensors(lambda t: t[:, length:], history)
+    return divide(values, totals), {**named_window(recent), **named_cache(cache)}
+
+
+def attend_to_codes(
+    query, keys, codebook, config, causal=True, cache=None, kernel_dtype=None
+):
+    """Partial softmax over the keys' codes, and the cache after the last key.
+
+    Args:
+        query: `(batch, query_length, heads, dim)`.
+        keys: `Keys` from `keys_for_codes`.
+        codebook: `Codebook`.
+        config: `VQConfig`.
+        causal: Whether query `t` sees keys `0..t` only.
+        cache: The cache of earlier keys, or `None` for none.
+        kernel_dtype: In which a kernel multiplies; `None` for no kernel.
+
+    Returns:
+        `(part, cache)`, for `online_softmax.merge`; the cache is `None` if none was
+        given and none was needed.
+    """
+    codes, expands, kernel = codebook.codes, config.order == 2, None
+    may_use_kernel = cache is None and causal and not expands and kernel_dtype
+    if may_use_kernel and has_one_tpu():
+        kernel = feature_kernel.kernel_for(query, keys, codes, kernel_dtype)
+    in_a_block = cache is None and expands and _fit_in_a_block(query, keys.key, config)
+    if cache is None and kernel is None and not in_a_block:
+        sizes = shape_of(query)[0], *codes.shape, shape_of(keys.value)[-1]
+        shapes = cache_shapes(*sizes, config)
+        cache = tuple(ops.zeros(shape, query.dtype) for shape in shapes)
+    if not config.gradient_through_cache:
+        keys, codebook, cache = (
+            map_tensors(ops.stop_gradient, t) for t in (keys, codebook, cache or ())
+        )
+    if kernel is not None:
+        tensors = query, keys, codes
+        return feature_kernel.causal_attention(kernel, *tensors, kernel_dtype), None
+    if in_a_block:
+        part = expanded_attention_in_a_block(query, keys, codebook, config, causal)
+        return part, None
+    if expands:
+        attend = causal_expanded_attention if causal else full_expanded_attention
+    elif causal and not config.soft and fused_module(query) is not None:
+        attend = blocks_torch.causal_code_attention
+    else:
+        attend = causal_code_attention if causal else full_code_attention
+    return attend(query, keys, codebook, cache, config)
+
+
+def keys_for_codes(keys, codebook, config):
+    """The representation of keys beyond the window.
+
+    The keys themselves for soft codes, their residuals with `order=2`; otherwise the
+    `index` of their code says all.
+    """
+    if config.soft:
+        return keys
+    if config.order == 0:
+        return keys._replace(key=None)
+    return keys._replace(key=keys.key - look_up(codebook.codes, keys.index))
+
+
+def quantize(keys, codebook):
+    """The codes of keys, with straight-through gradients to the keys."""
+    codes = look_up(codebook.codes, keys.index)
+    return keys._replace(key=keys.key + ops.stop_gradient(codes - keys.key))
+
+
+def with_history(state, near):
+    """The keys of a state's window, followed by a segment's keys."""
+    # Soft codes have no `index`, the last of the four.
+    given = [t for t in near if t is not None]
+    return Keys(*append_segment(state, *given, names=WINDOW_NAMES[: len(given)]))
+
+
+def named_window(recent):
+    """The keys of a window as a dict of state tensors."""
+    pairs = zip(WINDOW_NAMES, recent, strict=True)
+    return {name: t for name, t in pairs if t is not None}
+
+
+def _fit_in_a_block(query, key, config):
+    """Whether queries and keys are known to fit in one block."""
+    lengths = query.shape[1], key.shape[1]
+    return all(isinstance(n, int) and 0 < n <= config.longest_in_pairs for n in lengths)
+
+
+def _fit_lengths(query, keys, causal, positions):
+    """Pads or cuts all to one length; drops only queries without keys in reach."""
+    keys = with_valid(keys)
+    total = shape_of(query)[1]
+    if not causal:
+        # Queries after the last key still see the keys in their window.
+        total = longer_length(total, shape_of(keys.key)[1])
+
+    def fit(x):
+        return fit_length(x, total)
+
+    if positions is not None:
+        positions = positions._replace(query=fit(positions.query))
+    return fit(query), map_tensors(fit, keys), positions
+
+
+def _nearest_positions(positions, number, causal):
+    """Drops the keys of the `number` farthest distances on either side."""
+    last = positions.key.shape[0] - (0 if causal else number)
+    return Positions(positions.query, positions.key[number:last])
+
+
+def _reverse(x):
+    return ops.flip(x, axis=1)
