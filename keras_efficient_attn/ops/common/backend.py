@@ -53,6 +53,30 @@ def backend_module(package):
     return importlib.import_module(f"{package}.{BACKEND}")
 
 
+def attribute_or_none(module, path):
+    """What a module holds under names joined by dots, `None` if it does not."""
+    found = module
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def private_name_error(library, version, name, works_with):
+    """The error for a library that has lost a private function without a substitute.
+
+    Args:
+        library: Name of the library.
+        version: Its version.
+        name: The function's whole name.
+        works_with: A version of the library that has the function.
+    """
+    return RuntimeError(
+        f"keras_efficient_attn needs {name}, a private function that {library} "
+        f"{works_with} has, to know that gradient checkpointing reruns a layer. "
+        f"Received: {library} {version}"
+    )
+
+
 def shape_of(x):
     """`ops.shape`, with few operations for TensorFlow's dynamic sizes."""
     if BACKEND != "tensorflow" or None not in x.shape:

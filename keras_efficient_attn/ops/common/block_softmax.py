@@ -34,6 +34,7 @@ if BACKEND == "torch":
     import torch
 
     from keras_efficient_attn.ops.common import fused_softmax_torch as _fused
+    from keras_efficient_attn.ops.common import private_torch
 
 
 def attend_blocks(
@@ -365,4 +366,5 @@ def fused_module(query, dropout=None, relative=None):
         return None
     # An exported program may run anywhere.
     on_cpu = query.device.type == "cpu" and not torch.compiler.is_exporting()
-    return _fused if on_cpu and query.numel() else None
+    applies = on_cpu and query.numel() and private_torch.has_fused_attention()
+    return _fused if applies else None

@@ -12,13 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from keras_efficient_attn.ops.common import masks
+from keras_efficient_attn.ops.common import masks, private_torch
 from keras_efficient_attn.ops.common.backend import is_traced_by_torch
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.plan import block_sizes
-
-_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def attend_band(query, key, value, valid, mask_fn, start=None):
@@ -194,7 +191,7 @@ class _Attention(torch.autograd.Function):
 def _forward(query, key, value, valid, cuts):
     query, key, value = map(_with_whole_vectors, (query, key, value))
     parts = (
-        _attend(
+        private_torch.fused_attention(
             cut.select(query, cut.queries),
             cut.select(key, cut.keys),
             cut.select(value, cut.keys),
@@ -228,7 +225,7 @@ def _backward(grad_output, grad_scale, outputs, inputs, valid, cuts):
     if grad_scale is not None:
         output = _with_scale_gradient(output, grad_output, grad_scale)
     parts = (
-        _attend_backward(
+        private_torch.fused_attention_backward(
             cut.select(grad_output, cut.queries),
             cut.select(query, cut.queries),
             cut.select(key, cut.keys),

@@ -166,12 +166,11 @@ def _forward(step, carry, xs, consts, steps):
         ys = tuple(map(tf.stack, zip(*ys, strict=True)))
         return carry, steps.join(ys), tuple(map(tf.stack, zip(*carries, strict=True)))
     # Only the shapes of the outputs are needed before the loop.
-    with tf.__internal__.FuncGraph("shapes").as_default():
-        placeholders = tf.nest.map_structure(
-            lambda t: tf.compat.v1.placeholder(t.dtype, t.shape),
-            (carry, cut(0), consts),
-        )
-        _, y = step(*placeholders)
+    specs = tf.nest.map_structure(
+        lambda t: tf.TensorSpec(t.shape, t.dtype), (carry, cut(0), consts)
+    )
+    traced = tf.function(step, autograph=False).get_concrete_function(*specs)
+    _, y = traced.structured_outputs
 
     def body(i, carry, carry_arrays, y_arrays):
         carry_arrays = _write(carry_arrays, i, carry)

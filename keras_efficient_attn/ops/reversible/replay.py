@@ -1,12 +1,10 @@
 """Detects calls in which gradient checkpointing reruns a function."""
 
-import sys
-
 from keras_efficient_attn.ops.common.backend import BACKEND
 from keras_efficient_attn.ops.reversible.remembered import in_chain
 
-# TensorFlow's name for the recomputing function of `tf.recompute_grad`.
-_TENSORFLOW_REPLAY = ("tensorflow.python.ops.custom_gradient", "inner_recompute_grad")
+if BACKEND == "torch":
+    from keras_efficient_attn.ops.common.private_torch import in_backward_pass
 
 
 def is_replay():
@@ -20,21 +18,10 @@ def is_replay():
     """
     if in_chain():
         return False
-    backend = BACKEND
-    if backend == "torch":
-        from keras_efficient_attn.ops.reversible.replay_torch import in_backward_pass
-
+    if BACKEND == "torch":
         return in_backward_pass()
-    return backend == "tensorflow" and _is_called_by(*_TENSORFLOW_REPLAY)
+    if BACKEND == "tensorflow":
+        from keras_efficient_attn.ops.common.private_tensorflow import in_recomputation
 
-
-def _is_called_by(module, function):
-    frame = sys._getframe(1)
-    while frame is not None:
-        if (
-            frame.f_code.co_name == function
-            and frame.f_globals.get("__name__") == module
-        ):
-            return True
-        frame = frame.f_back
+        return in_recomputation()
     return False

@@ -106,6 +106,12 @@ def _obstacle(name, *tensors):
     """The reason why a kernel cannot read a query, a key and a value, or `None`."""
     if BACKEND != KERNELS[name]:
         return f"needs the backend {KERNELS[name]!r}. Received: {BACKEND!r}"
+    if name == "splash":
+        from keras_efficient_attn.ops.common import private_jax
+
+        reason = private_jax.splash_obstacle()
+        if reason is not None:
+            return reason
     for x in tensors:
         dtype = keras.backend.standardize_dtype(x.dtype)
         if dtype not in DTYPES:

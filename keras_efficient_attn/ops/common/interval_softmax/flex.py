@@ -15,6 +15,7 @@ from keras_efficient_attn.ops.common.interval_softmax.intervals import (
     sequences,
 )
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish, merge
+from keras_efficient_attn.ops.common.private_torch import allow_programs
 
 # Queries and keys of a block.
 BLOCK = 128
@@ -55,7 +56,7 @@ def _attend(query, key, value, valid, pattern, scale):
     options = dict(block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True))
     if torch.compiler.is_compiling() or not query.is_cuda:
         return flex_attention(*tensors, **options)
-    with torch._dynamo.config.patch(recompile_limit=PROGRAMS):
+    with allow_programs(PROGRAMS):
         return _compile()(*tensors, **options)
 
 

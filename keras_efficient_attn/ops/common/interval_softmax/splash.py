@@ -14,6 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 
+from keras_efficient_attn.ops.common import private_jax
 from keras_efficient_attn.ops.common.interval_softmax.intervals import (
     interleave,
     sequences,
@@ -175,14 +176,14 @@ def _input_gradients(kernel, query, key, value, ids, log_scale, grad, mean):
     common = {name: options[name] for name in names}
     layouts = "q_layout", "k_layout", "v_layout"
     common |= {name: getattr(sizes, name) for name in layouts}
-    grad_query = splash_attention_kernel._splash_attention_bwd_dq(
+    grad_query = private_jax.query_gradient(
         *inputs,
         bq=sizes.block_q_dq,
         bkv=sizes.block_kv_dq,
         mask_info=kernel.dq_mask_info,
         **common,
     )
-    _, *grads = splash_attention_kernel._splash_attention_bwd_dkv(
+    _, *grads = private_jax.key_value_gradients(
         *inputs,
         bq=sizes.block_q_dkv,
         bkv=sizes.block_kv_dkv,
