@@ -22,7 +22,7 @@ from keras_efficient_attn.ops.lsh_attention.layout import (
     num_rotation_rows,
 )
 from keras_efficient_attn.ops.lsh_attention.streaming import lsh_attention_state_spec
-from keras_efficient_attn.ops.reversible.remembered import remember
+from keras_efficient_attn.ops.reversible.remembered import cache_for_backward
 
 # Minimum number of rounds with rotations.
 DEFAULT_MAX_HASHES = 8
@@ -249,7 +249,7 @@ class ReformerLSHAttention(EfficientAttention):
                 return self._attend_dense(query, value, call), None
         rounds = call.options["num_hashes"]
         buckets = ops.cast(
-            remember(lambda: self._buckets(query, rounds)),
+            cache_for_backward(lambda: self._buckets(query, rounds)),
             "int32",
         )
         return self._attend_hashed(query, value, buckets, call)

@@ -14,7 +14,6 @@ from keras_efficient_attn.ops.common.chunking import (
     overlapping_blocks,
     pad_length,
 )
-from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import (
     hide_masked,
     masked_inputs,
@@ -22,7 +21,7 @@ from keras_efficient_attn.ops.common.inputs import (
 )
 from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
-from keras_efficient_attn.ops.common.plan import block_sizes, has_one_tpu
+from keras_efficient_attn.ops.common.plan import block_sizes, has_one_tpu, jit_on_jax
 from keras_efficient_attn.ops.common.positions import shifted_to_keys
 from keras_efficient_attn.ops.common.single_query import attend_single
 from keras_efficient_attn.ops.common.state import (

@@ -252,7 +252,9 @@ def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
     alone = isinstance(length, int) and length <= block
     in_reach = not after and (alone or before <= block)
     if in_reach and dropout is None and relative is None:
-        return _attend_in_turn((query, key, value, valid), mask_fn, block, alone)
+        return _attend_block_recurrent(
+            (query, key, value, valid), mask_fn, block, alone
+        )
     # Congruent to the true positions and non-negative.
     base = -(-before // period) * period
     width = before + block + after
@@ -264,7 +266,7 @@ def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
     return _attend_band((query, *past), mask_fn, positions, dropout, relative)
 
 
-def _attend_in_turn(inputs, mask_fn, block, alone):
+def _attend_block_recurrent(inputs, mask_fn, block, alone):
     """Causal attention to the own block and the one before, which steps pass on.
 
     `alone` says that there is one block.
@@ -277,13 +279,13 @@ def _attend_in_turn(inputs, mask_fn, block, alone):
     xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
     shapes = (heads, dim), (heads, shape_of(value)[-1]), (1, 1)
     carry = tuple(ops.zeros((batch, h, size, d), query.dtype) for h, d in shapes)
-    step = _step_in_turn(mask_fn, size, alone)
+    step = _block_recurrent_step(mask_fn, size, alone)
     part = recompute_scan(step, carry, xs, num_steps=groups)[1]
     return tuple(t[:, :length] for t in part)
 
 
 @functools.cache
-def _step_in_turn(mask_fn, block, alone):
+def _block_recurrent_step(mask_fn, block, alone):
     def step(carry, x, consts):
         query, *own = (by_head(t, block) for t in x)
         before = [
@@ -366,5 +368,5 @@ def fused_module(query, dropout=None, relative=None):
         return None
     # An exported program may run anywhere.
     on_cpu = query.device.type == "cpu" and not torch.compiler.is_exporting()
-    applies = on_cpu and query.numel() and private_torch.has_fused_attention()
-    return _fused if applies else None
+    kernels = private_torch.fused_attention, private_torch.fused_attention_backward
+    return _fused if on_cpu and query.numel() and None not in kernels else None

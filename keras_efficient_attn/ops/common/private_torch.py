@@ -34,11 +34,6 @@ number_of_backward_pass = attribute_or_none(torch, "_C._current_graph_task_id")
 dynamo_config = attribute_or_none(torch, "_dynamo.config")
 
 
-def has_fused_attention():
-    """Whether PyTorch has its fused kernel for CPUs, and the kernel's gradient."""
-    return fused_attention is not None and fused_attention_backward is not None
-
-
 def allow_programs(number):
     """Context in which PyTorch may compile this many programs of one function."""
     if not hasattr(dynamo_config, "recompile_limit"):

@@ -6,9 +6,9 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import backend_module, shape_of
 from keras_efficient_attn.ops.common.chunking import chunk_layout, pad_to
-from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+from keras_efficient_attn.ops.common.plan import jit_on_jax
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.fourier.kernel import (
     SLOTS,

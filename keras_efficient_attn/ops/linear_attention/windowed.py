@@ -7,11 +7,11 @@ from keras import ops
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import attend_recent
 from keras_efficient_attn.ops.common.chunking import pad_length
-from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.interval_softmax.choice import attend_window
 from keras_efficient_attn.ops.common.masks import SlidingWindow
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
+from keras_efficient_attn.ops.common.plan import jit_on_jax
 from keras_efficient_attn.ops.common.positions import bias_products
 from keras_efficient_attn.ops.common.state import append_segment
 from keras_efficient_attn.ops.linear_attention.api import (

@@ -2,7 +2,6 @@
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import attend_near, attend_recent
-from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import (
     hide_masked,
     masked_inputs,
@@ -10,6 +9,7 @@ from keras_efficient_attn.ops.common.inputs import (
 )
 from keras_efficient_attn.ops.common.interval_softmax.intervals import NearKeys
 from keras_efficient_attn.ops.common.online_softmax import finish
+from keras_efficient_attn.ops.common.plan import jit_on_jax
 from keras_efficient_attn.ops.common.positions import bias_products
 from keras_efficient_attn.ops.common.single_query import attend_recent_single
 from keras_efficient_attn.ops.common.state import (

@@ -16,10 +16,9 @@ from keras_efficient_attn.ops.common.chunking import (
     pad_length,
     pad_to,
 )
-from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.online_softmax import divide
-from keras_efficient_attn.ops.common.plan import block_sizes
+from keras_efficient_attn.ops.common.plan import block_sizes, jit_on_jax
 from keras_efficient_attn.ops.common.positions import shifted_by_query
 from keras_efficient_attn.ops.common.single_query import attend_single
 

@@ -14,7 +14,7 @@ def in_chain():
     return bool(_records)
 
 
-def remember(compute):
+def cache_for_backward(compute):
     """`compute()`; in the backward pass of a reversible chain, the stored value.
 
     Args:

@@ -9,8 +9,8 @@ from keras_efficient_attn.ops.common.state import (
     recent_keys_spec,
 )
 from keras_efficient_attn.ops.sparse_attention.blocks import attend_in_blocks
-from keras_efficient_attn.ops.sparse_attention.by_kernel import attend_by_kernel
 from keras_efficient_attn.ops.sparse_attention.config import SparseConfig
+from keras_efficient_attn.ops.sparse_attention.kernel_path import attend_by_kernel
 from keras_efficient_attn.ops.sparse_attention.recurrent import attend_next
 from keras_efficient_attn.ops.sparse_attention.reference import (
     reference_attention,

@@ -16,10 +16,10 @@ from keras_efficient_attn.ops.common.chunking import (
     chunk_count,
     pad_length,
 )
-from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.inputs import masked_inputs, pad_to_common_length
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
+from keras_efficient_attn.ops.common.plan import jit_on_jax
 from keras_efficient_attn.ops.common.state import (
     append_segment,
     common_position,

@@ -5,8 +5,8 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import masked_inputs
+from keras_efficient_attn.ops.common.plan import jit_on_jax
 from keras_efficient_attn.ops.common.single_query import attend_single, seen_recent
 from keras_efficient_attn.ops.common.state import (
     append_segment,

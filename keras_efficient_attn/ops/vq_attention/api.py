@@ -9,10 +9,10 @@ from keras_efficient_attn.ops.common.checks import (
     check_streaming,
 )
 from keras_efficient_attn.ops.common.chunking import fit_length
-from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import divide
+from keras_efficient_attn.ops.common.plan import jit_on_jax
 from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.vq_attention import reference
 from keras_efficient_attn.ops.vq_attention.codebook import nearest_codes

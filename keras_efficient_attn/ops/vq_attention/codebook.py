@@ -12,7 +12,6 @@ from keras_efficient_attn.ops.common.chunking import (
     chunk_layout,
     pad_to,
 )
-from keras_efficient_attn.ops.common.compilation import jit_on_jax, opaque_on_torch
 from keras_efficient_attn.ops.common.numerics import (
     accumulator_dtype,
     greatest_index,
@@ -20,7 +19,11 @@ from keras_efficient_attn.ops.common.numerics import (
     max_along,
     sum_rows,
 )
-from keras_efficient_attn.ops.common.plan import block_sizes
+from keras_efficient_attn.ops.common.plan import (
+    block_sizes,
+    jit_on_jax,
+    opaque_on_torch,
+)
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.vq_attention.config import make_codebook
 

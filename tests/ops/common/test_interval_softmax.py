@@ -197,7 +197,7 @@ def test_one_program_computes_all_patterns_with_as_many_intervals(backend):
     from keras_efficient_attn.ops.common.interval_softmax import flex
     from keras_efficient_attn.ops.common.interval_softmax.intervals import NearKeys
     from keras_efficient_attn.ops.common.masks import SlidingWindow
-    from keras_efficient_attn.ops.sparse_attention.by_kernel import ColumnRows
+    from keras_efficient_attn.ops.sparse_attention.kernel_path import ColumnRows
 
     programs = CompileCounter()
     attend = torch.compile(flex.flex_attention, backend=programs, fullgraph=True)

@@ -69,11 +69,12 @@ def test_private_names_are_in_one_file_for_each_library():
 @only_on("torch")
 @pytest.mark.parametrize("name", ["fused_attention", "fused_attention_backward"])
 def test_softmax_without_the_fused_kernel(name, monkeypatch):
-    from keras_efficient_attn.ops.common import private_torch
+    from keras_efficient_attn.ops.common import block_softmax, private_torch
 
-    assert private_torch.has_fused_attention()
+    query = keras.ops.zeros((1, 4, 2, 8))
+    assert block_softmax.fused_module(query) is not None
     monkeypatch.setattr(private_torch, name, None)
-    assert not private_torch.has_fused_attention()
+    assert block_softmax.fused_module(query) is None
     check_softmax()
 
 

@@ -31,7 +31,7 @@ from keras_efficient_attn.ops.common.positions import (
     bias_products,
     window_sinusoids,
 )
-from keras_efficient_attn.ops.reversible.remembered import remember
+from keras_efficient_attn.ops.reversible.remembered import cache_for_backward
 from keras_efficient_attn.ops.reversible.replay import is_replay
 from keras_efficient_attn.ops.vq_attention.api import (
     attend_to_keys_and_codes,
@@ -386,7 +386,7 @@ class VQAttention(EfficientAttention):
             book = Codebook(codes, *mixture)
         else:
             metric = self._coordinates.metric(dtype)
-            index = remember(lambda: nearest_codes(key, codes, metric))
+            index = cache_for_backward(lambda: nearest_codes(key, codes, metric))
         keys = Keys(key, value, key_mask, index)
         if self.config.order == 2:
             # Only expansions read single coordinates; products are the same in all.

@@ -251,7 +251,7 @@ def along_rows(x):
     return jnp.sum(x, axis=1, keepdims=True)
 
 
-def like(x):
+def shape_of_array(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
@@ -305,7 +305,7 @@ def reciprocal(totals):
     return jnp.where(seen, 1.0 / jnp.where(seen, totals, 1.0), 0.0)
 
 
-def only(kept, x, otherwise=0.0):
+def mask_or_zero(kept, x, otherwise=0.0):
     """`x` where `kept`, else `otherwise`; all of `x` if `kept` is `None`."""
     return x if kept is None else jnp.where(kept, x, otherwise)
 
@@ -418,7 +418,7 @@ class Chunk:
 
     def row(self, name):
         """A row written by an earlier kernel, 0 beyond the sequence."""
-        return only(self.exists_row, self.inputs[name][:, self.rows])
+        return mask_or_zero(self.exists_row, self.inputs[name][:, self.rows])
 
     def first(self, name, otherwise):
         """The first entry of a row, `(1, 1)`; `otherwise` in a chunk of padding."""
@@ -471,14 +471,14 @@ class Chunk:
             if log_weight is None:
                 # With a state, which may have another scale.
                 log_weight = jnp.zeros((self.plan.chunk, 1), jnp.float32)
-            log_weight = only(self.kept, log_weight, LOG_ZERO)
-        return only(self.kept, features), log_weight
+            log_weight = mask_or_zero(self.kept, log_weight, LOG_ZERO)
+        return mask_or_zero(self.kept, features), log_weight
 
     def write_key_gradient(self, outputs, grad_features, grad_log_weight):
         """Writes gradients of kept keys and log weights, and adds those of weights."""
-        grad_features = only(self.kept, grad_features)
+        grad_features = mask_or_zero(self.kept, grad_features)
         if grad_log_weight is not None:
-            grad_log_weight = only(self.kept, grad_log_weight)
+            grad_log_weight = mask_or_zero(self.kept, grad_log_weight)
         grad_log_scale = _like(self._key_log_scale, grad_log_weight)
         grad_key, *grad_weights = self._pull_key((grad_features, grad_log_scale))
         self.write(outputs["key"], grad_key)
@@ -488,7 +488,7 @@ class Chunk:
 
     def write_value_gradient(self, outputs, grad_value):
         """Writes the gradients of the values of kept keys."""
-        self.write(outputs["value"], only(self.kept, grad_value))
+        self.write(outputs["value"], mask_or_zero(self.kept, grad_value))
 
 
 def _like(log_scale, gradient):

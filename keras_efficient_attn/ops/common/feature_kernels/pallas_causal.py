@@ -23,11 +23,11 @@ from keras_efficient_attn.ops.common.feature_kernels.pallas_blocks import (
     given_columns,
     gradients_of,
     keep_state,
-    like,
     lower_triangle,
+    mask_or_zero,
     materialize,
-    only,
     reciprocal,
+    shape_of_array,
     start,
     upper_triangle,
     values_of,
@@ -72,7 +72,7 @@ def _backward(plan, residuals, gradients):
     rows = ("scale", "before") if plan.weighted else ()
     if plan.output == "normalized":
         rows += ("factor", "grad_totals")
-    outputs = {"query": like(inputs["query"]), "weights": weights}
+    outputs = {"query": shape_of_array(inputs["query"]), "weights": weights}
     outputs |= {name: plan.row() for name in rows}
     scratch = plan.scratch()
     first = call(plan, linear_attention_query_gradient, given, outputs, scratch)
@@ -80,7 +80,7 @@ def _backward(plan, residuals, gradients):
     unused = "sum", "normalizer", "log_scale", "grad_scale"
     given = {name: x for name, x in given.items() if name not in unused}
     given |= {name: first[name] for name in rows}
-    outputs = {name: like(inputs[name]) for name in ("key", "value")}
+    outputs = {name: shape_of_array(inputs[name]) for name in ("key", "value")}
     outputs["weights"] = weights
     if "sum" in inputs:
         given |= {name: materialize(gradients[name]) for name in SUMS}
@@ -246,7 +246,7 @@ def linear_attention_key_gradient(plan, inputs, outputs, **scratch):
             scores = scores * factors
             key_factor, kept = jnp.exp(log_weight - after), jnp.exp(before - after)
             far_key = key * key_factor
-            far_factor = only(chunk.exists_row, jnp.exp(before - scale))
+            far_factor = mask_or_zero(chunk.exists_row, jnp.exp(before - scale))
         else:
             scores = jnp.where(seen, scores, 0.0)
             far_factor = None

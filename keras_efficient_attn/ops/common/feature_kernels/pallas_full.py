@@ -21,9 +21,9 @@ from keras_efficient_attn.ops.common.feature_kernels.pallas_blocks import (
     given_columns,
     gradients_of,
     keep_state,
-    like,
     materialize,
     reciprocal,
+    shape_of_array,
     start,
     values_of,
     with_gradients,
@@ -56,7 +56,7 @@ def _key_backward(plan, residuals, gradients):
     inputs, log_scale, trained = residuals
     given = {**inputs, "log_scale": log_scale}
     given |= {name: materialize(gradients[name]) for name in SUMS}
-    outputs = {name: like(inputs[name]) for name in ("key", "value")}
+    outputs = {name: shape_of_array(inputs[name]) for name in ("key", "value")}
     outputs["weights"] = () if trained is None else plan.weights(inputs)
     if "log_weight" in inputs:
         outputs["log_weight"] = plan.row()
@@ -90,7 +90,7 @@ def _read_forward(plan, inputs):
 def _read_backward(plan, residuals, gradients):
     inputs, trained = residuals
     given = with_output_gradients(plan, inputs, gradients)
-    outputs = {"query": like(inputs["query"]), **plan.state(SUMS)}
+    outputs = {"query": shape_of_array(inputs["query"]), **plan.state(SUMS)}
     outputs["weights"] = () if trained is None else plan.weights(inputs)
     result = call(plan, linear_attention_queries_gradient, given, outputs, {})
     return gradients_of(inputs, result)

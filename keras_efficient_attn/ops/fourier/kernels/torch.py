@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.compilation import compile_on_torch
+from keras_efficient_attn.ops.common.plan import compile_on_torch
 from keras_efficient_attn.ops.fourier.kernel import Kernel
 from keras_efficient_attn.ops.fourier.kernels import sines, torch_eager
 

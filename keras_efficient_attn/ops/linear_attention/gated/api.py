@@ -5,9 +5,9 @@ from keras import ops
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import may_agree
 from keras_efficient_attn.ops.common.chunking import fit_length
-from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, larger
+from keras_efficient_attn.ops.common.plan import jit_on_jax
 from keras_efficient_attn.ops.linear_attention.gated.chunked import (
     chunked_gated_attention,
 )

@@ -5,7 +5,6 @@ import dataclasses
 from keras import ops
 
 from keras_efficient_attn.ops.common.chunking import chunk_count, fit_length
-from keras_efficient_attn.ops.common.compilation import jit_on_jax
 from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.interval_softmax.intervals import (
     AllKeys,
@@ -13,6 +12,7 @@ from keras_efficient_attn.ops.common.interval_softmax.intervals import (
     interleave,
     sequences,
 )
+from keras_efficient_attn.ops.common.plan import jit_on_jax
 from keras_efficient_attn.ops.sparse_attention.blocks import gather_summaries
 
 
