@@ -44,7 +44,7 @@ from keras_efficient_attn.layers.attention.transformer_xl import (
     RelativePositionXL,
 )
 from keras_efficient_attn.layers.attention.vq.layer import VQAttention
-from keras_efficient_attn.layers.feed_forward.chunked import (
+from keras_efficient_attn.layers.feed_forward import (
     ChunkedFeedForward,
     ChunkedVocabularyLoss,
 )

@@ -2,7 +2,7 @@
 
 import random
 
-from keras_efficient_attn.layers.feed_forward.chunked import ChunkedFeedForward
+from keras_efficient_attn.layers.feed_forward import ChunkedFeedForward
 from keras_efficient_attn.models.blocks.attention import make_attention
 from keras_efficient_attn.models.blocks.convolution import (
     CausalConvolution,

@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.arguments import Dense, KeepsArguments
-from keras_efficient_attn.layers.residual.chain import stream_dtype
+from keras_efficient_attn.layers.residual.reversible import stream_dtype
 from keras_efficient_attn.ops.adaptive_computation import adaptive_computation
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int, is_number

@@ -7,7 +7,7 @@ from keras_efficient_attn.layers.adaptive_computation.layer import (
     AdaptiveComputationTime,
 )
 from keras_efficient_attn.layers.replicas import ReplicaLosses
-from keras_efficient_attn.layers.residual.chain import stream_dtype
+from keras_efficient_attn.layers.residual.reversible import stream_dtype
 from keras_efficient_attn.ops.common.backend import shape_of
 
 

@@ -4,7 +4,7 @@ from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.ops.common.checks import check_rotary_wavelength
 from keras_efficient_attn.ops.common.inputs import SoftmaxCall, SoftmaxOptions
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
-from keras_efficient_attn.ops.common.weight_dropout import dropout_seed
+from keras_efficient_attn.ops.common.random import dropout_seed
 
 
 class PatternAttention(EfficientAttention):

@@ -17,7 +17,7 @@ from keras_efficient_attn.ops.common.checks import (
 from keras_efficient_attn.ops.common.dense_softmax import count_pairs
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.positions import distance_sinusoids
-from keras_efficient_attn.ops.common.weight_dropout import dropout_seed
+from keras_efficient_attn.ops.common.random import dropout_seed
 from keras_efficient_attn.ops.relative_attention.api import relative_attention
 
 # Longest wavelength of the sinusoids of distances, over 2π.

@@ -4,7 +4,7 @@ import keras
 
 from keras_efficient_attn.layers.arguments import KeepsArguments
 from keras_efficient_attn.layers.attention.base import EfficientAttention
-from keras_efficient_attn.layers.residual.chain import Sublayer
+from keras_efficient_attn.layers.residual.reversible import Sublayer
 from keras_efficient_attn.models.blocks.convolution import (
     SeparableConvolution,
 )

@@ -6,7 +6,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.replicas import ReplicaLosses
-from keras_efficient_attn.layers.residual.chain import (
+from keras_efficient_attn.layers.residual.reversible import (
     plain_residuals,
     reversible_residuals,
     stream_dtype,

@@ -1,7 +1,11 @@
 """Attention with a learnable span."""
 
-from keras_efficient_attn.ops.adaptive_span.bands import attend_in_bands, attend_next
-from keras_efficient_attn.ops.adaptive_span.config import RAMP, SpanConfig
+from keras_efficient_attn.ops.adaptive_span.bands import (
+    RAMP,
+    SpanConfig,
+    attend_in_bands,
+    attend_next,
+)
 from keras_efficient_attn.ops.adaptive_span.reference import reference_attention
 from keras_efficient_attn.ops.common.inputs import SoftmaxCall
 from keras_efficient_attn.ops.common.state import (

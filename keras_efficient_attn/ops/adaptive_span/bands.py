@@ -7,6 +7,11 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import attend_groups, merge_blocks
+from keras_efficient_attn.ops.common.checks import (
+    check_bool,
+    check_positive_int,
+    check_positive_number,
+)
 from keras_efficient_attn.ops.common.chunking import (
     by_head,
     chunk_count,
@@ -23,13 +28,13 @@ from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
 from keras_efficient_attn.ops.common.plan import block_sizes, has_one_tpu, jit_on_jax
 from keras_efficient_attn.ops.common.positions import shifted_to_keys
+from keras_efficient_attn.ops.common.random import drop
 from keras_efficient_attn.ops.common.single_query import attend_single
 from keras_efficient_attn.ops.common.state import (
     append_segment,
     drop_oldest,
     fit_recent,
 )
-from keras_efficient_attn.ops.common.weight_dropout import drop
 
 
 def soft_mask(spans, distance, config):
@@ -199,3 +204,34 @@ def attend_next(inputs, spans, position_key, state, seed, config, options):
         query, key, value, allowed, options.dropout_and_seed(seed), logits
     )
     return output, drop_oldest(past, 1, state["position"])
+
+
+RAMP = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class SpanConfig:
+    """The window, and the ramp at the end of a span; checks its values.
+
+    Args:
+        window: Positive integer: a query sees itself and at most `window - 1` earlier
+            keys and, if not causal, as many later ones.
+        ramp: Positive number: positions over which the soft mask falls from 1 to 0.
+            Defaults to 32.
+        include_self: Whether a query sees the key of its own position. Defaults to
+            `True`.
+        kernels: Whether the device's kernels may compute. Defaults to `True`.
+
+    Raises:
+        ValueError: If a number is not positive, or `include_self` no boolean.
+    """
+
+    window: int
+    ramp: float = RAMP
+    include_self: bool = True
+    kernels: bool = True
+
+    def __post_init__(self):
+        check_positive_int("window", self.window)
+        check_positive_number("ramp", self.ramp)
+        check_bool("include_self", self.include_self)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from keras_efficient_attn.ops.adaptive_span.config import SpanConfig
+from keras_efficient_attn.ops.adaptive_span.bands import SpanConfig
 from keras_efficient_attn.ops.common.chunking import chunk_count, fit_length
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, reciprocal
 

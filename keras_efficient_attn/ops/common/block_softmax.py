@@ -27,8 +27,8 @@ from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
 from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.positions import shifted_to_keys
+from keras_efficient_attn.ops.common.random import drop
 from keras_efficient_attn.ops.common.scan import recompute_scan
-from keras_efficient_attn.ops.common.weight_dropout import drop
 
 if BACKEND == "torch":
     import torch

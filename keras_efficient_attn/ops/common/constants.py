@@ -2,7 +2,16 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import is_traced_by_torch
+from keras_efficient_attn.ops.common.backend import BACKEND, is_traced_by_torch
+
+if BACKEND == "torch":
+    import torch
+
+    # Such a function could return only one tensor.
+    @torch.compiler.assume_constant_result
+    def _compute(function, arguments):
+        array = function(*arguments)
+        return tuple(array.ravel().tolist()), array.shape, array.dtype.name
 
 
 def constant(function, *arguments, dtype):
@@ -16,7 +25,8 @@ def constant(function, *arguments, dtype):
         dtype: Dtype of the tensor.
     """
     if is_traced_by_torch():
-        from keras_efficient_attn.ops.common.constants_torch import traced_constant
-
-        return ops.convert_to_tensor(traced_constant(function, *arguments), dtype)
-    return ops.convert_to_tensor(function(*arguments), dtype)
+        numbers, shape, name = _compute(function, arguments)
+        array = torch.tensor(numbers, dtype=getattr(torch, name)).reshape(shape)
+    else:
+        array = function(*arguments)
+    return ops.convert_to_tensor(array, dtype)

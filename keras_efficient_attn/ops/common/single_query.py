@@ -4,8 +4,8 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+from keras_efficient_attn.ops.common.random import drop
 from keras_efficient_attn.ops.common.state import append_segment, drop_oldest
-from keras_efficient_attn.ops.common.weight_dropout import drop
 
 
 def attend_single(query, key, value, allowed, dropout=None, logits=None):

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_efficient_attn.layers.residual.chain import plain_residuals
+from keras_efficient_attn.layers.residual.reversible import plain_residuals
 from keras_efficient_attn.models import (
     EfficientCausalLM,
     EfficientTransformerBackbone,

@@ -97,7 +97,7 @@ def test_a_compiled_question_without_the_hooks(monkeypatch):
     import torch
 
     from keras_efficient_attn.ops.common import private_torch
-    from keras_efficient_attn.ops.reversible.replay import is_replay
+    from keras_efficient_attn.ops.reversible.remembered import is_replay
 
     monkeypatch.setattr(private_torch, "hooks_of_saved_tensors", None)
 

@@ -3,7 +3,7 @@
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.common.weight_dropout import drop
+from keras_efficient_attn.ops.common.random import drop
 from tests.autodiff import to_numpy
 
 

@@ -10,7 +10,7 @@ from keras import ops
 from keras_efficient_attn.layers.attention.patterns import PatternAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.adaptive_span.api import FORMS
-from keras_efficient_attn.ops.adaptive_span.config import RAMP, SpanConfig
+from keras_efficient_attn.ops.adaptive_span.bands import RAMP, SpanConfig
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
@@ -25,7 +25,7 @@ from keras_efficient_attn.ops.common.numerics import (
     wide_dtype,
 )
 from keras_efficient_attn.ops.common.state import recent_keys_spec
-from keras_efficient_attn.ops.reversible.replay import is_replay
+from keras_efficient_attn.ops.reversible.remembered import is_replay
 
 MAX_SPAN = 1024
 # Checked once: equal windows are one object.

@@ -31,8 +31,7 @@ from keras_efficient_attn.ops.common.positions import (
     bias_products,
     window_sinusoids,
 )
-from keras_efficient_attn.ops.reversible.remembered import cache_for_backward
-from keras_efficient_attn.ops.reversible.replay import is_replay
+from keras_efficient_attn.ops.reversible.remembered import cache_for_backward, is_replay
 from keras_efficient_attn.ops.vq_attention.api import (
     attend_to_keys_and_codes,
 )
