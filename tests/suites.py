@@ -56,21 +56,23 @@ KEPT = (
     "reference[elu]",
     "research/test_claims.py::test_wrong_arguments",
 )
-# On one backend in the gate, and on all in `make test-all`: reports, files, searches
-# and commands of models and layers, whose tensors other tests cover on each backend.
+# On one backend in the gate, and on all in `make test-all`: models, conversion, reports,
+# files and commands, whose layers and operations other tests cover on each backend.
 ONE_BACKEND = (
     "benchmark/",
     "contract/test_errors.py",
     "distribution/",
-    "models/conversion/",
-    "models/test_hostile_files.py",
-    "models/test_keras_hub_helpers.py",
+    "models/",
+    "test_docstrings.py",
     "test_outside_layer.py",
 )
-# On all backends although they begin as above: one task with converted layers.
+# On all backends although they begin as above: a backbone by its definition, generation
+# from states, a task that is trained and saved, and a converted model.
 EVERY_BACKEND = (
+    "models/test_backbone.py::test_a_decoder_is_the_transformer_of_the_definition",
+    "models/tasks/test_causal_lm.py::test_generation_equals",
+    "models/tasks/test_tasks.py::test_training_goes_on_after_loading",
     "models/conversion/test_generation.py::test_tokens_are_those_of_whole_calls[gpt2",
-    "models/conversion/test_replace_attention.py",
 )
 
 
