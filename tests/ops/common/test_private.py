@@ -61,7 +61,7 @@ def train():
 @pytest.mark.any_backend
 def test_private_names_are_in_one_file_for_each_library():
     for path in PACKAGE.rglob("*.py"):
-        internals = path.name in ("keras_internals.py", "kerashub_internals.py")
+        internals = path.name in ("keras_internals.py", "keras_hub_internals.py")
         if not internals and not path.name.startswith("private_"):
             assert not PRIVATE.search(path.read_text()), path
 
@@ -131,7 +131,9 @@ def test_without_the_recomputation_the_error_names_the_function(monkeypatch):
 
 
 @only_on("jax")
-@pytest.mark.parametrize("changed", [None, lambda query, key: query], ids=str)
+@pytest.mark.parametrize(
+    "changed", [None, lambda query, key: query], ids=["gone", "other-parameters"]
+)
 @pytest.mark.parametrize("name", ["query_gradient", "key_value_gradients"])
 def test_softmax_without_the_gradients_of_splash(name, changed, monkeypatch):
     from keras_efficient_attn.ops.common import private_jax
