@@ -56,7 +56,7 @@ KEPT = (
     "reference[elu]",
     "research/test_claims.py::test_wrong_arguments",
 )
-# On one backend in the gate, and on all in `make test-all`: models, conversion, reports,
+# On one backend in the gate, on all in `make test-all`: models, conversion, reports,
 # files and commands, whose layers and operations other tests cover on each backend.
 ONE_BACKEND = (
     "benchmark/",
