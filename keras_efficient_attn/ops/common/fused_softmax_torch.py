@@ -3,6 +3,10 @@
 The kernel of `scaled_dot_product_attention` writes no matrix of weights, forward or
 backward. It reads blocks in place, and its log-sum-exp is the scale of a part. A part
 is one differentiable operation of PyTorch, opaque to `torch.compile`.
+
+A step of training takes 0.50 to 0.58 of the time of blocks without it (`local` and
+`sparse`), 0.77 with codes (`vq`): 4 heads of 64, 2,048 and 8,192 positions, two CPU
+cores; measured by `python -m tools.compare_forms fused_softmax_torch`.
 """
 
 import dataclasses
