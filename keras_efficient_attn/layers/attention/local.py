@@ -14,8 +14,12 @@ from keras_efficient_attn.ops.local_attention.api import FORMS
 from keras_efficient_attn.ops.local_attention.config import LocalConfig, local_pairs
 from keras_efficient_attn.ops.local_attention.grid import GridOrder
 
-# Checked once: equal patterns are one object.
-_local_config = functools.lru_cache(256)(LocalConfig)
+
+# Checked once: equal patterns are one object. `torch.compile` traces cached functions,
+# but no cached class.
+@functools.lru_cache(256)
+def _local_config(*arguments):
+    return LocalConfig(*arguments)
 
 
 @register_attention("local")

@@ -28,8 +28,6 @@ from keras_efficient_attn.ops.common.state import recent_keys_spec
 from keras_efficient_attn.ops.reversible.remembered import is_replay
 
 MAX_SPAN = 1024
-# Checked once: equal windows are one object.
-_span_config = functools.lru_cache(256)(SpanConfig)
 # The paper's small model, with the same maximal span.
 PENALTY = 2e-6
 # A trimmed window is a multiple of this and has this many spare keys.
@@ -38,6 +36,13 @@ TRIM_UNIT = 64
 DECAY = 0.99
 # The smallest initial bias of a dynamic span: σ never reaches 0.
 LEAST_LOGIT = -4.0
+
+
+# Checked once: equal windows are one object. `torch.compile` traces cached functions,
+# but no cached class.
+@functools.lru_cache(256)
+def _span_config(*arguments):
+    return SpanConfig(*arguments)
 
 
 @register_attention("adaptive-span")
