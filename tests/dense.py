@@ -46,9 +46,54 @@ def layer_output(
     key_mask=None,
     causal=False,
 ):
-    """The layer's expected output; `heads_of` computes heads from q, k and v."""
+    """The layer's expected output; `heads_of` computes heads from q, k and v.
+
+    Each row is the sequence of the positions that exist, by itself.
+    """
+    masks = _masks_of_one_sequence(query_mask, key_mask, causal or query is value)
     key = value if key is None else key
     query, key, value = (np.asarray(x, "float64") for x in (query, key, value))
+    if layer.keeps_places or not masks:
+        masks = masks or (None, None, None)
+        inputs = query, value, key
+        return _output_in_place(layer, heads_of, *inputs, masks[0], masks[2], causal)
+    bias = np.asarray(layer.output_dense.get_weights()[-1], "float64")
+    (batch, length), keys = query.shape[:2], key.shape[1]
+    outputs = np.zeros((batch, length, *bias.shape)) + bias
+    weights = np.zeros((batch, layer.num_heads, length, keys))
+    for row in range(batch):
+        seen, exists, keys_exist = (
+            np.ones(x.shape[1], bool) if mask is None else np.asarray(mask)[row]
+            for mask, x in zip(masks, (query, query, key), strict=True)
+        )
+        exist, keys_exist = np.flatnonzero(exists), np.flatnonzero(keys_exist)
+        if not len(exist) or not len(keys_exist):
+            continue
+        inputs = query[row, exist], value[row, keys_exist], key[row, keys_exist]
+        inputs = (x[None] for x in inputs)
+        masks_ = seen[None, exist], None
+        output, weight = _output_in_place(layer, heads_of, *inputs, *masks_, causal)
+        outputs[row, exist] = output[0]
+        weights[row][:, exist[:, None], keys_exist] = weight[0]
+    return outputs, weights
+
+
+def _masks_of_one_sequence(query_mask, key_mask, of_one_sequence):
+    """`(query mask, which queries exist, key mask)`; `None` without masks."""
+    if query_mask is None and key_mask is None:
+        return None
+    exists = query_mask
+    if of_one_sequence:
+        exists = key_mask
+        if query_mask is None:
+            query_mask = key_mask
+        elif key_mask is not None:
+            query_mask = np.asarray(query_mask) & np.asarray(key_mask)
+    return query_mask, exists, key_mask
+
+
+def _output_in_place(layer, heads_of, query, value, key, query_mask, key_mask, causal):
+    """The output and the weights of sequences whose positions keep their places."""
     if query_mask is not None:
         query = np.where(np.asarray(query_mask)[..., None], query, 0.0)
     if key_mask is not None:

@@ -3,6 +3,7 @@
 import dataclasses
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_efficient_attn.distribution import sequence_parallel
@@ -14,6 +15,7 @@ from keras_efficient_attn.layers.attention.masks import (
     merged_key_mask,
     zero_masked,
 )
+from keras_efficient_attn.layers.attention.rows import move_to_front
 from keras_efficient_attn.layers.attention.state import StreamingState
 from keras_efficient_attn.layers.replicas import ReplicaLosses
 from keras_efficient_attn.ops.common.backend import shape_of
@@ -26,6 +28,7 @@ from keras_efficient_attn.ops.common.checks import (
 )
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
 from keras_efficient_attn.ops.common.positions import rotate_from, window_distances
+from keras_efficient_attn.ops.common.rows import row_lengths
 
 # The names that Keras' layer gives its projections.
 PROJECTIONS = ("query", "key", "gate", "value", "attention_output")
@@ -37,7 +40,8 @@ class AttentionCall:
 
     Attributes:
         query_mask: Boolean `(batch, query_length)`, or `None`.
-        key_mask: Boolean `(batch, key_length)`, or `None`.
+        key_mask: Boolean `(batch, key_length)`, or `None`. True, then false: a layer
+            knows padding on the right only, except where it `keeps_places`.
         causal: Whether query `t` sees keys `0..t` only.
         training: Whether the call is a training call.
         state: Dict of tensors, or `None`.
@@ -54,6 +58,13 @@ class AttentionCall:
     split: object = None
     scores: bool = False
     options: dict = dataclasses.field(default_factory=dict)
+
+    def positions_read(self, x):
+        """The positions of a segment `(batch, length, ...)` that exist.
+
+        `length`, or int32 `(batch,)` with a `key_mask`.
+        """
+        return shape_of(x)[1] if self.key_mask is None else row_lengths(self.key_mask)
 
 
 class EfficientAttention(
@@ -337,6 +348,15 @@ class EfficientAttention(
         """The attention axes as given; `None` for all."""
         return self._sequence_axes
 
+    def __call__(self, query, *args, **kwargs):
+        if isinstance(query, np.ndarray):
+            # Keras would make two tensors of an array that is query and value.
+            tensor = ops.convert_to_tensor(query)
+            args = [tensor if x is query else x for x in args]
+            kwargs = {k: tensor if x is query else x for k, x in kwargs.items()}
+            query = tensor
+        return super().__call__(query, *args, **kwargs)
+
     def call(
         self,
         query,
@@ -378,6 +398,9 @@ class EfficientAttention(
                 key_mask=merged_key_mask(masks, inputs[2]),
             )
         self._check_call(*inputs, call)
+        moved = None
+        if call.query_mask is not None or call.key_mask is not None:
+            inputs, call, moved = self._move_to_front(inputs, call)
         if state is not None:
             self._check_state(*inputs[:2], call)
             call = dataclasses.replace(call, state=self._as_own_state(call.state))
@@ -387,6 +410,9 @@ class EfficientAttention(
             output, more = self._attend_to_nothing(*inputs, call)
         else:
             output, more = self._attend_inputs(*inputs, call)
+        if moved is not None:
+            output = moved.restore(output)
+            more = moved.restore_scores(more) if call.scores else more
         if axes.rank != 3:
             output = axes.from_sequence(output, query)
             if return_attention_scores:
@@ -396,6 +422,10 @@ class EfficientAttention(
         if state is not None or return_attention_scores:
             return output, more
         return output
+
+    def _move_to_front(self, inputs, call):
+        """As `rows.move_to_front`; layers with tensors by position move these too."""
+        return move_to_front(inputs, call, self.keeps_places)
 
     def compute_output_spec(self, *args, **kwargs):
         # A call with symbolic inputs is checked and returns before it computes.

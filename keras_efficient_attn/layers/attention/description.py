@@ -16,6 +16,14 @@ class LayerDescription:
         return None
 
     @property
+    def keeps_places(self):
+        """Whether a masked position keeps its place, as in an image.
+
+        Otherwise it does not exist: positions count what is left.
+        """
+        return False
+
+    @property
     def remembers_inputs(self):
         """Whether the state holds the layer's inputs, as in Transformer-XL."""
         return False

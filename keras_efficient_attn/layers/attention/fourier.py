@@ -9,6 +9,7 @@ from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.layers.attention.softmax import cache_spec, extend_cache
 from keras_efficient_attn.ops import fourier
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
     check_positive_int,
@@ -17,6 +18,7 @@ from keras_efficient_attn.ops.common.checks import (
 from keras_efficient_attn.ops.common.dense_softmax import count_pairs
 from keras_efficient_attn.ops.common.feature_kernels.choice import LinearAttentionConfig
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
+from keras_efficient_attn.ops.common.state import nan_beyond
 from keras_efficient_attn.ops.fourier.kernel import FourierConfig
 from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_state_spec,
@@ -264,6 +266,8 @@ class FourierAttention(EfficientAttention):
             chunk_size=self.chunk_size,
             implementation=self.implementation,
         )
+        if state is not None:
+            heads = nan_beyond(shape_of(state["key"])[1], state["position"], heads)
         return heads, state
 
     @property

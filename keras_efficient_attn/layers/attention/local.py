@@ -128,6 +128,10 @@ class LocalAttention(PatternAttention):
         super().build(*shapes.values())
 
     @property
+    def keeps_places(self):
+        return self._is_grid
+
+    @property
     def takes_window_bias(self):
         return self.query_block is None
 

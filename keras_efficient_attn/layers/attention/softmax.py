@@ -12,9 +12,9 @@ from keras_efficient_attn.ops.common.checks import (
 )
 from keras_efficient_attn.ops.common.dense_softmax import count_pairs
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, pad
+from keras_efficient_attn.ops.common.rows import row_lengths
 from keras_efficient_attn.ops.common.state import (
     RECENT,
-    common_position,
     nan_beyond,
     recent_keys_spec,
     write_positions,
@@ -118,6 +118,12 @@ class SoftmaxAttention(EfficientAttention):
         return per_pair * count_pairs(window, length, causal)
 
     def attend(self, query, key, value, call):
+        heads, state = self._attend(query, key, value, call)
+        if state is not None:
+            heads = nan_beyond(shape_of(state["key"])[1], state["position"], heads)
+        return heads, state
+
+    def _attend(self, query, key, value, call):
         state, start, key_mask = call.state, None, call.key_mask
         position = None if state is None else state["position"]
         dtype = keras.backend.standardize_dtype(query.dtype)
@@ -175,18 +181,18 @@ class SoftmaxAttention(EfficientAttention):
         return ops.einsum("bhts,bshd->bthd", weights, value)
 
     def _mask(self, length, keys, start, causal):
-        """The mask by position, `(1, 1, length, keys)`, or `None`."""
+        """The mask by position, `(1 or batch, 1, length, keys)`, or `None`."""
         if not causal and self._sliding_window is None:
             return None
-        steps = ops.arange(length, dtype="int32")[:, None]
+        steps = ops.arange(length, dtype="int32")[None, :, None]
         if start is not None:
-            steps = steps + start
+            steps = steps + start[:, None, None]
         distance = steps - ops.arange(keys, dtype="int32")
         seen = distance >= 0 if causal else ops.ones_like(distance, "bool")
         if self._sliding_window is not None:
             near = ops.abs(distance) < self._sliding_window
             seen = ops.logical_and(seen, near)
-        return seen[None, None]
+        return seen[:, None]
 
 
 def _by_distance(query, key, value):
@@ -226,22 +232,25 @@ def extend_cache(cache, key, value, key_mask):
     """Writes the next positions to the cache.
 
     Args:
-        cache: From `cache_spec` or an earlier call; all rows have the same position.
+        cache: From `cache_spec` or an earlier call.
         key: `(batch, length, heads, key_dim)`.
         value: `(batch, length, heads, value_dim)`.
-        key_mask: Boolean `(batch, length)`, or `None` for all.
+        key_mask: Boolean `(batch, length)`, with the positions of a row that exist at
+            its beginning, or `None` for all.
 
     Returns:
         `(cache, key, value, mask, start)`: the new cache; all its keys and values, and
-        the mask in the cache's dtype; and the position of the first new key, a scalar.
+        the mask in the cache's dtype; and the position of each row's first new key,
+        `(batch,)`.
     """
-    start, rows = common_position(cache["position"]), shape_of(key)[:2]
+    start, lengths = cache["position"], row_lengths(key_mask)
     if key_mask is None:
-        key_mask = ops.ones(rows, "bool")
-    extended = {"position": cache["position"] + rows[1]}
+        key_mask = ops.ones(shape_of(key)[:2], "bool")
+    read = shape_of(key)[1] if lengths is None else lengths
+    extended = {"position": start + read}
     for name, new in zip(RECENT, (key, value, key_mask), strict=True):
         old = cache[name]
-        new = nan_beyond(shape_of(old)[1], start, ops.cast(new, old.dtype))
-        extended[name] = write_positions(old, new, start)
+        new = ops.cast(new, old.dtype)
+        extended[name] = write_positions(old, new, start, lengths)
     keys, values = (ops.cast(extended[name], key.dtype) for name in ("key", "value"))
     return extended, keys, values, extended["mask"], start

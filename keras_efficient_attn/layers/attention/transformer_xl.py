@@ -18,6 +18,8 @@ from keras_efficient_attn.ops.common.dense_softmax import count_pairs
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.positions import distance_sinusoids
 from keras_efficient_attn.ops.common.random import dropout_seed
+from keras_efficient_attn.ops.common.rows import row_lengths
+from keras_efficient_attn.ops.common.state import keep_last
 from keras_efficient_attn.ops.relative_attention.api import relative_attention
 
 # Longest wavelength of the sinusoids of distances, over 2π.
@@ -303,11 +305,9 @@ class RelativePositionXL(EfficientAttention):
         return {"reset": reset}
 
     def _attend_inputs(self, query, value, key, call):
-        reset, documents = call.options.get("reset"), None
+        reset, documents = call.options.get("reset"), call.options.get("documents")
         if reset is not None:
-            documents = tuple(
-                _document_numbers(reset, shape_of(x)[1]) for x in (query, key)
-            )
+            documents = _documents(reset, query, key)
         if call.state is None:
             options = {"documents": documents}
             call = dataclasses.replace(call, options=options)
@@ -315,6 +315,7 @@ class RelativePositionXL(EfficientAttention):
             return super()._attend_inputs(query, value, key, call)
 
         memory, seen = call.state["memory"], call.state["mask"]
+        lengths = row_lengths(call.key_mask)
         length, memory_length = shape_of(query)[1], memory.shape[1]
         mask = ops.ones(shape_of(value)[:2], seen.dtype)
         if call.key_mask is not None:
@@ -340,12 +341,32 @@ class RelativePositionXL(EfficientAttention):
         inputs = self._normalize_inputs(query, extended, extended)
         output, _ = super()._attend_inputs(*inputs, whole)
         if documents is not None:
-            last = documents[0][:, -1:]
+            read = documents[1] * ops.cast(kept > 0, documents[1].dtype)
+            last = ops.max(read, axis=1, keepdims=True)
             kept = ops.where(documents[1] == last, kept, ops.zeros_like(kept))
+        extended = ops.concatenate([memory, ops.cast(value, memory.dtype)], axis=1)
         return output, {
-            "memory": _next_memory(memory, value, call.key_mask),
-            "mask": kept[:, length:],
+            "memory": ops.stop_gradient(keep_last(extended, length, lengths)),
+            "mask": keep_last(kept, length, lengths),
         }
+
+    def _move_to_front(self, inputs, call):
+        reset = call.options.get("reset")
+        if reset is not None:
+            query, _, key = inputs
+            call = dataclasses.replace(
+                call, options={"documents": _documents(reset, query, key)}
+            )
+        inputs, call, moved = super()._move_to_front(inputs, call)
+        if reset is not None:
+            documents = tuple(
+                numbers if order is None else order.to_front(numbers)
+                for numbers, order in zip(
+                    call.options["documents"], (moved.query, moved.key), strict=True
+                )
+            )
+            call = dataclasses.replace(call, options={"documents": documents})
+        return inputs, call, moved
 
     def _normalize_inputs(self, query, value, key):
         """The inputs after `input_norm`, with identical tensors kept identical."""
@@ -397,20 +418,9 @@ class RelativePositionXL(EfficientAttention):
         return ops.einsum("md,dhk->mhk", waves, ops.cast(self._position, dtype))
 
 
-def _next_memory(memory, inputs, mask):
-    """The memory after a segment: the last inputs, without gradients.
-
-    Args:
-        memory: `(batch, memory_length, dim)`.
-        inputs: `(batch, length, dim)`, of the segment.
-        mask: Boolean `(batch, length)` or `None`; the memory has zeros elsewhere.
-    """
-    if mask is not None:
-        kept = ops.cast(mask, "bool")[..., None]
-        inputs = ops.where(kept, inputs, ops.zeros_like(inputs))
-    inputs = ops.cast(inputs, memory.dtype)
-    extended = ops.concatenate([memory, inputs], axis=1)
-    return ops.stop_gradient(extended[:, shape_of(inputs)[1] :])
+def _documents(reset, query, key):
+    """The document numbers of queries and of keys, `(batch, length)` each."""
+    return tuple(_document_numbers(reset, shape_of(x)[1]) for x in (query, key))
 
 
 def _document_numbers(reset, length):

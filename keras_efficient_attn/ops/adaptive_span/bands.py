@@ -29,6 +29,7 @@ from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
 from keras_efficient_attn.ops.common.plan import block_sizes, has_one_tpu, jit_on_jax
 from keras_efficient_attn.ops.common.positions import shifted_to_keys
 from keras_efficient_attn.ops.common.random import drop
+from keras_efficient_attn.ops.common.rows import row_lengths
 from keras_efficient_attn.ops.common.single_query import attend_single
 from keras_efficient_attn.ops.common.state import (
     append_segment,
@@ -73,6 +74,7 @@ def attend_in_bands(inputs, spans, position_key, state, seed, config, options):
         output = pallas.attend(query, key, value, key_mask, spans, config, options)
         if output is not None:
             return output, None
+    lengths = row_lengths(inputs[3])
     query, key, value, valid = masked_inputs(*inputs)
     length, new_state = shape_of(query)[1], None
     query = query * options.scale
@@ -86,7 +88,7 @@ def attend_in_bands(inputs, spans, position_key, state, seed, config, options):
         past = [pad_length(t, config.window - 1, 0) for t in (key, value, valid)]
     else:
         past = append_segment(fit_recent(state, config.window - 1), key, value, valid)
-        new_state = drop_oldest(past, length, state["position"])
+        new_state = drop_oldest(past, length, state["position"], lengths)
     if position_key is not None:
         position_key = ops.cast(position_key[: config.window], query.dtype)
     spans = ops.cast(spans, query.dtype)
@@ -186,6 +188,7 @@ def _band_step(config, causal, relative, rate):
 @jit_on_jax("config", "options")
 def attend_next(inputs, spans, position_key, state, seed, config, options):
     """Computes `attend_in_bands` for one position and a state."""
+    lengths = row_lengths(inputs[3])
     query, *segment = masked_inputs(*inputs)
     query = query * options.scale
     past = append_segment(fit_recent(state, config.window - 1), *segment)
@@ -203,7 +206,7 @@ def attend_next(inputs, spans, position_key, state, seed, config, options):
     output = attend_single(
         query, key, value, allowed, options.dropout_and_seed(seed), logits
     )
-    return output, drop_oldest(past, 1, state["position"])
+    return output, drop_oldest(past, 1, state["position"], lengths)
 
 
 RAMP = 32

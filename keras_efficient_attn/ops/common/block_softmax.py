@@ -22,7 +22,6 @@ from keras_efficient_attn.ops.common.chunking import (
     pad_to,
     sizes,
 )
-from keras_efficient_attn.ops.common.masks import IntervalMask
 from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
 from keras_efficient_attn.ops.common.plan import block_sizes
@@ -56,7 +55,8 @@ def attend_blocks(
         valid: `(batch, blocks, width)`, 1 for keys that exist and 0 for others.
         mask_fn: Mask function: the keys that a query sees.
         positions: Positions of queries and keys, for `mask_fn`: `(size,)` and
-            `(width,)`, equal in all blocks, or `(blocks, size)` and `(blocks, width)`.
+            `(width,)`, equal in all blocks, or `(batch, blocks, size)` and `(batch,
+            blocks, width)`.
         dropout: `(rate, seed)` or `None`.
         relative: `(position_query, position_key)` or `None`: queries of the shape of
             `query`, and keys `(distances, heads, dim)`; their products are added to
@@ -88,7 +88,7 @@ def attend_blocks(
     shared = len(positions[0].shape) == 1
     positions = [ops.cast(p, query.dtype) for p in positions]
     if not shared:
-        arrays += [position[None] for position in positions]
+        arrays += positions
     consts += positions if shared else []
     make_step = functools.partial(_block_step, mask_fn, shared, relative is not None)
     part = attend_groups(make_step, arrays, consts, layout, dropout)
@@ -183,14 +183,16 @@ def attend_shared(query, key, value, valid, mask_fn, positions, dropout=None):
         key, value: `(batch, keys, heads, dim)`, `value` zero where not valid.
         valid: `(batch, keys, heads)`.
         mask_fn: Mask function: the keys that a query sees.
-        positions: Positions of queries `(length,)`, and of keys `(heads, keys)`.
+        positions: Positions of queries, `(length,)`, or `(batch, length)` with a state,
+            and of keys `(heads, keys)`.
         dropout: `(rate, seed)` or `None`.
 
     Returns:
         `(values, totals, log_scale)`, each of `(batch, length, heads, ...)`.
     """
     fused = fused_module(query, dropout)
-    if fused is not None:
+    by_row = len(positions[0].shape) == 2
+    if fused is not None and not by_row:
         return fused.attend_shared(query, key, value, valid, mask_fn, positions)
     length, heads, dim = shape_of(query)[1], query.shape[2], query.shape[3]
     keys = key.shape[1]
@@ -200,7 +202,7 @@ def attend_shared(query, key, value, valid, mask_fn, positions, dropout=None):
         floats = heads * (2 * keys + dim + (value.shape[-1] or dim))
     layout = chunk_layout(length, plan.block, query.shape[0], floats)
     query_positions, key_positions = (ops.cast(p, query.dtype) for p in positions)
-    arrays = query, query_positions[None]
+    arrays = query, query_positions if by_row else query_positions[None]
     consts = [key, value, valid, key_positions]
     consts[:3] = (ops.swapaxes(t, 1, 2) for t in consts[:3])
     make_step = functools.partial(_shared_step, mask_fn)
@@ -307,7 +309,7 @@ def _block_recurrent_step(mask_fn, block, alone):
 
 
 def attend_recent(
-    query, key, value, valid, mask_fn, start, dropout=None, relative=None
+    query, key, value, valid, mask_fn, position, dropout=None, relative=None
 ):
     """Computes `attend_near` for a causal segment and the keys before it.
 
@@ -317,19 +319,21 @@ def attend_recent(
             before the segment, and the segment's keys.
         valid: `(batch, reach + length)`.
         mask_fn: Mask function: the keys that a query sees.
-        start: Position of the segment's first query, an integer or a scalar.
+        position: Position of the segment's first query, integers `(batch,)`; `None` for
+            a mask function that reads distances only.
         dropout: `(rate, seed)` or `None`.
         relative: As for `attend_near`.
     """
     fused = fused_module(query, dropout, relative)
-    if fused is not None and isinstance(mask_fn, IntervalMask):
-        return fused.attend_band(query, key, value, valid, mask_fn, start)
+    if fused is not None and position is None:
+        return fused.attend_band(query, key, value, valid, mask_fn, recent=True)
     reach, length = mask_fn.reach, shape_of(query)[1]
     block = max(block_sizes().block, reach)
     if isinstance(length, int):
         block = max(1, min(block, length))
     count = chunk_count(length, block)
-    first = start + block * ops.arange(count, dtype="int32")[:, None]
+    first = block * ops.arange(count, dtype="int32")[:, None]
+    first = first[None] if position is None else first + position[:, None, None]
     positions = (
         first + ops.arange(block, dtype="int32"),
         first - reach + ops.arange(reach + block, dtype="int32"),

@@ -4,6 +4,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import pad_length
+from keras_efficient_attn.ops.common.state import keep_last
 
 
 def depthwise(padded, kernel, length):
@@ -17,20 +18,23 @@ def depthwise(padded, kernel, length):
     return sum(kernel[i] * padded[:, i : i + length] for i in range(kernel.shape[0]))
 
 
-def causal_convolution(x, kernel, past=None):
+def causal_convolution(x, kernel, past=None, lengths=None):
     """`depthwise` of each position and those before it.
 
     Args:
         x: `(batch, length, ...)`.
         kernel: `(kernel_size, ...)`; its last entry is for the position itself.
         past: The `kernel_size - 1` inputs before `x`; `None` for zeros.
+        lengths: Integers `(batch,)`: the positions of each row that exist, at its
+            beginning. Defaults to `None`: all.
 
     Returns:
-        `(output, last)`: the output, and the last `kernel_size - 1` inputs.
+        `(output, last)`: the output, and the last `kernel_size - 1` inputs that exist.
     """
     length, reach = shape_of(x)[1], kernel.shape[0] - 1
     if past is None:
         padded = pad_length(x, reach, 0)
     else:
         padded = ops.concatenate([ops.cast(past, x.dtype), x], axis=1)
-    return depthwise(padded, ops.cast(kernel, x.dtype), length), padded[:, length:]
+    output = depthwise(padded, ops.cast(kernel, x.dtype), length)
+    return output, keep_last(padded, length, lengths)

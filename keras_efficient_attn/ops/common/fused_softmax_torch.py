@@ -22,12 +22,12 @@ from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.plan import block_sizes
 
 
-def attend_band(query, key, value, valid, mask_fn, start=None):
-    """Computes `block_softmax.attend_near` or, with a `start`, `attend_recent`.
+def attend_band(query, key, value, valid, mask_fn, recent=False):
+    """Computes `block_softmax.attend_near` or, if `recent`, `attend_recent`.
 
-    `mask_fn` is an `IntervalMask`.
+    `mask_fn` is an `IntervalMask`; if `recent`, a `SlidingWindow`.
     """
-    tensors = [] if start is None else [torch.as_tensor(start)]
+    tensors = [torch.zeros(())] if recent else []
     return _part("band", query, key, value, valid, tensors, mask_fn)
 
 
@@ -36,7 +36,7 @@ def attend_blocks(query, key, value, valid, mask_fn, positions):
     batch, blocks = query.shape[:2]
     i, j = positions
     allowed = mask_fn(i[..., :, None], j[..., None, :])
-    if allowed.ndim == 3:
+    if allowed.ndim == 4:
         allowed = allowed.expand(batch, -1, -1, -1).flatten(0, 1)
     inputs = (t.flatten(0, 1) for t in (query, key, value, valid))
     part = _part("blocks", *inputs, [allowed])
@@ -289,13 +289,12 @@ def _mask_fn(words):
 
 
 def _band_cuts(query, key, tensors, mask):
-    mask_fn, start = _mask_fn(mask), tensors[0] if tensors else None
+    mask_fn, recent = _mask_fn(mask), bool(tensors)
     (batch, length), keys, period = query.shape[:2], key.shape[1], mask_fn.period
     # The reach of a block, and the number of keys before the first query.
     before, earlier = mask_fn.before, 0
-    if start is not None:
+    if recent:
         before = earlier = mask_fn.reach
-    start = 0 if start is None else int(start)
     # A wide band justifies larger blocks, whose keys overlap less.
     block = max(block_sizes().block, (before + mask_fn.after) // 8)
     block = max(1, block // period) * period
@@ -309,8 +308,8 @@ def _band_cuts(query, key, tensors, mask):
         last_key = min(first_key + width, keys)
         first_key = max(first_key, 0)
         size, wide = min(block, length - first), last_key - first_key
-        i = start + first + torch.arange(size)[:, None]
-        j = start - earlier + first_key + torch.arange(wide)
+        i = first + torch.arange(size)[:, None]
+        j = first_key - earlier + torch.arange(wide)
         mask = _mask(mask_fn(i, j)[None, None], query.dtype)
         return Cut(*mask, (first, size), (first_key, wide), block, count, row)
 

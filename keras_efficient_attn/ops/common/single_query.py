@@ -40,7 +40,7 @@ def attend_single(query, key, value, allowed, dropout=None, logits=None):
     return ops.einsum("bhqk,bkhv->bqhv", weights, value)
 
 
-def attend_recent_single(inputs, state, mask_fn, dropout=None, bias=None):
+def attend_recent_single(inputs, state, mask_fn, dropout=None, bias=None, lengths=None):
     """One position's attention to the keys of a state and to its own.
 
     Args:
@@ -51,6 +51,7 @@ def attend_recent_single(inputs, state, mask_fn, dropout=None, bias=None):
         dropout: `(rate, seed)` or `None`.
         bias: Optional `(mask_fn.reach + 1, heads)`, added to the logits of the keys,
             the oldest first.
+        lengths: As for `keep_last`.
 
     Returns:
         `(batch, 1, heads, value_dim)`, and the new state.
@@ -60,7 +61,7 @@ def attend_recent_single(inputs, state, mask_fn, dropout=None, bias=None):
     allowed = seen_recent(valid, state["position"], mask_fn)
     logits = None if bias is None else ops.transpose(bias)[:, None]
     output = attend_single(query, key, value, allowed[:, None, None], dropout, logits)
-    return output, drop_oldest(past, 1, state["position"])
+    return output, drop_oldest(past, 1, state["position"], lengths)
 
 
 def seen_recent(valid, position, mask_fn):

@@ -1,12 +1,11 @@
 """States of streaming operations: specifications, and caches of keys."""
 
-import keras
-import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import may_agree
 from keras_efficient_attn.ops.common.chunking import pad_length
+from keras_efficient_attn.ops.common.rows import take_rows
 
 
 def make_state(spec):
@@ -37,18 +36,13 @@ def check_state(state, spec):
         )
 
 
-def common_position(position):
-    """The position `(batch,)` that all rows have; 0 for a batch without rows."""
-    return ops.max(position, initial=0)
-
-
 def _fill(shape, dtype, value=None):
     if value is None:
         return ops.zeros(shape, dtype)
     return ops.broadcast_to(ops.convert_to_tensor(value, dtype), shape)
 
 
-def write_positions(cache, segment, start):
+def write_positions(cache, segment, start, lengths=None):
     """A cache `(batch, capacity, ...)` with a segment from position `start` on.
 
     Positions beyond the capacity are lost: see `nan_beyond`.
@@ -56,36 +50,43 @@ def write_positions(cache, segment, start):
     Args:
         cache: `(batch, capacity, ...)`.
         segment: `(batch, length, ...)`, of the dtype of `cache`.
-        start: Scalar.
+        start: Integers `(batch,)`.
+        lengths: Integers `(batch,)`: the positions of each row that exist, at its
+            beginning. Defaults to `None`: all.
     """
-    capacity, length = shape_of(cache)[1], shape_of(segment)[1]
+    batch, capacity, *tail = shape_of(cache)
+    length = shape_of(segment)[1]
     if isinstance(length, int) and isinstance(capacity, int) and length > capacity:
         segment, length = segment[:, :capacity], capacity
-    start = ops.minimum(start, capacity - length)
-    if BACKEND != "tensorflow":
-        # JAX needs indices of one dtype; where float64 is enabled, 0 is int64.
-        zero = np.dtype(keras.backend.standardize_dtype(start.dtype)).type(0)
-        at = (zero, start, *[zero] * (len(cache.shape) - 2))
-        return ops.slice_update(cache, at, segment)
-    # TensorFlow has no gradient for an updated slice.
-    offset = ops.arange(capacity, dtype="int32") - start
-    written = ops.logical_and(offset >= 0, offset < length)
-    written = ops.reshape(written, (1, -1, *[1] * (len(cache.shape) - 2)))
-    taken = ops.take(segment, ops.clip(offset, 0, length - 1), axis=1)
-    return ops.where(written, taken, cache)
+    step = ops.arange(length, dtype="int32")
+    slot = start[:, None] + step
+    written = slot < capacity
+    if lengths is not None:
+        written = ops.logical_and(written, step < lengths[:, None])
+    # Slots of a row differ: those beyond the capacity keep what they hold.
+    slot = slot % capacity
+    written = ops.reshape(written, (batch, length, *[1] * len(tail)))
+    segment = ops.where(written, segment, take_rows(cache, slot))
+    slot = slot + capacity * ops.arange(batch, dtype="int32")[:, None]
+    flat = ops.scatter_update(
+        ops.reshape(cache, (batch * capacity, *tail)),
+        ops.reshape(slot, (-1, 1)),
+        ops.reshape(segment, (batch * length, *tail)),
+    )
+    return ops.reshape(flat, (batch, capacity, *tail))
 
 
-def nan_beyond(capacity, start, x):
-    """`x`, or NaN if its positions reach beyond the capacity of their cache.
+def nan_beyond(capacity, position, x):
+    """`x`, NaN in rows that have read more positions than their cache holds.
 
     A compiled program cannot raise, and silently dropping a position would be worse.
 
     Args:
         capacity: Number of positions that the cache can hold.
-        start: Position of the first, a scalar.
+        position: Positions read, those of `x` included: integers `(batch,)`.
         x: `(batch, length, ...)`.
     """
-    fits = start + shape_of(x)[1] <= capacity
+    fits = ops.reshape(position <= capacity, (-1, *[1] * (len(x.shape) - 1)))
     return ops.where(fits, x, ops.cast(float("nan"), x.dtype))
 
 
@@ -116,10 +117,34 @@ def append_segment(state, *segment, names=RECENT):
     )
 
 
-def drop_oldest(past, length, position):
-    """The state after a segment of that length, from `append_segment`."""
-    state = {name: t[:, length:] for name, t in zip(RECENT, past, strict=True)}
-    return {**state, "position": position + length}
+def keep_last(past, length, lengths=None):
+    """The last positions that exist, as many as there were before a segment.
+
+    Args:
+        past: `(batch, reach + length, ...)`: `reach` positions and a segment.
+        length: Length of the segment.
+        lengths: Integers `(batch,)`: the positions of the segment that exist in each
+            row, at its beginning. Defaults to `None`: all.
+    """
+    if lengths is None:
+        return past[:, length:]
+    reach = shape_of(past)[1] - length
+    return take_rows(past, lengths[:, None] + ops.arange(reach, dtype="int32"))
+
+
+def drop_oldest(past, length, position, lengths=None):
+    """The state after a segment, from `append_segment`.
+
+    Args:
+        past: The keys, values and masks of the state and the segment.
+        length, lengths: As for `keep_last`.
+        position: Integers `(batch,)`, before the segment.
+    """
+    state = {
+        name: keep_last(t, length, lengths)
+        for name, t in zip(RECENT, past, strict=True)
+    }
+    return {**state, "position": position + (length if lengths is None else lengths)}
 
 
 def fit_recent(state, reach):

@@ -53,7 +53,7 @@ def fourier_attention(
         causal: Whether query `t` sees keys `0..t + first_position` only. Defaults to
             `False`.
         first_position: Index among the keys of the first query's own key, if `causal`:
-            an integer or a scalar tensor. Defaults to 0.
+            an integer, or integers `(batch,)`. Defaults to 0.
         chunk_size: Minimum number of queries per tile; changes speed and memory, and
             the result only by rounding. Defaults to the device's plan: 4 on a CPU.
         implementation: `"tiled"` (the default); `"fused"`, on PyTorch the same compiled

@@ -27,8 +27,9 @@ def fourier_attention(
         logs = ops.where(kept[:, None, None, :], logs, LOG_ZERO)
         value = ops.where(kept[..., None, None], value, ops.zeros_like(value))
     if causal:
-        rows = ops.arange(shape_of(query)[1])[:, None] + first_position
-        columns = ops.arange(shape_of(key)[1])[None, :]
+        first = ops.reshape(ops.cast(first_position, "int32"), (-1, 1, 1, 1))
+        rows = first + ops.arange(shape_of(query)[1], dtype="int32")[:, None]
+        columns = ops.arange(shape_of(key)[1], dtype="int32")
         logs = ops.where(rows >= columns, logs, LOG_ZERO)
     largest = ops.stop_gradient(ops.max(logs, axis=-1, keepdims=True))
     weights = ops.where(logs > LOG_ZERO, ops.exp(logs - largest), 0.0)

@@ -53,10 +53,8 @@ def fourier_sums(query, key, value, radius, config, key_mask=None, first_positio
     size, chunks, tiles = chunk_layout(length, config.tile_size, query.shape[0], floats)
     xs = (query,)
     if config.causal:
-        last_seen = ops.arange(length, dtype="int32") + ops.cast(
-            first_position, "int32"
-        )
-        xs += (ops.cast(last_seen, dtype)[None],)
+        first = ops.reshape(ops.cast(first_position, "int32"), (-1, 1))
+        xs += (ops.cast(first + ops.arange(length, dtype="int32"), dtype),)
     xs = tuple(pad_to(x, tiles * chunks * size) for x in xs)
     consts = (ops.transpose(value, (0, 2, 1, 3)),)
     consts += () if valid is None else (valid,)

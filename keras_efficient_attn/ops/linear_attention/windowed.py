@@ -13,7 +13,8 @@ from keras_efficient_attn.ops.common.masks import SlidingWindow
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
 from keras_efficient_attn.ops.common.plan import jit_on_jax
 from keras_efficient_attn.ops.common.positions import bias_products
-from keras_efficient_attn.ops.common.state import append_segment
+from keras_efficient_attn.ops.common.rows import row_lengths
+from keras_efficient_attn.ops.common.state import append_segment, keep_last
 from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_with_feature_maps,
 )
@@ -62,6 +63,7 @@ def windowed_linear_attention(
     """
     # An implementation that is named is the far keys', without a kernel for near ones.
     kernel_dtype = value.dtype if config.implementation is None else None
+    lengths = None if state is None else row_lengths(key_mask)
     query, key, value, valid = masked_inputs(query, key, value, key_mask)
     length, window = shape_of(query)[1], config.window
 
@@ -87,7 +89,12 @@ def windowed_linear_attention(
             state=state,
         )
 
-    before, far_state = far(query, tuple(t[:, :length] for t in history), far_state)
+    leaving = tuple(t[:, :length] for t in history)
+    if lengths is not None:
+        # A row's window loses as many keys as the row has new ones.
+        leaves = ops.arange(length, dtype="int32") < lengths[:, None]
+        leaving = *leaving[:2], leaving[2] * ops.cast(leaves, valid.dtype)
+    before, far_state = far(query, leaving, far_state)
     rule = SlidingWindow(window, config.causal)
     by_distance = window_bias is not None and len(window_bias.shape) == 2
     distance_bias = window_bias if by_distance else None
@@ -98,9 +105,8 @@ def windowed_linear_attention(
     elif query.shape[1] == key.shape[1] == 1:
         near = attend_to_all(query, *(t[:, 1:] for t in history), distance_bias)
     else:
-        # The mask depends on distances only, so any start works.
         recent = (t[:, 1:] for t in history)
-        near = attend_recent(query, *recent, rule, start=0, relative=relative)
+        near = attend_recent(query, *recent, rule, None, relative=relative)
     if window_bias is not None and not by_distance:
         values, totals, log_scale = near
         near = values, totals, log_scale + window_bias
@@ -115,5 +121,5 @@ def windowed_linear_attention(
     output = finish(*merge(parts), config.output == "normalized")
     if state is None:
         return output, None
-    recent = (t[:, length:] for t in history)
+    recent = (keep_last(t, length, lengths) for t in history)
     return output, {**far_state, **dict(zip(STATE_NAMES, recent, strict=True))}

@@ -14,7 +14,6 @@ from keras_efficient_attn.ops.common.positions import bias_products
 from keras_efficient_attn.ops.common.single_query import attend_recent_single
 from keras_efficient_attn.ops.common.state import (
     append_segment,
-    common_position,
     drop_oldest,
 )
 from keras_efficient_attn.ops.local_attention.grid import attend_grid
@@ -34,9 +33,11 @@ def attend_in_blocks(inputs, window_bias, state, seed, config, options):
     mask_fn = config.mask_fn(options.causal)
     if state is not None:
         past, position = append_segment(state, key, value, valid), state["position"]
-        start, relative = common_position(position), bias_products(query, window_bias)
+        start = None if mask_fn.sees_all_in_reach else position
+        relative = bias_products(query, window_bias)
         part = attend_recent(query, *past, mask_fn, start, dropout, relative)
-        return finish(*part, True), drop_oldest(past, length, position)
+        lengths = config.lengths_of(inputs[3])
+        return finish(*part, True), drop_oldest(past, length, position, lengths)
     inputs = pad_to_common_length(query, key, value, valid)
     if config.is_grid:
         part = attend_grid(*inputs, mask_fn, dropout)
@@ -60,8 +61,9 @@ def attend_by_kernel(inputs, config, options, kernel):
 @jit_on_jax("config", "options")
 def attend_next(inputs, window_bias, state, seed, config, options):
     """Computes `attend_in_blocks` for one position and a state."""
+    lengths = config.lengths_of(inputs[3])
     query, *segment = masked_inputs(*inputs)
     inputs = (query * options.scale, *segment)
     mask_fn = config.mask_fn(causal=True)
     dropout = options.dropout_and_seed(seed)
-    return attend_recent_single(inputs, state, mask_fn, dropout, window_bias)
+    return attend_recent_single(inputs, state, mask_fn, dropout, window_bias, lengths)

@@ -216,20 +216,3 @@ def columns_of(rows, *widths):
         parts.append(rows[..., start : start + width])
         start += width
     return parts
-
-
-def take_rows(table, index):
-    """Rows of several tables.
-
-    Args:
-        table: `(batch, heads, length, width)`.
-        index: Integers `(batch, heads, count)`.
-
-    Returns:
-        `(batch, heads, count, width)`.
-    """
-    batch, heads, length, width = shape_of(table)
-    offset = ops.arange(batch, dtype="int32")[:, None] * heads
-    offset = (offset + ops.arange(heads, dtype="int32")) * length
-    flat = ops.reshape(table, (batch * heads * length, width))
-    return ops.take(flat, index + offset[..., None], axis=0)

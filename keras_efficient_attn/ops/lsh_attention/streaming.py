@@ -9,12 +9,12 @@ from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import pad_to
 from keras_efficient_attn.ops.common.online_softmax import merge
 from keras_efficient_attn.ops.common.plan import block_sizes
+from keras_efficient_attn.ops.common.rows import take_rows
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.common.state import make_state
 from keras_efficient_attn.ops.lsh_attention.chunked import (
     columns_of,
     masked_part,
-    take_rows,
     unit,
     with_self,
 )

@@ -20,9 +20,9 @@ from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.inputs import masked_inputs, pad_to_common_length
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
 from keras_efficient_attn.ops.common.plan import jit_on_jax
+from keras_efficient_attn.ops.common.rows import row_lengths, take_rows
 from keras_efficient_attn.ops.common.state import (
     append_segment,
-    common_position,
     drop_oldest,
     nan_beyond,
     write_positions,
@@ -36,7 +36,7 @@ def attend_in_blocks(inputs, state, seed, config, options):
 
     Arguments are as for the forms of `SoftmaxCall.attend`, with a `SparseConfig`.
     """
-    length = shape_of(inputs[0])[1]
+    length, lengths = shape_of(inputs[0])[1], row_lengths(inputs[3])
     inputs = masked_inputs(*inputs)
     if state is None:
         inputs = pad_to_common_length(*inputs)
@@ -51,12 +51,9 @@ def attend_in_blocks(inputs, state, seed, config, options):
         parts.append(attend_near(*near, near_mask, near_dropout))
     elif config.near_heads:
         past, position = append_segment(state, *near[1:]), state["position"]
-        parts.append(
-            attend_recent(
-                near[0], *past, near_mask, common_position(position), near_dropout
-            )
-        )
-        new_state |= drop_oldest(past, length, position)
+        start = None if near_mask.sees_all_in_reach else position
+        parts.append(attend_recent(near[0], *past, near_mask, start, near_dropout))
+        new_state |= drop_oldest(past, length, position, lengths)
     if config.far_heads and state is None:
         if config.pattern == "strided":
             part = attend_columns(*far, far_mask, far_dropout)
@@ -64,11 +61,9 @@ def attend_in_blocks(inputs, state, seed, config, options):
             part = attend_summaries(*far, far_mask, config.summary, far_dropout)
         parts.append(part)
     elif config.far_heads:
-        cache = write_far(state, far[1:], config)
+        cache = write_far(state, far[1:], config, lengths)
         parts.append(
-            _attend_cache(
-                far[0], cache, common_position(state["position"]), far_dropout, config
-            )
+            _attend_cache(far[0], cache, state["position"], far_dropout, config)
         )
         new_state |= dict(zip(FAR, cache, strict=True))
     if config.heads == "merged":
@@ -77,10 +72,10 @@ def attend_in_blocks(inputs, state, seed, config, options):
         output = ops.concatenate([finish(*part, True) for part in parts], axis=2)
     if state is None:
         return output[:, :length], None
+    position = state["position"] + (length if lengths is None else lengths)
     if config.far_heads:
-        capacity = config.capacity(state["far_key"])
-        output = nan_beyond(capacity, common_position(state["position"]), output)
-    return output, {**new_state, "position": state["position"] + length}
+        output = nan_beyond(config.capacity(state["far_key"]), position, output)
+    return output, {**new_state, "position": position}
 
 
 def _attend_cache(query, cache, start, dropout, config):
@@ -92,13 +87,13 @@ def _attend_cache(query, cache, start, dropout, config):
     )
 
 
-def write_far(state, keys, config):
+def write_far(state, keys, config, lengths):
     """The second factor's cache, with the keys, values and masks of a segment."""
-    start = common_position(state["position"])
+    start = state["position"]
     cache = [ops.cast(state[name], t.dtype) for name, t in zip(FAR, keys, strict=True)]
     if config.pattern == "strided":
         return [
-            write_positions(old, new, start)
+            write_positions(old, new, start, lengths)
             for old, new in zip(cache, keys, strict=True)
         ]
     key, value, valid = keys
@@ -129,7 +124,7 @@ def attend_cached_columns(query, cache, mask_fn, start, dropout):
         cache: Keys and values `(batch, capacity, heads, dim)`, position `s` in slot
             `s`, and masks `(batch, capacity)`, 0 for slots that hold no key.
         mask_fn: A causal `Columns`.
-        start: Scalar.
+        start: Integers `(batch,)`.
         dropout: `(rate, seed)` or `None`.
     """
     length, stride = shape_of(query)[1], mask_fn.stride
@@ -137,18 +132,17 @@ def attend_cached_columns(query, cache, mask_fn, start, dropout):
     columns = min(stride, length) if isinstance(length, int) else stride
     rows = chunk_count(length, columns)
     step = ops.arange(columns, dtype="int32")
-    chosen = (start + step) % stride
+    first = start[:, None, None] + step[:, None]
     cached = cache[0].shape[1] // stride
+    # (batch, columns, rows)
+    slots = first % stride + stride * ops.arange(cached, dtype="int32")
 
     def read(x):
         batch, _, *tail = shape_of(x)
-        x = ops.reshape(x, (batch, cached, stride, *tail))
-        return ops.swapaxes(ops.take(x, chosen, axis=2), 1, 2)
+        found = take_rows(x, ops.reshape(slots, (batch, columns * cached)))
+        return ops.reshape(found, (batch, columns, cached, *tail))
 
-    positions = (
-        start + step[:, None] + columns * ops.arange(rows, dtype="int32"),
-        chosen[:, None] + stride * ops.arange(cached, dtype="int32"),
-    )
+    positions = first + columns * ops.arange(rows, dtype="int32"), slots
     query = by_column(query, rows, columns)
     part = attend_blocks(query, *map(read, cache), mask_fn, positions, dropout)
     return tuple(by_row(t)[:, :length] for t in part)
@@ -201,13 +195,13 @@ def attend_cached_summaries(query, cache, mask_fn, summary, start, dropout):
         cache: Keys, values and masks, `(batch, blocks · summary, heads, ...)`.
         mask_fn: A causal `Summaries`.
         summary: Positions per summary.
-        start: Scalar.
+        start: Integers `(batch,)`.
         dropout: `(rate, seed)` or `None`.
     """
     length, heads = shape_of(query)[1], query.shape[2]
     blocks = cache[0].shape[1] // summary
     positions = (
-        start + ops.arange(length, dtype="int32"),
+        start[:, None] + ops.arange(length, dtype="int32"),
         summary_positions(blocks, mask_fn.stride, summary, heads),
     )
     return attend_shared(query, *cache, mask_fn, positions, dropout)
@@ -220,21 +214,17 @@ def write_summaries(cache, segment, stride, summary, start):
         cache: `(batch, blocks · summary, heads, ...)`.
         segment: `(batch, length, heads, ...)`, from position `start` on.
         stride, summary: Positions of a block and of its summary.
-        start: Scalar.
+        start: Integers `(batch,)`.
     """
     length, heads = shape_of(segment)[1], cache.shape[2]
     blocks = cache.shape[1] // summary
     # The position in the segment of each slot's key.
-    steps = summary_positions(blocks, stride, summary, heads) - start
+    steps = summary_positions(blocks, stride, summary, heads) - start[:, None, None]
     held = ops.logical_and(steps >= 0, steps < length)
     steps = ops.clip(steps, 0, length - 1)
-    written = ops.stack(
-        [ops.take(segment[:, :, head], steps[head], axis=1) for head in range(heads)],
-        axis=2,
-    )
-    held = ops.reshape(
-        ops.swapaxes(held, 0, 1), (1, -1, heads) + (1,) * (len(cache.shape) - 3)
-    )
+    written = ops.swapaxes(take_rows(ops.swapaxes(segment, 1, 2), steps), 1, 2)
+    held = ops.swapaxes(held, 1, 2)
+    held = ops.reshape(held, (*shape_of(held), *[1] * (len(cache.shape) - 3)))
     return ops.where(held, written, cache)
 
 

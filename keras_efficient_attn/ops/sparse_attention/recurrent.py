@@ -1,16 +1,13 @@
 """Sparse attention of one position, over the keys of a state."""
 
-import keras
-import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.plan import jit_on_jax
+from keras_efficient_attn.ops.common.rows import row_lengths, take_rows
 from keras_efficient_attn.ops.common.single_query import attend_single, seen_recent
 from keras_efficient_attn.ops.common.state import (
     append_segment,
-    common_position,
     drop_oldest,
     nan_beyond,
 )
@@ -24,6 +21,7 @@ from keras_efficient_attn.ops.sparse_attention.config import FAR
 @jit_on_jax("config", "options")
 def attend_next(inputs, state, seed, config, options):
     """Computes `attend_in_blocks` for one position and a state."""
+    lengths = row_lengths(inputs[3])
     query, *keys = masked_inputs(*inputs)
     near, far = config.split_heads(query * options.scale, *keys)
     near_dropout, far_dropout = config.dropouts(options, seed)
@@ -33,58 +31,48 @@ def attend_next(inputs, state, seed, config, options):
         past = append_segment(state, *near[1:])
         allowed = seen_recent(past[2], position, near_mask)
         seen.append((near[0], *past[:2], allowed[:, None, None], near_dropout))
-        new_state |= drop_oldest(past, 1, position)
+        new_state |= drop_oldest(past, 1, position, lengths)
     if config.far_heads:
         read = _read_column if config.pattern == "strided" else _read_summaries
-        *far_keys, cache = read(state, far[1:], config)
+        *far_keys, cache = read(state, far[1:], config, lengths)
         seen.append((far[0], *far_keys, far_dropout))
         new_state |= dict(zip(FAR, cache, strict=True))
     if config.merges:
         seen = [_join_keys(*seen)]
     outputs = [attend_single(*part) for part in seen]
     output = outputs[0] if len(outputs) == 1 else ops.concatenate(outputs, axis=2)
+    position = position + (1 if lengths is None else lengths)
     if config.far_heads:
-        output = nan_beyond(
-            config.capacity(state["far_key"]), common_position(position), output
-        )
-    return output, {**new_state, "position": position + 1}
+        output = nan_beyond(config.capacity(state["far_key"]), position, output)
+    return output, {**new_state, "position": position}
 
 
-def _read_column(state, keys, config):
+def _read_column(state, keys, config, lengths):
     """Keys and values of the position's column, which it sees, and the new cache."""
-    position, stride = common_position(state["position"]), config.stride
-    cache = write_far(state, keys, config)
-    column = position % stride
+    position, stride = state["position"][:, None], config.stride
+    cache = write_far(state, keys, config, lengths)
     rows = cache[0].shape[1] // stride
-
-    def read(x):
-        batch, _, *tail = shape_of(x)
-        x = ops.reshape(x, (batch, rows, stride, *tail))
-        # JAX needs indices of one dtype; where float64 is enabled, 0 is int64.
-        zero = np.dtype(keras.backend.standardize_dtype(column.dtype)).type(0)
-        start, sizes = (
-            [zero, zero, column, *(zero for _ in tail)],
-            (batch, rows, 1, *tail),
-        )
-        return ops.reshape(ops.slice(x, start, sizes), (batch, rows, *tail))
-
-    key, value, valid = map(read, cache)
+    slots = position % stride + stride * ops.arange(rows, dtype="int32")
+    key, value, valid = (take_rows(x, slots) for x in cache)
     # All keys except those that the first factor sees and future ones.
     last = position - stride - 1 if config.merges else position
-    allowed = column + stride * ops.arange(rows, dtype="int32") <= last
-    return key, value, ops.logical_and(allowed, valid > 0)[:, None, None], cache
+    allowed = ops.logical_and(slots <= last, valid > 0)
+    return key, value, allowed[:, None, None], cache
 
 
-def _read_summaries(state, keys, config):
-    """Keys and values of all summaries, which the position sees, and the new cache."""
-    position = common_position(state["position"])
+def _read_summaries(state, keys, config, lengths):
+    """Keys and values of all summaries, which the position sees, and the new cache.
+
+    A position that does not exist is written with a mask of 0; the next replaces it.
+    """
+    position = state["position"][:, None, None]
     cache = [ops.cast(state[name], t.dtype) for name, t in zip(FAR, keys, strict=True)]
     blocks = cache[0].shape[1] // config.summary
     # (heads, slots)
     positions = summary_positions(
         blocks, config.stride, config.summary, config.far_heads
     )
-    own = ops.transpose(positions == position)[None]
+    own = ops.swapaxes(positions == position, 1, 2)
     key, value, valid = keys
     cache = [
         ops.where(own[..., None], key, cache[0]),

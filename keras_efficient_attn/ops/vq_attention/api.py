@@ -262,11 +262,11 @@ def attend_to_keys_and_codes(
     if state is None and config.window is not None:
         options = config, causal, positions, kernel_dtype
         return attend_sequence(query, keys, codebook, *options), None
-    keys = with_valid(keys)
     if state is not None and query.shape[1] == key.shape[1] == 1:
         return attend_token(query, keys, codebook, config, positions, state)
     if state is not None and config.window is not None:
         return attend_segment(query, keys, codebook, config, positions, state)
+    keys = with_valid(keys)
     # Without a window, codes stand for all keys.
     keys, cache = keys_for_codes(keys, codebook, config), None
     if causal:

@@ -9,15 +9,19 @@ from keras_efficient_attn.ops.common.online_softmax import (
     divide,
     merge,
 )
+from keras_efficient_attn.ops.common.rows import row_lengths
+from keras_efficient_attn.ops.common.state import keep_last
 from keras_efficient_attn.ops.vq_attention.blocks import MIN_COUNT, one_hot_codes
 from keras_efficient_attn.ops.vq_attention.codebook import look_up, responsibilities
 from keras_efficient_attn.ops.vq_attention.config import (
     cache_of,
     map_tensors,
     named_cache,
+    with_valid,
 )
 from keras_efficient_attn.ops.vq_attention.expanded import feature_sums, read
 from keras_efficient_attn.ops.vq_attention.windowed import (
+    leaving_keys,
     named_window,
     quantize,
     with_history,
@@ -27,13 +31,15 @@ from keras_efficient_attn.ops.vq_attention.windowed import (
 def attend_token(query, keys, codebook, config, positions, state):
     """Computes `windowed.attend_segment` for one position, with or without window."""
     query, window, new_state = ops.swapaxes(query, 1, 2), None, {}
+    lengths, keys = row_lengths(keys.valid), with_valid(keys)
     if config.window is not None:
         near = quantize(keys, codebook) if config.quantize_window else keys
         history = with_history(state, near)
-        keys = map_tensors(lambda t: t[:, :1], history)
+        keys = leaving_keys(history, 1, lengths)
         recent = map_tensors(lambda t: t[:, 1:], history)
-        new_state = named_window(recent)
         window = _window(query, recent, positions)
+        kept = map_tensors(lambda t: keep_last(t, 1, lengths), history)
+        new_state = named_window(kept)
     cache = cache_of(state, config, query.dtype)
     if not config.gradient_through_cache:
         keys, codebook, cache = (

@@ -18,7 +18,8 @@ from keras_efficient_attn.ops.common.interval_softmax.choice import attend_windo
 from keras_efficient_attn.ops.common.masks import SlidingWindow
 from keras_efficient_attn.ops.common.online_softmax import divide, merge
 from keras_efficient_attn.ops.common.plan import has_one_tpu
-from keras_efficient_attn.ops.common.state import append_segment
+from keras_efficient_attn.ops.common.rows import row_lengths
+from keras_efficient_attn.ops.common.state import append_segment, keep_last
 from keras_efficient_attn.ops.vq_attention import feature_kernel
 from keras_efficient_attn.ops.vq_attention.blocks import (
     causal_code_attention,
@@ -95,17 +96,16 @@ def attend_segment(query, keys, codebook, config, positions, state):
     Returns:
         `(output, state)`.
     """
-    keys = with_valid(keys)
     if query.shape[1] is None or query.shape[1] != keys.key.shape[1]:
         query, keys, positions = _fit_lengths(query, keys, True, positions)
-    length = shape_of(query)[1]
+    length, lengths = shape_of(query)[1], row_lengths(keys.valid)
+    keys = with_valid(keys)
     near = quantize(keys, codebook) if config.quantize_window else keys
     history = with_history(state, near)
     rule = SlidingWindow(config.window, True)
     recent = (t[:, 1:] for t in history[:3])
-    # The mask depends on distances only, so any start works.
-    part = attend_recent(query, *recent, rule, start=0, relative=positions)
-    leaving = map_tensors(lambda t: t[:, :length], history)
+    part = attend_recent(query, *recent, rule, None, relative=positions)
+    leaving = leaving_keys(history, length, lengths)
     far, cache = attend_to_codes(
         query,
         keys_for_codes(leaving, codebook, config),
@@ -114,7 +114,7 @@ def attend_segment(query, keys, codebook, config, positions, state):
         cache=cache_of(state, config, query.dtype),
     )
     values, totals, _ = merge([part, far])
-    recent = map_tensors(lambda t: t[:, length:], history)
+    recent = map_tensors(lambda t: keep_last(t, length, lengths), history)
     return divide(values, totals), {**named_window(recent), **named_cache(cache)}
 
 
@@ -188,6 +188,22 @@ def with_history(state, near):
     # Soft codes have no `index`, the last of the four.
     given = [t for t in near if t is not None]
     return Keys(*append_segment(state, *given, names=WINDOW_NAMES[: len(given)]))
+
+
+def leaving_keys(history, length, lengths):
+    """The keys that a segment pushes out of the window.
+
+    Args:
+        history: `Keys` of the window and the segment, from `with_history`.
+        length, lengths: As for `keep_last`.
+    """
+    leaving = map_tensors(lambda t: t[:, :length], history)
+    if lengths is None:
+        return leaving
+    leaves = ops.arange(length, dtype="int32") < lengths[:, None]
+    leaves = ops.cast(leaves, leaving.valid.dtype)
+    value = leaving.value * leaves[..., None, None]
+    return leaving._replace(value=value, valid=leaving.valid * leaves)
 
 
 def named_window(recent):

@@ -11,7 +11,6 @@ from keras_efficient_attn.layers.attention import feature_maps
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.feature_maps import FeatureMap
 from keras_efficient_attn.layers.attention.registry import register_attention
-from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
     check_positive_int,
@@ -275,7 +274,7 @@ class LinearAttention(EfficientAttention):
                 *tensors, config, **options
             )
         if position is not None:
-            state["position"] = position + shape_of(query)[1]
+            state["position"] = position + call.positions_read(query)
         if self._dropout > 0.0:
             heads = self._dropout_layer(heads, training=call.training)
         return heads, state

@@ -407,7 +407,7 @@ class VQAttention(EfficientAttention):
                     self.add_loss(loss)
                 self._codebook.update(key, index, valid, codes)
         if start is not None:
-            new_state["position"] = start + shape_of(query)[1]
+            new_state["position"] = start + call.positions_read(query)
         if self._dropout > 0.0:
             heads = self._dropout_layer(heads, training=call.training)
         return heads, new_state

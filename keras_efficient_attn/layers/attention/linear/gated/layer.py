@@ -13,6 +13,7 @@ from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 from keras_efficient_attn.ops.common.convolution import causal_convolution
 from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.numerics import mean_of_channels, wide_dtype
+from keras_efficient_attn.ops.common.rows import row_lengths
 from keras_efficient_attn.ops.linear_attention.gated.api import (
     gated_attention_with_feature_maps,
 )
@@ -183,13 +184,14 @@ class GatedStateAttention(LinearAttention):
         }
         last = {}
         if self.convolution is not None:
+            lengths = None if call.state is None else row_lengths(call.key_mask)
             for name, x in heads.items():
                 mask = call.query_mask if name == "query" else call.key_mask
                 state_name = f"{name}_inputs"
                 past = None if call.state is None else call.state[state_name]
                 x = x if mask is None else hide_masked(x, mask)
                 heads[name], inputs = causal_convolution(
-                    x, self._convolution_kernels[name], past
+                    x, self._convolution_kernels[name], past, lengths
                 )
                 last[state_name] = ops.cast(inputs, self.state_dtype)
         if self.activation is not None:
@@ -218,7 +220,7 @@ class GatedStateAttention(LinearAttention):
         if state is not None:
             state = {**state, **call.options["last_inputs"]}
         if position is not None:
-            state["position"] = position + shape_of(query)[1]
+            state["position"] = position + call.positions_read(query)
         if self._dropout > 0.0:
             heads = self._dropout_layer(heads, training=call.training)
         return heads, state
