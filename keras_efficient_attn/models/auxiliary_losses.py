@@ -138,10 +138,13 @@ class AuxiliaryLosses(TaskWrapper):
         if not training:
             return self.model(inputs, training=training)
         backbone = self.model.backbone
-        x = backbone.embedding(inputs["token_ids"], training=training)
+        mask = inputs["padding_mask"]
+        x = backbone.embedding(
+            inputs["token_ids"], padding_mask=mask, training=training
+        )
         x, layers = backbone.decoder(
             x,
-            padding_mask=inputs["padding_mask"],
+            padding_mask=mask,
             return_layers=True,
             training=training,
         )

@@ -258,22 +258,33 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
                 "`encode` is for a backbone with architecture='encoder_decoder'. "
                 f"Received: architecture={self.architecture!r}"
             )
-        return self.encoder(self.embedding(token_ids), padding_mask=padding_mask)
+        x = self.embedding(token_ids, padding_mask=padding_mask)
+        return self.encoder(x, padding_mask=padding_mask)
 
-    def stream(self, token_ids, state, memory=None, memory_padding_mask=None):
+    def stream(
+        self,
+        token_ids,
+        state,
+        memory=None,
+        memory_padding_mask=None,
+        padding_mask=None,
+    ):
         """Reads a segment of a sequence, down to a single token.
 
         Reading the segments of a sequence in order gives the outputs of one call on the
         whole sequence.
 
         Args:
-            token_ids: Integers `(batch, length)`, without padding.
+            token_ids: Integers `(batch, length)`.
             state: From `get_initial_state` or the previous segment's call.
             memory: The encoder's output, from `encode`, for a decoder with an encoder.
             memory_padding_mask: Optional `(batch, memory_length)`, 0 at padding.
+            padding_mask: Optional `(batch, length)`, 0 at padding, anywhere in a row:
+                rows may read segments of different lengths.
 
         Returns:
-            `(hidden, state)`: `(batch, length, hidden_dim)`, and the new state.
+            `(hidden, state)`: `(batch, length, hidden_dim)`, and the new state, in
+            which each row has its own position.
 
         Raises:
             ValueError: If there is an encoder and no `memory`, or a `memory` and no
@@ -285,9 +296,12 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
                 f"Received: architecture={self.architecture!r}, memory given: "
                 f"{memory is not None}"
             )
-        x, embedding_state = self.embedding(token_ids, state=state["embedding"])
+        x, embedding_state = self.embedding(
+            token_ids, padding_mask=padding_mask, state=state["embedding"]
+        )
         x, decoder_state = self.decoder(
             x,
+            padding_mask=padding_mask,
             memory=memory,
             memory_padding_mask=memory_padding_mask,
             state=state["decoder"],
@@ -426,16 +440,21 @@ def _connect(embedding, encoder, decoder):
 
     if encoder is None or decoder is None:
         inputs = sequence_inputs()
-        x = embedding(inputs["token_ids"])
-        return inputs, (encoder or decoder)(x, padding_mask=inputs["padding_mask"])
+        mask = inputs["padding_mask"]
+        x = embedding(inputs["token_ids"], padding_mask=mask)
+        return inputs, (encoder or decoder)(x, padding_mask=mask)
     inputs = sequence_inputs("encoder_") | sequence_inputs("decoder_")
     encoder_mask = inputs["encoder_padding_mask"]
-    memory = encoder(embedding(inputs["encoder_token_ids"]), padding_mask=encoder_mask)
+    decoder_mask = inputs["decoder_padding_mask"]
+    memory = encoder(
+        embedding(inputs["encoder_token_ids"], padding_mask=encoder_mask),
+        padding_mask=encoder_mask,
+    )
     outputs = {
         "encoder_sequence_output": memory,
         "decoder_sequence_output": decoder(
-            embedding(inputs["decoder_token_ids"]),
-            padding_mask=inputs["decoder_padding_mask"],
+            embedding(inputs["decoder_token_ids"], padding_mask=decoder_mask),
+            padding_mask=decoder_mask,
             memory=memory,
             memory_padding_mask=encoder_mask,
         ),

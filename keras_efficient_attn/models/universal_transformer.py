@@ -162,7 +162,10 @@ class UniversalTransformer(TransformerStack):
         signal, new_state, layers = None, {}, []
         if self.positions is not None:
             signal, positions_state = self.positions.signal(
-                x, None if state is None else state["positions"], training
+                x,
+                inputs["padding_mask"],
+                None if state is None else state["positions"],
+                training,
             )
             if state is not None:
                 new_state["positions"] = positions_state

@@ -96,14 +96,8 @@ def test_a_state_belongs_to_its_rows(causal_case):
     source, read, step = np.arange(rows), np.zeros(rows, int), 0
     while read.min() < LENGTH:
         length = 1 if step % 3 == 1 else 9
-        number = random.integers(0, length + 1, rows)
-        if layer.keeps_places:
-            # A position that is left out counts as well.
-            number = np.full(rows, length)
-        number = np.minimum(number, LENGTH - read)
-        mask = np.arange(length) < number[:, None]
-        if not layer.keeps_places:
-            mask = random.permuted(mask, axis=1)
+        number = np.minimum(random.integers(0, length + 1, rows), LENGTH - read)
+        mask = random.permuted(np.arange(length) < number[:, None], axis=1)
         segment = np.full((rows, length, DIM), np.nan, "float32")
         for row, exists in enumerate(mask):
             segment[row, exists] = x[source[row], read[row] :][: number[row]]

@@ -26,11 +26,21 @@ class PreviousToken(keras.layers.Embedding):
     def get_initial_state(self, batch_size):
         return ops.zeros((batch_size, 1), "int32")
 
-    def call(self, tokens, state=None):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.supports_masking = True
+
+    def call(self, tokens, mask=None, state=None):
         before = ops.zeros_like(tokens[:, :1]) if state is None else state
         tokens = ops.concatenate([ops.cast(before, tokens.dtype), tokens], axis=1)
         output = super().call(tokens[:, :-1])
-        return output if state is None else (output, tokens[:, -1:])
+        if state is None:
+            return output
+        last = ops.shape(tokens)[1] - 1
+        if mask is not None:
+            last = ops.sum(ops.cast(mask, "int32"), axis=1, keepdims=True)
+            return output, ops.take_along_axis(tokens, last, axis=1)
+        return output, tokens[:, last:]
 
     def compute_output_shape(self, input_shape):
         return (*input_shape, self.output_dim)

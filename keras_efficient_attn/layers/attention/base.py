@@ -425,7 +425,8 @@ class EfficientAttention(
 
     def _move_to_front(self, inputs, call):
         """As `rows.move_to_front`; layers with tensors by position move these too."""
-        return move_to_front(inputs, call, self.keeps_places)
+        keeps_places = self.keeps_places and call.state is None
+        return move_to_front(inputs, call, keeps_places)
 
     def compute_output_spec(self, *args, **kwargs):
         # A call with symbolic inputs is checked and returns before it computes.

@@ -17,9 +17,10 @@ class LayerDescription:
 
     @property
     def keeps_places(self):
-        """Whether a masked position keeps its place, as in an image.
+        """Whether masked positions of a whole sequence keep their places.
 
-        Otherwise it does not exist: positions count what is left.
+        As in an image. Otherwise, and in a segment with a state, they do not exist:
+        positions count what is left.
         """
         return False
 

@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.arguments import KeepsArguments
+from keras_efficient_attn.layers.attention.masks import zero_masked
 from keras_efficient_attn.models.blocks.feed_forward import (
     get_activation,
     make_dense,
@@ -16,6 +17,8 @@ from keras_efficient_attn.ops.common.checks import (
     is_pair,
 )
 from keras_efficient_attn.ops.common.convolution import causal_convolution, depthwise
+from keras_efficient_attn.ops.common.rows import RowOrder, row_lengths
+from keras_efficient_attn.ops.common.state import keep_last
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -34,6 +37,7 @@ class CausalConvolution(KeepsArguments, keras.layers.Layer):
 
     Call arguments:
         x: `(batch, length, dim)`.
+        mask: Optional boolean `(batch, length)`: positions that are false do not exist.
         state: Optional, from `get_initial_state` or the previous segment's call: the
             last `kernel_size - 1` inputs.
 
@@ -58,6 +62,7 @@ class CausalConvolution(KeepsArguments, keras.layers.Layer):
     def __init__(self, kernel_size=4, **kwargs):
         super().__init__(**kwargs)
         check_int("kernel_size", kernel_size, 2)
+        self.supports_masking = True
         self.keep(locals())
 
     def build(self, input_shape):
@@ -74,9 +79,14 @@ class CausalConvolution(KeepsArguments, keras.layers.Layer):
             self.compute_dtype,
         )
 
-    def call(self, x, state=None):
-        output, last = causal_convolution(x, self.kernel, state)
+    def call(self, x, mask=None, state=None):
+        order = None if mask is None else RowOrder.of(mask)
+        if order is not None:
+            x = zero_masked(order.to_front(x), order.exists)
+        lengths = None if state is None else row_lengths(mask)
+        output, last = causal_convolution(x, self.kernel, state, lengths)
         output = x + output
+        output = output if order is None else order.to_places(output)
         return output if state is None else (output, last)
 
     def compute_output_shape(self, input_shape):
@@ -106,7 +116,7 @@ class SeparableConvolution(keras.layers.Layer):
 
     Call arguments:
         x: `(batch, length, dim)`.
-        mask: Optional boolean `(batch, length)`; masked positions are never read.
+        mask: Optional boolean `(batch, length)`: positions that are false do not exist.
         state: Optional, from `get_initial_state` or the previous segment's call.
 
     Returns:
@@ -182,31 +192,37 @@ class SeparableConvolution(keras.layers.Layer):
                 "`state` holds the past, and needs causal=True. Received: causal=False"
             )
         before = {"x": None, "hidden": None} if state is None else state
-        h, after_x = self._convolve(x, self.kernels[0], mask, before["x"])
+        order = None if mask is None else RowOrder.of(mask)
+        lengths = None if state is None else row_lengths(mask)
+        x = x if order is None else order.to_front(x)
+        exists = None if order is None else order.exists
+        rows = exists, lengths
+        h, after_x = self._convolve(x, self.kernels[0], *rows, before["x"])
         h = self.hidden(h)
-        h, after_hidden = self._convolve(h, self.kernels[1], mask, before["hidden"])
+        h, after_hidden = self._convolve(h, self.kernels[1], *rows, before["hidden"])
         y = self.output_dense(h)
+        y = y if order is None else order.to_places(y)
         return y if state is None else (y, {"x": after_x, "hidden": after_hidden})
 
-    def _convolve(self, x, kernel, mask, before):
+    def _convolve(self, x, kernel, exists, lengths, before):
         """The convolution, and the part of its input that the next segment needs.
 
         Args:
-            x: `(batch, length, dim)`.
+            x: `(batch, length, dim)`, what exists at the front of its row.
             kernel: `(kernel_size, dim)`.
-            mask: Boolean `(batch, length)` or `None`.
+            exists: Boolean `(batch, length)`, or `None` for all.
+            lengths: The positions of each row that exist, `(batch,)`, or `None` for
+                all.
             before: `(batch, kernel_size - 1, dim)`, or `None` at the start.
         """
         reach = kernel.shape[0] - 1
-        if mask is not None:
-            x = ops.where(ops.cast(mask, "bool")[..., None], x, ops.zeros_like(x))
-        length = shape_of(x)[1]
+        x, length = zero_masked(x, exists), shape_of(x)[1]
         if before is None:
             after = 0 if self.causal else reach // 2
             padded = ops.pad(x, ((0, 0), (reach - after, after), (0, 0)))
         else:
             padded = ops.concatenate([ops.cast(before, x.dtype), x], axis=1)
-        return depthwise(padded, kernel, length), padded[:, length:]
+        return depthwise(padded, kernel, length), keep_last(padded, length, lengths)
 
     def compute_output_shape(self, x_shape):
         return x_shape

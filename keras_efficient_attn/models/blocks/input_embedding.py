@@ -4,9 +4,11 @@ import dataclasses
 import math
 
 import keras
+from keras import ops
 
 from keras_efficient_attn.models.blocks.positions import PositionOptions
 from keras_efficient_attn.models.options import Options, check_name
+from keras_efficient_attn.ops.common.rows import RowOrder
 
 OUTPUTS = ("tied", "untied")
 
@@ -23,9 +25,11 @@ class EmbeddingOptions(Options):
         features: Layers from token ids `(batch, length)` to `(batch, length,
             hidden_dim)`, which are added to the embeddings; layers or their
             configurations. To stream, a layer needs `get_initial_state(batch_size)` and
-            returns `(output, state)` from a call with `state`. A layer is a template:
-            each backbone gets a new layer with its configuration and the backbone's
-            `dtype`. Defaults to `()`: none.
+            returns `(output, state)` from a call with `state`; a layer that
+            `supports_masking` is called with a `mask` `(batch, length)`, true and then
+            false, and a state of rows of different lengths needs one. A layer is a
+            template: each backbone gets a new layer with its configuration and the
+            backbone's `dtype`. Defaults to `()`: none.
 
     Raises:
         ValueError: For an unknown `output`.
@@ -74,10 +78,16 @@ class InputEmbedding(keras.layers.Layer):
 
     Call arguments:
         token_ids: Integers `(batch, length)`.
+        padding_mask: Optional `(batch, length)`, 0 at padding, anywhere in a row:
+            features and positions count the other tokens only.
         state: Optional, from `get_initial_state` or the previous segment's call.
 
     Returns:
         `(batch, length, hidden_dim)`; `(output, state)` with `state`.
+
+    Raises:
+        ValueError: On a call with `padding_mask` and `state`, if a feature does not
+            support masking.
     """
 
     def __init__(
@@ -126,7 +136,11 @@ class InputEmbedding(keras.layers.Layer):
             for name, layer in self._streaming_layers()
         }
 
-    def call(self, token_ids, state=None, training=None):
+    def call(self, token_ids, padding_mask=None, state=None, training=None):
+        order = None
+        if padding_mask is not None and self._streaming_layers():
+            order = RowOrder.of(ops.cast(padding_mask, "bool"))
+            token_ids = order.to_front(token_ids)
         x = self.token_embedding(token_ids)
         if self.options.scale:
             x = x * math.sqrt(self.token_embedding.output_dim)
@@ -134,15 +148,30 @@ class InputEmbedding(keras.layers.Layer):
         for name, layer in self._streaming_layers():
             adds = layer is self.positions
             received = x if adds else token_ids
+            options = {}
+            if order is not None and (adds or layer.supports_masking):
+                options["mask"] = order.exists
             if state is None:
-                output = layer(received)
+                output = layer(received, **options)
             else:
-                output, new_state[name] = layer(received, state=state[name])
+                self._check_feature(layer, order, options)
+                output, new_state[name] = layer(received, state=state[name], **options)
             x = output if adds else x + output
+        x = x if order is None else order.to_places(x)
         x = self.dropout(x, training=training)
         return x if state is None else (x, new_state)
 
-    def compute_output_spec(self, token_ids, state=None, training=None):
+    def _check_feature(self, layer, order, options):
+        if order is not None and not options:
+            raise ValueError(
+                "A state of rows of different lengths needs `features` that support "
+                "masking: set `supports_masking`, and take `mask` in `call`. "
+                f"Received: padding_mask given, features with {layer!r}"
+            )
+
+    def compute_output_spec(
+        self, token_ids, padding_mask=None, state=None, training=None
+    ):
         shape = (*token_ids.shape, self.token_embedding.output_dim)
         return keras.KerasTensor(shape, dtype=self.compute_dtype)
 

@@ -13,6 +13,7 @@ from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 from keras_efficient_attn.ops.common.numerics import sine, wide_dtype
 from keras_efficient_attn.ops.common.positions import position_angles
+from keras_efficient_attn.ops.common.rows import row_lengths
 
 POSITIONS = ("sinusoidal", "learned", "axial", "rotary")
 # Longest wavelength of sinusoidal and rotary positions, over 2π.
@@ -32,9 +33,9 @@ class Positions(keras.layers.Layer):
 
     Call arguments:
         x: `(batch, length, dim)`.
+        mask: Optional boolean `(batch, length)`: positions that are false do not count.
         state: Optional, from `get_initial_state` or the previous segment's call: the
-            number of positions read so far, `(batch,)`, the same for all rows. One
-            integer per row, so that a sampler may reorder the batch axis.
+            number of positions that each row has read, `(batch,)`.
 
     Returns:
         A tensor of the shape of `x`; `(output, state)` with `state`.
@@ -48,6 +49,7 @@ class Positions(keras.layers.Layer):
 
     def __init__(self, max_offset=0, seed=None, **kwargs):
         super().__init__(**kwargs)
+        self.supports_masking = True
         check_int("max_offset", max_offset, 0)
         self.max_offset = max_offset
         self.seed = seed
@@ -70,18 +72,29 @@ class Positions(keras.layers.Layer):
         # The last position must exist as well.
         return ops.minimum(start, ops.maximum(self.max_length - shape_of(x)[1], 0))
 
-    def signal(self, x, state=None, training=None):
+    def signal(self, x, mask=None, state=None, training=None):
         """The signal to add to `x`, which broadcasts with it, and the new state."""
+        length = shape_of(x)[1]
+        index = ops.arange(length, dtype="int32")[None]
+        if mask is not None:
+            earlier = ops.cumsum(ops.cast(mask, "int32"), axis=1)
+            index = ops.maximum(ops.cast(earlier, "int32") - 1, 0)
         if state is None:
-            return self.embed(x, self.first_position(x, training)), None
-        return self.embed(x, state[0]), state + shape_of(x)[1]
+            return self.embed(x, index + self.first_position(x, training)), None
+        new_state = state + (length if mask is None else row_lengths(mask))
+        return self.embed(x, index + state[:, None]), new_state
 
-    def embed(self, x, start):
-        """Embeddings that broadcast with `x`, from position `start` on."""
+    def embed(self, x, index):
+        """Embeddings that broadcast with `x`.
+
+        Args:
+            x: `(batch, length, dim)`.
+            index: Positions, int32 `(1 or batch, length)`.
+        """
         raise NotImplementedError
 
-    def call(self, x, state=None, training=None):
-        signal, new_state = self.signal(x, state, training)
+    def call(self, x, mask=None, state=None, training=None):
+        signal, new_state = self.signal(x, mask, state, training)
         return x + signal if state is None else (x + signal, new_state)
 
     def compute_output_shape(self, input_shape):
@@ -119,9 +132,8 @@ class SinusoidalPositions(Positions):
         - [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)
     """
 
-    def embed(self, x, start):
-        steps = ops.arange(shape_of(x)[1], dtype="int32") + start
-        return sinusoids(steps, x.shape[-1], self.compute_dtype)[None]
+    def embed(self, x, index):
+        return sinusoids(index, x.shape[-1], self.compute_dtype)
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -155,9 +167,8 @@ class LearnedPositions(Positions):
     def build(self, input_shape):
         self.table.build(input_shape)
 
-    def embed(self, x, start):
+    def embed(self, x, index):
         check_length(x, self.max_length)
-        index = ops.arange(shape_of(x)[1], dtype="int32") + start
         within = ops.minimum(index, self.max_length - 1)
         signal = self.table(x, positions=within)
         return nan_from(self.max_length, index, signal)
@@ -216,15 +227,14 @@ class AxialPositions(Positions):
             for axis, (size, width) in enumerate(zip(self.shape, widths, strict=True))
         ]
 
-    def embed(self, x, start):
+    def embed(self, x, index):
         check_length(x, self.max_length)
-        positions = index = ops.arange(shape_of(x)[1], dtype="int32") + start
-        parts = []
+        positions, parts = index, []
         for size, table in zip(self.shape[::-1], self.tables[::-1], strict=True):
             parts.append(ops.take(ops.convert_to_tensor(table), index % size, axis=0))
             index = index // size
         joined = sum(parts) if self.widths is None else ops.concatenate(parts[::-1], -1)
-        signal = ops.cast(joined[None], x.dtype)
+        signal = ops.cast(joined, x.dtype)
         return nan_from(self.max_length, positions, signal)
 
     def get_config(self):
@@ -252,7 +262,7 @@ def check_axes(shape, widths):
 
 def nan_from(max_length, positions, signal):
     """`signal` `(batch, length, dim)`, NaN at the positions that there are not."""
-    known = (positions < max_length)[None, :, None]
+    known = (positions < max_length)[..., None]
     return ops.where(known, signal, ops.cast(float("nan"), signal.dtype))
 
 

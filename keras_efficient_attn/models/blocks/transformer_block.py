@@ -45,7 +45,7 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
 
     Call arguments:
         x: `(batch, length, dim)`.
-        padding_mask: Optional `(batch, length)`, false at padding.
+        padding_mask: Optional `(batch, length)`, false at padding, anywhere in a row.
         memory: `(batch, memory_length, dim)`, for `cross_attention`.
         memory_padding_mask: Optional `(batch, memory_length)`.
         state: Optional, from `get_initial_state` or the previous segment's call.
@@ -179,11 +179,13 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
             )
         positions_state = {}
         if self.positions is not None:
-            x, positions_state = self._with_positions(x, state)
+            x, positions_state = self._with_positions(x, padding_mask, state)
         h, attention_state = self._attend(x, padding_mask, state, training)
         x = self.attention_residual.after(x, h, training)
         if self.cross_attention is not None:
-            h = self._attend_to_memory(x, memory, memory_padding_mask, training)
+            h = self._attend_to_memory(
+                x, padding_mask, memory, memory_padding_mask, training
+            )
             x = self.cross_attention_residual.after(x, h, training)
         transition_state = {}
         if self.feed_forward is not None:
@@ -207,13 +209,15 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
         def attend(x, padding_mask=None):
             positions_state = {}
             if self.positions is not None:
-                x, positions_state = self._with_positions(x, state)
+                x, positions_state = self._with_positions(x, padding_mask, state)
             h, new_state = self._attend(x, padding_mask, state, training)
             h = self.attention_residual.drop(h, training)
             return h, positions_state | new_state
 
-        def attend_to_memory(x, memory, memory_padding_mask=None):
-            h = self._attend_to_memory(x, memory, memory_padding_mask, training)
+        def attend_to_memory(x, memory, padding_mask=None, memory_padding_mask=None):
+            h = self._attend_to_memory(
+                x, padding_mask, memory, memory_padding_mask, training
+            )
             return self.cross_attention_residual.drop(h, training), {}
 
         def feed_forward(x, padding_mask=None):
@@ -231,7 +235,9 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
         add(attend, *before, self.attention, padding_mask=padding_mask)
         if self.cross_attention is not None:
             layers = self.cross_attention_residual, self.cross_attention
-            masks = dict(memory_padding_mask=memory_padding_mask)
+            masks = dict(
+                padding_mask=padding_mask, memory_padding_mask=memory_padding_mask
+            )
             add(attend_to_memory, *layers, memory=memory, **masks)
         if self.feed_forward is not None:
             layers = self.feed_forward_residual, self.feed_forward
@@ -239,10 +245,10 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
             add(feed_forward, *layers, padding_mask=mask)
         return sublayers
 
-    def _with_positions(self, x, state):
+    def _with_positions(self, x, padding_mask, state):
         if state is None:
-            return self.positions(x), {}
-        x, new_state = self.positions(x, state=state["positions"])
+            return self.positions(x, mask=padding_mask), {}
+        x, new_state = self.positions(x, mask=padding_mask, state=state["positions"])
         return x, {"positions": new_state}
 
     def _attend(self, x, padding_mask, state, training):
@@ -250,10 +256,10 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
         new_state = {}
         h = x if self._attention_normalizes else self.attention_residual.before(x)
         if self.convolution is not None and state is None:
-            h = self.convolution(h)
+            h = self.convolution(h, mask=padding_mask)
         elif self.convolution is not None:
             h, new_state["convolution"] = self.convolution(
-                h, state=state["convolution"]
+                h, mask=padding_mask, state=state["convolution"]
             )
         options = dict(
             key_mask=padding_mask, use_causal_mask=self.causal, training=training
@@ -276,13 +282,16 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
             return self.feed_forward(h, training=training), {}
         if state is None:
             return self.feed_forward(h, mask=padding_mask), {}
-        h, new_state = self.feed_forward(h, state=state["feed_forward"])
+        h, new_state = self.feed_forward(
+            h, mask=padding_mask, state=state["feed_forward"]
+        )
         return h, {"feed_forward": new_state}
 
-    def _attend_to_memory(self, x, memory, memory_padding_mask, training):
+    def _attend_to_memory(self, x, padding_mask, memory, memory_padding_mask, training):
         return self.cross_attention(
             self.cross_attention_residual.before(x),
             memory,
+            query_mask=padding_mask,
             key_mask=memory_padding_mask,
             training=training,
         )

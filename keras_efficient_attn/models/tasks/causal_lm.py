@@ -147,7 +147,8 @@ class EfficientCausalLM(StreamingMixin, TaskMixin, keras_hub.models.CausalLM):
                 f"layer_intercept_fn={layer_intercept_fn!r}"
             )
         mask = ops.cast(inputs["padding_mask"], "bool")
-        x = layer_intercept_fn(self.backbone.embedding(inputs["token_ids"]), -1)
+        x = self.backbone.embedding(inputs["token_ids"], padding_mask=mask)
+        x = layer_intercept_fn(x, -1)
         for i, block in enumerate(stack.blocks * stack.num_recurrences):
             x = layer_intercept_fn(block(x, padding_mask=mask), i)
         return x if stack.final_norm is None else stack.final_norm(x)

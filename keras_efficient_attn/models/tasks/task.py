@@ -2,10 +2,13 @@
 
 import keras
 import keras_hub
+import numpy as np
 from keras import ops
 
 from keras_efficient_attn.models.files import PresetMixin
 from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.rows import RowOrder, row_lengths, take_rows
 
 # Lengths of the segments in which prompts are read.
 PROMPT_SEGMENTS = (1024, 128, 16, 1)
@@ -102,67 +105,159 @@ class StreamingMixin:
             token_ids: Integers `(batch, length)`.
             cache: From `get_initial_cache` or the previous call. Layers with a state of
                 constant size cannot repeat or skip a position.
-            cache_update_index: Position of the first token, an integer or a scalar:
-                the number of tokens that the cache has read. Other values give NaN
-                outputs.
+            cache_update_index: Position of the first token, an integer, a scalar, or
+                integers `(batch,)`: the number of tokens that the cache has read. Rows
+                with other values give NaN outputs.
 
         Returns:
             `(logits, hidden_states, cache)`: `(batch, length, vocabulary_size)`,
             `(batch, length, hidden_dim)`, and the new cache.
         """
-        memory = {name: cache[name] for name in MEMORY if name in cache}
-        hidden_states, state = self.backbone.stream(token_ids, cache["state"], **memory)
-        position = cache["position"]
-        follows = position == ops.cast(cache_update_index, "int32")
+        follows = cache["position"] == ops.cast(cache_update_index, "int32")
+        hidden_states, cache = self._read(token_ids, cache)
         # A compiled program cannot raise.
         nan = ops.cast(float("nan"), hidden_states.dtype)
         hidden_states = ops.where(follows[:, None, None], hidden_states, nan)
         logits = self.backbone.token_embedding(hidden_states, reverse=True)
-        position = position + shape_of(token_ids)[1]
-        return logits, hidden_states, {**cache, "state": state, "position": position}
+        return logits, hidden_states, cache
+
+    def _read(self, token_ids, cache, padding_mask=None):
+        """The hidden states of the next tokens, and the new cache."""
+        memory = {name: cache[name] for name in MEMORY if name in cache}
+        hidden_states, state = self.backbone.stream(
+            token_ids, cache["state"], padding_mask=padding_mask, **memory
+        )
+        read = shape_of(token_ids)[1]
+        if padding_mask is not None:
+            read = row_lengths(padding_mask)
+        position = cache["position"] + read
+        return hidden_states, {**cache, "state": state, "position": position}
 
     def complete(self, token_ids, padding_mask, cache, stop_token_ids, hidden_states):
         """Samples the tokens after the prompts.
 
+        The prompts are read at once. Then all rows get a token in each step, until the
+        shortest prompt has `max_length` tokens; what longer ones get beyond that length
+        is dropped.
+
         Args:
             token_ids: Integers `(batch, max_length)`.
-            padding_mask: `(batch, max_length)`, 1 at prompt tokens.
+            padding_mask: `(batch, max_length)`, 1 at prompt tokens, anywhere in a row.
             cache: From `get_initial_cache`.
             stop_token_ids: As in `generate_step`.
             hidden_states: Callable that returns the hidden states of all tokens,
                 `(batch, max_length, hidden_dim)`, for samplers that use them.
 
         Returns:
-            `(token_ids, padding_mask)`, both `(batch, max_length)`.
+            `(token_ids, padding_mask)`, both `(batch, max_length)`: prompts from the
+            first position on, followed by the new tokens.
         """
-        padding_mask = ops.cast(padding_mask, "bool")
-        lengths = ops.sum(ops.cast(padding_mask, "int32"), axis=-1)
-        # The first position without a prompt token.
-        index = ops.maximum(ops.cast(ops.min(lengths), "int32"), 1)
-        compares = isinstance(self.sampler, keras_hub.samplers.ContrastiveSampler)
+        order = RowOrder.of(padding_mask)
+        token_ids = order.to_front(token_ids)
+        batch_size, max_length = shape_of(token_ids)
+        # An empty prompt starts from the padding token.
+        lengths = ops.maximum(row_lengths(padding_mask), 1)
+        steps = ops.arange(max_length, dtype="int32")
 
         def read(segment, cache, start):
-            return self.call_with_cache(segment, cache, start)[2]
+            step = start + ops.arange(shape_of(segment)[1], dtype="int32")
+            return self._read(segment, cache, step < lengths[:, None] - 1)[1]
 
         # Read all tokens except the last into the state; the sampler feeds the last.
-        cache = read_in_segments(read, token_ids, cache, index - 1, PROMPT_SEGMENTS)
+        count = ops.max(lengths, initial=1) - 1
+        cache = read_in_segments(read, token_ids, cache, count, PROMPT_SEGMENTS)
+
+        # The sampler sees prompts that all end before the position `index`.
+        compares = isinstance(self.sampler, keras_hub.samplers.ContrastiveSampler)
+        shortest = ops.cast(ops.min(lengths, initial=max_length), "int32")
+        # A sampler that compares a token with all before it needs the whole prompts.
+        index = shortest + max_length if compares else shortest
+        columns = ops.arange(2 * max_length if compares else max_length, dtype="int32")
+        position = columns + (lengths[:, None] - index)
+        within = ops.clip(position, 0, max_length - 1)
+        if compares:
+            hidden_states = take_rows(order.to_front(hidden_states()), within)
+        made = self.sampler(
+            next=self._next_token(max_length, stop_token_ids),
+            prompt=take_rows(token_ids, within),
+            cache=cache,
+            index=index,
+            mask=ops.broadcast_to(columns < index, shape_of(within)),
+            stop_token_ids=stop_token_ids,
+            hidden_states=hidden_states if compares else None,
+            model=self,
+        )
+        is_prompt = steps < lengths[:, None]
+        column = ops.clip(steps + index - lengths[:, None], 0, shape_of(made)[1] - 1)
+        token_ids = ops.where(is_prompt, token_ids, take_rows(made, column))
+        is_prompt = ops.logical_and(
+            is_prompt, steps < row_lengths(padding_mask)[:, None]
+        )
+        return token_ids, _until_stop(token_ids, is_prompt, stop_token_ids)
+
+    def _next_token(self, max_length, stop_token_ids):
+        """The function by which a sampler reads a token and gets the next's logits."""
 
         def next_token(prompt, cache, index):
             token = ops.slice(prompt, (0, index - 1), (shape_of(prompt)[0], 1))
-            logits, hidden, cache = self.call_with_cache(token, cache, index - 1)
-            return ops.squeeze(logits, axis=1), ops.squeeze(hidden, axis=1), cache
+            hidden, cache = self._read(token, cache)
+            logits = self.backbone.token_embedding(hidden, reverse=True)
+            # A row that is complete stops: its cache has no room for more tokens.
+            done = (cache["position"] >= max_length)[:, None]
+            stop = ops.zeros_like(logits[:1, 0])
+            if stop_token_ids:
+                size = logits.shape[-1]
+                stop = 100.0 * ops.one_hot([stop_token_ids[0]], size, dtype=stop.dtype)
+            logits = ops.where(done, stop, logits[:, 0])
+            lost = (cache["position"] > max_length)[:, None]
+            hidden = ops.where(lost, ops.ones_like(hidden[:, 0]), hidden[:, 0])
+            return logits, hidden, cache
 
-        token_ids = self.sampler(
-            next=next_token,
-            prompt=token_ids,
-            cache=cache,
-            index=index,
-            mask=padding_mask,
-            stop_token_ids=stop_token_ids,
-            hidden_states=hidden_states() if compares else None,
-            model=self,
+        return next_token
+
+    def generate(self, inputs, max_length=None, stop_token_ids="auto", **kwargs):
+        """As KerasHub's; prompts may be padded anywhere, and `max_length` is honoured.
+
+        Args:
+            inputs: Strings; without a preprocessor, a dict of token ids and padding
+                mask.
+            max_length: Tokens per row, prompt included. Defaults to `None`: the
+                preprocessor's `sequence_length`, or the length of the given rows.
+            stop_token_ids: As for KerasHub's tasks.
+            **kwargs: Further arguments of KerasHub's `generate`.
+
+        Raises:
+            ValueError: If a prompt has more than `max_length` tokens.
+        """
+        if self.preprocessor is None and max_length is not None:
+            inputs = _fit_prompts(inputs, max_length)
+        return super().generate(inputs, max_length, stop_token_ids, **kwargs)
+
+
+def _fit_prompts(inputs, max_length):
+    """Inputs of `generate_step` whose rows of prompts have `max_length` places."""
+    check_positive_int("max_length", max_length)
+    if not isinstance(inputs, dict):
+        raise TypeError(
+            "Without a preprocessor, `max_length` needs `inputs` that are a dict of "
+            f"token ids and padding mask. Received: inputs={inputs!r}"
         )
-        return token_ids, _until_stop(token_ids, padding_mask, stop_token_ids)
+    prefix = "decoder_" if "decoder_token_ids" in inputs else ""
+    names = f"{prefix}token_ids", f"{prefix}padding_mask"
+    tokens, mask = (ops.convert_to_numpy(inputs[name]) for name in names)
+    mask = mask.astype(bool)
+    longest = int(mask.sum(1).max(initial=0))
+    if longest > max_length:
+        raise ValueError(
+            "A prompt must fit into `max_length`. Received: a prompt of "
+            f"{longest} tokens, max_length={max_length}"
+        )
+    order = np.argsort(~mask, axis=1, kind="stable")
+    fit = []
+    for x in (tokens, mask.astype("int32")):
+        x = np.take_along_axis(x, order, axis=1)[:, :max_length]
+        fit.append(np.pad(x, ((0, 0), (0, max_length - x.shape[1]))))
+    return {**inputs, **dict(zip(names, fit, strict=True))}
 
 
 def read_in_segments(read, token_ids, cache, count, lengths):

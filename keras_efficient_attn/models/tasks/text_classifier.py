@@ -2,6 +2,7 @@
 
 import keras
 import keras_hub
+from keras import ops
 
 from keras_efficient_attn.models.backbone import EfficientTransformerBackbone
 from keras_efficient_attn.models.tasks.byte_tokenizer import EfficientByteTokenizer
@@ -40,6 +41,21 @@ def without_segments(data):
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     x = {name: value for name, value in x.items() if name != "segment_ids"}
     return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class MeanOfTokens(keras.layers.GlobalAveragePooling1D):
+    """The mean over the positions that exist; zeros for a row that has none.
+
+    Call arguments:
+        inputs: `(batch, length, dim)`.
+        mask: `(batch, length)`, 0 at positions that do not exist.
+    """
+
+    def call(self, inputs, mask):
+        mask = ops.cast(mask, inputs.dtype)[..., None]
+        number = ops.sum(mask, axis=1)
+        return ops.sum(inputs * mask, axis=1) / ops.where(number > 0, number, 1.0)
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -93,7 +109,7 @@ class EfficientTextClassifier(TaskMixin, keras_hub.models.TextClassifier):
         self.set_parts(backbone, preprocessor, "encoder", "decoder")
         inputs = backbone.input
         # Half precision cannot count the tokens of a long text.
-        pooled = keras.layers.GlobalAveragePooling1D(dtype="float32", name="pooling")(
+        pooled = MeanOfTokens(dtype="float32", name="pooling")(
             backbone(inputs), mask=inputs["padding_mask"]
         )
         pooled = keras.layers.Dropout(dropout, dtype="float32", name="dropout")(pooled)

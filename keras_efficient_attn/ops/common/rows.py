@@ -54,7 +54,8 @@ class RowOrder:
 
     @classmethod
     def of(cls, mask):
-        """The order for a boolean mask `(batch, length)`; equal kinds keep theirs."""
+        """The order for a mask `(batch, length)`; equal kinds keep theirs."""
+        mask = ops.cast(mask, "bool")
         position = ops.arange(shape_of(mask)[1], dtype="int32")
         earlier = ops.cast(ops.cumsum(ops.cast(mask, "int32"), axis=1), "int32")
         lengths = row_lengths(mask)[:, None]

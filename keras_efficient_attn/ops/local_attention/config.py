@@ -12,7 +12,6 @@ from keras_efficient_attn.ops.common.checks import (
 )
 from keras_efficient_attn.ops.common.dense_softmax import count_pairs
 from keras_efficient_attn.ops.common.masks import QueryBlocks, SlidingWindow
-from keras_efficient_attn.ops.common.rows import row_lengths
 from keras_efficient_attn.ops.local_attention.grid import GridSteps
 
 WINDOW = 128
@@ -76,13 +75,6 @@ class LocalConfig:
                 self.grid, self.query_block, self.memory, self.order == "block", causal
             )
         return QueryBlocks(self.query_block, self.memory, causal)
-
-    def lengths_of(self, key_mask):
-        """The positions of each row that count, `(batch,)`; `None` for all.
-
-        A masked position of an image keeps its place.
-        """
-        return None if self.is_grid else row_lengths(key_mask)
 
     def kernel_obstacle(self, name, causal):
         """The reason why a kernel cannot compute the pattern, or `None`."""

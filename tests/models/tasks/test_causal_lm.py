@@ -71,14 +71,22 @@ def generate(model, data, **kwargs):
 
 
 def step_by_step(model, sampler, data):
-    """The tokens that a sampler chooses from calls on the whole sequence."""
+    """The tokens that a sampler chooses from calls on the whole sequence.
+
+    Each step gives every row its next token.
+    """
     tokens, mask = data["token_ids"].copy(), data["padding_mask"]
     call = compile_step(lambda inputs: model(inputs))
-    for t in range(max(1, mask.sum(1).min()), tokens.shape[1]):
+    rows, (_, length) = np.arange(len(tokens)), tokens.shape
+    lengths = np.maximum(mask.sum(1), 1)
+    for step in range(length - lengths.min()):
         whole = {"token_ids": tokens, "padding_mask": np.ones_like(mask)}
-        probabilities = sampler.compute_probabilities(call(whole)[:, t - 1])
+        place = np.minimum(lengths + step, length - 1)
+        logits = to_numpy(call(whole))[rows, place - 1]
+        probabilities = sampler.compute_probabilities(ops.convert_to_tensor(logits))
         taken = to_numpy(sampler.get_next_token(probabilities))
-        tokens[:, t] = np.where(mask[:, t], tokens[:, t], taken)
+        unfinished = lengths + step < length
+        tokens[rows[unfinished], place[unfinished]] = taken[unfinished]
     return tokens
 
 
@@ -134,9 +142,40 @@ def test_generation_equals_calls_on_the_whole_sequence(name, make_sampler, lengt
 def test_searches_equal_those_with_calls_on_the_whole_sequence(make_sampler):
     model, data = make_model("bytes"), prompts((7, 12))
     model.compile(sampler=make_sampler())
-    expected = whole_sequence_calls(model, make_sampler(), data)
     received = generate(model, data)
+    for row in range(2):
+        alone = {name: array[row : row + 1] for name, array in data.items()}
+        expected = whole_sequence_calls(model, make_sampler(), alone)
+        np.testing.assert_array_equal(received["token_ids"][row], expected[0])
+
+
+@pytest.mark.parametrize("name", ["bytes", "mixed-rotary", "softmax", "universal"])
+def test_prompts_are_padded_anywhere(name):
+    model, data = make_model(name), prompts((9, 6, 1))
+    model.compile(sampler="greedy")
+    expected = generate(model, data)["token_ids"]
+    random = np.random.default_rng(2)
+    order = np.stack([random.permutation(LENGTH) for _ in range(3)])
+    order[0] = np.roll(np.arange(LENGTH), 4)
+    for row, length in enumerate((9, 6, 1)):
+        # What exists keeps its order.
+        order[row, order[row] < length] = np.arange(length)
+    moved = {name: np.take_along_axis(x, order, axis=1) for name, x in data.items()}
+    received = generate(model, moved)
     np.testing.assert_array_equal(received["token_ids"], expected)
+    assert received["padding_mask"].all()
+
+
+def test_max_length_needs_no_preprocessor():
+    model, data = make_model("softmax"), prompts((5, 3))
+    model.compile(sampler="greedy")
+    expected = generate(model, data)["token_ids"]
+    for length in (7, LENGTH):
+        received = generate(model, data, max_length=length)["token_ids"]
+        np.testing.assert_array_equal(received, expected[:, :length])
+    short = {name: array[:, ::-1][:, -5:] for name, array in prompts((5, 3)).items()}
+    with pytest.raises(ValueError, match="must fit into `max_length`.*5.*max_length=4"):
+        generate(model, short, max_length=4)
 
 
 def test_xla_gives_the_same(backend):
