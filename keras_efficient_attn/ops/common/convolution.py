@@ -3,7 +3,6 @@
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.chunking import pad_length
 
 
 def depthwise(padded, kernel, length):
@@ -30,7 +29,6 @@ def causal_convolution(x, kernel, past=None):
     """
     length, reach = shape_of(x)[1], kernel.shape[0] - 1
     if past is None:
-        padded = pad_length(x, reach, 0)
-    else:
-        padded = ops.concatenate([ops.cast(past, x.dtype), x], axis=1)
+        past = ops.zeros((shape_of(x)[0], reach, *x.shape[2:]), x.dtype)
+    padded = ops.concatenate([ops.cast(past, x.dtype), x], axis=1)
     return depthwise(padded, ops.cast(kernel, x.dtype), length), padded[:, length:]
