@@ -10,18 +10,19 @@ from keras_efficient_attn.ops.common.online_softmax import (
     merge,
 )
 from keras_efficient_attn.ops.vq_attention.blocks import MIN_COUNT, one_hot_codes
-from keras_efficient_attn.ops.vq_attention.codebook import look_up, responsibilities
+from keras_efficient_attn.ops.vq_attention.codebook import (
+    look_up,
+    quantize,
+    responsibilities,
+)
 from keras_efficient_attn.ops.vq_attention.config import (
     cache_of,
     map_tensors,
     named_cache,
-)
-from keras_efficient_attn.ops.vq_attention.expanded import feature_sums, read
-from keras_efficient_attn.ops.vq_attention.windowed import (
     named_window,
-    quantize,
     with_history,
 )
+from keras_efficient_attn.ops.vq_attention.expanded import feature_sums, read
 
 
 def attend_token(query, keys, codebook, config, positions, state):
