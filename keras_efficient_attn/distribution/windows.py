@@ -7,7 +7,6 @@ from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.state import make_state
 from keras_efficient_attn.ops.local_attention import local_attention as attend_locally
-from keras_efficient_attn.ops.vq_attention.api import attend_to_keys_and_codes
 from keras_efficient_attn.ops.vq_attention.config import (
     CACHE_NAMES,
     WINDOW_NAMES,
@@ -15,6 +14,7 @@ from keras_efficient_attn.ops.vq_attention.config import (
     map_tensors,
     state_spec,
 )
+from keras_efficient_attn.ops.vq_attention.windowed import attend_to_keys_and_codes
 
 
 def local_attention(devices, split, whole, window, causal, scale):

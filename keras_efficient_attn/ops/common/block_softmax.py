@@ -193,7 +193,8 @@ def attend_shared(query, key, value, valid, mask_fn, positions, dropout=None):
     fused = fused_module(query, dropout)
     by_row = len(positions[0].shape) == 2
     if fused is not None and not by_row:
-        return fused.attend_shared(query, key, value, valid, mask_fn, positions)
+        inputs = query, key, value, valid
+        return fused.attend("shared", *inputs, positions, mask_fn)
     length, heads, dim = shape_of(query)[1], query.shape[2], query.shape[3]
     keys = key.shape[1]
     plan = block_sizes()
@@ -241,7 +242,7 @@ def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
     """
     fused = fused_module(query, dropout, relative)
     if fused is not None:
-        return fused.attend_band(query, key, value, valid, mask_fn)
+        return fused.attend("band", query, key, value, valid, [], mask_fn)
     before, after, period = mask_fn.before, mask_fn.after, mask_fn.period
     if relative is None:
         # Whole vectors of keys: products with 127 are slower than with 128.
@@ -254,9 +255,17 @@ def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
     alone = isinstance(length, int) and length <= block
     in_reach = not after and (alone or before <= block)
     if in_reach and dropout is None and relative is None:
-        return _attend_block_recurrent(
-            (query, key, value, valid), mask_fn, block, alone
-        )
+        # The own block and the one before, which steps pass on.
+        batch, _, heads, dim = shape_of(query)
+        floats = heads * (4 * block + 3 * (dim + (value.shape[-1] or dim)))
+        size, blocks, groups = chunk_layout(length, block, query.shape[0], floats)
+        xs = (query, key, value, columns(valid))
+        xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
+        shapes = (heads, dim), (heads, shape_of(value)[-1]), (1, 1)
+        carry = tuple(ops.zeros((batch, h, size, d), query.dtype) for h, d in shapes)
+        step = _block_recurrent_step(mask_fn, size, alone)
+        part = recompute_scan(step, carry, xs, num_steps=groups)[1]
+        return tuple(t[:, :length] for t in part)
     # Congruent to the true positions and non-negative.
     base = -(-before // period) * period
     width = before + block + after
@@ -268,26 +277,10 @@ def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
     return _attend_band((query, *past), mask_fn, positions, dropout, relative)
 
 
-def _attend_block_recurrent(inputs, mask_fn, block, alone):
-    """Causal attention to the own block and the one before, which steps pass on.
-
-    `alone` says that there is one block.
-    """
-    query, key, value, valid = inputs
-    batch, length, heads, dim = shape_of(query)
-    floats = heads * (4 * block + 3 * (dim + (value.shape[-1] or dim)))
-    size, blocks, groups = chunk_layout(length, block, query.shape[0], floats)
-    xs = (query, key, value, columns(valid))
-    xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
-    shapes = (heads, dim), (heads, shape_of(value)[-1]), (1, 1)
-    carry = tuple(ops.zeros((batch, h, size, d), query.dtype) for h, d in shapes)
-    step = _block_recurrent_step(mask_fn, size, alone)
-    part = recompute_scan(step, carry, xs, num_steps=groups)[1]
-    return tuple(t[:, :length] for t in part)
-
-
 @functools.cache
 def _block_recurrent_step(mask_fn, block, alone):
+    """Causal attention to the own block and the one before; `alone`: to one block."""
+
     def step(carry, x, consts):
         query, *own = (by_head(t, block) for t in x)
         before = [
@@ -326,7 +319,7 @@ def attend_recent(
     """
     fused = fused_module(query, dropout, relative)
     if fused is not None and position is None:
-        return fused.attend_band(query, key, value, valid, mask_fn, recent=True)
+        return fused.attend("recent", query, key, value, valid, [], mask_fn)
     reach, length = mask_fn.reach, shape_of(query)[1]
     block = max(block_sizes().block, reach)
     if isinstance(length, int):

@@ -3,7 +3,6 @@
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.chunking import pad_length
 from keras_efficient_attn.ops.common.state import keep_last
 
 
@@ -33,8 +32,7 @@ def causal_convolution(x, kernel, past=None, lengths=None):
     """
     length, reach = shape_of(x)[1], kernel.shape[0] - 1
     if past is None:
-        padded = pad_length(x, reach, 0)
-    else:
-        padded = ops.concatenate([ops.cast(past, x.dtype), x], axis=1)
+        past = ops.zeros((shape_of(x)[0], reach, *x.shape[2:]), x.dtype)
+    padded = ops.concatenate([ops.cast(past, x.dtype), x], axis=1)
     output = depthwise(padded, ops.cast(kernel, x.dtype), length)
     return output, keep_last(padded, length, lengths)

@@ -22,15 +22,6 @@ from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.plan import block_sizes
 
 
-def attend_band(query, key, value, valid, mask_fn, recent=False):
-    """Computes `block_softmax.attend_near` or, if `recent`, `attend_recent`.
-
-    `mask_fn` is an `IntervalMask`; if `recent`, a `SlidingWindow`.
-    """
-    tensors = [torch.zeros(())] if recent else []
-    return _part("band", query, key, value, valid, tensors, mask_fn)
-
-
 def attend_blocks(query, key, value, valid, mask_fn, positions):
     """Computes `block_softmax.attend_blocks`."""
     batch, blocks = query.shape[:2]
@@ -39,47 +30,16 @@ def attend_blocks(query, key, value, valid, mask_fn, positions):
     if allowed.ndim == 4:
         allowed = allowed.expand(batch, -1, -1, -1).flatten(0, 1)
     inputs = (t.flatten(0, 1) for t in (query, key, value, valid))
-    part = _part("blocks", *inputs, [allowed])
+    part = attend("blocks", *inputs, [allowed])
     return tuple(t.unflatten(0, (batch, blocks)) for t in part)
 
 
-def attend_shared(query, key, value, valid, mask_fn, positions):
-    """Computes `block_softmax.attend_shared`."""
-    return _part("shared", query, key, value, valid, list(positions), mask_fn)
+def attend(kind, query, key, value, valid, tensors, mask_fn=None):
+    """A part of a softmax: `(values, totals, log_scale)`.
 
-
-def attend_weighted(query, key, value, log_weight):
-    """Partial softmax over weighted keys.
-
-    Args:
-        query: `(batch, length, heads, dim)`, scaled.
-        key, value: `(batch, keys, heads, dim)`, finite.
-        log_weight: `(batch, heads, keys)`, added to the logits; without a gradient.
-
-    Returns:
-        As `block_softmax.attend_shared`.
+    Arguments are as for `attend_op`, with a mask function of `masks`; the value may
+    have another size than the key.
     """
-    return _part("weighted", query, key, value, None, [log_weight])
-
-
-def attend_codes(query, key, value, codes, causal):
-    """Partial softmax over the other positions whose code a query sees in any round.
-
-    Args:
-        query, key: `(batch, length, heads, dim)`, the query scaled.
-        value: `(batch, length, heads, value_dim)`.
-        codes: Integers `(batch, heads, rounds, length)`: the code of a position, which
-            its query sees; and another code that its query sees.
-        causal: Whether a query sees only positions before its own.
-
-    Returns:
-        As `block_softmax.attend_shared`.
-    """
-    kind = "earlier codes" if causal else "codes"
-    return _part(kind, query, key, value, None, list(codes))
-
-
-def _part(kind, query, key, value, valid, tensors, mask_fn=None):
     dim, value_dim = key.shape[-1], value.shape[-1]
     largest = max(dim, value_dim)
     # The kernel needs heads of equal size.
@@ -87,9 +47,11 @@ def _part(kind, query, key, value, valid, tensors, mask_fn=None):
         torch.nn.functional.pad(t, (0, largest - t.shape[-1])) if largest > n else t
         for t, n in ((query, dim), (key, dim), (value, value_dim))
     )
-    mask = "" if mask_fn is None else mask_words(mask_fn)
-    attend = attend_op if is_traced_by_torch() else _Attention.apply
-    output, log_scale = attend(query, key, value, valid, tensors, kind, mask)
+    inputs = query, key, value, valid, list(tensors), kind
+    if is_traced_by_torch():
+        output, log_scale = attend_op(*inputs, mask_words(mask_fn))
+    else:
+        output, log_scale = _Attention.apply(*inputs, mask_fn)
     totals = _is_seen(log_scale).to(output.dtype)
     return output[..., :value_dim], totals, log_scale
 
@@ -108,19 +70,30 @@ def attend_op(
 
     Args:
         query: `(batch, length, heads, dim)`, scaled.
-        key, value: `(batch, keys, heads, dim)`.
-        valid: Mask of the keys that exist: `(batch, keys)` or `(batch, keys, heads)`.
-        tensors: Tensors of the kind: the position of the first query, or nothing
-            (`"band"`); the mask of visible keys (`"blocks"`); positions of queries and
-            keys (`"shared"`); log weights (`"weighted"`); or the `codes` of
-            `attend_codes` (`"codes"`, and `"earlier codes"` if causal).
+        key, value: `(batch, keys, heads, dim)`, finite.
+        valid: Mask of the keys that exist: `(batch, keys)` or `(batch, keys, heads)`;
+            `None` for the last three kinds.
+        tensors: Tensors of the kind:
+
+            - `"band"` and `"recent"`, `block_softmax.attend_near` and `attend_recent`:
+              none.
+            - `"blocks"`, one block of `attend_blocks`: the mask of visible keys.
+            - `"shared"`, `attend_shared`: the positions of queries and of keys.
+            - `"weighted"`: `(batch, heads, keys)`, added to the logits, without a
+              gradient.
+            - `"codes"` and `"earlier codes"`, the other positions, or those before a
+              query's own, whose code a query sees in any round: integers `(batch,
+              heads, rounds, length)`, the code of a position, which its query sees; and
+              another code that its query sees.
+
         kind: One of these names.
         mask: `mask_words` of the mask function, if the kind has one.
 
     Returns:
         The output, and the log of the sum of all weights, of every query.
     """
-    return _forward(query, key, value, valid, _CUTS[kind](query, key, tensors, mask))
+    cuts = _CUTS[kind](query, key, tensors, _mask_fn(mask))
+    return _forward(query, key, value, valid, cuts)
 
 
 @attend_op.register_fake
@@ -140,7 +113,7 @@ def attend_grad_op(
     mask: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of the query, the key and the value of `attend_op`."""
-    cuts = _CUTS[kind](*inputs[:2], tensors, mask)
+    cuts = _CUTS[kind](*inputs[:2], tensors, _mask_fn(mask))
     return _backward(grad_output, grad_scale, outputs, inputs, valid, cuts)
 
 
@@ -174,8 +147,8 @@ class _Attention(torch.autograd.Function):
     """`attend_op` without `torch.compile`: masks, but of codes, are made only once."""
 
     @staticmethod
-    def forward(ctx, query, key, value, valid, tensors, kind, mask):
-        ctx.cuts = _CUTS[kind](query, key, tensors, mask)
+    def forward(ctx, query, key, value, valid, tensors, kind, mask_fn):
+        ctx.cuts = _CUTS[kind](query, key, tensors, mask_fn)
         outputs = _forward(query, key, value, valid, ctx.cuts)
         ctx.save_for_backward(query, key, value, valid, *outputs)
         ctx.set_materialize_grads(False)
@@ -278,18 +251,24 @@ def _with_scale_gradient(output, grad_output, grad_scale):
 
 
 def mask_words(mask_fn):
-    """The name of a mask function of `masks`, and its fields as integers."""
+    """The name of a mask function of `masks`, and its fields as integers.
+
+    An operation of PyTorch takes no other objects. `None` has no words.
+    """
+    if mask_fn is None:
+        return ""
     fields = (getattr(mask_fn, name) for name in mask_fn.__dataclass_fields__)
     return " ".join([type(mask_fn).__name__, *(f"{int(field)}" for field in fields)])
 
 
 def _mask_fn(words):
+    if not words:
+        return None
     name, *numbers = words.split()
     return getattr(masks, name)(*map(int, numbers))
 
 
-def _band_cuts(query, key, tensors, mask):
-    mask_fn, recent = _mask_fn(mask), bool(tensors)
+def _band_cuts(query, key, tensors, mask_fn, recent=False):
     (batch, length), keys, period = query.shape[:2], key.shape[1], mask_fn.period
     # The reach of a block, and the number of keys before the first query.
     before, earlier = mask_fn.before, 0
@@ -325,8 +304,8 @@ def _band_cuts(query, key, tensors, mask):
     return cuts + [cut(number) for number in edges]
 
 
-def _shared_cuts(query, key, tensors, mask):
-    mask_fn, (i, j) = _mask_fn(mask), tensors
+def _shared_cuts(query, key, tensors, mask_fn):
+    i, j = tensors
     block, cuts = 2 * block_sizes().block, []
     for first in range(0, query.shape[1], block):
         rows = i[first : first + block]
@@ -339,18 +318,18 @@ def _shared_cuts(query, key, tensors, mask):
     return cuts
 
 
-def _block_cuts(query, key, tensors, mask):
+def _block_cuts(query, key, tensors, mask_fn):
     allowed = tensors[0]
     allowed = allowed[:, None] if allowed.ndim == 3 else allowed[None, None]
     return [Cut(*_mask(allowed, query.dtype), (0, query.shape[1]), (0, key.shape[1]))]
 
 
-def _weighted_cuts(query, key, tensors, mask):
+def _weighted_cuts(query, key, tensors, mask_fn):
     weights = tensors[0][:, :, None]
     return [Cut(weights, False, (0, query.shape[1]), (0, key.shape[1]))]
 
 
-def _code_cuts(query, key, codes, mask, earlier=False):
+def _code_cuts(query, key, codes, mask_fn, earlier=False):
     """Blocks of one row each, whose masks are small."""
     if max(int(code.max()) for code in codes) < 2**15:
         # Narrow integers are compared faster.
@@ -370,6 +349,7 @@ def _code_cuts(query, key, codes, mask, earlier=False):
 # The `Cut`s of each kind of call of `attend_op`, from its arguments.
 _CUTS = {
     "band": _band_cuts,
+    "recent": functools.partial(_band_cuts, recent=True),
     "blocks": _block_cuts,
     "shared": _shared_cuts,
     "weighted": _weighted_cuts,

@@ -22,6 +22,10 @@ class IntervalMask:
         first, last = self.interval(i)
         return (j >= first) & (j <= last)
 
+    @property
+    def after(self):
+        return 0 if self.causal else self.before
+
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindow(IntervalMask):
@@ -39,10 +43,6 @@ class SlidingWindow(IntervalMask):
 
     reach = before
 
-    @property
-    def after(self):
-        return 0 if self.causal else self.window - 1
-
     def interval(self, i):
         earlier = self.window - 1
         return i - earlier, i if self.causal else i + earlier
@@ -50,37 +50,25 @@ class SlidingWindow(IntervalMask):
 
 @dataclasses.dataclass(frozen=True)
 class QueryBlocks(IntervalMask):
-    """The query's own block of `block` positions, and `memory` positions before it.
+    """The query's own block of `period` positions, and `before` positions before it.
 
     If not causal, the whole block, and as many positions after it.
     """
 
-    block: int
-    memory: int
+    period: int
+    before: int
     causal: bool
 
     sees_all_in_reach = False
 
     @property
-    def period(self):
-        return self.block
-
-    @property
-    def before(self):
-        return self.memory
-
-    @property
-    def after(self):
-        return 0 if self.causal else self.memory
-
-    @property
     def reach(self):
-        return self.memory + self.block - 1
+        return self.before + self.period - 1
 
     def interval(self, i):
-        start = i - i % self.block
-        end = i if self.causal else start + self.block - 1 + self.memory
-        return start - self.memory, end
+        start = i - i % self.period
+        end = i if self.causal else start + self.period - 1 + self.before
+        return start - self.before, end
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,21 +49,15 @@ def greatest_index(x):
         import tensorflow as tf
 
         return tf.argmax(x, axis=-1, output_type=tf.int32)
-    if BACKEND == "jax":
-        return _index_on_jax(x)
-    return ops.cast(ops.argmax(x, axis=-1), "int32")
-
-
-def _index_on_jax(x):
-    """On CPUs, the maxima of groups, and then the index within the greatest group.
-
-    XLA compares the entries of an argmax one by one there, those of a maximum at once.
-    """
+    if BACKEND == "torch":
+        return ops.cast(ops.argmax(x, axis=-1), "int32")
     import jax.numpy as jnp
 
     *rest, size = x.shape
     if device_kind() != "cpu" or size < 4 * _GROUP or size % _GROUP:
         return jnp.argmax(x, axis=-1).astype("int32")
+    # The maxima of groups, and then the index within the greatest group: on CPUs, XLA
+    # compares the entries of an argmax one by one, those of a maximum at once.
     x = jnp.reshape(x, (*rest, size // _GROUP, _GROUP))
     group = jnp.argmax(jnp.max(x, axis=-1), axis=-1).astype("int32")
     x = jnp.take_along_axis(x, group[..., None, None], axis=-2)[..., 0, :]

@@ -14,19 +14,25 @@ import numpy as np
 from jax import lax
 
 
+@functools.partial(
+    jax.jit, static_argnames=("step", "gradient", "num_steps", "step_size")
+)
 def recompute_scan(
     step, carry, xs, consts=(), gradient=None, num_steps=None, step_size=None
 ):
     if num_steps is None:
-        return _scan_rows(step, carry, xs, consts)
+        # Inside scan the loop body is a separate computation, so no barrier is needed
+        # to keep XLA from merging the forward and the recomputed step.
+        step = jax.checkpoint(step, prevent_cse=False)
+        return lax.scan(lambda carry, x: step(carry, x, consts), carry, xs)
     if not isinstance(num_steps, int):
         # With a symbolic length (export), only the row-wise scan works.
         xs = tuple(_as_rows(x, num_steps, step_size) for x in xs)
-        carry, ys = _scan_rows(step, carry, xs, consts)
+        carry, ys = recompute_scan(step, carry, xs, consts)
         return carry, tuple(map(_from_rows, ys))
     if num_steps == 1 and gradient is None:
         return jax.checkpoint(step)(carry, xs, consts)
-    return _scan_positions(step, gradient, num_steps, carry, xs, consts)
+    return _differentiable(step, gradient, num_steps, carry, xs, consts)
 
 
 def vector_jacobian_product(function, arguments):
@@ -38,14 +44,6 @@ def vector_jacobian_product(function, arguments):
         return pull_all(tuple(zero if g is None else g for g, zero in pairs))
 
     return value, pull
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _scan_rows(step, carry, xs, consts):
-    # Inside scan the loop body is a separate computation, so no barrier is needed to
-    # keep XLA from merging the forward and the recomputed step.
-    step = jax.checkpoint(step, prevent_cse=False)
-    return lax.scan(lambda carry, x: step(carry, x, consts), carry, xs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -62,7 +60,10 @@ def _loop(step, num_steps, carry, xs, consts):
         return (new_carry, _write(ys, i, y)), carry
 
     _, shapes = jax.eval_shape(step, carry, _cut(xs, 0, num_steps), consts)
-    ys = tuple(_space_for(y, num_steps) for y in shapes)
+    ys = tuple(
+        jnp.zeros((y.shape[0], num_steps * y.shape[1], *y.shape[2:]), y.dtype)
+        for y in shapes
+    )
     return lax.scan(body, (carry, ys), jnp.arange(num_steps))
 
 
@@ -118,7 +119,6 @@ def _backward(step, gradient, num_steps, kept, upstream):
 
 
 _differentiable.defvjp(_forward, _backward)
-_scan_positions = jax.jit(_differentiable, static_argnums=(0, 1, 2))
 
 
 def _real(x):
@@ -148,8 +148,3 @@ def _write(tensors, i, parts):
         lax.dynamic_update_slice_in_dim(x, part, i * part.shape[1], axis=1)
         for x, part in zip(tensors, parts, strict=True)
     )
-
-
-def _space_for(part, num_steps):
-    batch, size, *tail = part.shape
-    return jnp.zeros((batch, num_steps * size, *tail), part.dtype)

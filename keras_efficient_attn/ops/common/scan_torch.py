@@ -13,7 +13,11 @@ def recompute_scan(
     if not torch.is_grad_enabled() or not any(
         tensor.requires_grad for tensor in (*carry, *xs, *consts)
     ):
-        with _without_autocast(xs) if gradient else contextlib.nullcontext():
+        context = contextlib.nullcontext()
+        if gradient is not None:
+            # As in `_Scan`: the products of the step keep their dtype.
+            context = torch.autocast(xs[0].device.type, enabled=False)
+        with context:
             return _loop(step, carry, xs, consts, steps)
     if gradient is None:
         return _loop_with_autograd(_checkpoint(step), carry, xs, consts, steps)
@@ -21,11 +25,6 @@ def recompute_scan(
         step, gradient, steps, len(carry), len(xs), *carry, *xs, *consts
     )
     return outputs[: len(carry)], outputs[len(carry) :]
-
-
-def _without_autocast(xs):
-    """Context that keeps the products of steps with a derivative in their dtype."""
-    return torch.autocast(xs[0].device.type, enabled=False)
 
 
 def vector_jacobian_product(function, arguments):
@@ -128,17 +127,14 @@ class _Outputs:
 
     def __init__(self, steps):
         self._steps = steps
-        self._spaces = None
+        self.whole = None
 
     def write(self, i, tensors):
-        if self._spaces is None:
-            self._spaces = tuple(map(self._steps.space_for, tensors))
-            self._parts = list(map(self._steps.split, self._spaces))
+        if self.whole is None:
+            self.whole = tuple(map(self._steps.space_for, tensors))
+            self._parts = list(map(self._steps.split, self.whole))
         for parts, tensor in zip(self._parts, tensors, strict=True):
             parts[i].copy_(tensor)
-
-    def all(self):
-        return self._spaces
 
 
 def _loop_with_autograd(step, carry, xs, consts, steps):
@@ -155,7 +151,7 @@ def _loop(step, carry, xs, consts, steps):
     for i, x in enumerate(steps.cut(xs)):
         carry, y = step(carry, x, consts)
         ys.write(i, y)
-    return carry, ys.all()
+    return carry, ys.whole
 
 
 def _checkpoint(step):
@@ -176,12 +172,12 @@ class _Scan(torch.autograd.Function):
         xs = tensors[carry_size : carry_size + xs_size]
         consts = tensors[carry_size + xs_size :]
         carries, ys = [], _Outputs(steps)
-        with _without_autocast(xs):
+        with torch.autocast(xs[0].device.type, enabled=False):
             for i, x in enumerate(steps.cut(xs)):
                 carries.append(carry)
                 carry, y = step(carry, x, consts)
                 ys.write(i, y)
-        ys = ys.all()
+        ys = ys.whole
         ctx.step_gradient, ctx.steps = step_gradient, steps
         ctx.sizes = [len(group) for group in (xs, consts, ys)]
         ctx.save_for_backward(
@@ -202,7 +198,7 @@ class _Scan(torch.autograd.Function):
         grad_xs = _Outputs(ctx.steps)
         for i in reversed(range(len(carries))):
             x, y, grad_y = (tensors[i] for tensors in inputs)
-            with _without_autocast(xs):
+            with torch.autocast(xs[0].device.type, enabled=False):
                 grad_carry, grad_x, grad_const = ctx.step_gradient(
                     carries[i], x, consts, y, grad_carry, grad_y
                 )
@@ -210,4 +206,4 @@ class _Scan(torch.autograd.Function):
             grad_consts = tuple(
                 a + b for a, b in zip(grad_consts, grad_const, strict=True)
             )
-        return None, None, None, None, None, *grad_carry, *grad_xs.all(), *grad_consts
+        return None, None, None, None, None, *grad_carry, *grad_xs.whole, *grad_consts

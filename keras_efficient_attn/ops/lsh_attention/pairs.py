@@ -46,8 +46,11 @@ def pairs_lsh_attention(query, value, buckets, kept, config):
     if fused is None:
         output = _attend_in_blocks(query, key, value, chunks, config.causal)
     else:
-        codes = chunks.code, chunks.before
-        values, totals, _ = fused.attend_codes(query, key, value, codes, config.causal)
+        kind, codes = (
+            "earlier codes" if config.causal else "codes",
+            (chunks.code, chunks.before),
+        )
+        values, totals, _ = fused.attend(kind, query, key, value, None, codes)
         output = with_self(values, totals, value)
     return ops.where(kept[:, :, None, None], output, 0.0)
 

@@ -8,12 +8,8 @@ import contextlib
 
 from keras_efficient_attn.ops.common.backend import BACKEND
 
-_records = []
-
-
-def in_chain():
-    """Whether a half of a reversible chain is running."""
-    return bool(_records)
+# Not empty while a half of a reversible chain is running.
+RECORDS = []
 
 
 def cache_for_backward(compute):
@@ -22,7 +18,7 @@ def cache_for_backward(compute):
     Args:
         compute: Callable without arguments that returns a tensor without a gradient.
     """
-    return _records[-1](compute) if _records else compute()
+    return RECORDS[-1](compute) if RECORDS else compute()
 
 
 @contextlib.contextmanager
@@ -34,22 +30,22 @@ def record_values():
         values.append(compute())
         return values[-1]
 
-    _records.append(record)
+    RECORDS.append(record)
     try:
         yield values
     finally:
-        _records.pop()
+        RECORDS.pop()
 
 
 @contextlib.contextmanager
 def replay_values(values):
     """Context that returns these values, in the same order."""
     values = iter(values)
-    _records.append(lambda compute: next(values))
+    RECORDS.append(lambda compute: next(values))
     try:
         yield
     finally:
-        _records.pop()
+        RECORDS.pop()
 
 
 if BACKEND == "torch":
@@ -65,7 +61,7 @@ def is_replay():
     and calls nothing again. A reversible chain also runs its halves twice, each time
     from the first state, and drops the updates of the second run.
     """
-    if in_chain():
+    if RECORDS:
         return False
     if BACKEND == "torch":
         return in_backward_pass()

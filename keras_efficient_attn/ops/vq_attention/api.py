@@ -2,39 +2,23 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_heads,
     check_implementation,
     check_streaming,
 )
-from keras_efficient_attn.ops.common.chunking import fit_length
-from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
-from keras_efficient_attn.ops.common.online_softmax import divide
-from keras_efficient_attn.ops.common.plan import jit_on_jax
 from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.vq_attention import reference
 from keras_efficient_attn.ops.vq_attention.codebook import nearest_codes
 from keras_efficient_attn.ops.vq_attention.config import (
-    Codebook,
     Keys,
     Positions,
     VQConfig,
-    cache_of,
     make_codebook,
-    map_tensors,
-    named_cache,
     state_spec,
-    with_valid,
 )
-from keras_efficient_attn.ops.vq_attention.recurrent import attend_token
-from keras_efficient_attn.ops.vq_attention.windowed import (
-    attend_segment,
-    attend_sequence,
-    attend_to_codes,
-    keys_for_codes,
-)
+from keras_efficient_attn.ops.vq_attention.windowed import attend_to_keys_and_codes
 
 
 def vq_attention(
@@ -222,60 +206,6 @@ def vq_attention_state(
     config.check_key_dim(key_dim)
     sizes = (batch_size, num_heads, num_codes, key_dim, value_dim)
     return make_state(state_spec(*sizes, config, dtype))
-
-
-@jit_on_jax("config", "causal")
-def attend_to_keys_and_codes(
-    query, keys, codebook, config, causal, positions=None, state=None
-):
-    """`vq_attention` for layers, without checks and with known codes of the keys.
-
-    Args:
-        query: `(batch, query_length, heads, dim)`.
-        keys: `Keys`.
-        codebook: `Codebook`.
-        config: `VQConfig`.
-        causal: Whether query `t` sees keys `0..t` only.
-        positions: Optional `Positions`.
-        state: Optional state of earlier segments.
-
-    Returns:
-        `(output, state)`: the output in the accumulator's dtype, and the new state or
-        `None`.
-    """
-    takes_kernels = config.kernels and config.block_length is None
-    kernel_dtype = keys.value.dtype if takes_kernels else None
-    key, value, valid, index = keys
-    dtype = accumulator_dtype(query, key, value)
-    if valid is not None:
-        key, value = hide_masked(key, valid), hide_masked(value, valid)
-        valid = ops.cast(valid, dtype)
-    query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
-    keys = Keys(key, value, valid, index)
-    if config.soft:
-        codebook = map_tensors(lambda t: ops.cast(t, dtype), codebook)
-    else:
-        codebook = Codebook(ops.stop_gradient(ops.cast(codebook.codes, dtype)))
-    if positions is not None:
-        positions = map_tensors(lambda t: ops.cast(t, dtype), positions)
-
-    if state is None and config.window is not None:
-        options = config, causal, positions, kernel_dtype
-        return attend_sequence(query, keys, codebook, *options), None
-    if state is not None and query.shape[1] == key.shape[1] == 1:
-        return attend_token(query, keys, codebook, config, positions, state)
-    if state is not None and config.window is not None:
-        return attend_segment(query, keys, codebook, config, positions, state)
-    keys = with_valid(keys)
-    # Without a window, codes stand for all keys.
-    keys, cache = keys_for_codes(keys, codebook, config), None
-    if causal:
-        keys = map_tensors(lambda t: fit_length(t, shape_of(query)[1]), keys)
-        cache = None if state is None else cache_of(state, config, dtype)
-    (values, totals, _), cache = attend_to_codes(
-        query, keys, codebook, config, causal, cache, kernel_dtype
-    )
-    return divide(values, totals), None if state is None else named_cache(cache)
 
 
 def _check_positions(query, positions, window, causal):

@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from keras_efficient_attn.ops.common.chunking import pad_length
-from keras_efficient_attn.ops.common.fused_softmax_torch import (
-    attend_band,
-    attend_weighted,
-)
+from keras_efficient_attn.ops.common.fused_softmax_torch import attend
 from keras_efficient_attn.ops.common.masks import QueryBlocks
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
 from keras_efficient_attn.ops.common.plan import block_sizes
@@ -28,7 +25,8 @@ def causal_code_attention(query, keys, codebook, cache, config):
     (batch, length, heads, _), number = query.shape, codes.shape[1]
     size = min(config.block_size(number), length)
     key = look_up(codes, keys.index)
-    own = attend_band(query, key, keys.value, keys.valid, QueryBlocks(size, 0, True))
+    own = query, key, keys.value, keys.valid
+    own = attend("band", *own, [], QueryBlocks(size, 0, True))
     blocks = -(-length // size)
     rows = keys.index.long() + number * torch.arange(heads)
     valid = keys.valid[..., None].expand(rows.shape)
@@ -57,7 +55,8 @@ def causal_code_attention(query, keys, codebook, cache, config):
         log_weight = torch.where(full, before.log(), LOG_ZERO)
         log_weight = log_weight.unflatten(2, (heads, number)).flatten(0, 1)
         key = codes.transpose(0, 1).expand(len(means), -1, -1, -1)
-        part = attend_weighted(query[:, present].flatten(0, 1), key, means, log_weight)
+        inputs = query[:, present].flatten(0, 1), key, means, None
+        part = attend("weighted", *inputs, [log_weight])
         parts.append([t.unflatten(0, (batch, -1)).flatten(1, 2) for t in part])
     far = [torch.cat(groups, 1)[:, :length] for groups in zip(*parts, strict=True)]
     cache = tuple(t.unflatten(1, (heads, number)) for t in (sums, counts))

@@ -15,7 +15,6 @@ from keras_efficient_attn.ops.common.chunking import (
 from keras_efficient_attn.ops.common.numerics import (
     accumulator_dtype,
     greatest_index,
-    larger,
     max_along,
     sum_rows,
 )
@@ -116,6 +115,12 @@ def look_up(codebook, index):
     return ops.take(flat, index + codes * ops.arange(heads, dtype="int32"), axis=0)
 
 
+def quantize(keys, codebook):
+    """The codes of keys, with straight-through gradients to the keys."""
+    codes = look_up(codebook.codes, keys.index)
+    return keys._replace(key=keys.key + ops.stop_gradient(codes - keys.key))
+
+
 def code_statistics(key, index, valid, num_codes):
     """The number of keys of each code, and their sum.
 
@@ -159,8 +164,7 @@ def update_averages(sums, counts, batch_sums, batch_counts, decay):
 
 def codes_of(sums, counts):
     """The codes, `sum / count`."""
-    counts = larger(counts, ops.full_like(counts, MIN_COUNT))
-    return sums / counts[..., None]
+    return sums / ops.where(counts > MIN_COUNT, counts, MIN_COUNT)[..., None]
 
 
 def enough_keys(keys, valid, num_codes):

@@ -17,6 +17,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_positive_values,
 )
 from keras_efficient_attn.ops.common.plan import block_sizes
+from keras_efficient_attn.ops.common.state import append_segment
 
 ORDERS = (0, 2)
 # The tensors of a state: of the cache, and of the window in the order of `Keys`.
@@ -216,6 +217,35 @@ def cache_of(state, config, dtype):
 def named_cache(cache):
     """A cache as a dict of state tensors."""
     return dict(zip(CACHE_NAMES, cache, strict=False))
+
+
+def with_history(state, near):
+    """The keys of a state's window, followed by a segment's keys."""
+    # Soft codes have no `index`, the last of the four.
+    given = [t for t in near if t is not None]
+    return Keys(*append_segment(state, *given, names=WINDOW_NAMES[: len(given)]))
+
+
+def leaving_keys(history, length, lengths):
+    """The keys that a segment pushes out of the window.
+
+    Args:
+        history: `Keys` of the window and the segment, from `with_history`.
+        length, lengths: As for `keep_last`.
+    """
+    leaving = map_tensors(lambda t: t[:, :length], history)
+    if lengths is None:
+        return leaving
+    leaves = ops.arange(length, dtype="int32") < lengths[:, None]
+    leaves = ops.cast(leaves, leaving.valid.dtype)
+    value = leaving.value * leaves[..., None, None]
+    return leaving._replace(value=value, valid=leaving.valid * leaves)
+
+
+def named_window(recent):
+    """The keys of a window as a dict of state tensors."""
+    pairs = zip(WINDOW_NAMES, recent, strict=True)
+    return {name: t for name, t in pairs if t is not None}
 
 
 def state_spec(batch, heads, codes, key_dim, value_dim, config, dtype):

@@ -16,12 +16,11 @@ from keras_efficient_attn.ops.common.feature_kernels.choice import (
 )
 from keras_efficient_attn.ops.common.numerics import max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
-from keras_efficient_attn.ops.common.plan import has_one_tpu
 
 
 def kernel_for(query, keys, codes, dtype):
     """The module of the kernel for `causal_attention`, or `None` if none can run."""
-    if dtype is None or keys.index is None or not has_one_tpu():
+    if keys.index is None:
         return None
     features = keras.KerasTensor((*query.shape[:3], codes.shape[1]), dtype)
     value = keras.KerasTensor(keys.value.shape, dtype)

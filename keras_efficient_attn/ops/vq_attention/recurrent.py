@@ -12,20 +12,21 @@ from keras_efficient_attn.ops.common.online_softmax import (
 from keras_efficient_attn.ops.common.rows import row_lengths
 from keras_efficient_attn.ops.common.state import keep_last
 from keras_efficient_attn.ops.vq_attention.blocks import MIN_COUNT, one_hot_codes
-from keras_efficient_attn.ops.vq_attention.codebook import look_up, responsibilities
+from keras_efficient_attn.ops.vq_attention.codebook import (
+    look_up,
+    quantize,
+    responsibilities,
+)
 from keras_efficient_attn.ops.vq_attention.config import (
     cache_of,
+    leaving_keys,
     map_tensors,
     named_cache,
+    named_window,
+    with_history,
     with_valid,
 )
 from keras_efficient_attn.ops.vq_attention.expanded import feature_sums, read
-from keras_efficient_attn.ops.vq_attention.windowed import (
-    leaving_keys,
-    named_window,
-    quantize,
-    with_history,
-)
 
 
 def attend_token(query, keys, codebook, config, positions, state):

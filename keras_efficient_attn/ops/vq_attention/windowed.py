@@ -2,7 +2,7 @@
 
 A key is assigned to the codes when it leaves the window, so keys delayed by the
 window's length are attended to causally. If queries also see later keys, the same runs
-once more from the end.
+once more from the end. Without a window, codes stand for all keys.
 """
 
 from keras import ops
@@ -14,26 +14,31 @@ from keras_efficient_attn.ops.common.chunking import (
     longer_length,
     pad_length,
 )
+from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.interval_softmax.choice import attend_window
 from keras_efficient_attn.ops.common.masks import SlidingWindow
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import divide, merge
-from keras_efficient_attn.ops.common.plan import has_one_tpu
+from keras_efficient_attn.ops.common.plan import has_one_tpu, jit_on_jax
 from keras_efficient_attn.ops.common.rows import row_lengths
-from keras_efficient_attn.ops.common.state import append_segment, keep_last
+from keras_efficient_attn.ops.common.state import keep_last
 from keras_efficient_attn.ops.vq_attention import feature_kernel
 from keras_efficient_attn.ops.vq_attention.blocks import (
     causal_code_attention,
     full_code_attention,
 )
-from keras_efficient_attn.ops.vq_attention.codebook import look_up
+from keras_efficient_attn.ops.vq_attention.codebook import look_up, quantize
 from keras_efficient_attn.ops.vq_attention.config import (
-    WINDOW_NAMES,
+    Codebook,
     Keys,
     Positions,
     cache_of,
     cache_shapes,
+    leaving_keys,
     map_tensors,
     named_cache,
+    named_window,
+    with_history,
     with_valid,
 )
 from keras_efficient_attn.ops.vq_attention.expanded import (
@@ -41,9 +46,64 @@ from keras_efficient_attn.ops.vq_attention.expanded import (
     expanded_attention_in_a_block,
     full_expanded_attention,
 )
+from keras_efficient_attn.ops.vq_attention.recurrent import attend_token
 
 if BACKEND == "torch":
     from keras_efficient_attn.ops.vq_attention import blocks_torch
+
+
+@jit_on_jax("config", "causal")
+def attend_to_keys_and_codes(
+    query, keys, codebook, config, causal, positions=None, state=None
+):
+    """`vq_attention` for layers, without checks and with known codes of the keys.
+
+    Args:
+        query: `(batch, query_length, heads, dim)`.
+        keys: `Keys`.
+        codebook: `Codebook`.
+        config: `VQConfig`.
+        causal: Whether query `t` sees keys `0..t` only.
+        positions: Optional `Positions`.
+        state: Optional state of earlier segments.
+
+    Returns:
+        `(output, state)`: the output in the accumulator's dtype, and the new state or
+        `None`.
+    """
+    takes_kernels = config.kernels and config.block_length is None
+    kernel_dtype = keys.value.dtype if takes_kernels else None
+    key, value, valid, index = keys
+    dtype = accumulator_dtype(query, key, value)
+    if valid is not None:
+        key, value = hide_masked(key, valid), hide_masked(value, valid)
+        valid = ops.cast(valid, dtype)
+    query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
+    keys = Keys(key, value, valid, index)
+    if config.soft:
+        codebook = map_tensors(lambda t: ops.cast(t, dtype), codebook)
+    else:
+        codebook = Codebook(ops.stop_gradient(ops.cast(codebook.codes, dtype)))
+    if positions is not None:
+        positions = map_tensors(lambda t: ops.cast(t, dtype), positions)
+
+    if state is None and config.window is not None:
+        options = config, causal, positions, kernel_dtype
+        return attend_sequence(query, keys, codebook, *options), None
+    if state is not None and query.shape[1] == key.shape[1] == 1:
+        return attend_token(query, keys, codebook, config, positions, state)
+    if state is not None and config.window is not None:
+        return attend_segment(query, keys, codebook, config, positions, state)
+    keys = with_valid(keys)
+    # Without a window, codes stand for all keys.
+    keys, cache = keys_for_codes(keys, codebook, config), None
+    if causal:
+        keys = map_tensors(lambda t: fit_length(t, shape_of(query)[1]), keys)
+        cache = None if state is None else cache_of(state, config, dtype)
+    (values, totals, _), cache = attend_to_codes(
+        query, keys, codebook, config, causal, cache, kernel_dtype
+    )
+    return divide(values, totals), None if state is None else named_cache(cache)
 
 
 def attend_sequence(
@@ -175,41 +235,6 @@ def keys_for_codes(keys, codebook, config):
     if config.order == 0:
         return keys._replace(key=None)
     return keys._replace(key=keys.key - look_up(codebook.codes, keys.index))
-
-
-def quantize(keys, codebook):
-    """The codes of keys, with straight-through gradients to the keys."""
-    codes = look_up(codebook.codes, keys.index)
-    return keys._replace(key=keys.key + ops.stop_gradient(codes - keys.key))
-
-
-def with_history(state, near):
-    """The keys of a state's window, followed by a segment's keys."""
-    # Soft codes have no `index`, the last of the four.
-    given = [t for t in near if t is not None]
-    return Keys(*append_segment(state, *given, names=WINDOW_NAMES[: len(given)]))
-
-
-def leaving_keys(history, length, lengths):
-    """The keys that a segment pushes out of the window.
-
-    Args:
-        history: `Keys` of the window and the segment, from `with_history`.
-        length, lengths: As for `keep_last`.
-    """
-    leaving = map_tensors(lambda t: t[:, :length], history)
-    if lengths is None:
-        return leaving
-    leaves = ops.arange(length, dtype="int32") < lengths[:, None]
-    leaves = ops.cast(leaves, leaving.valid.dtype)
-    value = leaving.value * leaves[..., None, None]
-    return leaving._replace(value=value, valid=leaving.valid * leaves)
-
-
-def named_window(recent):
-    """The keys of a window as a dict of state tensors."""
-    pairs = zip(WINDOW_NAMES, recent, strict=True)
-    return {name: t for name, t in pairs if t is not None}
 
 
 def _fit_in_a_block(query, key, config):

@@ -1,6 +1,7 @@
 """VQAttention: softmax attention over vector-quantised keys, in linear time."""
 
 import dataclasses
+import functools
 
 import keras
 import numpy as np
@@ -31,9 +32,10 @@ from keras_efficient_attn.ops.common.positions import (
     bias_products,
     window_sinusoids,
 )
-from keras_efficient_attn.ops.reversible.remembered import cache_for_backward, is_replay
-from keras_efficient_attn.ops.vq_attention.api import (
-    attend_to_keys_and_codes,
+from keras_efficient_attn.ops.reversible.remembered import (
+    RECORDS,
+    cache_for_backward,
+    is_replay,
 )
 from keras_efficient_attn.ops.vq_attention.calibration import fit_codes
 from keras_efficient_attn.ops.vq_attention.codebook import look_up, nearest_codes
@@ -45,6 +47,7 @@ from keras_efficient_attn.ops.vq_attention.config import (
     num_features,
     state_spec,
 )
+from keras_efficient_attn.ops.vq_attention.windowed import attend_to_keys_and_codes
 
 # Longest wavelength of the sinusoids of relative positions, over 2π.
 MAX_WAVELENGTH = 100_000.0
@@ -361,13 +364,13 @@ class VQAttention(EfficientAttention):
             start = state.pop("position")
         query, key = (self._prepare(x, dtype, start) for x in (query, key))
         positions = None
-        bias = self._bias_of_window(self.window, call.causal, dtype)
         if self.config.relative_positions:
             positions = self._relative_positions(query, call)
-        elif bias is not None:
+            query = self._content_query(query)
+        elif self.window_bias is not None and self.takes_window_bias:
+            bias = self._bias_of_window(self.window, call.causal, dtype)
             positions = Positions(*bias_products(query, bias))
-        query = self._content_query(query)
-        learns = self._learns(call.training)
+        learns = call.training and self._learns
         valid = _countable(key, key_mask) if learns else None
         # Gradient checkpointing reruns with the codes of the first run.
         again = learns and is_replay()
@@ -376,8 +379,7 @@ class VQAttention(EfficientAttention):
         elif learns:
             codes = self._codebook.drawn_from(key, valid)
         else:
-            codes = self.codebook
-        # A rebuilt key has rounding errors, which must not change its code.
+            codes = self._codebook.codes
         codes = ops.cast(codes, dtype)
         book, index = Codebook(codes), None
         if self.config.soft:
@@ -385,7 +387,9 @@ class VQAttention(EfficientAttention):
             book = Codebook(codes, *mixture)
         else:
             metric = self._coordinates.metric(dtype)
-            index = cache_for_backward(lambda: nearest_codes(key, codes, metric))
+            find = functools.partial(nearest_codes, key, codes, metric)
+            # A rebuilt key has rounding errors, which must not change its code.
+            index = cache_for_backward(find) if RECORDS else find()
         keys = Keys(key, value, key_mask, index)
         if self.config.order == 2:
             # Only expansions read single coordinates; products are the same in all.
@@ -521,12 +525,12 @@ class VQAttention(EfficientAttention):
         x = ops.cast(x, dtype)
         if self.qk_norm:
             x = rms_normalize(x)
-        return self._rotate(x, position) * self._key_dim**-0.25
+        if self.rotary_wavelength is not None:
+            x = self._rotate(x, position)
+        return x * self._key_dim**-0.25
 
     def _content_query(self, query):
-        """Prepared queries, with bias, for the products with keys."""
-        if not self.config.relative_positions:
-            return query
+        """Prepared queries, with the bias of relative positions."""
         bias = ops.cast(self._content_bias, query.dtype)
         return query + self._key_dim**-0.25 * bias
 
@@ -539,7 +543,9 @@ class VQAttention(EfficientAttention):
         """Prepared queries of calibration data, with bias, in the same shape."""
         query = self._query_dense(ops.convert_to_tensor(x))
         query = self._prepare(query, accumulator_dtype(query), None)
-        return ops.convert_to_numpy(self._content_query(query))
+        if self.config.relative_positions:
+            query = self._content_query(query)
+        return ops.convert_to_numpy(query)
 
     def _relative_positions(self, query, call):
         """Prepared queries with bias, and a key for each distance in the window.
@@ -559,12 +565,13 @@ class VQAttention(EfficientAttention):
         key, scale = ops.einsum("md,dhk->mhk", waves, kernel), self._key_dim**-0.25
         return Positions(query + scale * bias, scale * key)
 
-    def _learns(self, training):
-        """Whether a call updates the codes."""
-        return training and self.trainable and not self.config.soft
+    @property
+    def _learns(self):
+        """Whether a training call updates the codes."""
+        return self.trainable and not self.config.soft
 
     def _scores(self, query, key, value, call):
-        if self._learns(call.training):
+        if call.training and self._learns:
             # The first call draws the codes here, before they are used.
             prepared = self._prepare(key, accumulator_dtype(query, key, value), None)
             self._codebook.drawn_from(prepared, _countable(prepared, call.key_mask))

@@ -6,7 +6,7 @@ from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import may_agree
 from keras_efficient_attn.ops.common.chunking import fit_length
 from keras_efficient_attn.ops.common.inputs import hide_masked
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype, larger
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.plan import jit_on_jax
 from keras_efficient_attn.ops.linear_attention.gated.chunked import (
     chunked_gated_attention,
@@ -92,8 +92,8 @@ def _prepare(query, key, value, key_mask, rates):
         keys.append(x)
     key, value, log_decay, beta = keys
     if log_decay is not None:
-        least = ops.full_like(log_decay, LEAST_LOG_DECAY)
-        log_decay = larger(log_decay, least)
+        bounded = log_decay > LEAST_LOG_DECAY
+        log_decay = ops.where(bounded, log_decay, LEAST_LOG_DECAY)
     return (ops.cast(query, dtype), key, value), (log_decay, beta)
 
 

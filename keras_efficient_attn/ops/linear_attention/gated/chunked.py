@@ -108,9 +108,9 @@ def _group_step(config, size, has_decay, has_beta):
         scores, *overlaps = _decayed_products(lefts, key, log_decay)
         far_query, far_key, reader, end = query, key, key, None
         if has_decay:
-            factor = ops.exp(sums_up_to(log_decay))
+            factor = ops.exp(running_sums(log_decay))
             far_query = query * factor
-            far_key = key * ops.exp(sums_after(log_decay))
+            far_key = key * ops.exp(running_sums(log_decay, after=True))
             end = ops.swapaxes(factor[:, :, :, -1:], -1, -2)
         if not has_beta:
             return far_query, far_key, value, scores, end
@@ -167,12 +167,13 @@ class _Chunks:
         self._scores, self._far_key = scores, far_key
         if beta is not None:
             self._inverse = inverse_unit_lower(overlaps)
-            self._solved = self._inverse * _transpose(beta)
+            self._solved = self._inverse * ops.swapaxes(beta, -1, -2)
             scores = scores @ self._solved
-            far_key = _transpose(self._solved) @ far_key
+            far_key = ops.swapaxes(self._solved, -1, -2) @ far_key
         self.scores, self.far_key = scores, far_key
         step = _state_step(beta is not None, end is not None)
-        xs = _by_chunk(value, far_key, reader, end)
+        tensors = value, far_key, reader, end
+        xs = tuple(ops.moveaxis(x, 2, 0) for x in tensors if x is not None)
         (self.carry,), rows = recompute_scan(step, (state,), xs)
         self.before, *rest = (ops.moveaxis(row, 0, 2) for row in rows)
         self.rest = rest[0] if rest else value
@@ -182,18 +183,20 @@ class _Chunks:
 
     def gradient(self, grad_output, grad_carry):
         """Gradients of the state and of the chunks' inputs."""
-        before, rest = _transpose(self.before), _transpose(self.rest)
+        before = ops.swapaxes(self.before, -1, -2)
+        rest = ops.swapaxes(self.rest, -1, -2)
         grad_scores = grad_output @ rest
         grad_far_query = grad_output @ before
         step = _state_gradient_step(self.beta is not None, self.end is not None)
-        grad_rest = _transpose(self.scores) @ grad_output
-        grad_before = _transpose(self.far_query) @ grad_output
-        xs = _by_chunk(grad_before, grad_rest, self.far_key, self.reader, self.end)
+        grad_rest = ops.swapaxes(self.scores, -1, -2) @ grad_output
+        grad_before = ops.swapaxes(self.far_query, -1, -2) @ grad_output
+        tensors = grad_before, grad_rest, self.far_key, self.reader, self.end
+        xs = (ops.moveaxis(x, 2, 0) for x in tensors if x is not None)
         xs = tuple(ops.flip(x, axis=0) for x in xs)
         (grad_state,), rows = recompute_scan(step, (grad_carry,), xs)
         grad_after, *rows = (ops.moveaxis(ops.flip(row, axis=0), 0, 2) for row in rows)
         grad_rest = rows[0] if rows else grad_rest + self.far_key @ grad_after
-        grad_far_key = _transpose(rest) @ _transpose(grad_after)
+        grad_far_key = ops.swapaxes(rest, -1, -2) @ ops.swapaxes(grad_after, -1, -2)
         grad_end = None
         if self.end is not None:
             grad_end = ops.sum(grad_after * self.before, axis=-1, keepdims=True)
@@ -207,30 +210,22 @@ class _Chunks:
                 grad_scores,
                 grad_end,
             )
-        inverse = _transpose(self._inverse)
-        grad_solved = _transpose(self._scores) @ grad_scores
-        grad_solved = grad_solved + self._far_key @ _transpose(grad_far_key)
+        inverse = ops.swapaxes(self._inverse, -1, -2)
+        grad_solved = ops.swapaxes(self._scores, -1, -2) @ grad_scores
+        grad_solved = grad_solved + self._far_key @ ops.swapaxes(grad_far_key, -1, -2)
         grad_beta = ops.sum(grad_solved * self._inverse, axis=-2)[..., None]
-        grad_overlaps = inverse @ (grad_solved * _transpose(self.beta)) @ inverse
+        grad_overlaps = grad_solved * ops.swapaxes(self.beta, -1, -2)
+        grad_overlaps = inverse @ grad_overlaps @ inverse
         return grad_state, (
             grad_far_query,
             self._solved @ grad_far_key,
             grad_rest,
-            grad_scores @ _transpose(self._solved),
+            grad_scores @ ops.swapaxes(self._solved, -1, -2),
             grad_end,
             -(grad_rest @ before),
             -grad_overlaps,
             grad_beta,
         )
-
-
-def _transpose(x):
-    return ops.swapaxes(x, -1, -2)
-
-
-def _by_chunk(*tensors):
-    """The tensors that are not `None`, chunks first."""
-    return tuple(ops.moveaxis(x, 2, 0) for x in tensors if x is not None)
 
 
 @functools.cache
@@ -242,7 +237,7 @@ def _state_step(reads, decays):
         kept = state * x[-1] if decays else state
         if reads:
             rest = rest - x[0] @ state
-        after = kept + _transpose(far_key) @ rest
+        after = kept + ops.swapaxes(far_key, -1, -2) @ rest
         return (after,), (state, rest) if reads else (state,)
 
     return step
@@ -257,7 +252,7 @@ def _state_gradient_step(reads, decays):
         y = (after,)
         if reads:
             rest = rest + far_key @ after
-            before = before - _transpose(x[0]) @ rest
+            before = before - ops.swapaxes(x[0], -1, -2) @ rest
             y = after, rest
         return (before + (after * x[-1] if decays else after),), y
 
@@ -284,7 +279,7 @@ def _decayed_products(lefts, key, log_decay):
     if log_decay is not None:
         lower = lower_triangle(shape_of(log_decay)[-2])
         change = ops.where(ops.tril(lower, k=-1), log_decay, 0.0)
-        change = sums_up_to(change)
+        change = running_sums(change)
         factors = ops.exp(ops.where(lower, change, LOG_ZERO))
     products = []
     for x in lefts:
@@ -315,7 +310,7 @@ def _products_by_feature(lefts, key, log_decay):
         return ops.reshape(x, (*rows, chunks * count, size, features))
 
     log_decay, key, *lefts = map(by_block, (log_decay, key, *lefts))
-    start, end = sums_up_to(log_decay), sums_after(log_decay)
+    start, end = running_sums(log_decay), running_sums(log_decay, after=True)
     inside = lower_triangle(size)[..., None]
     change = start[..., :, None, :] - start[..., None, :, :]
     near_key = ops.exp(ops.where(inside, change, LOG_ZERO)) * key[..., None, :, :]
@@ -374,27 +369,24 @@ def with_ones(value):
 BLOCK = 16
 
 
-def sums_up_to(x):
-    """The sums up to and including each position, along the second to last axis."""
-    if BACKEND == "jax":
-        return _sums(np.tri(x.shape[-2]), x)
-    return cumulative_sum(x, len(x.shape) - 2)
+def running_sums(x, after=False):
+    """The sums up to and including each position, along the second to last axis.
 
-
-def sums_after(x):
-    """The sums over the positions after each one, along the second to last axis."""
+    With `after`, the sums over the positions after each one.
+    """
     if BACKEND == "jax":
-        return _sums(np.tri(x.shape[-2], k=-1).T, x)
+        import jax
+
+        size = x.shape[-2]
+        triangle = np.tri(size, k=-1).T if after else np.tri(size)
+        # As a product, which is faster on a TPU, in float32 precision.
+        with jax.default_matmul_precision("highest"):
+            return ops.convert_to_tensor(triangle, x.dtype) @ x
+    axis = len(x.shape) - 2
+    if not after:
+        return cumulative_sum(x, axis)
     later = ops.concatenate([x[..., 1:, :], ops.zeros_like(x[..., :1, :])], axis=-2)
-    return ops.flip(sums_up_to(ops.flip(later, axis=-2)), axis=-2)
-
-
-def _sums(triangle, x):
-    """As a product, which is faster on a TPU, in float32 precision."""
-    import jax
-
-    with jax.default_matmul_precision("highest"):
-        return ops.convert_to_tensor(triangle, x.dtype) @ x
+    return ops.flip(cumulative_sum(ops.flip(later, axis=-2), axis), axis=-2)
 
 
 def inverse_unit_lower(matrix):
@@ -403,18 +395,13 @@ def inverse_unit_lower(matrix):
     Args:
         matrix: `(..., n, n)`, zero on and above the diagonal; `n` is known.
     """
-    if BACKEND == "jax" and device_kind() == "cpu":
-        # JAX would call LAPACK, which is slower here and unavailable in a model
-        # exported to TensorFlow.
-        return _inverse_by_blocks(matrix)
-    identity = ops.eye(matrix.shape[-1], dtype=matrix.dtype)
-    right = ops.broadcast_to(identity, shape_of(matrix))
-    return ops.solve_triangular(identity + matrix, right, lower=True)
-
-
-def _inverse_by_blocks(matrix):
-    """Inverts blocks on the diagonal and merges them pairwise."""
     size = matrix.shape[-1]
+    if BACKEND != "jax" or device_kind() != "cpu":
+        identity = ops.eye(size, dtype=matrix.dtype)
+        right = ops.broadcast_to(identity, shape_of(matrix))
+        return ops.solve_triangular(identity + matrix, right, lower=True)
+    # JAX would call LAPACK, which is slower here and unavailable in a model exported to
+    # TensorFlow. Blocks on the diagonal are inverted and merged pairwise.
     count = 1
     while count * BLOCK < size:
         count *= 2
@@ -438,9 +425,7 @@ def _inverse_by_blocks(matrix):
     while inverses.shape[-3] > 1:
         first, second = inverses[..., 0::2, :, :], inverses[..., 1::2, :, :]
         below = -second @ blocks(first.shape[-1], 1) @ first
-        above = ops.concatenate([first, ops.zeros_like(below)], axis=-1)
-        below = ops.concatenate([below, second], axis=-1)
-        inverses = ops.concatenate([above, below], axis=-2)
+        inverses = _below(first, second, below)
     return inverses[..., 0, :size, :size]
 
 

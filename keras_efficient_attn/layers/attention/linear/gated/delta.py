@@ -10,11 +10,11 @@ from keras_efficient_attn.layers.attention.linear.gated.layer import (
     build_projection,
     log_rates,
     step_biases,
-    wide,
 )
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 
 
 @register_attention("delta")
@@ -115,12 +115,17 @@ class DeltaAttention(GatedStateAttention):
         )
 
     def _rates(self, key):
-        logits = wide(apply_projections(self._beta_layers, key))
-        beta = self._for_query_heads(self.max_beta * ops.sigmoid(logits))
-        return self._log_decay(key), beta
+        logits = apply_projections(self._beta_layers, key)
+        logits = ops.cast(logits, accumulator_dtype(logits))
+        beta, log_decay = self.max_beta * ops.sigmoid(logits), self._log_decay(key)
+        if self.num_key_value_heads is not None:
+            beta = self._for_query_heads(beta)
+            if log_decay is not None:
+                log_decay = self._for_query_heads(log_decay)
+        return log_decay, beta
 
     def _log_decay(self, key):
-        """The decays of the key inputs for `_rates`, or `None`."""
+        """The decays of the key inputs, of the keys' heads, or `None`."""
         return None
 
     def operations(self, length, causal):
@@ -162,11 +167,12 @@ class DecayingDeltaAttention(DeltaAttention):
         )
 
     def _log_decay(self, key):
-        logits = wide(apply_projections(self._decay_layers, key))
+        logits = apply_projections(self._decay_layers, key)
+        logits = ops.cast(logits, accumulator_dtype(logits))
         logits = ops.reshape(logits, (*shape_of(key)[:2], *self._decay_bias.shape))
         logits = logits + ops.cast(self._decay_bias, logits.dtype)
         rate = ops.exp(ops.cast(self._log_rate, logits.dtype))
-        return self._for_query_heads(-rate * ops.softplus(logits))
+        return -rate * ops.softplus(logits)
 
 
 @register_attention("gated-delta")
@@ -223,9 +229,6 @@ class GatedDeltaAttention(DecayingDeltaAttention):
     def _build_rates(self, input_dim):
         super()._build_rates(input_dim)
         self._build_decays(input_dim, 1)
-
-    def _log_decay(self, key):
-        return super()._log_decay(key)[..., 0]
 
 
 @register_attention("kimi-delta")

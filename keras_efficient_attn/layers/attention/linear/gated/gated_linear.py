@@ -8,7 +8,6 @@ from keras_efficient_attn.layers.attention.linear.gated.layer import (
     GatedStateAttention,
     apply_projections,
     build_projection,
-    wide,
 )
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.common.backend import shape_of
@@ -16,6 +15,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_positive_int,
     check_positive_number,
 )
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 
 DECAYS = ("vector", "scalar")
 
@@ -117,7 +117,8 @@ class GatedLinearAttention(GatedStateAttention):
         )
 
     def _rates(self, key):
-        logits = wide(apply_projections(self._decay_layers, key))
+        logits = apply_projections(self._decay_layers, key)
+        logits = ops.cast(logits, accumulator_dtype(logits))
         logits = logits + ops.cast(self._decay_bias, logits.dtype)
         log_decay = ops.log_sigmoid(logits) / self.decay_temperature
         if self.decay == "vector":

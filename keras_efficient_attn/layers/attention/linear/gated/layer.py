@@ -12,7 +12,10 @@ from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 from keras_efficient_attn.ops.common.convolution import causal_convolution
 from keras_efficient_attn.ops.common.inputs import hide_masked
-from keras_efficient_attn.ops.common.numerics import mean_of_channels, wide_dtype
+from keras_efficient_attn.ops.common.numerics import (
+    accumulator_dtype,
+    mean_of_channels,
+)
 from keras_efficient_attn.ops.common.rows import row_lengths
 from keras_efficient_attn.ops.linear_attention.gated.api import (
     gated_attention_with_feature_maps,
@@ -154,7 +157,7 @@ class GatedStateAttention(LinearAttention):
         """`(log_decay, beta)` of the key inputs `(batch, length, input_dim)`.
 
         Each is `None` or `(batch, length, heads)`; decays may be `(batch, length,
-        heads, features)`. In the accumulator's dtype.
+        heads, features)`. In the accumulator's dtype: gates need at least float32.
         """
         raise NotImplementedError
 
@@ -193,11 +196,15 @@ class GatedStateAttention(LinearAttention):
                 heads[name], inputs = causal_convolution(
                     x, self._convolution_kernels[name], past, lengths
                 )
-                last[state_name] = ops.cast(inputs, self.state_dtype)
+                if past is not None:
+                    last[state_name] = ops.cast(inputs, self.state_dtype)
         if self.activation is not None:
             # In float32: normalising short vectors gives gradients too large for half
             # precision, which mostly end where an activation is flat.
-            heads = {name: self.activation(wide(x)) for name, x in heads.items()}
+            heads = {
+                name: self.activation(ops.cast(x, accumulator_dtype(x)))
+                for name, x in heads.items()
+            }
         key, value = heads["key"], heads["value"]
         if self.num_key_value_heads is not None:
             key, value = self._for_query_heads(key), self._for_query_heads(value)
@@ -227,7 +234,7 @@ class GatedStateAttention(LinearAttention):
 
     def _project(self, heads, gate_input, query_mask):
         if self.output_norm is not None:
-            heads = wide(heads)
+            heads = ops.cast(heads, accumulator_dtype(heads))
             if self.output_norm == "group":
                 heads = heads - mean_of_channels(heads)
             power = mean_of_channels(ops.square(heads))
@@ -301,11 +308,6 @@ def apply_projections(layers, x):
     for layer in layers:
         x = layer(x)
     return x
-
-
-def wide(x):
-    """`x` in float32 or float64: gates need at least float32."""
-    return ops.cast(x, wide_dtype(keras.backend.standardize_dtype(x.dtype)))
 
 
 def log_rates(least, seed):
