@@ -372,7 +372,7 @@ class EfficientAttention(
         state=None,
         **options,
     ):
-        inputs = (query, value, value if key is None else key)
+        inputs = given = (query, value, value if key is None else key)
         masks = (query_mask, value_mask, key_mask, attention_mask)
         axes = self._check_inputs(inputs, masks, state)
         call = AttentionCall(
@@ -409,16 +409,28 @@ class EfficientAttention(
         if 0 in (inputs[0].shape[1], inputs[2].shape[1]):
             output, more = self._attend_to_nothing(*inputs, call)
         else:
-            output, more = self._attend_inputs(*inputs, call)
+            query, value, key, call = self._prepare_inputs(*inputs, call)
+            # Zero the masked positions before the projections: a NaN there would
+            # otherwise reach the kernels' gradients as 0 · NaN.
+            if call.query_mask is not None:
+                query = zero_masked(query, call.query_mask)
+            if call.key_mask is not None:
+                value = zero_masked(value, call.key_mask)
+                key = zero_masked(key, call.key_mask)
+            heads = self._project_inputs(query, key, value, call)
+            # Compute scores first: attending may update weights, which would then
+            # differ from the weights that made the output.
+            scores = self._scores(*heads) if call.scores else None
+            heads, more = self.attend(*heads)
+            output = self._project(heads, query, call.query_mask)
+            more = scores if call.scores else more
         if moved is not None:
             output = moved.restore(output)
             more = moved.restore_scores(more) if call.scores else more
         if axes.rank != 3:
-            output = axes.from_sequence(output, query)
+            output = axes.from_sequence(output, given[0])
             if return_attention_scores:
-                more = axes.scores_from_sequence(
-                    more, query, value if key is None else key
-                )
+                more = axes.scores_from_sequence(more, *given[::2])
         if state is not None or return_attention_scores:
             return output, more
         return output
@@ -457,29 +469,12 @@ class EfficientAttention(
             return output, keras.KerasTensor(shape, dtype=self.compute_dtype)
         return output
 
-    def _attend_inputs(self, query, value, key, call):
-        """The output for sequences, and the new state, the scores or `None`."""
-        # Zero the masked positions before the projections: a NaN there would otherwise
-        # reach the kernels' gradients as 0 · NaN.
-        if call.query_mask is not None:
-            query = zero_masked(query, call.query_mask)
-        if call.key_mask is not None:
-            value = zero_masked(value, call.key_mask)
-            key = zero_masked(key, call.key_mask)
-        gate_input = query
-
-        query, key, value, call = self._project_inputs(query, key, value, call)
-        scores = None
-        if call.scores:
-            # Compute scores first: attending may update weights, which would then
-            # differ from the weights that made the output.
-            scores = self._scores(query, key, value, call)
-        heads, new_state = self.attend(query, key, value, call)
-        output = self._project(heads, gate_input, call.query_mask)
-        return output, scores if call.scores else new_state
+    def _prepare_inputs(self, query, value, key, call):
+        """The inputs and the call, for layers that read or change them first."""
+        return query, value, key, call
 
     def _attend_to_nothing(self, query, value, key, call):
-        """Handles `_attend_inputs` without queries or without visible keys."""
+        """The output without queries or without keys, and the state or the scores."""
         batch, length = shape_of(query)[:2]
         quantised = getattr(self.output_dense, "quantization_mode", None) is not None
         if query.shape[1] == 0 and quantised:

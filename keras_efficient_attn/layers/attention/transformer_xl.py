@@ -286,7 +286,7 @@ class RelativePositionXL(EfficientAttention):
             documents=call.options.get("documents"),
             dropout=dropout,
         )
-        return heads, None
+        return heads, call.options.get("next_state")
 
     def _call_options(self, inputs, state, options):
         options = dict(options)
@@ -304,15 +304,13 @@ class RelativePositionXL(EfficientAttention):
         _check_reset(reset, query, value)
         return {"reset": reset}
 
-    def _attend_inputs(self, query, value, key, call):
+    def _prepare_inputs(self, query, value, key, call):
         reset, documents = call.options.get("reset"), call.options.get("documents")
         if reset is not None:
             documents = _documents(reset, query, key)
         if call.state is None:
-            options = {"documents": documents}
-            call = dataclasses.replace(call, options=options)
-            query, value, key = self._normalize_inputs(query, value, key)
-            return super()._attend_inputs(query, value, key, call)
+            call = dataclasses.replace(call, options={"documents": documents})
+            return *self._normalize_inputs(query, value, key), call
 
         memory, seen = call.state["memory"], call.state["mask"]
         lengths = row_lengths(call.key_mask)
@@ -321,34 +319,30 @@ class RelativePositionXL(EfficientAttention):
         if call.key_mask is not None:
             mask = ops.cast(call.key_mask, seen.dtype)
         kept = ops.concatenate([seen, mask], axis=1)
-        extended = ops.concatenate([ops.cast(memory, value.dtype), value], axis=1)
+        extended = ops.concatenate([memory, ops.cast(value, memory.dtype)], axis=1)
+        next_memory = ops.stop_gradient(keep_last(extended, length, lengths))
+        next_mask = kept
         if documents is not None:
             # The memory precedes all documents of the segment.
             before = ops.zeros_like(documents[1][:, :1])
             before = ops.broadcast_to(before, shape_of(memory)[:2])
             key_documents = ops.concatenate([before, documents[1]], axis=1)
             documents = documents[0], key_documents
-        whole = dataclasses.replace(
-            call,
-            key_mask=kept > 0,
-            state=None,
-            options={
-                "offset": memory_length,
-                "memory_length": memory_length,
-                "documents": documents,
-            },
-        )
-        inputs = self._normalize_inputs(query, extended, extended)
-        output, _ = super()._attend_inputs(*inputs, whole)
-        if documents is not None:
-            read = documents[1] * ops.cast(kept > 0, documents[1].dtype)
+            read = key_documents * ops.cast(kept > 0, key_documents.dtype)
             last = ops.max(read, axis=1, keepdims=True)
-            kept = ops.where(documents[1] == last, kept, ops.zeros_like(kept))
-        extended = ops.concatenate([memory, ops.cast(value, memory.dtype)], axis=1)
-        return output, {
-            "memory": ops.stop_gradient(keep_last(extended, length, lengths)),
-            "mask": keep_last(kept, length, lengths),
+            next_mask = ops.where(key_documents == last, kept, ops.zeros_like(kept))
+        options = {
+            "offset": memory_length,
+            "memory_length": memory_length,
+            "documents": documents,
+            "next_state": {
+                "memory": next_memory,
+                "mask": keep_last(next_mask, length, lengths),
+            },
         }
+        call = dataclasses.replace(call, key_mask=kept > 0, options=options)
+        extended = ops.cast(extended, value.dtype)
+        return *self._normalize_inputs(query, extended, extended), call
 
     def _move_to_front(self, inputs, call):
         reset = call.options.get("reset")

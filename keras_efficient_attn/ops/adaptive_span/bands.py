@@ -74,7 +74,7 @@ def attend_in_bands(inputs, spans, position_key, state, seed, config, options):
         output = pallas.attend(query, key, value, key_mask, spans, config, options)
         if output is not None:
             return output, None
-    lengths = row_lengths(inputs[3])
+    lengths = None if state is None else row_lengths(inputs[3])
     query, key, value, valid = masked_inputs(*inputs)
     length, new_state = shape_of(query)[1], None
     query = query * options.scale

@@ -28,11 +28,13 @@ def causal_convolution(x, kernel, past=None, lengths=None):
             beginning. Defaults to `None`: all.
 
     Returns:
-        `(output, last)`: the output, and the last `kernel_size - 1` inputs that exist.
+        `(output, last)`: the output, and the last `kernel_size - 1` inputs that exist;
+        `None` without `past`.
     """
     length, reach = shape_of(x)[1], kernel.shape[0] - 1
+    before = past
     if past is None:
-        past = ops.zeros((shape_of(x)[0], reach, *x.shape[2:]), x.dtype)
-    padded = ops.concatenate([ops.cast(past, x.dtype), x], axis=1)
+        before = ops.zeros((shape_of(x)[0], reach, *x.shape[2:]), x.dtype)
+    padded = ops.concatenate([ops.cast(before, x.dtype), x], axis=1)
     output = depthwise(padded, ops.cast(kernel, x.dtype), length)
-    return output, keep_last(padded, length, lengths)
+    return output, None if past is None else keep_last(padded, length, lengths)

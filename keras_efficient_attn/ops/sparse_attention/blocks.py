@@ -36,7 +36,8 @@ def attend_in_blocks(inputs, state, seed, config, options):
 
     Arguments are as for the forms of `SoftmaxCall.attend`, with a `SparseConfig`.
     """
-    length, lengths = shape_of(inputs[0])[1], row_lengths(inputs[3])
+    length = shape_of(inputs[0])[1]
+    lengths = None if state is None else row_lengths(inputs[3])
     inputs = masked_inputs(*inputs)
     if state is None:
         inputs = pad_to_common_length(*inputs)

@@ -271,13 +271,12 @@ class AdaptiveSpan(PatternAttention):
         """
         return layer_call
 
-    def _attend_inputs(self, query, value, key, call):
+    def _prepare_inputs(self, query, value, key, call):
         spans = self._spans(query, call.query_mask)
         # A batch without rows has no spans to learn from.
         if call.training and not is_replay() and query.shape[0] != 0:
             self._learn_from(spans, call.query_mask)
-        call = dataclasses.replace(call, options={"spans": spans})
-        return super()._attend_inputs(query, value, key, call)
+        return query, value, key, dataclasses.replace(call, options={"spans": spans})
 
     def _spans(self, query, query_mask):
         """`(heads,)`, or `(batch, query_length, heads)`, in positions."""
