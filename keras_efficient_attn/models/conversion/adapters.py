@@ -116,7 +116,8 @@ class AttentionAdapter(keras.layers.Layer):
 
         def project(x):
             heads = projection(x) if norm is None else norm(projection(x))
-            return self.add_positions(heads, self._stream.position)
+            steps = ops.arange(shape_of(x)[1], dtype="int32")[None]
+            return self.add_positions(heads, self._stream.position + steps)
 
         return project
 
@@ -129,12 +130,12 @@ class AttentionAdapter(keras.layers.Layer):
         """
         return layer.__call__
 
-    def add_positions(self, heads, start):
+    def add_positions(self, heads, positions):
         """Projected queries or keys `(batch, length, heads, key_dim)`, with positions.
 
         Args:
             heads: The projected queries or keys.
-            start: Position of the first of them.
+            positions: Integers `(1 or batch, length)`.
         """
         return heads
 
@@ -156,13 +157,13 @@ class AttentionAdapter(keras.layers.Layer):
         Args:
             x: `(batch, length, dim)`, the inputs of the host.
             state: Dict of tensors, from `attention.get_initial_state` or the last call.
-            position: Position of the first of them, an integer or a scalar.
+            position: The positions that each row has read, integers `(batch,)`.
             key_mask: Boolean `(batch, length)` or `None`.
 
         Returns:
             `(output, state)`.
         """
-        self._stream.position = position
+        self._stream.position = position[:, None]
         try:
             return self.attention(
                 x, x, key_mask=key_mask, use_causal_mask=True, state=state
@@ -280,8 +281,8 @@ class RotaryAdapter(AttentionAdapter):
     def compute_output_spec(self, hidden_states, *args, **kwargs):
         return keras.KerasTensor(hidden_states.shape, dtype=self.compute_dtype)
 
-    def add_positions(self, heads, start):
-        return self.rotary_embedding_layer(heads, start_index=start)
+    def add_positions(self, heads, positions):
+        return self.rotary_embedding_layer(heads, positions=positions)
 
 
 class MistralAdapter(RotaryAdapter):
@@ -317,16 +318,16 @@ class Gemma3Adapter(RotaryAdapter):
             )
         return None
 
-    def add_positions(self, heads, start):
-        return self.rope_layer(heads, start_index=start)
+    def add_positions(self, heads, positions):
+        return self.rope_layer(heads, positions=positions)
 
 
 class GemmaAdapter(Gemma3Adapter):
     """For Gemma's attention, whose rotation interleaves its halves."""
 
-    def add_positions(self, heads, start):
+    def add_positions(self, heads, positions):
         shape = shape_of(heads)
-        halves = ops.split(self.rope_layer(heads, start_index=start), 2, axis=-1)
+        halves = ops.split(self.rope_layer(heads, positions=positions), 2, axis=-1)
         return ops.reshape(ops.stack(halves, axis=-1), shape)
 
 

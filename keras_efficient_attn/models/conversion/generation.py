@@ -265,7 +265,8 @@ def _streaming_call(site, states, index, position, first):
         x = next(iter((*args, *kwargs.values())))
         steps = position + ops.arange(shape_of(x)[1], dtype="int32")
         is_token = steps >= first[:, None]
-        output, states[index] = adapter.stream(x, states[index], position, is_token)
+        read = ops.maximum(position - first, 0)
+        output, states[index] = adapter.stream(x, states[index], read, is_token)
         return adapter.outputs_with_cache(output, cache)
 
     return call

@@ -180,7 +180,10 @@ def inputs(backbone, seed=0, padded=True):
 
 
 def outputs(backbone, data):
-    """Outputs at positions that are not padding, as a list of arrays."""
+    """Outputs at positions that are not padding, as a list of arrays.
+
+    The output of a whole row is that of its first position.
+    """
     output = backbone(data)
     named = output if isinstance(output, dict) else {"": output}
     arrays = []
@@ -188,8 +191,12 @@ def outputs(backbone, data):
         value = ops.convert_to_numpy(ops.cast(value, "float32"))
         prefix = name.removesuffix("sequence_output")
         mask = data.get(f"{prefix}padding_mask") if isinstance(data, dict) else None
-        whole = value.ndim == 2 or mask is None
-        arrays.append(value if whole else value[np.asarray(mask) > 0])
+        if mask is None and isinstance(data, dict):
+            mask = data.get("padding_mask")
+        if mask is not None:
+            mask = np.asarray(mask) > 0
+            value = value[mask[:, 0] if value.ndim == 2 else mask]
+        arrays.append(value)
     return arrays
 
 

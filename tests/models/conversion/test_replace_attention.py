@@ -29,7 +29,7 @@ class Blocks(keras.layers.Layer):
     def call(self, x):
         for layer in (*self.listed, self.paired[0]):
             x = x + layer(x, x, use_causal_mask=True)
-        return x + self.named["last"](x, x, value_mask=None)
+        return x + self.named["last"](x, x, value_mask=None, use_causal_mask=True)
 
     def compute_output_shape(self, shape):
         return shape
@@ -108,7 +108,9 @@ def test_attributes_lists_dicts_and_graphs():
     found = families.efficient_layers(model)
     assert len(found) == 4 and all(isinstance(v, LocalAttention) for v in found)
     after = ops.convert_to_numpy(model([x, mask]))
-    np.testing.assert_allclose(after, before, atol=1e-5 * np.max(abs(before)))
+    scale = np.max(abs(before))
+    # Causal layers: what exists does not depend on the padding behind it.
+    np.testing.assert_allclose(after[mask], before[mask], atol=1e-5 * scale)
 
     # Replace one again, with its own weights, which train with the others.
     with pytest.warns(UserWarning):
