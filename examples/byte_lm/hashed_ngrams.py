@@ -61,6 +61,23 @@ def hashed_ngrams(padded, length, orders):
     return [by_order[order] for order in orders]
 
 
+def last_tokens(padded, length, mask):
+    """The last tokens that exist, as many as precede a segment.
+
+    Args:
+        padded: Integers `(batch, number + length)`, a segment after earlier tokens.
+        length: Length of the segment.
+        mask: Boolean `(batch, length)`, true and then false, or `None`.
+    """
+    if mask is None:
+        return padded[:, length:]
+    read = ops.sum(ops.cast(mask, "int32"), axis=1, keepdims=True)
+    index = ops.cast(read, "int32") + ops.arange(
+        ops.shape(padded)[1] - length, dtype="int32"
+    )
+    return ops.take_along_axis(padded, index, axis=1)
+
+
 @keras.saving.register_keras_serializable(package="byte_lm")
 class HashedNGrams(keras.layers.Layer):
     """The sum of embeddings of the n-grams that end at each position.
@@ -78,6 +95,8 @@ class HashedNGrams(keras.layers.Layer):
 
     Call arguments:
         tokens: Integers `(batch, length)`, not negative and below 9,000,000.
+        mask: Optional boolean `(batch, length)`, true and then false: the tokens of a
+            row that exist.
         state: Optional, from `get_initial_state` or the previous segment's call.
 
     Returns:
@@ -99,6 +118,7 @@ class HashedNGrams(keras.layers.Layer):
 
     def __init__(self, dim, orders=(2, 3, 4, 5, 6), rows=2**14, width=32, **kwargs):
         super().__init__(**kwargs)
+        self.supports_masking = True
         check_orders(orders)
         check_size("rows", rows, PRIME)
         check_size("width", width)
@@ -127,7 +147,7 @@ class HashedNGrams(keras.layers.Layer):
         """
         return {"recent": ops.zeros((batch_size, max(self.orders) - 1), "int32")}
 
-    def call(self, tokens, state=None):
+    def call(self, tokens, mask=None, state=None):
         tokens = ops.cast(tokens, "int32")
         batch, length = ops.shape(tokens)[:2]
         past = (self.get_initial_state(batch) if state is None else state)["recent"]
@@ -140,9 +160,11 @@ class HashedNGrams(keras.layers.Layer):
         vectors = ops.take(self.tables, ops.stack(indices, axis=-1), axis=0)
         vectors = ops.reshape(vectors, (batch, length, len(self.orders) * self.width))
         output = ops.matmul(vectors, self.kernel)
-        return output if state is None else (output, {"recent": padded[:, length:]})
+        if state is None:
+            return output
+        return output, {"recent": last_tokens(padded, length, mask)}
 
-    def compute_output_spec(self, tokens, state=None):
+    def compute_output_spec(self, tokens, mask=None, state=None):
         output = keras.KerasTensor((*tokens.shape, self.dim), dtype=self.compute_dtype)
         return output if state is None else (output, state_spec(state))
 

@@ -9,6 +9,7 @@ from byte_lm.hashed_ngrams import (
     check_orders,
     check_size,
     hashed_ngrams,
+    last_tokens,
     state_spec,
 )
 
@@ -37,6 +38,8 @@ class NGramRecall(keras.layers.Layer):
 
     Call arguments:
         tokens: Integers `(batch, length)`, not negative and below `vocabulary_size`.
+        mask: Optional boolean `(batch, length)`, true and then false: the tokens of a
+            row that exist.
         state: Optional, from `get_initial_state` or the previous segment's call.
 
     Returns:
@@ -60,6 +63,7 @@ class NGramRecall(keras.layers.Layer):
         self, vocabulary_size, dim, orders=(2, 3, 4, 5, 6, 8), rows=2**15, **kwargs
     ):
         super().__init__(**kwargs)
+        self.supports_masking = True
         check_orders(orders)
         check_size("rows", rows, PRIME)
         check_size("vocabulary_size", vocabulary_size, MAX_VOCABULARY)
@@ -89,7 +93,7 @@ class NGramRecall(keras.layers.Layer):
             "followers": ops.zeros((batch_size, len(self.orders), self.rows), "int32"),
         }
 
-    def call(self, tokens, state=None):
+    def call(self, tokens, mask=None, state=None):
         tokens = ops.cast(tokens, "int32")
         batch, length = ops.shape(tokens)[:2]
         if state is None:
@@ -114,17 +118,20 @@ class NGramRecall(keras.layers.Layer):
                 earlier = state["followers"][:, i]
                 recalled = ops.take_along_axis(earlier, hashes[:, 1:], axis=1)
                 found = ops.where(last[:, 1:] < 0, recalled, found)
-                tables.append(
-                    _update_followers(earlier, hashes[:, :-1], next_tokens[:, :-1])
-                )
+                seen = hashes[:, :-1]
+                if mask is not None:
+                    # Tokens that do not exist follow no n-gram.
+                    seen = ops.where(ops.cast(mask, "bool"), seen, self.rows)
+                tables.append(_update_followers(earlier, seen, next_tokens[:, :-1]))
             rows = found + i * (self.vocabulary_size + 1)
             output = output + ops.take(self.tables, rows, axis=0)
         if state is None:
             return output
         followers = ops.stack(tables, axis=1)
-        return output, {"recent": padded[:, length:], "followers": followers}
+        recent = last_tokens(padded, length, mask)
+        return output, {"recent": recent, "followers": followers}
 
-    def compute_output_spec(self, tokens, state=None):
+    def compute_output_spec(self, tokens, mask=None, state=None):
         output = keras.KerasTensor((*tokens.shape, self.dim), dtype=self.compute_dtype)
         return output if state is None else (output, state_spec(state))
 

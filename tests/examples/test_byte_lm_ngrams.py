@@ -132,3 +132,23 @@ def test_symbolic_calls_with_a_state(layer_class):
     assert {k: v.shape for k, v in new_state.items()} == {
         k: v.shape for k, v in state.items()
     }
+
+
+@pytest.mark.parametrize("kind", ["recall", "hashed"])
+def test_rows_read_segments_of_different_lengths(kind):
+    layer, tokens = make(rows=7), text().astype("int32")
+    if kind == "hashed":
+        layer = HashedNGrams(4, orders=ORDERS, rows=1000)
+    whole, random = to_numpy(layer(tokens)), np.random.default_rng(1)
+    state, read = layer.get_initial_state(len(tokens)), np.zeros(3, int)
+    while read.min() < tokens.shape[1]:
+        number = np.minimum(random.integers(0, 18, 3), tokens.shape[1] - read)
+        mask = np.arange(17) < number[:, None]
+        segment = np.full(mask.shape, 3, "int32")
+        for row, count in enumerate(number):
+            segment[row, :count] = tokens[row, read[row] :][:count]
+        output, state = layer(segment, mask=mask, state=state)
+        for row, count in enumerate(number):
+            expected = whole[row, read[row] :][:count]
+            np.testing.assert_array_equal(to_numpy(output)[row, :count], expected)
+        read += number
