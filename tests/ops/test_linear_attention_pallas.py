@@ -172,7 +172,7 @@ def test_sizes_have_to_be_known():
     def attend(x):
         return linear_attention(x, x, x, causal=True, implementation="pallas")
 
-    with pytest.raises(ValueError, match="sizes that are known"):
+    with pytest.raises(ValueError, match="of known sizes"):
         jax.export.export(jax.jit(attend))(x)
 
 

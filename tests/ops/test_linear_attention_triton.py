@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_efficient_attn import LinearAttention, PerformerAttention
 from keras_efficient_attn.ops import linear_attention, linear_attention_state
+from keras_efficient_attn.ops.common import kernels
 from keras_efficient_attn.ops.common.feature_kernels import (
     choice,
     triton,
@@ -222,20 +223,20 @@ def test_layers_take_the_kernel_of_the_device(layer, monkeypatch):
         return triton_op.linear_attention_op(*arguments)
 
     monkeypatch.setattr(triton, "linear_attention_op", spy)
-    monkeypatch.setattr(choice, "_default_kernel", lambda query: "triton")
+    monkeypatch.setattr(kernels, "default_kernel", lambda known, query: "triton")
     torch.testing.assert_close(layer(x, x, **arguments), expected)
     assert [x is not None for x in rows] == [isinstance(layer, PerformerAttention)]
 
 
 def test_the_device_chooses(monkeypatch):
     x = torch.rand(1, 4, 2, 8, device="cpu")
-    assert choice._default_kernel(x) is None
-    assert choice._default_kernel(x.to("meta")) is None
+    assert kernels.default_kernel(choice.KERNELS, x) is None
+    assert kernels.default_kernel(choice.KERNELS, x.to("meta")) is None
 
     class OnCuda:
         is_cuda = True
 
-    assert choice._default_kernel(OnCuda()) == "triton"
+    assert kernels.default_kernel(choice.KERNELS, OnCuda()) == "triton"
 
 
 def test_one_position_and_a_state_need_no_kernel(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 from keras_efficient_attn.layers import get_attention
-from keras_efficient_attn.ops.common.feature_kernels import choice
+from keras_efficient_attn.ops.common import kernels
 from tests.autodiff import gradients
 
 BATCH, LENGTH, DIM = 2, 139, 12
@@ -43,7 +43,7 @@ def test_the_kernel_gives_outputs_and_gradients_of_the_chunks(
     layer.chunk_size = 64
     (expected,) = gradients(loss, x)
     asked = []
-    monkeypatch.setattr(choice, "has_one_tpu", lambda: asked.append(1) or True)
+    monkeypatch.setattr(kernels, "has_one_tpu", lambda: asked.append(1) or True)
     # A chunk size selects the chunked form.
     layer.chunk_size = None
     (received,) = gradients(loss, x)
