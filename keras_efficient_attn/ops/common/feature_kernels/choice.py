@@ -45,6 +45,8 @@ PACKAGES = {"triton": "triton, 3.4 or later", "fla": "flash-linear-attention"}
 def choose_kernel(query, key, value, state, config):
     """The module of the kernel for a call; `None` means the chunked form.
 
+    Its `linear_attention` takes as many keys as queries.
+
     Args:
         query, key, value: `(batch, length, heads, dim)`.
         state: The state's tensors, by name, or `None`.
@@ -80,6 +82,8 @@ def _module(name):
 def _obstacle(name, tensors, config):
     """The reason why a kernel cannot compute a call, or `None`."""
     query, _, value, *_ = tensors
+    if not config.causal:
+        return "is causal. Received: causal=False"
     if config.chunk_size is not None:
         return f"takes no `chunk_size`. Received: chunk_size={config.chunk_size}"
     dims = {"head_dim": query.shape[-1], "value_dim": value.shape[-1]}
@@ -97,8 +101,6 @@ def _torch_obstacle(name, query, config):
 
     if not HAS_PACKAGE[name]:
         return f"needs the package {PACKAGES[name]}, which is not installed"
-    if name == "fla" and not config.causal:
-        return "is causal. Received: causal=False"
     if not query.is_cuda:
         if name == "triton" and _interprets():
             return None

@@ -1,4 +1,4 @@
-"""Shared parts of the Pallas kernels of linear attention: plan and blocks.
+"""The parts of the Pallas kernels of linear attention: plan and blocks.
 
 A kernel runs over a grid of (batch, heads, blocks). Each of its operands is one of
 
@@ -14,7 +14,6 @@ In a kernel, numbers per query or key are a column `(chunk, 1)` or a row `(1, ch
 
 import collections.abc
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +39,6 @@ ROW_NAMES = (
     "grad_scale",
 )
 POSITION_NAMES = ("query", "key", "value", "output")
-# Decorates functions of a plan and of inputs, a dict.
-with_gradients = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +266,7 @@ def values_of(inputs):
 
 
 def gradients_of(inputs, *results):
-    """The gradients of a function's inputs, from the outputs of its gradient kernels.
+    """The gradients of the inputs, from the outputs of the gradient kernels.
 
     Those of weights are summed over all heads and kernels; inputs without have zeros.
     """

@@ -8,6 +8,9 @@ gradient of the state after their chunk. Only rows pass between them, a few numb
 query.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
@@ -31,13 +34,12 @@ from keras_efficient_attn.ops.common.feature_kernels.pallas_blocks import (
     start,
     upper_triangle,
     values_of,
-    with_gradients,
     with_output_gradients,
 )
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 
 
-@with_gradients
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def causal(plan, inputs):
     """Causal linear attention.
 
