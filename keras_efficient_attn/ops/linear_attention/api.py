@@ -103,12 +103,13 @@ def linear_attention(
 
             Kernels are causal and support float32 and bfloat16, and float16 on GPUs;
             static sizes, heads of at most 512 and at most 1,024 features. They choose
-            their own chunks: with `chunk_size` none runs. They multiply bfloat16 values in
-            bfloat16 and accumulate in float32. They have first reverse-mode derivatives
-            only. On other devices `"pallas"` is interpreted (slow, for tests), as is
-            `"triton"` with `TRITON_INTERPRET=1` in the environment. `"fla"` supports no
-            `key_log_weight` and at most 256 features, and rounds states to the dtype of
-            `value`. A single position with a state uses no kernel.
+            their own chunks: with `chunk_size` none runs. They multiply bfloat16 values
+            in bfloat16 and accumulate in float32. They have first reverse-mode
+            derivatives only. On other devices `"pallas"` is interpreted (slow, for
+            tests), as is `"triton"` with `TRITON_INTERPRET=1` in the environment.
+            `"fla"` supports no `key_log_weight` and at most 256 features, and rounds
+            states to the dtype of `value`. A single position with a state uses no
+            kernel.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a

@@ -12,13 +12,13 @@ from keras_efficient_attn.ops.common.feature_kernels.pallas_blocks import (
     STATE_NAMES,
     Plan,
     from_row,
-    to_row,
 )
 from keras_efficient_attn.ops.common.feature_kernels.pallas_causal import causal
 from keras_efficient_attn.ops.common.online_softmax import (
     bounded_log_weight,
     finish,
 )
+from keras_efficient_attn.ops.common.pallas_grid import to_row
 
 # Size of a score matrix, half of which belongs to later keys.
 CHUNK = 128
