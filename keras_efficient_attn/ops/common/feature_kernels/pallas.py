@@ -1,6 +1,15 @@
 """Causal linear attention in kernels for TPUs, written in Pallas.
 
-On other devices Pallas interprets them: the same results, slowly, for tests.
+By the compiler's estimate for a TPU v5e, training of a whole layer takes with these
+kernels, by their schedules, and in chunks (causal, 16,384 positions, 4 heads of 64,
+bfloat16, 2026-11-28) 1.2 and 1.8 ms with elu, 2.2 and 4.8 ms with FAVOR+:
+
+    python -m tools.compile_for_tpu --lengths 16384 --heads 4 --head-dim 64 \\
+        --layers linear linear:chunk_size=256 performer performer:chunk_size=256 \\
+        --dtype mixed_bfloat16 --mode train --causal
+
+Without causality they lost against XLA's products, see `docs/accelerators.md`. On other
+devices Pallas interprets them: the same results, slowly, for tests.
 """
 
 import jax
