@@ -165,9 +165,6 @@ def linear_heads(
     if layer.window is not None:
         distance = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])[None, :]
         exact = np.exp(dots(query, key))
-        if layer.learn_window_factor:
-            factor = np.exp(weights["window_log_factor"])
-            exact = exact * factor[:, None, None]
         similarity = np.where(abs(distance) < layer.window, exact, similarity)
     return weigh(similarity, value, key_mask, causal, layer.normalize)
 

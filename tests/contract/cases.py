@@ -193,7 +193,6 @@ CASES = [
         "learned",
         feature_map="learned",
         window=5,
-        learn_window_factor=True,
         cross=False,
     ),
     performer("callable-sum", feature_map=squared_relu, normalize=False),

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from keras_efficient_attn.ops.common.feature_kernels import choice
+from keras_efficient_attn.ops.common import kernels
 from tests.contract.cases import CASES, case_of, ids
 
 
@@ -46,4 +46,8 @@ def forced_kernel(monkeypatch):
     """With `FORCED_KERNEL=pallas` or `triton`, this kernel runs where it can."""
     if "FORCED_KERNEL" in os.environ:
         name = os.environ["FORCED_KERNEL"]
-        monkeypatch.setattr(choice, "_default_kernel", lambda query: name)
+        monkeypatch.setattr(
+            kernels,
+            "default_kernel",
+            lambda known, query: name if name in known else None,
+        )

@@ -88,7 +88,6 @@ OPTIONS = {
     LinearAttention: {
         "feature_map": choices(*feature_maps.names()),
         "window": optional(integers(1, 4, 20)),
-        "learn_window_factor": flags(),
         "normalize": flags(),
         "qk_norm": flags(),
         "temperature": numbers(1, 0.5),

@@ -1,4 +1,4 @@
-"""Test calls of linear attention for kernels, and their definition."""
+"""Test calls of causal linear attention for kernels, and their definition."""
 
 import dataclasses
 import functools
@@ -32,7 +32,6 @@ class Case:
 
     map: object = feature_maps.elu_features
     rows: int = 0
-    causal: bool = True
     output: str = "normalized"
     masked: bool = False
     weighted: bool = False
@@ -85,7 +84,7 @@ class Case:
             self.map,
             self.map,
             self.num_features,
-            causal=self.causal,
+            causal=True,
             output=self.output,
             implementation=implementation,
             rowwise_maps=self.rowwise,
@@ -142,7 +141,7 @@ class Case:
         def attend(query, value):
             inputs = query, key, value, mask
             normalize = self.output == "normalized"
-            return reference_attention(inputs, log_weight, self.causal, normalize)
+            return reference_attention(inputs, log_weight, True, normalize)
 
         outputs = (attend(query, value)[:, past:],)
         if self.output == "partial":
@@ -163,16 +162,15 @@ CASES = {
     "elu": Case(length=300, masked=True, dims=(8, 5)),
     "elu-state": Case(weighted=True, masked=True, with_state=True, length=300),
     "elu-state-alone": Case(with_state=True, length=128, output="sum"),
-    "relu-sum": Case(feature_maps.relu_features, output="sum", length=130),
-    "favor-partial": favor(masked=True, output="partial", length=400),
+    "relu-sum": Case(
+        feature_maps.relu_features, output="sum", length=130, key_length=200
+    ),
+    "favor-partial": favor(masked=True, weighted=True, output="partial", length=400),
     "exp-outside": Case(
         feature_maps.exponential_features, rowwise=False, masked=True, output="sum"
     ),
     "lanes": Case(dims=(128, 128), length=256, weighted=True),
     "shorter-keys": Case(length=140, key_length=90, dims=(64, 16)),
-    "full-elu": Case(causal=False, key_length=300, dims=(128, 8), masked=True),
-    "full-favor": favor(causal=False, weighted=True, output="partial", masked=True),
-    "full-sum": Case(causal=False, output="sum", length=30, key_length=140),
 }
 
 

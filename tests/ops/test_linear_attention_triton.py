@@ -1,6 +1,7 @@
 """The kernels for NVIDIA GPUs, run by Triton's interpreter where there is none."""
 
 import dataclasses
+import functools
 import sys
 import types
 
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_efficient_attn import LinearAttention, PerformerAttention
 from keras_efficient_attn.ops import linear_attention, linear_attention_state
+from keras_efficient_attn.ops.common import kernels
 from keras_efficient_attn.ops.common.feature_kernels import (
     choice,
     triton,
@@ -103,7 +105,7 @@ def test_a_segment_may_have_several_chunks(monkeypatch):
     ("case", "dtype"),
     [
         (Case(length=80), "bfloat16"),
-        (favor(causal=False, length=70), "bfloat16"),
+        (favor(length=70), "bfloat16"),
         (Case(length=80), "float16"),
     ],
 )
@@ -139,12 +141,11 @@ def test_the_past_does_not_depend_on_the_future():
     assert torch.all(first[:, 70:] != second[:, 70:])
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_no_memory_is_read_that_was_not_written(causal):
+def test_no_memory_is_read_that_was_not_written():
     # New memory is NaN then.
     torch.use_deterministic_algorithms(True)
     try:
-        check(favor(length=66, dims=(4, 3), masked=True, causal=causal, **ONE_HEAD))
+        check(favor(length=66, dims=(4, 3), masked=True, **ONE_HEAD))
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -189,7 +190,7 @@ def test_the_operation_is_as_it_declares():
     inputs = (*tensors.unbind(), None, torch.zeros(1, 1, 20), None, None)
     tests = "test_schema", "test_faketensor", "test_autograd_registration"
     for output in ("normalized", "partial"):
-        arguments = (*inputs, f"elu causal {output}")
+        arguments = (*inputs, f"elu {output}")
         torch.library.opcheck(
             triton_op.linear_attention_op, arguments, test_utils=tests
         )
@@ -222,20 +223,20 @@ def test_layers_take_the_kernel_of_the_device(layer, monkeypatch):
         return triton_op.linear_attention_op(*arguments)
 
     monkeypatch.setattr(triton, "linear_attention_op", spy)
-    monkeypatch.setattr(choice, "_default_kernel", lambda query: "triton")
+    monkeypatch.setattr(kernels, "default_kernel", lambda known, query: "triton")
     torch.testing.assert_close(layer(x, x, **arguments), expected)
     assert [x is not None for x in rows] == [isinstance(layer, PerformerAttention)]
 
 
 def test_the_device_chooses(monkeypatch):
     x = torch.rand(1, 4, 2, 8, device="cpu")
-    assert choice._default_kernel(x) is None
-    assert choice._default_kernel(x.to("meta")) is None
+    assert kernels.default_kernel(choice.KERNELS, x) is None
+    assert kernels.default_kernel(choice.KERNELS, x.to("meta")) is None
 
     class OnCuda:
         is_cuda = True
 
-    assert choice._default_kernel(OnCuda()) == "triton"
+    assert kernels.default_kernel(choice.KERNELS, OnCuda()) == "triton"
 
 
 def test_one_position_and_a_state_need_no_kernel(monkeypatch):
@@ -271,22 +272,25 @@ def test_a_state_goes_through_the_operation():
 def test_errors(shape, dtype, message):
     x = torch.ones(shape, dtype=getattr(torch, dtype))
     with pytest.raises(ValueError, match=message):
-        linear_attention(x, x, x, implementation="triton")
+        linear_attention(x, x, x, causal=True, implementation="triton")
 
 
 def test_what_is_missing_is_named(monkeypatch):
     x = torch.ones(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="is causal. Received: causal=False"):
+        linear_attention(x, x, x, implementation="triton")
+    attend = functools.partial(linear_attention, x, x, x, causal=True)
     with pytest.raises(ValueError, match="Received: chunk_size=2"):
-        linear_attention(x, x, x, chunk_size=2, implementation="triton")
+        attend(chunk_size=2, implementation="triton")
     monkeypatch.setattr(choice, "_interprets", lambda: False)
     with keras.device("cpu"):
         x = x.cpu()
         with pytest.raises(ValueError, match="CUDA device. Received: cpu"):
-            linear_attention(x, x, x, implementation="triton")
+            linear_attention(x, x, x, causal=True, implementation="triton")
     monkeypatch.setattr(choice, "HAS_PACKAGE", {"triton": False, "fla": False})
     for name, package in (("triton", "triton"), ("fla", "flash-linear-attention")):
         with pytest.raises(ValueError, match=f"needs the package {package}"):
-            linear_attention(x, x, x, implementation=name)
+            attend(implementation=name)
 
 
 @pytest.mark.parametrize(

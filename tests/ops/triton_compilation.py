@@ -67,7 +67,7 @@ def compile_call(head_dim, features, dtype, entry):
     tensors = torch.zeros(3, 1, 1024, 2, head_dim, dtype=getattr(torch, dtype))
     rows = None if features == head_dim else torch.zeros(features, head_dim)
     optional = rows, torch.zeros(1, 2, 1024), None, None
-    options = f"{entry} causal normalized"
+    options = f"{entry} normalized"
     outputs = triton_op.linear_attention_op(*tensors, *optional, options)
     gradients = [outputs[0], outputs[1], outputs[3]]
     triton_op.linear_attention_grad_op(

@@ -52,7 +52,7 @@ def distill(
     Has two stages, which need texts but no labels:
 
     1. *Attention transfer* trains the new layers' own weights (learned feature maps,
-       soft codes, factors of windows) and freezes all others. Each layer is trained
+       soft codes) and freezes all others. Each layer is trained
        separately: it reads the inputs of the layer that it replaces in the teacher. Its
        loss is `Σ‖new − old‖² / Σ‖old‖²` of their outputs. If the new layers have no
        own weights, the stage is skipped.

@@ -154,22 +154,6 @@ def check_float_dtype(argument, received):
         )
 
 
-def can_run_kernel(name, obstacle, named):
-    """Whether a kernel can compute a call.
-
-    Args:
-        name: The kernel's.
-        obstacle: The reason why it cannot, or `None`.
-        named: Whether the caller asked for this kernel.
-
-    Raises:
-        ValueError: If the caller asked for a kernel that cannot run.
-    """
-    if named and obstacle is not None:
-        raise ValueError(f"`implementation={name!r}` {obstacle}")
-    return obstacle is None
-
-
 def check_streaming(query, key, causal, state):
     """Raises `ValueError` for a `state` without causality or equal lengths."""
     if state is None:

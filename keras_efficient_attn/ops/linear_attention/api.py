@@ -101,14 +101,15 @@ def linear_attention(
             definition, without `state`. Defaults to `None`: `"pallas"` on a single TPU
             and `"triton"` on a GPU with PyTorch, if they can run; otherwise chunks.
 
-            Kernels support float32 and bfloat16, and float16 on GPUs; static sizes,
-            heads of at most 512 and at most 1,024 features. They choose their own
-            chunks and ignore `chunk_size`. They multiply bfloat16 values in bfloat16
-            and accumulate in float32. They have first reverse-mode derivatives only. On
-            other devices `"pallas"` is interpreted (slow, for tests), as is `"triton"`
-            with `TRITON_INTERPRET=1` in the environment. `"fla"` is causal, supports no
-            `key_log_weight` and at most 256 features, and rounds states to the dtype of
-            `value`. A single position with a state uses no kernel.
+            Kernels are causal and support float32 and bfloat16, and float16 on GPUs;
+            static sizes, heads of at most 512 and at most 1,024 features. They choose
+            their own chunks: with `chunk_size` none runs. They multiply bfloat16 values
+            in bfloat16 and accumulate in float32. They have first reverse-mode
+            derivatives only. On other devices `"pallas"` is interpreted (slow, for
+            tests), as is `"triton"` with `TRITON_INTERPRET=1` in the environment.
+            `"fla"` supports no `key_log_weight` and at most 256 features, and rounds
+            states to the dtype of `value`. A single position with a state uses no
+            kernel.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
@@ -209,6 +210,10 @@ def linear_attention_with_feature_maps(
     if not is_decoding:
         kernel = choose_kernel(query, key, value, state, config)
         if kernel is not None:
+            if query.shape[1] != key.shape[1]:
+                key, value, key_mask, key_log_weight = _as_long_as(
+                    query, key, value, key_mask, key_log_weight
+                )
             rest = map_weights, key_log_weight, key_mask, state
             return kernel.linear_attention(query, key, value, config, *rest)
     dtype = accumulator_dtype(query, key, value)

@@ -54,7 +54,7 @@ def windowed_linear_attention(
         state: Optional state; needs `causal`. The linear state of the far keys, and
             the last `window` keys in `"window_key"`, `"window_value"` and
             `"window_mask"`.
-        window_bias: Optional `b`: `(heads,)`, or `(distances, heads)` in the order of
+        window_bias: Optional `b`, `(distances, heads)` in the order of
             `window_distances`. Defaults to `None`: 0.
 
     Returns:
@@ -96,20 +96,15 @@ def windowed_linear_attention(
         leaving = *leaving[:2], leaving[2] * ops.cast(leaves, valid.dtype)
     before, far_state = far(query, leaving, far_state)
     rule = SlidingWindow(window, config.causal)
-    by_distance = window_bias is not None and len(window_bias.shape) == 2
-    distance_bias = window_bias if by_distance else None
-    relative = bias_products(query, distance_bias)
+    relative = bias_products(query, window_bias)
     if state is None:
         seen = None if key_mask is None else valid
         near = attend_window(query, key, value, seen, rule, kernel_dtype, relative)
     elif query.shape[1] == key.shape[1] == 1:
-        near = attend_to_all(query, *(t[:, 1:] for t in history), distance_bias)
+        near = attend_to_all(query, *(t[:, 1:] for t in history), window_bias)
     else:
         recent = (t[:, 1:] for t in history)
         near = attend_recent(query, *recent, rule, None, relative=relative)
-    if window_bias is not None and not by_distance:
-        values, totals, log_scale = near
-        near = values, totals, log_scale + window_bias
     parts = [near, before]
     if not config.causal:
         delayed = tuple(

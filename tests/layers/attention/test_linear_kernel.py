@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 from keras_efficient_attn.layers import get_attention
-from keras_efficient_attn.ops.common.feature_kernels import choice
+from keras_efficient_attn.ops.common import kernels
 from tests.autodiff import gradients
 
 BATCH, LENGTH, DIM = 2, 139, 12
@@ -16,20 +16,16 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("name", "causal"),
+    "name",
     [
-        ("linear", True),
-        ("linear", False),
-        ("linear:feature_map=hedgehog", True),
-        ("linear:feature_map=relu,normalize=False", False),
-        ("performer:num_features=16", True),
-        ("performer:num_features=16", False),
-        ("performer:num_features=16,window=5", True),
+        "linear",
+        "linear:feature_map=hedgehog",
+        "linear:feature_map=relu,normalize=False",
+        "performer:num_features=16",
+        "performer:num_features=16,window=5",
     ],
 )
-def test_the_kernel_gives_outputs_and_gradients_of_the_chunks(
-    name, causal, monkeypatch
-):
+def test_the_kernel_gives_outputs_and_gradients_of_the_chunks(name, monkeypatch):
     layer = get_attention(name, num_heads=2, key_dim=8, seed=1)
     random = np.random.default_rng(0)
     x, weight = random.normal(size=(2, BATCH, LENGTH, DIM)).astype("float32")
@@ -37,13 +33,13 @@ def test_the_kernel_gives_outputs_and_gradients_of_the_chunks(
     mask = np.arange(LENGTH) < np.array([[LENGTH], [90]])
 
     def loss(x):
-        output = layer(x, x, query_mask=mask, value_mask=mask, use_causal_mask=causal)
+        output = layer(x, x, query_mask=mask, value_mask=mask, use_causal_mask=True)
         return ops.sum(ops.multiply(output, weight))
 
     layer.chunk_size = 64
     (expected,) = gradients(loss, x)
     asked = []
-    monkeypatch.setattr(choice, "has_one_tpu", lambda: asked.append(1) or True)
+    monkeypatch.setattr(kernels, "has_one_tpu", lambda: asked.append(1) or True)
     # A chunk size selects the chunked form.
     layer.chunk_size = None
     (received,) = gradients(loss, x)

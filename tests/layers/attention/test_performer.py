@@ -347,8 +347,6 @@ def test_memory_of_the_compiled_program_is_linear_in_the_length(backend):
         ({"redraw_interval": 5, "feature_map": "elu"}, "redraw_interval=5"),
         ({"redraw_interval": 0}, "redraw_interval=0"),
         ({"window": 0}, "window=0"),
-        ({"learn_window_factor": True}, "`learn_window_factor` needs a `window`"),
-        ({"learn_window_factor": 1, "window": 4}, "learn_window_factor=1"),
         ({"window": 4, "feature_map": "elu"}, "feature_map='elu'"),
         ({"temperature": 0}, "temperature=0"),
         ({"rotary_wavelength": -1.0}, "rotary_wavelength=-1.0"),

@@ -10,8 +10,7 @@ from tests.autodiff import to_numpy
 
 HEADS, DIM, WINDOW, LENGTH = 2, 4, 3, 11
 BIAS = np.random.default_rng(5).normal(size=(2 * WINDOW - 1, HEADS))
-CASES = ("local", "taylor", "factor", "vq")
-FACTORS = np.array([2.0, 0.5])
+CASES = ("local", "taylor", "vq")
 
 
 def bias_of(distances):
@@ -23,11 +22,8 @@ def make_layer(name):
     sizes = dict(num_heads=HEADS, key_dim=DIM, window=WINDOW, seed=0)
     if name == "local":
         return LocalAttention(**sizes)
-    if name in ("taylor", "factor"):
-        factor = name == "factor"
-        return PerformerAttention(
-            **sizes, feature_map="taylor", learn_window_factor=factor
-        )
+    if name == "taylor":
+        return PerformerAttention(**sizes, feature_map="taylor")
     return VQAttention(**sizes, num_codes=3, qk_norm=False)
 
 
@@ -47,7 +43,7 @@ def expected_output(name, layer, x, causal):
     bias = BIAS[np.clip(distances + WINDOW - 1, 0, 2 * WINDOW - 2)].transpose(2, 0, 1)
     if name == "local":
         far = np.zeros_like(products)
-    elif name in ("taylor", "factor"):
+    elif name == "taylor":
         far = 1 + products + products**2 / 2
     else:
         # The layer compares and stores keys scaled by `DIM ** -0.25`.
@@ -56,8 +52,7 @@ def expected_output(name, layer, x, causal):
         gaps = ((scaled[:, :, :, None] - codes[:, :, None]) ** 2).sum(-1)
         nearest = np.take_along_axis(codes, gaps.argmin(-1)[..., None], axis=2)
         far = np.exp(DIM**-0.25 * query @ nearest.swapaxes(-1, -2))
-    factors = FACTORS[:, None, None] if name == "factor" else 1.0
-    weights = np.where(near, factors * np.exp(products + bias), far)
+    weights = np.where(near, np.exp(products + bias), far)
     weights = np.tril(weights) if causal else weights
     heads = weights @ value / weights.sum(-1, keepdims=True)
     kernel, output_bias = (np.asarray(w) for w in layer.output_dense.get_weights())
@@ -70,9 +65,6 @@ def test_it_counts_in_the_window_and_nowhere_else(name, causal):
     x = np.random.default_rng(0).normal(size=(2, LENGTH, 6)).astype("float32")
     layer = make_layer(name)
     without = layer(x, x, use_causal_mask=causal)
-    if name == "factor":
-        (factor,) = [w for w in layer.weights if w.name == "window_log_factor"]
-        factor.assign(np.log(FACTORS))
     layer.window_bias = bias_of
     whole = ops.convert_to_numpy(layer(x, x, use_causal_mask=causal))
     expected = expected_output(name, layer, x, causal)

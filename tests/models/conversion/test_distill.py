@@ -121,28 +121,6 @@ def test_stages_train_what_they_should(tmp_path):
     families.assert_same_outputs(student, loaded, data[0])
 
 
-def test_the_factor_of_the_window_learns_alone():
-    """Features are uncalibrated and fixed, so that transfer trains only factors.
-
-    With `window_dropout=1` no window, and so no factor, counts in the first step.
-    """
-    teacher = families.make("distil_bert")
-    attention = "performer:num_features=4,window=2,learn_window_factor=True"
-    student = convert_backbone(teacher, attention)
-    data = families.inputs(teacher)
-    options = dict(transfer_epochs=12, epochs=0, window_dropout=0, verbose=0)
-    before = output_error(teacher, student, data)
-    loss = losses(teacher, student, data, transfer_learning_rate=0.1, **options)
-    layers = families.efficient_layers(student)
-    (names,) = {tuple(w.name for w in k.trainable_weights) for k in layers}
-    assert names == ("window_log_factor",)
-    assert all(np.abs(factor).max() > 0.01 for factor in learned_weights(student))
-    assert loss["transfer"][-1] < loss["transfer"][0]
-    assert output_error(teacher, student, data) != before
-    options.update(transfer_epochs=1, window_dropout=1)
-    assert np.isfinite(losses(teacher, student, data, **options)["transfer"]).all()
-
-
 def test_all_weights_and_mixed_precision():
     with_policy = families.make("distil_bert", dtype="mixed_bfloat16", num_layers=1)
     data = families.inputs(with_policy)

@@ -24,7 +24,7 @@ from tests.ops.pieces import (
     softmax_gradients,
 )
 
-KERNEL = {backend: name for name, backend in KERNELS.items()}
+KERNEL = {kernel.backend: name for name, kernel in KERNELS.items()}
 LENGTH, HEADS = 200, 2
 # The compiler of FlexAttention takes no heads below 16.
 DIM, VALUE_DIM = (20, 16) if device_kind() == "gpu" else (8, 5)
@@ -257,14 +257,14 @@ def test_the_compiler_for_a_gpu_takes_no_small_heads(backend):
         def __init__(self, dim):
             self.shape = (1, 40, HEADS, dim)
 
-    assert choice._obstacle("flex", OnCuda(16), OnCuda(16), OnCuda(16)) is None
-    obstacle = choice._obstacle("flex", OnCuda(16), OnCuda(16), OnCuda(15))
+    assert choice._obstacle("flex", [OnCuda(16)] * 3) is None
+    obstacle = choice._obstacle("flex", [OnCuda(16), OnCuda(16), OnCuda(15)])
     assert "heads of at least 16. Received: " in obstacle
 
 
 def test_the_kernel_of_another_backend_is_refused(kernel):
     (other,) = KERNELS.keys() - {kernel}
     x = heads_of(16)
-    message = f"'{other}'.* needs the backend '{KERNELS[other]}'"
+    message = f"'{other}'.* needs the backend '{KERNELS[other].backend}'"
     with pytest.raises(ValueError, match=message):
         local_attention(x, x, x, implementation=other)

@@ -24,7 +24,6 @@ from keras_efficient_attn.ops.common.feature_kernels.choice import (
 from keras_efficient_attn.ops.common.numerics import (
     accumulator_dtype,
     rms_normalize,
-    wide_dtype,
 )
 from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_state_spec,
@@ -84,9 +83,6 @@ class LinearAttention(EfficientAttention):
             keys exactly and, if not causal, as many later ones. Needs a map that
             estimates the exponential, and equal lengths. Defaults to `None`;
             `sliding_window` of `keras.layers.MultiHeadAttention` means the same.
-        learn_window_factor: Whether each head learns a positive factor of the weights
-            in the window, 1 at first, so that training can correct an estimate that is
-            too large or too small as a whole. Needs a window. Defaults to `False`.
         normalize: Whether to divide by the sum of the weights. Defaults to `True`.
         qk_norm: Whether queries and keys are RMS-normalised (without gain) before
             scaling. Defaults to `False`.
@@ -140,7 +136,6 @@ class LinearAttention(EfficientAttention):
         *args,
         feature_map="elu",
         window=None,
-        learn_window_factor=False,
         normalize=True,
         qk_norm=False,
         temperature=1.0,
@@ -167,12 +162,6 @@ class LinearAttention(EfficientAttention):
 
     def _check_window(self):
         check_positive_int("window", self.window, optional=True)
-        check_bool("learn_window_factor", self.learn_window_factor)
-        if self.window is None and self.learn_window_factor:
-            raise ValueError(
-                "`learn_window_factor` needs a `window`. Received: window=None, "
-                "learn_window_factor=True"
-            )
         if self.window is None or self.feature_map.estimates_softmax:
             return
         estimating = ", ".join(feature_maps.names("estimates_softmax"))
@@ -224,15 +213,6 @@ class LinearAttention(EfficientAttention):
         self._map_variables = self.feature_map.create_weights(
             self, self._projection_seed
         )
-        self._window_log_factor = None
-        if self.learn_window_factor:
-            self._window_log_factor = self.add_weight(
-                name="window_log_factor",
-                shape=(self._num_heads,),
-                initializer="zeros",
-                dtype=wide_dtype(self.variable_dtype),
-                autocast=False,
-            )
 
     def state_spec(self, batch_size, max_length):
         if not self.feature_map.causal:
@@ -258,17 +238,20 @@ class LinearAttention(EfficientAttention):
     def attend(self, query, key, value, call):
         tensors, options, position = self._prepare_call(query, key, value, call)
         config, windowed = self._config(call.causal), self.window is not None
+        if windowed:
+            dtype = tensors[0].dtype
+            bias = self._bias_of_window(self.window, call.causal, dtype)
         if call.split is not None:
             attend, whole = split_linear.linear_attention, options["map_weights"]
             if windowed:
                 attend = split_linear.windowed_attention
-                whole = whole, self._window_bias(call.causal, tensors[0].dtype)
+                whole = whole, bias
             split_tensors = *tensors, options["key_mask"], None
             heads, state = call.split.run(attend, split_tensors, whole, config), None
         elif windowed:
-            dtype = tensors[0].dtype
-            options["window_bias"] = self._window_bias(call.causal, dtype)
-            heads, state = windowed_linear_attention(*tensors, config, **options)
+            heads, state = windowed_linear_attention(
+                *tensors, config, window_bias=bias, **options
+            )
         else:
             (heads,), state = linear_attention_with_feature_maps(
                 *tensors, config, **options
@@ -297,14 +280,6 @@ class LinearAttention(EfficientAttention):
         query, key, map_weights = self._map_inputs(query, key, call)
         options = dict(map_weights=map_weights, key_mask=call.key_mask, state=state)
         return (query, key, value), options, position
-
-    def _window_bias(self, causal, dtype):
-        """What is added to the window's logits, by head or by distance, or `None`."""
-        bias = self._bias_of_window(self.window, causal, dtype)
-        if self._window_log_factor is None:
-            return bias
-        factor = ops.cast(self._window_log_factor, dtype)
-        return factor if bias is None else factor + bias
 
     def _prepare(self, x, dtype, position):
         """Queries or keys, normalised, rotated and scaled."""

@@ -5,11 +5,9 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 
-import keras
-
-from keras_efficient_attn.ops.common.backend import BACKEND
-from keras_efficient_attn.ops.common.checks import can_run_kernel, check_positive_int
-from keras_efficient_attn.ops.common.plan import block_sizes, has_one_tpu
+from keras_efficient_attn.ops.common import kernels
+from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.plan import block_sizes
 
 MOST_DIM = 512
 # The default number of random features for heads of 128 is 622.
@@ -17,11 +15,10 @@ MOST_FEATURES = 1024
 # Lowest compute capability with bfloat16 multiplication.
 LEAST_CAPABILITY = 8
 MOST_FLA_FEATURES = 256
-BACKENDS = {"pallas": "jax", "triton": "torch", "fla": "torch"}
-DTYPES = {
-    "pallas": ("float32", "bfloat16"),
-    "triton": ("float32", "bfloat16", "float16"),
-    "fla": ("float32", "bfloat16", "float16"),
+KERNELS = {
+    "pallas": kernels.Kernel("jax", ("float32", "bfloat16")),
+    "triton": kernels.Kernel("torch", ("float32", "bfloat16", "float16")),
+    "fla": kernels.Kernel("torch", ("float32", "bfloat16", "float16")),
 }
 LEAST_TRITON = 3, 4
 
@@ -48,6 +45,8 @@ PACKAGES = {"triton": "triton, 3.4 or later", "fla": "flash-linear-attention"}
 def choose_kernel(query, key, value, state, config):
     """The module of the kernel for a call; `None` means the chunked form.
 
+    Its `linear_attention` takes as many keys as queries.
+
     Args:
         query, key, value: `(batch, length, heads, dim)`.
         state: The state's tensors, by name, or `None`.
@@ -56,18 +55,21 @@ def choose_kernel(query, key, value, state, config):
     Raises:
         ValueError: If the configuration names a kernel that cannot run.
     """
-    named = config.implementation in BACKENDS
-    if not named and config.implementation is not None:
+    asked = config.implementation
+    if asked is not None and asked not in KERNELS:
         return None
-    name = config.implementation if named else _default_kernel(query)
-    if name is None:
-        return None
-    reason = _obstacle(name, (query, key, value), state, config)
-    return _module(name) if can_run_kernel(name, reason, named) else None
+    tensors = query, key, value, *(state or {}).values()
+
+    def obstacle(name, tensors):
+        return _obstacle(name, tensors, config)
+
+    return _module(kernels.choose(KERNELS, asked, tensors, obstacle))
 
 
 def _module(name):
     # Written as statements, which `torch.compile` can trace.
+    if name is None:
+        return None
     if name == "pallas":
         from keras_efficient_attn.ops.common.feature_kernels import pallas as module
     elif name == "triton":
@@ -77,44 +79,20 @@ def _module(name):
     return module
 
 
-def _default_kernel(query):
-    """The kernel for the current device, or `None`."""
-    backend = BACKEND
-    if backend == "jax" and has_one_tpu():
-        return "pallas"
-    if backend == "torch" and query.is_cuda:
-        return "triton"
-    return None
-
-
-def _obstacle(name, tensors, state, config):
+def _obstacle(name, tensors, config):
     """The reason why a kernel cannot compute a call, or `None`."""
-    backend = BACKENDS[name]
-    if BACKEND != backend:
-        return f"needs the backend {backend!r}. Received: {BACKEND!r}"
+    query, _, value, *_ = tensors
+    if not config.causal:
+        return "is causal. Received: causal=False"
     if config.chunk_size is not None:
         return f"takes no `chunk_size`. Received: chunk_size={config.chunk_size}"
-    dtypes = [
-        keras.backend.standardize_dtype(x.dtype)
-        for x in (*tensors, *(state or {}).values())
-    ]
-    known = DTYPES[name]
-    if not set(dtypes) <= set(known):
-        wrong = next(dtype for dtype in dtypes if dtype not in known)
-        return f"computes with {' and '.join(known)}. Received: {wrong}"
-    shapes = tuple(tuple(x.shape) for x in tensors)
-    sizes = [size for shape in shapes for size in shape]
-    if not all(isinstance(size, int) for size in sizes):
-        return f"needs sizes that are known. Received: shapes {shapes}"
-    if 0 in sizes:
-        return f"needs a batch and positions. Received: shapes {shapes}"
-    dims = {"head_dim": shapes[0][-1], "value_dim": shapes[2][-1]}
+    dims = {"head_dim": query.shape[-1], "value_dim": value.shape[-1]}
     if max(dims.values()) > MOST_DIM:
         return f"holds heads of at most {MOST_DIM}. Received: {dims}"
     most = MOST_FLA_FEATURES if name == "fla" else MOST_FEATURES
     if config.num_features > most:
         return f"holds at most {most} features. Received: {config.num_features}"
-    return None if backend == "jax" else _torch_obstacle(name, tensors[0], config)
+    return None if name == "pallas" else _torch_obstacle(name, query, config)
 
 
 def _torch_obstacle(name, query, config):
@@ -123,8 +101,6 @@ def _torch_obstacle(name, query, config):
 
     if not HAS_PACKAGE[name]:
         return f"needs the package {PACKAGES[name]}, which is not installed"
-    if name == "fla" and not config.causal:
-        return "is causal. Received: causal=False"
     if not query.is_cuda:
         if name == "triton" and _interprets():
             return None

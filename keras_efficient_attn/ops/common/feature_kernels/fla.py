@@ -7,7 +7,6 @@ and an additional value column of ones gives the totals.
 import torch
 from keras import ops
 
-from keras_efficient_attn.ops.common.chunking import fit_length
 from keras_efficient_attn.ops.common.online_softmax import finish
 
 
@@ -19,12 +18,6 @@ def linear_attention(
 
     if key_log_weight is not None:
         raise ValueError("`implementation='fla'` takes no `key_log_weight`")
-    if query.shape[1] != key.shape[1]:
-        if key_mask is None:
-            key_mask = ops.ones(key.shape[:2], "bool")
-        key, value, key_mask = (
-            fit_length(x, query.shape[1]) for x in (key, value, key_mask)
-        )
     if key_mask is not None:
         kept = ops.cast(key_mask, "bool")[..., None, None]
         key, value = (ops.where(kept, x, 0.0) for x in (key, value))

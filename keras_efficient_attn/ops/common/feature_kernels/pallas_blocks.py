@@ -1,20 +1,14 @@
-"""Shared parts of the Pallas kernels of linear attention: plan and blocks.
+"""The parts of the Pallas kernels of linear attention: plan and blocks.
 
-A kernel runs over a grid of (batch, heads, blocks). Each of its operands is one of
-
-- positions: `(batch, heads, length, dim)`. In this layout XLA's projections write and
-  read them without a copy. `(batch, length, heads * dim)` needs a copy, because a TPU's
-  tiles differ with heads as an axis;
-- a row for each head, or one for all heads: `(batch, heads or 1, 1, length)`;
-- a state: `(batch, heads, n, m)`; the gradient of a weight is one as well;
-- a weight of the feature maps, `(n, m)`, which every program reads whole.
+Operands are those of `pallas_grid`: queries, keys, values and outputs are positions; a
+state, and the gradient of a weight, a matrix for each head; a weight of the feature
+maps, a matrix for all.
 
 In a kernel, numbers per query or key are a column `(chunk, 1)` or a row `(1, chunk)`.
 """
 
 import collections.abc
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +17,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from keras_efficient_attn.ops.common import pallas_grid
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 
 LANES = 128
@@ -40,8 +35,6 @@ ROW_NAMES = (
     "grad_scale",
 )
 POSITION_NAMES = ("query", "key", "value", "output")
-# Decorates functions of a plan and of inputs, a dict.
-with_gradients = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,12 +123,6 @@ class Plan:
         }
 
 
-def to_row(x):
-    """`(batch, length)` or `(batch, length, heads)` as rows."""
-    x = x.astype(jnp.float32)
-    return x[:, None, None] if x.ndim == 2 else jnp.swapaxes(x, 1, 2)[:, :, None]
-
-
 def from_row(x):
     """Rows as `(batch, length, heads)`."""
     return jnp.swapaxes(x[:, :, 0], 1, 2)
@@ -146,65 +133,31 @@ def call(plan, kernel, inputs, outputs, scratch, backwards=False):
 
     Args:
         plan: `Plan`.
-        kernel: Called with `plan`, the references of `inputs` and of `outputs` and, by
-            name, of `scratch`.
+        kernel: As for `pallas_grid.call`.
         inputs, outputs: Dicts by name, of arrays and of their shapes.
         scratch: Dict.
     """
-    specs = [_specs(plan, tensors, backwards) for tensors in (inputs, outputs)]
 
-    def run(inputs, interpret):
-        def body(inputs, outputs, **scratch):
-            kernel(plan, inputs, outputs, **scratch)
-
-        return pl.pallas_call(
-            body,
-            out_shape=outputs,
-            grid=(plan.batch, plan.heads, plan.blocks),
-            in_specs=(specs[0],),
-            out_specs=specs[1],
-            scratch_shapes=scratch,
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "arbitrary")
-            ),
-            interpret=interpret,
-            name=kernel.__name__.strip("_"),
-        )(inputs)
-
-    return lax.platform_dependent(
-        inputs, tpu=lambda x: run(x, False), default=lambda x: run(x, True)
-    )
-
-
-def _specs(plan, tensors, backwards):
     def at(i):
         return plan.blocks - 1 - i if backwards else i
 
-    def spec(name, tensor):
-        shape = tensor.shape
+    def spec(name, x):
         if name in POSITION_NAMES:
-            block = None, None, plan.block, shape[3]
-            return pl.BlockSpec(block, lambda b, h, i: (b, h, at(i), 0))
+            return pallas_grid.positions(x, plan.block, at)
         if name in ROW_NAMES:
-            block = None, None, 1, plan.block
-            if shape[1] == 1:
-                return pl.BlockSpec(block, lambda b, h, i: (b, 0, 0, at(i)))
-            return pl.BlockSpec(block, lambda b, h, i: (b, h, 0, at(i)))
-        if len(shape) == 2:
-            return pl.BlockSpec(shape, lambda b, h, i: (0, 0))
-        return pl.BlockSpec((None, None, *shape[2:]), lambda b, h, i: (b, h, 0, 0))
+            return pallas_grid.row(x, plan.block, at)
+        return jax.tree.map(pallas_grid.whole, x)
 
-    return {
-        name: jax.tree.map(lambda tensor, name=name: spec(name, tensor), tree)
-        for name, tree in tensors.items()
-    }
+    specs = [
+        {name: spec(name, x) for name, x in tensors.items()}
+        for tensors in (inputs, outputs)
+    ]
+    return pallas_grid.call(plan, kernel, inputs, outputs, specs, scratch)
 
 
 def dot(plan, a, b, contract=(1, 0)):
-    """A matrix product that contracts one axis of each operand."""
-    dims = ((contract[0],), (contract[1],)), ((), ())
-    a, b = a.astype(plan.operand), b.astype(plan.operand)
-    return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+    """A product of matrices, of the plan's operands."""
+    return pallas_grid.dot(a.astype(plan.operand), b.astype(plan.operand), contract)
 
 
 def as_rows(*columns):
@@ -251,10 +204,6 @@ def along_rows(x):
     return jnp.sum(x, axis=1, keepdims=True)
 
 
-def shape_of_array(x):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
 def values_of(inputs):
     """Inputs of a function whose `defvjp` has `symbolic_zeros`, and what is trained.
 
@@ -269,7 +218,7 @@ def values_of(inputs):
 
 
 def gradients_of(inputs, *results):
-    """The gradients of a function's inputs, from the outputs of its gradient kernels.
+    """The gradients of the inputs, from the outputs of the gradient kernels.
 
     Those of weights are summed over all heads and kernels; inputs without have zeros.
     """
@@ -297,12 +246,6 @@ def materialize(x):
     if isinstance(x, SymbolicZero):
         return jnp.zeros(x.aval.shape, x.aval.dtype)
     return x
-
-
-def reciprocal(totals):
-    """Computes `online_softmax.reciprocal`."""
-    seen = jnp.abs(totals) > 1e-30
-    return jnp.where(seen, 1.0 / jnp.where(seen, totals, 1.0), 0.0)
 
 
 def mask_or_zero(kept, x, otherwise=0.0):

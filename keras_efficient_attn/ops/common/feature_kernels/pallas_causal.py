@@ -8,6 +8,9 @@ gradient of the state after their chunk. Only rows pass between them, a few numb
 query.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
@@ -26,18 +29,15 @@ from keras_efficient_attn.ops.common.feature_kernels.pallas_blocks import (
     lower_triangle,
     mask_or_zero,
     materialize,
-    reciprocal,
-    shape_of_array,
     start,
     upper_triangle,
     values_of,
-    with_gradients,
     with_output_gradients,
 )
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, reciprocal
 
 
-@with_gradients
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def causal(plan, inputs):
     """Causal linear attention.
 
@@ -72,7 +72,7 @@ def _backward(plan, residuals, gradients):
     rows = ("scale", "before") if plan.weighted else ()
     if plan.output == "normalized":
         rows += ("factor", "grad_totals")
-    outputs = {"query": shape_of_array(inputs["query"]), "weights": weights}
+    outputs = {"query": inputs["query"], "weights": weights}
     outputs |= {name: plan.row() for name in rows}
     scratch = plan.scratch()
     first = call(plan, linear_attention_query_gradient, given, outputs, scratch)
@@ -80,7 +80,7 @@ def _backward(plan, residuals, gradients):
     unused = "sum", "normalizer", "log_scale", "grad_scale"
     given = {name: x for name, x in given.items() if name not in unused}
     given |= {name: first[name] for name in rows}
-    outputs = {name: shape_of_array(inputs[name]) for name in ("key", "value")}
+    outputs = {name: inputs[name] for name in ("key", "value")}
     outputs["weights"] = weights
     if "sum" in inputs:
         given |= {name: materialize(gradients[name]) for name in SUMS}

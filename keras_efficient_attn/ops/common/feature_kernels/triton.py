@@ -1,4 +1,4 @@
-"""Linear attention in kernels for NVIDIA GPUs, written in Triton, for PyTorch.
+"""Causal linear attention in kernels for NVIDIA GPUs, written in Triton, for PyTorch.
 
 With `TRITON_INTERPRET=1` in the environment before Triton is imported, Triton
 interprets them on any device: the same results, slowly, for tests.
@@ -7,7 +7,6 @@ interprets them on any device: the same results, slowly, for tests.
 import torch
 from keras import ops
 
-from keras_efficient_attn.ops.common.chunking import fit_length
 from keras_efficient_attn.ops.common.feature_kernels.entrywise import Entrywise
 from keras_efficient_attn.ops.common.feature_kernels.triton_op import (
     linear_attention_op,
@@ -22,7 +21,7 @@ from keras_efficient_attn.ops.common.online_softmax import (
 def linear_attention(
     query, key, value, config, map_weights, key_log_weight, key_mask, state
 ):
-    """Attention with feature maps, for calls that `choose_kernel` accepts.
+    """Causal attention with feature maps, for calls that `choose_kernel` accepts.
 
     Normalized outputs have the dtype of `value`. `torch.autocast` does not change the
     dtypes: products use bfloat16 if `value` is bfloat16.
@@ -36,13 +35,6 @@ def linear_attention(
 
 def _linear_attention(tensors, config, map_weights, key_log_weight, key_mask, state):
     query, key, value = tensors
-    if config.causal and query.shape[1] != key.shape[1]:
-        if key_mask is None:
-            key_mask = ops.ones(key.shape[:2], "bool")
-        keys = (key, value, key_mask, key_log_weight)
-        key, value, key_mask, key_log_weight = (
-            None if x is None else fit_length(x, query.shape[1]) for x in keys
-        )
     key_mask = None if key_mask is None else ops.cast(key_mask, "bool")
     if key_mask is not None:
         # Kernels mask their inputs, but maps and log scales read keys before them.
@@ -69,11 +61,7 @@ def _linear_attention(tensors, config, map_weights, key_log_weight, key_mask, st
         first = torch.cat([sums.flatten(2), normalizer], -1)
 
     normalized = config.output == "normalized"
-    options = (
-        queries.entry,
-        "causal" if config.causal else "full",
-        "normalized" if normalized else "partial",
-    )
+    options = queries.entry, "normalized" if normalized else "partial"
     tensors = query, key, value, queries.rows, log_weight, first, log_scale
     values, totals, scale, last, log_scale = linear_attention_op(
         *tensors, " ".join(options)

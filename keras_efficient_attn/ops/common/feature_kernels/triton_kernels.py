@@ -1,4 +1,4 @@
-"""The Triton kernels of linear attention.
+"""The Triton kernels of causal linear attention.
 
 For one head, with segments of positions that share a state, and log weights `l`:
 
@@ -36,7 +36,6 @@ class Plan:
     Attributes:
         entry: The `entry` of `Entrywise`.
         dim, features, value_dim: Sizes.
-        causal: Whether query `t` sees keys `0..t` only.
         normalize: Whether outputs are divided by their totals.
         span: Tiles in a segment.
         tile: Positions in a tile.
@@ -50,7 +49,6 @@ class Plan:
     dim: int
     features: int
     value_dim: int
-    causal: bool
     normalize: bool
     span: int
     tile: int
@@ -253,10 +251,7 @@ def _slopes(features, plan: tl.constexpr):
 @triton.jit
 def _slot(states, head, tile, plan: tl.constexpr, KEYS: tl.constexpr):
     """The slot of a tile: queries read earlier segments, keys later ones."""
-    slot = head.to(tl.int64) * states.slots
-    if plan.causal:
-        slot += tile // plan.span + (1 if KEYS else 0)
-    return slot
+    return head.to(tl.int64) * states.slots + tile // plan.span + (1 if KEYS else 0)
 
 
 @triton.jit
@@ -386,7 +381,7 @@ def sum_segments(side, states, plan: tl.constexpr, KEYS: tl.constexpr):
             x *= _load_row(side.bias, side, head, tile, 0.0, plan)[:, None]
         normalizer += tl.sum(x, 0)
     slot = head.to(tl.int64) * states.slots + segment
-    if plan.causal and KEYS:
+    if KEYS:
         slot += 1
     pointers, mask = _sums_at(states, slot, columns, values, plan)
     tl.store(pointers, sums.to(states.sums.dtype.element_ty), mask=mask)
@@ -469,15 +464,12 @@ def read_states(
         if totals is not None:
             normalizer = _load_normalizer(states, slot, columns, plan)
             total += tl.sum(far * normalizer[None, :], 1)
-    if plan.causal:
-        first, last = _seen_tiles(own, tile, plan, KEYS)
-        for index in range(first, last):
-            scores = _score(own, other, x, head, tile, index, plan, KEYS)
-            vectors = _load(
-                other.vectors, other, head, index, values, plan.value_dim, plan
-            )
-            sums = _product(scores, vectors, sums, plan)
-            total += tl.sum(scores, 1)
+    first, last = _seen_tiles(own, tile, plan, KEYS)
+    for index in range(first, last):
+        scores = _score(own, other, x, head, tile, index, plan, KEYS)
+        vectors = _load(other.vectors, other, head, index, values, plan.value_dim, plan)
+        sums = _product(scores, vectors, sums, plan)
+        total += tl.sum(scores, 1)
     if totals is not None:
         if plan.normalize:
             visible = tl.abs(total) > 1e-30
@@ -518,12 +510,11 @@ def _grad_features(
     grad += normalizer
     if own.far is not None:
         grad *= _load_row(own.far, own, head, tile, 0.0, plan)[:, None]
-    if plan.causal:
-        first, last = _seen_tiles(own, tile, plan, KEYS)
-        for index in range(first, last):
-            pairs = _grad_scores(own, other, vectors, head, tile, index, plan, KEYS)
-            theirs = _features(other, head, index, columns, plan)
-            grad = _product(pairs, theirs, grad, plan)
+    first, last = _seen_tiles(own, tile, plan, KEYS)
+    for index in range(first, last):
+        pairs = _grad_scores(own, other, vectors, head, tile, index, plan, KEYS)
+        theirs = _features(other, head, index, columns, plan)
+        grad = _product(pairs, theirs, grad, plan)
     return grad
 
 

@@ -1,4 +1,4 @@
-"""Linear attention in Triton kernels as one PyTorch operation, with its gradient.
+"""Causal linear attention in Triton kernels: a PyTorch operation with its gradient.
 
 The operation and its gradient are opaque to `torch.compile`, which knows their shapes
 and does not break the graph. The backward pass stores the inputs, the output and one
@@ -36,8 +36,6 @@ CHUNK = 64
 # chunks.
 STATE_FLOATS = 256
 MOST_CHUNKS = 8
-# Chunks per non-causal segment of keys; such segments are added up.
-FULL_CHUNKS = 16
 # Columns per block. The smaller one is for projected features and for float32 products,
 # whose operands fill the registers, for sums, and for GPUs with little shared memory.
 BLOCK = 128
@@ -62,7 +60,7 @@ def linear_attention_op(
     log_scale: Tensor | None,
     options: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Linear attention.
+    """Causal linear attention.
 
     Args:
         query, key, value: `(batch, length, heads, dim)`.
@@ -71,8 +69,8 @@ def linear_attention_op(
             Needed next to a state.
         state: `(batch, heads, features * (value_dim + 1))`, the sum and the normalizer.
         log_scale: `(batch, heads)`.
-        options: Strings: the `entry` of `Entrywise`, `"causal"` or `"full"`,
-            `"normalized"` or `"partial"`.
+        options: Strings: the `entry` of `Entrywise`, and `"normalized"` or
+            `"partial"`.
 
     Returns:
         `(output, totals, scale, state, log_scale)`. With `"partial"`, the output is
@@ -184,12 +182,11 @@ class _Call:
     """
 
     def __init__(self, query, key, value, rows, log_weight, log_scale, options):
-        entry, causality, output = options.split()
+        entry, output = options.split()
         self.inputs = tuple(x.contiguous() for x in (query, key, value))
         query, key, value = self.inputs
         dim, value_dim = query.shape[-1], value.shape[-1]
         features = dim if rows is None else rows.shape[0]
-        causal = causality == "causal"
         wide, rounded = (value.dtype == x for x in (torch.float32, torch.bfloat16))
         if rows is not None:
             rows = rows.float().contiguous()
@@ -199,7 +196,6 @@ class _Call:
         memory = _shared_memory(query.device)
         reads_memory = memory >= LARGEST_MEMORY
         tile = SMALL_TILE if wide and not reads_memory else CHUNK
-        chunks = _chunks(features, value_dim) if causal else FULL_CHUNKS
         large = memory >= LARGE_MEMORY and rounded and rows is None
         most = BLOCK if large else SMALL_BLOCK
         self.plan = Plan(
@@ -207,9 +203,8 @@ class _Call:
             dim=dim,
             features=features,
             value_dim=value_dim,
-            causal=causal,
             normalize=output == "normalized",
-            span=chunks * (CHUNK // tile),
+            span=_chunks(features, value_dim) * (CHUNK // tile),
             tile=tile,
             block_dim=_block(dim, most),
             block_features=_block(features, most),
@@ -236,8 +231,7 @@ class _Call:
         self._factors = None
         self.last_log_scale = self.row(query)[..., 0].zero_()
         if self.keys.log is not None:
-            weigh = self._weigh_causal if causal else self._weigh_full
-            weigh(log_scale)
+            self._weigh(log_scale)
 
     def row(self, x):
         batch, length, heads, _ = x.shape
@@ -256,7 +250,7 @@ class _Call:
             log = torch.where(side.log > LOG_ZERO, side.log + maxima, LOG_ZERO)
         return side._replace(log=log)
 
-    def _weigh_causal(self, log_scale):
+    def _weigh(self, log_scale):
         """The running maxima for queries, and between segments."""
         log = self.keys.log
         if log_scale is None:
@@ -276,28 +270,17 @@ class _Call:
         self._factors = (between[..., :-1] - between[..., 1:]).exp_()
         self.last_log_scale = maxima[..., -1]
 
-    def _weigh_full(self, _):
-        log = self.keys.log
-        largest = log.amax(-1)
-        far = (log - largest[..., None]).exp_()
-        self.keys = self.keys._replace(far=far)
-        self.last_log_scale = largest
-
     def scale(self):
         """The log scales of values and totals."""
         scale = self.queries.log
         if scale is None:
-            length = self.queries.length
-            scale = self.last_log_scale[..., None].expand(-1, -1, length)
+            scale = self.row(self.queries.x).zero_()
         if self.queries.maxima is not None:
             scale = scale + self.queries.maxima
         return scale.clone(memory_format=torch.contiguous_format)
 
     def states(self, first=None):
-        """States before each segment, and the state after the last.
-
-        If not causal, the only state before a segment is the one after the last.
-        """
+        """States before each segment, and the state after the last."""
         return self._accumulate(self.keys, first, keys=True)
 
     def grad_states(self, last):
@@ -321,16 +304,12 @@ class _Call:
         self.queries = self.queries._replace(vectors=grad, bias=bias)
 
     def _accumulate(self, side, given, keys):
-        """Sums over segments, in total or cumulatively: `(States, last)`."""
+        """Cumulative sums over segments: `(States, last)`."""
         plan = self.plan
         batch, length, heads, _ = side.x.shape
         segments = triton.cdiv(length, plan.tile * plan.span)
-        states = self._new_states(
-            batch * heads, segments + 1 if plan.causal else segments
-        )
+        states = self._new_states(batch * heads, segments + 1)
         self._sum_segments(side, segments, states, keys)
-        if not plan.causal:
-            return self._sum_states(states, given)
         first = None if given is None else given.float().contiguous()
         shape = batch, heads, plan.features * (plan.value_dim + 1)
         last = side.x.new_empty(shape, dtype=torch.float32)
@@ -346,9 +325,8 @@ class _Call:
 
     def _new_states(self, heads, slots):
         plan = self.plan
-        # Products round the sums. Without slots to read, they are added up first.
-        rounded = plan.rounded and plan.causal
-        dtype = torch.bfloat16 if rounded else torch.float32
+        # Products round the sums.
+        dtype = torch.bfloat16 if plan.rounded else torch.float32
         shape = heads, slots, plan.features
         new = self.queries.x.new_empty
         return States(
@@ -370,18 +348,6 @@ class _Call:
         )
         with torch.cuda.device_of(side.x):
             sum_segments[grid](side, states, plan, keys, **self.launch)
-
-    def _sum_states(self, states, given):
-        """The only state of a call that is not causal: `(States, last)`."""
-        batch, _, heads, _ = self.keys.x.shape
-        split = states.sums[0, 0].numel()
-        sums, normalizers = (x.sum(1) for x in states[:2])
-        last = torch.cat([sums.flatten(1), normalizers], -1)
-        last = last.unflatten(0, (batch, heads))
-        if given is not None:
-            last = last + given
-        parts = [x.contiguous() for x in (last[..., :split], last[..., split:])]
-        return States(*parts, 1), last
 
     def read(self, states, output, totals, keys):
         blocks = triton.cdiv(self.plan.value_dim, self.plan.block_values)
@@ -439,7 +405,7 @@ def _shared_memory(device):
 
 
 def _chunks(features, value_dim):
-    """Chunks in a causal segment, a power of two."""
+    """Chunks in a segment, a power of two."""
     chunks = triton.cdiv(features * (value_dim + 1), CHUNK * STATE_FLOATS)
     return min(MOST_CHUNKS, triton.next_power_of_2(chunks))
 

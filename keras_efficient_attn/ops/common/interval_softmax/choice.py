@@ -1,17 +1,17 @@
 """Chooses the backend's kernel for a call of softmax attention, if any."""
 
-import keras
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
+from keras_efficient_attn.ops.common import kernels
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import attend_near
-from keras_efficient_attn.ops.common.checks import can_run_kernel
 from keras_efficient_attn.ops.common.interval_softmax.intervals import NearKeys
-from keras_efficient_attn.ops.common.plan import has_one_tpu
 
-# The backend that provides each kernel.
-KERNELS = {"splash": "jax", "flex": "torch"}
 DTYPES = ("float32", "bfloat16", "float16")
+KERNELS = {
+    "splash": kernels.Kernel("jax", DTYPES),
+    "flex": kernels.Kernel("torch", DTYPES),
+}
 # FlexAttention's compiler refuses smaller heads.
 LEAST_DIM = 16
 
@@ -35,23 +35,25 @@ def choose_kernel(call, config):
     Raises:
         ValueError: If the call names a kernel that cannot run.
     """
-    query, key, value, _ = call.inputs
-    name = call.implementation
-    named = name is not None
-    if not named:
-        name = _preferred_name(query)
-    if name not in KERNELS:
+    asked = call.implementation
+    if asked is not None and asked not in KERNELS:
         return None
-    reason = (
-        _call_obstacle(call)
-        or _obstacle(name, query, key, value)
-        or config.kernel_obstacle(name, call.options.causal)
-    )
-    return _module(name) if can_run_kernel(name, reason, named) else None
+    tensors = call.inputs[:3]
+
+    def obstacle(name, tensors):
+        return (
+            _call_obstacle(call)
+            or _obstacle(name, tensors)
+            or config.kernel_obstacle(name, call.options.causal)
+        )
+
+    return _module(kernels.choose(KERNELS, asked, tensors, obstacle))
 
 
 def _module(name):
     # Written as statements, which `torch.compile` can trace.
+    if name is None:
+        return None
     if name == "splash":
         from keras_efficient_attn.ops.common.interval_softmax import splash as module
     else:
@@ -68,27 +70,15 @@ def attend_window(query, key, value, valid, window, dtype, relative=None):
         window: `SlidingWindow`.
         dtype: In which a kernel multiplies; `None` for blocks.
     """
-    name = None
     if dtype is not None and relative is None:
-        name = _preferred_name(query)
-    if name is not None:
         tensors = [ops.cast(x, dtype) for x in (query, key, value)]
-        if _obstacle(name, *tensors) is None:
+        kernel = _module(kernels.choose(KERNELS, None, tensors, _obstacle))
+        if kernel is not None:
             pattern = NearKeys(window, key.shape[1])
-            return _module(name).attend_part(*tensors, valid, pattern, 1.0)
+            return kernel.attend_part(*tensors, valid, pattern, 1.0)
     if valid is None:
         valid = ops.ones(shape_of(key)[:2], query.dtype)
     return attend_near(query, key, value, valid, window, relative=relative)
-
-
-def _preferred_name(query):
-    """The name of the device's kernel, or `None`."""
-    backend = BACKEND
-    if backend == "jax":
-        return "splash" if has_one_tpu() else None
-    if backend == "torch" and query.is_cuda:
-        return "flex"
-    return None
 
 
 def _call_obstacle(call):
@@ -102,24 +92,13 @@ def _call_obstacle(call):
     return None
 
 
-def _obstacle(name, *tensors):
-    """The reason why a kernel cannot read a query, a key and a value, or `None`."""
-    if BACKEND != KERNELS[name]:
-        return f"needs the backend {KERNELS[name]!r}. Received: {BACKEND!r}"
+def _obstacle(name, tensors):
+    """The reason why a kernel cannot compute heads of a query, a key and a value."""
     if name == "splash":
         from keras_efficient_attn.ops.common import private_jax
 
-        reason = private_jax.splash_obstacle()
-        if reason is not None:
-            return reason
-    for x in tensors:
-        dtype = keras.backend.standardize_dtype(x.dtype)
-        if dtype not in DTYPES:
-            return f"computes with {', '.join(DTYPES)}. Received: {dtype}"
+        return private_jax.splash_obstacle()
     shapes = [tuple(x.shape) for x in tensors]
-    sizes = [size for shape in shapes for size in shape]
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
-        return f"needs a batch and positions, of known sizes. Received: shapes {shapes}"
-    if name == "flex" and tensors[0].is_cuda and min(s[-1] for s in shapes) < LEAST_DIM:
+    if tensors[0].is_cuda and min(shape[-1] for shape in shapes) < LEAST_DIM:
         return f"needs heads of at least {LEAST_DIM}. Received: shapes {shapes}"
     return None

@@ -91,11 +91,10 @@ class GatedStateAttention(LinearAttention):
         return "its gates are learned, and the trained model has none."
 
     def _check_window(self):
-        if self.window is not None or self.learn_window_factor is not False:
+        if self.window is not None:
             raise ValueError(
-                f"{type(self).__name__} has a state, and no `window` or "
-                f"`learn_window_factor`. Received: window={self.window!r}, "
-                f"learn_window_factor={self.learn_window_factor!r}"
+                f"{type(self).__name__} has a state, and no `window`. Received: "
+                f"window={self.window!r}"
             )
 
     @property

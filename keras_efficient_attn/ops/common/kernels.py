@@ -1,0 +1,67 @@
+"""Which kernel of the backend computes a call, if any."""
+
+import typing
+
+import keras
+
+from keras_efficient_attn.ops.common.backend import BACKEND
+from keras_efficient_attn.ops.common.plan import has_one_tpu
+
+
+class Kernel(typing.NamedTuple):
+    """What a kernel runs on.
+
+    Attributes:
+        backend: Value of `KERAS_BACKEND`.
+        dtypes: Names of the dtypes that it reads.
+    """
+
+    backend: str
+    dtypes: tuple
+
+
+def choose(kernels, named, tensors, obstacle):
+    """The name of the kernel that computes a call, or `None`.
+
+    Args:
+        kernels: Dict of `Kernel`s by name.
+        named: Name of the kernel that the caller asks for; `None`: the device's.
+        tensors: What the kernel reads, the query first.
+        obstacle: Function of a kernel's name and of the tensors: the reason why the
+            kernel cannot compute the call, or `None`. Backend and dtypes fit then, and
+            sizes are known and positive.
+
+    Raises:
+        ValueError: If the caller asks for a kernel that cannot run.
+    """
+    name = named or default_kernel(kernels, tensors[0])
+    if name is None:
+        return None
+    reason = _obstacle(kernels[name], tensors) or obstacle(name, tensors)
+    if named and reason is not None:
+        raise ValueError(f"`implementation={name!r}` {reason}")
+    return name if reason is None else None
+
+
+def default_kernel(kernels, query):
+    """The first kernel for the device: one TPU, or CUDA with PyTorch; or `None`."""
+    if has_one_tpu() or (BACKEND == "torch" and query.is_cuda):
+        for name, kernel in kernels.items():
+            if kernel.backend == BACKEND:
+                return name
+    return None
+
+
+def _obstacle(kernel, tensors):
+    """The reason why a kernel cannot read the tensors, or `None`."""
+    if kernel.backend != BACKEND:
+        return f"needs the backend {kernel.backend!r}. Received: {BACKEND!r}"
+    for x in tensors:
+        dtype = keras.backend.standardize_dtype(x.dtype)
+        if dtype not in kernel.dtypes:
+            return f"computes with {', '.join(kernel.dtypes)}. Received: {dtype}"
+    shapes = [tuple(x.shape) for x in tensors]
+    sizes = [size for shape in shapes for size in shape]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return f"needs a batch and positions, of known sizes. Received: shapes {shapes}"
+    return None

@@ -1,0 +1,91 @@
+"""Pallas kernels that run over the blocks of sequences, on one TPU.
+
+The grid is (batch, heads, blocks). Each operand is one of
+
+- positions: `(batch, heads, length, dim)`, or one head for all. In this layout XLA's
+  projections write and read them without a copy. `(batch, length, heads * dim)` needs a
+  copy, because a TPU's tiles differ with heads as an axis;
+- a row for each head, or one for all heads: `(batch, heads or 1, 1, length)`;
+- a matrix for each head, `(batch, heads, n, m)`, or for all, `(n, m)`, which every
+  program reads whole.
+
+On other devices Pallas interprets the kernels: the same results, slowly, for tests.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+
+def call(plan, kernel, inputs, outputs, specs, scratch=None):
+    """The outputs of a kernel for all blocks of all heads.
+
+    Args:
+        plan: Has the grid's `batch`, `heads` and `blocks`.
+        kernel: Called with `plan`, the references of `inputs` and of `outputs` and, by
+            name, of `scratch`.
+        inputs: Tree of arrays.
+        outputs: Dict of arrays, or shapes, like the outputs.
+        specs: The blocks of the inputs and of the outputs, in the same structures.
+        scratch: Dict, or `None`.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
+
+    def run(inputs, interpret):
+        def body(inputs, outputs, **scratch):
+            kernel(plan, inputs, outputs, **scratch)
+
+        return pl.pallas_call(
+            body,
+            out_shape=shapes,
+            grid=(plan.batch, plan.heads, plan.blocks),
+            in_specs=(specs[0],),
+            out_specs=specs[1],
+            scratch_shapes=scratch or {},
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "arbitrary")
+            ),
+            interpret=interpret,
+            name=kernel.__name__,
+        )(inputs)
+
+    return lax.platform_dependent(
+        inputs, tpu=lambda x: run(x, False), default=lambda x: run(x, True)
+    )
+
+
+def positions(x, block, at):
+    """The block `(block, dim)` of positions, number `at(i)` in program `i`."""
+    size = None, None, block, x.shape[3]
+    if x.shape[1] == 1:
+        return pl.BlockSpec(size, lambda b, h, i: (b, 0, at(i), 0))
+    return pl.BlockSpec(size, lambda b, h, i: (b, h, at(i), 0))
+
+
+def row(x, block, at):
+    """The block `(1, block)` of a row, number `at(i)` in program `i`."""
+    size = None, None, 1, block
+    if x.shape[1] == 1:
+        return pl.BlockSpec(size, lambda b, h, i: (b, 0, 0, at(i)))
+    return pl.BlockSpec(size, lambda b, h, i: (b, h, 0, at(i)))
+
+
+def whole(x):
+    """A matrix."""
+    if len(x.shape) == 2:
+        return pl.BlockSpec(x.shape, lambda b, h, i: (0, 0))
+    return pl.BlockSpec((None, None, *x.shape[2:]), lambda b, h, i: (b, h, 0, 0))
+
+
+def to_row(x):
+    """`(batch, length)` or `(batch, length, heads)` as rows, in float32."""
+    x = x.astype(jnp.float32)
+    return x[:, None, None] if x.ndim == 2 else jnp.swapaxes(x, 1, 2)[:, :, None]
+
+
+def dot(a, b, contract=(1, 0)):
+    """A product of matrices that contracts one axis of each, in float32."""
+    dims = ((contract[0],), (contract[1],)), ((), ())
+    return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
