@@ -59,12 +59,21 @@ class AttentionCall:
     scores: bool = False
     options: dict = dataclasses.field(default_factory=dict)
 
+    @property
+    def lengths(self):
+        """The positions of a segment that exist: int32 `(batch,)`, or `None` for all.
+
+        They are at the beginning of each row. `None` without a state.
+        """
+        return None if self.state is None else row_lengths(self.key_mask)
+
     def positions_read(self, x):
         """The positions of a segment `(batch, length, ...)` that exist.
 
         `length`, or int32 `(batch,)` with a `key_mask`.
         """
-        return shape_of(x)[1] if self.key_mask is None else row_lengths(self.key_mask)
+        lengths = self.lengths
+        return shape_of(x)[1] if lengths is None else lengths
 
 
 class EfficientAttention(

@@ -18,7 +18,6 @@ from keras_efficient_attn.ops.common.dense_softmax import count_pairs
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.positions import distance_sinusoids
 from keras_efficient_attn.ops.common.random import dropout_seed
-from keras_efficient_attn.ops.common.rows import row_lengths
 from keras_efficient_attn.ops.common.state import keep_last
 from keras_efficient_attn.ops.relative_attention.api import relative_attention
 
@@ -313,7 +312,7 @@ class RelativePositionXL(EfficientAttention):
             return *self._normalize_inputs(query, value, key), call
 
         memory, seen = call.state["memory"], call.state["mask"]
-        lengths = row_lengths(call.key_mask)
+        lengths = call.lengths
         length, memory_length = shape_of(query)[1], memory.shape[1]
         mask = ops.ones(shape_of(value)[:2], seen.dtype)
         if call.key_mask is not None:

@@ -29,7 +29,6 @@ from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
 from keras_efficient_attn.ops.common.plan import block_sizes, has_one_tpu, jit_on_jax
 from keras_efficient_attn.ops.common.positions import shifted_to_keys
 from keras_efficient_attn.ops.common.random import drop
-from keras_efficient_attn.ops.common.rows import row_lengths
 from keras_efficient_attn.ops.common.single_query import attend_single
 from keras_efficient_attn.ops.common.state import (
     append_segment,
@@ -55,14 +54,14 @@ def soft_mask(spans, distance, config):
 
 
 @jit_on_jax("config", "options")
-def attend_in_bands(inputs, spans, position_key, state, seed, config, options):
+def attend_in_bands(inputs, spans, position_key, state, seed, lengths, config, options):
     """`(output, new state or None)` of a sequence, or of a segment with a state.
 
     Args:
         spans: `(heads,)`, or `(batch, query_length, heads)`.
         position_key: `(window, dim)` by distance, or `None`.
         config: `SpanConfig`.
-        inputs, state, seed, options: As for the forms of `SoftmaxCall.attend`.
+        inputs, state, seed, lengths, options: As for the forms of `SoftmaxCall.attend`.
     """
     is_plain = state is None and position_key is None and not options.dropout
     if is_plain and config.kernels and has_one_tpu():
@@ -74,7 +73,6 @@ def attend_in_bands(inputs, spans, position_key, state, seed, config, options):
         output = pallas.attend(query, key, value, key_mask, spans, config, options)
         if output is not None:
             return output, None
-    lengths = None if state is None else row_lengths(inputs[3])
     query, key, value, valid = masked_inputs(*inputs)
     length, new_state = shape_of(query)[1], None
     query = query * options.scale
@@ -186,9 +184,8 @@ def _band_step(config, causal, relative, rate):
 
 
 @jit_on_jax("config", "options")
-def attend_next(inputs, spans, position_key, state, seed, config, options):
+def attend_next(inputs, spans, position_key, state, seed, lengths, config, options):
     """Computes `attend_in_bands` for one position and a state."""
-    lengths = row_lengths(inputs[3])
     query, *segment = masked_inputs(*inputs)
     query = query * options.scale
     past = append_segment(fit_recent(state, config.window - 1), *segment)

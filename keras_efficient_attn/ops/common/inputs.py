@@ -47,6 +47,8 @@ class SoftmaxCall:
         state: State or `None`.
         seed: Seed of the dropout, or `None`.
         implementation: Name or `None`.
+        lengths: Positions of each row of a segment that exist, at its beginning:
+            int32 `(batch,)`; `None` for all.
     """
 
     inputs: tuple
@@ -54,6 +56,7 @@ class SoftmaxCall:
     state: dict | None = None
     seed: object = None
     implementation: str | None = None
+    lengths: object = None
 
     @classmethod
     def checked(cls, inputs, causal, scale, state, dropout, implementation, kernels=()):
@@ -92,10 +95,10 @@ class SoftmaxCall:
             forms: `(blocks, single, reference)`: for sequences and segments, for one
                 position with a state, and the definition; with `kernels`, also the
                 form that a kernel computes. The first two are called with `(inputs,
-                *operands, state, seed, config, options)` and return `(output, new state
-                or None)`. The others are called with `(inputs, *operands, config,
-                options)` and return the output; a kernel's form without operands, and
-                with the kernel's module at the end.
+                *operands, state, seed, lengths, config, options)` and return `(output,
+                new state or None)`. The others are called with `(inputs, *operands,
+                config, options)` and return the output; a kernel's form without
+                operands, and with the kernel's module at the end.
             *operands: Tensors that only this operation has.
         """
         blocks, single, reference, *by_kernel = forms
@@ -109,7 +112,13 @@ class SoftmaxCall:
         else:
             form = blocks if state is None or inputs[0].shape[1] != 1 else single
             output, new_state = form(
-                inputs, *operands, state, self.seed, config=config, options=options
+                inputs,
+                *operands,
+                state,
+                self.seed,
+                self.lengths,
+                config=config,
+                options=options,
             )
         output = ops.cast(output, inputs[2].dtype)
         return output if state is None else (output, new_state)

@@ -13,7 +13,6 @@ from keras_efficient_attn.ops.common.masks import SlidingWindow
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
 from keras_efficient_attn.ops.common.plan import jit_on_jax
 from keras_efficient_attn.ops.common.positions import bias_products
-from keras_efficient_attn.ops.common.rows import row_lengths
 from keras_efficient_attn.ops.common.state import append_segment, keep_last
 from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_with_feature_maps,
@@ -33,6 +32,7 @@ def windowed_linear_attention(
     key_mask=None,
     state=None,
     window_bias=None,
+    lengths=None,
 ):
     """Linear attention with exact attention to the nearest keys.
 
@@ -56,6 +56,8 @@ def windowed_linear_attention(
             `"window_mask"`.
         window_bias: Optional `b`, `(distances, heads)` in the order of
             `window_distances`. Defaults to `None`: 0.
+        lengths: Positions of each row of a segment that exist, at its beginning: int32
+            `(batch,)`. Defaults to `None`: all.
 
     Returns:
         `(output, state)`: `(batch, length, heads, value_dim)` in the accumulator's
@@ -63,7 +65,6 @@ def windowed_linear_attention(
     """
     # An implementation that is named is the far keys', without a kernel for near ones.
     kernel_dtype = value.dtype if config.implementation is None else None
-    lengths = None if state is None else row_lengths(key_mask)
     query, key, value, valid = masked_inputs(query, key, value, key_mask)
     length, window = shape_of(query)[1], config.window
 

@@ -11,7 +11,6 @@ from keras_efficient_attn.ops.common.interval_softmax.intervals import NearKeys
 from keras_efficient_attn.ops.common.online_softmax import finish
 from keras_efficient_attn.ops.common.plan import jit_on_jax
 from keras_efficient_attn.ops.common.positions import bias_products
-from keras_efficient_attn.ops.common.rows import row_lengths
 from keras_efficient_attn.ops.common.single_query import attend_recent_single
 from keras_efficient_attn.ops.common.state import (
     append_segment,
@@ -21,7 +20,7 @@ from keras_efficient_attn.ops.local_attention.grid import attend_grid
 
 
 @jit_on_jax("config", "options")
-def attend_in_blocks(inputs, window_bias, state, seed, config, options):
+def attend_in_blocks(inputs, window_bias, state, seed, lengths, config, options):
     """`(output, new state or None)` of a sequence, or of a segment with a state.
 
     Arguments are as for the forms of `SoftmaxCall.attend`, with a `LocalConfig` and the
@@ -37,7 +36,6 @@ def attend_in_blocks(inputs, window_bias, state, seed, config, options):
         start = None if mask_fn.sees_all_in_reach else position
         relative = bias_products(query, window_bias)
         part = attend_recent(query, *past, mask_fn, start, dropout, relative)
-        lengths = row_lengths(inputs[3])
         return finish(*part, True), drop_oldest(past, length, position, lengths)
     inputs = pad_to_common_length(query, key, value, valid)
     if config.is_grid:
@@ -60,9 +58,8 @@ def attend_by_kernel(inputs, config, options, kernel):
 
 
 @jit_on_jax("config", "options")
-def attend_next(inputs, window_bias, state, seed, config, options):
+def attend_next(inputs, window_bias, state, seed, lengths, config, options):
     """Computes `attend_in_blocks` for one position and a state."""
-    lengths = row_lengths(inputs[3])
     query, *segment = masked_inputs(*inputs)
     inputs = (query * options.scale, *segment)
     mask_fn = config.mask_fn(causal=True)

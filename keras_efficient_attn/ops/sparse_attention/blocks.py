@@ -20,7 +20,7 @@ from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.inputs import masked_inputs, pad_to_common_length
 from keras_efficient_attn.ops.common.online_softmax import finish, merge
 from keras_efficient_attn.ops.common.plan import jit_on_jax
-from keras_efficient_attn.ops.common.rows import row_lengths, take_rows
+from keras_efficient_attn.ops.common.rows import take_rows
 from keras_efficient_attn.ops.common.state import (
     append_segment,
     drop_oldest,
@@ -31,13 +31,12 @@ from keras_efficient_attn.ops.sparse_attention.config import FAR, summary_start
 
 
 @jit_on_jax("config", "options")
-def attend_in_blocks(inputs, state, seed, config, options):
+def attend_in_blocks(inputs, state, seed, lengths, config, options):
     """`(output, new state or None)` of a sequence, or of a segment with a state.
 
     Arguments are as for the forms of `SoftmaxCall.attend`, with a `SparseConfig`.
     """
     length = shape_of(inputs[0])[1]
-    lengths = None if state is None else row_lengths(inputs[3])
     inputs = masked_inputs(*inputs)
     if state is None:
         inputs = pad_to_common_length(*inputs)

@@ -4,7 +4,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.inputs import masked_inputs
 from keras_efficient_attn.ops.common.plan import jit_on_jax
-from keras_efficient_attn.ops.common.rows import row_lengths, take_rows
+from keras_efficient_attn.ops.common.rows import take_rows
 from keras_efficient_attn.ops.common.single_query import attend_single, seen_recent
 from keras_efficient_attn.ops.common.state import (
     append_segment,
@@ -19,9 +19,8 @@ from keras_efficient_attn.ops.sparse_attention.config import FAR
 
 
 @jit_on_jax("config", "options")
-def attend_next(inputs, state, seed, config, options):
+def attend_next(inputs, state, seed, lengths, config, options):
     """Computes `attend_in_blocks` for one position and a state."""
-    lengths = row_lengths(inputs[3])
     query, *keys = masked_inputs(*inputs)
     near, far = config.split_heads(query * options.scale, *keys)
     near_dropout, far_dropout = config.dropouts(options, seed)

@@ -9,7 +9,6 @@ from keras_efficient_attn.ops.common.online_softmax import (
     divide,
     merge,
 )
-from keras_efficient_attn.ops.common.rows import row_lengths
 from keras_efficient_attn.ops.common.state import keep_last
 from keras_efficient_attn.ops.vq_attention.blocks import MIN_COUNT, one_hot_codes
 from keras_efficient_attn.ops.vq_attention.codebook import (
@@ -24,15 +23,13 @@ from keras_efficient_attn.ops.vq_attention.config import (
     named_cache,
     named_window,
     with_history,
-    with_valid,
 )
 from keras_efficient_attn.ops.vq_attention.expanded import feature_sums, read
 
 
-def attend_token(query, keys, codebook, config, positions, state):
+def attend_token(query, keys, codebook, config, positions, state, lengths):
     """Computes `windowed.attend_segment` for one position, with or without window."""
     query, window, new_state = ops.swapaxes(query, 1, 2), None, {}
-    lengths, keys = row_lengths(keys.valid), with_valid(keys)
     if config.window is not None:
         near = quantize(keys, codebook) if config.quantize_window else keys
         history = with_history(state, near)

@@ -20,7 +20,6 @@ from keras_efficient_attn.ops.common.masks import SlidingWindow
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import divide, merge
 from keras_efficient_attn.ops.common.plan import has_one_tpu, jit_on_jax
-from keras_efficient_attn.ops.common.rows import row_lengths
 from keras_efficient_attn.ops.common.state import keep_last
 from keras_efficient_attn.ops.vq_attention import feature_kernel
 from keras_efficient_attn.ops.vq_attention.blocks import (
@@ -54,7 +53,7 @@ if BACKEND == "torch":
 
 @jit_on_jax("config", "causal")
 def attend_to_keys_and_codes(
-    query, keys, codebook, config, causal, positions=None, state=None
+    query, keys, codebook, config, causal, positions=None, state=None, lengths=None
 ):
     """`vq_attention` for layers, without checks and with known codes of the keys.
 
@@ -66,6 +65,8 @@ def attend_to_keys_and_codes(
         causal: Whether query `t` sees keys `0..t` only.
         positions: Optional `Positions`.
         state: Optional state of earlier segments.
+        lengths: Positions of each row of a segment that exist, at its beginning: int32
+            `(batch,)`. Defaults to `None`: all.
 
     Returns:
         `(output, state)`: the output in the accumulator's dtype, and the new state or
@@ -90,11 +91,11 @@ def attend_to_keys_and_codes(
     if state is None and config.window is not None:
         options = config, causal, positions, kernel_dtype
         return attend_sequence(query, keys, codebook, *options), None
-    if state is not None and query.shape[1] == key.shape[1] == 1:
-        return attend_token(query, keys, codebook, config, positions, state)
-    if state is not None and config.window is not None:
-        return attend_segment(query, keys, codebook, config, positions, state)
     keys = with_valid(keys)
+    if state is not None and query.shape[1] == key.shape[1] == 1:
+        return attend_token(query, keys, codebook, config, positions, state, lengths)
+    if state is not None and config.window is not None:
+        return attend_segment(query, keys, codebook, config, positions, state, lengths)
     # Without a window, codes stand for all keys.
     keys, cache = keys_for_codes(keys, codebook, config), None
     if causal:
@@ -147,19 +148,19 @@ def attend_sequence(
     return divide(values, totals)[:, :length]
 
 
-def attend_segment(query, keys, codebook, config, positions, state):
+def attend_segment(query, keys, codebook, config, positions, state, lengths):
     """A segment of a causal sequence; arguments as for `attend_sequence`.
 
     Args:
         state: The state before the segment.
+        lengths: As for `attend_to_keys_and_codes`.
 
     Returns:
         `(output, state)`.
     """
     if query.shape[1] is None or query.shape[1] != keys.key.shape[1]:
         query, keys, positions = _fit_lengths(query, keys, True, positions)
-    length, lengths = shape_of(query)[1], row_lengths(keys.valid)
-    keys = with_valid(keys)
+    length = shape_of(query)[1]
     near = quantize(keys, codebook) if config.quantize_window else keys
     history = with_history(state, near)
     rule = SlidingWindow(config.window, True)

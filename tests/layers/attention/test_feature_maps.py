@@ -94,7 +94,7 @@ def test_maps_equal_the_dense_definition(name, causal):
     layer, x = built(feature_map=name, normalize=normalize), inputs()
     mask = np.random.default_rng(1).random(x.shape[:2]) > 0.2
     hidden = np.where(mask[..., None], x, np.nan).astype("float32")
-    output = to_numpy(layer(x, hidden, key_mask=mask, use_causal_mask=causal))
+    output = to_numpy(layer(hidden, hidden, key_mask=mask, use_causal_mask=causal))
     expected, _ = dense.layer_output(
         layer, dense.linear_heads, x, x, key_mask=mask, causal=causal
     )

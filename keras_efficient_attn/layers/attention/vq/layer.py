@@ -397,7 +397,14 @@ class VQAttention(EfficientAttention):
             keys, book = keys._replace(key=mapped), Codebook(codebook)
         if call.split is None:
             heads, new_state = attend_to_keys_and_codes(
-                query, keys, book, self.config, call.causal, positions, state
+                query,
+                keys,
+                book,
+                self.config,
+                call.causal,
+                positions,
+                state,
+                call.lengths,
             )
         else:
             position_query, position_key = positions or (None, None)

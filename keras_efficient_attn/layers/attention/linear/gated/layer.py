@@ -16,7 +16,6 @@ from keras_efficient_attn.ops.common.numerics import (
     accumulator_dtype,
     mean_of_channels,
 )
-from keras_efficient_attn.ops.common.rows import row_lengths
 from keras_efficient_attn.ops.linear_attention.gated.api import (
     gated_attention_with_feature_maps,
 )
@@ -186,7 +185,7 @@ class GatedStateAttention(LinearAttention):
         }
         last = {}
         if self.convolution is not None:
-            lengths = None if call.state is None else row_lengths(call.key_mask)
+            lengths = call.lengths
             for name, x in heads.items():
                 mask = call.query_mask if name == "query" else call.key_mask
                 state_name = f"{name}_inputs"
