@@ -9,6 +9,7 @@ work on the machine changes the ratio.
 
 import argparse
 import contextlib
+import functools
 import os
 import statistics
 import time
@@ -19,6 +20,9 @@ import torch
 
 from keras_efficient_attn.layers import get_attention
 from keras_efficient_attn.ops.common import block_softmax, chunking
+from keras_efficient_attn.ops.fourier import tiled
+from keras_efficient_attn.ops.fourier.kernel import Kernel
+from keras_efficient_attn.ops.fourier.kernels import sines
 from keras_efficient_attn.ops.linear_attention import causal_chunks, chunked
 
 
@@ -32,9 +36,17 @@ def portable_softmax():
     return block_softmax, {"fused_module": lambda *args: None}
 
 
+def portable_sines():
+    """What `ops.fourier.tiled` uses without `fourier.kernels.torch_eager`."""
+    kernel = Kernel(sines.prepare, sines.log_kernel, sines.log_kernel_gradient)
+    step = functools.cache(tiled._step.__wrapped__)
+    return tiled, {"_kernel": lambda config: kernel, "_step": step}
+
+
 # For each form: the portable one in its place, and the layers that use it.
 FORMS = {
     "causal_chunks_torch": (portable_chunks, ("linear", "performer")),
+    "torch_eager": (portable_sines, ("fourier",)),
     "fused_softmax_torch": (portable_softmax, ("local", "sparse", "vq")),
 }
 

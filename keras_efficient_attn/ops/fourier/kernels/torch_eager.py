@@ -1,5 +1,9 @@
 """The logarithm of the Fourier kernel on PyTorch, in few passes over memory.
 
+A step of training takes 0.36 of the time of the other form (`sines`; FourierAttention,
+4 heads of 64, 512 positions, beside other work on two CPU cores; measured in turn by
+`python -m tools.compare_forms torch_eager --lengths 512 --repeats 5`).
+
 PyTorch runs operation by operation. The sine of a difference is cheaper here than
 products of sines and cosines, and arithmetic is cheaper than `torch.where`, the slowest
 operation. See `kernel.Kernel` for the functions.
