@@ -2,7 +2,8 @@ import os
 
 import pytest
 
-from keras_efficient_attn.ops.common import kernels
+from keras_efficient_attn.ops.common.backend import BACKEND
+from keras_efficient_attn.ops.common.feature_kernels import choice
 from tests.contract.cases import CASES, case_of, ids
 
 
@@ -45,9 +46,5 @@ def pytest_generate_tests(metafunc):
 def forced_kernel(monkeypatch):
     """With `FORCED_KERNEL=pallas` or `triton`, this kernel runs where it can."""
     if "FORCED_KERNEL" in os.environ:
-        name = os.environ["FORCED_KERNEL"]
-        monkeypatch.setattr(
-            kernels,
-            "default_kernel",
-            lambda known, query: name if name in known else None,
-        )
+        assert choice.KERNELS[os.environ["FORCED_KERNEL"]].backend == BACKEND
+        monkeypatch.setattr(choice, "has_kernels", lambda query: True)

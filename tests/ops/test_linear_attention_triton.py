@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_efficient_attn import LinearAttention, PerformerAttention
 from keras_efficient_attn.ops import linear_attention, linear_attention_state
-from keras_efficient_attn.ops.common import kernels
 from keras_efficient_attn.ops.common.feature_kernels import (
     choice,
     triton,
     triton_op,
 )
+from keras_efficient_attn.ops.common.plan import has_kernels
 from keras_efficient_attn.ops.linear_attention import feature_maps
 from tests.autodiff import to_numpy
 from tests.ops import linear_attention_cases
@@ -223,20 +223,19 @@ def test_layers_take_the_kernel_of_the_device(layer, monkeypatch):
         return triton_op.linear_attention_op(*arguments)
 
     monkeypatch.setattr(triton, "linear_attention_op", spy)
-    monkeypatch.setattr(kernels, "default_kernel", lambda known, query: "triton")
+    monkeypatch.setattr(choice, "has_kernels", lambda query: True)
     torch.testing.assert_close(layer(x, x, **arguments), expected)
     assert [x is not None for x in rows] == [isinstance(layer, PerformerAttention)]
 
 
-def test_the_device_chooses(monkeypatch):
+def test_the_device_chooses():
     x = torch.rand(1, 4, 2, 8, device="cpu")
-    assert kernels.default_kernel(choice.KERNELS, x) is None
-    assert kernels.default_kernel(choice.KERNELS, x.to("meta")) is None
+    assert not has_kernels(x) and not has_kernels(x.to("meta"))
 
     class OnCuda:
         is_cuda = True
 
-    assert kernels.default_kernel(choice.KERNELS, OnCuda()) == "triton"
+    assert has_kernels(OnCuda())
 
 
 def test_one_position_and_a_state_need_no_kernel(monkeypatch):

@@ -5,7 +5,6 @@ import typing
 import keras
 
 from keras_efficient_attn.ops.common.backend import BACKEND
-from keras_efficient_attn.ops.common.plan import has_one_tpu
 
 
 class Kernel(typing.NamedTuple):
@@ -25,7 +24,7 @@ def choose(kernels, named, tensors, obstacle):
 
     Args:
         kernels: Dict of `Kernel`s by name.
-        named: Name of the kernel that the caller asks for; `None`: the device's.
+        named: Name of the kernel that the caller asks for; `None`: the backend's first.
         tensors: What the kernel reads, the query first.
         obstacle: Function of a kernel's name and of the tensors: the reason why the
             kernel cannot compute the call, or `None`. Backend and dtypes fit then, and
@@ -34,22 +33,14 @@ def choose(kernels, named, tensors, obstacle):
     Raises:
         ValueError: If the caller asks for a kernel that cannot run.
     """
-    name = named or default_kernel(kernels, tensors[0])
+    own = (name for name, kernel in kernels.items() if kernel.backend == BACKEND)
+    name = named or next(own, None)
     if name is None:
         return None
     reason = _obstacle(kernels[name], tensors) or obstacle(name, tensors)
     if named and reason is not None:
         raise ValueError(f"`implementation={name!r}` {reason}")
     return name if reason is None else None
-
-
-def default_kernel(kernels, query):
-    """The first kernel for the device: one TPU, or CUDA with PyTorch; or `None`."""
-    if has_one_tpu() or (BACKEND == "torch" and query.is_cuda):
-        for name, kernel in kernels.items():
-            if kernel.backend == BACKEND:
-                return name
-    return None
 
 
 def _obstacle(kernel, tensors):

@@ -129,6 +129,11 @@ def has_one_tpu():
     return jax.device_count() == 1
 
 
+def has_kernels(query):
+    """Whether a tensor's device has kernels: one TPU, or CUDA with PyTorch."""
+    return query.is_cuda if BACKEND == "torch" else has_one_tpu()
+
+
 def block_sizes():
     """The `BlockSizes` of the device that computes."""
     kind = device_kind()

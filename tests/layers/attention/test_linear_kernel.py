@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 from keras_efficient_attn.layers import get_attention
-from keras_efficient_attn.ops.common import kernels
+from keras_efficient_attn.ops.common.feature_kernels import choice
 from tests.autodiff import gradients
 
 BATCH, LENGTH, DIM = 2, 139, 12
@@ -39,7 +39,7 @@ def test_the_kernel_gives_outputs_and_gradients_of_the_chunks(name, monkeypatch)
     layer.chunk_size = 64
     (expected,) = gradients(loss, x)
     asked = []
-    monkeypatch.setattr(kernels, "has_one_tpu", lambda: asked.append(1) or True)
+    monkeypatch.setattr(choice, "has_kernels", lambda query: asked.append(1) or True)
     # A chunk size selects the chunked form.
     layer.chunk_size = None
     (received,) = gradients(loss, x)

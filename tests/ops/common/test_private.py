@@ -136,12 +136,13 @@ def test_without_the_recomputation_the_error_names_the_function(monkeypatch):
 )
 @pytest.mark.parametrize("name", ["query_gradient", "key_value_gradients"])
 def test_softmax_without_the_gradients_of_splash(name, changed, monkeypatch):
-    from keras_efficient_attn.ops.common import kernels, private_jax
+    from keras_efficient_attn.ops.common import private_jax
+    from keras_efficient_attn.ops.common.interval_softmax import choice
 
     assert private_jax.splash_obstacle() is None
     monkeypatch.setattr(private_jax, name, changed)
     # As on a TPU, where splash attention is the default.
-    monkeypatch.setattr(kernels, "default_kernel", lambda known, query: "splash")
+    monkeypatch.setattr(choice, "has_kernels", lambda query: True)
     check_softmax()
     with pytest.raises(ValueError, match=r"_splash_attention_bwd_d.*JAX 0\.10"):
         check_softmax("splash")

@@ -404,7 +404,7 @@ class VQAttention(EfficientAttention):
                 call.causal,
                 positions,
                 state,
-                call.lengths,
+                None if state is None else call.lengths,
             )
         else:
             position_query, position_key = positions or (None, None)

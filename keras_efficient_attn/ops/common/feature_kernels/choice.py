@@ -7,7 +7,7 @@ import importlib.util
 
 from keras_efficient_attn.ops.common import kernels
 from keras_efficient_attn.ops.common.checks import check_positive_int
-from keras_efficient_attn.ops.common.plan import block_sizes
+from keras_efficient_attn.ops.common.plan import block_sizes, has_kernels
 
 MOST_DIM = 512
 # The default number of random features for heads of 128 is 622.
@@ -56,7 +56,7 @@ def choose_kernel(query, key, value, state, config):
         ValueError: If the configuration names a kernel that cannot run.
     """
     asked = config.implementation
-    if asked is not None and asked not in KERNELS:
+    if asked not in KERNELS and (asked is not None or not has_kernels(query)):
         return None
     tensors = query, key, value, *(state or {}).values()
 

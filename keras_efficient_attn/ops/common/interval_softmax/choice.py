@@ -6,6 +6,7 @@ from keras_efficient_attn.ops.common import kernels
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import attend_near
 from keras_efficient_attn.ops.common.interval_softmax.intervals import NearKeys
+from keras_efficient_attn.ops.common.plan import has_kernels
 
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = {
@@ -36,9 +37,9 @@ def choose_kernel(call, config):
         ValueError: If the call names a kernel that cannot run.
     """
     asked = call.implementation
-    if asked is not None and asked not in KERNELS:
-        return None
     tensors = call.inputs[:3]
+    if asked not in KERNELS and (asked is not None or not has_kernels(tensors[0])):
+        return None
 
     def obstacle(name, tensors):
         return (
@@ -70,7 +71,7 @@ def attend_window(query, key, value, valid, window, dtype, relative=None):
         window: `SlidingWindow`.
         dtype: In which a kernel multiplies; `None` for blocks.
     """
-    if dtype is not None and relative is None:
+    if dtype is not None and relative is None and has_kernels(query):
         tensors = [ops.cast(x, dtype) for x in (query, key, value)]
         kernel = _module(kernels.choose(KERNELS, None, tensors, _obstacle))
         if kernel is not None:

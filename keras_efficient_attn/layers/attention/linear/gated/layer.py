@@ -185,7 +185,7 @@ class GatedStateAttention(LinearAttention):
         }
         last = {}
         if self.convolution is not None:
-            lengths = call.lengths
+            lengths = None if call.state is None else call.lengths
             for name, x in heads.items():
                 mask = call.query_mask if name == "query" else call.key_mask
                 state_name = f"{name}_inputs"
