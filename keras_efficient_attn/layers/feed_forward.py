@@ -1,12 +1,17 @@
 """Position-wise layers, computed in slices of the sequence."""
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_efficient_attn.layers.arguments import KeepsArguments, build_layer
 from keras_efficient_attn.ops.chunked_cross_entropy import chunked_cross_entropy
-from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.backend import is_traced, shape_of
+from keras_efficient_attn.ops.common.checks import (
+    check_any_int,
+    check_bool,
+    check_positive_int,
+)
 from keras_efficient_attn.ops.common.chunking import chunk_count, pad_to
 from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.common.scan import recompute_scan
@@ -187,17 +192,22 @@ class ChunkedVocabularyLoss(KeepsArguments, keras.layers.Layer):
         vocabulary_size: Number of classes.
         use_bias: Whether the projection has the bias b. Defaults to `True`.
         chunk_size: Positions per slice. Defaults to 128.
+        ignore_class: Integer: the label of positions whose loss is 0, such as -100.
+            Defaults to `None`: none.
         **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
         hidden: `(batch, length, dim)`.
-        labels: Integers `(batch, length)`.
+        labels: Integers `(batch, length)`, from 0 to `vocabulary_size - 1` or
+            `ignore_class`.
 
     Returns:
-        `(batch, length)`, float32 or wider, in nats.
+        `(batch, length)`, float32 or wider, in nats. In a compiled program, NaN for
+        labels that are no class.
 
     Raises:
-        ValueError: If a size is not a positive integer.
+        ValueError: If an argument is not such an integer; eagerly, for a label that is
+            no class.
 
     Example:
 
@@ -215,10 +225,19 @@ class ChunkedVocabularyLoss(KeepsArguments, keras.layers.Layer):
         - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
     """
 
-    def __init__(self, vocabulary_size, use_bias=True, chunk_size=128, **kwargs):
+    def __init__(
+        self,
+        vocabulary_size,
+        use_bias=True,
+        chunk_size=128,
+        ignore_class=None,
+        **kwargs,
+    ):
         super().__init__(**kwargs)
         check_positive_int("vocabulary_size", vocabulary_size)
+        check_bool("use_bias", use_bias)
         check_positive_int("chunk_size", chunk_size)
+        check_any_int("ignore_class", ignore_class, optional=True)
         self.keep(locals())
 
     def build(self, hidden_shape, labels_shape=None):
@@ -239,13 +258,29 @@ class ChunkedVocabularyLoss(KeepsArguments, keras.layers.Layer):
         return logits if self.bias is None else logits + self.bias
 
     def call(self, hidden, labels):
+        self._check_labels(labels)
         return chunked_cross_entropy(
             ops.cast(hidden, self.compute_dtype),
             ops.convert_to_tensor(self.kernel),
             None if self.bias is None else ops.convert_to_tensor(self.bias),
             labels,
             chunk_size=self.chunk_size,
+            ignore_class=self.ignore_class,
         )
+
+    def _check_labels(self, labels):
+        if is_traced(labels):
+            return
+        labels = ops.convert_to_numpy(labels)
+        unknown = (labels < 0) | (labels >= self.vocabulary_size)
+        if self.ignore_class is not None:
+            unknown &= labels != self.ignore_class
+        if unknown.any():
+            raise ValueError(
+                f"`labels` must be from 0 to {self.vocabulary_size - 1}, or "
+                f"`ignore_class` ({self.ignore_class}). Received: "
+                f"{np.unique(labels[unknown])[:5]}"
+            )
 
     def compute_output_spec(self, hidden, labels):
         dtype = wide_dtype(self.compute_dtype)

@@ -12,12 +12,15 @@ from keras_efficient_attn.ops.common.plan import jit_on_jax
 from keras_efficient_attn.ops.common.scan import recompute_scan
 
 
-@jit_on_jax("chunk_size")
-def chunked_cross_entropy(hidden, kernel, bias, labels, *, chunk_size=128):
+@jit_on_jax("chunk_size", "ignore_class")
+def chunked_cross_entropy(
+    hidden, kernel, bias, labels, *, chunk_size=128, ignore_class=None
+):
     """`-log softmax(hidden · kernel + bias)[label]`, in slices of the sequence.
 
     Both passes hold the logits of one slice at a time: `batch · chunk_size ·
-    vocabulary_size` floats.
+    vocabulary_size` floats. The loss is 0 for `ignore_class`, and NaN for another label
+    that is no class.
 
     Args:
         hidden: `(batch, length, dim)`.
@@ -25,6 +28,8 @@ def chunked_cross_entropy(hidden, kernel, bias, labels, *, chunk_size=128):
         bias: `(vocabulary_size,)`, or `None`.
         labels: Integers `(batch, length)`.
         chunk_size: Positions per slice. Defaults to 128.
+        ignore_class: Integer: the label of positions without a loss, such as -100.
+            Defaults to `None`: none.
 
     Returns:
         `(batch, length)`, float32 or wider, in nats.
@@ -39,13 +44,21 @@ def chunked_cross_entropy(hidden, kernel, bias, labels, *, chunk_size=128):
         chunk_size = max(1, min(chunk_size, length))
     chunks = chunk_count(length, chunk_size)
     # Floats represent all indices of any vocabulary.
-    labels = ops.cast(labels, dtype)
-    xs = tuple(pad_to(t, chunks * chunk_size) for t in (hidden, labels))
+    labels = ops.cast(labels, "int32")
+    ignored = None if ignore_class is None else labels == ignore_class
+    if ignored is not None:
+        labels = ops.where(ignored, 0, labels)
+    is_class = ops.logical_and(labels >= 0, labels < kernel.shape[-1])
+    # Padding has the label 0 as well.
+    known = ops.cast(ops.where(is_class, labels, 0), dtype)
+    xs = tuple(pad_to(t, chunks * chunk_size) for t in (hidden, known))
     consts = (kernel,) if bias is None else (kernel, bias)
     _, (losses,) = recompute_scan(
         _step(dtype), (), xs, consts, num_steps=chunks, step_size=chunk_size
     )
-    return losses[:, :length]
+    losses = losses[:, :length]
+    losses = ops.where(is_class, losses, ops.cast(float("nan"), losses.dtype))
+    return losses if ignored is None else ops.where(ignored, 0.0, losses)
 
 
 @functools.cache

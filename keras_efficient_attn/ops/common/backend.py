@@ -26,11 +26,22 @@ def known_backend(name):
 BACKEND = known_backend(keras.backend.backend())
 if BACKEND == "torch":
     import torch
+elif BACKEND == "jax":
+    import jax
 
 
 def is_traced_by_torch():
     """Whether `torch.compile` is tracing the caller."""
     return BACKEND == "torch" and torch.compiler.is_compiling()
+
+
+def is_traced(x):
+    """Whether a tensor has no values yet: a program is being compiled."""
+    if BACKEND == "jax":
+        return isinstance(x, jax.core.Tracer)
+    if BACKEND == "tensorflow":
+        return not hasattr(x, "numpy")
+    return is_traced_by_torch()
 
 
 def are_values_known(x):

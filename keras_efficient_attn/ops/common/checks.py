@@ -28,6 +28,24 @@ def check_int(argument, received, least, optional=False):
         )
 
 
+def check_any_int(argument, received, optional=False):
+    """Raises `ValueError` unless `received` is one, or `None` where that is allowed."""
+    if not (is_int(received) or optional and received is None):
+        raise ValueError(
+            f"`{argument}` must be an integer{' or None' if optional else ''}. "
+            f"Received: {argument}={received!r}"
+        )
+
+
+def check_number(argument, received, optional=False):
+    """Raises `ValueError` unless `received` is one, or `None` where that is allowed."""
+    if not (is_number(received) or optional and received is None):
+        raise ValueError(
+            f"`{argument}` must be a number{' or None' if optional else ''}. "
+            f"Received: {argument}={received!r}"
+        )
+
+
 def check_bool(argument, received, optional=False):
     """Raises `ValueError` unless `received` is one, or `None` where that is allowed."""
     if not (isinstance(received, bool) or optional and received is None):

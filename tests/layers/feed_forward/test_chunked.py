@@ -4,7 +4,8 @@ import pytest
 from keras import ops
 
 from keras_efficient_attn import ChunkedFeedForward, ChunkedVocabularyLoss
-from tests.autodiff import gradient_function, to_numpy
+from keras_efficient_attn.ops import chunked_cross_entropy
+from tests.autodiff import gradient_function, gradients, to_numpy
 
 BATCH, LENGTH, DIM, CLASSES = 2, 11, 4, 23
 
@@ -198,3 +199,32 @@ def test_what_cannot_be_sliced_is_refused():
         ChunkedFeedForward(3)
     with pytest.raises(ValueError, match="vocabulary_size=0"):
         ChunkedVocabularyLoss(0)
+
+
+def test_labels_that_are_no_class():
+    random = np.random.default_rng(0)
+    hidden = random.normal(size=(2, 5, 6)).astype("float32")
+    labels = random.integers(0, CLASSES, (2, 5)).astype("int32")
+    layer = ChunkedVocabularyLoss(CLASSES, chunk_size=2, ignore_class=-100)
+    expected = to_numpy(layer(hidden, labels))
+    ignored = labels.copy()
+    ignored[0, 1:3] = -100
+    received = to_numpy(layer(hidden, ignored))
+    known = ignored >= 0
+    np.testing.assert_allclose(received[known], expected[known], rtol=1e-6)
+    np.testing.assert_array_equal(received[~known], 0.0)
+    (gradient,) = gradients(lambda x: ops.sum(layer(x, ignored)), hidden)
+    assert np.isfinite(gradient).all() and not gradient[~known].any()
+    assert gradient[known].any()
+    for label in (-1, CLASSES, -100):
+        wrong = labels.copy()
+        wrong[1, 4] = label
+        options = {} if label == -100 else {"ignore_class": -100}
+        layer = ChunkedVocabularyLoss(CLASSES, chunk_size=2, **options)
+        with pytest.raises(ValueError, match=rf"`labels` must be.*\[\s*{label}\]"):
+            layer(hidden, wrong)
+        # A compiled program cannot raise.
+        hidden_, kernel = map(ops.convert_to_tensor, (hidden, layer.kernel))
+        losses = chunked_cross_entropy(hidden_, kernel, None, wrong, chunk_size=2)
+        losses = to_numpy(losses)
+        assert np.isnan(losses[1, 4]) and np.isfinite(losses[0]).all()
