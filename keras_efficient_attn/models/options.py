@@ -1,6 +1,13 @@
 """Groups of options, passed as one argument."""
 
 import dataclasses
+import typing
+
+from keras_efficient_attn.ops.common.checks import (
+    check_any_int,
+    check_bool,
+    check_number,
+)
 
 
 class Options:
@@ -9,6 +16,15 @@ class Options:
     The first field is the shorthand: its value alone means options with this value and
     the defaults of the other fields.
     """
+
+    def __post_init__(self):
+        """Raises `ValueError` for a field that is not of its annotated type."""
+        checks = {bool: check_bool, int: check_any_int, float: check_number}
+        for name, hint in typing.get_type_hints(type(self)).items():
+            kinds = typing.get_args(hint) or (hint,)
+            if kinds[0] in checks:
+                optional = type(None) in kinds
+                checks[kinds[0]](name, getattr(self, name), optional)
 
     @classmethod
     def get(cls, identifier):

@@ -11,6 +11,7 @@ from keras_efficient_attn.layers.arguments import KeepsArguments, activation_of
 from keras_efficient_attn.layers.attention.axes import SequenceAxes
 from keras_efficient_attn.layers.attention.description import LayerDescription
 from keras_efficient_attn.layers.attention.masks import (
+    boolean_masks,
     check_attention_mask,
     merged_key_mask,
     zero_masked,
@@ -20,6 +21,7 @@ from keras_efficient_attn.layers.attention.state import StreamingState
 from keras_efficient_attn.layers.replicas import ReplicaLosses
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
+    check_bool,
     check_int,
     check_rate,
     is_int,
@@ -217,6 +219,14 @@ class EfficientAttention(
     def _check_unread_arguments(self):
         """Raises for invalid arguments that Keras' constructor accepts."""
         check_rate("dropout", self._dropout)
+        for name in ("use_bias", "use_gate"):
+            check_bool(name, getattr(self, f"_{name}"))
+        check_bool("flash_attention", self._flash_attention, optional=True)
+        if any(isinstance(axis, bool) for axis in self._sequence_axes or ()):
+            raise ValueError(
+                "`attention_axes` must be integers. Received: attention_axes="
+                f"{self._sequence_axes}"
+            )
         if self.seed is not None and not is_int(self.seed):
             raise ValueError(
                 f"`seed` must be an integer or None. Received: seed={self.seed!r}"
@@ -366,6 +376,24 @@ class EfficientAttention(
             query = tensor
         return super().__call__(query, *args, **kwargs)
 
+    def rematerialized_call(self, layer_call, *args, **kwargs):
+        """A function that runs `call` on these arguments and keeps no activations.
+
+        One tensor that is passed twice stays one inside, and Python's values stay what
+        they are, where JAX would trace them.
+        """
+        given = {**dict(enumerate(args)), **kwargs}
+        tensors = {id(x): x for x in given.values() if ops.is_tensor(x)}
+
+        def call(*tensors_inside):
+            inside = dict(zip(tensors, tensors_inside, strict=True))
+            found = {name: inside.get(id(x), x) for name, x in given.items()}
+            positional = [found.pop(index) for index in range(len(args))]
+            return layer_call(*positional, **found)
+
+        function = super().rematerialized_call(call, *args, **kwargs)
+        return lambda *args, **kwargs: function(*tensors.values())
+
     def call(
         self,
         query,
@@ -401,10 +429,9 @@ class EfficientAttention(
         if axes.rank != 3:
             inputs, masks = _as_sequences(axes, inputs, masks)
         if any(mask is not None for mask in masks):
+            inputs, masks = boolean_masks(inputs, masks)
             call = dataclasses.replace(
-                call,
-                query_mask=None if masks[0] is None else ops.cast(masks[0], "bool"),
-                key_mask=merged_key_mask(masks, inputs[2]),
+                call, query_mask=masks[0], key_mask=merged_key_mask(masks, inputs[2])
             )
         self._check_call(*inputs, call)
         moved = None

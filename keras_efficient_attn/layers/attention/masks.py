@@ -1,8 +1,9 @@
 """Masks of attention calls, as one mask of queries and one of keys."""
 
+import keras
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.backend import is_traced, shape_of
 from keras_efficient_attn.ops.common.checks import may_agree
 
 
@@ -36,6 +37,41 @@ def check_attention_mask(layer_name, shape, key_shape):
     )
 
 
+def boolean_masks(inputs, masks):
+    """Masks as booleans, and the inputs.
+
+    Where a compiled program cannot raise, inputs are NaN instead.
+
+    Args:
+        inputs: `(query, value, key)`, each `(batch, length, dim)`.
+        masks: `(query_mask, value_mask, key_mask, attention_mask)`; some are `None`.
+
+    Raises:
+        ValueError: For a mask of floats other than 0 and 1, such as one to add to the
+            logits.
+    """
+    names = ("query_mask", "value_mask", "key_mask", "attention_mask")
+    booleans = []
+    for name, mask in zip(names, masks, strict=True):
+        if mask is not None and keras.backend.is_float_dtype(mask.dtype):
+            known = ops.all(ops.logical_or(mask == 0, mask == 1))
+            if is_traced(known):
+                # Identical tensors stay identical.
+                poisoned = {
+                    id(x): ops.where(known, x, ops.cast(float("nan"), x.dtype))
+                    for x in inputs
+                }
+                inputs = tuple(poisoned[id(x)] for x in inputs)
+            elif not known:
+                raise ValueError(
+                    f"`{name}` must be boolean: true, or 1, for positions to attend. "
+                    "A mask that is added to the logits is not supported; pass "
+                    f"`{name} == 0` of it. Received: floats other than 0 and 1"
+                )
+        booleans.append(None if mask is None else ops.cast(mask, "bool"))
+    return inputs, tuple(booleans)
+
+
 def merged_key_mask(masks, key):
     """The key masks combined, boolean `(batch, key_length)`, or `None`."""
     _, value_mask, key_mask, attention_mask = masks
@@ -44,7 +80,6 @@ def merged_key_mask(masks, key):
     merged = None
     for mask in (key_mask, value_mask, attention_mask):
         if mask is not None:
-            mask = ops.cast(mask, "bool")
             merged = mask if merged is None else ops.logical_and(merged, mask)
     return merged
 
@@ -60,5 +95,5 @@ def _key_mask_of(attention_mask, key):
     """The `(batch, key_length)` mask that a dense mask repeats for every query."""
     batch, length = shape_of(key)[:2]
     rows = 1 if len(attention_mask.shape) == 2 else shape_of(attention_mask)[0]
-    mask = ops.reshape(ops.cast(attention_mask, "bool"), (rows, length))
+    mask = ops.reshape(attention_mask, (rows, length))
     return ops.broadcast_to(mask, (batch, length))

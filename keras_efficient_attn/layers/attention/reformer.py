@@ -99,8 +99,8 @@ class ReformerLSHAttention(EfficientAttention):
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
         `use_causal_mask`, `return_attention_scores`, `state`. Queries and keys are
-        computed from `query`; `key` must be the same sequence; it is read at positions
-        that `query_mask` hides. Positions that `key_mask` hides are in a separate
+        computed from `query`; `key`, or `value` without a `key`, must be the same
+        tensor. Positions that `key_mask` hides are in a separate
         bucket and see nothing: their heads are zero.
         num_hashes: Optional number of rounds for this call, at most `max_hashes`.
 
@@ -109,10 +109,10 @@ class ReformerLSHAttention(EfficientAttention):
         the new state if they are asked for.
 
     Raises:
-        ValueError: If an argument is invalid; on a call if query and key differ in
-            shape, `num_hashes` exceeds `max_hashes`, or `dense_length` is set and the
-            length is unknown; with `state`, if `num_hashes` is given, `aligned` is
-            `False` or `dense_length` is set.
+        ValueError: If an argument is invalid; on a call if `key` is not `query`,
+            `num_hashes` exceeds `max_hashes`, or `dense_length` is set and the length
+            is unknown; with `state`, if `num_hashes` is given, `aligned` is `False` or
+            `dense_length` is set.
 
     Example:
 
@@ -343,14 +343,8 @@ class ReformerLSHAttention(EfficientAttention):
         )
 
     def _project_inputs(self, query, key, value, call):
-        query_mask, key_mask = call.query_mask, call.key_mask
-        # Where query or key is hidden, read the other. A position hidden as a key is in
-        # no chunk.
-        if query_mask is not None:
-            query = ops.where(query_mask[..., None], query, key)
-        if key_mask is not None:
-            query = ops.where(key_mask[..., None], query, ops.zeros_like(query))
-        shared = self._query_dense(query)
+        # A position that only the query mask hides is a key.
+        shared = self._query_dense(key)
         return shared, shared, self._value_dense(value), call
 
     def set_weights(self, weights):
@@ -382,11 +376,11 @@ class ReformerLSHAttention(EfficientAttention):
                 f"the same vectors. Received: query length {lengths[0]}, value length "
                 f"{lengths[1]}"
             )
-        if query.shape[-1] != key.shape[-1]:
+        if key is not query:
             raise ValueError(
-                "Queries and keys are the same vectors: `key` must be the sequence "
-                f"that `query` is. Received: query.shape={tuple(query.shape)}, "
-                f"key.shape={tuple(key.shape)}"
+                "Queries and keys are the same vectors: pass `query` as `key` as well, "
+                "or as `value` without a `key`. Received: another tensor as key, "
+                f"key.shape={tuple(key.shape)}, query.shape={tuple(query.shape)}"
             )
 
     def _check_streams(self):

@@ -140,7 +140,13 @@ def _parse_options(identifier, text, layer_class):
     known = constructor_arguments(layer_class)
     options = {}
     for item in _items(text):
-        name, _, value = item.partition("=")
+        name, given, value = item.partition("=")
+        if not given or not value:
+            raise ValueError(
+                f"{identifier}: an option is `name=value`. Received: {item!r}"
+            )
+        if name in options:
+            raise ValueError(f"{identifier}: the option {name!r} is given twice")
         if name not in known:
             raise ValueError(
                 f"{identifier}: no option {name!r}; choose from "

@@ -11,6 +11,7 @@ from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
     check_int,
+    check_positive_int,
     check_rate,
     may_agree,
 )
@@ -46,6 +47,8 @@ class PositionBiases(keras.layers.Layer):
 
     def __init__(self, num_heads, key_dim, **kwargs):
         super().__init__(**kwargs)
+        check_positive_int("num_heads", num_heads)
+        check_positive_int("key_dim", key_dim)
         self.num_heads = num_heads
         self.key_dim = key_dim
 

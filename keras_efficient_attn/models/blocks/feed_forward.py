@@ -8,7 +8,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.arguments import Dense
 from keras_efficient_attn.models.options import Options
-from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -81,6 +81,7 @@ class FeedForwardOptions(Options):
     dropout: float = 0.0
 
     def __post_init__(self):
+        super().__post_init__()
         object.__setattr__(self, "activation", get_activation(self.activation))
         for name in ("gated", "chunk_size", "dropout"):
             if self.separable_convolution and getattr(self, name):
@@ -148,6 +149,8 @@ class FeedForward(keras.layers.Layer):
     ):
         super().__init__(**kwargs)
         check_positive_int("hidden_dim", hidden_dim)
+        check_bool("gated", gated)
+        check_bool("use_bias", use_bias)
         self.hidden_dim = hidden_dim
         self.activation = get_activation(activation)
         self.gated = gated

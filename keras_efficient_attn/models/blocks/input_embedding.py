@@ -41,6 +41,7 @@ class EmbeddingOptions(Options):
     features: tuple[keras.layers.Layer, ...] = ()
 
     def __post_init__(self):
+        super().__post_init__()
         check_name("embedding", self.output, OUTPUTS)
         features = tuple(
             keras.saving.deserialize_keras_object(feature)

@@ -304,6 +304,7 @@ class PositionOptions(Options):
     widths: tuple | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         if self.kind is not None and self.kind not in POSITIONS:
             raise ValueError(
                 f"`positions` must be one of {', '.join(POSITIONS)}, or None. "

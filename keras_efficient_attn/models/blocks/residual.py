@@ -215,5 +215,6 @@ class ResidualOptions(Options):
     output_dropout: float = 0.0
 
     def __post_init__(self):
+        super().__post_init__()
         check_name("residual", self.kind, RESIDUALS)
         check_name("norm", self.norm, NORMS)

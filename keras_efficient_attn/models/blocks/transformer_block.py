@@ -10,6 +10,7 @@ from keras_efficient_attn.models.blocks.convolution import (
 )
 from keras_efficient_attn.models.blocks.residual import RESIDUALS
 from keras_efficient_attn.models.options import check_name
+from keras_efficient_attn.ops.common.checks import check_bool, check_positive_number
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -98,6 +99,9 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
             )
         self.keep(locals())
         check_name("residual", residual, RESIDUALS)
+        check_bool("causal", causal)
+        check_bool("use_bias", use_bias)
+        check_positive_number("norm_epsilon", norm_epsilon)
 
         def connection(name):
             return RESIDUALS[residual](

@@ -12,7 +12,7 @@ from keras_efficient_attn.layers.residual.reversible import (
     stream_dtype,
 )
 from keras_efficient_attn.models.blocks.residual import get_norm
-from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
 
 
 class StackResults(typing.NamedTuple):
@@ -73,6 +73,7 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
         # autocast=False: a state keeps its float32 under a mixed policy.
         super().__init__(autocast=False, **kwargs)
         check_positive_int("num_recurrences", num_recurrences)
+        check_bool("final_norm", final_norm)
         self.blocks = list(blocks)
         self.num_recurrences = num_recurrences
         # Set by `UniversalTransformer` only.

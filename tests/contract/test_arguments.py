@@ -1,0 +1,152 @@
+"""Arguments that a call or a constructor would otherwise misread in silence."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_efficient_attn.layers import get_attention
+from tests.autodiff import compile_step, gradients, to_numpy
+from tests.contract.cases import LENGTH, inputs
+
+MASK = np.arange(LENGTH) < np.array([[LENGTH], [21]])
+ADDED = np.where(MASK, 0.0, -1e9).astype("float32")
+
+
+@pytest.mark.once_a_layer
+def test_masks_of_zeros_and_ones_may_be_floats(case):
+    layer, x = case.built(), inputs()
+    options = dict(use_causal_mask=case.usual)
+    expected = to_numpy(layer(x, x, key_mask=MASK, **options))
+    received = layer(x, x, key_mask=MASK.astype("float32"), **options)
+    np.testing.assert_array_equal(to_numpy(received), expected)
+
+
+@pytest.mark.once_a_layer
+def test_a_mask_to_add_to_the_logits_is_refused(case):
+    layer, x = case.built(), inputs()
+    for name, mask in (
+        ("query_mask", ADDED),
+        ("value_mask", ADDED),
+        ("key_mask", ADDED),
+        ("attention_mask", ADDED[:, None]),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}` must be boolean.*Received"):
+            layer(x, x, use_causal_mask=case.usual, **{name: mask})
+
+
+@pytest.mark.parametrize("name", ["linear", "local:window=4"])
+def test_a_compiled_program_gives_nan_for_such_a_mask(name, backend):
+    if backend == "torch":
+        pytest.skip("the layers' calls are eager")
+    layer, x = get_attention(name, num_heads=2, key_dim=4), inputs()
+    layer.build(x.shape, x.shape)
+    call = compile_step(lambda x, mask: layer(x, x, key_mask=mask))
+    x = ops.convert_to_tensor(x)
+    good = to_numpy(call(x, ops.cast(MASK, "float32")))
+    expected = to_numpy(layer(x, x, key_mask=MASK))
+    np.testing.assert_allclose(good, expected, rtol=1e-4, atol=1e-5)
+    bad = to_numpy(call(x, ops.convert_to_tensor(ADDED)))
+    assert np.isnan(bad[1, 21:]).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_reformer_has_no_other_keys(causal):
+    layer, x = get_attention("reformer", num_heads=2, key_dim=4), inputs()
+    other, options = inputs(seed=5), dict(use_causal_mask=causal)
+    for arguments in ((x, other), (x, x, other)):
+        with pytest.raises(ValueError, match="pass `query` as `key`.*Received"):
+            layer(*arguments, **options)
+    # Values may differ.
+    assert tuple(layer(x, other, key=x, **options).shape) == x.shape
+
+
+@pytest.mark.parametrize("name", ["reformer", "local:window=3"])
+def test_rematerialised_layers_know_their_one_sequence(name):
+    layer, x = get_attention(name, num_heads=2, key_dim=4, seed=1), inputs()
+    with keras.RematScope(mode="full"):
+        again = get_attention(name, num_heads=2, key_dim=4, seed=1)
+    for each in (layer, again):
+        each.build(x.shape, x.shape)
+    again.set_weights(layer.get_weights())
+
+    def loss(layer, x):
+        output = layer(x, x, key_mask=MASK, training=True)
+        return ops.sum(ops.square(output))
+
+    expected, received = (
+        gradients(lambda x, layer=each: loss(layer, x), x)[0] for each in (layer, again)
+    )
+    np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("identifier", "message"),
+    [
+        ("linear:use_gate=false", "`use_gate` must be a boolean.*use_gate='false'"),
+        ("linear:use_bias=off", "`use_bias` must be a boolean.*use_bias='off'"),
+        ("linear:use_bias", "an option is `name=value`.*'use_bias'"),
+        ("linear:use_bias=", "an option is `name=value`.*'use_bias='"),
+        ("softmax:flash_attention=yes", "`flash_attention` must be a boolean"),
+        ("vq:window=3,window=4", "the option 'window' is given twice"),
+    ],
+)
+@pytest.mark.any_backend
+def test_options_are_read_strictly(identifier, message):
+    with pytest.raises(ValueError, match=message):
+        get_attention(identifier, num_heads=2, key_dim=4)
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda models: models.FeedForward(8, gated="no"),
+            "`gated` must be a boolean.*gated='no'",
+        ),
+        (
+            lambda models: models.FeedForwardOptions(gated="no"),
+            "`gated` must be a boolean.*gated='no'",
+        ),
+        (
+            lambda models: models.FeedForwardOptions(chunk_size=2.5),
+            "`chunk_size` must be an integer or None.*chunk_size=2.5",
+        ),
+        (
+            lambda models: models.ResidualOptions(norm_epsilon="small"),
+            "`norm_epsilon` must be a number.*norm_epsilon='small'",
+        ),
+        (
+            lambda models: models.EmbeddingOptions(scale=1),
+            "`scale` must be a boolean.*scale=1",
+        ),
+        (
+            lambda models: models.PositionOptions("sinusoidal", each_layer="yes"),
+            "`each_layer` must be a boolean.*each_layer='yes'",
+        ),
+        (
+            lambda models: models.TransformerBlock(
+                get_attention("linear", num_heads=2, key_dim=4), None, causal=1
+            ),
+            "`causal` must be a boolean.*causal=1",
+        ),
+        (
+            lambda models: models.TransformerBlock(
+                get_attention("linear", num_heads=2, key_dim=4), None, norm_epsilon=0
+            ),
+            "`norm_epsilon` must be a positive number.*norm_epsilon=0",
+        ),
+    ],
+)
+def test_models_read_options_strictly(make, message):
+    from keras_efficient_attn import models
+
+    with pytest.raises(ValueError, match=message):
+        make(models)
+
+
+@pytest.mark.any_backend
+def test_axes_are_no_booleans():
+    with pytest.raises(ValueError, match="`attention_axes` must be integers"):
+        get_attention("linear", num_heads=2, key_dim=4, attention_axes=True)
