@@ -247,10 +247,12 @@ def extend_cache(cache, key, value, key_mask):
     if key_mask is None:
         key_mask = ops.ones(shape_of(key)[:2], "bool")
     read = shape_of(key)[1] if lengths is None else lengths
-    extended = {"position": start + read}
-    for name, new in zip(RECENT, (key, value, key_mask), strict=True):
-        old = cache[name]
-        new = ops.cast(new, old.dtype)
-        extended[name] = write_positions(old, new, start, lengths)
+    caches = [cache[name] for name in RECENT]
+    segment = (
+        ops.cast(new, old.dtype)
+        for new, old in zip((key, value, key_mask), caches, strict=True)
+    )
+    written = write_positions(caches, list(segment), start, lengths)
+    extended = {**dict(zip(RECENT, written, strict=True)), "position": start + read}
     keys, values = (ops.cast(extended[name], key.dtype) for name in ("key", "value"))
     return extended, keys, values, extended["mask"], start

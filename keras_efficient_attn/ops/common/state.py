@@ -42,38 +42,47 @@ def _fill(shape, dtype, value=None):
     return ops.broadcast_to(ops.convert_to_tensor(value, dtype), shape)
 
 
-def write_positions(cache, segment, start, lengths=None):
-    """A cache `(batch, capacity, ...)` with a segment from position `start` on.
+def write_positions(caches, segments, start, lengths=None):
+    """Caches with a segment from position `start` on.
 
-    Positions beyond the capacity are lost: see `nan_beyond`.
+    Rows that read beyond the capacity are lost: see `nan_beyond`.
 
     Args:
-        cache: `(batch, capacity, ...)`.
-        segment: `(batch, length, ...)`, of the dtype of `cache`.
+        caches: Tensors `(batch, capacity, ...)`.
+        segments: Tensors `(batch, length, ...)`, of the dtypes of `caches`.
         start: Integers `(batch,)`.
         lengths: Integers `(batch,)`: the positions of each row that exist, at its
             beginning. Defaults to `None`: all.
+
+    Returns:
+        A list of the new caches.
     """
-    batch, capacity, *tail = shape_of(cache)
-    length = shape_of(segment)[1]
+    batch, capacity = shape_of(caches[0])[:2]
+    length = shape_of(segments[0])[1]
     if isinstance(length, int) and isinstance(capacity, int) and length > capacity:
-        segment, length = segment[:, :capacity], capacity
+        segments, length = [x[:, :capacity] for x in segments], capacity
     step = ops.arange(length, dtype="int32")
     slot = start[:, None] + step
-    written = slot < capacity
-    if lengths is not None:
-        written = ops.logical_and(written, step < lengths[:, None])
-    # Slots of a row differ: those beyond the capacity keep what they hold.
-    slot = slot % capacity
-    written = ops.reshape(written, (batch, length, *[1] * len(tail)))
-    segment = ops.where(written, segment, take_rows(cache, slot))
-    slot = slot + capacity * ops.arange(batch, dtype="int32")[:, None]
-    flat = ops.scatter_update(
-        ops.reshape(cache, (batch * capacity, *tail)),
-        ops.reshape(slot, (-1, 1)),
-        ops.reshape(segment, (batch * length, *tail)),
-    )
-    return ops.reshape(flat, (batch, capacity, *tail))
+    if lengths is None:
+        # A row beyond the capacity is lost, whatever it replaces.
+        slot = ops.minimum(slot, capacity - 1)
+    else:
+        written = ops.logical_and(slot < capacity, step < lengths[:, None])
+        # The slots of a row differ.
+        slot = slot % capacity
+    row = ops.arange(batch, dtype="int32")[:, None]
+    index = ops.reshape(slot + capacity * row, (-1, 1))
+    new = []
+    for cache, segment in zip(caches, segments, strict=True):
+        tail = shape_of(cache)[2:]
+        if lengths is not None:
+            kept = ops.reshape(written, (batch, length, *[1] * len(tail)))
+            segment = ops.where(kept, segment, take_rows(cache, slot))
+        flat = ops.reshape(cache, (batch * capacity, *tail))
+        segment = ops.reshape(segment, (batch * length, *tail))
+        flat = ops.scatter_update(flat, index, segment)
+        new.append(ops.reshape(flat, (batch, capacity, *tail)))
+    return new
 
 
 def nan_beyond(capacity, position, x):

@@ -92,10 +92,7 @@ def write_far(state, keys, config, lengths):
     start = state["position"]
     cache = [ops.cast(state[name], t.dtype) for name, t in zip(FAR, keys, strict=True)]
     if config.pattern == "strided":
-        return [
-            write_positions(old, new, start, lengths)
-            for old, new in zip(cache, keys, strict=True)
-        ]
+        return write_positions(cache, keys, start, lengths)
     key, value, valid = keys
     valid = ops.broadcast_to(valid[..., None], shape_of(key)[:3])
     return [
