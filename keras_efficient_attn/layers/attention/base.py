@@ -95,8 +95,9 @@ class EfficientAttention(
     - **Factored masks.** A query mask `(batch, query_length)`, a key mask `(batch,
       key_length)` and a causal flag instead of a `(batch, query_length,
       key_length)` tensor. Keras' automatic masks and the explicit `query_mask`,
-      `key_mask` and `value_mask` are honoured. Masked positions are never read:
-      they may be NaN, and their gradient is zero.
+      `key_mask` and `value_mask` are honoured. Masked positions do not exist, wherever
+      they lie: outputs, states and gradients are those of the sequence without them,
+      and they may be NaN.
     - **Scores on request**, the dense matrix with `heads = scores @ value`, before
       dropout.
     - **State**, for layers that stream: see `get_initial_state`.
@@ -133,7 +134,9 @@ class EfficientAttention(
         key: Optional `(batch, key_length, key_dim)`; defaults to `value`.
         query_mask: Optional boolean `(batch, query_length)`.
         value_mask: Optional boolean `(batch, key_length)`.
-        key_mask: Optional boolean `(batch, key_length)`.
+        key_mask: Optional boolean `(batch, key_length)`. If the call is causal, or if
+            `query` is `value` or `key`, a position that is hidden as a key is hidden
+            as a query too.
         attention_mask: Optional mask that is the same for all queries: of shape
             `(batch, 1, key_length)` or `(batch, 1, 1, key_length)`.
         return_attention_scores: Whether to return `(output, scores)`; forms the

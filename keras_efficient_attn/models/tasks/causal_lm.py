@@ -43,9 +43,9 @@ class EfficientCausalLM(StreamingMixin, TaskMixin, keras_hub.models.CausalLM):
     takes constant time and memory. Up to rounding, calls on the whole sequence give the
     same tokens. A softmax layer's state is a key/value cache of the full length.
 
-    Rows of a batch may have prompts of different lengths: generation starts at the end
-    of the shortest prompt and keeps the tokens of the longer ones. An empty prompt
-    starts from the padding token.
+    Rows of a batch may have prompts of different lengths, padded anywhere: they are
+    read at once, and each step gives every row a token. A row's tokens are those of its
+    prompt alone. An empty prompt starts from the padding token.
 
     Args:
         backbone: An `EfficientTransformerBackbone` with `architecture="decoder"`.

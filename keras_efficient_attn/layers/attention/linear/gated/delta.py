@@ -44,8 +44,7 @@ class DeltaAttention(GatedStateAttention):
             keys. Defaults to `"unit"`; with keys longer than 1 the state may grow
             without bound.
         convolution: Positions that a depthwise causal convolution of projected
-            queries, keys and values reaches; masked positions count as zeros. Defaults
-            to 4; `None` for no convolution.
+            queries, keys and values reaches. Defaults to 4; `None` for no convolution.
         activation: Name of an activation of queries, keys and values, after the
             convolution, or a function. Defaults to `"silu"`; `None` for none.
         output_norm: Norm of each head's output, with a learned gain: `"rms"` (the

@@ -49,8 +49,7 @@ class GatedLinearAttention(GatedStateAttention):
         normalize: Whether to divide by the sum of the weights instead of `√key_dim`.
             Needs a positive map. Defaults to `False`.
         convolution: Positions that a depthwise causal convolution of projected
-            queries, keys and values reaches; masked positions count as zeros. Defaults
-            to `None`: no convolution.
+            queries, keys and values reaches. Defaults to `None`: no convolution.
         activation: Name of an activation of queries, keys and values, after the
             convolution, or a function. Defaults to `None`.
         output_norm: Norm of each head's output, with a learned gain: `"rms"` (the

@@ -37,8 +37,7 @@ class GatedStateAttention(LinearAttention):
         normalize: Whether to divide by the sum of the weights. Otherwise heads are
             divided by `√key_dim`. Defaults to `False`.
         convolution: Positions that a depthwise causal convolution of projected
-            queries, keys and values reaches. Masked positions count as zeros. Defaults
-            to `None`: no convolution.
+            queries, keys and values reaches. Defaults to `None`: no convolution.
         activation: Name of an activation of queries, keys and values after the
             convolution, or a function. Defaults to `None`.
         output_norm: `"rms"` or `"group"`: the norm of each head's output, with a
