@@ -3,6 +3,10 @@
 import torch
 import torch.distributed as distributed
 
+from keras_efficient_attn.ops.common.derivatives_torch import (
+    refuse_second_derivatives,
+)
+
 
 class Devices:
     """One process of a group.
@@ -88,6 +92,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(context, gradient):
+        refuse_second_derivatives()
         total = gradient.clone(memory_format=torch.contiguous_format)
         distributed.all_reduce(total, group=context.devices.group)
         return total[context.devices.rank], None
@@ -101,4 +106,5 @@ class _Shift(torch.autograd.Function):
 
     @staticmethod
     def backward(context, gradient):
+        refuse_second_derivatives()
         return context.devices.shift(gradient, -context.step), None, None

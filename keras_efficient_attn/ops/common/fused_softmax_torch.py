@@ -18,6 +18,9 @@ from torch import Tensor
 
 from keras_efficient_attn.ops.common import masks, private_torch
 from keras_efficient_attn.ops.common.backend import is_traced_by_torch
+from keras_efficient_attn.ops.common.derivatives_torch import (
+    refuse_second_derivatives,
+)
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.plan import block_sizes
 
@@ -129,6 +132,7 @@ def _keep_for_backward(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad_output, grad_scale):
+    refuse_second_derivatives()
     query, key, value, valid, *outputs = ctx.saved_tensors
     outputs, tensors = outputs[:2], outputs[2:]
     if grad_output is None:
@@ -155,8 +159,8 @@ class _Attention(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output, grad_scale):
+        refuse_second_derivatives()
         query, key, value, valid, *outputs = ctx.saved_tensors
         if grad_output is None:
             grad_output = torch.zeros_like(outputs[0])

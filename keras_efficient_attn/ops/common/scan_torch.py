@@ -5,6 +5,10 @@ import contextlib
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from keras_efficient_attn.ops.common.derivatives_torch import (
+    refuse_second_derivatives,
+)
+
 
 def recompute_scan(
     step, carry, xs, consts=(), gradient=None, num_steps=None, step_size=None
@@ -186,8 +190,8 @@ class _Scan(torch.autograd.Function):
         return (*(tensor.clone() for tensor in carry), *ys)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, *upstream):
+        refuse_second_derivatives()
         saved = iter(ctx.saved_tensors)
         xs, consts, ys = (tuple(next(saved) for _ in range(n)) for n in ctx.sizes)
         carry_size = len(upstream) - len(ys)

@@ -6,6 +6,9 @@ before each half is stored for the second run.
 
 import torch
 
+from keras_efficient_attn.ops.common.derivatives_torch import (
+    refuse_second_derivatives,
+)
 from keras_efficient_attn.ops.reversible.passes import Before, backward, forward
 
 
@@ -52,8 +55,8 @@ class _Chain(torch.autograd.Function):
         return (*streams, *losses, *updates.values())
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_x1, grad_x2, *others):
+        refuse_second_derivatives()
         saved = iter(ctx.saved_tensors)
 
         def take(count):

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from keras_efficient_attn.ops.common.chunking import pad_length
+from keras_efficient_attn.ops.common.derivatives_torch import (
+    refuse_second_derivatives,
+)
 from keras_efficient_attn.ops.common.fused_softmax_torch import attend
 from keras_efficient_attn.ops.common.masks import QueryBlocks
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
@@ -122,6 +125,7 @@ def _keep_for_backward(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad_means, grad_sums):
+    refuse_second_derivatives()
     grad_value, grad_first = code_means_grad_op(
         grad_means, grad_sums, *ctx.saved_tensors
     )

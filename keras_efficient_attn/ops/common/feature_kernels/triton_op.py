@@ -14,6 +14,9 @@ import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
+from keras_efficient_attn.ops.common.derivatives_torch import (
+    refuse_second_derivatives,
+)
 from keras_efficient_attn.ops.common.feature_kernels.triton_kernels import (
     ACCUMULATED,
     Ends,
@@ -151,6 +154,7 @@ def _keep_for_backward(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad_output, grad_totals, _, grad_state, __):
+    refuse_second_derivatives()
     *tensors, output, totals = ctx.saved_tensors
     gradients = linear_attention_grad_op(
         [grad_output, grad_totals, grad_state],
