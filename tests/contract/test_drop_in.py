@@ -55,19 +55,20 @@ def test_shapes_and_specs(setting):
     case, causal = setting
     layer = case.make(output_shape=6)
     key_length = 11 if case.cross else LENGTH
-    query = keras.KerasTensor((None, LENGTH, DIM))
-    value = keras.KerasTensor((None, key_length, DIM))
+    query = value = keras.KerasTensor((None, LENGTH, DIM))
+    if case.cross:
+        value = keras.KerasTensor((None, key_length, DIM))
     output, scores = layer(
         query, value, use_causal_mask=causal, return_attention_scores=True
     )
     assert output.shape == (None, LENGTH, 6)
     assert scores.shape == (None, HEADS, LENGTH, key_length)
     assert layer.compute_output_shape(query.shape, value.shape) == output.shape
+    query = value = inputs()
+    if case.cross:
+        value = inputs(length=key_length)
     output, scores = layer(
-        inputs(),
-        inputs(length=key_length),
-        use_causal_mask=causal,
-        return_attention_scores=True,
+        query, value, use_causal_mask=causal, return_attention_scores=True
     )
     assert tuple(output.shape) == (BATCH, LENGTH, 6)
     assert tuple(scores.shape) == (BATCH, HEADS, LENGTH, key_length)

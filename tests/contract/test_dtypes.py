@@ -37,7 +37,8 @@ def test_streams_in_float64_are_float64_throughout(causal_case):
 def test_integers_are_cast_to_the_compute_dtype(case, dtype):
     layer = case.built(dtype=dtype)
     x = np.random.default_rng(0).integers(-3, 4, size=(2, 9, DIM)).astype("int32")
-    expected = layer(x.astype("float32"), x.astype("float32"))
+    floats = x.astype("float32")
+    expected = layer(floats, floats)
     output = layer(x, x)
     assert output.dtype == expected.dtype
     expected, output = (to_numpy(ops.cast(t, "float32")) for t in (expected, output))
