@@ -96,7 +96,8 @@ def test_local_heads_stream():
     whole = to_numpy(layer(x, x, use_causal_mask=True))
     state, outputs = layer.get_initial_state(2), []
     for piece in (slice(0, 7), slice(7, 14), slice(14, 21)):
-        y, state = layer(x[:, piece], x[:, piece], use_causal_mask=True, state=state)
+        part = x[:, piece]
+        y, state = layer(part, part, use_causal_mask=True, state=state)
         outputs.append(to_numpy(y))
     np.testing.assert_allclose(np.concatenate(outputs, 1), whole, rtol=1e-4, atol=1e-5)
 
