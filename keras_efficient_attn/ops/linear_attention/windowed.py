@@ -32,7 +32,6 @@ def windowed_linear_attention(
     key_mask=None,
     state=None,
     window_bias=None,
-    lengths=None,
 ):
     """Linear attention with exact attention to the nearest keys.
 
@@ -53,11 +52,10 @@ def windowed_linear_attention(
         map_weights, key_mask: As for `linear_attention_with_feature_maps`.
         state: Optional state; needs `causal`. The linear state of the far keys, and
             the last `window` keys in `"window_key"`, `"window_value"` and
-            `"window_mask"`.
+            `"window_mask"`; in `"lengths"`, if not all exist, how many positions of
+            each row exist, at its beginning: int32 `(batch,)`.
         window_bias: Optional `b`, `(distances, heads)` in the order of
             `window_distances`. Defaults to `None`: 0.
-        lengths: Positions of each row of a segment that exist, at its beginning: int32
-            `(batch,)`. Defaults to `None`: all.
 
     Returns:
         `(output, state)`: `(batch, length, heads, value_dim)` in the accumulator's
@@ -69,10 +67,13 @@ def windowed_linear_attention(
     length, window = shape_of(query)[1], config.window
 
     # The keys of this segment, and of the last `window` positions before it.
+    lengths = None
     if state is None:
         history = tuple(pad_length(t, window, 0) for t in (key, value, valid))
         far_state = None
     else:
+        state = dict(state)
+        lengths = state.pop("lengths", None)
         history = append_segment(state, key, value, valid, names=STATE_NAMES)
         far_state = {k: v for k, v in state.items() if k not in STATE_NAMES}
 

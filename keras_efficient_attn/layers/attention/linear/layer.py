@@ -249,8 +249,11 @@ class LinearAttention(EfficientAttention):
             split_tensors = *tensors, options["key_mask"], None
             heads, state = call.split.run(attend, split_tensors, whole, config), None
         elif windowed:
-            options |= dict(window_bias=bias, lengths=call.lengths)
-            heads, state = windowed_linear_attention(*tensors, config, **options)
+            if call.lengths is not None:
+                options["state"] = {**options["state"], "lengths": call.lengths}
+            heads, state = windowed_linear_attention(
+                *tensors, config, window_bias=bias, **options
+            )
         else:
             (heads,), state = linear_attention_with_feature_maps(
                 *tensors, config, **options
