@@ -47,6 +47,8 @@ class AttentionCall:
         causal: Whether query `t` sees keys `0..t` only.
         training: Whether the call is a training call.
         state: Dict of tensors, or `None`.
+        lengths: The positions of a segment that exist, at the beginning of each row:
+            int32 `(batch,)`; `None` for all, and without a state.
         split: The `SequenceParallel` that splits the sequence over devices, or `None`.
         scores: Whether the matrix of weights is requested.
         options: Further call arguments that the layer defines, by name.
@@ -57,25 +59,14 @@ class AttentionCall:
     causal: bool = False
     training: bool = False
     state: dict | None = None
+    lengths: object = None
     split: object = None
     scores: bool = False
     options: dict = dataclasses.field(default_factory=dict)
 
-    @property
-    def lengths(self):
-        """The positions of a segment that exist: int32 `(batch,)`, or `None` for all.
-
-        They are at the beginning of each row. `None` without a state.
-        """
-        return None if self.state is None else row_lengths(self.key_mask)
-
     def positions_read(self, x):
-        """The positions of a segment `(batch, length, ...)` that exist.
-
-        `length`, or int32 `(batch,)` with a `key_mask`.
-        """
-        lengths = self.lengths
-        return shape_of(x)[1] if lengths is None else lengths
+        """The `lengths`, or the length of a segment `(batch, length, ...)`."""
+        return shape_of(x)[1] if self.lengths is None else self.lengths
 
 
 class EfficientAttention(
@@ -442,7 +433,11 @@ class EfficientAttention(
             inputs, call, moved = self._move_to_front(inputs, call)
         if state is not None:
             self._check_state(*inputs[:2], call)
-            call = dataclasses.replace(call, state=self._as_own_state(call.state))
+            call = dataclasses.replace(
+                call,
+                state=self._as_own_state(call.state),
+                lengths=row_lengths(call.key_mask),
+            )
         elif sequence_parallel.ACTIVE and inputs[0].shape[1] == inputs[2].shape[1]:
             call = dataclasses.replace(call, split=self._split_of(inputs[0], call))
         if 0 in (inputs[0].shape[1], inputs[2].shape[1]):

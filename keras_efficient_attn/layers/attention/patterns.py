@@ -55,7 +55,6 @@ class PatternAttention(EfficientAttention):
             )
         options = SoftmaxOptions(call.causal, self._key_dim**-0.5, rate)
         inputs = query, key, value, call.key_mask
-        lengths = None if state is None else call.lengths
-        softmax = SoftmaxCall(inputs, options, state, seed, lengths=lengths)
+        softmax = SoftmaxCall(inputs, options, state, seed, lengths=call.lengths)
         output = self.attend_to_pattern(softmax, call)
         return (output, None) if state is None else output

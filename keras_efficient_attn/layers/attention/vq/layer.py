@@ -404,7 +404,7 @@ class VQAttention(EfficientAttention):
                 call.causal,
                 positions,
                 state,
-                None if state is None else call.lengths,
+                call.lengths,
             )
         else:
             position_query, position_key = positions or (None, None)

@@ -184,14 +184,13 @@ class GatedStateAttention(LinearAttention):
         }
         last = {}
         if self.convolution is not None:
-            lengths = None if call.state is None else call.lengths
             for name, x in heads.items():
                 mask = call.query_mask if name == "query" else call.key_mask
                 state_name = f"{name}_inputs"
                 past = None if call.state is None else call.state[state_name]
                 x = x if mask is None else hide_masked(x, mask)
                 heads[name], inputs = causal_convolution(
-                    x, self._convolution_kernels[name], past, lengths
+                    x, self._convolution_kernels[name], past, call.lengths
                 )
                 if past is not None:
                     last[state_name] = ops.cast(inputs, self.state_dtype)
