@@ -176,10 +176,10 @@ class StreamingMixin:
         position = columns + (lengths[:, None] - index)
         within = ops.clip(position, 0, max_length - 1)
         if compares:
-            hidden_states = take_rows(order.to_front(hidden_states()), within)
+            hidden_states = take_rows(within, order.to_front(hidden_states()))[0]
         made = self.sampler(
             next=self._next_token(max_length, stop_token_ids),
-            prompt=take_rows(token_ids, within),
+            prompt=take_rows(within, token_ids)[0],
             cache=cache,
             index=index,
             mask=ops.broadcast_to(columns < index, shape_of(within)),
@@ -189,7 +189,7 @@ class StreamingMixin:
         )
         is_prompt = steps < lengths[:, None]
         column = ops.clip(steps + index - lengths[:, None], 0, shape_of(made)[1] - 1)
-        token_ids = ops.where(is_prompt, token_ids, take_rows(made, column))
+        token_ids = ops.where(is_prompt, token_ids, take_rows(column, made)[0])
         is_prompt = ops.logical_and(
             is_prompt, steps < row_lengths(padding_mask)[:, None]
         )

@@ -8,23 +8,27 @@ from keras import ops
 from keras_efficient_attn.ops.common.backend import shape_of
 
 
-def take_rows(table, index):
-    """Entries of several tables.
+def take_rows(index, *sources):
+    """Entries of several sources at the same places.
 
     Args:
-        table: `(*tables, length, ...)`.
         index: Integers `(*tables, count)`.
+        *sources: Tensors `(*tables, length, ...)`.
 
     Returns:
-        `(*tables, count, ...)`.
+        A list of `(*tables, count, ...)`.
     """
     axes = len(index.shape) - 1
-    *tables, length = shape_of(table)[: axes + 1]
-    tail = shape_of(table)[axes + 1 :]
+    *tables, length = shape_of(sources[0])[: axes + 1]
     number = math.prod(tables)
     offset = ops.arange(number, dtype="int32") * length
     index = ops.cast(index, "int32") + ops.reshape(offset, (*tables, 1))
-    return ops.take(ops.reshape(table, (number * length, *tail)), index, axis=0)
+    taken = []
+    for source in sources:
+        tail = shape_of(source)[axes + 1 :]
+        flat = ops.reshape(source, (number * length, *tail))
+        taken.append(ops.take(flat, index, axis=0))
+    return taken
 
 
 def row_lengths(mask):
@@ -64,8 +68,8 @@ class RowOrder:
 
     def to_front(self, x):
         """`(batch, length, ...)` in this order."""
-        return take_rows(x, self.index)
+        return take_rows(self.index, x)[0]
 
     def to_places(self, x):
         """`(batch, length, ...)` from this order back to the positions."""
-        return take_rows(x, self.place)
+        return take_rows(self.place, x)[0]

@@ -5,6 +5,7 @@ from keras import ops
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import may_agree
 from keras_efficient_attn.ops.common.chunking import pad_length
+from keras_efficient_attn.ops.common.numerics import write_rows
 from keras_efficient_attn.ops.common.rows import take_rows
 
 
@@ -71,16 +72,17 @@ def write_positions(caches, segments, start, lengths=None):
         # The slots of a row differ.
         slot = slot % capacity
     row = ops.arange(batch, dtype="int32")[:, None]
-    index = ops.reshape(slot + capacity * row, (-1, 1))
+    index = ops.reshape(slot + capacity * row, (-1,))
+    before = segments if lengths is None else take_rows(slot, *caches)
     new = []
-    for cache, segment in zip(caches, segments, strict=True):
+    for cache, segment, old in zip(caches, segments, before, strict=True):
         tail = shape_of(cache)[2:]
         if lengths is not None:
             kept = ops.reshape(written, (batch, length, *[1] * len(tail)))
-            segment = ops.where(kept, segment, take_rows(cache, slot))
+            segment = ops.where(kept, segment, old)
         flat = ops.reshape(cache, (batch * capacity, *tail))
         segment = ops.reshape(segment, (batch * length, *tail))
-        flat = ops.scatter_update(flat, index, segment)
+        flat = write_rows(flat, index, segment)
         new.append(ops.reshape(flat, (batch, capacity, *tail)))
     return new
 
@@ -138,7 +140,8 @@ def keep_last(past, length, lengths=None):
     if lengths is None:
         return past[:, length:]
     reach = shape_of(past)[1] - length
-    return take_rows(past, lengths[:, None] + ops.arange(reach, dtype="int32"))
+    index = lengths[:, None] + ops.arange(reach, dtype="int32")
+    return take_rows(index, past)[0]
 
 
 def drop_oldest(past, length, position, lengths=None):

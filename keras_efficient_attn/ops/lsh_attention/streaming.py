@@ -121,7 +121,7 @@ def _step(dim, value_dim, rounds, config):
         index = ops.reshape(index, (batch, heads * rounds, block * ring))
         table = ops.reshape(cache, (batch, heads * rounds, cache_rows, width))
         found = ops.reshape(
-            take_rows(table, index), (batch, heads, rounds, block, ring, width)
+            take_rows(index, table)[0], (batch, heads, rounds, block, ring, width)
         )
         old_key, old_value, old_code = columns_of(found, dim, value_dim, rounds)
         old_code = ops.cast(old_code, "int32")

@@ -134,14 +134,12 @@ def attend_cached_columns(query, cache, mask_fn, start, dropout):
     # (batch, columns, rows)
     slots = first % stride + stride * ops.arange(cached, dtype="int32")
 
-    def read(x):
-        batch, _, *tail = shape_of(x)
-        found = take_rows(x, ops.reshape(slots, (batch, columns * cached)))
-        return ops.reshape(found, (batch, columns, cached, *tail))
-
+    batch = shape_of(query)[0]
+    found = take_rows(ops.reshape(slots, (batch, columns * cached)), *cache)
+    found = (ops.reshape(x, (batch, columns, cached, *shape_of(x)[2:])) for x in found)
     positions = first + columns * ops.arange(rows, dtype="int32"), slots
     query = by_column(query, rows, columns)
-    part = attend_blocks(query, *map(read, cache), mask_fn, positions, dropout)
+    part = attend_blocks(query, *found, mask_fn, positions, dropout)
     return tuple(by_row(t)[:, :length] for t in part)
 
 
@@ -219,7 +217,7 @@ def write_summaries(cache, segment, stride, summary, start):
     steps = summary_positions(blocks, stride, summary, heads) - start[:, None, None]
     held = ops.logical_and(steps >= 0, steps < length)
     steps = ops.clip(steps, 0, length - 1)
-    written = ops.swapaxes(take_rows(ops.swapaxes(segment, 1, 2), steps), 1, 2)
+    written = ops.swapaxes(take_rows(steps, ops.swapaxes(segment, 1, 2))[0], 1, 2)
     held = ops.swapaxes(held, 1, 2)
     held = ops.reshape(held, (*shape_of(held), *[1] * (len(cache.shape) - 3)))
     return ops.where(held, written, cache)

@@ -52,7 +52,7 @@ def _read_column(state, keys, config, lengths):
     cache = write_far(state, keys, config, lengths)
     rows = cache[0].shape[1] // stride
     slots = position % stride + stride * ops.arange(rows, dtype="int32")
-    key, value, valid = (take_rows(x, slots) for x in cache)
+    key, value, valid = take_rows(slots, *cache)
     # All keys except those that the first factor sees and future ones.
     last = position - stride - 1 if config.merges else position
     allowed = ops.logical_and(slots <= last, valid > 0)
