@@ -8,7 +8,7 @@ from keras_efficient_attn.ops.common.backend import BACKEND
 
 
 class Kernel(typing.NamedTuple):
-    """What a kernel runs on.
+    """A kernel's backend and dtypes.
 
     Attributes:
         backend: Value of `KERAS_BACKEND`.
