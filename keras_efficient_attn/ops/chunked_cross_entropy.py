@@ -43,14 +43,13 @@ def chunked_cross_entropy(
     if isinstance(length, int):
         chunk_size = max(1, min(chunk_size, length))
     chunks = chunk_count(length, chunk_size)
-    # Floats represent all indices of any vocabulary.
     labels = ops.cast(labels, "int32")
     ignored = None if ignore_class is None else labels == ignore_class
     if ignored is not None:
         labels = ops.where(ignored, 0, labels)
     is_class = ops.logical_and(labels >= 0, labels < kernel.shape[-1])
     # Padding has the label 0 as well.
-    known = ops.cast(ops.where(is_class, labels, 0), dtype)
+    known = ops.where(is_class, labels, 0)
     xs = tuple(pad_to(t, chunks * chunk_size) for t in (hidden, known))
     consts = (kernel,) if bias is None else (kernel, bias)
     _, (losses,) = recompute_scan(
@@ -70,8 +69,7 @@ def _step(dtype):
             logits = logits + ops.cast(consts[1], dtype)
         largest = max_along(ops.stop_gradient(logits), axis=-1, keepdims=True)
         logits = logits - largest
-        label = ops.cast(labels, "int32")[..., None]
-        chosen = ops.take_along_axis(logits, label, axis=-1)[..., 0]
+        chosen = ops.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
         return carry, (ops.log(ops.sum(ops.exp(logits), axis=-1)) - chosen,)
 
     return step

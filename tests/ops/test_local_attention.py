@@ -180,6 +180,24 @@ def test_tokens_and_segments_are_the_whole(pattern, sizes):
     np.testing.assert_array_equal(to_numpy(state["key"]), keys)
 
 
+def test_positions_are_exact_beyond_the_integers_of_float32():
+    # Floats are 16 apart there; a multiple of the block.
+    first, pattern = 2**28 + 2, dict(query_block=3, memory=2)
+    assert first % 3 == 0
+    x = heads_of(13)
+    state = local_attention_state(2, 2, 4, 4, **pattern)
+    state["position"] = ops.full((2,), first, "int32")
+    outputs = []
+    for part in (x[:, :8], x[:, 8:]):
+        output, state = local_attention(
+            part, part, part, causal=True, state=state, **pattern
+        )
+        outputs.append(to_numpy(output))
+    expected = masked_softmax(x, x, x, reference(pattern, 13, True)[None, None], 0.5)
+    np.testing.assert_allclose(np.concatenate(outputs, 1), expected, **TOLERANCE)
+    assert to_numpy(state["position"]).tolist() == [first + 13] * 2
+
+
 def test_a_token_in_float64(backend):
     wide = contextlib.nullcontext()
     if backend == "jax":

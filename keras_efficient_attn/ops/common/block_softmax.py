@@ -86,7 +86,6 @@ def attend_blocks(
         arrays.append(position_query)
         consts.append(position_key)
     shared = len(positions[0].shape) == 1
-    positions = [ops.cast(p, query.dtype) for p in positions]
     if not shared:
         arrays += positions
     consts += positions if shared else []
@@ -112,7 +111,7 @@ def attend_groups(make_step, arrays, consts, layout, dropout):
     rate, dtype = None, arrays[0].dtype
     if dropout is not None:
         rate, seed = dropout
-        xs.append(ops.cast(ops.arange(groups), dtype)[None])
+        xs.append(ops.arange(groups, dtype="int32")[None])
         consts = *consts, ops.cast(seed, dtype)
     return scan_groups(make_step(rate), tuple(xs), tuple(consts), groups)
 
@@ -137,7 +136,7 @@ def _block_step(mask_fn, shared, relative, rate):
                 by_head(position_query), position_key, shape_of(key)[3]
             )
         positions = consts[:2] if shared else rest[:2]
-        i, j = (ops.cast(p, "int32") for p in positions)
+        i, j = positions
         # (1, 1, 1 or blocks, size, width)
         allowed = mask_fn(i[..., :, None], j[..., None, :])
         allowed = allowed[None, None, None] if shared else allowed[:, None]
@@ -202,7 +201,7 @@ def attend_shared(query, key, value, valid, mask_fn, positions, dropout=None):
     if isinstance(keys, int):
         floats = heads * (2 * keys + dim + (value.shape[-1] or dim))
     layout = chunk_layout(length, plan.block, query.shape[0], floats)
-    query_positions, key_positions = (ops.cast(p, query.dtype) for p in positions)
+    query_positions, key_positions = positions
     arrays = query, query_positions if by_row else query_positions[None]
     consts = [key, value, valid, key_positions]
     consts[:3] = (ops.swapaxes(t, 1, 2) for t in consts[:3])
@@ -214,9 +213,8 @@ def attend_shared(query, key, value, valid, mask_fn, positions, dropout=None):
 @functools.cache
 def _shared_step(mask_fn, rate):
     def step(carry, x, consts):
-        query, i = ops.swapaxes(x[0], 1, 2), ops.cast(x[1], "int32")
+        query, i = ops.swapaxes(x[0], 1, 2), x[1]
         key, value, valid, j = consts[:4]
-        j = ops.cast(j, "int32")
         allowed = mask_fn(i[:, None, :, None], j[None, :, None, :])
         allowed = ops.logical_and(allowed, valid[:, :, None, :] > 0)
         dropout = None if rate is None else (rate, x[-1][0, 0], consts[-1])

@@ -64,7 +64,7 @@ def drop(weights, rate, step_number, seed):
     Args:
         weights: Tensor of any shape.
         rate: Share to drop, in `[0, 1)`.
-        step_number: Scalar float, below 2^24; different numbers give different bits.
+        step_number: Scalar integer; different numbers give different bits.
         seed: Floats `(2,)`, below 2^24, from `dropout_seed`.
     """
     shape = shape_of(weights)

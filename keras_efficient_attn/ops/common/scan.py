@@ -22,11 +22,11 @@ compiled loop is cached by the identity of `step`, so pass the same function obj
 for the same computation.
 
 Args:
-    step: Callable `(carry, x, consts) -> (carry, y)`; all four are tuples of
-        floating-point tensors, and `carry` keeps its shapes and dtypes.
+    step: Callable `(carry, x, consts) -> (carry, y)`; all are tuples of tensors.
+        `carry` keeps its shapes and dtypes, and `y` is of floating-point tensors.
     carry: Tuple of tensors, the initial carry.
-    xs: Non-empty tuple of tensors.
-    consts: Tuple of tensors that every step reads; integers have no gradient.
+    xs: Non-empty tuple of tensors; integers have no gradient.
+    consts: Tuple of tensors that every step reads; likewise.
     gradient: Optional handwritten derivative of the step, `(carry, x, consts, y,
         carry_gradient, y_gradient) -> (carry_gradient, x_gradient,
         consts_gradient)`. JAX ignores it for a leading axis.

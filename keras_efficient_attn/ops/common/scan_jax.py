@@ -84,38 +84,31 @@ def _backward(step, gradient, num_steps, kept, upstream):
             return pull((grad_carry, grad_y))
         return gradient(carry, x, consts, _cut(ys, i, num_steps), grad_carry, grad_y)
 
+    real_xs = tuple(filter(_real, xs))
+
     def body(state, inputs):
         grad_carry, grad_consts, buffers, last_grad_x = state
         i, carry = inputs
         buffers = _write(buffers, jnp.minimum(i + 1, num_steps - 1), last_grad_x)
-        x = _cut(buffers, i, num_steps)
+        x = _cut(_with_others(buffers, xs, xs), i, num_steps)
         grad_carry, grad_x, grad_const = pull_step(carry, i, x, grad_carry)
-        grad_const = (
-            g for g, const in zip(grad_const, consts, strict=True) if _real(const)
-        )
-        grad_consts = tuple(map(jnp.add, grad_consts, grad_const))
-        return (grad_carry, grad_consts, buffers, grad_x), None
+        grad_consts = tuple(map(jnp.add, grad_consts, _of_real(grad_const, consts)))
+        return (grad_carry, grad_consts, buffers, _of_real(grad_x, xs)), None
 
-    grad_consts = tuple(jnp.zeros_like(const) for const in consts if _real(const))
+    grad_consts = tuple(map(jnp.zeros_like, filter(_real, consts)))
     # Gradients replace the parts of `xs` that were read. A step writes those of the
     # step before it first: all that it reads then is behind what it writes, and XLA
     # copies no buffer.
-    state = grad_carry, grad_consts, xs, _cut(xs, num_steps - 1, num_steps)
+    state = grad_carry, grad_consts, real_xs, _cut(real_xs, num_steps - 1, num_steps)
     inputs = jnp.arange(num_steps), carries
     state, _ = lax.scan(body, state, inputs, reverse=True)
     grad_carry, grad_consts, buffers, grad_x = state
-    grad_xs = _write(buffers, 0, grad_x)
-    grad_consts = iter(grad_consts)
-    return (
-        grad_carry,
-        grad_xs,
-        tuple(
-            next(grad_consts)
-            if _real(const)
-            else np.zeros(const.shape, jax.dtypes.float0)
-            for const in consts
-        ),
-    )
+    zeros = [
+        tuple(np.zeros(x.shape, jax.dtypes.float0) for x in group)
+        for group in (xs, consts)
+    ]
+    grad_xs = _with_others(_write(buffers, 0, grad_x), xs, zeros[0])
+    return grad_carry, grad_xs, _with_others(grad_consts, consts, zeros[1])
 
 
 _differentiable.defvjp(_forward, _backward)
@@ -123,6 +116,19 @@ _differentiable.defvjp(_forward, _backward)
 
 def _real(x):
     return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _of_real(gradients, tensors):
+    """The gradients of those tensors that are not integers."""
+    pairs = zip(gradients, tensors, strict=True)
+    return tuple(gradient for gradient, x in pairs if _real(x))
+
+
+def _with_others(given, tensors, others):
+    """One entry for each tensor: those given, in order; of others for integers."""
+    given = iter(given)
+    pairs = zip(tensors, others, strict=True)
+    return tuple(next(given) if _real(x) else other for x, other in pairs)
 
 
 def _as_rows(x, num_steps, size):

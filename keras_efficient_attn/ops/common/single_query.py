@@ -36,7 +36,7 @@ def attend_single(query, key, value, allowed, dropout=None, logits=None):
     weights = weights / ops.where(totals == 0.0, 1.0, totals)
     if dropout is not None:
         rate, seed = dropout
-        weights = drop(weights, rate, 0.0, seed)
+        weights = drop(weights, rate, 0, seed)
     return ops.einsum("bhqk,bkhv->bqhv", weights, value)
 
 

@@ -54,7 +54,7 @@ def fourier_sums(query, key, value, radius, config, key_mask=None, first_positio
     xs = (query,)
     if config.causal:
         first = ops.reshape(ops.cast(first_position, "int32"), (-1, 1))
-        xs += (ops.cast(first + ops.arange(length, dtype="int32"), dtype),)
+        xs += (first + ops.arange(length, dtype="int32"),)
     xs = tuple(pad_to(x, tiles * chunks * size) for x in xs)
     consts = (ops.transpose(value, (0, 2, 1, 3)),)
     consts += () if valid is None else (valid,)
@@ -85,7 +85,7 @@ def _step(config, masked):
         if masked:
             logs = ops.where(consts[1][:, None, None, :] > 0, logs, LOG_ZERO)
         if causal:
-            columns = ops.arange(shape_of(logs)[-1], dtype=x[1].dtype)
+            columns = ops.arange(shape_of(logs)[-1], dtype="int32")
             allowed = columns <= x[1][:, None, :, None]
             logs = ops.where(allowed, logs, LOG_ZERO)
         return logs

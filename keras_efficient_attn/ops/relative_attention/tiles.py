@@ -56,16 +56,16 @@ def attend_in_tiles(inputs, position_key, biases, documents, seed, config, optio
     # skipped.
     after = keys - offset if causal else 1
     position_key = pad_length(position_key[None], groups * size - length, after)[0]
-    positions = ops.cast(ops.arange(length, dtype="int32") + offset, dtype)[None]
+    positions = (ops.arange(length, dtype="int32") + offset)[None]
     xs = [query, position_query, positions]
     consts = [key, value, valid, position_key]
     if documents is not None:
-        query_documents, key_documents = (ops.cast(x, dtype) for x in documents)
+        query_documents, key_documents = documents
         xs.append(query_documents)
         consts.append(key_documents)
     consts[:2] = (ops.swapaxes(t, 1, 2) for t in consts[:2])
     xs = [pad_to(x, groups * size) for x in xs]
-    xs.append(ops.cast(ops.arange(groups), dtype)[None])
+    xs.append(ops.arange(groups, dtype="int32")[None])
     rate = options.dropout or None
     if rate:
         consts.append(ops.cast(seed, dtype))
@@ -93,9 +93,7 @@ def _step(causal, window, documents, rate, single):
         query, position_query = (ops.swapaxes(t, 1, 2) for t in (query, position_query))
         size, width = shape_of(query)[2], shape_of(key)[2]
 
-        distance = positions[0][:, None] - ops.cast(
-            ops.arange(width, dtype="int32"), positions.dtype
-        )
+        distance = positions[0][:, None] - ops.arange(width, dtype="int32")
         allowed = valid[:, None, None, :] > 0
         if causal:
             allowed = ops.logical_and(allowed, distance >= 0)
@@ -108,7 +106,7 @@ def _step(causal, window, documents, rate, single):
         if not single:
             # The rows of these queries' distances.
             last = shape_of(position_key)[0] - width - size
-            first = last - size * ops.cast(group, "int32")
+            first = last - size * group
             rows = first + ops.arange(size + width, dtype="int32")
             position_key = ops.take(position_key, rows, axis=0)
         products = position_query @ ops.transpose(position_key, (1, 2, 0))

@@ -360,6 +360,34 @@ def test_integers_that_every_step_reads_have_no_gradient():
     np.testing.assert_allclose(grad_factor, [3 * x.sum()], rtol=1e-4)
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_integers_of_steps_are_exact_and_have_no_gradient(by_hand):
+    # Float32 has no odd integers there.
+    first = 2**24
+
+    def factor(position):
+        return ops.cast(position - first, "float32")[..., None]
+
+    def multiply(carry, x, consts):
+        return carry, (x[0] * factor(x[1]),)
+
+    def gradient(carry, x, consts, y, grad_carry, grad_y):
+        return (), (grad_y[0] * factor(x[1]), ops.zeros_like(x[1])), ()
+
+    _, x, _, _ = positions_arrays()
+    steps = np.arange(x.shape[1], dtype="int32")
+    positions = np.broadcast_to(first + steps, x.shape[:2])
+
+    def loss(x):
+        xs = x, ops.convert_to_tensor(positions)
+        by = gradient if by_hand else None
+        (y,) = recompute_scan(multiply, (), xs, gradient=by, num_steps=STEPS)[1]
+        return ops.sum(y)
+
+    (grad_x,) = gradients(loss, x)
+    np.testing.assert_allclose(grad_x, np.broadcast_to(steps[:, None], x.shape))
+
+
 def test_steps_of_a_symbolic_length_are_taken_one_by_one(backend):
     if backend != "jax":
         pytest.skip("JAX exports symbolic lengths")
