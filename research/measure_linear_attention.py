@@ -37,7 +37,7 @@ def linear(query, key, value):
     from keras_efficient_attn.ops.linear_attention.feature_maps import elu_features
 
     config = LinearAttentionConfig(elu_features, elu_features, HEAD_DIM, causal=True)
-    (output,), _ = linear_attention_with_feature_maps(query, key, value, config)
+    (output,), _ = linear_attention_with_feature_maps((query, key, value), config)
     return ops.cast(output, query.dtype)
 
 

@@ -42,9 +42,7 @@ def linear_attention(devices, split, map_weights, config):
     # Sum all keys up for a single query, whose output is discarded.
     whole = dataclasses.replace(config, causal=False, implementation="chunked")
     _, own = linear_attention_with_feature_maps(
-        query[:, :1],
-        key,
-        value,
+        (query[:, :1], key, value),
         whole,
         key_mask=key_mask,
         state=_empty_state(query, value, config),
@@ -53,7 +51,7 @@ def linear_attention(devices, split, map_weights, config):
     if config.causal:
         state = _total(_gather(devices, own), devices.before(value))
         outputs, _ = linear_attention_with_feature_maps(
-            query, key, value, config, key_mask=key_mask, state=state, **options
+            (query, key, value), config, key_mask=key_mask, state=state, **options
         )
         return outputs[0]
     everywhere = ops.ones((devices.size,), "bool")
@@ -63,7 +61,7 @@ def linear_attention(devices, split, map_weights, config):
     if key_log_weight is not None:
         options["key_log_weight"] = key_log_weight[:, :1]
     outputs, _ = linear_attention_with_feature_maps(
-        query, key[:, :1], value[:, :1], whole, key_mask=none, state=state, **options
+        (query, key[:, :1], value[:, :1]), whole, key_mask=none, state=state, **options
     )
     return outputs[0]
 
@@ -83,10 +81,9 @@ def windowed_attention(devices, split, whole, config):
         state[name] = ops.zeros(shape, dtype)
 
     def attend(state, start=0):
-        tensors = (t[:, start:] for t in (query, key, value))
         mask = None if key_mask is None else key_mask[:, start:]
         return windowed_linear_attention(
-            *tensors,
+            tuple(t[:, start:] for t in (query, key, value)),
             config,
             map_weights=map_weights,
             key_mask=mask,
@@ -129,9 +126,7 @@ def gated_attention(devices, split, map_weights, config):
     identity = ops.eye(features, dtype=state["sum"].dtype)
     identity = ops.broadcast_to(identity, (batch, heads, features, features))
     _, own = gated_attention_with_feature_maps(
-        query,
-        key,
-        ops.concatenate([value, none], axis=-1),
+        (query, key, ops.concatenate([value, none], axis=-1)),
         rates,
         config,
         state={**state, "sum": ops.concatenate([state["sum"], identity], axis=-1)},
@@ -147,7 +142,7 @@ def gated_attention(devices, split, map_weights, config):
         carry = ops.where(before[index], transition @ carry + own, carry)
     state["sum"], state["normalizer"] = carry[..., :value_dim], carry[..., value_dim]
     output, _ = gated_attention_with_feature_maps(
-        query, key, value, rates, config, state=state, **options
+        (query, key, value), rates, config, state=state, **options
     )
     return output
 

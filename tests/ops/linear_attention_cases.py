@@ -93,8 +93,9 @@ class Case:
         state = None
         if self.with_state:
             state = {name: arrays[name] for name in STATE_NAMES}
+        names = "query", "key", "value"
         outputs, state = linear_attention_with_feature_maps(
-            *(ops.cast(arrays[name], self.dtype) for name in ("query", "key", "value")),
+            [ops.cast(arrays[name], self.dtype) for name in names],
             config,
             map_weights=(arrays["projection"],) if self.rows else (),
             key_log_weight=arrays.get("log_weight"),

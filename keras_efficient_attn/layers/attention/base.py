@@ -13,13 +13,14 @@ from keras_efficient_attn.layers.attention.description import LayerDescription
 from keras_efficient_attn.layers.attention.masks import (
     boolean_masks,
     check_attention_mask,
+    check_document_ids,
     merged_key_mask,
     zero_masked,
 )
 from keras_efficient_attn.layers.attention.rows import move_to_front
 from keras_efficient_attn.layers.attention.state import StreamingState
 from keras_efficient_attn.layers.replicas import ReplicaLosses
-from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.backend import is_traced, shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
     check_int,
@@ -28,6 +29,7 @@ from keras_efficient_attn.ops.common.checks import (
     is_positive_int,
     may_agree,
 )
+from keras_efficient_attn.ops.common.documents import Documents, document_numbers
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
 from keras_efficient_attn.ops.common.positions import rotate_from, window_distances
 from keras_efficient_attn.ops.common.rows import row_lengths
@@ -49,6 +51,8 @@ class AttentionCall:
         state: Dict of tensors, or `None`.
         lengths: The positions of a segment that exist, at the beginning of each row:
             int32 `(batch,)`; `None` for all, and without a state.
+        documents: The `Documents` of the sequence, or `None` for one in each row.
+            Never with a state.
         split: The `SequenceParallel` that splits the sequence over devices, or `None`.
         scores: Whether the matrix of weights is requested.
         options: Further call arguments that the layer defines, by name.
@@ -60,6 +64,7 @@ class AttentionCall:
     training: bool = False
     state: dict | None = None
     lengths: object = None
+    documents: Documents | None = None
     split: object = None
     scores: bool = False
     options: dict = dataclasses.field(default_factory=dict)
@@ -137,6 +142,12 @@ class EfficientAttention(
         state: Optional state, from `get_initial_state` or the previous segment's
             call. Needs `use_causal_mask=True`. It is cast to the dtypes of the layer's
             own states.
+        document_ids: Optional integers `(batch, length)` of rows that hold several
+            documents, one after the other; a document begins where they change. Each
+            document gives what it gives alone. For calls on one sequence: causal, or
+            with `query` as `value` or `key`. With a `state`, 0 is the document that
+            the state was made of, so that the first id says whether it goes on; the
+            state that is returned is the last document's.
 
     Returns:
         `output` `(batch, query_length, output_dim)`; `(output, scores)` with
@@ -401,6 +412,7 @@ class EfficientAttention(
         training=None,
         use_causal_mask=False,
         state=None,
+        document_ids=None,
         **options,
     ):
         inputs = given = (query, value, value if key is None else key)
@@ -415,7 +427,9 @@ class EfficientAttention(
             options=self._call_options(inputs, state, options),
         )
         # `keras.tree` cannot flatten nested tuples under `torch.compile`.
-        tensors = (*inputs, *masks, *(call.state or {}).values())
+        tensors = (*inputs, *masks, document_ids, *(call.state or {}).values())
+        if document_ids is not None:
+            check_document_ids(self, document_ids, inputs, call.causal)
         if any(isinstance(x, keras.KerasTensor) for x in tensors):
             return self._output_spec(axes, inputs, call)
         if not all(keras.backend.is_float_dtype(x.dtype) for x in inputs):
@@ -428,9 +442,19 @@ class EfficientAttention(
                 call, query_mask=masks[0], key_mask=merged_key_mask(masks, inputs[2])
             )
         self._check_call(*inputs, call)
+        if document_ids is not None and state is not None:
+            self._check_state(*inputs[:2], call)
+            return self._attend_by_document(inputs, document_ids, call, options)
         moved = None
         if call.query_mask is not None or call.key_mask is not None:
             inputs, call, moved = self._move_to_front(inputs, call)
+        if document_ids is not None:
+            if moved is not None and moved.query is not None:
+                document_ids = moved.query.to_front(document_ids)
+            lengths = row_lengths(call.key_mask)
+            call = dataclasses.replace(
+                call, documents=Documents.of(document_ids, lengths)
+            )
         if state is not None:
             self._check_state(*inputs[:2], call)
             call = dataclasses.replace(
@@ -439,6 +463,12 @@ class EfficientAttention(
                 lengths=row_lengths(call.key_mask),
             )
         elif sequence_parallel.ACTIVE and inputs[0].shape[1] == inputs[2].shape[1]:
+            if document_ids is not None:
+                raise ValueError(
+                    "Rows that are split over devices hold one document each: leave "
+                    "out `document_ids`, or the scope of `SequenceParallel`. Received: "
+                    "both"
+                )
             call = dataclasses.replace(call, split=self._split_of(inputs[0], call))
         if 0 in (inputs[0].shape[1], inputs[2].shape[1]):
             output, more = self._attend_to_nothing(*inputs, call)
@@ -473,6 +503,55 @@ class EfficientAttention(
         """As `rows.move_to_front`; layers with tensors by position move these too."""
         keeps_places = self.keeps_places and call.state is None
         return move_to_front(inputs, call, keeps_places)
+
+    def _attend_by_document(self, inputs, ids, call, options):
+        """The output and the state of a segment, one document of each row at a time.
+
+        Each is a segment whose other positions are masked. The first document of a row
+        goes on from the state if its id is 0.
+
+        Args:
+            inputs: `(query, value, key)`.
+            ids: `document_ids`.
+            call: `AttentionCall`.
+            options: Dict of the layer's own call arguments.
+        """
+        number = document_numbers(ids)
+        exists = None
+        for mask in (call.query_mask, call.key_mask):
+            if mask is not None:
+                exists = mask if exists is None else ops.logical_and(exists, mask)
+        spec = self.state_spec(1, 1)
+
+        def attend(index, output, state):
+            own = number == index
+            begins = ops.logical_and(index > 0, ops.any(own, axis=1))
+            new = {}
+            for name, x in state.items():
+                rows = ops.reshape(begins, (-1, *[1] * (len(x.shape) - 1)))
+                initial = spec[name][2] if len(spec[name]) > 2 else 0
+                new[name] = ops.where(rows, ops.cast(initial, x.dtype), x)
+            part, state = self.call(
+                *inputs,
+                key_mask=own if exists is None else ops.logical_and(own, exists),
+                training=call.training,
+                use_causal_mask=True,
+                state=new,
+                **options,
+            )
+            output = ops.where(own[..., None], ops.cast(part, output.dtype), output)
+            return index + 1, output, state
+
+        shape = self.compute_output_shape(*(x.shape for x in inputs))
+        output = ops.zeros((*shape_of(inputs[0])[:2], shape[-1]), self.compute_dtype)
+        loop = 0, output, self._as_own_state(call.state)
+        last = ops.max(number)
+        if is_traced(last):
+            loop = ops.cast(0, "int32"), *loop[1:]
+            return ops.while_loop(lambda index, *_: index <= last, attend, loop)[1:]
+        while loop[0] <= last:
+            loop = attend(*loop)
+        return loop[1:]
 
     def compute_output_spec(self, *args, **kwargs):
         # A call with symbolic inputs is checked and returns before it computes.
@@ -578,7 +657,7 @@ class EfficientAttention(
         return ops.cast(ops.transpose(scores, (0, 2, 1, 3)), self.compute_dtype)
 
     def _rotate(self, x, start=None):
-        """Heads with rotary positions from `start` `(batch,)`, if the layer has any."""
+        """Heads with rotary positions, if the layer has any; as `rotate_from`."""
         if self.rotary_wavelength is None:
             return x
         # Half precision cannot tell far positions apart.

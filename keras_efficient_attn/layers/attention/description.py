@@ -25,6 +25,11 @@ class LayerDescription:
         return False
 
     @property
+    def takes_documents(self):
+        """Whether the layer keeps apart the documents of a row, `call.documents`."""
+        return False
+
+    @property
     def remembers_inputs(self):
         """Whether the state holds the layer's inputs, as in Transformer-XL."""
         return False

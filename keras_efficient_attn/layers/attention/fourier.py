@@ -18,8 +18,10 @@ from keras_efficient_attn.ops.common.checks import (
 from keras_efficient_attn.ops.common.dense_softmax import count_pairs
 from keras_efficient_attn.ops.common.feature_kernels.choice import LinearAttentionConfig
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
+from keras_efficient_attn.ops.common.online_softmax import divide
 from keras_efficient_attn.ops.common.state import nan_beyond
 from keras_efficient_attn.ops.fourier.kernel import FourierConfig
+from keras_efficient_attn.ops.fourier.tiled import fourier_sums
 from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_state_spec,
     linear_attention_with_feature_maps,
@@ -160,6 +162,11 @@ class FourierAttention(EfficientAttention):
             self._check_linear()
 
     @property
+    def takes_documents(self):
+        # The definition is for one document in each row.
+        return self.implementation != "reference"
+
+    @property
     def feature_dim(self):
         """Number of features per head of the linear form, or `None`."""
         if not self.linear:
@@ -232,9 +239,7 @@ class FourierAttention(EfficientAttention):
 
     def _attend_linear(self, query, key, value, radius, call):
         (heads,), state = linear_attention_with_feature_maps(
-            query * radius,
-            key * radius,
-            value,
+            (query * radius, key * radius, value),
             LinearAttentionConfig(
                 fourier.squared_features,
                 fourier.squared_features,
@@ -245,11 +250,20 @@ class FourierAttention(EfficientAttention):
             map_weights=(ops.cast(self._frequencies, query.dtype),),
             key_mask=call.key_mask,
             state=call.state,
+            documents=call.documents,
         )
         return heads, state
 
     def _attend_exact(self, query, key, value, radius, call):
         state, key_mask, first_position = call.state, call.key_mask, 0
+        if call.documents is not None:
+            config = FourierConfig(
+                self.power, call.causal, self.chunk_size, self.implementation
+            )
+            values, totals, _ = fourier_sums(
+                (query, key, value), radius, config, key_mask, 0, call.documents
+            )
+            return divide(values, totals), None
         if state is not None:
             state, key, value, key_mask, first_position = extend_cache(
                 state, key, value, key_mask

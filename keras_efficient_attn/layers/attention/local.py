@@ -133,6 +133,10 @@ class LocalAttention(PatternAttention):
         return self._is_grid
 
     @property
+    def takes_documents(self):
+        return not self._is_grid
+
+    @property
     def takes_window_bias(self):
         return self.query_block is None
 

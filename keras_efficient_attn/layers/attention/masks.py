@@ -37,6 +37,41 @@ def check_attention_mask(layer_name, shape, key_shape):
     )
 
 
+def check_document_ids(layer, ids, inputs, causal):
+    """Raises `ValueError` or `TypeError` for `document_ids` that a call cannot have.
+
+    Args:
+        layer: The attention layer.
+        ids: `document_ids`.
+        inputs: `(query, value, key)`.
+        causal: Whether the call is causal.
+    """
+    name, (query, value, key) = type(layer).__name__, inputs
+    if not layer.takes_documents:
+        raise ValueError(
+            f"{name} cannot keep the documents of a row apart: pass one document in "
+            f"each row, without `document_ids`"
+        )
+    if not keras.backend.is_int_dtype(ids.dtype):
+        raise TypeError(
+            "`document_ids` must be integers. Received: document_ids.dtype="
+            f"{keras.backend.standardize_dtype(ids.dtype)}"
+        )
+    if len(query.shape) != 3 or not all(
+        may_agree(ids.shape, x.shape[:2]) for x in (query, key)
+    ):
+        raise ValueError(
+            "`document_ids` must have the shape (batch, length) of inputs (batch, "
+            f"length, dim). Received: document_ids.shape={tuple(ids.shape)}, "
+            f"query.shape={tuple(query.shape)}, key.shape={tuple(key.shape)}"
+        )
+    if not (causal or query is value or query is key):
+        raise ValueError(
+            "`document_ids` are of one sequence: the call must be causal, or `query` "
+            "be `value` or `key`. Received: use_causal_mask=False and other tensors"
+        )
+
+
 def boolean_masks(inputs, masks):
     """Masks as booleans, and the inputs.
 

@@ -5,6 +5,7 @@ from keras_efficient_attn.ops.common.checks import check_rotary_wavelength
 from keras_efficient_attn.ops.common.inputs import SoftmaxCall, SoftmaxOptions
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.random import dropout_seed
+from keras_efficient_attn.ops.common.rows import Rows
 
 
 class PatternAttention(EfficientAttention):
@@ -30,6 +31,10 @@ class PatternAttention(EfficientAttention):
         self.keep(dict(rotary_wavelength=rotary_wavelength))
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
 
+    @property
+    def takes_documents(self):
+        return True
+
     def attend_to_pattern(self, softmax, call):
         """Computes attention over the layer's pattern. Subclasses implement this.
 
@@ -46,6 +51,7 @@ class PatternAttention(EfficientAttention):
         state, rate, seed = call.state, 0.0, None
         if self.rotary_wavelength is not None:
             start = None if state is None else state["position"]
+            start = call.documents.position if call.documents else start
             query, key = self._rotate(query, start), self._rotate(key, start)
         if call.training and self._dropout > 0.0:
             generator = self._dropout_layer.seed_generator
@@ -55,6 +61,7 @@ class PatternAttention(EfficientAttention):
             )
         options = SoftmaxOptions(call.causal, self._key_dim**-0.5, rate)
         inputs = query, key, value, call.key_mask
-        softmax = SoftmaxCall(inputs, options, state, seed, lengths=call.lengths)
+        rows = Rows(call.lengths, call.documents)
+        softmax = SoftmaxCall(inputs, options, state, seed, rows=rows)
         output = self.attend_to_pattern(softmax, call)
         return (output, None) if state is None else output

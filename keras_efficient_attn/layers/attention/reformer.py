@@ -16,8 +16,12 @@ from keras_efficient_attn.ops.common.checks import (
 )
 from keras_efficient_attn.ops.common.dense_softmax import count_pairs
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
-from keras_efficient_attn.ops.lsh_attention.api import lsh_attention
+from keras_efficient_attn.ops.lsh_attention.api import (
+    lsh_attention,
+    lsh_attention_by_document,
+)
 from keras_efficient_attn.ops.lsh_attention.layout import (
+    LSHConfig,
     hash_buckets,
     num_rotation_rows,
 )
@@ -187,6 +191,11 @@ class ReformerLSHAttention(EfficientAttention):
         )
 
     @property
+    def takes_documents(self):
+        # Whether a document is dense would depend on the others of its row.
+        return self.dense_length is None
+
+    @property
     def estimates_softmax(self):
         # Compute over all pairs of shared queries and keys.
         return self.num_local_heads == 0 and not self._use_gate
@@ -247,6 +256,8 @@ class ReformerLSHAttention(EfficientAttention):
                 )
             if length <= self.dense_length:
                 return self._attend_dense(query, value, call), None
+        if call.documents is not None:
+            self._check_documents(query, call)
         rounds = call.options["num_hashes"]
         buckets = ops.cast(
             cache_for_backward(lambda: self._buckets(query, rounds)),
@@ -284,6 +295,17 @@ class ReformerLSHAttention(EfficientAttention):
 
         def attend(query, value, buckets, num_buckets, aligned, state):
             rounds = buckets.shape[2]
+            if call.documents is not None:
+                config = LSHConfig(
+                    num_buckets,
+                    self.bucket_size,
+                    call.causal,
+                    aligned,
+                    self.across_buckets and not aligned,
+                    self._scale,
+                )
+                tensors = query, value, buckets, call.key_mask, call.documents
+                return lsh_attention_by_document(*tensors, config), None
             return lsh_attention(
                 query,
                 value,
@@ -381,6 +403,15 @@ class ReformerLSHAttention(EfficientAttention):
                 "Queries and keys are the same vectors: pass `query` as `key` as well, "
                 "or as `value` without a `key`. Received: another tensor as key, "
                 f"key.shape={tuple(key.shape)}, query.shape={tuple(query.shape)}"
+            )
+
+    def _check_documents(self, query, call):
+        drops = call.training and self._dropout > 0.0
+        if drops or not isinstance(query.shape[1], int):
+            raise ValueError(
+                "`document_ids` need a length that is known when a graph is traced, "
+                "and no dropout. Received: "
+                f"dropout={self._dropout}, query.shape={tuple(query.shape)}"
             )
 
     def _check_streams(self):

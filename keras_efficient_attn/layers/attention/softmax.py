@@ -104,6 +104,10 @@ class SoftmaxAttention(EfficientAttention):
         return "it is softmax. To keep softmax in a layer, leave it out of `layers`."
 
     @property
+    def takes_documents(self):
+        return True
+
+    @property
     def state_grows(self):
         return True
 
@@ -126,6 +130,7 @@ class SoftmaxAttention(EfficientAttention):
     def _attend(self, query, key, value, call):
         state, start, key_mask = call.state, None, call.key_mask
         position = None if state is None else state["position"]
+        position = call.documents.position if call.documents else position
         dtype = keras.backend.standardize_dtype(query.dtype)
         query, key = self._rotate(query, position), self._rotate(key, position)
         if state is not None:
@@ -137,6 +142,10 @@ class SoftmaxAttention(EfficientAttention):
             query, key, value = _by_distance(query, key, value)
             dtype = keras.backend.standardize_dtype(query.dtype)
         mask = self._mask(shape_of(query)[1], shape_of(key)[1], start, call.causal)
+        if call.documents is not None:
+            number = call.documents.number
+            same = (number[:, :, None] == number[:, None])[:, None]
+            mask = same if mask is None else ops.logical_and(mask, same)
         if key_mask is not None:
             keys = key_mask[:, None, None]
             mask = keys if mask is None else ops.logical_and(mask, keys)
@@ -146,6 +155,7 @@ class SoftmaxAttention(EfficientAttention):
             return self._attend_by_matrix(query, key, value, mask, call), state
         # The kernel handles a causal mask without padding itself.
         causal = call.causal and state is None and self._sliding_window is None
+        causal = causal and call.documents is None
         if causal and key_mask is None:
             mask = None
         if dtype == "float16" and not self._flash_attention:

@@ -15,6 +15,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_rate,
     may_agree,
 )
+from keras_efficient_attn.ops.common.chunking import pad_length
 from keras_efficient_attn.ops.common.dense_softmax import count_pairs
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.positions import distance_sinusoids
@@ -199,6 +200,10 @@ class RelativePositionXL(EfficientAttention):
         )
 
     @property
+    def takes_documents(self):
+        return True
+
+    @property
     def remembers_inputs(self):
         return True
 
@@ -310,6 +315,10 @@ class RelativePositionXL(EfficientAttention):
         reset, documents = call.options.get("reset"), call.options.get("documents")
         if reset is not None:
             documents = _documents(reset, query, key)
+        if call.documents is not None:
+            if documents is not None:
+                _refuse_both()
+            documents = (call.documents.number,) * 2
         if call.state is None:
             call = dataclasses.replace(call, options={"documents": documents})
             return *self._normalize_inputs(query, value, key), call
@@ -329,9 +338,9 @@ class RelativePositionXL(EfficientAttention):
             before = ops.zeros_like(documents[1][:, :1])
             before = ops.broadcast_to(before, shape_of(memory)[:2])
             key_documents = ops.concatenate([before, documents[1]], axis=1)
+            # The next segment may go on with a document that was masked so far.
+            last = call.options.get("last", documents[1][:, -1:])
             documents = documents[0], key_documents
-            read = key_documents * ops.cast(kept > 0, key_documents.dtype)
-            last = ops.max(read, axis=1, keepdims=True)
             next_mask = ops.where(key_documents == last, kept, ops.zeros_like(kept))
         options = {
             "offset": memory_length,
@@ -346,6 +355,24 @@ class RelativePositionXL(EfficientAttention):
         extended = ops.cast(extended, value.dtype)
         return *self._normalize_inputs(query, extended, extended), call
 
+    def _attend_by_document(self, inputs, ids, call, options):
+        # The memory knows documents: a segment is one call, with gradients.
+        if options:
+            _refuse_both()
+        earlier = pad_length(ids, 1, 0)[:, :-1]
+        masks = dict(query_mask=call.query_mask, key_mask=call.key_mask)
+        query, value, key = inputs
+        return self.call(
+            query,
+            value,
+            None if key is value else key,
+            **masks,
+            training=call.training,
+            use_causal_mask=True,
+            state=call.state,
+            reset=ops.not_equal(ids, earlier),
+        )
+
     def _move_to_front(self, inputs, call):
         reset = call.options.get("reset")
         if reset is not None:
@@ -355,13 +382,15 @@ class RelativePositionXL(EfficientAttention):
             )
         inputs, call, moved = super()._move_to_front(inputs, call)
         if reset is not None:
+            last = call.options["documents"][1][:, -1:]
             documents = tuple(
                 numbers if order is None else order.to_front(numbers)
                 for numbers, order in zip(
                     call.options["documents"], (moved.query, moved.key), strict=True
                 )
             )
-            call = dataclasses.replace(call, options={"documents": documents})
+            options = {"documents": documents, "last": last}
+            call = dataclasses.replace(call, options=options)
         return inputs, call, moved
 
     def _normalize_inputs(self, query, value, key):
@@ -412,6 +441,13 @@ class RelativePositionXL(EfficientAttention):
         waves = distance_sinusoids(distances, dim, MAX_WAVELENGTH, dtype)
         waves = self._position_dropout(waves, training=training)
         return ops.einsum("md,dhk->mhk", waves, ops.cast(self._position, dtype))
+
+
+def _refuse_both():
+    raise ValueError(
+        "`reset` and `document_ids` both say where documents begin: pass one of them. "
+        "Received both"
+    )
 
 
 def _documents(reset, query, key):

@@ -13,7 +13,7 @@ from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 from keras_efficient_attn.ops.common.numerics import sine, wide_dtype
 from keras_efficient_attn.ops.common.positions import position_angles
-from keras_efficient_attn.ops.common.rows import row_lengths
+from keras_efficient_attn.ops.common.rows import row_lengths, running_count
 
 POSITIONS = ("sinusoidal", "learned", "axial", "rotary")
 # Longest wavelength of sinusoidal and rotary positions, over 2π.
@@ -77,8 +77,7 @@ class Positions(keras.layers.Layer):
         length = shape_of(x)[1]
         index = ops.arange(length, dtype="int32")[None]
         if mask is not None:
-            earlier = ops.cumsum(ops.cast(mask, "int32"), axis=1)
-            index = ops.maximum(ops.cast(earlier, "int32") - 1, 0)
+            index = ops.maximum(running_count(mask) - 1, 0)
         if state is None:
             return self.embed(x, index + self.first_position(x, training)), None
         new_state = state + (length if mask is None else row_lengths(mask))

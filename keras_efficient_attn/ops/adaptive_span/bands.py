@@ -54,16 +54,17 @@ def soft_mask(spans, distance, config):
 
 
 @jit_on_jax("config", "options")
-def attend_in_bands(inputs, spans, position_key, state, seed, lengths, config, options):
+def attend_in_bands(inputs, spans, position_key, state, seed, rows, config, options):
     """`(output, new state or None)` of a sequence, or of a segment with a state.
 
     Args:
         spans: `(heads,)`, or `(batch, query_length, heads)`.
         position_key: `(window, dim)` by distance, or `None`.
         config: `SpanConfig`.
-        inputs, state, seed, lengths, options: As for the forms of `SoftmaxCall.attend`.
+        inputs, state, seed, rows, options: As for the forms of `SoftmaxCall.attend`.
     """
-    is_plain = state is None and position_key is None and not options.dropout
+    given = state, position_key, rows.documents
+    is_plain = all(x is None for x in given) and not options.dropout
     if is_plain and config.kernels and has_one_tpu():
         # Not imported elsewhere: Pallas is JAX's.
         from keras_efficient_attn.ops.adaptive_span import pallas
@@ -86,7 +87,7 @@ def attend_in_bands(inputs, spans, position_key, state, seed, lengths, config, o
         past = [pad_length(t, config.window - 1, 0) for t in (key, value, valid)]
     else:
         past = append_segment(fit_recent(state, config.window - 1), key, value, valid)
-        new_state = drop_oldest(past, length, state["position"], lengths)
+        new_state = drop_oldest(past, length, state["position"], rows.lengths)
     if position_key is not None:
         position_key = ops.cast(position_key[: config.window], query.dtype)
     spans = ops.cast(spans, query.dtype)
@@ -97,11 +98,12 @@ def attend_in_bands(inputs, spans, position_key, state, seed, lengths, config, o
         options.dropout_and_seed(seed),
         config,
         options.causal,
+        rows.documents,
     )
     return finish(*(t[:, :length] for t in part), True), new_state
 
 
-def _attend_band(inputs, spans, position_key, dropout, config, causal):
+def _attend_band(inputs, spans, position_key, dropout, config, causal, documents):
     """`(values, totals, log_scale)` of each query over the keys in its band.
 
     Args:
@@ -114,6 +116,7 @@ def _attend_band(inputs, spans, position_key, dropout, config, causal):
         dropout: `(rate, seed)` or `None`.
         config: `SpanConfig`.
         causal: Whether queries see no later keys.
+        documents: `Documents` or `None`.
     """
     query, key, value, valid = inputs
     window = config.window
@@ -132,6 +135,11 @@ def _attend_band(inputs, spans, position_key, dropout, config, causal):
     arrays = [overlapping_blocks(query, size, blocks, size)]
     arrays += (overlapping_blocks(t, size, blocks, width) for t in (key, value, valid))
     arrays.append(spans)
+    if documents is not None:
+        number = documents.number
+        arrays.append(overlapping_blocks(number, size, blocks, size))
+        number = pad_length(number, window - 1, 0)
+        arrays.append(overlapping_blocks(number, size, blocks, width))
     value_dim = value.shape[-1] or dim
     floats = heads * (3 * size * width + (size + 2 * width) * (dim + value_dim))
     unit = max(1, block_sizes().block // size)
@@ -143,13 +151,14 @@ def _attend_band(inputs, spans, position_key, dropout, config, causal):
         if not causal:
             by_key = ops.concatenate([by_key, position_key[1:]], axis=0)
         consts.append(by_key)
-    make_step = functools.partial(_band_step, config, causal, position_key is not None)
+    given = position_key is not None, documents is not None
+    make_step = functools.partial(_band_step, config, causal, *given)
     part = attend_groups(make_step, arrays, consts, layout, dropout)
     return tuple(merge_blocks(t[:, :blocks])[:, :length] for t in part)
 
 
 @functools.cache
-def _band_step(config, causal, relative, rate):
+def _band_step(config, causal, relative, by_document, rate):
     window = config.window
 
     def step(carry, x, consts):
@@ -168,6 +177,9 @@ def _band_step(config, causal, relative, rate):
         mask = soft_mask(spans, ops.abs(distance), config)
         exists = ops.logical_and(near, valid[:, None, :, None, :] > 0)
         exists = ops.logical_and(exists, mask > 0)
+        if by_document:
+            same = rest[0][:, None, :, :, None] == rest[1][:, None, :, None, :]
+            exists = ops.logical_and(exists, same)
         logits = ops.where(exists, logits, LOG_ZERO)
         scale = max_along(ops.stop_gradient(logits), axis=-1)
         weights = ops.where(exists, mask * ops.exp(logits - scale[..., None]), 0.0)
@@ -184,7 +196,7 @@ def _band_step(config, causal, relative, rate):
 
 
 @jit_on_jax("config", "options")
-def attend_next(inputs, spans, position_key, state, seed, lengths, config, options):
+def attend_next(inputs, spans, position_key, state, seed, rows, config, options):
     """Computes `attend_in_bands` for one position and a state."""
     query, *segment = masked_inputs(*inputs)
     query = query * options.scale
@@ -203,7 +215,7 @@ def attend_next(inputs, spans, position_key, state, seed, lengths, config, optio
     output = attend_single(
         query, key, value, allowed, options.dropout_and_seed(seed), logits
     )
-    return output, drop_oldest(past, 1, state["position"], lengths)
+    return output, drop_oldest(past, 1, state["position"], rows.lengths)
 
 
 RAMP = 32

@@ -56,7 +56,8 @@ def attend_blocks(
         mask_fn: Mask function: the keys that a query sees.
         positions: Positions of queries and keys, for `mask_fn`: `(size,)` and
             `(width,)`, equal in all blocks, or `(batch, blocks, size)` and `(batch,
-            blocks, width)`.
+            blocks, width)`; these may be followed by numbers of documents of the same
+            shapes: a query sees the keys of its own.
         dropout: `(rate, seed)` or `None`.
         relative: `(position_query, position_key)` or `None`: queries of the shape of
             `query`, and keys `(distances, heads, dim)`; their products are added to
@@ -89,7 +90,8 @@ def attend_blocks(
     if not shared:
         arrays += positions
     consts += positions if shared else []
-    make_step = functools.partial(_block_step, mask_fn, shared, relative is not None)
+    kind = shared, len(positions) == 4, relative is not None
+    make_step = functools.partial(_block_step, mask_fn, *kind)
     part = attend_groups(make_step, arrays, consts, layout, dropout)
     return tuple(t[:, :blocks] for t in part)
 
@@ -124,7 +126,7 @@ def scan_groups(step, xs, consts, groups):
 
 
 @functools.cache
-def _block_step(mask_fn, shared, relative, rate):
+def _block_step(mask_fn, shared, by_document, relative, rate):
     def step(carry, x, consts):
         query, key, value, valid, *rest = x
         query, key, value = (by_head(t) for t in (query, key, value))
@@ -135,10 +137,9 @@ def _block_step(mask_fn, shared, relative, rate):
             position_logits = _products_by_key(
                 by_head(position_query), position_key, shape_of(key)[3]
             )
-        positions = consts[:2] if shared else rest[:2]
-        i, j = positions
+        positions = consts[:2] if shared else rest[: 4 if by_document else 2]
         # (1, 1, 1 or blocks, size, width)
-        allowed = mask_fn(i[..., :, None], j[..., None, :])
+        allowed = see(mask_fn, positions)
         allowed = allowed[None, None, None] if shared else allowed[:, None]
         allowed = ops.logical_and(allowed, valid[:, None, :, None, :] > 0)
         dropout = None if rate is None else (rate, rest[-1][0, 0], consts[-1])
@@ -148,6 +149,22 @@ def _block_step(mask_fn, shared, relative, rate):
         )
 
     return step
+
+
+def see(mask_fn, positions):
+    """Which keys queries see: booleans `(..., queries, keys)`.
+
+    Args:
+        mask_fn: Mask function.
+        positions: Positions `(..., queries)` and `(..., keys)`, and optionally the
+            numbers of documents of both.
+    """
+    i, j, *numbers = positions
+    allowed = mask_fn(i[..., :, None], j[..., None, :])
+    if numbers:
+        same = numbers[0][..., :, None] == numbers[1][..., None, :]
+        allowed = ops.logical_and(allowed, same)
+    return allowed
 
 
 # From (batch, heads, blocks, size, dim).
@@ -183,7 +200,8 @@ def attend_shared(query, key, value, valid, mask_fn, positions, dropout=None):
         valid: `(batch, keys, heads)`.
         mask_fn: Mask function: the keys that a query sees.
         positions: Positions of queries, `(length,)`, or `(batch, length)` with a state,
-            and of keys `(heads, keys)`.
+            and of keys `(heads, keys)`; or `(batch, length)` and `(batch, 1, keys)`,
+            followed by numbers of documents of the same shapes, as for `attend_blocks`.
         dropout: `(rate, seed)` or `None`.
 
     Returns:
@@ -201,21 +219,27 @@ def attend_shared(query, key, value, valid, mask_fn, positions, dropout=None):
     if isinstance(keys, int):
         floats = heads * (2 * keys + dim + (value.shape[-1] or dim))
     layout = chunk_layout(length, plan.block, query.shape[0], floats)
-    query_positions, key_positions = positions
-    arrays = query, query_positions if by_row else query_positions[None]
-    consts = [key, value, valid, key_positions]
+    # Of queries, of keys, and likewise numbers of documents.
+    by_query, by_key = positions[0::2], positions[1::2]
+    arrays = query, *(x if by_row else x[None] for x in by_query)
+    consts = [key, value, valid, *by_key]
     consts[:3] = (ops.swapaxes(t, 1, 2) for t in consts[:3])
-    make_step = functools.partial(_shared_step, mask_fn)
+    make_step = functools.partial(_shared_step, mask_fn, len(by_query))
     part = attend_groups(make_step, arrays, consts, layout, dropout)
     return tuple(t[:, :length] for t in part)
 
 
 @functools.cache
-def _shared_step(mask_fn, rate):
+def _shared_step(mask_fn, kinds, rate):
     def step(carry, x, consts):
-        query, i = ops.swapaxes(x[0], 1, 2), x[1]
-        key, value, valid, j = consts[:4]
-        allowed = mask_fn(i[:, None, :, None], j[None, :, None, :])
+        query, by_query = ops.swapaxes(x[0], 1, 2), x[1 : 1 + kinds]
+        key, value, valid, *by_key = consts[: 3 + kinds]
+        pairs = zip(by_query, by_key, strict=True)
+        # By head: (batch, 1, length) and (1 or batch, heads or 1, keys).
+        positions = [
+            x for i, j in pairs for x in (i[:, None], j if kinds > 1 else j[None])
+        ]
+        allowed = see(mask_fn, positions)
         allowed = ops.logical_and(allowed, valid[:, :, None, :] > 0)
         dropout = None if rate is None else (rate, x[-1][0, 0], consts[-1])
         part = softmax_part(query, key, value, allowed, dropout)
@@ -224,7 +248,9 @@ def _shared_step(mask_fn, rate):
     return step
 
 
-def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
+def attend_near(
+    query, key, value, valid, mask_fn, dropout=None, relative=None, documents=None
+):
     """Partial softmax over the keys near each query that a mask function allows.
 
     Args:
@@ -234,14 +260,19 @@ def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
         mask_fn: Mask function: the keys that a query sees.
         dropout: `(rate, seed)` or `None`.
         relative: As for `attend_blocks`, with the distances that `mask_fn` allows.
+        documents: `Documents`, whose positions `mask_fn` then takes. Defaults to
+            `None`: one in each row.
 
     Returns:
         `(values, totals, log_scale)`, each of `(batch, length, heads, ...)`.
     """
     fused = fused_module(query, dropout, relative)
-    if fused is not None:
+    if fused is not None and documents is None:
         return fused.attend("band", query, key, value, valid, [], mask_fn)
     before, after, period = mask_fn.before, mask_fn.after, mask_fn.period
+    if documents is not None:
+        # Documents begin anywhere in a period.
+        before, after = (reach + period - 1 for reach in (before, after))
     if relative is None:
         # Whole vectors of keys: products with 127 are slower than with 128.
         before, after = (-(-reach // 16) * 16 for reach in (before, after))
@@ -251,7 +282,7 @@ def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
     if isinstance(length, int):
         block = min(block, chunk_count(length, period) * period)
     alone = isinstance(length, int) and length <= block
-    in_reach = not after and (alone or before <= block)
+    in_reach = not after and (alone or before <= block) and documents is None
     if in_reach and dropout is None and relative is None:
         # The own block and the one before, which steps pass on.
         batch, _, heads, dim = shape_of(query)
@@ -264,13 +295,21 @@ def attend_near(query, key, value, valid, mask_fn, dropout=None, relative=None):
         step = _block_recurrent_step(mask_fn, size, alone)
         part = recompute_scan(step, carry, xs, num_steps=groups)[1]
         return tuple(t[:, :length] for t in part)
-    # Congruent to the true positions and non-negative.
-    base = -(-before // period) * period
     width = before + block + after
-    positions = (
-        base + ops.arange(block, dtype="int32"),
-        base - before + ops.arange(width, dtype="int32"),
-    )
+    if documents is None:
+        # Congruent to the true positions and non-negative.
+        base = -(-before // period) * period
+        positions = (
+            base + ops.arange(block, dtype="int32"),
+            base - before + ops.arange(width, dtype="int32"),
+        )
+    else:
+        count = chunk_count(length, block)
+        positions = []
+        for x in (documents.position, documents.number):
+            positions.append(overlapping_blocks(x, block, count, block))
+            x = pad_length(x, before, 0)
+            positions.append(overlapping_blocks(x, block, count, width))
     past = (pad_length(t, before, 0) for t in (key, value, valid))
     return _attend_band((query, *past), mask_fn, positions, dropout, relative)
 
@@ -339,7 +378,7 @@ def _attend_band(inputs, mask_fn, positions, dropout, relative):
     The positions of queries and keys, as for `attend_blocks`, define the block sizes.
     """
     query, *keys = inputs
-    length, (block, width) = shape_of(query)[1], (p.shape[-1] for p in positions)
+    length, (block, width) = shape_of(query)[1], (p.shape[-1] for p in positions[:2])
     count = chunk_count(length, block)
     query = overlapping_blocks(query, block, count, block)
     keys = (overlapping_blocks(t, block, count, width) for t in keys)

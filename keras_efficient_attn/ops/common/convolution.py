@@ -17,7 +17,7 @@ def depthwise(padded, kernel, length):
     return sum(kernel[i] * padded[:, i : i + length] for i in range(kernel.shape[0]))
 
 
-def causal_convolution(x, kernel, past=None, lengths=None):
+def causal_convolution(x, kernel, past=None, lengths=None, documents=None):
     """`depthwise` of each position and those before it.
 
     Args:
@@ -26,6 +26,8 @@ def causal_convolution(x, kernel, past=None, lengths=None):
         past: The `kernel_size - 1` inputs before `x`; `None` for zeros.
         lengths: Integers `(batch,)`: the positions of each row that exist, at its
             beginning. Defaults to `None`: all.
+        documents: The `Documents` of `x`, without a `past`. Defaults to `None`: one in
+            each row.
 
     Returns:
         `(output, last)`: the output, and the last `kernel_size - 1` inputs that exist;
@@ -36,5 +38,16 @@ def causal_convolution(x, kernel, past=None, lengths=None):
     if past is None:
         before = ops.zeros((shape_of(x)[0], reach, *x.shape[2:]), x.dtype)
     padded = ops.concatenate([ops.cast(before, x.dtype), x], axis=1)
-    output = depthwise(padded, ops.cast(kernel, x.dtype), length)
+    kernel = ops.cast(kernel, x.dtype)
+    if documents is None:
+        output = depthwise(padded, kernel, length)
+    else:
+        position = ops.reshape(
+            documents.position, (-1, length, *[1] * (len(x.shape) - 2))
+        )
+        output = sum(
+            kernel[reach - back]
+            * ops.where(position >= back, padded[:, reach - back :][:, :length], 0.0)
+            for back in range(reach + 1)
+        )
     return output, None if past is None else keep_last(padded, length, lengths)

@@ -28,8 +28,10 @@ from keras_efficient_attn.ops.common.plan import block_sizes
 def attend_blocks(query, key, value, valid, mask_fn, positions):
     """Computes `block_softmax.attend_blocks`."""
     batch, blocks = query.shape[:2]
-    i, j = positions
+    i, j, *numbers = positions
     allowed = mask_fn(i[..., :, None], j[..., None, :])
+    if numbers:
+        allowed &= numbers[0][..., :, None] == numbers[1][..., None, :]
     if allowed.ndim == 4:
         allowed = allowed.expand(batch, -1, -1, -1).flatten(0, 1)
     inputs = (t.flatten(0, 1) for t in (query, key, value, valid))

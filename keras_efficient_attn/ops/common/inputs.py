@@ -14,6 +14,7 @@ from keras_efficient_attn.ops.common.checks import (
 from keras_efficient_attn.ops.common.chunking import pad_length
 from keras_efficient_attn.ops.common.interval_softmax.choice import choose_kernel
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.rows import WHOLE_ROWS, Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +48,7 @@ class SoftmaxCall:
         state: State or `None`.
         seed: Seed of the dropout, or `None`.
         implementation: Name or `None`.
-        lengths: Positions of each row of a segment that exist, at its beginning:
-            int32 `(batch,)`; `None` for all.
+        rows: `Rows`.
     """
 
     inputs: tuple
@@ -56,7 +56,7 @@ class SoftmaxCall:
     state: dict | None = None
     seed: object = None
     implementation: str | None = None
-    lengths: object = None
+    rows: Rows = WHOLE_ROWS
 
     @classmethod
     def checked(cls, inputs, causal, scale, state, dropout, implementation, kernels=()):
@@ -95,7 +95,7 @@ class SoftmaxCall:
             forms: `(blocks, single, reference)`: for sequences and segments, for one
                 position with a state, and the definition; with `kernels`, also the
                 form that a kernel computes. The first two are called with `(inputs,
-                *operands, state, seed, lengths, config, options)` and return `(output,
+                *operands, state, seed, rows, config, options)` and return `(output,
                 new state or None)`. The others are called with `(inputs, *operands,
                 config, options)` and return the output; a kernel's form without
                 operands, and with the kernel's module at the end.
@@ -116,7 +116,7 @@ class SoftmaxCall:
                 *operands,
                 state,
                 self.seed,
-                self.lengths,
+                self.rows,
                 config=config,
                 options=options,
             )

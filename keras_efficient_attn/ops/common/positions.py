@@ -145,12 +145,14 @@ def rotate_from(x, start, max_wavelength):
 
     Args:
         x: `(batch, length, heads, head_dim)`.
-        start: Position of the first, integers `(batch,)`; `None` for 0.
+        start: Position of the first, integers `(batch,)`, or of each, `(batch,
+            length)`; `None` for 0.
         max_wavelength: As for `rotary_embedding`.
     """
     positions = ops.arange(shape_of(x)[1], dtype="int32")[None]
     if start is not None:
-        positions = positions + start[:, None]
+        each = len(start.shape) == 2
+        positions = start if each else positions + start[:, None]
     return rotary_embedding(x, positions, max_wavelength)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import typing
 
 from keras import ops
 
@@ -29,6 +30,29 @@ def take_rows(index, *sources):
         flat = ops.reshape(source, (number * length, *tail))
         taken.append(ops.take(flat, index, axis=0))
     return taken
+
+
+class Rows(typing.NamedTuple):
+    """What each row of a call holds.
+
+    Attributes:
+        lengths: With a state, the positions of the segment that exist, at its
+            beginning: int32 `(batch,)`; `None` for all.
+        documents: Without a state, the `Documents` of queries and keys, which are
+            equally long; `None` for one in each row.
+    """
+
+    lengths: object = None
+    documents: object = None
+
+
+# Rows of one document each, all of whose positions exist.
+WHOLE_ROWS = Rows()
+
+
+def running_count(mask):
+    """How many of `(..., length)` are true up to each: int32 of that shape."""
+    return ops.cast(ops.cumsum(ops.cast(mask, "int32"), axis=-1), "int32")
 
 
 def row_lengths(mask):
@@ -61,7 +85,7 @@ class RowOrder:
         """The order for a mask `(batch, length)`; equal kinds keep theirs."""
         mask = ops.cast(mask, "bool")
         position = ops.arange(shape_of(mask)[1], dtype="int32")
-        earlier = ops.cast(ops.cumsum(ops.cast(mask, "int32"), axis=1), "int32")
+        earlier = running_count(mask)
         lengths = row_lengths(mask)[:, None]
         place = ops.where(mask, earlier - 1, lengths + position - earlier)
         return cls(ops.argsort(place, axis=-1), place, position < lengths)

@@ -89,7 +89,7 @@ def fourier_attention(
 
     def attend(query, key, value, key_mask, first_position):
         values, totals, _ = fourier_sums(
-            query, key, value, radius, config, key_mask, first_position
+            (query, key, value), radius, config, key_mask, first_position
         )
         return ops.cast(divide(values, totals), value.dtype)
 

@@ -221,7 +221,7 @@ def _sums(points, samples, targets, radius, power):
     if power not in POWERS:
         return _dense_sums(points, samples, targets, radius, power)
     return fourier_sums(
-        *(x[None, :, None] for x in (points, samples, targets)),
+        [x[None, :, None] for x in (points, samples, targets)],
         radius,
         FourierConfig(power),
     )

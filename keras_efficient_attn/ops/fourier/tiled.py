@@ -22,18 +22,23 @@ USUAL_KEYS = 1024
 
 
 @jit_on_jax("config")
-def fourier_sums(query, key, value, radius, config, key_mask=None, first_position=0):
+def fourier_sums(
+    tensors, radius, config, key_mask=None, first_position=0, documents=None
+):
     """The sums of `fourier_attention`, relative to the largest weight of each query.
 
     Args:
-        query, key, value, radius, key_mask, first_position: As for
-            `fourier_attention`.
+        tensors: `(query, key, value)`.
+        radius, key_mask, first_position: As for `fourier_attention`.
         config: `FourierConfig`, for any implementation but the reference.
+        documents: The `Documents` of queries and keys. Defaults to `None`: one in each
+            row.
 
     Returns:
         `(values, totals, log_scale)` of shapes `(batch, length, heads, value_dim)` and
         `(batch, length, heads)`: a part for `online_softmax.merge`.
     """
+    query, key, value = tensors
     dtype = accumulator_dtype(query, key, value)
     valid = None
     if key_mask is not None:
@@ -51,15 +56,18 @@ def fourier_sums(query, key, value, radius, config, key_mask=None, first_positio
     if not config.is_fused:
         floats *= -(-query.shape[3] // SLOTS)
     size, chunks, tiles = chunk_layout(length, config.tile_size, query.shape[0], floats)
-    xs = (query,)
-    if config.causal:
+    xs, steps = (query,), ops.arange(length, dtype="int32")
+    if documents is not None:
+        later = 0 if config.causal else documents.later
+        xs += (steps + later + 0 * documents.later, steps - documents.position)
+    elif config.causal:
         first = ops.reshape(ops.cast(first_position, "int32"), (-1, 1))
-        xs += (first + ops.arange(length, dtype="int32"),)
+        xs += (first + steps,)
     xs = tuple(pad_to(x, tiles * chunks * size) for x in xs)
     consts = (ops.transpose(value, (0, 2, 1, 3)),)
     consts += () if valid is None else (valid,)
     consts += _kernel(config).prepare(split_dims(key))
-    step, gradient = _step(config, valid is not None)
+    step, gradient = _step(config, valid is not None, len(xs) - 1)
     _, sums = recompute_scan(step, (), xs, consts, gradient, num_steps=tiles)
     return tuple(y[:, :length] for y in sums)
 
@@ -69,24 +77,26 @@ def _kernel(config):
 
 
 @functools.cache
-def _step(config, masked):
+def _step(config, masked, bounds):
     """`(step, gradient)` for `recompute_scan`, one object per configuration.
 
-    `x` holds the queries and, if `causal`, the index of the last key that each sees.
-    The constants are the values; if `masked`, 1 for keys that exist and 0 for others;
-    and the kernel's arrays of keys.
+    `x` holds the queries and `bounds` indices of the last and the first key that each
+    sees. The constants are the values; if `masked`, 1 for keys that exist and 0 for
+    others; and the kernel's arrays of keys.
     """
-    power, causal = config.power, config.causal
-    kernel = _kernel(config)
+    power, kernel = config.power, _kernel(config)
     first = 2 if masked else 1
 
     def logits(query, x, consts):
         logs = power * kernel.log_kernel(query, consts[first:])
         if masked:
             logs = ops.where(consts[1][:, None, None, :] > 0, logs, LOG_ZERO)
-        if causal:
-            columns = ops.arange(shape_of(logs)[-1], dtype="int32")
+        columns = ops.arange(shape_of(logs)[-1], dtype="int32")
+        if bounds > 0:
             allowed = columns <= x[1][:, None, :, None]
+            logs = ops.where(allowed, logs, LOG_ZERO)
+        if bounds > 1:
+            allowed = columns >= x[2][:, None, :, None]
             logs = ops.where(allowed, logs, LOG_ZERO)
         return logs
 

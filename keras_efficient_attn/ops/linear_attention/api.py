@@ -12,7 +12,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_streaming,
     may_agree,
 )
-from keras_efficient_attn.ops.common.chunking import fit_length
+from keras_efficient_attn.ops.common.chunking import fit_length, pad_length
 from keras_efficient_attn.ops.common.feature_kernels.choice import (
     IMPLEMENTATIONS,
     choose_kernel,
@@ -20,7 +20,12 @@ from keras_efficient_attn.ops.common.feature_kernels.choice import (
 )
 from keras_efficient_attn.ops.common.feature_kernels.entrywise import Entrywise
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, bounded_log_weight
+from keras_efficient_attn.ops.common.online_softmax import (
+    LOG_ZERO,
+    bounded_log_weight,
+    finish,
+    merge,
+)
 from keras_efficient_attn.ops.common.plan import jit_on_jax
 from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.linear_attention import chunked
@@ -167,11 +172,11 @@ def linear_attention(
     options = dict(key_mask=key_mask, state=state)
     if is_gated:
         output, new_state = gated.gated_attention_with_feature_maps(
-            *tensors, rates, config, **options
+            tensors, rates, config, **options
         )
     else:
         (output,), new_state = linear_attention_with_feature_maps(
-            *tensors, config, key_log_weight=key_log_weight, **options
+            tensors, config, key_log_weight=key_log_weight, **options
         )
     output = ops.cast(output, value.dtype)
     return output if state is None else (output, new_state)
@@ -179,14 +184,13 @@ def linear_attention(
 
 @jit_on_jax("config")
 def linear_attention_with_feature_maps(
-    query,
-    key,
-    value,
+    tensors,
     config,
     map_weights=(),
     key_log_weight=None,
     key_mask=None,
     state=None,
+    documents=None,
 ):
     """`linear_attention` that computes features chunk by chunk, forward and backward.
 
@@ -194,20 +198,22 @@ def linear_attention_with_feature_maps(
     group of chunks at a time.
 
     Args:
-        query, key, value: `(batch, length, heads, dim)`.
+        tensors: `(query, key, value)`, each `(batch, length, heads, dim)`.
         config: `LinearAttentionConfig`.
         map_weights: Tuple of tensors that the feature maps read.
         key_log_weight, key_mask, state: As `linear_attention`.
+        documents: The `Documents` of queries and keys, which are equally long.
+            Excludes a `state`, and kernels. Defaults to `None`: one in each row.
 
     Returns:
         `(outputs, state)`: a tuple of tensors in the accumulator's dtype, and the
         state after the last position (`None` without `state`). A kernel returns
         normalized outputs in the dtype of `value`.
     """
-    query, key, value = map(ops.convert_to_tensor, (query, key, value))
+    query, key, value = map(ops.convert_to_tensor, tensors)
     one_position = config.causal and query.shape[1] == key.shape[1] == 1
     is_decoding = one_position and state is not None
-    if not is_decoding:
+    if not is_decoding and documents is None:
         kernel = choose_kernel(query, key, value, state, config)
         if kernel is not None:
             if query.shape[1] != key.shape[1]:
@@ -237,6 +243,12 @@ def linear_attention_with_feature_maps(
             ops.zeros((batch, heads, config.num_features), dtype),
             ops.full((batch, heads), LOG_ZERO, dtype),
         )
+    if documents is not None:
+        keys = key, value, valid, key_log_weight
+        outputs = _attend_by_document(
+            query, keys, carry, tuple(map_weights), config, documents
+        )
+        return outputs, None
     if is_decoding:
         attend = recurrent_linear_attention
     else:
@@ -249,12 +261,39 @@ def linear_attention_with_feature_maps(
                 key, value, valid, key_log_weight = _as_long_as(
                     query, key, value, valid, key_log_weight
                 )
-    outputs, carry = attend(
-        query, key, value, valid, key_log_weight, carry, tuple(map_weights), config
-    )
+    tensors = query, key, value, valid, key_log_weight
+    outputs, carry = attend(tensors, carry, tuple(map_weights), config)
     if state is None:
         return outputs, None
     return outputs, dict(zip(STATE_NAMES, carry, strict=True))
+
+
+def _attend_by_document(query, keys, carry, map_weights, config, documents):
+    """The outputs of `chunked`, of each document by itself.
+
+    Queries that are not causal see the keys up to their own in one pass, and the later
+    ones in another, from the end to the beginning.
+    """
+    causal = chunked.causal_linear_attention
+    if config.causal:
+        tensors = query, *keys
+        position = documents.position
+        return causal(tensors, carry, map_weights, config, position)[0]
+    part_config = dataclasses.replace(config, causal=True, output="partial")
+    tensors = query, *keys
+    before, _ = causal(tensors, carry, map_weights, part_config, documents.position)
+    # Without the query's own key.
+    later = ops.flip(documents.later, axis=1) - 1
+    later_keys = (
+        x if x is None else pad_length(ops.flip(x, axis=1), 1, 0)[:, :-1] for x in keys
+    )
+    tensors = ops.flip(query, axis=1), *later_keys
+    after, _ = causal(tensors, carry, map_weights, part_config, later)
+    after = tuple(ops.flip(x, axis=1) for x in after)
+    parts = merge([before, after])
+    if config.output == "partial":
+        return parts
+    return (finish(*parts, config.output == "normalized"),)
 
 
 def linear_attention_state(

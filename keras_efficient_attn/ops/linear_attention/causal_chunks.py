@@ -41,8 +41,9 @@ from keras_efficient_attn.ops.common.online_softmax import (
 class Chunks:
     """A group of chunks: scores, and states before each chunk as queries read them.
 
-    Made of the carry of the scan, and of queries, keys, values, log weights of keys and
-    log scales of queries, by head.
+    Made of the carry of the scan; of queries, keys, values, log weights of keys and log
+    scales of queries, by head; and of `ChunkMasks` or `None`: queries then see, and
+    states sum over, the keys of their own document only.
 
     Attributes:
         scores: A of the formulae, `(batch, heads, chunks, chunk_size, chunk_size)`.
@@ -55,21 +56,29 @@ class Chunks:
         carry: The state after the last chunk.
     """
 
-    def __init__(self, carry, query, key, value, log_weight, query_log_scale):
+    def __init__(self, carry, query, key, value, log_weight, query_log_scale, masks):
         sums, normalizer, log_scale = carry
         log_scale = ops.stop_gradient(log_scale)
         self.query, self.key, self.value = query, key, value
         self.scores = query @ ops.swapaxes(key, -1, -2)
         self.far_query, self.far_key = query, key
         self.log_weight, self.query_log_scale = log_weight, query_log_scale
-        self.scale = None
+        self.scale, self.masks = None, masks
         if log_weight is None:
-            self.scores = ops.tril(self.scores)
+            self.scores = self._hide_scores(self.scores)
             batch, heads, chunks = sizes(query)[:3]
-            weights = ops.cast(lower_triangle(chunks + 1), query.dtype)
+            seen = lower_triangle(chunks + 1) if masks is None else masks.chain
+            weights = ops.cast(seen, query.dtype)
             self.weights = ops.broadcast_to(
                 weights, (shape_of(query)[0], heads, chunks + 1, chunks + 1)
             )
+            if masks is not None:
+                self.query_factors, self.key_factors = (
+                    ops.cast(mask, query.dtype)[..., None]
+                    for mask in (masks.reads, masks.last)
+                )
+                self.far_query = query * self.query_factors
+                self.far_key = key * self.key_factors
         else:
             log_scale = self._weigh(log_scale, log_weight)
         local = ops.swapaxes(self.far_key, -1, -2) @ value
@@ -80,29 +89,46 @@ class Chunks:
         )
         self.carry = sums, normalizer, log_scale
 
+    def _hide_scores(self, scores):
+        """Scores, 0 for keys of the chunk that a query does not see."""
+        if self.masks is None:
+            return ops.tril(scores)
+        return ops.where(self.masks.near, scores, 0.0)
+
     def _weigh(self, log_scale, log_weight):
         """Weighs scores, keys and queries; returns the log scale after the chunks."""
-        constant = ops.stop_gradient(log_weight)
-        chunk_max = max_along(constant, axis=-1, initial=LOG_ZERO)
+        masks = self.masks
+        if masks is None:
+            before = lower_triangle(shape_of(log_weight)[2] + 1)
+            near = lower_triangle(shape_of(self.query)[3])
+            far_weight = log_weight
+        else:
+            before, near = masks.chain, masks.near
+            far_weight = ops.where(masks.last, log_weight, LOG_ZERO)
+        chunk_max = max_along(ops.stop_gradient(far_weight), -1, initial=LOG_ZERO)
         # The maxima over exactly the state and the keys that each query may see.
-        before = lower_triangle(shape_of(chunk_max)[-1] + 1)
         state_max, self.weights = _prefix_weights(log_scale, chunk_max, before)
-        lower = lower_triangle(shape_of(self.query)[3])
-        seen = ops.where(lower, constant[..., None, :], LOG_ZERO)
-        self.scale = larger(
-            max_along(seen, axis=-1, initial=LOG_ZERO), state_max[..., :-1, None]
-        )
+        after, state_max = state_max[..., -1], state_max[..., :-1, None]
+        if masks is not None:
+            state_max = ops.where(masks.reads, state_max, LOG_ZERO)
+        seen = ops.stop_gradient(log_weight)[..., None, :]
+        seen = ops.where(near, seen, LOG_ZERO)
+        self.scale = larger(max_along(seen, axis=-1, initial=LOG_ZERO), state_max)
         shifted = log_weight[..., None, :] - self.scale[..., None]
-        # Above the diagonal the shift may be large: clip before the exponential.
-        shifted = ops.where(lower, shifted, LOG_ZERO)
-        self.factors = ops.where(lower, ops.exp(shifted), 0.0)
+        # For other keys the shift may be large: clip before the exponential.
+        shifted = ops.where(near, shifted, LOG_ZERO)
+        self.factors = ops.where(near, ops.exp(shifted), 0.0)
         self.scores = self.scores * self.factors
-        self.key_factors = ops.exp(log_weight - chunk_max[..., None])[..., None]
-        query_factors = ops.exp(state_max[..., :-1, None] - self.scale)
+        self.key_factors = ops.exp(far_weight - chunk_max[..., None])[..., None]
+        query_factors = ops.exp(state_max - self.scale)
+        if masks is not None:
+            query_factors = ops.where(masks.reads, query_factors, 0.0)
+            last = masks.last[..., None]
+            self.key_factors = ops.where(last, self.key_factors, 0.0)
         self.query_factors = query_factors[..., None]
         self.far_key = self.key * self.key_factors
         self.far_query = self.query * self.query_factors
-        return state_max[..., -1]
+        return after
 
     def totals(self):
         far = self.far_query @ self.before_normalizer[..., None]
@@ -154,13 +180,14 @@ class Chunks:
         )
         grad_log_weight = None
         if self.log_weight is None:
-            grad_scores = ops.tril(grad_scores)
+            grad_scores = self._hide_scores(grad_scores)
         else:
-            # Above the diagonal, scores and factors are zero.
+            # For keys that are not seen, scores and factors are zero.
             grad_log_weight = ops.sum(grad_scores * self.scores, axis=-2) + ops.sum(
                 grad_far_key * self.far_key, axis=-1
             )
             grad_scores = grad_scores * self.factors
+        if self.log_weight is not None or self.masks is not None:
             grad_far_query = grad_far_query * self.query_factors
             grad_far_key = grad_far_key * self.key_factors
         grad_query = grad_scores @ self.key + grad_far_query
@@ -194,7 +221,8 @@ def _outputs_gradient(chunks, y, y_gradient, output):
 def _prefix_weights(log_scale, chunk_max, lower):
     """Running maxima, and the weights that rescale earlier chunks to them.
 
-    `lower` is the `lower_triangle` of as many rows as chunks, and the state. Returns
+    `lower` is the `lower_triangle` of as many rows as chunks, and the state; or the
+    chunks of the document before each of them. Returns
     `(batch, heads, chunks + 1)` maxima over the state and the chunks before each chunk
     (the last: after all), and `(batch, heads, chunks + 1, chunks + 1)`
     weights, lower triangular, whose column 0 is the state's.

@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from keras_efficient_attn.ops.common.online_softmax import sum_of_scales
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, sum_of_scales
 
 
 def by_head(x, chunk_size):
@@ -27,9 +27,13 @@ class Chunks:
 
     Weights of keys and queries beside the features multiply values and sums instead,
     which are narrower for most maps.
+
+    Attributes:
+        query_factors, key_factors: These weights, `(batch · heads · chunks, size)`, or
+            `None` for 1.
     """
 
-    def __init__(self, carry, query, key, value, log_weight, query_log_scale):
+    def __init__(self, carry, query, key, value, log_weight, query_log_scale, masks):
         self.batch, self.heads, self.chunks = query.shape[:3]
         sums, normalizer, log_scale = carry
         self.query, self.key, self.value = (
@@ -37,17 +41,27 @@ class Chunks:
         )
         self.scores = torch.bmm(self.query, self.key.mT)
         self.log_weight, self.query_log_scale = log_weight, query_log_scale
-        self.scale = None
-        if log_weight is None:
+        self.scale = self.query_factors = self.key_factors = None
+        self.masks = masks
+        if log_weight is not None:
+            log_scale = self._weigh(log_scale, log_weight)
+        elif masks is None:
             self.scores.tril_()
-            self.far_value = self.value
             ones = torch.ones(
                 self.chunks + 1, self.chunks + 1, dtype=key.dtype, device=key.device
             )
             self.weights = ones.tril_().expand(self.batch * self.heads, -1, -1)
+        else:
+            self._hide_scores(self.scores)
+            self.weights = self._by_row(masks.chain.to(key.dtype), 2)
+            self.query_factors, self.key_factors = (
+                self._by_row(mask.to(key.dtype), 3)
+                for mask in (masks.reads, masks.last)
+            )
+        if self.key_factors is None:
+            self.far_value = self.value
             local_normalizer = self.key.sum(-2)
         else:
-            log_scale = self._weigh(log_scale, log_weight)
             self.far_value = self.value * self.key_factors[..., None]
             local_normalizer = _product_with_row(self.key_factors, self.key)
         local = torch.bmm(self.key.mT, self.far_value)
@@ -57,22 +71,57 @@ class Chunks:
         )
         self.carry = sums, normalizer, log_scale
 
+    def _by_row(self, x, axes):
+        """A tensor `(batch, 1, ...)`, equal for all heads, as of the sums' layout.
+
+        Args:
+            x: The tensor.
+            axes: The number of its first axes to join.
+        """
+        return x.expand(-1, self.heads, *x.shape[2:]).flatten(0, axes - 1)
+
+    def _hide_scores(self, scores):
+        """Sets scores of keys that a query does not see to 0, in place."""
+        if self.masks is None:
+            return scores.tril_()
+        return scores.masked_fill_(~self._by_row(self.masks.near, 3), 0.0)
+
     def _weigh(self, log_scale, log_weight):
         """Weighs the scores; returns the log scale after the chunks."""
-        chunk_max = log_weight.amax(-1)
+        masks, far_weight = self.masks, log_weight
+        if masks is not None:
+            far_weight = log_weight.masked_fill(~masks.last, LOG_ZERO)
+        chunk_max = far_weight.amax(-1)
         maxima = torch.cat([log_scale[..., None], chunk_max], -1)
-        running = maxima.cummax(-1).values
         # The maxima over exactly the state and the keys that each query may see. Other
         # differences may be large: clip them before the exponential.
+        if masks is None:
+            running = maxima.cummax(-1).values
+            nearest = log_weight.cummax(-1).values
+        else:
+            running = maxima[..., None, :].masked_fill(~masks.chain, LOG_ZERO).amax(-1)
+            nearest = log_weight[..., None, :].masked_fill(~masks.near, LOG_ZERO)
+            nearest = nearest.amax(-1)
         weights = maxima[..., None, :] - running[..., None]
-        self.weights = weights.clamp_(max=0.0).exp_().tril_().flatten(0, 1)
+        weights = weights.clamp_(max=0.0).exp_()
         state_max = running[..., :-1, None]
-        self.scale = torch.maximum(log_weight.cummax(-1).values, state_max)
+        if masks is None:
+            self.weights = weights.tril_().flatten(0, 1)
+        else:
+            self.weights = weights.masked_fill_(~masks.chain, 0.0).flatten(0, 1)
+            state_max = state_max.masked_fill(~masks.reads, LOG_ZERO)
+        self.scale = torch.maximum(nearest, state_max)
         factors = log_weight[..., None, :] - self.scale[..., None]
-        self.factors = factors.clamp_(max=0.0).exp_().tril_().flatten(0, 2)
+        factors = factors.clamp_(max=0.0).exp_().flatten(0, 2)
+        self.factors = self._hide_scores(factors)
         self.scores.mul_(self.factors)
-        self.key_factors = (log_weight - chunk_max[..., None]).exp_().flatten(0, 2)
-        self.query_factors = (state_max - self.scale).exp_().flatten(0, 2)
+        key_factors = (far_weight - chunk_max[..., None]).exp_()
+        query_factors = (state_max - self.scale).exp_()
+        if masks is not None:
+            key_factors.masked_fill_(~masks.last, 0.0)
+            query_factors.masked_fill_(~masks.reads, 0.0)
+        self.key_factors = key_factors.flatten(0, 2)
+        self.query_factors = query_factors.flatten(0, 2)
         return running[..., -1]
 
     def _prefix_sums(self, first, local):
@@ -100,7 +149,7 @@ class Chunks:
 
     def _of_far_keys(self, sums):
         """Sums over the keys before a chunk, in the scale of each query, in place."""
-        if self.scale is None:
+        if self.query_factors is None:
             return sums
         return sums.mul_(
             self.query_factors.view(*sums.shape[:2], *[1] * (sums.ndim - 2))
@@ -141,7 +190,7 @@ class Chunks:
         )
         grad_scores = torch.bmm(grad_values, self.value.mT)
         grad_far = grad_values
-        if self.scale is not None:
+        if self.query_factors is not None:
             grad_far = grad_values * self.query_factors[..., None]
         grad_query = torch.bmm(grad_far, self.before.mT)
         grad_before = torch.bmm(self.query.mT, grad_far)
@@ -149,7 +198,7 @@ class Chunks:
         if grad_totals is not None:
             grad_scores.add_(grad_totals[..., None])
             row = grad_totals
-            if self.scale is not None:
+            if self.query_factors is not None:
                 row = grad_totals * self.query_factors
             grad_query.addcmul_(row[..., None], self.before_normalizer[:, None])
             grad_before_normalizer = _product_with_row(row, self.query)
@@ -162,21 +211,23 @@ class Chunks:
         grad_value = torch.bmm(self.key, grad_local)
         grad_key = torch.bmm(self.far_value, grad_local.mT)
         grad_log_weight = None
-        if self.log_weight is None:
+        if self.key_factors is None:
             grad_key.add_(grad_local_normalizer[:, None])
             grad_value.baddbmm_(self.scores.mT, grad_values)
-            grad_scores.tril_()
         else:
             factors = self.key_factors[..., None]
             grad_key.addcmul_(factors, grad_local_normalizer[:, None])
             grad_value.mul_(factors).baddbmm_(self.scores.mT, grad_values)
+        if self.log_weight is None:
+            self._hide_scores(grad_scores)
+        else:
             # A key's weight multiplies its value, and the 1 that totals sum.
             grad_ones = _product_with_row(grad_local_normalizer, self.key.mT)
             grad_ones.mul_(self.key_factors)
             if grad_totals is not None:
                 grad_ones.add_(_product_with_row(grad_totals, self.scores))
             grad_log_weight = (grad_value * self.value).sum(-1).add_(grad_ones)
-            # Above the diagonal, the factors are zero.
+            # For keys that are not seen, the factors are zero.
             grad_scores.mul_(self.factors)
         grad_query.baddbmm_(grad_scores, self.key)
         grad_key.baddbmm_(grad_scores.mT, self.query)

@@ -15,6 +15,7 @@ from keras_efficient_attn.ops.common.chunking import (
     columns,
     pad_to,
 )
+from keras_efficient_attn.ops.common.documents import ChunkMasks
 from keras_efficient_attn.ops.common.numerics import (
     accumulator_dtype,
     larger,
@@ -37,25 +38,27 @@ else:
     from keras_efficient_attn.ops.linear_attention.causal_chunks import Chunks
 
 
-def causal_linear_attention(
-    query, key, value, valid, key_log_weight, state, map_weights, config
-):
+def causal_linear_attention(tensors, state, map_weights, config, position=None):
     """Causal attention over `(batch, length, heads, dim)`.
 
     Args:
-        query, key: Inputs of the maps, of equal length; float16 and bfloat16 are cast
-            to the state's dtype step by step.
-        value: `(batch, length, heads, value_dim)`, zero where not valid.
-        valid: `(batch, length)`, 1 for keys that exist and 0 for others, or `None`.
-        key_log_weight: `(batch, length, heads)`, or `None`.
+        tensors: `(query, key, value, valid, key_log_weight)`. Queries and keys, the
+            inputs of the maps, are of equal length; float16 and bfloat16 are cast to
+            the state's dtype step by step. Values `(batch, length, heads, value_dim)`
+            are zero where not valid; `valid` is `(batch, length)`, 1 for keys that
+            exist and 0 for others, or `None`; log weights are `(batch, length, heads)`,
+            or `None`.
         state: `(sum, normalizer, log_scale)` of shapes `(batch, heads, features,
             value_dim)`, `(batch, heads, features)` and `(batch, heads)`.
         map_weights: Tuple of tensors.
         config: `LinearAttentionConfig`.
+        position: How many keys before its own a query sees, as for `ChunkMasks.of`.
+            Defaults to `None`: all, and those of the state.
 
     Returns:
         `(outputs, state)`; `outputs` is a tuple of tensors, batch and length first.
     """
+    query, key, value, valid, key_log_weight = tensors
     length = shape_of(query)[1]
     heads, features = state[0].shape[1:3]
     floats = heads * (2 * features + 3 * (value.shape[-1] or features))
@@ -67,19 +70,21 @@ def causal_linear_attention(
         valid = ops.ones(shape_of(key)[:2], state[0].dtype)
     xs = [query, key, value]
     xs += [columns(t) for t in (valid, key_log_weight) if t is not None]
+    if position is not None:
+        xs.append(position)
     if not whole:
         xs = [pad_to(x, groups * chunks * size) for x in xs]
-    step, gradient = _causal_step(config, size, valid is not None)
+    by_document = position is not None
+    step, gradient = _causal_step(config, size, valid is not None, by_document)
     state, outputs = recompute_scan(
         step, state, tuple(xs), map_weights, gradient, groups
     )
     return tuple(y[:, :length] for y in outputs), state
 
 
-def full_linear_attention(
-    query, key, value, valid, key_log_weight, state, map_weights, config
-):
+def full_linear_attention(tensors, state, map_weights, config):
     """`causal_linear_attention` without causality: queries see every valid key."""
+    query, key, value, valid, key_log_weight = tensors
     heads, features = state[0].shape[1:3]
     floats = heads * (features + 2 * (value.shape[-1] or features))
     size, chunks, groups = chunk_layout(
@@ -136,18 +141,24 @@ def weigh_keys(key, log_weight, rest, masked):
 
 # Bounded: it holds functions that users make.
 @functools.lru_cache(256)
-def _causal_step(config, chunk_size, masked):
+def _causal_step(config, chunk_size, masked, by_document):
     """`(step, gradient)` for `recompute_scan`.
 
-    The carry is `(sum, normalizer, log_scale)`; `x` is `(query, key, value)` and the
-    further inputs of `weigh_keys`; the constants are the maps' weights. `log_scale`
-    has no gradient.
+    The carry is `(sum, normalizer, log_scale)`; `x` is `(query, key, value)`, the
+    further inputs of `weigh_keys`, and `by_document` the position that
+    `ChunkMasks.of` takes; the constants are the maps' weights. `log_scale` has no
+    gradient.
 
     Args:
         config: `LinearAttentionConfig`.
         chunk_size: Positions per chunk.
         masked: Whether `x` includes a key mask.
+        by_document: Whether queries see the keys of their own documents only.
     """
+
+    def split(x):
+        """The differentiable inputs, and the `ChunkMasks` or `None`."""
+        return (x[:-1], ChunkMasks.of(x[-1], chunk_size)) if by_document else (x, None)
 
     def prepare(x, map_weights):
         dtype = accumulator_dtype(*x)
@@ -157,16 +168,21 @@ def _causal_step(config, chunk_size, masked):
         return query, key, value, log_weight, query_log_scale
 
     def step(carry, x, map_weights):
-        chunks = Chunks(carry, *prepare(x, map_weights))
+        x, masks = split(x)
+        chunks = Chunks(carry, *prepare(x, map_weights), masks)
         return chunks.carry, chunks.outputs(config.output)
 
     def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
-        prepared, pull = vector_jacobian_product(prepare, (x, map_weights))
-        chunks = Chunks(carry, *prepared)
+        own, masks = split(x)
+        prepared, pull = vector_jacobian_product(prepare, (own, map_weights))
+        chunks = Chunks(carry, *prepared, masks)
         grad_carry, *grad_prepared = chunks.gradient(
             y, y_gradient, carry_gradient, config.output
         )
-        return grad_carry, *pull(grad_prepared)
+        grad_x, grad_weights = pull(grad_prepared)
+        # Positions are integers.
+        grad_x = *grad_x, *map(ops.zeros_like, x[len(own) :])
+        return grad_carry, grad_x, grad_weights
 
     return step, gradient
 

@@ -19,23 +19,17 @@ from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
 from keras_efficient_attn.ops.linear_attention.chunked import weigh_keys
 
 
-def recurrent_linear_attention(
-    query, key, value, valid, key_log_weight, state, map_weights, config
-):
+def recurrent_linear_attention(tensors, state, map_weights, config):
     """Causal attention of one position after the positions in the state.
 
     Args:
-        query, key: `(batch, 1, heads, dim)`.
-        value: `(batch, 1, heads, value_dim)`, zero where not valid.
-        valid: `(batch, 1)`, 1 for keys that exist and 0 for others, or `None`.
-        key_log_weight: `(batch, 1, heads)`, or `None`.
-        state: `(sum, normalizer, log_scale)`, as `causal_linear_attention`.
-        map_weights: Tuple of tensors.
-        config: `LinearAttentionConfig`.
+        tensors: `(query, key, value, valid, key_log_weight)`, of one position, and
+            state, map_weights, config: as for `causal_linear_attention`.
 
     Returns:
         `(outputs, state)`, as `causal_linear_attention`.
     """
+    query, key, value, valid, key_log_weight = tensors
     sums, normalizer, log_scale = state
     batch, _, heads, value_dim = sizes(value)
 

@@ -24,14 +24,14 @@ STATE_NAMES = ("window_key", "window_value", "window_mask")
 
 @jit_on_jax("config")
 def windowed_linear_attention(
-    query,
-    key,
-    value,
+    tensors,
     config,
     map_weights=(),
     key_mask=None,
     state=None,
     window_bias=None,
+    lengths=None,
+    documents=None,
 ):
     """Linear attention with exact attention to the nearest keys.
 
@@ -45,50 +45,53 @@ def windowed_linear_attention(
     stays linear, streams, and never subtracts.
 
     Args:
-        query, key, value: `(batch, length, heads, dim)`, equally long.
+        tensors: `(query, key, value)`, each `(batch, length, heads, dim)`, equally
+            long.
         config: `LinearAttentionConfig` with a `window`: a query sees itself and
             `window - 1` earlier keys exactly and, if not causal, as many later ones;
             `output` is `"normalized"` or `"sum"`.
         map_weights, key_mask: As for `linear_attention_with_feature_maps`.
         state: Optional state; needs `causal`. The linear state of the far keys, and
             the last `window` keys in `"window_key"`, `"window_value"` and
-            `"window_mask"`; in `"lengths"`, if not all exist, how many positions of
-            each row exist, at its beginning: int32 `(batch,)`.
+            `"window_mask"`.
         window_bias: Optional `b`, `(distances, heads)` in the order of
             `window_distances`. Defaults to `None`: 0.
+        lengths: With a state, the positions of each row that exist, at its beginning:
+            int32 `(batch,)`. Defaults to `None`: all.
+        documents: As for `linear_attention_with_feature_maps`.
 
     Returns:
         `(output, state)`: `(batch, length, heads, value_dim)` in the accumulator's
         dtype, and the new state or `None`.
     """
     # An implementation that is named is the far keys', without a kernel for near ones.
-    kernel_dtype = value.dtype if config.implementation is None else None
-    query, key, value, valid = masked_inputs(query, key, value, key_mask)
+    kernel_dtype = tensors[2].dtype if config.implementation is None else None
+    query, key, value, valid = masked_inputs(*tensors, key_mask)
     length, window = shape_of(query)[1], config.window
 
     # The keys of this segment, and of the last `window` positions before it.
-    lengths = None
     if state is None:
         history = tuple(pad_length(t, window, 0) for t in (key, value, valid))
         far_state = None
     else:
-        state = dict(state)
-        lengths = state.pop("lengths", None)
         history = append_segment(state, key, value, valid, names=STATE_NAMES)
         far_state = {k: v for k, v in state.items() if k not in STATE_NAMES}
 
     far_config = dataclasses.replace(config, causal=True, output="partial", window=None)
 
-    def far(query, delayed, state):
+    def far(query, delayed, state, position):
         key, value, valid = delayed
+        own = None
+        if documents is not None:
+            # Delayed keys: those of the document, as far as they have arrived.
+            own = documents._replace(position=position - window)
         return linear_attention_with_feature_maps(
-            query,
-            key,
-            value,
+            (query, key, value),
             far_config,
             map_weights=map_weights,
             key_mask=valid > 0,
             state=state,
+            documents=own,
         )
 
     leaving = tuple(t[:, :length] for t in history)
@@ -96,12 +99,17 @@ def windowed_linear_attention(
         # A row's window loses as many keys as the row has new ones.
         leaves = ops.arange(length, dtype="int32") < lengths[:, None]
         leaving = *leaving[:2], leaving[2] * ops.cast(leaves, valid.dtype)
-    before, far_state = far(query, leaving, far_state)
+    position, later = None, None
+    if documents is not None:
+        position, later = documents.position, ops.flip(documents.later, axis=1)
+    before, far_state = far(query, leaving, far_state, position)
     rule = SlidingWindow(window, config.causal)
     relative = bias_products(query, window_bias)
     if state is None:
         seen = None if key_mask is None else valid
-        near = attend_window(query, key, value, seen, rule, kernel_dtype, relative)
+        near = attend_window(
+            (query, key, value), seen, rule, kernel_dtype, relative, documents
+        )
     elif query.shape[1] == key.shape[1] == 1:
         near = attend_to_all(query, *(t[:, 1:] for t in history), window_bias)
     else:
@@ -113,7 +121,7 @@ def windowed_linear_attention(
             pad_length(ops.flip(t[:, window:], axis=1), window, 0)[:, :length]
             for t in (key, value, valid)
         )
-        after, _ = far(ops.flip(query, axis=1), delayed, None)
+        after, _ = far(ops.flip(query, axis=1), delayed, None, later)
         parts.append(tuple(ops.flip(t, axis=1) for t in after))
     output = finish(*merge(parts), config.output == "normalized")
     if state is None:

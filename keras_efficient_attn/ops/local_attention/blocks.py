@@ -20,7 +20,7 @@ from keras_efficient_attn.ops.local_attention.grid import attend_grid
 
 
 @jit_on_jax("config", "options")
-def attend_in_blocks(inputs, window_bias, state, seed, lengths, config, options):
+def attend_in_blocks(inputs, window_bias, state, seed, rows, config, options):
     """`(output, new state or None)` of a sequence, or of a segment with a state.
 
     Arguments are as for the forms of `SoftmaxCall.attend`, with a `LocalConfig` and the
@@ -36,7 +36,7 @@ def attend_in_blocks(inputs, window_bias, state, seed, lengths, config, options)
         start = None if mask_fn.sees_all_in_reach else position
         relative = bias_products(query, window_bias)
         part = attend_recent(query, *past, mask_fn, start, dropout, relative)
-        return finish(*part, True), drop_oldest(past, length, position, lengths)
+        return finish(*part, True), drop_oldest(past, length, position, rows.lengths)
     inputs = pad_to_common_length(query, key, value, valid)
     if config.is_grid:
         part = attend_grid(*inputs, mask_fn, dropout)
@@ -44,7 +44,7 @@ def attend_in_blocks(inputs, window_bias, state, seed, lengths, config, options)
         relative = None
         if window_bias is not None:
             relative = bias_products(inputs[0], window_bias)
-        part = attend_near(*inputs, mask_fn, dropout, relative)
+        part = attend_near(*inputs, mask_fn, dropout, relative, rows.documents)
     return finish(*(t[:, :length] for t in part), True), None
 
 
@@ -58,10 +58,12 @@ def attend_by_kernel(inputs, config, options, kernel):
 
 
 @jit_on_jax("config", "options")
-def attend_next(inputs, window_bias, state, seed, lengths, config, options):
+def attend_next(inputs, window_bias, state, seed, rows, config, options):
     """Computes `attend_in_blocks` for one position and a state."""
     query, *segment = masked_inputs(*inputs)
     inputs = (query * options.scale, *segment)
     mask_fn = config.mask_fn(causal=True)
     dropout = options.dropout_and_seed(seed)
-    return attend_recent_single(inputs, state, mask_fn, dropout, window_bias, lengths)
+    return attend_recent_single(
+        inputs, state, mask_fn, dropout, window_bias, rows.lengths
+    )

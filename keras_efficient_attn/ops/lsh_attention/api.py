@@ -4,6 +4,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_implementation
+from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.plan import jit_on_jax
 from keras_efficient_attn.ops.common.state import check_state
@@ -116,6 +117,24 @@ def lsh_attention(
         check_state(state, lsh_attention_state_spec(None, *sizes, None))
     extras = (key_mask, state, dropout_mask)
     return _attend(query, value, buckets, *extras, config, implementation)
+
+
+@jit_on_jax("config")
+def lsh_attention_by_document(query, value, buckets, key_mask, documents, config):
+    """`lsh_attention` of each document of a row, from all pairs of positions.
+
+    Args:
+        query, value, buckets, key_mask: As for `lsh_attention`, of a known length.
+        documents: `Documents`.
+        config: `LSHConfig`.
+
+    Returns:
+        `(batch, length, heads, value_dim)` in the accumulator's dtype.
+    """
+    dtype = accumulator_dtype(query, value)
+    kept = ops.ones(shape_of(query)[:2], "bool") if key_mask is None else key_mask
+    query, value = (ops.cast(hide_masked(t, key_mask), dtype) for t in (query, value))
+    return pairs_lsh_attention(query, value, buckets, kept, config, documents)
 
 
 @jit_on_jax("config", "implementation")

@@ -9,7 +9,8 @@ from keras import ops
 from keras_efficient_attn.ops.common.backend import are_values_known, shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.chunking import chunk_layout
-from keras_efficient_attn.ops.common.numerics import greatest_index
+from keras_efficient_attn.ops.common.numerics import greatest_index, pad
+from keras_efficient_attn.ops.common.rows import running_count
 
 # Positions and codes are stored in float32 tensors, which are exact up to here.
 MAX_CODE = 2**24
@@ -98,6 +99,50 @@ def cut_into_chunks(buckets, kept, config):
         code=ops.where(kept, code, -1),
         before=ops.where(kept, before, -2),
     )
+
+
+def codes_by_document(buckets, kept, config, documents):
+    """The `code` and `before` of `Chunks`, for chunks of each document by itself.
+
+    Args:
+        buckets, kept, config: As for `cut_into_chunks`.
+        documents: `Documents`.
+    """
+    length, chunk_size = shape_of(buckets)[-1], config.chunk_size
+    kept = kept[:, None, None]
+    bucket = ops.where(kept, buckets, config.num_buckets)
+    number, position, later = (
+        ops.broadcast_to(x[:, None, None], shape_of(bucket)) for x in documents
+    )
+    steps = ops.arange(length, dtype="int32")
+    order = ops.argsort((bucket - config.num_buckets // 2) * length + steps, axis=-1)
+    # Sorting is stable: by document, then by bucket, then by position.
+    by_number = ops.argsort(ops.take_along_axis(number, order, axis=-1), axis=-1)
+    order = ops.take_along_axis(order, by_number, axis=-1)
+    rank = ops.cast(ops.argsort(order, axis=-1), "int32")
+    # The rank at which the document's positions in the same bucket begin.
+    bucket, number = (ops.take_along_axis(x, order, axis=-1) for x in (bucket, number))
+    goes_on = ops.logical_and(
+        bucket[..., 1:] == bucket[..., :-1], number[..., 1:] == number[..., :-1]
+    )
+    begins = pad(ops.cast(ops.logical_not(goes_on), "int32"), [(0, 0)] * 3 + [(1, 0)])
+    run = running_count(begins)
+    first = ops.take_along_axis(_count_below(run, run), rank, axis=-1)
+
+    start = steps - position
+    if config.aligned:
+        chunk = own = (rank - first) // chunk_size
+    else:
+        own = (rank - start) // chunk_size
+        chunk = own - (first - start) // chunk_size
+    # A number for each chunk of the bucket, at most the rank of its last position.
+    code = first + chunk
+    before = ops.where(chunk > 0, code - 1, -2)
+    if config.across_buckets:
+        code = start + own
+        last = (position + later) // chunk_size
+        before = ops.where(own > 0, code - 1, ops.where(last > 0, start + last, -2))
+    return ops.where(kept, code, -1), ops.where(kept, before, -2)
 
 
 def make_layout(chunks, chunk_size, floats_per_position):

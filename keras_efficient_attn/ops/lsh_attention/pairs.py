@@ -11,7 +11,10 @@ from keras_efficient_attn.ops.common.block_softmax import fused_module
 from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.lsh_attention.chunked import masked_part, unit, with_self
-from keras_efficient_attn.ops.lsh_attention.layout import cut_into_chunks
+from keras_efficient_attn.ops.lsh_attention.layout import (
+    codes_by_document,
+    cut_into_chunks,
+)
 
 # Each block is written out in a compiled program.
 MAX_BLOCKS = 8
@@ -36,26 +39,31 @@ def prefers_pairs(query, rounds, config):
     return _number_of_pairs(query) <= MAX_BLOCKS * plan.lsh_block_floats
 
 
-def pairs_lsh_attention(query, value, buckets, kept, config):
-    """Computes `chunked_lsh_attention` without dropout, for a known length."""
+def pairs_lsh_attention(query, value, buckets, kept, config, documents=None):
+    """Computes `chunked_lsh_attention` without dropout, for a known length.
+
+    With `Documents`, each of them has chunks of its own.
+    """
     if query.shape[1] == 0:
         return value
-    chunks = cut_into_chunks(buckets, kept, config)
+    if documents is None:
+        chunks = cut_into_chunks(buckets, kept, config)
+        codes = chunks.code, chunks.before
+    else:
+        codes = codes_by_document(buckets, kept, config, documents)
     key, query = unit(query), query * config.scale
     fused = fused_module(query)
     if fused is None:
-        output = _attend_in_blocks(query, key, value, chunks, config.causal)
+        output = _attend_in_blocks(query, key, value, codes, config.causal)
     else:
-        kind, codes = (
-            "earlier codes" if config.causal else "codes",
-            (chunks.code, chunks.before),
-        )
+        kind = "earlier codes" if config.causal else "codes"
         values, totals, _ = fused.attend(kind, query, key, value, None, codes)
         output = with_self(values, totals, value)
     return ops.where(kept[:, :, None, None], output, 0.0)
 
 
-def _attend_in_blocks(query, key, value, chunks, causal):
+def _attend_in_blocks(query, key, value, codes, causal):
+    code, before = codes
     length, plan = query.shape[1], block_sizes()
     blocks = max(
         length // (4 * plan.block), _number_of_pairs(query) // plan.lsh_block_floats
@@ -65,8 +73,8 @@ def _attend_in_blocks(query, key, value, chunks, causal):
     for block in range(blocks):
         start, stop = length * block // blocks, length * (block + 1) // blocks
         last = stop if causal else length
-        keys = key[:, :last], value[:, :last], chunks.code[..., :last]
-        consts = (*keys, chunks.before[..., start:stop])
+        keys = key[:, :last], value[:, :last], code[..., :last]
+        consts = (*keys, before[..., start:stop])
         _, (output,) = recompute_scan(
             _block_step(start, causal), (), (query[:, start:stop],), consts, num_steps=1
         )

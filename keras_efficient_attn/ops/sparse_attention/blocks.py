@@ -31,12 +31,12 @@ from keras_efficient_attn.ops.sparse_attention.config import FAR, summary_start
 
 
 @jit_on_jax("config", "options")
-def attend_in_blocks(inputs, state, seed, lengths, config, options):
+def attend_in_blocks(inputs, state, seed, rows, config, options):
     """`(output, new state or None)` of a sequence, or of a segment with a state.
 
     Arguments are as for the forms of `SoftmaxCall.attend`, with a `SparseConfig`.
     """
-    length = shape_of(inputs[0])[1]
+    length, (lengths, documents) = shape_of(inputs[0])[1], rows
     inputs = masked_inputs(*inputs)
     if state is None:
         inputs = pad_to_common_length(*inputs)
@@ -48,7 +48,7 @@ def attend_in_blocks(inputs, state, seed, lengths, config, options):
         near_dropout, far_dropout = config.dropouts(options, seed)
     parts, new_state = [], {}
     if config.near_heads and state is None:
-        parts.append(attend_near(*near, near_mask, near_dropout))
+        parts.append(attend_near(*near, near_mask, near_dropout, documents=documents))
     elif config.near_heads:
         past, position = append_segment(state, *near[1:]), state["position"]
         start = None if near_mask.sees_all_in_reach else position
@@ -56,7 +56,11 @@ def attend_in_blocks(inputs, state, seed, lengths, config, options):
         new_state |= drop_oldest(past, length, position, lengths)
     if config.far_heads and state is None:
         if config.pattern == "strided":
-            part = attend_columns(*far, far_mask, far_dropout)
+            part = attend_columns(*far, far_mask, far_dropout, documents)
+        elif documents is not None:
+            part = attend_summaries_by_document(
+                *far, far_mask, config.summary, far_dropout, documents
+            )
         else:
             part = attend_summaries(*far, far_mask, config.summary, far_dropout)
         parts.append(part)
@@ -101,7 +105,7 @@ def write_far(state, keys, config, lengths):
     ]
 
 
-def attend_columns(query, key, value, valid, mask_fn, dropout):
+def attend_columns(query, key, value, valid, mask_fn, dropout, documents):
     """Partial softmax of every column, for `(batch, length, heads, dim)`."""
     length, stride = shape_of(query)[1], mask_fn.stride
     rows = chunk_count(length, stride)
@@ -109,8 +113,35 @@ def attend_columns(query, key, value, valid, mask_fn, dropout):
         by_column(t, rows, stride) for t in (query, key, value, valid)
     )
     positions = (ops.arange(rows, dtype="int32") * stride,) * 2
+    if documents is not None:
+        places = (
+            by_column(x, rows, stride) for x in (documents.position, documents.number)
+        )
+        positions = tuple(x for x in places for _ in range(2))
     part = attend_blocks(query, key, value, valid, mask_fn, positions, dropout)
     return tuple(by_row(t)[:, :length] for t in part)
+
+
+def attend_summaries_by_document(
+    query, key, value, valid, mask_fn, summary, dropout, documents
+):
+    """`attend_summaries` of each document by itself.
+
+    Summaries are at other places in each row: all keys are read, in quadratic time.
+    """
+    heads, stride = query.shape[2], mask_fn.stride
+    starts = constant(_summary_starts, stride, summary, heads, dtype="int32")
+    step = (documents.position % stride)[..., None]
+    in_summary = ops.logical_and(step >= starts, step < starts + summary)
+    valid = valid[..., None] * ops.cast(in_summary, valid.dtype)
+    positions = documents.position, documents.position[:, None]
+    numbers = documents.number, documents.number[:, None]
+    inputs = query, key, value, valid
+    return attend_shared(*inputs, mask_fn, (*positions, *numbers), dropout)
+
+
+def _summary_starts(stride, summary, heads):
+    return np.array([summary_start(stride, summary, head) for head in range(heads)])
 
 
 def attend_cached_columns(query, cache, mask_fn, start, dropout):

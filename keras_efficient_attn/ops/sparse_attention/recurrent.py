@@ -19,9 +19,9 @@ from keras_efficient_attn.ops.sparse_attention.config import FAR
 
 
 @jit_on_jax("config", "options")
-def attend_next(inputs, state, seed, lengths, config, options):
+def attend_next(inputs, state, seed, rows, config, options):
     """Computes `attend_in_blocks` for one position and a state."""
-    query, *keys = masked_inputs(*inputs)
+    lengths, (query, *keys) = rows.lengths, masked_inputs(*inputs)
     near, far = config.split_heads(query * options.scale, *keys)
     near_dropout, far_dropout = config.dropouts(options, seed)
     near_mask, _ = config.masks(causal=True)

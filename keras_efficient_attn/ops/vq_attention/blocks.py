@@ -128,7 +128,7 @@ def _soft_step(block_length):
         before, sums = prefix_sums(carry[0], ops.swapaxes(chosen, -1, -2) @ value)
         counts_before, counts = prefix_sums(carry[1], ops.sum(chosen, axis=-2))
         logits = query @ ops.swapaxes(codebook[:, None], -1, -2)
-        part = _read_mixture(logits, chosen, value, before, counts_before)
+        part = read_mixture(logits, chosen, value, before, counts_before)
         return (sums, counts), tuple(by_position(t) for t in part)
 
     return step
@@ -171,14 +171,23 @@ def _read(logits, sums, counts):
     return weights @ means, ops.sum(weights, axis=-1), scale
 
 
-def _read_mixture(logits, chosen, values, sums, counts):
+def read_mixture(logits, chosen, values, sums=None, counts=None, seen=None):
     """`_read` for soft codes: each key of the block has a share in every code.
 
     Its weight is `Σ_c exp(q·c) p(c | key)`. A code without keys so far must not set the
     scale, so the counts are those up to the query.
+
+    Args:
+        logits, sums, counts: As for `_read`; without a cache, the last two are `None`.
+        chosen: `(batch, heads, blocks, length, codes)`, the shares of each key.
+        values: `(batch, heads, blocks, length, value_dim)`.
+        seen: 1 for keys of the block that a query sees and 0 for others. Defaults to
+            those up to its own.
     """
-    lower = ops.cast(lower_triangle(shape_of(logits)[3]), logits.dtype)
-    counts = counts[..., None, :] + lower @ chosen
+    if seen is None:
+        seen = ops.cast(lower_triangle(shape_of(logits)[3]), logits.dtype)
+    in_block = seen @ chosen
+    counts = in_block if counts is None else counts[..., None, :] + in_block
     full = counts > MIN_COUNT
     with_counts = logits + ops.log(ops.where(full, counts, 1.0))
     with_counts = ops.where(full, with_counts, LOG_ZERO)
@@ -188,8 +197,9 @@ def _read_mixture(logits, chosen, values, sums, counts):
     # Excluding the counts, at most 1 / count.
     shifted = ops.where(full, logits - scale[..., None], LOG_ZERO)
     weights = ops.exp(shifted)
-    key_weights = (weights @ ops.swapaxes(chosen, -1, -2)) * lower
-    return weights @ sums + key_weights @ values, total, scale
+    key_weights = (weights @ ops.swapaxes(chosen, -1, -2)) * seen
+    output = key_weights @ values
+    return output if sums is None else weights @ sums + output, total, scale
 
 
 # A code with a smaller count is empty: its mean would be rounding noise.

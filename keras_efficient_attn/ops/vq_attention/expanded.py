@@ -144,8 +144,10 @@ def _block_step(rank, causal):
         (codebook,) = consts
         query, residual, value, valid, index = (by_head(t, shape_of(t)[1]) for t in x)
         chosen = one_hot_codes(index, valid, codebook.shape[1])
-        block = chosen, residual, value
-        part = read(query, codebook, None, rank, block, causal)
+        block, seen = (chosen, residual, value), None
+        if not causal:
+            seen = ops.ones((shape_of(query)[3], shape_of(value)[3]), query.dtype)
+        part = read(query, codebook, None, rank, block, seen)
         return carry, tuple(by_position(t) for t in part)
 
     return step
@@ -196,14 +198,15 @@ def feature_sums(chosen, index, residual, value, rank):
     return sums
 
 
-def read(query, codebook, cache, rank, block=None, causal=True):
+def read(query, codebook, cache, rank, block=None, seen=None):
     """Partial softmax over the keys in the cache and in the same block.
 
     Args:
         query: `(batch, heads, blocks, length, dim)`.
         cache: The cache before each block, or `None` for an empty one.
         block: Optional `(chosen, residual, value)` of the keys of the block.
-        causal: Whether a query sees the keys of its block only up to its own.
+        seen: 1 for keys of the block that a query sees and 0 for others. Defaults to
+            those up to its own.
     """
     logits = query @ ops.swapaxes(codebook[:, None], -1, -2)
     numbers = 0.0
@@ -213,8 +216,7 @@ def read(query, codebook, cache, rank, block=None, causal=True):
     if block is not None:
         # Up to the query: a code without keys so far must not set the scale.
         chosen, residual, value = block
-        seen = ops.ones((shape_of(query)[3], shape_of(value)[3]), query.dtype)
-        if causal:
+        if seen is None:
             seen = ops.cast(lower_triangle(shape_of(query)[3]), query.dtype)
         numbers = numbers + seen @ chosen
     full = numbers > MIN_COUNT

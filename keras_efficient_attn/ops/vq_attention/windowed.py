@@ -20,12 +20,14 @@ from keras_efficient_attn.ops.common.masks import SlidingWindow
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import divide, merge
 from keras_efficient_attn.ops.common.plan import has_one_tpu, jit_on_jax
+from keras_efficient_attn.ops.common.rows import WHOLE_ROWS
 from keras_efficient_attn.ops.common.state import keep_last
 from keras_efficient_attn.ops.vq_attention import feature_kernel
 from keras_efficient_attn.ops.vq_attention.blocks import (
     causal_code_attention,
     full_code_attention,
 )
+from keras_efficient_attn.ops.vq_attention.by_document import attend_by_document
 from keras_efficient_attn.ops.vq_attention.codebook import look_up, quantize
 from keras_efficient_attn.ops.vq_attention.config import (
     Codebook,
@@ -53,7 +55,7 @@ if BACKEND == "torch":
 
 @jit_on_jax("config", "causal")
 def attend_to_keys_and_codes(
-    query, keys, codebook, config, causal, positions=None, state=None, lengths=None
+    query, keys, codebook, config, causal, positions=None, state=None, rows=WHOLE_ROWS
 ):
     """`vq_attention` for layers, without checks and with known codes of the keys.
 
@@ -65,8 +67,7 @@ def attend_to_keys_and_codes(
         causal: Whether query `t` sees keys `0..t` only.
         positions: Optional `Positions`.
         state: Optional state of earlier segments.
-        lengths: Positions of each row of a segment that exist, at its beginning: int32
-            `(batch,)`. Defaults to `None`: all.
+        rows: `Rows`.
 
     Returns:
         `(output, state)`: the output in the accumulator's dtype, and the new state or
@@ -88,8 +89,9 @@ def attend_to_keys_and_codes(
     if positions is not None:
         positions = map_tensors(lambda t: ops.cast(t, dtype), positions)
 
+    lengths, documents = rows
     if state is None and config.window is not None:
-        options = config, causal, positions, kernel_dtype
+        options = config, causal, positions, kernel_dtype, documents
         return attend_sequence(query, keys, codebook, *options), None
     keys = with_valid(keys)
     if state is not None and query.shape[1] == key.shape[1] == 1:
@@ -98,6 +100,9 @@ def attend_to_keys_and_codes(
         return attend_segment(query, keys, codebook, config, positions, state, lengths)
     # Without a window, codes stand for all keys.
     keys, cache = keys_for_codes(keys, codebook, config), None
+    if documents is not None:
+        part = attend_by_document(query, keys, codebook, config, causal, documents)
+        return divide(*part[:2]), None
     if causal:
         keys = map_tensors(lambda t: fit_length(t, shape_of(query)[1]), keys)
         cache = None if state is None else cache_of(state, config, dtype)
@@ -108,7 +113,14 @@ def attend_to_keys_and_codes(
 
 
 def attend_sequence(
-    query, keys, codebook, config, causal, positions, kernel_dtype=None
+    query,
+    keys,
+    codebook,
+    config,
+    causal,
+    positions,
+    kernel_dtype=None,
+    documents=None,
 ):
     """The output of a whole sequence.
 
@@ -116,6 +128,7 @@ def attend_sequence(
         query, keys, codebook, config, causal, positions: As for
             `attend_to_keys_and_codes`; `keys.valid` may be `None`.
         kernel_dtype: In which a kernel multiplies; `None` for no kernel.
+        documents: `Documents`, or `None` for one in each row.
     """
     length = total = shape_of(query)[1]
     if query.shape[1] is None or query.shape[1] != keys.key.shape[1]:
@@ -127,13 +140,18 @@ def attend_sequence(
             positions = _nearest_positions(positions, window - total, causal)
         window = max(1, total)
     near = quantize(keys, codebook) if config.quantize_window else keys
-    near = query, near.key, near.value, near.valid
+    valid, near = near.valid, (query, near.key, near.value)
     rule = SlidingWindow(window, causal)
-    part = attend_window(*near, rule, kernel_dtype, relative=positions)
+    part = attend_window(near, valid, rule, kernel_dtype, positions, documents)
     if isinstance(total, int) and total <= window:
         # A sequence that fits in the window has no far keys.
         return divide(*part[:2])[:, :length]
     parts, far = [part], keys_for_codes(with_valid(keys), codebook, config)
+    if documents is not None:
+        parts.append(
+            attend_by_document(query, far, codebook, config, causal, documents)
+        )
+        return divide(*merge(parts)[:2])
     for from_end in (False,) if causal else (False, True):
         if from_end:
             query, far = _reverse(query), map_tensors(_reverse, far)

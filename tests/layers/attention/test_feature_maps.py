@@ -202,7 +202,7 @@ def test_gradients_of_a_map_s_weights_are_differences(causal):
 
     def loss(*kernels):
         (heads,), _ = linear_attention_with_feature_maps(
-            query, key, value, config, kernels
+            (query, key, value), config, kernels
         )
         return ops.sum(ops.square(heads))
 

@@ -189,6 +189,11 @@ class LinearAttention(EfficientAttention):
         )
 
     @property
+    def takes_documents(self):
+        # Other maps read the whole sequence.
+        return self.feature_map.causal
+
+    @property
     def estimates_beyond_window(self):
         return self.window is not None
 
@@ -246,17 +251,15 @@ class LinearAttention(EfficientAttention):
             if windowed:
                 attend = split_linear.windowed_attention
                 whole = whole, bias
-            split_tensors = *tensors, options["key_mask"], None
+            split_tensors = *tensors, call.key_mask, None
             heads, state = call.split.run(attend, split_tensors, whole, config), None
         elif windowed:
-            if call.lengths is not None:
-                options["state"] = {**options["state"], "lengths": call.lengths}
             heads, state = windowed_linear_attention(
-                *tensors, config, window_bias=bias, **options
+                tensors, config, window_bias=bias, lengths=call.lengths, **options
             )
         else:
             (heads,), state = linear_attention_with_feature_maps(
-                *tensors, config, **options
+                tensors, config, **options
             )
         if position is not None:
             state["position"] = position + call.positions_read(query)
@@ -277,10 +280,16 @@ class LinearAttention(EfficientAttention):
             state = dict(state)
             position = state.pop("position")
         dtype = accumulator_dtype(query, key, value)
-        query = self._prepare(query, dtype, position)
-        key = self._prepare(key, dtype, position)
+        start = call.documents.position if call.documents else position
+        query = self._prepare(query, dtype, start)
+        key = self._prepare(key, dtype, start)
         query, key, map_weights = self._map_inputs(query, key, call)
-        options = dict(map_weights=map_weights, key_mask=call.key_mask, state=state)
+        options = dict(
+            map_weights=map_weights,
+            key_mask=call.key_mask,
+            state=state,
+            documents=call.documents,
+        )
         return (query, key, value), options, position
 
     def _prepare(self, x, dtype, position):

@@ -32,6 +32,7 @@ from keras_efficient_attn.ops.common.positions import (
     bias_products,
     window_sinusoids,
 )
+from keras_efficient_attn.ops.common.rows import Rows
 from keras_efficient_attn.ops.reversible.remembered import (
     RECORDS,
     cache_for_backward,
@@ -311,6 +312,10 @@ class VQAttention(EfficientAttention):
         return self._codebook.codes
 
     @property
+    def takes_documents(self):
+        return True
+
+    @property
     def can_calibrate(self):
         return True
 
@@ -362,7 +367,8 @@ class VQAttention(EfficientAttention):
         if self.rotary_wavelength is not None and state is not None:
             state = dict(state)
             start = state.pop("position")
-        query, key = (self._prepare(x, dtype, start) for x in (query, key))
+        place = call.documents.position if call.documents else start
+        query, key = (self._prepare(x, dtype, place) for x in (query, key))
         positions = None
         if self.config.relative_positions:
             positions = self._relative_positions(query, call)
@@ -404,7 +410,7 @@ class VQAttention(EfficientAttention):
                 call.causal,
                 positions,
                 state,
-                call.lengths,
+                Rows(call.lengths, call.documents),
             )
         else:
             position_query, position_key = positions or (None, None)

@@ -62,24 +62,29 @@ def _module(name):
     return module
 
 
-def attend_window(query, key, value, valid, window, dtype, relative=None):
+def attend_window(tensors, valid, window, dtype, relative=None, documents=None):
     """Computes `block_softmax.attend_near` by the device's kernel, if it can.
 
     Args:
-        query, key, value, relative: As for `attend_near`.
+        tensors: `(query, key, value)`, as for `attend_near`.
+        relative, documents: As for `attend_near`. Exclude kernels.
         valid: As for `attend_near`, or `None` if all keys exist.
         window: `SlidingWindow`.
         dtype: In which a kernel multiplies; `None` for blocks.
     """
-    if dtype is not None and relative is None and has_kernels(query):
-        tensors = [ops.cast(x, dtype) for x in (query, key, value)]
-        kernel = _module(kernels.choose(KERNELS, None, tensors, _obstacle))
+    query, key, value = tensors
+    exact = dtype is None or relative is not None or documents is not None
+    if not exact and has_kernels(query):
+        narrow = [ops.cast(x, dtype) for x in tensors]
+        kernel = _module(kernels.choose(KERNELS, None, narrow, _obstacle))
         if kernel is not None:
             pattern = NearKeys(window, key.shape[1])
-            return kernel.attend_part(*tensors, valid, pattern, 1.0)
+            return kernel.attend_part(*narrow, valid, pattern, 1.0)
     if valid is None:
         valid = ops.ones(shape_of(key)[:2], query.dtype)
-    return attend_near(query, key, value, valid, window, relative=relative)
+    return attend_near(
+        query, key, value, valid, window, relative=relative, documents=documents
+    )
 
 
 def _call_obstacle(call):
@@ -87,6 +92,7 @@ def _call_obstacle(call):
     for argument, given in (
         ("state", call.state is not None),
         ("dropout", call.options.dropout),
+        ("document_ids", call.rows.documents is not None),
     ):
         if given:
             return f"takes no `{argument}`. Received: one"

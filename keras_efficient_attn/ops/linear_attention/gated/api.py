@@ -24,23 +24,31 @@ LEAST_LOG_DECAY = -40.0
 
 @jit_on_jax("config")
 def gated_attention_with_feature_maps(
-    query, key, value, rates, config, map_weights=(), key_mask=None, state=None
+    tensors,
+    rates,
+    config,
+    map_weights=(),
+    key_mask=None,
+    state=None,
+    documents=None,
 ):
     """`linear_attention_with_feature_maps` with `rates`: log decays, and corrections.
 
     Args:
-        query, key, value: `(batch, length, heads, dim)`.
+        tensors: `(query, key, value)`, each `(batch, length, heads, dim)`.
         rates: `(log_decay, beta)`, as for `linear_attention`; each may be `None`.
         config: `LinearAttentionConfig`, causal, of maps without log scales.
         map_weights: Tuple of tensors that the feature maps read.
         key_mask, state: As for `linear_attention`.
+        documents: The `Documents` of the sequence. Excludes a `state`. Defaults to
+            `None`: one in each row.
 
     Returns:
         `(output, state)`: in the accumulator's dtype, and the state after the last
         position (`None` without `state`).
     """
-    tensors, rates = _prepare(query, key, value, key_mask, rates)
-    dtype = accumulator_dtype(query, key, value)
+    dtype = accumulator_dtype(*tensors)
+    tensors, rates = _prepare(*tensors, key_mask, rates)
     normalized = config.output == "normalized"
     batch, length, heads, value_dim = shape_of(tensors[2])
     if state is None:
@@ -53,10 +61,15 @@ def gated_attention_with_feature_maps(
             normalizer = ops.cast(state["normalizer"], dtype)[..., None]
             carry = ops.concatenate([carry, normalizer], axis=-1)
         carry = carry * scale
-    attend = chunked_gated_attention
-    if state is not None and query.shape[1] == 1:
-        attend = recurrent_gated_attention
-    output, carry = attend(tensors, rates, carry, map_weights, config)
+    if state is not None and tensors[0].shape[1] == 1:
+        output, carry = recurrent_gated_attention(
+            tensors, rates, carry, map_weights, config
+        )
+    else:
+        position = None if documents is None else documents.position
+        output, carry = chunked_gated_attention(
+            tensors, rates, carry, map_weights, config, position
+        )
     if state is None:
         return output, None
     normalizer = carry[..., -1] if normalized else state["normalizer"]

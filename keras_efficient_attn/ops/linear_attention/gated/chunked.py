@@ -31,6 +31,7 @@ from keras_efficient_attn.ops.common.chunking import (
     lower_triangle,
     pad_to,
 )
+from keras_efficient_attn.ops.common.documents import ChunkMasks
 from keras_efficient_attn.ops.common.numerics import (
     accumulator_dtype,
     cumulative_sum,
@@ -44,7 +45,7 @@ from keras_efficient_attn.ops.common.scan import recompute_scan, vector_jacobian
 PART = 4
 
 
-def chunked_gated_attention(tensors, rates, state, map_weights, config):
+def chunked_gated_attention(tensors, rates, state, map_weights, config, position):
     """Causal attention over `(batch, length, heads, dim)`.
 
     Args:
@@ -55,6 +56,8 @@ def chunked_gated_attention(tensors, rates, state, map_weights, config):
             additional column for the sum of the weights.
         map_weights: Tuple of tensors.
         config: `LinearAttentionConfig`.
+        position: Positions of each one's document before it, int32 `(batch, length)`;
+            or `None`: all, and those of the state.
 
     Returns:
         `(output, state)`.
@@ -71,11 +74,12 @@ def chunked_gated_attention(tensors, rates, state, map_weights, config):
     size, chunks, groups = chunk_layout(
         length, config.chunk_length, query.shape[0], floats
     )
-    xs = (query, key, value, *(rate for rate in rates if rate is not None))
+    xs = query, key, value, *rates, position
+    xs = tuple(x for x in xs if x is not None)
     if not (isinstance(length, int) and groups * chunks * size == length):
         xs = tuple(pad_to(x, groups * chunks * size) for x in xs)
-    has_decay, has_beta = (rate is not None for rate in rates)
-    step, gradient = _group_step(config, size, has_decay, has_beta)
+    given = (x is not None for x in (*rates, position))
+    step, gradient = _group_step(config, size, *given)
     (state,), (output,) = recompute_scan(
         step, (state,), xs, map_weights, gradient, num_steps=groups
     )
@@ -84,20 +88,27 @@ def chunked_gated_attention(tensors, rates, state, map_weights, config):
 
 # Bounded: users may create functions.
 @functools.lru_cache(256)
-def _group_step(config, size, has_decay, has_beta):
+def _group_step(config, size, has_decay, has_beta, by_document):
     """`(step, gradient)` for `recompute_scan`.
 
-    The carry is the state; `x` is `(query, key, value)` and the given rates; the
-    constants are the maps' weights.
+    The carry is the state; `x` is `(query, key, value)`, the given rates, and
+    `by_document` the position in the document; the constants are the maps' weights.
 
     Args:
         config: `LinearAttentionConfig`.
         size: Positions per chunk.
         has_decay, has_beta: Which rates are given.
+        by_document: Whether the state begins anew with each document.
     """
     normalized = config.output == "normalized"
 
-    def prepare(x, map_weights):
+    def split(x):
+        """The differentiable inputs, and the function that prepares them."""
+        if not by_document:
+            return x, prepare
+        return x[:-1], functools.partial(prepare, masks=ChunkMasks.of(x[-1], size))
+
+    def prepare(x, map_weights, masks=None):
         dtype = accumulator_dtype(*x)
         query, key, value, *rates = (by_head(ops.cast(t, dtype), size) for t in x)
         query, key = map_features(config, query, key, map_weights)
@@ -106,29 +117,45 @@ def _group_step(config, size, has_decay, has_beta):
         log_decay = rates.pop(0) if has_decay else None
         lefts = [query, key] if has_beta else [query]
         scores, *overlaps = _decayed_products(lefts, key, log_decay)
+        if masks is not None:
+            scores, *overlaps = (
+                ops.where(masks.near, x, 0.0) for x in (scores, *overlaps)
+            )
         far_query, far_key, reader, end = query, key, key, None
         if has_decay:
             factor = ops.exp(running_sums(log_decay))
             far_query = query * factor
             far_key = key * ops.exp(running_sums(log_decay, after=True))
             end = ops.swapaxes(factor[:, :, :, -1:], -1, -2)
+            reader = key * factor
+        if masks is not None:
+            reads, last, goes_on = (
+                ops.cast(x, dtype)[..., None]
+                for x in (masks.reads, masks.last, masks.goes_on)
+            )
+            far_query, reader, far_key = (
+                far_query * reads,
+                reader * reads,
+                far_key * last,
+            )
+            end = goes_on[..., None] if end is None else end * goes_on[..., None]
         if not has_beta:
             return far_query, far_key, value, scores, end
-        if has_decay:
-            reader = key * factor
         (beta,), (overlaps,) = rates, overlaps
         overlaps = beta * ops.tril(overlaps, k=-1)
         return far_query, far_key, value, scores, end, reader, overlaps, beta
 
     def step(carry, x, map_weights):
-        chunks = _Chunks(*carry, *prepare(x, map_weights))
+        x, prepare_chunks = split(x)
+        chunks = _Chunks(*carry, *prepare_chunks(x, map_weights))
         output = chunks.output()
         if normalized:
             output = divide(output[..., :-1], output[..., -1])
         return (chunks.carry,), (by_position(output),)
 
     def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
-        prepared, pull = vector_jacobian_product(prepare, (x, map_weights))
+        own, prepare_chunks = split(x)
+        prepared, pull = vector_jacobian_product(prepare_chunks, (own, map_weights))
         chunks = _Chunks(*carry, *prepared)
         grad_output = by_head(y_gradient[0], size)
         if normalized:
@@ -136,7 +163,10 @@ def _group_step(config, size, has_decay, has_beta):
             along = ops.sum(grad_output * by_head(y[0], size), axis=-1, keepdims=True)
             grad_output = ops.concatenate([grad_output, -along], axis=-1) * inverse
         grad_state, grad_prepared = chunks.gradient(grad_output, *carry_gradient)
-        return (grad_state,), *pull(grad_prepared)
+        grad_x, grad_weights = pull(grad_prepared)
+        # Positions are integers.
+        grad_x = *grad_x, *map(ops.zeros_like, x[len(own) :])
+        return (grad_state,), grad_x, grad_weights
 
     return step, gradient
 

@@ -190,7 +190,11 @@ class GatedStateAttention(LinearAttention):
                 past = None if call.state is None else call.state[state_name]
                 x = x if mask is None else hide_masked(x, mask)
                 heads[name], inputs = causal_convolution(
-                    x, self._convolution_kernels[name], past, call.lengths
+                    x,
+                    self._convolution_kernels[name],
+                    past,
+                    call.lengths,
+                    call.documents,
                 )
                 if past is not None:
                     last[state_name] = ops.cast(inputs, self.state_dtype)
@@ -212,7 +216,7 @@ class GatedStateAttention(LinearAttention):
         rates, config = call.options["rates"], self._config(causal=True)
         if call.split is None:
             heads, state = gated_attention_with_feature_maps(
-                *tensors, rates, config, **options
+                tensors, rates, config, **options
             )
         else:
             tensors = *tensors, options["key_mask"], rates

@@ -1,0 +1,141 @@
+"""Documents in a row do not see each other: each gives what it gives alone."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from tests.autodiff import compile_step, gradient_function, to_numpy
+from tests.contract.cases import DIM, LENGTH
+
+TOLERANCE = dict(rtol=1e-4, atol=2e-5)
+# The documents' lengths in each row.
+LENGTHS = [(1, 20, 16), (9, 1, 1, 13, 13), (LENGTH,)]
+
+
+def packed_inputs(seed):
+    """`(x, ids, mask)`: rows of documents; the second has masked positions, NaN."""
+    random = np.random.default_rng(seed)
+    ids = np.stack([np.repeat(3 * np.arange(len(n)), n) for n in LENGTHS])
+    ids = ids.astype("int32") + 2
+    mask = np.ones(ids.shape, bool)
+    mask[1] = random.random(LENGTH) > 0.3
+    # All of a document, too.
+    mask[1, 9] = False
+    x = random.normal(size=(*ids.shape, DIM))
+    return np.where(mask[..., None], x, np.nan).astype("float32"), ids, mask
+
+
+def places_of(ids, mask):
+    """The positions of each document that exist, as `(row, positions)`."""
+    for row, row_ids in enumerate(ids):
+        for number in np.unique(row_ids):
+            yield row, np.flatnonzero((row_ids == number) & mask[row])
+
+
+def alone(arrays, ids, mask):
+    """Each document in a row of its own, with padding on the right, and the mask."""
+    places = list(places_of(ids, mask))
+    rows = [np.zeros((len(places), LENGTH, *a.shape[2:]), a.dtype) for a in arrays]
+    exists = np.zeros((len(places), LENGTH), bool)
+    for document, (row, positions) in enumerate(places):
+        exists[document, : len(positions)] = True
+        for new, old in zip(rows, arrays, strict=True):
+            new[document, : len(positions)] = old[row, positions]
+    return rows, exists
+
+
+def built(case):
+    layer = case.built()
+    if not layer.takes_documents:
+        pytest.skip("the layer refuses documents")
+    return layer
+
+
+def test_a_document_is_what_it_is_alone(setting):
+    case, causal = setting
+    layer = built(case)
+    x, ids, mask = packed_inputs(1)
+    output = to_numpy(
+        layer(x, x, key_mask=mask, use_causal_mask=causal, document_ids=ids)
+    )
+    (rows,), exists = alone([x], ids, mask)
+    expected = to_numpy(layer(rows, rows, key_mask=exists, use_causal_mask=causal))
+    for document, (row, positions) in enumerate(places_of(ids, mask)):
+        wanted = expected[document, : len(positions)]
+        np.testing.assert_allclose(output[row, positions], wanted, **TOLERANCE)
+
+
+def test_documents_do_not_change_one_another(setting):
+    case, causal = setting
+    layer = built(case)
+    x, ids, _ = packed_inputs(2)
+    x = np.nan_to_num(x)
+    other = np.where((ids == ids[:, 5:6])[..., None], 1 - 3 * x, x)
+
+    def call(x):
+        return layer(x, x, use_causal_mask=causal, document_ids=ids)
+
+    call = compile_step(call)
+    outputs = [to_numpy(call(ops.convert_to_tensor(t))) for t in (x, other)]
+    others = ids != ids[:, 5:6]
+    np.testing.assert_array_equal(outputs[0][others], outputs[1][others])
+    assert not np.allclose(outputs[0][~others], outputs[1][~others])
+
+
+@pytest.mark.once_a_layer
+def test_gradients_are_those_of_documents_alone(case):
+    layer, causal = built(case), case.usual
+    x, ids, mask = packed_inputs(3)
+    variables = layer.trainable_weights
+    values = [to_numpy(variable) for variable in variables]
+    weight = np.random.default_rng(4).normal(size=x.shape).astype("float32")
+
+    def loss(x, weight, mask, ids, *values):
+        mask, ids = ops.greater(mask, 0.5), ops.cast(ids, "int32")
+        with keras.StatelessScope(list(zip(variables, values, strict=True))):
+            output = layer(
+                x, x, key_mask=mask, use_causal_mask=causal, document_ids=ids
+            )
+        output = ops.where(mask[..., None], output, ops.zeros_like(output))
+        return ops.sum(output * weight)
+
+    gradient_of = gradient_function(loss)
+    floats = [t.astype("float32") for t in (mask, ids)]
+    gradient, _, _, _, *of_weights = gradient_of(x, weight, *floats, *values)
+    np.testing.assert_array_equal(gradient[~mask], 0.0)
+    rows, exists = alone([x, weight], ids, mask)
+    floats = [t.astype("float32") for t in (exists, np.zeros(exists.shape))]
+    expected, _, _, _, *expected_of_weights = gradient_of(*rows, *floats, *values)
+    (gradient,), _ = alone([gradient], ids, mask)
+    pairs = zip([gradient, *of_weights], [expected, *expected_of_weights], strict=True)
+    for received, wanted in pairs:
+        scale = max(1, np.abs(wanted).max())
+        np.testing.assert_allclose(received, wanted, rtol=1e-4, atol=1e-5 * scale)
+
+
+@pytest.mark.once_a_layer
+def test_a_segment_says_whether_its_document_goes_on(causal_case):
+    layer = built(causal_case)
+    x, ids, mask = packed_inputs(5)
+    state = layer.get_initial_state(len(x), LENGTH if layer.state_grows else None)
+    outputs, start, last = [], 0, ids[:, :1]
+    for length in (12, 1, 17, 7):
+        own = slice(start, start + length)
+        part = ops.convert_to_tensor(x[:, own])
+        output, state = layer(
+            part,
+            part,
+            key_mask=mask[:, own],
+            use_causal_mask=True,
+            state=state,
+            document_ids=ids[:, own] - last,
+        )
+        outputs.append(to_numpy(output))
+        start, last = start + length, ids[:, own][:, -1:]
+    output = np.concatenate(outputs, axis=1)
+    (rows,), exists = alone([x], ids, mask)
+    expected = to_numpy(layer(rows, rows, key_mask=exists, use_causal_mask=True))
+    for document, (row, positions) in enumerate(places_of(ids, mask)):
+        wanted = expected[document, : len(positions)]
+        np.testing.assert_allclose(output[row, positions], wanted, **TOLERANCE)
