@@ -116,11 +116,8 @@ def _group_step(config, size, has_decay, has_beta, by_document):
             value = with_ones(value)
         log_decay = rates.pop(0) if has_decay else None
         lefts = [query, key] if has_beta else [query]
-        scores, *overlaps = _decayed_products(lefts, key, log_decay)
-        if masks is not None:
-            scores, *overlaps = (
-                ops.where(masks.near, x, 0.0) for x in (scores, *overlaps)
-            )
+        near = None if masks is None else masks.near
+        scores, *overlaps = _decayed_products(lefts, key, log_decay, near)
         far_query, far_key, reader, end = query, key, key, None
         if has_decay:
             factor = ops.exp(running_sums(log_decay))
@@ -138,7 +135,8 @@ def _group_step(config, size, has_decay, has_beta, by_document):
                 reader * reads,
                 far_key * last,
             )
-            end = goes_on[..., None] if end is None else end * goes_on[..., None]
+            end = ops.ones_like(key[..., :1, :1]) if end is None else end
+            end = end * goes_on[..., None]
         if not has_beta:
             return far_query, far_key, value, scores, end
         (beta,), (overlaps,) = rates, overlaps
@@ -289,7 +287,7 @@ def _state_gradient_step(reads, decays):
     return step
 
 
-def _decayed_products(lefts, key, log_decay):
+def _decayed_products(lefts, key, log_decay, near):
     """`Σ_i x[t]_i k[s]_i exp(Σ_{s < r ≤ t} g[r]_i)` for `s ≤ t`, and 0 for others.
 
     No exponential exceeds 1, however strong the decay.
@@ -299,26 +297,36 @@ def _decayed_products(lefts, key, log_decay):
         key: `(..., chunks, length, features)`.
         log_decay: g, `(..., chunks, length, 1)` or `(..., chunks, length, features)`,
             not positive; or `None` for 0.
+        near: `ChunkMasks.near`: products of other pairs are 0, too; or `None`.
 
     Returns:
         A list of `(..., chunks, length, length)`.
     """
     if log_decay is not None and log_decay.shape[-1] != 1:
-        return _products_by_feature(lefts, key, log_decay)
+        products = _products_by_feature(lefts, key, log_decay, near is not None)
+        if near is not None:
+            products = [ops.where(near, product, 0.0) for product in products]
+        return products
     factors = None
     if log_decay is not None:
-        lower = lower_triangle(shape_of(log_decay)[-2])
+        lower = lower_triangle(shape_of(log_decay)[-2]) if near is None else near
         change = ops.where(ops.tril(lower, k=-1), log_decay, 0.0)
         change = running_sums(change)
         factors = ops.exp(ops.where(lower, change, LOG_ZERO))
     products = []
     for x in lefts:
         product = x @ ops.swapaxes(key, -1, -2)
-        products.append(ops.tril(product) if factors is None else product * factors)
+        if factors is not None:
+            product = product * factors
+        elif near is not None:
+            product = ops.where(near, product, 0.0)
+        else:
+            product = ops.tril(product)
+        products.append(product)
     return products
 
 
-def _products_by_feature(lefts, key, log_decay):
+def _products_by_feature(lefts, key, log_decay, by_document):
     """The products of decays that differ by feature.
 
     Short blocks use each pair's factors. Then two blocks are merged to one of twice the
@@ -342,7 +350,11 @@ def _products_by_feature(lefts, key, log_decay):
     log_decay, key, *lefts = map(by_block, (log_decay, key, *lefts))
     start, end = running_sums(log_decay), running_sums(log_decay, after=True)
     inside = lower_triangle(size)[..., None]
-    change = start[..., :, None, :] - start[..., None, :, :]
+    if by_document:
+        # Sums of the document's own decays only, bit for bit.
+        change = _sums_between(log_decay)
+    else:
+        change = start[..., :, None, :] - start[..., None, :, :]
     near_key = ops.exp(ops.where(inside, change, LOG_ZERO)) * key[..., None, :, :]
     products = [ops.sum(x[..., :, None, :] * near_key, axis=-1) for x in lefts]
     while count > 1:
@@ -361,6 +373,17 @@ def _products_by_feature(lefts, key, log_decay):
         joined = (*rows, chunks * count, size, features)
         key, *lefts = (ops.reshape(x, joined) for x in (key, *lefts))
     return [product[..., :length, :length] for product in products]
+
+
+def _sums_between(log_decay):
+    """`Σ_{s < r ≤ t} g[r]` of short blocks `(..., size, features)`: all `t` and `s`."""
+    size = log_decay.shape[-2]
+    rows, total = [], 0.0
+    for t in range(size):
+        earlier = np.arange(size)[:, None] < t
+        total = total + ops.where(earlier, log_decay[..., t : t + 1, :], 0.0)
+        rows.append(total)
+    return ops.stack(rows, axis=-3)
 
 
 def _pairs(x):
