@@ -23,6 +23,7 @@ from keras_efficient_attn.ops.common.numerics import (
     cosine,
     max_along,
     sine,
+    unit_vectors,
 )
 
 # Lower bound of exponential features, relative to the largest of their vector. It is
@@ -208,12 +209,14 @@ def _elu_plus_one(x, log_scale):
 
 
 def unit_features(x):
-    """`x / √(‖x‖² + 1e-6)`, and `None`.
+    """`x / √(‖x‖² + head_dim / 1000)`, and `None`.
+
+    The constant bounds the derivative at zero.
 
     Reference:
         - [Yang et al., 2024](https://arxiv.org/abs/2406.06484)
     """
-    return x * ops.rsqrt(ops.sum(ops.square(x), axis=-1, keepdims=True) + 1e-6), None
+    return unit_vectors(x), None
 
 
 def softmax_query_features(x):

@@ -8,9 +8,10 @@ import functools
 from keras import ops
 
 from keras_efficient_attn.ops.common.block_softmax import fused_module
+from keras_efficient_attn.ops.common.numerics import unit_vectors
 from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.scan import recompute_scan
-from keras_efficient_attn.ops.lsh_attention.chunked import masked_part, unit, with_self
+from keras_efficient_attn.ops.lsh_attention.chunked import masked_part, with_self
 from keras_efficient_attn.ops.lsh_attention.layout import cut_into_chunks
 
 # Each block is written out in a compiled program.
@@ -41,7 +42,7 @@ def pairs_lsh_attention(query, value, buckets, kept, config):
     if query.shape[1] == 0:
         return value
     chunks = cut_into_chunks(buckets, kept, config)
-    key, query = unit(query), query * config.scale
+    key, query = unit_vectors(query), query * config.scale
     fused = fused_module(query)
     if fused is None:
         output = _attend_in_blocks(query, key, value, chunks, config.causal)
