@@ -202,9 +202,7 @@ def gated_heads(
     if layer.rotary_wavelength is not None:
         query, key = (rotate(x, layer.rotary_wavelength) for x in (query, key))
     if layer.feature_map.name == "unit":
-        query, key = (
-            x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6) for x in (query, key)
-        )
+        query, key = (rms(x) / np.sqrt(x.shape[-1]) for x in (query, key))
     batch, length, heads, dim = query.shape
     keys = key.shape[1]
     state = np.zeros((batch, heads, dim, keys))
@@ -571,7 +569,7 @@ def dots(query, key):
 
 
 def rms(x):
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3)
 
 
 def rotate(x, wavelength):
@@ -709,7 +707,7 @@ def identity(query, key, projection, order):
 
 
 def unit(query, key, projection, order):
-    query, key = (x / np.sqrt(squared_norm(x) + 1e-6) for x in (query, key))
+    query, key = (rms(x) / np.sqrt(x.shape[-1]) for x in (query, key))
     return dots(query, key)
 
 
@@ -810,7 +808,7 @@ def shared_weights(x, seen, kept, causal, scale):
     length = len(x)
     position = np.arange(length)
     other = position[:, None] > position if causal else position[:, None] != position
-    logits = scale * x @ (x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-12)).T
+    logits = scale * x @ (rms(x) / np.sqrt(x.shape[-1])).T
     logits = np.where(seen & other, logits, -np.inf)
     largest = logits.max(-1, keepdims=True)
     weights = np.exp(logits - np.where(np.isfinite(largest), largest, 0.0))

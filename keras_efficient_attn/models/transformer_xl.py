@@ -18,6 +18,7 @@ class TransformerXL(TaskWrapper):
     starts from the layers' states after that call. The states are untrained variables,
     and no gradient flows through them. `evaluate` and `predict` start from an empty
     memory, and so does each epoch of `fit`. A row can reset its memory at any batch.
+    A row whose new memory is not finite, such as by an overflow, keeps the one before.
 
     The layers are usually `keras_efficient_attn.RelativePositionXL`, which reach back
     `num_layers · memory_length` positions. Any layer with a state of constant size
@@ -118,9 +119,13 @@ class TransformerXL(TaskWrapper):
             ]
         memory = _pack(empty, iter(memory))
         backbone = self.language_model.backbone
-        hidden, memory = backbone.stream(tokens, memory)
+        hidden, new_memory = backbone.stream(tokens, memory)
         logits = backbone.token_embedding(hidden, reverse=True)
-        self._store_memory(memory)
+        before, after = list(_leaves(memory)), list(_leaves(new_memory))
+        # Every later segment would read what overflowed: such a row keeps its memory.
+        finite = _finite_rows(after)
+        rows = (_where_rows(finite, *pair) for pair in zip(after, before, strict=True))
+        self._store_memory(_pack(empty, rows))
         return logits
 
     def fit(self, x=None, y=None, *, shuffle=False, callbacks=None, **kwargs):
@@ -224,6 +229,15 @@ def _where_rows(rows, chosen, other):
     """`chosen` where the `(batch,)` mask is true, else `other`, row by row."""
     rows = ops.reshape(ops.cast(rows, "bool"), (-1, *[1] * (len(other.shape) - 1)))
     return ops.where(rows, chosen, other)
+
+
+def _finite_rows(tensors):
+    """Whether all entries of a row are finite in every tensor, `(batch,)`."""
+    finite = True
+    for x in tensors:
+        axes = tuple(range(1, len(x.shape)))
+        finite = ops.logical_and(finite, ops.all(ops.isfinite(x), axis=axes))
+    return finite
 
 
 class Segments(keras.utils.PyDataset):

@@ -135,6 +135,24 @@ def test_fit_carries_the_memory_and_starts_epochs_afresh(backend):
     assert np.abs(noisy - quiet).max() > 1e-3
 
 
+def test_a_row_that_overflows_keeps_its_memory():
+    model = make_model(memory_length=12, num_layers=1)
+    table = model.language_model.backbone.token_embedding.embeddings
+    values = to_numpy(table).copy()
+    values[49] = np.inf
+    table.assign(values)
+    text = tokens(3 * LENGTH) % 49
+    bad = text[:, LENGTH : 2 * LENGTH].copy()
+    bad[0, 1] = 49
+    model(text[:, :LENGTH])
+    assert not np.isfinite(to_numpy(model(bad))[0]).all()
+    received = to_numpy(model(text[:, 2 * LENGTH :]))
+    # The first row has read its first and its last segment only.
+    skipped = np.concatenate([text[:, :LENGTH], text[:, 2 * LENGTH :]], axis=1)
+    assert_close(received[0], whole(model, skipped)[0, LENGTH:])
+    assert_close(received[1], whole(model, text)[1, 2 * LENGTH :])
+
+
 def test_evaluation_with_a_longer_memory_is_one_long_pass():
     model, text = make_model(), tokens(17, rows=1)
     longer = TransformerXL(model.language_model, 1, memory_length=16)

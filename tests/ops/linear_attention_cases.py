@@ -160,7 +160,7 @@ class Case:
 
 favor = functools.partial(Case, feature_maps.positive_random_features, rows=24)
 CASES = {
-    "elu": Case(length=300, masked=True, dims=(8, 5)),
+    "elu": Case(length=300, masked=True, dims=(16, 5)),
     "elu-state": Case(weighted=True, masked=True, with_state=True, length=300),
     "elu-state-alone": Case(with_state=True, length=128, output="sum"),
     "relu-sum": Case(

@@ -41,7 +41,7 @@ class ReformerLSHAttention(EfficientAttention):
     Queries and keys are the same vectors, the keys at unit length:
 
     ```
-    key[s] = query[s] / ‖query[s]‖
+    key[s] = query[s] / √(‖query[s]‖² + key_dim / 1000)
     bucket[t] = argmax([query[t] R; −query[t] R])
     w[t, s] = exp(query[t] · key[s] / √key_dim)   where t sees s in any round
     ```

@@ -128,9 +128,18 @@ def mean_of_channels(x):
     return ops.sum(x, axis=-1, keepdims=True) / x.shape[-1]
 
 
-def rms_normalize(x, epsilon=1e-6):
-    """`x` with a root mean square of 1 along its last axis, in the dtype of `x`."""
+def rms_normalize(x, epsilon=1e-3):
+    """`x` with a root mean square of 1 along its last axis, in the dtype of `x`.
+
+    `epsilon` is added to the mean square. Its root bounds the derivative at zero: if it
+    is much smaller, a row of zeros has gradients thousands of times those of others.
+    """
     return x * ops.rsqrt(mean_of_channels(ops.square(x)) + epsilon)
+
+
+def unit_vectors(x):
+    """`rms_normalize(x) / √dim`: of norm 1, or less near zero."""
+    return rms_normalize(x) * x.shape[-1] ** -0.5
 
 
 def matrix_product(x, kernel):

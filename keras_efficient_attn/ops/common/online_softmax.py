@@ -35,8 +35,8 @@ def sum_of_scales(first, second):
 def reciprocal(totals):
     """`1 / totals`, or 0 for a total that counts as zero (no visible key)."""
     wide = keras.backend.standardize_dtype(totals.dtype) == "float64"
-    # Below this the reciprocal would approach the end of the float range.
-    seen = ops.abs(totals) > (1e-290 if wide else 1e-30)
+    # Anything but 0, except subnormal numbers, whose reciprocal may be infinite.
+    seen = ops.abs(totals) > (2.3e-308 if wide else 1.2e-38)
     return ops.where(seen, 1.0 / ops.where(seen, totals, 1.0), 0.0)
 
 

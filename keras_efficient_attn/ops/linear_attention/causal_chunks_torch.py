@@ -246,8 +246,7 @@ def _product_with_row(row, matrix):
 
 def _reciprocal(totals):
     """Computes `online_softmax.reciprocal`."""
-    least = 1e-290 if totals.dtype == torch.float64 else 1e-30
-    hidden = totals.abs() <= least
+    hidden = totals.abs() <= torch.finfo(totals.dtype).tiny
     return totals.reciprocal().masked_fill_(hidden, 0.0)
 
 

@@ -17,7 +17,14 @@ from keras import ops
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import is_positive_int
 from keras_efficient_attn.ops.common.constants import constant
-from keras_efficient_attn.ops.common.numerics import cosine, max_along, sine
+from keras_efficient_attn.ops.common.feature_kernels.entrywise import SCALED_WIDTH
+from keras_efficient_attn.ops.common.numerics import (
+    accumulator_dtype,
+    cosine,
+    max_along,
+    sine,
+    unit_vectors,
+)
 
 # Lower bound of exponential features, relative to the largest of their vector. It is
 # far below rounding, but prevents the similarity of vectors with different large
@@ -164,26 +171,52 @@ def relu_features(x, projection=None, epsilon=1e-3):
 
 
 def elu_features(x):
-    """`elu(x) + 1`, computed so that it stays positive where `elu(x)` rounds to −1.
+    """`elu(x) + 1`, positive at any scale.
 
-    Returns features of the shape of `x`, and `None`.
+    Vectors of fewer than 16 entries are divided by their largest feature if it is less
+    than 1. Features are exact above 1e-15 (1e-140 in float64) of the largest, or of 1
+    in wider vectors, which are the entries above −34 (−322). Smaller features count as
+    that, so that every key has a weight.
+
+    Args:
+        x: `(..., head_dim)`.
+
+    Returns:
+        Features `(..., head_dim)` and their log scale, `None` from 16 entries on: it
+        costs time, and such vectors rarely have only small features.
 
     Reference:
         - [Katharopoulos et al., 2020](https://arxiv.org/abs/2006.16236)
     """
+    if x.shape[-1] >= SCALED_WIDTH:
+        return unscaled_elu_features(x)
+    log_scale = -ops.relu(-ops.stop_gradient(max_along(x, axis=-1)))
+    return _elu_plus_one(x, log_scale[..., None]), log_scale
+
+
+def unscaled_elu_features(x):
+    """`elu_features` without a log scale at any width, for attention with gates."""
+    return _elu_plus_one(x, 0.0), None
+
+
+def _elu_plus_one(x, log_scale):
     # A form without a branch, whose derivative at 0 is 1 and which stays positive where
     # `elu(x)` rounds to −1.
     positive = ops.relu(x)
-    return positive + ops.exp(x - positive), None
+    wide = accumulator_dtype(x) == "float64"
+    least = math.log(1e-140 if wide else FEATURE_FLOOR)
+    return positive + ops.exp(_at_least(x - positive - log_scale, least))
 
 
 def unit_features(x):
-    """`x / √(‖x‖² + 1e-6)`, and `None`.
+    """`x / √(‖x‖² + head_dim / 1000)`, and `None`.
+
+    The constant bounds the derivative at zero.
 
     Reference:
         - [Yang et al., 2024](https://arxiv.org/abs/2406.06484)
     """
-    return x * ops.rsqrt(ops.sum(ops.square(x), axis=-1, keepdims=True) + 1e-6), None
+    return unit_vectors(x), None
 
 
 def softmax_query_features(x):

@@ -40,7 +40,7 @@ def lsh_attention(
     """Softmax self-attention within hash buckets.
 
     ```
-    key[s] = query[s] / ‖query[s]‖
+    key[s] = query[s] / √(‖query[s]‖² + dim / 1000)
     w[t, s] = exp(scale · query[t] · key[s])    if t sees s in any round, s ≠ t
     ```
 

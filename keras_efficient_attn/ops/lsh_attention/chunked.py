@@ -8,7 +8,12 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import pad_length
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype, max_along, pad
+from keras_efficient_attn.ops.common.numerics import (
+    accumulator_dtype,
+    max_along,
+    pad,
+    unit_vectors,
+)
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide, merge
 from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.scan import recompute_scan
@@ -118,7 +123,10 @@ def _step(dim, rounds, causal, scale):
 
         query = shared * scale
         logits = ops.concatenate(
-            [query @ ops.swapaxes(unit(t), -1, -2) for t in (shared_before, shared)],
+            [
+                query @ ops.swapaxes(unit_vectors(t), -1, -2)
+                for t in (shared_before, shared)
+            ],
             axis=-1,
         )
         weights, totals, scales = masked_weights(logits, seen, *consts)
@@ -173,16 +181,6 @@ def _seen(ids, ids_before, rounds, causal):
             seen = ops.logical_and(seen, ops.logical_not(also))
         seen_in.append(seen)
     return ops.stack(seen_in, axis=3)
-
-
-# Added to squared norms, so that a zero vector normalises to zero.
-SQUARED_EPSILON = 1e-12
-
-
-def unit(x):
-    """`x / ‖x‖` along the last axis: the keys of these queries."""
-    squared = ops.sum(ops.square(x), axis=-1, keepdims=True)
-    return x * ops.rsqrt(squared + SQUARED_EPSILON)
 
 
 def masked_weights(logits, allowed, dropout_mask=None):

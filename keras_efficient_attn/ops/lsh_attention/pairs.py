@@ -8,9 +8,10 @@ import functools
 from keras import ops
 
 from keras_efficient_attn.ops.common.block_softmax import fused_module
+from keras_efficient_attn.ops.common.numerics import unit_vectors
 from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.scan import recompute_scan
-from keras_efficient_attn.ops.lsh_attention.chunked import masked_part, unit, with_self
+from keras_efficient_attn.ops.lsh_attention.chunked import masked_part, with_self
 from keras_efficient_attn.ops.lsh_attention.layout import (
     codes_by_document,
     cut_into_chunks,
@@ -51,7 +52,7 @@ def pairs_lsh_attention(query, value, buckets, kept, config, documents=None):
         codes = chunks.code, chunks.before
     else:
         codes = codes_by_document(buckets, kept, config, documents)
-    key, query = unit(query), query * config.scale
+    key, query = unit_vectors(query), query * config.scale
     fused = fused_module(query)
     if fused is None:
         output = _attend_in_blocks(query, key, value, codes, config.causal)

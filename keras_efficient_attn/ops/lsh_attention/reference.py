@@ -3,7 +3,8 @@
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.lsh_attention.chunked import masked_part, unit, with_self
+from keras_efficient_attn.ops.common.numerics import unit_vectors
+from keras_efficient_attn.ops.lsh_attention.chunked import masked_part, with_self
 
 
 def visible_pairs(buckets, kept, config):
@@ -38,7 +39,7 @@ def reference_lsh_attention(query, value, buckets, kept, config):
     """Computes `lsh_attention` without dropout."""
     allowed = visible_pairs(buckets, kept, config)
     query, value = (ops.transpose(t, (0, 2, 1, 3)) for t in (query, value))
-    logits = (query * config.scale) @ ops.swapaxes(unit(query), -1, -2)
+    logits = (query * config.scale) @ ops.swapaxes(unit_vectors(query), -1, -2)
     values, totals, _ = masked_part(logits, allowed, value)
     output = with_self(values, totals, value)
     output = ops.where(kept[:, None, :, None], output, 0.0)

@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import pad_to
+from keras_efficient_attn.ops.common.numerics import unit_vectors
 from keras_efficient_attn.ops.common.online_softmax import merge
 from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.rows import take_rows
@@ -15,7 +16,6 @@ from keras_efficient_attn.ops.common.state import make_state
 from keras_efficient_attn.ops.lsh_attention.chunked import (
     columns_of,
     masked_part,
-    unit,
     with_self,
 )
 
@@ -112,7 +112,7 @@ def _step(dim, value_dim, rounds, config):
         # The keys of this block.
         in_round = near(code[..., None, :], code[..., :, None], before[..., :, None])
         seen = ops.any(ops.logical_and(in_round, same), axis=2)
-        key, scaled = unit(query), query * config.scale
+        key, scaled = unit_vectors(query), query * config.scale
         logits = scaled @ ops.swapaxes(key, -1, -2)
         parts = [masked_part(logits, seen, value, consts[1] if consts else None)]
 

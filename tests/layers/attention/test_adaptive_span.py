@@ -140,6 +140,21 @@ def test_dynamic_spans_are_averaged_over_real_positions():
     np.testing.assert_allclose(to_numpy(layer._largest_span), largest, rtol=1e-5)
 
 
+@pytest.mark.parametrize("seen", [100, 0])
+def test_inputs_that_overflow_leave_no_trace_in_dynamic_spans(seen):
+    layer, x = make(dynamic=True), inputs()
+    layer(x, x, training=True)
+    before = layer.spans()
+    x[:, seen:] = np.nan
+    layer(x, x, training=True)
+    logits = x[0, :seen] @ to_numpy(layer._span_kernel) + to_numpy(layer._span_bias)
+    spans = MAX_SPAN / (1 + np.exp(-logits))
+    expected = spans.mean(0) if seen else before
+    np.testing.assert_allclose(layer.spans(), expected, rtol=1e-5)
+    assert layer.trim() == MAX_SPAN
+    assert np.isfinite(to_numpy(layer._largest_span)).all()
+
+
 def test_dynamic_spans_start_where_they_are_told_to():
     layer = AdaptiveSpan(2, 4, max_span=200, dynamic=True, initial_span=50)
     layer.build((1, 3, DIM), (1, 3, DIM))

@@ -310,13 +310,13 @@ def test_what_is_kept_for_feature_maps_is_bounded():
     ],
 )
 def test_entries_are_the_features(name, options):
-    random = np.random.default_rng(0)
-    x = random.normal(size=(2, 5, DIM)).astype("float32")
+    random, dim = np.random.default_rng(0), 16
+    x = random.normal(size=(2, 5, dim)).astype("float32")
     feature_map = feature_maps.get(name, **options)
     weights = ()
     if options:
-        rows = feature_map.num_rows(DIM)
-        weights = (ops.convert_to_tensor(random.normal(size=(rows, DIM)), "float32"),)
+        rows = feature_map.num_rows(dim)
+        weights = (ops.convert_to_tensor(random.normal(size=(rows, dim)), "float32"),)
     entry, rows, log_scale = feature_map.entrywise(ops.convert_to_tensor(x), *weights)
     products = x if rows is None else x @ to_numpy(rows).T
     entries = {

@@ -56,7 +56,8 @@ def test_retention_decays_by_the_distance():
 
 def test_a_repeated_key_reads_the_last_value():
     layer = DeltaAttention(1, 8, use_bias=False, output_norm=None, convolution=None)
-    x = np.repeat(inputs()[:, :1], LENGTH, axis=1)
+    # So large that keys have norm 1.
+    x = np.repeat(10 * inputs()[:, :1], LENGTH, axis=1)
     layer.build(x.shape, x.shape)
     (kernel,) = layer._beta_layers[0].get_weights()
     # Large logits of one sign give β = 1.

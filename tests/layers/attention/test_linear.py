@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+from keras import ops
 
 from keras_efficient_attn import LinearAttention, PerformerAttention
 from keras_efficient_attn.layers import get_attention
+from keras_efficient_attn.layers.attention.base import AttentionCall
 from tests import dense
-from tests.autodiff import to_numpy
+from tests.autodiff import gradient_function, to_numpy
 
 DIM = 8
 LENGTH = 23
@@ -169,3 +171,66 @@ def test_a_window_that_is_set_later_is_saved(name, window):
 def test_errors(options, message):
     with pytest.raises(ValueError, match=message):
         LinearAttention(2, DIM, **options)
+
+
+def log_elu(x):
+    return np.where(x > 0, np.log1p(np.maximum(x, 0)), x)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0, 1e3])
+@pytest.mark.parametrize("key_dim", [1, 8, 32])
+def test_elu_sees_keys_at_any_scale(key_dim, scale, causal):
+    """Against the definition in logarithms, which do not underflow."""
+    random = np.random.default_rng(0)
+    query, key = scale * random.normal(size=(2, 1, 40, 2, key_dim))
+    value, upstream = random.normal(size=(2, 1, 40, 2, 3))
+    logs = log_elu(query[:, :, None]) + log_elu(key[:, None])
+    logs = np.moveaxis(np.logaddexp.reduce(logs, axis=-1), -1, 1)
+    if causal:
+        logs = np.where(np.tri(40, dtype=bool), logs, -np.inf)
+    largest = logs.max(-1, keepdims=True)
+    weights = np.exp(logs - largest)
+    weights /= weights.sum(-1, keepdims=True)
+    layer = LinearAttention(2, key_dim, chunk_size=16)
+    layer.build((1, 40, 4), (1, 40, 4))
+
+    def attend(*heads):
+        return layer.attend(*heads, AttentionCall(causal=causal))[0]
+
+    arrays = [x.astype("float32") for x in (query, key, value)]
+    output = to_numpy(attend(*arrays))
+    assert np.all(np.abs(output).max(-1) > 1e-3)
+    # Features have a lower bound beside the largest of their vector.
+    exact = np.swapaxes(largest[..., 0] > (-np.inf if key_dim == 1 else -10), 1, 2)
+    assert exact.mean() > 0.9
+    expected = np.einsum("bhts,bshv->bthv", weights, value)
+    np.testing.assert_allclose(output[exact], expected[exact], rtol=1e-3, atol=1e-4)
+
+    upstream = (upstream * exact[..., None]).astype("float32")
+    *_, grad_value = gradients = gradient_function(
+        lambda *heads: ops.sum(attend(*heads) * ops.convert_to_tensor(upstream))
+    )(*arrays)
+    expected = np.einsum("bhts,bthv->bshv", weights, upstream)
+    np.testing.assert_allclose(grad_value, expected, rtol=1e-3, atol=1e-4)
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("key_dim", [1, 32])
+def test_elu_streams_at_any_scale(key_dim):
+    layer = LinearAttention(2, key_dim)
+    x, mask = 300 * inputs(), np.ones((2, LENGTH), bool)
+    whole = to_numpy(layer(x, x, use_causal_mask=True))
+    outputs, _ = stream(layer, x, mask, range(1, LENGTH))
+    np.testing.assert_allclose(outputs, whole, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_gates_take_elu_at_any_width(normalize):
+    layer = get_attention(
+        "gated-linear", num_heads=2, key_dim=4, feature_map="elu", normalize=normalize
+    )
+    output = to_numpy(layer(300 * inputs(), 300 * inputs(), use_causal_mask=True))
+    assert np.isfinite(output).all()
+    if normalize:
+        assert np.abs(output).max(-1).min() > 1e-3

@@ -218,6 +218,20 @@ def test_calibrate_weighs_pairs_by_far_attention(window, causal):
     np.testing.assert_allclose(again, spread, rtol=1e-6)
 
 
+def test_calibrate_ignores_what_is_not_finite():
+    x = inputs()
+    mask = np.arange(LENGTH) % 3 > 0
+    mask = np.stack([mask, ~mask])
+    broken = np.where(mask[..., None], x, np.inf).astype("float32")
+    expected, received = make("power"), make("power")
+    received.set_weights(expected.get_weights())
+    np.testing.assert_allclose(
+        received.calibrate(broken), expected.calibrate([(x, mask)]), rtol=1e-6
+    )
+    for pair in zip(received.weights, expected.weights, strict=True):
+        np.testing.assert_allclose(*map(to_numpy, pair), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
 def test_calibration_is_saved_and_compiles(tmp_path, dtype):
     sequence = keras.Input((None, DIM))

@@ -185,6 +185,60 @@ def test_calls_without_a_key_leave_the_draw_as_it_is():
     )
 
 
+@pytest.mark.parametrize("revive_after", [None, 1])
+@pytest.mark.parametrize(
+    ("value", "options"), [(np.inf, {}), (np.nan, {}), (3e19, dict(qk_norm=False))]
+)
+def test_keys_that_overflow_leave_no_trace_in_the_codes(value, options, revive_after):
+    """They do as masked keys; squares of 3e19 exceed float32."""
+    x = inputs()
+    mask = np.random.default_rng(1).random(x.shape[:2]) > 0.3
+    broken = np.where(mask[..., None], x, value).astype("float32")
+    received, expected = (
+        built(codebook_init="random", revive_after=revive_after, **options)
+        for _ in range(2)
+    )
+    received.set_weights(expected.get_weights())
+    for _ in range(3):
+        received(broken, broken, training=True)
+        expected(x, x, key_mask=mask, training=True)
+    for name, weight in weights(expected).items():
+        np.testing.assert_allclose(
+            weights(received)[name], weight, rtol=1e-5, atol=1e-6, err_msg=name
+        )
+    assert received.quantization_error() < 10
+
+
+@pytest.mark.parametrize("method", ["call", "scores"])
+def test_the_first_draw_waits_for_keys_that_are_finite(method):
+    layer, x = built(), inputs()
+    scores = dict(return_attention_scores=method == "scores")
+    layer(x, x * np.nan, training=True, **scores)
+    assert weights(layer)["drawn"] == 0
+    x[:, ::2] = np.inf
+    layer(x, x, training=True, **scores)
+    assert weights(layer)["drawn"] == 1
+    assert np.isfinite(to_numpy(layer.codebook)).all()
+
+
+def test_codes_survive_a_step_that_the_optimizer_skips(backend):
+    layer = VQAttention(HEADS, KEY_DIM, num_codes=CODES, window=3, seed=1)
+    sequence = keras.Input((None, DIM))
+    model = keras.Model(sequence, layer(sequence, sequence))
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01))
+    model.compile(optimizer, "mse", jit_compile=backend != "torch")
+    x = inputs()
+    model.fit(x, x, verbose=0)
+    before = [to_numpy(w) for w in layer.trainable_variables]
+    codes = to_numpy(layer.codebook)
+    model.fit(x * np.inf, x, verbose=0)
+    for old, weight in zip(before, layer.trainable_variables, strict=True):
+        np.testing.assert_array_equal(to_numpy(weight), old)
+    np.testing.assert_allclose(to_numpy(layer.codebook), codes, rtol=1e-5)
+    model.fit(x, x, verbose=0)
+    assert np.isfinite(model.predict(x, verbose=0)).all()
+
+
 def test_a_code_without_keys_moves_to_a_key_with_its_sum_and_count():
     layer, x = built(codebook_init="random", revive_after=3), inputs()
     far = weights(layer)
@@ -477,9 +531,9 @@ def test_calibration_without_data_is_refused():
     layer, x = built(), inputs()
     with pytest.raises(ValueError, match="built=False"):
         make().calibrate(x)
-    with pytest.raises(ValueError, match="at least one key"):
+    with pytest.raises(ValueError, match="at least one finite key"):
         layer.calibrate([(x, np.zeros(x.shape[:2], bool))])
-    with pytest.raises(ValueError, match="at least one query"):
+    with pytest.raises(ValueError, match="at least one finite query"):
         layer.calibrate(x, query=[])
     with pytest.raises(ValueError, match=r"mask of shape \(2, 3\)"):
         layer.calibrate([(x, np.ones((2, 3), bool))])

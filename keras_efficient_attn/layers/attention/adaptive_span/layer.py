@@ -295,11 +295,19 @@ class AdaptiveSpan(PatternAttention):
                 weights = ops.ones(shape_of(spans)[:2], spans.dtype)
             else:
                 weights = ops.cast(query_mask, spans.dtype)
-            weights = weights[..., None]
-            number = ops.sum(weights)
-            number = ops.where(number > 0, number, 1.0)
-            mean_spans = ops.sum(spans * weights, axis=(0, 1)) / number
-            self._mean_span.assign(ops.stop_gradient(mean_spans))
+            # An input that overflowed has no span to learn from.
+            finite = ops.isfinite(spans)
+            spans = ops.where(finite, spans, ops.zeros_like(spans))
+            weights = weights[..., None] * ops.cast(finite, spans.dtype)
+            number = ops.sum(weights, axis=(0, 1))
+            seen = number > 0
+            mean_spans = ops.sum(spans * weights, axis=(0, 1)) / ops.where(
+                seen, number, 1.0
+            )
+            before = ops.convert_to_tensor(self._mean_span)
+            self._mean_span.assign(
+                ops.where(seen, ops.stop_gradient(mean_spans), before)
+            )
             largest = ops.stop_gradient(max_along(spans * weights, axis=(0, 1)))
             remembered = DECAY * ops.convert_to_tensor(self._largest_span)
             larger = ops.where(largest > remembered, largest, remembered)

@@ -133,12 +133,14 @@ class FarMoments:
 
         Args:
             query, key: Arrays `(batch, length, heads, dim)`, as the features receive
-                them.
+                them. Positions that are not finite do not count.
             query_mask, key_mask: Boolean arrays `(batch, length)`.
         """
         for row in range(len(query)):
-            query_positions = np.flatnonzero(query_mask[row])
-            key_positions = np.flatnonzero(key_mask[row])
+            query_positions, key_positions = (
+                np.flatnonzero(mask[row] & np.isfinite(x[row]).all((1, 2)))
+                for x, mask in ((query, query_mask), (key, key_mask))
+            )
             if not len(query_positions) or not len(key_positions):
                 continue
             stride = -(-len(query_positions) // MOST_QUERIES)

@@ -377,13 +377,13 @@ class VQAttention(EfficientAttention):
             bias = self._bias_of_window(self.window, call.causal, dtype)
             positions = Positions(*bias_products(query, bias))
         learns = call.training and self._learns
-        valid = _countable(key, key_mask) if learns else None
+        counted, valid = _countable(key, key_mask) if learns else (None, None)
         # Gradient checkpointing reruns with the codes of the first run.
         again = learns and is_replay()
         if again:
             codes = self._codebook.last_codes
         elif learns:
-            codes = self._codebook.drawn_from(key, valid)
+            codes = self._codebook.drawn_from(counted, valid)
         else:
             codes = self._codebook.codes
         codes = ops.cast(codes, dtype)
@@ -422,7 +422,7 @@ class VQAttention(EfficientAttention):
             if not again:
                 if self.codebook_config.commitment_weight:
                     self.add_loss(loss)
-                self._codebook.update(key, index, valid, codes)
+                self._codebook.update(counted, index, valid, codes)
         if start is not None:
             new_state["position"] = start + call.positions_read(query)
         if self._dropout > 0.0:
@@ -470,7 +470,7 @@ class VQAttention(EfficientAttention):
             )
         keys, moments = [], np.zeros(())
         for x, mask in calibration_batches("data", data):
-            keys.append(self._calibration_keys(x)[mask])
+            keys.append(_finite(self._calibration_keys(x)[mask]))
             if query is None:
                 moments = moments + _second_moments(self._calibration_queries(x)[mask])
         if query is not None:
@@ -478,9 +478,11 @@ class VQAttention(EfficientAttention):
                 moments = moments + _second_moments(self._calibration_queries(x)[mask])
         number = sum(map(len, keys))
         if not number:
-            raise ValueError("`data` must hold at least one key. Received: none")
+            raise ValueError("`data` must hold at least one finite key. Received: none")
         if query is not None and not moments.any():
-            raise ValueError("`query` must hold at least one query. Received: none")
+            raise ValueError(
+                "`query` must hold at least one finite query. Received: none"
+            )
         codes, maps, error = fit_codes(
             np.concatenate(keys),
             None if self.config.soft else moments,
@@ -587,7 +589,7 @@ class VQAttention(EfficientAttention):
         if call.training and self._learns:
             # The first call draws the codes here, before they are used.
             prepared = self._prepare(key, accumulator_dtype(query, key, value), None)
-            self._codebook.drawn_from(prepared, _countable(prepared, call.key_mask))
+            self._codebook.drawn_from(*_countable(prepared, call.key_mask))
         return super()._scores(query, key, value, call)
 
     def _commitment(self, key, codes, index, valid):
@@ -607,13 +609,28 @@ class VQAttention(EfficientAttention):
 
 
 def _countable(key, key_mask):
-    """1 for keys that update a codebook, 0 for others, `(batch, length)`."""
-    if key_mask is None:
-        return ops.ones(shape_of(key)[:2], key.dtype)
-    return ops.cast(key_mask, key.dtype)
+    """Keys that update a codebook, and 1 for them, `(batch, length)`; zeros for others.
+
+    Keys that overflowed do not count: in a moving average they would stay for good.
+    """
+    key = ops.stop_gradient(key)
+    batch, length = shape_of(key)[:2]
+    # The sum over the batch of squared distances to codes is finite as well.
+    terms = 4.0 * ops.cast(batch * length, key.dtype)
+    squares = terms * ops.sum(ops.square(key), axis=(2, 3))
+    valid = ops.isfinite(squares)
+    if key_mask is not None:
+        valid = ops.logical_and(valid, ops.cast(key_mask, "bool"))
+    key = ops.where(valid[..., None, None], key, ops.zeros_like(key))
+    return key, ops.cast(valid, key.dtype)
 
 
 def _second_moments(x):
     """`Σ x xᵀ` of each head for `(number, heads, dim)`: `(heads, dim, dim)`."""
-    x = np.asarray(x, "float64")
+    x = np.asarray(_finite(x), "float64")
     return np.einsum("nhd,nhe->hde", x, x, optimize=True)
+
+
+def _finite(x):
+    """The vectors `(number, heads, dim)` that are finite in all heads."""
+    return x[np.isfinite(x).all((1, 2))]

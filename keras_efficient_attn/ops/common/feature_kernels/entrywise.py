@@ -13,6 +13,9 @@ import typing
 
 from keras import ops
 
+# Vectors of fewer entries often have no entry above 0: `elu_features` scales them.
+SCALED_WIDTH = 16
+
 
 class Entrywise(typing.NamedTuple):
     """A feature map of one tensor of queries or keys.
@@ -29,8 +32,8 @@ class Entrywise(typing.NamedTuple):
 
 
 def elu_entries(x):
-    """`feature_maps.elu_features`."""
-    return Entrywise("elu")
+    """`feature_maps.elu_features`; `None` for vectors that it scales."""
+    return None if x.shape[-1] < SCALED_WIDTH else Entrywise("elu")
 
 
 def relu_entries(x, projection=None):

@@ -92,7 +92,8 @@ def _map(x, config, function, weights):
     """
     if config.entrywise is not None and not any(w.requires_grad for w in weights):
         mapped = config.entrywise(x, *weights)
-        return x, mapped
+        if mapped is not None:
+            return x, mapped
     features, log_scale = function(x.float().transpose(1, 2)[:, :, None], *weights)
     features = features[:, :, 0].transpose(1, 2)
     if log_scale is not None:

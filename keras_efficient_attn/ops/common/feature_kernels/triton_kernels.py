@@ -225,6 +225,7 @@ def _features(side, head, tile, columns, plan: tl.constexpr):
     # Comparisons are written to preserve NaN.
     if plan.entry == "elu":
         x = tl.where(x > 0.0, x + 1.0, tl.exp(tl.where(x > 0.0, 0.0, x)))
+        x = tl.where(x < FEATURE_FLOOR, FEATURE_FLOOR, x)
     elif plan.entry == "relu":
         x = tl.where(x < 0.0, 0.0, x) + RELU_FLOOR
     elif plan.entry == "exp":
@@ -472,7 +473,7 @@ def read_states(
         total += tl.sum(scores, 1)
     if totals is not None:
         if plan.normalize:
-            visible = tl.abs(total) > 1e-30
+            visible = tl.abs(total) > 1.2e-38
             total = tl.where(visible, 1.0 / tl.where(visible, total, 1.0), 0.0)
             sums *= total[:, None]
         if tl.program_id(1) == 0:

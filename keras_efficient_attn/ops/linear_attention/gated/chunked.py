@@ -40,6 +40,10 @@ from keras_efficient_attn.ops.common.numerics import (
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide, reciprocal
 from keras_efficient_attn.ops.common.plan import device_kind
 from keras_efficient_attn.ops.common.scan import recompute_scan, vector_jacobian_product
+from keras_efficient_attn.ops.linear_attention.feature_maps import (
+    elu_features,
+    unscaled_elu_features,
+)
 
 # Maximum length of a part of a chunk for pairwise decays by feature.
 PART = 4
@@ -403,8 +407,12 @@ def map_features(config, query, key, map_weights):
     Raises:
         ValueError: For maps whose features have a log scale.
     """
-    query, query_log_scale = config.query_map(query, *map_weights)
-    key, log_scale = config.key_map(key, *map_weights)
+    query_map, key_map = (
+        unscaled_elu_features if function is elu_features else function
+        for function in (config.query_map, config.key_map)
+    )
+    query, query_log_scale = query_map(query, *map_weights)
+    key, log_scale = key_map(key, *map_weights)
     if query_log_scale is not None or log_scale is not None:
         raise ValueError(
             "With `log_decay` or `beta`, `feature_map` must be a map without a log "

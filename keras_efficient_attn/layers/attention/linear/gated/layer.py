@@ -238,8 +238,10 @@ class GatedStateAttention(LinearAttention):
             if self.output_norm == "group":
                 heads = heads - mean_of_channels(heads)
             power = mean_of_channels(ops.square(heads))
-            gain = ops.cast(self._norm_scale, heads.dtype)
-            heads = heads * ops.rsqrt(power + EPSILON) * gain
+            # Heads of 0 have no direction: behind a norm of queries, the derivatives of
+            # the two norms at 0 would multiply.
+            inverse = ops.where(power > 0, ops.rsqrt(power + EPSILON), 0.0)
+            heads = heads * inverse * ops.cast(self._norm_scale, heads.dtype)
         if self.output_gate is not None:
             gate = self.output_gate(
                 apply_projections(self._output_gate_layers, gate_input)
