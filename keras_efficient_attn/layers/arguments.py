@@ -3,8 +3,6 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.common.numerics import matrix_product
-
 
 class KeepsArguments:
     """Mixin of a Keras layer whose arguments are attributes and entries of the config.
@@ -55,16 +53,25 @@ def activation_of(argument, identifier):
         ) from error
 
 
-class Dense(keras.layers.Dense):
-    """Keras' layer, which on PyTorch computes in float32 for float64."""
+def dense_layer(units, dtype, use_bias=True, **options):
+    """A dense layer, of one of the classes that Keras quantises: not a subclass.
 
-    def call(self, inputs, training=None):
-        if self.compute_dtype != "float64":
-            return super().call(inputs, training=training)
-        outputs = matrix_product(inputs, self.kernel)
-        if self.bias is not None:
-            outputs = outputs + self.bias
-        return outputs if self.activation is None else self.activation(outputs)
+    Args:
+        units: Width of the outputs.
+        dtype: Policy.
+        use_bias: Whether there is a bias.
+        **options: Arguments that `Dense` and `EinsumDense` share.
+    """
+    if keras.dtype_policies.get(dtype).compute_dtype != "float64":
+        return keras.layers.Dense(units, use_bias=use_bias, dtype=dtype, **options)
+    # On PyTorch `Dense` computes in float32 for float64.
+    return keras.layers.EinsumDense(
+        "...a,ab->...b",
+        output_shape=units,
+        bias_axes="b" if use_bias else None,
+        dtype=dtype,
+        **options,
+    )
 
 
 def build_layer(layer, shape, dtype):

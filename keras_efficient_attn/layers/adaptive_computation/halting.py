@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.arguments import Dense, KeepsArguments
+from keras_efficient_attn.layers.arguments import KeepsArguments, dense_layer
 from keras_efficient_attn.layers.residual.reversible import stream_dtype
 from keras_efficient_attn.ops.adaptive_computation import adaptive_computation
 from keras_efficient_attn.ops.common.backend import shape_of
@@ -54,7 +54,7 @@ class Halting(KeepsArguments, keras.layers.Layer):
             )
         self.keep(locals())
         # In half precision the probabilities would not sum to 1.
-        self.unit = Dense(
+        self.unit = dense_layer(
             1,
             activation="sigmoid",
             bias_initializer=keras.initializers.Constant(halting_bias),

@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
+from keras_efficient_attn.layers.keras_internals import replace_child
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
@@ -237,7 +238,8 @@ class RelativePositionXL(EfficientAttention):
                 "built=True"
             )
         self._check_biases(other.biases)
-        self.biases = other.biases
+        # An assignment would leave the layer's own among those that Keras quantises.
+        replace_child(self, self.biases, other.biases)
 
     def _check_biases(self, biases):
         sizes = biases.num_heads, biases.key_dim

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.arguments import Dense
+from keras_efficient_attn.layers.arguments import dense_layer
 from keras_efficient_attn.models.options import Options
 from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
 
@@ -43,7 +43,7 @@ def make_dense(layer, name, input_shape):
     widths = input_shape[-1], layer.hidden_dim
     if name == "output":
         widths = widths[::-1]
-    dense = Dense(
+    dense = dense_layer(
         widths[1],
         activation=layer.activation if name == "hidden" else None,
         use_bias=layer.use_bias,

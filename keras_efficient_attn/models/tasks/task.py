@@ -62,6 +62,26 @@ class TaskMixin(PresetMixin):
             return keras.Model.predict(self, x, batch_size=batch_size, **kwargs)
         return super().predict(x, batch_size=batch_size, **kwargs)
 
+    def get_quantization_layer_structure(self, mode):
+        """What `quantize("gptq")` and `quantize("awq")` run and calibrate, a dict.
+
+        `None` for an encoder with a decoder, as in KerasHub: Keras then asks for a
+        `quantization_layer_structure` in the `config`.
+        """
+        if mode not in ("gptq", "awq") or (
+            self.backbone.architecture == "encoder_decoder"
+        ):
+            return None
+        stack = self.backbone.decoder or self.backbone.encoder
+        blocks = stack.blocks
+        if not stack.returns_layers or stack.blocks[0].residual == "reversible":
+            blocks = [stack]
+        return {
+            # KerasHub's own has the embedding of tokens, without positions.
+            "pre_block_layers": [self.backbone.embedding],
+            "sequential_blocks": blocks,
+        }
+
     def get_compile_config(self):
         """The arguments of `compile`, including the sampler."""
         config = super().get_compile_config()
@@ -307,6 +327,11 @@ class TaskWrapper(keras.Model):
     """
 
     task_argument = None
+
+    def get_quantization_layer_structure(self, mode):
+        """That of the task."""
+        task = getattr(self, self.task_argument)
+        return task.get_quantization_layer_structure(mode)
 
     def get_config(self):
         task = keras.saving.serialize_keras_object(getattr(self, self.task_argument))
