@@ -22,7 +22,7 @@ from keras_efficient_attn.models.options import Options, check_name
 from keras_efficient_attn.models.universal_transformer import (
     RecurrenceOptions,
 )
-from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
 
 ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
 # In a layout map: attention layers, `cross_attention` too, and their sublayers.
@@ -88,6 +88,9 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         use_bias: Whether dense layers, projections and layer norms have biases.
             Defaults to `True`.
         dropout: Rate of dropout on embeddings and sublayers' outputs. Defaults to 0.
+        takes_documents: Whether a row may hold several documents, one after the other:
+            the inputs may then have `document_ids`. For `"decoder"` and `"encoder"`.
+            Defaults to `False`.
         dtype: Policy of all layers.
         name, trainable: Arguments of `keras.Model`.
 
@@ -96,6 +99,8 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
             which stands on the right), `(batch, length)`; both may be `None` in
             shape. With `"encoder_decoder"`: `encoder_token_ids`,
             `encoder_padding_mask`, `decoder_token_ids`, `decoder_padding_mask`.
+            With `takes_documents`, optionally integers `document_ids`: a document
+            begins where they change, and gives what it gives alone.
 
     Returns:
         `(batch, length, hidden_dim)`. With `"encoder_decoder"`, a dict of
@@ -162,6 +167,7 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         embedding="tied",
         use_bias=True,
         dropout=0.0,
+        takes_documents=False,
         dtype=None,
         name=None,
         trainable=True,
@@ -185,8 +191,11 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
                 "decoder", causal=True, cross=architecture == "encoder_decoder"
             )
 
+        if takes_documents:
+            _check_documents(encoder or decoder)
+
         # === Functional model ===
-        inputs, outputs = _connect(embedding_layer, encoder, decoder)
+        inputs, outputs = _connect(embedding_layer, encoder, decoder, takes_documents)
         super().__init__(
             inputs=inputs, outputs=outputs, dtype=dtype, name=name, trainable=trainable
         )
@@ -209,6 +218,9 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         self.architecture = architecture
         self.max_sequence_length = options.positions.limit
         self._options = options
+
+    def __call__(self, inputs, *args, **kwargs):
+        return super().__call__(with_documents(self, inputs), *args, **kwargs)
 
     def get_initial_state(self, batch_size, max_length=None, memory_length=None):
         """The state before the first token, for `stream`.
@@ -424,12 +436,31 @@ def _normalize(options):
         setattr(options, key, kind.get(getattr(options, key)))
 
 
-def _connect(embedding, encoder, decoder):
+def _check_documents(stack):
+    for block in stack.blocks:
+        if not block.attention.takes_documents:
+            raise ValueError(
+                "`takes_documents` needs attention layers that keep documents apart. "
+                f"Received: attention={block.attention!r}, with "
+                f"{block.attention.get_config()}"
+            )
+
+
+def with_documents(model, inputs):
+    """Inputs of a model that may leave out `document_ids`: then one in each row."""
+    names = model.input if isinstance(model.input, dict) else ()
+    if "document_ids" in names and "document_ids" not in inputs:
+        return {**inputs, "document_ids": None}
+    return inputs
+
+
+def _connect(embedding, encoder, decoder, takes_documents):
     """The inputs and outputs of the Functional model.
 
     Args:
         embedding: The embedding layer.
         encoder, decoder: Stacks of blocks, of which one may be `None`.
+        takes_documents: Whether there is an optional input of `document_ids`.
     """
 
     def sequence_inputs(prefix=""):
@@ -440,9 +471,13 @@ def _connect(embedding, encoder, decoder):
 
     if encoder is None or decoder is None:
         inputs = sequence_inputs()
-        mask = inputs["padding_mask"]
-        x = embedding(inputs["token_ids"], padding_mask=mask)
-        return inputs, (encoder or decoder)(x, padding_mask=mask)
+        mask, rows = inputs["padding_mask"], {}
+        if takes_documents:
+            rows["document_ids"] = inputs["document_ids"] = keras.Input(
+                (None,), dtype="int32", name="document_ids", optional=True
+            )
+        x = embedding(inputs["token_ids"], padding_mask=mask, **rows)
+        return inputs, (encoder or decoder)(x, padding_mask=mask, **rows)
     inputs = sequence_inputs("encoder_") | sequence_inputs("decoder_")
     encoder_mask = inputs["encoder_padding_mask"]
     decoder_mask = inputs["decoder_padding_mask"]
@@ -469,6 +504,12 @@ def _check(options):
         check_positive_int(name, getattr(options, name))
     for name in ("head_dim", "intermediate_dim"):
         check_positive_int(name, getattr(options, name), True)
+    check_bool("takes_documents", options.takes_documents)
+    if options.takes_documents and options.architecture == "encoder_decoder":
+        raise ValueError(
+            "`takes_documents` is for architecture='decoder' or 'encoder'. Received: "
+            "takes_documents=True, architecture='encoder_decoder'"
+        )
     feed_forward = options.feed_forward
     if options.intermediate_dim is None and feed_forward != FeedForwardOptions():
         raise ValueError(

@@ -166,6 +166,7 @@ class UniversalTransformer(TransformerStack):
                 inputs["padding_mask"],
                 None if state is None else state["positions"],
                 training,
+                inputs["document_ids"],
             )
             if state is not None:
                 new_state["positions"] = positions_state

@@ -449,12 +449,9 @@ class EfficientAttention(
         if call.query_mask is not None or call.key_mask is not None:
             inputs, call, moved = self._move_to_front(inputs, call)
         if document_ids is not None:
-            if moved is not None and moved.query is not None:
-                document_ids = moved.query.to_front(document_ids)
-            lengths = row_lengths(call.key_mask)
-            call = dataclasses.replace(
-                call, documents=Documents.of(document_ids, lengths)
-            )
+            order = None if moved is None else moved.query
+            documents = Documents.of(document_ids, order)
+            call = dataclasses.replace(call, documents=documents)
         if state is not None:
             self._check_state(*inputs[:2], call)
             call = dataclasses.replace(

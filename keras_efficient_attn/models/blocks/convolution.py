@@ -17,7 +17,8 @@ from keras_efficient_attn.ops.common.checks import (
     is_pair,
 )
 from keras_efficient_attn.ops.common.convolution import causal_convolution, depthwise
-from keras_efficient_attn.ops.common.rows import RowOrder, row_lengths
+from keras_efficient_attn.ops.common.documents import Documents
+from keras_efficient_attn.ops.common.rows import RowOrder, Rows, row_lengths
 from keras_efficient_attn.ops.common.state import keep_last
 
 
@@ -40,6 +41,8 @@ class CausalConvolution(KeepsArguments, keras.layers.Layer):
         mask: Optional boolean `(batch, length)`: positions that are false do not exist.
         state: Optional, from `get_initial_state` or the previous segment's call: the
             last `kernel_size - 1` inputs.
+        document_ids: Optional integers `(batch, length)`, without a `state`: a document
+            begins where they change, and sees no other.
 
     Returns:
         A tensor of the shape of `x`; `(output, state)` with `state`.
@@ -79,12 +82,13 @@ class CausalConvolution(KeepsArguments, keras.layers.Layer):
             self.compute_dtype,
         )
 
-    def call(self, x, mask=None, state=None):
+    def call(self, x, mask=None, state=None, document_ids=None):
         order = None if mask is None else RowOrder.of(mask)
         if order is not None:
             x = zero_masked(order.to_front(x), order.exists)
         lengths = None if state is None else row_lengths(mask)
-        output, last = causal_convolution(x, self.kernel, state, lengths)
+        documents = None if document_ids is None else Documents.of(document_ids, order)
+        output, last = causal_convolution(x, self.kernel, state, lengths, documents)
         output = x + output
         output = output if order is None else order.to_places(output)
         return output if state is None else (output, last)
@@ -118,6 +122,7 @@ class SeparableConvolution(keras.layers.Layer):
         x: `(batch, length, dim)`.
         mask: Optional boolean `(batch, length)`: positions that are false do not exist.
         state: Optional, from `get_initial_state` or the previous segment's call.
+        document_ids: As for `CausalConvolution`.
 
     Returns:
         A tensor of the shape of `x`; `(output, state)` with `state`.
@@ -186,7 +191,7 @@ class SeparableConvolution(keras.layers.Layer):
             for name, kernel in zip(("x", "hidden"), self.kernels, strict=True)
         }
 
-    def call(self, x, mask=None, state=None):
+    def call(self, x, mask=None, state=None, document_ids=None):
         if state is not None and not self.causal:
             raise ValueError(
                 "`state` holds the past, and needs causal=True. Received: causal=False"
@@ -196,7 +201,8 @@ class SeparableConvolution(keras.layers.Layer):
         lengths = None if state is None else row_lengths(mask)
         x = x if order is None else order.to_front(x)
         exists = None if order is None else order.exists
-        rows = exists, lengths
+        documents = None if document_ids is None else Documents.of(document_ids, order)
+        rows = exists, Rows(lengths, documents)
         h, after_x = self._convolve(x, self.kernels[0], *rows, before["x"])
         h = self.hidden(h)
         h, after_hidden = self._convolve(h, self.kernels[1], *rows, before["hidden"])
@@ -204,25 +210,25 @@ class SeparableConvolution(keras.layers.Layer):
         y = y if order is None else order.to_places(y)
         return y if state is None else (y, {"x": after_x, "hidden": after_hidden})
 
-    def _convolve(self, x, kernel, exists, lengths, before):
+    def _convolve(self, x, kernel, exists, rows, before):
         """The convolution, and the part of its input that the next segment needs.
 
         Args:
             x: `(batch, length, dim)`, what exists at the front of its row.
             kernel: `(kernel_size, dim)`.
             exists: Boolean `(batch, length)`, or `None` for all.
-            lengths: The positions of each row that exist, `(batch,)`, or `None` for
-                all.
+            rows: `Rows`.
             before: `(batch, kernel_size - 1, dim)`, or `None` at the start.
         """
         reach = kernel.shape[0] - 1
         x, length = zero_masked(x, exists), shape_of(x)[1]
+        after = 0 if self.causal else reach // 2
         if before is None:
-            after = 0 if self.causal else reach // 2
             padded = ops.pad(x, ((0, 0), (reach - after, after), (0, 0)))
         else:
             padded = ops.concatenate([ops.cast(before, x.dtype), x], axis=1)
-        return depthwise(padded, kernel, length), keep_last(padded, length, lengths)
+        output = depthwise(padded, kernel, length, rows.documents, reach - after)
+        return output, keep_last(padded, length, rows.lengths)
 
     def compute_output_shape(self, x_shape):
         return x_shape

@@ -82,13 +82,15 @@ class InputEmbedding(keras.layers.Layer):
         padding_mask: Optional `(batch, length)`, 0 at padding, anywhere in a row:
             features and positions count the other tokens only.
         state: Optional, from `get_initial_state` or the previous segment's call.
+        document_ids: Optional integers `(batch, length)`, without a `state` and
+            `features`: positions count anew where they change.
 
     Returns:
         `(batch, length, hidden_dim)`; `(output, state)` with `state`.
 
     Raises:
         ValueError: On a call with `padding_mask` and `state`, if a feature does not
-            support masking.
+            support masking; on a call with `document_ids`, if there are features.
     """
 
     def __init__(
@@ -137,11 +139,25 @@ class InputEmbedding(keras.layers.Layer):
             for name, layer in self._streaming_layers()
         }
 
-    def call(self, token_ids, padding_mask=None, state=None, training=None):
+    def call(
+        self,
+        token_ids,
+        padding_mask=None,
+        state=None,
+        training=None,
+        document_ids=None,
+    ):
+        if document_ids is not None and self.features:
+            raise ValueError(
+                "`features` of tokens would read other documents: leave them out, or "
+                f"`document_ids`. Received: features={self.features}"
+            )
         order = None
         if padding_mask is not None and self._streaming_layers():
             order = RowOrder.of(ops.cast(padding_mask, "bool"))
             token_ids = order.to_front(token_ids)
+            if document_ids is not None:
+                document_ids = order.to_front(document_ids)
         x = self.token_embedding(token_ids)
         if self.options.scale:
             x = x * math.sqrt(self.token_embedding.output_dim)
@@ -152,6 +168,8 @@ class InputEmbedding(keras.layers.Layer):
             options = {}
             if order is not None and (adds or layer.supports_masking):
                 options["mask"] = order.exists
+            if adds and document_ids is not None:
+                options["document_ids"] = document_ids
             if state is None:
                 output = layer(received, **options)
             else:
@@ -170,9 +188,7 @@ class InputEmbedding(keras.layers.Layer):
                 f"Received: padding_mask given, features with {layer!r}"
             )
 
-    def compute_output_spec(
-        self, token_ids, padding_mask=None, state=None, training=None
-    ):
+    def compute_output_spec(self, token_ids, *args, **kwargs):
         shape = (*token_ids.shape, self.token_embedding.output_dim)
         return keras.KerasTensor(shape, dtype=self.compute_dtype)
 

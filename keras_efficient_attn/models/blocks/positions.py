@@ -11,9 +11,14 @@ from keras import ops
 from keras_efficient_attn.models.options import Options
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
+from keras_efficient_attn.ops.common.documents import Documents
 from keras_efficient_attn.ops.common.numerics import sine, wide_dtype
 from keras_efficient_attn.ops.common.positions import position_angles
-from keras_efficient_attn.ops.common.rows import row_lengths, running_count
+from keras_efficient_attn.ops.common.rows import (
+    RowOrder,
+    row_lengths,
+    running_count,
+)
 
 POSITIONS = ("sinusoidal", "learned", "axial", "rotary")
 # Longest wavelength of sinusoidal and rotary positions, over 2π.
@@ -36,6 +41,8 @@ class Positions(keras.layers.Layer):
         mask: Optional boolean `(batch, length)`: positions that are false do not count.
         state: Optional, from `get_initial_state` or the previous segment's call: the
             number of positions that each row has read, `(batch,)`.
+        document_ids: Optional integers `(batch, length)`, without a `state`: positions
+            count anew where they change.
 
     Returns:
         A tensor of the shape of `x`; `(output, state)` with `state`.
@@ -72,9 +79,16 @@ class Positions(keras.layers.Layer):
         # The last position must exist as well.
         return ops.minimum(start, ops.maximum(self.max_length - shape_of(x)[1], 0))
 
-    def signal(self, x, mask=None, state=None, training=None):
+    def signal(self, x, mask=None, state=None, training=None, document_ids=None):
         """The signal to add to `x`, which broadcasts with it, and the new state."""
         length = shape_of(x)[1]
+        if document_ids is not None:
+            order = None if mask is None else RowOrder.of(mask)
+            index = Documents.of(document_ids, order).position
+            index = index if order is None else order.to_places(index)
+            return self.embed(x, index + self.first_position(x, training)), None
+        if self.max_length is not None:
+            check_length(x, self.max_length)
         index = ops.arange(length, dtype="int32")[None]
         if mask is not None:
             index = ops.maximum(running_count(mask) - 1, 0)
@@ -92,8 +106,8 @@ class Positions(keras.layers.Layer):
         """
         raise NotImplementedError
 
-    def call(self, x, mask=None, state=None, training=None):
-        signal, new_state = self.signal(x, mask, state, training)
+    def call(self, x, mask=None, state=None, training=None, document_ids=None):
+        signal, new_state = self.signal(x, mask, state, training, document_ids)
         return x + signal if state is None else (x + signal, new_state)
 
     def compute_output_shape(self, input_shape):
@@ -167,7 +181,6 @@ class LearnedPositions(Positions):
         self.table.build(input_shape)
 
     def embed(self, x, index):
-        check_length(x, self.max_length)
         within = ops.minimum(index, self.max_length - 1)
         signal = self.table(x, positions=within)
         return nan_from(self.max_length, index, signal)
@@ -227,7 +240,6 @@ class AxialPositions(Positions):
         ]
 
     def embed(self, x, index):
-        check_length(x, self.max_length)
         positions, parts = index, []
         for size, table in zip(self.shape[::-1], self.tables[::-1], strict=True):
             parts.append(ops.take(ops.convert_to_tensor(table), index % size, axis=0))

@@ -50,6 +50,8 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
         memory: `(batch, memory_length, dim)`, for `cross_attention`.
         memory_padding_mask: Optional `(batch, memory_length)`.
         state: Optional, from `get_initial_state` or the previous segment's call.
+        document_ids: Optional integers `(batch, length)`, without a `state`: a document
+            begins where they change, and sees no other.
 
     Returns:
         A tensor of the shape of `x`; `(output, state)` with `state`.
@@ -57,7 +59,8 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
     Raises:
         TypeError: If `attention` is not an `EfficientAttention`.
         ValueError: For an unknown `residual` or `norm`; on a call, for a
-            `"reversible"` one, which has two streams.
+            `"reversible"` one, which has two streams, or for `document_ids` with a
+            `state`.
 
     Example:
 
@@ -175,16 +178,21 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
         memory_padding_mask=None,
         state=None,
         training=None,
+        document_ids=None,
     ):
         if self.residual == "reversible":
             raise ValueError(
                 "A block with residual='reversible' has two streams: call the "
                 "`TransformerStack` that it belongs to. Received: a call"
             )
+        rows = {"mask": padding_mask}
+        if document_ids is not None:
+            check_no_state(state)
+            rows["document_ids"] = document_ids
         positions_state = {}
         if self.positions is not None:
-            x, positions_state = self._with_positions(x, padding_mask, state)
-        h, attention_state = self._attend(x, padding_mask, state, training)
+            x, positions_state = self._with_positions(x, rows, state)
+        h, attention_state = self._attend(x, rows, state, training)
         x = self.attention_residual.after(x, h, training)
         if self.cross_attention is not None:
             h = self._attend_to_memory(
@@ -193,28 +201,37 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
             x = self.cross_attention_residual.after(x, h, training)
         transition_state = {}
         if self.feed_forward is not None:
-            h, transition_state = self._transition(x, padding_mask, state, training)
+            h, transition_state = self._transition(x, rows, state, training)
             x = self.feed_forward_residual.after(x, h, training)
         if state is None:
             return x
         return x, positions_state | attention_state | transition_state
 
-    def sublayers(self, padding_mask, memory, memory_padding_mask, state, training):
+    def sublayers(
+        self,
+        padding_mask,
+        memory,
+        memory_padding_mask,
+        document_ids,
+        state,
+        training,
+    ):
         """The sublayers that alternately update the streams of a reversible stack.
 
         Args:
-            padding_mask, memory, memory_padding_mask, training: As in a call.
+            padding_mask, memory, memory_padding_mask, document_ids, training: As in a
+                call.
             state: The block's state, or `None`.
 
         Returns:
             List of `Sublayer`, whose states are parts of the block's.
         """
 
-        def attend(x, padding_mask=None):
-            positions_state = {}
+        def attend(x, mask=None, **rows):
+            rows, positions_state = {"mask": mask, **rows}, {}
             if self.positions is not None:
-                x, positions_state = self._with_positions(x, padding_mask, state)
-            h, new_state = self._attend(x, padding_mask, state, training)
+                x, positions_state = self._with_positions(x, rows, state)
+            h, new_state = self._attend(x, rows, state, training)
             h = self.attention_residual.drop(h, training)
             return h, positions_state | new_state
 
@@ -224,8 +241,9 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
             )
             return self.cross_attention_residual.drop(h, training), {}
 
-        def feed_forward(x, padding_mask=None):
-            h, new_state = self._transition(x, padding_mask, state, training)
+        def feed_forward(x, mask=None, **rows):
+            rows = {"mask": mask, **rows}
+            h, new_state = self._transition(x, rows, state, training)
             return self.feed_forward_residual.drop(h, training), new_state
 
         sublayers = []
@@ -235,8 +253,11 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
             tensors = {name: x for name, x in tensors.items() if x is not None}
             sublayers.append(Sublayer(call, layers, tensors))
 
+        if document_ids is not None:
+            check_no_state(state)
+        rows = dict(mask=padding_mask, document_ids=document_ids)
         before = self.positions, self.attention_residual, self.convolution
-        add(attend, *before, self.attention, padding_mask=padding_mask)
+        add(attend, *before, self.attention, **rows)
         if self.cross_attention is not None:
             layers = self.cross_attention_residual, self.cross_attention
             masks = dict(
@@ -245,29 +266,36 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
             add(attend_to_memory, *layers, memory=memory, **masks)
         if self.feed_forward is not None:
             layers = self.feed_forward_residual, self.feed_forward
-            mask = padding_mask if self._convolves else None
-            add(feed_forward, *layers, padding_mask=mask)
+            add(feed_forward, *layers, **(rows if self._convolves else {}))
         return sublayers
 
-    def _with_positions(self, x, padding_mask, state):
+    def _with_positions(self, x, rows, state):
         if state is None:
-            return self.positions(x, mask=padding_mask), {}
-        x, new_state = self.positions(x, mask=padding_mask, state=state["positions"])
+            return self.positions(x, **rows), {}
+        x, new_state = self.positions(x, **rows, state=state["positions"])
         return x, {"positions": new_state}
 
-    def _attend(self, x, padding_mask, state, training):
-        """The self-attention's update, and the new state."""
+    def _attend(self, x, rows, state, training):
+        """The self-attention's update, and the new state.
+
+        Args:
+            x: `(batch, length, dim)`.
+            rows: Dict of the `mask` and, if given, the `document_ids`.
+            state, training: As in a call.
+        """
         new_state = {}
         h = x if self._attention_normalizes else self.attention_residual.before(x)
         if self.convolution is not None and state is None:
-            h = self.convolution(h, mask=padding_mask)
+            h = self.convolution(h, **rows)
         elif self.convolution is not None:
             h, new_state["convolution"] = self.convolution(
-                h, mask=padding_mask, state=state["convolution"]
+                h, **rows, state=state["convolution"]
             )
         options = dict(
-            key_mask=padding_mask, use_causal_mask=self.causal, training=training
+            key_mask=rows["mask"], use_causal_mask=self.causal, training=training
         )
+        if "document_ids" in rows:
+            options["document_ids"] = rows["document_ids"]
         if state is None:
             return self.attention(h, h, **options), new_state
         attention_state = state["attention"]
@@ -279,16 +307,14 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
     def _convolves(self):
         return isinstance(self.feed_forward, SeparableConvolution)
 
-    def _transition(self, x, padding_mask, state, training):
+    def _transition(self, x, rows, state, training):
         """The feed-forward's update, and its new state."""
         h = self.feed_forward_residual.before(x)
         if not self._convolves:
             return self.feed_forward(h, training=training), {}
         if state is None:
-            return self.feed_forward(h, mask=padding_mask), {}
-        h, new_state = self.feed_forward(
-            h, mask=padding_mask, state=state["feed_forward"]
-        )
+            return self.feed_forward(h, **rows), {}
+        h, new_state = self.feed_forward(h, **rows, state=state["feed_forward"])
         return h, {"feed_forward": new_state}
 
     def _attend_to_memory(self, x, padding_mask, memory, memory_padding_mask, training):
@@ -323,3 +349,12 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
             for name, value in config.items()
         }
         return super().from_config(config)
+
+
+def check_no_state(state):
+    """Raises `ValueError` for a state beside `document_ids`."""
+    if state is not None:
+        raise ValueError(
+            "`document_ids` and `state` exclude each other in blocks and stacks: read "
+            "the documents of a stream one after the other. Received: both"
+        )

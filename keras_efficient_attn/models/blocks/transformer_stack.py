@@ -122,6 +122,7 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
         return_layers=False,
         return_ponder=False,
         training=None,
+        document_ids=None,
     ):
         if return_ponder and (self.halting is None or state is not None):
             raise ValueError(
@@ -133,6 +134,7 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
             padding_mask=padding_mask,
             memory=memory,
             memory_padding_mask=memory_padding_mask,
+            document_ids=document_ids,
         )
         apply = self._recur
         if self.blocks[0].residual == "reversible":

@@ -2,12 +2,14 @@
 
 import keras
 import keras_hub
+import numpy as np
 from keras import ops
 
 from keras_efficient_attn.models.backbone import EfficientTransformerBackbone
 from keras_efficient_attn.models.tasks.byte_tokenizer import EfficientByteTokenizer
 from keras_efficient_attn.models.tasks.task import StreamingMixin, TaskMixin
 from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.checks import check_bool
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -17,8 +19,15 @@ class EfficientCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
     Args:
         tokenizer, sequence_length: A tokenizer, and the number of tokens per row, start
             and end included. The length defaults to 1024.
+        pack: Whether to fill each row with several texts, one after the other: fewer
+            rows than texts, with `document_ids` for a backbone with `takes_documents`.
+            A text is in one row, and the loss does not cross from one to the next.
+            Defaults to `False`.
         **kwargs: Arguments of `keras_hub.models.CausalLMPreprocessor`, such as whether
             to add start and end.
+
+    Raises:
+        ValueError: If `pack` is not a boolean.
 
     Example:
 
@@ -28,10 +37,77 @@ class EfficientCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
     )
     x, y, sample_weight = preprocessor(["some text"])
     ```
+
+    Texts are packed within a batch: pack large ones, and batch the rows.
+
+    ```python
+    preprocessor = EfficientCausalLMPreprocessor(tokenizer, 1024, pack=True)
+    rows = texts.batch(1000).map(preprocessor).unbatch().batch(16)
+    ```
     """
 
     backbone_cls = EfficientTransformerBackbone
     tokenizer_cls = EfficientByteTokenizer
+
+    def __init__(self, tokenizer, sequence_length=1024, *, pack=False, **kwargs):
+        super().__init__(tokenizer, sequence_length, **kwargs)
+        check_bool("pack", pack)
+        self.pack = pack
+
+    def _call_python(self, x, *args, **kwargs):
+        rows = super()._call_python(x, *args, **kwargs)
+        if not self.pack:
+            return rows
+        x, y, exists = rows
+        tokens = x["token_ids"]
+        if not (isinstance(y, np.ndarray) or hasattr(y, "numpy")):
+            # A dataset is mapped by a graph of TensorFlow.
+            import tensorflow as tf
+
+            packed = tf.numpy_function(
+                _pack_rows, [tokens, y, exists], [tokens.dtype] * 2 + [tf.int32] * 2
+            )
+            for part in packed:
+                part.set_shape((None, tokens.shape[-1]))
+        else:
+            packed = _pack_rows(*map(np.asarray, (tokens, y, exists)))
+        tokens, y, ids, exists = packed
+        x = {"token_ids": tokens, "padding_mask": exists > 0, "document_ids": ids}
+        return keras.utils.pack_x_y_sample_weight(x, y, exists > 0)
+
+    def get_config(self):
+        return {**super().get_config(), "pack": self.pack}
+
+
+def _pack_rows(tokens, labels, exists):
+    """Rows of several documents: each goes to the first row with room.
+
+    Args:
+        tokens, labels: Integers `(documents, length)`.
+        exists: `(documents, length)`, 1 for positions with a label, at the beginning.
+
+    Returns:
+        `(tokens, labels, ids, exists)`, each `(rows, length)`.
+    """
+    length, used, number, places = exists.shape[1], [], [], []
+    for count in exists.sum(axis=1):
+        room = np.flatnonzero(np.array(used, int) + count <= length)
+        row = room[0] if len(room) else len(used)
+        if not len(room):
+            used.append(0)
+            number.append(0)
+        places.append((row, slice(used[row], used[row] + count), number[row]))
+        used[row] += count
+        number[row] += 1
+    packed = [np.zeros((len(used), length), t.dtype) for t in (tokens, labels)]
+    ids, filled = (np.zeros((len(used), length), "int32") for _ in range(2))
+    for document, (row, own, index) in enumerate(places):
+        for new, old in zip(packed, (tokens, labels), strict=True):
+            new[row, own] = old[document, : own.stop - own.start]
+        # Padding has the next number.
+        ids[row, own], ids[row, own.stop :] = index, index + 1
+        filled[row, own] = 1
+    return *packed, ids, filled
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")

@@ -5,6 +5,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.models.backbone import with_documents
 from keras_efficient_attn.models.files import PresetMixin
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int
@@ -41,6 +42,9 @@ class TaskMixin(PresetMixin):
             )
         self.backbone = backbone
         self.preprocessor = preprocessor
+
+    def __call__(self, inputs, *args, **kwargs):
+        return super().__call__(with_documents(self, inputs), *args, **kwargs)
 
     def fit(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
         """As `keras.Model.fit`; strings go through the preprocessor."""

@@ -6,15 +6,28 @@ from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.state import keep_last
 
 
-def depthwise(padded, kernel, length):
+def depthwise(padded, kernel, length, documents=None, before=None):
     """`y[t] = Σ_i kernel[i] ⊙ padded[t + i]` for the first `length` positions t.
 
     Args:
         padded: `(batch, length + kernel_size - 1, ...)`.
         kernel: `(kernel_size, ...)`.
         length: Length of the output.
+        documents: The `Documents` of the output's positions, of which a position reads
+            its own. Defaults to `None`: one in each row.
+        before: With `documents`, the padding before the first position.
     """
-    return sum(kernel[i] * padded[:, i : i + length] for i in range(kernel.shape[0]))
+    terms = []
+    for i in range(kernel.shape[0]):
+        x = padded[:, i : i + length]
+        if documents is not None and i != before:
+            near = documents.position >= before - i
+            if i > before:
+                near = documents.later >= i - before
+            near = ops.reshape(near, (-1, length, *[1] * (len(x.shape) - 2)))
+            x = ops.where(near, x, ops.zeros_like(x))
+        terms.append(kernel[i] * x)
+    return sum(terms)
 
 
 def causal_convolution(x, kernel, past=None, lengths=None, documents=None):
@@ -39,15 +52,5 @@ def causal_convolution(x, kernel, past=None, lengths=None, documents=None):
         before = ops.zeros((shape_of(x)[0], reach, *x.shape[2:]), x.dtype)
     padded = ops.concatenate([ops.cast(before, x.dtype), x], axis=1)
     kernel = ops.cast(kernel, x.dtype)
-    if documents is None:
-        output = depthwise(padded, kernel, length)
-    else:
-        position = ops.reshape(
-            documents.position, (-1, length, *[1] * (len(x.shape) - 2))
-        )
-        output = sum(
-            kernel[reach - back]
-            * ops.where(position >= back, padded[:, reach - back :][:, :length], 0.0)
-            for back in range(reach + 1)
-        )
+    output = depthwise(padded, kernel, length, documents, reach)
     return output, None if past is None else keep_last(padded, length, lengths)

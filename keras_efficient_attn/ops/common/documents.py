@@ -6,7 +6,12 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import lower_triangle, pad_length
-from keras_efficient_attn.ops.common.rows import RowOrder, running_count, take_rows
+from keras_efficient_attn.ops.common.rows import (
+    RowOrder,
+    row_lengths,
+    running_count,
+    take_rows,
+)
 
 
 def document_numbers(ids):
@@ -30,22 +35,24 @@ class Documents(typing.NamedTuple):
     later: object
 
     @classmethod
-    def of(cls, ids, lengths=None):
+    def of(cls, ids, order=None):
         """The documents of ids.
 
         Args:
             ids: Integers `(batch, length)`; a document begins where they change.
-            lengths: Positions of each row that exist, at its beginning: int32
-                `(batch,)`. Defaults to `None`: all.
+            order: The `RowOrder` to which the positions were moved. Defaults to
+                `None`: they all exist.
         """
+        if order is not None:
+            ids = order.to_front(ids)
         length = shape_of(ids)[1]
         steps = ops.arange(length, dtype="int32")
         number = document_numbers(ids)
         number = 1 + number - number[:, :1]
         begins = ops.not_equal(number, pad_length(number, 1, 0)[:, :-1])
         end = length + ops.zeros_like(number[:, :1])
-        if lengths is not None:
-            end = lengths[:, None]
+        if order is not None:
+            end = row_lengths(order.exists)[:, None]
             begins = ops.logical_and(begins, steps < end)
         first = RowOrder.of(begins).index
         count = ops.max(ops.where(steps < end, number, 0), axis=1, keepdims=True)
