@@ -17,7 +17,11 @@ from keras_efficient_attn.models.blocks.input_embedding import (
 )
 from keras_efficient_attn.models.blocks.positions import PositionOptions
 from keras_efficient_attn.models.blocks.residual import ResidualOptions
-from keras_efficient_attn.models.files import PresetMixin, check_lora_file
+from keras_efficient_attn.models.files import (
+    OptionalDocuments,
+    PresetMixin,
+    check_lora_file,
+)
 from keras_efficient_attn.models.options import Options, check_name
 from keras_efficient_attn.models.universal_transformer import (
     RecurrenceOptions,
@@ -40,7 +44,9 @@ OPTIONS = {
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
+class EfficientTransformerBackbone(
+    OptionalDocuments, PresetMixin, keras_hub.models.Backbone
+):
     """A Transformer backbone for KerasHub, with any of this package's attention layers.
 
     ```
@@ -218,9 +224,6 @@ class EfficientTransformerBackbone(PresetMixin, keras_hub.models.Backbone):
         self.architecture = architecture
         self.max_sequence_length = options.positions.limit
         self._options = options
-
-    def __call__(self, inputs, *args, **kwargs):
-        return super().__call__(with_documents(self, inputs), *args, **kwargs)
 
     def get_initial_state(self, batch_size, max_length=None, memory_length=None):
         """The state before the first token, for `stream`.
@@ -444,14 +447,6 @@ def _check_documents(stack):
                 f"Received: attention={block.attention!r}, with "
                 f"{block.attention.get_config()}"
             )
-
-
-def with_documents(model, inputs):
-    """Inputs of a model that may leave out `document_ids`: then one in each row."""
-    names = model.input if isinstance(model.input, dict) else ()
-    if "document_ids" in names and "document_ids" not in inputs:
-        return {**inputs, "document_ids": None}
-    return inputs
 
 
 def _connect(embedding, encoder, decoder, takes_documents):

@@ -21,6 +21,25 @@ def preset_path(preset):
     return str(FOLDER / preset if preset in preset_names() else preset)
 
 
+class OptionalDocuments:
+    """A Functional model whose inputs may leave out `document_ids`.
+
+    Keras wants all names, with `None` for an optional input without a value.
+    """
+
+    def _with_all_names(self, inputs):
+        if "document_ids" in self.input and "document_ids" not in inputs:
+            return {**inputs, "document_ids": None}
+        return inputs
+
+    def __call__(self, inputs, *args, **kwargs):
+        return super().__call__(self._with_all_names(inputs), *args, **kwargs)
+
+    def call(self, inputs, *args, **kwargs):
+        # A trainer on JAX calls this directly.
+        return super().call(self._with_all_names(inputs), *args, **kwargs)
+
+
 class PresetMixin:
     """`from_preset` that knows the shipped configurations.
 

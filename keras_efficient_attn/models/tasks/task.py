@@ -5,8 +5,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.models.backbone import with_documents
-from keras_efficient_attn.models.files import PresetMixin
+from keras_efficient_attn.models.files import OptionalDocuments, PresetMixin
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.rows import RowOrder, row_lengths, take_rows
@@ -17,7 +16,7 @@ PROMPT_SEGMENTS = (1024, 128, 16, 1)
 MEMORY = ("memory", "memory_padding_mask")
 
 
-class TaskMixin(PresetMixin):
+class TaskMixin(OptionalDocuments, PresetMixin):
     """Adds shipped presets, any kind of data, and resumable training to tasks.
 
     A task that is saved as `.keras` and loaded is compiled as before, with the state of
@@ -42,9 +41,6 @@ class TaskMixin(PresetMixin):
             )
         self.backbone = backbone
         self.preprocessor = preprocessor
-
-    def __call__(self, inputs, *args, **kwargs):
-        return super().__call__(with_documents(self, inputs), *args, **kwargs)
 
     def fit(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
         """As `keras.Model.fit`; strings go through the preprocessor."""
