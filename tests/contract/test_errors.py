@@ -160,3 +160,20 @@ def test_state_with_lengths_that_differ(causal_case):
 def test_key_and_value_lengths_that_differ(case):
     with pytest.raises(ValueError, match="key_shape"):
         case.make()(inputs(), inputs(length=5), inputs(length=6))
+
+
+def test_document_ids(case):
+    layer, x = case.built(), inputs()
+    kind = dict(use_causal_mask=case.usual)
+    ids = np.zeros((BATCH, LENGTH), "int32")
+    if not layer.takes_documents:
+        with pytest.raises(ValueError, match="cannot keep the documents of a row"):
+            layer(x, x, document_ids=ids, **kind)
+        return
+    with pytest.raises(TypeError, match="document_ids.dtype=float32"):
+        layer(x, x, document_ids=ids.astype("float32"), **kind)
+    with pytest.raises(ValueError, match=r"document_ids.shape=\(2, 36\)"):
+        layer(x, x, document_ids=ids[:, 1:], **kind)
+    if False in case.causal and not case.shared_key:
+        with pytest.raises(ValueError, match="`document_ids` are of one sequence"):
+            layer(x, inputs(seed=1), document_ids=ids)

@@ -51,8 +51,8 @@ class AttentionCall:
         state: Dict of tensors, or `None`.
         lengths: The positions of a segment that exist, at the beginning of each row:
             int32 `(batch,)`; `None` for all, and without a state.
-        documents: The `Documents` of the sequence, or `None` for one in each row.
-            Never with a state.
+        documents: The `Documents` of the sequence, or `None` for one in each row. With
+            a state, only for a layer that `remembers_inputs`.
         split: The `SequenceParallel` that splits the sequence over devices, or `None`.
         scores: Whether the matrix of weights is requested.
         options: Further call arguments that the layer defines, by name.
@@ -442,7 +442,9 @@ class EfficientAttention(
                 call, query_mask=masks[0], key_mask=merged_key_mask(masks, inputs[2])
             )
         self._check_call(*inputs, call)
-        if document_ids is not None and state is not None:
+        # A memory of inputs knows which of them are of the current document.
+        in_turn = state is not None and not self.remembers_inputs
+        if document_ids is not None and in_turn:
             self._check_state(*inputs[:2], call)
             return self._attend_by_document(inputs, document_ids, call, options)
         moved = None

@@ -14,9 +14,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_int,
     check_positive_int,
     check_rate,
-    may_agree,
 )
-from keras_efficient_attn.ops.common.chunking import pad_length
 from keras_efficient_attn.ops.common.dense_softmax import count_pairs
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.positions import distance_sinusoids
@@ -118,9 +116,6 @@ class RelativePositionXL(EfficientAttention):
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
         `use_causal_mask`, `return_attention_scores`, `state`; with `state`, `key` must
         be `value`.
-        reset: Optional boolean `(batch, length)`: true where a new document or episode
-            begins, which sees nothing before it; or `(batch,)`: whether one begins
-            with the segment.
 
     Returns:
         As `EfficientAttention`: `(batch, query_length, output_dim)`, with the scores or
@@ -283,6 +278,9 @@ class RelativePositionXL(EfficientAttention):
             dropout = self._dropout, dropout_seed(generator, dtype)
         length, keys = shape_of(query)[1], shape_of(key)[1]
         later = 0 if call.causal else keys - offset - 1
+        documents = call.options.get("documents")
+        if call.documents is not None and documents is None:
+            documents = (call.documents.number,) * 2
         heads = relative_attention(
             *(ops.cast(t, dtype) for t in (query, key, value)),
             self._position_keys(offset + length, later, dtype, call.training),
@@ -292,37 +290,13 @@ class RelativePositionXL(EfficientAttention):
             window=memory_length if self.same_length else None,
             causal=call.causal,
             key_mask=call.key_mask,
-            documents=call.options.get("documents"),
+            documents=documents,
             dropout=dropout,
         )
         return heads, call.options.get("next_state")
 
-    def _call_options(self, inputs, state, options):
-        options = dict(options)
-        reset = options.pop("reset", None)
-        super()._call_options(inputs, state, options)
-        if reset is None:
-            return {}
-        query, value, _ = inputs
-        if self._axes_of(len(query.shape)).batch_axes:
-            raise ValueError(
-                "`reset` needs inputs whose axes between batch and features are all "
-                f"attended to. Received: attention_axes={self.attention_axes}, "
-                f"query.shape={tuple(query.shape)}"
-            )
-        _check_reset(reset, query, value)
-        return {"reset": reset}
-
     def _prepare_inputs(self, query, value, key, call):
-        reset, documents = call.options.get("reset"), call.options.get("documents")
-        if reset is not None:
-            documents = _documents(reset, query, key)
-        if call.documents is not None:
-            if documents is not None:
-                _refuse_both()
-            documents = (call.documents.number,) * 2
         if call.state is None:
-            call = dataclasses.replace(call, options={"documents": documents})
             return *self._normalize_inputs(query, value, key), call
 
         memory, seen = call.state["memory"], call.state["mask"]
@@ -335,19 +309,19 @@ class RelativePositionXL(EfficientAttention):
         extended = ops.concatenate([memory, ops.cast(value, memory.dtype)], axis=1)
         next_memory = ops.stop_gradient(keep_last(extended, length, lengths))
         next_mask = kept
-        if documents is not None:
-            # The memory precedes all documents of the segment.
-            before = ops.zeros_like(documents[1][:, :1])
-            before = ops.broadcast_to(before, shape_of(memory)[:2])
-            key_documents = ops.concatenate([before, documents[1]], axis=1)
+        numbers = None
+        if call.documents is not None:
+            number = call.documents.number
+            # The memory is the part of document 1 that was read before.
+            before = ops.ones_like(seen, "int32")
+            numbers = number, ops.concatenate([before, number], axis=1)
             # The next segment may go on with a document that was masked so far.
-            last = call.options.get("last", documents[1][:, -1:])
-            documents = documents[0], key_documents
-            next_mask = ops.where(key_documents == last, kept, ops.zeros_like(kept))
+            last = ops.max(number, axis=1, keepdims=True)
+            next_mask = ops.where(numbers[1] == last, kept, ops.zeros_like(kept))
         options = {
             "offset": memory_length,
             "memory_length": memory_length,
-            "documents": documents,
+            "documents": numbers,
             "next_state": {
                 "memory": next_memory,
                 "mask": keep_last(next_mask, length, lengths),
@@ -356,44 +330,6 @@ class RelativePositionXL(EfficientAttention):
         call = dataclasses.replace(call, key_mask=kept > 0, options=options)
         extended = ops.cast(extended, value.dtype)
         return *self._normalize_inputs(query, extended, extended), call
-
-    def _attend_by_document(self, inputs, ids, call, options):
-        # The memory knows documents: a segment is one call, with gradients.
-        if options:
-            _refuse_both()
-        earlier = pad_length(ids, 1, 0)[:, :-1]
-        masks = dict(query_mask=call.query_mask, key_mask=call.key_mask)
-        query, value, key = inputs
-        return self.call(
-            query,
-            value,
-            None if key is value else key,
-            **masks,
-            training=call.training,
-            use_causal_mask=True,
-            state=call.state,
-            reset=ops.not_equal(ids, earlier),
-        )
-
-    def _move_to_front(self, inputs, call):
-        reset = call.options.get("reset")
-        if reset is not None:
-            query, _, key = inputs
-            call = dataclasses.replace(
-                call, options={"documents": _documents(reset, query, key)}
-            )
-        inputs, call, moved = super()._move_to_front(inputs, call)
-        if reset is not None:
-            last = call.options["documents"][1][:, -1:]
-            documents = tuple(
-                numbers if order is None else order.to_front(numbers)
-                for numbers, order in zip(
-                    call.options["documents"], (moved.query, moved.key), strict=True
-                )
-            )
-            options = {"documents": documents, "last": last}
-            call = dataclasses.replace(call, options=options)
-        return inputs, call, moved
 
     def _normalize_inputs(self, query, value, key):
         """The inputs after `input_norm`, with identical tensors kept identical."""
@@ -443,35 +379,3 @@ class RelativePositionXL(EfficientAttention):
         waves = distance_sinusoids(distances, dim, MAX_WAVELENGTH, dtype)
         waves = self._position_dropout(waves, training=training)
         return ops.einsum("md,dhk->mhk", waves, ops.cast(self._position, dtype))
-
-
-def _refuse_both():
-    raise ValueError(
-        "`reset` and `document_ids` both say where documents begin: pass one of them. "
-        "Received both"
-    )
-
-
-def _documents(reset, query, key):
-    """The document numbers of queries and of keys, `(batch, length)` each."""
-    return tuple(_document_numbers(reset, shape_of(x)[1]) for x in (query, key))
-
-
-def _document_numbers(reset, length):
-    """The document number of each position, from 0, `(batch, length)`."""
-    reset = ops.cast(reset, "int32")
-    if len(reset.shape) == 1:
-        first = ops.cast(ops.arange(length, dtype="int32") == 0, "int32")
-        reset = reset[:, None] * first[None]
-    return ops.cumsum(reset, axis=1)
-
-
-def _check_reset(reset, query, value):
-    shape = tuple(reset.shape)
-    for x in (query, value):
-        if len(shape) not in (1, 2) or not may_agree(shape, x.shape[: len(shape)]):
-            raise ValueError(
-                "`reset` must have the shape (batch,) or (batch, length) of `query` "
-                f"and `value`. Received: reset.shape={shape}, "
-                f"query.shape={tuple(query.shape)}, value.shape={tuple(value.shape)}"
-            )

@@ -24,8 +24,8 @@ class Documents(typing.NamedTuple):
     """The documents of rows, each one or more positions in succession.
 
     Attributes:
-        number: int32 `(batch, length)`: the number of documents that began in the row
-            up to and including the position.
+        number: int32 `(batch, length)`: the number of the document in its row, from 1
+            if the first id is 0, which a state may go on with, and otherwise from 2.
         position: int32 `(batch, length)`: positions of the document before this one.
         later: int32 `(batch, length)`: positions of the document after this one.
     """
@@ -43,22 +43,21 @@ class Documents(typing.NamedTuple):
             order: The `RowOrder` to which the positions were moved. Defaults to
                 `None`: they all exist.
         """
-        if order is not None:
-            ids = order.to_front(ids)
         length = shape_of(ids)[1]
         steps = ops.arange(length, dtype="int32")
-        number = document_numbers(ids)
-        number = 1 + number - number[:, :1]
+        number = 1 + document_numbers(ids)
+        number = number if order is None else order.to_front(number)
         begins = ops.not_equal(number, pad_length(number, 1, 0)[:, :-1])
         end = length + ops.zeros_like(number[:, :1])
         if order is not None:
             end = row_lengths(order.exists)[:, None]
             begins = ops.logical_and(begins, steps < end)
         first = RowOrder.of(begins).index
-        count = ops.max(ops.where(steps < end, number, 0), axis=1, keepdims=True)
+        count = ops.sum(ops.cast(begins, "int32"), axis=1, keepdims=True)
         last = ops.concatenate([first[:, 1:], end], axis=1)
         last = ops.where(steps + 1 < count, last, end)
-        start, stop = take_rows(ops.maximum(number - 1, 0), first, last)
+        index = ops.maximum(running_count(begins) - 1, 0)
+        start, stop = take_rows(index, first, last)
         later = ops.maximum(ops.cast(stop, "int32") - 1 - steps, 0)
         return cls(number, steps - ops.cast(start, "int32"), later)
 

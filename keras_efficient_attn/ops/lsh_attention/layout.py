@@ -114,6 +114,8 @@ def codes_by_document(buckets, kept, config, documents):
     number, position, later = (
         ops.broadcast_to(x[:, None, None], shape_of(bucket)) for x in documents
     )
+    # Hidden positions come last.
+    number = ops.where(kept, number, length + 2)
     steps = ops.arange(length, dtype="int32")
     order = ops.argsort((bucket - config.num_buckets // 2) * length + steps, axis=-1)
     # Sorting is stable: by document, then by bucket, then by position.

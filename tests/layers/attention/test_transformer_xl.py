@@ -1,4 +1,4 @@
-"""RelativePositionXL: its memory, resets, lengths and shared biases."""
+"""RelativePositionXL: its memory, documents, lengths and shared biases."""
 
 import keras
 import numpy as np
@@ -82,11 +82,12 @@ def test_empty_slots_are_not_seen():
     assert_close(following, after_a_memory(layer, x, x))
 
 
-def test_a_reset_row_begins_anew_and_the_other_goes_on():
+def test_a_row_with_a_new_document_begins_anew_and_the_other_goes_on():
     layer, x = make(), text(8)
     _, state = read(layer, x[:, :5], layer.get_initial_state(BATCH))
     going_on, _ = read(layer, x[:, 5:], state)
-    output, state = read(layer, x[:, 5:], state, reset=np.array([True, False]))
+    ids = np.repeat(np.array([[1], [0]]), 3, axis=1)
+    output, state = read(layer, x[:, 5:], state, document_ids=ids)
     anew = to_numpy(layer(x[:, 5:], x[:, 5:], use_causal_mask=True))
     assert_close(output[0], anew[0])
     assert_close(output[1], going_on[1])
@@ -111,11 +112,13 @@ def test_documents_that_begin_inside_a_segment():
     starts[0, [2, 6]] = starts[1, 4] = True
     documents = [(0, 0, 2), (0, 2, 6), (0, 6, 9), (1, 0, 4), (1, 4, 9)]
     for causal in (False, True):
-        whole = to_numpy(layer(x, x, use_causal_mask=causal, reset=starts))
+        ids = np.cumsum(starts, axis=1)
+        whole = to_numpy(layer(x, x, use_causal_mask=causal, document_ids=ids))
         assert_close(whole, by_document(layer, x, documents, causal))
     state, outputs = layer.get_initial_state(BATCH, 9), []
     for piece in (slice(0, 5), slice(5, 9)):
-        output, state = read(layer, x[:, piece], state, reset=starts[:, piece])
+        ids = np.cumsum(starts[:, piece], axis=1)
+        output, state = read(layer, x[:, piece], state, document_ids=ids)
         outputs.append(output)
     assert_close(np.concatenate(outputs, axis=1), whole)
 
@@ -273,12 +276,6 @@ def test_calls_that_are_refused():
     causal = dict(use_causal_mask=True, state=state)
     with pytest.raises(ValueError, match=r"key\.shape=\(2, 3, 5\)"):
         layer(x, x, x + 1, **causal)
-    with pytest.raises(ValueError, match=r"reset\.shape=\(3,\)"):
-        layer(x, x, reset=np.zeros(3, bool), **causal)
-    image = np.zeros((BATCH, 3, 4, DIM), "float32")
-    rows = RelativePositionXL(HEADS, KEY_DIM, attention_axes=2)
-    with pytest.raises(ValueError, match=r"`reset` needs.*attention_axes=\(2,\)"):
-        rows(image, image, reset=np.ones(BATCH, bool))
     wide = {**state, "memory": np.zeros((BATCH, 4, DIM + 1), "float32")}
     with pytest.raises(ValueError, match=r"state\['memory'\]\.shape=\(2, 4, 6\)"):
         layer(x, x, use_causal_mask=True, state=wide)
