@@ -50,7 +50,8 @@ def layer_output(
 
     Each row is the sequence of the positions that exist, by itself.
     """
-    masks = _masks_of_one_sequence(query_mask, key_mask, causal or query is value)
+    of_one_sequence = causal or query is value
+    masks = _masks_of_one_sequence(query, query_mask, key_mask, of_one_sequence)
     key = value if key is None else key
     query, key, value = (np.asarray(x, "float64") for x in (query, key, value))
     if layer.keeps_places or not masks:
@@ -78,17 +79,22 @@ def layer_output(
     return outputs, weights
 
 
-def _masks_of_one_sequence(query_mask, key_mask, of_one_sequence):
+def _masks_of_one_sequence(query, query_mask, key_mask, of_one_sequence):
     """`(query mask, which queries exist, key mask)`; `None` without masks."""
     if query_mask is None and key_mask is None:
         return None
     exists = query_mask
     if of_one_sequence:
         exists = key_mask
+        if key_mask is not None:
+            # Queries after the last key exist.
+            exists = np.ones(query.shape[:2], bool)
+            both = min(query.shape[1], key_mask.shape[1])
+            exists[:, :both] = np.asarray(key_mask)[:, :both]
         if query_mask is None:
-            query_mask = key_mask
-        elif key_mask is not None:
-            query_mask = np.asarray(query_mask) & np.asarray(key_mask)
+            query_mask = exists
+        elif exists is not None:
+            query_mask = np.asarray(query_mask) & exists
     return query_mask, exists, key_mask
 
 

@@ -69,6 +69,7 @@ class Call:
     projections: str | None = None
     dropout: float = 0.0
     compiled: bool = False
+    documents: bool = False
 
     def __repr__(self):
         fields = {**vars(self), "case": self.case.name}
@@ -105,6 +106,7 @@ def calls(draw):
         projections=draw(st.sampled_from((None,) * 6 + projections)),
         dropout=draw(st.sampled_from((0.0, 0.3))),
         compiled=draw(st.sampled_from(COMPILED)),
+        documents=draw(st.booleans()),
     )
 
 
@@ -165,8 +167,10 @@ def check(call):
             check_oracle(call, layer, (query, value, masks), output)
         change_projections(call, layer)
         check_changed(call, layer, (query, value, masks), output)
-        if call.causal and call.key_mask:
+        if call.causal and key_mask is not None:
             check_stream(call, layer, (value, key_mask))
+        if call.documents and layer.takes_documents:
+            check_documents(call, layer, (value, key_mask))
         training = layer(
             query, value, use_causal_mask=call.causal, training=True, **masks
         )
@@ -221,28 +225,31 @@ def check_oracle(call, layer, inputs, output):
 def check_changed(call, layer, inputs, before):
     """The call after `change_projections`: compiled, and its gradients."""
     query, value, masks = inputs
+    # One tensor stays one.
+    tensors = (query,) if query is value else (query, value)
 
-    def attend(query, value, masks):
+    def attend(masks, *tensors):
+        query, value = tensors[0], tensors[-1]
         return layer(query, value, use_causal_mask=call.causal, **masks)
 
     if call.projections is not None:
-        changed = check_shape(layer, query, attend(query, value, masks))
+        changed = check_shape(layer, query, attend(masks, *tensors))
         # Low-rank changes start at zero.
         if call.projections == "lora" and call.is_smooth:
             np.testing.assert_allclose(changed, before, **TOLERANCE)
         before = changed
     if call.compiled:
         step = compile_step(attend, xla=True)
-        compiled = check_shape(layer, query, step(query, value, masks))
+        compiled = check_shape(layer, query, step(masks, *tensors))
         if call.is_smooth:
             np.testing.assert_allclose(compiled, before, **TOLERANCE)
     floating = keras.backend.is_float_dtype(query.dtype)
     if call.gradient and call.dtype == "float32" and floating and before.size:
 
-        def loss(query, value):
-            return ops.sum(ops.square(attend(query, value, masks)))
+        def loss(*tensors):
+            return ops.sum(ops.square(attend(masks, *tensors)))
 
-        for gradient in gradients(loss, query, value):
+        for gradient in gradients(loss, *tensors):
             assert np.isfinite(gradient.astype("float32")).all()
 
 
@@ -260,14 +267,45 @@ def check_stream(call, layer, inputs):
     for part in (slice(None, cut), slice(cut, None)):
         masks = dict(query_mask=mask[:, part], key_mask=mask[:, part])
         state = cast_state(state, call.state_dtype)
-        output, state = layer(x[:, part], x[:, part], state=state, **masks, **options)
-        outputs.append(check_shape(layer, x[:, part], output))
+        segment = x[:, part]
+        output, state = layer(segment, segment, state=state, **masks, **options)
+        outputs.append(check_shape(layer, segment, output))
     for name, tensor in state.items():
         assert tensor.dtype == initial[name].dtype, name
     # A narrow state rounds what it holds.
     if call.is_smooth and call.state_dtype != "bfloat16":
         parts = np.concatenate(outputs, axis=1)
         np.testing.assert_allclose(parts, whole, **TOLERANCE)
+
+
+def check_documents(call, layer, inputs):
+    """Documents in rows, and in segments of them, give what they give alone."""
+    x, mask = inputs
+    batch, length = x.shape[:2]
+    rng, options = np.random.default_rng(call.seed), dict(use_causal_mask=call.causal)
+    ids = np.cumsum(rng.random((batch, length)) < 0.3, axis=1).astype("int32")
+    mask = np.ones((batch, length), bool) if mask is None else mask
+    masks = dict(query_mask=mask, key_mask=mask)
+    packed = layer(x, x, document_ids=ids, **masks, **options)
+    outputs = [check_shape(layer, x, packed)]
+    if call.causal and layer.state_spec(1, 8) is not None:
+        state, parts, last = call.case.get_initial_state(layer, batch), [], ids[:, :1]
+        for part in (slice(None, length // 2), slice(length // 2, None)):
+            own = dict(query_mask=mask[:, part], key_mask=mask[:, part])
+            own |= dict(state=state, document_ids=ids[:, part] - last)
+            segment = x[:, part]
+            output, state = layer(segment, segment, **own, **options)
+            parts.append(check_shape(layer, segment, output))
+            last = ids[:, part][:, -1:] if part.start is None and length > 1 else last
+        outputs.append(np.concatenate(parts, axis=1))
+    if not call.is_smooth:
+        return
+    for number in range(ids.max(initial=-1) + 1):
+        own = mask & (ids == number)
+        alone = layer(x, x, query_mask=own, key_mask=own, **options)
+        alone = check_shape(layer, x, alone)
+        for output in outputs:
+            np.testing.assert_allclose(output[own], alone[own], **TOLERANCE)
 
 
 def cast_state(state, dtype):

@@ -20,7 +20,7 @@ from keras_efficient_attn.layers.attention.masks import (
 from keras_efficient_attn.layers.attention.rows import move_to_front
 from keras_efficient_attn.layers.attention.state import StreamingState
 from keras_efficient_attn.layers.replicas import ReplicaLosses
-from keras_efficient_attn.ops.common.backend import is_traced, shape_of
+from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
     check_int,
@@ -29,7 +29,7 @@ from keras_efficient_attn.ops.common.checks import (
     is_positive_int,
     may_agree,
 )
-from keras_efficient_attn.ops.common.documents import Documents, document_numbers
+from keras_efficient_attn.ops.common.documents import Documents
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
 from keras_efficient_attn.ops.common.positions import rotate_from, window_distances
 from keras_efficient_attn.ops.common.rows import row_lengths
@@ -502,55 +502,6 @@ class EfficientAttention(
         """As `rows.move_to_front`; layers with tensors by position move these too."""
         keeps_places = self.keeps_places and call.state is None
         return move_to_front(inputs, call, keeps_places)
-
-    def _attend_by_document(self, inputs, ids, call, options):
-        """The output and the state of a segment, one document of each row at a time.
-
-        Each is a segment whose other positions are masked. The first document of a row
-        goes on from the state if its id is 0.
-
-        Args:
-            inputs: `(query, value, key)`.
-            ids: `document_ids`.
-            call: `AttentionCall`.
-            options: Dict of the layer's own call arguments.
-        """
-        number = document_numbers(ids)
-        exists = None
-        for mask in (call.query_mask, call.key_mask):
-            if mask is not None:
-                exists = mask if exists is None else ops.logical_and(exists, mask)
-        spec = self.state_spec(1, 1)
-
-        def attend(index, output, state):
-            own = number == index
-            begins = ops.logical_and(index > 0, ops.any(own, axis=1))
-            new = {}
-            for name, x in state.items():
-                rows = ops.reshape(begins, (-1, *[1] * (len(x.shape) - 1)))
-                initial = spec[name][2] if len(spec[name]) > 2 else 0
-                new[name] = ops.where(rows, ops.cast(initial, x.dtype), x)
-            part, state = self.call(
-                *inputs,
-                key_mask=own if exists is None else ops.logical_and(own, exists),
-                training=call.training,
-                use_causal_mask=True,
-                state=new,
-                **options,
-            )
-            output = ops.where(own[..., None], ops.cast(part, output.dtype), output)
-            return index + 1, output, state
-
-        shape = self.compute_output_shape(*(x.shape for x in inputs))
-        output = ops.zeros((*shape_of(inputs[0])[:2], shape[-1]), self.compute_dtype)
-        loop = 0, output, self._as_own_state(call.state)
-        last = ops.max(number)
-        if is_traced(last):
-            loop = ops.cast(0, "int32"), *loop[1:]
-            return ops.while_loop(lambda index, *_: index <= last, attend, loop)[1:]
-        while loop[0] <= last:
-            loop = attend(*loop)
-        return loop[1:]
 
     def compute_output_spec(self, *args, **kwargs):
         # A call with symbolic inputs is checked and returns before it computes.

@@ -3,7 +3,9 @@
 import keras
 from keras import ops
 
+from keras_efficient_attn.ops.common.backend import is_traced, shape_of
 from keras_efficient_attn.ops.common.checks import may_agree
+from keras_efficient_attn.ops.common.documents import document_numbers
 from keras_efficient_attn.ops.common.state import make_state
 
 
@@ -128,6 +130,55 @@ class StreamingState:
                     f"options. Received: state[{name!r}].shape="
                     f"{tuple(tensor.shape)}, instead of {('batch', *expected[1:])}"
                 )
+
+    def _attend_by_document(self, inputs, ids, call, options):
+        """The output and the state of a segment, one document of each row at a time.
+
+        Each is a segment whose other positions are masked. The first document of a row
+        goes on from the state if its id is 0.
+
+        Args:
+            inputs: `(query, value, key)`.
+            ids: `document_ids`.
+            call: `AttentionCall`.
+            options: Dict of the layer's own call arguments.
+        """
+        number = document_numbers(ids)
+        exists = None
+        for mask in (call.query_mask, call.key_mask):
+            if mask is not None:
+                exists = mask if exists is None else ops.logical_and(exists, mask)
+        spec = self.state_spec(1, 1)
+
+        def attend(index, output, state):
+            own = number == index
+            begins = ops.logical_and(index > 0, ops.any(own, axis=1))
+            new = {}
+            for name, x in state.items():
+                rows = ops.reshape(begins, (-1, *[1] * (len(x.shape) - 1)))
+                initial = spec[name][2] if len(spec[name]) > 2 else 0
+                new[name] = ops.where(rows, ops.cast(initial, x.dtype), x)
+            part, state = self.call(
+                *inputs,
+                key_mask=own if exists is None else ops.logical_and(own, exists),
+                training=call.training,
+                use_causal_mask=True,
+                state=new,
+                **options,
+            )
+            output = ops.where(own[..., None], ops.cast(part, output.dtype), output)
+            return index + 1, output, state
+
+        shape = self.compute_output_shape(*(x.shape for x in inputs))
+        output = ops.zeros((*shape_of(inputs[0])[:2], shape[-1]), self.compute_dtype)
+        loop = 0, output, self._as_own_state(call.state)
+        last = ops.max(number, initial=0)
+        if is_traced(last):
+            loop = ops.cast(0, "int32"), *loop[1:]
+            return ops.while_loop(lambda index, *_: index <= last, attend, loop)[1:]
+        while loop[0] <= last:
+            loop = attend(*loop)
+        return loop[1:]
 
     def _as_own_state(self, state):
         """A state in the dtypes of this layer's own states."""
