@@ -112,7 +112,7 @@ class FourierAttention(EfficientAttention):
 
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
-        `use_causal_mask`, `return_attention_scores`, `state`.
+        `use_causal_mask`, `return_attention_scores`, `state`, `document_ids`.
 
     Returns:
         As `EfficientAttention`: `(batch, query_length, output_dim)`, with the scores or

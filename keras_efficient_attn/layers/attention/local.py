@@ -59,11 +59,11 @@ class LocalAttention(PatternAttention):
 
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
-        `use_causal_mask`, `return_attention_scores`, `state`. With a `grid`, a
-        sequence `(batch, length, dim)` is the image in that order, or its beginning;
-        inputs `(batch, rows, columns, dim)`, with masks `(batch, rows, columns)`, are
-        the image in its layout. Scores have the order of the sequence. A masked
-        position of a whole image keeps its place.
+        `use_causal_mask`, `return_attention_scores`, `state`, `document_ids`. With a
+        `grid`, a sequence `(batch, length, dim)` is the image in that order, or its
+        beginning; inputs `(batch, rows, columns, dim)`, with masks `(batch, rows,
+        columns)`, are the image in its layout. Scores have the order of the sequence. A
+        masked position of a whole image keeps its place.
 
     Returns:
         As `EfficientAttention`; of the inputs' rank.

@@ -102,10 +102,10 @@ class ReformerLSHAttention(EfficientAttention):
 
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
-        `use_causal_mask`, `return_attention_scores`, `state`. Queries and keys are
-        computed from `query`; `key`, or `value` without a `key`, must be the same
-        tensor. Positions that `key_mask` hides are in a separate
-        bucket and see nothing: their heads are zero.
+        `use_causal_mask`, `return_attention_scores`, `state`, `document_ids`. Queries
+        and keys are computed from `query`; `key`, or `value` without a `key`, must be
+        the same tensor. Positions that `key_mask` hides are in a separate bucket and
+        see nothing: their heads are zero.
         num_hashes: Optional number of rounds for this call, at most `max_hashes`.
 
     Returns:

@@ -52,7 +52,7 @@ class SoftmaxAttention(EfficientAttention):
 
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
-        `use_causal_mask`, `return_attention_scores`, `state`.
+        `use_causal_mask`, `return_attention_scores`, `state`, `document_ids`.
 
     Returns:
         As `EfficientAttention`.

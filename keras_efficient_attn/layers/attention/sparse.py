@@ -58,8 +58,8 @@ class SparseAttention(PatternAttention):
 
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
-        `use_causal_mask`, `return_attention_scores`, `state`. Queries and keys may
-        differ in length: position `s` means the same in both.
+        `use_causal_mask`, `return_attention_scores`, `state`, `document_ids`. Queries
+        and keys may differ in length: position `s` means the same in both.
 
     Returns:
         As `EfficientAttention`: `(batch, query_length, output_dim)`, with the scores or

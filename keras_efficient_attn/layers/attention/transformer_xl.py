@@ -114,8 +114,8 @@ class RelativePositionXL(EfficientAttention):
 
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
-        `use_causal_mask`, `return_attention_scores`, `state`; with `state`, `key` must
-        be `value`.
+        `use_causal_mask`, `return_attention_scores`, `state`, `document_ids`; with
+        `state`, `key` must be `value`.
 
     Returns:
         As `EfficientAttention`: `(batch, query_length, output_dim)`, with the scores or

@@ -98,8 +98,8 @@ class AdaptiveSpan(PatternAttention):
 
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
-        `use_causal_mask`, `return_attention_scores`, `state`. A state stays valid after
-        a `trim`.
+        `use_causal_mask`, `return_attention_scores`, `state`, `document_ids`. A state
+        stays valid after a `trim`.
 
     Returns:
         As `EfficientAttention`.

@@ -100,7 +100,7 @@ class LinearAttention(EfficientAttention):
         value: `(batch, key_length, value_dim)`.
         key: Optional `(batch, key_length, key_dim)`; defaults to `value`.
         query_mask, value_mask, key_mask, attention_mask, return_attention_scores,
-            training, use_causal_mask, state: As `EfficientAttention`.
+            training, use_causal_mask, state, document_ids: As `EfficientAttention`.
 
     Returns:
         `output` `(batch, query_length, output_dim)`; `(output, scores)` with

@@ -151,11 +151,11 @@ class VQAttention(EfficientAttention):
 
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
-        `use_causal_mask`, `return_attention_scores`, `state`. With `training=True` hard
-        codes are updated from unmasked keys. If `keras.remat` reruns a block that calls
-        the layer once, they are updated once. On JAX, `keras.remat` around a layer with
-        state is an error of JAX; on TensorFlow it leaves the commitment loss without
-        gradient.
+        `use_causal_mask`, `return_attention_scores`, `state`, `document_ids`. With
+        `training=True` hard codes are updated from unmasked keys. If `keras.remat`
+        reruns a block that calls the layer once, they are updated once. On JAX,
+        `keras.remat` around a layer with state is an error of JAX; on TensorFlow it
+        leaves the commitment loss without gradient.
 
     Returns:
         As `EfficientAttention`: `(batch, query_length, output_dim)`, with the scores or
