@@ -81,6 +81,11 @@ class Case:
         """`use_causal_mask` for tests with one setting."""
         return self.causal[-1]
 
+    @property
+    def plain(self):
+        """The arguments of the plainest call: causal where the layer must be."""
+        return {"use_causal_mask": False not in self.causal}
+
     def make(self, **options):
         arguments = {"num_heads": HEADS, "key_dim": KEY_DIM, "seed": 1}
         return self.layer(**{**arguments, **self.options, **options})

@@ -30,7 +30,7 @@ def test_signatures_start_with_keras_own(case):
 
 def test_num_heads_and_key_dim_are_enough(case):
     layer, x = case.layer(num_heads=2, key_dim=4), inputs()
-    assert tuple(layer(x, x).shape) == x.shape
+    assert tuple(layer(x, x, **case.plain).shape) == x.shape
 
 
 def test_weights_of_multi_head_attention_load(case):
@@ -77,7 +77,7 @@ def test_shapes_and_specs(setting):
 def test_rank_two_is_refused_with_the_argument_named(case):
     x = inputs()[:, :, 0]
     with pytest.raises(ValueError, match="`query` must have the shape"):
-        case.make()(x, x)
+        case.make()(x, x, **case.plain)
 
 
 def test_fit_compiled_with_unknown_batch_and_length(case, backend):
@@ -107,7 +107,7 @@ def test_subclassed_model(case):
             self.attention = case.make()
 
         def call(self, x):
-            return self.attention(x, x)
+            return self.attention(x, x, **case.plain)
 
     model, x = Model(), inputs()
     expected, _ = case.oracle(model.attention, x, x) if model(x) is not None else None
@@ -123,7 +123,9 @@ def test_dropout_is_seeded_and_off_at_inference(case):
         random = np.random.default_rng(0)
         for weight in layer.trainable_weights:
             weight.assign(random.normal(size=weight.shape) * 0.3)
-        return to_numpy(layer(x, x, training=True)), to_numpy(layer(x, x))
+        return to_numpy(layer(x, x, training=True, **case.plain)), to_numpy(
+            layer(x, x, **case.plain)
+        )
 
     first, quiet = outputs(3)
     again, _ = outputs(3)
@@ -133,17 +135,19 @@ def test_dropout_is_seeded_and_off_at_inference(case):
 
 def test_lora_and_quantisation_of_the_projections(case):
     layer, x = case.built(), inputs()
-    expected = to_numpy(layer(x, x))
+    expected = to_numpy(layer(x, x, **case.plain))
     layer.query_dense.enable_lora(2)
     assert layer.query_dense.lora_enabled
-    np.testing.assert_allclose(to_numpy(layer(x, x)), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        to_numpy(layer(x, x, **case.plain)), expected, rtol=1e-5, atol=1e-6
+    )
     # LoRA starts at zero: once changed, it must change the output.
     update = layer.query_dense.lora_kernel_b
     update.assign(np.full(update.shape, 0.5))
-    expected, unchanged = to_numpy(layer(x, x)), expected
+    expected, unchanged = to_numpy(layer(x, x, **case.plain)), expected
     assert np.abs(expected - unchanged).max() > 1e-4
     layer.value_dense.quantize("int8")
-    quantised = to_numpy(layer(x, x))
+    quantised = to_numpy(layer(x, x, **case.plain))
     assert np.abs(quantised - expected).max() < 0.1 * np.abs(expected).max()
 
 
@@ -151,14 +155,14 @@ def test_quantised_projections_of_an_empty_sequence(case):
     layer, x = case.built(), inputs(length=0)
     for projection in (layer.query_dense, layer.value_dense, layer.output_dense):
         projection.quantize("int8")
-    output, scores = layer(x, x, return_attention_scores=True)
+    output, scores = layer(x, x, return_attention_scores=True, **case.plain)
     assert tuple(output.shape) == x.shape
     assert tuple(scores.shape) == (BATCH, HEADS, 0, 0)
 
 
 def test_activity_regularizer_and_loss(case):
     layer, x = case.make(activity_regularizer=keras.regularizers.L2(0.1)), inputs()
-    output = to_numpy(layer(x, x))
+    output = to_numpy(layer(x, x, **case.plain))
     own = 0.1 * (output**2).sum() / BATCH
     # Keras also passes the regularizer to the projections, as in its own layer.
     theirs = keras.layers.MultiHeadAttention(

@@ -38,8 +38,8 @@ def test_integers_are_cast_to_the_compute_dtype(case, dtype):
     layer = case.built(dtype=dtype)
     x = np.random.default_rng(0).integers(-3, 4, size=(2, 9, DIM)).astype("int32")
     floats = x.astype("float32")
-    expected = layer(floats, floats)
-    output = layer(x, x)
+    expected = layer(floats, floats, **case.plain)
+    output = layer(x, x, **case.plain)
     assert output.dtype == expected.dtype
     expected, output = (to_numpy(ops.cast(t, "float32")) for t in (expected, output))
     np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)

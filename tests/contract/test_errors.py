@@ -177,3 +177,10 @@ def test_document_ids(case):
     if False in case.causal and not case.shared_key:
         with pytest.raises(ValueError, match="`document_ids` are of one sequence"):
             layer(x, inputs(seed=1), document_ids=ids)
+
+
+def test_a_layer_that_is_causal_says_so(case):
+    if False in case.causal or case.plain["use_causal_mask"] is False:
+        pytest.skip("the layer also sees later keys")
+    with pytest.raises(ValueError, match="call it with use_causal_mask=True"):
+        case.built()(inputs(), inputs())

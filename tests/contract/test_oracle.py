@@ -68,7 +68,7 @@ def test_one_head_and_other_value_dim(case):
 @pytest.mark.once_a_layer
 def test_gate_multiplies_the_heads(case):
     layer, x = case.make(use_gate=True), inputs()
-    output = to_numpy(layer(x, x))
+    output = to_numpy(layer(x, x, **case.plain))
     kernel, bias = (np.asarray(w) for w in layer._gate_dense.get_weights())
     gate = 1 / (1 + np.exp(-(np.einsum("btd,dhk->bthk", x, kernel) + bias)))
 

@@ -98,11 +98,11 @@ def test_automatic_masks_equal_explicit_ones(case):
     x = np.where(mask[..., None], inputs(), np.float32(0))
     inputs_ = keras.Input((None, DIM))
     masked = keras.layers.Masking()(inputs_)
-    model = keras.Model(inputs_, layer(masked, masked))
+    model = keras.Model(inputs_, layer(masked, masked, **case.plain))
     automatic = to_numpy(model(x))
-    explicit = layer(x, x, query_mask=mask, value_mask=mask)
+    explicit = layer(x, x, query_mask=mask, value_mask=mask, **case.plain)
     np.testing.assert_allclose(automatic, to_numpy(explicit), rtol=1e-6, atol=1e-6)
-    unmasked = to_numpy(layer(x, x))
+    unmasked = to_numpy(layer(x, x, **case.plain))
     assert np.abs(automatic - unmasked).max() > 1e-3
 
 
@@ -110,23 +110,23 @@ def test_automatic_masks_equal_explicit_ones(case):
 def test_query_mask_reaches_the_output(case):
     layer = case.built()
     masked = keras.layers.Masking()(pad(inputs(), 0))
-    output = layer(masked, masked)
+    output = layer(masked, masked, **case.plain)
     np.testing.assert_array_equal(to_numpy(output._keras_mask), MASK)
 
 
 @pytest.mark.once_a_layer
 def test_attention_mask_over_keys_is_a_key_mask(case):
     layer, x = case.built(), inputs()
-    expected = to_numpy(layer(x, x, key_mask=MASK))
+    expected = to_numpy(layer(x, x, key_mask=MASK, **case.plain))
     for dense_mask in (
         MASK[:, None],
         MASK[:, None, None],
         MASK[:, None].astype("int32"),
     ):
-        output = layer(x, x, attention_mask=dense_mask)
+        output = layer(x, x, attention_mask=dense_mask, **case.plain)
         np.testing.assert_array_equal(to_numpy(output), expected)
     shared = MASK[1:2]
     np.testing.assert_array_equal(
-        to_numpy(layer(x, x, attention_mask=shared)),
-        to_numpy(layer(x, x, key_mask=np.repeat(shared, BATCH, 0))),
+        to_numpy(layer(x, x, attention_mask=shared, **case.plain)),
+        to_numpy(layer(x, x, key_mask=np.repeat(shared, BATCH, 0), **case.plain)),
     )

@@ -11,7 +11,7 @@ from tests.contract.cases import DIM, inputs
 def make_model(case, **options):
     sequence = keras.Input((None, DIM))
     layer = case.make(**options)
-    return keras.Model(sequence, layer(sequence, sequence))
+    return keras.Model(sequence, layer(sequence, sequence, **case.plain))
 
 
 def assert_same_model(restored, model, x):

@@ -29,7 +29,7 @@ class DeltaAttention(GatedStateAttention):
     ```
 
     with `q`, `k` and `v` after a short convolution and SiLU, and `q` and `k` of norm
-    1. Query `t` sees keys `0..t`, with or without `use_causal_mask=True`. A masked key
+    1. Query `t` sees keys `0..t`: a call needs `use_causal_mask=True`. A masked key
     does not write. Time is linear in the length; the state has constant size.
 
     Args:
@@ -188,7 +188,7 @@ class GatedDeltaAttention(DecayingDeltaAttention):
     ```
 
     with `q`, `k` and `v` after a short convolution and SiLU, and `q` and `k` of norm
-    1; A, α and β are of each head. Query `t` sees keys `0..t`, with or without
+    1; A, α and β are of each head. Query `t` sees keys `0..t`: a call needs
     `use_causal_mask=True`. A masked key neither decays the state nor writes to it. Time
     is linear in the length; the state has constant size.
 
@@ -244,7 +244,7 @@ class KimiDeltaAttention(DecayingDeltaAttention):
     ```
 
     with `q`, `k` and `v` after a short convolution and SiLU, and `q` and `k` of norm
-    1; A and β are of each head. Query `t` sees keys `0..t`, with or without
+    1; A and β are of each head. Query `t` sees keys `0..t`: a call needs
     `use_causal_mask=True`. A masked key neither decays the state nor writes to it. Time
     is linear in the length; the state has constant size.
 

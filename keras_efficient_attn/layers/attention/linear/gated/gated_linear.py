@@ -32,7 +32,7 @@ class GatedLinearAttention(GatedStateAttention):
     ```
 
     with one decay per feature of `k`, or one per head. Query `t` sees keys `0..t`,
-    with or without `use_causal_mask=True`. A masked key neither decays the state nor
+    and a call needs `use_causal_mask=True`. A masked key neither decays the state nor
     writes to it. Time is linear in the length; the state has constant size.
 
     Args:

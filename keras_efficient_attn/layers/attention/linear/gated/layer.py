@@ -28,8 +28,8 @@ class GatedStateAttention(LinearAttention):
     """Linear attention whose state decays, or is corrected, from position to position.
 
     A subclass computes the rates in `_rates` and builds their weights in
-    `_build_rates`. The layers are recurrences: query `t` sees keys `0..t`, with or
-    without `use_causal_mask=True`. A call with a `state` needs it, as in all layers.
+    `_build_rates`. The layers are recurrences: query `t` sees keys `0..t`, and a call
+    needs `use_causal_mask=True`.
 
     Args:
         *args, **kwargs: Arguments of `LinearAttention`, without `window`.
@@ -93,6 +93,14 @@ class GatedStateAttention(LinearAttention):
             raise ValueError(
                 f"{type(self).__name__} has a state, and no `window`. Received: "
                 f"window={self.window!r}"
+            )
+
+    def _check_call(self, query, value, key, call):
+        if not call.causal:
+            raise ValueError(
+                f"{type(self).__name__} is a recurrence and sees no later keys: call "
+                "it with use_causal_mask=True, and take another layer for an encoder. "
+                "Received: use_causal_mask=False"
             )
 
     @property

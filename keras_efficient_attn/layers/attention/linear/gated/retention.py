@@ -22,7 +22,7 @@ class RetentionAttention(GatedStateAttention):
     ```
 
     with rotary positions in `q` and `k`, `γ = 1 − 2^(−5 − h)` for head `h`, and the
-    norm of each head's outputs. Query `t` sees keys `0..t`, with or without
+    norm of each head's outputs. Query `t` sees keys `0..t`: a call needs
     `use_causal_mask=True`. A masked key neither decays the state nor writes to it. Time
     is linear in the length; the state has constant size.
 
