@@ -9,6 +9,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import (
     BACKEND,
+    in_function_transform,
     shape_of,
 )
 from keras_efficient_attn.ops.common.chunking import (
@@ -362,6 +363,8 @@ def merge_blocks(x):
 def fused_module(query, dropout=None, relative=None):
     """The module of PyTorch's kernel for CPUs, or `None` if it does not apply."""
     if BACKEND != "torch" or dropout is not None or relative is not None:
+        return None
+    if in_function_transform():
         return None
     # An exported program may run anywhere.
     on_cpu = query.device.type == "cpu" and not torch.compiler.is_exporting()

@@ -120,12 +120,14 @@ def rms_normalize(x, epsilon=1e-3):
     `epsilon` is added to the mean square. Its root bounds the derivative at zero: if it
     is much smaller, a row of zeros has gradients thousands of times those of others.
     """
-    return x * ops.rsqrt(mean_of_channels(ops.square(x)) + epsilon)
+    squares = ops.sum(ops.square(x), axis=-1, keepdims=True)
+    return x * ops.rsqrt(squares / x.shape[-1] + epsilon)
 
 
 def unit_vectors(x):
     """`rms_normalize(x) / √dim`: of norm 1, or less near zero."""
-    return rms_normalize(x) * x.shape[-1] ** -0.5
+    squares = ops.sum(ops.square(x), axis=-1, keepdims=True)
+    return x * ops.rsqrt(squares + 1e-3 * x.shape[-1])
 
 
 def matrix_product(x, kernel):

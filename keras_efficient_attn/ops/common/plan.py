@@ -12,6 +12,7 @@ import inspect
 
 from keras_efficient_attn.ops.common.backend import (
     BACKEND,
+    in_function_transform,
     is_traced_by_torch,
     pick,
 )
@@ -131,7 +132,9 @@ def has_one_tpu():
 
 def has_kernels(query):
     """Whether a tensor's device has kernels: one TPU, or CUDA with PyTorch."""
-    return query.is_cuda if BACKEND == "torch" else has_one_tpu()
+    if BACKEND == "torch":
+        return query.is_cuda and not in_function_transform()
+    return has_one_tpu()
 
 
 def block_sizes():

@@ -4,7 +4,11 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_module, shape_of
+from keras_efficient_attn.ops.common.backend import (
+    backend_module,
+    in_function_transform,
+    shape_of,
+)
 from keras_efficient_attn.ops.common.chunking import chunk_layout, pad_to
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, max_along
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
@@ -58,18 +62,21 @@ def fourier_sums(query, key, value, radius, config, key_mask=None, first_positio
     xs = tuple(pad_to(x, tiles * chunks * size) for x in xs)
     consts = (ops.transpose(value, (0, 2, 1, 3)),)
     consts += () if valid is None else (valid,)
-    consts += _kernel(config).prepare(split_dims(key))
-    step, gradient = _step(config, valid is not None)
+    kernel = _kernel(config)
+    consts += kernel.prepare(split_dims(key))
+    step, gradient = _step(config, kernel, valid is not None)
     _, sums = recompute_scan(step, (), xs, consts, gradient, num_steps=tiles)
     return tuple(y[:, :length] for y in sums)
 
 
 def _kernel(config):
+    if in_function_transform():
+        return _kernels.PLAIN
     return _kernels.FUSED if config.is_fused else _kernels.KERNEL
 
 
 @functools.cache
-def _step(config, masked):
+def _step(config, kernel, masked):
     """`(step, gradient)` for `recompute_scan`, one object per configuration.
 
     `x` holds the queries and, if `causal`, the index of the last key that each sees.
@@ -77,7 +84,6 @@ def _step(config, masked):
     and the kernel's arrays of keys.
     """
     power, causal = config.power, config.causal
-    kernel = _kernel(config)
     first = 2 if masked else 1
 
     def logits(query, x, consts):

@@ -8,7 +8,11 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
+from keras_efficient_attn.ops.common.backend import (
+    BACKEND,
+    in_function_transform,
+    shape_of,
+)
 from keras_efficient_attn.ops.common.chunking import (
     by_position,
     chunk_layout,
@@ -26,6 +30,7 @@ from keras_efficient_attn.ops.common.online_softmax import (
     sum_of_scales,
 )
 from keras_efficient_attn.ops.common.scan import recompute_scan, vector_jacobian_product
+from keras_efficient_attn.ops.linear_attention import causal_chunks
 
 if BACKEND == "torch":
     from keras_efficient_attn.ops.linear_attention.causal_chunks_torch import (
@@ -134,6 +139,11 @@ def weigh_keys(key, log_weight, rest, masked):
     return key, log_weight
 
 
+def _chunks_class():
+    """The class of chunks; without sums in place if PyTorch differentiates them."""
+    return causal_chunks.Chunks if in_function_transform() else Chunks
+
+
 # Bounded: it holds functions that users make.
 @functools.lru_cache(256)
 def _causal_step(config, chunk_size, masked):
@@ -157,12 +167,12 @@ def _causal_step(config, chunk_size, masked):
         return query, key, value, log_weight, query_log_scale
 
     def step(carry, x, map_weights):
-        chunks = Chunks(carry, *prepare(x, map_weights))
+        chunks = _chunks_class()(carry, *prepare(x, map_weights))
         return chunks.carry, chunks.outputs(config.output)
 
     def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
         prepared, pull = vector_jacobian_product(prepare, (x, map_weights))
-        chunks = Chunks(carry, *prepared)
+        chunks = _chunks_class()(carry, *prepared)
         grad_carry, *grad_prepared = chunks.gradient(
             y, y_gradient, carry_gradient, config.output
         )

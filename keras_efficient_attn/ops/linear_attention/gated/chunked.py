@@ -46,6 +46,9 @@ from keras_efficient_attn.ops.linear_attention.feature_maps import (
 
 # Maximum length of a part of a chunk for pairwise decays by feature.
 PART = 4
+# Axes of `(batch, heads, chunks, …)` for a scan over chunks, and back. PyTorch's `vmap`
+# has no `moveaxis`.
+CHUNKS_FIRST, HEADS_FIRST = (2, 0, 1, 3, 4), (1, 2, 0, 3, 4)
 
 
 def chunked_gated_attention(tensors, rates, state, map_weights, config):
@@ -177,9 +180,9 @@ class _Chunks:
         self.scores, self.far_key = scores, far_key
         step = _state_step(beta is not None, end is not None)
         tensors = value, far_key, reader, end
-        xs = tuple(ops.moveaxis(x, 2, 0) for x in tensors if x is not None)
+        xs = tuple(ops.transpose(x, CHUNKS_FIRST) for x in tensors if x is not None)
         (self.carry,), rows = recompute_scan(step, (state,), xs)
-        self.before, *rest = (ops.moveaxis(row, 0, 2) for row in rows)
+        self.before, *rest = (ops.transpose(row, HEADS_FIRST) for row in rows)
         self.rest = rest[0] if rest else value
 
     def output(self):
@@ -195,10 +198,12 @@ class _Chunks:
         grad_rest = ops.swapaxes(self.scores, -1, -2) @ grad_output
         grad_before = ops.swapaxes(self.far_query, -1, -2) @ grad_output
         tensors = grad_before, grad_rest, self.far_key, self.reader, self.end
-        xs = (ops.moveaxis(x, 2, 0) for x in tensors if x is not None)
+        xs = (ops.transpose(x, CHUNKS_FIRST) for x in tensors if x is not None)
         xs = tuple(ops.flip(x, axis=0) for x in xs)
         (grad_state,), rows = recompute_scan(step, (grad_carry,), xs)
-        grad_after, *rows = (ops.moveaxis(ops.flip(row, axis=0), 0, 2) for row in rows)
+        grad_after, *rows = (
+            ops.transpose(ops.flip(row, axis=0), HEADS_FIRST) for row in rows
+        )
         grad_rest = rows[0] if rows else grad_rest + self.far_key @ grad_after
         grad_far_key = ops.swapaxes(rest, -1, -2) @ ops.swapaxes(grad_after, -1, -2)
         grad_end = None
