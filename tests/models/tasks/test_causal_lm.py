@@ -263,6 +263,14 @@ def test_the_tokenizer_keeps_its_special_bytes_apart():
     assert tokenizer.detokenize(tokens) == text
 
 
+def test_no_prompts_give_no_texts():
+    model = EfficientCausalLM(
+        make_backbone("defaults"),
+        EfficientCausalLMPreprocessor(EfficientByteTokenizer(), sequence_length=8),
+    )
+    assert model.generate([]) == model.generate(()) == []
+
+
 @pytest.mark.any_backend
 def test_what_cannot_generate_says_so():
     with pytest.raises(ValueError, match="architecture='decoder'"):
