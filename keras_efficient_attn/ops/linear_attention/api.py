@@ -21,7 +21,7 @@ from keras_efficient_attn.ops.common.feature_kernels.choice import (
 from keras_efficient_attn.ops.common.feature_kernels.entrywise import Entrywise
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, bounded_log_weight
-from keras_efficient_attn.ops.common.plan import jit_on_jax
+from keras_efficient_attn.ops.common.plan import jit_on_jax, symbolic
 from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.linear_attention import chunked
 from keras_efficient_attn.ops.linear_attention.gated import api as gated
@@ -33,6 +33,7 @@ from keras_efficient_attn.ops.linear_attention.reference import reference_attent
 STATE_NAMES = ("sum", "normalizer", "log_scale")
 
 
+@symbolic
 def linear_attention(
     query_features,
     key_features,
