@@ -6,6 +6,9 @@ from keras import ops
 from keras_efficient_attn.ops.common.backend import BACKEND, is_traced_by_torch
 from keras_efficient_attn.ops.common.plan import device_kind
 
+if BACKEND == "torch":
+    import torch
+
 # Entries whose maximum is taken before their index.
 _GROUP = 16
 
@@ -24,6 +27,14 @@ def wide_dtype(dtype):
 def larger(first, second):
     """The elementwise maximum. `ops.maximum` casts float64 to float32 on PyTorch."""
     return ops.where(first > second, first, second)
+
+
+def _where_on_torch(condition, x, number):
+    """`ops.where` of a tensor and a number, which Keras would round to `floatx`."""
+    return torch.where(condition, x, number)
+
+
+where = _where_on_torch if BACKEND == "torch" else ops.where
 
 
 def _max_on_torch(x, axis, keepdims=False, initial=None):

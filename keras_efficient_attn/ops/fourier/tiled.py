@@ -10,7 +10,7 @@ from keras_efficient_attn.ops.common.backend import (
     shape_of,
 )
 from keras_efficient_attn.ops.common.chunking import chunk_layout, pad_to
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype, max_along
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, max_along, where
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.plan import jit_on_jax
 from keras_efficient_attn.ops.common.scan import recompute_scan
@@ -89,11 +89,11 @@ def _step(config, kernel, masked):
     def logits(query, x, consts):
         logs = power * kernel.log_kernel(query, consts[first:])
         if masked:
-            logs = ops.where(consts[1][:, None, None, :] > 0, logs, LOG_ZERO)
+            logs = where(consts[1][:, None, None, :] > 0, logs, LOG_ZERO)
         if causal:
             columns = ops.arange(shape_of(logs)[-1], dtype=x[1].dtype)
             allowed = columns <= x[1][:, None, :, None]
-            logs = ops.where(allowed, logs, LOG_ZERO)
+            logs = where(allowed, logs, LOG_ZERO)
         return logs
 
     def weights_of(logs, scale):

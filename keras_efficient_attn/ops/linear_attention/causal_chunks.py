@@ -29,7 +29,7 @@ from keras_efficient_attn.ops.common.chunking import (
     lower_triangle,
     sizes,
 )
-from keras_efficient_attn.ops.common.numerics import larger, max_along
+from keras_efficient_attn.ops.common.numerics import larger, max_along, where
 from keras_efficient_attn.ops.common.online_softmax import (
     LOG_ZERO,
     divide,
@@ -88,13 +88,13 @@ class Chunks:
         before = lower_triangle(shape_of(chunk_max)[-1] + 1)
         state_max, self.weights = _prefix_weights(log_scale, chunk_max, before)
         lower = lower_triangle(shape_of(self.query)[3])
-        seen = ops.where(lower, constant[..., None, :], LOG_ZERO)
+        seen = where(lower, constant[..., None, :], LOG_ZERO)
         self.scale = larger(
             max_along(seen, axis=-1, initial=LOG_ZERO), state_max[..., :-1, None]
         )
         shifted = log_weight[..., None, :] - self.scale[..., None]
         # Above the diagonal the shift may be large: clip before the exponential.
-        shifted = ops.where(lower, shifted, LOG_ZERO)
+        shifted = where(lower, shifted, LOG_ZERO)
         self.factors = ops.where(lower, ops.exp(shifted), 0.0)
         self.scores = self.scores * self.factors
         self.key_factors = ops.exp(log_weight - chunk_max[..., None])[..., None]
@@ -200,7 +200,7 @@ def _prefix_weights(log_scale, chunk_max, lower):
     weights, lower triangular, whose column 0 is the state's.
     """
     maxima = ops.concatenate([log_scale[..., None], chunk_max], axis=-1)
-    seen = ops.where(lower, maxima[..., None, :], LOG_ZERO)
+    seen = where(lower, maxima[..., None, :], LOG_ZERO)
     running = max_along(seen, axis=-1, initial=LOG_ZERO)
     return running, ops.where(lower, ops.exp(seen - running[..., None]), 0.0)
 

@@ -23,6 +23,7 @@ from keras_efficient_attn.ops.common.numerics import (
     accumulator_dtype,
     larger,
     max_along,
+    where,
 )
 from keras_efficient_attn.ops.common.online_softmax import (
     LOG_ZERO,
@@ -135,7 +136,7 @@ def weigh_keys(key, log_weight, rest, masked):
     if valid is not None:
         key = key * valid[..., None]
         if log_weight is not None:
-            log_weight = ops.where(valid > 0, log_weight, LOG_ZERO)
+            log_weight = where(valid > 0, log_weight, LOG_ZERO)
     return key, log_weight
 
 

@@ -35,6 +35,7 @@ from keras_efficient_attn.ops.common.numerics import (
     accumulator_dtype,
     cumulative_sum,
     pad,
+    where,
 )
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide, reciprocal
 from keras_efficient_attn.ops.common.plan import device_kind
@@ -289,7 +290,7 @@ def _decayed_products(lefts, key, log_decay):
         lower = lower_triangle(shape_of(log_decay)[-2])
         change = ops.where(ops.tril(lower, k=-1), log_decay, 0.0)
         change = running_sums(change)
-        factors = ops.exp(ops.where(lower, change, LOG_ZERO))
+        factors = ops.exp(where(lower, change, LOG_ZERO))
     products = []
     for x in lefts:
         product = x @ ops.swapaxes(key, -1, -2)
@@ -322,7 +323,7 @@ def _products_by_feature(lefts, key, log_decay):
     start, end = running_sums(log_decay), running_sums(log_decay, after=True)
     inside = lower_triangle(size)[..., None]
     change = start[..., :, None, :] - start[..., None, :, :]
-    near_key = ops.exp(ops.where(inside, change, LOG_ZERO)) * key[..., None, :, :]
+    near_key = ops.exp(where(inside, change, LOG_ZERO)) * key[..., None, :, :]
     products = [ops.sum(x[..., :, None, :] * near_key, axis=-1) for x in lefts]
     while count > 1:
         (start, later), (end, last) = map(_pairs, (start, end))
