@@ -59,9 +59,6 @@ __all__ = [
     "SoftmaxAttention",
     "SparseAttention",
     "VQAttention",
-    "distribution",
-    "layers",
-    "ops",
 ]
 
 

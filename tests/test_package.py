@@ -42,6 +42,15 @@ def test_import_loads_neither_extras_nor_other_backends(backend):
     assert not added & unwanted
 
 
+def test_a_star_replaces_no_name_of_keras():
+    names = {"keras_efficient_attn": keras, "keras_efficient_attn.layers": keras.layers}
+    for package, other in names.items():
+        scope = {}
+        exec(f"from {package} import *", scope)
+        taken = set(dir(keras)) | set(dir(other))
+        assert not {n for n in scope if not n.startswith("_")} & taken
+
+
 @pytest.mark.parametrize("name", sorted(EXPORTED))
 def test_exported_layers_are_those_of_the_layers_and_registered(name):
     layer = getattr(keras_efficient_attn, name)

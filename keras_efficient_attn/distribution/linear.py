@@ -9,7 +9,7 @@ import dataclasses
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, where
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_state,
@@ -183,7 +183,7 @@ def _gather(devices, state):
 
 def _total(states, seen):
     """The sum of the seen devices' states `(devices, ...)`."""
-    scales = ops.where(seen[:, None, None], states["log_scale"], LOG_ZERO)
+    scales = where(seen[:, None, None], states["log_scale"], LOG_ZERO)
     largest = ops.max(scales, axis=0)
     weights = ops.exp(scales - largest) * ops.cast(seen, scales.dtype)[:, None, None]
     return {

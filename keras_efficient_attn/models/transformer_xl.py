@@ -132,26 +132,30 @@ class TransformerXL(TaskWrapper):
         """As `keras.Model.fit`, in the order of the data.
 
         Raises:
-            ValueError: With `shuffle=True`.
+            ValueError: With `shuffle=True`, or for batches of another size.
         """
         if shuffle:
             raise ValueError(
                 "The memory is of the batch before: data must keep its order. "
                 "Received: shuffle=True"
             )
-        self._check_data(x)
-        self._check_data(kwargs.get("validation_data"))
+        self._check_data(x, kwargs.get("batch_size"))
+        held_out = kwargs.get("validation_data")
+        self._check_data(
+            held_out[0] if isinstance(held_out, tuple) else held_out,
+            kwargs.get("validation_batch_size") or kwargs.get("batch_size"),
+        )
         callbacks = self._with_resets(callbacks)
         return super().fit(x, y, shuffle=False, callbacks=callbacks, **kwargs)
 
     def evaluate(self, x=None, y=None, *, callbacks=None, **kwargs):
         """As `keras.Model.evaluate`, from an empty memory on."""
-        self._check_data(x)
+        self._check_data(x, kwargs.get("batch_size"))
         return super().evaluate(x, y, callbacks=self._with_resets(callbacks), **kwargs)
 
     def predict(self, x, *, callbacks=None, **kwargs):
         """As `keras.Model.predict`, from an empty memory on."""
-        self._check_data(x)
+        self._check_data(x, kwargs.get("batch_size"))
         return super().predict(x, callbacks=self._with_resets(callbacks), **kwargs)
 
     def compute_output_spec(self, inputs, training=None):
@@ -177,11 +181,21 @@ class TransformerXL(TaskWrapper):
         for variable, x in zip(self._memory, _leaves(memory), strict=True):
             variable.assign(ops.stop_gradient(x))
 
-    def _check_data(self, data):
+    def _check_data(self, data, batch_size=None):
+        received = None
         if isinstance(data, Segments) and data.batch_size != self.batch_size:
+            received = f"segments with batch_size={data.batch_size}"
+        if isinstance(data, dict):
+            data = data.get("token_ids")
+        if hasattr(data, "shape"):
+            # Keras' own batch size is 32.
+            rows, size = data.shape[0], batch_size or 32
+            if min(rows, size) != self.batch_size or rows % self.batch_size:
+                received = f"an array of {rows} rows, batch_size={batch_size}"
+        if received is not None:
             raise ValueError(
-                f"The memory has {self.batch_size} rows, and so must every batch. "
-                f"Received: segments with batch_size={data.batch_size}"
+                f"The memory has {self.batch_size} rows, and so must every batch: pass "
+                f"that `batch_size` and a multiple of it as rows. Received: {received}"
             )
 
     def _with_resets(self, callbacks):

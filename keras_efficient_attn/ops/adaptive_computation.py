@@ -5,8 +5,10 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.plan import symbolic
 
 
+@symbolic
 def adaptive_computation(
     step, state, running, max_steps, epsilon=0.01, early_exit=False, dtype="float32"
 ):

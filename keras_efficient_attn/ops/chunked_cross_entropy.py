@@ -8,10 +8,11 @@ from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.chunking import chunk_count, pad_to
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, max_along
-from keras_efficient_attn.ops.common.plan import jit_on_jax
+from keras_efficient_attn.ops.common.plan import jit_on_jax, symbolic
 from keras_efficient_attn.ops.common.scan import recompute_scan
 
 
+@symbolic
 @jit_on_jax("chunk_size", "ignore_class")
 def chunked_cross_entropy(
     hidden, kernel, bias, labels, *, chunk_size=128, ignore_class=None

@@ -35,6 +35,34 @@ def test_a_mask_to_add_to_the_logits_is_refused(case):
             layer(x, x, use_causal_mask=case.usual, **{name: mask})
 
 
+@pytest.mark.parametrize("name", ["linear", "local", "delta", "softmax"])
+def test_masks_may_be_lists(name):
+    layer, x = get_attention(name, num_heads=2, key_dim=4), inputs()
+    for options in ({"key_mask": MASK}, {"query_mask": MASK.astype("int32")}):
+        ((mask_name, mask),) = options.items()
+        expected = layer(x, x, use_causal_mask=True, **options)
+        received = layer(x, x, use_causal_mask=True, **{mask_name: mask.tolist()})
+        np.testing.assert_array_equal(to_numpy(received), to_numpy(expected))
+    for mask in ("all", [[True], [True, False]], [["yes"] * LENGTH] * 2):
+        with pytest.raises(TypeError, match="`key_mask` must be .*Received: key_mask="):
+            layer(x, x, use_causal_mask=True, key_mask=mask)
+
+
+@pytest.mark.parametrize("name", ["linear", "delta", "retention", "softmax"])
+def test_ragged_tensors_are_refused(name, backend):
+    if backend != "tensorflow":
+        pytest.skip("only TensorFlow has them")
+    import tensorflow as tf
+
+    ragged = tf.RaggedTensor.from_row_lengths(inputs()[0, :5], [3, 2])
+    layer, x = get_attention(name, num_heads=2, key_dim=4), ragged.to_tensor()
+    for argument, arguments in (("query", (ragged, x)), ("value", (x, ragged))):
+        with pytest.raises(TypeError, match=f"`{argument}` must be a dense tensor"):
+            layer(*arguments, use_causal_mask=True)
+    with pytest.raises(TypeError, match="`key` must be a dense tensor"):
+        layer(x, x, key=ragged, use_causal_mask=True)
+
+
 @pytest.mark.parametrize("name", ["linear", "local:window=4"])
 def test_a_compiled_program_gives_nan_for_such_a_mask(name, backend):
     if backend == "torch":

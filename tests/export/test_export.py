@@ -61,6 +61,29 @@ def test_a_whole_sequence(name, format, tmp_path):
 
 
 @pytest.mark.export
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "reformer"])
+def test_two_free_lengths_on_jax(name, backend):
+    if backend != "jax":
+        pytest.skip("the others have no symbolic lengths")
+    import jax
+
+    layer = get_attention(name, num_heads=2, key_dim=8)
+    layer.build((None, None, 16), (None, None, 16))
+    scope = jax.export.SymbolicScope()
+    shapes = (
+        jax.export.symbolic_shape(shape, scope=scope)
+        for shape in ("batch, queries, 16", "batch, keys, 16")
+    )
+    specs = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    exported = jax.export.export(jax.jit(lambda query, key: layer(query, key)))(*specs)
+    for lengths in ((5, 9), (9, 5)):
+        arrays = [np.random.default_rng(0).normal(size=(2, n, 16)) for n in lengths]
+        query, key = (x.astype("float32") for x in arrays)
+        received, expected = exported.call(query, key), layer(query, key)
+        np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.export
 @pytest.mark.parametrize("format", FORMATS)
 def test_sorted_chunks(format, tmp_path):
     model, x = whole_sequence(96, "reformer", bucket_size=4, num_hashes=1)

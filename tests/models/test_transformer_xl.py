@@ -233,6 +233,11 @@ def test_what_has_no_memory_of_constant_size():
 def test_data_that_are_refused():
     model = make_model()
     model.compile(loss=lambda y_true, y_pred: ops.mean(y_pred))
+    for run in (model.predict, model.evaluate, model.fit):
+        with pytest.raises(ValueError, match="2 rows.*array of 3 rows, batch_size=2"):
+            run(tokens(LENGTH, rows=3), batch_size=2)
+        with pytest.raises(ValueError, match="array of 4 rows, batch_size=None"):
+            run({"token_ids": tokens(LENGTH, rows=4)})
     with pytest.raises(ValueError, match=r"2 rows.*\(3, 4\)"):
         model(tokens(4, rows=3))
     data = Segments(np.arange(20), 3, 4)

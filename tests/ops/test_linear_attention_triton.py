@@ -295,9 +295,9 @@ def test_what_is_missing_is_named(monkeypatch):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(length=20, masked=True, with_state=True),
-        Case(length=20, key_length=12, output="sum"),
-        Case(length=20, output="partial", dtype="bfloat16"),
+        Case(length=20, dims=(16, 5), masked=True, with_state=True),
+        Case(length=20, dims=(16, 5), key_length=12, output="sum"),
+        Case(length=20, dims=(16, 5), output="partial", dtype="bfloat16"),
     ],
     ids=["state", "sum", "partial"],
 )

@@ -11,8 +11,11 @@ from keras_efficient_attn.layers.arguments import KeepsArguments, activation_of
 from keras_efficient_attn.layers.attention.axes import SequenceAxes
 from keras_efficient_attn.layers.attention.description import LayerDescription
 from keras_efficient_attn.layers.attention.masks import (
+    MASK_NAMES,
+    as_mask_tensor,
     boolean_masks,
     check_attention_mask,
+    check_dense,
     check_document_ids,
     merged_key_mask,
     zero_masked,
@@ -20,7 +23,7 @@ from keras_efficient_attn.layers.attention.masks import (
 from keras_efficient_attn.layers.attention.rows import move_to_front
 from keras_efficient_attn.layers.attention.state import StreamingState
 from keras_efficient_attn.layers.replicas import ReplicaLosses
-from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
     check_int,
@@ -374,6 +377,9 @@ class EfficientAttention(
         return self._sequence_axes
 
     def __call__(self, query, *args, **kwargs):
+        if BACKEND == "tensorflow":
+            named = zip(("value", "key"), args, strict=False)
+            check_dense(**{"query": query, **dict(named), **kwargs})
         if isinstance(query, np.ndarray):
             # Keras would make two tensors of an array that is query and value.
             tensor = ops.convert_to_tensor(query)
@@ -418,6 +424,10 @@ class EfficientAttention(
     ):
         inputs = given = (query, value, value if key is None else key)
         masks = (query_mask, value_mask, key_mask, attention_mask)
+        masks = tuple(
+            x if x is None or hasattr(x, "shape") else as_mask_tensor(name, x)
+            for name, x in zip(MASK_NAMES, masks, strict=True)
+        )
         axes = self._check_inputs(inputs, masks, state)
         call = AttentionCall(
             causal=bool(use_causal_mask),

@@ -1,10 +1,13 @@
 """Masks of attention calls, as one mask of queries and one of keys."""
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import is_traced, shape_of
 from keras_efficient_attn.ops.common.checks import may_agree
+
+MASK_NAMES = ("query_mask", "value_mask", "key_mask", "attention_mask")
 
 
 def check_attention_mask(layer_name, shape, key_shape):
@@ -85,9 +88,8 @@ def boolean_masks(inputs, masks):
         ValueError: For a mask of floats other than 0 and 1, such as one to add to the
             logits.
     """
-    names = ("query_mask", "value_mask", "key_mask", "attention_mask")
     booleans = []
-    for name, mask in zip(names, masks, strict=True):
+    for name, mask in zip(MASK_NAMES, masks, strict=True):
         if mask is not None and keras.backend.is_float_dtype(mask.dtype):
             known = ops.all(ops.logical_or(mask == 0, mask == 1))
             if is_traced(known):
@@ -117,6 +119,37 @@ def merged_key_mask(masks, key):
         if mask is not None:
             merged = mask if merged is None else ops.logical_and(merged, mask)
     return merged
+
+
+def as_mask_tensor(name, mask):
+    """A mask that is a list, as a tensor.
+
+    Raises:
+        TypeError: If it is no list of booleans or numbers, of equal lengths.
+    """
+    try:
+        array = np.array(mask)
+    except ValueError:
+        array = np.array(None)
+    if array.dtype.kind not in "bif":
+        raise TypeError(
+            f"`{name}` must be a tensor, an array or a list of rows of booleans of one "
+            f"length. Received: {name}={mask!r}"
+        )
+    return ops.convert_to_tensor(array)
+
+
+def check_dense(**inputs):
+    """Raises `TypeError` for a ragged tensor of TensorFlow."""
+    import tensorflow as tf
+
+    for name, x in inputs.items():
+        if isinstance(x, tf.RaggedTensor) or getattr(x, "ragged", False):
+            raise TypeError(
+                f"`{name}` must be a dense tensor: pad it, such as by `to_tensor()`, "
+                "and pass the positions that exist as `query_mask` and `key_mask`. "
+                f"Received: a ragged tensor of shape {x.shape}"
+            )
 
 
 def zero_masked(x, mask):

@@ -236,7 +236,7 @@ def squared_error(old, new, mask):
     difference = ops.sum(ops.square(new - old), axis=-1)
     norm = ops.sum(ops.square(old), axis=-1)
     kept = _position_weights(mask, norm)
-    return ops.sum(difference * kept) / (ops.sum(norm * kept) + keras.config.epsilon())
+    return ops.sum(difference * kept) / (ops.sum(norm * kept) + 1e-7)
 
 
 def divergence(old, new, mask):

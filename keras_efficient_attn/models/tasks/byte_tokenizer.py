@@ -2,6 +2,7 @@
 
 import keras
 import keras_hub
+import numpy as np
 
 from keras_efficient_attn.models.backbone import EfficientTransformerBackbone
 
@@ -12,12 +13,16 @@ PAD, START, END, MASK = 0, 253, 254, 255
 class EfficientByteTokenizer(keras_hub.tokenizers.ByteTokenizer):
     """KerasHub's byte tokenizer with special tokens among its 256.
 
-    Padding is 0. Start, end and mask are 253, 254 and 255, bytes that never occur in
-    UTF-8 text. By default text is not changed: case and Unicode form stay.
+    Padding is 0, so that texts have no NUL characters. Start, end and mask are 253, 254
+    and 255, bytes that never occur in UTF-8 text. By default text is not changed: case
+    and Unicode form stay.
 
     Args:
         lowercase: Whether to fold case. Defaults to `False`.
         **kwargs: Arguments of `keras_hub.tokenizers.ByteTokenizer`.
+
+    Raises:
+        ValueError: From a call, for a text with a NUL character.
 
     Example:
 
@@ -36,6 +41,21 @@ class EfficientByteTokenizer(keras_hub.tokenizers.ByteTokenizer):
 
     def __init__(self, lowercase=False, **kwargs):
         super().__init__(lowercase=lowercase, **kwargs)
+
+    def tokenize(self, inputs):
+        for text in keras.tree.flatten(inputs):
+            # In `tf.data` a text has no value yet.
+            if hasattr(text, "numpy"):
+                text = text.numpy()
+            texts = text.ravel().tolist() if isinstance(text, np.ndarray) else [text]
+            for text in texts:
+                nul = b"\0" if isinstance(text, bytes) else "\0"
+                if isinstance(text, str | bytes) and nul in text:
+                    raise ValueError(
+                        "`inputs` must not have NUL characters, which are padding and "
+                        f"would vanish: remove or replace them. Received: {text!r}"
+                    )
+        return super().tokenize(inputs)
 
     @property
     def special_token_ids(self):

@@ -246,9 +246,14 @@ class StreamingMixin:
             stop_token_ids: As for KerasHub's tasks.
             **kwargs: Further arguments of KerasHub's `generate`.
 
+        Returns:
+            As KerasHub's; an empty list for no inputs.
+
         Raises:
             ValueError: If a prompt has more than `max_length` tokens.
         """
+        if isinstance(inputs, list | tuple | np.ndarray) and not len(inputs):
+            return []
         if self.preprocessor is None and max_length is not None:
             inputs = _fit_prompts(inputs, max_length)
         return super().generate(inputs, max_length, stop_token_ids, **kwargs)

@@ -8,6 +8,7 @@ from keras_efficient_attn.ops.adaptive_span.bands import (
 )
 from keras_efficient_attn.ops.adaptive_span.reference import reference_attention
 from keras_efficient_attn.ops.common.inputs import SoftmaxCall
+from keras_efficient_attn.ops.common.plan import symbolic
 from keras_efficient_attn.ops.common.state import (
     check_state,
     make_state,
@@ -18,6 +19,7 @@ from keras_efficient_attn.ops.common.state import (
 FORMS = attend_in_bands, attend_next, reference_attention
 
 
+@symbolic
 def adaptive_span_attention(
     query,
     key,

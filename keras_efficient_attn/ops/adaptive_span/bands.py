@@ -24,7 +24,7 @@ from keras_efficient_attn.ops.common.inputs import (
     masked_inputs,
     pad_to_common_length,
 )
-from keras_efficient_attn.ops.common.numerics import max_along
+from keras_efficient_attn.ops.common.numerics import max_along, where
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
 from keras_efficient_attn.ops.common.plan import block_sizes, has_one_tpu, jit_on_jax
 from keras_efficient_attn.ops.common.positions import shifted_to_keys
@@ -180,7 +180,7 @@ def _band_step(config, causal, relative, by_document, rate):
         if by_document:
             same = rest[0][:, None, :, :, None] == rest[1][:, None, :, None, :]
             exists = ops.logical_and(exists, same)
-        logits = ops.where(exists, logits, LOG_ZERO)
+        logits = where(exists, logits, LOG_ZERO)
         scale = max_along(ops.stop_gradient(logits), axis=-1)
         weights = ops.where(exists, mask * ops.exp(logits - scale[..., None]), 0.0)
         totals = ops.sum(weights, axis=-1)

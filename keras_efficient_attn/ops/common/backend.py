@@ -35,6 +35,20 @@ def is_traced_by_torch():
     return BACKEND == "torch" and torch.compiler.is_compiling()
 
 
+def in_function_transform():
+    """Whether a transform of `torch.func`, such as `grad` or `vmap`, calls this.
+
+    It needs operations that PyTorch differentiates and batches itself: no handwritten
+    derivatives, no results in place, no values that Python reads.
+    """
+    if BACKEND != "torch" or torch.compiler.is_compiling():
+        return False
+    # It imports this module.
+    from keras_efficient_attn.ops.common.private_torch import function_transform
+
+    return function_transform is not None and function_transform() is not None
+
+
 def is_traced(x):
     """Whether a tensor has no values yet: a program is being compiled."""
     if BACKEND == "jax":

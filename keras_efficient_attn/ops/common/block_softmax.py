@@ -9,6 +9,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import (
     BACKEND,
+    in_function_transform,
     shape_of,
 )
 from keras_efficient_attn.ops.common.chunking import (
@@ -22,7 +23,7 @@ from keras_efficient_attn.ops.common.chunking import (
     pad_to,
     sizes,
 )
-from keras_efficient_attn.ops.common.numerics import max_along
+from keras_efficient_attn.ops.common.numerics import max_along, where
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, merge
 from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.positions import shifted_to_keys
@@ -182,7 +183,7 @@ def softmax_part(query, key, value, allowed, dropout, position_logits=None):
     logits = query @ ops.swapaxes(key, -1, -2)
     if position_logits is not None:
         logits = logits + position_logits
-    logits = ops.where(allowed, logits, LOG_ZERO)
+    logits = where(allowed, logits, LOG_ZERO)
     scale = max_along(ops.stop_gradient(logits), axis=-1)
     weights = ops.where(allowed, ops.exp(logits - scale[..., None]), 0.0)
     totals = ops.sum(weights, axis=-1)
@@ -399,6 +400,8 @@ def merge_blocks(x):
 def fused_module(query, dropout=None, relative=None):
     """The module of PyTorch's kernel for CPUs, or `None` if it does not apply."""
     if BACKEND != "torch" or dropout is not None or relative is not None:
+        return None
+    if in_function_transform():
         return None
     # An exported program may run anywhere.
     on_cpu = query.device.type == "cpu" and not torch.compiler.is_exporting()

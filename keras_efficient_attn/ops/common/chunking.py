@@ -140,6 +140,9 @@ def fit_length(x, length):
     present = shape_of(x)[1]
     if isinstance(length, int) and isinstance(present, int):
         padding = max(length - present, 0)
+    elif BACKEND == "jax":
+        # In exports, JAX compares symbolic lengths only if they are identical.
+        padding = length
     else:
         padding = ops.maximum(length - present, 0)
     return pad_length(x, 0, padding)[:, :length]
@@ -150,7 +153,7 @@ def longer_length(first, second):
     if isinstance(first, int) and isinstance(second, int):
         return max(first, second)
     if BACKEND == "jax":
-        # In exports, JAX compares symbolic lengths only if they are identical.
+        # As in `fit_length`.
         return first + second
     return ops.maximum(first, second)
 

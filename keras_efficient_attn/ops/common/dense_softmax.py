@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype, max_along
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, max_along, where
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide
 
 
@@ -24,7 +24,7 @@ def dense_attention(inputs, weigh):
     factors = ops.cast(factors, dtype)
     if key_mask is not None:
         factors = factors * ops.cast(key_mask, dtype)[:, None, None]
-    logits = ops.where(factors > 0, logits, LOG_ZERO)
+    logits = where(factors > 0, logits, LOG_ZERO)
     weights = factors * ops.exp(logits - max_along(logits, axis=-1, keepdims=True))
     values = ops.einsum("bhts,bshv->bthv", weights, value)
     return divide(values, ops.swapaxes(ops.sum(weights, axis=-1), 1, 2))

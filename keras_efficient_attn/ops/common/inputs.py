@@ -153,7 +153,7 @@ def pad_to_common_length(query, key, value, valid):
         length = max(lengths)
     elif BACKEND == "jax":
         # In exports, JAX compares symbolic lengths only if they are identical.
-        length = lengths[0]
+        length = lengths[0] if lengths[0] == lengths[1] else sum(lengths)
     else:
         length = ops.maximum(*lengths)
     query = pad_length(query, 0, length - lengths[0])

@@ -6,6 +6,9 @@ from keras import ops
 from keras_efficient_attn.ops.common.backend import BACKEND, is_traced_by_torch
 from keras_efficient_attn.ops.common.plan import device_kind
 
+if BACKEND == "torch":
+    import torch
+
 # Entries whose maximum is taken before their index.
 _GROUP = 16
 
@@ -24,6 +27,14 @@ def wide_dtype(dtype):
 def larger(first, second):
     """The elementwise maximum. `ops.maximum` casts float64 to float32 on PyTorch."""
     return ops.where(first > second, first, second)
+
+
+def _where_on_torch(condition, x, number):
+    """`ops.where` of a tensor and a number, which Keras would round to `floatx`."""
+    return torch.where(condition, x, number)
+
+
+where = _where_on_torch if BACKEND == "torch" else ops.where
 
 
 def _max_on_torch(x, axis, keepdims=False, initial=None):
@@ -134,12 +145,14 @@ def rms_normalize(x, epsilon=1e-3):
     `epsilon` is added to the mean square. Its root bounds the derivative at zero: if it
     is much smaller, a row of zeros has gradients thousands of times those of others.
     """
-    return x * ops.rsqrt(mean_of_channels(ops.square(x)) + epsilon)
+    squares = ops.sum(ops.square(x), axis=-1, keepdims=True)
+    return x * ops.rsqrt(squares / x.shape[-1] + epsilon)
 
 
 def unit_vectors(x):
     """`rms_normalize(x) / √dim`: of norm 1, or less near zero."""
-    return rms_normalize(x) * x.shape[-1] ** -0.5
+    squares = ops.sum(ops.square(x), axis=-1, keepdims=True)
+    return x * ops.rsqrt(squares + 1e-3 * x.shape[-1])
 
 
 def matrix_product(x, kernel):

@@ -10,7 +10,7 @@ import operator
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.common.numerics import max_along
+from keras_efficient_attn.ops.common.numerics import max_along, where
 
 # Replaces minus infinity as a log weight: its exponential is 0, and the difference of
 # two is 0 instead of NaN.
@@ -21,8 +21,8 @@ def bounded_log_weight(log_weight, key_mask=None):
     """`log_weight` with `LOG_ZERO` for −inf and for the keys that a mask hides."""
     if key_mask is not None:
         kept = ops.cast(key_mask, "bool")[..., None]
-        log_weight = ops.where(kept, log_weight, LOG_ZERO)
-    return ops.where(log_weight > LOG_ZERO, log_weight, LOG_ZERO)
+        log_weight = where(kept, log_weight, LOG_ZERO)
+    return where(log_weight > LOG_ZERO, log_weight, LOG_ZERO)
 
 
 def sum_of_scales(first, second):

@@ -10,11 +10,15 @@ import dataclasses
 import functools
 import inspect
 
+import keras
+
 from keras_efficient_attn.ops.common.backend import (
     BACKEND,
+    in_function_transform,
     is_traced_by_torch,
     pick,
 )
+from keras_efficient_attn.ops.common.symbolic import FUNCTIONS, call_symbolically
 
 if BACKEND == "torch":
     import torch
@@ -131,7 +135,9 @@ def has_one_tpu():
 
 def has_kernels(query):
     """Whether a tensor's device has kernels: one TPU, or CUDA with PyTorch."""
-    return query.is_cuda if BACKEND == "torch" else has_one_tpu()
+    if BACKEND == "torch":
+        return query.is_cuda and not in_function_transform()
+    return has_one_tpu()
 
 
 def block_sizes():
@@ -195,6 +201,21 @@ def jit_on_jax(*static_arguments):
         return call
 
     return decorate
+
+
+def symbolic(function):
+    """Decorator: on a `keras.KerasTensor` the function is a `keras.Operation`."""
+    FUNCTIONS[function.__name__] = function
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        for x in (*args, *kwargs.values()):
+            nested = x.values() if isinstance(x, dict) else (x,)
+            if any(isinstance(tensor, keras.KerasTensor) for tensor in nested):
+                return call_symbolically(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def opaque_on_torch(function):

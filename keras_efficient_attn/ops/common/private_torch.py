@@ -8,6 +8,7 @@ A name that another PyTorch does not have is `None` here:
 | `hooks_of_saved_tensors` | `torch.compile` runs the question outside its graph |
 | `number_of_backward_pass` | `in_backward_pass` raises an error |
 | `dynamo_config` | PyTorch's own limit of programs of FlexAttention |
+| `function_transform` | transforms of `torch.func` fail with PyTorch's errors |
 """
 
 import contextlib
@@ -32,6 +33,7 @@ hooks_of_saved_tensors = attribute_or_none(
 )
 number_of_backward_pass = attribute_or_none(torch, "_C._current_graph_task_id")
 dynamo_config = attribute_or_none(torch, "_dynamo.config")
+function_transform = attribute_or_none(torch, "_C._functorch.peek_interpreter_stack")
 
 
 def allow_programs(number):

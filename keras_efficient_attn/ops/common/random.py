@@ -45,10 +45,10 @@ def next_seed(generator):
 
 
 def uniform(shape, generator):
-    """Computes `keras.random.uniform(shape, seed=generator)`."""
+    """Computes `keras.random.uniform(shape, dtype="float32", seed=generator)`."""
     if BACKEND != "torch":
-        return keras.random.uniform(shape, seed=generator)
-    return _numbers(shape, next_seed(generator), False, keras.config.floatx())
+        return keras.random.uniform(shape, dtype="float32", seed=generator)
+    return _numbers(shape, next_seed(generator), False, "float32")
 
 
 def normal(shape, seed):

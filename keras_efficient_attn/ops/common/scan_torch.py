@@ -5,6 +5,7 @@ import contextlib
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from keras_efficient_attn.ops.common.backend import in_function_transform
 from keras_efficient_attn.ops.common.derivatives_torch import (
     refuse_second_derivatives,
 )
@@ -14,6 +15,8 @@ def recompute_scan(
     step, carry, xs, consts=(), gradient=None, num_steps=None, step_size=None
 ):
     steps = _Rows(len(xs[0])) if num_steps is None else _Positions(num_steps)
+    if in_function_transform():
+        return _loop_with_autograd(step, carry, xs, consts, steps)
     if not torch.is_grad_enabled() or not any(
         tensor.requires_grad for tensor in (*carry, *xs, *consts)
     ):

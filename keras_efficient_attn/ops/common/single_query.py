@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.numerics import max_along
+from keras_efficient_attn.ops.common.numerics import max_along, where
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.random import drop
 from keras_efficient_attn.ops.common.state import append_segment, drop_oldest
@@ -25,7 +25,7 @@ def attend_single(query, key, value, allowed, dropout=None, logits=None):
     products = ops.einsum("bqhd,bkhd->bhqk", query, key)
     if logits is not None:
         products = products + logits
-    products = ops.where(allowed, products, LOG_ZERO)
+    products = where(allowed, products, LOG_ZERO)
     # Without visible keys, all weights are 0 = exp(LOG_ZERO / 2).
     largest = max_along(
         ops.stop_gradient(products), axis=-1, keepdims=True, initial=LOG_ZERO / 2

@@ -6,6 +6,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.checks import check_float_dtype, check_heads
 from keras_efficient_attn.ops.common.online_softmax import divide
+from keras_efficient_attn.ops.common.plan import symbolic
 from keras_efficient_attn.ops.fourier import reference
 from keras_efficient_attn.ops.fourier.kernel import FourierConfig
 from keras_efficient_attn.ops.fourier.tiled import fourier_sums
@@ -16,6 +17,7 @@ CAUSAL_PARTS = 4
 LEAST_PART = 128
 
 
+@symbolic
 def fourier_attention(
     query,
     key,

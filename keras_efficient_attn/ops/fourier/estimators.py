@@ -13,6 +13,7 @@ from keras_efficient_attn.ops.common.checks import (
 )
 from keras_efficient_attn.ops.common.numerics import sine
 from keras_efficient_attn.ops.common.online_softmax import divide
+from keras_efficient_attn.ops.common.plan import symbolic
 from keras_efficient_attn.ops.fourier.kernel import POWERS, FourierConfig
 from keras_efficient_attn.ops.fourier.tiled import fourier_sums
 
@@ -45,6 +46,7 @@ def kernel_integral(power=4):
     return math.pi * (sum(terms) / (2 ** (power - 1) * math.factorial(power - 1)))
 
 
+@symbolic
 def fourier_density(points, samples, radius, power=4):
     """The generalised Fourier density estimator.
 
@@ -91,6 +93,7 @@ def fourier_density(points, samples, radius, power=4):
     return (totals * ops.exp(log_scale + log_volume) / count)[0, :, 0]
 
 
+@symbolic
 def fourier_regression(points, samples, targets, radius, power=4):
     """The generalised Fourier regression estimator, of Nadaraya-Watson form.
 
@@ -126,6 +129,7 @@ def fourier_regression(points, samples, targets, radius, power=4):
     return divide(values, totals)[0, :, 0]
 
 
+@symbolic
 def gaussian_regression(points, samples, targets, sigma):
     """The Nadaraya–Watson estimator with a Gaussian kernel.
 

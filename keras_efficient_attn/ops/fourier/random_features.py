@@ -15,6 +15,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.numerics import cosine, sine
 from keras_efficient_attn.ops.common.pair_products import pair_products
+from keras_efficient_attn.ops.common.plan import symbolic
 from keras_efficient_attn.ops.fourier.kernel import check_power
 
 
@@ -53,6 +54,7 @@ def kernel_frequencies(num_frequencies, dim, power=4, orthogonal=True, seed=None
     return math.sqrt(max(num_frequencies, dim) * power / 6) * (left @ right)
 
 
+@symbolic
 def squared_features(x, frequencies):
     """Features whose dot product is `(1/M Σ_i cos(ω_i·(x − y)))²`.
 

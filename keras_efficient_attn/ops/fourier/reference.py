@@ -3,7 +3,7 @@
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.numerics import sine
+from keras_efficient_attn.ops.common.numerics import sine, where
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide
 
 
@@ -20,17 +20,17 @@ def fourier_attention(
     z = ops.where(zero, 1.0, z)
     ratio = ops.abs(ops.where(zero, 1.0, sine(z) / z))
     seen = ratio > 0.0
-    logs = ops.where(seen, ops.log(ops.where(seen, ratio, 1.0)), LOG_ZERO)
+    logs = where(seen, ops.log(ops.where(seen, ratio, 1.0)), LOG_ZERO)
     logs = power * ops.transpose(ops.sum(logs, axis=-1), (0, 3, 1, 2))
     if key_mask is not None:
         kept = ops.cast(key_mask, "bool")
-        logs = ops.where(kept[:, None, None, :], logs, LOG_ZERO)
+        logs = where(kept[:, None, None, :], logs, LOG_ZERO)
         value = ops.where(kept[..., None, None], value, ops.zeros_like(value))
     if causal:
         first = ops.reshape(ops.cast(first_position, "int32"), (-1, 1, 1, 1))
         rows = first + ops.arange(shape_of(query)[1], dtype="int32")[:, None]
         columns = ops.arange(shape_of(key)[1], dtype="int32")
-        logs = ops.where(rows >= columns, logs, LOG_ZERO)
+        logs = where(rows >= columns, logs, LOG_ZERO)
     largest = ops.stop_gradient(ops.max(logs, axis=-1, keepdims=True))
     weights = ops.where(logs > LOG_ZERO, ops.exp(logs - largest), 0.0)
     values = ops.einsum("bhts,bshv->bthv", weights, value)

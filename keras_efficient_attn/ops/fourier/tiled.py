@@ -4,9 +4,13 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import backend_module, shape_of
+from keras_efficient_attn.ops.common.backend import (
+    backend_module,
+    in_function_transform,
+    shape_of,
+)
 from keras_efficient_attn.ops.common.chunking import chunk_layout, pad_to
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype, max_along
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, max_along, where
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.plan import jit_on_jax
 from keras_efficient_attn.ops.common.scan import recompute_scan
@@ -66,38 +70,41 @@ def fourier_sums(
     xs = tuple(pad_to(x, tiles * chunks * size) for x in xs)
     consts = (ops.transpose(value, (0, 2, 1, 3)),)
     consts += () if valid is None else (valid,)
-    consts += _kernel(config).prepare(split_dims(key))
-    step, gradient = _step(config, valid is not None, len(xs) - 1)
+    kernel = _kernel(config)
+    consts += kernel.prepare(split_dims(key))
+    step, gradient = _step(config, kernel, valid is not None, len(xs) - 1)
     _, sums = recompute_scan(step, (), xs, consts, gradient, num_steps=tiles)
     return tuple(y[:, :length] for y in sums)
 
 
 def _kernel(config):
+    if in_function_transform():
+        return _kernels.PLAIN
     return _kernels.FUSED if config.is_fused else _kernels.KERNEL
 
 
 @functools.cache
-def _step(config, masked, bounds):
+def _step(config, kernel, masked, bounds):
     """`(step, gradient)` for `recompute_scan`, one object per configuration.
 
     `x` holds the queries and `bounds` indices of the last and the first key that each
     sees. The constants are the values; if `masked`, 1 for keys that exist and 0 for
     others; and the kernel's arrays of keys.
     """
-    power, kernel = config.power, _kernel(config)
+    power = config.power
     first = 2 if masked else 1
 
     def logits(query, x, consts):
         logs = power * kernel.log_kernel(query, consts[first:])
         if masked:
-            logs = ops.where(consts[1][:, None, None, :] > 0, logs, LOG_ZERO)
+            logs = where(consts[1][:, None, None, :] > 0, logs, LOG_ZERO)
         columns = ops.arange(shape_of(logs)[-1], dtype="int32")
         if bounds > 0:
             allowed = columns <= x[1][:, None, :, None]
-            logs = ops.where(allowed, logs, LOG_ZERO)
+            logs = where(allowed, logs, LOG_ZERO)
         if bounds > 1:
             allowed = columns >= x[2][:, None, :, None]
-            logs = ops.where(allowed, logs, LOG_ZERO)
+            logs = where(allowed, logs, LOG_ZERO)
         return logs
 
     def weights_of(logs, scale):

@@ -26,7 +26,7 @@ from keras_efficient_attn.ops.common.online_softmax import (
     finish,
     merge,
 )
-from keras_efficient_attn.ops.common.plan import jit_on_jax
+from keras_efficient_attn.ops.common.plan import jit_on_jax, symbolic
 from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.linear_attention import chunked
 from keras_efficient_attn.ops.linear_attention.gated import api as gated
@@ -38,6 +38,7 @@ from keras_efficient_attn.ops.linear_attention.reference import reference_attent
 STATE_NAMES = ("sum", "normalizer", "log_scale")
 
 
+@symbolic
 def linear_attention(
     query_features,
     key_features,

@@ -29,7 +29,7 @@ from keras_efficient_attn.ops.common.chunking import (
     lower_triangle,
     sizes,
 )
-from keras_efficient_attn.ops.common.numerics import larger, max_along
+from keras_efficient_attn.ops.common.numerics import larger, max_along, where
 from keras_efficient_attn.ops.common.online_softmax import (
     LOG_ZERO,
     divide,
@@ -104,19 +104,19 @@ class Chunks:
             far_weight = log_weight
         else:
             before, near = masks.chain, masks.near
-            far_weight = ops.where(masks.last, log_weight, LOG_ZERO)
+            far_weight = where(masks.last, log_weight, LOG_ZERO)
         chunk_max = max_along(ops.stop_gradient(far_weight), -1, initial=LOG_ZERO)
         # The maxima over exactly the state and the keys that each query may see.
         state_max, self.weights = _prefix_weights(log_scale, chunk_max, before)
         after, state_max = state_max[..., -1], state_max[..., :-1, None]
         if masks is not None:
-            state_max = ops.where(masks.reads, state_max, LOG_ZERO)
+            state_max = where(masks.reads, state_max, LOG_ZERO)
         seen = ops.stop_gradient(log_weight)[..., None, :]
-        seen = ops.where(near, seen, LOG_ZERO)
+        seen = where(near, seen, LOG_ZERO)
         self.scale = larger(max_along(seen, axis=-1, initial=LOG_ZERO), state_max)
         shifted = log_weight[..., None, :] - self.scale[..., None]
         # For other keys the shift may be large: clip before the exponential.
-        shifted = ops.where(near, shifted, LOG_ZERO)
+        shifted = where(near, shifted, LOG_ZERO)
         self.factors = ops.where(near, ops.exp(shifted), 0.0)
         self.scores = self.scores * self.factors
         self.key_factors = ops.exp(far_weight - chunk_max[..., None])[..., None]
@@ -228,7 +228,7 @@ def _prefix_weights(log_scale, chunk_max, lower):
     weights, lower triangular, whose column 0 is the state's.
     """
     maxima = ops.concatenate([log_scale[..., None], chunk_max], axis=-1)
-    seen = ops.where(lower, maxima[..., None, :], LOG_ZERO)
+    seen = where(lower, maxima[..., None, :], LOG_ZERO)
     running = max_along(seen, axis=-1, initial=LOG_ZERO)
     return running, ops.where(lower, ops.exp(seen - running[..., None]), 0.0)
 

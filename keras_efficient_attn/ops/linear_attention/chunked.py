@@ -8,7 +8,11 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
+from keras_efficient_attn.ops.common.backend import (
+    BACKEND,
+    in_function_transform,
+    shape_of,
+)
 from keras_efficient_attn.ops.common.chunking import (
     by_position,
     chunk_layout,
@@ -20,6 +24,7 @@ from keras_efficient_attn.ops.common.numerics import (
     accumulator_dtype,
     larger,
     max_along,
+    where,
 )
 from keras_efficient_attn.ops.common.online_softmax import (
     LOG_ZERO,
@@ -27,6 +32,7 @@ from keras_efficient_attn.ops.common.online_softmax import (
     sum_of_scales,
 )
 from keras_efficient_attn.ops.common.scan import recompute_scan, vector_jacobian_product
+from keras_efficient_attn.ops.linear_attention import causal_chunks
 
 if BACKEND == "torch":
     from keras_efficient_attn.ops.linear_attention.causal_chunks_torch import (
@@ -135,8 +141,13 @@ def weigh_keys(key, log_weight, rest, masked):
     if valid is not None:
         key = key * valid[..., None]
         if log_weight is not None:
-            log_weight = ops.where(valid > 0, log_weight, LOG_ZERO)
+            log_weight = where(valid > 0, log_weight, LOG_ZERO)
     return key, log_weight
+
+
+def _chunks_class():
+    """The class of chunks; without sums in place if PyTorch differentiates them."""
+    return causal_chunks.Chunks if in_function_transform() else Chunks
 
 
 # Bounded: it holds functions that users make.
@@ -169,13 +180,13 @@ def _causal_step(config, chunk_size, masked, by_document):
 
     def step(carry, x, map_weights):
         x, masks = split(x)
-        chunks = Chunks(carry, *prepare(x, map_weights), masks)
+        chunks = _chunks_class()(carry, *prepare(x, map_weights), masks)
         return chunks.carry, chunks.outputs(config.output)
 
     def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
         own, masks = split(x)
         prepared, pull = vector_jacobian_product(prepare, (own, map_weights))
-        chunks = Chunks(carry, *prepared, masks)
+        chunks = _chunks_class()(carry, *prepared, masks)
         grad_carry, *grad_prepared = chunks.gradient(
             y, y_gradient, carry_gradient, config.output
         )

@@ -25,6 +25,7 @@ from keras_efficient_attn.ops.common.numerics import (
     sine,
     unit_vectors,
 )
+from keras_efficient_attn.ops.common.plan import symbolic
 
 # Lower bound of exponential features, relative to the largest of their vector. It is
 # far below rounding, but prevents the similarity of vectors with different large
@@ -34,6 +35,7 @@ FEATURE_FLOOR = 1e-15
 MAX_POLYNOMIAL_FEATURES = 16_384
 
 
+@symbolic
 def positive_random_features(x, projection, hyperbolic=False):
     """FAVOR+: positive random features of the exponential kernel.
 
@@ -58,6 +60,7 @@ def positive_random_features(x, projection, hyperbolic=False):
     return _exponential(exponents, -0.5 * ops.sum(ops.square(x), axis=-1))
 
 
+@symbolic
 def optimal_positive_features(x, projection, shape, hyperbolic=False):
     """FAVOR++: positive random features with less variance, given statistics.
 
@@ -94,6 +97,7 @@ def optimal_positive_features(x, projection, shape, hyperbolic=False):
     return _exponential(norms + exponents, offset - 0.5 * squares)
 
 
+@symbolic
 def optimal_shape(query, key, query_mask=None, key_mask=None):
     """The `A` of `optimal_positive_features` that minimises the mean log variance.
 
@@ -129,6 +133,7 @@ def optimal_shape(query, key, query_mask=None, key_mask=None):
     return (1.0 - 1.0 / rho) / 8.0
 
 
+@symbolic
 def trigonometric_features(x, projection):
     """Random Fourier features of the exponential kernel, for comparison.
 
@@ -151,6 +156,7 @@ def trigonometric_features(x, projection):
     return features, log_scale - 0.5 * math.log(projection.shape[0])
 
 
+@symbolic
 def relu_features(x, projection=None, epsilon=1e-3):
     """Generalised ReLU attention: `relu(ωᵢ·x) / √m + ε`, or `relu(x) + ε`.
 
@@ -170,6 +176,7 @@ def relu_features(x, projection=None, epsilon=1e-3):
     return ops.relu(x) + epsilon, None
 
 
+@symbolic
 def elu_features(x):
     """`elu(x) + 1`, positive at any scale.
 
@@ -208,6 +215,7 @@ def _elu_plus_one(x, log_scale):
     return positive + ops.exp(_at_least(x - positive - log_scale, least))
 
 
+@symbolic
 def unit_features(x):
     """`x / √(‖x‖² + head_dim / 1000)`, and `None`.
 
@@ -219,6 +227,7 @@ def unit_features(x):
     return unit_vectors(x), None
 
 
+@symbolic
 def softmax_query_features(x):
     """Efficient attention's queries: softmax over the last axis, and `None`.
 
@@ -228,6 +237,7 @@ def softmax_query_features(x):
     return ops.softmax(x, axis=-1), None
 
 
+@symbolic
 def exponential_features(x):
     """`exp(x)`, entry by entry.
 
@@ -244,6 +254,7 @@ def exponential_features(x):
     return _exponential(x, 0.5 * math.log(x.shape[-1]))
 
 
+@symbolic
 def hedgehog_features(x, kernel):
     """`softmax([Wx, −Wx])`, with a matrix `W` for each head.
 
@@ -262,6 +273,7 @@ def hedgehog_features(x, kernel):
     return ops.softmax(both, axis=-1) + FEATURE_FLOOR, None
 
 
+@symbolic
 def learned_exponential_features(x, kernel, bias, norm):
     """`φ(x) = exp(Wx + b − Σⱼ nⱼ xⱼ²) / √m`, with weights for each head.
 
@@ -284,6 +296,7 @@ def learned_exponential_features(x, kernel, bias, norm):
     return _exponential(exponents, -squares)
 
 
+@symbolic
 def taylor_features(x, order=2):
     """Taylor expansion of the exponential kernel: `φ(q)·φ(k) = Σ_{i≤p} (q·k)^i / i!`.
 
@@ -307,6 +320,7 @@ def taylor_features(x, order=2):
     return _monomials(x, order, "taylor")
 
 
+@symbolic
 def power_features(x, order=2):
     """The exponential's definition at finite n: `φ(q)·φ(k) = (1 + q·k/n)^n`.
 

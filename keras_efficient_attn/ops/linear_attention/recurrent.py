@@ -14,7 +14,7 @@ chunked form; each form can continue from the other.
 from keras import ops
 
 from keras_efficient_attn.ops.common.chunking import sizes
-from keras_efficient_attn.ops.common.numerics import larger, max_along
+from keras_efficient_attn.ops.common.numerics import larger, max_along, where
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
 from keras_efficient_attn.ops.linear_attention.chunked import weigh_keys
 
@@ -49,7 +49,7 @@ def recurrent_linear_attention(tensors, state, map_weights, config):
         log_weight, new_log_scale = 0.0, ops.relu(log_scale)
     else:
         if log_weight is None:
-            log_weight = ops.where(valid > 0, ops.zeros_like(log_scale), LOG_ZERO)
+            log_weight = where(valid > 0, ops.zeros_like(log_scale), LOG_ZERO)
         log_weight = ops.reshape(log_weight, (batch, heads))
         new_log_scale = larger(log_scale, ops.stop_gradient(log_weight))
     kept = ops.exp(log_scale - new_log_scale)[..., None]

@@ -3,6 +3,7 @@
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.numerics import where
 from keras_efficient_attn.ops.common.online_softmax import (
     LOG_ZERO,
     bounded_log_weight,
@@ -32,7 +33,7 @@ def reference_attention(inputs, key_log_weight, causal, normalize):
         logs = bounded_log_weight(key_log_weight, key_mask)
         logs = ops.transpose(logs, (0, 2, 1))[:, :, None, :]
         allowed = allowed & (logs > LOG_ZERO)
-        logs = ops.where(allowed, logs, LOG_ZERO)
+        logs = where(allowed, logs, LOG_ZERO)
         if normalize:
             logs = logs - ops.stop_gradient(ops.max(logs, axis=-1, keepdims=True))
         weights = weights * ops.exp(logs)

@@ -5,6 +5,7 @@ from keras import ops
 from keras_efficient_attn.ops.common.inputs import SoftmaxCall
 from keras_efficient_attn.ops.common.interval_softmax.choice import KERNELS
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.plan import symbolic
 from keras_efficient_attn.ops.common.state import (
     check_state,
     make_state,
@@ -25,6 +26,7 @@ from keras_efficient_attn.ops.local_attention.reference import (
 FORMS = attend_in_blocks, attend_next, reference_attention, attend_by_kernel
 
 
+@symbolic
 def local_attention(
     query,
     key,

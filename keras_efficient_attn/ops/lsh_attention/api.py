@@ -6,7 +6,7 @@ from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_implementation
 from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
-from keras_efficient_attn.ops.common.plan import jit_on_jax
+from keras_efficient_attn.ops.common.plan import jit_on_jax, symbolic
 from keras_efficient_attn.ops.common.state import check_state
 from keras_efficient_attn.ops.lsh_attention.chunked import chunked_lsh_attention
 from keras_efficient_attn.ops.lsh_attention.layout import LSHConfig
@@ -21,6 +21,7 @@ from keras_efficient_attn.ops.lsh_attention.streaming import (
 )
 
 
+@symbolic
 def lsh_attention(
     query,
     value,

@@ -4,6 +4,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.checks import may_agree
 from keras_efficient_attn.ops.common.inputs import SoftmaxCall
+from keras_efficient_attn.ops.common.plan import symbolic
 from keras_efficient_attn.ops.relative_attention.reference import reference_attention
 from keras_efficient_attn.ops.relative_attention.tiles import (
     RelativeConfig,
@@ -12,6 +13,7 @@ from keras_efficient_attn.ops.relative_attention.tiles import (
 )
 
 
+@symbolic
 def relative_attention(
     query,
     key,

@@ -6,6 +6,7 @@ before each half is stored for the second run.
 
 import torch
 
+from keras_efficient_attn.ops.common.backend import in_function_transform
 from keras_efficient_attn.ops.common.derivatives_torch import (
     refuse_second_derivatives,
 )
@@ -14,11 +15,19 @@ from keras_efficient_attn.ops.reversible.passes import Before, backward, forward
 
 def reversible_chain(halves, x1, x2, parameters, states, tensors):
     states = tuple(state.detach() for state in states)
+    if in_function_transform():
+        arguments = halves, x1, x2, parameters, states, tensors
+        (streams, losses, updates), _ = forward(*arguments, _call)
+        return *streams, tuple(losses), updates
     call = {"halves": halves, "states": states, "parameters": len(parameters)}
     outputs = _Chain.apply(call, x1, x2, *parameters, *tensors)
     count = call["losses"]
     updates = dict(zip(call["updated"], outputs[2 + count :], strict=True))
     return *outputs[:2], tuple(outputs[2 : 2 + count]), updates
+
+
+def _call(function, arguments, _):
+    return function(*arguments)
 
 
 class _Chain(torch.autograd.Function):

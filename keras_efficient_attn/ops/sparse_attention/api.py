@@ -3,6 +3,7 @@
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.inputs import SoftmaxCall
 from keras_efficient_attn.ops.common.interval_softmax.choice import KERNELS
+from keras_efficient_attn.ops.common.plan import symbolic
 from keras_efficient_attn.ops.common.state import (
     check_state,
     make_state,
@@ -21,6 +22,7 @@ from keras_efficient_attn.ops.sparse_attention.reference import (
 FORMS = attend_in_blocks, attend_next, reference_attention, attend_by_kernel
 
 
+@symbolic
 def sparse_attention(
     query,
     key,

@@ -8,6 +8,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_streaming,
 )
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.plan import symbolic
 from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.vq_attention import reference
 from keras_efficient_attn.ops.vq_attention.codebook import nearest_codes
@@ -21,6 +22,7 @@ from keras_efficient_attn.ops.vq_attention.config import (
 from keras_efficient_attn.ops.vq_attention.windowed import attend_to_keys_and_codes
 
 
+@symbolic
 def vq_attention(
     query,
     key,

@@ -36,6 +36,7 @@ from keras_efficient_attn.ops.common.numerics import (
     larger,
     max_along,
     sum_rows,
+    where,
 )
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide
 from keras_efficient_attn.ops.common.plan import block_sizes
@@ -165,7 +166,7 @@ def _read(logits, sums, counts):
     means = divide(sums, ops.where(full, counts, 0.0))
     log_counts = ops.log(ops.where(full, counts, 1.0))
     full = full[..., None, :]
-    logits = ops.where(full, logits + log_counts[..., None, :], LOG_ZERO)
+    logits = where(full, logits + log_counts[..., None, :], LOG_ZERO)
     scale = max_along(ops.stop_gradient(logits), axis=-1)
     weights = ops.where(full, ops.exp(logits - scale[..., None]), 0.0)
     return weights @ means, ops.sum(weights, axis=-1), scale
@@ -190,12 +191,12 @@ def read_mixture(logits, chosen, values, sums=None, counts=None, seen=None):
     counts = in_block if counts is None else counts[..., None, :] + in_block
     full = counts > MIN_COUNT
     with_counts = logits + ops.log(ops.where(full, counts, 1.0))
-    with_counts = ops.where(full, with_counts, LOG_ZERO)
+    with_counts = where(full, with_counts, LOG_ZERO)
     scale = max_along(ops.stop_gradient(with_counts), axis=-1)
-    shifted = ops.where(full, with_counts - scale[..., None], LOG_ZERO)
+    shifted = where(full, with_counts - scale[..., None], LOG_ZERO)
     total = ops.sum(ops.exp(shifted), axis=-1)
     # Excluding the counts, at most 1 / count.
-    shifted = ops.where(full, logits - scale[..., None], LOG_ZERO)
+    shifted = where(full, logits - scale[..., None], LOG_ZERO)
     weights = ops.exp(shifted)
     key_weights = (weights @ ops.swapaxes(chosen, -1, -2)) * seen
     output = key_weights @ values
@@ -351,12 +352,12 @@ class _Blocks:
         full = counts > MIN_COUNT
         self.inverse = ops.where(full, 1.0 / ops.where(full, counts, 1.0), 0.0)
         self.means = before * self.inverse[..., None]
-        log_counts = ops.where(full, ops.log(ops.where(full, counts, 1.0)), LOG_ZERO)
+        log_counts = where(full, ops.log(ops.where(full, counts, 1.0)), LOG_ZERO)
         self.logits = self.query @ ops.swapaxes(codes[:, None], -1, -2)
         self.logits = self.logits + log_counts[..., None, :]
         seen = ops.logical_and(lower_triangle(block_length), valid[..., None, :, 0] > 0)
         products = self.query @ ops.swapaxes(self.key, -1, -2)
-        self.key_logits = ops.where(seen, products, LOG_ZERO)
+        self.key_logits = where(seen, products, LOG_ZERO)
 
     def _weights(self, scale):
         # Without any visible key the scale is `LOG_ZERO`, too.

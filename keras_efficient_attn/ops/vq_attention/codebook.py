@@ -22,6 +22,7 @@ from keras_efficient_attn.ops.common.plan import (
     block_sizes,
     jit_on_jax,
     opaque_on_torch,
+    symbolic,
 )
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.vq_attention.config import make_codebook
@@ -287,6 +288,7 @@ def lloyd(keys, codebook):
     return codebook, counts, ops.sum(squares, axis=0) / keys.shape[0]
 
 
+@symbolic
 def soft_codes(key, codebook, sigma=None, log_weights=None):
     """The share of each code in each key, and a key's log mass.
 

@@ -26,7 +26,7 @@ from keras_efficient_attn.ops.common.chunking import (
     sizes,
 )
 from keras_efficient_attn.ops.common.constants import constant
-from keras_efficient_attn.ops.common.numerics import max_along
+from keras_efficient_attn.ops.common.numerics import max_along, where
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.scan import recompute_scan
@@ -221,10 +221,10 @@ def read(query, codebook, cache, rank, block=None, seen=None):
         numbers = numbers + seen @ chosen
     full = numbers > MIN_COUNT
     with_numbers = logits + ops.log(ops.where(full, numbers, 1.0))
-    with_numbers = ops.where(full, with_numbers, LOG_ZERO)
+    with_numbers = where(full, with_numbers, LOG_ZERO)
     scale = max_along(ops.stop_gradient(with_numbers), axis=-1)
     # The weight of one key per code, at the code itself: at most 1 / number.
-    weights = ops.exp(ops.where(full, logits - scale[..., None], LOG_ZERO))
+    weights = ops.exp(where(full, logits - scale[..., None], LOG_ZERO))
 
     output = total = 0.0
     if cache is not None:

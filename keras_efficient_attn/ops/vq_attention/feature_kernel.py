@@ -14,7 +14,7 @@ from keras_efficient_attn.ops.common.feature_kernels.choice import (
     choose_kernel,
     given_features,
 )
-from keras_efficient_attn.ops.common.numerics import max_along
+from keras_efficient_attn.ops.common.numerics import max_along, where
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 
 
@@ -64,7 +64,7 @@ def _query_features(query, keys, codes):
     first = ops.min(first, axis=1, keepdims=True)
     seen = first <= position
     logits = ops.einsum("bnhd,hcd->bnhc", query, codes)
-    logits = ops.where(seen, logits, LOG_ZERO)
+    logits = where(seen, logits, LOG_ZERO)
     scale = max_along(ops.stop_gradient(logits), axis=-1)
     return ops.where(seen, ops.exp(logits - scale[..., None]), 0.0), scale
 

@@ -3,7 +3,7 @@
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.numerics import max_along
+from keras_efficient_attn.ops.common.numerics import max_along, where
 from keras_efficient_attn.ops.common.online_softmax import (
     LOG_ZERO,
     divide,
@@ -120,8 +120,8 @@ def _weigh(logits, numbers):
     """
     full = numbers > MIN_COUNT
     with_numbers = logits + ops.log(ops.where(full, numbers, 1.0))
-    with_numbers = ops.stop_gradient(ops.where(full, with_numbers, LOG_ZERO))
+    with_numbers = ops.stop_gradient(where(full, with_numbers, LOG_ZERO))
     scale = max_along(with_numbers, axis=-1)
     # At most 1 / number.
-    weights = ops.exp(ops.where(full, logits - scale[..., None], LOG_ZERO))
+    weights = ops.exp(where(full, logits - scale[..., None], LOG_ZERO))
     return weights, ops.sum(weights * numbers, axis=-1), scale

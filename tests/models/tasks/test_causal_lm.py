@@ -263,6 +263,25 @@ def test_the_tokenizer_keeps_its_special_bytes_apart():
     assert tokenizer.detokenize(tokens) == text
 
 
+def test_texts_with_padding_bytes_are_refused():
+    tokenizer = EfficientByteTokenizer()
+    for text in ("a\0b", ["ab", "\0"], b"a\0", np.array(["a\0b"], object)):
+        with pytest.raises(ValueError, match=r"must not have NUL.*Received: .*x00"):
+            tokenizer(text)
+    preprocessor = EfficientCausalLMPreprocessor(tokenizer, sequence_length=8)
+    model = EfficientCausalLM(make_backbone("defaults"), preprocessor)
+    with pytest.raises(ValueError, match="must not have NUL"):
+        model.generate(["a\0b"])
+
+
+def test_no_prompts_give_no_texts():
+    model = EfficientCausalLM(
+        make_backbone("defaults"),
+        EfficientCausalLMPreprocessor(EfficientByteTokenizer(), sequence_length=8),
+    )
+    assert model.generate([]) == model.generate(()) == []
+
+
 @pytest.mark.any_backend
 def test_what_cannot_generate_says_so():
     with pytest.raises(ValueError, match="architecture='decoder'"):

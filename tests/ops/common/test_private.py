@@ -79,6 +79,20 @@ def test_softmax_without_the_fused_kernel(name, monkeypatch):
 
 
 @only_on("torch")
+def test_layers_without_the_question_for_transforms(monkeypatch):
+    import torch
+
+    from keras_efficient_attn.ops.common import private_torch
+    from keras_efficient_attn.ops.common.backend import in_function_transform
+
+    asked = torch.func.grad(lambda x: x * in_function_transform())
+    assert asked(torch.ones(())) == 1
+    monkeypatch.setattr(private_torch, "function_transform", None)
+    assert asked(torch.ones(())) == 0
+    train()
+
+
+@only_on("torch")
 def test_the_number_of_programs_without_its_setting(monkeypatch):
     import torch
 

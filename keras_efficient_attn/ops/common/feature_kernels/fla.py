@@ -63,6 +63,7 @@ def _features(x, function, map_weights, dtype):
     if log_scale is not None:
         raise ValueError(
             "`implementation='fla'` takes feature maps without a log scale, such as "
-            "elu + 1. Received: a map with one"
+            "elu + 1 of heads of at least 16. Received: a map with one, of heads of "
+            f"{x.shape[-1]}"
         )
     return features[:, :, 0].transpose(1, 2).to(dtype)

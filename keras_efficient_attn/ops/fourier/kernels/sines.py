@@ -12,7 +12,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.common.numerics import cosine, sine
+from keras_efficient_attn.ops.common.numerics import cosine, sine, where
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.fourier.kernel import SLOTS
 
@@ -39,7 +39,7 @@ def log_kernel(query, keys):
         bottom = bottom * ops.where(near, 1.0, z)
     product = ops.abs(top / bottom)
     seen = product > 0.0
-    logs = ops.where(seen, ops.log(ops.where(seen, product, 1.0)), LOG_ZERO)
+    logs = where(seen, ops.log(ops.where(seen, product, 1.0)), LOG_ZERO)
     return ops.sum(logs, axis=2)
 
 

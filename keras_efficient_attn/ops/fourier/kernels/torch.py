@@ -6,6 +6,7 @@ Compiled, a step of training takes 0.15 of the time (FourierAttention, 4 heads o
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.numerics import cosine, sine
 from keras_efficient_attn.ops.common.plan import compile_on_torch
 from keras_efficient_attn.ops.fourier.kernel import Kernel
 from keras_efficient_attn.ops.fourier.kernels import sines, torch_eager
@@ -45,3 +46,11 @@ KERNEL = Kernel(
     torch_eager.prepare, torch_eager.log_kernel, torch_eager.log_kernel_gradient
 )
 FUSED = Kernel(prepare, log_kernel, log_kernel_gradient)
+
+
+def _prepare_for_autograd(angles):
+    return angles, sine(angles), cosine(angles)
+
+
+# Without a handwritten derivative.
+PLAIN = Kernel(_prepare_for_autograd, sines.log_kernel, None)

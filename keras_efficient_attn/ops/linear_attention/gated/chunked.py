@@ -36,6 +36,7 @@ from keras_efficient_attn.ops.common.numerics import (
     accumulator_dtype,
     cumulative_sum,
     pad,
+    where,
 )
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide, reciprocal
 from keras_efficient_attn.ops.common.plan import device_kind
@@ -47,6 +48,9 @@ from keras_efficient_attn.ops.linear_attention.feature_maps import (
 
 # Maximum length of a part of a chunk for pairwise decays by feature.
 PART = 4
+# Axes of `(batch, heads, chunks, …)` for a scan over chunks, and back. PyTorch's `vmap`
+# has no `moveaxis`.
+CHUNKS_FIRST, HEADS_FIRST = (2, 0, 1, 3, 4), (1, 2, 0, 3, 4)
 
 
 def chunked_gated_attention(tensors, rates, state, map_weights, config, position):
@@ -205,9 +209,9 @@ class _Chunks:
         self.scores, self.far_key = scores, far_key
         step = _state_step(beta is not None, end is not None)
         tensors = value, far_key, reader, end
-        xs = tuple(ops.moveaxis(x, 2, 0) for x in tensors if x is not None)
+        xs = tuple(ops.transpose(x, CHUNKS_FIRST) for x in tensors if x is not None)
         (self.carry,), rows = recompute_scan(step, (state,), xs)
-        self.before, *rest = (ops.moveaxis(row, 0, 2) for row in rows)
+        self.before, *rest = (ops.transpose(row, HEADS_FIRST) for row in rows)
         self.rest = rest[0] if rest else value
 
     def output(self):
@@ -223,10 +227,12 @@ class _Chunks:
         grad_rest = ops.swapaxes(self.scores, -1, -2) @ grad_output
         grad_before = ops.swapaxes(self.far_query, -1, -2) @ grad_output
         tensors = grad_before, grad_rest, self.far_key, self.reader, self.end
-        xs = (ops.moveaxis(x, 2, 0) for x in tensors if x is not None)
+        xs = (ops.transpose(x, CHUNKS_FIRST) for x in tensors if x is not None)
         xs = tuple(ops.flip(x, axis=0) for x in xs)
         (grad_state,), rows = recompute_scan(step, (grad_carry,), xs)
-        grad_after, *rows = (ops.moveaxis(ops.flip(row, axis=0), 0, 2) for row in rows)
+        grad_after, *rows = (
+            ops.transpose(ops.flip(row, axis=0), HEADS_FIRST) for row in rows
+        )
         grad_rest = rows[0] if rows else grad_rest + self.far_key @ grad_after
         grad_far_key = ops.swapaxes(rest, -1, -2) @ ops.swapaxes(grad_after, -1, -2)
         grad_end = None
@@ -316,7 +322,7 @@ def _decayed_products(lefts, key, log_decay, near):
         lower = lower_triangle(shape_of(log_decay)[-2]) if near is None else near
         change = ops.where(ops.tril(lower, k=-1), log_decay, 0.0)
         change = running_sums(change)
-        factors = ops.exp(ops.where(lower, change, LOG_ZERO))
+        factors = ops.exp(where(lower, change, LOG_ZERO))
     products = []
     for x in lefts:
         product = x @ ops.swapaxes(key, -1, -2)
@@ -359,7 +365,7 @@ def _products_by_feature(lefts, key, log_decay, by_document):
         change = _sums_between(log_decay)
     else:
         change = start[..., :, None, :] - start[..., None, :, :]
-    near_key = ops.exp(ops.where(inside, change, LOG_ZERO)) * key[..., None, :, :]
+    near_key = ops.exp(where(inside, change, LOG_ZERO)) * key[..., None, :, :]
     products = [ops.sum(x[..., :, None, :] * near_key, axis=-1) for x in lefts]
     while count > 1:
         (start, later), (end, last) = map(_pairs, (start, end))
