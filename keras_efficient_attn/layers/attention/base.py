@@ -1,6 +1,7 @@
 """The base of all attention layers of this package."""
 
 import dataclasses
+import re
 
 import keras
 import numpy as np
@@ -18,6 +19,7 @@ from keras_efficient_attn.layers.attention.masks import (
 )
 from keras_efficient_attn.layers.attention.rows import move_to_front
 from keras_efficient_attn.layers.attention.state import StreamingState
+from keras_efficient_attn.layers.quantization import KeepsQuantization, policy_of
 from keras_efficient_attn.layers.replicas import ReplicaLosses
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
@@ -82,6 +84,7 @@ class EfficientAttention(
     LayerDescription,
     StreamingState,
     ReplicaLosses,
+    KeepsQuantization,
     KeepsArguments,
     keras.layers.MultiHeadAttention,
 ):
@@ -675,14 +678,16 @@ class EfficientAttention(
         config["attention_axes"] = self._sequence_axes
         for name in ("value_activation", "gate_activation"):
             config[name] = keras.activations.serialize(getattr(self, name))
+        # Paths from here on: the layer may be made inside others.
+        above = f"{self.path}/"
         quantized = {
-            layer.path: layer.dtype_policy
+            f"(.+/)?{re.escape(layer.path.removeprefix(above))}": policy_of(layer)
             for layer in self._flatten_layers(include_self=False)
             if layer.quantization_mode is not None
         }
         if quantized:
             policies = keras.dtype_policies.DTypePolicyMap(
-                default_policy=self.dtype_policy.name, policy_map=quantized
+                default_policy=policy_of(self).name, policy_map=quantized
             )
             config["dtype"] = keras.dtype_policies.serialize(policies)
         return config

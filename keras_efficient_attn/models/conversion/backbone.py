@@ -17,6 +17,7 @@ from keras_efficient_attn.layers.keras_internals import (
     set_dtype_policy,
     tracked_layers,
 )
+from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.models.conversion.adapters import AttentionAdapter
 from keras_efficient_attn.models.conversion.generation import generate_from_states
 from keras_efficient_attn.models.conversion.layer_search import (
@@ -212,7 +213,7 @@ def _within_budget(targets, inputs, budget):
     return make_copy(chosen, [fitted[index] for index in layers])
 
 
-class EfficientBackbone(PresetMixin):
+class EfficientBackbone(KeepsQuantization, PresetMixin):
     """The part of a converted backbone that the stock class lacks.
 
     Attributes:

@@ -7,6 +7,7 @@ import warnings
 
 import keras
 
+from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.models.conversion.targets import (
     build_adapter,
     choose_targets,
@@ -86,7 +87,7 @@ def replace_attention(model, attention, layers=None, calibrate=None):
     return [adapter.path for adapter in adapters]
 
 
-class ReplacedAttention:
+class ReplacedAttention(KeepsQuantization):
     """The part of a model with replaced attention that its own class has not.
 
     Its configuration is that of the model before, and what was put where: the blocks of
