@@ -33,7 +33,11 @@ from keras_efficient_attn.models.conversion.trace import (
     layer_names,
     trace,
 )
-from keras_efficient_attn.models.files import PresetMixin, check_lora_file
+from keras_efficient_attn.models.files import (
+    PicklesAsFile,
+    PresetMixin,
+    check_lora_file,
+)
 from keras_efficient_attn.models.keras_hub_internals import (
     copy_lora_state,
     hidden_layers,
@@ -213,7 +217,7 @@ def _within_budget(targets, inputs, budget):
     return make_copy(chosen, [fitted[index] for index in layers])
 
 
-class EfficientBackbone(KeepsQuantization, PresetMixin):
+class EfficientBackbone(PicklesAsFile, KeepsQuantization, PresetMixin):
     """The part of a converted backbone that the stock class lacks.
 
     Attributes:

@@ -18,6 +18,7 @@ from keras_efficient_attn.models.conversion.trace import (
     fit,
     trace,
 )
+from keras_efficient_attn.models.files import PicklesAsFile
 
 NAME = "keras_efficient_attn>ReplacedAttention"
 
@@ -87,7 +88,7 @@ def replace_attention(model, attention, layers=None, calibrate=None):
     return [adapter.path for adapter in adapters]
 
 
-class ReplacedAttention(KeepsQuantization):
+class ReplacedAttention(PicklesAsFile, KeepsQuantization):
     """The part of a model with replaced attention that its own class has not.
 
     Its configuration is that of the model before, and what was put where: the blocks of
