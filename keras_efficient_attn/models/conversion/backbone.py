@@ -76,8 +76,10 @@ def convert_backbone(
       and not beyond. The layers of its encoder, or decoder, are replaced together.
     - The new layers read only padding and causality from masks. A decoder block that is
       called with a `decoder_attention_mask` raises `ValueError`, in eager and in
-      compiled calls. An attention layer that is called directly, outside its block,
-      treats any mask `(batch, length, length)` as causal.
+      compiled calls. A causal attention layer that nothing around it calls compares
+      its mask with causality and padding: another mask raises `ValueError`, and gives
+      NaN where a program is compiled. A layer or model of yours that calls it past its
+      block has to pass such masks: they are not compared there.
     - `generate` of KerasHub's tasks for GPT-2, OPT, BART, T5, Llama, Mistral, Mixtral,
       Phi-3, Qwen and Gemma carries the states of the new layers in its cache, next to
       the keys and values of the layers that keep softmax. If all layers are replaced by
