@@ -108,9 +108,10 @@ class EfficientAttention(
       output is the output projection's bias).
 
     A subclass must implement `attend`. It describes itself by overriding `state_spec`,
-    `state_grows`, `estimates_softmax`, `can_calibrate`, `calibrates_beyond_window`,
-    `estimates_beyond_window`, `takes_window_bias`, `shares_with_blocks` and
-    `share_weights_with`, `remembers_inputs`, `conversion_refusal`, `operations`.
+    `state_grows`, `is_softmax`, `estimates_softmax`, `can_calibrate`,
+    `calibrates_beyond_window`, `estimates_beyond_window`, `takes_window_bias`,
+    `shares_with_blocks` and `share_weights_with`, `remembers_inputs`,
+    `conversion_refusal`, `operations`.
     `self.keep(locals())` in its constructor makes the arguments attributes, and entries
     of `get_config`.
 

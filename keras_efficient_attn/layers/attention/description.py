@@ -35,6 +35,11 @@ class LayerDescription:
         return False
 
     @property
+    def is_softmax(self):
+        """Whether outputs are softmax attention over keys that the layer selects."""
+        return False
+
+    @property
     def can_calibrate(self):
         """Whether `calibrate(data)` fits the layer to data without training."""
         return False

@@ -30,6 +30,10 @@ class PatternAttention(EfficientAttention):
         self.keep(dict(rotary_wavelength=rotary_wavelength))
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
 
+    @property
+    def is_softmax(self):
+        return self.rotary_wavelength is None
+
     def attend_to_pattern(self, softmax, call):
         """Computes attention over the layer's pattern. Subclasses implement this.
 

@@ -104,6 +104,10 @@ class SoftmaxAttention(EfficientAttention):
         return "it is softmax. To keep softmax in a layer, leave it out of `layers`."
 
     @property
+    def is_softmax(self):
+        return self.rotary_wavelength is None and self.kernel == "dot_product"
+
+    @property
     def state_grows(self):
         return True
 

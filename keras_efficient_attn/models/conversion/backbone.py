@@ -32,6 +32,7 @@ from keras_efficient_attn.models.conversion.trace import (
     fit,
     layer_names,
     trace,
+    warn_of_other_functions,
 )
 from keras_efficient_attn.models.files import (
     PicklesAsFile,
@@ -116,7 +117,9 @@ def convert_backbone(
             decoder, on the data in `calibrate`.
 
     Returns:
-        The copy, not compiled.
+        The copy, not compiled. A warning names layers that do not estimate softmax,
+        such as `linear` with elu, and with the weights compute another function:
+        `swap_report` says how far from the original's.
 
     Raises:
         ValueError: If the backbone's attention cannot be replaced (for example because
@@ -157,9 +160,12 @@ def convert_backbone(
         )
     targets = choose_targets(backbone, attention, None if automatic else layers)
     if automatic:
-        return _within_budget(targets, inputs, budget)
+        efficient = _within_budget(targets, inputs, budget)
+        warn_of_other_functions(efficient.attention_adapters)
+        return efficient
     efficient = make_copy(targets)
     adapters = efficient.attention_adapters
+    warn_of_other_functions(adapters)
     if inputs is not None:
         check_can_fit(adapters)
         fit(

@@ -194,6 +194,10 @@ class AdaptiveSpan(PatternAttention):
         return per_pair * count_pairs(min(self.window, length), length, causal)
 
     @property
+    def is_softmax(self):
+        return super().is_softmax and not self.relative_positions
+
+    @property
     def shares_with_blocks(self):
         return self.relative_positions == "shared"
 
