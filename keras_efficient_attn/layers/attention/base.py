@@ -675,6 +675,13 @@ class EfficientAttention(
             variable.assign(weight)
 
     def get_config(self):
+        if self.shares_unsaved:
+            raise ValueError(
+                "A configuration cannot say that layers share weights by "
+                "`share_weights_with`: put their blocks into one `TransformerStack`, "
+                "or give layers of Transformer-XL one `PositionBiases` as `biases`; "
+                f"`save_weights` works. Received: {self.path or self.name}"
+            )
         config = super().get_config()
         config["attention_axes"] = self._sequence_axes
         for name in ("value_activation", "gate_activation"):

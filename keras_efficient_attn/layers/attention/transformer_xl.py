@@ -235,6 +235,7 @@ class RelativePositionXL(EfficientAttention):
         self._check_biases(other.biases)
         # An assignment would leave the layer's own among those that Keras quantises.
         replace_child(self, self.biases, other.biases)
+        self.shares_unsaved = True
 
     def _check_biases(self, biases):
         sizes = biases.num_heads, biases.key_dim

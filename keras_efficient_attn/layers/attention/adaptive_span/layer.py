@@ -259,6 +259,7 @@ class AdaptiveSpan(PatternAttention):
         if other._position_keys is None:
             other._make_position_keys()
         self._position_keys = other._position_keys
+        self.shares_unsaved = True
 
     def attend_to_pattern(self, softmax, call):
         position_key = None
