@@ -53,6 +53,16 @@ def activation_of(argument, identifier):
         ) from error
 
 
+def serialize_shared(layer):
+    """The configuration of a layer that several layers of a file may share.
+
+    Keras' own marker is lost when a nested configuration is copied, and the layers of a
+    loaded model would no longer share.
+    """
+    config = keras.saving.serialize_keras_object(layer)
+    return {**config, "shared_object_id": id(layer)}
+
+
 def dense_layer(units, dtype, use_bias=True, **options):
     """A dense layer, of one of the classes that Keras quantises: not a subclass.
 

@@ -4,7 +4,11 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.layers.arguments import KeepsArguments, build_layer
+from keras_efficient_attn.layers.arguments import (
+    KeepsArguments,
+    build_layer,
+    serialize_shared,
+)
 from keras_efficient_attn.ops.chunked_cross_entropy import chunked_cross_entropy
 from keras_efficient_attn.ops.common.backend import is_traced, shape_of
 from keras_efficient_attn.ops.common.checks import (
@@ -145,7 +149,7 @@ class ChunkedFeedForward(KeepsArguments, keras.layers.Layer):
     def get_config(self):
         return {
             **super().get_config(),
-            "feed_forward": keras.saving.serialize_keras_object(self.feed_forward),
+            "feed_forward": serialize_shared(self.feed_forward),
         }
 
     @classmethod

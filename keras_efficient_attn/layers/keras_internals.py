@@ -143,6 +143,11 @@ def lora_variables(model):
     return [v for v in model.trainable_variables if v.name.startswith("lora_")]
 
 
+def is_called_alone(layer):
+    """Whether a layer, in its `call`, was called by no other layer or model."""
+    return require(require(layer, "_get_call_context")(), "entry_layer") is layer
+
+
 def call_arguments(layer):
     """The arguments of a layer's calls in a Functional graph."""
     return [require(node, "arguments") for node in require(layer, "_inbound_nodes")]

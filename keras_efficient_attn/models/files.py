@@ -1,4 +1,4 @@
-"""Files that models are made from: shipped configurations, and LoRA's weights."""
+"""Files that models are made from: shipped configurations, LoRA, and pickled ones."""
 
 import json
 import os
@@ -6,7 +6,10 @@ from pathlib import Path
 
 # Keras also needs it.
 import h5py
+import keras
 from keras_hub.models import Backbone
+
+from keras_efficient_attn.layers.keras_internals import require
 
 FOLDER = Path(__file__).parent / "preset_files"
 
@@ -70,6 +73,23 @@ class PresetMixin:
         if issubclass(cls, Backbone) and "dtype" not in kwargs:
             kwargs |= _quantized_dtype(path)
         return super().from_preset(path, load_weights=load_weights, **kwargs)
+
+
+class PicklesAsFile:
+    """Mixin of models whose classes are made when they are first needed.
+
+    Keras pickles a model as the contents of its file and a method of its class, which
+    another process has not made. Put it before the model's class among the bases.
+    """
+
+    def __reduce__(self):
+        _, arguments = super().__reduce__()
+        return load_pickled, arguments
+
+
+def load_pickled(file):
+    """The model in the contents of a file, a `BytesIO`."""
+    return require(keras.Model, "_unpickle_model")(file)
 
 
 def _quantized_dtype(path):

@@ -73,6 +73,11 @@ KERAS = [
         "_dtype_policy",
         lambda m, a: keras_internals.set_dtype_policy(a, "float32"),
     ),
+    (
+        keras.Layer,
+        "_get_call_context",
+        lambda m, a: keras_internals.is_called_alone(a),
+    ),
     (keras.Operation, "_inbound_nodes", lambda m, a: keras_internals.call_arguments(a)),
     (graph_node, "arguments", lambda m, a: keras_internals.call_arguments(a)),
     (keras.Layer, "_tracker", replace_in),

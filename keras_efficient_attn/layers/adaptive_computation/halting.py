@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.arguments import KeepsArguments, dense_layer
+from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.layers.residual.reversible import stream_dtype
 from keras_efficient_attn.ops.adaptive_computation import adaptive_computation
 from keras_efficient_attn.ops.common.backend import shape_of
@@ -13,7 +14,7 @@ REDUCTIONS = ("mean", "sum")
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class Halting(KeepsArguments, keras.layers.Layer):
+class Halting(KeepsQuantization, KeepsArguments, keras.layers.Layer):
     """The part of `AdaptiveComputationTime` that does not depend on the step.
 
     Args:

@@ -6,7 +6,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.adaptive_computation.halting import Halting
-from keras_efficient_attn.layers.arguments import build_layer
+from keras_efficient_attn.layers.arguments import build_layer, serialize_shared
 from keras_efficient_attn.layers.replicas import ReplicaLosses
 
 
@@ -272,7 +272,7 @@ class AdaptiveComputationTime(ReplicaLosses, keras.layers.Layer):
     def get_config(self):
         return {
             **super().get_config(),
-            "step": keras.saving.serialize_keras_object(self.step),
+            "step": serialize_shared(self.step),
             **self.halting.kept_arguments(),
             "input_flag": self.input_flag if self.is_cell else None,
         }

@@ -6,6 +6,7 @@ from keras import ops
 from keras_efficient_attn.layers.adaptive_computation.layer import (
     AdaptiveComputationTime,
 )
+from keras_efficient_attn.layers.arguments import serialize_shared
 from keras_efficient_attn.layers.replicas import ReplicaLosses
 from keras_efficient_attn.layers.residual.reversible import stream_dtype
 from keras_efficient_attn.ops.common.backend import shape_of
@@ -195,7 +196,7 @@ class _ReportingCell(keras.layers.Layer):
         return ops.concatenate(report, axis=-1), [*states, output]
 
     def get_config(self):
-        cell = keras.saving.serialize_keras_object(self.cell)
+        cell = serialize_shared(self.cell)
         return {**super().get_config(), "cell": cell}
 
 

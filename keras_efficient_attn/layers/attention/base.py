@@ -1,6 +1,7 @@
 """The base of all attention layers of this package."""
 
 import dataclasses
+import re
 
 import keras
 import numpy as np
@@ -22,6 +23,7 @@ from keras_efficient_attn.layers.attention.masks import (
 )
 from keras_efficient_attn.layers.attention.rows import move_to_front
 from keras_efficient_attn.layers.attention.state import StreamingState
+from keras_efficient_attn.layers.quantization import KeepsQuantization, policy_of
 from keras_efficient_attn.layers.replicas import ReplicaLosses
 from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
 from keras_efficient_attn.ops.common.checks import (
@@ -81,6 +83,7 @@ class EfficientAttention(
     LayerDescription,
     StreamingState,
     ReplicaLosses,
+    KeepsQuantization,
     KeepsArguments,
     keras.layers.MultiHeadAttention,
 ):
@@ -104,10 +107,10 @@ class EfficientAttention(
       output is the output projection's bias).
 
     A subclass must implement `attend`. It describes itself by overriding `state_spec`,
-    `state_grows`, `takes_documents`, `estimates_softmax`, `can_calibrate`,
-    `calibrates_beyond_window`, `estimates_beyond_window`, `takes_window_bias`,
-    `shares_with_blocks` and `share_weights_with`, `remembers_inputs`,
-    `conversion_refusal`, `operations`.
+    `state_grows`, `takes_documents`, `is_softmax`, `estimates_softmax`,
+    `can_calibrate`, `calibrates_beyond_window`, `estimates_beyond_window`,
+    `takes_window_bias`, `shares_with_blocks` and `share_weights_with`,
+    `remembers_inputs`, `conversion_refusal`, `operations`.
     `self.keep(locals())` in its constructor makes the arguments attributes, and entries
     of `get_config`.
 
@@ -706,18 +709,27 @@ class EfficientAttention(
             variable.assign(weight)
 
     def get_config(self):
+        if self.shares_unsaved:
+            raise ValueError(
+                "A configuration cannot say that layers share weights by "
+                "`share_weights_with`: put their blocks into one `TransformerStack`, "
+                "or give layers of Transformer-XL one `PositionBiases` as `biases`; "
+                f"`save_weights` works. Received: {self.path or self.name}"
+            )
         config = super().get_config()
         config["attention_axes"] = self._sequence_axes
         for name in ("value_activation", "gate_activation"):
             config[name] = keras.activations.serialize(getattr(self, name))
+        # Paths from here on: the layer may be made inside others.
+        above = f"{self.path}/"
         quantized = {
-            layer.path: layer.dtype_policy
+            f"(.+/)?{re.escape(layer.path.removeprefix(above))}": policy_of(layer)
             for layer in self._flatten_layers(include_self=False)
             if layer.quantization_mode is not None
         }
         if quantized:
             policies = keras.dtype_policies.DTypePolicyMap(
-                default_policy=self.dtype_policy.name, policy_map=quantized
+                default_policy=policy_of(self).name, policy_map=quantized
             )
             config["dtype"] = keras.dtype_policies.serialize(policies)
         return config

@@ -6,6 +6,9 @@ import numpy as np
 class LayerDescription:
     """Mixin of `EfficientAttention`: properties with defaults that layers override."""
 
+    # Whether `share_weights_with` was called by nothing that calls it again on loading.
+    shares_unsaved = False
+
     @classmethod
     def conversion_refusal(cls, options):
         """Why such a layer cannot take the place of trained softmax attention, if so.
@@ -37,6 +40,11 @@ class LayerDescription:
     @property
     def estimates_softmax(self):
         """Whether outputs estimate softmax attention with the same weights."""
+        return False
+
+    @property
+    def is_softmax(self):
+        """Whether outputs are softmax attention over keys that the layer selects."""
         return False
 
     @property

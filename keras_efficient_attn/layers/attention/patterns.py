@@ -35,6 +35,10 @@ class PatternAttention(EfficientAttention):
     def takes_documents(self):
         return True
 
+    @property
+    def is_softmax(self):
+        return self.rotary_wavelength is None
+
     def attend_to_pattern(self, softmax, call):
         """Computes attention over the layer's pattern. Subclasses implement this.
 

@@ -108,6 +108,10 @@ class SoftmaxAttention(EfficientAttention):
         return True
 
     @property
+    def is_softmax(self):
+        return self.rotary_wavelength is None and self.kernel == "dot_product"
+
+    @property
     def state_grows(self):
         return True
 

@@ -5,6 +5,7 @@ import dataclasses
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.arguments import serialize_shared
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.layers.keras_internals import replace_child
@@ -235,6 +236,7 @@ class RelativePositionXL(EfficientAttention):
         self._check_biases(other.biases)
         # An assignment would leave the layer's own among those that Keras quantises.
         replace_child(self, self.biases, other.biases)
+        self.shares_unsaved = True
 
     def _check_biases(self, biases):
         sizes = biases.num_heads, biases.key_dim
@@ -348,12 +350,7 @@ class RelativePositionXL(EfficientAttention):
     def get_config(self):
         biases = self._source_of_biases
         if biases == "given":
-            biases = {
-                **keras.saving.serialize_keras_object(self.biases),
-                # Keras' own marker is lost when a nested configuration is copied, and
-                # the layers of a loaded model would no longer share.
-                "shared_object_id": id(self.biases),
-            }
+            biases = serialize_shared(self.biases)
         return {
             **super().get_config(),
             "biases": biases,

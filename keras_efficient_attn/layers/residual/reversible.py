@@ -7,7 +7,7 @@ import itertools
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.arguments import build_layer
+from keras_efficient_attn.layers.arguments import build_layer, serialize_shared
 from keras_efficient_attn.layers.replicas import ReplicaLosses
 from keras_efficient_attn.ops.common.checks import check_bool
 from keras_efficient_attn.ops.common.numerics import wide_dtype
@@ -114,8 +114,8 @@ class ReversibleBlock(ReplicaLosses, keras.layers.Layer):
     def get_config(self):
         return {
             **super().get_config(),
-            "f": keras.saving.serialize_keras_object(self.f),
-            "g": keras.saving.serialize_keras_object(self.g),
+            "f": serialize_shared(self.f),
+            "g": serialize_shared(self.g),
             "reversible": self.reversible,
         }
 
@@ -264,7 +264,7 @@ class ReversibleStack(ReplicaLosses, keras.layers.Layer):
                 unique.append(block)
         return {
             **super().get_config(),
-            "blocks": [keras.saving.serialize_keras_object(block) for block in unique],
+            "blocks": [serialize_shared(block) for block in unique],
             "order": [unique.index(block) for block in self.blocks],
             "merge": self.merge,
             "reversible": self.reversible,

@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.arguments import KeepsArguments
 from keras_efficient_attn.layers.attention.masks import zero_masked
+from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.models.blocks.feed_forward import (
     get_activation,
     make_dense,
@@ -98,7 +99,7 @@ class CausalConvolution(KeepsArguments, keras.layers.Layer):
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class SeparableConvolution(keras.layers.Layer):
+class SeparableConvolution(KeepsQuantization, keras.layers.Layer):
     """Two separable convolutions with an activation between them.
 
     ```

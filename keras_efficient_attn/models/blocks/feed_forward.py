@@ -7,6 +7,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.arguments import dense_layer
+from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.models.options import Options
 from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
 
@@ -96,7 +97,7 @@ class FeedForwardOptions(Options):
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class FeedForward(keras.layers.Layer):
+class FeedForward(KeepsQuantization, keras.layers.Layer):
     """Two dense layers with an activation between, or a gated linear unit.
 
     ```

@@ -6,6 +6,7 @@ import math
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.models.blocks.positions import PositionOptions
 from keras_efficient_attn.models.options import Options, check_name
 from keras_efficient_attn.ops.common.rows import RowOrder
@@ -63,7 +64,7 @@ class EmbeddingOptions(Options):
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class InputEmbedding(keras.layers.Layer):
+class InputEmbedding(KeepsQuantization, keras.layers.Layer):
     """The sum of token embeddings, token features and positions.
 
     Args:

@@ -257,6 +257,8 @@ def _share_weights(blocks):
             owner = first.setdefault(type(attention), attention)
             if attention is not owner:
                 attention.share_weights_with(owner)
+                # The stack shares again when it is loaded.
+                attention.shares_unsaved = False
 
 
 def _next_first(sublayers, x1, x2):

@@ -6,6 +6,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.keras_internals import (
+    is_called_alone,
     projections,
     set_projection,
     tracked_layers,
@@ -14,7 +15,7 @@ from keras_efficient_attn.models.keras_hub_internals import (
     require_from_hub,
     t5_bias_weights,
 )
-from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.backend import is_traced, shape_of
 
 # The last of T5's buckets has all distances from this on.
 FAR = 128
@@ -37,6 +38,8 @@ class AttentionAdapter(keras.layers.Layer):
 
     # Whether every block around such a host passes causal masks.
     always_causal = False
+    # Whether the masks of the blocks may hide keys far back.
+    hides_far_keys = False
     # Whether the layers of a stack share what they compute, and go together.
     shares_with_stack = False
 
@@ -151,6 +154,55 @@ class AttentionAdapter(keras.layers.Layer):
         # The last query sees every key that is not padding.
         return mask[:, -1:]
 
+    def check_mask(self, x, mask, causal=False):
+        """Checks the mask of a causal call, which the layer takes for causality.
+
+        Blocks pass causality and padding only, so that their masks are not compared.
+
+        Args:
+            x: `(batch, length, dim)`, the queries' inputs.
+            mask: `(batch, length or 1, keys)`, or `None`: all keys.
+            causal: Whether the call adds causality to the mask.
+
+        Returns:
+            `x`; in a compiled program, which cannot raise, NaN for another mask.
+
+        Raises:
+            ValueError: For another mask, if no block calls the layer.
+        """
+        if not is_called_alone(self):
+            return x
+        received = "None" if mask is None else f"shape {tuple(mask.shape)}"
+        message = (
+            "Efficient attention of a causal block applies causality and padding only, "
+            "and no other mask that differs between queries. Call the block, or pass "
+            f"`attention_mask` `(batch, length, length)` of these two. Received: "
+            f"attention_mask={received}, in a call of {self.path} by no block"
+        )
+        if isinstance(x, keras.KerasTensor):
+            raise ValueError(f"{message}, with symbolic inputs")
+        length = shape_of(x)[1]
+        if mask is None:
+            mask = ops.ones((1, length, length), "bool")
+        mask = ops.cast(mask, "bool")
+        keys = shape_of(mask)[2]
+        mask = ops.broadcast_to(mask, (shape_of(mask)[0], length, keys))
+        distances = ops.arange(length)[:, None] - ops.arange(keys)
+        applied = ops.logical_and(distances >= 0, self.key_mask(mask))
+        if causal:
+            mask = ops.logical_and(mask, distances >= 0)
+        agrees = ops.equal(mask, applied)
+        if self.hides_far_keys:
+            seen = ops.max(ops.where(mask, distances, -1))
+            far = ops.logical_and(distances > seen, ops.logical_not(mask))
+            agrees = ops.logical_or(agrees, far)
+        holds = ops.all(agrees)
+        if is_traced(holds):
+            return ops.where(holds, x, ops.cast(float("nan"), x.dtype))
+        if not holds:
+            raise ValueError(message)
+        return x
+
     def stream(self, x, state, position, key_mask):
         """The next positions of a causal sequence.
 
@@ -215,6 +267,8 @@ class MultiHeadAdapter(AttentionAdapter):
         cache_update_index=None,
     ):
         self._refuse_cache(cache)
+        if self._is_square(attention_mask):
+            query = self.check_mask(query, attention_mask, use_causal_mask)
         masks = self._masks(attention_mask, use_causal_mask)
         masks |= dict(query_mask=query_mask, value_mask=value_mask, key_mask=key_mask)
         options = dict(return_attention_scores=return_attention_scores, state=state)
@@ -222,11 +276,15 @@ class MultiHeadAdapter(AttentionAdapter):
 
     def _masks(self, attention_mask, use_causal_mask):
         """The masks for `attention`."""
-        # One row of keys: a block that is not causal, or a single token.
-        one_row = attention_mask is None or attention_mask.shape[-2] == 1
-        if self.is_causal and not one_row:
+        if self._is_square(attention_mask):
             attention_mask, use_causal_mask = self.key_mask(attention_mask), True
         return {"attention_mask": attention_mask, "use_causal_mask": use_causal_mask}
+
+    def _is_square(self, attention_mask):
+        """Whether a mask is that of a causal block, for several tokens."""
+        # One row of keys: a block that is not causal, or a single token.
+        one_row = attention_mask is None or attention_mask.shape[-2] == 1
+        return self.is_causal and not one_row
 
     def compute_mask(self, query, value, query_mask=None, *args, **kwargs):
         return query_mask
@@ -242,6 +300,8 @@ class MultiHeadAdapter(AttentionAdapter):
         cache_update_index=None,
         **kwargs,
     ):
+        if self._is_square(attention_mask):
+            self.check_mask(query, attention_mask, use_causal_mask)
         kwargs |= self._masks(attention_mask, use_causal_mask)
         return self.attention.compute_output_spec(query, value, *args, **kwargs)
 
@@ -268,6 +328,7 @@ class RotaryAdapter(AttentionAdapter):
     ):
         # KerasHub also says which places of a cache a call fills.
         self._refuse_cache(cache)
+        hidden_states = self.check_mask(hidden_states, attention_mask)
         if attention_mask is not None:
             attention_mask = self.key_mask(attention_mask)
         return self.attention(
@@ -278,7 +339,8 @@ class RotaryAdapter(AttentionAdapter):
             use_causal_mask=True,
         )
 
-    def compute_output_spec(self, hidden_states, *args, **kwargs):
+    def compute_output_spec(self, hidden_states, attention_mask=None, *args, **kwargs):
+        self.check_mask(hidden_states, attention_mask)
         return keras.KerasTensor(hidden_states.shape, dtype=self.compute_dtype)
 
     def add_positions(self, heads, positions):
@@ -287,6 +349,8 @@ class RotaryAdapter(AttentionAdapter):
 
 class MistralAdapter(RotaryAdapter):
     """For Mistral's and Mixtral's attention, whose mask may hide keys far back."""
+
+    hides_far_keys = True
 
     @staticmethod
     def key_mask(mask):
@@ -401,6 +465,8 @@ class T5Adapter(AttentionAdapter):
         training=None,
     ):
         self._refuse_cache(cache)
+        if self.is_causal and position_bias is None:
+            hidden_states = self.check_mask(hidden_states, mask)
         if self.is_causal and mask is not None and mask.shape[-2] != 1:
             if position_bias is not None:
                 # Blocks after the first do not add causality to their mask.

@@ -17,6 +17,7 @@ from keras_efficient_attn.layers.keras_internals import (
     set_dtype_policy,
     tracked_layers,
 )
+from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.models.conversion.adapters import AttentionAdapter
 from keras_efficient_attn.models.conversion.generation import generate_from_states
 from keras_efficient_attn.models.conversion.layer_search import (
@@ -31,8 +32,13 @@ from keras_efficient_attn.models.conversion.trace import (
     fit,
     layer_names,
     trace,
+    warn_of_other_functions,
 )
-from keras_efficient_attn.models.files import PresetMixin, check_lora_file
+from keras_efficient_attn.models.files import (
+    PicklesAsFile,
+    PresetMixin,
+    check_lora_file,
+)
 from keras_efficient_attn.models.keras_hub_internals import (
     copy_lora_state,
     hidden_layers,
@@ -71,8 +77,10 @@ def convert_backbone(
       and not beyond. The layers of its encoder, or decoder, are replaced together.
     - The new layers read only padding and causality from masks. A decoder block that is
       called with a `decoder_attention_mask` raises `ValueError`, in eager and in
-      compiled calls. An attention layer that is called directly, outside its block,
-      treats any mask `(batch, length, length)` as causal.
+      compiled calls. A causal attention layer that nothing around it calls compares
+      its mask with causality and padding: another mask raises `ValueError`, and gives
+      NaN where a program is compiled. A layer or model of yours that calls it past its
+      block has to pass such masks: they are not compared there.
     - `generate` of KerasHub's tasks for GPT-2, OPT, BART, T5, Llama, Mistral, Mixtral,
       Phi-3, Qwen and Gemma carries the states of the new layers in its cache, next to
       the keys and values of the layers that keep softmax. If all layers are replaced by
@@ -109,7 +117,9 @@ def convert_backbone(
             decoder, on the data in `calibrate`.
 
     Returns:
-        The copy, not compiled.
+        The copy, not compiled. A warning names layers that do not estimate softmax,
+        such as `linear` with elu, and with the weights compute another function:
+        `swap_report` says how far from the original's.
 
     Raises:
         ValueError: If the backbone's attention cannot be replaced (for example because
@@ -150,9 +160,12 @@ def convert_backbone(
         )
     targets = choose_targets(backbone, attention, None if automatic else layers)
     if automatic:
-        return _within_budget(targets, inputs, budget)
+        efficient = _within_budget(targets, inputs, budget)
+        warn_of_other_functions(efficient.attention_adapters)
+        return efficient
     efficient = make_copy(targets)
     adapters = efficient.attention_adapters
+    warn_of_other_functions(adapters)
     if inputs is not None:
         check_can_fit(adapters)
         fit(
@@ -212,7 +225,7 @@ def _within_budget(targets, inputs, budget):
     return make_copy(chosen, [fitted[index] for index in layers])
 
 
-class EfficientBackbone(PresetMixin):
+class EfficientBackbone(PicklesAsFile, KeepsQuantization, PresetMixin):
     """The part of a converted backbone that the stock class lacks.
 
     Attributes:

@@ -7,6 +7,7 @@ import warnings
 
 import keras
 
+from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.models.conversion.targets import (
     build_adapter,
     choose_targets,
@@ -16,7 +17,9 @@ from keras_efficient_attn.models.conversion.trace import (
     check_can_fit,
     fit,
     trace,
+    warn_of_other_functions,
 )
+from keras_efficient_attn.models.files import PicklesAsFile
 
 NAME = "keras_efficient_attn>ReplacedAttention"
 
@@ -48,7 +51,8 @@ def replace_attention(model, attention, layers=None, calibrate=None):
         calibrate: As for `convert_backbone`.
 
     Returns:
-        The paths of the layers that were replaced, a list of strings.
+        The paths of the layers that were replaced, a list of strings. A warning names
+        layers that do not estimate softmax, as for `convert_backbone`.
 
     Raises:
         ValueError: If the model holds no such layer, or `attention` cannot replace one
@@ -76,6 +80,7 @@ def replace_attention(model, attention, layers=None, calibrate=None):
             build_adapter(adapter, site)
         fit(adapters, targets.chosen_sites, records)
     targets.install(adapters)
+    warn_of_other_functions(adapters)
     message = f"{model.name} has to be compiled again."
     if before is None:
         message += " It does not survive saving: it, or a layer in it, has no "
@@ -86,7 +91,7 @@ def replace_attention(model, attention, layers=None, calibrate=None):
     return [adapter.path for adapter in adapters]
 
 
-class ReplacedAttention:
+class ReplacedAttention(PicklesAsFile, KeepsQuantization):
     """The part of a model with replaced attention that its own class has not.
 
     Its configuration is that of the model before, and what was put where: the blocks of

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import warnings
 
 import keras
 import numpy as np
@@ -242,6 +243,25 @@ def check_can_fit(adapters):
             f"{layer_names(adapters)} with these options has nothing to fit, and "
             "`calibrate` no use but for layers='auto'. VQAttention has, and "
             "PerformerAttention with `calibrated=True`."
+        )
+
+
+def warn_of_other_functions(adapters):
+    """Warns of layers that compute another function of the weights than softmax."""
+    others = [
+        adapter
+        for adapter in adapters
+        if not (adapter.attention.is_softmax or adapter.attention.estimates_softmax)
+        # The layers' own gates are those of the original here.
+        and adapter.attention.gate_dense is None
+    ]
+    if others:
+        warnings.warn(
+            f"{layer_names(others)} with these options does not estimate softmax "
+            "attention: with the weights of a trained layer it computes something "
+            "else. `swap_report(original, converted, inputs)` says how far its outputs "
+            "are; `distill` trains the copy. `performer` and `vq` estimate softmax.",
+            stacklevel=3,
         )
 
 

@@ -5,6 +5,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.models.files import OptionalDocuments, PresetMixin
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int
@@ -16,7 +17,7 @@ PROMPT_SEGMENTS = (1024, 128, 16, 1)
 MEMORY = ("memory", "memory_padding_mask")
 
 
-class TaskMixin(OptionalDocuments, PresetMixin):
+class TaskMixin(OptionalDocuments, KeepsQuantization, PresetMixin):
     """Adds shipped presets, any kind of data, and resumable training to tasks.
 
     A task that is saved as `.keras` and loaded is compiled as before, with the state of

@@ -194,6 +194,10 @@ class AdaptiveSpan(PatternAttention):
         return per_pair * count_pairs(min(self.window, length), length, causal)
 
     @property
+    def is_softmax(self):
+        return super().is_softmax and not self.relative_positions
+
+    @property
     def shares_with_blocks(self):
         return self.relative_positions == "shared"
 
@@ -255,6 +259,7 @@ class AdaptiveSpan(PatternAttention):
         if other._position_keys is None:
             other._make_position_keys()
         self._position_keys = other._position_keys
+        self.shares_unsaved = True
 
     def attend_to_pattern(self, softmax, call):
         position_key = None

@@ -1,0 +1,222 @@
+"""Quantised models load from their files: alone, inside others, and once more."""
+
+import gc
+import subprocess
+import sys
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_efficient_attn.layers import get_attention
+from keras_efficient_attn.models import (
+    EfficientCausalLM,
+    EfficientMaskedLM,
+    EfficientSeq2SeqLM,
+    EfficientTextClassifier,
+    FeedForward,
+    convert_backbone,
+    replace_attention,
+)
+from tests.autodiff import to_numpy
+from tests.models.cases import inputs, make_backbone
+
+X = np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class OwnBlock(keras.layers.Layer):
+    """A user's layer that makes its layers, which are not in its configuration."""
+
+    def __init__(self, attention="linear", **kwargs):
+        super().__init__(**kwargs)
+        self.kind = attention
+        self.attention = get_attention(attention, num_heads=2, key_dim=4)
+        self.feed_forward = FeedForward(12)
+
+    def build(self, shape):
+        self.attention.build(shape, shape)
+        self.feed_forward.build(shape)
+
+    def call(self, x):
+        return self.feed_forward(x + self.attention(x, x))
+
+    def get_config(self):
+        return {**super().get_config(), "attention": self.kind}
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Around(keras.layers.Layer):
+    """A user's layer with another in its configuration."""
+
+    def __init__(self, layer, **kwargs):
+        super().__init__(**kwargs)
+        self.layer = layer
+        self.inputs = 2 if isinstance(layer, keras.layers.MultiHeadAttention) else 1
+
+    def call(self, x):
+        return self.layer(*[x] * self.inputs)
+
+    def get_config(self):
+        layer = keras.saving.serialize_keras_object(self.layer)
+        return {**super().get_config(), "layer": layer}
+
+    @classmethod
+    def from_config(cls, config):
+        layer = keras.saving.deserialize_keras_object(config["layer"])
+        return cls(**{**config, "layer": layer})
+
+
+def functional(layer):
+    x = keras.Input((None, 8))
+    return keras.Model(x, layer(x))
+
+
+def replaced():
+    attention = keras.layers.MultiHeadAttention(2, 4)
+    model = functional(Around(Around(attention)))
+    with pytest.warns(UserWarning, match="compiled again"):
+        replace_attention(model, "linear")
+    return model, X
+
+
+def converted():
+    backbone = keras_hub.models.GPT2Backbone(50, 1, 2, 8, 12, max_sequence_length=32)
+    task = keras_hub.models.GPT2CausalLM(convert_backbone(backbone, "linear"))
+    return task, inputs("softmax")
+
+
+def masked_lm():
+    task = EfficientMaskedLM(make_backbone("encoder", num_layers=1))
+    return task, {**inputs("encoder"), "mask_positions": np.ones((2, 2), "int32")}
+
+
+MODELS = {
+    "own-layer": lambda: (functional(OwnBlock()), X),
+    "around": lambda: (
+        functional(Around(get_attention("linear", num_heads=2, key_dim=4))),
+        X,
+    ),
+    "twice": lambda: (functional(Around(Around(OwnBlock("vq:num_codes=4")))), X),
+    "nested-model": lambda: (functional(functional(OwnBlock())), X),
+    "sequential": lambda: (keras.Sequential([keras.Input((None, 8)), OwnBlock()]), X),
+    "universal": lambda: (make_backbone("universal"), inputs("universal")),
+    "causal-lm": lambda: (
+        EfficientCausalLM(make_backbone("softmax")),
+        inputs("softmax"),
+    ),
+    "masked-lm": masked_lm,
+    "classifier": lambda: (
+        EfficientTextClassifier(make_backbone("encoder", num_layers=1), 3),
+        inputs("encoder"),
+    ),
+    "seq2seq": lambda: (
+        EfficientSeq2SeqLM(make_backbone("encoder-decoder")),
+        inputs("encoder-decoder"),
+    ),
+    "replaced": replaced,
+    "converted": converted,
+}
+
+
+def modes_of(model):
+    return [layer.quantization_mode for layer in model._flatten_layers()]
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collection(monkeypatch):
+    # Keras collects garbage for each replaced weight, which takes seconds.
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)
+
+
+def assert_same(restored, model, data, tolerance=1e-5):
+    assert modes_of(restored) == modes_of(model)
+    expected = to_numpy(model(data))
+    np.testing.assert_allclose(
+        to_numpy(restored(data)), expected, atol=tolerance * np.abs(expected).max()
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_int8(name, tmp_path):
+    model, data = MODELS[name]()
+    model.quantize("int8")
+    assert "int8" in modes_of(model)
+    first, second = tmp_path / "first.keras", tmp_path / "second.keras"
+    model.save(first)
+    restored = keras.saving.load_model(first)
+    assert_same(restored, model, data)
+    # What was loaded is saved as well, and its weights are those of the first file.
+    restored.save(second)
+    assert_same(keras.saving.load_model(second), model, data)
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize("mode", ["int4", "float8"])
+@pytest.mark.parametrize("name", ["own-layer", "twice", "universal", "classifier"])
+def test_other_modes(name, mode, tmp_path):
+    model, data = MODELS[name]()
+    model.quantize(mode)
+    model.save(tmp_path / "model.keras")
+    assert_same(keras.saving.load_model(tmp_path / "model.keras"), model, data)
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize("name", ["own-layer", "twice", "masked-lm", "replaced"])
+def test_a_part_and_lora(name, tmp_path):
+    model, data = MODELS[name]()
+    model.quantize("int8", filters="query|key")
+    assert {"int8", None} == set(modes_of(model))
+    for layer in model._flatten_layers():
+        if layer.name == "query" and isinstance(layer, keras.layers.EinsumDense):
+            layer.enable_lora(2)
+            layer.lora_kernel_b.assign(0.1 * np.ones(layer.lora_kernel_b.shape))
+    model.save(tmp_path / "model.keras")
+    # The file has the product of the factors in the kernel, in int8.
+    restored = keras.saving.load_model(tmp_path / "model.keras")
+    assert_same(restored, model, data, tolerance=0.03)
+
+
+@pytest.mark.any_backend
+def test_weights_of_a_quantised_model(tmp_path):
+    model, data = MODELS["own-layer"]()
+    model.quantize("int8")
+    model.save_weights(tmp_path / "model.weights.h5")
+    other, _ = MODELS["own-layer"]()
+    other.load_weights(tmp_path / "model.weights.h5")
+    assert_same(other, model, data)
+
+
+@pytest.mark.any_backend
+def test_a_configuration_inside_others():
+    model = functional(Around(get_attention("linear", num_heads=2, key_dim=4)))
+    model.quantize("int8")
+    attention = model.layers[-1].layer
+    config = attention.get_config()
+    other = type(attention).from_config({**config, "name": "other"})
+    functional(Around(Around(other)))
+    assert modes_of(other) == modes_of(attention)
+    assert other.get_config() == {**config, "name": "other"}
+
+
+FRESH_PROCESS = """
+import sys
+import keras, numpy as np
+import tests.models.test_quantized_files
+from tests.autodiff import to_numpy
+
+model = keras.saving.load_model(sys.argv[1])
+np.save(sys.argv[2], to_numpy(model(np.load(sys.argv[3]))))
+"""
+
+
+@pytest.mark.any_backend
+def test_a_fresh_process(tmp_path):
+    model, data = MODELS["twice"]()
+    model.quantize("int8")
+    files = [tmp_path / name for name in ("model.keras", "output.npy", "input.npy")]
+    model.save(files[0])
+    np.save(files[2], data)
+    subprocess.run([sys.executable, "-c", FRESH_PROCESS, *map(str, files)], check=True)
+    np.testing.assert_allclose(np.load(files[1]), to_numpy(model(data)), atol=1e-5)
