@@ -490,7 +490,8 @@ class UnitFeatures(FeatureMap):
 
     positive = False
     rowwise = True
-    query_features = staticmethod(functions.unit_features)
+    # Without the check for symbolic inputs, which an attention layer has made.
+    query_features = staticmethod(functions.unit_features.__wrapped__)
 
 
 @_register("softmax")

@@ -29,12 +29,8 @@ def larger(first, second):
     return ops.where(first > second, first, second)
 
 
-def _where_on_torch(condition, x, number):
-    """`ops.where` of a tensor and a number, which Keras would round to `floatx`."""
-    return torch.where(condition, x, number)
-
-
-where = _where_on_torch if BACKEND == "torch" else ops.where
+# `ops.where` of a tensor and a number, which Keras rounds to `floatx` on PyTorch.
+where = torch.where if BACKEND == "torch" else ops.where
 
 
 def _max_on_torch(x, axis, keepdims=False, initial=None):
@@ -139,12 +135,14 @@ def mean_of_channels(x):
     return ops.sum(x, axis=-1, keepdims=True) / x.shape[-1]
 
 
-def rms_normalize(x, epsilon=1e-3):
-    """`x` with a root mean square of 1 along its last axis, in the dtype of `x`.
+# Added to the mean square of a vector that is divided by its norm. Its root bounds the
+# derivative at zero: if it is much smaller, a row of zeros has gradients thousands of
+# times those of others.
+NORM_EPSILON = 1e-3
 
-    `epsilon` is added to the mean square. Its root bounds the derivative at zero: if it
-    is much smaller, a row of zeros has gradients thousands of times those of others.
-    """
+
+def rms_normalize(x, epsilon=NORM_EPSILON):
+    """`x` with a root mean square of 1 along its last axis, in the dtype of `x`."""
     squares = ops.sum(ops.square(x), axis=-1, keepdims=True)
     return x * ops.rsqrt(squares / x.shape[-1] + epsilon)
 
@@ -152,7 +150,7 @@ def rms_normalize(x, epsilon=1e-3):
 def unit_vectors(x):
     """`rms_normalize(x) / √dim`: of norm 1, or less near zero."""
     squares = ops.sum(ops.square(x), axis=-1, keepdims=True)
-    return x * ops.rsqrt(squares + 1e-3 * x.shape[-1])
+    return x * ops.rsqrt(squares + NORM_EPSILON * x.shape[-1])
 
 
 def matrix_product(x, kernel):

@@ -5,7 +5,7 @@ import contextlib
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from keras_efficient_attn.ops.common.backend import in_function_transform
+from keras_efficient_attn.ops.common import private_torch
 from keras_efficient_attn.ops.common.derivatives_torch import (
     refuse_second_derivatives,
 )
@@ -15,7 +15,8 @@ def recompute_scan(
     step, carry, xs, consts=(), gradient=None, num_steps=None, step_size=None
 ):
     steps = _Rows(len(xs[0])) if num_steps is None else _Positions(num_steps)
-    if in_function_transform():
+    transform = private_torch.function_transform
+    if transform and not torch.compiler.is_compiling() and transform() is not None:
         return _loop_with_autograd(step, carry, xs, consts, steps)
     if not torch.is_grad_enabled() or not any(
         tensor.requires_grad for tensor in (*carry, *xs, *consts)

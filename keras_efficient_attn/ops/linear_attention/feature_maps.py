@@ -19,11 +19,11 @@ from keras_efficient_attn.ops.common.checks import is_positive_int
 from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.feature_kernels.entrywise import SCALED_WIDTH
 from keras_efficient_attn.ops.common.numerics import (
+    NORM_EPSILON,
     accumulator_dtype,
     cosine,
     max_along,
     sine,
-    unit_vectors,
 )
 from keras_efficient_attn.ops.common.plan import symbolic
 
@@ -224,7 +224,8 @@ def unit_features(x):
     Reference:
         - [Yang et al., 2024](https://arxiv.org/abs/2406.06484)
     """
-    return unit_vectors(x), None
+    squares = ops.sum(ops.square(x), axis=-1, keepdims=True)
+    return x * ops.rsqrt(squares + NORM_EPSILON * x.shape[-1]), None
 
 
 @symbolic

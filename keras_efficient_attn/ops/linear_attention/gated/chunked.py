@@ -110,12 +110,6 @@ def _group_step(config, size, has_decay, has_beta, by_document):
     """
     normalized = config.output == "normalized"
 
-    def split(x):
-        """The differentiable inputs, and the function that prepares them."""
-        if not by_document:
-            return x, prepare
-        return x[:-1], functools.partial(prepare, masks=ChunkMasks.of(x[-1], size))
-
     def prepare(x, map_weights, masks=None):
         dtype = accumulator_dtype(*x)
         query, key, value, *rates = (by_head(ops.cast(t, dtype), size) for t in x)
@@ -152,16 +146,21 @@ def _group_step(config, size, has_decay, has_beta, by_document):
         return far_query, far_key, value, scores, end, reader, overlaps, beta
 
     def step(carry, x, map_weights):
-        x, prepare_chunks = split(x)
-        chunks = _Chunks(*carry, *prepare_chunks(x, map_weights))
+        masks = None
+        if by_document:
+            x, masks = x[:-1], ChunkMasks.of(x[-1], size)
+        chunks = _Chunks(*carry, *prepare(x, map_weights, masks))
         output = chunks.output()
         if normalized:
             output = divide(output[..., :-1], output[..., -1])
         return (chunks.carry,), (by_position(output),)
 
     def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
-        own, prepare_chunks = split(x)
-        prepared, pull = vector_jacobian_product(prepare_chunks, (own, map_weights))
+        own, prepare_own = x, prepare
+        if by_document:
+            masks = ChunkMasks.of(x[-1], size)
+            own, prepare_own = x[:-1], functools.partial(prepare, masks=masks)
+        prepared, pull = vector_jacobian_product(prepare_own, (own, map_weights))
         chunks = _Chunks(*carry, *prepared)
         grad_output = by_head(y_gradient[0], size)
         if normalized:
