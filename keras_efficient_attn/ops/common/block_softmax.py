@@ -268,8 +268,9 @@ def attend_near(
         `(values, totals, log_scale)`, each of `(batch, length, heads, ...)`.
     """
     fused = fused_module(query, dropout, relative)
-    if fused is not None and documents is None:
-        return fused.attend("band", query, key, value, valid, [], mask_fn)
+    if fused is not None:
+        places = [] if documents is None else [documents.position, documents.number]
+        return fused.attend("band", query, key, value, valid, places, mask_fn)
     before, after, period = mask_fn.before, mask_fn.after, mask_fn.period
     if documents is not None:
         # Documents begin anywhere in a period.

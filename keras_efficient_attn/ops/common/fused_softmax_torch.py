@@ -81,7 +81,8 @@ def attend_op(
         tensors: Tensors of the kind:
 
             - `"band"` and `"recent"`, `block_softmax.attend_near` and `attend_recent`:
-              none.
+              none, or for `"band"` the positions of all in their documents, and the
+              documents' numbers, `(batch, length)`.
             - `"blocks"`, one block of `attend_blocks`: the mask of visible keys.
             - `"shared"`, `attend_shared`: the positions of queries and of keys.
             - `"weighted"`: `(batch, heads, keys)`, added to the logits, without a
@@ -277,15 +278,19 @@ def _mask_fn(words):
 def _band_cuts(query, key, tensors, mask_fn, recent=False):
     (batch, length), keys, period = query.shape[:2], key.shape[1], mask_fn.period
     # The reach of a block, and the number of keys before the first query.
-    before, earlier = mask_fn.before, 0
+    before, after, earlier = mask_fn.before, mask_fn.after, 0
     if recent:
         before = earlier = mask_fn.reach
+    places = [x[..., None] for x in tensors]
+    if places:
+        # Documents begin anywhere in a period.
+        before, after = (reach + period - 1 for reach in (before, after))
     # A wide band justifies larger blocks, whose keys overlap less.
-    block = max(block_sizes().block, (before + mask_fn.after) // 8)
+    block = max(block_sizes().block, (before + after) // 8)
     block = max(1, block // period) * period
     # The kernel is faster at numbers of keys that fill its vectors.
-    before += -(before + block + mask_fn.after) % 16
-    width = before + block + mask_fn.after
+    before += -(before + block + after) % 16
+    width = before + block + after
 
     def cut(number, count=1, row=None):
         first = number * block
@@ -293,15 +298,22 @@ def _band_cuts(query, key, tensors, mask_fn, recent=False):
         last_key = min(first_key + width, keys)
         first_key = max(first_key, 0)
         size, wide = min(block, length - first), last_key - first_key
-        i = first + torch.arange(size)[:, None]
-        j = first_key - earlier + torch.arange(wide)
-        mask = _mask(mask_fn(i, j)[None, None], query.dtype)
-        return Cut(*mask, (first, size), (first_key, wide), block, count, row)
+        spans = (first, size), (first_key, wide)
+        if places:
+            own = Cut(None, False, *spans, block, count, row)
+            i, j, *numbers = (own.select(x, span) for x in places for span in spans)
+            allowed = mask_fn(i[..., :, None], j[..., None, :])
+            allowed &= numbers[0][..., :, None] == numbers[1][..., None, :]
+        else:
+            i = first + torch.arange(size)[:, None]
+            j = first_key - earlier + torch.arange(wide)
+            allowed = mask_fn(i, j)[None, None]
+        return Cut(*_mask(allowed, query.dtype), *spans, block, count, row)
 
     blocks = -(-length // block)
     # Blocks whose keys all exist have the same mask.
     first = min(-(-max(before - earlier, 0) // block), blocks)
-    last = min(length // block, (keys - earlier - mask_fn.after) // block)
+    last = min(length // block, (keys - earlier - after) // block)
     if last - first > batch:
         cuts = [cut(first, last - first, row) for row in range(batch)]
         edges = [*range(first), *range(last, blocks)]
