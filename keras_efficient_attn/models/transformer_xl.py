@@ -101,13 +101,18 @@ class TransformerXL(TaskWrapper):
         if isinstance(inputs, dict):
             inputs, reset = inputs["token_ids"], inputs.get("reset")
         batch_size, length = shape_of(inputs)
+        message = (
+            f"The memory has {self.batch_size} rows, and so must every batch; pass "
+            "`batch_size` to the model for another, or drop_remainder=True to `batch` "
+            f"of a dataset. Received: a batch of shape {tuple(inputs.shape)}"
+        )
         if isinstance(batch_size, int) and batch_size != self.batch_size:
-            raise ValueError(
-                f"The memory has {self.batch_size} rows, and so must every batch; pass "
-                "`batch_size` to the model for another. Received: a batch of shape "
-                f"{tuple(inputs.shape)}"
-            )
-        # TensorFlow may know the batch size only at run time.
+            raise ValueError(message)
+        if not isinstance(batch_size, int):
+            # TensorFlow may know the batch size only at run time.
+            import tensorflow as tf
+
+            tf.debugging.assert_equal(batch_size, self.batch_size, message)
         tokens = ops.reshape(inputs, (self.batch_size, length))
         # A copy: PyTorch's backward pass may need it after the assignment.
         memory = [ops.copy(variable) for variable in self._memory]

@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_efficient_attn.layers import attention_names
 from keras_efficient_attn.layers.attention.registry import attention_class
+from tests.autodiff import to_numpy
 from tests.contract.cases import (
     BATCH,
     CASES,
@@ -170,6 +171,10 @@ def test_document_ids(case):
         with pytest.raises(ValueError, match="cannot keep the documents of a row"):
             layer(x, x, document_ids=ids, **kind)
         return
+    listed = layer(x, x, document_ids=ids.tolist(), **kind)
+    np.testing.assert_array_equal(
+        to_numpy(listed), to_numpy(layer(x, x, document_ids=ids, **kind))
+    )
     with pytest.raises(TypeError, match="document_ids.dtype=float32"):
         layer(x, x, document_ids=ids.astype("float32"), **kind)
     with pytest.raises(ValueError, match=r"document_ids.shape=\(2, 36\)"):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_efficient_attn import VQAttention
+from keras_efficient_attn import PerformerAttention, VQAttention
+from keras_efficient_attn.models import EfficientCausalLM
 from tests.autodiff import to_numpy
 from tests.contract.cases import inputs
 from tests.models import cases as models
@@ -59,6 +60,32 @@ def test_backbones_and_their_files(name, tmp_path):
         for y, other in zip(received, expected, strict=True):
             assert y.dtype == other.dtype
             np.testing.assert_allclose(y, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_task_and_its_file(tmp_path):
+    task = EfficientCausalLM(models.make_backbone("bytes", dtype="float32"))
+    x = models.inputs("bytes")
+    expected = to_numpy(task(x))
+    task.save(tmp_path / "task.keras")
+    for option in SETTINGS:
+        with setting(option):
+            received = to_numpy(keras.saving.load_model(tmp_path / "task.keras")(x))
+        assert received.dtype == expected.dtype
+        np.testing.assert_allclose(received, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_seeds_of_all_numbers_change_no_layer_with_a_seed_of_its_own():
+    def output(seed):
+        keras.utils.set_random_seed(seed)
+        layer = PerformerAttention(2, 4, dropout=0.5, seed=1, redraw_interval=1)
+        x = ops.convert_to_tensor(inputs(length=8))
+        layer.build(x.shape, x.shape)
+        for weight in layer.trainable_variables:
+            values = np.random.default_rng(0).normal(size=weight.shape)
+            weight.assign(values.astype("float32"))
+        return to_numpy(layer(x, x, training=True))
+
+    np.testing.assert_array_equal(output(1), output(2))
 
 
 def test_codes_are_drawn_alike():

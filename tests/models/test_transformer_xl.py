@@ -254,6 +254,18 @@ def test_data_that_are_refused():
         Segments(np.ones((2, 9)), 2, 3)
 
 
+@pytest.mark.any_backend
+def test_a_last_batch_of_a_dataset_with_fewer_rows_is_refused():
+    tf = pytest.importorskip("tensorflow")
+    model = make_model()
+    model.compile(loss=lambda y_true, y_pred: ops.mean(y_pred))
+    data = tf.data.Dataset.from_tensor_slices(tokens(LENGTH, rows=3))
+    # TensorFlow's error in a graph.
+    with pytest.raises(Exception, match="The memory has 2 rows"):
+        model.predict(data.batch(2), verbose=0)
+    assert len(model.predict(data.batch(2, drop_remainder=True), verbose=0)) == 2
+
+
 def test_the_memory_has_one_order_on_every_backend():
     # A file from one backend loads on another: mask, then memory.
     shapes = [tuple(variable.shape) for variable in make_model()._memory]

@@ -431,6 +431,8 @@ class EfficientAttention(
             x if x is None or hasattr(x, "shape") else as_mask_tensor(name, x)
             for name, x in zip(MASK_NAMES, masks, strict=True)
         )
+        if document_ids is not None and not hasattr(document_ids, "shape"):
+            document_ids = as_mask_tensor("document_ids", document_ids)
         axes = self._check_inputs(inputs, masks, state)
         call = AttentionCall(
             causal=bool(use_causal_mask),
@@ -463,7 +465,8 @@ class EfficientAttention(
             return self._attend_by_document(inputs, document_ids, call, options)
         moved = None
         if call.query_mask is not None or call.key_mask is not None:
-            inputs, call, moved = self._move_to_front(inputs, call)
+            keeps_places = self.keeps_places and state is None
+            inputs, call, moved = move_to_front(inputs, call, keeps_places)
         if document_ids is not None:
             order = None if moved is None else moved.query
             documents = Documents.of(document_ids, order)
@@ -476,12 +479,6 @@ class EfficientAttention(
                 lengths=row_lengths(call.key_mask),
             )
         elif sequence_parallel.ACTIVE and inputs[0].shape[1] == inputs[2].shape[1]:
-            if document_ids is not None:
-                raise ValueError(
-                    "Rows that are split over devices hold one document each: leave "
-                    "out `document_ids`, or the scope of `SequenceParallel`. Received: "
-                    "both"
-                )
             call = dataclasses.replace(call, split=self._split_of(inputs[0], call))
         if 0 in (inputs[0].shape[1], inputs[2].shape[1]):
             output, more = self._attend_to_nothing(*inputs, call)
@@ -511,11 +508,6 @@ class EfficientAttention(
         if state is not None or return_attention_scores:
             return output, more
         return output
-
-    def _move_to_front(self, inputs, call):
-        """As `rows.move_to_front`; layers with tensors by position move these too."""
-        keeps_places = self.keeps_places and call.state is None
-        return move_to_front(inputs, call, keeps_places)
 
     def compute_output_spec(self, *args, **kwargs):
         # A call with symbolic inputs is checked and returns before it computes.
@@ -584,11 +576,17 @@ class EfficientAttention(
         """The `SequenceParallel` of the current scope, or `None` for other layers.
 
         Raises:
-            ValueError: If the devices' positions are fewer than the layer's reach.
+            ValueError: If the devices' positions are fewer than the layer's reach, or
+                for `document_ids`.
         """
         reach = self.split_reach(call)
         if reach is None:
             return None
+        if call.documents is not None:
+            raise ValueError(
+                "Rows that are split over devices hold one document each: leave out "
+                "`document_ids`, or the scope of `SequenceParallel`. Received: both"
+            )
         split = sequence_parallel.ACTIVE[-1]
         split.check_window(query, reach)
         return split

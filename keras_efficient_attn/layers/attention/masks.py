@@ -133,8 +133,8 @@ def as_mask_tensor(name, mask):
         array = np.array(None)
     if array.dtype.kind not in "bif":
         raise TypeError(
-            f"`{name}` must be a tensor, an array or a list of rows of booleans of one "
-            f"length. Received: {name}={mask!r}"
+            f"`{name}` must be a tensor, an array or a list of rows of booleans or "
+            f"numbers, of one length. Received: {name}={mask!r}"
         )
     return ops.convert_to_tensor(array)
 
