@@ -141,7 +141,10 @@ def linear_attention(
     """
     inputs = query_features, key_features, value, key_mask
     check_heads(*inputs, names=("query_features", "key_features"))
-    weights = None if key_log_weight is None else tuple(key_log_weight.shape)
+    weights = None
+    if key_log_weight is not None:
+        key_log_weight = ops.convert_to_tensor(key_log_weight)
+        weights = tuple(key_log_weight.shape)
     if weights is not None and not may_agree(weights, key_features.shape[:3]):
         raise ValueError(
             "`key_log_weight` must have the shape (batch, key_length, heads) of "

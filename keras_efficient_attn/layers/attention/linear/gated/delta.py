@@ -271,7 +271,7 @@ class KimiDeltaAttention(DecayingDeltaAttention):
     >>> layer = KimiDeltaAttention(num_heads=4, key_dim=16, value_dim=32)
     >>> x = keras.random.normal((2, 100, 64))
     >>> mask = keras.ops.array([[True] * 100, [True] * 60 + [False] * 40])
-    >>> layer(x, x, query_mask=mask, key_mask=mask).shape
+    >>> layer(x, x, key_mask=mask, use_causal_mask=True).shape
     (2, 100, 64)
 
     Reference:

@@ -70,7 +70,7 @@ class RetentionAttention(GatedStateAttention):
     >>> from keras_efficient_attn import RetentionAttention
     >>> layer = RetentionAttention(num_heads=2, key_dim=16, decays=[0.9, 0.99])
     >>> x = keras.random.normal((2, 100, 64))
-    >>> y, weights = layer(x, x, return_attention_scores=True)
+    >>> y, weights = layer(x, x, use_causal_mask=True, return_attention_scores=True)
     >>> weights.shape  # Zero for later keys.
     (2, 2, 100, 100)
 
