@@ -240,6 +240,11 @@ class FeatureMap:
         return cls(**config)
 
 
+def _in_layer(function, **options):
+    """A function of `ops.feature_maps` without its check for symbolic inputs."""
+    return staticmethod(functools.partial(function.__wrapped__, **options))
+
+
 def _register(name):
     return register_feature_map(name, package="keras_efficient_attn")
 
@@ -324,7 +329,7 @@ class FavorPlusFeatures(RandomFeatures):
     rowwise = True
     _hyperbolic = False
 
-    query_features = staticmethod(functions.positive_random_features)
+    query_features = _in_layer(functions.positive_random_features)
     entrywise = staticmethod(entrywise.positive_random_entries)
 
     def calibrated_features(self, x, rank, *weights):
@@ -339,9 +344,7 @@ class HyperbolicFeatures(FavorPlusFeatures):
     features_per_row = 2
     _hyperbolic = True
 
-    query_features = staticmethod(
-        functools.partial(functions.positive_random_features, hyperbolic=True)
-    )
+    query_features = _in_layer(functions.positive_random_features, hyperbolic=True)
     entrywise = staticmethod(
         functools.partial(entrywise.positive_random_entries, hyperbolic=True)
     )
@@ -457,7 +460,7 @@ class EluFeatures(FeatureMap):
     """`ops.feature_maps.elu_features`: elu(x) + 1."""
 
     rowwise = True
-    query_features = staticmethod(functions.elu_features)
+    query_features = _in_layer(functions.elu_features)
     entrywise = staticmethod(entrywise.elu_entries)
 
 
@@ -490,8 +493,7 @@ class UnitFeatures(FeatureMap):
 
     positive = False
     rowwise = True
-    # Without the check for symbolic inputs, which an attention layer has made.
-    query_features = staticmethod(functions.unit_features.__wrapped__)
+    query_features = _in_layer(functions.unit_features)
 
 
 @_register("softmax")

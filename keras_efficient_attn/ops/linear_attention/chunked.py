@@ -167,10 +167,6 @@ def _causal_step(config, chunk_size, masked, by_document):
         by_document: Whether queries see the keys of their own documents only.
     """
 
-    def split(x):
-        """The differentiable inputs, and the `ChunkMasks` or `None`."""
-        return (x[:-1], ChunkMasks.of(x[-1], chunk_size)) if by_document else (x, None)
-
     def prepare(x, map_weights):
         dtype = accumulator_dtype(*x)
         query, key, value, *rest = (by_head(ops.cast(t, dtype), chunk_size) for t in x)
@@ -179,12 +175,16 @@ def _causal_step(config, chunk_size, masked, by_document):
         return query, key, value, log_weight, query_log_scale
 
     def step(carry, x, map_weights):
-        x, masks = split(x)
+        masks = None
+        if by_document:
+            x, masks = x[:-1], ChunkMasks.of(x[-1], chunk_size)
         chunks = _chunks_class()(carry, *prepare(x, map_weights), masks)
         return chunks.carry, chunks.outputs(config.output)
 
     def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
-        own, masks = split(x)
+        own, masks = x, None
+        if by_document:
+            own, masks = x[:-1], ChunkMasks.of(x[-1], chunk_size)
         prepared, pull = vector_jacobian_product(prepare, (own, map_weights))
         chunks = _chunks_class()(carry, *prepared, masks)
         grad_carry, *grad_prepared = chunks.gradient(

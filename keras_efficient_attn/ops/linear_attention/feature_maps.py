@@ -11,6 +11,7 @@ Sizes: `head_dim` is `x.shape[-1]`.
 import itertools
 import math
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -20,7 +21,6 @@ from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.feature_kernels.entrywise import SCALED_WIDTH
 from keras_efficient_attn.ops.common.numerics import (
     NORM_EPSILON,
-    accumulator_dtype,
     cosine,
     max_along,
     sine,
@@ -196,23 +196,24 @@ def elu_features(x):
         - [Katharopoulos et al., 2020](https://arxiv.org/abs/2006.16236)
     """
     if x.shape[-1] >= SCALED_WIDTH:
-        return unscaled_elu_features(x)
+        return _elu_plus_one(x), None
     log_scale = -ops.relu(-ops.stop_gradient(max_along(x, axis=-1)))
     return _elu_plus_one(x, log_scale[..., None]), log_scale
 
 
 def unscaled_elu_features(x):
     """`elu_features` without a log scale at any width, for attention with gates."""
-    return _elu_plus_one(x, 0.0), None
+    return _elu_plus_one(x), None
 
 
-def _elu_plus_one(x, log_scale):
+def _elu_plus_one(x, log_scale=None):
     # A form without a branch, whose derivative at 0 is 1 and which stays positive where
     # `elu(x)` rounds to −1.
     positive = ops.relu(x)
-    wide = accumulator_dtype(x) == "float64"
+    wide = keras.backend.standardize_dtype(x.dtype) == "float64"
     least = math.log(1e-140 if wide else FEATURE_FLOOR)
-    return positive + ops.exp(_at_least(x - positive - log_scale, least))
+    exponent = x - positive if log_scale is None else x - positive - log_scale
+    return positive + ops.exp(ops.maximum(exponent, least))
 
 
 @symbolic

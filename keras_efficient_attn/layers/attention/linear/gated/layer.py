@@ -248,7 +248,7 @@ class GatedStateAttention(LinearAttention):
             power = mean_of_channels(ops.square(heads))
             # Heads of 0 have no direction: behind a norm of queries, the derivatives of
             # the two norms at 0 would multiply.
-            inverse = ops.where(power > 0, ops.rsqrt(power + EPSILON), 0.0)
+            inverse = ops.cast(power > 0, power.dtype) * ops.rsqrt(power + EPSILON)
             heads = heads * inverse * ops.cast(self._norm_scale, heads.dtype)
         if self.output_gate is not None:
             gate = self.output_gate(
