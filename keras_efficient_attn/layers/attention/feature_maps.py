@@ -242,7 +242,8 @@ class FeatureMap:
 
 def _in_layer(function, **options):
     """A function of `ops.feature_maps` without its check for symbolic inputs."""
-    return staticmethod(functools.partial(function.__wrapped__, **options))
+    function = function.__wrapped__
+    return staticmethod(functools.partial(function, **options) if options else function)
 
 
 def _register(name):

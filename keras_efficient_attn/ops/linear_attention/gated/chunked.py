@@ -413,7 +413,9 @@ def map_features(config, query, key, map_weights):
         ValueError: For maps whose features have a log scale.
     """
     query_map, key_map = (
-        unscaled_elu_features if function is elu_features else function
+        unscaled_elu_features
+        if function in (elu_features, elu_features.__wrapped__)
+        else function
         for function in (config.query_map, config.key_map)
     )
     query, query_log_scale = query_map(query, *map_weights)
