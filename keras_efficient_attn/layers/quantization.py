@@ -11,7 +11,7 @@ from keras_efficient_attn.layers.keras_internals import (
     track_parameters,
 )
 
-# What `save_own_variables` stores beside the variables, which have numbers.
+# Key of the description that `save_own_variables` stores; variables have numbers.
 ENTRY = "quantization"
 # Attributes of policies that are arguments of the configurations.
 SIZES = ("block_size", "weight_bits", "group_size")

@@ -153,7 +153,7 @@ def _block_step(mask_fn, shared, by_document, relative, rate):
 
 
 def see(mask_fn, positions):
-    """Which keys queries see: booleans `(..., queries, keys)`.
+    """The keys that queries see, as booleans `(..., queries, keys)`.
 
     Args:
         mask_fn: Mask function.

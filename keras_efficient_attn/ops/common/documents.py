@@ -63,7 +63,7 @@ class Documents(typing.NamedTuple):
 
 
 class ChunkMasks(typing.NamedTuple):
-    """What positions see of their own document, chunk by chunk of a causal sequence.
+    """The keys of their own document that positions see, chunk by chunk, if causal.
 
     Attributes:
         near: `(batch, 1, chunks, size, size)`: keys of the chunk that a query sees.

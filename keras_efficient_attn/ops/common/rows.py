@@ -33,7 +33,7 @@ def take_rows(index, *sources):
 
 
 class Rows(typing.NamedTuple):
-    """What each row of a call holds.
+    """The lengths and the documents of the rows of a call.
 
     Attributes:
         lengths: With a state, the positions of the segment that exist, at its
