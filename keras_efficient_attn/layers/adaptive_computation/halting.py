@@ -9,6 +9,7 @@ from keras_efficient_attn.layers.residual.reversible import stream_dtype
 from keras_efficient_attn.ops.adaptive_computation import adaptive_computation
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
+from keras_efficient_attn.ops.common.numerics import at_least
 
 REDUCTIONS = ("mean", "sum")
 
@@ -103,7 +104,7 @@ class Halting(KeepsQuantization, KeepsArguments, keras.layers.Layer):
             count = ops.sum(ops.cast(running, total.dtype))
         else:
             count = ops.cast(shape_of(running)[0], total.dtype)
-        return self.ponder_cost * total / ops.maximum(count, 1)
+        return self.ponder_cost * total / at_least(count, 1)
 
     def specification(self, shape):
         """The shapes and dtypes of the statistics, for positions of this shape."""

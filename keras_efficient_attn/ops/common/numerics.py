@@ -29,6 +29,9 @@ def larger(first, second):
     return ops.where(first > second, first, second)
 
 
+# The maximum of a tensor and a number, in the dtype of the tensor.
+at_least = torch.clamp if BACKEND == "torch" else ops.maximum
+
 # `ops.where` of a tensor and a number, which Keras rounds to `floatx` on PyTorch.
 where = torch.where if BACKEND == "torch" else ops.where
 
@@ -147,10 +150,13 @@ def rms_normalize(x, epsilon=NORM_EPSILON):
     return x * ops.rsqrt(squares / x.shape[-1] + epsilon)
 
 
-def unit_vectors(x):
-    """`rms_normalize(x) / √dim`: of norm 1, or less near zero."""
+def unit_vectors(x, dim=None):
+    """`rms_normalize(x) / √dim`: of norm 1, or less near zero.
+
+    `dim` is needed where the shape of `x` does not say it.
+    """
     squares = ops.sum(ops.square(x), axis=-1, keepdims=True)
-    return x * ops.rsqrt(squares + NORM_EPSILON * x.shape[-1])
+    return x * ops.rsqrt(squares + NORM_EPSILON * (dim or x.shape[-1]))
 
 
 def matrix_product(x, kernel):

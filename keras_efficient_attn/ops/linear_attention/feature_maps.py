@@ -21,6 +21,7 @@ from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.feature_kernels.entrywise import SCALED_WIDTH
 from keras_efficient_attn.ops.common.numerics import (
     NORM_EPSILON,
+    at_least,
     cosine,
     max_along,
     sine,
@@ -213,7 +214,7 @@ def _elu_plus_one(x, log_scale=None):
     wide = keras.backend.standardize_dtype(x.dtype) == "float64"
     least = math.log(1e-140 if wide else FEATURE_FLOOR)
     exponent = x - positive if log_scale is None else x - positive - log_scale
-    return positive + ops.exp(ops.maximum(exponent, least))
+    return positive + ops.exp(at_least(exponent, least))
 
 
 @symbolic

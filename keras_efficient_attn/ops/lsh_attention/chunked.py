@@ -124,7 +124,7 @@ def _step(dim, rounds, causal, scale):
         query = shared * scale
         logits = ops.concatenate(
             [
-                query @ ops.swapaxes(unit_vectors(t), -1, -2)
+                query @ ops.swapaxes(unit_vectors(t, dim), -1, -2)
                 for t in (shared_before, shared)
             ],
             axis=-1,
