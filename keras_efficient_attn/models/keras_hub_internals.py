@@ -123,23 +123,25 @@ def refuse_other_masks(block):
     block._compute_self_attention_mask = make_mask_of_keys
 
 
-def wrap_generate_step(task_class, make_context):
-    """Runs `generate_step` of a task inside a context.
+def wrap_generate_step(task_class, run):
+    """Runs `generate_step` of a task by another function.
 
     KerasHub does not pass the prompts' lengths to `_build_cache`, and its tasks have no
     option for another cache.
 
     Args:
         task_class: A subclass of `keras_hub.models.CausalLM` or `Seq2SeqLM`.
-        make_context: Called with the task and the inputs of `generate_step`; returns a
-            context manager.
+        run: Called with the task, the function `generate_step` and its two arguments.
+            Tasks with two names, and those that inherit `generate_step`, are wrapped
+            twice: a call within a call does not go through `run`.
     """
     stock = task_class.generate_step
 
     @functools.wraps(stock)
     def generate_step(self, inputs, stop_token_ids=None):
-        with make_context(self, inputs):
+        if "_build_cache" in vars(self):
             return stock(self, inputs, stop_token_ids)
+        return run(self, stock, inputs, stop_token_ids)
 
     task_class.generate_step = generate_step
 
@@ -151,11 +153,6 @@ def generation_methods(task, build_cache, call_with_cache):
     KerasHub calls them `_build_cache`, and `call_with_cache` or, in a `Seq2SeqLM`,
     `call_decoder_with_cache`.
     """
-    if "_build_cache" in vars(task):
-        # Tasks with two names, and those that inherit `generate_step`, are wrapped
-        # twice.
-        yield
-        return
     is_seq2seq = isinstance(task, keras_hub.models.Seq2SeqLM)
     name = "call_decoder_with_cache" if is_seq2seq else "call_with_cache"
     methods = {"_build_cache": build_cache, name: call_with_cache}
@@ -180,6 +177,15 @@ def gated_delta_nets(model):
     """The layers of Qwen 3.5 that compute a gated delta rule."""
     net = _gated_delta_net()
     return [layer for layer in flat_layers(model) if isinstance(layer, net)]
+
+
+def softmax_layers_beside_delta(backbone):
+    """The softmax layers of a backbone of Qwen 3.5."""
+    return [
+        require_from_hub(block, "_self_attention_layer")
+        for block in backbone.transformer_layers
+        if block.layer_type == "full_attention"
+    ]
 
 
 @functools.cache

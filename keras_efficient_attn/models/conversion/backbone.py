@@ -19,7 +19,10 @@ from keras_efficient_attn.layers.keras_internals import (
 )
 from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.models.conversion.adapters import AttentionAdapter
-from keras_efficient_attn.models.conversion.generation import generate_from_states
+from keras_efficient_attn.models.conversion.generation import (
+    generate_from_states,
+    methods_of_converted,
+)
 from keras_efficient_attn.models.conversion.layer_search import (
     check_budget,
     select_layers,
@@ -304,7 +307,7 @@ def efficient_backbone(stock_class):
     made = type(entry.__name__, (EfficientBackbone, stock_class), attributes)
     keras.saving.register_keras_serializable(PACKAGE)(made)
     entry.register()
-    generate_from_states(stock_class, made)
+    generate_from_states(stock_class, functools.partial(methods_of_converted, made))
     return made
 
 

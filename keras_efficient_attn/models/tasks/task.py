@@ -1,18 +1,19 @@
 """What tasks have in common, and the base of models around a task."""
 
 import keras
-import keras_hub
 import numpy as np
 from keras import ops
 
 from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.models.files import OptionalDocuments, PresetMixin
+from keras_efficient_attn.models.tasks.prompts import (
+    Prompts,
+    fit_prompts,
+    stop_rows,
+)
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.checks import check_positive_int
-from keras_efficient_attn.ops.common.rows import RowOrder, row_lengths, take_rows
+from keras_efficient_attn.ops.common.rows import row_lengths
 
-# Lengths of the segments in which prompts are read.
-PROMPT_SEGMENTS = (1024, 128, 16, 1)
 # Additional cache entries of a decoder with an encoder.
 MEMORY = ("memory", "memory_padding_mask")
 
@@ -173,48 +174,25 @@ class StreamingMixin:
             `(token_ids, padding_mask)`, both `(batch, max_length)`: prompts from the
             first position on, followed by the new tokens.
         """
-        order = RowOrder.of(padding_mask)
-        token_ids = order.to_front(token_ids)
-        batch_size, max_length = shape_of(token_ids)
-        # An empty prompt starts from the padding token.
-        lengths = ops.maximum(row_lengths(padding_mask), 1)
-        steps = ops.arange(max_length, dtype="int32")
+        prompts = Prompts(token_ids, padding_mask, self.sampler)
 
-        def read(segment, cache, start):
-            step = start + ops.arange(shape_of(segment)[1], dtype="int32")
-            return self._read(segment, cache, step < lengths[:, None] - 1)[1]
+        def read(segment, exists, cache, column):
+            return self._read(segment, cache, exists)[1]
 
-        # Read all tokens except the last into the state; the sampler feeds the last.
-        count = ops.max(lengths, initial=1) - 1
-        cache = read_in_segments(read, token_ids, cache, count, PROMPT_SEGMENTS)
-
-        # The sampler sees prompts that all end before the position `index`.
-        compares = isinstance(self.sampler, keras_hub.samplers.ContrastiveSampler)
-        shortest = ops.cast(ops.min(lengths, initial=max_length), "int32")
-        # A sampler that compares a token with all before it needs the whole prompts.
-        index = shortest + max_length if compares else shortest
-        columns = ops.arange(2 * max_length if compares else max_length, dtype="int32")
-        position = columns + (lengths[:, None] - index)
-        within = ops.clip(position, 0, max_length - 1)
-        if compares:
-            hidden_states = take_rows(within, order.to_front(hidden_states()))[0]
+        cache = prompts.read(read, cache)
+        if prompts.compares:
+            hidden = prompts.to_rows(prompts.order.to_front(hidden_states()))
         made = self.sampler(
-            next=self._next_token(max_length, stop_token_ids),
-            prompt=take_rows(within, token_ids)[0],
+            next=self._next_token(shape_of(token_ids)[1], stop_token_ids),
+            prompt=prompts.rows,
             cache=cache,
-            index=index,
-            mask=ops.broadcast_to(columns < index, shape_of(within)),
+            index=prompts.index,
+            mask=prompts.mask,
             stop_token_ids=stop_token_ids,
-            hidden_states=hidden_states if compares else None,
+            hidden_states=hidden if prompts.compares else None,
             model=self,
         )
-        is_prompt = steps < lengths[:, None]
-        column = ops.clip(steps + index - lengths[:, None], 0, shape_of(made)[1] - 1)
-        token_ids = ops.where(is_prompt, token_ids, take_rows(column, made)[0])
-        is_prompt = ops.logical_and(
-            is_prompt, steps < row_lengths(padding_mask)[:, None]
-        )
-        return token_ids, _until_stop(token_ids, is_prompt, stop_token_ids)
+        return prompts.complete(made, stop_token_ids)
 
     def _next_token(self, max_length, stop_token_ids):
         """The function by which a sampler reads a token and gets the next's logits."""
@@ -223,13 +201,9 @@ class StreamingMixin:
             token = ops.slice(prompt, (0, index - 1), (shape_of(prompt)[0], 1))
             hidden, cache = self._read(token, cache)
             logits = self.backbone.token_embedding(hidden, reverse=True)
-            # A row that is complete stops: its cache has no room for more tokens.
-            done = (cache["position"] >= max_length)[:, None]
-            stop = ops.zeros_like(logits[:1, 0])
-            if stop_token_ids:
-                size = logits.shape[-1]
-                stop = 100.0 * ops.one_hot([stop_token_ids[0]], size, dtype=stop.dtype)
-            logits = ops.where(done, stop, logits[:, 0])
+            # Its cache has no room for more tokens.
+            done = cache["position"] >= max_length
+            logits = stop_rows(logits[:, 0], done, stop_token_ids)
             lost = (cache["position"] > max_length)[:, None]
             hidden = ops.where(lost, ops.ones_like(hidden[:, 0]), hidden[:, 0])
             return logits, hidden, cache
@@ -256,74 +230,8 @@ class StreamingMixin:
         if isinstance(inputs, list | tuple | np.ndarray) and not len(inputs):
             return []
         if self.preprocessor is None and max_length is not None:
-            inputs = _fit_prompts(inputs, max_length)
+            inputs = fit_prompts(inputs, max_length)
         return super().generate(inputs, max_length, stop_token_ids, **kwargs)
-
-
-def _fit_prompts(inputs, max_length):
-    """Inputs of `generate_step` whose rows of prompts have `max_length` places."""
-    check_positive_int("max_length", max_length)
-    if not isinstance(inputs, dict):
-        raise TypeError(
-            "Without a preprocessor, `max_length` needs `inputs` that are a dict of "
-            f"token ids and padding mask. Received: inputs={inputs!r}"
-        )
-    prefix = "decoder_" if "decoder_token_ids" in inputs else ""
-    names = f"{prefix}token_ids", f"{prefix}padding_mask"
-    tokens, mask = (ops.convert_to_numpy(inputs[name]) for name in names)
-    mask = mask.astype(bool)
-    longest = int(mask.sum(1).max(initial=0))
-    if longest > max_length:
-        raise ValueError(
-            "A prompt must fit into `max_length`. Received: a prompt of "
-            f"{longest} tokens, max_length={max_length}"
-        )
-    order = np.argsort(~mask, axis=1, kind="stable")
-    fit = []
-    for x in (tokens, mask.astype("int32")):
-        x = np.take_along_axis(x, order, axis=1)[:, :max_length]
-        fit.append(np.pad(x, ((0, 0), (0, max_length - x.shape[1]))))
-    return {**inputs, **dict(zip(names, fit, strict=True))}
-
-
-def read_in_segments(read, token_ids, cache, count, lengths):
-    """The cache after the first tokens of each row, which are read in segments.
-
-    Args:
-        read: Called with a segment `(batch, length)`, a cache and the position of the
-            segment; returns the next cache.
-        token_ids: Integers `(batch, max_length)`.
-        cache: The cache before the first token, a nest of tensors.
-        count: Number of tokens to read, an integer or a scalar tensor.
-        lengths: Lengths of segments, the longest first and 1 at the end: each time the
-            longest that fits.
-    """
-    batch_size, max_length = shape_of(token_ids)
-    start, count = ops.zeros((), "int32"), ops.cast(count, "int32")
-    for length in lengths:
-        if length > max_length:
-            continue
-
-        def is_left(start, cache, length=length):
-            return start + length <= count
-
-        def read_segment(start, cache, length=length):
-            segment = ops.slice(token_ids, (0, start), (batch_size, length))
-            return start + length, read(segment, cache, start)
-
-        start, cache = ops.while_loop(is_left, read_segment, (start, cache))
-    return cache
-
-
-def _until_stop(token_ids, prompt_mask, stop_token_ids):
-    """Whether each token is not after a generated stop token."""
-    stops = ops.zeros_like(prompt_mask)
-    for stop in stop_token_ids or ():
-        stops = ops.logical_or(stops, ops.equal(token_ids, stop))
-    stops = ops.logical_and(stops, ops.logical_not(prompt_mask))
-    stops = ops.cast(stops, "int32")
-    earlier = ops.cumsum(stops, axis=-1) - stops
-    return ops.equal(earlier, 0)
 
 
 class TaskWrapper(keras.Model):

@@ -130,6 +130,34 @@ def test_tokens_after_a_prompt_are_the_whole():
     )
 
 
+def test_generation_gives_the_tokens_of_whole_calls():
+    backbone = qwen(seed=2)
+    backbone.token_embedding.embeddings.assign(
+        3.0 * backbone.token_embedding.embeddings
+    )
+    task = keras_hub.models.Qwen3_5CausalLM(backbone=backbone, preprocessor=None)
+    task.compile(sampler="greedy")
+    models.accelerate(task)
+    random = np.random.default_rng(3)
+    steps, lengths = np.arange(26), np.array([2, 21, 9])
+    begin = np.array([0, 0, 5])[:, None]
+    mask = (steps >= begin) & (steps < begin + lengths[:, None])
+    data = {
+        "token_ids": random.integers(0, 50, (3, 26)).astype("int32"),
+        "padding_mask": mask.astype("int32"),
+    }
+    tokens = to_numpy(task.generate(data, stop_token_ids=None)["token_ids"])
+    for row, length in enumerate(lengths):
+        prompt = data["token_ids"][row][mask[row]]
+        np.testing.assert_array_equal(tokens[row, :length], prompt)
+        inputs = {
+            "token_ids": tokens[row : row + 1],
+            "padding_mask": np.ones((1, 26), "int32"),
+        }
+        likeliest = to_numpy(task(inputs))[0].argmax(-1)
+        np.testing.assert_array_equal(tokens[row, length:], likeliest[length - 1 : -1])
+
+
 def test_it_trains():
     model = models.accelerate(qwen())
     inputs = {

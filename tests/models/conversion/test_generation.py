@@ -1,6 +1,5 @@
 """Generation of converted models with states gives the tokens of whole calls."""
 
-import contextlib
 import functools
 
 import keras
@@ -51,25 +50,23 @@ SEQ2SEQ_TASKS = {"bart": models.BartSeq2SeqLM, "t5": models.T5Seq2SeqLM}
 
 
 def assert_greedy(task, data, tokens, prefix=""):
-    """Tokens are the prompts', followed by the most likely tokens of one whole call.
+    """Tokens of each row are its prompt's, then the likeliest of whole calls on them.
 
-    The model is causal: one call on the result has the logits of every step.
+    The model is causal: one call on the result has the logits of every step. It is a
+    call of the row alone, without padding.
     """
     given = data[f"{prefix}padding_mask"] > 0
-    shown = np.logical_or.accumulate(given, axis=1)
-    inputs = {
-        **data,
-        f"{prefix}token_ids": tokens,
-        f"{prefix}padding_mask": shown.astype("int32"),
-    }
-    likeliest = ops.convert_to_numpy(task(inputs)).argmax(-1)
-    steps = np.arange(tokens.shape[1])
-    made = (steps >= given.sum(1).min()) & ~given
-    assert made.any()
-    np.testing.assert_array_equal(
-        tokens[:, 1:][made[:, 1:]], likeliest[:, :-1][made[:, 1:]]
-    )
-    np.testing.assert_array_equal(tokens[given], data[f"{prefix}token_ids"][given])
+    for row, mask in enumerate(given):
+        prompt = data[f"{prefix}token_ids"][row][mask]
+        made = tokens[row, len(prompt) :]
+        np.testing.assert_array_equal(tokens[row, : len(prompt)], prompt)
+        assert len(made)
+        inputs = {name: array[row : row + 1] for name, array in data.items()} | {
+            f"{prefix}token_ids": tokens[row : row + 1],
+            f"{prefix}padding_mask": np.ones_like(tokens[row : row + 1]),
+        }
+        likeliest = ops.convert_to_numpy(task(inputs))[0].argmax(-1)
+        np.testing.assert_array_equal(made, likeliest[len(prompt) - 1 : -1])
 
 
 def generate(task, data, prefix=""):
@@ -149,10 +146,47 @@ def test_a_decoder_with_an_encoder(name, attention, layers):
 
 
 def test_prompts_are_read_in_segments():
-    # Segments of 32 positions, and the rest one by one.
-    task = make_task("gpt2", VQ, [0], num_layers=2, max_sequence_length=48)
-    data = prompts([41, 43], length=46)
+    task = make_task("gpt2", VQ, [0], num_layers=2, max_sequence_length=150)
+    # Segments of 128 and 16 tokens, of which some exist in one row only.
+    data = prompts([141, 3], length=146)
+    lengths = []
+
+    layer = task.backbone.attention_sites[0].layer
+    stream = layer.stream
+
+    def record_length(x, *arguments):
+        lengths.append(x.shape[1])
+        return stream(x, *arguments)
+
+    layer.stream = record_length
     assert_greedy(task, data, generate(task, data))
+    # A backend that compiles runs each length once.
+    assert lengths[:2] == [128, 16]
+    assert set(lengths[2:]) == {1}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
+def test_rows_are_as_long_as_max_length_says(name):
+    task = make_task(name, "local:window=2", [0])
+    data = prompts([LENGTH, 1], starts=[0, 4])
+    tokens = generate(task, data)
+    np.testing.assert_array_equal(tokens[0], data["token_ids"][0])
+    data = {name: array[1:] for name, array in data.items()}
+    assert_greedy(task, data, tokens[1:])
+
+
+def test_stop_tokens_end_each_row_by_itself():
+    task = make_task("llama", PERFORMER, [1])
+    data = prompts([2, 6, 3])
+    free = generate(task, data)
+    stop = int(free[0, 4])
+    made = task.generate(dict(data), stop_token_ids=[stop])
+    tokens, mask = (ops.convert_to_numpy(made[name]) for name in data)
+    for row, length in enumerate([2, 6, 3]):
+        ends = np.flatnonzero(free[row, length:] == stop)
+        end = length + ends[0] + 1 if len(ends) else LENGTH
+        np.testing.assert_array_equal(tokens[row, :end], free[row, :end])
+        np.testing.assert_array_equal(mask[row], np.arange(LENGTH) < end)
 
 
 @pytest.mark.parametrize("sampler", ["beam", "contrastive", "top_k"])
@@ -192,7 +226,7 @@ def test_mixed_precision_keeps_states_wide():
     task = make_task("gpt2", PERFORMER, [1], num_layers=2, dtype="mixed_bfloat16")
     data = prompts([3, 3])
     assert generate(task, data).shape == (2, LENGTH)
-    cache = CausalMethods(task, data, "").initial_cache()
+    cache = CausalMethods(task, data).initial_cache()
     softmax, state = cache["layers"]
     assert keras.backend.standardize_dtype(softmax.dtype) == "bfloat16"
     dtypes = {keras.backend.standardize_dtype(x.dtype) for x in state.values()}
@@ -215,7 +249,7 @@ def test_the_cache_has_one_size_at_every_length():
     shapes = []
     for length in (9, 16):
         task = make_task("gpt2", VQ, num_layers=1)
-        methods = CausalMethods(task, prompts([3, 2], length=length), "")
+        methods = CausalMethods(task, prompts([3, 2], length=length))
         shapes.append(
             [tuple(x.shape) for x in keras.tree.flatten(methods.initial_cache())]
         )
@@ -243,15 +277,14 @@ def test_what_others_wrapped_stays_wrapped():
         called.append("wrapper")
         return stock(*args)
 
-    @contextlib.contextmanager
-    def context(task, inputs):
-        called.append("context")
-        yield
+    def run(task, generate_step, inputs, stop_token_ids):
+        called.append("run")
+        return generate_step(task, inputs, stop_token_ids)
 
     task_class = type("Task", (), {"generate_step": call_stock})
-    wrap_generate_step(task_class, context)
+    wrap_generate_step(task_class, run)
     assert task_class().generate_step(3) == 3
-    assert called == ["context", "wrapper", "stock"]
+    assert called == ["run", "wrapper", "stock"]
 
 
 @pytest.mark.any_backend

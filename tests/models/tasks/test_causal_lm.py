@@ -10,7 +10,7 @@ from keras_efficient_attn.models import (
     EfficientCausalLM,
     EfficientCausalLMPreprocessor,
 )
-from keras_efficient_attn.models.tasks import task
+from keras_efficient_attn.models.tasks import prompts as prompts_module
 from tests.autodiff import compile_step, to_numpy
 from tests.models.cases import DECODERS, inputs, make_backbone
 
@@ -21,7 +21,7 @@ samplers = keras_hub.samplers
 @pytest.fixture(autouse=True)
 def short_prompt_chunks(monkeypatch):
     """Makes a test's prompt have segments and a remainder."""
-    monkeypatch.setattr(task, "PROMPT_SEGMENTS", (3, 1))
+    monkeypatch.setattr(prompts_module, "SEGMENT_LENGTHS", (6, 3))
 
 
 def prompts(lengths, length=LENGTH):

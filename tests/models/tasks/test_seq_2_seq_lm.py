@@ -13,7 +13,7 @@ from keras_efficient_attn.models import (
     RecurrenceOptions,
     preset_names,
 )
-from keras_efficient_attn.models.tasks import task
+from keras_efficient_attn.models.tasks import prompts as prompts_module
 from tests.autodiff import to_numpy
 from tests.models.cases import ELU, make_backbone
 
@@ -37,7 +37,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def short_prompt_chunks(monkeypatch):
     """Makes a test's prompt have segments and a remainder."""
-    monkeypatch.setattr(task, "PROMPT_SEGMENTS", (3, 1))
+    monkeypatch.setattr(prompts_module, "SEGMENT_LENGTHS", (6, 3))
 
 
 def make_model(name="linear", preprocessor=None, **options):
