@@ -1,8 +1,12 @@
 """Depthwise convolutions along a sequence."""
 
+import functools
+
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.numerics import pad
+from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.common.state import keep_last
 
 
@@ -17,17 +21,54 @@ def depthwise(padded, kernel, length, documents=None, before=None):
             its own. Defaults to `None`: one in each row.
         before: With `documents`, the padding before the first position.
     """
-    terms = []
-    for i in range(kernel.shape[0]):
-        x = padded[:, i : i + length]
-        if documents is not None and i != before:
-            near = documents.position >= before - i
-            if i > before:
-                near = documents.later >= i - before
-            near = ops.reshape(near, (-1, length, *[1] * (len(x.shape) - 2)))
-            x = ops.where(near, x, ops.zeros_like(x))
-        terms.append(kernel[i] * x)
-    return sum(terms)
+    places = () if documents is None else (documents.position, documents.later)
+    step, gradient = _depthwise(kernel.shape[0], before if places else None)
+    if length == 1:
+        return step((), (padded, *places), (kernel,))[1][0]
+    _, (output,) = recompute_scan(
+        step, (), (padded, *places), (kernel,), gradient, num_steps=1
+    )
+    return output
+
+
+@functools.cache
+def _depthwise(size, before):
+    """`(step, gradient)` for `recompute_scan`, which takes one step.
+
+    XLA's derivative of the slices and of their sums takes six times as long.
+    """
+
+    def of_document(x, i, position, later):
+        """`(batch, length, ...)`, 0 where the tap `i` reads another document."""
+        if i == before:
+            return x
+        near = later >= i - before if i > before else position >= before - i
+        near = ops.reshape(near, (*shape_of(near), *[1] * (len(x.shape) - 2)))
+        return ops.where(near, x, ops.zeros_like(x))
+
+    def step(carry, xs, consts):
+        (padded, *places), (kernel,) = xs, consts
+        length = shape_of(padded)[1] - size + 1
+        taps = (padded[:, i : i + length] for i in range(size))
+        if places:
+            taps = (of_document(x, i, *places) for i, x in enumerate(taps))
+        return (), (sum(kernel[i] * x for i, x in enumerate(taps)),)
+
+    def gradient(carry, xs, consts, y, grad_carry, grad_y):
+        (padded, *places), (kernel,), (grad,) = xs, consts, grad_y
+        length, whole = shape_of(grad)[1], shape_of(padded)[1]
+        axes = (0, 1)
+        around = [(0, 0), (size - 1, size - 1), *[(0, 0)] * (len(grad.shape) - 2)]
+        grad_padded, grad_kernel = 0.0, []
+        for i in range(size):
+            own = of_document(grad, i, *places) if places else grad
+            spread = pad(own, around)[:, size - 1 - i : size - 1 - i + whole]
+            grad_padded = grad_padded + kernel[i] * spread
+            grad_kernel.append(ops.sum(padded[:, i : i + length] * own, axis=axes))
+        places = map(ops.zeros_like, places)
+        return (), (grad_padded, *places), (ops.stack(grad_kernel),)
+
+    return step, gradient
 
 
 def causal_convolution(x, kernel, past=None, lengths=None, documents=None):

@@ -24,6 +24,7 @@ from keras_efficient_attn.ops.common.numerics import (
     at_least,
     cosine,
     max_along,
+    scale_vectors,
     sine,
 )
 from keras_efficient_attn.ops.common.plan import symbolic
@@ -227,7 +228,7 @@ def unit_features(x):
         - [Yang et al., 2024](https://arxiv.org/abs/2406.06484)
     """
     squares = ops.sum(ops.square(x), axis=-1, keepdims=True)
-    return x * ops.rsqrt(squares + NORM_EPSILON * x.shape[-1]), None
+    return scale_vectors(x, ops.rsqrt(squares + NORM_EPSILON * x.shape[-1])), None
 
 
 @symbolic

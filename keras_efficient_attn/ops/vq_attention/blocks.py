@@ -281,7 +281,7 @@ def prefix_sums(first, local):
     if isinstance(blocks, int) and blocks == 1:
         return first[:, :, None], first + local[:, :, 0]
     sums = ops.concatenate([first[:, :, None], local], axis=2)
-    sums = cumulative_sum(sums, axis=2)
+    sums = cumulative_sum(sums, 2)
     return sums[:, :, :-1], sums[:, :, -1]
 
 
@@ -291,7 +291,7 @@ def prefix_sums_gradient(grad_before, grad_last):
     if isinstance(blocks, int) and blocks == 1:
         return grad_before[:, :, 0] + grad_last, grad_last[:, :, None]
     sums = ops.concatenate([grad_before, grad_last[:, :, None]], axis=2)
-    sums = ops.flip(cumulative_sum(ops.flip(sums, axis=2), axis=2), axis=2)
+    sums = ops.flip(cumulative_sum(ops.flip(sums, axis=2), 2), axis=2)
     return sums[:, :, 0], sums[:, :, 1:]
 
 

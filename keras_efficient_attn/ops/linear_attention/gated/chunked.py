@@ -35,7 +35,9 @@ from keras_efficient_attn.ops.common.documents import ChunkMasks
 from keras_efficient_attn.ops.common.numerics import (
     accumulator_dtype,
     cumulative_sum,
+    inner_products,
     pad,
+    scale_vectors,
     where,
 )
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide, reciprocal
@@ -46,8 +48,6 @@ from keras_efficient_attn.ops.linear_attention.feature_maps import (
     unscaled_elu_features,
 )
 
-# Maximum length of a part of a chunk for pairwise decays by feature.
-PART = 4
 # Axes of `(batch, heads, chunks, …)` for a scan over chunks, and back. PyTorch's `vmap`
 # has no `moveaxis`.
 CHUNKS_FIRST, HEADS_FIRST = (2, 0, 1, 3, 4), (1, 2, 0, 3, 4)
@@ -77,7 +77,7 @@ def chunked_gated_attention(tensors, rates, state, map_weights, config, position
     # were slower, especially on PyTorch.
     floats = config.chunk_length + features + (value_dim or features)
     if rates[0] is not None and rates[0].shape[-1] != 1:
-        floats += 16 * features
+        floats += 4 * features
     floats *= heads
     size, chunks, groups = chunk_layout(
         length, config.chunk_length, query.shape[0], floats
@@ -122,11 +122,12 @@ def _group_step(config, size, has_decay, has_beta, by_document):
         scores, *overlaps = _decayed_products(lefts, key, log_decay, near)
         far_query, far_key, reader, end = query, key, key, None
         if has_decay:
+            scale = scale_vectors if log_decay.shape[-1] == 1 else ops.multiply
             factor = ops.exp(running_sums(log_decay))
-            far_query = query * factor
-            far_key = key * ops.exp(running_sums(log_decay, after=True))
+            far_query = scale(query, factor)
+            far_key = scale(key, ops.exp(running_sums(log_decay, after=True)))
             end = ops.swapaxes(factor[:, :, :, -1:], -1, -2)
-            reader = key * factor
+            reader = scale(key, factor)
         if masks is not None:
             reads, last, goes_on = (
                 ops.cast(x, dtype)[..., None]
@@ -142,7 +143,7 @@ def _group_step(config, size, has_decay, has_beta, by_document):
         if not has_beta:
             return far_query, far_key, value, scores, end
         (beta,), (overlaps,) = rates, overlaps
-        overlaps = beta * ops.tril(overlaps, k=-1)
+        overlaps = scale_vectors(ops.tril(overlaps, k=-1), beta)
         return far_query, far_key, value, scores, end, reader, overlaps, beta
 
     def step(carry, x, map_weights):
@@ -165,7 +166,7 @@ def _group_step(config, size, has_decay, has_beta, by_document):
         grad_output = by_head(y_gradient[0], size)
         if normalized:
             inverse = reciprocal(chunks.output()[..., -1:])
-            along = ops.sum(grad_output * by_head(y[0], size), axis=-1, keepdims=True)
+            along = inner_products(grad_output, by_head(y[0], size))
             grad_output = ops.concatenate([grad_output, -along], axis=-1) * inverse
         grad_state, grad_prepared = chunks.gradient(grad_output, *carry_gradient)
         grad_x, grad_weights = pull(grad_prepared)
@@ -236,7 +237,7 @@ class _Chunks:
         grad_far_key = ops.swapaxes(rest, -1, -2) @ ops.swapaxes(grad_after, -1, -2)
         grad_end = None
         if self.end is not None:
-            grad_end = ops.sum(grad_after * self.before, axis=-1, keepdims=True)
+            grad_end = inner_products(grad_after, self.before)
             if self.end.shape[-2] == 1:
                 grad_end = ops.sum(grad_end, axis=-2, keepdims=True)
         if self.beta is None:
@@ -250,7 +251,9 @@ class _Chunks:
         inverse = ops.swapaxes(self._inverse, -1, -2)
         grad_solved = ops.swapaxes(self._scores, -1, -2) @ grad_scores
         grad_solved = grad_solved + self._far_key @ ops.swapaxes(grad_far_key, -1, -2)
-        grad_beta = ops.sum(grad_solved * self._inverse, axis=-2)[..., None]
+        grad_beta = inner_products(
+            ops.swapaxes(grad_solved, -1, -2), ops.swapaxes(self._inverse, -1, -2)
+        )
         grad_overlaps = grad_solved * ops.swapaxes(self.beta, -1, -2)
         grad_overlaps = inverse @ grad_overlaps @ inverse
         return grad_state, (
@@ -312,7 +315,7 @@ def _decayed_products(lefts, key, log_decay, near):
         A list of `(..., chunks, length, length)`.
     """
     if log_decay is not None and log_decay.shape[-1] != 1:
-        products = _products_by_feature(lefts, key, log_decay, near is not None)
+        products = _products_by_feature(lefts, key, log_decay)
         if near is not None:
             products = [ops.where(near, product, 0.0) for product in products]
         return products
@@ -335,37 +338,30 @@ def _decayed_products(lefts, key, log_decay, near):
     return products
 
 
-def _products_by_feature(lefts, key, log_decay, by_document):
+def _products_by_feature(lefts, key, log_decay):
     """The products of decays that differ by feature.
 
-    Short blocks use each pair's factors. Then two blocks are merged to one of twice the
-    size: between them, keys decay to the end of the first block, and the other vectors
-    from the start of the second.
+    Blocks of one position are merged in pairs, until one is left: between the two,
+    keys decay to the end of the first block, and the other vectors from the start of
+    the second.
     """
     *rows, chunks, length, features = shape_of(key)
-    count = 1
-    while count * PART < length:
+    count, size = 1, 1
+    while count < length:
         count *= 2
-    size = -(-length // count)
-    padding = [(0, 0)] * (len(rows) + 1) + [(0, count * size - length), (0, 0)]
+    padding = [(0, 0)] * (len(rows) + 1) + [(0, count - length), (0, 0)]
 
     def by_block(x):
-        if count * size > length:
+        if count > length:
             x = pad(x, padding)
         # Blocks of all chunks share an axis: tensors of higher rank crash XLA on CPUs.
         # Heads keep theirs, which may be split over devices.
-        return ops.reshape(x, (*rows, chunks * count, size, features))
+        return ops.reshape(x, (*rows, chunks * count, 1, features))
 
     log_decay, key, *lefts = map(by_block, (log_decay, key, *lefts))
-    start, end = running_sums(log_decay), running_sums(log_decay, after=True)
-    inside = lower_triangle(size)[..., None]
-    if by_document:
-        # Sums of the document's own decays only, bit for bit.
-        change = _sums_between(log_decay)
-    else:
-        change = start[..., :, None, :] - start[..., None, :, :]
-    near_key = ops.exp(where(inside, change, LOG_ZERO)) * key[..., None, :, :]
-    products = [ops.sum(x[..., :, None, :] * near_key, axis=-1) for x in lefts]
+    # The decays from the start of the block, and to its end.
+    start, end = log_decay, ops.zeros_like(log_decay)
+    products = [inner_products(x, key) for x in lefts]
     while count > 1:
         (start, later), (end, last) = map(_pairs, (start, end))
         far_key = ops.swapaxes(_pairs(key)[0] * ops.exp(end), -1, -2)
@@ -382,17 +378,6 @@ def _products_by_feature(lefts, key, log_decay, by_document):
         joined = (*rows, chunks * count, size, features)
         key, *lefts = (ops.reshape(x, joined) for x in (key, *lefts))
     return [product[..., :length, :length] for product in products]
-
-
-def _sums_between(log_decay):
-    """`Σ_{s < r ≤ t} g[r]` of short blocks `(..., size, features)`: all `t` and `s`."""
-    size = log_decay.shape[-2]
-    rows, total = [], 0.0
-    for t in range(size):
-        earlier = np.arange(size)[:, None] < t
-        total = total + ops.where(earlier, log_decay[..., t : t + 1, :], 0.0)
-        rows.append(total)
-    return ops.stack(rows, axis=-3)
 
 
 def _pairs(x):

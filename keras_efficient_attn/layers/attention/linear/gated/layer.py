@@ -15,6 +15,7 @@ from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.numerics import (
     accumulator_dtype,
     mean_of_channels,
+    scale_vectors,
 )
 from keras_efficient_attn.ops.linear_attention.gated.api import (
     gated_attention_with_feature_maps,
@@ -248,8 +249,9 @@ class GatedStateAttention(LinearAttention):
             power = mean_of_channels(ops.square(heads))
             # Heads of 0 have no direction: behind a norm of queries, the derivatives of
             # the two norms at 0 would multiply.
-            inverse = ops.cast(power > 0, power.dtype) * ops.rsqrt(power + EPSILON)
-            heads = heads * inverse * ops.cast(self._norm_scale, heads.dtype)
+            inverse = ops.sign(power) * ops.rsqrt(power + EPSILON)
+            heads = scale_vectors(heads, inverse)
+            heads = heads * ops.cast(self._norm_scale, heads.dtype)
         if self.output_gate is not None:
             gate = self.output_gate(
                 apply_projections(self._output_gate_layers, gate_input)
