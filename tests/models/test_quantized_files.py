@@ -120,6 +120,21 @@ MODELS = {
 }
 
 
+TASKS = ("classifier", "masked-lm", "causal-lm", "seq2seq")
+
+
+def nested_task():
+    task, data = MODELS["causal-lm"]()
+    x = {
+        name: keras.Input(tensor.shape[1:], dtype=tensor.dtype, name=name)
+        for name, tensor in task.input.items()
+    }
+    return keras.Model(x, keras.layers.Dense(3)(task(x))), data
+
+
+MODELS["nested-causal-lm"] = nested_task
+
+
 def modes_of(model):
     return [layer.quantization_mode for layer in model._flatten_layers()]
 
@@ -154,10 +169,26 @@ def test_int8(name, tmp_path):
 
 @pytest.mark.any_backend
 @pytest.mark.parametrize("mode", ["int4", "float8"])
-@pytest.mark.parametrize("name", ["own-layer", "twice", "universal", "classifier"])
+@pytest.mark.parametrize(
+    "name", ["own-layer", "twice", "universal", *TASKS, "nested-causal-lm"]
+)
 def test_other_modes(name, mode, tmp_path):
     model, data = MODELS[name]()
     model.quantize(mode)
+    model.save(tmp_path / "model.keras")
+    assert_same(keras.saving.load_model(tmp_path / "model.keras"), model, data)
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize("name", ["twice", "causal-lm", "nested-causal-lm"])
+def test_weights_alone_in_int8(name, tmp_path):
+    model, data = MODELS[name]()
+    whole = MODELS[name]()[0]
+    whole.quantize("int8")
+    model.quantize(
+        config=keras.quantizers.Int8QuantizationConfig(activation_quantizer=None)
+    )
+    assert np.abs(to_numpy(model(data)) - to_numpy(whole(data))).max() > 1e-4
     model.save(tmp_path / "model.keras")
     assert_same(keras.saving.load_model(tmp_path / "model.keras"), model, data)
 
