@@ -32,7 +32,7 @@ class KeepsQuantization:
             if layer.quantization_mode is not None:
                 # Keras cannot save quantised layers that hold the whole policy map.
                 set_dtype_policy(layer, policy_of(layer))
-                modes[index] = _describe(layer.dtype_policy)
+                modes[index] = _describe(layer)
         if modes:
             store[ENTRY] = np.frombuffer(json.dumps(modes).encode(), "uint8")
 
@@ -45,10 +45,14 @@ class KeepsQuantization:
         layers = flat_layers(self)
         for index, description in json.loads(np.asarray(modes).tobytes()).items():
             layer = layers[int(index)]
+            weights_only = description.pop("weights_only", False)
             if layer.quantization_mode is None:
                 # The policy of a map: `quantize` derives the next from its name.
                 set_dtype_policy(layer, policy_of(layer))
                 layer.quantize(config=_config(**description))
+            if weights_only:
+                # Made from a policy alone, layers quantise what they read as well.
+                layer.inputs_quantizer = None
         track_parameters(self)
 
 
@@ -60,8 +64,11 @@ def policy_of(layer):
     return policy
 
 
-def _describe(policy):
+def _describe(layer):
+    policy = layer.dtype_policy
     sizes = {name: getattr(policy, name) for name in SIZES if hasattr(policy, name)}
+    if getattr(layer, "inputs_quantizer", layer) is None:
+        sizes["weights_only"] = True
     return {"mode": policy.quantization_mode, **sizes}
 
 

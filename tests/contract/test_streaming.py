@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 from tests.autodiff import compile_step, gradients, to_numpy
-from tests.contract.cases import BATCH, LENGTH, inputs
+from tests.contract.cases import BATCH, DIM, LENGTH, inputs
 
 SEGMENTS = {"segments": (1, 20, 3, 13), "tokens": (1,) * LENGTH}
 
@@ -34,6 +34,45 @@ def test_segments_equal_the_whole(causal_case, lengths):
     whole = to_numpy(layer(x, x, use_causal_mask=True))
     streamed, _ = stream(layer, x, lengths)
     np.testing.assert_allclose(to_numpy(streamed), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.once_a_layer
+def test_segments_may_be_empty(causal_case):
+    """The first one too; on TensorFlow in one program for segments of any length."""
+    layer, x = causal_case.built(), inputs()
+    whole = to_numpy(layer(x, x, use_causal_mask=True))
+    state = layer.get_initial_state(BATCH, LENGTH if layer.state_grows else None)
+
+    def call(x, state):
+        return layer(x, x, use_causal_mask=True, state=state)
+
+    call, outputs, start = compile_for_any_length(call, x, state), [], 0
+    for length in (0, 20, 0, 1, 16):
+        segment = ops.convert_to_tensor(x[:, start : start + length])
+        output, state = call(segment, state)
+        assert tuple(output.shape) == (BATCH, length, DIM)
+        outputs.append(to_numpy(output))
+        start += length
+    streamed = np.concatenate(outputs, axis=1)
+    np.testing.assert_allclose(streamed, whole, rtol=1e-4, atol=1e-5)
+
+
+def compile_for_any_length(function, x, state):
+    """A `tf.function` for any batch and length of `x`; elsewhere the function."""
+    if keras.backend.backend() != "tensorflow":
+        return function
+    import tensorflow as tf
+
+    def any_rows(tensor, *sizes):
+        return tf.TensorSpec(
+            (None, *sizes, *tensor.shape[1 + len(sizes) :]), tensor.dtype
+        )
+
+    signature = (
+        any_rows(ops.convert_to_tensor(x), None),
+        {name: any_rows(tensor) for name, tensor in state.items()},
+    )
+    return tf.function(function, input_signature=signature, autograph=False)
 
 
 @pytest.mark.once_a_layer

@@ -1,10 +1,16 @@
 """The configurations of all model tests, and random weights."""
 
+import functools
+
 import keras
 import numpy as np
 from keras import ops
 
 from keras_efficient_attn.models import (
+    EfficientCausalLM,
+    EfficientMaskedLM,
+    EfficientSeq2SeqLM,
+    EfficientTextClassifier,
     EfficientTransformerBackbone,
     EmbeddingOptions,
     FeedForwardOptions,
@@ -106,6 +112,35 @@ CASES = {
         positions="sinusoidal",
     ),
 }
+
+
+# Each task, the name of its backbone, and options.
+IMAGE = dict(
+    attention="local:query_block=(2,2),memory=(1,1),grid=(4,4),order=block",
+    positions=PositionOptions("axial", shape=(4, 4)),
+)
+TASKS = {
+    "causal-lm": (EfficientCausalLM, "mixed-rotary", {}),
+    "image-lm": (EfficientCausalLM, "softmax", IMAGE),
+    "classifier": (
+        functools.partial(EfficientTextClassifier, num_classes=3),
+        "encoder",
+        {},
+    ),
+    "masked-lm": (EfficientMaskedLM, "encoder", {}),
+    "seq2seq": (EfficientSeq2SeqLM, "encoder-decoder", {}),
+}
+
+
+def make_task(name, batch=2, **options):
+    """A task, its inputs, and integer targets; `options` are the backbone's."""
+    make, backbone, own = TASKS[name]
+    task, x = make(make_backbone(backbone, **own, **options)), inputs(backbone, batch)
+    random = np.random.default_rng(1)
+    if name == "masked-lm":
+        x["mask_positions"] = random.integers(0, 9, (batch, 3)).astype("int32")
+    *shape, classes = task(x).shape
+    return randomize(task), x, random.integers(classes, size=shape)
 
 
 def make_backbone(name, **options):

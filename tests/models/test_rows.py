@@ -10,9 +10,11 @@ from tests.autodiff import to_numpy
 from tests.models.cases import (
     CASES,
     DECODERS,
+    TASKS,
     PreviousToken,
     inputs,
     make_backbone,
+    make_task,
 )
 from tests.models.test_backbone import assert_close, outputs
 
@@ -103,3 +105,45 @@ def test_a_row_without_tokens_poisons_no_other(attention):
     for one, other in zip(*trained, strict=True):
         assert np.isfinite(one).all()
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight"])
+@pytest.mark.parametrize("name", TASKS)
+def test_rows_without_tokens_or_weight_train_nothing(name, reduction):
+    """Compared with a task that never read these rows.
+
+    Keras' default loss divides by the number of all rows, and so differs by a factor.
+    """
+    number = 2
+
+    def trained(rows):
+        task, x, y = make_task(name, batch=number + 2, dropout=0.0)
+        # One row is padding alone; the other has no weight.
+        for key in x:
+            x[key][number] = 0
+        mask = x.get("decoder_padding_mask", x.get("padding_mask"))
+        weight = (mask if mask.shape == y.shape else np.ones_like(y)).astype("float32")
+        weight[number:] = 0
+        loss = keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction=reduction
+        )
+        task.compile(keras.optimizers.SGD(0.05), loss, weighted_metrics=[])
+        data = {key: value[:rows] for key, value in x.items()}
+        before = [to_numpy(w) for w in task.trainable_weights]
+        history = task.fit(
+            data,
+            y[:rows],
+            sample_weight=weight[:rows],
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+        ).history
+        after = [to_numpy(w) for w in task.trainable_weights]
+        assert (
+            max(np.abs(a - b).max() for a, b in zip(after, before, strict=True)) > 1e-3
+        )
+        return [np.array(history["loss"]), *after]
+
+    for one, other in zip(trained(number + 2), trained(number), strict=True):
+        assert np.isfinite(one).all()
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

@@ -6,6 +6,7 @@ import pytest
 from keras import ops as keras_ops
 
 from keras_efficient_attn import ops
+from keras_efficient_attn.ops.common.symbolic import FUNCTIONS
 from tests.autodiff import to_numpy
 
 BATCH, LENGTH, HEADS, DIM = 2, 12, 2, 4
@@ -86,6 +87,34 @@ CALLS |= {
         "power_features": {},
     }.items()
 }
+# Features with weights for each head: `(batch, heads, chunks, chunk_size, head_dim)`.
+CHUNKS = {"x": (HEADS, 3, 4, DIM)}
+KERNEL = np.stack([ROWS.T, -2 * ROWS.T])
+CALLS["hedgehog_features"] = (MAPS.hedgehog_features, CHUNKS, {"kernel": KERNEL})
+CALLS["learned_exponential_features"] = (
+    MAPS.learned_exponential_features,
+    CHUNKS,
+    {
+        "kernel": KERNEL,
+        "bias": np.ones((HEADS, 6), "float32"),
+        "norm": np.full((HEADS, DIM), 0.5, "float32"),
+    },
+)
+# The axis of the batch is that of the points and samples.
+POINTS = {"points": (DIM,), "samples": (DIM,)}
+CALLS |= {
+    "fourier_density": (ops.fourier.fourier_density, POINTS, {"radius": 2.0}),
+    "fourier_regression": (
+        ops.fourier.fourier_regression,
+        {**POINTS, "targets": (3,)},
+        {"radius": np.linspace(1, 2, DIM, dtype="float32"), "power": 2},
+    ),
+    "gaussian_regression": (
+        ops.fourier.gaussian_regression,
+        {**POINTS, "targets": (3,)},
+        {"sigma": 1.5},
+    ),
+}
 CALLS["optimal_shape"] = (MAPS.optimal_shape, {"query": HEADS_OF, "key": HEADS_OF}, {})
 CALLS["squared_features"] = (
     ops.fourier.squared_features,
@@ -125,15 +154,15 @@ def test_a_functional_model_gives_the_values_of_the_call(name):
 
 
 def test_every_operation_on_tensors_is_tested():
+    # What `symbolic` decorates registers itself.
+    assert set(CALLS) == set(FUNCTIONS)
     sizes_and_states = {
         name
-        for package in (ops, ops.fourier)
-        for name in package.__all__
+        for name in ops.__all__
         if name.endswith(("_state", "_state_spec", "_pattern"))
     }
     modules = {"feature_maps", "fourier", "random_features"}
-    assert set(ops.__all__) - sizes_and_states - modules <= set(CALLS)
-    assert {"fourier_attention", "squared_features"} <= set(CALLS)
+    assert set(ops.__all__) - sizes_and_states - modules <= set(FUNCTIONS)
 
 
 @pytest.mark.any_backend

@@ -27,6 +27,9 @@ from keras_efficient_attn.models.conversion.layer_search import (
     check_budget,
     select_layers,
 )
+from keras_efficient_attn.models.conversion.other_functions import (
+    warn_of_other_functions,
+)
 from keras_efficient_attn.models.conversion.targets import choose_targets, is_pattern
 from keras_efficient_attn.models.conversion.trace import (
     batches,
@@ -35,7 +38,6 @@ from keras_efficient_attn.models.conversion.trace import (
     fit,
     layer_names,
     trace,
-    warn_of_other_functions,
 )
 from keras_efficient_attn.models.files import (
     PicklesAsFile,
@@ -121,8 +123,9 @@ def convert_backbone(
 
     Returns:
         The copy, not compiled. A warning names layers that do not estimate softmax,
-        such as `linear` with elu, and with the weights compute another function:
-        `swap_report` says how far from the original's.
+        such as `linear` with elu, and with the weights compute another function. It
+        gives `attention` of `swap_report` for the first two of them on 16 random
+        tokens, or says why not.
 
     Raises:
         ValueError: If the backbone's attention cannot be replaced (for example because
@@ -164,11 +167,16 @@ def convert_backbone(
     targets = choose_targets(backbone, attention, None if automatic else layers)
     if automatic:
         efficient = _within_budget(targets, inputs, budget)
-        warn_of_other_functions(efficient.attention_adapters)
+        sites = [
+            old
+            for old, new in zip(targets.sites, efficient.attention_sites, strict=True)
+            if new.is_converted
+        ]
+        warn_of_other_functions(backbone, sites, efficient.attention_adapters)
         return efficient
     efficient = make_copy(targets)
     adapters = efficient.attention_adapters
-    warn_of_other_functions(adapters)
+    warn_of_other_functions(backbone, targets.chosen_sites, adapters)
     if inputs is not None:
         check_can_fit(adapters)
         fit(

@@ -8,6 +8,9 @@ import warnings
 import keras
 
 from keras_efficient_attn.layers.quantization import KeepsQuantization
+from keras_efficient_attn.models.conversion.other_functions import (
+    warn_of_other_functions,
+)
 from keras_efficient_attn.models.conversion.targets import (
     build_adapter,
     choose_targets,
@@ -17,7 +20,6 @@ from keras_efficient_attn.models.conversion.trace import (
     check_can_fit,
     fit,
     trace,
-    warn_of_other_functions,
 )
 from keras_efficient_attn.models.files import PicklesAsFile
 
@@ -76,11 +78,12 @@ def replace_attention(model, attention, layers=None, calibrate=None):
     if calibrate is not None:
         check_can_fit(adapters)
         records = trace(model, targets.chosen_sites, batches(calibrate))
-        for adapter, site in zip(adapters, targets.chosen_sites, strict=True):
-            build_adapter(adapter, site)
+    for adapter, site in zip(adapters, targets.chosen_sites, strict=True):
+        build_adapter(adapter, site)
+    if calibrate is not None:
         fit(adapters, targets.chosen_sites, records)
+    warn_of_other_functions(model, targets.chosen_sites, adapters)
     targets.install(adapters)
-    warn_of_other_functions(adapters)
     message = f"{model.name} has to be compiled again."
     if before is None:
         message += " It does not survive saving: it, or a layer in it, has no "

@@ -15,6 +15,7 @@ from keras_efficient_attn.models.conversion.paths import (
 )
 from keras_efficient_attn.models.conversion.sites import find_sites
 from keras_efficient_attn.models.conversion.trace import (
+    attention_error,
     relative_error,
     run,
     trace_layers,
@@ -124,17 +125,16 @@ def swap_report(original, converted, inputs):
     errors = []
     for index, (old_site, site) in enumerate(zip(old, new, strict=True)):
         calls = old_attention[index]
-        valid = [valid_positions(old_site, call) for call in calls]
-        again = [run(site.layer, *call.args, **call.kwargs) for call in calls]
         residual = None
         if site.in_one_block:
+            valid = [valid_positions(old_site, call) for call in calls]
             residual = relative_error(old_blocks[index], new_blocks[index], valid)
         errors.append(
             LayerError(
                 index,
                 site.layer.path,
                 site.is_converted,
-                relative_error([call.output for call in calls], again, valid),
+                attention_error(old_site, site.layer, calls),
                 residual,
             )
         )

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import warnings
 
 import keras
 import numpy as np
@@ -86,6 +85,33 @@ def trace_layers(model, layers, batch):
     return calls
 
 
+class _AllCalled(BaseException):
+    """Ends a run. Keras wraps each `Exception` that passes a layer."""
+
+
+def first_calls(model, layers, batch):
+    """As `trace_layers`; the run ends when each of the layers has been called."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(_AllCalled))
+        calls = stack.enter_context(record_calls(layers))
+        for layer in layers:
+            stack.enter_context(replace_call(layer, _ending(layer.call, calls)))
+        run(model, batch, training=False)
+    return calls
+
+
+def _ending(record_call, calls):
+    """A recorder of `record_calls` that ends the run after the last first call."""
+
+    def call(*args, **kwargs):
+        output = record_call(*args, **kwargs)
+        if all(calls):
+            raise _AllCalled
+        return output
+
+    return call
+
+
 @contextlib.contextmanager
 def record_calls(layers):
     """Records the calls of layers, in eager and in compiled code.
@@ -152,6 +178,19 @@ def position_mask(site, call):
         masks.append(dense[:, 0])
     masks = [ops.cast(mask, "bool") for mask in masks if mask is not None]
     return functools.reduce(ops.logical_and, masks) if masks else None
+
+
+def attention_error(site, layer, calls):
+    """The `relative_error` of a layer on the calls of the original attention layer.
+
+    Args:
+        site: The `AttentionSite` of the original layer.
+        layer: The `AttentionAdapter` in its place, or the original itself.
+        calls: List of `Call` of the original.
+    """
+    old = [call.output for call in calls]
+    new = [run(layer, *call.args, **call.kwargs) for call in calls]
+    return relative_error(old, new, [valid_positions(site, call) for call in calls])
 
 
 def relative_error(old, new, valid):
@@ -243,25 +282,6 @@ def check_can_fit(adapters):
             f"{layer_names(adapters)} with these options has nothing to fit, and "
             "`calibrate` no use but for layers='auto'. VQAttention has, and "
             "PerformerAttention with `calibrated=True`."
-        )
-
-
-def warn_of_other_functions(adapters):
-    """Warns of layers that compute another function of the weights than softmax."""
-    others = [
-        adapter
-        for adapter in adapters
-        if not (adapter.attention.is_softmax or adapter.attention.estimates_softmax)
-        # The layers' own gates are those of the original here.
-        and adapter.attention.gate_dense is None
-    ]
-    if others:
-        warnings.warn(
-            f"{layer_names(others)} with these options does not estimate softmax "
-            "attention: with the weights of a trained layer it computes something "
-            "else. `swap_report(original, converted, inputs)` says how far its outputs "
-            "are; `distill` trains the copy. `performer` and `vq` estimate softmax.",
-            stacklevel=3,
         )
 
 

@@ -114,7 +114,7 @@ class EfficientTextClassifier(TaskMixin, keras_hub.models.TextClassifier):
             )
         inputs = backbone.input
         # Half precision cannot count the tokens of a long text.
-        pooled = MeanOfTokens(dtype="float32", name="pooling")(
+        pooled = MeanOfTokens("channels_last", dtype="float32", name="pooling")(
             backbone(inputs), mask=inputs["padding_mask"]
         )
         pooled = keras.layers.Dropout(dropout, dtype="float32", name="dropout")(pooled)

@@ -6,7 +6,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.chunking import pad_to
+from keras_efficient_attn.ops.common.chunking import chunk_count, pad_to
 from keras_efficient_attn.ops.common.numerics import unit_vectors
 from keras_efficient_attn.ops.common.online_softmax import merge
 from keras_efficient_attn.ops.common.plan import block_sizes
@@ -60,10 +60,9 @@ def streamed_lsh_attention(query, value, buckets, kept, config, state, dropout):
     block = max(1, min(config.chunk_size, block_sizes().found_floats // found))
     if isinstance(length, int):
         block = min(block, max(1, length))
-        steps = max(1, -(-length // block))
     else:
         length = shape_of(query)[1]
-        steps = (length + block - 1) // block
+    steps = chunk_count(length, block)
     dtype = query.dtype
     buckets = ops.cast(ops.transpose(buckets, (0, 3, 1, 2)), dtype)
     inputs = (query, value, buckets, ops.cast(kept, dtype))
