@@ -147,6 +147,8 @@ def inner_products(first, second):
 
 # `x * factor` for factors `(..., 1)`, whose gradient is an `inner_products`.
 scale_vectors = ops.multiply
+# `x * gain` for gains of the last axes.
+scale_channels = ops.multiply
 if BACKEND == "jax":
     import jax
 
@@ -160,6 +162,16 @@ if BACKEND == "jax":
         return grad * factor, inner_products(x, grad)
 
     scale_vectors.defvjp(_scale_forward, _scale_backward)
+    scale_channels = jax.custom_vjp(jax.numpy.multiply)
+
+    def _channels_backward(kept, grad):
+        x, gain = kept
+        # Otherwise XLA computes both anew in a slow sum.
+        x, grad = jax.lax.optimization_barrier((x, grad))
+        axes = tuple(range(x.ndim - gain.ndim))
+        return grad * gain, (x * grad).sum(axes)
+
+    scale_channels.defvjp(_scale_forward, _channels_backward)
 
 
 # Added to the mean square of a vector that is divided by its norm. Its root bounds the

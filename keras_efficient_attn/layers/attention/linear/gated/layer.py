@@ -15,6 +15,7 @@ from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.numerics import (
     accumulator_dtype,
     mean_of_channels,
+    scale_channels,
     scale_vectors,
 )
 from keras_efficient_attn.ops.linear_attention.gated.api import (
@@ -251,7 +252,7 @@ class GatedStateAttention(LinearAttention):
             # the two norms at 0 would multiply.
             inverse = ops.sign(power) * ops.rsqrt(power + EPSILON)
             heads = scale_vectors(heads, inverse)
-            heads = heads * ops.cast(self._norm_scale, heads.dtype)
+            heads = scale_channels(heads, ops.cast(self._norm_scale, heads.dtype))
         if self.output_gate is not None:
             gate = self.output_gate(
                 apply_projections(self._output_gate_layers, gate_input)
