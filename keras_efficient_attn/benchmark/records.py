@@ -142,6 +142,46 @@ class Comparison:
         ]
 
 
+# Settings that two runs must share to be compared.
+SHAPE = ("heads", "head_dim", "batch", "dtype", "mode", "causal", "backend", "model")
+
+
+def time_ratios(comparison, before):
+    """How many times as long contestants take as in an earlier run.
+
+    Seconds count in those of the run's matmul of the same length, if both runs have
+    it, so that a slower machine makes no contestant slower.
+
+    Args:
+        comparison: `Comparison`.
+        before: Another, of the same shape.
+
+    Returns:
+        Dict of `(contestant, length)` to the ratio, for what both measured.
+
+    Raises:
+        ValueError: If the settings of the shape differ.
+    """
+    for name in SHAPE:
+        new, old = (getattr(run.settings, name) for run in (comparison, before))
+        if new != old:
+            raise ValueError(
+                f"The runs to compare must have the same {name}. Received: {new!r} "
+                f"now, {old!r} before"
+            )
+    speeds = [run.series(MATMUL, "seconds") for run in (comparison, before)]
+    ratios = {}
+    for contestant in comparison.contestants():
+        old = before.series(contestant, "seconds")
+        for length, seconds in comparison.series(contestant, "seconds").items():
+            if length in old:
+                new_speed, old_speed = (speed.get(length) for speed in speeds)
+                both = new_speed and old_speed
+                speed = new_speed / old_speed if both else 1.0
+                ratios[contestant, length] = seconds / old[length] / speed
+    return ratios
+
+
 def log_log_slope(series):
     """Least-squares slope of log value over log length.
 

@@ -6,8 +6,13 @@ import json
 import textwrap
 from pathlib import Path
 
-from keras_efficient_attn.benchmark.records import OK, Record
-from keras_efficient_attn.benchmark.settings import MATMUL, SOFTMAX
+from keras_efficient_attn.benchmark.records import (
+    OK,
+    Comparison,
+    Record,
+    time_ratios,
+)
+from keras_efficient_attn.benchmark.settings import MATMUL, SOFTMAX, Settings
 
 DASH = "-"
 # The pictures: a field of `Record`, its unit, and the factor to that unit.
@@ -85,6 +90,40 @@ def write_json(comparison, path):
     summaries = [dataclasses.asdict(item) for item in comparison.summaries()]
     content = {**dataclasses.asdict(comparison), "summaries": summaries}
     Path(path).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def read_json(path):
+    """The `Comparison` that `write_json` wrote.
+
+    Raises:
+        ValueError: If the file cannot be read as one.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+        return Comparison(
+            Settings(**content["settings"]),
+            [Record(**record) for record in content["records"]],
+            content["environment"],
+            content["complete"],
+        )
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is no file that this command wrote: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+
+
+def slower(comparison, before):
+    """Lines about what takes over a tenth longer than in an earlier `Comparison`."""
+    ratios = time_ratios(comparison, before)
+    rows = [
+        (name, f"{length}", f"{ratio:.2f}")
+        for (name, length), ratio in ratios.items()
+        if ratio > 1.1
+    ]
+    if not rows:
+        return f"Of {len(ratios)} times, none is over a tenth longer than before."
+    return "\n".join(align([("slower than before", "length", "times as long"), *rows]))
 
 
 def write_plots(comparison, folder):

@@ -30,6 +30,30 @@ def in_process(monkeypatch):
     )
 
 
+def test_a_run_is_compared_with_an_earlier_one(in_process, tmp_path, capsys):
+    file = tmp_path / "runs" / "before.json"
+    arguments = [*SMALL, "--layers", "softmax", FAVOR]
+    assert cli.main([*arguments, "--save", str(file)]) == 0
+    content = json.loads(file.read_text())
+    seconds = {record["contestant"]: record for record in content["records"]}
+    # As on a machine of half the speed, where FAVOR+ was a thousand times as fast.
+    for name, factor in (("matmul", 2.0), ("softmax", 1e6), (FAVOR, 2e-3)):
+        seconds[name]["seconds"] *= factor
+    file.write_text(json.dumps(content))
+    capsys.readouterr()
+    assert cli.main([*arguments, "--against", str(file)]) == 0
+    printed = capsys.readouterr().out.split("slower than before")[1]
+    (line,) = printed.strip().splitlines()[1:]
+    name, length, ratio = line.split()
+    assert (name, length) == (FAVOR, "8") and float(ratio) > 10
+    # Another shape, and no file of the command.
+    assert cli.main([*arguments, "--heads", "4", "--against", str(file)]) == 2
+    assert "same heads. Received: 4 now, 2 before" in capsys.readouterr().err
+    file.write_text("{}")
+    assert cli.main([*arguments, "--against", str(file)]) == 2
+    assert "is no file that this command wrote" in capsys.readouterr().err
+
+
 def test_a_run_leaves_table_files_and_pictures(in_process, tmp_path, capsys):
     layers = ["softmax", FAVOR, UNSUPPORTED]
     out = tmp_path / "new" / "folder"
