@@ -200,15 +200,21 @@ def gated_heads(
         short_convolution(x, weights.get(f"{name}_convolution_kernel"), mask)
         for x, name, mask in zip((query, key, value), names, masks, strict=True)
     )
-    if layer.activation is not None:
-        query, key, value = (x * sigmoid(x) for x in (query, key, value))
+    config = layer.get_config()
+    value = ACTIVATIONS[config["activation"]](value)
+    name = config["qk_activation"] or config["activation"]
+    query, key = (ACTIVATIONS[name](x) for x in (query, key))
     log_decay, beta = rates(layer, weights, inputs[1])
-    groups = query.shape[2] // key.shape[2]
-    key, value = (np.repeat(x, groups, axis=2) for x in (key, value))
+    query, key, value = (
+        np.repeat(x, layer.num_heads // x.shape[2], axis=2) for x in (query, key, value)
+    )
     if layer.rotary_wavelength is not None:
         query, key = (rotate(x, layer.rotary_wavelength) for x in (query, key))
     if layer.feature_map.name == "unit":
-        query, key = (rms(x) / np.sqrt(x.shape[-1]) for x in (query, key))
+        epsilon = layer.feature_map.epsilon
+        query, key = (rms(x, epsilon) / np.sqrt(x.shape[-1]) for x in (query, key))
+    elif layer.feature_map.name == "sum":
+        query, key = (x / abs(x).sum(-1, keepdims=True) for x in (query, key))
     batch, length, heads, dim = query.shape
     keys = key.shape[1]
     state = np.zeros((batch, heads, dim, keys))
@@ -228,11 +234,11 @@ def gated_heads(
     if layer.output_norm == "group":
         outputs = outputs - outputs.mean(-1, keepdims=True)
     power = (outputs**2).mean(-1, keepdims=True)
-    outputs = outputs / np.sqrt(power + 1e-5) * weights["norm_scale"]
+    outputs = outputs / np.sqrt(power + layer.output_norm_epsilon)
+    outputs = outputs * weights.get("norm_scale", 1.0)
     if layer.output_gate is not None:
         gate = through(weights, "output_gate", inputs[0])
-        swish = layer.get_config()["output_gate"] == "silu"
-        gate = gate * sigmoid(gate) if swish else sigmoid(gate)
+        gate = ACTIVATIONS[config["output_gate"]](gate)
         outputs = outputs * gate.reshape(outputs.shape)
     return outputs, matrix
 
@@ -246,13 +252,19 @@ def rates(layer, weights, x):
     if "beta/kernel" in weights:
         beta = layer.max_beta * sigmoid(x @ weights["beta/kernel"])
         beta = np.repeat(beta, groups, axis=2)
+    elif hasattr(layer, "max_beta"):
+        beta = np.full((*x.shape[:2], heads), layer.max_beta)
     if "decay/kernel" in weights:
         logits = through(weights, "decay", x).reshape(shape)
         logits = logits + weights["decay_bias"].reshape(shape[2:])
-        if "log_rate" in weights:
+        least = layer.least_log_decay
+        if "log_rate" in weights and least is not None:
+            log_decay = least * sigmoid(np.exp(weights["log_rate"]) * logits)
+        elif "log_rate" in weights:
             log_decay = -np.exp(weights["log_rate"]) * np.logaddexp(0, logits)
         else:
             log_decay = -np.logaddexp(0, -logits) / layer.decay_temperature
+            log_decay = np.maximum(log_decay, -np.inf if least is None else least)
         log_decay = np.repeat(log_decay, groups, axis=2)
     elif beta is None:
         decays = layer.decays or 1 - 2.0 ** (-5 - np.arange(heads))
@@ -264,7 +276,7 @@ def through(weights, name, x):
     """`x` through a projection of full or low rank."""
     if f"{name}_low_rank/kernel" in weights:
         x = x @ weights[f"{name}_low_rank/kernel"]
-    return x @ weights[f"{name}/kernel"]
+    return x @ weights[f"{name}/kernel"] + weights.get(f"{name}/bias", 0.0)
 
 
 def short_convolution(x, kernel, mask):
@@ -281,6 +293,15 @@ def short_convolution(x, kernel, mask):
 
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
+
+
+ACTIVATIONS = {
+    None: lambda x: x,
+    "linear": lambda x: x,
+    "relu": lambda x: np.maximum(x, 0),
+    "sigmoid": sigmoid,
+    "silu": lambda x: x * sigmoid(x),
+}
 
 
 def sparse_heads(
@@ -574,8 +595,8 @@ def dots(query, key):
     return np.einsum("bthd,bshd->bhts", query, key)
 
 
-def rms(x):
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3)
+def rms(x, epsilon=1e-3):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon)
 
 
 def rotate(x, wavelength):
@@ -717,9 +738,15 @@ def unit(query, key, projection, order):
     return dots(query, key)
 
 
+def by_sum(query, key, projection, order):
+    query, key = (x / abs(x).sum(-1, keepdims=True) for x in (query, key))
+    return dots(query, key)
+
+
 KERNELS = {
     "identity": identity,
     "unit": unit,
+    "sum": by_sum,
     "favor+": favor_plus,
     "hyperbolic": hyperbolic,
     "favor++": None,

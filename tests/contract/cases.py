@@ -24,6 +24,7 @@ from keras_efficient_attn import (
     SparseAttention,
     VQAttention,
 )
+from keras_efficient_attn.layers import feature_maps
 from tests import dense
 from tests.outside import SquareAttention, square_heads
 
@@ -217,6 +218,7 @@ CASES = [
         variant=True,
         decay="scalar",
         decay_rank=None,
+        least_log_decay=-0.03,
         num_key_value_heads=1,
         convolution=3,
         output_gate=None,
@@ -232,7 +234,29 @@ CASES = [
         rotary_wavelength=50.0,
         output_norm="group",
     ),
+    make_gated_oracle(
+        "gated-delta-values",
+        GatedDeltaAttention,
+        variant=True,
+        num_value_heads=2 * HEADS,
+        feature_map=feature_maps.get("unit", epsilon=0.1),
+        qk_activation="linear",
+        output_norm_epsilon=0.1,
+        output_norm_scale=False,
+        output_gate="sigmoid",
+        output_gate_bias=True,
+    ),
     make_gated_oracle("kimi-delta", KimiDeltaAttention, decay_rank=3),
+    make_gated_oracle(
+        "kimi-delta-bound",
+        KimiDeltaAttention,
+        variant=True,
+        num_value_heads=2 * HEADS,
+        least_log_decay=-2.0,
+        use_beta=False,
+        feature_map="sum",
+        convolution=None,
+    ),
     sparse("strided", stride=5, rotary_wavelength=50.0),
     sparse("fixed", pattern="fixed", stride=6, summary=2, variant=True),
     local("grid", query_block=(3, 2), memory=(2, 1), grid=(6, 7), order="block"),

@@ -13,9 +13,13 @@ import keras
 from keras_efficient_attn.layers.arguments import identity
 from keras_efficient_attn.layers.attention.registry import add_named
 from keras_efficient_attn.ops.common import random_features
-from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
+from keras_efficient_attn.ops.common.checks import (
+    check_bool,
+    check_positive_int,
+    check_positive_number,
+)
 from keras_efficient_attn.ops.common.feature_kernels import entrywise
-from keras_efficient_attn.ops.common.numerics import wide_dtype
+from keras_efficient_attn.ops.common.numerics import NORM_EPSILON, wide_dtype
 from keras_efficient_attn.ops.linear_attention import (
     feature_maps as functions,
 )
@@ -489,12 +493,37 @@ class IdentityFeatures(FeatureMap):
 
 
 @_register("unit")
+@dataclasses.dataclass(frozen=True)
 class UnitFeatures(FeatureMap):
-    """`ops.feature_maps.unit_features`: x / ‖x‖, the keys of the delta rule."""
+    """`ops.feature_maps.unit_features`: x / ‖x‖, the keys of the delta rule.
+
+    Args:
+        epsilon: Added to the mean square of `x`. Defaults to 1e-3, which bounds the
+            derivative at zero.
+    """
+
+    epsilon: float = NORM_EPSILON
 
     positive = False
     rowwise = True
-    query_features = _in_layer(functions.unit_features)
+
+    def __post_init__(self):
+        check_positive_number("epsilon", self.epsilon)
+
+    @property
+    def query_features(self):
+        return functools.partial(
+            functions.unit_features.__wrapped__, epsilon=self.epsilon
+        )
+
+
+@_register("sum")
+class SumFeatures(FeatureMap):
+    """`ops.feature_maps.sum_features`: x / Σ|x|, other keys of the delta rule."""
+
+    positive = False
+    rowwise = True
+    query_features = _in_layer(functions.sum_features)
 
 
 @_register("softmax")

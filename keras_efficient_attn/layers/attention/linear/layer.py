@@ -63,6 +63,7 @@ class LinearAttention(EfficientAttention):
             | `"exp"` | exp(x) | d |
             | `"identity"` | x, signed | d |
             | `"unit"` | x / ‖x‖, signed | d |
+            | `"sum"` | x by its sum of absolutes, signed | d |
             | `"softmax"` | softmax of queries, exponential of keys | d |
             | `"hedgehog"` | softmax([Wx, −Wx]), learned per head | 2d |
             | `"learned"` | exp(Wx + b − n·x²), learned per head | 2d |
