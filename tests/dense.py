@@ -333,6 +333,20 @@ def full_softmax_heads(
     layer, query, key, value, query_mask=None, key_mask=None, causal=False
 ):
     """SoftmaxAttention's heads: every key, or the keys in the sliding window."""
+    if layer.projection_norm is not None:
+        gains = {
+            w.name: np.asarray(v)
+            for w, v in zip(layer.weights, layer.get_weights(), strict=True)
+        }
+        epsilon = layer.projection_norm_epsilon
+        query, key = (
+            x
+            / np.sqrt((x**2).mean((2, 3), keepdims=True) + epsilon)
+            * gains[f"{name}_norm_scale"]
+            for x, name in ((query, "query"), (key, "key"))
+        )
+        groups = query.shape[2] // key.shape[2]
+        key, value = (np.repeat(x, groups, axis=2) for x in (key, value))
     distance = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])
     window = layer.get_config()["sliding_window"] or max(query.shape[1], key.shape[1])
     allowed = (np.abs(distance) < window)[None]

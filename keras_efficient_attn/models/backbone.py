@@ -17,6 +17,10 @@ from keras_efficient_attn.models.blocks.input_embedding import (
 )
 from keras_efficient_attn.models.blocks.positions import PositionOptions
 from keras_efficient_attn.models.blocks.residual import ResidualOptions
+from keras_efficient_attn.models.checkpoints.conversion import (
+    export_backbone,
+    read_backbone,
+)
 from keras_efficient_attn.models.files import (
     OptionalDocuments,
     PresetMixin,
@@ -97,6 +101,9 @@ class EfficientTransformerBackbone(
         takes_documents: Whether a row may hold several documents, one after the other:
             the inputs may then have `document_ids`. For `"decoder"` and `"encoder"`.
             Defaults to `False`.
+        transformers_config: The `config.json` of the checkpoint of transformers that
+            the arguments are from, a dict, which `export_to_transformers` writes;
+            `from_preset` sets it. Defaults to `None`.
         dtype: Policy of all layers.
         name, trainable: Arguments of `keras.Model`.
 
@@ -174,6 +181,7 @@ class EfficientTransformerBackbone(
         use_bias=True,
         dropout=0.0,
         takes_documents=False,
+        transformers_config=None,
         dtype=None,
         name=None,
         trainable=True,
@@ -223,6 +231,7 @@ class EfficientTransformerBackbone(
         self.hidden_dim = hidden_dim
         self.architecture = architecture
         self.max_sequence_length = options.positions.limit
+        self.transformers_config = transformers_config
         self._options = options
 
     def get_initial_state(self, batch_size, max_length=None, memory_length=None):
@@ -413,6 +422,26 @@ class EfficientTransformerBackbone(
         for pattern, layout in layouts.items():
             layout_map[pattern] = layout
         return layout_map
+
+    @classmethod
+    def from_checkpoint(cls, preset, config, load_weights, **kwargs):
+        """What `from_preset` does with a checkpoint whose `config.json` is `config`."""
+        return read_backbone(cls, preset, config, load_weights, **kwargs)
+
+    def export_to_transformers(self, path, max_shard_size=5_000_000_000):
+        """Writes the model in the format of transformers, as it has been trained.
+
+        A model with LoRA is written with its update. For a backbone that `from_preset`
+        made from such a folder or handle: the `config.json` is the same.
+
+        Args:
+            path: A folder, which is made if it does not exist.
+            max_shard_size: Bytes of tensors in one file. Defaults to 5 GB.
+
+        Raises:
+            ValueError: If the backbone has no `transformers_config`, or is quantised.
+        """
+        export_backbone(self, path, max_shard_size)
 
     def load_lora_weights(self, filepath):
         check_lora_file(filepath)

@@ -10,6 +10,7 @@ import keras
 from keras_hub.models import Backbone
 
 from keras_efficient_attn.layers.keras_internals import require
+from keras_efficient_attn.models.checkpoints.files import read_config
 
 FOLDER = Path(__file__).parent / "preset_files"
 
@@ -55,14 +56,19 @@ class PresetMixin:
 
         Args:
             preset: One of `preset_names()`, with `load_weights=False`; a folder that
-                `save_to_preset` wrote; or another preset that KerasHub loads.
+                `save_to_preset` wrote; a folder or an `"hf://…"` handle in the format
+                of transformers, with a `model_type` that the page on configurations
+                lists; or another preset that KerasHub loads.
             load_weights: Whether to load weights, or leave them random. Shipped
                 configurations have none. Defaults to `True`.
             **kwargs: Arguments of the backbone or the task that replace those of
-                the preset, such as `dtype` or `positions`.
+                the preset, such as `dtype` or `positions`; of a checkpoint in the
+                format of transformers, only those that leave the architecture as it is:
+                `dtype`, `dropout`, `takes_documents`, `name`, `trainable`.
 
         Raises:
-            ValueError: If the preset does not exist, or has no weights to load.
+            ValueError: If the preset does not exist, has no weights to load, or is a
+                model that the package does not have.
         """
         if preset in preset_names() and load_weights:
             raise ValueError(
@@ -70,6 +76,9 @@ class PresetMixin:
                 f"`load_weights=False`. Received: load_weights={load_weights!r}"
             )
         path = preset_path(preset)
+        config = None if preset in preset_names() else read_config(path)
+        if config is not None:
+            return cls.from_checkpoint(path, config, load_weights, **kwargs)
         if issubclass(cls, Backbone) and "dtype" not in kwargs:
             kwargs |= _quantized_dtype(path)
         return super().from_preset(path, load_weights=load_weights, **kwargs)

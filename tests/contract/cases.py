@@ -301,6 +301,13 @@ CASES = [
     ),
     softmax("softmax"),
     softmax("softmax-window", variant=True, sliding_window=4, rotary_wavelength=50.0),
+    softmax(
+        "softmax-norm",
+        variant=True,
+        projection_norm="rms",
+        projection_norm_epsilon=0.1,
+        num_key_value_heads=1,
+    ),
     reformer("reformer", bucket_size=4, num_hashes=2, num_buckets=4),
     # A key whose product is near zero may be the only one: it is divided by itself.
     Case("outside", SquareAttention, {}, square_heads, long={}, smooth=False),

@@ -6,6 +6,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.layers.quantization import KeepsQuantization
+from keras_efficient_attn.models.checkpoints.conversion import OVERRIDES
 from keras_efficient_attn.models.files import OptionalDocuments, PresetMixin
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int
@@ -42,6 +43,19 @@ class TaskMixin(OptionalDocuments, KeepsQuantization, PresetMixin):
             )
         self.backbone = backbone
         self.preprocessor = preprocessor
+
+    @classmethod
+    def from_checkpoint(cls, preset, config, load_weights, **kwargs):
+        """What `from_preset` does with a checkpoint whose `config.json` is `config`."""
+        given = {name: kwargs.pop(name) for name in OVERRIDES if name in kwargs}
+        backbone = cls.backbone_cls.from_checkpoint(
+            preset, config, load_weights, **given
+        )
+        return cls(backbone=backbone, **kwargs)
+
+    def export_to_transformers(self, path, max_shard_size=5_000_000_000):
+        """Writes the model in the format of transformers; as the backbone's."""
+        self.backbone.export_to_transformers(path, max_shard_size)
 
     def fit(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
         """As `keras.Model.fit`; strings go through the preprocessor."""
