@@ -805,8 +805,11 @@ def reformer_heads(
             across = layer.across_buckets and not cut_aligned
             cut = (layer.bucket_size, cut_aligned, across)
             seen = lsh_visible(rounds, kept[b], *cut)
+            first = layer.dense_prefix or 0
+            seen[:first] = kept[b]
             scale = dim**-0.5 if layer.scale_logits else 1.0
-            weights[b, h] = shared_weights(key[b, :, h], seen, kept[b], causal, scale)
+            pairs = key[b, :, h], seen, kept[b]
+            weights[b, h] = shared_weights(*pairs, causal, scale, layer.key_epsilon)
     return np.einsum("bhts,bshv->bthv", weights, value), weights
 
 
@@ -850,12 +853,12 @@ def lsh_visible(rounds, kept, chunk_size, aligned, across):
     return seen
 
 
-def shared_weights(x, seen, kept, causal, scale):
+def shared_weights(x, seen, kept, causal, scale, epsilon=1e-3):
     """Attention of queries to their unit vectors; to itself only without other keys."""
     length = len(x)
     position = np.arange(length)
     other = position[:, None] > position if causal else position[:, None] != position
-    logits = scale * x @ (rms(x) / np.sqrt(x.shape[-1])).T
+    logits = scale * x @ (rms(x, epsilon) / np.sqrt(x.shape[-1])).T
     logits = np.where(seen & other, logits, -np.inf)
     largest = logits.max(-1, keepdims=True)
     weights = np.exp(logits - np.where(np.isfinite(largest), largest, 0.0))

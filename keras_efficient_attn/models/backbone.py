@@ -85,7 +85,8 @@ class EfficientTransformerBackbone(
         encoder_attention: The self-attention of the encoder of an
             `"encoder_decoder"`, as `attention`. Defaults to `None`: the decoder's.
         residual: `ResidualOptions`, or a kind: `"pre_norm"` (the default),
-            `"post_norm"`, `"reordered"`, `"gated"` or `"reversible"`.
+            `"post_norm"`, `"reordered"`, `"update_norm"`, `"gated"`, `"reversible"`, or
+            a tuple through which the blocks cycle.
         feed_forward: `FeedForwardOptions`, or an activation. Defaults to `"gelu"`.
         positions: `PositionOptions`, or a kind: `"sinusoidal"`, `"rotary"`, or `None`
             (the default). `"learned"` positions need a `max_length`.
@@ -116,7 +117,8 @@ class EfficientTransformerBackbone(
             begins where they change, and gives what it gives alone.
 
     Returns:
-        `(batch, length, hidden_dim)`. With `"encoder_decoder"`, a dict of
+        `(batch, length, hidden_dim)`; twice as wide with concatenated streams of
+        `ResidualOptions`. With `"encoder_decoder"`, a dict of
         `encoder_sequence_output` and `decoder_sequence_output`.
 
     Raises:
@@ -389,7 +391,10 @@ class EfficientTransformerBackbone(
         layouts = {
             # Tokens, and the hidden width.
             ".*token_embedding/embeddings": (model_axis, data_axis),
-            ".*token_embedding/reverse_embeddings": (data_axis, model_axis),
+            ".*token_embedding/(reverse_embeddings|projection/kernel)": (
+                data_axis,
+                model_axis,
+            ),
             # Heads, which are independent between the projections.
             f"{ATTENTION}/(query|gate)/kernel": (data_axis, model_axis, None),
             f"{ATTENTION}/(key|value)/kernel": (data_axis, shared_axis, None),

@@ -162,8 +162,9 @@ def adaptive_span(name, **options):
     return Case(name, AdaptiveSpan, options, heads, variant=variant, long=long)
 
 
-def reformer(name, **options):
+def reformer(name, causal=(False, True), variant=False, **options):
     flags = dict(cross=False, shared_key=True, smooth=False)
+    flags |= dict(causal=causal, variant=variant)
     long, heads = {"bucket_size": 64}, dense.reformer_heads
     return Case(name, ReformerLSHAttention, options, heads, long=long, **flags)
 
@@ -309,6 +310,16 @@ CASES = [
         num_key_value_heads=1,
     ),
     reformer("reformer", bucket_size=4, num_hashes=2, num_buckets=4),
+    reformer(
+        "reformer-prefix",
+        bucket_size=4,
+        num_hashes=2,
+        num_buckets=4,
+        dense_prefix=11,
+        key_epsilon=0.1,
+        causal=(True,),
+        variant=True,
+    ),
     # A key whose product is near zero may be the only one: it is divided by itself.
     Case("outside", SquareAttention, {}, square_heads, long={}, smooth=False),
 ]

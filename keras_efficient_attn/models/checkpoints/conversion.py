@@ -7,9 +7,15 @@ from keras_efficient_attn.models.checkpoints.files import (
     TensorFiles,
     write_checkpoint,
 )
+from keras_efficient_attn.models.checkpoints.olmo_hybrid import OlmoHybrid
+from keras_efficient_attn.models.checkpoints.reformer import Reformer
 from keras_efficient_attn.models.checkpoints.weights import load_weights
 
-FAMILIES = {**linear.FAMILIES}
+FAMILIES = {
+    **linear.FAMILIES,
+    "olmo_hybrid": OlmoHybrid(),
+    "reformer": Reformer(),
+}
 # Arguments of a backbone that do not change the architecture.
 OVERRIDES = ("dtype", "dropout", "takes_documents", "name", "trainable")
 
@@ -58,11 +64,9 @@ def read_backbone(cls, preset, config, weights=True, **overrides):
         transformers_config=copy.deepcopy(config),
     )
     if weights:
-        load_weights(
-            family.backbone_weights(backbone, config),
-            TensorFiles(preset),
-            family.ignored(config),
-        )
+        found = family.backbone_weights(backbone, config)
+        files = family.files(TensorFiles(preset), found)
+        load_weights(found, files, family.ignored(config))
     return backbone
 
 

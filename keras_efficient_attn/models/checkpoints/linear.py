@@ -105,6 +105,10 @@ class Family:
                 weights += self.weights(attention, f"{prefix}attn.", config)
         return weights
 
+    def files(self, files, weights):
+        """The tensors, as `backbone_weights` names them."""
+        return files
+
     def ignored(self, config):
         """Names of tensors that the model does not read."""
         tied = config.get("tie_word_embeddings", False)
