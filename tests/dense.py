@@ -213,11 +213,13 @@ def gated_heads(
     if layer.feature_map.name == "unit":
         epsilon = layer.feature_map.epsilon
         query, key = (rms(x, epsilon) / np.sqrt(x.shape[-1]) for x in (query, key))
+    elif layer.feature_map.name == "projected":
+        query, key = projected(layer.feature_map, weights, query, key)
     elif layer.feature_map.name == "sum":
         query, key = (x / abs(x).sum(-1, keepdims=True) for x in (query, key))
-    batch, length, heads, dim = query.shape
-    keys = key.shape[1]
-    state = np.zeros((batch, heads, dim, keys))
+    batch, length, heads, features = query.shape
+    keys, dim = key.shape[1], layer.key_dim
+    state = np.zeros((batch, heads, features, keys))
     matrix = np.zeros((batch, heads, length, keys))
     for t in range(length):
         if t < keys:
@@ -241,6 +243,36 @@ def gated_heads(
         gate = ACTIVATIONS[config["output_gate"]](gate)
         outputs = outputs * gate.reshape(outputs.shape)
     return outputs, matrix
+
+
+def projected(feature_map, weights, query, key):
+    """Features of queries and keys by maps that all heads share."""
+    rows = []
+    for side, x in (("query", query), ("key", key)):
+        own = {
+            name.removeprefix(f"{side}_feature_"): w
+            for name, w in weights.items()
+            if name.startswith(f"{side}_feature_")
+        }
+        if feature_map.kind == "product":
+            y = x @ own["kernel"] + own["bias"]
+            y = y * (x @ own["other_kernel"] + own["other_bias"])
+        elif feature_map.kind == "hedgehog":
+            y = np.exp(2 * (x @ own["kernel"] + own["bias"]))
+            y = np.concatenate([y, 1 / y], axis=-1)
+            y = y / y.sum(-1, keepdims=True)
+        elif feature_map.kind == "relu":
+            y = np.maximum(x @ own["kernel"], 0)
+        else:
+            z = np.concatenate([np.maximum(x, 0), np.maximum(-x, 0)], axis=-1)
+            n = z.shape[-1]
+            y = [z * z[..., (np.arange(n) - j) % n] for j in range(1, 5)]
+            y = np.concatenate(y, axis=-1)
+        if getattr(feature_map, f"normalize_{side}"):
+            y = y / (y.sum(-1, keepdims=True) + 1e-4)
+        rows.append(y)
+    query, key = rows
+    return query * (x.shape[-1] / key.shape[-1]) ** 0.5, key
 
 
 def rates(layer, weights, x):

@@ -212,6 +212,13 @@ CASES = [
         variant=False,
     ),
     make_gated_oracle("retention", RetentionAttention, rotary_wavelength=100.0),
+    make_gated_oracle(
+        "retention-hedgehog",
+        RetentionAttention,
+        variant=True,
+        rotary_wavelength=None,
+        feature_map=feature_maps.get("projected", kind="hedgehog", normalize_key=True),
+    ),
     make_gated_oracle("gated-linear", GatedLinearAttention, decay_rank=3),
     make_gated_oracle(
         "gated-linear-scalar",

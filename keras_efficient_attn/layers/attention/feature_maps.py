@@ -25,6 +25,13 @@ from keras_efficient_attn.ops.linear_attention import (
 )
 
 ROW_NORMS = ("chi", "sqrt_dim")
+# Kinds of `ProjectedFeatures`: features by head_dim, names of matrices and of biases.
+PROJECTED = {
+    "product": (1, ("kernel", "other_kernel"), ("bias", "other_bias")),
+    "hedgehog": (2, ("kernel",), ("bias",)),
+    "relu": (1, ("kernel",), ()),
+    "dpfp": (8, (), ()),
+}
 _CLASSES = {}
 
 
@@ -563,6 +570,104 @@ class HedgehogFeatures(FeatureMap):
 
     def multiplications(self, head_dim):
         return head_dim * head_dim
+
+
+@_register("projected")
+@dataclasses.dataclass(frozen=True)
+class ProjectedFeatures(FeatureMap):
+    """Maps of the linear attention of flash-linear-attention, which all heads share.
+
+    | `kind` | map | features |
+    |---|---|---|
+    | `"product"` | (Wx + b) ⊙ (W'x + b'), signed | d |
+    | `"hedgehog"` | softmax([2(Wx + b), −2(Wx + b)]) | 2d |
+    | `"relu"` | relu(Wx) | d |
+    | `"dpfp"` | z ⊙ roll(z, j) for j = 1..4, z = [relu(x), relu(−x)] | 8d |
+
+    Queries' features are multiplied by `√(d / features)`.
+
+    Args:
+        kind: One of the above. Defaults to `"product"`.
+        normalize_query, normalize_key: Whether their features are divided by their sum,
+            plus 1e-4. Defaults to `False`.
+
+    Reference:
+        - [Kasai et al., 2021](https://arxiv.org/abs/2103.13076), `"relu"`
+        - [Zhang et al., 2024](https://arxiv.org/abs/2402.04347), `"hedgehog"`
+        - [Schlag et al., 2021](https://arxiv.org/abs/2102.11174), `"dpfp"`
+    """
+
+    kind: str = "product"
+    normalize_query: bool = False
+    normalize_key: bool = False
+
+    def __post_init__(self):
+        if self.kind not in PROJECTED:
+            raise ValueError(
+                f"`kind` must be one of {', '.join(PROJECTED)}. Received: "
+                f"kind={self.kind!r}"
+            )
+        for name in ("normalize_query", "normalize_key"):
+            check_bool(name, getattr(self, name))
+        object.__setattr__(self, "positive", self.kind != "product")
+
+    def feature_dim(self, head_dim):
+        return head_dim * PROJECTED[self.kind][0]
+
+    @property
+    def weights_per_side(self):
+        """Matrices and biases of one side."""
+        return PROJECTED[self.kind][1:]
+
+    def create_weights(self, layer, seed):
+        matrices, biases = self.weights_per_side
+        dim, weights = layer.key_dim, []
+        for side in ("query", "key"):
+            for names, shape, initializer in (
+                (matrices, (dim, dim), identity),
+                (biases, (dim,), "zeros"),
+            ):
+                for name in names:
+                    weight = layer.add_weight(
+                        name=f"{side}_feature_{name}",
+                        shape=shape,
+                        initializer=initializer,
+                        autocast=False,
+                    )
+                    weights.append(weight)
+        return tuple(weights)
+
+    def query_features(self, x, *weights):
+        features = self._features(x, weights[: len(weights) // 2])
+        scale = (x.shape[-1] / features.shape[-1]) ** 0.5
+        return self._normalized(features, self.normalize_query) * scale, None
+
+    def key_features(self, x, *weights):
+        features = self._features(x, weights[len(weights) // 2 :])
+        return self._normalized(features, self.normalize_key), None
+
+    def _features(self, x, weights):
+        if self.kind == "product":
+            first, second, bias, other_bias = weights
+            return (x @ first + bias) * (x @ second + other_bias)
+        if self.kind == "hedgehog":
+            kernel, bias = weights
+            y = 2.0 * (x @ kernel + bias)
+            y = keras.ops.concatenate([y, -y], axis=-1)
+            return keras.ops.softmax(y, axis=-1)
+        if self.kind == "relu":
+            return keras.ops.relu(x @ weights[0])
+        z = keras.ops.concatenate([keras.ops.relu(x), keras.ops.relu(-x)], axis=-1)
+        rolled = [keras.ops.roll(z, j, axis=-1) * z for j in range(1, 5)]
+        return keras.ops.concatenate(rolled, axis=-1)
+
+    def _normalized(self, features, normalize):
+        if not normalize:
+            return features
+        return features / (keras.ops.sum(features, axis=-1, keepdims=True) + 1e-4)
+
+    def multiplications(self, head_dim):
+        return len(self.weights_per_side[0]) * head_dim**2
 
 
 @_register("learned")

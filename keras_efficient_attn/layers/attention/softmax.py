@@ -13,7 +13,11 @@ from keras_efficient_attn.ops.common.checks import (
     check_rotary_wavelength,
 )
 from keras_efficient_attn.ops.common.dense_softmax import count_pairs
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype, pad
+from keras_efficient_attn.ops.common.numerics import (
+    accumulator_dtype,
+    pad,
+    rms_normalize,
+)
 from keras_efficient_attn.ops.common.rows import row_lengths
 from keras_efficient_attn.ops.common.state import (
     RECENT,
@@ -184,8 +188,10 @@ class SoftmaxAttention(EfficientAttention):
     def _normalize(self, heads, gain):
         """Projected heads, of mean square 1 over all of them, times their gains."""
         wide = ops.cast(heads, accumulator_dtype(heads))
-        power = ops.mean(ops.square(wide), axis=(2, 3), keepdims=True)
-        wide = wide * ops.rsqrt(power + self.projection_norm_epsilon)
+        batch, length, number, dim = shape_of(wide)
+        flat = ops.reshape(wide, (batch, length, number * dim))
+        flat = rms_normalize(flat, self.projection_norm_epsilon)
+        wide = ops.reshape(flat, (batch, length, number, dim))
         return ops.cast(wide * ops.cast(gain, wide.dtype), heads.dtype)
 
     def attend(self, query, key, value, call):

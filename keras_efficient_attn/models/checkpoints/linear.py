@@ -402,6 +402,66 @@ def _retention_weights(attention, prefix, config):
     return gate_weights(attention, prefix, norm)
 
 
+# Kinds of learned maps: their name here, and the names of their tensors.
+PROJECTED_MAPS = {
+    "elementwise_product": (
+        "product",
+        ("layer1.weight", "layer2.weight", "layer1.bias", "layer2.bias"),
+    ),
+    "hedgehog": ("hedgehog", ("layer.weight", "layer.bias")),
+    "t2r": ("relu", ("layer.weight",)),
+    "dpfp": ("dpfp", ()),
+}
+ELEMENTARY_MAPS = {
+    "elu": "elu",
+    "relu": keras.activations.relu,
+    "identity": "identity",
+}
+
+
+def _linear(settings, width):
+    sizes = _sizes(settings, width, heads=4, expand_k=1.0, expand_v=1.0)
+    name = settings.only(
+        "feature_map", "elementwise_product", (*PROJECTED_MAPS, *ELEMENTARY_MAPS)
+    )
+    if name in PROJECTED_MAPS:
+        # transformers cannot save shared maps.
+        settings.only("tie_feature_map_qk", False, (False,))
+        feature_map = feature_maps.get(
+            "projected",
+            kind=PROJECTED_MAPS[name][0],
+            normalize_query=bool(settings.get("norm_q", False)),
+            normalize_key=bool(settings.get("norm_k", False)),
+        )
+    else:
+        settings.get("tie_feature_map_qk", False)
+        for norm in ("norm_q", "norm_k"):
+            settings.only(norm, False, (False, None))
+        feature_map = ELEMENTARY_MAPS[name]
+    return RetentionAttention(
+        **sizes,
+        # No decay.
+        decays=[1.0] * sizes["num_heads"],
+        rotary_wavelength=None,
+        num_key_value_heads=_key_value_heads(settings, sizes["num_heads"]),
+        feature_map=feature_map,
+        normalize=bool(settings.get("norm_feature_map", False)),
+        output_gate=None,
+        **_norm(settings),
+    )
+
+
+def _linear_weights(attention, prefix, config):
+    weights = gate_weights(attention, prefix, "norm")
+    name = config.get("feature_map", "elementwise_product")
+    tensors = PROJECTED_MAPS.get(name, (None, ()))[1]
+    for index, variable in enumerate(attention._map_variables):
+        side, tensor = "qk"[index // len(tensors)], tensors[index % len(tensors)]
+        form = plain if len(variable.shape) == 1 else matrix
+        weights.append(form(f"{prefix}feature_map_{side}.{tensor}", variable))
+    return weights
+
+
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
 def elu_plus_one(x):
     """`elu(x) + 1`, an activation of queries and keys."""
@@ -414,4 +474,5 @@ FAMILIES = {
     "delta_net": Family(_delta, _delta_weights),
     "gated_deltanet": Family(_gated_delta, _gated_delta_weights, num_layers=21),
     "kda": Family(_kimi_delta, _kimi_delta_weights),
+    "linear_attn": Family(_linear, _linear_weights),
 }

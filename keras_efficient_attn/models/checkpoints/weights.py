@@ -96,7 +96,8 @@ def load_weights(weights, files, ignored=()):
                 f"config.json says. Received: {files.shape(name)}"
             )
         found[name] = weight
-    left = files.names - set(found) - set(ignored)
+    known = {name for weight in weights for name in weight.names}
+    left = files.names - known - set(ignored)
     if left:
         raise ValueError(
             "The model has no place for some of the checkpoint's tensors, and would "
