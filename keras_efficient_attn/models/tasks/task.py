@@ -7,6 +7,10 @@ from keras import ops
 
 from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.models.checkpoints.conversion import OVERRIDES
+from keras_efficient_attn.models.checkpoints.tokenizer import (
+    preprocessor_of,
+    without_tokenizer,
+)
 from keras_efficient_attn.models.files import OptionalDocuments, PresetMixin
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int
@@ -51,6 +55,10 @@ class TaskMixin(OptionalDocuments, KeepsQuantization, PresetMixin):
         backbone = cls.backbone_cls.from_checkpoint(
             preset, config, load_weights, **given
         )
+        if "preprocessor" not in kwargs:
+            kwargs["preprocessor"] = preprocessor_of(
+                cls.preprocessor_cls, preset, config
+            )
         return cls(backbone=backbone, **kwargs)
 
     def export_to_transformers(self, path, max_shard_size=5_000_000_000):
@@ -265,8 +273,11 @@ class StreamingMixin:
             As KerasHub's; an empty list for no inputs.
 
         Raises:
-            ValueError: If a prompt has more than `max_length` tokens.
+            ValueError: If a prompt has more than `max_length` tokens, or is a text and
+                the model has no tokenizer.
         """
+        if self.preprocessor is None:
+            without_tokenizer(inputs)
         if isinstance(inputs, list | tuple | np.ndarray) and not len(inputs):
             return []
         if self.preprocessor is None and max_length is not None:
