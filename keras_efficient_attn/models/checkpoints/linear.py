@@ -58,7 +58,7 @@ class Family:
         settings = Settings(config, WITHOUT_EFFECT)
         width = settings.get("hidden_size", self.hidden_size)
         num_layers = settings.get("num_hidden_layers", self.num_layers)
-        epsilon = settings.get("norm_eps", 1e-6)
+        epsilon = _epsilon(settings)
         layer = self.attention(settings, width)
         softmax = _softmax_layers(settings, width, num_layers)
         attention = layer
@@ -244,11 +244,16 @@ def _key_value_heads(settings, heads):
     return None if shared in (None, heads) else shared
 
 
+def _epsilon(settings):
+    """The epsilon of all norms; `rms_norm_eps` is the name in older files."""
+    return settings.get("norm_eps", settings.get("rms_norm_eps", 1e-6))
+
+
 def _norm(settings):
     """Arguments of the norm of the heads."""
     return dict(
         output_norm="rms",
-        output_norm_epsilon=settings.get("norm_eps", 1e-6),
+        output_norm_epsilon=_epsilon(settings),
         output_norm_scale=bool(settings.get("elementwise_affine", True)),
     )
 
@@ -266,7 +271,7 @@ def _delta_options(settings, width, heads, head_dim, expand_v):
         max_beta=2.0 if settings.get("allow_neg_eigval", False) else 1.0,
         convolution=_short_convolution(settings, True),
         feature_map=unit_features(dim),
-        output_norm_epsilon=settings.get("norm_eps", 1e-6),
+        output_norm_epsilon=_epsilon(settings),
         use_bias=False,
     )
 
@@ -323,7 +328,7 @@ def _delta(settings, width):
             activation, activation
         ),
         feature_map="sum" if by_sum else unit_features(sizes["key_dim"]),
-        output_norm_epsilon=settings.get("norm_eps", 1e-6),
+        output_norm_epsilon=_epsilon(settings),
         output_gate="silu" if settings.get("use_gate", False) else None,
     )
 

@@ -178,11 +178,14 @@ def _three_convolutions(name):
 
 def _rotary_wavelength(settings):
     """The longest wavelength of rotary positions, or `None` for none."""
+    # Older files have these two beside it.
+    theta = settings.get("rope_theta", None)
+    settings.only("rope_scaling", None, (None,))
     rope = settings.get("rope_parameters", None) or {}
     own = Settings({"model_type": "rope_parameters", **rope})
     own.only("rope_type", "default", ("default",))
     own.only("partial_rotary_factor", 1.0, (1.0, None))
-    theta = own.get("rope_theta", None)
+    theta = own.get("rope_theta", theta)
     own.finish()
     return theta
 
@@ -190,6 +193,7 @@ def _rotary_wavelength(settings):
 def _delta(settings, width, heads, activation):
     keys = settings.get("linear_num_key_heads", None) or heads
     values = settings.get("linear_num_value_heads", None) or heads
+    settings.only("linear_use_gate", True, (True,))
     dim = settings.get("linear_key_head_dim", None) or int(0.75 * width / keys)
     return GatedDeltaAttention(
         keys,

@@ -12,11 +12,14 @@ from keras_efficient_attn.layers import LocalAttention, ReformerLSHAttention
 from keras_efficient_attn.models.checkpoints.settings import Settings
 from keras_efficient_attn.models.checkpoints.weights import matrix, plain
 
-# Of training, of the initial weights, and of how much is computed at once.
+# Of training, of the initial weights, and of how much is computed at once; names in
+# older files, which the published code does not read.
 WITHOUT_EFFECT = """
-    axial_norm_std chunk_size_lm_head classifier_dropout hash_seed hidden_dropout_prob
+    attention_probs_dropout_prob axial_norm_std chunk_size_lm_head
+    classifier_dropout hash_seed hidden_dropout_prob
     local_attention_probs_dropout_prob lsh_attention_probs_dropout_prob
-    num_hidden_layers
+    num_chunks_after num_chunks_before num_hidden_layers output_past seed
+    sinusoidal_pos_embds
 """.split()
 # Added to the mean square of the keys.
 KEY_EPSILON = 1e-6
@@ -40,14 +43,22 @@ class Reformer:
             key_dim=settings.get("attention_head_size", 64),
             use_bias=False,
         )
-        layers = dict(
-            lsh=_hashed(settings, sizes, length), local=_local(settings, sizes)
-        )
-        if not kinds or not set(layers) >= set(kinds):
+        if not kinds or not {"lsh", "local"} >= set(kinds):
             raise ValueError(
                 "`attn_layers` of config.json must be a list of 'lsh' and 'local'. "
                 f"Received: attn_layers={kinds}"
             )
+        layers = dict(
+            lsh="lsh" in kinds and _hashed(settings, sizes, length),
+            local="local" in kinds and _local(settings, sizes),
+        )
+        # Those of a kind that no layer has.
+        for kind in {"lsh", "local"} - set(kinds):
+            names = ("attn_chunk_length", "num_chunks_before", "num_chunks_after")
+            for name in names:
+                settings.get(f"{kind}_{name}", None)
+        for name in ("num_buckets", "num_hashes"):
+            settings.get(name, None)
         arguments = dict(
             vocabulary_size=settings.get("vocab_size", 320),
             num_layers=len(kinds),

@@ -10,6 +10,7 @@ import pytest
 from keras_efficient_attn.models import (
     EfficientCausalLM,
     EfficientTransformerBackbone,
+    preset_names,
 )
 from keras_efficient_attn.models.checkpoints import conversion
 from keras_efficient_attn.models.checkpoints.files import TensorFiles
@@ -167,6 +168,38 @@ def test_other_options_are_refused_before_weights_are_read(
     monkeypatch.setattr(conversion, "TensorFiles", None)
     with pytest.raises(ValueError, match=message):
         EfficientTransformerBackbone.from_preset(changed(tmp_path, name, **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "removed", "options"),
+    [
+        ("gla", ["norm_eps"], dict(rms_norm_eps=1e-6, share_conv_kernel=True)),
+        ("gla_unfused", [], dict(rms_norm_eps=0.5, use_gv=True)),
+        ("olmo_hybrid_nope", ["rope_parameters"], dict(rope_theta=None)),
+        ("olmo_hybrid", ["rope_parameters"], dict(rope_theta=10000.0)),
+        ("reformer_lsh", [], dict(output_past=True, sinusoidal_pos_embds=False)),
+    ],
+    ids=str,
+)
+@pytest.mark.any_backend
+def test_older_files_have_other_names(name, removed, options, tmp_path):
+    folder = changed(tmp_path, name, **options)
+    path = tmp_path / "folder" / "config.json"
+    config = json.loads(path.read_text())
+    for option in removed:
+        config.pop(option, None)
+    path.write_text(json.dumps(config))
+    ids, expected = golden(name)
+    received = logits(EfficientCausalLM.from_preset(folder), ids)
+    np.testing.assert_allclose(received, expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.any_backend
+def test_a_configuration_without_weights_names_handles():
+    with pytest.raises(ValueError, match="load 'hf://fla-hub/retnet-1.3B-100B'"):
+        EfficientTransformerBackbone.from_preset("retnet_1.3b")
+    assert preset_names()["retnet_1.3b"] == ("hf://fla-hub/retnet-1.3B-100B",)
+    assert preset_names()["performer_6l"] == ()
 
 
 @pytest.mark.any_backend
