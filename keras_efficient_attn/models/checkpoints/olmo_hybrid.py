@@ -177,9 +177,9 @@ def _three_convolutions(name):
 
 
 def _rotary_wavelength(settings):
-    """The longest wavelength of rotary positions, or `None` for none."""
+    """The longest wavelength of rotary positions; `None` where the file has a null."""
     # Older files have these two beside it.
-    theta = settings.get("rope_theta", None)
+    theta = settings.get("rope_theta", 10000.0)
     settings.only("rope_scaling", None, (None,))
     rope = settings.get("rope_parameters", None) or {}
     own = Settings({"model_type": "rope_parameters", **rope})
