@@ -76,6 +76,7 @@ class Family:
             vocabulary_size=settings.get("vocab_size", 32000),
             num_layers=num_layers,
             num_heads=layer.get_config()["num_heads"],
+            head_dim=layer.key_dim,
             hidden_dim=width,
             intermediate_dim=intermediate,
             attention=attention,

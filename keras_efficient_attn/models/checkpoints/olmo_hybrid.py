@@ -74,6 +74,7 @@ class OlmoHybrid:
             vocabulary_size=settings.get("vocab_size", 100352),
             num_layers=num_layers,
             num_heads=heads,
+            head_dim=softmax.key_dim,
             hidden_dim=width,
             intermediate_dim=settings.get("intermediate_size", 11008),
             attention=[layers[kind] for kind in kinds],

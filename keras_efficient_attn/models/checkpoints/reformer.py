@@ -63,6 +63,7 @@ class Reformer:
             vocabulary_size=settings.get("vocab_size", 320),
             num_layers=len(kinds),
             num_heads=heads,
+            head_dim=sizes["key_dim"],
             hidden_dim=width,
             intermediate_dim=settings.get("feed_forward_size", 512),
             attention=[layers[kind] for kind in kinds],

@@ -195,6 +195,13 @@ def test_older_files_have_other_names(name, removed, options, tmp_path):
 
 
 @pytest.mark.any_backend
+def test_heads_need_not_divide_the_width(tmp_path):
+    folder = changed(tmp_path, "gated_deltanet", num_heads=3)
+    backbone = EfficientTransformerBackbone.from_preset(folder, load_weights=False)
+    assert backbone.hidden_dim == 32 and backbone.num_heads == 3
+
+
+@pytest.mark.any_backend
 def test_a_configuration_without_weights_names_handles():
     with pytest.raises(ValueError, match="load 'hf://fla-hub/retnet-1.3B-100B'"):
         EfficientTransformerBackbone.from_preset("retnet_1.3b")
