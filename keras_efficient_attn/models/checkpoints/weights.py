@@ -34,7 +34,8 @@ class Weight:
         """Sets the variable from the tensor, a NumPy array."""
         tensor = tensor.T if self.transposed else tensor
         value = self.value
-        value.assign(tensor.reshape(value.shape).astype("float32"))
+        # float16 and bfloat16 have no NumPy of their own on every backend.
+        value.assign(tensor.reshape(value.shape).astype("float32", copy=False))
 
     def read(self):
         """The tensor, a NumPy array, from the variable."""
