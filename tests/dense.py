@@ -200,18 +200,26 @@ def gated_heads(
         short_convolution(x, weights.get(f"{name}_convolution_kernel"), mask)
         for x, name, mask in zip((query, key, value), names, masks, strict=True)
     )
-    if layer.activation is not None:
-        query, key, value = (x * sigmoid(x) for x in (query, key, value))
+    config = layer.get_config()
+    value = ACTIVATIONS[config["activation"]](value)
+    name = config["qk_activation"] or config["activation"]
+    query, key = (ACTIVATIONS[name](x) for x in (query, key))
     log_decay, beta = rates(layer, weights, inputs[1])
-    groups = query.shape[2] // key.shape[2]
-    key, value = (np.repeat(x, groups, axis=2) for x in (key, value))
+    query, key, value = (
+        np.repeat(x, layer.num_heads // x.shape[2], axis=2) for x in (query, key, value)
+    )
     if layer.rotary_wavelength is not None:
         query, key = (rotate(x, layer.rotary_wavelength) for x in (query, key))
     if layer.feature_map.name == "unit":
-        query, key = (rms(x) / np.sqrt(x.shape[-1]) for x in (query, key))
-    batch, length, heads, dim = query.shape
-    keys = key.shape[1]
-    state = np.zeros((batch, heads, dim, keys))
+        epsilon = layer.feature_map.epsilon
+        query, key = (rms(x, epsilon) / np.sqrt(x.shape[-1]) for x in (query, key))
+    elif layer.feature_map.name == "projected":
+        query, key = projected(layer.feature_map, weights, query, key)
+    elif layer.feature_map.name == "sum":
+        query, key = (x / abs(x).sum(-1, keepdims=True) for x in (query, key))
+    batch, length, heads, features = query.shape
+    keys, dim = key.shape[1], layer.key_dim
+    state = np.zeros((batch, heads, features, keys))
     matrix = np.zeros((batch, heads, length, keys))
     for t in range(length):
         if t < keys:
@@ -228,13 +236,43 @@ def gated_heads(
     if layer.output_norm == "group":
         outputs = outputs - outputs.mean(-1, keepdims=True)
     power = (outputs**2).mean(-1, keepdims=True)
-    outputs = outputs / np.sqrt(power + 1e-5) * weights["norm_scale"]
+    outputs = outputs / np.sqrt(power + layer.output_norm_epsilon)
+    outputs = outputs * weights.get("norm_scale", 1.0)
     if layer.output_gate is not None:
         gate = through(weights, "output_gate", inputs[0])
-        swish = layer.get_config()["output_gate"] == "silu"
-        gate = gate * sigmoid(gate) if swish else sigmoid(gate)
+        gate = ACTIVATIONS[config["output_gate"]](gate)
         outputs = outputs * gate.reshape(outputs.shape)
     return outputs, matrix
+
+
+def projected(feature_map, weights, query, key):
+    """Features of queries and keys by maps that all heads share."""
+    rows = []
+    for side, x in (("query", query), ("key", key)):
+        own = {
+            name.removeprefix(f"{side}_feature_"): w
+            for name, w in weights.items()
+            if name.startswith(f"{side}_feature_")
+        }
+        if feature_map.kind == "product":
+            y = x @ own["kernel"] + own["bias"]
+            y = y * (x @ own["other_kernel"] + own["other_bias"])
+        elif feature_map.kind == "hedgehog":
+            y = np.exp(2 * (x @ own["kernel"] + own["bias"]))
+            y = np.concatenate([y, 1 / y], axis=-1)
+            y = y / y.sum(-1, keepdims=True)
+        elif feature_map.kind == "relu":
+            y = np.maximum(x @ own["kernel"], 0)
+        else:
+            z = np.concatenate([np.maximum(x, 0), np.maximum(-x, 0)], axis=-1)
+            n = z.shape[-1]
+            y = [z * z[..., (np.arange(n) - j) % n] for j in range(1, 5)]
+            y = np.concatenate(y, axis=-1)
+        if getattr(feature_map, f"normalize_{side}"):
+            y = y / (y.sum(-1, keepdims=True) + 1e-4)
+        rows.append(y)
+    query, key = rows
+    return query * (x.shape[-1] / key.shape[-1]) ** 0.5, key
 
 
 def rates(layer, weights, x):
@@ -246,13 +284,19 @@ def rates(layer, weights, x):
     if "beta/kernel" in weights:
         beta = layer.max_beta * sigmoid(x @ weights["beta/kernel"])
         beta = np.repeat(beta, groups, axis=2)
+    elif hasattr(layer, "max_beta"):
+        beta = np.full((*x.shape[:2], heads), layer.max_beta)
     if "decay/kernel" in weights:
         logits = through(weights, "decay", x).reshape(shape)
         logits = logits + weights["decay_bias"].reshape(shape[2:])
-        if "log_rate" in weights:
+        least = layer.least_log_decay
+        if "log_rate" in weights and least is not None:
+            log_decay = least * sigmoid(np.exp(weights["log_rate"]) * logits)
+        elif "log_rate" in weights:
             log_decay = -np.exp(weights["log_rate"]) * np.logaddexp(0, logits)
         else:
             log_decay = -np.logaddexp(0, -logits) / layer.decay_temperature
+            log_decay = np.maximum(log_decay, -np.inf if least is None else least)
         log_decay = np.repeat(log_decay, groups, axis=2)
     elif beta is None:
         decays = layer.decays or 1 - 2.0 ** (-5 - np.arange(heads))
@@ -264,7 +308,7 @@ def through(weights, name, x):
     """`x` through a projection of full or low rank."""
     if f"{name}_low_rank/kernel" in weights:
         x = x @ weights[f"{name}_low_rank/kernel"]
-    return x @ weights[f"{name}/kernel"]
+    return x @ weights[f"{name}/kernel"] + weights.get(f"{name}/bias", 0.0)
 
 
 def short_convolution(x, kernel, mask):
@@ -281,6 +325,15 @@ def short_convolution(x, kernel, mask):
 
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
+
+
+ACTIVATIONS = {
+    None: lambda x: x,
+    "linear": lambda x: x,
+    "relu": lambda x: np.maximum(x, 0),
+    "sigmoid": sigmoid,
+    "silu": lambda x: x * sigmoid(x),
+}
 
 
 def sparse_heads(
@@ -312,6 +365,20 @@ def full_softmax_heads(
     layer, query, key, value, query_mask=None, key_mask=None, causal=False
 ):
     """SoftmaxAttention's heads: every key, or the keys in the sliding window."""
+    if layer.projection_norm is not None:
+        gains = {
+            w.name: np.asarray(v)
+            for w, v in zip(layer.weights, layer.get_weights(), strict=True)
+        }
+        epsilon = layer.projection_norm_epsilon
+        query, key = (
+            x
+            / np.sqrt((x**2).mean((2, 3), keepdims=True) + epsilon)
+            * gains[f"{name}_norm_scale"]
+            for x, name in ((query, "query"), (key, "key"))
+        )
+        groups = query.shape[2] // key.shape[2]
+        key, value = (np.repeat(x, groups, axis=2) for x in (key, value))
     distance = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])
     window = layer.get_config()["sliding_window"] or max(query.shape[1], key.shape[1])
     allowed = (np.abs(distance) < window)[None]
@@ -574,8 +641,8 @@ def dots(query, key):
     return np.einsum("bthd,bshd->bhts", query, key)
 
 
-def rms(x):
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3)
+def rms(x, epsilon=1e-3):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon)
 
 
 def rotate(x, wavelength):
@@ -717,9 +784,15 @@ def unit(query, key, projection, order):
     return dots(query, key)
 
 
+def by_sum(query, key, projection, order):
+    query, key = (x / abs(x).sum(-1, keepdims=True) for x in (query, key))
+    return dots(query, key)
+
+
 KERNELS = {
     "identity": identity,
     "unit": unit,
+    "sum": by_sum,
     "favor+": favor_plus,
     "hyperbolic": hyperbolic,
     "favor++": None,
@@ -764,8 +837,11 @@ def reformer_heads(
             across = layer.across_buckets and not cut_aligned
             cut = (layer.bucket_size, cut_aligned, across)
             seen = lsh_visible(rounds, kept[b], *cut)
+            first = layer.dense_prefix or 0
+            seen[:first] = kept[b]
             scale = dim**-0.5 if layer.scale_logits else 1.0
-            weights[b, h] = shared_weights(key[b, :, h], seen, kept[b], causal, scale)
+            pairs = key[b, :, h], seen, kept[b]
+            weights[b, h] = shared_weights(*pairs, causal, scale, layer.key_epsilon)
     return np.einsum("bhts,bshv->bthv", weights, value), weights
 
 
@@ -809,12 +885,12 @@ def lsh_visible(rounds, kept, chunk_size, aligned, across):
     return seen
 
 
-def shared_weights(x, seen, kept, causal, scale):
+def shared_weights(x, seen, kept, causal, scale, epsilon=1e-3):
     """Attention of queries to their unit vectors; to itself only without other keys."""
     length = len(x)
     position = np.arange(length)
     other = position[:, None] > position if causal else position[:, None] != position
-    logits = scale * x @ (rms(x) / np.sqrt(x.shape[-1])).T
+    logits = scale * x @ (rms(x, epsilon) / np.sqrt(x.shape[-1])).T
     logits = np.where(seen & other, logits, -np.inf)
     largest = logits.max(-1, keepdims=True)
     weights = np.exp(logits - np.where(np.isfinite(largest), largest, 0.0))

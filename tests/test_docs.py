@@ -17,6 +17,18 @@ OUTLINES = {
     "conversion.md": "it needs a trained model and data",
     "distribution.md": "it needs several devices",
 }
+# Small folders in place of checkpoints that are downloaded.
+FOLDERS = DOCS.parent / "tests" / "data" / "checkpoints"
+CHECKPOINTS = {
+    "hf://fla-hub/delta_net-1.3B-100B": "delta_net",
+    "hf://fla-hub/gla-1.3B-100B": "gla",
+    "hf://fla-hub/retnet-1.3B-100B": "retnet",
+    "hf://allenai/Olmo-Hybrid-7B": "olmo_hybrid",
+    "hf://google/reformer-enwik8": "reformer_lsh",
+    "my_gated_deltanet": "gated_deltanet",
+    "my_kda": "kda",
+    "my_linear_attn": "linear_attn",
+}
 PAGES = {
     str(page.relative_to(DOCS)): BLOCK.findall(page.read_text())
     for page in sorted(DOCS.rglob("*.md"))
@@ -34,6 +46,8 @@ def test_pages_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scope = {}
     for block in PAGES[page]:
+        for handle, folder in CHECKPOINTS.items():
+            block = block.replace(f'"{handle}"', f'"{FOLDERS / folder}"')
         exec(compile(block, page, "exec"), scope)
 
 

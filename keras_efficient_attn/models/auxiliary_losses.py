@@ -116,7 +116,7 @@ class AuxiliaryLosses(TaskWrapper):
             dtype=stack.dtype_policy,
             name=f"norm_{layer}",
         )
-        norm.build((None, None, self.model.backbone.hidden_dim))
+        norm.build(self.model.backbone.output.shape)
         return norm
 
     def _make_head(self, layer, target):
@@ -126,7 +126,7 @@ class AuxiliaryLosses(TaskWrapper):
             dtype=backbone.decoder.dtype_policy,
             name=f"layer_{layer}_target_{target}",
         )
-        head.build((None, None, backbone.hidden_dim))
+        head.build(backbone.output.shape)
         return head
 
     def stops(self):

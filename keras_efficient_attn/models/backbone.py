@@ -17,6 +17,10 @@ from keras_efficient_attn.models.blocks.input_embedding import (
 )
 from keras_efficient_attn.models.blocks.positions import PositionOptions
 from keras_efficient_attn.models.blocks.residual import ResidualOptions
+from keras_efficient_attn.models.checkpoints.conversion import (
+    export_backbone,
+    read_backbone,
+)
 from keras_efficient_attn.models.files import (
     OptionalDocuments,
     PresetMixin,
@@ -81,7 +85,8 @@ class EfficientTransformerBackbone(
         encoder_attention: The self-attention of the encoder of an
             `"encoder_decoder"`, as `attention`. Defaults to `None`: the decoder's.
         residual: `ResidualOptions`, or a kind: `"pre_norm"` (the default),
-            `"post_norm"`, `"reordered"`, `"gated"` or `"reversible"`.
+            `"post_norm"`, `"reordered"`, `"update_norm"`, `"gated"`, `"reversible"`, or
+            a tuple through which the blocks cycle.
         feed_forward: `FeedForwardOptions`, or an activation. Defaults to `"gelu"`.
         positions: `PositionOptions`, or a kind: `"sinusoidal"`, `"rotary"`, or `None`
             (the default). `"learned"` positions need a `max_length`.
@@ -97,6 +102,9 @@ class EfficientTransformerBackbone(
         takes_documents: Whether a row may hold several documents, one after the other:
             the inputs may then have `document_ids`. For `"decoder"` and `"encoder"`.
             Defaults to `False`.
+        transformers_config: The `config.json` of the checkpoint of transformers that
+            the arguments are from, a dict, which `export_to_transformers` writes;
+            `from_preset` sets it. Defaults to `None`.
         dtype: Policy of all layers.
         name, trainable: Arguments of `keras.Model`.
 
@@ -109,7 +117,8 @@ class EfficientTransformerBackbone(
             begins where they change, and gives what it gives alone.
 
     Returns:
-        `(batch, length, hidden_dim)`. With `"encoder_decoder"`, a dict of
+        `(batch, length, hidden_dim)`; twice as wide with concatenated streams of
+        `ResidualOptions`. With `"encoder_decoder"`, a dict of
         `encoder_sequence_output` and `decoder_sequence_output`.
 
     Raises:
@@ -174,6 +183,7 @@ class EfficientTransformerBackbone(
         use_bias=True,
         dropout=0.0,
         takes_documents=False,
+        transformers_config=None,
         dtype=None,
         name=None,
         trainable=True,
@@ -223,6 +233,7 @@ class EfficientTransformerBackbone(
         self.hidden_dim = hidden_dim
         self.architecture = architecture
         self.max_sequence_length = options.positions.limit
+        self.transformers_config = transformers_config
         self._options = options
 
     def get_initial_state(self, batch_size, max_length=None, memory_length=None):
@@ -380,7 +391,10 @@ class EfficientTransformerBackbone(
         layouts = {
             # Tokens, and the hidden width.
             ".*token_embedding/embeddings": (model_axis, data_axis),
-            ".*token_embedding/reverse_embeddings": (data_axis, model_axis),
+            ".*token_embedding/(reverse_embeddings|projection/kernel)": (
+                data_axis,
+                model_axis,
+            ),
             # Heads, which are independent between the projections.
             f"{ATTENTION}/(query|gate)/kernel": (data_axis, model_axis, None),
             f"{ATTENTION}/(key|value)/kernel": (data_axis, shared_axis, None),
@@ -413,6 +427,26 @@ class EfficientTransformerBackbone(
         for pattern, layout in layouts.items():
             layout_map[pattern] = layout
         return layout_map
+
+    @classmethod
+    def from_checkpoint(cls, preset, config, load_weights, **kwargs):
+        """What `from_preset` does with a checkpoint whose `config.json` is `config`."""
+        return read_backbone(cls, preset, config, load_weights, **kwargs)
+
+    def export_to_transformers(self, path, max_shard_size=5_000_000_000):
+        """Writes the model in the format of transformers, as it has been trained.
+
+        A model with LoRA is written with its update. For a backbone that `from_preset`
+        made from such a folder or handle: the `config.json` is the same.
+
+        Args:
+            path: A folder, which is made if it does not exist.
+            max_shard_size: Bytes of tensors in one file. Defaults to 5 GB.
+
+        Raises:
+            ValueError: If the backbone has no `transformers_config`, or is quantised.
+        """
+        export_backbone(self, path, max_shard_size)
 
     def load_lora_weights(self, filepath):
         check_lora_file(filepath)

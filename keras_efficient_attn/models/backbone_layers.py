@@ -34,6 +34,7 @@ class BackboneLayers:
             embedding=options.embedding,
             positions=options.positions if once else None,
             dropout=options.dropout,
+            output_width=options.hidden_dim * options.residual.width_factor,
             dtype=self.dtype,
             name="embedding",
         )
@@ -44,6 +45,8 @@ class BackboneLayers:
         end = dict(
             final_norm=residual.final_norm, output_dropout=residual.output_dropout
         )
+        if residual.streams != "mean":
+            end["streams"] = residual.streams
         blocks = [self.block(i, causal, cross) for i in range(self.options.num_layers)]
         if not recurrence.universal:
             return TransformerStack(
@@ -84,7 +87,7 @@ class BackboneLayers:
             cross_attention=cross_attention,
             convolution=self.convolution(),
             positions=positions,
-            residual=options.residual.kind,
+            residual=options.residual.kinds[i % len(options.residual.kinds)],
             norm=options.residual.norm,
             norm_epsilon=options.residual.norm_epsilon,
             use_bias=options.use_bias,

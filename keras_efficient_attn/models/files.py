@@ -10,13 +10,34 @@ import keras
 from keras_hub.models import Backbone
 
 from keras_efficient_attn.layers.keras_internals import require
+from keras_efficient_attn.models.checkpoints.files import read_config
 
 FOLDER = Path(__file__).parent / "preset_files"
 
 
+# Checkpoints of the same architecture at the same or another size.
+HANDLES = {
+    "delta_net_340m": ("hf://fla-hub/delta_net-1.3B-100B",),
+    "gla_340m": (
+        "hf://fla-hub/gla-340M-15B",
+        "hf://fla-hub/gla-1.3B-100B",
+        "hf://fla-hub/gla-2.7B-100B",
+    ),
+    "reformer_enwik8_12l": ("hf://google/reformer-enwik8",),
+    "retnet_1.3b": ("hf://fla-hub/retnet-1.3B-100B",),
+}
+
+
 def preset_names():
-    """The names of the configurations that ship with the package, as a tuple."""
-    return tuple(sorted(folder.name for folder in FOLDER.iterdir()))
+    """The configurations that ship with the package, and checkpoints like them.
+
+    Returns:
+        Dict of names, and of tuples of `"hf://…"` handles that `from_preset` reads:
+        trained models of the same architecture, whose sizes and details are their own.
+        Most configurations have none.
+    """
+    names = sorted(folder.name for folder in FOLDER.iterdir())
+    return {name: HANDLES.get(name, ()) for name in names}
 
 
 def preset_path(preset):
@@ -55,21 +76,31 @@ class PresetMixin:
 
         Args:
             preset: One of `preset_names()`, with `load_weights=False`; a folder that
-                `save_to_preset` wrote; or another preset that KerasHub loads.
+                `save_to_preset` wrote; a folder or an `"hf://…"` handle in the format
+                of transformers, with a `model_type` that the page on configurations
+                lists; or another preset that KerasHub loads.
             load_weights: Whether to load weights, or leave them random. Shipped
                 configurations have none. Defaults to `True`.
             **kwargs: Arguments of the backbone or the task that replace those of
-                the preset, such as `dtype` or `positions`.
+                the preset, such as `dtype` or `positions`; of a checkpoint in the
+                format of transformers, only those that leave the architecture as it is:
+                `dtype`, `dropout`, `takes_documents`, `name`, `trainable`.
 
         Raises:
-            ValueError: If the preset does not exist, or has no weights to load.
+            ValueError: If the preset does not exist, has no weights to load, or is a
+                model that the package does not have.
         """
         if preset in preset_names() and load_weights:
+            handles = " or ".join(map(repr, preset_names()[preset]))
+            others = f", or load {handles}" if handles else ""
             raise ValueError(
                 f"{preset!r} is a configuration without weights: pass "
-                f"`load_weights=False`. Received: load_weights={load_weights!r}"
+                f"`load_weights=False`{others}. Received: load_weights={load_weights!r}"
             )
         path = preset_path(preset)
+        config = None if preset in preset_names() else read_config(path)
+        if config is not None:
+            return cls.from_checkpoint(path, config, load_weights, **kwargs)
         if issubclass(cls, Backbone) and "dtype" not in kwargs:
             kwargs |= _quantized_dtype(path)
         return super().from_preset(path, load_weights=load_weights, **kwargs)

@@ -213,3 +213,14 @@ def _gated_delta_net():
     except ImportError:
         raise MissingAttribute(keras_hub, name, **LIBRARY) from None
     return require_from_hub(module, "Qwen3_5GatedDeltaNet")
+
+
+def preset_file(preset, name):
+    """The local path of a preset's file, which KerasHub downloads if it must.
+
+    Raises:
+        FileNotFoundError: If the preset does not have the file.
+        ValueError: If there is no such preset.
+    """
+    module = importlib.import_module("keras_hub.src.utils.preset_utils")
+    return require_from_hub(module, "get_file")(str(preset), name)

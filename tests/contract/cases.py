@@ -24,6 +24,7 @@ from keras_efficient_attn import (
     SparseAttention,
     VQAttention,
 )
+from keras_efficient_attn.layers import feature_maps
 from tests import dense
 from tests.outside import SquareAttention, square_heads
 
@@ -161,8 +162,9 @@ def adaptive_span(name, **options):
     return Case(name, AdaptiveSpan, options, heads, variant=variant, long=long)
 
 
-def reformer(name, **options):
+def reformer(name, causal=(False, True), variant=False, **options):
     flags = dict(cross=False, shared_key=True, smooth=False)
+    flags |= dict(causal=causal, variant=variant)
     long, heads = {"bucket_size": 64}, dense.reformer_heads
     return Case(name, ReformerLSHAttention, options, heads, long=long, **flags)
 
@@ -210,6 +212,13 @@ CASES = [
         variant=False,
     ),
     make_gated_oracle("retention", RetentionAttention, rotary_wavelength=100.0),
+    make_gated_oracle(
+        "retention-hedgehog",
+        RetentionAttention,
+        variant=True,
+        rotary_wavelength=None,
+        feature_map=feature_maps.get("projected", kind="hedgehog", normalize_key=True),
+    ),
     make_gated_oracle("gated-linear", GatedLinearAttention, decay_rank=3),
     make_gated_oracle(
         "gated-linear-scalar",
@@ -217,6 +226,7 @@ CASES = [
         variant=True,
         decay="scalar",
         decay_rank=None,
+        least_log_decay=-0.03,
         num_key_value_heads=1,
         convolution=3,
         output_gate=None,
@@ -232,7 +242,29 @@ CASES = [
         rotary_wavelength=50.0,
         output_norm="group",
     ),
+    make_gated_oracle(
+        "gated-delta-values",
+        GatedDeltaAttention,
+        variant=True,
+        num_value_heads=2 * HEADS,
+        feature_map=feature_maps.get("unit", epsilon=0.1),
+        qk_activation="linear",
+        output_norm_epsilon=0.1,
+        output_norm_scale=False,
+        output_gate="sigmoid",
+        output_gate_bias=True,
+    ),
     make_gated_oracle("kimi-delta", KimiDeltaAttention, decay_rank=3),
+    make_gated_oracle(
+        "kimi-delta-bound",
+        KimiDeltaAttention,
+        variant=True,
+        num_value_heads=2 * HEADS,
+        least_log_decay=-2.0,
+        use_beta=False,
+        feature_map="sum",
+        convolution=None,
+    ),
     sparse("strided", stride=5, rotary_wavelength=50.0),
     sparse("fixed", pattern="fixed", stride=6, summary=2, variant=True),
     local("grid", query_block=(3, 2), memory=(2, 1), grid=(6, 7), order="block"),
@@ -277,7 +309,24 @@ CASES = [
     ),
     softmax("softmax"),
     softmax("softmax-window", variant=True, sliding_window=4, rotary_wavelength=50.0),
+    softmax(
+        "softmax-norm",
+        variant=True,
+        projection_norm="rms",
+        projection_norm_epsilon=0.1,
+        num_key_value_heads=1,
+    ),
     reformer("reformer", bucket_size=4, num_hashes=2, num_buckets=4),
+    reformer(
+        "reformer-prefix",
+        bucket_size=4,
+        num_hashes=2,
+        num_buckets=4,
+        dense_prefix=11,
+        key_epsilon=0.1,
+        causal=(True,),
+        variant=True,
+    ),
     # A key whose product is near zero may be the only one: it is divided by itself.
     Case("outside", SquareAttention, {}, square_heads, long={}, smooth=False),
 ]

@@ -90,6 +90,18 @@ DECODERS = {
         positions="sinusoidal",
         feed_forward={"chunk_size": 4},
     ),
+    "two-residuals": dict(
+        num_layers=3,
+        attention=[ELU, "gated-delta:num_value_heads=4,convolution=None"],
+        residual=ResidualOptions(("pre_norm", "update_norm"), norm="rms_norm"),
+        feed_forward=FeedForwardOptions("silu", gated=True),
+    ),
+    "two-streams": dict(
+        num_layers=2,
+        attention="reformer:bucket_size=16,num_buckets=2,num_hashes=4",
+        residual=ResidualOptions("reversible", streams="concatenated"),
+        embedding=EmbeddingOptions("untied", output_bias=True),
+    ),
     "universal": dict(
         attention=ELU,
         recurrence=RecurrenceOptions(

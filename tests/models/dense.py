@@ -6,6 +6,7 @@ from keras import ops
 from keras_efficient_attn.models.blocks.residual import (
     PreNormResidual,
     ReorderedResidual,
+    UpdateNormResidual,
 )
 
 
@@ -62,6 +63,8 @@ def residual(layer, x, sublayer):
         return x + np.maximum(sublayer(normalize(layer.norm, x)), 0)
     if isinstance(layer, PreNormResidual):
         return x + sublayer(normalize(layer.norm, x))
+    if isinstance(layer, UpdateNormResidual):
+        return x + normalize(layer.norm, sublayer(x))
     return normalize(layer.norm, x + sublayer(x))
 
 

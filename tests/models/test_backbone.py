@@ -63,7 +63,9 @@ DTYPES = pytest.mark.parametrize(
 
 
 @DTYPES
-@pytest.mark.parametrize("residual", ["pre_norm", "post_norm", "reordered"])
+@pytest.mark.parametrize(
+    "residual", ["pre_norm", "post_norm", "reordered", "update_norm"]
+)
 def test_a_decoder_is_the_transformer_of_the_definition(residual, dtype, tolerance):
     with float64():
         check_decoder(residual, dtype, tolerance)

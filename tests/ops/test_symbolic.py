@@ -81,6 +81,7 @@ CALLS |= {
         "relu_features": {"projection": ROWS},
         "elu_features": {},
         "unit_features": {},
+        "sum_features": {},
         "softmax_query_features": {},
         "exponential_features": {},
         "taylor_features": {},

@@ -327,7 +327,7 @@ class EfficientAttention(
         )
 
     def _build_projections(self, query_shape, value_shape, key_shape):
-        if self.num_key_value_heads is None:
+        if set(self._projected_heads) == {self._num_heads}:
             # Keras derives the axis only once, while building.
             self._attention_axes = None
             super().build(query_shape, value_shape, key_shape)
@@ -337,20 +337,26 @@ class EfficientAttention(
         if self._use_gate:
             self._gate_dense.activation = self.gate_activation
 
+    @property
+    def _projected_heads(self):
+        """How many heads the projections of queries, keys and values have."""
+        shared = self.num_key_value_heads or self._num_heads
+        return self._num_heads, shared, shared
+
     def _build_grouped_projections(self, query_shape, value_shape, key_shape):
-        """Builds the projections in Keras' order, with fewer keys and values."""
-        groups = self.num_key_value_heads
+        """Builds the projections in Keras' order, some with fewer heads."""
+        queries, keys, values = self._projected_heads
         key_shape = value_shape if key_shape is None else key_shape
         self._query_dense = self._projection_to(
-            "query", query_shape, self._num_heads, self._key_dim
+            "query", query_shape, queries, self._key_dim
         )
-        self._key_dense = self._projection_to("key", key_shape, groups, self._key_dim)
+        self._key_dense = self._projection_to("key", key_shape, keys, self._key_dim)
         if self._use_gate:
             self._gate_dense = self._projection_to(
                 "gate", query_shape, self._num_heads, self._value_dim
             )
         self._value_dense = self._projection_to(
-            "value", value_shape, groups, self._value_dim
+            "value", value_shape, values, self._value_dim
         )
         self._build_attention(4)
         self._output_dense = self._make_output_dense(
@@ -592,10 +598,9 @@ class EfficientAttention(
         return split
 
     def _for_query_heads(self, x):
-        """Keys or values, repeated for the query heads that share them."""
-        if self.num_key_value_heads is None:
-            return x
-        return ops.repeat(x, self._num_heads // self.num_key_value_heads, axis=2)
+        """Projected heads, each repeated for the heads that share it."""
+        shared = self._num_heads // x.shape[2]
+        return x if shared == 1 else ops.repeat(x, shared, axis=2)
 
     def _project(self, heads, gate_input, query_mask):
         heads = ops.cast(heads, self.compute_dtype)

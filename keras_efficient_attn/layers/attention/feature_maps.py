@@ -13,14 +13,25 @@ import keras
 from keras_efficient_attn.layers.arguments import identity
 from keras_efficient_attn.layers.attention.registry import add_named
 from keras_efficient_attn.ops.common import random_features
-from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
+from keras_efficient_attn.ops.common.checks import (
+    check_bool,
+    check_positive_int,
+    check_positive_number,
+)
 from keras_efficient_attn.ops.common.feature_kernels import entrywise
-from keras_efficient_attn.ops.common.numerics import wide_dtype
+from keras_efficient_attn.ops.common.numerics import NORM_EPSILON, wide_dtype
 from keras_efficient_attn.ops.linear_attention import (
     feature_maps as functions,
 )
 
 ROW_NORMS = ("chi", "sqrt_dim")
+# Kinds of `ProjectedFeatures`: features by head_dim, names of matrices and of biases.
+PROJECTED = {
+    "product": (1, ("kernel", "other_kernel"), ("bias", "other_bias")),
+    "hedgehog": (2, ("kernel",), ("bias",)),
+    "relu": (1, ("kernel",), ()),
+    "dpfp": (8, (), ()),
+}
 _CLASSES = {}
 
 
@@ -489,12 +500,37 @@ class IdentityFeatures(FeatureMap):
 
 
 @_register("unit")
+@dataclasses.dataclass(frozen=True)
 class UnitFeatures(FeatureMap):
-    """`ops.feature_maps.unit_features`: x / ‖x‖, the keys of the delta rule."""
+    """`ops.feature_maps.unit_features`: x / ‖x‖, the keys of the delta rule.
+
+    Args:
+        epsilon: Added to the mean square of `x`. Defaults to 1e-3, which bounds the
+            derivative at zero.
+    """
+
+    epsilon: float = NORM_EPSILON
 
     positive = False
     rowwise = True
-    query_features = _in_layer(functions.unit_features)
+
+    def __post_init__(self):
+        check_positive_number("epsilon", self.epsilon)
+
+    @property
+    def query_features(self):
+        return functools.partial(
+            functions.unit_features.__wrapped__, epsilon=self.epsilon
+        )
+
+
+@_register("sum")
+class SumFeatures(FeatureMap):
+    """`ops.feature_maps.sum_features`: x / Σ|x|, other keys of the delta rule."""
+
+    positive = False
+    rowwise = True
+    query_features = _in_layer(functions.sum_features)
 
 
 @_register("softmax")
@@ -534,6 +570,104 @@ class HedgehogFeatures(FeatureMap):
 
     def multiplications(self, head_dim):
         return head_dim * head_dim
+
+
+@_register("projected")
+@dataclasses.dataclass(frozen=True)
+class ProjectedFeatures(FeatureMap):
+    """Maps of the linear attention of flash-linear-attention, which all heads share.
+
+    | `kind` | map | features |
+    |---|---|---|
+    | `"product"` | (Wx + b) ⊙ (W'x + b'), signed | d |
+    | `"hedgehog"` | softmax([2(Wx + b), −2(Wx + b)]) | 2d |
+    | `"relu"` | relu(Wx) | d |
+    | `"dpfp"` | z ⊙ roll(z, j) for j = 1..4, z = [relu(x), relu(−x)] | 8d |
+
+    Queries' features are multiplied by `√(d / features)`.
+
+    Args:
+        kind: One of the above. Defaults to `"product"`.
+        normalize_query, normalize_key: Whether their features are divided by their sum,
+            plus 1e-4. Defaults to `False`.
+
+    Reference:
+        - [Kasai et al., 2021](https://arxiv.org/abs/2103.13076), `"relu"`
+        - [Zhang et al., 2024](https://arxiv.org/abs/2402.04347), `"hedgehog"`
+        - [Schlag et al., 2021](https://arxiv.org/abs/2102.11174), `"dpfp"`
+    """
+
+    kind: str = "product"
+    normalize_query: bool = False
+    normalize_key: bool = False
+
+    def __post_init__(self):
+        if self.kind not in PROJECTED:
+            raise ValueError(
+                f"`kind` must be one of {', '.join(PROJECTED)}. Received: "
+                f"kind={self.kind!r}"
+            )
+        for name in ("normalize_query", "normalize_key"):
+            check_bool(name, getattr(self, name))
+        object.__setattr__(self, "positive", self.kind != "product")
+
+    def feature_dim(self, head_dim):
+        return head_dim * PROJECTED[self.kind][0]
+
+    @property
+    def weights_per_side(self):
+        """Matrices and biases of one side."""
+        return PROJECTED[self.kind][1:]
+
+    def create_weights(self, layer, seed):
+        matrices, biases = self.weights_per_side
+        dim, weights = layer.key_dim, []
+        for side in ("query", "key"):
+            for names, shape, initializer in (
+                (matrices, (dim, dim), identity),
+                (biases, (dim,), "zeros"),
+            ):
+                for name in names:
+                    weight = layer.add_weight(
+                        name=f"{side}_feature_{name}",
+                        shape=shape,
+                        initializer=initializer,
+                        autocast=False,
+                    )
+                    weights.append(weight)
+        return tuple(weights)
+
+    def query_features(self, x, *weights):
+        features = self._features(x, weights[: len(weights) // 2])
+        scale = (x.shape[-1] / features.shape[-1]) ** 0.5
+        return self._normalized(features, self.normalize_query) * scale, None
+
+    def key_features(self, x, *weights):
+        features = self._features(x, weights[len(weights) // 2 :])
+        return self._normalized(features, self.normalize_key), None
+
+    def _features(self, x, weights):
+        if self.kind == "product":
+            first, second, bias, other_bias = weights
+            return (x @ first + bias) * (x @ second + other_bias)
+        if self.kind == "hedgehog":
+            kernel, bias = weights
+            y = 2.0 * (x @ kernel + bias)
+            y = keras.ops.concatenate([y, -y], axis=-1)
+            return keras.ops.softmax(y, axis=-1)
+        if self.kind == "relu":
+            return keras.ops.relu(x @ weights[0])
+        z = keras.ops.concatenate([keras.ops.relu(x), keras.ops.relu(-x)], axis=-1)
+        rolled = [keras.ops.roll(z, j, axis=-1) * z for j in range(1, 5)]
+        return keras.ops.concatenate(rolled, axis=-1)
+
+    def _normalized(self, features, normalize):
+        if not normalize:
+            return features
+        return features / (keras.ops.sum(features, axis=-1, keepdims=True) + 1e-4)
+
+    def multiplications(self, head_dim):
+        return len(self.weights_per_side[0]) * head_dim**2
 
 
 @_register("learned")

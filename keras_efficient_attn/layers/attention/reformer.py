@@ -1,5 +1,6 @@
 """ReformerLSHAttention: attention within the buckets of a hash."""
 
+import dataclasses
 import math
 
 import keras
@@ -12,10 +13,15 @@ from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
     check_positive_int,
+    check_positive_number,
     is_int,
 )
 from keras_efficient_attn.ops.common.dense_softmax import count_pairs
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
+from keras_efficient_attn.ops.common.numerics import (
+    NORM_EPSILON,
+    accumulator_dtype,
+    wide_dtype,
+)
 from keras_efficient_attn.ops.lsh_attention.api import (
     lsh_attention,
     lsh_attention_by_document,
@@ -25,12 +31,15 @@ from keras_efficient_attn.ops.lsh_attention.layout import (
     hash_buckets,
     num_rotation_rows,
 )
-from keras_efficient_attn.ops.lsh_attention.streaming import lsh_attention_state_spec
+from keras_efficient_attn.ops.lsh_attention.streaming import (
+    dense_prefix_attention,
+    lsh_attention_state_spec,
+)
 from keras_efficient_attn.ops.reversible.remembered import cache_for_backward
 
 # Minimum number of rounds with rotations.
 DEFAULT_MAX_HASHES = 8
-LOCAL = "local_"
+LOCAL, PREFIX = "local_", "prefix_"
 
 
 @register_attention("reformer")
@@ -41,7 +50,7 @@ class ReformerLSHAttention(EfficientAttention):
     Queries and keys are the same vectors, the keys at unit length:
 
     ```
-    key[s] = query[s] / √(‖query[s]‖² + key_dim / 1000)
+    key[s] = query[s] / √(‖query[s]‖² + key_epsilon · key_dim)
     bucket[t] = argmax([query[t] R; −query[t] R])
     w[t, s] = exp(query[t] · key[s] / √key_dim)   where t sees s in any round
     ```
@@ -97,6 +106,11 @@ class ReformerLSHAttention(EfficientAttention):
         dense_length: Sequences of at most this many positions, padding included, use
             dense attention. Excludes streaming, where the length is unknown, and graphs
             traced for any length. Defaults to `None`: never.
+        dense_prefix: Number of first positions that see all positions before them,
+            whatever their buckets; for causal calls, and streaming. Their keys and
+            values are in the state. Excludes `dense_length`, `num_local_heads` and
+            `document_ids`. Defaults to `None`: none.
+        key_epsilon: Added to the mean square of the keys. Defaults to 1e-3.
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. `seed` also
             seeds the rotations.
 
@@ -115,8 +129,9 @@ class ReformerLSHAttention(EfficientAttention):
     Raises:
         ValueError: If an argument is invalid; on a call if `key` is not `query`,
             `num_hashes` exceeds `max_hashes`, or `dense_length` is set and the length
-            is unknown; with `state`, if `num_hashes` is given, `aligned` is `False` or
-            `dense_length` is set.
+            is unknown; without `use_causal_mask` if `dense_prefix` is set; with
+            `state`, if `num_hashes` is given, `aligned` is `False` or `dense_length` is
+            set.
 
     Example:
 
@@ -143,6 +158,8 @@ class ReformerLSHAttention(EfficientAttention):
         scale_logits=True,
         num_local_heads=0,
         dense_length=None,
+        dense_prefix=None,
+        key_epsilon=NORM_EPSILON,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
@@ -155,6 +172,9 @@ class ReformerLSHAttention(EfficientAttention):
         self._factors = (factors,) if isinstance(factors, int) else factors
         self._hashed_heads = self._num_heads - num_local_heads
         self._scale = self._key_dim**-0.5 if scale_logits else 1.0
+        # Keys have the operation's epsilon: larger vectors have a smaller one.
+        self._enlarged = (NORM_EPSILON / key_epsilon) ** 0.5
+        self._scale /= self._enlarged
 
     def build(self, query_shape, value_shape, key_shape=None):
         super().build(query_shape, value_shape, key_shape)
@@ -181,6 +201,11 @@ class ReformerLSHAttention(EfficientAttention):
         if self.num_local_heads:
             local = self._state_of_heads(batch_size, self.num_local_heads, None)
             spec |= {LOCAL + name: entry for name, entry in local.items()}
+        if self.dense_prefix is not None:
+            for name, dim in (("query", self._key_dim), ("value", self._value_dim)):
+                shape = (batch_size, self.dense_prefix, self._num_heads, dim)
+                spec[PREFIX + name] = (shape, self.state_dtype)
+            spec["position"] = ((batch_size,), "int32")
         return spec
 
     @classmethod
@@ -193,7 +218,7 @@ class ReformerLSHAttention(EfficientAttention):
     @property
     def takes_documents(self):
         # Whether a document is dense would depend on the others of its row.
-        return self.dense_length is None
+        return self.dense_length is None and self.dense_prefix is None
 
     @property
     def estimates_softmax(self):
@@ -246,6 +271,44 @@ class ReformerLSHAttention(EfficientAttention):
         return {"num_hashes": num_hashes or self.num_hashes}
 
     def attend(self, query, key, value, call):
+        if self._enlarged != 1.0:
+            query = ops.cast(query, accumulator_dtype(query)) * self._enlarged
+        if self.dense_prefix is not None:
+            return self._attend_with_prefix(query, value, call)
+        return self._attend(query, value, call)
+
+    def _attend_with_prefix(self, query, value, call):
+        """As `_attend`; the first positions see all before them."""
+        size = self.dense_prefix
+        if call.state is None:
+            mask = None if call.key_mask is None else call.key_mask[:, :size]
+            first = dataclasses.replace(call, key_mask=mask)
+            heads = self._attend_dense(query[:, :size], value[:, :size], first)
+            length = query.shape[1]
+            if length is not None and length <= size:
+                return heads, None
+            rest, _ = self._attend(query, value, call)
+            heads = ops.cast(heads, rest.dtype)
+            return ops.concatenate([heads, rest[:, size:]], axis=1), None
+        state = dict(call.state)
+        position = state.pop("position")
+        prefix = [state.pop(PREFIX + name) for name in ("query", "value")]
+        heads, state = self._attend(
+            query, value, dataclasses.replace(call, state=state)
+        )
+        dense, prefix = dense_prefix_attention(
+            (query, value), prefix, position, call.lengths, self._scale
+        )
+        steps = position[:, None] + ops.arange(shape_of(query)[1], dtype="int32")
+        within = (steps < size)[..., None, None]
+        heads = ops.where(within, ops.cast(dense, heads.dtype), heads)
+        return heads, {
+            **state,
+            **{PREFIX + n: x for n, x in zip(("query", "value"), prefix, strict=True)},
+            "position": position + call.positions_read(query),
+        }
+
+    def _attend(self, query, value, call):
         if self.dense_length is not None:
             length = shape_of(query)[1]
             if not isinstance(length, int):
@@ -276,7 +339,7 @@ class ReformerLSHAttention(EfficientAttention):
 
     def _attend_dense(self, query, value, call):
         """Attends within one chunk that holds all positions."""
-        length = max(1, query.shape[1])
+        length = max(1, query.shape[1] or self.dense_prefix)
         heads, _ = lsh_attention(
             query,
             value,
@@ -389,6 +452,11 @@ class ReformerLSHAttention(EfficientAttention):
         return self.max_hashes or max(DEFAULT_MAX_HASHES, self.num_hashes)
 
     def _check_call(self, query, value, key, call):
+        if self.dense_prefix is not None and not call.causal:
+            raise ValueError(
+                "`dense_prefix` is for calls with use_causal_mask=True. Received: "
+                f"dense_prefix={self.dense_prefix}, use_causal_mask=False"
+            )
         if call.state is not None:
             self._check_streams()
         lengths = query.shape[1], value.shape[1]
@@ -443,9 +511,18 @@ class ReformerLSHAttention(EfficientAttention):
                 "Queries and keys are the same vectors, and have the same heads. "
                 f"Received: num_key_value_heads={self.num_key_value_heads}"
             )
-        for name in ("bucket_size", "num_hashes", "max_hashes", "dense_length"):
-            optional = name in ("max_hashes", "dense_length")
-            check_positive_int(name, getattr(self, name), optional)
+        optional = ("max_hashes", "dense_length", "dense_prefix")
+        for name in ("bucket_size", "num_hashes", *optional):
+            check_positive_int(name, getattr(self, name), name in optional)
+        check_positive_number("key_epsilon", self.key_epsilon)
+        if self.dense_prefix is not None and (
+            self.dense_length is not None or self.num_local_heads
+        ):
+            raise ValueError(
+                "`dense_prefix` excludes `dense_length` and `num_local_heads`. "
+                f"Received: dense_prefix={self.dense_prefix}, dense_length="
+                f"{self.dense_length}, num_local_heads={self.num_local_heads}"
+            )
         if self._rounds_at_most < self.num_hashes:
             raise ValueError(
                 "`max_hashes` must be at least `num_hashes`. Received: "

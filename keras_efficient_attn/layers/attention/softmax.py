@@ -7,11 +7,17 @@ from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.common.backend import is_traced_by_torch, shape_of
 from keras_efficient_attn.ops.common.checks import (
+    check_bool,
     check_positive_int,
+    check_positive_number,
     check_rotary_wavelength,
 )
 from keras_efficient_attn.ops.common.dense_softmax import count_pairs
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype, pad
+from keras_efficient_attn.ops.common.numerics import (
+    accumulator_dtype,
+    pad,
+    rms_normalize,
+)
 from keras_efficient_attn.ops.common.rows import row_lengths
 from keras_efficient_attn.ops.common.state import (
     RECENT,
@@ -49,6 +55,12 @@ class SoftmaxAttention(EfficientAttention):
             10,000. Defaults to `None`: no positions.
         kernel: `"dot_product"` (the default) or `"gaussian"`, whose heads are wider by
             one than flash kernels take.
+        projection_norm: `"rms"` for queries and keys with a mean square of 1 over all
+            heads together, times learned gains, before the rotation. Defaults to
+            `None`: no norm.
+        projection_norm_epsilon: Added to the mean square. Defaults to 1e-6.
+        use_output_bias: Whether the output projection has a bias. Defaults to `None`:
+            `use_bias`.
 
     Call arguments:
         As `EfficientAttention`: `query`, `value`, `key`, masks, `training`,
@@ -78,11 +90,21 @@ class SoftmaxAttention(EfficientAttention):
         - [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)
         - [Nguyen et al., 2022](https://arxiv.org/abs/2206.00206), on the Gaussian
           kernel
+        - [OLMo et al., 2024](https://arxiv.org/abs/2501.00656), on `projection_norm`
     """
 
     takes_sliding_window = takes_flash_attention = True
 
-    def __init__(self, *args, rotary_wavelength=None, kernel="dot_product", **kwargs):
+    def __init__(
+        self,
+        *args,
+        rotary_wavelength=None,
+        kernel="dot_product",
+        projection_norm=None,
+        projection_norm_epsilon=1e-6,
+        use_output_bias=None,
+        **kwargs,
+    ):
         super().__init__(*args, **kwargs)
         if kernel not in KERNELS:
             raise ValueError(
@@ -94,8 +116,37 @@ class SoftmaxAttention(EfficientAttention):
                 "`flash_attention` is for kernel='dot_product'. Received: "
                 "flash_attention=True, kernel='gaussian'"
             )
+        if projection_norm not in (None, "rms"):
+            raise ValueError(
+                "`projection_norm` must be 'rms' or None. Received: "
+                f"projection_norm={projection_norm!r}"
+            )
+        check_positive_number("projection_norm_epsilon", projection_norm_epsilon)
+        check_bool("use_output_bias", use_output_bias, optional=True)
         self.keep(locals())
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
+
+    def build(self, query_shape, value_shape, key_shape=None):
+        super().build(query_shape, value_shape, key_shape)
+        if self.projection_norm is not None:
+            queries, keys, _ = self._projected_heads
+            for name, heads in (("query", queries), ("key", keys)):
+                gain = self.add_weight(
+                    name=f"{name}_norm_scale",
+                    shape=(heads, self._key_dim),
+                    initializer="ones",
+                )
+                setattr(self, f"_{name}_norm_scale", gain)
+
+    def _make_output_dense(self, *args, **kwargs):
+        # Keras asks `_use_bias`.
+        use_bias = self._use_bias
+        if self.use_output_bias is not None:
+            self._use_bias = self.use_output_bias
+        try:
+            return super()._make_output_dense(*args, **kwargs)
+        finally:
+            self._use_bias = use_bias
 
     @classmethod
     def conversion_refusal(cls, options):
@@ -109,7 +160,8 @@ class SoftmaxAttention(EfficientAttention):
 
     @property
     def is_softmax(self):
-        return self.rotary_wavelength is None and self.kernel == "dot_product"
+        plain = self.kernel == "dot_product" and self.projection_norm is None
+        return plain and self.rotary_wavelength is None
 
     @property
     def state_grows(self):
@@ -124,6 +176,23 @@ class SoftmaxAttention(EfficientAttention):
         window = min(self._sliding_window or length, length)
         per_pair = 2 * self._num_heads * (self._key_dim + self._value_dim)
         return per_pair * count_pairs(window, length, causal)
+
+    def _project_inputs(self, query, key, value, call):
+        if self.projection_norm is None:
+            return super()._project_inputs(query, key, value, call)
+        query = self._normalize(self._query_dense(query), self._query_norm_scale)
+        key = self._normalize(self._key_dense(key), self._key_norm_scale)
+        key, value = map(self._for_query_heads, (key, self._value_dense(value)))
+        return query, key, value, call
+
+    def _normalize(self, heads, gain):
+        """Projected heads, of mean square 1 over all of them, times their gains."""
+        wide = ops.cast(heads, accumulator_dtype(heads))
+        batch, length, number, dim = shape_of(wide)
+        flat = ops.reshape(wide, (batch, length, number * dim))
+        flat = rms_normalize(flat, self.projection_norm_epsilon)
+        wide = ops.reshape(flat, (batch, length, number, dim))
+        return ops.cast(wide * ops.cast(gain, wide.dtype), heads.dtype)
 
     def attend(self, query, key, value, call):
         heads, state = self._attend(query, key, value, call)

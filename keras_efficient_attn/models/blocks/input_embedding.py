@@ -6,9 +6,11 @@ import math
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.arguments import dense_layer
 from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.models.blocks.positions import PositionOptions
 from keras_efficient_attn.models.options import Options, check_name
+from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.common.rows import RowOrder
 
 OUTPUTS = ("tied", "untied")
@@ -21,6 +23,8 @@ class EmbeddingOptions(Options):
     Args:
         output: `"tied"` (the default) if the output projection of language models
             shares the embedding, or `"untied"`.
+        output_bias: Whether an `"untied"` output projection has a bias. Defaults to
+            `False`.
         scale: Whether token embeddings are multiplied by `√hidden_dim`. Defaults to
             `False`.
         features: Layers from token ids `(batch, length)` to `(batch, length,
@@ -38,12 +42,18 @@ class EmbeddingOptions(Options):
     """
 
     output: str = "tied"
+    output_bias: bool = False
     scale: bool = False
     features: tuple[keras.layers.Layer, ...] = ()
 
     def __post_init__(self):
         super().__post_init__()
         check_name("embedding", self.output, OUTPUTS)
+        if self.output_bias and self.output == "tied":
+            raise ValueError(
+                "`output_bias` is for output='untied'. Received: output='tied', "
+                "output_bias=True"
+            )
         features = tuple(
             keras.saving.deserialize_keras_object(feature)
             if isinstance(feature, dict)
@@ -64,6 +74,41 @@ class EmbeddingOptions(Options):
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
+class ProjectedEmbedding(keras.layers.ReversibleEmbedding):
+    """An embedding whose reverse is a dense layer, of another width or with a bias.
+
+    Args:
+        input_dim, output_dim: As of `keras.layers.Embedding`.
+        projected_dim: Width of what the reverse reads.
+        use_bias: Whether the reverse has a bias.
+        **kwargs: Arguments of `keras.layers.Layer`.
+    """
+
+    def __init__(self, input_dim, output_dim, projected_dim, use_bias, **kwargs):
+        super().__init__(input_dim, output_dim, **kwargs)
+        self.projected_dim = projected_dim
+        # Logits are float32 at least.
+        dtype = wide_dtype(self.compute_dtype)
+        self.projection = dense_layer(
+            input_dim, dtype=dtype, use_bias=use_bias, name="projection"
+        )
+
+    def build(self, input_shape=None):
+        super().build(input_shape)
+        self.projection.build((None, None, self.projected_dim))
+
+    def call(self, inputs, reverse=False):
+        return self.projection(inputs) if reverse else super().call(inputs)
+
+    def get_config(self):
+        config = super().get_config()
+        for name in ("tie_weights", "reverse_dtype", "logit_soft_cap"):
+            del config[name]
+        use_bias = self.projection.use_bias
+        return {**config, "projected_dim": self.projected_dim, "use_bias": use_bias}
+
+
+@keras.saving.register_keras_serializable(package="keras_efficient_attn")
 class InputEmbedding(KeepsQuantization, keras.layers.Layer):
     """The sum of token embeddings, token features and positions.
 
@@ -76,6 +121,8 @@ class InputEmbedding(KeepsQuantization, keras.layers.Layer):
         positions: `PositionOptions`, or a shorthand for them, for positions to add
             here. Defaults to `None`.
         dropout: Rate of dropout on the sum. Defaults to 0.
+        output_width: Width of what `token_embedding(x, reverse=True)` reads, for an
+            `"untied"` one. Defaults to `None`: `hidden_dim`.
         **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
@@ -101,20 +148,33 @@ class InputEmbedding(KeepsQuantization, keras.layers.Layer):
         embedding="tied",
         positions=None,
         dropout=0.0,
+        output_width=None,
         **kwargs,
     ):
         # autocast=False: a state keeps its dtype.
         super().__init__(autocast=False, **kwargs)
         self.options = EmbeddingOptions.get(embedding)
         self.position_options = PositionOptions.get(positions)
-        self.token_embedding = keras.layers.ReversibleEmbedding(
-            vocabulary_size,
-            hidden_dim,
-            tie_weights=self.options.output == "tied",
-            reverse_dtype="float32",
-            dtype=self.dtype_policy,
-            name="token_embedding",
-        )
+        self.output_width = output_width or hidden_dim
+        sizes = vocabulary_size, hidden_dim
+        names = dict(dtype=self.dtype_policy, name="token_embedding")
+        if self.output_width != hidden_dim or self.options.output_bias:
+            if self.options.output == "tied":
+                raise ValueError(
+                    "Outputs that are wider than the model need embedding='untied'. "
+                    f"Received: embedding='tied', output width {self.output_width}, "
+                    f"hidden_dim={hidden_dim}"
+                )
+            self.token_embedding = ProjectedEmbedding(
+                *sizes, self.output_width, self.options.output_bias, **names
+            )
+        else:
+            self.token_embedding = keras.layers.ReversibleEmbedding(
+                *sizes,
+                tie_weights=self.options.output == "tied",
+                reverse_dtype="float32",
+                **names,
+            )
         self.features = [
             type(layer).from_config({**layer.get_config(), "dtype": self.dtype_policy})
             for layer in self.options.features
@@ -208,4 +268,5 @@ class InputEmbedding(KeepsQuantization, keras.layers.Layer):
             "embedding": self.options.get_config(),
             "positions": self.position_options.get_config(),
             "dropout": self.dropout.rate,
+            "output_width": self.output_width,
         }

@@ -11,6 +11,7 @@ from keras_efficient_attn.models.options import Options, check_name
 from keras_efficient_attn.ops.common.numerics import mean_of_channels, rms_normalize
 
 NORMS = ("layer_norm", "rms_norm")
+STREAMS = ("mean", "concatenated")
 
 
 class LayerNormalization(keras.layers.LayerNormalization):
@@ -122,6 +123,18 @@ class PostNormResidual(Residual):
         return self.norm(x + self.drop(update, training))
 
 
+class UpdateNormResidual(Residual):
+    """`x + norm(f(x))`, as in OLMo 2; a stack of these needs a final norm."""
+
+    final_norm = True
+
+    def before(self, x):
+        return x
+
+    def after(self, x, update, training=None):
+        return x + self.drop(self.norm(update), training)
+
+
 class ReversibleResidual(PreNormResidual):
     """`x1 + f(norm(x2))`: two streams that the sublayers update alternately.
 
@@ -171,6 +184,7 @@ class GatedPreNormResidual(ReorderedResidual):
 RESIDUALS = {
     "pre_norm": PreNormResidual,
     "post_norm": PostNormResidual,
+    "update_norm": UpdateNormResidual,
     "reversible": ReversibleResidual,
     "reordered": ReorderedResidual,
     "gated": partial(GatedPreNormResidual, gate="gru"),
@@ -192,7 +206,9 @@ class ResidualOptions(Options):
             `"gated_sigmoid_tanh"`), `"reordered"` (the same with sums: TrXL-I), or
             `"reversible"`: two streams whose activations are rebuilt in the backward
             pass, so that memory does not grow with the number of layers
-            (`keras_efficient_attn.ReversibleStack`).
+            (`keras_efficient_attn.ReversibleStack`); or `"update_norm"`, `x +
+            norm(f(x))` ([OLMo et al., 2024](https://arxiv.org/abs/2501.00656)). Or a
+            tuple of these without `"reversible"`, through which the blocks cycle.
         norm: `"layer_norm"` (the default) or `"rms_norm"`.
         norm_epsilon: Added to variances. Defaults to 1e-5.
         layer_dropout: Rate at which a row of the batch goes without a sublayer, and
@@ -202,19 +218,47 @@ class ResidualOptions(Options):
             one. Defaults to `True`.
         output_dropout: Rate of dropout on the output of the last block, after that
             norm. Defaults to 0.
+        streams: What becomes of the two streams of `"reversible"` at the end: their
+            `"mean"` (the default), or `"concatenated"`, the attention's first, for
+            outputs of width `2 · hidden_dim`.
 
     Raises:
         ValueError: For another name.
     """
 
-    kind: str = "pre_norm"
+    kind: str | tuple = "pre_norm"
     norm: str = "layer_norm"
     norm_epsilon: float = 1e-5
     layer_dropout: float = 0.0
     final_norm: bool = True
     output_dropout: float = 0.0
+    streams: str = "mean"
 
     def __post_init__(self):
         super().__post_init__()
-        check_name("residual", self.kind, RESIDUALS)
+        if isinstance(self.kind, list):
+            object.__setattr__(self, "kind", tuple(self.kind))
+        for kind in self.kinds:
+            check_name("residual", kind, RESIDUALS)
+        if not self.kinds or ("reversible" in self.kinds and len(set(self.kinds)) > 1):
+            raise ValueError(
+                "`residual` must name a kind, or several without 'reversible'. "
+                f"Received: residual={self.kind!r}"
+            )
+        check_name("streams", self.streams, STREAMS)
+        if self.streams != "mean" and "reversible" not in self.kinds:
+            raise ValueError(
+                "`streams` is for residuals of kind 'reversible'. Received: streams="
+                f"{self.streams!r}, kind={self.kind!r}"
+            )
         check_name("norm", self.norm, NORMS)
+
+    @property
+    def kinds(self):
+        """The kinds of the blocks, through which they cycle."""
+        return self.kind if isinstance(self.kind, tuple) else (self.kind,)
+
+    @property
+    def width_factor(self):
+        """How much wider outputs are than the model."""
+        return 1 if self.streams == "mean" else 2

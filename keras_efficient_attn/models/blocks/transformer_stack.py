@@ -47,6 +47,8 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
         final_norm: Whether a norm stands at the end, if the residuals want one.
             Defaults to `True`.
         output_dropout: Rate of dropout on the output. Defaults to 0.
+        streams: `"mean"` (the default) or `"concatenated"`: the output of reversible
+            residuals.
         **kwargs: Those of `keras.layers.Layer`.
 
     Call arguments:
@@ -68,7 +70,13 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
     """
 
     def __init__(
-        self, blocks, num_recurrences=1, final_norm=True, output_dropout=0.0, **kwargs
+        self,
+        blocks,
+        num_recurrences=1,
+        final_norm=True,
+        output_dropout=0.0,
+        streams="mean",
+        **kwargs,
     ):
         # autocast=False: a state keeps its float32 under a mixed policy.
         super().__init__(autocast=False, **kwargs)
@@ -80,6 +88,7 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
         self.adaptive_computation = self.halting = None
         _share_weights(self.blocks)
         self.has_final_norm = final_norm
+        self.streams = streams
         self.final_norm = None
         self.output_dropout = keras.layers.Dropout(
             output_dropout, dtype=self.dtype_policy, name="output_dropout"
@@ -103,7 +112,7 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
         for block in self.blocks:
             block.build(x_shape, memory_shape)
         if self.final_norm is not None:
-            self.final_norm.build(x_shape)
+            self.final_norm.build((*x_shape[:-1], self._output_width(x_shape[-1])))
 
     def get_initial_state(self, batch_size, max_length=None, memory_length=None):
         """The state before the first position, a dict, batch first."""
@@ -199,7 +208,7 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
             else:
                 x1, x2, _ = plain_residuals(sublayers, x1, x2)
             x1, x2 = _next_first(sublayers, x1, x2)
-            layers.append((x1 + x2) / 2)
+            layers.append(self._joined(x1, x2))
         return layers[-1], StackResults({}, layers)
 
     def _stream_reversibly(self, x1, x2, inputs, state, training):
@@ -210,10 +219,19 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
             x1, x2, parts = plain_residuals(sublayers, x1, x2)
             x1, x2 = _next_first(sublayers, x1, x2)
             new_state[name] = {k: v for part in parts for k, v in part.items()}
-        return (x1 + x2) / 2, StackResults(new_state, [])
+        return self._joined(x1, x2), StackResults(new_state, [])
+
+    def _joined(self, x1, x2):
+        if self.streams == "mean":
+            return (x1 + x2) / 2
+        return ops.concatenate([x1, x2], axis=-1)
+
+    def _output_width(self, width):
+        return width if self.streams == "mean" else 2 * width
 
     def compute_output_spec(self, x, *args, **kwargs):
-        return keras.KerasTensor(x.shape, dtype=self.compute_dtype)
+        shape = (*x.shape[:-1], self._output_width(x.shape[-1]))
+        return keras.KerasTensor(shape, dtype=self.compute_dtype)
 
     def _applications(self):
         """Names and blocks, in the order of computation."""
@@ -231,6 +249,7 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
             "num_recurrences": self.num_recurrences,
             "final_norm": self.has_final_norm,
             "output_dropout": self.output_dropout.rate,
+            "streams": self.streams,
         }
 
     @classmethod

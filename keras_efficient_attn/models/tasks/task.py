@@ -5,6 +5,11 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.layers.quantization import KeepsQuantization
+from keras_efficient_attn.models.checkpoints.conversion import OVERRIDES
+from keras_efficient_attn.models.checkpoints.tokenizer import (
+    preprocessor_of,
+    without_tokenizer,
+)
 from keras_efficient_attn.models.files import OptionalDocuments, PresetMixin
 from keras_efficient_attn.models.tasks.prompts import (
     Prompts,
@@ -43,6 +48,23 @@ class TaskMixin(OptionalDocuments, KeepsQuantization, PresetMixin):
             )
         self.backbone = backbone
         self.preprocessor = preprocessor
+
+    @classmethod
+    def from_checkpoint(cls, preset, config, load_weights, **kwargs):
+        """What `from_preset` does with a checkpoint whose `config.json` is `config`."""
+        given = {name: kwargs.pop(name) for name in OVERRIDES if name in kwargs}
+        backbone = cls.backbone_cls.from_checkpoint(
+            preset, config, load_weights, **given
+        )
+        if "preprocessor" not in kwargs:
+            kwargs["preprocessor"] = preprocessor_of(
+                cls.preprocessor_cls, preset, config
+            )
+        return cls(backbone=backbone, **kwargs)
+
+    def export_to_transformers(self, path, max_shard_size=5_000_000_000):
+        """Writes the model in the format of transformers; as the backbone's."""
+        self.backbone.export_to_transformers(path, max_shard_size)
 
     def fit(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
         """As `keras.Model.fit`; strings go through the preprocessor."""
@@ -225,8 +247,11 @@ class StreamingMixin:
             As KerasHub's; an empty list for no inputs.
 
         Raises:
-            ValueError: If a prompt has more than `max_length` tokens.
+            ValueError: If a prompt has more than `max_length` tokens, or is a text and
+                the model has no tokenizer.
         """
+        if self.preprocessor is None:
+            without_tokenizer(inputs)
         if isinstance(inputs, list | tuple | np.ndarray) and not len(inputs):
             return []
         if self.preprocessor is None and max_length is not None:

@@ -219,16 +219,31 @@ def _elu_plus_one(x, log_scale=None):
 
 
 @symbolic
-def unit_features(x):
-    """`x / √(‖x‖² + head_dim / 1000)`, and `None`.
+def unit_features(x, epsilon=NORM_EPSILON):
+    """`x / √(‖x‖² + epsilon · head_dim)`, and `None`.
 
     The constant bounds the derivative at zero.
+
+    Args:
+        x: `(..., head_dim)`.
+        epsilon: Added to the mean square. Defaults to 1e-3.
 
     Reference:
         - [Yang et al., 2024](https://arxiv.org/abs/2406.06484)
     """
     squares = ops.sum(ops.square(x), axis=-1, keepdims=True)
-    return scale_vectors(x, ops.rsqrt(squares + NORM_EPSILON * x.shape[-1])), None
+    return scale_vectors(x, ops.rsqrt(squares + epsilon * x.shape[-1])), None
+
+
+@symbolic
+def sum_features(x):
+    """`x / max(Σ|x|, 1e-6)`, and `None`.
+
+    Reference:
+        - [Schlag et al., 2021](https://arxiv.org/abs/2102.11174)
+    """
+    total = ops.sum(ops.abs(x), axis=-1, keepdims=True)
+    return x / at_least(total, 1e-6), None
 
 
 @symbolic

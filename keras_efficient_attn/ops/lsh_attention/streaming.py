@@ -7,12 +7,12 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.chunking import chunk_count, pad_to
-from keras_efficient_attn.ops.common.numerics import unit_vectors
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, unit_vectors
 from keras_efficient_attn.ops.common.online_softmax import merge
 from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.rows import take_rows
 from keras_efficient_attn.ops.common.scan import recompute_scan
-from keras_efficient_attn.ops.common.state import make_state
+from keras_efficient_attn.ops.common.state import make_state, write_positions
 from keras_efficient_attn.ops.lsh_attention.chunked import (
     columns_of,
     masked_part,
@@ -168,3 +168,37 @@ def _step(dim, value_dim, rounds, config):
         return (ops.reshape(cache, shape), count), (output,)
 
     return step
+
+
+def dense_prefix_attention(tensors, prefix, start, lengths, scale):
+    """Attention of a segment to all earlier ones of a stream's first positions.
+
+    Args:
+        tensors: `(query, value)` of the segment, `(batch, length, heads, dim)`; queries
+            are the keys before their norm.
+        prefix: The two of the first positions, `(batch, positions, heads, dim)`.
+        start: Integers `(batch,)`: the position of a row's first query.
+        lengths: Integers `(batch,)`: how many positions of the segment exist; `None`
+            for all.
+        scale: Factor of the logits.
+
+    Returns:
+        `(heads, prefix)`: outputs, those of later positions without meaning, and the
+        first positions with the segment's.
+    """
+    batch, length = shape_of(tensors[0])[:2]
+    if lengths is None:
+        lengths = ops.full((batch,), length, "int32")
+    segment = [ops.cast(x, old.dtype) for x, old in zip(tensors, prefix, strict=True)]
+    prefix = write_positions(prefix, segment, start, lengths)
+    dtype = accumulator_dtype(*tensors)
+    query, key, value, own_value = (
+        ops.transpose(ops.cast(x, dtype), (0, 2, 1, 3))
+        for x in (tensors[0], *prefix, tensors[1])
+    )
+    logits = (query * scale) @ ops.swapaxes(unit_vectors(key), -1, -2)
+    step = start[:, None] + ops.arange(length, dtype="int32")
+    earlier = ops.arange(shape_of(key)[2], dtype="int32") < step[..., None]
+    values, totals, _ = masked_part(logits, earlier[:, None], value)
+    heads = with_self(values, totals, own_value)
+    return ops.transpose(heads, (0, 2, 1, 3)), prefix

@@ -25,7 +25,7 @@ from tests.contract.test_saving import assert_same_model
 DIM = 8
 NAMES = (
     "favor+ hyperbolic favor++ trigonometric taylor power relu elu exp softmax "
-    "hedgehog learned identity unit"
+    "hedgehog learned identity unit sum"
 ).split()
 ESTIMATES = "favor+ hyperbolic favor++ trigonometric taylor power learned".split()
 
@@ -74,7 +74,7 @@ def test_every_map_has_a_name_and_says_what_it_is():
         assert feature_map.name == name
         assert feature_map.estimates_softmax == (name in ESTIMATES)
         assert feature_map.causal == (name != "favor++")
-        signed = name in ("trigonometric", "identity", "unit")
+        signed = name in ("trigonometric", "identity", "unit", "sum")
         assert feature_map.positive == (not signed)
         again = feature_maps.get(name)
         assert again == feature_map and hash(again) == hash(feature_map)
@@ -90,7 +90,7 @@ def test_maps_equal_the_dense_definition(name, causal):
     if causal and name == "favor++":
         pytest.skip("favor++ is not causal")
     # Weights of both signs may add up to nearly zero.
-    normalize = name not in ("identity", "unit")
+    normalize = name not in ("identity", "unit", "sum")
     layer, x = built(feature_map=name, normalize=normalize), inputs()
     mask = np.random.default_rng(1).random(x.shape[:2]) > 0.2
     hidden = np.where(mask[..., None], x, np.nan).astype("float32")

@@ -12,6 +12,7 @@ from keras_efficient_attn import (
     LinearAttention,
     RetentionAttention,
 )
+from keras_efficient_attn.layers import feature_maps
 from tests import dense
 from tests.autodiff import to_numpy
 
@@ -168,3 +169,41 @@ def test_feature_maps_with_a_log_scale_are_refused():
         DeltaAttention(2, 8, feature_map="favor+")(
             inputs(), inputs(), use_causal_mask=True
         )
+
+
+@pytest.mark.parametrize("kind", ["product", "hedgehog", "relu", "dpfp"])
+def test_projected_maps_equal_the_definition(kind):
+    feature_map = feature_maps.get("projected", kind=kind, normalize_key=kind != "dpfp")
+    layer = RetentionAttention(2, 4, feature_map=feature_map, rotary_wavelength=None)
+    x = np.random.default_rng(0).normal(size=(2, 11, 6)).astype("float32")
+    layer.build(x.shape, x.shape)
+    random = np.random.default_rng(1)
+    for weight in layer.trainable_weights:
+        if "feature" in weight.name:
+            weight.assign(np.abs(random.normal(size=weight.shape)) + 0.1)
+    expected, _ = dense.layer_output(layer, dense.gated_heads, x, x, causal=True)
+    received = to_numpy(layer(x, x, use_causal_mask=True))
+    np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-5)
+    again = RetentionAttention.from_config(layer.get_config())
+    assert again.feature_map == feature_map
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(num_value_heads=3), "`num_value_heads` must be a multiple.*=3"),
+        (
+            dict(num_value_heads=4, num_key_value_heads=1),
+            "`num_value_heads` must be a multiple.*num_key_value_heads=1",
+        ),
+        (dict(least_log_decay=1.0), "`least_log_decay` must be a number below 0.*=1.0"),
+        (dict(output_norm_epsilon=0), "`output_norm_epsilon` must be a positive.*=0"),
+        (dict(output_gate=None, output_gate_bias=True), "need an `output_gate`.*None"),
+        (dict(qk_activation="none"), "`qk_activation` must name an activation.*'none'"),
+        (dict(use_beta=1), "`use_beta` must be a boolean.*=1"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_options_that_a_layer_cannot_have_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        KimiDeltaAttention(2, 4, **options)

@@ -97,3 +97,15 @@ def test_kernels_that_are_refused():
         SoftmaxAttention(2, 4, kernel="linear")
     with pytest.raises(ValueError, match="flash_attention=True, kernel='gaussian'"):
         SoftmaxAttention(2, 4, kernel="gaussian", flash_attention=True)
+
+
+def test_the_output_projection_has_its_own_bias():
+    x = np.random.default_rng(0).normal(size=(1, 5, 6)).astype("float32")
+    layer = SoftmaxAttention(2, 4, use_output_bias=False)
+    layer.build(x.shape, x.shape)
+    assert layer.query_dense.bias is not None and layer.output_dense.bias is None
+    again = SoftmaxAttention.from_config(layer.get_config())
+    again.build(x.shape, x.shape)
+    assert again.output_dense.bias is None
+    with pytest.raises(ValueError, match="`projection_norm` must be 'rms'.*'layer'"):
+        SoftmaxAttention(2, 4, projection_norm="layer")

@@ -63,8 +63,10 @@ class LinearAttention(EfficientAttention):
             | `"exp"` | exp(x) | d |
             | `"identity"` | x, signed | d |
             | `"unit"` | x / ‖x‖, signed | d |
+            | `"sum"` | x by its sum of absolutes, signed | d |
             | `"softmax"` | softmax of queries, exponential of keys | d |
             | `"hedgehog"` | softmax([Wx, −Wx]), learned per head | 2d |
+            | `"projected"` | products and others, learned for all heads | d to 8d |
             | `"learned"` | exp(Wx + b − n·x²), learned per head | 2d |
             | `"relu"` | relu(x) + 1e-3 | d |
             | `"taylor"` | Taylor expansion of the exponential, order 2 | C(d + 2, 2) |

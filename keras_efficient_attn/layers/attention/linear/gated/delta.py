@@ -8,12 +8,17 @@ from keras_efficient_attn.layers.attention.linear.gated.layer import (
     GatedStateAttention,
     apply_projections,
     build_projection,
+    check_least_log_decay,
     log_rates,
     step_biases,
 )
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
+from keras_efficient_attn.ops.common.checks import (
+    check_bool,
+    check_positive_int,
+    is_number,
+)
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 
 
@@ -38,6 +43,7 @@ class DeltaAttention(GatedStateAttention):
             the norm), `use_bias`, ….
         max_beta: The largest β, above 0 and up to 2. Above 1, the state can change sign
             along a key. Defaults to 1.
+        use_beta: Whether β is learned. Otherwise it is `max_beta`. Defaults to `True`.
         rotary_wavelength: Longest wavelength of rotary positions. Defaults to `None`:
             no positions.
         feature_map: A map of `LinearAttention` without log scales, for queries and
@@ -47,12 +53,23 @@ class DeltaAttention(GatedStateAttention):
             queries, keys and values reaches. Defaults to 4; `None` for no convolution.
         activation: Name of an activation of queries, keys and values, after the
             convolution, or a function. Defaults to `"silu"`; `None` for none.
+        qk_activation: Activation of queries and keys in its place; `activation` is then
+            the values'. `"linear"` for none. Defaults to `None`: `activation`.
         output_norm: Norm of each head's output, with a learned gain: `"rms"` (the
             default), mean square 1; `"group"`, mean 0 and variance 1; or `None`.
         output_gate: Activation of a gate that multiplies the heads, a projection of
             the query input. Defaults to `None`: no gate. `use_gate` of
             `keras.layers.MultiHeadAttention` is another, sigmoid, gate.
         output_gate_rank: Rank of its projection. Defaults to `None`: full.
+        output_gate_bias: Whether it has a bias. Defaults to `False`.
+        output_norm_epsilon: Added to the norm's mean square or variance. Defaults to
+            1e-5.
+        output_norm_scale: Whether the norm has the gain. Defaults to `True`.
+        num_value_heads: Heads of values, states, β and outputs: a multiple
+            of `num_heads`, which is then that of queries and keys: each serves
+            `num_value_heads / num_heads` heads of values, one after the other.
+            `layer.num_heads` counts the heads of values. Defaults to `None`:
+            `num_heads`. Excludes `num_key_value_heads`.
         **kwargs: Further arguments of `LinearAttention` (`normalize`, `qk_norm`,
             `temperature`, `chunk_size`) and of `EfficientAttention`; no `window`.
 
@@ -88,6 +105,7 @@ class DeltaAttention(GatedStateAttention):
         self,
         *args,
         max_beta=1.0,
+        use_beta=True,
         feature_map="unit",
         convolution=4,
         activation="silu",
@@ -105,18 +123,25 @@ class DeltaAttention(GatedStateAttention):
                 "`max_beta` must be a number above 0 and up to 2. Received: "
                 f"max_beta={max_beta!r}"
             )
-        self.keep(dict(max_beta=max_beta))
+        check_bool("use_beta", use_beta)
+        self.keep(dict(max_beta=max_beta, use_beta=use_beta))
 
     def _build_rates(self, input_dim):
         heads = self._key_value_heads
-        self._beta_layers = build_projection(
-            self, "beta", input_dim, heads, deviation=GATE_DEVIATION
-        )
+        if self.use_beta:
+            self._beta_layers = build_projection(
+                self, "beta", input_dim, heads, deviation=GATE_DEVIATION
+            )
 
     def _rates(self, key):
-        logits = apply_projections(self._beta_layers, key)
-        logits = ops.cast(logits, accumulator_dtype(logits))
-        beta, log_decay = self.max_beta * ops.sigmoid(logits), self._log_decay(key)
+        log_decay = self._log_decay(key)
+        if self.use_beta:
+            logits = apply_projections(self._beta_layers, key)
+            logits = ops.cast(logits, accumulator_dtype(logits))
+            beta = self.max_beta * ops.sigmoid(logits)
+        else:
+            shape = (*shape_of(key)[:2], self._key_value_heads)
+            beta = ops.full(shape, self.max_beta, self.state_dtype)
         if self.num_key_value_heads is not None:
             beta = self._for_query_heads(beta)
             if log_decay is not None:
@@ -141,6 +166,7 @@ class DecayingDeltaAttention(DeltaAttention):
     """
 
     least_rate = 1.0
+    least_log_decay = None
 
     def _build_decays(self, input_dim, features, rank=None):
         """Creates W, A and b.
@@ -171,6 +197,8 @@ class DecayingDeltaAttention(DeltaAttention):
         logits = ops.reshape(logits, (*shape_of(key)[:2], *self._decay_bias.shape))
         logits = logits + ops.cast(self._decay_bias, logits.dtype)
         rate = ops.exp(ops.cast(self._log_rate, logits.dtype))
+        if self.least_log_decay is not None:
+            return self.least_log_decay * ops.sigmoid(rate * logits)
         return -rate * ops.softplus(logits)
 
 
@@ -251,6 +279,9 @@ class KimiDeltaAttention(DecayingDeltaAttention):
     Args:
         *args, **kwargs: The arguments of `DeltaAttention`, with its defaults.
         decay_rank: Rank of `W₂ W₁`. Defaults to `None`: `key_dim`.
+        least_log_decay: A number below 0, such as -5, for decays `α[t] =
+            exp(least_log_decay · sigmoid(exp(A) (W₂ W₁ x[t] + b)))`, which it bounds.
+            Defaults to `None`: the formula above.
         output_gate: Activation of the gate that multiplies the heads, a projection of
             the query input. Defaults to `"sigmoid"`; `None` for no gate.
         output_gate_rank: Rank of its projection. Defaults to `None`: `value_dim`.
@@ -282,6 +313,7 @@ class KimiDeltaAttention(DecayingDeltaAttention):
         self,
         *args,
         decay_rank=None,
+        least_log_decay=None,
         output_gate="sigmoid",
         output_gate_rank=None,
         **kwargs,
@@ -290,7 +322,8 @@ class KimiDeltaAttention(DecayingDeltaAttention):
             *args, output_gate=output_gate, output_gate_rank=output_gate_rank, **kwargs
         )
         check_positive_int("decay_rank", decay_rank, optional=True)
-        self.keep(dict(decay_rank=decay_rank))
+        check_least_log_decay(least_log_decay)
+        self.keep(dict(decay_rank=decay_rank, least_log_decay=least_log_decay))
 
     @property
     def _gate_rank(self):

@@ -8,6 +8,7 @@ from keras_efficient_attn.layers.attention.linear.gated.layer import (
     GatedStateAttention,
     apply_projections,
     build_projection,
+    check_least_log_decay,
 )
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.common.backend import shape_of
@@ -15,7 +16,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_positive_int,
     check_positive_number,
 )
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, at_least
 
 DECAYS = ("vector", "scalar")
 
@@ -42,6 +43,7 @@ class GatedLinearAttention(GatedStateAttention):
         decay: `"vector"`, a decay per feature (the default), or `"scalar"`, per head.
         decay_rank: Rank of W, or `None` for a full matrix. Defaults to 16.
         decay_temperature: τ. A larger τ decays more slowly. Defaults to 16.
+        least_log_decay: Lower bound of `g`, a number below 0. Defaults to `None`: none.
         rotary_wavelength: Longest wavelength of rotary positions. Defaults to `None`:
             no positions.
         feature_map: A map of `LinearAttention` without log scales, for queries and
@@ -52,12 +54,23 @@ class GatedLinearAttention(GatedStateAttention):
             queries, keys and values reaches. Defaults to `None`: no convolution.
         activation: Name of an activation of queries, keys and values, after the
             convolution, or a function. Defaults to `None`.
+        qk_activation: Activation of queries and keys in its place; `activation` is then
+            the values'. `"linear"` for none. Defaults to `None`: `activation`.
         output_norm: Norm of each head's output, with a learned gain: `"rms"` (the
             default), mean square 1; `"group"`, mean 0 and variance 1; or `None`.
         output_gate: Activation of the gate that multiplies the heads, a projection of
             the query input. Defaults to `"silu"`; `None` for no gate. `use_gate` of
             `keras.layers.MultiHeadAttention` is another, sigmoid, gate.
         output_gate_rank: Rank of its projection. Defaults to `None`: full.
+        output_gate_bias: Whether it has a bias. Defaults to `False`.
+        output_norm_epsilon: Added to the norm's mean square or variance. Defaults to
+            1e-5.
+        output_norm_scale: Whether the norm has the gain. Defaults to `True`.
+        num_value_heads: Heads of values, states, decays and outputs: a multiple
+            of `num_heads`, which is then that of queries and keys: each serves
+            `num_value_heads / num_heads` heads of values, one after the other.
+            `layer.num_heads` counts the heads of values. Defaults to `None`:
+            `num_heads`. Excludes `num_key_value_heads`.
         **kwargs: Further arguments of `LinearAttention` (`qk_norm`, `temperature`,
             `chunk_size`) and of `EfficientAttention`; no `window`.
 
@@ -94,6 +107,7 @@ class GatedLinearAttention(GatedStateAttention):
         decay="vector",
         decay_rank=16,
         decay_temperature=16.0,
+        least_log_decay=None,
         output_gate="silu",
         **kwargs,
     ):
@@ -102,6 +116,7 @@ class GatedLinearAttention(GatedStateAttention):
             raise ValueError(f"`decay` must be one of {DECAYS}. Received: {decay=}")
         check_positive_int("decay_rank", decay_rank, optional=True)
         check_positive_number("decay_temperature", decay_temperature)
+        check_least_log_decay(least_log_decay)
         self.keep(locals(), omit=("output_gate",))
 
     def _build_rates(self, input_dim):
@@ -120,7 +135,11 @@ class GatedLinearAttention(GatedStateAttention):
         logits = ops.cast(logits, accumulator_dtype(logits))
         logits = logits + ops.cast(self._decay_bias, logits.dtype)
         log_decay = ops.log_sigmoid(logits) / self.decay_temperature
+        if self.least_log_decay is not None:
+            log_decay = at_least(log_decay, self.least_log_decay)
         if self.decay == "vector":
             shape = (*shape_of(key)[:2], self._key_value_heads, self.feature_dim)
             log_decay = ops.reshape(log_decay, shape)
-        return self._for_query_heads(log_decay), None
+        if self.num_key_value_heads is not None:
+            log_decay = self._for_query_heads(log_decay)
+        return log_decay, None

@@ -9,7 +9,14 @@ from keras_efficient_attn.distribution.linear import gated_attention
 from keras_efficient_attn.layers.arguments import activation_of
 from keras_efficient_attn.layers.attention.linear.layer import LinearAttention
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
+from keras_efficient_attn.ops.common.checks import (
+    check_bool,
+    check_int,
+    check_positive_int,
+    check_positive_number,
+    is_number,
+    is_positive_int,
+)
 from keras_efficient_attn.ops.common.convolution import causal_convolution
 from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.numerics import (
@@ -23,7 +30,6 @@ from keras_efficient_attn.ops.linear_attention.gated.api import (
 )
 
 OUTPUT_NORMS = (None, "rms", "group")
-EPSILON = 1e-5
 
 
 class GatedStateAttention(LinearAttention):
@@ -34,7 +40,13 @@ class GatedStateAttention(LinearAttention):
     needs `use_causal_mask=True`.
 
     Args:
-        *args, **kwargs: Arguments of `LinearAttention`, without `window`.
+        num_heads: Number of heads.
+        *args, **kwargs: Further arguments of `LinearAttention`, without `window`.
+        num_value_heads: Number of heads of values, states, rates and outputs, a
+            multiple of `num_heads`, which is then the number of heads of queries and
+            keys: each serves `num_value_heads / num_heads` heads of values, one after
+            the other. `layer.num_heads` counts the heads of values. Defaults to `None`:
+            `num_heads`. Excludes `num_key_value_heads`.
         feature_map: A map without log scales. Defaults to `"identity"`.
         normalize: Whether to divide by the sum of the weights. Otherwise heads are
             divided by `√key_dim`. Defaults to `False`.
@@ -42,30 +54,51 @@ class GatedStateAttention(LinearAttention):
             queries, keys and values reaches. Defaults to `None`: no convolution.
         activation: Name of an activation of queries, keys and values after the
             convolution, or a function. Defaults to `None`.
+        qk_activation: Activation of queries and keys in its place; `activation` is then
+            the values'. `"linear"` for none. Defaults to `None`: `activation`.
         output_norm: `"rms"` or `"group"`: the norm of each head's output, with a
             learned gain; or `None`.
+        output_norm_epsilon: Added to the mean square or the variance. Defaults to 1e-5.
+        output_norm_scale: Whether the norm has the gain. Defaults to `True`.
         output_gate: Name of the activation of the output gate, or a function; the
             gate, a projection of the query input, multiplies the heads after the
             norm. Defaults to `None`: no gate.
         output_gate_rank: Rank of that projection. Defaults to `None`: full.
+        output_gate_bias: Whether it has a bias. Defaults to `False`.
     """
 
     takes_sliding_window = False
 
     def __init__(
         self,
+        num_heads,
         *args,
+        num_value_heads=None,
         feature_map="identity",
         normalize=False,
         convolution=None,
         activation=None,
+        qk_activation=None,
         output_norm="rms",
+        output_norm_epsilon=1e-5,
+        output_norm_scale=True,
         output_gate=None,
         output_gate_rank=None,
+        output_gate_bias=False,
         **kwargs,
     ):
-        super().__init__(*args, feature_map=feature_map, normalize=normalize, **kwargs)
+        _check_value_heads(num_heads, num_value_heads, kwargs)
+        super().__init__(
+            num_value_heads or num_heads,
+            *args,
+            feature_map=feature_map,
+            normalize=normalize,
+            **kwargs,
+        )
         check_int("convolution", convolution, 2, optional=True)
+        check_positive_number("output_norm_epsilon", output_norm_epsilon)
+        check_bool("output_norm_scale", output_norm_scale)
+        check_bool("output_gate_bias", output_gate_bias)
         check_positive_int("output_gate_rank", output_gate_rank, optional=True)
         if output_norm not in OUTPUT_NORMS:
             raise ValueError(
@@ -77,13 +110,19 @@ class GatedStateAttention(LinearAttention):
                 f"{type(self).__name__} is causal, and the feature map must be. "
                 f"Received: feature_map={self.feature_map.name!r}"
             )
-        if output_gate is None and output_gate_rank is not None:
+        if output_gate is None and (output_gate_rank is not None or output_gate_bias):
             raise ValueError(
-                "`output_gate_rank` needs an `output_gate`. Received: "
-                f"output_gate=None, output_gate_rank={output_gate_rank}"
+                "`output_gate_rank` and `output_gate_bias` need an `output_gate`. "
+                f"Received: output_gate=None, output_gate_rank={output_gate_rank}, "
+                f"output_gate_bias={output_gate_bias}"
             )
-        self.keep(locals(), omit=("feature_map", "activation", "output_gate"))
+        activations = ("activation", "qk_activation", "output_gate")
+        self.keep(
+            locals(), omit=("num_heads", "feature_map", "activations", *activations)
+        )
+        self._query_key_heads = num_heads
         self.activation = activation_of("activation", activation)
+        self.qk_activation = activation_of("qk_activation", qk_activation)
         self.output_gate = activation_of("output_gate", output_gate)
 
     @classmethod
@@ -116,21 +155,29 @@ class GatedStateAttention(LinearAttention):
 
     @property
     def _key_value_heads(self):
+        """Heads of values, and of the rates."""
         return self.num_key_value_heads or self._num_heads
+
+    @property
+    def _projected_heads(self):
+        if self.num_value_heads is None:
+            return super()._projected_heads
+        return self._query_key_heads, self._query_key_heads, self._num_heads
+
+    @property
+    def _convolved(self):
+        """Names and shapes of the heads that convolutions read."""
+        dims = self._key_dim, self._key_dim, self._value_dim
+        shapes = zip(self._projected_heads, dims, strict=True)
+        return dict(zip(("query", "key", "value"), shapes, strict=True))
 
     def build(self, query_shape, value_shape, key_shape=None):
         super().build(query_shape, value_shape, key_shape)
         key_dim = (value_shape if key_shape is None else key_shape)[-1]
-        shared = self._key_value_heads
         self._convolution_kernels = {}
         if self.convolution is not None:
-            heads = {
-                "query": (self._num_heads, self._key_dim),
-                "key": (shared, self._key_dim),
-                "value": (shared, self._value_dim),
-            }
             bound = self.convolution**-0.5
-            for index, (name, shape) in enumerate(heads.items()):
+            for index, (name, shape) in enumerate(self._convolved.items()):
                 self._convolution_kernels[name] = self.add_weight(
                     name=f"{name}_convolution_kernel",
                     shape=(self.convolution, *shape),
@@ -139,7 +186,7 @@ class GatedStateAttention(LinearAttention):
                     ),
                 )
         self._norm_scale = None
-        if self.output_norm is not None:
+        if self.output_norm is not None and self.output_norm_scale:
             by_head = (self._num_heads,) if self.output_norm == "group" else ()
             self._norm_scale = self.add_weight(
                 name="norm_scale",
@@ -154,6 +201,7 @@ class GatedStateAttention(LinearAttention):
                 query_shape[-1],
                 self._num_heads * self._value_dim,
                 self._gate_rank,
+                use_bias=self.output_gate_bias,
             )
         self._build_rates(key_dim)
 
@@ -175,14 +223,9 @@ class GatedStateAttention(LinearAttention):
     def state_spec(self, batch_size, max_length):
         spec = super().state_spec(batch_size, max_length)
         if self.convolution is not None:
-            shared, rows = self._key_value_heads, (batch_size, self.convolution - 1)
-            for name, heads, dim in (
-                ("query", self._num_heads, self._key_dim),
-                ("key", shared, self._key_dim),
-                ("value", shared, self._value_dim),
-            ):
-                shape = (*rows, heads, dim)
-                spec[f"{name}_inputs"] = (shape, self.state_dtype)
+            rows = batch_size, self.convolution - 1
+            for name, heads in self._convolved.items():
+                spec[f"{name}_inputs"] = ((*rows, *heads), self.state_dtype)
         return spec
 
     def _project_inputs(self, query, key, value, call):
@@ -208,18 +251,17 @@ class GatedStateAttention(LinearAttention):
                 )
                 if past is not None:
                     last[state_name] = ops.cast(inputs, self.state_dtype)
-        if self.activation is not None:
-            # In float32: normalising short vectors gives gradients too large for half
-            # precision, which mostly end where an activation is flat.
-            heads = {
-                name: self.activation(ops.cast(x, accumulator_dtype(x)))
-                for name, x in heads.items()
-            }
-        key, value = heads["key"], heads["value"]
-        if self.num_key_value_heads is not None:
-            key, value = self._for_query_heads(key), self._for_query_heads(value)
+        of_values, of_keys = self.activation, self.qk_activation or self.activation
+        for name, x in heads.items():
+            activation = of_values if name == "value" else of_keys
+            if activation is not None:
+                # In float32: normalising short vectors gives gradients too large for
+                # half precision, which mostly end where an activation is flat.
+                x = activation(ops.cast(x, accumulator_dtype(x)))
+            shared = x.shape[2] < self._num_heads
+            heads[name] = self._for_query_heads(x) if shared else x
         options = {**call.options, "rates": rates, "last_inputs": last}
-        return heads["query"], key, value, dataclasses.replace(call, options=options)
+        return *heads.values(), dataclasses.replace(call, options=options)
 
     def attend(self, query, key, value, call):
         tensors, options, position = self._prepare_call(query, key, value, call)
@@ -250,9 +292,11 @@ class GatedStateAttention(LinearAttention):
             power = mean_of_channels(ops.square(heads))
             # Heads of 0 have no direction: behind a norm of queries, the derivatives of
             # the two norms at 0 would multiply.
-            inverse = ops.sign(power) * ops.rsqrt(power + EPSILON)
+            inverse = ops.sign(power) * ops.rsqrt(power + self.output_norm_epsilon)
             heads = scale_vectors(heads, inverse)
-            heads = scale_channels(heads, ops.cast(self._norm_scale, heads.dtype))
+            if self._norm_scale is not None:
+                gain = ops.cast(self._norm_scale, heads.dtype)
+                heads = scale_channels(heads, gain)
         if self.output_gate is not None:
             gate = self.output_gate(
                 apply_projections(self._output_gate_layers, gate_input)
@@ -263,9 +307,30 @@ class GatedStateAttention(LinearAttention):
     def get_config(self):
         return {
             **super().get_config(),
+            "num_heads": self._query_key_heads,
             "activation": _serialize(self.activation),
+            "qk_activation": _serialize(self.qk_activation),
             "output_gate": _serialize(self.output_gate),
         }
+
+
+def _check_value_heads(num_heads, num_value_heads, others):
+    """Raises `ValueError` for a number of value heads that the layer cannot have."""
+    if num_value_heads is None:
+        return
+    shared = others.get("num_key_value_heads")
+    if (
+        not is_positive_int(num_value_heads)
+        or not is_positive_int(num_heads)
+        or num_value_heads % num_heads
+        or shared is not None
+    ):
+        raise ValueError(
+            "`num_value_heads` must be a multiple of `num_heads`, without "
+            "`num_key_value_heads`, or None. Received: num_value_heads="
+            f"{num_value_heads!r}, num_heads={num_heads!r}, num_key_value_heads="
+            f"{shared!r}"
+        )
 
 
 def _serialize(activation):
@@ -280,8 +345,10 @@ STEPS = (1e-3, 0.1)
 GATE_DEVIATION = 0.02
 
 
-def build_projection(layer, name, input_dim, units, rank=None, deviation=None):
-    """Built projections, one after the other, without biases.
+def build_projection(
+    layer, name, input_dim, units, rank=None, deviation=None, use_bias=False
+):
+    """Built projections, one after the other.
 
     Args:
         layer: The attention layer that will own the projections.
@@ -291,6 +358,7 @@ def build_projection(layer, name, input_dim, units, rank=None, deviation=None):
         rank: Width between two layers; `None` for one layer.
         deviation: Standard deviation of their kernels at first; `None` for the layer's
             initializer.
+        use_bias: Whether the last has a bias.
     """
     widths = [units] if rank is None else [rank, units]
     layers = []
@@ -300,6 +368,7 @@ def build_projection(layer, name, input_dim, units, rank=None, deviation=None):
         dense = keras.layers.EinsumDense(
             "abc,cd->abd",
             output_shape=(None, width),
+            bias_axes="d" if use_bias and not suffix else None,
             kernel_initializer=(
                 layer._new_kernel_initializer()
                 if deviation is None
@@ -321,6 +390,15 @@ def apply_projections(layers, x):
     for layer in layers:
         x = layer(x)
     return x
+
+
+def check_least_log_decay(value):
+    """Raises `ValueError` unless it is a number below 0, or `None`."""
+    if value is not None and not (is_number(value) and value < 0):
+        raise ValueError(
+            "`least_log_decay` must be a number below 0, or None. Received: "
+            f"least_log_decay={value!r}"
+        )
 
 
 def log_rates(least, seed):

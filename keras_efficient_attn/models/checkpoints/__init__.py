@@ -1,0 +1,1 @@
+"""Checkpoints in the format of transformers, read into and written from backbones."""
