@@ -48,6 +48,9 @@ LEFT_OUT = {
     "test_compute_output_shape*": ({"reformer"}, SAME_VECTORS),
     "test_query_mask_propagation": ({"reformer"}, SAME_VECTORS),
     "test_no_warning_with_keras_mask": ({"reformer"}, SAME_VECTORS),
+    "test_multi_head_attention_output_shape*": ({"reformer"}, SAME_VECTORS),
+    "test_quantize_int8": ({"reformer"}, SAME_VECTORS),
+    "test_symbolic_return_attention_scores*": ({"reformer"}, SAME_VECTORS),
 }
 LAYERS = sorted(ALL) if keras.backend.backend() == "torch" else ["softmax"]
 
