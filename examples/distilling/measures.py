@@ -114,11 +114,11 @@ def teacher_generation(task, length):
 
 def student_generation(task, length):
     """`(seconds per byte, MiB of the cache)` with a converted backbone's states."""
-    mask = ops.ones((1, length + STEPS), "int32")
-    methods = CausalMethods(task, {"padding_mask": mask}, "")
+    tokens = ops.ones((1, length + STEPS), "int32")
+    methods = CausalMethods(task, {"token_ids": tokens, "padding_mask": tokens})
 
-    def step(token, cache, position):
-        logits, _, cache = methods.call_with_cache(token, cache, position)
+    def step(token, cache, column):
+        logits, _, cache = methods.call(token, cache, column)
         return logits, cache
 
     cache = methods.initial_cache()

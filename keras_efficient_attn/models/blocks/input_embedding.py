@@ -74,8 +74,10 @@ class EmbeddingOptions(Options):
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class ProjectedEmbedding(keras.layers.ReversibleEmbedding):
+class ProjectedEmbedding(KeepsQuantization, keras.layers.Layer):
     """An embedding whose reverse is a dense layer, of another width or with a bias.
+
+    It holds an `Embedding`, as Keras quantises no subclass of one.
 
     Args:
         input_dim, output_dim: As of `keras.layers.Embedding`.
@@ -85,8 +87,12 @@ class ProjectedEmbedding(keras.layers.ReversibleEmbedding):
     """
 
     def __init__(self, input_dim, output_dim, projected_dim, use_bias, **kwargs):
-        super().__init__(input_dim, output_dim, **kwargs)
+        super().__init__(**kwargs)
+        self.input_dim, self.output_dim = input_dim, output_dim
         self.projected_dim = projected_dim
+        self.embedding = keras.layers.Embedding(
+            input_dim, output_dim, dtype=self.dtype_policy, name="embedding"
+        )
         # Logits are float32 at least.
         dtype = wide_dtype(self.compute_dtype)
         self.projection = dense_layer(
@@ -94,18 +100,32 @@ class ProjectedEmbedding(keras.layers.ReversibleEmbedding):
         )
 
     def build(self, input_shape=None):
-        super().build(input_shape)
+        self.embedding.build(input_shape)
         self.projection.build((None, None, self.projected_dim))
+        self.built = True
+
+    @property
+    def embeddings(self):
+        """The table `(input_dim, output_dim)`."""
+        return self.embedding.embeddings
 
     def call(self, inputs, reverse=False):
-        return self.projection(inputs) if reverse else super().call(inputs)
+        return (self.projection if reverse else self.embedding)(inputs)
+
+    def compute_output_spec(self, inputs, reverse=False):
+        width = self.input_dim if reverse else self.output_dim
+        shape = inputs.shape[:-1] if reverse else inputs.shape
+        layer = self.projection if reverse else self.embedding
+        return keras.KerasTensor((*shape, width), layer.compute_dtype)
 
     def get_config(self):
-        config = super().get_config()
-        for name in ("tie_weights", "reverse_dtype", "logit_soft_cap"):
-            del config[name]
-        use_bias = self.projection.use_bias
-        return {**config, "projected_dim": self.projected_dim, "use_bias": use_bias}
+        return {
+            **super().get_config(),
+            "input_dim": self.input_dim,
+            "output_dim": self.output_dim,
+            "projected_dim": self.projected_dim,
+            "use_bias": self.projection.use_bias,
+        }
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")

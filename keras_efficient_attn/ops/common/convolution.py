@@ -22,6 +22,7 @@ def depthwise(padded, kernel, length, documents=None, before=None):
         before: With `documents`, the padding before the first position.
     """
     places = () if documents is None else (documents.position, documents.later)
+    kernel = ops.cast(kernel, padded.dtype)
     step, gradient = _depthwise(kernel.shape[0], before if places else None)
     if length == 1:
         return step((), (padded, *places), (kernel,))[1][0]
@@ -92,6 +93,5 @@ def causal_convolution(x, kernel, past=None, lengths=None, documents=None):
     if past is None:
         before = ops.zeros((shape_of(x)[0], reach, *x.shape[2:]), x.dtype)
     padded = ops.concatenate([ops.cast(before, x.dtype), x], axis=1)
-    kernel = ops.cast(kernel, x.dtype)
     output = depthwise(padded, kernel, length, documents, reach)
     return output, None if past is None else keep_last(padded, length, lengths)

@@ -118,6 +118,8 @@ def test_segments_give_what_the_whole_sequence_gives():
         ("recurrent", lambda: samplers.TopPSampler(p=0.9, seed=1), (8, 8)),
         ("softmax", lambda: samplers.RandomSampler(seed=1), (1, 5)),
         ("reversible", samplers.GreedySampler, (9, 6)),
+        ("two-residuals", samplers.GreedySampler, (9, 6)),
+        ("two-streams", samplers.GreedySampler, (9, 6)),
         ("universal", samplers.GreedySampler, (9, 6)),
     ],
     ids=DECODERS,
