@@ -7,6 +7,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.models import (
+    EfficientByteTokenizer,
     EfficientCausalLM,
     EfficientMaskedLM,
     EfficientSeq2SeqLM,
@@ -187,3 +188,20 @@ def inputs(name, batch=2, length=13, seed=0):
     if CASES[name].get("architecture") == "encoder_decoder":
         return sequence("encoder_", length) | sequence("decoder_", length - 4)
     return sequence("", length)
+
+
+def calibrate(model, mode):
+    """Quantises a model by `"gptq"` or `"awq"` on random tokens."""
+    config_class = {
+        "gptq": keras.quantizers.GPTQConfig,
+        "awq": keras.quantizers.AWQConfig,
+    }[mode]
+    config = config_class(
+        dataset=np.random.default_rng(0).integers(1, 50, (40, 16)),
+        tokenizer=EfficientByteTokenizer(),
+        num_samples=4,
+        sequence_length=12,
+        # Keras' small groups are wrong on PyTorch, in KerasHub's models as well.
+        group_size=-1,
+    )
+    model.quantize(mode, config=config)

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from keras_efficient_attn.models import (
-    EfficientByteTokenizer,
     EfficientCausalLM,
     EfficientMaskedLM,
     EfficientSeq2SeqLM,
@@ -13,7 +12,13 @@ from keras_efficient_attn.models import (
     TransformerXL,
 )
 from tests.autodiff import to_numpy
-from tests.models.cases import CASES, PreviousToken, inputs, make_backbone
+from tests.models.cases import (
+    CASES,
+    PreviousToken,
+    calibrate,
+    inputs,
+    make_backbone,
+)
 
 # What Keras quantises in KerasHub's own models.
 QUANTIZABLE = (
@@ -129,19 +134,7 @@ def test_calibrated_modes(name, mode):
         pytest.skip("Keras' AWQ changes KerasHub's models there by half as well")
     model, data = MODELS[name]()
     before = None if data is None else result(model, data)
-    config_class = {
-        "gptq": keras.quantizers.GPTQConfig,
-        "awq": keras.quantizers.AWQConfig,
-    }[mode]
-    config = config_class(
-        dataset=np.random.default_rng(0).integers(1, 50, (40, 16)),
-        tokenizer=EfficientByteTokenizer(),
-        num_samples=4,
-        sequence_length=12,
-        # Keras' small groups are wrong on PyTorch, in KerasHub's models as well.
-        group_size=-1,
-    )
-    model.quantize(mode, config=config)
+    calibrate(model, mode)
     stack = getattr(model, "language_model", model).backbone
     stack = stack.decoder or stack.encoder
     dense = [x for x in stack._flatten_layers() if isinstance(x, QUANTIZABLE[:2])]

@@ -11,7 +11,6 @@ import pytest
 
 from keras_efficient_attn.layers import get_attention
 from keras_efficient_attn.models import (
-    EfficientByteTokenizer,
     EfficientCausalLM,
     EfficientMaskedLM,
     EfficientSeq2SeqLM,
@@ -21,7 +20,7 @@ from keras_efficient_attn.models import (
     replace_attention,
 )
 from tests.autodiff import to_numpy
-from tests.models.cases import inputs, make_backbone
+from tests.models.cases import calibrate, inputs, make_backbone
 
 X = np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
 
@@ -328,17 +327,6 @@ def stock_task():
 @pytest.mark.parametrize("mode", ["gptq", "awq"])
 def test_keras_does_not_load_calibrated_modes(make, mode, tmp_path):
     model = make()
-    config_class = {
-        "gptq": keras.quantizers.GPTQConfig,
-        "awq": keras.quantizers.AWQConfig,
-    }[mode]
-    config = config_class(
-        dataset=np.random.default_rng(0).integers(1, 50, (40, 16)),
-        tokenizer=EfficientByteTokenizer(),
-        num_samples=2,
-        sequence_length=8,
-        group_size=-1,
-    )
-    model.quantize(mode, config=config)
+    calibrate(model, mode)
     with pytest.raises(ValueError, match="could not be loaded"):
         save_and_load(model, tmp_path)

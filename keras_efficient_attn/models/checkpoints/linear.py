@@ -90,14 +90,7 @@ class Family:
 
     def backbone_weights(self, backbone, config):
         """The list of `Weight` of a backbone."""
-        embedding = backbone.token_embedding
-        table = embedding.embeddings
-        weights = [
-            plain("model.embeddings.weight", table, table.shape),
-            plain("model.norm.weight", backbone.decoder.final_norm.scale),
-        ]
-        if not config.get("tie_word_embeddings", False):
-            weights.append(matrix("lm_head.weight", embedding.reverse_embeddings))
+        weights = outer_weights(backbone, config, "model.embeddings.weight")
         for i, block in enumerate(backbone.decoder.blocks):
             prefix, attention = f"model.layers.{i}.", block.attention
             weights += block_weights(block, prefix, ("attn_norm", "mlp_norm"))
@@ -114,6 +107,19 @@ class Family:
         """Names of tensors that the model does not read."""
         tied = config.get("tie_word_embeddings", False)
         return {"lm_head.weight"} if tied else set()
+
+
+def outer_weights(backbone, config, table_name):
+    """`Weight` of the embeddings, by this name, of the last norm and of the output."""
+    embedding = backbone.token_embedding
+    table = embedding.embeddings
+    weights = [
+        plain(table_name, table, table.shape),
+        plain("model.norm.weight", backbone.decoder.final_norm.scale),
+    ]
+    if not config.get("tie_word_embeddings", False):
+        weights.append(matrix("lm_head.weight", embedding.reverse_embeddings))
+    return weights
 
 
 def block_weights(block, prefix, norms):

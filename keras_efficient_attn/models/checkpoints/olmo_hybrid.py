@@ -10,12 +10,13 @@ from keras_efficient_attn.layers import GatedDeltaAttention, SoftmaxAttention
 from keras_efficient_attn.models.checkpoints.linear import (
     block_weights,
     gate_weights,
+    outer_weights,
     projection_weights,
     rate_weights,
     unit_features,
 )
 from keras_efficient_attn.models.checkpoints.settings import Settings
-from keras_efficient_attn.models.checkpoints.weights import matrix, plain
+from keras_efficient_attn.models.checkpoints.weights import plain
 
 # Of the initial weights and of training; positions have no limit.
 WITHOUT_EFFECT = """
@@ -92,14 +93,7 @@ class OlmoHybrid:
 
     def backbone_weights(self, backbone, config):
         """The list of `Weight` of a backbone."""
-        embedding = backbone.token_embedding
-        table = embedding.embeddings
-        weights = [
-            plain("model.embed_tokens.weight", table, table.shape),
-            plain("model.norm.weight", backbone.decoder.final_norm.scale),
-        ]
-        if not config.get("tie_word_embeddings", False):
-            weights.append(matrix("lm_head.weight", embedding.reverse_embeddings))
+        weights = outer_weights(backbone, config, "model.embed_tokens.weight")
         for i, block in enumerate(backbone.decoder.blocks):
             prefix, attention = f"model.layers.{i}.", block.attention
             if isinstance(attention, SoftmaxAttention):
