@@ -24,7 +24,7 @@ def depthwise(padded, kernel, length, documents=None, before=None):
     places = () if documents is None else (documents.position, documents.later)
     kernel = ops.cast(kernel, padded.dtype)
     step, gradient = _depthwise(kernel.shape[0], before if places else None)
-    if length == 1:
+    if isinstance(length, int) and length == 1:
         return step((), (padded, *places), (kernel,))[1][0]
     _, (output,) = recompute_scan(
         step, (), (padded, *places), (kernel,), gradient, num_steps=1
