@@ -207,12 +207,15 @@ def gated_delta_net_with(rule):
 
 
 def _gated_delta_net():
-    name = "src.models.qwen3_5.qwen3_5_gated_delta_net"
+    module = _hub_module("src.models.qwen3_5.qwen3_5_gated_delta_net")
+    return require_from_hub(module, "Qwen3_5GatedDeltaNet")
+
+
+def _hub_module(name):
     try:
-        module = importlib.import_module(f"keras_hub.{name}")
+        return importlib.import_module(f"keras_hub.{name}")
     except ImportError:
         raise MissingAttribute(keras_hub, name, **LIBRARY) from None
-    return require_from_hub(module, "Qwen3_5GatedDeltaNet")
 
 
 def preset_file(preset, name):
@@ -222,5 +225,5 @@ def preset_file(preset, name):
         FileNotFoundError: If the preset does not have the file.
         ValueError: If there is no such preset.
     """
-    module = importlib.import_module("keras_hub.src.utils.preset_utils")
+    module = _hub_module("src.utils.preset_utils")
     return require_from_hub(module, "get_file")(str(preset), name)

@@ -106,10 +106,8 @@ class _DeltaMethods(CausalMethods):
         return super().call_with_cache(token_ids, cache, cache_update_index)
 
     def initial_cache(self):
-        backbone, rows = (
-            self.task.backbone,
-            (self.batch_size, self.task.backbone.num_layers),
-        )
+        backbone = self.task.backbone
+        rows = self.batch_size, backbone.num_layers
         keys = backbone.linear_num_key_heads * backbone.linear_key_head_dim
         sizes = backbone.linear_key_head_dim, backbone.linear_value_head_dim
         heads = backbone.linear_num_value_heads

@@ -130,14 +130,18 @@ def test_tokens_after_a_prompt_are_the_whole():
     )
 
 
-def test_generation_gives_the_tokens_of_whole_calls():
+@pytest.mark.parametrize("changes", ["task", "backbone"])
+def test_generation_gives_the_tokens_of_whole_calls(changes):
     backbone = qwen(seed=2)
     backbone.token_embedding.embeddings.assign(
         3.0 * backbone.token_embedding.embeddings
     )
+    if changes == "backbone":
+        models.accelerate(backbone)
     task = keras_hub.models.Qwen3_5CausalLM(backbone=backbone, preprocessor=None)
     task.compile(sampler="greedy")
-    models.accelerate(task)
+    if changes == "task":
+        models.accelerate(task)
     random = np.random.default_rng(3)
     steps, lengths = np.arange(26), np.array([2, 21, 9])
     begin = np.array([0, 0, 5])[:, None]

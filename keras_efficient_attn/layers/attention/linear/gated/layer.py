@@ -251,9 +251,12 @@ class GatedStateAttention(LinearAttention):
                 )
                 if past is not None:
                     last[state_name] = ops.cast(inputs, self.state_dtype)
-        of_values, of_keys = self.activation, self.qk_activation or self.activation
+        value_activation, key_activation = (
+            self.activation,
+            self.qk_activation or self.activation,
+        )
         for name, x in heads.items():
-            activation = of_values if name == "value" else of_keys
+            activation = value_activation if name == "value" else key_activation
             if activation is not None:
                 # In float32: normalising short vectors gives gradients too large for
                 # half precision, which mostly end where an activation is flat.
