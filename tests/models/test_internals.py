@@ -1,6 +1,7 @@
 """Newer versions of Keras and KerasHub, without the undocumented parts of today."""
 
 import sys
+from pathlib import Path
 
 import keras
 import keras_hub
@@ -10,10 +11,12 @@ from keras import ops
 from keras_hub.src.models.qwen3_5 import qwen3_5_gated_delta_net as qwen_module
 from keras_hub.src.models.t5.t5_multi_head_attention import T5MultiHeadAttention
 from keras_hub.src.models.t5.t5_transformer_layer import T5TransformerLayer
+from keras_hub.src.utils import preset_utils
 
 from keras_efficient_attn.layers import keras_internals
 from keras_efficient_attn.layers.keras_internals import MissingAttribute
 from keras_efficient_attn.models import (
+    EfficientTransformerBackbone,
     accelerate,
     convert_backbone,
     keras_hub_internals,
@@ -213,6 +216,11 @@ def accelerate_qwen():
     return lambda: accelerate(backbone)
 
 
+def read_checkpoint():
+    folder = Path(__file__).parents[1] / "data" / "checkpoints" / "gated_deltanet"
+    return lambda: EfficientTransformerBackbone.from_preset(str(folder))
+
+
 GPT2, BART = keras_hub.models.GPT2CausalLM, keras_hub.models.BartSeq2SeqLM
 DECODER = keras_hub.layers.TransformerDecoder
 # The class or module, the name, and what makes a function that uses it.
@@ -227,6 +235,7 @@ KERAS_HUB = [
     (qwen_module, "Qwen3_5GatedDeltaNet", accelerate_qwen),
     (qwen_module, "_chunk_gated_delta_rule", accelerate_qwen),
     (qwen_module, "_recurrent_gated_delta_rule", accelerate_qwen),
+    (preset_utils, "get_file", read_checkpoint),
 ]
 
 
@@ -273,6 +282,18 @@ def test_a_missing_attribute_of_an_attention_layer_is_named(family, name):
             delattr(layer, name)
     with pytest.raises(MissingAttribute, match=rf"Attention\.{name}"):
         replace_attention(backbone, "local:window=2")
+
+
+@pytest.mark.any_backend
+def test_a_missing_attribute_of_a_block_of_qwen_is_named():
+    task = accelerate(keras_hub.models.Qwen3_5CausalLM(qwen(), preprocessor=None))
+    for block in task.backbone.transformer_layers:
+        if block.layer_type == "full_attention":
+            del block._self_attention_layer
+    tokens = np.ones((1, 4), "int32")
+    inputs = {"token_ids": tokens, "padding_mask": tokens * [1, 1, 0, 0]}
+    with pytest.raises(MissingAttribute, match="_self_attention_layer"):
+        task.generate(inputs, stop_token_ids=None)
 
 
 @pytest.mark.any_backend
