@@ -4,6 +4,9 @@ They are known to work with Keras 3.15. Each function asks for what it needs
 by `require`, which names what another version does not have.
 """
 
+import contextlib
+import functools
+
 import keras
 
 from keras_efficient_attn.ops.common.backend import BACKEND
@@ -245,3 +248,26 @@ def update_variables(model):
     """Gives a model's variables the values that a running `fit` has on JAX."""
     if BACKEND == "jax":
         require(model, "jax_state_sync")()
+
+
+@contextlib.contextmanager
+def deferred_variables():
+    """Variables that are made inside get their values at the end, one by one."""
+    names = "src", "backend", "common", "global_state", "set_global_attribute"
+    set_global = functools.reduce(require, names, keras)
+    try:
+        with keras.StatelessScope(initialize_variables=False):
+            yield
+        # Its end gives all variables their values.
+        with keras.StatelessScope():
+            pass
+    except BaseException:
+        # The end of the next scope would go on with these variables.
+        set_global("uninitialized_variables", [])
+        raise
+
+
+def set_initializer(variable, initializer):
+    """Gives a variable in `deferred_variables` another initialiser."""
+    require(variable, "_initializer")
+    variable._initializer = initializer

@@ -8,6 +8,7 @@ import keras_hub
 import numpy as np
 import pytest
 from keras import ops
+from keras.src.backend.common import global_state
 from keras_hub.src.models.qwen3_5 import qwen3_5_gated_delta_net as qwen_module
 from keras_hub.src.models.t5.t5_multi_head_attention import T5MultiHeadAttention
 from keras_hub.src.models.t5.t5_transformer_layer import T5TransformerLayer
@@ -162,6 +163,19 @@ def test_missing_factors_of_lora_are_named():
         variable._name = f"adapter_{variable.name}"
     with pytest.raises(MissingAttribute, match="Sequential.lora_kernel_a"):
         keras_internals.lora_variables(model)
+
+
+@pytest.mark.any_backend
+def test_missing_parts_of_variables_are_named(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.delattr(global_state, "set_global_attribute")
+        with pytest.raises(MissingAttribute, match="global_state.set_global_attribute"):
+            keras_internals.deferred_variables().__enter__()
+    missing = pytest.raises(MissingAttribute, match="Variable._initializer")
+    with missing, keras_internals.deferred_variables():
+        variable = keras.Variable("zeros", shape=(2,))
+        del variable._initializer
+        keras_internals.set_initializer(variable, None)
 
 
 @pytest.mark.any_backend

@@ -2,6 +2,7 @@
 
 import copy
 
+from keras_efficient_attn.layers.keras_internals import deferred_variables
 from keras_efficient_attn.models.checkpoints import linear
 from keras_efficient_attn.models.checkpoints.files import (
     TensorFiles,
@@ -58,15 +59,16 @@ def read_backbone(cls, preset, config, weights=True, **overrides):
                 f"{', '.join(OVERRIDES)} may be given. Received: {name}={value!r}"
             )
     family = family_of(config)
-    backbone = cls(
-        **family.arguments(config),
-        **overrides,
-        transformers_config=copy.deepcopy(config),
-    )
-    if weights:
-        found = family.backbone_weights(backbone, config)
-        files = family.files(TensorFiles(preset), found)
-        load_weights(found, files, family.ignored(config))
+    arguments = family.arguments(config)
+    # No memory for initial values that tensors replace.
+    with deferred_variables():
+        backbone = cls(
+            **arguments, **overrides, transformers_config=copy.deepcopy(config)
+        )
+        if weights:
+            found = family.backbone_weights(backbone, config)
+            files = family.files(TensorFiles(preset), found)
+            load_weights(found, files, family.ignored(config))
     return backbone
 
 

@@ -1,11 +1,14 @@
 """How the tensors of a checkpoint stand to the variables of a backbone."""
 
 import dataclasses
+import functools
 import math
 
 import keras
 import numpy as np
 from keras import ops
+
+from keras_efficient_attn.layers.keras_internals import set_initializer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +33,27 @@ class Weight:
         is_layer = isinstance(self.target, keras.layers.Layer)
         return self.target.kernel if is_layer else self.target
 
-    def assign(self, tensor):
-        """Sets the variable from the tensor, a NumPy array."""
-        tensor = tensor.T if self.transposed else tensor
-        value = self.value
-        # float16 and bfloat16 have no NumPy of their own on every backend.
-        value.assign(tensor.reshape(value.shape).astype("float32", copy=False))
+    def defer(self, read):
+        """Lets a variable without a value begin with the tensor.
+
+        Args:
+            read: Function that returns the tensor, a NumPy array.
+        """
+
+        variable = self.value
+
+        def initial_value(shape, dtype, layout=None):
+            tensor = read()
+            tensor = tensor.T if self.transposed else tensor
+            tensor = tensor.reshape(shape).astype(dtype, order="C", copy=False)
+            tensor = ops.convert_to_tensor(tensor, dtype)
+            if layout is None:
+                return tensor
+            # JAX's has an abstract mesh.
+            layout = keras.distribution.distribution().get_variable_layout(variable)
+            return keras.distribution.distribute_tensor(tensor, layout)
+
+        set_initializer(variable, initial_value)
 
     def read(self):
         """The tensor, a NumPy array, from the variable."""
@@ -73,7 +91,7 @@ def convolution(names, kernel):
 
 
 def load_weights(weights, files, ignored=()):
-    """Sets all variables; checks names and shapes before it reads a tensor.
+    """Checks names and shapes; `deferred_variables` then reads the tensors.
 
     Args:
         weights: List of `Weight`.
@@ -105,7 +123,7 @@ def load_weights(weights, files, ignored=()):
             f"not be the model that was trained. Received: {', '.join(sorted(left))}"
         )
     for name, weight in found.items():
-        weight.assign(files.read(name))
+        weight.defer(functools.partial(files.read, name))
 
 
 def _names(names):

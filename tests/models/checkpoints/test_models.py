@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 
 import keras
 import numpy as np
@@ -112,24 +113,42 @@ def test_dtypes_and_random_weights(tmp_path):
     assert np.abs(logits(random, ids) - expected).max() > 0.5
 
 
-def test_tensors_are_read_one_by_one(monkeypatch):
-    import weakref
+def test_a_variable_has_no_value_before_its_tensor_is_read(monkeypatch):
+    alive, most, events = set(), 0, []
+    read, initialize = TensorFiles.read, keras.Variable._initialize
 
-    alive, most = set(), 0
-    read = TensorFiles.read
-
-    def counted(self, name):
+    def counted_read(self, name):
         nonlocal most
         tensor = read(self, name)
         alive.add(name)
         weakref.finalize(tensor, alive.discard, name)
         most = max(most, len(alive))
+        events.append("read")
         return tensor
 
-    monkeypatch.setattr(TensorFiles, "read", counted)
-    load("gated_deltanet")
+    def counted_initialize(self, value):
+        initialize(self, value)
+        events.append("value")
+
+    monkeypatch.setattr(TensorFiles, "read", counted_read)
+    monkeypatch.setattr(keras.Variable, "_initialize", counted_initialize)
+    backbone = EfficientTransformerBackbone.from_preset(str(ROOT / "gated_deltanet"))
+    assert events == ["read", "value"] * len(backbone.variables)
     # The one before is released when the next is there.
     assert most <= 2
+
+
+def test_after_an_error_other_models_can_be_read(monkeypatch):
+    def failing(self, name):
+        raise OSError(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorFiles, "read", failing)
+        with pytest.raises(OSError, match="model"):
+            load("gla")
+    ids, expected = golden("gla")
+    received = logits(load("gla"), ids)
+    np.testing.assert_allclose(received, expected, rtol=0, atol=2e-3)
 
 
 def changed(tmp_path, name, **options):
@@ -235,10 +254,14 @@ def test_other_tensors_are_refused(tmp_path):
 def test_layouts_split_its_weights(backend):
     if backend != "jax":
         pytest.skip("layout maps are for JAX")
-    model = load("gated_deltanet_values")
     devices = keras.distribution.list_devices()[:1]
     mesh = keras.distribution.DeviceMesh((1, 1), ("batch", "model"), devices)
     layouts = EfficientTransformerBackbone.get_layout_map(mesh)
+    ids, expected = golden("gated_deltanet_values")
+    with keras.distribution.ModelParallel(layout_map=layouts).scope():
+        model = load("gated_deltanet_values")
+        received = logits(model, ids)
+    np.testing.assert_allclose(received, expected, rtol=0, atol=2e-3)
     split = [v.path for v in model.backbone.variables if layouts[v.path] is not None]
     for name in ("query", "value", "output_gate", "decay", "beta", "attention_output"):
         assert any(f"/attention/{name}/kernel" in path for path in split), name
