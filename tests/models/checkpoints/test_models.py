@@ -319,6 +319,34 @@ def test_generates_text_with_the_tokenizer_of_the_folder(tmp_path):
     model.fit(["the cat sat on the mat", "the mat sat"], verbose=0)
 
 
+def test_generates_text_with_a_sentencepiece_model(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder, text = changed(tmp_path, "gla"), "the cat sat"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the cat sat on the mat", "the mat sat on the cat"]),
+        model_prefix=f"{folder}/tokenizer",
+        vocab_size=40,
+        user_defined_symbols=[f"<{i}>" for i in range(24)],
+        minloglevel=2,
+    )
+    reference = sentencepiece.SentencePieceProcessor(f"{folder}/tokenizer.model")
+    ids = reference.encode(text)
+    assert len(ids) > 3 and reference.bos_id() == 1
+    model = EfficientCausalLM.from_preset(folder)
+    assert model.preprocessor.tokenizer.vocabulary_size() == reference.vocab_size()
+    prepared = model.preprocessor.generate_preprocess([text], 16)
+    expected = np.pad([1, *ids], (0, 15 - len(ids)))
+    np.testing.assert_array_equal(np.asarray(prepared["token_ids"]), [expected])
+    assert model.preprocessor.tokenizer.detokenize(ids) == text
+    model.compile(sampler="greedy")
+    made = model.generate(text, max_length=16, stop_token_ids=None)
+    assert made.startswith(text)
+    model.save_to_preset(str(tmp_path / "preset"))
+    again = EfficientCausalLM.from_preset(str(tmp_path / "preset"))
+    again.compile(sampler="greedy")
+    assert again.generate(text, max_length=16, stop_token_ids=None) == made
+
+
 def test_without_a_tokenizer_it_says_what_is_missing():
     model = load("gla")
     assert model.preprocessor is None
