@@ -39,7 +39,6 @@ class Weight:
         Args:
             read: Function that returns the tensor, a NumPy array.
         """
-
         variable = self.value
 
         def initial_value(shape, dtype, layout=None):
@@ -49,7 +48,7 @@ class Weight:
             tensor = ops.convert_to_tensor(tensor, dtype)
             if layout is None:
                 return tensor
-            # JAX's has an abstract mesh.
+            # The one that Keras passes on JAX has a mesh without devices.
             layout = keras.distribution.distribution().get_variable_layout(variable)
             return keras.distribution.distribute_tensor(tensor, layout)
 
