@@ -5,10 +5,10 @@ merging parts of a softmax needs, is computed by the two functions of its own gr
 Where JAX has not both, with the parameters that are passed, a softmax runs in blocks.
 """
 
+import importlib
 import inspect
 
 import jax
-from jax.experimental.pallas.ops.tpu import splash_attention
 
 from keras_efficient_attn.ops.common.backend import attribute_or_none
 
@@ -33,7 +33,10 @@ PARAMETERS = {
     "_splash_attention_bwd_dkv": _BOTH | {"bkv_compute", "use_fused_bwd_kernel"},
 }
 
-_kernel = splash_attention.splash_attention_kernel
+try:
+    _kernel = importlib.import_module(_MODULE)
+except ImportError:
+    _kernel = None
 query_gradient = attribute_or_none(_kernel, "_splash_attention_bwd_dq")
 key_value_gradients = attribute_or_none(_kernel, "_splash_attention_bwd_dkv")
 

@@ -1,6 +1,8 @@
 """Private functions of other libraries: each gone, in its turn."""
 
+import importlib
 import re
+import sys
 from pathlib import Path
 
 import keras
@@ -160,3 +162,22 @@ def test_softmax_without_the_gradients_of_splash(name, changed, monkeypatch):
     check_softmax()
     with pytest.raises(ValueError, match=r"_splash_attention_bwd_d.*JAX 0\.10"):
         check_softmax("splash")
+
+
+@only_on("jax")
+def test_softmax_without_splash(monkeypatch):
+    from keras_efficient_attn.ops.common import private_jax
+    from keras_efficient_attn.ops.common.interval_softmax import choice
+
+    try:
+        with monkeypatch.context() as patch:
+            # None in its place makes an import of the module fail.
+            patch.setitem(sys.modules, private_jax._MODULE, None)
+            importlib.reload(private_jax)
+            patch.setattr(choice, "has_kernels", lambda query: True)
+            check_softmax()
+            with pytest.raises(ValueError, match=r"_splash_attention_bwd_d.*JAX 0\.10"):
+                check_softmax("splash")
+    finally:
+        importlib.reload(private_jax)
+    assert private_jax.splash_obstacle() is None
