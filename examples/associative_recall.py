@@ -9,7 +9,8 @@ model must predict the value (multi-query associative recall). A model is traine
 numbers of `--pairs` alternately, and tested on each. `forgetting`: the same, but each
 key is written `--writes` times, and the last value counts. `parity`: whether the number
 of 1s so far is odd, tested at 2, 4 and 8 times the training length, where only the
-second half of the positions counts.
+second half of the positions counts. `permutations`: the same of the order of three
+things, after all reorderings so far.
 
 All contestants have no positions and the same depthwise convolution over the last
 `--convolution` positions before attention, which connects a value to its key. The delta
@@ -26,6 +27,7 @@ width. The tasks are those of Arora et al., 2023 (arXiv 2312.04927), and Grazzi 
 import sys
 from pathlib import Path
 
+from associations import TRACKING
 from command_line import (
     Parser,
     UsageError,
@@ -37,7 +39,7 @@ from command_line import (
     positive_float,
 )
 
-TASKS = ("recall", "forgetting", "parity")
+TASKS = ("recall", "forgetting", "parity", "permutations")
 CONTESTANTS = (
     "softmax",
     "linear:feature_map=elu",
@@ -51,7 +53,7 @@ CONTESTANTS = (
     "delta:convolution=None",
     "gated-delta:convolution=None",
 )
-PARITY_CONTESTANTS = (
+TRACKING_CONTESTANTS = (
     "softmax",
     "linear:feature_map=elu",
     "gated-linear",
@@ -71,7 +73,7 @@ def parse_arguments(argv):
     )
     add("--pairs", nargs="+", type=positive, help="keys in a sequence")
     add("--writes", type=positive, default=2, help="of each key, for forgetting")
-    add("--length", type=positive, help="of training; default: 64, of parity 32")
+    add("--length", type=positive, help="of training; default: 64, or 32")
     add("--vocabulary", type=positive, default=256)
     add("--dim", nargs="+", type=positive, default=[32], help="widths")
     add("--layers", type=positive, default=1)
@@ -92,19 +94,20 @@ def parse_arguments(argv):
 
 def check(arguments):
     """The arguments with the defaults of their task, or `UsageError`."""
-    parity = arguments.task == "parity"
+    tracking = arguments.task in TRACKING
     arguments.attention = arguments.attention or list(
-        PARITY_CONTESTANTS if parity else CONTESTANTS
+        TRACKING_CONTESTANTS if tracking else CONTESTANTS
     )
-    arguments.length = arguments.length or (32 if parity else 64)
+    arguments.length = arguments.length or (32 if tracking else 64)
     for dim in arguments.dim:
         check_heads(dim, arguments.heads)
     if arguments.convolution == 1:
         raise UsageError("--convolution must be 0, or at least 2; received 1")
-    if parity:
+    if tracking:
         if arguments.pairs:
-            raise UsageError("--pairs: parity has none")
-        arguments.pairs, arguments.writes, arguments.vocabulary = [], 0, 2
+            raise UsageError(f"--pairs: {arguments.task} has none")
+        arguments.pairs, arguments.writes = [], 0
+        arguments.vocabulary = TRACKING[arguments.task]
         return arguments
     if arguments.task == "recall":
         arguments.writes = 1

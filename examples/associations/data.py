@@ -1,12 +1,22 @@
-"""Sequences of the three tasks: recall, forgetting and parity."""
+"""Sequences of the tasks: recall, forgetting, parity and permutations."""
+
+import itertools
 
 import keras
 import numpy as np
+
+from associations import TRACKING
 
 NOTHING = 0
 # Queries are more frequent close to the pairs: position i after them has a weight of i
 # to this power.
 GAP_POWER = -0.99
+# The orders of three things, and the number of the order that two, one after the other,
+# give: of `i` and then `j`.
+ORDERS = np.array(list(itertools.permutations(range(3))))
+PRODUCTS = np.array(
+    [[np.flatnonzero((ORDERS == i[j]).all(1))[0] for j in ORDERS] for i in ORDERS]
+)
 
 
 def associations(random, rows, length, vocabulary, pairs, writes):
@@ -59,20 +69,28 @@ def _draw(random, rows, choices, count):
     return random.permuted(np.tile(choices, (rows, 1)), axis=1)[:, :count]
 
 
-def parities(random, rows, length):
-    """Random bits, and at each position the parity of the bits so far.
+def tracked(random, rows, length, task):
+    """Random tokens, and at each position the state that they have led to.
 
-    Each row has its own length, drawn log-uniformly, because parity is learned from
+    For parity, bits and the parity of the bits so far. For permutations, orders of
+    three things, and the order after all of them so far.
+
+    Each row has its own length, drawn log-uniformly, because states are learned from
     short sequences first.
 
     Returns:
         `(tokens, targets, weights)`, each `(rows, length)`. The weights of a row are
         equal up to its length, 0 beyond, and sum to 1.
     """
-    tokens = random.integers(0, 2, (rows, length), "int32")
+    tokens = random.integers(0, TRACKING[task], (rows, length), "int32")
     counted = np.exp(random.uniform(0, np.log(length), (rows, 1))).round()
     weights = (np.arange(length) < counted) / counted
-    return tokens, np.cumsum(tokens, axis=1) % 2, weights.astype("float32")
+    if task == "parity":
+        targets = np.cumsum(tokens, axis=1) % 2
+    else:
+        states = itertools.accumulate(tokens.T, lambda state, i: PRODUCTS[state, i])
+        targets = np.stack(list(states), axis=1)
+    return tokens, targets, weights.astype("float32")
 
 
 def model_inputs(tokens):
@@ -112,8 +130,8 @@ class Batches(keras.utils.PyDataset):
 def sequences(arguments, random, rows, pairs, times=1):
     """Sequences of `arguments.task`, with `times` the training length."""
     length = times * arguments.length
-    if arguments.task == "parity":
-        return parities(random, rows, length)
+    if arguments.task in TRACKING:
+        return tracked(random, rows, length, arguments.task)
     return associations(
         random, rows, length, arguments.vocabulary, pairs, arguments.writes
     )

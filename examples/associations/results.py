@@ -5,6 +5,8 @@ import json
 import keras
 import numpy as np
 
+from associations import TRACKING
+
 # A run counts if these settings match the command and its other four settings are
 # requested.
 FIXED = (
@@ -97,7 +99,7 @@ def columns(record):
 
 def tables(runs, arguments):
     """A table for each width: mean accuracy and standard deviation over the seeds."""
-    asked = "length" if arguments.task == "parity" else "pairs"
+    asked = "length" if arguments.task in TRACKING else "pairs"
     parts = []
     for dim in arguments.dim:
         rows = {
@@ -119,18 +121,19 @@ def tables(runs, arguments):
 
 
 def plot(path, runs, arguments):
-    """Plots accuracy by state bytes at the most pairs, or for parity by length."""
+    """Plots accuracy by state bytes at the most pairs, or by length for a state
+    to track."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    parity = arguments.task == "parity"
+    tracking = arguments.task in TRACKING
     figure, axes = pyplot.subplots(figsize=(9, 5))
     for index, attention in enumerate(arguments.attention):
         best = [runs.best(attention, dim, arguments) for dim in arguments.dim]
         found = 100 * np.array([[accuracy_of(r) for r in records] for records in best])
-        if parity:
+        if tracking:
             # Uses the axes of the last width.
             x, points = columns(best[-1][0]), found[-1]
         else:
@@ -148,11 +151,11 @@ def plot(path, runs, arguments):
     most = max(arguments.pairs, default=None)
     axes.set(
         xscale="log",
-        xlabel="length" if parity else "bytes of state",
+        xlabel="length" if tracking else "bytes of state",
         ylabel="accuracy, %",
         ylim=(-2, 102),
         title=f"{arguments.task}, trained at length {arguments.length}"
-        + ("" if parity else f", {most} pairs"),
+        + ("" if tracking else f", {most} pairs"),
     )
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=120, bbox_inches="tight")

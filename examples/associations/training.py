@@ -5,11 +5,12 @@ import time
 import keras
 import numpy as np
 
+from associations import TRACKING
 from associations.data import Batches, model_inputs, sequences
 from command_line import UsageError
 from keras_efficient_attn.models import EfficientCausalLM, EfficientTransformerBackbone
 
-# Test lengths of parity, as multiples of the training length.
+# Test lengths of parity and permutations, as multiples of the training length.
 LONGER = (1, 2, 4, 8)
 # Seeds of the test and validation sequences; training uses the run's seed.
 TEST_SEED, VALIDATION_SEED = 10**6, 10**6 + 1
@@ -48,11 +49,11 @@ def accuracies(model, arguments, seed, rows):
     """Accuracy on new sequences.
 
     Returns:
-        Dict from the number of pairs; for parity from the length, where only the second
-        half of the positions counts.
+        Dict from the number of pairs; for parity and permutations from the length,
+        where only the second half of the positions counts.
     """
     results = {}
-    if arguments.task == "parity":
+    if arguments.task in TRACKING:
         random = np.random.default_rng(seed)
         tokens, targets, _ = sequences(arguments, random, rows, None, max(LONGER))
         right = predict(model, tokens, arguments.batch) == targets
@@ -125,7 +126,7 @@ def run(attention, dim, learning_rate, seed, arguments):
     model.fit(
         Batches(arguments, seed), verbose=0, shuffle=False, callbacks=[stop], epochs=1
     )
-    longest = arguments.length * (max(LONGER) if arguments.task == "parity" else 1)
+    longest = arguments.length * (max(LONGER) if arguments.task in TRACKING else 1)
     rows = arguments.test_sequences
     return {
         "accuracy": accuracies(model, arguments, TEST_SEED, rows),

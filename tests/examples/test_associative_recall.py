@@ -54,15 +54,27 @@ def test_queries_are_frequent_near_the_pairs():
 
 
 def test_parity_is_that_of_the_ones_so_far():
-    tokens, targets, weights = data.parities(np.random.default_rng(0), 3, 50)
+    tokens, targets, weights = data.tracked(np.random.default_rng(0), 3, 50, "parity")
     assert set(np.unique(tokens)) == {0, 1}
     for row in range(3):
         for t in range(50):
             assert targets[row, t] == tokens[row, : t + 1].tolist().count(1) % 2
 
 
+def test_permutations_reorder_three_things():
+    tokens, targets, _ = data.tracked(np.random.default_rng(0), 3, 20, "permutations")
+    orders = ["abc", "acb", "bac", "bca", "cab", "cba"]
+    for row in range(3):
+        things = "abc"
+        for t in range(20):
+            # The order says which of the things stands at each place next.
+            places = ["abc".index(x) for x in orders[tokens[row, t]]]
+            things = "".join(things[i] for i in places)
+            assert orders[targets[row, t]] == things
+
+
 def test_rows_of_parity_count_up_to_lengths_with_uniform_logarithms():
-    _, _, weights = data.parities(np.random.default_rng(0), 4000, 32)
+    _, _, weights = data.tracked(np.random.default_rng(0), 4000, 32, "parity")
     lengths = (weights > 0).sum(1)
     expected = (np.arange(32) < lengths[:, None]) / lengths[:, None]
     np.testing.assert_allclose(weights, expected, rtol=1e-6)
@@ -185,6 +197,7 @@ def test_the_rate_with_the_best_validation_counts(fake_runs, tmp_path, capsys):
     [
         "--task copy",
         "--task parity --pairs 4",
+        "--task permutations --pairs 4",
         "--pairs 50",
         "--pairs 8 --vocabulary 16",
         "--dim 6 --heads 4",
