@@ -2,11 +2,14 @@
 
     python examples/train_byte_lm.py
     python examples/train_byte_lm.py --text enwik8 --attention softmax
-    python examples/train_byte_lm.py --compare performer softmax
+    python examples/train_byte_lm.py --compare gated-delta local:window=64
 
 The text is the Python standard library's own source, or your `--text`. Keras' progress
-bar shows bits per byte. The run writes `model.keras`, `curve.csv`, `curve.png` and
-`result.json` to `--out`, and checkpoints for `--resume`. With `--attention
+bar shows bits per byte. After training, windows of held-out text of 1, 4 and 16 times
+the training length are scored, beside gzip and xz. The run writes `model.keras`,
+`curve.csv`, `curve.png` and `result.json` to `--out`, and checkpoints for `--resume`.
+`--compare` trains models of equal parameters, and also writes `curves.png`: the width
+of the feed-forward networks makes up for the attention. With `--attention
 adaptive-span` the layers are trimmed after each epoch, and `spans.png` is written. The
 parts are in `byte_lm/`: text and batches, model, checkpoints, sampling, plot.
 """
@@ -28,6 +31,8 @@ FIXED = (
     "layers",
     "dim",
     "heads",
+    "feed_forward",
+    "convolution",
     "residual",
     "steps",
     "epoch_steps",
@@ -42,25 +47,33 @@ def parse_arguments(argv):
     parser = Parser(__doc__)
     add = parser.add_argument
     parser.add_attention(
-        "performer:feature_map=elu,qk_norm=True",
-        "any attention layer of the package, or softmax, with options of the "
-        "constructor, such as performer:feature_map=favor+,window=64",
+        "gated-delta",
+        "any causal attention layer of the package, with options of the constructor, "
+        "such as softmax:rotary_wavelength=10000",
     )
     add(
         "--compare",
         nargs="+",
         metavar="ATTENTION",
-        help="train each of these on the same batches, and print a table",
+        help="train each of these on the same batches, with equal parameters, and "
+        "print a table",
     )
     add("--text", metavar="FILE_OR_DIR", help="default: the standard library's source")
     add("--length", type=positive, default=1024, help="bytes per row of a batch")
-    add(
-        "--evaluation-length",
-        type=positive,
-        default=4096,
-        help="bytes per window of held-out text, half of them context",
-    )
     parser.add_model_size(dim=128, heads=4, layers=2)
+    add(
+        "--feed-forward",
+        type=positive,
+        metavar="WIDTH",
+        help="of the feed-forward networks; default: 4 times --dim",
+    )
+    add(
+        "--convolution",
+        type=natural,
+        default=0,
+        metavar="BYTES",
+        help="that a short convolution before each attention reaches; 0: none",
+    )
     add(
         "--residual",
         choices=RESIDUALS,
@@ -118,12 +131,13 @@ def main(arguments):
 
 
 def compare(arguments):
-    """Trains each attention in a separate process, and prints a table.
+    """Trains each attention in a separate process, prints a table and plots the curves.
 
-    The processes see the same batches and do not share memory.
+    The processes see the same batches and do not share memory. The models have equal
+    parameters.
     """
-    from byte_lm.model import check_attention
-    from byte_lm.results import comparison_table
+    from byte_lm.model import OPTIONS, check_attention, equal_widths
+    from byte_lm.results import comparison_table, plot_curves, read_curve
 
     folders = {}
     for attention in arguments.compare:
@@ -133,16 +147,26 @@ def compare(arguments):
         # The number distinguishes names that differ in other characters only.
         name = re.sub(r"[^\w+.=-]", "_", attention)
         folders[attention] = arguments.out / f"{len(folders) + 1}-{name}"
-    results = []
+    options = {name: getattr(arguments, name) for name in OPTIONS}
+    widths = equal_widths(folders, options)
+    results, curves = [], {}
     for attention, out in folders.items():
         print(f"\n== {attention}", flush=True)
-        changed = {"compare": None, "attention": attention, "out": out}
-        options = {**vars(arguments), **changed}
-        command = [sys.executable, __file__, *command_line(options)]
+        changed = {
+            "compare": None,
+            "attention": attention,
+            "feed_forward": widths[attention],
+            "out": out,
+        }
+        words = command_line({**vars(arguments), **changed})
+        command = [sys.executable, __file__, *words]
         if subprocess.run(command).returncode:
             raise UsageError(f"--compare: no result from {shlex.join(command)}")
         results.append(json.loads((out / "result.json").read_text()))
+        curves[attention] = read_curve(out / "curve.csv")
     print("\n" + comparison_table(results))
+    plot_curves(arguments.out / "curves.png", curves, results[0])
+    print(f"Wrote curves.png in {arguments.out}")
 
 
 def command_line(options):

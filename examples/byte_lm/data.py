@@ -1,6 +1,5 @@
 """Text as bytes: sources, splits and batches."""
 
-import bz2
 import gzip
 import hashlib
 import itertools
@@ -15,7 +14,7 @@ from command_line import UsageError
 SPLITS = ("train", "validation", "test")
 # The usual split of enwik8: 90, 5 and 5 million of its 100 million bytes.
 HELD_OUT = 0.05
-# Number of excerpts for evaluation on held-out text.
+# Largest number of excerpts for evaluation on held-out text.
 PIECES = 16
 
 
@@ -117,12 +116,15 @@ def model_inputs(tokens):
     }
 
 
-def excerpts(data, size, pieces=PIECES):
+def excerpts(data, size, length):
     """About `size` bytes: equally long pieces, spread evenly over the data.
 
     Neighbouring files resemble each other, and the start of a text differs from the
-    rest. Returns all data if it is not longer than `size`.
+    rest. No piece is shorter than a window of `length` bytes and the byte after it.
+    Returns all data if it is not longer than the pieces.
     """
+    pieces = max(2, min(PIECES, size // (length + 1)))
+    size = max(size, pieces * (length + 1))
     if len(data) <= size:
         return data
     width = size // pieces
@@ -149,11 +151,10 @@ def evaluation_windows(data, length):
 
 
 def compressed_bits_per_byte(data):
-    """Bits per byte of gzip, bz2 and xz, each at its best, on `data`."""
+    """Bits per byte of gzip and xz, each at its best, on `data`."""
     data = bytes(data)
     sizes = {
         "gzip": len(gzip.compress(data, 9)),
-        "bz2": len(bz2.compress(data, 9)),
         "xz": len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)),
     }
     return {name: 8 * size / len(data) for name, size in sizes.items()}

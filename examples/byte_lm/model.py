@@ -4,17 +4,15 @@ import math
 
 import keras
 
-from byte_lm.hashed_ngrams import HashedNGrams
-from byte_lm.ngram_recall import NGramRecall
 from command_line import UsageError, check_heads
 from keras_efficient_attn.layers import get_attention
-from keras_efficient_attn.models import (
-    EfficientCausalLM,
-    EfficientTransformerBackbone,
-    EmbeddingOptions,
-)
+from keras_efficient_attn.models import EfficientCausalLM, EfficientTransformerBackbone
 
 NUM_BYTES = 256
+# The options of `build_model` that the command line names alike.
+OPTIONS = ("layers", "dim", "heads", "feed_forward", "convolution", "residual")
+# Widths of feed-forward networks are multiples of this one.
+WIDTH_UNIT = 8
 
 
 @keras.saving.register_keras_serializable(package="byte_lm")
@@ -57,19 +55,29 @@ def check_attention(spec, dim, heads):
         raise UsageError(f"--attention {error}") from error
 
 
-def build_model(attention, layers, dim, heads, residual="pre_norm"):
+def build_model(
+    attention,
+    layers,
+    dim,
+    heads,
+    feed_forward=None,
+    convolution=0,
+    residual="pre_norm",
+):
     """A causal language model from bytes to float32 logits.
 
-    Blocks of attention and feed-forward network. N-grams and short convolutions encode
-    the order of the bytes at any length, so that the context has no limit. With hashed
-    n-grams the blocks need not learn spelling; with recalled n-grams they need not
-    learn to look up earlier text.
+    Blocks of attention and feed-forward network. The model has no positions of its own:
+    they are the attention's, as its decays or `rotary_wavelength`, or the
+    convolution's.
 
     Args:
         attention: As for `--attention`.
         layers: Number of blocks.
         dim: Width.
         heads: Attention heads of each block.
+        feed_forward: Width of the feed-forward networks. Defaults to `4 * dim`.
+        convolution: Bytes that a convolution before each attention reaches. Defaults
+            to 0: no convolution.
         residual: As for the backbone. Defaults to `"pre_norm"`.
     """
     check_attention(attention, dim, heads)
@@ -78,18 +86,35 @@ def build_model(attention, layers, dim, heads, residual="pre_norm"):
         num_layers=layers,
         num_heads=heads,
         hidden_dim=dim,
-        intermediate_dim=4 * dim,
+        intermediate_dim=feed_forward or 4 * dim,
         attention=attention,
         residual=residual,
         feed_forward="squared_relu",
         use_bias=False,
-        convolution=4,
-        embedding=EmbeddingOptions(
-            "untied",
-            features=(
-                HashedNGrams(dim, rows=128 * dim, name="ngrams"),
-                NGramRecall(NUM_BYTES, dim, name="recall"),
-            ),
-        ),
+        convolution=convolution or None,
+        embedding="untied",
     )
     return EfficientCausalLM(backbone)
+
+
+def equal_widths(attentions, options):
+    """Widths of feed-forward networks that give models the parameters of the largest.
+
+    Args:
+        attentions: As for `--attention`, one for each model.
+        options: The other options of `build_model`, a dict.
+
+    Returns:
+        Dict of widths by attention.
+    """
+    width = options["feed_forward"] or 4 * options["dim"]
+    counts = {
+        attention: build_model(attention, **options).count_params()
+        for attention in attentions
+    }
+    # A row and a column of each block.
+    unit = WIDTH_UNIT * 2 * options["dim"] * options["layers"]
+    return {
+        attention: width + WIDTH_UNIT * round((max(counts.values()) - count) / unit)
+        for attention, count in counts.items()
+    }

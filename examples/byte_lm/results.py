@@ -1,9 +1,10 @@
-"""The results of a run: the curve as CSV and PNG, and the comparison table."""
+"""The results of runs: curves as CSV and PNG, and the comparison table."""
 
 import csv
 import io
 
 from byte_lm.checkpoints import write_text
+from tables import markdown
 
 COLUMNS = (
     "step",
@@ -12,8 +13,8 @@ COLUMNS = (
     "bits_per_byte",
     "val_bits_per_byte",
 )
-# Dashes distinguish the baselines without colour.
-LINE_STYLES = {"gzip": ":", "bz2": "-.", "xz": "--"}
+# Dashes distinguish the compressors without colour.
+LINE_STYLES = {"gzip": ":", "xz": "--"}
 
 
 def write_curve(path, curve):
@@ -25,8 +26,23 @@ def write_curve(path, curve):
     write_text(path, text.getvalue())
 
 
-def plot_curve(path, curve, baselines, test_bits, title):
-    """Plots bits per byte over steps, with the compressors as horizontal lines."""
+def read_curve(path):
+    """The rows of `write_curve`."""
+    with open(path, newline="") as file:
+        return [
+            {name: float(value) for name, value in row.items()}
+            for row in csv.DictReader(file)
+        ]
+
+
+def plot_curves(path, curves, result):
+    """Plots bits per byte of training (thin) and validation text over the steps.
+
+    Args:
+        path: The PNG.
+        curves: Rows of training curves by label.
+        result: The result of a run, for its compressors, which are horizontal lines.
+    """
     # Imported here: matplotlib takes a second to import, and draws without a display.
     import matplotlib
 
@@ -34,19 +50,16 @@ def plot_curve(path, curve, baselines, test_bits, title):
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    steps = [row["step"] for row in curve]
-    for column, label, style in (
-        ("bits_per_byte", "training", {"color": "0.6", "linewidth": 3}),
-        ("val_bits_per_byte", "validation", {"color": "black", "marker": "."}),
-    ):
-        axes.plot(steps, [row[column] for row in curve], label=label, **style)
-    axes.plot(
-        steps[-1:], [test_bits], "k*", markersize=12, label=f"test {test_bits:.3f}"
-    )
-    for name, bits in baselines.items():
-        label = f"{name} {bits:.3f}"
-        axes.axhline(bits, color="black", linestyle=LINE_STYLES[name], label=label)
-    axes.set(xlabel="step", ylabel="bits per byte", title=title)
+    for label, curve in curves.items():
+        steps = [row["step"] for row in curve]
+        validation = [row["val_bits_per_byte"] for row in curve]
+        (line,) = axes.plot(steps, validation, marker=".", label=label)
+        training = [row["bits_per_byte"] for row in curve]
+        axes.plot(steps, training, color=line.get_color(), linewidth=0.5)
+    for name, style in LINE_STYLES.items():
+        bits = result[name]
+        axes.axhline(bits, color="black", linestyle=style, label=f"{name} {bits:.3f}")
+    axes.set(xlabel="step", ylabel="bits per byte")
     axes.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -54,24 +67,22 @@ def plot_curve(path, curve, baselines, test_bits, title):
 
 def comparison_table(results):
     """A table with one line for each result of a run."""
-    width = max(len(result["attention"]) for result in results)
-    lines = [
-        f"{'attention':<{width}}  {'bits per byte':>13}  {'seconds per step':>16}  "
-        f"{'peak memory (MiB)':>17}"
+    lengths = list(results[0]["bits_per_byte"])
+    header = [
+        "attention",
+        "parameters",
+        *(f"bits at {int(length):,}" for length in lengths),
+        "seconds per step",
+        "bytes per second",
     ]
-    for result in results:
-        lines.append(
-            f"{result['attention']:<{width}}  {result['bits_per_byte']:>13.3f}  "
-            f"{result['seconds_per_step']:>16.3f}  {result['peak_mib']:>17.0f}"
-        )
-    return "\n".join(lines)
-
-
-def verdict(bits, baselines):
-    """One line that compares a model with the compressors."""
-    parts = [
-        f"{'beats' if bits < other else 'behind'} {name} ({other:.3f}) by "
-        f"{abs(bits - other):.3f}"
-        for name, other in baselines.items()
+    rows = [
+        [
+            result["attention"],
+            f"{result['parameters']:,}",
+            *(f"{result['bits_per_byte'][length]:.3f}" for length in lengths),
+            f"{result['seconds_per_step']:.3f}",
+            f"{result['sampled_bytes_per_second']:,.0f}",
+        ]
+        for result in results
     ]
-    return f"{bits:.3f} bits per byte: {', '.join(parts)}"
+    return markdown(header, rows)

@@ -3,9 +3,7 @@
 import hashlib
 import json
 import math
-import resource
 import statistics
-import sys
 import time
 
 import keras
@@ -13,7 +11,7 @@ import keras
 from byte_lm import data, results
 from byte_lm.checkpoints import Checkpoints, write_text
 from byte_lm.finite_steps import keep_finite
-from byte_lm.model import BitsPerByte, build_model, check_attention
+from byte_lm.model import OPTIONS, BitsPerByte, build_model, check_attention
 from byte_lm.sampling import sample
 from command_line import UsageError, make_folder, show_progress
 from keras_efficient_attn import AdaptiveSpan
@@ -21,8 +19,10 @@ from keras_efficient_attn.layers import TrimSpans, plot_spans
 from step_clock import StepClock
 
 # Bytes that each epoch's validation scores, and that a sample continues.
-VALIDATION_BYTES = 2**15
+VALIDATION_BYTES = 2**14
 PROMPT_BYTES = 256
+# Lengths of the windows of test text, in lengths of training.
+MULTIPLES = (1, 4, 16)
 
 
 class Recorder(StepClock):
@@ -85,12 +85,11 @@ def run(arguments, fixed):
     check_attention(arguments.attention, arguments.dim, arguments.heads)
     splits = data.load_splits(arguments.text)
     for name, split in splits.items():
-        option = "length" if name == "train" else "evaluation-length"
-        length = getattr(arguments, option.replace("-", "_"))
-        if len(split) <= length:
+        needed = arguments.length * (MULTIPLES[-1] if name == "test" else 1) + 1
+        if len(split) < needed:
             raise UsageError(
-                f"--{option} {length} is too long: the {name} text has "
-                f"{len(split)} bytes, and {length + 1} are needed"
+                f"--length {arguments.length} is too long: the {name} text has "
+                f"{len(split)} bytes, and {needed} are needed"
             )
     keras.config.set_dtype_policy(arguments.dtype)
     keras.utils.set_random_seed(arguments.seed)
@@ -145,13 +144,8 @@ def refuse_used_folder(checkpoints):
 
 def new_model(arguments):
     """A compiled model, with a warm-up and then a cosine decay to zero."""
-    model = build_model(
-        arguments.attention,
-        arguments.layers,
-        arguments.dim,
-        arguments.heads,
-        arguments.residual,
-    )
+    options = {name: getattr(arguments, name) for name in OPTIONS}
+    model = build_model(arguments.attention, **options)
     warmup = max(1, arguments.steps // 20)
     schedule = keras.optimizers.schedules.CosineDecay(
         0.0,
@@ -183,9 +177,9 @@ def train(model, splits, arguments, checkpoints, record):
         Recorder(checkpoints, record, arguments.on_nan),
         TrimSpans(arguments.epoch_steps),
     ]
-    length = arguments.evaluation_length
+    length = arguments.length
     validation = data.evaluation_windows(
-        excerpts(splits["validation"], VALIDATION_BYTES, length), length
+        data.excerpts(splits["validation"], VALIDATION_BYTES, length), length
     )
     # A second round where --epoch-steps does not divide --steps.
     while record["step"] < arguments.steps:
@@ -205,47 +199,45 @@ def train(model, splits, arguments, checkpoints, record):
             initial_epoch=first_epoch,
             epochs=first_epoch + left // epoch_steps,
             validation_data=validation,
-            validation_batch_size=evaluation_batch(arguments),
+            validation_batch_size=1,
             callbacks=callbacks,
             verbose=show_progress(),
         )
 
 
-def evaluation_batch(arguments):
-    """Rows of an evaluation batch: about as many bytes as in a training batch."""
-    return max(1, arguments.batch * arguments.length // arguments.evaluation_length)
+def bits_per_byte(model, text, length):
+    """Bits per byte of a text in windows of a length, which are read one at a time.
 
-
-def excerpts(split, size, length):
-    """Excerpts of held-out text, none shorter than a window."""
-    return data.excerpts(split, max(size, data.PIECES * (length + 1)))
+    So softmax needs the memory for one row of scores only.
+    """
+    inputs, targets, weights = data.evaluation_windows(text, length)
+    return model.evaluate(
+        inputs,
+        targets,
+        sample_weight=weights,
+        batch_size=1,
+        return_dict=True,
+        verbose=show_progress(),
+    )["bits_per_byte"]
 
 
 def finish(model, splits, arguments, record):
     """Evaluates, samples, and writes the results."""
-    length = arguments.evaluation_length
-    test = excerpts(splits["test"], arguments.test_bytes, length)
-    inputs, targets, weights = data.evaluation_windows(test, length)
-    scored = model.evaluate(
-        inputs,
-        targets,
-        sample_weight=weights,
-        batch_size=evaluation_batch(arguments),
-        return_dict=True,
-        verbose=show_progress(),
-    )
-    bits = scored["bits_per_byte"]
+    lengths = [multiple * arguments.length for multiple in MULTIPLES]
+    test = data.excerpts(splits["test"], arguments.test_bytes, lengths[-1])
     baselines = data.compressed_bits_per_byte(test)
-    part = "all" if len(test) == len(splits["test"]) else f"{data.PIECES} excerpts"
     print(
-        f"Test text ({part}, {len(test):,} bytes): {results.verdict(bits, baselines)}"
+        f"Bits per byte of {len(test):,} bytes of test text: "
+        + ", ".join(f"{name} {bits:.3f}" for name, bits in baselines.items()),
+        flush=True,
     )
+    bits = {}
+    for length in lengths:
+        bits[str(length)] = bits_per_byte(model, test, length)
+        print(f"Model, in windows of {length:,}: {bits[str(length)]:.3f}", flush=True)
 
     out = arguments.out
     model.save(out / "model.keras")
-    results.write_curve(out / "curve.csv", record["curve"])
-    title = f"{arguments.attention}, length {arguments.length}"
-    results.plot_curve(out / "curve.png", record["curve"], baselines, bits, title)
     prompt = bytes(splits["test"][:PROMPT_BYTES])
     sampled, speed = sample(
         model, prompt, arguments.sample_bytes, arguments.temperature, arguments.seed
@@ -257,6 +249,7 @@ def finish(model, splits, arguments, record):
 
     result = {
         "attention": arguments.attention,
+        "parameters": model.count_params(),
         "bits_per_byte": bits,
         **baselines,
         "test_bytes": len(test),
@@ -264,7 +257,6 @@ def finish(model, splits, arguments, record):
         "seconds_per_step": statistics.median(
             row["seconds_per_step"] for row in record["curve"]
         ),
-        "peak_mib": peak_mib(),
         "sampled_bytes_per_second": speed,
     }
     layers = [block.attention for block in model.backbone.transformer_layers]
@@ -277,11 +269,8 @@ def finish(model, splits, arguments, record):
                 f"Layer {number}: average span {layer.spans().mean():.1f}, largest "
                 f"{layer.spans().max():.1f}; window {layer.window} of {layer.max_span}"
             )
+    results.write_curve(out / "curve.csv", record["curve"])
+    curves = {arguments.attention: record["curve"]}
+    results.plot_curves(out / "curve.png", curves, result)
     write_text(out / "result.json", json.dumps(result, indent=2) + "\n")
     print(f"Wrote model.keras, curve.csv, curve.png and result.json in {out}")
-
-
-def peak_mib():
-    """Peak resident memory of this process."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10

@@ -29,8 +29,7 @@ def bits_per_byte(task, text, length, size):
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         weighted_metrics=[BitsPerByte()],
     )
-    pieces = max(1, min(data.PIECES, size // (length + 1)))
-    part = data.excerpts(text, max(size, 2 * (length + 1)), max(2, pieces))
+    part = data.excerpts(text, size, length)
     inputs, targets, weights = data.evaluation_windows(part, length)
     return model.evaluate(
         inputs,

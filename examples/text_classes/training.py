@@ -5,11 +5,9 @@ import time
 import keras
 import numpy as np
 
-from byte_lm.hashed_ngrams import HashedNGrams
 from keras_efficient_attn.models import (
     EfficientTextClassifier,
     EfficientTransformerBackbone,
-    EmbeddingOptions,
 )
 from step_clock import StepClock
 from text_classes import data
@@ -30,9 +28,6 @@ def make_model(attention, num_classes, arguments):
         attention=attention,
         architecture="encoder",
         convolution=4,
-        embedding=EmbeddingOptions(
-            features=(HashedNGrams(arguments.dim, orders=(2, 3, 4), rows=2**12),)
-        ),
         dropout=0.1,
     )
     model = EfficientTextClassifier(backbone, num_classes)

@@ -10,7 +10,7 @@ from byte_lm.checkpoints import Checkpoints
 from byte_lm.finite_steps import keep_finite
 
 TINY = (
-    "--length 8 --evaluation-length 8 --layers 1 --dim 8 --heads 1 --batch 1 --steps 4 "
+    "--length 8 --layers 1 --dim 8 --heads 1 --batch 1 --steps 4 "
     "--epoch-steps 2 --sample-bytes 1 --test-bytes 20 --attention linear --text"
 ).split()
 

@@ -16,7 +16,7 @@ from matplotlib import image
 import train_byte_lm
 from byte_lm import data, training
 from byte_lm.checkpoints import Checkpoints
-from byte_lm.model import BitsPerByte, build_model
+from byte_lm.model import BitsPerByte, build_model, equal_widths
 from byte_lm.sampling import sample
 from command_line import UsageError
 
@@ -24,7 +24,7 @@ STEPS = 24
 # One file of the standard library is enough text.
 TEXT = json.decoder.__file__
 TINY = (
-    "--length 32 --evaluation-length 40 --layers 1 --dim 16 --heads 2 --batch 2 "
+    "--length 32 --layers 1 --dim 16 --heads 2 --batch 2 "
     f"--steps {STEPS} --epoch-steps 4 --sample-bytes 5 --test-bytes 500"
 ).split() + ["--text", TEXT]
 
@@ -125,13 +125,18 @@ def test_evaluation_scores_each_byte_once(length):
 
 def test_excerpts_are_spread_over_the_text():
     text = np.arange(250, dtype="uint8")
-    assert data.excerpts(text, 40, pieces=4).tolist() == [
+    assert data.excerpts(text, 40, length=9).tolist() == [
         *range(0, 10),
         *range(80, 90),
         *range(160, 170),
         *range(240, 250),
     ]
-    assert data.excerpts(text, 250) is text
+    # Too few bytes for two windows.
+    assert data.excerpts(text, 40, length=99).tolist() == [
+        *range(0, 100),
+        *range(150, 250),
+    ]
+    assert data.excerpts(text, 250, length=9) is text
 
 
 # Model.
@@ -187,6 +192,37 @@ def test_layers_with_decays_and_the_delta_rule_train_by_name(attention):
         assert np.isfinite(new).all() and np.any(old != new)
 
 
+@pytest.mark.any_backend
+def test_equal_widths_give_models_the_parameters_of_the_largest():
+    options = dict(layers=2, dim=32, heads=2, feed_forward=None, convolution=0)
+    compared = ["gated-delta", "softmax:rotary_wavelength=100", "vq:num_codes=64"]
+    widths = equal_widths(compared, options)
+    counts = {}
+    for attention in compared:
+        model = build_model(attention, **{**options, "feed_forward": widths[attention]})
+        counts[attention] = sum(math.prod(weight.shape) for weight in model.weights)
+    assert max(counts.values()) <= 1.02 * min(counts.values())
+    assert min(widths.values()) == 4 * 32 < max(widths.values())
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize("attention", ["linear", "softmax:rotary_wavelength=100"])
+def test_the_model_has_no_positions_but_those_it_is_given(attention):
+    """Without positions, earlier bytes in another order give the same."""
+
+    def last_logits(text, **options):
+        keras.utils.set_random_seed(0)
+        model = build_model(attention, layers=1, dim=16, heads=2, **options)
+        rows = np.frombuffer(text, np.uint8)[None]
+        return keras.ops.convert_to_numpy(model(data.model_inputs(rows)))[0, -1]
+
+    plain, other = last_logits(b"abcdefgh"), last_logits(b"gfedcbah")
+    close = np.allclose(plain, other, atol=1e-5)
+    assert close == (attention == "linear")
+    one, other = (last_logits(text, convolution=3) for text in (b"abcd", b"bacd"))
+    assert not np.allclose(one, other, atol=1e-5)
+
+
 # Runs.
 
 
@@ -197,10 +233,37 @@ def test_run_leaves_model_curve_plot_and_result(finished, trained):
     assert float(rows[-1]["bits_per_byte"]) < float(rows[0]["bits_per_byte"]) < 9
     assert image.imread(finished / "curve.png").ndim == 3
     result = json.loads((finished / "result.json").read_text())
-    assert {"bits_per_byte", "gzip", "bz2", "xz"} <= set(result)
+    assert {"gzip", "xz"} <= set(result)
+    assert result["parameters"] == sum(
+        math.prod(weight.shape) for weight in trained.weights
+    )
     assert result["sampled_bytes_per_second"] > 0
     assert Checkpoints(finished).steps() == [STEPS, STEPS - 4]
     assert trained(data.model_inputs(np.zeros((1, 100)))).shape == (1, 100, 256)
+
+
+@pytest.mark.parametrize("multiple", training.MULTIPLES)
+def test_the_result_has_the_bits_of_windows_of_each_length(finished, trained, multiple):
+    """Against a mean over all bytes, each window called alone."""
+    result = json.loads((finished / "result.json").read_text())
+    text = Path(TEXT).read_bytes()
+    test = np.frombuffer(text[len(text) - len(text) // 20 :], np.uint8)
+    assert result["test_bytes"] == len(test)
+    length = multiple * 32
+    nats, scored = 0.0, 1
+    while scored < len(test):
+        start = max(0, min(scored - 1 - length // 2, len(test) - 1 - length))
+        if scored == 1:
+            start = 0
+        window = test[start : start + length + 1]
+        logits = trained(data.model_inputs(window[None, :-1]))
+        logits = keras.ops.convert_to_numpy(logits)[0].astype("float64")
+        chosen = logits[np.arange(length), window[1:]]
+        losses = np.log(np.exp(logits).sum(-1)) - chosen
+        nats += losses[scored - start - 1 :].sum()
+        scored = start + length + 1
+    bits = nats / (len(test) - 1) / math.log(2)
+    assert result["bits_per_byte"][str(length)] == pytest.approx(bits, rel=1e-4)
 
 
 def test_killed_run_resumes_from_its_last_whole_checkpoint(
@@ -256,10 +319,9 @@ def test_no_whole_checkpoint_is_an_error(finished, tmp_path):
         (["--out", TEXT], "File exists"),
         (["--dim", "16", "--heads", "3"], "--dim 16 --heads 3"),
         (["--length", "90000"], "--length 90000 is too long: the train text has"),
-        (
-            ["--evaluation-length", "900"],
-            "--evaluation-length 900 is too long: the validation text has",
-        ),
+        (["--length", "60"], "--length 60 is too long: the test text has"),
+        (["--convolution", "-1"], "not negative; received '-1'"),
+        (["--feed-forward", "0"], "positive integer; received '0'"),
         (["--steps", "0"], "positive integer; received '0'"),
         (["--learning-rate", "fast"], "positive number; received 'fast'"),
         (["--text", "no/such/file"], "no such file or folder"),
@@ -300,17 +362,20 @@ def test_compare_prints_a_row_for_each(tmp_path, capsys, monkeypatch):
         return subprocess.CompletedProcess(command, train_byte_lm.main(arguments))
 
     monkeypatch.setattr(train_byte_lm.subprocess, "run", run)
-    options = [*TINY, "--steps", "2", "--out", str(tmp_path)]
-    compared = ["performer:num_features=8", "adaptive-span:max_span=16"]
+    options = [*TINY, "--steps", "2", "--convolution", "2", "--out", str(tmp_path)]
+    compared = ["softmax:rotary_wavelength=100", "adaptive-span:max_span=16"]
     assert train_byte_lm.main([*options, "--compare", *compared]) == 0
     lines = capsys.readouterr().out.splitlines()
-    header = next(i for i, line in enumerate(lines) if line.startswith("attention "))
-    assert "peak memory" in lines[header]
-    for attention, line in zip(compared, lines[header + 1 :], strict=True):
-        name, *numbers = line.split()
+    header = next(i for i, line in enumerate(lines) if line.startswith("| attention "))
+    parameters = []
+    for attention, line in zip(compared, lines[header + 2 : header + 4], strict=True):
+        name, *numbers = line.strip("| ").split(" | ")
         assert name == attention
-        assert all(float(number) > 0 for number in numbers)
-        assert len(numbers) == 3
+        numbers = [float(number.replace(",", "")) for number in numbers]
+        assert len(numbers) == 6 and all(number > 0 for number in numbers)
+        parameters.append(numbers[0])
+    assert max(parameters) <= 1.02 * min(parameters)
+    assert image.imread(tmp_path / "curves.png").ndim == 3
     (result,) = tmp_path.glob("2-*/result.json")
     assert np.shape(json.loads(result.read_text())["spans"]) == (1, 2)
     assert (result.parent / "spans.png").stat().st_size > 0
