@@ -25,7 +25,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_byte_lm.py"
 EPOCH_STEPS = 2
 OPTIONS = (
     "--length 32 --layers 1 --dim 16 --heads 2 --batch 8 "
-    f"--epoch-steps {EPOCH_STEPS} --sample-bytes 5 --test-bytes 500"
+    f"--epoch-steps {EPOCH_STEPS} --sample-bytes 5 --test-bytes 500 "
+    "--attention performer:feature_map=elu"
 ).split()
 
 

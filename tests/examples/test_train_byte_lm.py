@@ -25,7 +25,8 @@ STEPS = 24
 TEXT = json.decoder.__file__
 TINY = (
     "--length 32 --layers 1 --dim 16 --heads 2 --batch 2 "
-    f"--steps {STEPS} --epoch-steps 4 --sample-bytes 5 --test-bytes 500"
+    f"--steps {STEPS} --epoch-steps 4 --sample-bytes 5 --test-bytes 500 "
+    "--attention linear:rotary_wavelength=100"
 ).split() + ["--text", TEXT]
 
 
@@ -40,10 +41,11 @@ def assert_same_weights(folder, expected):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def short_prompt():
-    """Samples continue a few bytes; other tests read long prompts."""
+def short_texts():
+    """Samples continue a few bytes, and few are validated."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "PROMPT_BYTES", 24)
+        patch.setattr(training, "VALIDATION_BYTES", 66)
         yield
 
 
