@@ -59,7 +59,7 @@ def parse_arguments(argv):
         "print a table",
     )
     add("--text", metavar="FILE_OR_DIR", help="default: the standard library's source")
-    add("--length", type=positive, default=1024, help="bytes per row of a batch")
+    add("--length", type=positive, default=512, help="bytes per row of a batch")
     parser.add_model_size(dim=128, heads=4, layers=2)
     add(
         "--feed-forward",
@@ -80,20 +80,20 @@ def parse_arguments(argv):
         default="pre_norm",
         help="reversible keeps no activations: memory is flat in --layers",
     )
-    parser.add_training(steps=900, batch=2, learning_rate=4e-3, rows="rows")
+    parser.add_training(steps=1000, batch=1, learning_rate=4e-3, rows="rows")
     add("--dtype", choices=DTYPES, default="float32", help="Keras' dtype policy")
     add("--seed", type=natural, default=0)
     add(
         "--epoch-steps",
         type=positive,
-        default=50,
+        default=100,
         help="steps between validations, each followed by a checkpoint",
     )
     add(
         "--test-bytes",
         type=positive,
-        default=2**18,
-        help="bytes of the test text to evaluate and to compress",
+        default=2**16,
+        help="bytes of the test text to evaluate, three times, and to compress",
     )
     add("--sample-bytes", type=positive, default=400, help="bytes to sample")
     add(

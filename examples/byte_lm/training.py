@@ -19,7 +19,7 @@ from keras_efficient_attn.layers import TrimSpans, plot_spans
 from step_clock import StepClock
 
 # Bytes that each epoch's validation scores, and that a sample continues.
-VALIDATION_BYTES = 2**14
+VALIDATION_BYTES = 2**13
 PROMPT_BYTES = 256
 # Lengths of the windows of test text, in lengths of training.
 MULTIPLES = (1, 4, 16)
