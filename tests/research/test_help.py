@@ -23,6 +23,8 @@ pytestmark = pytest.mark.any_backend
         ("measure_reversible", "--depths"),
         ("measure_soft_codes", "--fit-steps"),
         ("measure_xl_evaluation", "--contexts"),
+        ("verdict_page", "--picture"),
+        ("verdict_run", "--candidates"),
     ],
 )
 def test_help_needs_no_backend(script, option):

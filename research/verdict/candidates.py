@@ -1,0 +1,114 @@
+"""What the verdict compares: every registered layer, feature maps, hybrids."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One attention, in the plain model without and with a short convolution.
+
+    Attributes:
+        attention: As the backbone's, with a convolution before each layer.
+        positions: Of the backbone, without a convolution.
+        convolved_positions: Of the backbone, with a convolution, which gives linear
+            attention the order of near tokens.
+        without: The attention without a convolution, where `attention` has one of its
+            own; the backbone then adds none.
+        causal_only: Whether the layers compute causally only.
+        small: The attention of the tasks of recall, whose state has about as many
+            bytes as one head of 32 x 32 (4,228), where the layer's options allow it.
+    """
+
+    attention: str | tuple
+    positions: str | None = None
+    convolved_positions: str | None = None
+    without: str | tuple | None = None
+    causal_only: bool = False
+    small: str | tuple | None = None
+
+    def options(self, convolution):
+        """Options of the backbone, with a convolution of 4 or without."""
+        if self.without is not None:
+            attention = self.attention if convolution else self.without
+            return {"attention": _listed(attention), "positions": self.positions}
+        return {
+            "attention": _listed(self.attention),
+            "positions": self.convolved_positions if convolution else self.positions,
+            "convolution": 4 if convolution else None,
+        }
+
+    def small_options(self, convolution):
+        """Options of a model without positions for the tasks of recall."""
+        attention = self.small or self.attention
+        if self.without is not None:
+            attention = self.without
+        return {
+            "attention": _listed(attention),
+            "convolution": 4 if convolution else None,
+        }
+
+
+def _listed(attention):
+    return list(attention) if isinstance(attention, tuple) else attention
+
+
+ROTARY = {"positions": "rotary", "convolved_positions": "rotary"}
+# Of layers that do not rotate.
+SINUSOIDAL = {"positions": "sinusoidal", "convolved_positions": "sinusoidal"}
+# Positions by rotation without a convolution; with one, none.
+LINEAR = {"positions": "rotary"}
+
+# The modules with the tasks.
+PARTS = ("language", "recall", "both_ways", "classes")
+CANDIDATES = {
+    "softmax": Candidate("softmax", **ROTARY),
+    "linear": Candidate("linear", **LINEAR),
+    "linear, Hedgehog": Candidate("linear:feature_map=hedgehog", **LINEAR),
+    "linear, learned and window": Candidate(
+        "linear:feature_map=learned,window=64",
+        **LINEAR,
+        small="linear:feature_map=learned,window=8,key_dim=16,value_dim=32",
+    ),
+    "performer": Candidate("performer", **LINEAR, small="performer:num_features=32"),
+    "performer, hyperbolic": Candidate(
+        "performer:feature_map=hyperbolic",
+        **LINEAR,
+        small="performer:feature_map=hyperbolic,num_features=32",
+    ),
+    "retention": Candidate("retention", causal_only=True),
+    "gated-linear": Candidate("gated-linear", causal_only=True),
+    "delta": Candidate("delta", without="delta:convolution=None", causal_only=True),
+    "gated-delta": Candidate(
+        "gated-delta", without="gated-delta:convolution=None", causal_only=True
+    ),
+    "kimi-delta": Candidate(
+        "kimi-delta", without="kimi-delta:convolution=None", causal_only=True
+    ),
+    "local": Candidate("local:window=64", **ROTARY, small="local:window=16"),
+    "sparse": Candidate("sparse:stride=32", **ROTARY, small="sparse:stride=8"),
+    "vq": Candidate(
+        "vq:window=64,num_codes=64", **ROTARY, small="vq:window=8,num_codes=8"
+    ),
+    "adaptive-span": Candidate(
+        "adaptive-span:max_span=256,relative_positions=True",
+        small="adaptive-span:max_span=16,ramp=4,relative_positions=True",
+    ),
+    "reformer": Candidate(
+        "reformer:bucket_size=32", **SINUSOIDAL, small="reformer:bucket_size=8"
+    ),
+    "xl": Candidate("xl:memory_length=0"),
+    "fourier": Candidate("fourier", **SINUSOIDAL),
+    "gated-delta, softmax 3:1": Candidate(
+        ("gated-delta", "gated-delta", "gated-delta", "softmax"),
+        without=(
+            "gated-delta:convolution=None",
+            "gated-delta:convolution=None",
+            "gated-delta:convolution=None",
+            "softmax",
+        ),
+        causal_only=True,
+    ),
+    "linear, local in turn": Candidate(
+        ("linear", "local:window=64"), **LINEAR, small=("linear", "local:window=16")
+    ),
+}

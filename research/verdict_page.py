@@ -1,0 +1,153 @@
+"""Makes the verdict's table in `docs/choosing.md`, and its picture, from the runs.
+
+    python research/verdict_page.py
+
+The table has a row for each candidate of `verdict_run.py` with results, with a
+convolution and without: means and deviations over the seeds. `-` stands for what has not
+been measured. The picture has bits per byte over the time of a training step, from
+`results/cost.json`, a file of `python -m keras_efficient_attn.benchmark --save`.
+"""
+
+import importlib
+import json
+import re
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import folders
+from command_line import Parser, command
+from tables import markdown, mean_and_spread
+from verdict.candidates import CANDIDATES, PARTS
+from verdict.runs import RESULTS, read
+
+PAGE = folders.ROOT / "docs" / "choosing.md"
+PICTURE = folders.ROOT / "docs" / "verdict.png"
+MARKED = re.compile(r"(<!-- verdict -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def parse_arguments(argv):
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--results", type=Path, default=RESULTS, metavar="FOLDER", help="the runs")
+    add("--page", type=Path, default=PAGE, help="with the marked place of the table")
+    add("--picture", type=Path, default=PICTURE, metavar="FILE", help="to write")
+    return parser.parse_args(argv)
+
+
+@command(parse_arguments)
+def main(arguments):
+    """Writes the table and the picture."""
+    rows = collect(arguments.results)
+    page = arguments.page.read_text()
+    arguments.page.write_text(MARKED.sub(rf"\g<1>{table(rows)}\n\g<2>", page))
+    draw(rows, arguments.results, arguments.picture)
+
+
+def collect(folder):
+    """The results of each candidate, with a convolution and without.
+
+    Returns:
+        Dict from `(candidate, convolution)` to a dict of the list of results over the
+        seeds of each part, by the bits per byte at the length of training.
+    """
+    found = defaultdict(lambda: defaultdict(list))
+    for part in PARTS:
+        sizes = importlib.import_module(f"verdict.{part}").SIZES
+        for record in read(folder, part):
+            # Runs of other sizes are not compared.
+            if record["sizes"] == sizes:
+                key = record["candidate"], record["convolution"]
+                found[key][part].append(record["result"])
+    return dict(sorted(found.items(), key=lambda row: first_bits(row[1])))
+
+
+def first_bits(row):
+    """Mean bits per byte at the length of training; infinite without runs."""
+    bits = [next(iter(x["bits_per_byte"].values())) for x in row.get("language", [])]
+    return statistics.fmean(bits) if bits else float("inf")
+
+
+COLUMNS = {
+    "bits per byte at 1,024": ("language", ("bits_per_byte", "1024"), 3, 1),
+    "at 4,096": ("language", ("bits_per_byte", "4096"), 3, 1),
+    "at 16,384": ("language", ("bits_per_byte", "16384"), 3, 1),
+    "recall of 20 pairs, %": ("recall", ("recall", "accuracy", "20"), 1, 100),
+    "later, %": ("recall", ("long_recall", "accuracy", "20"), 1, 100),
+    "bytes of state there": ("recall", ("recall", "state_bytes"), 0, 1),
+    "parity at 8 times, %": ("recall", ("parity", "accuracy", "256"), 1, 100),
+    "permutations, %": ("recall", ("permutations", "accuracy", "256"), 1, 100),
+    "bits per hidden byte, 256": ("both_ways", ("bits_per_byte", "256"), 3, 1),
+    "1,024": ("both_ways", ("bits_per_byte", "1024"), 3, 1),
+    "ListOps, %": ("classes", ("listops", "accuracy"), 1, 100),
+    "packages, %": ("classes", ("packages", "accuracy"), 1, 100),
+}
+
+
+def table(rows):
+    """The Markdown table, without columns of parts that have no run."""
+    columns = {
+        title: column
+        for title, column in COLUMNS.items()
+        if any(row.get(column[0]) for row in rows.values())
+    }
+    lines = []
+    for (name, convolution), row in rows.items():
+        cells = [name, "yes" if convolution else "no"]
+        cells.append("always" if CANDIDATES[name].causal_only else "optional")
+        for part, path, digits, factor in columns.values():
+            values = [factor * at(result, path) for result in row.get(part, [])]
+            cells.append(mean_and_spread(values, digits) if values else "-")
+        cells.append(max(map(len, row.values())))
+        lines.append(cells)
+    header = ["attention", "convolution", "causal", *columns, "seeds"]
+    return markdown(header, lines)
+
+
+def at(result, path):
+    """The value below these keys."""
+    for key in path:
+        result = result[key]
+    return result
+
+
+def draw(rows, folder, path):
+    """Bits per byte over seconds of a training step, of the longest length of both."""
+    cost = Path(folder, "cost.json")
+    if not cost.exists():
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    records = json.loads(cost.read_text())["records"]
+    longest = max(record["length"] for record in records)
+    seconds = {
+        record["contestant"].partition(":")[0]: record["seconds"]
+        for record in records
+        if record["length"] == longest and record["seconds"]
+    }
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for (name, _), row in rows.items():
+        if name in seconds and first_bits(row) < float("inf"):
+            bits = first_bits(row)
+            axes.plot(1000 * seconds[name], bits, "o")
+            axes.annotate(
+                name,
+                (1000 * seconds[name], bits),
+                textcoords="offset points",
+                xytext=(5, 4),
+            )
+    axes.set(
+        xscale="log",
+        xlabel=f"milliseconds of a training step of one layer, {longest:,} positions",
+        ylabel="bits per byte",
+    )
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

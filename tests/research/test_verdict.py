@@ -1,0 +1,263 @@
+"""The verdict's suite: its tasks, runs at tiny sizes, and the page's table."""
+
+import json
+import math
+import re
+
+import keras
+import numpy as np
+import pytest
+
+import verdict_page
+import verdict_run
+from keras_efficient_attn.layers import attention_names
+from tests.autodiff import to_numpy
+from verdict import both_ways, language, listops, models
+from verdict.candidates import CANDIDATES
+
+pytestmark = pytest.mark.any_backend
+
+SIZES = {"layers": 1, "heads": 2, "dim": 8}
+TINY = {
+    "language": (
+        "layers=1 heads=2 dim=8 steps=2 batch=2 length=16 lengths=[16,32] scored=4 "
+        "windows=2"
+    ),
+    "both_ways": (
+        "layers=1 heads=2 dim=8 steps=2 batch=2 length=24 lengths=[24,48] windows=2"
+    ),
+    "recall": (
+        "dim=8 steps=2 batch=2 test_sequences=2 recall={'task':'recall','pairs':[1],"
+        "'writes':1,'vocabulary':16,'length':8} long_recall={'task':'recall',"
+        "'pairs':[1],'writes':1,'vocabulary':16,'length':16}"
+    ),
+    "classes": (
+        "layers=1 heads=2 dim=8 classes=2 "
+        "listops={'steps':2,'batch':2,'length':20,'test_rows':3} "
+        "packages={'steps':2,'batch':2,'length':32,'test_rows':2}"
+    ),
+}
+
+
+def test_every_registered_layer_is_a_candidate():
+    names = set()
+    for candidate in CANDIDATES.values():
+        both = candidate.attention, candidate.without
+        for attention in both:
+            specs = [attention] if isinstance(attention, str) else attention or ()
+            names |= {spec.partition(":")[0] for spec in specs}
+    # Tests register layers of their own.
+    assert names <= set(attention_names())
+    package = {
+        name
+        for name in attention_names()
+        if keras.saving.get_registered_name(verdict_class(name)).startswith(
+            "keras_efficient_attn"
+        )
+    }
+    assert names == package
+
+
+def verdict_class(name):
+    from keras_efficient_attn.layers.attention.registry import attention_class
+
+    return attention_class(name)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_models_have_as_many_weights_as_softmax(name):
+    sizes = {"layers": 1, "heads": 4, "dim": 128}
+    options = CANDIDATES[name].options(True)
+    model = models.backbone(options, sizes, 256, "decoder", seed=0)
+    # Embedding, four projections and a network of 512 with biases, and three norms.
+    count = 256 * 128 + 4 * 128 * 129 + 2 * 128 * 512 + 640 + 3 * 256
+    own = sum(np.prod(x.shape) for x in model.trainable_weights)
+    assert own == pytest.approx(count, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("part", "names"),
+    [
+        ("language", ["gated-delta", "local"]),
+        ("both_ways", ["gated-delta", "linear"]),
+        ("recall", ["delta", "linear, local in turn"]),
+        ("classes", ["softmax"]),
+    ],
+)
+def test_a_part_runs_what_is_missing(part, names, tmp_path, capsys, monkeypatch):
+    arguments = [part, "--candidates", *names, "--seeds", "3", "--out", str(tmp_path)]
+    arguments += ["--convolution", "with", "--sizes", *TINY[part].split()]
+    assert verdict_run.main(arguments) == 0
+    records = [json.loads(x.read_text()) for x in (tmp_path / part).iterdir()]
+    # What computes causally only has no masked model, and one block is no hybrid.
+    left_out = {"both_ways": "gated-delta", "recall": "linear, local in turn"}
+    expected = [name for name in names if name != left_out.get(part)]
+    assert sorted(record["candidate"] for record in records) == sorted(expected)
+    for record in records:
+        assert record["seed"] == 3 and record["convolution"]
+        assert record["sizes"]["dim"] == 8
+        assert {"backend", "keras", "cpu"} <= record["environment"].keys()
+    printed = capsys.readouterr().out
+    monkeypatch.setattr(f"verdict.{part}.measure", None)
+    assert verdict_run.main(arguments) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_unknown_sizes_are_one_line(error_line):
+    assert "steps" in error_line(verdict_run, ["language", "--sizes", "step=3"])
+
+
+def test_listops_have_the_value_of_their_lists():
+    words = [*map(str, range(10)), "min(", "max(", "med(", "sm(", ")"]
+    functions = {
+        "min": lambda *x: min(x),
+        "max": lambda *x: max(x),
+        "med": lambda *x: int(sorted(x)[len(x) // 2]),
+        "sm": lambda *x: sum(x) % 10,
+    }
+    random = np.random.default_rng(0)
+    lengths = []
+    for length in [1, 3, 4, 5, 30, *[300] * 20]:
+        tokens, value = listops.expression(random, length)
+        text = "".join(
+            word if word.endswith("(") else word + ","
+            for word in (words[token] for token in tokens)
+        )
+        assert eval(text.rstrip(","), functions) == value
+        assert len(tokens) <= length
+        lengths.append(len(tokens))
+    # Most of the length is used.
+    assert np.mean(lengths[5:]) > 150
+    inputs, values = listops.rows(random, 3, 40)
+    used = inputs["padding_mask"].sum(1)
+    assert ((inputs["token_ids"] != listops.PADDING).sum(1) == used).all()
+    assert ((0 <= values) & (values < 10)).all()
+
+
+def test_hidden_bytes_are_runs_and_known():
+    rows = np.random.default_rng(0).integers(0, 250, (5, 100)).astype("int32")
+    sizes = {"every": 6, "run": 2}
+    inputs, hidden = both_ways.hide(rows, np.random.default_rng(1), sizes)
+    places = inputs["mask_positions"]
+    # 8 stretches of 12 bytes, each with a run of two.
+    assert places.shape == (5, 16)
+    assert (places[:, 1::2] == places[:, ::2] + 1).all()
+    assert (places[:, ::2] // 12 == np.arange(8)).all()
+    for row in range(5):
+        assert (rows[row, places[row]] == hidden[row]).all()
+        restored = inputs["token_ids"][row].copy()
+        assert (restored[places[row]] == both_ways.HIDDEN).all()
+        restored[places[row]] = hidden[row]
+        assert (restored == rows[row]).all()
+
+
+class Repeats:
+    """A model whose byte is as likely as the byte before it says."""
+
+    table = np.random.default_rng(1).normal(size=(256, 256)).astype("float32")
+
+    def predict_on_batch(self, inputs):
+        return self.table[inputs["token_ids"]]
+
+    def predict(self, inputs, batch_size, verbose):
+        places = inputs["mask_positions"]
+        return self.table[np.take_along_axis(inputs["token_ids"], places - 1, axis=1)]
+
+
+def log_probabilities():
+    logits = Repeats.table.astype("float64")
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def test_the_same_bytes_count_at_all_lengths():
+    text = np.random.default_rng(0).integers(0, 256, 100).astype("uint8")
+    sizes = {"lengths": [4, 16], "scored": 2, "windows": 5, "batch": 1, "length": 4}
+    measured = [
+        language.bits_per_byte(Repeats(), text, length, sizes) for length in (4, 16)
+    ]
+    # Windows end at 17, ..., 100: evenly, and at the text's end.
+    ends = [int(x) for x in (17, 37.75, 58.5, 79.25, 100)]
+    logs = log_probabilities()
+    nats = [-logs[text[i - 1], text[i]] for e in ends for i in (e - 2, e - 1)]
+    np.testing.assert_allclose(measured, np.mean(nats) / math.log(2), rtol=1e-5)
+
+
+def test_the_same_hidden_bytes_count_at_all_lengths():
+    text = np.random.default_rng(0).integers(0, 250, 500).astype("uint8")
+    sizes = {"lengths": [24, 96], "windows": 3, "batch": 2, "length": 24}
+    # Runs of one byte, so that the byte before is known.
+    sizes |= {"every": 6, "run": 1}
+    measured = [
+        both_ways.bits_per_byte(Repeats(), text, length, sizes) for length in (24, 96)
+    ]
+    assert measured[0] == pytest.approx(measured[1], rel=0.2)
+    assert 7 < measured[0] < 11
+
+
+def record(candidate, convolution, bits, seed=0):
+    return {
+        "candidate": candidate,
+        "convolution": convolution,
+        "seed": seed,
+        "sizes": language.SIZES,
+        "result": {"bits_per_byte": {"1024": bits, "4096": bits, "16384": bits + 1}},
+    }
+
+
+def test_the_table_has_a_row_for_each_variant_and_the_deviation(tmp_path):
+    folder = tmp_path / "language"
+    folder.mkdir()
+    records = [
+        record("softmax", False, 2.4),
+        record("softmax", True, 2.25),
+        record("softmax", True, 2.75, seed=1),
+        record("linear", True, 2.0),
+        record("linear", False, 3.0),
+        record("linear", False, 1.0) | {"sizes": {"dim": 4}},
+    ]
+    for number, each in enumerate(records):
+        (folder / f"{number}.json").write_text(json.dumps(each))
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- verdict -->\nold\n<!-- end -->\nafter\n")
+    picture = tmp_path / "picture.png"
+    cost = {
+        "records": [
+            {"contestant": name, "length": 8, "seconds": seconds}
+            for name, seconds in (("softmax", 0.1), ("linear", 0.2), ("vq", None))
+        ]
+    }
+    (tmp_path / "cost.json").write_text(json.dumps(cost))
+    arguments = ["--results", str(tmp_path), "--page", str(page)]
+    assert verdict_page.main([*arguments, "--picture", str(picture)]) == 0
+    lines = page.read_text().splitlines()
+    cells = [re.split(r" *\| *", line)[1:-1] for line in lines if line[0] == "|"]
+    title = "bits per byte at 1,024"
+    header = ["attention", "convolution", "causal", title, "at 4,096", "at 16,384"]
+    assert cells[0] == [*header, "seeds"]
+    spread = f"{np.std([2.25, 2.75], ddof=1):.3f}"
+    # By the bits.
+    assert cells[2] == ["linear", "yes", "optional", "2.000", "2.000", "3.000", "1"]
+    assert cells[3][:4] == ["softmax", "no", "optional", "2.400"]
+    assert cells[4][:4] == ["softmax", "yes", "optional", f"2.500 ± {spread}"]
+    assert [len(cells), cells[4][-1]] == [6, "2"]
+    assert lines[0] == "before" and lines[-1] == "after" and "old" not in lines
+    assert picture.stat().st_size > 1000
+
+
+def test_the_page_has_the_table_of_the_runs():
+    table = verdict_page.table(verdict_page.collect(verdict_page.RESULTS))
+    assert f"<!-- verdict -->\n{table}\n<!-- end -->" in verdict_page.PAGE.read_text()
+
+
+def test_models_of_one_seed_begin_alike():
+    options = CANDIDATES["local"].options(True)
+    weights = [
+        [
+            to_numpy(x)
+            for x in models.backbone(options, SIZES, 256, "decoder", s).weights
+        ]
+        for s in (0, 0, 1)
+    ]
+    for first, same in zip(weights[0], weights[1], strict=True):
+        np.testing.assert_array_equal(first, same)
+    assert any((a != b).any() for a, b in zip(weights[0], weights[2], strict=True))
