@@ -3,8 +3,8 @@
     python research/verdict_page.py
 
 The table has a row for each candidate of `verdict_run.py` with results, with a
-convolution and without: means and deviations over the seeds. `-` stands for what has not
-been measured. The picture has bits per byte over the time of a training step, from
+convolution and without: means and deviations over the seeds. `-` stands for what has
+not been measured. The picture has bits per byte over the time of a training step, from
 `results/cost.json`, a file of `python -m keras_efficient_attn.benchmark --save`.
 """
 

@@ -37,6 +37,10 @@ ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
 ATTENTION = ".*attention"
 # Other names in the constructor's scope.
 OTHER_LOCALS = ("self", "__class__", "dtype", "name", "trainable")
+# The attention of a backbone that is given none: what is best in `docs/choosing.md` for
+# its cost, of decoders and of encoders.
+DECODER_ATTENTION = "gated-delta"
+ENCODER_ATTENTION = "local:window=128,rotary_wavelength=10000"
 # The arguments that accept a shorthand value or a dict of fields.
 OPTIONS = {
     "residual": ResidualOptions,
@@ -71,19 +75,22 @@ class EfficientTransformerBackbone(
         hidden_dim: Width of the model.
         intermediate_dim: Width of the feed-forward networks; `None` for blocks without
             one, such as gated attention units.
-        attention: The self-attention: a name with options, such as `"performer"` or
+        attention: The self-attention: a name with options, such as `"gated-delta"` or
             `"softmax:dropout=0.1"` (see `keras_efficient_attn.layers.get_attention`),
             the configuration of a layer from `keras.saving.serialize_keras_object`, or
             a layer. Either one for all blocks, or a list that the blocks cycle through.
             A layer is a template: each block gets a new layer with its configuration
-            and the backbone's `dtype`. Defaults to `"performer"`.
+            and the backbone's `dtype`. Defaults to `None`: `"gated-delta"` in decoders,
+            and in encoders, which a causal layer does not suit,
+            `"local:window=128,rotary_wavelength=10000"`.
         head_dim: Width of a head. Defaults to `hidden_dim / num_heads`.
         architecture: `"decoder"` (causal, the default), `"encoder"`, or
             `"encoder_decoder"`.
         cross_attention: The attention of a decoder to its encoder, as `attention`,
             one for all blocks. Defaults to `"softmax"`.
         encoder_attention: The self-attention of the encoder of an
-            `"encoder_decoder"`, as `attention`. Defaults to `None`: the decoder's.
+            `"encoder_decoder"`, as `attention`. Defaults to `None`: the decoder's, or
+            that of encoders without an `attention`.
         residual: `ResidualOptions`, or a kind: `"pre_norm"` (the default),
             `"post_norm"`, `"reordered"`, `"update_norm"`, `"gated"`, `"reversible"`, or
             a tuple through which the blocks cycle.
@@ -169,7 +176,7 @@ class EfficientTransformerBackbone(
         num_heads,
         hidden_dim,
         intermediate_dim,
-        attention="performer",
+        attention=None,
         head_dim=None,
         architecture="decoder",
         cross_attention="softmax",
@@ -462,11 +469,18 @@ class EfficientTransformerBackbone(
 
 def _normalize(options):
     """Replaces shorthands by options objects, and layers by their configurations."""
+    if options.attention is None:
+        if options.architecture == "encoder":
+            options.attention = ENCODER_ATTENTION
+        else:
+            options.attention = DECODER_ATTENTION
+        if options.architecture == "encoder_decoder":
+            options.encoder_attention = options.encoder_attention or ENCODER_ATTENTION
     for name in ("attention", "encoder_attention"):
         attention = getattr(options, name)
         if isinstance(attention, list | tuple):
             setattr(options, name, [attention_spec(item) for item in attention])
-        elif attention is not None or name == "attention":
+        elif attention is not None:
             setattr(options, name, attention_spec(attention))
     options.cross_attention = attention_spec(options.cross_attention)
     for key, kind in OPTIONS.items():

@@ -8,6 +8,8 @@ import pytest
 
 from keras_efficient_attn import (
     EfficientAttention,
+    GatedDeltaAttention,
+    LocalAttention,
     PerformerAttention,
     SoftmaxAttention,
 )
@@ -236,6 +238,23 @@ def test_options_by_shorthand_dict_and_object_are_the_same():
 
 
 # Forms of the attention argument.
+
+
+@pytest.mark.any_backend
+def test_the_default_attention_is_causal_only_in_decoders():
+    sizes = dict(
+        vocabulary_size=9, num_layers=1, num_heads=2, hidden_dim=4, intermediate_dim=4
+    )
+    for architecture, expected in {
+        "decoder": [GatedDeltaAttention],
+        "encoder": [LocalAttention],
+        "encoder_decoder": [LocalAttention, GatedDeltaAttention],
+    }.items():
+        backbone = EfficientTransformerBackbone(**sizes, architecture=architecture)
+        layers = [block.attention for block in backbone.transformer_layers]
+        assert [type(layer) for layer in layers] == expected
+        again = EfficientTransformerBackbone.from_config(backbone.get_config())
+        assert again.get_config()["attention"] == backbone.get_config()["attention"]
 
 
 def test_attention_by_name_configuration_and_layer_are_the_same():
