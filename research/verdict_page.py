@@ -1,15 +1,13 @@
-"""Makes the verdict's table in `docs/choosing.md`, and its picture, from the runs.
+"""Makes the table of `docs/choosing.md` from the runs of `verdict_run.py`.
 
     python research/verdict_page.py
 
-The table has a row for each candidate of `verdict_run.py` with results, with a
-convolution and without: means and deviations over the seeds. `-` stands for what has
-not been measured. The picture has bits per byte over the time of a training step, from
-`results/cost.json`, a file of `python -m keras_efficient_attn.benchmark --save`.
+A row for each candidate with results, with a convolution and without: means and
+deviations over the seeds, of runs whose sizes and options are those of today. `-`
+stands for what has not been measured, and for causal layers in tasks of both ways.
 """
 
 import importlib
-import json
 import re
 import statistics
 import sys
@@ -17,13 +15,12 @@ from collections import defaultdict
 from pathlib import Path
 
 import folders
-from command_line import Parser, command
+from command_line import Parser, UsageError, command
 from tables import markdown, mean_and_spread
 from verdict.candidates import CANDIDATES, PARTS
 from verdict.runs import RESULTS, read
 
 PAGE = folders.ROOT / "docs" / "choosing.md"
-PICTURE = folders.ROOT / "docs" / "verdict.png"
 MARKED = re.compile(r"(<!-- verdict -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -32,17 +29,20 @@ def parse_arguments(argv):
     add = parser.add_argument
     add("--results", type=Path, default=RESULTS, metavar="FOLDER", help="the runs")
     add("--page", type=Path, default=PAGE, help="with the marked place of the table")
-    add("--picture", type=Path, default=PICTURE, metavar="FILE", help="to write")
     return parser.parse_args(argv)
 
 
 @command(parse_arguments)
 def main(arguments):
-    """Writes the table and the picture."""
+    """Writes the table into the page."""
     rows = collect(arguments.results)
     page = arguments.page.read_text()
+    if not MARKED.search(page) or not rows:
+        raise UsageError(
+            f"--page {arguments.page} must have the marks of the table, and --results "
+            f"{arguments.results} a run"
+        )
     arguments.page.write_text(MARKED.sub(rf"\g<1>{table(rows)}\n\g<2>", page))
-    draw(rows, arguments.results, arguments.picture)
 
 
 def collect(folder):
@@ -54,18 +54,18 @@ def collect(folder):
     """
     found = defaultdict(lambda: defaultdict(list))
     for part in PARTS:
-        sizes = importlib.import_module(f"verdict.{part}").SIZES
+        module = importlib.import_module(f"verdict.{part}")
         for record in read(folder, part):
-            # Runs of other sizes are not compared.
-            if record["sizes"] == sizes:
-                key = record["candidate"], record["convolution"]
+            key = record["candidate"], record["convolution"]
+            own = module.options(CANDIDATES[key[0]], key[1])
+            if (record["sizes"], record["options"]) == (module.SIZES, own):
                 found[key][part].append(record["result"])
     return dict(sorted(found.items(), key=lambda row: first_bits(row[1])))
 
 
 def first_bits(row):
     """Mean bits per byte at the length of training; infinite without runs."""
-    bits = [next(iter(x["bits_per_byte"].values())) for x in row.get("language", [])]
+    bits = [x["bits_per_byte"]["1024"] for x in row.get("language", [])]
     return statistics.fmean(bits) if bits else float("inf")
 
 
@@ -99,7 +99,7 @@ def table(rows):
         for part, path, digits, factor in columns.values():
             values = [factor * at(result, path) for result in row.get(part, [])]
             cells.append(mean_and_spread(values, digits) if values else "-")
-        cells.append(max(map(len, row.values())))
+        cells.append(min(map(len, row.values())))
         lines.append(cells)
     header = ["attention", "convolution", "causal", *columns, "seeds"]
     return markdown(header, lines)
@@ -110,43 +110,6 @@ def at(result, path):
     for key in path:
         result = result[key]
     return result
-
-
-def draw(rows, folder, path):
-    """Bits per byte over seconds of a training step, of the longest length of both."""
-    cost = Path(folder, "cost.json")
-    if not cost.exists():
-        return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    records = json.loads(cost.read_text())["records"]
-    longest = max(record["length"] for record in records)
-    seconds = {
-        record["contestant"].partition(":")[0]: record["seconds"]
-        for record in records
-        if record["length"] == longest and record["seconds"]
-    }
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for (name, _), row in rows.items():
-        if name in seconds and first_bits(row) < float("inf"):
-            bits = first_bits(row)
-            axes.plot(1000 * seconds[name], bits, "o")
-            axes.annotate(
-                name,
-                (1000 * seconds[name], bits),
-                textcoords="offset points",
-                xytext=(5, 4),
-            )
-    axes.set(
-        xscale="log",
-        xlabel=f"milliseconds of a training step of one layer, {longest:,} positions",
-        ylabel="bits per byte",
-    )
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import sys
 
 import folders  # noqa: F401
 from claims.arguments import add_seeds
-from command_line import Parser, UsageError, command
+from command_line import Parser, UsageError, command, make_folder
 from verdict.candidates import CANDIDATES, PARTS
 from verdict.runs import RESULTS, Runs
 
@@ -52,19 +52,17 @@ def main(arguments):
 
     part = importlib.import_module(f"verdict.{arguments.part}")
     sizes = {**part.SIZES, **changed_sizes(arguments.sizes, part.SIZES)}
+    make_folder(arguments.out)
     runs = Runs(arguments.out, arguments.part, sizes)
     variants = {"with": [True], "without": [False], "both": [True, False]}
     for seed in arguments.seeds:
         for name in arguments.candidates:
             candidate = CANDIDATES[name]
-            if not part.takes_part(candidate):
-                continue
             for convolution in variants[arguments.convolution]:
-
-                def measure(candidate=candidate, convolution=convolution, seed=seed):
-                    return part.measure(candidate, convolution, seed, sizes)
-
-                record = runs.run(name, convolution, seed, measure)
+                options = part.options(candidate, convolution)
+                if options is None:
+                    continue
+                record = runs.run(name, convolution, seed, options, part.measure)
                 shown = " with convolution" if convolution else ""
                 print(f"{name}{shown}, seed {seed}: {record['result']}", flush=True)
                 keras.utils.clear_session(free_memory=True)
@@ -81,6 +79,12 @@ def changed_sizes(words, sizes):
             changed[name] = ast.literal_eval(value)
         except (SyntaxError, ValueError):
             changed[name] = value
+        # A text is a path, in place of `None`.
+        kind = str if sizes[name] is None else type(sizes[name])
+        if not isinstance(changed[name], kind):
+            raise UsageError(f"--sizes {word}: the value must be a {kind.__name__}")
+        if kind is dict:
+            changed[name] = {**sizes[name], **changed[name]}
     return changed
 
 

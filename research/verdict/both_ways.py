@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from byte_lm.data import load_splits
+from command_line import UsageError
 from keras_efficient_attn.models import EfficientMaskedLM
 from verdict.models import backbone, fit, trained
 
@@ -25,21 +26,24 @@ SIZES = {
     "run": 2,
     "text": None,
 }
-# The byte that stands for a hidden one: no source has it.
+# The byte that stands for a hidden one; no text in UTF-8 has it.
 HIDDEN = 255
 
 
-def takes_part(candidate):
-    return not candidate.causal_only
+def options(candidate, convolution):
+    """Options of the backbone; `None` for layers that are causal only."""
+    if candidate.causal_only:
+        return None
+    return candidate.options(convolution, both_ways=True)
 
 
-def measure(candidate, convolution, seed, sizes):
+def measure(options, seed, sizes):
     """Bits per hidden byte by the length of the windows, and the parameters."""
     splits = load_splits(sizes["text"])
-    model = EfficientMaskedLM(
-        backbone(candidate.options(convolution), sizes, 256, "encoder", seed)
-    )
+    model = EfficientMaskedLM(backbone(options, sizes, 256, "encoder", seed))
     text = splits["train"]
+    if HIDDEN in text:
+        raise UsageError(f"--sizes text: the byte {HIDDEN} stands for hidden ones")
     fit(model, training_batches(text, sizes, seed), sizes)
     bits = {
         str(length): bits_per_byte(model, splits["test"], length, sizes)

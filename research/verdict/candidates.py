@@ -15,41 +15,42 @@ class Candidate:
         without: The attention without a convolution, where `attention` has one of its
             own; the backbone then adds none.
         causal_only: Whether the layers compute causally only.
-        small: The attention of the tasks of recall, whose state has about as many
-            bytes as one head of 32 x 32 (4,228), where the layer's options allow it.
+        small: The attention of the tasks of recall. Its state has about as many bytes
+            as one head of 32 x 32, 4,228, where options of the layer allow it; the
+            caches of softmax, Transformer-XL, strided keys and Reformer have more.
     """
 
-    attention: str | tuple
+    attention: str | list
     positions: str | None = None
     convolved_positions: str | None = None
-    without: str | tuple | None = None
+    without: str | list | None = None
     causal_only: bool = False
-    small: str | tuple | None = None
+    small: str | list | None = None
 
-    def options(self, convolution):
-        """Options of the backbone, with a convolution of 4 or without."""
+    def options(self, convolution, both_ways=False):
+        """Options of the backbone, with a convolution of 4 or without.
+
+        Args:
+            convolution: Whether there is one.
+            both_ways: Whether the model is not causal. A convolution of earlier tokens
+                then gives no order to later ones: the positions stay.
+        """
         if self.without is not None:
             attention = self.attention if convolution else self.without
-            return {"attention": _listed(attention), "positions": self.positions}
+            return {"attention": attention, "positions": self.positions}
+        near = convolution and not both_ways
         return {
-            "attention": _listed(self.attention),
-            "positions": self.convolved_positions if convolution else self.positions,
+            "attention": self.attention,
+            "positions": self.convolved_positions if near else self.positions,
             "convolution": 4 if convolution else None,
         }
 
     def small_options(self, convolution):
         """Options of a model without positions for the tasks of recall."""
-        attention = self.small or self.attention
-        if self.without is not None:
-            attention = self.without
         return {
-            "attention": _listed(attention),
+            "attention": self.without or self.small or self.attention,
             "convolution": 4 if convolution else None,
         }
-
-
-def _listed(attention):
-    return list(attention) if isinstance(attention, tuple) else attention
 
 
 ROTARY = {"positions": "rotary", "convolved_positions": "rotary"}
@@ -63,7 +64,11 @@ PARTS = ("language", "recall", "both_ways", "classes")
 CANDIDATES = {
     "softmax": Candidate("softmax", **ROTARY),
     "linear": Candidate("linear", **LINEAR),
-    "linear, Hedgehog": Candidate("linear:feature_map=hedgehog", **LINEAR),
+    "linear, Hedgehog": Candidate(
+        "linear:feature_map=hedgehog",
+        **LINEAR,
+        small="linear:feature_map=hedgehog,key_dim=16",
+    ),
     "linear, learned and window": Candidate(
         "linear:feature_map=learned,window=64",
         **LINEAR,
@@ -98,17 +103,10 @@ CANDIDATES = {
     ),
     "xl": Candidate("xl:memory_length=0"),
     "fourier": Candidate("fourier", **SINUSOIDAL),
-    "gated-delta, softmax 3:1": Candidate(
-        ("gated-delta", "gated-delta", "gated-delta", "softmax"),
-        without=(
-            "gated-delta:convolution=None",
-            "gated-delta:convolution=None",
-            "gated-delta:convolution=None",
-            "softmax",
-        ),
+    "gated-delta, softmax in turn": Candidate(
+        ["gated-delta", "softmax"],
+        without=["gated-delta:convolution=None", "softmax"],
         causal_only=True,
     ),
-    "linear, local in turn": Candidate(
-        ("linear", "local:window=64"), **LINEAR, small=("linear", "local:window=16")
-    ),
+    "linear, local in turn": Candidate(["linear", "local:window=64"], **LINEAR),
 }

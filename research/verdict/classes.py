@@ -15,26 +15,30 @@ SIZES = {
     "dim": 64,
     "learning_rate": 2e-3,
     "listops": {"steps": 1500, "batch": 8, "length": 1000, "test_rows": 500},
-    "packages": {"steps": 300, "batch": 4, "length": 4096, "test_rows": 32},
+    "packages": {"steps": 300, "batch": 4, "length": 4096, "test_windows": 32},
     "classes": 8,
 }
+# Of the rows of ListOps; training has seeds of two numbers.
+TEST_SEED = 10**6
 
 
-def takes_part(candidate):
-    return not candidate.causal_only
+def options(candidate, convolution):
+    """Options of the backbone; `None` for layers that are causal only."""
+    if candidate.causal_only:
+        return None
+    return candidate.options(convolution, both_ways=True)
 
 
-def measure(candidate, convolution, seed, sizes):
-    """Accuracy on both tasks, and of the most frequent class."""
+def measure(options, seed, sizes):
+    """Accuracy on both tasks."""
     texts = standard_library(sizes["classes"])
     own = sizes["packages"]
     results = {}
     data = {
         "listops": (
             listops_batches(sizes["listops"], seed),
-            # Training has other first numbers of its seeds.
             listops.rows(
-                np.random.default_rng(-1 % 2**32),
+                np.random.default_rng(TEST_SEED),
                 sizes["listops"]["test_rows"],
                 sizes["listops"]["length"],
             ),
@@ -43,24 +47,19 @@ def measure(candidate, convolution, seed, sizes):
         ),
         "packages": (
             batches(texts, own["length"], own["batch"], seed),
-            test_windows(texts, own["length"], own["test_rows"]),
+            test_windows(texts, own["length"], own["test_windows"]),
             256,
             len(texts.labels),
         ),
     }
     for task, (training, (inputs, labels), vocabulary, count) in data.items():
         model = EfficientTextClassifier(
-            backbone(
-                candidate.options(convolution), sizes, vocabulary, "encoder", seed
-            ),
+            backbone(options, sizes, vocabulary, "encoder", seed),
             count,
         )
         fit(model, training, {**sizes, **sizes[task]})
         logits = model.predict(inputs, batch_size=sizes[task]["batch"], verbose=0)
-        results[task] = {
-            "accuracy": float(np.mean(logits.argmax(-1) == labels)),
-            "most_frequent": float(np.bincount(labels).max() / len(labels)),
-        }
+        results[task] = {"accuracy": float(np.mean(logits.argmax(-1) == labels))}
     return results
 
 

@@ -27,16 +27,15 @@ SIZES = {
 }
 
 
-def takes_part(candidate):
-    return True
+def options(candidate, convolution):
+    """Options of the backbone; `None` for candidates that do not take part."""
+    return candidate.options(convolution)
 
 
-def measure(candidate, convolution, seed, sizes):
+def measure(options, seed, sizes):
     """Bits per byte by the length of the windows, and the parameters."""
     splits = load_splits(sizes["text"])
-    model = EfficientCausalLM(
-        backbone(candidate.options(convolution), sizes, 256, "decoder", seed)
-    )
+    model = EfficientCausalLM(backbone(options, sizes, 256, "decoder", seed))
     text = splits["train"]
     fit(model, batches(text, sizes["length"], sizes["batch"], seed), sizes)
     bits = {

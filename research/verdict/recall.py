@@ -27,14 +27,15 @@ SIZES = {
 }
 
 
-def takes_part(candidate):
-    """A model of one block has no hybrids."""
-    return isinstance(candidate.attention, str)
+def options(candidate, convolution):
+    """Options of the backbone; `None` for hybrids, as the model has one block."""
+    if isinstance(candidate.attention, list):
+        return None
+    return candidate.small_options(convolution)
 
 
-def measure(candidate, convolution, seed, sizes):
+def measure(options, seed, sizes):
     """Accuracies by the number of pairs, or by the length, and bytes of the state."""
-    options = candidate.small_options(convolution)
     results = {}
     for task in ("recall", "long_recall", "parity", "permutations"):
         arguments = SimpleNamespace(

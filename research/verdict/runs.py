@@ -22,29 +22,32 @@ class Runs:
     def __init__(self, folder, part, sizes):
         self.folder, self.part, self.sizes = Path(folder) / part, part, sizes
 
-    def path(self, candidate, convolution, seed):
-        sizes = json.dumps(self.sizes, sort_keys=True).encode()
+    def path(self, candidate, convolution, seed, options):
+        described = json.dumps([self.sizes, options], sort_keys=True).encode()
         name = re.sub(r"\W+", "-", candidate)
         name += "-convolution" if convolution else ""
-        return (
-            self.folder / f"{name}-{seed}-{hashlib.sha256(sizes).hexdigest()[:6]}.json"
-        )
+        digest = hashlib.sha256(described).hexdigest()[:6]
+        return self.folder / f"{name}-{seed}-{digest}.json"
 
-    def run(self, candidate, convolution, seed, measure):
-        """The record of a run, which is measured if its file is missing."""
-        path = self.path(candidate, convolution, seed)
+    def run(self, candidate, convolution, seed, options, measure):
+        """The record of a run, for which `measure(options, seed, sizes)` is called.
+
+        Only if its file is missing. Other options are another run.
+        """
+        path = self.path(candidate, convolution, seed, options)
         if path.exists():
             return json.loads(path.read_text())
         # It imports Keras, which reads the backend once.
         from keras_efficient_attn.benchmark.worker import describe_environment
 
         start = time.perf_counter()
-        result = measure()
+        result = measure(options, seed, self.sizes)
         record = {
             "part": self.part,
             "candidate": candidate,
             "convolution": convolution,
             "seed": seed,
+            "options": options,
             "sizes": self.sizes,
             "result": result,
             "seconds": round(time.perf_counter() - start, 1),

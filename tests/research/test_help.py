@@ -23,7 +23,7 @@ pytestmark = pytest.mark.any_backend
         ("measure_reversible", "--depths"),
         ("measure_soft_codes", "--fit-steps"),
         ("measure_xl_evaluation", "--contexts"),
-        ("verdict_page", "--picture"),
+        ("verdict_page", "--results"),
         ("verdict_run", "--candidates"),
     ],
 )

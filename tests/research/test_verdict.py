@@ -4,16 +4,17 @@ import json
 import math
 import re
 
-import keras
 import numpy as np
 import pytest
 
 import verdict_page
 import verdict_run
 from keras_efficient_attn.layers import attention_names
+from keras_efficient_attn.layers.attention.registry import attention_class
 from tests.autodiff import to_numpy
 from verdict import both_ways, language, listops, models
 from verdict.candidates import CANDIDATES
+from verdict.runs import Runs
 
 pytestmark = pytest.mark.any_backend
 
@@ -34,34 +35,48 @@ TINY = {
     "classes": (
         "layers=1 heads=2 dim=8 classes=2 "
         "listops={'steps':2,'batch':2,'length':20,'test_rows':3} "
-        "packages={'steps':2,'batch':2,'length':32,'test_rows':2}"
+        "packages={'steps':2,'batch':2,'length':32,'test_windows':2}"
     ),
 }
+
+
+def names_of(attention):
+    specs = attention if isinstance(attention, list) else [attention or ""]
+    return {spec.partition(":")[0] for spec in specs} - {""}
 
 
 def test_every_registered_layer_is_a_candidate():
     names = set()
     for candidate in CANDIDATES.values():
-        both = candidate.attention, candidate.without
-        for attention in both:
-            specs = [attention] if isinstance(attention, str) else attention or ()
-            names |= {spec.partition(":")[0] for spec in specs}
+        names |= names_of(candidate.attention) | names_of(candidate.without)
     # Tests register layers of their own.
-    assert names <= set(attention_names())
     package = {
         name
         for name in attention_names()
-        if keras.saving.get_registered_name(verdict_class(name)).startswith(
-            "keras_efficient_attn"
-        )
+        if attention_class(name).__module__.startswith("keras_efficient_attn.")
     }
     assert names == package
 
 
-def verdict_class(name):
-    from keras_efficient_attn.layers.attention.registry import attention_class
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_models_have_every_layer_of_a_candidate(name):
+    sizes = {"layers": language.SIZES["layers"], "heads": 2, "dim": 64}
+    candidate = CANDIDATES[name]
+    for convolution, attention in (
+        (True, candidate.attention),
+        (False, candidate.without or candidate.attention),
+    ):
+        options = candidate.options(convolution)
+        model = models.backbone(options, sizes, 256, "decoder", seed=0)
+        kinds = {type(block.attention) for block in model.transformer_layers}
+        assert kinds == {attention_class(each) for each in names_of(attention)}
 
-    return attention_class(name)
+
+def test_linear_models_of_both_ways_know_the_order():
+    linear = CANDIDATES["linear"]
+    assert linear.options(True)["positions"] is None
+    assert linear.options(True, both_ways=True)["positions"] == "rotary"
+    assert linear.options(False)["positions"] == "rotary"
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
@@ -103,8 +118,23 @@ def test_a_part_runs_what_is_missing(part, names, tmp_path, capsys, monkeypatch)
     assert capsys.readouterr().out == printed
 
 
-def test_unknown_sizes_are_one_line(error_line):
-    assert "steps" in error_line(verdict_run, ["language", "--sizes", "step=3"])
+@pytest.mark.parametrize(
+    ("word", "said"), [("step=3", "steps"), ("steps=a", "int"), ("lengths=3", "list")]
+)
+def test_wrong_sizes_are_one_line(word, said, error_line, tmp_path):
+    arguments = ["language", "--out", str(tmp_path), "--sizes", word]
+    assert said in error_line(verdict_run, arguments)
+
+
+def test_other_options_are_another_run(tmp_path):
+    runs = Runs(tmp_path, "language", {"dim": 8})
+
+    def run(**options):
+        return runs.run("linear", True, 0, options, lambda own, *_: own)["result"]
+
+    assert run(positions=None) == {"positions": None}
+    assert run(positions="rotary") == {"positions": "rotary"}
+    assert len(list(tmp_path.glob("*/*.json"))) == 2
 
 
 def test_listops_have_the_value_of_their_lists():
@@ -159,9 +189,15 @@ class Repeats:
     def predict_on_batch(self, inputs):
         return self.table[inputs["token_ids"]]
 
+
+class Remembers:
+    """A model that keeps its inputs, and finds a hidden byte as likely as its place."""
+
+    table = Repeats.table
+
     def predict(self, inputs, batch_size, verbose):
-        places = inputs["mask_positions"]
-        return self.table[np.take_along_axis(inputs["token_ids"], places - 1, axis=1)]
+        self.inputs = inputs
+        return self.table[inputs["mask_positions"] % 24]
 
 
 def log_probabilities():
@@ -184,14 +220,25 @@ def test_the_same_bytes_count_at_all_lengths():
 
 def test_the_same_hidden_bytes_count_at_all_lengths():
     text = np.random.default_rng(0).integers(0, 250, 500).astype("uint8")
-    sizes = {"lengths": [24, 96], "windows": 3, "batch": 2, "length": 24}
-    # Runs of one byte, so that the byte before is known.
-    sizes |= {"every": 6, "run": 1}
-    measured = [
-        both_ways.bits_per_byte(Repeats(), text, length, sizes) for length in (24, 96)
-    ]
-    assert measured[0] == pytest.approx(measured[1], rel=0.2)
-    assert 7 < measured[0] < 11
+    sizes = {"lengths": [24, 72], "windows": 3, "batch": 2, "length": 24}
+    sizes |= {"every": 6, "run": 2}
+    short, long = Remembers(), Remembers()
+    measured = both_ways.bits_per_byte(short, text, 24, sizes)
+    assert both_ways.bits_per_byte(long, text, 72, sizes) == pytest.approx(measured)
+    middle = long.inputs["token_ids"][:, 24:48]
+    np.testing.assert_array_equal(middle, short.inputs["token_ids"])
+    places = short.inputs["mask_positions"]
+    np.testing.assert_array_equal(long.inputs["mask_positions"], places + 24)
+    # Windows begin at 0, 214 and 428; bytes are hidden around the middle too.
+    logs = log_probabilities()
+    nats = []
+    for row, start in enumerate((0, 214, 428)):
+        whole = text[start : start + 72]
+        shown = long.inputs["token_ids"][row] != both_ways.HIDDEN
+        assert (long.inputs["token_ids"][row][shown] == whole[shown]).all()
+        assert (~shown).reshape(3, 24).sum(1).tolist() == [4, 4, 4]
+        nats += [-logs[place, whole[24 + place]] for place in places[row]]
+    assert measured == pytest.approx(np.mean(nats) / math.log(2), rel=1e-5)
 
 
 def record(candidate, convolution, bits, seed=0):
@@ -200,6 +247,7 @@ def record(candidate, convolution, bits, seed=0):
         "convolution": convolution,
         "seed": seed,
         "sizes": language.SIZES,
+        "options": CANDIDATES[candidate].options(convolution),
         "result": {"bits_per_byte": {"1024": bits, "4096": bits, "16384": bits + 1}},
     }
 
@@ -214,21 +262,13 @@ def test_the_table_has_a_row_for_each_variant_and_the_deviation(tmp_path):
         record("linear", True, 2.0),
         record("linear", False, 3.0),
         record("linear", False, 1.0) | {"sizes": {"dim": 4}},
+        record("linear", False, 1.0) | {"options": {}},
     ]
     for number, each in enumerate(records):
         (folder / f"{number}.json").write_text(json.dumps(each))
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- verdict -->\nold\n<!-- end -->\nafter\n")
-    picture = tmp_path / "picture.png"
-    cost = {
-        "records": [
-            {"contestant": name, "length": 8, "seconds": seconds}
-            for name, seconds in (("softmax", 0.1), ("linear", 0.2), ("vq", None))
-        ]
-    }
-    (tmp_path / "cost.json").write_text(json.dumps(cost))
-    arguments = ["--results", str(tmp_path), "--page", str(page)]
-    assert verdict_page.main([*arguments, "--picture", str(picture)]) == 0
+    assert verdict_page.main(["--results", str(tmp_path), "--page", str(page)]) == 0
     lines = page.read_text().splitlines()
     cells = [re.split(r" *\| *", line)[1:-1] for line in lines if line[0] == "|"]
     title = "bits per byte at 1,024"
@@ -241,7 +281,15 @@ def test_the_table_has_a_row_for_each_variant_and_the_deviation(tmp_path):
     assert cells[4][:4] == ["softmax", "yes", "optional", f"2.500 ± {spread}"]
     assert [len(cells), cells[4][-1]] == [6, "2"]
     assert lines[0] == "before" and lines[-1] == "after" and "old" not in lines
-    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("text", ["no marks", "<!-- verdict -->\n<!-- end -->"])
+def test_no_place_and_no_run_are_one_line(text, tmp_path, error_line):
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    arguments = ["--results", str(tmp_path), "--page", str(page)]
+    assert "--page" in error_line(verdict_page, arguments)
+    assert page.read_text() == text
 
 
 def test_the_page_has_the_table_of_the_runs():
