@@ -15,7 +15,10 @@ from keras_efficient_attn.models.blocks.feed_forward import (
 from keras_efficient_attn.models.blocks.input_embedding import (
     EmbeddingOptions,
 )
-from keras_efficient_attn.models.blocks.positions import PositionOptions
+from keras_efficient_attn.models.blocks.positions import (
+    MAX_WAVELENGTH,
+    PositionOptions,
+)
 from keras_efficient_attn.models.blocks.residual import ResidualOptions
 from keras_efficient_attn.models.checkpoints.conversion import (
     export_backbone,
@@ -37,10 +40,9 @@ ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
 ATTENTION = ".*attention"
 # Other names in the constructor's scope.
 OTHER_LOCALS = ("self", "__class__", "dtype", "name", "trainable")
-# The attention of a backbone that is given none: what is best in `docs/choosing.md` for
-# its cost, of decoders and of encoders.
+# The attention of a backbone that is given none; `docs/choosing.md` says why.
 DECODER_ATTENTION = "gated-delta"
-ENCODER_ATTENTION = "local:window=128,rotary_wavelength=10000"
+ENCODER_ATTENTION = "local:window=128"
 # The arguments that accept a shorthand value or a dict of fields.
 OPTIONS = {
     "residual": ResidualOptions,
@@ -81,8 +83,8 @@ class EfficientTransformerBackbone(
             a layer. Either one for all blocks, or a list that the blocks cycle through.
             A layer is a template: each block gets a new layer with its configuration
             and the backbone's `dtype`. Defaults to `None`: `"gated-delta"` in decoders,
-            and in encoders, which a causal layer does not suit,
-            `"local:window=128,rotary_wavelength=10000"`.
+            which has no rotary positions, and in encoders, which a causal layer does
+            not suit, `"local:window=128"`, without other `positions` with rotary ones.
         head_dim: Width of a head. Defaults to `hidden_dim / num_heads`.
         architecture: `"decoder"` (causal, the default), `"encoder"`, or
             `"encoder_decoder"`.
@@ -470,12 +472,13 @@ class EfficientTransformerBackbone(
 def _normalize(options):
     """Replaces shorthands by options objects, and layers by their configurations."""
     if options.attention is None:
-        if options.architecture == "encoder":
-            options.attention = ENCODER_ATTENTION
-        else:
-            options.attention = DECODER_ATTENTION
+        encoder = ENCODER_ATTENTION
+        if options.positions is None:
+            encoder += f",rotary_wavelength={MAX_WAVELENGTH}"
+        is_encoder = options.architecture == "encoder"
+        options.attention = encoder if is_encoder else DECODER_ATTENTION
         if options.architecture == "encoder_decoder":
-            options.encoder_attention = options.encoder_attention or ENCODER_ATTENTION
+            options.encoder_attention = options.encoder_attention or encoder
     for name in ("attention", "encoder_attention"):
         attention = getattr(options, name)
         if isinstance(attention, list | tuple):

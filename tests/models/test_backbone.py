@@ -255,6 +255,17 @@ def test_the_default_attention_is_causal_only_in_decoders():
         assert [type(layer) for layer in layers] == expected
         again = EfficientTransformerBackbone.from_config(backbone.get_config())
         assert again.get_config()["attention"] == backbone.get_config()["attention"]
+    # The encoder's rotates unless the backbone has other positions.
+    for positions, wavelength in (
+        (None, 10_000),
+        ("rotary", 10_000),
+        ("sinusoidal", None),
+    ):
+        backbone = EfficientTransformerBackbone(
+            **sizes, architecture="encoder", positions=positions
+        )
+        attention = backbone.transformer_layers[0].attention
+        assert attention.rotary_wavelength == wavelength
 
 
 def test_attention_by_name_configuration_and_layer_are_the_same():
