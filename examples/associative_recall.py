@@ -31,6 +31,7 @@ from associations import TRACKING
 from command_line import (
     Parser,
     UsageError,
+    check_convolution,
     check_heads,
     command,
     make_folder,
@@ -73,7 +74,9 @@ def parse_arguments(argv):
     )
     add("--pairs", nargs="+", type=positive, help="keys in a sequence")
     add("--writes", type=positive, default=2, help="of each key, for forgetting")
-    add("--length", type=positive, help="of training; default: 64, or 32")
+    add(
+        "--length", type=positive, help="of training; default: 64; to track a state, 32"
+    )
     add("--vocabulary", type=positive, default=256)
     add("--dim", nargs="+", type=positive, default=[32], help="widths")
     add("--layers", type=positive, default=1)
@@ -101,8 +104,7 @@ def check(arguments):
     arguments.length = arguments.length or (32 if tracking else 64)
     for dim in arguments.dim:
         check_heads(dim, arguments.heads)
-    if arguments.convolution == 1:
-        raise UsageError("--convolution must be 0, or at least 2; received 1")
+    check_convolution(arguments.convolution)
     if tracking:
         if arguments.pairs:
             raise UsageError(f"--pairs: {arguments.task} has none")

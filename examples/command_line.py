@@ -145,6 +145,12 @@ def check_heads(dim, heads):
         )
 
 
+def check_convolution(size):
+    """Raises `UsageError` if a convolution of this size is none; 0 stands for none."""
+    if size == 1:
+        raise UsageError("--convolution must be 0, or at least 2; received 1")
+
+
 def _number(convert, accept, expected):
     def parse(text):
         try:

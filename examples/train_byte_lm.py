@@ -20,7 +20,15 @@ import shlex
 import subprocess
 import sys
 
-from command_line import Parser, UsageError, command, natural, not_negative, positive
+from command_line import (
+    Parser,
+    UsageError,
+    check_convolution,
+    command,
+    natural,
+    not_negative,
+    positive,
+)
 
 RESIDUALS = ("pre_norm", "post_norm", "gated", "reversible")
 DTYPES = ("float32", "bfloat16", "mixed_bfloat16", "float16", "mixed_float16")
@@ -93,7 +101,8 @@ def parse_arguments(argv):
         "--test-bytes",
         type=positive,
         default=2**16,
-        help="bytes of the test text to evaluate, three times, and to compress",
+        help="bytes of the test text to evaluate, three times, and to compress; at "
+        "least two windows of 16 times --length",
     )
     add("--sample-bytes", type=positive, default=400, help="bytes to sample")
     add(
@@ -111,7 +120,9 @@ def parse_arguments(argv):
         "go on with the next batch",
     )
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    check_convolution(arguments.convolution)
+    return arguments
 
 
 @command(parse_arguments)

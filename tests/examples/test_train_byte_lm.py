@@ -323,6 +323,7 @@ def test_no_whole_checkpoint_is_an_error(finished, tmp_path):
         (["--length", "90000"], "--length 90000 is too long: the train text has"),
         (["--length", "60"], "--length 60 is too long: the test text has"),
         (["--convolution", "-1"], "not negative; received '-1'"),
+        (["--convolution", "1"], "at least 2; received 1"),
         (["--feed-forward", "0"], "positive integer; received '0'"),
         (["--steps", "0"], "positive integer; received '0'"),
         (["--learning-rate", "fast"], "positive number; received 'fast'"),
