@@ -6,7 +6,7 @@ import numpy as np
 
 from keras_efficient_attn.models import EfficientTextClassifier
 from text_classes.data import batches, standard_library, test_windows
-from verdict import listops
+from verdict import both_ways, listops
 from verdict.models import backbone, fit
 
 SIZES = {
@@ -20,13 +20,8 @@ SIZES = {
 }
 # Of the rows of ListOps; training has seeds of two numbers.
 TEST_SEED = 10**6
-
-
-def options(candidate, convolution):
-    """Options of the backbone; `None` for layers that are causal only."""
-    if candidate.causal_only:
-        return None
-    return candidate.options(convolution, both_ways=True)
+# Of the backbone; `None` for layers that are causal only.
+options = both_ways.options
 
 
 def measure(options, seed, sizes):
