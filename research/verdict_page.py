@@ -78,8 +78,8 @@ COLUMNS = {
     "bytes of state there": ("recall", ("recall", "state_bytes"), 0, 1),
     "parity at 8 times, %": ("recall", ("parity", "accuracy", "256"), 1, 100),
     "permutations, %": ("recall", ("permutations", "accuracy", "256"), 1, 100),
-    "bits per hidden byte, 256": ("both_ways", ("bits_per_byte", "256"), 3, 1),
-    "1,024": ("both_ways", ("bits_per_byte", "1024"), 3, 1),
+    "bits per hidden byte at 256": ("both_ways", ("bits_per_byte", "256"), 3, 1),
+    "hidden, at 1,024": ("both_ways", ("bits_per_byte", "1024"), 3, 1),
     "ListOps, %": ("classes", ("listops", "accuracy"), 1, 100),
     "packages, %": ("classes", ("packages", "accuracy"), 1, 100),
 }
