@@ -471,14 +471,18 @@ class EfficientTransformerBackbone(
 
 def _normalize(options):
     """Replaces shorthands by options objects, and layers by their configurations."""
+    for key, kind in OPTIONS.items():
+        setattr(options, key, kind.get(getattr(options, key)))
     if options.attention is None:
         encoder = ENCODER_ATTENTION
-        if options.positions is None:
+        if options.positions.kind is None:
             encoder += f",rotary_wavelength={MAX_WAVELENGTH}"
         is_encoder = options.architecture == "encoder"
         options.attention = encoder if is_encoder else DECODER_ATTENTION
-        if options.architecture == "encoder_decoder":
-            options.encoder_attention = options.encoder_attention or encoder
+        if options.architecture == "encoder_decoder" and (
+            options.encoder_attention is None
+        ):
+            options.encoder_attention = encoder
     for name in ("attention", "encoder_attention"):
         attention = getattr(options, name)
         if isinstance(attention, list | tuple):
@@ -486,8 +490,6 @@ def _normalize(options):
         elif attention is not None:
             setattr(options, name, attention_spec(attention))
     options.cross_attention = attention_spec(options.cross_attention)
-    for key, kind in OPTIONS.items():
-        setattr(options, key, kind.get(getattr(options, key)))
 
 
 def _check_documents(stack):

@@ -325,6 +325,11 @@ def test_keras_own_softmax_gets_a_cache_and_keeps_its_options():
         (dict(attention="nothing"), ValueError, "nothing"),
         (dict(attention=3), TypeError, "3"),
         (dict(attention=[]), ValueError, "attention"),
+        (
+            dict(attention=None, encoder_attention=[], architecture="encoder_decoder"),
+            ValueError,
+            "encoder_attention",
+        ),
         (dict(encoder_attention="softmax"), ValueError, "'decoder'"),
         (
             dict(attention=keras.saving.serialize_keras_object(keras.layers.Dense(2))),
