@@ -7,6 +7,7 @@ import weakref
 import keras
 import numpy as np
 import pytest
+import sentencepiece
 
 from keras_efficient_attn.models import (
     EfficientCausalLM,
@@ -326,7 +327,6 @@ def test_generates_text_with_the_tokenizer_of_the_folder(tmp_path):
 
 
 def test_generates_text_with_a_sentencepiece_model(tmp_path):
-    sentencepiece = pytest.importorskip("sentencepiece")
     folder, text = changed(tmp_path, "gla"), "the cat sat"
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["the cat sat on the mat", "the mat sat on the cat"]),
