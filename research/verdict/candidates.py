@@ -1,4 +1,4 @@
-"""What the verdict compares: every registered layer, feature maps, hybrids."""
+"""The verdict compares these: every registered layer, feature maps and hybrids."""
 
 import dataclasses
 
@@ -54,7 +54,7 @@ class Candidate:
 
 
 ROTARY = {"positions": "rotary", "convolved_positions": "rotary"}
-# Of layers that do not rotate.
+# Layers that do not rotate have sinusoids.
 SINUSOIDAL = {"positions": "sinusoidal", "convolved_positions": "sinusoidal"}
 # Positions by rotation without a convolution; with one, none.
 LINEAR = {"positions": "rotary"}

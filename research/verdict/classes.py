@@ -18,9 +18,9 @@ SIZES = {
     "packages": {"steps": 300, "batch": 4, "length": 4096, "test_windows": 32},
     "classes": 8,
 }
-# Of the rows of ListOps; training has seeds of two numbers.
+# The rows of ListOps for the test are drawn with it; training has seeds of two numbers.
 TEST_SEED = 10**6
-# Of the backbone; `None` for layers that are causal only.
+# The same candidates take part as in masked models.
 options = both_ways.options
 
 
