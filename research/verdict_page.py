@@ -1,13 +1,14 @@
-"""Makes the table of `docs/choosing.md` from the runs of `verdict_run.py`.
+"""Makes the verdict's tables and picture in the documentation from its runs.
 
     python research/verdict_page.py
 
-A row for each candidate with results, with a convolution and without: means and
-deviations over the seeds, of runs whose sizes and options are those of today. `-`
-stands for what has not been measured, and for causal layers in tasks of both ways.
+Results are means and sample deviations over the seeds, of runs whose sizes and options
+are those of today. `-` stands for what has not been measured or does not exist.
 """
 
+import functools
 import importlib
+import math
 import re
 import statistics
 import sys
@@ -20,89 +21,263 @@ from tables import markdown, mean_and_spread
 from verdict.candidates import CANDIDATES, PARTS
 from verdict.runs import RESULTS, read
 
-PAGE = folders.ROOT / "docs" / "choosing.md"
-MARKED = re.compile(r"(<!-- verdict -->\n).*?(<!-- end -->)", re.DOTALL)
+# What README shows.
+FAMILIAR = ("gated-delta", "retention", "softmax", "local", "performer", "linear")
+# The length at which costs and states are compared, and the backend of the costs there.
+LONG = 16384
+BACKEND = "jax"
+BLUE, GREY = "#0072B2", "#888888"
 
 
 def parse_arguments(argv):
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--results", type=Path, default=RESULTS, metavar="FOLDER", help="the runs")
-    add("--page", type=Path, default=PAGE, help="with the marked place of the table")
+    add("--root", type=Path, default=folders.ROOT, help="folder of README.md and docs")
     return parser.parse_args(argv)
 
 
 @command(parse_arguments)
 def main(arguments):
-    """Writes the table into the page."""
-    rows = collect(arguments.results)
-    page = arguments.page.read_text()
-    if not MARKED.search(page) or not rows:
-        raise UsageError(
-            f"--page {arguments.page} must have the marks of the table, and --results "
-            f"{arguments.results} a run"
-        )
-    arguments.page.write_text(MARKED.sub(rf"\g<1>{table(rows)}\n\g<2>", page))
+    """Writes the tables between their marks, and the picture."""
+    rows, costs = collect(arguments.results)
+    if not rows:
+        raise UsageError(f"--results {arguments.results} has no run")
+    for name, tables in pages(rows, costs).items():
+        path = arguments.root / name
+        text = path.read_text()
+        for mark, lines in tables.items():
+            marked = place(mark)
+            if not marked.search(text):
+                raise UsageError(f"--root {arguments.root}: {name} has no mark {mark}")
+            text = marked.sub(rf"\g<1>{lines}\n\g<2>", text)
+        path.write_text(text)
+    draw(rows, costs, arguments.root / "docs" / "verdict.png")
+
+
+def place(mark):
+    """The pattern of a table's place: the marks around it are groups 1 and 2."""
+    return re.compile(rf"(<!-- {mark} -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def collect(folder):
-    """The results of each candidate, with a convolution and without.
+    """All results.
+
+    Args:
+        folder: Of the runs.
 
     Returns:
-        Dict from `(candidate, convolution)` to a dict of the list of results over the
-        seeds of each part, by the bits per byte at the length of training.
+        `(rows, costs)`: a dict from `(candidate, convolution)` to a dict from a part to
+        the results of the seeds, by the bits per byte at the length of training; and a
+        dict from `(mode, backend)` to a dict from a length to its `Comparison`.
     """
-    found = defaultdict(lambda: defaultdict(list))
+    from keras_efficient_attn.benchmark.report import read_json
+
+    rows = defaultdict(lambda: defaultdict(list))
     for part in PARTS:
         module = importlib.import_module(f"verdict.{part}")
         for record in read(folder, part):
             key = record["candidate"], record["convolution"]
             own = module.options(CANDIDATES[key[0]], key[1])
             if (record["sizes"], record["options"]) == (module.SIZES, own):
-                found[key][part].append(record["result"])
-    return dict(sorted(found.items(), key=lambda row: first_bits(row[1])))
+                rows[key][part].append(record["result"])
+    costs = defaultdict(dict)
+    for path in sorted((folder / "cost").glob("*.json")):
+        comparison = read_json(path)
+        settings = comparison.settings
+        costs[settings.mode, settings.backend][settings.lengths[0]] = comparison
+    return dict(sorted(rows.items(), key=lambda row: bits(row[1], 1024))), costs
 
 
-def first_bits(row):
-    """Mean bits per byte at the length of training; infinite without runs."""
-    bits = [x["bits_per_byte"]["1024"] for x in row.get("language", [])]
-    return statistics.fmean(bits) if bits else float("inf")
-
-
+# Titles of the columns of each part: where the value is, digits, and a factor.
 COLUMNS = {
-    "bits per byte at 1,024": ("language", ("bits_per_byte", "1024"), 3, 1),
-    "at 4,096": ("language", ("bits_per_byte", "4096"), 3, 1),
-    "at 16,384": ("language", ("bits_per_byte", "16384"), 3, 1),
-    "recall of 20 pairs, %": ("recall", ("recall", "accuracy", "20"), 1, 100),
-    "later, %": ("recall", ("long_recall", "accuracy", "20"), 1, 100),
-    "bytes of state there": ("recall", ("recall", "state_bytes"), 0, 1),
-    "parity at 8 times, %": ("recall", ("parity", "accuracy", "256"), 1, 100),
-    "permutations, %": ("recall", ("permutations", "accuracy", "256"), 1, 100),
-    "bits per hidden byte at 256": ("both_ways", ("bits_per_byte", "256"), 3, 1),
-    "hidden, at 1,024": ("both_ways", ("bits_per_byte", "1024"), 3, 1),
-    "ListOps, %": ("classes", ("listops", "accuracy"), 1, 100),
-    "packages, %": ("classes", ("packages", "accuracy"), 1, 100),
+    "language": {
+        "bits per byte at 1,024": (("bits_per_byte", "1024"), 3, 1),
+        "at 4,096": (("bits_per_byte", "4096"), 3, 1),
+        "at 16,384": (("bits_per_byte", "16384"), 3, 1),
+    },
+    "recall": {
+        "recall of 20 pairs, %": (("recall", "accuracy", "20"), 1, 100),
+        "in a row of 256, %": (("long_recall", "accuracy", "20"), 1, 100),
+        "parity at 8 times, %": (("parity", "accuracy", "256"), 1, 100),
+        "permutations, %": (("permutations", "accuracy", "256"), 1, 100),
+        "bytes of state": (("recall", "state_bytes"), 0, 1),
+    },
+    "both_ways": {
+        "bits per hidden byte at 256": (("bits_per_byte", "256"), 3, 1),
+        "at 1,024": (("bits_per_byte", "1024"), 3, 1),
+    },
+    "classes": {
+        "ListOps, %": (("listops", "accuracy"), 1, 100),
+        "packages, %": (("packages", "accuracy"), 1, 100),
+    },
 }
 
 
-def table(rows):
-    """The Markdown table, without columns of parts that have no run."""
-    columns = {
-        title: column
-        for title, column in COLUMNS.items()
-        if any(row.get(column[0]) for row in rows.values())
+def pages(rows, costs):
+    """Dict from a page to its tables, by their marks."""
+    shown = {name: row for (name, convolution), row in rows.items() if convolution}
+    familiar = {name: row for name, row in shown.items() if name in FAMILIAR}
+    return {
+        "README.md": {"verdict": summary(familiar, costs, short=True)},
+        "docs/choosing.md": {"verdict": summary(shown, costs)},
+        "docs/benchmarks/verdict.md": {
+            **{part: part_table(rows, part) for part in PARTS},
+            "cost": cost_table(costs),
+        },
     }
+
+
+def part_table(rows, part):
+    """The table of one part: a row for each candidate with a run of it."""
+    columns = COLUMNS[part]
     lines = []
     for (name, convolution), row in rows.items():
-        cells = [name, "yes" if convolution else "no"]
-        cells.append("always" if CANDIDATES[name].causal_only else "optional")
-        for part, path, digits, factor in columns.values():
-            values = [factor * at(result, path) for result in row.get(part, [])]
-            cells.append(mean_and_spread(values, digits) if values else "-")
-        cells.append(min(map(len, row.values())))
-        lines.append(cells)
-    header = ["attention", "convolution", "causal", *columns, "seeds"]
+        if row.get(part):
+            cells = [cell(row, part, *column) for column in columns.values()]
+            lines.append([name, yes(convolution), *cells, len(row[part])])
+    return markdown(["attention", "convolution", *columns, "seeds"], lines)
+
+
+def summary(rows, costs, short=False):
+    """The table of candidates with a convolution, quality and cost side by side."""
+    chosen = [
+        ("language", "bits per byte at 1,024"),
+        ("language", "at 16,384"),
+        ("recall", "recall of 20 pairs, %"),
+        ("both_ways", "bits per hidden byte at 256"),
+    ]
+    header = ["attention", *(title for _, title in chosen)]
+    header += ["training step", "generated token", "state, KiB"]
+    header += [] if short else ["takes trained softmax", "causal", "seeds"]
+    lines = []
+    for name, row in rows.items():
+        cells = [cell(row, part, *COLUMNS[part][title]) for part, title in chosen]
+        cells += [ratio(name, costs, mode) for mode in ("train", "decode")]
+        size, replaces = facts(name)
+        cells.append(f"{size / 1024:,.0f}")
+        if not short:
+            causal = "always" if CANDIDATES[name].causal_only else "optional"
+            cells += [yes(replaces), causal, min(map(len, row.values()))]
+        lines.append([name, *cells])
     return markdown(header, lines)
+
+
+def cost_table(costs):
+    """Milliseconds of each layer, and the peak of memory, by mode and backend."""
+    lines = []
+    for (mode, backend), found in sorted(costs.items()):
+        lengths = sorted(found)
+        for name in found[lengths[0]].contestants():
+            milliseconds = [number(found, name, n, "seconds", 1e3) for n in lengths]
+            memory = number(found, name, lengths[-1], "memory_bytes", 2**-20)
+            lines.append([name, backend, MODES[mode], *milliseconds, memory])
+    if not lines:
+        return "Not measured."
+    header = [f"{length:,}" for length in lengths]
+    return markdown(
+        ["layer", "backend", "ms of", *header, f"MiB at {lengths[-1]:,}"], lines
+    )
+
+
+MODES = {"train": "a training step", "decode": "a generated token"}
+
+
+def number(found, name, length, field, factor):
+    """A cell: a field of a layer's record at a length, times a factor."""
+    (record,) = (r for r in found[length].of(name) if r.length == length)
+    value = getattr(record, field)
+    return record.status if value is None else f"{factor * value:.3g}"
+
+
+def cell(row, part, path, digits, factor):
+    """A cell: mean and deviation over the seeds of the value below these keys."""
+    values = [factor * at(result, path) for result in row.get(part, [])]
+    return mean_and_spread(values, digits) if values else "-"
+
+
+def yes(condition):
+    return "yes" if condition else "no"
+
+
+def bits(row, length):
+    """Mean bits per byte; infinite without runs."""
+    values = [x["bits_per_byte"][str(length)] for x in row.get("language", [])]
+    return statistics.fmean(values) if values else math.inf
+
+
+def ratio(name, costs, mode):
+    """A cell: seconds at `LONG`, softmax being 1; the mean of layers in turn."""
+    value = relative(name, costs, mode)
+    return "-" if value is None else f"{value:.2g}"
+
+
+def relative(name, costs, mode):
+    comparison = costs.get((mode, BACKEND), {}).get(LONG)
+    if comparison is None:
+        return None
+    seconds = [
+        comparison.series(layer, "seconds").get(LONG)
+        for layer in [*CANDIDATES[name].layers, "softmax"]
+    ]
+    if None in seconds:
+        return None
+    *own, softmax = seconds
+    return statistics.fmean(own) / softmax
+
+
+@functools.cache
+def facts(name):
+    """What a candidate's layers say of themselves.
+
+    Returns:
+        `(bytes, replaces)`: of the state of a model of language after `LONG`
+        positions; and whether the layers, with these options, compute or estimate
+        softmax attention with its trained weights.
+    """
+    import keras
+
+    from keras_efficient_attn.layers import get_attention
+    from verdict.language import SIZES
+
+    names = CANDIDATES[name].layers
+    sizes = {"num_heads": SIZES["heads"], "key_dim": SIZES["dim"] // SIZES["heads"]}
+    layers = [get_attention(each, **sizes) for each in names]
+    size = 0
+    for layer in layers:
+        shape = (1, LONG, SIZES["dim"])
+        layer.build(shape, shape)
+        state = layer.get_initial_state(1, LONG if layer.state_grows else None)
+        size += sum(keras.ops.convert_to_numpy(x).nbytes for x in state.values())
+    replaces = all(
+        layer.is_softmax
+        or (layer.estimates_softmax and layer.conversion_refusal({}) is None)
+        for layer in layers
+    )
+    return size * SIZES["layers"] // len(layers), replaces
+
+
+def draw(rows, costs, path):
+    """The picture: bits per byte over the time of a training step, both at `LONG`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for (name, convolution), row in rows.items():
+        x, y = relative(name, costs, "train"), bits(row, LONG)
+        if not convolution or x is None or y == math.inf:
+            continue
+        axes.plot(x, y, "o", color=GREY if name == "softmax" else BLUE)
+        axes.annotate(
+            name, (x, y), xytext=(5, 3), textcoords="offset points", fontsize=8
+        )
+    axes.set_xscale("log")
+    axes.set_xlabel(f"training step at {LONG:,} positions, softmax attention = 1")
+    axes.set_ylabel(f"bits per byte at {LONG:,} (fewer are better)")
+    axes.grid(True, which="major", linewidth=0.3)
+    figure.savefig(path, dpi=150)
 
 
 def at(result, path):

@@ -5,9 +5,10 @@
 
 Each part trains every candidate on the same batches, with a convolution of 4 before the
 attention and without; `verdict/candidates.py` lists them, and the module of a part in
-`verdict/` has its task and sizes. A run becomes a JSON file with its sizes, seed,
-versions, machine and date when it ends; the command, given again, skips those.
-`verdict_page.py` makes the tables of the documentation from them.
+`verdict/` has its task and sizes. The part `cost` measures time and memory of the
+layers instead, on a machine that does nothing else. A run becomes a JSON file with its
+sizes, seed, versions, machine and date when it ends; the command, given again, skips
+those. `verdict_page.py` makes the tables of the documentation from them.
 """
 
 import ast
@@ -24,7 +25,7 @@ from verdict.runs import RESULTS, Runs
 def parse_arguments(argv):
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("part", choices=PARTS)
+    add("part", choices=[*PARTS, "cost"])
     add("--candidates", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
     add(
         "--convolution",
@@ -53,6 +54,13 @@ def main(arguments):
     part = importlib.import_module(f"verdict.{arguments.part}")
     sizes = {**part.SIZES, **changed_sizes(arguments.sizes, part.SIZES)}
     make_folder(arguments.out)
+    if arguments.part == "cost":
+        from keras_efficient_attn.benchmark.report import table
+
+        folder = arguments.out / "cost"
+        for comparison in part.measure(folder, arguments.candidates, sizes):
+            print(table(comparison), flush=True)
+        return
     runs = Runs(arguments.out, arguments.part, sizes)
     variants = {"with": [True], "without": [False], "both": [True, False]}
     for seed in arguments.seeds:

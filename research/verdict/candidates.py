@@ -27,6 +27,12 @@ class Candidate:
     causal_only: bool = False
     small: str | list | None = None
 
+    @property
+    def layers(self):
+        """The attention as a list: one layer, or those that take turns."""
+        attention = self.attention
+        return [attention] if isinstance(attention, str) else attention
+
     def options(self, convolution, both_ways=False):
         """Options of the backbone, with a convolution of 4 or without.
 

@@ -4,15 +4,20 @@ import json
 import math
 import re
 
+import keras
 import numpy as np
 import pytest
 
+import folders
 import verdict_page
 import verdict_run
+from keras_efficient_attn.benchmark import Comparison, Record
+from keras_efficient_attn.benchmark.report import write_json
+from keras_efficient_attn.benchmark.settings import Settings
 from keras_efficient_attn.layers import attention_names
 from keras_efficient_attn.layers.attention.registry import attention_class
 from tests.autodiff import to_numpy
-from verdict import both_ways, language, listops, models
+from verdict import both_ways, cost, language, listops, models
 from verdict.candidates import CANDIDATES
 from verdict.runs import Runs
 
@@ -252,49 +257,124 @@ def record(candidate, convolution, bits, seed=0):
     }
 
 
-def test_the_table_has_a_row_for_each_variant_and_the_deviation(tmp_path):
-    folder = tmp_path / "language"
+PAGES = ("README.md", "docs/choosing.md", "docs/benchmarks/verdict.md")
+MARKS = ("verdict", "language", "recall", "both_ways", "classes", "cost")
+
+
+def make_pages(root, marks=MARKS):
+    (root / "docs" / "benchmarks").mkdir(parents=True)
+    places = "".join(f"<!-- {mark} -->\nold\n<!-- end -->\n" for mark in marks)
+    for page in PAGES:
+        (root / page).write_text(f"before\n{places}after\n")
+
+
+def cells_below(path, mark):
+    _, _, text = path.read_text().partition(f"<!-- {mark} -->\n")
+    lines = text.partition("<!-- end -->")[0].splitlines()
+    return [re.split(r" *\| *", line)[1:-1] for line in lines]
+
+
+def write_costs(folder, seconds):
+    """Files of the part `cost`, for a dict from modes to one of layers to seconds."""
     folder.mkdir()
+    for mode, layers in seconds.items():
+        settings = Settings(tuple(layers), (16384,), mode=mode, backend="jax")
+        records = [
+            Record(name, "jax", mode, 16384, "ok", seconds=value, memory_bytes=2**21)
+            for name, value in layers.items()
+        ]
+        comparison = Comparison(settings, records, {})
+        write_json(comparison, folder / f"{mode}-jax-16384.json")
+
+
+def test_the_tables_have_means_deviations_and_costs(tmp_path):
+    results = tmp_path / "results"
+    (results / "language").mkdir(parents=True)
     records = [
         record("softmax", False, 2.4),
         record("softmax", True, 2.25),
         record("softmax", True, 2.75, seed=1),
         record("linear", True, 2.0),
-        record("linear", False, 3.0),
+        record("linear, local in turn", True, 3.0),
         record("linear", False, 1.0) | {"sizes": {"dim": 4}},
         record("linear", False, 1.0) | {"options": {}},
     ]
     for number, each in enumerate(records):
-        (folder / f"{number}.json").write_text(json.dumps(each))
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- verdict -->\nold\n<!-- end -->\nafter\n")
-    assert verdict_page.main(["--results", str(tmp_path), "--page", str(page)]) == 0
-    lines = page.read_text().splitlines()
-    cells = [re.split(r" *\| *", line)[1:-1] for line in lines if line[0] == "|"]
-    title = "bits per byte at 1,024"
-    header = ["attention", "convolution", "causal", title, "at 4,096", "at 16,384"]
-    assert cells[0] == [*header, "seeds"]
+        (results / "language" / f"{number}.json").write_text(json.dumps(each))
+    train = {"softmax": 4.0, "linear": 1.0, "local:window=64": 2.0}
+    write_costs(results / "cost", {"train": train, "decode": {"softmax": 1.0}})
+    make_pages(tmp_path)
+    arguments = ["--results", str(results), "--root", str(tmp_path)]
+    assert verdict_page.main(arguments) == 0
+    language_rows = cells_below(tmp_path / PAGES[2], "language")
     spread = f"{np.std([2.25, 2.75], ddof=1):.3f}"
     # By the bits.
-    assert cells[2] == ["linear", "yes", "optional", "2.000", "2.000", "3.000", "1"]
-    assert cells[3][:4] == ["softmax", "no", "optional", "2.400"]
-    assert cells[4][:4] == ["softmax", "yes", "optional", f"2.500 ± {spread}"]
-    assert [len(cells), cells[4][-1]] == [6, "2"]
-    assert lines[0] == "before" and lines[-1] == "after" and "old" not in lines
+    assert language_rows[2] == ["linear", "yes", "2.000", "2.000", "3.000", "1"]
+    assert language_rows[3][:3] == ["softmax", "no", "2.400"]
+    assert language_rows[4][2] == f"2.500 ± {spread}" and language_rows[4][-1] == "2"
+    assert len(language_rows) == 6
+    header, _, linear, softmax, turns = cells_below(tmp_path / PAGES[1], "verdict")
+    step, state = header.index("training step"), header.index("state, KiB")
+    assert [row[step] for row in (linear, softmax, turns)] == ["0.25", "1", "0.38"]
+    assert [row[step + 1] for row in (linear, softmax)] == ["-", "1"]
+    # Of two layers: 4 heads of 32 × 32, 32 sums of keys and a maximum, in float32;
+    # and keys and values of 16,384 positions.
+    heads = 2 * 4 * (32 * 32 + 32) * 4
+    assert float(linear[state]) == pytest.approx(heads / 1024, abs=0.6)
+    cache = 2 * 2 * 16384 * 128 * 4
+    assert float(softmax[state].replace(",", "")) == pytest.approx(
+        cache / 1024, rel=0.01
+    )
+    assert [row[-3:] for row in (linear, softmax)] == [
+        ["no", "optional", "1"],
+        ["yes", "optional", "2"],
+    ]
+    costs = cells_below(tmp_path / PAGES[2], "cost")
+    assert ["linear", "jax", "a training step", "1e+03", "2"] in costs
+    familiar = [row[0] for row in cells_below(tmp_path / PAGES[0], "verdict")[2:]]
+    assert familiar == ["linear", "softmax"]
+    assert (tmp_path / "docs" / "verdict.png").stat().st_size > 1000
+    for page in PAGES:
+        text = (tmp_path / page).read_text()
+        assert text.startswith("before\n") and text.endswith("after\n")
 
 
-@pytest.mark.parametrize("text", ["no marks", "<!-- verdict -->\n<!-- end -->"])
-def test_no_place_and_no_run_are_one_line(text, tmp_path, error_line):
-    page = tmp_path / "page.md"
-    page.write_text(text)
-    arguments = ["--results", str(tmp_path), "--page", str(page)]
-    assert "--page" in error_line(verdict_page, arguments)
-    assert page.read_text() == text
+def test_no_mark_and_no_run_are_one_line(tmp_path, error_line):
+    make_pages(tmp_path, marks=())
+    arguments = ["--results", str(tmp_path / "none"), "--root", str(tmp_path)]
+    assert "--results" in error_line(verdict_page, arguments)
+    assert "--root" in error_line(verdict_page, ["--root", str(tmp_path)])
 
 
-def test_the_page_has_the_table_of_the_runs():
-    table = verdict_page.table(verdict_page.collect(verdict_page.RESULTS))
-    assert f"<!-- verdict -->\n{table}\n<!-- end -->" in verdict_page.PAGE.read_text()
+def test_pages_have_the_tables_of_the_runs():
+    rows, costs = verdict_page.collect(verdict_page.RESULTS)
+    for name, tables in verdict_page.pages(rows, costs).items():
+        text = (folders.ROOT / name).read_text()
+        for mark, lines in tables.items():
+            assert verdict_page.place(mark).search(text)[0] == (
+                f"<!-- {mark} -->\n{lines}\n<!-- end -->"
+            )
+
+
+def test_costs_that_are_missing_are_measured(tmp_path, monkeypatch):
+    calls = []
+
+    def compare(layers, lengths, **options):
+        calls.append((lengths, options["mode"]))
+        settings = Settings(tuple(layers), tuple(lengths), **options)
+        return Comparison(settings, [], {})
+
+    monkeypatch.setattr(cost, "compare", compare)
+    sizes = {**cost.SIZES, "lengths": [16, 32]}
+    names = ["linear", "linear, local in turn"]
+    found = list(cost.measure(tmp_path, names, sizes))
+    assert calls == [([n], mode) for n in (16, 32) for mode in ("train", "decode")]
+    assert {x.settings.layers for x in found} == {("linear", "local:window=64")}
+    backend = keras.backend.backend()
+    (tmp_path / f"train-{backend}-32.json").unlink()
+    calls.clear()
+    list(cost.measure(tmp_path, names, sizes))
+    assert calls == [([32], "train")]
 
 
 def test_models_of_one_seed_begin_alike():

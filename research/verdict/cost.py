@@ -1,0 +1,47 @@
+"""Time and memory of the candidates' layers, by the benchmark command."""
+
+import keras
+
+from keras_efficient_attn.benchmark import compare
+from keras_efficient_attn.benchmark.report import read_json, write_json
+from verdict.candidates import CANDIDATES
+
+# A training step of a causal layer, and one position after so many others.
+MODES = ("train", "decode")
+SIZES = {
+    "lengths": [1024, 4096, 16384, 65536],
+    "heads": 4,
+    "head_dim": 64,
+    "repeats": 3,
+    "time_limit": 60.0,
+}
+
+
+def measure(folder, candidates, sizes):
+    """Measures what is missing on Keras' backend, one file for each length and mode.
+
+    Args:
+        folder: `pathlib.Path` of the part's results.
+        candidates: Names of candidates.
+        sizes: Dict as `SIZES`.
+
+    Yields:
+        `Comparison` of each file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    layers = {}
+    for name in candidates:
+        layers |= dict.fromkeys(CANDIDATES[name].layers)
+    backend = keras.backend.backend()
+    options = {name: sizes[name] for name in sizes if name != "lengths"}
+    for length in sizes["lengths"]:
+        for mode in MODES:
+            path = folder / f"{mode}-{backend}-{length}.json"
+            if not path.exists():
+                comparison = compare(
+                    list(layers), [length], causal=True, mode=mode, **options
+                )
+                if not comparison.complete:
+                    raise KeyboardInterrupt
+                write_json(comparison, path)
+            yield read_json(path)
