@@ -28,6 +28,18 @@ def test_signatures_start_with_keras_own(case):
     assert received == [5, 0.1, False, (7,)]
 
 
+def test_the_signature_names_every_argument(case):
+    parameters = inspect.signature(case.layer).parameters
+    theirs = list(inspect.signature(MultiHeadAttention).parameters)
+    assert list(parameters)[: len(theirs) - 1] + ["kwargs"] == theirs
+    others = list(parameters.values())[len(theirs) - 1 : -1]
+    assert {p.kind for p in others} == {inspect.Parameter.KEYWORD_ONLY}
+    # A layer saves its arguments, those of `keras.layers.Layer`, and its shapes.
+    saved = set(case.layer(num_heads=2, key_dim=4).get_config())
+    saved -= {"query_shape", "key_shape", "value_shape", *keras.Layer().get_config()}
+    assert saved <= set(parameters)
+
+
 def test_num_heads_and_key_dim_are_enough(case):
     layer, x = case.layer(num_heads=2, key_dim=4), inputs()
     assert tuple(layer(x, x, **case.plain).shape) == x.shape

@@ -1,10 +1,54 @@
 """What an attention layer says of itself, to whoever builds or replaces layers."""
 
+import inspect
+
+import keras
 import numpy as np
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def constructor_signature(layer_class):
+    """The signature of a layer's constructor, with the arguments of its base classes.
+
+    Those of `keras.layers.MultiHeadAttention` come first, in its order, and may be
+    given by position; `**kwargs` stands for those of `keras.layers.Layer`.
+    """
+    last = layer_class.__mro__.index(keras.layers.MultiHeadAttention)
+    keras_own, own = {}, {}
+    for parent in reversed(layer_class.__mro__[: last + 1]):
+        if "__init__" not in vars(parent):
+            continue
+        _, *parameters = inspect.signature(parent.__init__).parameters.values()
+        named = {p.name: p for p in parameters if p.kind not in _VARIADIC}
+        if parent is keras.layers.MultiHeadAttention:
+            keras_own = named
+            continue
+        for name, parameter in named.items():
+            if name in keras_own:
+                keras_own[name] = keras_own[name].replace(default=parameter.default)
+        new = {name: p for name, p in named.items() if name not in keras_own}
+        # The arguments of the class itself come before those of its base classes.
+        own = new | {name: p for name, p in own.items() if name not in new}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Signature(
+        [
+            *keras_own.values(),
+            *(parameter.replace(kind=keyword) for parameter in own.values()),
+            inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+        ]
+    )
 
 
 class LayerDescription:
-    """Mixin of `EfficientAttention`: properties with defaults that layers override."""
+    """Mixin of `EfficientAttention`: properties with defaults that layers override.
+
+    The signature of a subclass, which `help` and editors show, has all arguments.
+    """
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = constructor_signature(cls)
 
     # Whether `share_weights_with` was called by nothing that calls it again on loading.
     shares_unsaved = False

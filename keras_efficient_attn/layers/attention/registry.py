@@ -4,12 +4,9 @@ import ast
 import inspect
 import re
 
-import keras
-
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 
 _LAYERS = {}
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def register_attention(name):
@@ -125,19 +122,8 @@ def _items(text):
     return [item for item in re.split(r",(?=\w+=)", text) if item]
 
 
-def constructor_arguments(layer_class):
-    """Names of the constructor's arguments, base classes included, as a set."""
-    last = layer_class.__mro__.index(keras.layers.MultiHeadAttention)
-    return {
-        name
-        for parent in layer_class.__mro__[: last + 1]
-        for name, parameter in inspect.signature(parent.__init__).parameters.items()
-        if name != "self" and parameter.kind not in _VARIADIC
-    }
-
-
 def _parse_options(identifier, text, layer_class):
-    known = constructor_arguments(layer_class)
+    known = set(inspect.signature(layer_class).parameters) - {"kwargs"}
     options = {}
     for item in _items(text):
         name, given, value = item.partition("=")

@@ -2,14 +2,12 @@
 
 import contextlib
 import dataclasses
+import inspect
 
 import keras
 
 from keras_efficient_attn.layers import EfficientAttention
-from keras_efficient_attn.layers.attention.registry import (
-    constructor_arguments,
-    parse_attention,
-)
+from keras_efficient_attn.layers.attention.registry import parse_attention
 from keras_efficient_attn.layers.keras_internals import (
     forget_compiled,
     replace_child,
@@ -26,7 +24,7 @@ from keras_efficient_attn.ops.common.checks import is_positive_int
 FULL = "full"
 # The model, not the specification, determines these arguments.
 MODEL_ARGUMENTS = {
-    *constructor_arguments(EfficientAttention),
+    *inspect.signature(EfficientAttention).parameters,
     *("name", "dtype", "trainable"),
 } - {"seed"}
 
@@ -125,7 +123,7 @@ def _class_and_options(spec):
             raise ValueError(
                 f"The model decides {', '.join(taken)}. Received: attention={spec!r}"
             )
-        if "qk_norm" in constructor_arguments(layer_class):
+        if "qk_norm" in inspect.signature(layer_class).parameters:
             # Keep the norms of the trained queries and keys.
             options.setdefault("qk_norm", False)
         return layer_class, options
