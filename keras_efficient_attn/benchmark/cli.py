@@ -75,7 +75,7 @@ def parse_arguments(argv):
     add(
         "--model",
         action="store_true",
-        help="a small language model, not a layer; needs the extra nlp",
+        help="a small language model, not a layer; needs the extra hub",
     )
     return vars(parser.parse_args(argv))
 

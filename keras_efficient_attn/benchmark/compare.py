@@ -68,7 +68,7 @@ def compare(
             skipped at longer lengths. Defaults to 60.
         model: Whether to compare small causal language models instead of layers: their
             training step with Adam, generation or loss. Needs KerasHub, which the extra
-            `nlp` installs. Defaults to `False`.
+            `hub` installs. Defaults to `False`.
         matmul_size: Rows of the square matmul. Defaults to 2048, or 8192 on
             accelerators.
         seed: Seed of weights and inputs. Defaults to 0.

@@ -108,7 +108,7 @@ def read_json(path):
         )
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} is no file that this command wrote: {type(error).__name__}: "
+            f"{path} is not a file that this command wrote: {type(error).__name__}: "
             f"{error}"
         ) from error
 

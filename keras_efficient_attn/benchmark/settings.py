@@ -76,7 +76,7 @@ class Settings:
         if self.model and importlib.util.find_spec("keras_hub") is None:
             raise ValueError(
                 "`model` needs KerasHub, which is not installed: pip install "
-                f"'keras-efficient-attn[nlp]'. Received: model={self.model}"
+                f"'keras-efficient-attn[hub]'. Received: model={self.model}"
             )
         for identifier in self.layers:
             try:

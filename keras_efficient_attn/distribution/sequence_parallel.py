@@ -104,7 +104,7 @@ class SequenceParallel:
         """
         if not self._runner.divides_tensors:
             raise ValueError(
-                "`scope` is for JAX: on PyTorch call the operations of "
+                "`scope` works on JAX only: on PyTorch call the operations of "
                 "`SequenceParallel` with the positions of each process. Received: "
                 f"keras.backend.backend()={BACKEND!r}"
             )
@@ -260,8 +260,8 @@ class SequenceParallel:
             length //= self.num_devices
         if reach is not None and reach > length:
             raise ValueError(
-                "`window` must not reach beyond the positions of the device before. "
-                f"Received: a reach of {reach}, with {length} positions a device"
+                "`window` must not reach beyond the positions of the previous device. "
+                f"Received: a reach of {reach}, with {length} positions per device"
             )
 
 
@@ -269,8 +269,9 @@ def check_split_is_causal(causal):
     """Raises `ValueError` for a layer that can be split only with a causal mask."""
     if not causal:
         raise ValueError(
-            "In the scope of `SequenceParallel`, windows beside features or codes, "
-            "and codes, need a causal mask. Received: use_causal_mask=False"
+            "In the scope of `SequenceParallel`, layers with codes, or with a window "
+            "beside features or codes, must be causal: pass use_causal_mask=True. "
+            "Received: use_causal_mask=False"
         )
 
 

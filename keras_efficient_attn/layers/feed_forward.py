@@ -135,9 +135,9 @@ class ChunkedFeedForward(KeepsArguments, keras.layers.Layer):
             )
             if changed or scope.losses:
                 raise ValueError(
-                    "A layer that is computed in slices must not update variables "
-                    "(other than the seeds of dropout) or add losses. Received: "
-                    f"feed_forward={self.feed_forward}"
+                    "`feed_forward` is computed in slices: it must not update "
+                    "variables (other than the seeds of dropout) or add losses. "
+                    f"Received: feed_forward={self.feed_forward}"
                 )
             return carry, (y,)
 

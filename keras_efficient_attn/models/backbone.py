@@ -265,7 +265,7 @@ class EfficientTransformerBackbone(
         """
         if self.architecture == "encoder":
             raise ValueError(
-                "Only a backbone with a decoder streams. Received: "
+                "Only a backbone with a decoder has a state. Received: "
                 f"architecture={self.architecture!r}"
             )
         limit = self.max_sequence_length
@@ -290,7 +290,7 @@ class EfficientTransformerBackbone(
         """
         if self.architecture != "encoder_decoder":
             raise ValueError(
-                "`encode` is for a backbone with architecture='encoder_decoder'. "
+                "`encode` needs a backbone with architecture='encoder_decoder'. "
                 f"Received: architecture={self.architecture!r}"
             )
         x = self.embedding(token_ids, padding_mask=padding_mask)
@@ -327,8 +327,8 @@ class EfficientTransformerBackbone(
         """
         if (memory is not None) != (self.architecture == "encoder_decoder"):
             raise ValueError(
-                "`memory` is for architecture='encoder_decoder', and only for it. "
-                f"Received: architecture={self.architecture!r}, memory given: "
+                "`memory` must be given with architecture='encoder_decoder', and only "
+                f"then. Received: architecture={self.architecture!r}, memory given: "
                 f"{memory is not None}"
             )
         x, embedding_state = self.embedding(
@@ -555,8 +555,8 @@ def _check(options):
     check_bool("takes_documents", options.takes_documents)
     if options.takes_documents and options.architecture == "encoder_decoder":
         raise ValueError(
-            "`takes_documents` is for architecture='decoder' or 'encoder'. Received: "
-            "takes_documents=True, architecture='encoder_decoder'"
+            "`takes_documents=True` needs architecture='decoder' or 'encoder'. "
+            "Received: takes_documents=True, architecture='encoder_decoder'"
         )
     feed_forward = options.feed_forward
     if options.intermediate_dim is None and feed_forward != FeedForwardOptions():
@@ -579,7 +579,7 @@ def _check(options):
         and options.architecture != "encoder_decoder"
     ):
         raise ValueError(
-            "`encoder_attention` is for architecture='encoder_decoder'. Received: "
+            "`encoder_attention` needs architecture='encoder_decoder'. Received: "
             f"encoder_attention={options.encoder_attention!r}, "
             f"architecture={options.architecture!r}"
         )

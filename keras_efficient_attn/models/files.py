@@ -158,7 +158,7 @@ def check_lora_file(filepath):
         raise
     except (KeyError, OSError, ValueError) as error:
         raise ValueError(
-            f"`filepath` is no LoRA file: {error}. Received: filepath={filepath}"
+            f"`filepath` is not a LoRA file: {error}. Received: filepath={filepath}"
         ) from error
 
 
@@ -184,5 +184,5 @@ def _array(file, path):
             raise ValueError(f"{path} is not in it, but linked")
         parent = parent[name]
     if not isinstance(parent, h5py.Dataset) or parent.external or parent.is_virtual:
-        raise ValueError(f"{path} is no array of it")
+        raise ValueError(f"{path} is not one of its arrays")
     return parent

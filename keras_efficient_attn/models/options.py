@@ -45,7 +45,7 @@ class Options:
         for name in identifier:
             if name not in known:
                 raise ValueError(
-                    f"{cls.__name__} has the fields {', '.join(known)}. Received: "
+                    f"{cls.__name__} has only the fields {', '.join(known)}. Received: "
                     f"{name}={identifier[name]!r}"
                 )
         return cls(**identifier)

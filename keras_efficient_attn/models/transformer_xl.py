@@ -141,7 +141,7 @@ class TransformerXL(TaskWrapper):
         """
         if shuffle:
             raise ValueError(
-                "The memory is of the batch before: data must keep its order. "
+                "The memory comes from the previous batch: data must keep its order. "
                 "Received: shuffle=True"
             )
         self._check_data(x, kwargs.get("batch_size"))

@@ -118,8 +118,8 @@ class UniversalTransformer(TransformerStack):
         super().__init__(blocks, num_recurrences, **kwargs)
         if self.blocks[0].residual == "reversible":
             raise ValueError(
-                "Timesteps and adaptive computation have one stream, not two. "
-                "Received: residual='reversible'"
+                "Timesteps and adaptive computation cannot be used with "
+                "residual='reversible'. Received: residual='reversible'"
             )
         self.positions = positions
         self.timestep_embedding = None
@@ -156,7 +156,7 @@ class UniversalTransformer(TransformerStack):
     def _recur(self, x, inputs, state, training, keep_layers):
         if keep_layers and self.halting is not None:
             raise ValueError(
-                "`return_layers` excludes `adaptive_computation`. Received: "
+                "`return_layers` needs adaptive_computation=None. Received: "
                 f"adaptive_computation={self.adaptive_computation!r}"
             )
         signal, new_state, layers = None, {}, []

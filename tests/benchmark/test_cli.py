@@ -51,7 +51,7 @@ def test_a_run_is_compared_with_an_earlier_one(in_process, tmp_path, capsys):
     assert "same heads. Received: 4 now, 2 before" in capsys.readouterr().err
     file.write_text("{}")
     assert cli.main([*arguments, "--against", str(file)]) == 2
-    assert "is no file that this command wrote" in capsys.readouterr().err
+    assert "is not a file that this command wrote" in capsys.readouterr().err
 
 
 def test_a_run_leaves_table_files_and_pictures(in_process, tmp_path, capsys):
@@ -153,7 +153,7 @@ def test_the_language_model_without_keras_hub_gets_one_line(monkeypatch, capsys)
     )
     assert cli.main(["--model"]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "keras-efficient-attn[nlp]" in error
+    assert error.count("\n") == 1 and "keras-efficient-attn[hub]" in error
 
 
 def test_a_backend_that_is_absent_gets_one_line(monkeypatch, capsys):

@@ -101,7 +101,7 @@ def test_a_state_of_other_shapes(causal_case):
     state = causal_case.get_initial_state(layer)
     name, tensor = next((n, t) for n, t in state.items() if len(t.shape) > 2)
     state[name] = ops.concatenate([tensor, tensor], axis=-1)
-    with pytest.raises(ValueError, match=rf"one of this layer.*state\['{name}'\]"):
+    with pytest.raises(ValueError, match=rf"come from this layer.*state\['{name}'\]"):
         layer(x, x, use_causal_mask=True, state=state)
 
 
@@ -180,7 +180,7 @@ def test_document_ids(case):
     with pytest.raises(ValueError, match=r"document_ids.shape=\(2, 36\)"):
         layer(x, x, document_ids=ids[:, 1:], **kind)
     if False in case.causal and not case.shared_key:
-        with pytest.raises(ValueError, match="`document_ids` are of one sequence"):
+        with pytest.raises(ValueError, match="`document_ids` need a call"):
             layer(x, inputs(seed=1), document_ids=ids)
 
 

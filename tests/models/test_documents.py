@@ -162,12 +162,12 @@ def test_errors_name_what_was_received():
         backbone_of(architecture="encoder_decoder")
     with pytest.raises(ValueError, match="favor"):
         backbone_of(architecture="encoder", attention="performer:feature_map=favor++")
-    with pytest.raises(ValueError, match="must be one document"):
+    with pytest.raises(ValueError, match="one class per row"):
         models.EfficientTextClassifier(backbone_of(architecture="encoder"), 2)
     with pytest.raises(ValueError, match="`pack`"):
         models.EfficientCausalLMPreprocessor(models.EfficientByteTokenizer(), pack=1)
     backbone = backbone_of()
     x, ids = keras.ops.ones((1, 4, 8)), np.zeros((1, 4), "int32")
     state = backbone.decoder.get_initial_state(1)
-    with pytest.raises(ValueError, match="`document_ids` and `state`"):
+    with pytest.raises(ValueError, match="`document_ids` or a `state`"):
         backbone.decoder(x, state=state, document_ids=ids)

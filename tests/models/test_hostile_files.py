@@ -178,7 +178,7 @@ LORA_CHANGES = {
     "a link": (link_factor(h5py.SoftLink("/lora/vars/rank")), "but linked"),
     "other files": (
         change_factor(shape=(8, 2, 2), external=[("/etc/hosts", 0, 128)]),
-        "is no array of it",
+        "is not one of its arrays",
     ),
     "no contents": (
         change_factor(shape=(10**9, 2), chunks=(1000, 2)),
@@ -198,14 +198,14 @@ def test_foreign_lora_files_are_refused(files, tmp_path, change):
         edit(file, file["lora"][layer]["vars"])
     backbone = make_backbone()
     weights = [weight.path for weight in backbone.weights]
-    with pytest.raises(ValueError, match="`filepath` is no LoRA file.*" + message):
+    with pytest.raises(ValueError, match="`filepath` is not a LoRA file.*" + message):
         backbone.load_lora_weights(str(path))
     assert [weight.path for weight in backbone.weights] == weights
 
 
 def test_lora_files_that_are_none(tmp_path):
     (tmp_path / "junk.lora.h5").write_bytes(b"junk")
-    with pytest.raises(ValueError, match="`filepath` is no LoRA file"):
+    with pytest.raises(ValueError, match="`filepath` is not a LoRA file"):
         make_backbone().load_lora_weights(str(tmp_path / "junk.lora.h5"))
     with pytest.raises(FileNotFoundError):
         make_backbone().load_lora_weights(str(tmp_path / "missing.lora.h5"))

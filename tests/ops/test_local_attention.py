@@ -306,7 +306,7 @@ def test_memory_grows_with_the_length(causal, backend):
         (dict(query_block=True), "query_block=True"),
         (dict(query_block=2, memory=True), "memory=True"),
         (dict(query_block=(2, True), grid=(2, 2)), r"query_block=\(2, True\)"),
-        (dict(window=4, query_block=4), "exclude each other"),
+        (dict(window=4, query_block=4), "cannot be used together"),
         (dict(memory=4), "memory=4, query_block=None"),
         (dict(grid=(2, 2)), r"grid=\(2, 2\), query_block=None"),
         (dict(query_block=0), "query_block=0"),

@@ -608,8 +608,8 @@ WRONG = [
     (dict(sigma=[0.0, 1.0]), "`sigma` must be positive"),
     (dict(order=2, window=2, quantize_window=True), "quantize_window=True"),
     (dict(position_query=np.zeros((2, LENGTH, 2, DIM))), "window=None"),
-    (dict(window=5, position_query=np.zeros((2, LENGTH, 2, DIM))), "go together"),
-    (dict(window=5, position_key=np.zeros((9, 2, DIM))), "go together"),
+    (dict(window=5, position_query=np.zeros((2, LENGTH, 2, DIM))), "given together"),
+    (dict(window=5, position_key=np.zeros((9, 2, DIM))), "given together"),
     (
         dict(
             window=5,

@@ -54,7 +54,7 @@ class Runner:
     def __init__(self, device_mesh, axis_name, group):
         if group is not None:
             raise ValueError(
-                "`group` is for PyTorch's processes; on JAX pass a `device_mesh`. "
+                "`group` is an argument for PyTorch; on JAX pass a `device_mesh`. "
                 f"Received: group={group!r}"
             )
         if device_mesh is None:

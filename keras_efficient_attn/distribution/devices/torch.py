@@ -64,8 +64,8 @@ class Runner:
     def __init__(self, device_mesh, axis_name, group):
         if device_mesh is not None:
             raise ValueError(
-                "`device_mesh` is for JAX; on PyTorch pass a `group` of processes. "
-                f"Received: device_mesh={device_mesh!r}"
+                "`device_mesh` is an argument for JAX; on PyTorch pass a `group` of "
+                f"processes. Received: device_mesh={device_mesh!r}"
             )
         if not (distributed.is_available() and distributed.is_initialized()):
             raise ValueError(

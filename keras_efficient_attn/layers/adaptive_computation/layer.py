@@ -110,7 +110,7 @@ class AdaptiveComputationTime(ReplicaLosses, keras.layers.Layer):
         self.is_cell = getattr(step, "state_size", None) is not None
         if input_flag is not None and not self.is_cell:
             raise ValueError(
-                "`input_flag` is for the cells of RNNs. Received: "
+                "`input_flag` needs a `step` that is the cell of an RNN. Received: "
                 f"input_flag={input_flag!r}, step={step!r}"
             )
         self.input_flag = self.is_cell if input_flag is None else input_flag
@@ -138,7 +138,7 @@ class AdaptiveComputationTime(ReplicaLosses, keras.layers.Layer):
         output_shape = self.step.compute_output_shape(input_shape)
         if tuple(output_shape) != tuple(input_shape):
             raise ValueError(
-                "`step` must give what it takes, to be repeated. Received: "
+                "`step` must return the shape of its input, to be repeated. Received: "
                 f"step={self.step!r}, from {tuple(input_shape)} to "
                 f"{tuple(output_shape)}"
             )
@@ -153,7 +153,7 @@ class AdaptiveComputationTime(ReplicaLosses, keras.layers.Layer):
             return (output, states, ponder) if return_ponder else (output, states)
         if states is not None:
             raise ValueError(
-                "`states` is for a `step` that is the cell of an RNN. Received: "
+                "`states` needs a `step` that is the cell of an RNN. Received: "
                 f"step={self.step!r}"
             )
         running, options = ops.ones_like(inputs[..., 0], dtype="bool"), {}
@@ -238,11 +238,11 @@ class AdaptiveComputationTime(ReplicaLosses, keras.layers.Layer):
     def _check_cell_call(self, mask, training):
         if mask is not None:
             raise ValueError(
-                "A cell has no `mask`: give it to the RNN. Received: a mask"
+                "A cell takes no `mask`: pass it to the RNN. Received: a mask"
             )
         if self.halting.ponder_cost:
             raise ValueError(
-                "A loss cannot leave the loop of `keras.layers.RNN`: use "
+                "`keras.layers.RNN` drops the losses of its cell: use "
                 "`keras_efficient_attn.AdaptiveRNN`, or `ponder_cost=0`. Received: "
                 f"ponder_cost={self.halting.ponder_cost}"
             )

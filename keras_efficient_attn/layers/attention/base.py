@@ -661,9 +661,9 @@ class EfficientAttention(
         if masks[3] is not None:
             if not axes.is_sequence:
                 raise ValueError(
-                    "`attention_mask` is for inputs (batch, length, dim); pass masks "
-                    "of inputs with more axes as `query_mask` and `key_mask`. "
-                    f"Received: query.shape={tuple(query.shape)}"
+                    "`attention_mask` needs inputs (batch, length, dim); for inputs "
+                    "with more axes, pass `query_mask` and `key_mask`. Received: "
+                    f"query.shape={tuple(query.shape)}"
                 )
             check_attention_mask(type(self).__name__, tuple(masks[3].shape), key.shape)
         if state is not None and axes.batch_axes:

@@ -110,8 +110,8 @@ def get(identifier, **options):
     for option, value in options.items():
         if option not in known:
             raise ValueError(
-                f"feature_map={identifier!r} has no choice of `{option}`. Received: "
-                f"{option}={value!r}"
+                f"feature_map={identifier!r} has no option `{option}`: leave it out. "
+                f"Received: {option}={value!r}"
             )
     made = feature_map(**options)
     for field in dataclasses.fields(made):
@@ -442,8 +442,8 @@ class ReluFeatures(RandomFeatures):
         drawn = self.orthogonal is not True or self.row_norm != "chi"
         if drawn and not self.random:
             raise ValueError(
-                "feature_map='relu' has no projection without `num_features`, and no "
-                "use for `orthogonal` and `row_norm`. Received: "
+                "feature_map='relu' uses `orthogonal` and `row_norm` only with "
+                "`num_features`: give it, or leave them out. Received: "
                 f"orthogonal={self.orthogonal!r}, row_norm={self.row_norm!r}"
             )
 
@@ -805,7 +805,7 @@ class CalibratedFeatures(FeatureMap):
     def __post_init__(self):
         if not self.features.can_calibrate:
             raise ValueError(
-                "`calibrated` is for the feature maps "
+                "`calibrated=True` needs one of the feature maps "
                 f"{', '.join(names('can_calibrate'))}. Received: "
                 f"feature_map={self.features.name!r}"
             )

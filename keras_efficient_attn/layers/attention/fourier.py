@@ -314,14 +314,15 @@ class FourierAttention(EfficientAttention):
             self.num_frequencies is not None or self.orthogonal is not True
         ):
             raise ValueError(
-                "`num_frequencies` and `orthogonal` are for `linear=True`. Received: "
+                "`num_frequencies` and `orthogonal` need `linear=True`. Received: "
                 f"num_frequencies={self.num_frequencies}, orthogonal={self.orthogonal}"
             )
 
     def _check_linear(self):
         if self.implementation is not None:
             raise ValueError(
-                "`implementation` is for the exact form. Received: linear=True, "
+                "`implementation` can be chosen for the exact form only: leave it out "
+                "with linear=True. Received: linear=True, "
                 f"implementation={self.implementation!r}"
             )
         if self.feature_dim > MAX_POLYNOMIAL_FEATURES:

@@ -70,8 +70,9 @@ def check_document_ids(layer, ids, inputs, causal):
         )
     if not (causal or query is value or query is key):
         raise ValueError(
-            "`document_ids` are of one sequence: the call must be causal, or `query` "
-            "be `value` or `key`. Received: use_causal_mask=False and other tensors"
+            "`document_ids` need a call on one sequence: use_causal_mask=True, or "
+            "`query` as `value` or `key`. Received: use_causal_mask=False and other "
+            "tensors"
         )
 
 
@@ -101,9 +102,9 @@ def boolean_masks(inputs, masks):
                 inputs = tuple(poisoned[id(x)] for x in inputs)
             elif not known:
                 raise ValueError(
-                    f"`{name}` must be boolean: true, or 1, for positions to attend. "
-                    "A mask that is added to the logits is not supported; pass "
-                    f"`{name} == 0` of it. Received: floats other than 0 and 1"
+                    f"`{name}` must be boolean: true, or 1, for positions to attend. A "
+                    f"mask that is added to the logits is not supported; pass `{name} "
+                    "== 0` instead. Received: floats other than 0 and 1"
                 )
         booleans.append(None if mask is None else ops.cast(mask, "bool"))
     return inputs, tuple(booleans)

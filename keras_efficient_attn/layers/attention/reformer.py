@@ -454,7 +454,7 @@ class ReformerLSHAttention(EfficientAttention):
     def _check_call(self, query, value, key, call):
         if self.dense_prefix is not None and not call.causal:
             raise ValueError(
-                "`dense_prefix` is for calls with use_causal_mask=True. Received: "
+                "`dense_prefix` needs a call with use_causal_mask=True. Received: "
                 f"dense_prefix={self.dense_prefix}, use_causal_mask=False"
             )
         if call.state is not None:
@@ -495,8 +495,8 @@ class ReformerLSHAttention(EfficientAttention):
             return
         if state is not None:
             raise ValueError(
-                "A state has the rounds that the layer was made with: `num_hashes` and "
-                f"`state` exclude each other. Received: num_hashes={num_hashes}"
+                "`num_hashes` cannot be changed while streaming: leave it out of calls "
+                f"with a `state`. Received: num_hashes={num_hashes}"
             )
         most = self._rounds_at_most
         if not is_int(num_hashes) or not 1 <= num_hashes <= most:
@@ -519,9 +519,10 @@ class ReformerLSHAttention(EfficientAttention):
             self.dense_length is not None or self.num_local_heads
         ):
             raise ValueError(
-                "`dense_prefix` excludes `dense_length` and `num_local_heads`. "
-                f"Received: dense_prefix={self.dense_prefix}, dense_length="
-                f"{self.dense_length}, num_local_heads={self.num_local_heads}"
+                "`dense_prefix` cannot be used together with `dense_length` or "
+                f"`num_local_heads`. Received: dense_prefix={self.dense_prefix}, "
+                f"dense_length={self.dense_length}, "
+                f"num_local_heads={self.num_local_heads}"
             )
         if self._rounds_at_most < self.num_hashes:
             raise ValueError(
@@ -541,8 +542,8 @@ class ReformerLSHAttention(EfficientAttention):
         check_bool("across_buckets", self.across_buckets)
         if self.aligned and self.across_buckets:
             raise ValueError(
-                "Aligned chunks hold one bucket: `across_buckets` and `aligned` "
-                "exclude each other. Received: across_buckets=True, aligned=True"
+                "`across_buckets=True` needs `aligned=False`: an aligned chunk holds "
+                "one bucket. Received: across_buckets=True, aligned=True"
             )
         check_bool("scale_logits", self.scale_logits)
         local = self.num_local_heads

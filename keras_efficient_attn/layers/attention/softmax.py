@@ -113,7 +113,7 @@ class SoftmaxAttention(EfficientAttention):
             )
         if kernel == "gaussian" and self._flash_attention:
             raise ValueError(
-                "`flash_attention` is for kernel='dot_product'. Received: "
+                "`flash_attention=True` needs kernel='dot_product'. Received: "
                 "flash_attention=True, kernel='gaussian'"
             )
         if projection_norm not in (None, "rms"):

@@ -77,19 +77,20 @@ class StreamingState:
             )
         spec = self.state_spec(batch_size, max_length)
         if spec is None:
-            raise ValueError(f"{name} does not stream.")
+            raise ValueError(
+                f"{name} does not stream: call it on whole sequences, without `state`."
+            )
         return make_state(spec)
 
     def _check_state(self, query, value, call):
         if not call.causal:
             raise ValueError(
-                "`state` holds the past, and needs `use_causal_mask=True`. Received: "
-                "use_causal_mask=False"
+                "`state` needs `use_causal_mask=True`. Received: use_causal_mask=False"
             )
         if call.scores:
             raise ValueError(
-                "`return_attention_scores=True` and `state` exclude each other: the "
-                "keys of earlier segments are not kept. Received both."
+                "`return_attention_scores=True` cannot be used with a `state`: the "
+                "keys of earlier segments are not kept. Received: both"
             )
         if not may_agree(query.shape[1:2], value.shape[1:2]):
             raise ValueError(
@@ -107,11 +108,11 @@ class StreamingState:
             )
         for name, tensor in state.items():
             # Keras' export first traces a model with floats for all of its inputs.
-            if _kind_of(tensor.dtype) not in ("floats", _kind_of(spec[name][1])):
+            dtype = keras.backend.standardize_dtype(tensor.dtype)
+            if _kind_of(dtype) not in ("floats", _kind_of(spec[name][1])):
                 raise ValueError(
-                    "`state` must hold the kind of numbers that `get_initial_state` "
-                    f"makes. Received: state[{name!r}].dtype="
-                    f"{keras.backend.standardize_dtype(tensor.dtype)}, instead of "
+                    "`state` must have the dtypes that `get_initial_state` gives. "
+                    f"Received: state[{name!r}].dtype={dtype}, instead of "
                     f"{spec[name][1]}"
                 )
             if not may_agree(tensor.shape[:1], query.shape[:1]):
@@ -126,9 +127,9 @@ class StreamingState:
                 tensor.shape[first:], expected[first:]
             ):
                 raise ValueError(
-                    "`state` must be one of this layer, or of a layer with the same "
-                    f"options. Received: state[{name!r}].shape="
-                    f"{tuple(tensor.shape)}, instead of {('batch', *expected[1:])}"
+                    "`state` must come from this layer, or from a layer with the same "
+                    f"options. Received: state[{name!r}].shape={tuple(tensor.shape)}, "
+                    f"instead of {('batch', *expected[1:])}"
                 )
 
     def _attend_by_document(self, inputs, ids, call, options):

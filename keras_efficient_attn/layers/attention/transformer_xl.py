@@ -230,8 +230,8 @@ class RelativePositionXL(EfficientAttention):
         """
         if self.built:
             raise ValueError(
-                "A layer takes another's `biases` before it is built. Received: "
-                "built=True"
+                "The `biases` of another layer must be set before the layer is built. "
+                "Received: built=True"
             )
         self._check_biases(other.biases)
         # An assignment would leave the layer's own among those that Keras quantises.
@@ -343,8 +343,8 @@ class RelativePositionXL(EfficientAttention):
     def _check_call(self, query, value, key, call):
         if call.state is not None and key is not value:
             raise ValueError(
-                "The memory is of one sequence: with `state`, `key` must not be given, "
-                f"or be `value`. Received: key.shape={tuple(key.shape)}"
+                "With `state`, leave out `key`, or pass `value` as `key`: the memory "
+                f"is of one sequence. Received: key.shape={tuple(key.shape)}"
             )
 
     def get_config(self):

@@ -82,7 +82,9 @@ class GatedResidual(KeepsArguments, keras.layers.Layer):
         if not is_number(bias):
             raise ValueError(f"`bias` must be a number. Received: bias={bias!r}")
         if gate == "input" and bias != BIAS:
-            raise ValueError(f"gate='input' has no bias. Received: bias={bias!r}")
+            raise ValueError(
+                f"gate='input' has no `bias`: leave it out. Received: bias={bias!r}"
+            )
         self.keep(locals())
 
     def build(self, x_shape, y_shape):

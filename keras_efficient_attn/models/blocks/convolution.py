@@ -194,9 +194,7 @@ class SeparableConvolution(KeepsQuantization, keras.layers.Layer):
 
     def call(self, x, mask=None, state=None, document_ids=None):
         if state is not None and not self.causal:
-            raise ValueError(
-                "`state` holds the past, and needs causal=True. Received: causal=False"
-            )
+            raise ValueError("`state` needs causal=True. Received: causal=False")
         before = {"x": None, "hidden": None} if state is None else state
         order = None if mask is None else RowOrder.of(mask)
         lengths = None if state is None else row_lengths(mask)

@@ -87,7 +87,7 @@ class FeedForwardOptions(Options):
         for name in ("gated", "chunk_size", "dropout"):
             if self.separable_convolution and getattr(self, name):
                 raise ValueError(
-                    f"`{name}` is for dense layers. Received: "
+                    f"`{name}` needs separable_convolution=False. Received: "
                     f"{name}={getattr(self, name)!r}, separable_convolution=True"
                 )
 

@@ -51,7 +51,7 @@ class EmbeddingOptions(Options):
         check_name("embedding", self.output, OUTPUTS)
         if self.output_bias and self.output == "tied":
             raise ValueError(
-                "`output_bias` is for output='untied'. Received: output='tied', "
+                "`output_bias=True` needs output='untied'. Received: output='tied', "
                 "output_bias=True"
             )
         features = tuple(
@@ -230,8 +230,8 @@ class InputEmbedding(KeepsQuantization, keras.layers.Layer):
     ):
         if document_ids is not None and self.features:
             raise ValueError(
-                "`features` of tokens would read other documents: leave them out, or "
-                f"`document_ids`. Received: features={self.features}"
+                "`features` of tokens would read other documents: leave out `features` "
+                f"or `document_ids`. Received: features={self.features}"
             )
         order = None
         if padding_mask is not None and self._streaming_layers():

@@ -323,22 +323,23 @@ class PositionOptions(Options):
             )
         if (self.kind == "learned") != (self.max_length is not None):
             raise ValueError(
-                "`max_length` is the number of learned positions: give it for "
-                "positions of this kind, and only there. Received: "
-                f"kind={self.kind!r}, max_length={self.max_length!r}"
+                "`max_length`, the number of learned positions, must be given with "
+                f"kind='learned', and only then. Received: kind={self.kind!r}, "
+                f"max_length={self.max_length!r}"
             )
         if self.kind == "axial":
             check_axes(self.shape, self.widths)
         elif self.shape is not None or self.widths is not None:
             raise ValueError(
-                "`shape` and `widths` are for axial positions. Received: "
+                "`shape` and `widths` need kind='axial'. Received: "
                 f"kind={self.kind!r}, shape={self.shape!r}, widths={self.widths!r}"
             )
         for name in ("each_layer", "max_offset"):
             if getattr(self, name) and not self.is_added:
                 raise ValueError(
-                    f"`{name}` is for positions that are added. Received: "
-                    f"kind={self.kind!r}, {name}={getattr(self, name)!r}"
+                    f"`{name}` is not supported for rotary positions and needs "
+                    f"positions that are added. Received: kind={self.kind!r}, "
+                    f"{name}={getattr(self, name)!r}"
                 )
 
     @property

@@ -248,8 +248,8 @@ class ResidualOptions(Options):
         check_name("streams", self.streams, STREAMS)
         if self.streams != "mean" and "reversible" not in self.kinds:
             raise ValueError(
-                "`streams` is for residuals of kind 'reversible'. Received: streams="
-                f"{self.streams!r}, kind={self.kind!r}"
+                "`streams` needs kind='reversible'. Received: "
+                f"streams={self.streams!r}, kind={self.kind!r}"
             )
         check_name("norm", self.norm, NORMS)
 

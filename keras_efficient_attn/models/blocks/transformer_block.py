@@ -355,6 +355,6 @@ def check_no_state(state):
     """Raises `ValueError` for a state beside `document_ids`."""
     if state is not None:
         raise ValueError(
-            "`document_ids` and `state` exclude each other in blocks and stacks: read "
-            "the documents of a stream one after the other. Received: both"
+            "Blocks and stacks take `document_ids` or a `state`, not both: read the "
+            "documents of a stream one after the other. Received: both"
         )

@@ -135,9 +135,10 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
     ):
         if return_ponder and (self.halting is None or state is not None):
             raise ValueError(
-                "`return_ponder` needs `adaptive_computation`, and excludes `state`. "
-                f"Received: adaptive_computation={self.adaptive_computation!r}, "
-                f"state given: {state is not None}"
+                "`return_ponder` needs `adaptive_computation` and a call without "
+                "`state`. Received: "
+                f"adaptive_computation={self.adaptive_computation!r}, state given: "
+                f"{state is not None}"
             )
         inputs = dict(
             padding_mask=padding_mask,

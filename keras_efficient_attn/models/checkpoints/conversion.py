@@ -55,7 +55,7 @@ def read_backbone(cls, preset, config, weights=True, **overrides):
     for name, value in overrides.items():
         if name not in OVERRIDES:
             raise ValueError(
-                f"`{name}` is what the checkpoint's config.json says: leave it out; "
+                f"`{name}` is set by the checkpoint's config.json: leave it out; "
                 f"{', '.join(OVERRIDES)} may be given. Received: {name}={value!r}"
             )
     family = family_of(config)
@@ -93,7 +93,7 @@ def export_backbone(backbone, folder, max_shard_size):
     for layer in backbone._flatten_layers():
         if getattr(layer, "quantization_mode", None) is not None:
             raise ValueError(
-                "A quantised model has no place in this format: export it before "
+                "A quantised model cannot be written in this format: export it before "
                 f"`quantize`. Received: {layer.path} in {layer.quantization_mode}"
             )
     weights = family_of(config).backbone_weights(backbone, config)

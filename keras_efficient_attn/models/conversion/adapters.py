@@ -409,8 +409,8 @@ class T5Adapter(AttentionAdapter):
         super().__init__(attention, site)
         if not attention.takes_window_bias:
             raise ValueError(
-                f"{site.layer.path} adds a bias to its logits by distance, which only "
-                "a window keeps: that of local, linear, performer or vq. Received: a "
+                f"{site.layer.path} adds a bias by distance to its logits: use a layer "
+                "with a window, local, linear, performer or vq. Received: a "
                 f"{type(attention).__name__} without a window"
             )
         if site.bias_weights is None:

@@ -161,8 +161,8 @@ def convert_backbone(
     automatic = isinstance(layers, str) and layers == "auto"
     if automatic and is_pattern(attention):
         raise ValueError(
-            "A pattern says which layers it replaces, and excludes layers='auto'. "
-            f"Received: attention={attention!r}"
+            "A pattern as `attention` says which layers it replaces: leave out "
+            f"layers='auto'. Received: attention={attention!r}"
         )
     targets = choose_targets(backbone, attention, None if automatic else layers)
     if automatic:

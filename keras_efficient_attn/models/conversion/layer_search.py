@@ -88,8 +88,8 @@ def check_budget(layers, budget, calibrate):
     if layers != "auto":
         if budget is not None:
             raise ValueError(
-                "`budget` is for layers='auto'. Received: "
-                f"layers={layers!r}, budget={budget!r}"
+                f"`budget` needs layers='auto'. Received: layers={layers!r}, "
+                f"budget={budget!r}"
             )
         return
     # A number of NumPy as well.

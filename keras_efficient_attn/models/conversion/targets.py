@@ -121,7 +121,8 @@ def _class_and_options(spec):
         taken = sorted(MODEL_ARGUMENTS & set(options))
         if taken:
             raise ValueError(
-                f"The model decides {', '.join(taken)}. Received: attention={spec!r}"
+                f"The model determines these options: leave out {', '.join(taken)}. "
+                f"Received: attention={spec!r}"
             )
         if "qk_norm" in inspect.signature(layer_class).parameters:
             # Keep the norms of the trained queries and keys.

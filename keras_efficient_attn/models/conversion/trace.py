@@ -279,9 +279,9 @@ def check_can_fit(adapters):
     """Raises `ValueError` if no layer has anything to fit."""
     if not can_fit(adapters):
         raise ValueError(
-            f"{layer_names(adapters)} with these options has nothing to fit, and "
-            "`calibrate` no use but for layers='auto'. VQAttention has, and "
-            "PerformerAttention with `calibrated=True`."
+            f"{layer_names(adapters)} with these options cannot be calibrated: leave "
+            "out `calibrate`, or use VQAttention or PerformerAttention with "
+            "`calibrated=True`."
         )
 
 

@@ -109,8 +109,8 @@ class EfficientTextClassifier(TaskMixin, keras_hub.models.TextClassifier):
         self.set_parts(backbone, preprocessor, "encoder", "decoder")
         if "document_ids" in backbone.input:
             raise ValueError(
-                "A class is that of a row, which must be one document: `backbone` must "
-                "have takes_documents=False. Received: takes_documents=True"
+                "A classifier gives one class per row: `backbone` must have "
+                "takes_documents=False. Received: takes_documents=True"
             )
         inputs = backbone.input
         # Half precision cannot count the tokens of a long text.

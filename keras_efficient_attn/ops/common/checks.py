@@ -177,9 +177,7 @@ def check_streaming(query, key, causal, state):
     if state is None:
         return
     if not causal:
-        raise ValueError(
-            "`state` holds the past, and needs `causal=True`. Received: causal=False"
-        )
+        raise ValueError("`state` needs `causal=True`. Received: causal=False")
     if not may_agree(query.shape[1:2], key.shape[1:2]):
         raise ValueError(
             "With `state`, queries and keys must have the same length. Received: "

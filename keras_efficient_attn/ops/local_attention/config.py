@@ -44,7 +44,7 @@ class LocalConfig:
             self._check_window()
         elif self.window is not None:
             raise ValueError(
-                "`window` and `query_block` exclude each other. Received: "
+                "`window` cannot be used together with `query_block`. Received: "
                 f"window={self.window!r}, query_block={self.query_block!r}"
             )
         else:
@@ -56,8 +56,8 @@ class LocalConfig:
                 self._check_blocks()
         if self.order not in ORDERS or (self.order != "raster" and not self.is_grid):
             raise ValueError(
-                f"`order` must be one of {', '.join(ORDERS)}; 'block' is for a pair "
-                f"`query_block`. Received: order={self.order!r}, "
+                f"`order` must be one of {', '.join(ORDERS)}; 'block' needs a "
+                f"`query_block` of two sizes. Received: order={self.order!r}, "
                 f"query_block={self.query_block!r}"
             )
 
@@ -94,7 +94,7 @@ class LocalConfig:
         for name, argument in (("memory", self.memory), ("grid", self.grid)):
             if argument is not None:
                 raise ValueError(
-                    f"`{name}` is for a `query_block`. Received: {name}={argument!r}, "
+                    f"`{name}` needs a `query_block`. Received: {name}={argument!r}, "
                     "query_block=None"
                 )
         if self.window is None:
@@ -136,7 +136,7 @@ class LocalConfig:
             )
         if self.grid is not None:
             raise ValueError(
-                "`grid` is for a pair `query_block`. Received: "
+                "`grid` needs a `query_block` of two sizes. Received: "
                 f"grid={self.grid!r}, query_block={self.query_block!r}"
             )
 

@@ -287,8 +287,8 @@ class LSHConfig:
         check_positive_int("chunk_size", self.chunk_size)
         if self.aligned and self.across_buckets:
             raise ValueError(
-                "Aligned chunks hold one bucket: `across_buckets` and `aligned` "
-                "exclude each other. Received: across_buckets=True, aligned=True"
+                "`across_buckets=True` needs `aligned=False`: an aligned chunk holds "
+                "one bucket. Received: across_buckets=True, aligned=True"
             )
 
     def check_length(self, length):

@@ -62,8 +62,8 @@ class SparseConfig:
             )
         if self.pattern == "strided" and self.summary != 1:
             raise ValueError(
-                "`summary` is for pattern='fixed'. Received: "
-                f"summary={self.summary}, pattern={self.pattern!r}"
+                f"`summary` needs pattern='fixed'. Received: summary={self.summary}, "
+                f"pattern={self.pattern!r}"
             )
         if isinstance(self.heads, bool | float) or self.heads not in HEADS:
             raise ValueError(
@@ -72,8 +72,8 @@ class SparseConfig:
             )
         if self.heads == 0 and self.summary != 1:
             raise ValueError(
-                "`summary` is for the second factor, which heads=0 leaves out. "
-                f"Received: summary={self.summary}, heads=0"
+                "`summary` has no effect with heads=0, which leaves out the second "
+                f"factor: omit it. Received: summary={self.summary}, heads=0"
             )
         if self.heads == "split" and self.num_heads < 2:
             raise ValueError(

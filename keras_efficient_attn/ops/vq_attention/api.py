@@ -159,7 +159,7 @@ def vq_attention(
     if implementation == "reference":
         if not gradient_through_cache:
             raise ValueError(
-                "The reference has no cache whose gradient could be left out. "
+                "implementation='reference' needs gradient_through_cache=True. "
                 "Received: implementation='reference', gradient_through_cache=False"
             )
         keys = Keys(key, value, key_mask)
@@ -216,8 +216,9 @@ def _check_positions(query, positions, window, causal):
     received = tuple(None if t is None else tuple(t.shape) for t in positions)
     if received != expected:
         raise ValueError(
-            "`position_query` and `position_key` go together, with the shapes "
-            f"{expected[0]} and {expected[1]}. Received: the shapes {list(received)}"
+            "`position_query` and `position_key` must be given together, with the "
+            f"shapes {expected[0]} and {expected[1]}. Received: the shapes "
+            f"{list(received)}"
         )
 
 

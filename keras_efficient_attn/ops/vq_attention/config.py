@@ -73,14 +73,13 @@ class VQConfig:
             )
         if self.quantize_window and self.soft:
             raise ValueError(
-                "`quantize_window` puts the nearest code in the place of a key, and "
-                "excludes soft codes, those with a `sigma`. Received both."
+                "`quantize_window` needs hard codes: it cannot be used with a `sigma`. "
+                "Received: both"
             )
         if self.order == 2 and (self.soft or self.quantize_window):
             raise ValueError(
-                "`order=2` expands keys around their nearest codes, and excludes "
-                "`quantize_window` and soft codes, those with a `sigma`. Received: "
-                f"quantize_window={self.quantize_window}, soft={self.soft}"
+                "`order=2` needs hard codes, without `sigma` and `quantize_window`. "
+                f"Received: quantize_window={self.quantize_window}, soft={self.soft}"
             )
 
     def check_key_dim(self, key_dim):
@@ -180,8 +179,7 @@ def make_codebook(codes, sigma=None, log_weights=None):
     if sigma is None:
         if log_weights is not None:
             raise ValueError(
-                "`log_weights` are those of soft codes, and need a `sigma`. Received: "
-                "sigma=None"
+                "`log_weights` need soft codes, with a `sigma`. Received: sigma=None"
             )
         return Codebook(codes)
     expected = tuple(codes.shape[:2])

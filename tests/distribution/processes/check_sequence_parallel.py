@@ -45,9 +45,9 @@ def main():
             )
     try:
         with split.scope():
-            raise AssertionError("The scope is for JAX.")
+            raise AssertionError("The scope works on JAX only.")
     except ValueError as error:
-        assert "`scope` is for JAX" in str(error), error
+        assert "`scope` works on JAX only" in str(error), error
     distributed.destroy_process_group()
 
 

@@ -365,7 +365,7 @@ def test_errors_name_what_was_received():
             AdaptiveComputationTime(step, **options)
     with pytest.raises(TypeError, match="step=3"):
         AdaptiveComputationTime(3, 2)
-    with pytest.raises(ValueError, match="what it takes"):
+    with pytest.raises(ValueError, match="the shape of its input"):
         AdaptiveComputationTime(keras.layers.Dense(DIM + 1), 2)(inputs())
     with pytest.raises(ValueError, match="states"):
         AdaptiveComputationTime(step, 2)(inputs(), [inputs()])

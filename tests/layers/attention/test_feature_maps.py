@@ -61,7 +61,7 @@ class Leading(feature_maps.FeatureMap):
 
 
 def test_errors_name_maps_without_making_them():
-    with pytest.raises(ValueError, match=r"estimate them: favor\+"):
+    with pytest.raises(ValueError, match=r"that estimates exp.*one of favor\+"):
         LinearAttention(2, DIM, feature_map=Leading(3), window=4)
     with pytest.raises(ValueError, match=r"feature maps favor\+"):
         PerformerAttention(2, DIM, feature_map=Leading(3), calibrated=True)

@@ -248,7 +248,7 @@ def test_symbolic_calls_fold_axes_and_check_the_memory():
     causal = dict(use_causal_mask=True, state=state)
     output, _ = layer(image, image, **causal)
     assert output.shape == image.shape
-    with pytest.raises(ValueError, match="`key` must not be given"):
+    with pytest.raises(ValueError, match="leave out `key`"):
         layer(image, image, keras.ops.copy(image), **causal)
 
 

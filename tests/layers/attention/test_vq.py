@@ -594,7 +594,7 @@ WRONG = [
     (dict(assignment="fuzzy"), "assignment='fuzzy'"),
     (dict(sigma=2.0), "`sigma` does not apply"),
     (dict(assignment="soft", decay=0.5), "`decay` does not apply"),
-    (dict(assignment="soft", quantize_window=True), "excludes soft codes"),
+    (dict(assignment="soft", quantize_window=True), "needs hard codes"),
     (dict(assignment="soft", sigma=0.0), "sigma=0.0"),
     (dict(assignment="soft", codebook_init="first_batch"), "first_batch"),
     (dict(codebook_init="zeros"), "codebook_init='zeros'"),
@@ -608,7 +608,7 @@ WRONG = [
     (dict(rank=2), "order=0"),
     (dict(order=2, rank=KEY_DIM + 1), "rank=5"),
     (dict(order=2, assignment="soft"), "`order=2`.*soft=True"),
-    (dict(order=2, quantize_window=True), "excludes `quantize_window`"),
+    (dict(order=2, quantize_window=True), "`order=2` needs hard codes"),
 ]
 
 

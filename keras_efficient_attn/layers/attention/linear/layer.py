@@ -168,8 +168,8 @@ class LinearAttention(EfficientAttention):
             return
         estimating = ", ".join(feature_maps.names("estimates_softmax"))
         raise ValueError(
-            "`window` joins exact weights exp(q·k) with features, which have to "
-            f"estimate them: {estimating}. Received: window={self.window}, "
+            "`window` needs a feature map that estimates exp(q·k), one of "
+            f"{estimating}. Received: window={self.window}, "
             f"sliding_window={self._sliding_window}, "
             f"feature_map={self.feature_map.name!r}"
         )

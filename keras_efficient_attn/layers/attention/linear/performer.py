@@ -117,7 +117,7 @@ class PerformerAttention(LinearAttention):
             used_map = feature_maps.CalibratedFeatures(used_map, rank)
         elif rank is not None:
             raise ValueError(
-                "`rank` is for a polynomial feature map with `calibrated=True`. "
+                "`rank` needs a polynomial feature map and `calibrated=True`. "
                 f"Received: rank={rank}, calibrated={calibrated!r}"
             )
         super().__init__(*args, feature_map=used_map, **kwargs)
@@ -131,8 +131,8 @@ class PerformerAttention(LinearAttention):
             )
         if calibrated and not self.normalize:
             raise ValueError(
-                "`calibrated=True` leaves out factors that only `normalize=True` "
-                f"cancels. Received: normalize={self.normalize!r}"
+                "`calibrated=True` needs `normalize=True`, which cancels the factors "
+                f"that it leaves out. Received: normalize={self.normalize!r}"
             )
 
     can_calibrate = calibrates_beyond_window = property(lambda self: self.calibrated)

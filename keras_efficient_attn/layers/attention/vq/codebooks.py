@@ -84,8 +84,8 @@ class CodebookConfig:
             )
         if self.is_soft and self.codebook_init == "first_batch":
             raise ValueError(
-                "Soft codes are trained weights: start them at random, or from data "
-                "by `calibrate`. Received: codebook_init='first_batch'"
+                "Soft codes are trained weights: use codebook_init='random', or "
+                "`calibrate`. Received: codebook_init='first_batch'"
             )
         check_positive_number("sigma", self.sigma)
         if not is_number(self.decay) or not 0 < self.decay < 1:

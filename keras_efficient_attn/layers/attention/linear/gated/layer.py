@@ -132,7 +132,7 @@ class GatedStateAttention(LinearAttention):
     def _check_window(self):
         if self.window is not None:
             raise ValueError(
-                f"{type(self).__name__} has a state, and no `window`. Received: "
+                f"{type(self).__name__} has no `window`: leave it out. Received: "
                 f"window={self.window!r}"
             )
 
