@@ -78,8 +78,7 @@ def test_the_examples_of_the_readme_run(short_training_is_not_traced):
         generated = language_model["model"].generate("def ", max_length=100)
     assert drop_in["model"].output_shape == (None, None, 256)
     assert generated.startswith("def ") and len(generated) > len("def ")
-    report = swapped["swap_report"](
-        *(swapped[n] for n in ("trained", "efficient", "batch"))
-    )
+    swap_report = swapped["models"].swap_report
+    report = swap_report(*(swapped[n] for n in ("trained", "efficient", "batch")))
     assert [layer.replaced for layer in report.layers] == [True, True]
     assert 0 < report.layers[-1].residual < 0.5
