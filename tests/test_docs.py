@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from keras_efficient_attn.layers import attention_names
+from keras_efficient_attn.layers.attention.registry import attention_class
+
 pytestmark = [
     pytest.mark.any_backend,
     pytest.mark.usefixtures("names_of_the_package"),
@@ -55,3 +58,14 @@ def test_pages_run(page, tmp_path, monkeypatch):
 def test_outlines_are_python(page):
     for block in PAGES[page]:
         compile(block, page, "exec")
+
+
+def test_the_table_of_names_is_the_registry():
+    page = (DOCS / "getting_started.md").read_text()
+    table = dict(re.findall(r"^\| `([\w-]+)` \| `(\w+)` \|$", page, re.M))
+    own = {
+        name: attention_class(name).__name__
+        for name in attention_names()
+        if attention_class(name).__module__.startswith("keras_efficient_attn.")
+    }
+    assert table == own
