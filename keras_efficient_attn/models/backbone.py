@@ -388,7 +388,13 @@ class EfficientTransformerBackbone(
             layout_map=layout_map, batch_dim_name="batch"
         )
         with distribution.scope():
-            backbone = EfficientTransformerBackbone(256, 4, 8, 64, 256)
+            backbone = EfficientTransformerBackbone(
+                vocabulary_size=256,
+                num_layers=4,
+                num_heads=8,
+                hidden_dim=64,
+                intermediate_dim=256,
+            )
         ```
         """
         model_axis, data_axis = model_parallel_dim_name, data_parallel_dim_name

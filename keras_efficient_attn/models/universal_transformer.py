@@ -89,14 +89,17 @@ class UniversalTransformer(TransformerStack):
     Example:
 
     ```python
-    from keras_efficient_attn import PerformerAttention
-    from keras_efficient_attn.models import *
+    from keras_efficient_attn import LocalAttention, models
 
-    block = TransformerBlock(PerformerAttention(2, 8), FeedForward(64), causal=False)
-    encoder = UniversalTransformer(
+    block = models.TransformerBlock(
+        LocalAttention(num_heads=2, key_dim=8, window=4),
+        models.FeedForward(hidden_dim=64),
+        causal=False,
+    )
+    encoder = models.UniversalTransformer(
         [block],
         num_recurrences=6,
-        positions=SinusoidalPositions(max_offset=100),
+        positions=models.SinusoidalPositions(max_offset=100),
         adaptive_computation={"ponder_cost": 0.01},
     )
     y, ponder = encoder(keras.random.normal((2, 10, 16)), return_ponder=True)

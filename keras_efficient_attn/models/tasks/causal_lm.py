@@ -141,7 +141,13 @@ class EfficientCausalLM(StreamingMixin, TaskMixin, keras_hub.models.CausalLM):
     ```python
     from keras_efficient_attn import models
 
-    backbone = models.EfficientTransformerBackbone(256, 2, 4, 64, 256)
+    backbone = models.EfficientTransformerBackbone(
+        vocabulary_size=256,
+        num_layers=2,
+        num_heads=4,
+        hidden_dim=64,
+        intermediate_dim=256,
+    )
     preprocessor = models.EfficientCausalLMPreprocessor(
         models.EfficientByteTokenizer(), sequence_length=100
     )

@@ -83,11 +83,19 @@ class EfficientTextClassifier(TaskMixin, keras_hub.models.TextClassifier):
     ```python
     from keras_efficient_attn import models
 
-    tokenizer = models.EfficientByteTokenizer()
+    backbone = models.EfficientTransformerBackbone(
+        vocabulary_size=256,
+        num_layers=2,
+        num_heads=4,
+        hidden_dim=64,
+        intermediate_dim=256,
+        architecture="encoder",
+    )
+    preprocessor = models.EfficientTextClassifierPreprocessor(
+        models.EfficientByteTokenizer(), sequence_length=100
+    )
     model = models.EfficientTextClassifier(
-        models.EfficientTransformerBackbone(256, 2, 4, 64, 256, architecture="encoder"),
-        num_classes=2,
-        preprocessor=models.EfficientTextClassifierPreprocessor(tokenizer, 100),
+        backbone, num_classes=2, preprocessor=preprocessor
     )
     model.fit(["good", "bad"], [1, 0])
     ```
