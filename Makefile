@@ -27,7 +27,11 @@ TPU_SETUP = $(VENV)/.installed-test-jax-tpu-compile
 FORCED_CONTRACT = TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -q -n 2 \
     tests/contract -k "favor+ and not favor++"
 
-.PHONY: train train-teacher test test-all test-accelerators test-export docs fuzz kills long-runs lint package
+# The Python of `make gpu`: of an environment for it, of the tests, or any.
+GPU_PYTHON = $(firstword $(if $(WHEELS),$(VENV)-gpu/bin/python) \
+    $(wildcard $(VENV)/bin/python) $(PYTHON))
+
+.PHONY: train train-teacher test test-all test-accelerators test-export gpu docs fuzz kills long-runs lint package
 
 train: $(TRAIN_SETUP)
 	$(VENV)/bin/python examples/train_byte_lm.py --backend $(TRAIN_BACKEND) $(ARGS)
@@ -73,6 +77,16 @@ test-accelerators: $(TPU_SETUP)
 	FORCED_KERNEL=triton KERAS_BACKEND=torch $(FORCED_CONTRACT) $(ARGS)
 	KERAS_BACKEND=jax JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest -q -n 2 -rP \
 	    tests/accelerators $(ARGS)
+
+# Tests and measurements on an NVIDIA GPU, with PyTorch and JAX, in at most nine minutes,
+# in runs/gpu. WHEELS is a folder of the wheels that this machine lacks; they are
+# installed without a network, and without asking whether their versions agree; tests
+# need pytest's. ARGS="--dry-run" needs no GPU.
+gpu:
+	$(if $(WHEELS),$(PYTHON) -m venv --system-site-packages $(VENV)-gpu)
+	$(if $(WHEELS),$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps \
+	    $(WHEELS)/*.whl)
+	$(GPU_PYTHON) -m tools.measure_gpu --since $(shell date +%s) $(ARGS)
 
 # What other runtimes give for exported layers and models.
 test-export: $(EXPORT_SETUP)
