@@ -75,7 +75,7 @@ OUTCOME = re.compile(
 )
 # Seconds of one measurement, of the start of a process, and those below which nothing
 # begins.
-MOST_SECONDS, START_SECONDS, LEAST_SECONDS = 60, 180, 5
+MOST_SECONDS, START_SECONDS, LEAST_SECONDS = 120, 180, 5
 # Processes of a backend that may fail to start.
 MOST_STARTS = 2
 # The share of the time left that tests may take.
@@ -96,8 +96,8 @@ class Sizes:
         repeats: Timed calls.
         matmul_size: As `Settings.matmul_size`.
         tests: Arguments of pytest.
-        rivals: What layers are compared with: flash-linear-attention with elu + 1, and
-            a layer without that package.
+        rivals: What layers are compared with on PyTorch: flash-linear-attention with
+            elu + 1, and a layer without that package.
     """
 
     first: tuple
@@ -206,7 +206,9 @@ def plan(sizes):
     def tasks(names, lengths, dim, mode="train", operation=False):
         for length in lengths:
             for name in names:
-                for backend in BACKENDS if name != FLA else BACKENDS[:1]:
+                for backend in BACKENDS:
+                    if name in sizes.rivals and backend != "torch":
+                        continue
                     yield (
                         backend,
                         dict(
