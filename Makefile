@@ -27,9 +27,9 @@ TPU_SETUP = $(VENV)/.installed-test-jax-tpu-compile
 FORCED_CONTRACT = TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -q -n 2 \
     tests/contract -k "favor+ and not favor++"
 
-# The Python of `make gpu`: of an environment for it, of the tests, or any.
-GPU_PYTHON = $(firstword $(if $(WHEELS),$(VENV)-gpu/bin/python) \
-    $(wildcard $(VENV)/bin/python) $(PYTHON))
+# The Python of `make gpu`, and a folder of packages that it imports before others.
+GPU_PYTHON = $(firstword $(wildcard $(VENV)/bin/python) $(PYTHON))
+GPU_PACKAGES = $(abspath $(VENV)-gpu)
 
 .PHONY: train train-teacher test test-all test-accelerators test-export gpu docs fuzz kills long-runs lint package
 
@@ -83,10 +83,9 @@ test-accelerators: $(TPU_SETUP)
 # installed without a network, and without asking whether their versions agree; tests
 # need pytest's. ARGS="--dry-run" needs no GPU.
 gpu:
-	$(if $(WHEELS),$(PYTHON) -m venv --system-site-packages $(VENV)-gpu)
 	$(if $(WHEELS),$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps \
-	    $(WHEELS)/*.whl)
-	$(GPU_PYTHON) -m tools.measure_gpu --since $(shell date +%s) $(ARGS)
+	    --upgrade --target $(GPU_PACKAGES) $(WHEELS)/*.whl)
+	PYTHONPATH="$(GPU_PACKAGES):$$PYTHONPATH" $(GPU_PYTHON) -m tools.measure_gpu --since $(shell date +%s) $(ARGS)
 
 # What other runtimes give for exported layers and models.
 test-export: $(EXPORT_SETUP)
