@@ -27,11 +27,16 @@ TPU_SETUP = $(VENV)/.installed-test-jax-tpu-compile
 FORCED_CONTRACT = TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -q -n 2 \
     tests/contract -k "favor+ and not favor++"
 
+# The layers whose estimates tools/tpu_estimates.json has, and their shape.
+ESTIMATED = --layers softmax linear performer local sparse vq adaptive-span retention \
+    gated-delta reformer --lengths 16384 --heads 8 --head-dim 128 \
+    --dtype mixed_bfloat16 --causal --mode train
+
 # The Python of `make gpu`, and a folder of packages that it imports before others.
 GPU_PYTHON = $(firstword $(wildcard $(VENV)/bin/python) $(PYTHON))
 GPU_PACKAGES = $(abspath $(VENV)-gpu)
 
-.PHONY: train train-teacher test test-all test-accelerators test-export gpu docs fuzz kills long-runs lint package
+.PHONY: train train-teacher test test-all test-accelerators test-export tpu-estimates gpu docs fuzz kills long-runs lint package
 
 train: $(TRAIN_SETUP)
 	$(VENV)/bin/python examples/train_byte_lm.py --backend $(TRAIN_BACKEND) $(ARGS)
@@ -77,6 +82,12 @@ test-accelerators: $(TPU_SETUP)
 	FORCED_KERNEL=triton KERAS_BACKEND=torch $(FORCED_CONTRACT) $(ARGS)
 	KERAS_BACKEND=jax JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest -q -n 2 -rP \
 	    tests/accelerators $(ARGS)
+
+# What the TPU's compiler expects of layers, compared with the estimates of the
+# repository; ARGS="--save tools/tpu_estimates.json" writes those of now.
+tpu-estimates: $(TPU_SETUP)
+	KERAS_BACKEND=jax JAX_PLATFORMS=cpu $(VENV)/bin/python -m tools.compile_for_tpu \
+	    $(ESTIMATED) --against tools/tpu_estimates.json $(ARGS)
 
 # Tests and measurements on an NVIDIA GPU, with PyTorch and JAX, in at most nine minutes,
 # in runs/gpu. WHEELS is a folder of the wheels that this machine lacks; they are
