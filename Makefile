@@ -27,7 +27,16 @@ TPU_SETUP = $(VENV)/.installed-test-jax-tpu-compile
 FORCED_CONTRACT = TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -q -n 2 \
     tests/contract -k "favor+ and not favor++"
 
-.PHONY: train train-teacher test test-all test-accelerators test-export docs fuzz kills long-runs lint package
+# The layers whose estimates tools/tpu_estimates.json has, and their shape.
+ESTIMATED = --layers softmax linear performer local sparse vq adaptive-span retention \
+    gated-delta reformer --lengths 16384 --heads 8 --head-dim 128 \
+    --dtype mixed_bfloat16 --causal --mode train
+
+# The Python of `make gpu`, and a folder of packages that it imports before others.
+GPU_PYTHON = $(firstword $(wildcard $(VENV)/bin/python) $(PYTHON))
+GPU_PACKAGES = $(abspath $(VENV)-gpu)
+
+.PHONY: train train-teacher test test-all test-accelerators test-export tpu-estimates gpu docs fuzz kills long-runs lint package
 
 train: $(TRAIN_SETUP)
 	$(VENV)/bin/python examples/train_byte_lm.py --backend $(TRAIN_BACKEND) $(ARGS)
@@ -73,6 +82,21 @@ test-accelerators: $(TPU_SETUP)
 	FORCED_KERNEL=triton KERAS_BACKEND=torch $(FORCED_CONTRACT) $(ARGS)
 	KERAS_BACKEND=jax JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest -q -n 2 -rP \
 	    tests/accelerators $(ARGS)
+
+# What the TPU's compiler expects of layers, compared with the estimates of the
+# repository; ARGS="--save tools/tpu_estimates.json" writes those of now.
+tpu-estimates: $(TPU_SETUP)
+	KERAS_BACKEND=jax JAX_PLATFORMS=cpu $(VENV)/bin/python -m tools.compile_for_tpu \
+	    $(ESTIMATED) --against tools/tpu_estimates.json $(ARGS)
+
+# Tests and measurements on an NVIDIA GPU, with PyTorch and JAX, in at most nine minutes,
+# in runs/gpu. WHEELS is a folder of the wheels that this machine lacks; they are
+# installed without a network, and without asking whether their versions agree; tests
+# need pytest's. ARGS="--dry-run" needs no GPU.
+gpu:
+	$(if $(WHEELS),$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps \
+	    --upgrade --target $(GPU_PACKAGES) $(WHEELS)/*.whl)
+	PYTHONPATH="$(GPU_PACKAGES):$$PYTHONPATH" $(GPU_PYTHON) -m tools.measure_gpu --since $(shell date +%s) $(ARGS)
 
 # What other runtimes give for exported layers and models.
 test-export: $(EXPORT_SETUP)

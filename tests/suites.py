@@ -34,6 +34,7 @@ NIGHTLY = (
     "layers/attention/test_vq.py::test_two_replicas",
     "models/conversion/test_convert_backbone.py::test_classes_are_made_when_a_file",
     "models/conversion/test_pickle.py::test_another_process",
+    "tools/test_measure_gpu.py::test_the_command",
     "models/test_quantized_files.py::test_a_fresh_process",
     # Formulae that take long to evaluate.
     "ops/test_fourier.py::test_gradients_are_the_slopes_of_the_definition[fused",

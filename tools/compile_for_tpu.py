@@ -6,24 +6,38 @@
 `libtpu` compiles for a TPU that is described, not present: the compiled program states
 its memory and the cycles that the compiler expects. Use it to compare two
 implementations of one operation, to estimate memory, and to check whether a program
-compiles at all. It runs in the root of a checkout and needs the extra `tpu-compile`.
+compiles at all. `--against` compares with an earlier run, such as that in
+`tools/tpu_estimates.json`, and the exit status is then 1 if a layer has no estimate or
+one over a tenth longer. It runs in the root of a checkout and needs the extra
+`tpu-compile`.
 """
 
 import dataclasses
 import importlib.metadata
 import importlib.util
-import json
 import pathlib
 import sys
 import tempfile
 import time
 
-import keras
 import numpy as np
 
 from keras_efficient_attn.benchmark import cli
-from keras_efficient_attn.benchmark.records import FAILED, OK, describe_failure
-from keras_efficient_attn.benchmark.report import align, format_number
+from keras_efficient_attn.benchmark.records import (
+    FAILED,
+    OK,
+    SLOWER,
+    Comparison,
+    Record,
+    describe_failure,
+    time_ratios,
+)
+from keras_efficient_attn.benchmark.report import (
+    align,
+    format_number,
+    slower,
+    write_json,
+)
 from keras_efficient_attn.benchmark.settings import Settings
 from keras_efficient_attn.benchmark.worker_process import WorkerDied, WorkerProcess
 from keras_efficient_attn.benchmark.workloads import build_workload
@@ -80,6 +94,29 @@ class Estimate:
     temporary_bytes: int | None = None
     compile_seconds: float | None = None
 
+    @property
+    def total_seconds(self):
+        """Estimated seconds, kernels included; `None` if theirs have no estimate."""
+        if self.kernels and self.kernel_seconds is None:
+            return None
+        return self.seconds and self.seconds + (self.kernel_seconds or 0.0)
+
+    def record(self, mode):
+        """The estimate as the benchmark's `Record`."""
+        return Record(
+            self.contestant,
+            "jax",
+            mode,
+            self.length,
+            self.status,
+            self.detail,
+            seconds=self.total_seconds,
+            compile_seconds=self.compile_seconds,
+            memory_bytes=self.temporary_bytes,
+            memory_kind="XLA temporaries",
+            peak_share=self.peak_share,
+        )
+
 
 def parse_arguments(argv):
     parser = cli.Parser(
@@ -99,7 +136,7 @@ def parse_arguments(argv):
     )
     add("--causal", action="store_true")
     add("--target", choices=TARGETS, default="tpu-v5e", help="default: %(default)s")
-    add("--out", type=pathlib.Path, metavar="DIR", help="folder for a JSON file")
+    cli.add_files(parser, "a file of --save", "and the exit status is then 1")
     return vars(parser.parse_args(argv))
 
 
@@ -107,24 +144,35 @@ def main(argv=None):
     """Runs the command; returns its exit status."""
     try:
         arguments = parse_arguments(argv)
-        out, target = arguments.pop("out"), arguments.pop("target")
+        save, against, target = map(arguments.pop, ("save", "against", "target"))
         settings = cli.make_settings({**arguments, "backend": "jax"})
         if importlib.util.find_spec("libtpu") is None:
             raise cli.UsageError(
                 "libtpu is not installed: pip install -e '.[tpu-compile]'"
             )
-        if out is not None:
-            cli.make_folder(out)
+        before = cli.prepare_files(settings, save, against)
+        if before is not None and before.environment.get("target") != target:
+            raise cli.UsageError(f"--against {against}: has no estimates for {target}")
     except ValueError as error:
         return cli.refuse("compile_for_tpu", error)
     estimates = list(estimate_all(settings, target))
     print(table(settings, target, estimates))
-    if out is not None:
-        rows = [dataclasses.asdict(estimate) for estimate in estimates]
-        path = out / "estimates.json"
-        path.write_text(json.dumps({"target": target, "estimates": rows}, indent=2))
-        print(f"In {out}: {path.name}")
-    return 0
+    records = [estimate.record(settings.mode) for estimate in estimates]
+    comparison = Comparison(settings, records, {"target": target, **versions()})
+    if save is not None:
+        write_json(comparison, save)
+    if before is None:
+        return 0
+    print("\n" + slower(comparison, before))
+    ratios = time_ratios(comparison, before).values()
+    failed = any(record.status != OK for record in records)
+    return int(failed or any(ratio > SLOWER for ratio in ratios))
+
+
+def versions():
+    """The versions that an estimate depends on, as a dict."""
+    names = "libtpu", "jax", "keras"
+    return {name: importlib.metadata.version(name) for name in names}
 
 
 def estimate_all(settings, target, with_kernels=True):
@@ -245,10 +293,9 @@ def table(settings, target, estimates):
                 "; ".join(filter(None, notes)),
             )
         )
+    used = ", ".join(f"{name} {version}" for name, version in versions().items())
     about = (
-        f"Estimates of the compiler for {target} (libtpu "
-        f"{importlib.metadata.version('libtpu')}, JAX "
-        f"{importlib.metadata.version('jax')}, Keras {keras.__version__}), not "
+        f"Estimates of the compiler for {target} ({used}), not "
         f"measurements: {settings.mode}{', causal' if settings.causal else ''}, batch "
         f"{settings.batch}, {settings.heads} heads of {settings.head_dim}, "
         f"{settings.dtype}; kernel ms: by their schedules, not in ms; of peak: with "

@@ -64,14 +64,7 @@ def parse_arguments(argv):
         "default: %(default)s",
     )
     add("--out", type=Path, metavar="DIR", help="folder for CSV, JSON and PNG files")
-    add("--save", type=Path, metavar="FILE", help="JSON file for `--against`")
-    add(
-        "--against",
-        type=Path,
-        metavar="FILE",
-        help="a file of --save or --out: says what takes over a tenth longer than "
-        "there, in times of the matmul of each run",
-    )
+    add_files(parser, "a file of --save or --out", "in times of each run's matmul")
     add(
         "--model",
         action="store_true",
@@ -120,6 +113,24 @@ def add_layers_and_shape(parser):
     )
 
 
+def add_files(parser, written, unit):
+    """Adds `--save` and `--against`.
+
+    Args:
+        parser: The parser.
+        written: What `--against` reads.
+        unit: In what the times of both runs count.
+    """
+    add = parser.add_argument
+    add("--save", type=Path, metavar="FILE", help="JSON file for `--against`")
+    add(
+        "--against",
+        type=Path,
+        metavar="FILE",
+        help=f"{written}: says what takes over a tenth longer than there, {unit}",
+    )
+
+
 def add_number(parser, option, default):
     """Adds an option that is a positive integer."""
     parser.add_argument(
@@ -137,11 +148,7 @@ def main(argv=None):
         arguments = parse_arguments(argv)
         out, save, against = map(arguments.pop, ("out", "save", "against"))
         settings = make_settings(arguments)
-        if against is not None:
-            before = read_json(against)
-            time_ratios(Comparison(settings, [], {}), before)
-        if save is not None:
-            make_folder(save.parent)
+        before = prepare_files(settings, save, against)
         if out is not None:
             make_folder(out)
     except ValueError as error:
@@ -154,7 +161,7 @@ def main(argv=None):
         _write(comparison, out)
     if save is not None:
         write_json(comparison, save)
-    if against is not None:
+    if before is not None:
         print("\n" + slower(comparison, before))
     return 0 if comparison.complete else 130
 
@@ -169,6 +176,21 @@ def make_settings(arguments):
             f"--backend {settings.backend}: {settings.backend} is not installed"
         )
     return settings
+
+
+def prepare_files(settings, save, against):
+    """Makes the folder of `--save`, and reads the file of `--against`.
+
+    Returns:
+        The `Comparison` in the file, whose shape is that of `settings`; or `None`.
+    """
+    before = None
+    if against is not None:
+        before = read_json(against)
+        time_ratios(Comparison(settings, [], {}), before)
+    if save is not None:
+        make_folder(save.parent)
+    return before
 
 
 def make_folder(out):

@@ -142,6 +142,8 @@ class Comparison:
         ]
 
 
+# Ratios of times above it count as slower.
+SLOWER = 1.1
 # Settings that two runs must share to be compared.
 SHAPE = ("heads", "head_dim", "batch", "dtype", "mode", "causal", "backend", "model")
 

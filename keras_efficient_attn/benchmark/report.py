@@ -8,6 +8,7 @@ from pathlib import Path
 
 from keras_efficient_attn.benchmark.records import (
     OK,
+    SLOWER,
     Comparison,
     Record,
     time_ratios,
@@ -119,7 +120,7 @@ def slower(comparison, before):
     rows = [
         (name, f"{length}", f"{ratio:.2f}")
         for (name, length), ratio in ratios.items()
-        if ratio > 1.1
+        if ratio > SLOWER
     ]
     if not rows:
         return f"Of {len(ratios)} times, none is over a tenth longer than before."

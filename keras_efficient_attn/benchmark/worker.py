@@ -26,11 +26,12 @@ class Measurement:
     Args:
         task: A task from `Settings.task`.
         clock: Callable that gives seconds.
+        build: Callable from the task to its `Workload`.
     """
 
-    def __init__(self, task, clock=time.perf_counter):
+    def __init__(self, task, clock=time.perf_counter, build=build_workload):
         self._task, self._clock = task, clock
-        self._workload = build_workload(task)
+        self._workload = build(task)
 
     def prepare(self):
         """The first call and the memory of the second, as a dict."""
@@ -77,17 +78,21 @@ class Measurement:
 
 
 class Answers:
-    """Executes requests, one contestant at a time."""
+    """Executes requests, one contestant at a time.
 
-    def __init__(self):
-        self._measurement = None
+    Args:
+        build: Callable from a task to its `Workload`.
+    """
+
+    def __init__(self, build=build_workload):
+        self._build, self._measurement = build, None
 
     def answer(self, request):
         """Returns the reply to a request, as a dict; a failure is a reply too."""
         try:
             if request["do"] == "prepare":
                 self._measurement = None
-                measurement = Measurement(request["task"])
+                measurement = Measurement(request["task"], build=self._build)
                 prepared = measurement.prepare()
                 self._measurement = measurement
                 return prepared

@@ -53,9 +53,9 @@ class WorkerProcess:
         self._replies = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def wait_for_start(self):
+    def wait_for_start(self, timeout=STARTUP_SECONDS):
         """Waits until the process is ready; returns its environment."""
-        return self._reply(STARTUP_SECONDS)
+        return self._reply(timeout)
 
     def request(self, message, timeout):
         """Sends a dict and returns the reply.

@@ -66,11 +66,11 @@ def test_the_command_says_how_near_the_peak_a_layer_comes(tmp_path, capsys):
     # A layer without handwritten kernels, whose cycles would not be known.
     arguments = ["--layers", "softmax", "--lengths", "512", "--heads", "2"]
     arguments += ["--head-dim", "128", "--dtype", "mixed_bfloat16", "--causal"]
-    arguments += ["--out", str(tmp_path)]
+    arguments += ["--save", str(tmp_path / "estimates.json")]
     assert compile_for_tpu.main(arguments) == 0
     assert "not measurements" in capsys.readouterr().out
     content = json.loads((tmp_path / "estimates.json").read_text())
-    (estimate,) = content["estimates"]
+    (estimate,) = content["records"]
     assert estimate["status"] == "ok"
     # At most as fast as the chip, and at most a hundred times slower.
     assert 0.01 < estimate["peak_share"] < 1

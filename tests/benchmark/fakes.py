@@ -31,8 +31,8 @@ class FakeWorker:
         self.backend, self.behaviour = backend, behaviour
         self.clock, self.log = clock, log
 
-    def wait_for_start(self):
-        return {"backend": self.backend, "device": "fake"}
+    def wait_for_start(self, timeout=None):
+        return {"backend": self.backend, "backend_version": "0", "device": "fake"}
 
     def request(self, message, timeout):
         self.task = message.get("task", getattr(self, "task", None))

@@ -1,12 +1,14 @@
 """Estimates for an accelerator that is not present, and how they are read."""
 
 import importlib.util
+import json
 import re
 
 import keras
 import pytest
 
 from tools import compile_for_tpu
+from tools.compile_for_tpu import Estimate
 from tools.tpu_estimate import estimated_cycles, kernel_cycles
 
 jax_only = pytest.mark.skipif(
@@ -83,7 +85,8 @@ def lowered_kernel(rows, block):
         (["--mode", "decode"], "decode"),
         (["--model"], "--model"),
         (["--repeats", "3"], "--repeats 3"),
-        (["--out", __file__], "--out"),
+        (["--out", "here"], "--out"),
+        (["--against", __file__], "no file that this command wrote"),
     ],
 )
 def test_what_has_no_estimate_is_refused_in_one_line(
@@ -101,3 +104,66 @@ def test_what_has_no_estimate_is_refused_in_one_line(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert said in captured.err and captured.err.count("\n") == 1
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Dict of layers to the fields of their estimates, which a fake compiler gives."""
+    found, fields = importlib.util.find_spec, {}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name == "libtpu" or found(name)
+    )
+    versions = {"libtpu": "0.1", "jax": "0.2", "keras": "0.3"}
+    monkeypatch.setattr(compile_for_tpu, "versions", lambda: versions)
+
+    def estimate_all(settings, target):
+        for name in settings.layers:
+            yield Estimate(name, *settings.lengths, **{"status": "ok", **fields[name]})
+
+    monkeypatch.setattr(compile_for_tpu, "estimate_all", estimate_all)
+    return fields
+
+
+def test_estimates_are_compared_with_earlier_ones(compiler, tmp_path, capsys):
+    file = tmp_path / "runs" / "before.json"
+    arguments = ["--layers", "linear", "vq", "--lengths", "64"]
+    compiler["linear"] = dict(seconds=1e-3)
+    compiler["vq"] = dict(seconds=1e-3, kernels=1, kernel_seconds=4e-3)
+    assert compile_for_tpu.main([*arguments, "--save", str(file)]) == 0
+    content = json.loads(file.read_text())
+    seconds = [record["seconds"] for record in content["records"]]
+    assert seconds == pytest.approx([1e-3, 5e-3])
+    assert content["environment"]["libtpu"] == "0.1"
+    against = [*arguments, "--against", str(file)]
+    # The sum counts: the kernel is slower, and all else faster.
+    compiler["vq"] = dict(seconds=0.1e-3, kernels=1, kernel_seconds=5.3e-3)
+    assert compile_for_tpu.main(against) == 0
+    assert "Of 2 times, none is over a tenth longer" in capsys.readouterr().out
+    compiler["vq"] = dict(seconds=0.3e-3, kernels=1, kernel_seconds=5.3e-3)
+    assert compile_for_tpu.main(against) == 1
+    (line,) = capsys.readouterr().out.split("slower than before")[1].splitlines()[1:]
+    assert line.split() == ["vq", "64", "1.12"]
+
+
+def test_a_layer_without_an_estimate_is_an_error(compiler, tmp_path):
+    file = tmp_path / "before.json"
+    arguments = ["--layers", "linear", "--lengths", "64"]
+    compiler["linear"] = dict(seconds=1e-3)
+    assert compile_for_tpu.main([*arguments, "--save", str(file)]) == 0
+    compiler["linear"] = dict(status="failed", detail="it does not compile")
+    assert compile_for_tpu.main([*arguments, "--against", str(file)]) == 1
+
+
+def test_other_shapes_and_measured_times_are_not_compared(compiler, tmp_path, capsys):
+    file = tmp_path / "before.json"
+    arguments = ["--layers", "linear", "--lengths", "64"]
+    compiler["linear"] = dict(seconds=1e-3)
+    compile_for_tpu.main([*arguments, "--save", str(file)])
+    against = [*arguments, "--against", str(file)]
+    assert compile_for_tpu.main([*against, "--heads", "3"]) == 2
+    assert "same heads. Received: 3 now, 8 before" in capsys.readouterr().err
+    content = json.loads(file.read_text())
+    content["environment"] = {"device": "cpu"}
+    file.write_text(json.dumps(content))
+    assert compile_for_tpu.main(against) == 2
+    assert "has no estimates for tpu-v5e" in capsys.readouterr().err

@@ -3,6 +3,21 @@
 import torch
 
 
+def first_derivatives_only(*tensors):
+    """Refuses second derivatives of tensors, which another library computed.
+
+    Args:
+        *tensors: Tensors, or `None`.
+    """
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            tensor.register_hook(_refuse)
+
+
+def _refuse(grad):
+    refuse_second_derivatives()
+
+
 def refuse_second_derivatives():
     """Call it first in a handwritten `backward`.
 

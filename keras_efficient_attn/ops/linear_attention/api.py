@@ -117,6 +117,11 @@ def linear_attention(
             states to the dtype of `value`. A single position with a state uses no
             kernel.
 
+            With `log_decay` or `beta`, `"fla"` is the only kernel. It is the default on
+            a GPU with PyTorch where the package is installed, for bfloat16 and float16
+            values, `normalize=False` and sizes of heads that are multiples of 16,
+            outside of `torch.compile`.
+
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
         `state`, the pair of that and the state after the last position.
@@ -158,7 +163,7 @@ def linear_attention(
     is_gated = any(rate is not None for rate in rates)
     if is_gated:
         gated.check_rates(*rates, key_features, causal, key_log_weight)
-        check_implementation(implementation, "chunked")
+        check_implementation(implementation, "chunked", "fla")
     if implementation == "reference":
         if is_gated:
             return gated.reference(inputs, rates, normalize)

@@ -5,7 +5,10 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 
+import keras
+
 from keras_efficient_attn.ops.common import kernels
+from keras_efficient_attn.ops.common.backend import is_traced_by_torch
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.plan import block_sizes, has_kernels
 
@@ -20,6 +23,10 @@ KERNELS = {
     "triton": kernels.Kernel("torch", ("float32", "bfloat16", "float16")),
     "fla": kernels.Kernel("torch", ("float32", "bfloat16", "float16")),
 }
+# Of linear attention with a decay or a correction.
+GATED_KERNELS = {"fla": KERNELS["fla"]}
+# What flash-linear-attention's tiles of queries, keys and values are made of.
+FLA_DIM_UNIT = 16
 LEAST_TRITON = 3, 4
 
 
@@ -66,6 +73,30 @@ def choose_kernel(query, key, value, state, config):
     return _module(kernels.choose(KERNELS, asked, tensors, obstacle))
 
 
+def has_gated_kernel(query, key, value, config):
+    """Whether flash-linear-attention computes a call with a decay or a correction.
+
+    Args:
+        query, key, value: `(batch, length, heads, dim)`.
+        config: `LinearAttentionConfig`.
+
+    Raises:
+        ValueError: If the configuration names it, and it cannot run.
+    """
+    asked = config.implementation
+    # `torch.compile` cannot trace the package.
+    if asked is None and (not has_kernels(value) or is_traced_by_torch()):
+        return False
+    if asked not in (None, *GATED_KERNELS):
+        return False
+
+    def obstacle(name, tensors):
+        return _gated_obstacle(tensors, config) or _obstacle(name, tensors, config)
+
+    tensors = query, key, value
+    return kernels.choose(GATED_KERNELS, asked, tensors, obstacle) is not None
+
+
 def _module(name):
     # Written as statements, which `torch.compile` can trace.
     if name is None:
@@ -93,6 +124,23 @@ def _obstacle(name, tensors, config):
     if config.num_features > most:
         return f"holds at most {most} features. Received: {config.num_features}"
     return None if name == "pallas" else _torch_obstacle(name, query, config)
+
+
+def _gated_obstacle(tensors, config):
+    """The reason why flash-linear-attention cannot compute a gated call, or `None`.
+
+    Float32 has the portable form, because the package rounds states to half precision.
+    """
+    _, _, value = tensors
+    dtype = keras.backend.standardize_dtype(value.dtype)
+    if dtype == "float32":
+        return "multiplies bfloat16 or float16. Received: `value` of float32"
+    if config.output != "sum":
+        return "takes no `normalize`. Received: normalize=True"
+    dims = {"features": config.num_features, "value_dim": value.shape[-1]}
+    if any(dim % FLA_DIM_UNIT for dim in dims.values()):
+        return f"needs heads of multiples of {FLA_DIM_UNIT}. Received: {dims}"
+    return None
 
 
 def _torch_obstacle(name, query, config):

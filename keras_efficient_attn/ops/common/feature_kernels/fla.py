@@ -7,6 +7,7 @@ and an additional value column of ones gives the totals.
 import torch
 from keras import ops
 
+from keras_efficient_attn.ops.common.derivatives_torch import first_derivatives_only
 from keras_efficient_attn.ops.common.online_softmax import finish
 
 
@@ -42,6 +43,7 @@ def linear_attention(
             initial_state=first,
             output_final_state=state is not None,
         )
+    first_derivatives_only(values, last)
     values, totals = values[..., :-1].float(), values[..., -1].float()
     new_state = None
     if state is not None:

@@ -5,9 +5,10 @@ from keras import ops
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import may_agree
 from keras_efficient_attn.ops.common.chunking import fit_length
+from keras_efficient_attn.ops.common.feature_kernels.choice import has_gated_kernel
 from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
-from keras_efficient_attn.ops.common.plan import jit_on_jax
+from keras_efficient_attn.ops.common.plan import device_kind, jit_on_jax
 from keras_efficient_attn.ops.linear_attention.gated.chunked import (
     chunked_gated_attention,
 )
@@ -47,7 +48,11 @@ def gated_attention_with_feature_maps(
         `(output, state)`: in the accumulator's dtype, and the state after the last
         position (`None` without `state`).
     """
-    dtype = accumulator_dtype(*tensors)
+    tensors = tuple(map(ops.convert_to_tensor, tensors))
+    is_decoding = state is not None and tensors[0].shape[1] == 1
+    by_fla = config.implementation == "fla" or device_kind() == "gpu"
+    by_fla = by_fla and not is_decoding and has_gated_kernel(*tensors, config)
+    dtype, value_dtype = accumulator_dtype(*tensors), tensors[2].dtype
     tensors, rates = _prepare(*tensors, key_mask, rates)
     normalized = config.output == "normalized"
     batch, length, heads, value_dim = shape_of(tensors[2])
@@ -61,12 +66,18 @@ def gated_attention_with_feature_maps(
             normalizer = ops.cast(state["normalizer"], dtype)[..., None]
             carry = ops.concatenate([carry, normalizer], axis=-1)
         carry = carry * scale
-    if state is not None and tensors[0].shape[1] == 1:
+    position = None if documents is None else documents.position
+    if is_decoding:
         output, carry = recurrent_gated_attention(
             tensors, rates, carry, map_weights, config
         )
+    elif by_fla:
+        from keras_efficient_attn.ops.linear_attention.gated import fla_torch
+
+        carry = None if state is None else carry
+        rest = map_weights, config, position, value_dtype
+        output, carry = fla_torch.fla_gated_attention(tensors, rates, carry, *rest)
     else:
-        position = None if documents is None else documents.position
         output, carry = chunked_gated_attention(
             tensors, rates, carry, map_weights, config, position
         )

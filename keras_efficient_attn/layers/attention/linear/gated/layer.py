@@ -261,6 +261,9 @@ class GatedStateAttention(LinearAttention):
                 # In float32: normalising short vectors gives gradients too large for
                 # half precision, which mostly end where an activation is flat.
                 x = activation(ops.cast(x, accumulator_dtype(x)))
+                if name == "value":
+                    # Its dtype is that of a kernel's products.
+                    x = ops.cast(x, self.compute_dtype)
             shared = x.shape[2] < self._num_heads
             heads[name] = self._for_query_heads(x) if shared else x
         options = {**call.options, "rates": rates, "last_inputs": last}
