@@ -47,10 +47,14 @@ def gated_attention_with_feature_maps(
         `(output, state)`: in the accumulator's dtype, and the state after the last
         position (`None` without `state`).
     """
-    dtype = accumulator_dtype(*tensors)
-    tensors, rates = _prepare(*tensors, key_mask, rates)
+    query, key, value = map(ops.convert_to_tensor, tensors)
+    dtype = accumulator_dtype(query, key, value)
+    batch, _, heads, value_dim = shape_of(value)
     normalized = config.output == "normalized"
-    batch, length, heads, value_dim = shape_of(tensors[2])
+    if normalized:
+        # An additional entry 1, which sums up the weights, and is 0 for missing keys.
+        value = ops.concatenate([value, ops.ones_like(value[..., :1])], axis=-1)
+    tensors, rates = _prepare(query, key, value, key_mask, rates)
     if state is None:
         columns = value_dim + normalized
         carry = ops.zeros((batch, heads, config.num_features, columns), dtype)
