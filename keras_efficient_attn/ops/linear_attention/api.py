@@ -14,6 +14,7 @@ from keras_efficient_attn.ops.common.checks import (
 )
 from keras_efficient_attn.ops.common.chunking import fit_length, pad_length
 from keras_efficient_attn.ops.common.feature_kernels.choice import (
+    GATED_LIMITS,
     IMPLEMENTATIONS,
     choose_kernel,
     features_config,
@@ -114,8 +115,9 @@ def linear_attention(
             derivatives only. On other devices `"pallas"` is interpreted (slow, for
             tests), as is `"triton"` with `TRITON_INTERPRET=1` in the environment.
             `"fla"` supports no `key_log_weight` and at most 256 features, and rounds
-            states to the dtype of `value`. A single position with a state uses no
-            kernel.
+            states to the dtype of `value`. `log_decay` and `beta` have no kernel but
+            `"pallas"`, for heads and features of at most 256. A single position with a
+            state uses no kernel.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
@@ -158,7 +160,7 @@ def linear_attention(
     is_gated = any(rate is not None for rate in rates)
     if is_gated:
         gated.check_rates(*rates, key_features, causal, key_log_weight)
-        check_implementation(implementation, "chunked")
+        check_implementation(implementation, "chunked", *GATED_LIMITS)
     if implementation == "reference":
         if is_gated:
             return gated.reference(inputs, rates, normalize)

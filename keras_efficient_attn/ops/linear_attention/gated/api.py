@@ -1,10 +1,14 @@
 """Linear attention with a decay and a correction."""
 
 from keras import ops
+from keras.backend import standardize_dtype
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import may_agree
 from keras_efficient_attn.ops.common.chunking import fit_length
+from keras_efficient_attn.ops.common.feature_kernels.choice import (
+    has_gated_kernel,
+)
 from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.plan import jit_on_jax
@@ -48,12 +52,16 @@ def gated_attention_with_feature_maps(
         position (`None` without `state`).
     """
     query, key, value = map(ops.convert_to_tensor, tensors)
+    one_position = state is not None and query.shape[1] == 1
+    by_kernel = not one_position and documents is None
+    by_kernel = by_kernel and has_gated_kernel(query, key, value, state, config)
     dtype = accumulator_dtype(query, key, value)
     batch, _, heads, value_dim = shape_of(value)
     normalized = config.output == "normalized"
     if normalized:
         # An additional entry 1, which sums up the weights, and is 0 for missing keys.
         value = ops.concatenate([value, ops.ones_like(value[..., :1])], axis=-1)
+    operand = standardize_dtype(value.dtype)
     tensors, rates = _prepare(query, key, value, key_mask, rates)
     if state is None:
         columns = value_dim + normalized
@@ -65,9 +73,15 @@ def gated_attention_with_feature_maps(
             normalizer = ops.cast(state["normalizer"], dtype)[..., None]
             carry = ops.concatenate([carry, normalizer], axis=-1)
         carry = carry * scale
-    if state is not None and tensors[0].shape[1] == 1:
+    if one_position:
         output, carry = recurrent_gated_attention(
             tensors, rates, carry, map_weights, config
+        )
+    elif by_kernel:
+        from keras_efficient_attn.ops.linear_attention.gated import pallas
+
+        output, carry = pallas.gated_attention(
+            tensors, rates, carry, map_weights, config, operand
         )
     else:
         position = None if documents is None else documents.position
