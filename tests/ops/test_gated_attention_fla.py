@@ -270,7 +270,7 @@ def choose(value=None, head_dim=64, query=None, **options):
     value = value or Tensor.of()
     query = query or Tensor.of("float32", head_dim, value.device.type)
     changed = choice.dataclasses.replace(config, **options)
-    return choice.has_gated_kernel(query, query, value, changed)
+    return choice.choose_gated_kernel(query, query, value, None, changed) == "fla"
 
 
 def test_it_is_chosen_for_half_precision_on_a_gpu(gpu):

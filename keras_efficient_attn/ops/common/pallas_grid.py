@@ -7,7 +7,8 @@ The grid is (batch, heads, blocks). Each operand is one of
   copy, because a TPU's tiles differ with heads as an axis;
 - a row for each head, or one for all heads: `(batch, heads or 1, 1, length)`;
 - a matrix for each head, `(batch, heads, n, m)`, or for all, `(n, m)`, which every
-  program reads whole.
+  program reads whole;
+- matrices of each head, one after the other: `(batch, heads, matrices, n, m)`.
 
 On other devices Pallas interprets the kernels: the same results, slowly, for tests.
 """
@@ -70,6 +71,12 @@ def row(x, block, at):
     if x.shape[1] == 1:
         return pl.BlockSpec(size, lambda b, h, i: (b, 0, 0, at(i)))
     return pl.BlockSpec(size, lambda b, h, i: (b, h, 0, at(i)))
+
+
+def matrices(x, count, at):
+    """The block of `count` matrices, number `at(i)` in program `i`."""
+    size = None, None, count, *x.shape[3:]
+    return pl.BlockSpec(size, lambda b, h, i: (b, h, at(i), 0, 0))
 
 
 def whole(x):

@@ -14,6 +14,7 @@ from keras_efficient_attn.ops.common.checks import (
 )
 from keras_efficient_attn.ops.common.chunking import fit_length, pad_length
 from keras_efficient_attn.ops.common.feature_kernels.choice import (
+    GATED_LIMITS,
     IMPLEMENTATIONS,
     choose_kernel,
     features_config,
@@ -117,10 +118,11 @@ def linear_attention(
             states to the dtype of `value`. A single position with a state uses no
             kernel.
 
-            With `log_decay` or `beta`, `"fla"` is the only kernel. It is the default on
-            a GPU with PyTorch where the package is installed, for bfloat16 and float16
-            values, `normalize=False` and sizes of heads that are multiples of 16,
-            outside of `torch.compile`.
+            With `log_decay` or `beta`, `"pallas"` supports heads and features of at
+            most 256, and there is no `"triton"`. `"fla"` is the default on a GPU with
+            PyTorch where the package is installed, for bfloat16 and float16 values,
+            `normalize=False` and sizes of heads that are multiples of 16, outside of
+            `torch.compile`.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
@@ -163,7 +165,7 @@ def linear_attention(
     is_gated = any(rate is not None for rate in rates)
     if is_gated:
         gated.check_rates(*rates, key_features, causal, key_log_weight)
-        check_implementation(implementation, "chunked", "fla")
+        check_implementation(implementation, "chunked", *GATED_LIMITS)
     if implementation == "reference":
         if is_gated:
             return gated.reference(inputs, rates, normalize)

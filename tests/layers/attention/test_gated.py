@@ -207,3 +207,23 @@ def test_projected_maps_equal_the_definition(kind):
 def test_options_that_a_layer_cannot_have_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         KimiDeltaAttention(2, 4, **options)
+
+
+def test_the_normalizer_counts_existing_keys_only():
+    """Features of a key of zeros are 1 with elu: not of masked or padded keys."""
+    layer = GatedLinearAttention(
+        2, 4, feature_map="elu", normalize=True, decay="scalar", chunk_size=8
+    )
+    x = np.random.default_rng(0).normal(size=(1, 13, 8)).astype("float32")
+    mask = np.random.default_rng(1).random((1, 13)) > 0.3
+    _, state = layer(
+        x, x, key_mask=mask, use_causal_mask=True, state=layer.get_initial_state(1)
+    )
+    by_token = layer.get_initial_state(1)
+    for t in np.flatnonzero(mask[0]):
+        token = x[:, t : t + 1]
+        _, by_token = layer(token, token, use_causal_mask=True, state=by_token)
+    for name, received in state.items():
+        np.testing.assert_allclose(
+            to_numpy(received), to_numpy(by_token[name]), rtol=1e-5, atol=1e-5
+        )

@@ -12,19 +12,22 @@ from keras_efficient_attn.ops.common.backend import is_traced_by_torch
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.plan import block_sizes, has_kernels
 
-MOST_DIM = 512
-# The default number of random features for heads of 128 is 622.
-MOST_FEATURES = 1024
 # Lowest compute capability with bfloat16 multiplication.
 LEAST_CAPABILITY = 8
-MOST_FLA_FEATURES = 256
 KERNELS = {
     "pallas": kernels.Kernel("jax", ("float32", "bfloat16")),
     "triton": kernels.Kernel("torch", ("float32", "bfloat16", "float16")),
     "fla": kernels.Kernel("torch", ("float32", "bfloat16", "float16")),
 }
-# Of linear attention with a decay or a correction.
-GATED_KERNELS = {"fla": KERNELS["fla"]}
+# The largest heads and the most features of each.
+LIMITS = {
+    # The default number of random features for heads of 128 is 622.
+    "pallas": (512, 1024),
+    "triton": (512, 1024),
+    "fla": (512, 256),
+}
+# Of kernels whose sums decay or are corrected.
+GATED_LIMITS = {"pallas": (256, 256), "fla": (512, 256)}
 # What flash-linear-attention's tiles of queries, keys and values are made of.
 FLA_DIM_UNIT = 16
 LEAST_TRITON = 3, 4
@@ -62,39 +65,39 @@ def choose_kernel(query, key, value, state, config):
     Raises:
         ValueError: If the configuration names a kernel that cannot run.
     """
-    asked = config.implementation
-    if asked not in KERNELS and (asked is not None or not has_kernels(query)):
-        return None
     tensors = query, key, value, *(state or {}).values()
-
-    def obstacle(name, tensors):
-        return _obstacle(name, tensors, config)
-
-    return _module(kernels.choose(KERNELS, asked, tensors, obstacle))
+    return _module(_choose(LIMITS, tensors, config))
 
 
-def has_gated_kernel(query, key, value, config):
-    """Whether flash-linear-attention computes a call with a decay or a correction.
+def choose_gated_kernel(query, key, value, state, config):
+    """The name of the kernel of sums that decay or are corrected, or `None`.
 
     Args:
-        query, key, value: `(batch, length, heads, dim)`.
-        config: `LinearAttentionConfig`.
+        query, key, value, state, config: As for `choose_kernel`.
 
     Raises:
-        ValueError: If the configuration names it, and it cannot run.
+        ValueError: If the configuration names a kernel that cannot run.
     """
+    # `torch.compile` cannot trace flash-linear-attention.
+    if config.implementation is None and is_traced_by_torch():
+        return None
+    tensors = query, key, value, *(state or {}).values()
+    return _choose(GATED_LIMITS, tensors, config, _gated_obstacle)
+
+
+def _choose(limits, tensors, config, other_obstacle=lambda *_: None):
+    """The name of the kernel, of those with limits, that computes a call, or `None`."""
     asked = config.implementation
-    # `torch.compile` cannot trace the package.
-    if asked is None and (not has_kernels(value) or is_traced_by_torch()):
-        return False
-    if asked not in (None, *GATED_KERNELS):
-        return False
+    if asked not in limits and (asked is not None or not has_kernels(tensors[0])):
+        return None
 
     def obstacle(name, tensors):
-        return _gated_obstacle(tensors, config) or _obstacle(name, tensors, config)
+        return other_obstacle(name, tensors, config) or _obstacle(
+            name, tensors, config, *limits[name]
+        )
 
-    tensors = query, key, value
-    return kernels.choose(GATED_KERNELS, asked, tensors, obstacle) is not None
+    offered = {name: KERNELS[name] for name in limits}
+    return kernels.choose(offered, asked, tensors, obstacle)
 
 
 def _module(name):
@@ -110,7 +113,7 @@ def _module(name):
     return module
 
 
-def _obstacle(name, tensors, config):
+def _obstacle(name, tensors, config, most_dim, most_features):
     """The reason why a kernel cannot compute a call, or `None`."""
     query, _, value, *_ = tensors
     if not config.causal:
@@ -118,20 +121,22 @@ def _obstacle(name, tensors, config):
     if config.chunk_size is not None:
         return f"takes no `chunk_size`. Received: chunk_size={config.chunk_size}"
     dims = {"head_dim": query.shape[-1], "value_dim": value.shape[-1]}
-    if max(dims.values()) > MOST_DIM:
-        return f"holds heads of at most {MOST_DIM}. Received: {dims}"
-    most = MOST_FLA_FEATURES if name == "fla" else MOST_FEATURES
-    if config.num_features > most:
-        return f"holds at most {most} features. Received: {config.num_features}"
+    if max(dims.values()) > most_dim:
+        return f"holds heads of at most {most_dim}. Received: {dims}"
+    if config.num_features > most_features:
+        received = config.num_features
+        return f"holds at most {most_features} features. Received: {received}"
     return None if name == "pallas" else _torch_obstacle(name, query, config)
 
 
-def _gated_obstacle(tensors, config):
+def _gated_obstacle(name, tensors, config):
     """The reason why flash-linear-attention cannot compute a gated call, or `None`.
 
     Float32 has the portable form, because the package rounds states to half precision.
     """
-    _, _, value = tensors
+    if name != "fla":
+        return None
+    _, _, value, *_ = tensors
     dtype = keras.backend.standardize_dtype(value.dtype)
     if dtype == "float32":
         return "multiplies bfloat16 or float16. Received: `value` of float32"

@@ -1,11 +1,14 @@
 """Linear attention with a decay and a correction."""
 
 from keras import ops
+from keras.backend import standardize_dtype
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import may_agree
 from keras_efficient_attn.ops.common.chunking import fit_length
-from keras_efficient_attn.ops.common.feature_kernels.choice import has_gated_kernel
+from keras_efficient_attn.ops.common.feature_kernels.choice import (
+    choose_gated_kernel,
+)
 from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.plan import device_kind, jit_on_jax
@@ -48,14 +51,21 @@ def gated_attention_with_feature_maps(
         `(output, state)`: in the accumulator's dtype, and the state after the last
         position (`None` without `state`).
     """
-    tensors = tuple(map(ops.convert_to_tensor, tensors))
-    is_decoding = state is not None and tensors[0].shape[1] == 1
-    by_fla = config.implementation == "fla" or device_kind() == "gpu"
-    by_fla = by_fla and not is_decoding and has_gated_kernel(*tensors, config)
-    dtype, value_dtype = accumulator_dtype(*tensors), tensors[2].dtype
-    tensors, rates = _prepare(*tensors, key_mask, rates)
+    query, key, value = map(ops.convert_to_tensor, tensors)
+    one_position = state is not None and query.shape[1] == 1
+    kernel = None
+    if not one_position and (config.implementation or device_kind() != "cpu"):
+        kernel = choose_gated_kernel(query, key, value, state, config)
+    if kernel == "pallas" and documents is not None:
+        kernel = None
+    dtype = accumulator_dtype(query, key, value)
+    batch, _, heads, value_dim = shape_of(value)
     normalized = config.output == "normalized"
-    batch, length, heads, value_dim = shape_of(tensors[2])
+    if normalized:
+        # An additional entry 1, which sums up the weights, and is 0 for missing keys.
+        value = ops.concatenate([value, ops.ones_like(value[..., :1])], axis=-1)
+    operand = standardize_dtype(value.dtype)
+    tensors, rates = _prepare(query, key, value, key_mask, rates)
     if state is None:
         columns = value_dim + normalized
         carry = ops.zeros((batch, heads, config.num_features, columns), dtype)
@@ -67,16 +77,22 @@ def gated_attention_with_feature_maps(
             carry = ops.concatenate([carry, normalizer], axis=-1)
         carry = carry * scale
     position = None if documents is None else documents.position
-    if is_decoding:
+    if one_position:
         output, carry = recurrent_gated_attention(
             tensors, rates, carry, map_weights, config
         )
-    elif by_fla:
+    elif kernel == "fla":
         from keras_efficient_attn.ops.linear_attention.gated import fla_torch
 
         carry = None if state is None else carry
-        rest = map_weights, config, position, value_dtype
+        rest = map_weights, config, position, operand
         output, carry = fla_torch.fla_gated_attention(tensors, rates, carry, *rest)
+    elif kernel == "pallas":
+        from keras_efficient_attn.ops.linear_attention.gated import pallas
+
+        output, carry = pallas.gated_attention(
+            tensors, rates, carry, map_weights, config, operand
+        )
     else:
         output, carry = chunked_gated_attention(
             tensors, rates, carry, map_weights, config, position

@@ -57,11 +57,11 @@ def chunked_gated_attention(tensors, rates, state, map_weights, config, position
     """Causal attention over `(batch, length, heads, dim)`.
 
     Args:
-        tensors: `(query, key, value)`, equally long, zero for keys that do not exist.
+        tensors: `(query, key, value)`, equally long, zero for keys that do not exist;
+            with normalized outputs, values have an additional entry 1.
         rates: `(log_decay, beta)`, each `None` or `(batch, length, heads, 1)`; decays
             may have as many entries as features. Zero for keys that do not exist.
-        state: `(batch, heads, features, value_dim)`, and with normalized outputs an
-            additional column for the sum of the weights.
+        state: `(batch, heads, features, value_dim)`.
         map_weights: Tuple of tensors.
         config: `LinearAttentionConfig`.
         position: Positions of each one's document before it, int32 `(batch, length)`;
@@ -114,8 +114,6 @@ def _group_step(config, size, has_decay, has_beta, by_document):
         dtype = accumulator_dtype(*x)
         query, key, value, *rates = (by_head(ops.cast(t, dtype), size) for t in x)
         query, key = map_features(config, query, key, map_weights)
-        if normalized:
-            value = with_ones(value)
         log_decay = rates.pop(0) if has_decay else None
         lefts = [query, key] if has_beta else [query]
         near = None if masks is None else masks.near
@@ -411,11 +409,6 @@ def map_features(config, query, key, map_weights):
             f"scale, such as 'elu'. Received: {config.key_map}"
         )
     return query, key
-
-
-def with_ones(value):
-    """Values with an additional entry 1, which sums up the weights."""
-    return ops.concatenate([value, ops.ones_like(value[..., :1])], axis=-1)
 
 
 # Size of the matrices that are inverted.

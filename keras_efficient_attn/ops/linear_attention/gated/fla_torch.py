@@ -7,6 +7,7 @@ The package has a function for each kind of rates, whose formulae are those of
 import importlib
 
 import torch
+from keras import ops
 
 from keras_efficient_attn.ops.common.derivatives_torch import first_derivatives_only
 from keras_efficient_attn.ops.linear_attention.gated.chunked import map_features
@@ -23,7 +24,7 @@ MODULES = {
 
 
 def fla_gated_attention(tensors, rates, state, map_weights, config, position, dtype):
-    """Computes `chunked_gated_attention` for calls that `has_gated_kernel` accepts.
+    """Computes `chunked_gated_attention` for calls that `choose_gated_kernel` accepts.
 
     Args:
         tensors, rates, map_weights, config, position: As there.
@@ -38,7 +39,10 @@ def fla_gated_attention(tensors, rates, state, map_weights, config, position, dt
         query, key = (x.transpose(1, 2)[:, :, None] for x in (query, key))
         query, key = map_features(config, query, key, map_weights)
         query, key = (x[:, :, 0].transpose(1, 2) for x in (query, key))
-        arguments = dict(q=query.to(dtype), k=key.to(dtype), v=value.to(dtype))
+        arguments = {
+            name: ops.cast(x, dtype)
+            for name, x in (("q", query), ("k", key), ("v", value))
+        }
         if log_decay is not None:
             arguments["g"] = log_decay if by_feature else log_decay[..., 0]
         if beta is not None:

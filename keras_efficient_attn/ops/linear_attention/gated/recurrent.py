@@ -14,7 +14,6 @@ from keras import ops
 from keras_efficient_attn.ops.common.online_softmax import divide
 from keras_efficient_attn.ops.linear_attention.gated.chunked import (
     map_features,
-    with_ones,
 )
 
 
@@ -28,15 +27,12 @@ def recurrent_gated_attention(tensors, rates, state, map_weights, config):
     query, key = map_features(config, query[:, :, None], key[:, :, None], map_weights)
     query, key = query[:, :, 0], key[:, :, 0]
     log_decay, beta = rates
-    normalized = config.output == "normalized"
-    if normalized:
-        value = with_ones(value)
     if log_decay is not None:
         state = state * ops.swapaxes(ops.exp(log_decay), -1, -2)
     if beta is not None:
         value = beta * (value - key @ state)
     state = state + ops.swapaxes(key, -1, -2) @ value
     output = query @ state
-    if normalized:
+    if config.output == "normalized":
         output = divide(output[..., :-1], output[..., -1])
     return ops.swapaxes(output, 1, 2), state
