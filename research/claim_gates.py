@@ -6,9 +6,10 @@ The first symbol of a row says which of two streams to write down: at each posit
 two symbols are shown, and the model is to name the one of that stream, as it was some
 positions ago. It has to read the first symbol and earlier ones at once. Residual
 connections differ, all else is the same: Transformer-XL's (`post_norm`), TrXL-I
-(`reordered`), and GTrXL's gates with a bias of 2, as in the paper, and of 0. The table
-has the percentage of symbols that are named right, the mean and the standard deviation
-over the seeds, and how many of all runs reach 90 %.
+(`reordered`), and GTrXL's gates with a bias of 2, as in the paper, and of 0. Those that
+are scaled have token embeddings times `√dim`, and a norm after the last block. The
+table has the percentage of symbols that are named right, the mean and the standard
+deviation over the seeds, and how many of all runs reach 90 %.
 """
 
 import sys
@@ -18,12 +19,16 @@ from claims.arguments import add_seeds, parse
 from command_line import Parser, command, positive, positive_float
 from tables import markdown, mean_and_spread
 
-# Names, residuals and biases of their gates.
+# Names, residuals, biases of their gates, and whether embeddings are scaled and a norm
+# follows the last block.
 KINDS = {
-    "xl": ("post_norm", None),
-    "trxl-i": ("reordered", None),
-    "gtrxl": ("gated", 2.0),
-    "gtrxl-bias-0": ("gated", 0.0),
+    "xl": ("post_norm", None, False),
+    "xl-scaled": ("post_norm", None, True),
+    "trxl-i": ("reordered", None, False),
+    "trxl-i-scaled": ("reordered", None, True),
+    "gtrxl": ("gated", 2.0, False),
+    "gtrxl-scaled": ("gated", 2.0, True),
+    "gtrxl-bias-0-scaled": ("gated", 0.0, True),
 }
 
 
@@ -79,7 +84,7 @@ def make_model(kind, learning_rate, seed, arguments):
     )
 
     keras.utils.set_random_seed(seed)
-    residual, bias = KINDS[kind]
+    residual, bias, scaled = KINDS[kind]
     model = EfficientCausalLM(
         EfficientTransformerBackbone(
             vocabulary_size=arguments.symbols**2 + 2,
@@ -88,8 +93,8 @@ def make_model(kind, learning_rate, seed, arguments):
             hidden_dim=arguments.dim,
             intermediate_dim=2 * arguments.dim,
             attention="xl",
-            residual=residual,
-            embedding="untied",
+            residual={"kind": residual, "final_norm": scaled or None},
+            embedding={"output": "untied", "scale": scaled},
         )
     )
     if bias is not None:

@@ -164,6 +164,33 @@ def test_decoders_are_causal(name):
     assert np.abs(changed[:, 8:] - expected[:, 8:]).max(axis=(0, 2)).min() > 1e-4
 
 
+@pytest.mark.parametrize("kind", ["gated", "reordered", "post_norm"])
+def test_any_kind_of_residual_can_have_a_final_norm(kind):
+    options = dict(
+        vocabulary_size=8,
+        num_layers=1,
+        num_heads=1,
+        hidden_dim=4,
+        intermediate_dim=8,
+    )
+
+    def make(final_norm):
+        keras.utils.set_random_seed(0)
+        residual = {"kind": kind, "final_norm": final_norm}
+        return EfficientTransformerBackbone(**options, residual=residual)
+
+    tokens = np.arange(8)[None]
+    data = {"token_ids": tokens, "padding_mask": tokens >= 0}
+    plain, normed = (to_numpy(make(final_norm)(data)) for final_norm in (None, True))
+    centred = plain - plain.mean(-1, keepdims=True)
+    expected = centred / np.sqrt(plain.var(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(normed, expected, rtol=1e-4, atol=1e-5)
+    again = EfficientTransformerBackbone.from_config(make(True).get_config())
+    assert again.decoder.final_norm is not None
+    pre_norm = EfficientTransformerBackbone(**options, residual={"final_norm": False})
+    assert pre_norm.decoder.final_norm is None
+
+
 def test_recurrence_shares_weights():
     once, twice = (make_backbone("defaults", recurrence=n) for n in (1, 2))
     twice.set_weights(once.get_weights())

@@ -154,7 +154,7 @@ def test_the_task_of_the_gates_names_the_stream():
 
 def test_the_bias_of_the_gates_is_set():
     arguments = claim_gates.parse_arguments("--dim 4 --heads 2 --layers 2".split())
-    for kind, bias in (("gtrxl", 2.0), ("gtrxl-bias-0", 0.0)):
+    for kind, bias in (("gtrxl", 2.0), ("gtrxl-bias-0-scaled", 0.0)):
         model = claim_gates.make_model(kind, 1e-3, 0, arguments)
         found = [w for w in model.weights if w.path.endswith("gate/bias")]
         assert len(found) == 4

@@ -214,8 +214,9 @@ class ResidualOptions(Options):
         layer_dropout: Rate at which a row of the batch goes without a sublayer, and
             its gate, in training (stochastic depth, [Huang et al.,
             2016](https://arxiv.org/abs/1603.09382)). Defaults to 0.
-        final_norm: Whether a norm stands at the end of the blocks, if their kind wants
-            one. Defaults to `True`.
+        final_norm: Whether a norm follows the last block. Defaults to `None`: what the
+            kind's paper has, which is one except for `"post_norm"`, `"reordered"` and
+            the gated kinds.
         output_dropout: Rate of dropout on the output of the last block, after that
             norm. Defaults to 0.
         streams: What becomes of the two streams of `"reversible"` at the end: their
@@ -230,7 +231,7 @@ class ResidualOptions(Options):
     norm: str = "layer_norm"
     norm_epsilon: float = 1e-5
     layer_dropout: float = 0.0
-    final_norm: bool = True
+    final_norm: bool | None = None
     output_dropout: float = 0.0
     streams: str = "mean"
 

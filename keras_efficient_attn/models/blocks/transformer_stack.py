@@ -44,8 +44,8 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
         blocks: List of `TransformerBlock`, of the same `residual` and `norm`.
         num_recurrences: How often the blocks are applied, with the same weights.
             Defaults to 1.
-        final_norm: Whether a norm stands at the end, if the residuals want one.
-            Defaults to `True`.
+        final_norm: Whether a norm follows the last block. Defaults to `None`: what the
+            paper of the blocks' residuals has, see `ResidualOptions`.
         output_dropout: Rate of dropout on the output. Defaults to 0.
         streams: `"mean"` (the default) or `"concatenated"`: the output of reversible
             residuals.
@@ -73,7 +73,7 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
         self,
         blocks,
         num_recurrences=1,
-        final_norm=True,
+        final_norm=None,
         output_dropout=0.0,
         streams="mean",
         **kwargs,
@@ -81,7 +81,7 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
         # autocast=False: a state keeps its float32 under a mixed policy.
         super().__init__(autocast=False, **kwargs)
         check_positive_int("num_recurrences", num_recurrences)
-        check_bool("final_norm", final_norm)
+        check_bool("final_norm", final_norm, optional=True)
         self.blocks = list(blocks)
         self.num_recurrences = num_recurrences
         # Set by `UniversalTransformer` only.
@@ -94,7 +94,9 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
             output_dropout, dtype=self.dtype_policy, name="output_dropout"
         )
         first = self.blocks[0]
-        if final_norm and first.attention_residual.final_norm:
+        if final_norm is None:
+            final_norm = first.attention_residual.final_norm
+        if final_norm:
             self.final_norm = get_norm(
                 first.norm,
                 first.norm_epsilon,
