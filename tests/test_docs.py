@@ -69,3 +69,23 @@ def test_the_table_of_names_is_the_registry():
         if attention_class(name).__module__.startswith("keras_efficient_attn.")
     }
     assert table == own
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in sorted(DOCS.rglob("*.md")) if page.parent.name != "benchmarks"],
+    ids=lambda page: str(page.relative_to(DOCS)),
+)
+def test_pages_for_users_are_short(page):
+    assert len(page.read_text().split()) <= 1200
+
+
+# What was before, and when, is for the changelog.
+HISTORY = r"[Ss]ince then|[Ll]ater that day|an earlier day|were here before|no longer"
+
+
+@pytest.mark.parametrize(
+    "page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS))
+)
+def test_pages_tell_no_history(page):
+    assert not re.findall(HISTORY, page.read_text())
