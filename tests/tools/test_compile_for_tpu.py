@@ -86,7 +86,7 @@ def lowered_kernel(rows, block):
         (["--model"], "--model"),
         (["--repeats", "3"], "--repeats 3"),
         (["--out", "here"], "--out"),
-        (["--against", __file__], "no file that this command wrote"),
+        (["--against", __file__], "not a file that this command wrote"),
     ],
 )
 def test_what_has_no_estimate_is_refused_in_one_line(

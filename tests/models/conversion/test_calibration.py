@@ -239,7 +239,7 @@ def test_refusals():
     data = families.inputs(backbone)
     vq, local = "vq", families.LOCAL
     for attention, options, message in (
-        (local, dict(calibrate=data), "LocalAttention .* nothing to fit"),
+        (local, dict(calibrate=data), "LocalAttention .* cannot be calibrated"),
         (vq, dict(calibrate=[]), "at least one batch"),
         (vq, dict(budget=0.1), "layers=None, budget=0.1"),
         (vq, dict(layers="auto", calibrate=data), "budget=None"),
