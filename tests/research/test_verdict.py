@@ -278,13 +278,13 @@ def write_costs(folder, seconds):
     """Files of the part `cost`, for a dict from modes to one of layers to seconds."""
     folder.mkdir()
     for mode, layers in seconds.items():
-        settings = Settings(tuple(layers), (16384,), mode=mode, backend="jax")
+        settings = Settings(tuple(layers), (4096,), mode=mode, backend="jax")
         records = [
-            Record(name, "jax", mode, 16384, "ok", seconds=value, memory_bytes=2**21)
+            Record(name, "jax", mode, 4096, "ok", seconds=value, memory_bytes=2**21)
             for name, value in layers.items()
         ]
         comparison = Comparison(settings, records, {})
-        write_json(comparison, folder / f"{mode}-jax-16384.json")
+        write_json(comparison, folder / f"{mode}-jax-4096.json")
 
 
 def test_the_tables_have_means_deviations_and_costs(tmp_path):
