@@ -162,7 +162,14 @@ def summary(rows, costs, short=False):
             causal = "always" if CANDIDATES[name].causal_only else "optional"
             cells += [yes(replaces), causal, min(map(len, row.values()))]
         lines.append([name, *cells])
-    return markdown(header, lines)
+    # Without columns of what nobody has measured.
+    columns = [
+        column
+        for column in zip(header, *lines, strict=True)
+        if set(column[1:]) != {"-"}
+    ]
+    header, *lines = zip(*columns, strict=True)
+    return markdown(list(header), lines)
 
 
 def cost_table(costs):
