@@ -44,7 +44,7 @@ def test_every_guide_has_a_small_setting():
 
 def plain(text):
     """The lines without their numbers, each once."""
-    text = re.sub(r"[\d.,]+(m?s\b)?", "0", text)
+    text = re.sub(r"[\d.,]+(e-?\d+)?(m?s\b)?", "0", text)
     lines = {" ".join(line.split()) for line in text.splitlines()}
     # Keras names no epoch where there is one.
     return lines - {"Epoch 0/0"}
