@@ -111,7 +111,8 @@ class StreamingState:
             dtype = keras.backend.standardize_dtype(tensor.dtype)
             if _kind_of(dtype) not in ("floats", _kind_of(spec[name][1])):
                 raise ValueError(
-                    "`state` must have the dtypes that `get_initial_state` gives. "
+                    "`state` must have floats, integers and booleans where "
+                    "`get_initial_state` has them. "
                     f"Received: state[{name!r}].dtype={dtype}, instead of "
                     f"{spec[name][1]}"
                 )
