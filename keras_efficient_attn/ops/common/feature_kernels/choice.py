@@ -66,7 +66,17 @@ def choose_kernel(query, key, value, state, config):
         ValueError: If the configuration names a kernel that cannot run.
     """
     tensors = query, key, value, *(state or {}).values()
-    return _module(_choose(LIMITS, tensors, config))
+    name = _choose(LIMITS, tensors, config)
+    # Written as statements, which `torch.compile` can trace.
+    if name is None:
+        return None
+    if name == "pallas":
+        from keras_efficient_attn.ops.common.feature_kernels import pallas as module
+    elif name == "triton":
+        from keras_efficient_attn.ops.common.feature_kernels import triton as module
+    else:
+        from keras_efficient_attn.ops.common.feature_kernels import fla as module
+    return module
 
 
 def choose_gated_kernel(query, key, value, state, config):
@@ -98,19 +108,6 @@ def _choose(limits, tensors, config, other_obstacle=lambda *_: None):
 
     offered = {name: KERNELS[name] for name in limits}
     return kernels.choose(offered, asked, tensors, obstacle)
-
-
-def _module(name):
-    # Written as statements, which `torch.compile` can trace.
-    if name is None:
-        return None
-    if name == "pallas":
-        from keras_efficient_attn.ops.common.feature_kernels import pallas as module
-    elif name == "triton":
-        from keras_efficient_attn.ops.common.feature_kernels import triton as module
-    else:
-        from keras_efficient_attn.ops.common.feature_kernels import fla as module
-    return module
 
 
 def _obstacle(name, tensors, config, most_dim, most_features):
