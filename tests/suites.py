@@ -52,6 +52,8 @@ NIGHTLY = (
 )
 # In the gate although they begin as above.
 KEPT = (
+    "distribution/test_in_own_processes.py::test_on_eight_devices[check_model_",
+    "distribution/test_in_own_processes.py::test_on_eight_devices[check_sequence_",
     "contract/test_settings.py::test_tasks_and_their_files[classifier]",
     "contract/test_torch_compile.py::test_a_layer_is_one_program[grid]",
     "contract/test_torch_compile.py::test_a_layer_is_one_program[elu]",
@@ -73,8 +75,9 @@ ONE_BACKEND = (
     "test_outside_layer.py",
 )
 # On all backends although they begin as above: a backbone by its definition, generation
-# from states, a task that is trained and saved, and a converted model.
+# from states, a task that is trained and saved, a converted model, and JAX's devices.
 EVERY_BACKEND = (
+    "distribution/test_in_own_processes.py::test_on_eight_devices",
     "models/test_backbone.py::test_a_decoder_is_the_transformer_of_the_definition",
     "models/tasks/test_causal_lm.py::test_generation_equals",
     "models/tasks/test_tasks.py::test_training_goes_on_after_loading",

@@ -97,6 +97,9 @@ class SequenceParallel:
         `VQAttention`: in self-attention without a `state`. Codes, and a `window` beside
         features, have to be causal. The compiler splits all other computations.
 
+        Pad rows on the right: masked positions keep their places, because the others
+        would have to move from device to device.
+
         A function that is compiled within the scope stays split.
 
         Raises:

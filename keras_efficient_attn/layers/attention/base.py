@@ -469,9 +469,16 @@ class EfficientAttention(
         if document_ids is not None and in_turn:
             self._check_state(*inputs[:2], call)
             return self._attend_by_document(inputs, document_ids, call, options)
+        splits = sequence_parallel.ACTIVE and state is None
+        if splits and inputs[0].shape[1] == inputs[2].shape[1]:
+            split = self._split_of(inputs[0], call, document_ids)
+            call = dataclasses.replace(call, split=split)
         moved = None
         if call.query_mask is not None or call.key_mask is not None:
-            keeps_places = self.keeps_places and state is None
+            # No position moves to another device.
+            keeps_places = call.split is not None or (
+                self.keeps_places and state is None
+            )
             inputs, call, moved = move_to_front(inputs, call, keeps_places)
         if document_ids is not None:
             order = None if moved is None else moved.query
@@ -484,8 +491,6 @@ class EfficientAttention(
                 state=self._as_own_state(call.state),
                 lengths=row_lengths(call.key_mask),
             )
-        elif sequence_parallel.ACTIVE and inputs[0].shape[1] == inputs[2].shape[1]:
-            call = dataclasses.replace(call, split=self._split_of(inputs[0], call))
         if 0 in (inputs[0].shape[1], inputs[2].shape[1]):
             output, more = self._attend_to_nothing(*inputs, call)
         else:
@@ -578,7 +583,7 @@ class EfficientAttention(
             key, value = self._for_query_heads(key), self._for_query_heads(value)
         return query, key, value, call
 
-    def _split_of(self, query, call):
+    def _split_of(self, query, call, document_ids):
         """The `SequenceParallel` of the current scope, or `None` for other layers.
 
         Raises:
@@ -588,7 +593,7 @@ class EfficientAttention(
         reach = self.split_reach(call)
         if reach is None:
             return None
-        if call.documents is not None:
+        if document_ids is not None:
             raise ValueError(
                 "Rows that are split over devices hold one document each: leave out "
                 "`document_ids`, or the scope of `SequenceParallel`. Received: both"

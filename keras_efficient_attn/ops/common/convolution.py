@@ -89,9 +89,10 @@ def causal_convolution(x, kernel, past=None, lengths=None, documents=None):
         `None` without `past`.
     """
     length, reach = shape_of(x)[1], kernel.shape[0] - 1
-    before = past
     if past is None:
-        before = ops.zeros((shape_of(x)[0], reach, *x.shape[2:]), x.dtype)
-    padded = ops.concatenate([ops.cast(before, x.dtype), x], axis=1)
+        # Not a concatenation, for which XLA would move positions split over devices.
+        padded = pad(x, [(0, 0), (reach, 0), *[(0, 0)] * (len(x.shape) - 2)])
+    else:
+        padded = ops.concatenate([ops.cast(past, x.dtype), x], axis=1)
     output = depthwise(padded, kernel, length, documents, reach)
     return output, None if past is None else keep_last(padded, length, lengths)

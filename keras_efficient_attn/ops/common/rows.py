@@ -6,7 +6,10 @@ import typing
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
+
+if BACKEND == "jax":
+    import jax
 
 
 def take_rows(index, *sources):
@@ -20,6 +23,13 @@ def take_rows(index, *sources):
         A list of `(*tables, count, ...)`.
     """
     axes = len(index.shape) - 1
+    if BACKEND == "jax":
+        # A gather of which XLA knows that tables are independent: it splits them over
+        # devices, and moves no table.
+        take = _entries
+        for _ in range(axes):
+            take = jax.vmap(take)
+        return [take(source, index) for source in sources]
     *tables, length = shape_of(sources[0])[: axes + 1]
     number = math.prod(tables)
     offset = ops.arange(number, dtype="int32") * length
@@ -30,6 +40,10 @@ def take_rows(index, *sources):
         flat = ops.reshape(source, (number * length, *tail))
         taken.append(ops.take(flat, index, axis=0))
     return taken
+
+
+def _entries(table, index):
+    return table.at[index].get(mode="promise_in_bounds")
 
 
 class Rows(typing.NamedTuple):

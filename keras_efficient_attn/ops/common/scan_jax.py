@@ -53,6 +53,9 @@ def _differentiable(step, gradient, num_steps, carry, xs, consts):
 
 def _loop(step, num_steps, carry, xs, consts):
     """The results of the scan, and the carry before each step."""
+    if num_steps == 1:
+        # Without slices, which XLA does not split over devices.
+        return step(carry, xs, consts), carry
 
     def body(state, i):
         carry, ys = state
@@ -76,6 +79,18 @@ def _forward(step, gradient, num_steps, carry, xs, consts):
 def _backward(step, gradient, num_steps, kept, upstream):
     carries, xs, consts, ys = kept
     grad_carry, grad_ys = upstream
+    zeros = [
+        tuple(np.zeros(x.shape, jax.dtypes.float0) for x in group)
+        for group in (xs, consts)
+    ]
+    if num_steps == 1:
+        # `recompute_scan` leaves a single step without a gradient to JAX.
+        grads = gradient(carries, xs, consts, ys, grad_carry, grad_ys)
+        own = (
+            _of_real(grad, x) for grad, x in zip(grads[1:], (xs, consts), strict=True)
+        )
+        grad_xs, grad_consts = map(_with_others, own, (xs, consts), zeros)
+        return grads[0], grad_xs, grad_consts
 
     def pull_step(carry, i, x, grad_carry):
         grad_y = _cut(grad_ys, i, num_steps)
@@ -103,10 +118,6 @@ def _backward(step, gradient, num_steps, kept, upstream):
     inputs = jnp.arange(num_steps), carries
     state, _ = lax.scan(body, state, inputs, reverse=True)
     grad_carry, grad_consts, buffers, grad_x = state
-    zeros = [
-        tuple(np.zeros(x.shape, jax.dtypes.float0) for x in group)
-        for group in (xs, consts)
-    ]
     grad_xs = _with_others(_write(buffers, 0, grad_x), xs, zeros[0])
     return grad_carry, grad_xs, _with_others(grad_consts, consts, zeros[1])
 

@@ -95,7 +95,14 @@ def _traced_product(function, arguments):
 
 
 class _Rows:
-    """Steps that each take a row of the leading axis."""
+    """Steps that each take a row of the leading axis.
+
+    Attributes:
+        number: Of steps.
+        cuts_rows: Whether a step's tensors have an axis less than all of them.
+    """
+
+    cuts_rows = True
 
     def __init__(self, number):
         self.number = number
@@ -119,6 +126,8 @@ class _Rows:
 class _Positions(_Rows):
     """Steps that each take an equal number of positions of axis 1."""
 
+    cuts_rows = False
+
     def split(self, tensor):
         return torch.split(tensor, tensor.shape[1] // self.number, 1)
 
@@ -138,6 +147,9 @@ class _Outputs:
         self.whole = None
 
     def write(self, i, tensors):
+        if self._steps.number == 1 and not self._steps.cuts_rows:
+            self.whole = tuple(tensors)
+            return
         if self.whole is None:
             self.whole = tuple(map(self._steps.space_for, tensors))
             self._parts = list(map(self._steps.split, self.whole))
