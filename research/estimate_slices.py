@@ -143,7 +143,9 @@ def estimate(model, arguments, size, strategy):
 
     shape = PRODUCTS[size] if strategy == "product" else MESHES[size][strategy]
     rows, by_model, by_sequence = shape
-    mesh = keras.distribution.DeviceMesh(shape, AXES, devices(f"v5e:{size}"))
+    mesh = keras.distribution.DeviceMesh(
+        shape, AXES, devices(TARGETS[TARGET], math.prod(shape))
+    )
     layout_map = make_layout_map(mesh, by_model, by_sequence)
     distribution = keras.distribution.ModelParallel(
         layout_map=layout_map, batch_dim_name="batch"

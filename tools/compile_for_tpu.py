@@ -12,9 +12,11 @@ one over a tenth longer. It runs in the root of a checkout and needs the extra
 `tpu-compile`.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
+import math
 import pathlib
 import sys
 import tempfile
@@ -136,6 +138,14 @@ def parse_arguments(argv):
     )
     add("--causal", action="store_true")
     add("--target", choices=TARGETS, default="tpu-v5e", help="default: %(default)s")
+    add(
+        "--devices",
+        nargs=2,
+        type=int,
+        metavar=("ROWS", "HEADS"),
+        help="divide rows of the batch and heads over so many devices each, of a slice "
+        "of as many; default: one device",
+    )
     cli.add_files(parser, "a file of --save", "and the exit status is then 1")
     return vars(parser.parse_args(argv))
 
@@ -144,21 +154,29 @@ def main(argv=None):
     """Runs the command; returns its exit status."""
     try:
         arguments = parse_arguments(argv)
-        save, against, target = map(arguments.pop, ("save", "against", "target"))
+        names = "save", "against", "target", "devices"
+        save, against, target, split = map(arguments.pop, names)
         settings = cli.make_settings({**arguments, "backend": "jax"})
+        check_split(split, settings, target)
         if importlib.util.find_spec("libtpu") is None:
             raise cli.UsageError(
                 "libtpu is not installed: pip install -e '.[tpu-compile]'"
             )
         before = cli.prepare_files(settings, save, against)
-        if before is not None and before.environment.get("target") != target:
-            raise cli.UsageError(f"--against {against}: has no estimates for {target}")
+        if before is not None:
+            same = [before.environment.get(name) for name in ("target", "devices")]
+            if same != [target, split]:
+                raise cli.UsageError(
+                    f"--against {against}: has no estimates for {target} with "
+                    f"--devices {split}"
+                )
     except ValueError as error:
         return cli.refuse("compile_for_tpu", error)
-    estimates = list(estimate_all(settings, target))
-    print(table(settings, target, estimates))
+    estimates = list(estimate_all(settings, target, split=split))
+    print(table(settings, target, estimates, split))
     records = [estimate.record(settings.mode) for estimate in estimates]
-    comparison = Comparison(settings, records, {"target": target, **versions()})
+    environment = {"target": target, "devices": split, **versions()}
+    comparison = Comparison(settings, records, environment)
     if save is not None:
         write_json(comparison, save)
     if before is None:
@@ -169,13 +187,26 @@ def main(argv=None):
     return int(failed or any(ratio > SLOWER for ratio in ratios))
 
 
+def check_split(split, settings, target):
+    """Raises `UsageError` unless the devices can share rows and heads."""
+    if split is None:
+        return
+    (rows, heads), most = split, TARGETS[target].slices[-1][0]
+    divides = min(split) > 0 and not (settings.batch % rows or settings.heads % heads)
+    if not divides or rows * heads > most:
+        raise cli.UsageError(
+            f"--devices {rows} {heads}: must divide --batch {settings.batch} and "
+            f"--heads {settings.heads}, and be at most {most} devices"
+        )
+
+
 def versions():
     """The versions that an estimate depends on, as a dict."""
     names = "libtpu", "jax", "keras"
     return {name: importlib.metadata.version(name) for name in names}
 
 
-def estimate_all(settings, target, with_kernels=True):
+def estimate_all(settings, target, with_kernels=True, split=None):
     """Yields an `Estimate` for each layer and length, each from a new process.
 
     Args:
@@ -184,10 +215,12 @@ def estimate_all(settings, target, with_kernels=True):
         with_kernels: Whether handwritten kernels have an estimate, too. A program with
             kernels is then compiled again, and the compiler takes longer to write its
             schedules than to compile it.
+        split: `(rows, heads)`: how many devices divide each. Defaults to `None`: one.
     """
     for length in settings.lengths:
         for contestant in settings.layers:
-            request = {"task": settings.task(contestant, length), "target": target}
+            task = settings.task(contestant, length)
+            request = {"task": task, "target": target, "split": split}
             reply = _compile(request)
             if with_kernels and reply.get("kernels"):
                 seconds = reply["compile_seconds"]
@@ -217,28 +250,77 @@ def _compile(request):
 def answer(request):
     """The worker's side: the reply to a request; a failure is a reply too."""
     try:
-        workload = build_workload(request["task"])
-        return compile_workload(workload, request["target"], request.get("schedules"))
+        workload = build_workload(request.pop("task"))
+        compiled, seconds = compile_workload(workload, **request)
+        return {**figures(compiled, workload, **request), "compile_seconds": seconds}
     except Exception as error:
         return describe_failure(error, building=True)
 
 
-def compile_workload(workload, target, schedules=None):
-    """All fields of an `Estimate` except contestant and length, as a dict.
+def compile_workload(workload, target, split=None, schedules=None):
+    """The compiled program of a workload, and the seconds that compiling took.
 
     Args:
         workload: `Workload`.
         target: Name in `TARGETS`.
+        split: As for `estimate_all`.
+        schedules: The folder in which the compiler writes schedules, if it does.
+    """
+    target = TARGETS[target]
+    inputs = workload.make_inputs(np.random.default_rng(0))
+    scope, sharding_of = place(target, split)
+    start = time.perf_counter()
+    with plan_for(target.kind), scope:
+        compiled = workload.program.compile_for(sharding_of, inputs)
+    return compiled, time.perf_counter() - start
+
+
+def place(target, split):
+    """The scope of a program, and the function from a tensor to its sharding.
+
+    Args:
+        target: `Target`.
+        split: As for `estimate_all`.
+    """
+    # The command names layers and targets without them.
+    import jax
+    import keras
+
+    if split is None:
+        (device,) = devices(target)
+        sharding = jax.sharding.SingleDeviceSharding(device)
+        return contextlib.nullcontext(), lambda x: sharding
+    from keras_efficient_attn.models import EfficientTransformerBackbone
+
+    names = "batch", "model"
+    described = np.array(devices(target, math.prod(split))).reshape(split)
+    mesh = keras.distribution.DeviceMesh(split, names, described)
+    distribution = keras.distribution.ModelParallel(
+        layout_map=EfficientTransformerBackbone.get_layout_map(mesh),
+        batch_dim_name="batch",
+    )
+
+    def sharding_of(x):
+        if isinstance(x, keras.Variable):
+            axes = distribution.get_variable_layout(x).axes
+        else:
+            axes = distribution.get_data_layout(x.shape).axes
+        spec = jax.sharding.PartitionSpec(*axes)
+        return jax.sharding.NamedSharding(mesh.backend_mesh, spec)
+
+    return distribution.scope(), sharding_of
+
+
+def figures(compiled, workload, target, split=None, schedules=None):
+    """The figures of an `Estimate`, as a dict.
+
+    Args:
+        compiled: From `compile_workload`.
+        workload, target, split: As there.
         schedules: The folder with the compiler's schedules of kernels. Defaults to
             `None`: kernels have no estimate.
     """
     target = TARGETS[target]
-    inputs = workload.make_inputs(np.random.default_rng(0))
-    device = devices(target.topology)[0]
-    start = time.perf_counter()
-    with plan_for(target.kind):
-        compiled = workload.program.compile_for(device, inputs)
-    seconds = time.perf_counter() - start
     text = compiled.as_text()
     cycles, kernels = estimated_cycles(text)
     whole = None if kernels else cycles
@@ -249,7 +331,8 @@ def compile_workload(workload, target, schedules=None):
     if whole is not None:
         kernel_seconds = (whole - cycles) / target.clock
         if useful is not None:
-            share = useful / (whole / target.clock) / target.peak
+            each = useful / math.prod(split or (1,))
+            share = each / (whole / target.clock) / target.peak
     return {
         "status": OK,
         "seconds": cycles / target.clock,
@@ -257,11 +340,10 @@ def compile_workload(workload, target, schedules=None):
         "kernel_seconds": kernel_seconds,
         "peak_share": share,
         "temporary_bytes": int(compiled.memory_analysis().temp_size_in_bytes),
-        "compile_seconds": seconds,
     }
 
 
-def table(settings, target, estimates):
+def table(settings, target, estimates, split=None):
     """The estimates as lines of text, with a legend."""
     rows = [
         (
@@ -294,8 +376,9 @@ def table(settings, target, estimates):
             )
         )
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
+    devices_used = target if split is None else f"{split[0]} x {split[1]} {target}"
     about = (
-        f"Estimates of the compiler for {target} ({used}), not "
+        f"Estimates of the compiler for {devices_used} ({used}), not "
         f"measurements: {settings.mode}{', causal' if settings.causal else ''}, batch "
         f"{settings.batch}, {settings.heads} heads of {settings.head_dim}, "
         f"{settings.dtype}; kernel ms: by their schedules, not in ms; of peak: with "

@@ -21,20 +21,21 @@ class Target:
     """An accelerator to compile for.
 
     Attributes:
-        topology: The compiler's name for the smallest slice of this accelerator.
+        slices: Pairs of a number of devices and the compiler's name for a slice of as
+            many, the smallest first.
         kind: Device kind, used to choose the operations' plans.
         clock: Cycles per second.
         peak: Operations per second of products of bfloat16 matrices.
     """
 
-    topology: str
+    slices: tuple
     kind: str
     clock: float
     peak: float
 
 
 # 4 matrix units of 128 by 128, each with a product and a sum per cycle.
-TARGETS = {"tpu-v5e": Target("v5e:2x2", "tpu", 1.5e9, 197e12)}
+TARGETS = {"tpu-v5e": Target(((4, "v5e:2x2"), (16, "v5e:4x4")), "tpu", 1.5e9, 197e12)}
 # Environment variables of a process that compiles: the compiler looks for no device,
 # and JAX computes on the CPU.
 ENVIRONMENT = {
@@ -61,13 +62,14 @@ _KERNEL_BODY = re.compile(_KERNEL.pattern + r'.*?"body":"([^"]+)"', re.DOTALL)
 _BUNDLES = re.compile(r"total scheduled bundles:\s+(\d+)")
 
 
-def devices(topology):
-    """The devices of a slice, such as `"v5e:2x2"`, as a list."""
+def devices(target, count=1):
+    """The first devices of the smallest slice that has `count` of them, as a list."""
     # JAX is imported where it is used: a command names targets without it.
     from jax.experimental import topologies
 
-    description = topologies.get_topology_desc(topology_name=topology, platform="tpu")
-    return description.devices
+    name = next(name for size, name in target.slices if size >= count)
+    description = topologies.get_topology_desc(topology_name=name, platform="tpu")
+    return description.devices[:count]
 
 
 def kernel_cycles(text, folder):

@@ -34,13 +34,18 @@ class Program:
             variable.assign(value)
         return outputs
 
-    def compile_for(self, device, inputs):
-        """The program compiled for a device, which need not be present."""
-        sharding = jax.sharding.SingleDeviceSharding(device)
-        described = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            self._arguments(inputs),
-        )
+    def compile_for(self, sharding_of, inputs):
+        """The program compiled for devices, which need not be present.
+
+        Args:
+            sharding_of: The `jax.sharding.Sharding` of a variable or an input.
+            inputs: As for a call.
+        """
+
+        def describe(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x))
+
+        described = jax.tree.map(describe, (*self._variables, *inputs))
         return self._jitted.lower(*described).compile()
 
     @property
@@ -59,9 +64,12 @@ class Program:
             - analysis.alias_size_in_bytes
         )
 
+    @property
+    def _variables(self):
+        return self._trainable, self._fixed, self._slots
+
     def _arguments(self, inputs):
-        variables = (self._trainable, self._fixed, self._slots)
-        return (*([v.value for v in group] for group in variables), *inputs)
+        return (*([v.value for v in group] for group in self._variables), *inputs)
 
     def _forward(self, trainable, fixed, slots, *inputs):
         return self._stateless(trainable, fixed, inputs)[0], []

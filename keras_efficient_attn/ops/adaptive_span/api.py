@@ -75,9 +75,10 @@ def adaptive_span_attention(
         dropout: Optional `(rate, seed)` of dropout on the normalised weights, with
             floats `(2,)` from `weight_dropout.dropout_seed`.
         implementation: `"blocks"`, or `"reference"`, the formula, which takes no
-            `state` and no `dropout`. Defaults to `None`: a kernel on a single TPU, for
-            a `window` of at most 2,049 (1,025 if not causal), without `position_key`,
-            `state` and `dropout`; otherwise blocks.
+            `state` and no `dropout`. Defaults to `None`: a kernel on a TPU, or on
+            several under a `keras.distribution`, for a `window` of at most 2,049 (1,025
+            if not causal), without `position_key`, `state` and `dropout`; otherwise
+            blocks.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a

@@ -26,7 +26,11 @@ from keras_efficient_attn.ops.common.inputs import (
 )
 from keras_efficient_attn.ops.common.numerics import max_along, where
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
-from keras_efficient_attn.ops.common.plan import block_sizes, has_one_tpu, jit_on_jax
+from keras_efficient_attn.ops.common.plan import (
+    block_sizes,
+    has_tpu_kernels,
+    jit_on_jax,
+)
 from keras_efficient_attn.ops.common.positions import shifted_to_keys
 from keras_efficient_attn.ops.common.random import drop
 from keras_efficient_attn.ops.common.single_query import attend_single
@@ -65,7 +69,7 @@ def attend_in_bands(inputs, spans, position_key, state, seed, rows, config, opti
     """
     given = state, position_key, rows.documents
     is_plain = all(x is None for x in given) and not options.dropout
-    if is_plain and config.kernels and has_one_tpu():
+    if is_plain and config.kernels and has_tpu_kernels():
         # Not imported elsewhere: Pallas is JAX's.
         from keras_efficient_attn.ops.adaptive_span import pallas
 

@@ -1,4 +1,4 @@
-"""Attention with a span in Pallas kernels, on one TPU.
+"""Attention with a span in Pallas kernels for TPUs.
 
 A program has one block of queries and reads all blocks of keys in their window; in the
 gradients of keys and values, one block of keys and all blocks of queries that see it.

@@ -1,4 +1,4 @@
-"""Pallas kernels that run over the blocks of sequences, on one TPU.
+"""Pallas kernels that run over the blocks of sequences.
 
 The grid is (batch, heads, blocks). Each operand is one of
 
@@ -13,48 +13,63 @@ The grid is (batch, heads, blocks). Each operand is one of
 On other devices Pallas interprets the kernels: the same results, slowly, for tests.
 """
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from keras_efficient_attn.ops.common.devices_jax import run_on_devices
+
 
 def call(plan, kernel, inputs, outputs, specs, scratch=None):
     """The outputs of a kernel for all blocks of all heads.
 
     Args:
-        plan: Has the grid's `batch`, `heads` and `blocks`.
-        kernel: Called with `plan`, the references of `inputs` and of `outputs` and, by
-            name, of `scratch`.
+        plan: A dataclass, has the grid's `batch`, `heads` and `blocks`.
+        kernel: Called with a device's `plan`, the references of `inputs` and of
+            `outputs` and, by name, of `scratch`.
         inputs: Tree of arrays.
         outputs: Dict of arrays, or shapes, like the outputs.
         specs: The blocks of the inputs and of the outputs, in the same structures.
         scratch: Dict, or `None`.
     """
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
 
-    def run(inputs, interpret):
+    def run(batch, heads, inputs):
+        own = dataclasses.replace(plan, batch=batch, heads=heads)
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((batch, heads, *x.shape[2:]), x.dtype),
+            outputs,
+        )
+
         def body(inputs, outputs, **scratch):
-            kernel(plan, inputs, outputs, **scratch)
+            kernel(own, inputs, outputs, **scratch)
 
-        return pl.pallas_call(
-            body,
-            out_shape=shapes,
-            grid=(plan.batch, plan.heads, plan.blocks),
-            in_specs=(specs[0],),
-            out_specs=specs[1],
-            scratch_shapes=scratch or {},
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "arbitrary")
-            ),
-            interpret=interpret,
-            name=kernel.__name__,
-        )(inputs)
+        def call_kernel(interpret, inputs):
+            return pl.pallas_call(
+                body,
+                out_shape=shapes,
+                grid=(batch, heads, plan.blocks),
+                in_specs=(specs[0],),
+                out_specs=specs[1],
+                scratch_shapes=scratch or {},
+                compiler_params=pltpu.CompilerParams(
+                    dimension_semantics=("parallel", "parallel", "arbitrary")
+                ),
+                interpret=interpret,
+                name=kernel.__name__,
+            )(inputs)
 
-    return lax.platform_dependent(
-        inputs, tpu=lambda x: run(x, False), default=lambda x: run(x, True)
-    )
+        return lax.platform_dependent(
+            inputs,
+            tpu=functools.partial(call_kernel, False),
+            default=functools.partial(call_kernel, True),
+        )
+
+    return run_on_devices(run, plan.batch, plan.heads, inputs)
 
 
 def positions(x, block, at):

@@ -124,20 +124,23 @@ def device_kind():
     return next((kind for kind in ("TPU", "GPU") if kind in kinds), "CPU").lower()
 
 
-def has_one_tpu():
-    """Whether JAX plans for one TPU; between several, XLA cannot divide a kernel."""
+def has_tpu_kernels():
+    """Whether JAX plans for one TPU, or for those of a `keras.distribution`.
+
+    Otherwise XLA would have to divide a kernel, which it cannot.
+    """
     if BACKEND != "jax" or device_kind() != "tpu":
         return False
     import jax
 
-    return jax.device_count() == 1
+    return jax.device_count() == 1 or keras.distribution.distribution() is not None
 
 
 def has_kernels(query):
-    """Whether a tensor's device has kernels: one TPU, or CUDA with PyTorch."""
+    """Whether a tensor's device has kernels: a TPU, or CUDA with PyTorch."""
     if BACKEND == "torch":
         return query.is_cuda and not in_function_transform()
-    return has_one_tpu()
+    return has_tpu_kernels()
 
 
 def block_sizes():
@@ -188,15 +191,16 @@ def jit_on_jax(*static_arguments):
             return function
         import jax
 
-        @functools.cache
-        def jit(device_kind):
+        @functools.lru_cache(16)
+        def jit(device_kind, distribution):
             # One object per plan: JAX caches compiled functions by object.
             own = functools.wraps(function)(functools.partial(function))
             return jax.jit(own, static_argnames=static_arguments)
 
         @functools.wraps(function)
         def call(*args, **kwargs):
-            return jit(device_kind())(*args, **kwargs)
+            distribution = keras.distribution.distribution()
+            return jit(device_kind(), distribution)(*args, **kwargs)
 
         return call
 

@@ -105,8 +105,9 @@ def linear_attention(
             for TPUs, with JAX; `"triton"`, kernels for NVIDIA GPUs of compute
             capability 8 or more, with PyTorch; `"fla"`, the kernels of the package
             flash-linear-attention, if installed; or `"reference"`, the quadratic
-            definition, without `state`. Defaults to `None`: `"pallas"` on a single TPU
-            and `"triton"` on a GPU with PyTorch, if they can run; otherwise chunks.
+            definition, without `state`. Defaults to `None`: `"pallas"` on a TPU, or on
+            several under a `keras.distribution`, and `"triton"` on a GPU with PyTorch,
+            if they can run; otherwise chunks.
 
             Kernels are causal and support float32 and bfloat16, and float16 on GPUs;
             static sizes, heads of at most 512 and at most 1,024 features. They choose

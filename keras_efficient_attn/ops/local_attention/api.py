@@ -91,9 +91,10 @@ def local_attention(
             splash attention for TPUs, or `"flex"`, PyTorch's FlexAttention for CUDA:
             both without `grid`, `state` and `dropout`, and for static sizes; or
             `"reference"`: the quadratic definition, without `state` and `dropout`.
-            Defaults to `None`: the device's kernel if it can run (a single TPU; a CUDA
-            device and heads of 16 or more), otherwise blocks. On a CPU, `"splash"` is
-            interpreted and `"flex"` has no gradients.
+            Defaults to `None`: the device's kernel if it can run (a TPU, or several
+            under a `keras.distribution`; a CUDA device and heads of 16 or more),
+            otherwise blocks. On a CPU, `"splash"` is interpreted and `"flex"` has no
+            gradients.
         window_bias: Optional `(distances, heads)`, the `b` of the distances `t - s` in
             a `window`, the largest first: `window - 1, …, 0` and, if not causal,
             `…, 1 - window`. Excludes kernels. Defaults to `None`: 0.

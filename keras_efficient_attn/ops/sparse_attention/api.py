@@ -86,8 +86,9 @@ def sparse_attention(
             both without `state` and `dropout`, for static sizes, and not for causal
             heads with summaries only; or `"reference"`: the matrix of `sparse_pattern`,
             without `state` and `dropout`. Defaults to `None`: the device's kernel if it
-            can run (a single TPU; a CUDA device and heads of 16 or more), otherwise
-            blocks. On a CPU, `"splash"` is interpreted and `"flex"` has no gradients.
+            can run (a TPU, or several under a `keras.distribution`; a CUDA device and
+            heads of 16 or more), otherwise blocks. On a CPU, `"splash"` is interpreted
+            and `"flex"` has no gradients.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a

@@ -107,8 +107,9 @@ def vq_attention(
         implementation: `"chunked"`, or `"reference"`, the quadratic definition, which
             has no `state` and always `gradient_through_cache`. Defaults to `None`:
             kernels where they can run, otherwise `"chunked"`. Causal attention to at
-            most 512 hard codes without `order` and `state` has one for a single TPU;
-            the window without `state` and positions, as `local_attention`.
+            most 512 hard codes without `order` and `state` has one for a TPU, or for
+            several under a `keras.distribution`; the window without `state` and
+            positions, as `local_attention`.
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a

@@ -1,4 +1,4 @@
-"""Attention to hard codes by the kernel of linear attention, on one TPU.
+"""Attention to hard codes by the kernel of linear attention for TPUs.
 
 With the code `c(s)` of key `s`, `exp(q·c(s))` is a product of features: `exp(q·code)`
 of all codes, and the one-hot vector of `c(s)`.

@@ -19,7 +19,7 @@ from keras_efficient_attn.ops.common.interval_softmax.choice import attend_windo
 from keras_efficient_attn.ops.common.masks import SlidingWindow
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import divide, merge
-from keras_efficient_attn.ops.common.plan import has_one_tpu, jit_on_jax
+from keras_efficient_attn.ops.common.plan import has_tpu_kernels, jit_on_jax
 from keras_efficient_attn.ops.common.rows import WHOLE_ROWS
 from keras_efficient_attn.ops.common.state import keep_last
 from keras_efficient_attn.ops.vq_attention import feature_kernel
@@ -217,7 +217,7 @@ def attend_to_codes(
     """
     codes, expands, kernel = codebook.codes, config.order == 2, None
     may_use_kernel = cache is None and causal and not expands and kernel_dtype
-    if may_use_kernel and has_one_tpu():
+    if may_use_kernel and has_tpu_kernels():
         kernel = feature_kernel.kernel_for(query, keys, codes, kernel_dtype)
     in_a_block = cache is None and expands and _fit_in_a_block(query, keys.key, config)
     if cache is None and kernel is None and not in_a_block:

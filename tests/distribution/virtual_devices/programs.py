@@ -70,6 +70,8 @@ def _computations(text):
     for line in text.splitlines():
         # Numbers of results, between their shapes.
         line = re.sub(r"/\*.*?\*/", "", line)
+        # Layouts, which have tiles on a TPU: `{1,0:T(8,128)}`.
+        line = re.sub(r"\{[\d,]*:[^{}]*\}", "", line)
         start = COMPUTATION.match(line)
         if start:
             lines = found.setdefault(start[2], [])

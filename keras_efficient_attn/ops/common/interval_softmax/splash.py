@@ -15,6 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from keras_efficient_attn.ops.common import private_jax
+from keras_efficient_attn.ops.common.devices_jax import run_on_devices
 from keras_efficient_attn.ops.common.interval_softmax.intervals import (
     interleave,
     sequences,
@@ -110,30 +111,33 @@ def _prepare(query, key, value, valid, pattern):
     seen = jnp.swapaxes(_sees_any(pattern, length, valid), 1, 2)
     hidden = jnp.pad(~valid, ((0, 0), (0, 0), (0, key_rows - valid.shape[-1])))
     ids = splash_attention_kernel.SegmentIds(
-        jnp.zeros((batch * heads, rows), "int32"),
-        hidden.reshape(batch * heads, -1).astype("int32"),
+        jnp.zeros((batch, heads, rows), "int32"), hidden.astype("int32")
     )
     return (query, key, value, ids), seen, cut
 
 
 def _by_position(x, shape):
-    """`(batch · heads, 1, rows, ...)` as `(batch, length, heads, ...)`."""
-    batch, length, heads, _ = shape
-    x = x.reshape(batch, heads, *x.shape[2:])[:, :, :length]
-    return jnp.swapaxes(x, 1, 2)
+    """`(batch, heads, 1, rows, ...)` as `(batch, length, heads, ...)`."""
+    return jnp.swapaxes(x[:, :, 0, : shape[1]], 1, 2)
 
 
 def _run(compute, cut, *tensors):
-    """`compute(kernel, *tensors)` for each row of tensors, on the device's kernel."""
+    """`compute(kernel, *tensors)` for each head of each row, on the device's kernel."""
 
-    def run(interpret, tensors):
-        return jax.vmap(functools.partial(compute, _kernel(*cut, interpret)))(*tensors)
+    def run(batch, heads, tensors):
+        def by_head(interpret, tensors):
+            compute_one = functools.partial(compute, _kernel(*cut, interpret))
+            return jax.vmap(compute_one)(*tensors)
 
-    return lax.platform_dependent(
-        tensors,
-        tpu=functools.partial(run, False),
-        default=functools.partial(run, True),
-    )
+        merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tensors)
+        results = lax.platform_dependent(
+            merged,
+            tpu=functools.partial(by_head, False),
+            default=functools.partial(by_head, True),
+        )
+        return jax.tree.map(lambda x: x.reshape(batch, heads, *x.shape[1:]), results)
+
+    return run_on_devices(run, *tensors[0].shape[:2], tensors)
 
 
 def _output(kernel, *inputs):
@@ -204,14 +208,13 @@ def _pad(length):
 
 
 def _one_head(x, rows):
-    """`(batch, length, heads, ...)` as `(batch · heads, 1, rows, ...)`, zero-padded.
+    """`(batch, length, heads, ...)` as `(batch, heads, 1, rows, ...)`, zero-padded.
 
     Heads see the same keys: the kernel has one mask, and programs for each head.
     """
-    batch, length, heads, *tail = x.shape
+    _, length, _, *tail = x.shape
     padding = (0, 0), (0, 0), (0, rows - length), *((0, 0) for _ in tail)
-    x = jnp.pad(jnp.swapaxes(x, 1, 2), padding)
-    return x.reshape(batch * heads, 1, rows, *tail)
+    return jnp.pad(jnp.swapaxes(x, 1, 2), padding)[:, :, None]
 
 
 @functools.lru_cache(maxsize=64)
