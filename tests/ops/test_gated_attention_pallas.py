@@ -16,7 +16,18 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from keras_efficient_attn.ops.common.feature_kernels.choice import (
+    LinearAttentionConfig,
+    given_features,
+)
+from keras_efficient_attn.ops.linear_attention.feature_maps import (
+    elu_features,
+    unit_features,
+)
 from keras_efficient_attn.ops.linear_attention.gated import pallas
+from keras_efficient_attn.ops.linear_attention.gated.api import (
+    gated_attention_with_feature_maps,
+)
 
 NAMES = "query", "key", "value", "log_decay", "beta"
 
@@ -156,6 +167,52 @@ def test_normalized_outputs_and_their_gradients(with_state, small_chunks):
     correct = exact(arrays, mask, normalize=True)
     received = outputs_and_gradients(lambda x: attend(x, mask, True), arrays)
     assert_close(received, correct)
+
+
+def unit_vectors(x):
+    return x / jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-3 * x.shape[-1])
+
+
+def positive(x):
+    return jax.nn.elu(x) + 1
+
+
+@pytest.mark.parametrize(
+    ("query_map", "key_map", "formulas"),
+    [
+        (unit_features, unit_features, (unit_vectors, unit_vectors)),
+        (elu_features, given_features, (positive, lambda x: x)),
+    ],
+    ids=["unit", "elu and none"],
+)
+def test_kernels_compute_maps_of_rows(query_map, key_map, formulas, small_chunks):
+    arrays, mask = draw_arrays(("scalar", True), 30)
+    config = LinearAttentionConfig(
+        query_map,
+        key_map,
+        arrays["query"].shape[3],
+        causal=True,
+        output="sum",
+        implementation="pallas",
+        rowwise_maps=True,
+    )
+
+    def mapped(arrays):
+        names = "query", "key"
+        features = {n: f(arrays[n]) for n, f in zip(names, formulas, strict=True)}
+        return definition({**arrays, **features}, mask)
+
+    def by_kernel(arrays):
+        tensors, rates = ([arrays[n] for n in part] for part in (NAMES[:3], NAMES[3:]))
+        output, _ = gated_attention_with_feature_maps(
+            tensors, rates, config, key_mask=jnp.asarray(mask)
+        )
+        return (output,)
+
+    with jax.enable_x64(True):
+        wide = {name: jnp.asarray(x, "float64") for name, x in arrays.items()}
+        correct = outputs_and_gradients(mapped, wide)
+    assert_close(outputs_and_gradients(by_kernel, arrays), correct)
 
 
 @pytest.mark.parametrize("length", [1, 130, 600])

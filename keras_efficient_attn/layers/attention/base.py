@@ -628,13 +628,11 @@ class EfficientAttention(
             scores = ops.where(kept, scores, ops.zeros_like(scores))
         return ops.cast(ops.transpose(scores, (0, 2, 1, 3)), self.compute_dtype)
 
-    def _rotate(self, x, start=None):
+    def _rotate(self, x, start=None, dtype=None):
         """Heads with rotary positions, if the layer has any; as `rotate_from`."""
         if self.rotary_wavelength is None:
             return x
-        # Half precision cannot tell far positions apart.
-        wide = ops.cast(x, accumulator_dtype(x))
-        return ops.cast(rotate_from(wide, start, self.rotary_wavelength), x.dtype)
+        return rotate_from(x, start, self.rotary_wavelength, dtype)
 
     def _bias_of_window(self, window, causal, dtype):
         """The bias `(distances, heads)` of a window's logits, or `None`."""

@@ -221,13 +221,11 @@ class SeparableConvolution(KeepsQuantization, keras.layers.Layer):
         """
         reach = kernel.shape[0] - 1
         x, length = zero_masked(x, exists), shape_of(x)[1]
-        after = 0 if self.causal else reach // 2
         if before is None:
-            padded = ops.pad(x, ((0, 0), (reach - after, after), (0, 0)))
-        else:
-            padded = ops.concatenate([ops.cast(before, x.dtype), x], axis=1)
-        output = depthwise(padded, kernel, length, rows.documents, reach - after)
-        return output, keep_last(padded, length, rows.lengths)
+            after = 0 if self.causal else reach // 2
+            return depthwise(x, kernel, reach - after, after, rows.documents), None
+        padded = ops.concatenate([ops.cast(before, x.dtype), x], axis=1)
+        return depthwise(padded, kernel), keep_last(padded, length, rows.lengths)
 
     def compute_output_shape(self, x_shape):
         return x_shape

@@ -10,33 +10,33 @@ from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.common.state import keep_last
 
 
-def depthwise(padded, kernel, length, documents=None, before=None):
-    """`y[t] = Σ_i kernel[i] ⊙ padded[t + i]` for the first `length` positions t.
+def depthwise(x, kernel, before=0, after=0, documents=None):
+    """`y[t] = Σ_i kernel[i] ⊙ x[t + i - before]`, with zeros around `x`.
 
     Args:
-        padded: `(batch, length + kernel_size - 1, ...)`.
+        x: `(batch, length, ...)`.
         kernel: `(kernel_size, ...)`.
-        length: Length of the output.
-        documents: The `Documents` of the output's positions, of which a position reads
-            its own. Defaults to `None`: one in each row.
-        before: With `documents`, the padding before the first position.
+        before, after: Zeros before the first position and after the last; the output
+            has `length + before + after - kernel_size + 1` positions.
+        documents: The `Documents` of `x`, of which a position reads its own; the output
+            has as many positions. Defaults to `None`: one in each row.
     """
     places = () if documents is None else (documents.position, documents.later)
-    kernel = ops.cast(kernel, padded.dtype)
-    step, gradient = _depthwise(kernel.shape[0], before if places else None)
-    if isinstance(length, int) and length == 1:
-        return step((), (padded, *places), (kernel,))[1][0]
-    _, (output,) = recompute_scan(
-        step, (), (padded, *places), (kernel,), gradient, num_steps=1
-    )
+    kernel = ops.cast(kernel, x.dtype)
+    step, gradient = _depthwise(kernel.shape[0], before, after)
+    arguments = (), (x, *places), (kernel,)
+    if isinstance(x.shape[1], int) and x.shape[1] + before + after == kernel.shape[0]:
+        return step(*arguments)[1][0]
+    _, (output,) = recompute_scan(step, *arguments, gradient, num_steps=1)
     return output
 
 
 @functools.cache
-def _depthwise(size, before):
+def _depthwise(size, before, after):
     """`(step, gradient)` for `recompute_scan`, which takes one step.
 
-    XLA's derivative of the slices and of their sums takes six times as long.
+    XLA's derivative of the slices and of their sums takes six times as long. Here both
+    are slices of a padded tensor, which XLA reads where the step before wrote it.
     """
 
     def of_document(x, i, position, later):
@@ -48,26 +48,29 @@ def _depthwise(size, before):
         return ops.where(near, x, ops.zeros_like(x))
 
     def step(carry, xs, consts):
-        (padded, *places), (kernel,) = xs, consts
-        length = shape_of(padded)[1] - size + 1
+        (x, *places), (kernel,) = xs, consts
+        length = shape_of(x)[1] + before + after - size + 1
+        tail = [(0, 0)] * (len(x.shape) - 2)
+        padded = pad(x, [(0, 0), (before, after), *tail])
         taps = (padded[:, i : i + length] for i in range(size))
         if places:
             taps = (of_document(x, i, *places) for i, x in enumerate(taps))
         return (), (sum(kernel[i] * x for i, x in enumerate(taps)),)
 
     def gradient(carry, xs, consts, y, grad_carry, grad_y):
-        (padded, *places), (kernel,), (grad,) = xs, consts, grad_y
-        length, whole = shape_of(grad)[1], shape_of(padded)[1]
-        axes = (0, 1)
-        around = [(0, 0), (size - 1, size - 1), *[(0, 0)] * (len(grad.shape) - 2)]
-        grad_padded, grad_kernel = 0.0, []
+        (x, *places), (kernel,), (grad,) = xs, consts, grad_y
+        length, given = shape_of(grad)[1], shape_of(x)[1]
+        tail = [(0, 0)] * (len(x.shape) - 2)
+        padded = pad(x, [(0, 0), (before, after), *tail])
+        around = [(0, 0), (size - 1 - before, size - 1 - after), *tail]
+        grad_x, grad_kernel = 0.0, []
         for i in range(size):
             own = of_document(grad, i, *places) if places else grad
-            spread = pad(own, around)[:, size - 1 - i : size - 1 - i + whole]
-            grad_padded = grad_padded + kernel[i] * spread
-            grad_kernel.append(ops.sum(padded[:, i : i + length] * own, axis=axes))
+            spread = pad(own, around)[:, size - 1 - i :][:, :given]
+            grad_x = grad_x + kernel[i] * spread
+            grad_kernel.append(ops.sum(padded[:, i : i + length] * own, axis=(0, 1)))
         places = map(ops.zeros_like, places)
-        return (), (grad_padded, *places), (ops.stack(grad_kernel),)
+        return (), (grad_x, *places), (ops.stack(grad_kernel),)
 
     return step, gradient
 
@@ -88,11 +91,8 @@ def causal_convolution(x, kernel, past=None, lengths=None, documents=None):
         `(output, last)`: the output, and the last `kernel_size - 1` inputs that exist;
         `None` without `past`.
     """
-    length, reach = shape_of(x)[1], kernel.shape[0] - 1
+    reach = kernel.shape[0] - 1
     if past is None:
-        # Not a concatenation, for which XLA would move positions split over devices.
-        padded = pad(x, [(0, 0), (reach, 0), *[(0, 0)] * (len(x.shape) - 2)])
-    else:
-        padded = ops.concatenate([ops.cast(past, x.dtype), x], axis=1)
-    output = depthwise(padded, kernel, length, documents, reach)
-    return output, None if past is None else keep_last(padded, length, lengths)
+        return depthwise(x, kernel, reach, documents=documents), None
+    padded = ops.concatenate([ops.cast(past, x.dtype), x], axis=1)
+    return depthwise(padded, kernel), keep_last(padded, shape_of(x)[1], lengths)

@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 from keras import ops
+from keras.backend import standardize_dtype
 
 from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
 from keras_efficient_attn.ops.common.constants import constant
@@ -111,7 +112,7 @@ def shifted_by_query(scores, width):
     return scores[..., :width]
 
 
-def rotary_embedding(x, positions, max_wavelength=10_000.0):
+def rotary_embedding(x, positions, max_wavelength=10_000.0, dtype=None):
     """Rotates pairs of channels by angles that grow with the position.
 
     The dot product of two rotated vectors depends on their positions only through
@@ -121,32 +122,42 @@ def rotary_embedding(x, positions, max_wavelength=10_000.0):
         x: `(batch, length, heads, head_dim)`, `head_dim` even.
         positions: `(batch, length)` or `(1, length)`, integers.
         max_wavelength: Wavelength of the slowest pair, in positions over 2π.
+        dtype: Of the result. Defaults to `None`: that of `x`.
 
     Returns:
-        The rotated tensor, in the shape and dtype of `x`.
+        The rotated tensor, in the shape of `x`.
 
     Reference:
         - [Su et al., 2021](https://arxiv.org/abs/2104.09864)
     """
-    half = x.shape[-1] // 2
+    # Half precision cannot tell far positions apart.
+    half, wide_dtype = x.shape[-1] // 2, accumulator_dtype(x)
     angles = position_angles(
-        positions[..., None],
-        wave_frequencies,
-        half,
-        max_wavelength,
-        dtype=accumulator_dtype(x),
+        positions[..., None], wave_frequencies, half, max_wavelength, dtype=wide_dtype
     )
-    cos, sin = (ops.cast(wave(angles), x.dtype) for wave in (cosine, sine))
-    if BACKEND == "jax" and device_kind() == "cpu":
-        # XLA joins halves, and slices their gradients, entry by entry on CPUs; this
-        # product of 1, −1 and 0 is exact, and takes half the time.
+    cos, sin, wide = cosine(angles), sine(angles), ops.cast(x, wide_dtype)
+    if BACKEND == "jax" and _turns_by_product(x):
         cos, sin = (ops.concatenate([wave, wave], axis=-1) for wave in (cos, sin))
-        turned = x @ ops.convert_to_tensor(_quarter_turn(half), x.dtype)
-        return x * cos + turned * sin
-    first, second = x[..., :half], x[..., half:]
-    return ops.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    )
+        turning = wide if device_kind() == "cpu" else x
+        turned = turning @ ops.convert_to_tensor(_quarter_turn(half), turning.dtype)
+        rotated = wide * cos + ops.cast(turned, wide_dtype) * sin
+    else:
+        first, second = wide[..., :half], wide[..., half:]
+        rotated = ops.concatenate(
+            [first * cos - second * sin, second * cos + first * sin], axis=-1
+        )
+    return ops.cast(rotated, dtype or x.dtype)
+
+
+def _turns_by_product(x):
+    """Whether XLA rotates faster by a product with a matrix of 1, −1 and 0.
+
+    It joins halves, and slices their gradients, entry by entry on CPUs, and pads them
+    to whole lanes on TPUs, whose products of bfloat16 are exact here.
+    """
+    kind = device_kind()
+    half_precision = standardize_dtype(x.dtype) == "bfloat16"
+    return kind == "cpu" or (kind == "tpu" and half_precision)
 
 
 @functools.cache
@@ -156,20 +167,20 @@ def _quarter_turn(half):
     return turn - turn.T
 
 
-def rotate_from(x, start, max_wavelength):
+def rotate_from(x, start, max_wavelength, dtype=None):
     """`rotary_embedding` of consecutive positions.
 
     Args:
         x: `(batch, length, heads, head_dim)`.
         start: Position of the first, integers `(batch,)`, or of each, `(batch,
             length)`; `None` for 0.
-        max_wavelength: As for `rotary_embedding`.
+        max_wavelength, dtype: As for `rotary_embedding`.
     """
     positions = ops.arange(shape_of(x)[1], dtype="int32")[None]
     if start is not None:
         each = len(start.shape) == 2
         positions = start if each else positions + start[:, None]
-    return rotary_embedding(x, positions, max_wavelength)
+    return rotary_embedding(x, positions, max_wavelength, dtype)
 
 
 def position_angles(positions, frequencies, *arguments, dtype):

@@ -296,11 +296,12 @@ class LinearAttention(EfficientAttention):
 
     def _prepare(self, x, dtype, position):
         """Queries or keys, normalised, rotated and scaled."""
-        x = ops.cast(x, dtype)
         if self.qk_norm:
-            x = rms_normalize(x)
-        if self.rotary_wavelength is not None:
-            x = self._rotate(x, position)
+            x = rms_normalize(ops.cast(x, dtype))
+        if self.rotary_wavelength is None:
+            x = ops.cast(x, dtype)
+        else:
+            x = self._rotate(x, position, dtype)
         return x if self._scale == 1.0 else x * self._scale
 
     def _map_inputs(self, query, key, call):

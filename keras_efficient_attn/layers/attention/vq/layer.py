@@ -537,11 +537,12 @@ class VQAttention(EfficientAttention):
 
     def _prepare(self, x, dtype, position):
         """Queries or keys, normalised, rotated and scaled."""
-        x = ops.cast(x, dtype)
         if self.qk_norm:
-            x = rms_normalize(x)
-        if self.rotary_wavelength is not None:
-            x = self._rotate(x, position)
+            x = rms_normalize(ops.cast(x, dtype))
+        if self.rotary_wavelength is None:
+            x = ops.cast(x, dtype)
+        else:
+            x = self._rotate(x, position, dtype)
         return x * self._key_dim**-0.25
 
     def _content_query(self, query):

@@ -25,6 +25,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from keras_efficient_attn.ops.common import pallas_grid
 from keras_efficient_attn.ops.common.chunking import pad_to
+from keras_efficient_attn.ops.common.feature_kernels.choice import (
+    LinearAttentionConfig,
+)
 from keras_efficient_attn.ops.common.feature_kernels.pallas_blocks import (
     along_rows,
     as_columns,
@@ -59,10 +62,14 @@ def gated_attention(tensors, rates, state, map_weights, config, operand):
         for xs in (tensors, rates)
     )
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in tensors)
-    query, key = map_features(config, query[:, :, None], key[:, :, None], map_weights)
+    # Maps without weights are computed by the kernels, of rows of positions.
+    own_maps = config if config.rowwise_maps and not map_weights else None
+    if own_maps is None:
+        given = query[:, :, None], key[:, :, None]
+        query, key = (x[:, :, 0] for x in map_features(config, *given, map_weights))
     inputs = {
-        "query": query[:, :, 0],
-        "key": key[:, :, 0],
+        "query": query,
+        "key": key,
         "value": value,
         "state": jnp.swapaxes(state, 2, 3),
     }
@@ -78,7 +85,8 @@ def gated_attention(tensors, rates, state, map_weights, config, operand):
     for name in ("query", "key", "value"):
         inputs[name] = inputs[name].astype(operand)
     chunks = next(n for n in range(CHUNKS, 0, -1) if count % n == 0)
-    plan = _Plan(*query.shape[:2], count // chunks, chunks, CHUNK, operand)
+    sizes = *query.shape[:2], count // chunks, chunks, CHUNK
+    plan = _Plan(*sizes, operand, own_maps)
     outputs = _attend(plan, inputs)
     output = outputs["output"].astype(state.dtype)
     if config.output == "normalized":
@@ -97,6 +105,7 @@ class _Plan:
         chunks: Chunks per program.
         chunk: Positions per chunk.
         operand: Dtype of matrix operands; products accumulate in float32.
+        maps: The `LinearAttentionConfig` whose maps the kernels compute, or `None`.
     """
 
     batch: int
@@ -105,6 +114,14 @@ class _Plan:
     chunks: int
     chunk: int
     operand: str
+    maps: LinearAttentionConfig | None
+
+    def features(self, query, key):
+        """Features of queries and keys `(positions, dim)`; `None` for no queries."""
+        if self.maps is None:
+            return query, key
+        mapped = map_features(self.maps, key if query is None else query, key, ())
+        return None if query is None else mapped[0], mapped[1]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -178,11 +195,13 @@ class _Chunk:
     Attributes:
         decay: `_Decay` or `_DecayByFeature`.
         beta: Column, or `None`.
-        key, value: Tensors of the chunk.
+        query, key: Features of the chunk; no queries unless `with_query`.
+        pull: Function from the gradients of both to those of the inputs.
+        value: Tensor of the chunk.
         reader, far_key: Keys, decayed from the start of the chunk and to its end.
     """
 
-    def __init__(self, plan, inputs, index):
+    def __init__(self, plan, inputs, index, with_query=True):
         self.rows = pl.ds(index * plan.chunk, plan.chunk)
         self._inputs, self.beta = inputs, None
         log_decay = inputs["log_decay"]
@@ -192,7 +211,10 @@ class _Chunk:
             self.decay = _DecayByFeature(plan, log_decay[self.rows, :])
         if "beta" in inputs:
             (self.beta,) = as_columns(inputs["beta"][:, self.rows])
-        self.key, self.value = self.load("key"), self.load("value")
+        query = self.load("query") if with_query else None
+        key, self.value = self.load("key"), self.load("value")
+        # The gradients of the tensors, from those of their features.
+        (self.query, self.key), self.pull = jax.vjp(plan.features, query, key)
         self.far_key = self.key * self.decay.to_end
         self.reader = self.key * self.decay.from_start
 
@@ -202,7 +224,9 @@ class _Chunk:
 
 def gated_attention_forward(plan, inputs, outputs, state):
     _start(inputs, state)
-    chunks = [_Chunk(plan, inputs, index) for index in range(plan.chunks)]
+    chunks = [
+        _Chunk(plan, inputs, index, "output" in outputs) for index in range(plan.chunks)
+    ]
     inverses = None
     if "beta" in inputs:
         overlaps = [
@@ -217,9 +241,8 @@ def gated_attention_forward(plan, inputs, outputs, state):
             rest = chunk.value - dot(plan, chunk.reader, before, (1, 1))
             update = dot(plan, inverses[index], chunk.beta * rest)
         if "output" in outputs:
-            query = chunk.load("query")
-            (scores,) = chunk.decay.products([query], chunk.key)
-            far_query = query * chunk.decay.from_start
+            (scores,) = chunk.decay.products([chunk.query], chunk.key)
+            far_query = chunk.query * chunk.decay.from_start
             output = dot(plan, far_query, before, (1, 1)) + dot(plan, scores, update)
             outputs["output"][chunk.rows, :] = output.astype(outputs["output"].dtype)
         else:
@@ -236,7 +259,7 @@ def gated_attention_gradient(plan, inputs, outputs, state):
     after = state[...]
     for index in reversed(range(plan.chunks)):
         chunk = _Chunk(plan, inputs, index)
-        decay, query, before = chunk.decay, chunk.load("query"), inputs["before"][index]
+        decay, query, before = chunk.decay, chunk.query, inputs["before"][index]
         grad_output, corrects = chunk.load("grad_output"), chunk.beta is not None
         far_query, far_key, reader = (
             query * decay.from_start,
@@ -279,6 +302,7 @@ def gated_attention_gradient(plan, inputs, outputs, state):
             outputs["log_decay"][:, chunk.rows] = grad_decay
         else:
             outputs["log_decay"][chunk.rows, :] = grad_decay
+        grad_query, grad_key = chunk.pull((grad_query, grad_key))
         gradients = {"query": grad_query, "key": grad_key, "value": grad_update}
         for name, gradient in gradients.items():
             outputs[name][chunk.rows, :] = gradient.astype(outputs[name].dtype)
