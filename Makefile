@@ -29,7 +29,7 @@ FORCED_CONTRACT = TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -q -n 2 \
 
 # The layers whose estimates tools/tpu_estimates.json has, and their shape.
 ESTIMATED = --layers softmax linear performer local sparse vq adaptive-span retention \
-    gated-delta reformer --lengths 16384 --heads 8 --head-dim 128 \
+    delta gated-linear gated-delta kimi-delta reformer --lengths 16384 --heads 8 --head-dim 128 \
     --dtype mixed_bfloat16 --causal --mode train
 
 # The Python of `make gpu`, and a folder of packages that it imports before others.

@@ -5,7 +5,8 @@
 Needs libtpu, `pip install -e '.[tpu-compile]'`, which only one process
 at a time can use. A row of the table has the compiler's estimates for a step of `fit`,
 with Adam and `mixed_bfloat16`: memory, the collectives of the program, and the time
-that a chip computes, without transfers between chips.
+that a chip computes, kernels included by their schedules, without transfers between
+chips.
 """
 
 import contextlib
@@ -13,11 +14,20 @@ import math
 import os
 import re
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import folders  # noqa: F401
 from command_line import Parser, UsageError, check_heads, command, positive
-from tools.tpu_estimate import ENVIRONMENT, TARGETS, devices, estimated_cycles
+from tools.compile_for_tpu import SCHEDULE_OPTIONS
+from tools.tpu_estimate import (
+    ENVIRONMENT,
+    TARGETS,
+    devices,
+    estimated_cycles,
+    kernel_cycles,
+)
 
 # Numbers of chips that split the batch, the weights, and the sequence.
 AXES = ("batch", "model", "sequence")
@@ -53,9 +63,6 @@ def parse_arguments(argv):
     if arguments.backend not in (None, "jax"):
         raise UsageError(f"--backend {arguments.backend}: this script is for jax")
     arguments.backend = "jax"
-    # Read when JAX is imported. With several devices, as on a slice, no kernel is
-    # chosen that XLA cannot partition.
-    os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="2")
     return arguments
 
 
@@ -133,8 +140,11 @@ def describe_batch(rows, length, mesh):
     return {"token_ids": tokens, "padding_mask": tokens}, tokens
 
 
-def estimate(model, arguments, size, strategy):
-    """A row of the table, without its label."""
+def estimate(model, arguments, size, strategy, schedules):
+    """A row of the table, without its label.
+
+    `schedules` is the `pathlib.Path` in which the compiler writes those of kernels.
+    """
     import jax
     import keras
 
@@ -164,7 +174,9 @@ def estimate(model, arguments, size, strategy):
     memory = compiled.memory_analysis()
     found = re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", text)
     # Reversible stacks compute in one branch; the other gives zeros and never runs.
-    cycles, _ = estimated_cycles(text, branch=max)
+    cycles, _ = estimated_cycles(text, kernel_cycles(text, schedules), branch=max)
+    for file in schedules.iterdir():
+        file.unlink()
     return {
         "milliseconds": cycles / TARGETS[TARGET].clock * 1e3,
         "state": memory.argument_size_in_bytes / 2**20,
@@ -201,9 +213,11 @@ def plot(points, path):
 
 @command(parse_arguments)
 def main(arguments):
+    folder = tempfile.TemporaryDirectory()
+    # Read when JAX is imported.
+    os.environ.update(ENVIRONMENT, LIBTPU_INIT_ARGS=f"{SCHEDULE_OPTIONS}{folder.name}")
     import jax
 
-    os.environ.update(ENVIRONMENT)
     model = make_model(arguments)
     columns = (
         "v5e",
@@ -225,7 +239,7 @@ def main(arguments):
                 print(head, f"{shape[1]} chips do not divide --heads |", flush=True)
                 continue
             try:
-                row = estimate(model, arguments, size, strategy)
+                row = estimate(model, arguments, size, strategy, Path(folder.name))
             except jax.errors.JaxRuntimeError as error:
                 print(head, f"{str(error)[:300]} |", flush=True)
                 continue

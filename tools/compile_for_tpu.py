@@ -14,6 +14,7 @@ one over a tenth longer. It runs in the root of a checkout and needs the extra
 
 import contextlib
 import dataclasses
+import datetime
 import importlib.metadata
 import importlib.util
 import math
@@ -175,7 +176,8 @@ def main(argv=None):
     estimates = list(estimate_all(settings, target, split=split))
     print(table(settings, target, estimates, split))
     records = [estimate.record(settings.mode) for estimate in estimates]
-    environment = {"target": target, "devices": split, **versions()}
+    date = datetime.date.today().isoformat()
+    environment = {"target": target, "devices": split, "date": date, **versions()}
     comparison = Comparison(settings, records, environment)
     if save is not None:
         write_json(comparison, save)
