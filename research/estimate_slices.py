@@ -20,9 +20,9 @@ from pathlib import Path
 
 import folders  # noqa: F401
 from command_line import Parser, UsageError, check_heads, command, positive
-from tools.compile_for_tpu import SCHEDULE_OPTIONS
 from tools.tpu_estimate import (
     ENVIRONMENT,
+    SCHEDULE_OPTIONS,
     TARGETS,
     devices,
     estimated_cycles,

@@ -47,6 +47,7 @@ from keras_efficient_attn.benchmark.workloads import build_workload
 from keras_efficient_attn.ops.common.plan import plan_for
 from tools.tpu_estimate import (
     ENVIRONMENT,
+    SCHEDULE_OPTIONS,
     TARGETS,
     devices,
     estimated_cycles,
@@ -62,11 +63,6 @@ from tools.compile_for_tpu import answer
 
 serve(answer)
 """
-# With these, and a folder, the compiler writes down its schedules.
-SCHEDULE_OPTIONS = (
-    "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles "
-    "--xla_jf_dump_to="
-)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,11 @@ class Target:
 
 
 # 4 matrix units of 128 by 128, each with a product and a sum per cycle.
-TARGETS = {"tpu-v5e": Target(((4, "v5e:2x2"), (16, "v5e:4x4")), "tpu", 1.5e9, 197e12)}
+TARGETS = {
+    "tpu-v5e": Target(
+        ((4, "v5e:2x2"), (16, "v5e:4x4"), (64, "v5e:8x8")), "tpu", 1.5e9, 197e12
+    )
+}
 # Environment variables of a process that compiles: the compiler looks for no device,
 # and JAX computes on the CPU.
 ENVIRONMENT = {
@@ -47,6 +51,11 @@ ENVIRONMENT = {
     # Several processes may compile at a time: none of them holds a device.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+# With these, and a folder, the compiler writes down its schedules.
+SCHEDULE_OPTIONS = (
+    "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles "
+    "--xla_jf_dump_to="
+)
 
 _HEADER = re.compile(r"^(ENTRY )?%([\w.\-<>]+) \(")
 _LOOP = re.compile(r"condition=%([\w.\-<>]+), body=%([\w.\-<>]+)")

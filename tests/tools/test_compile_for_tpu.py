@@ -87,6 +87,9 @@ def lowered_kernel(rows, block):
         (["--repeats", "3"], "--repeats 3"),
         (["--out", "here"], "--out"),
         (["--against", __file__], "not a file that this command wrote"),
+        (["--devices", "2", "1"], "must divide --batch 1"),
+        (["--devices", "1", "128", "--heads", "128"], "at most 64 devices"),
+        (["--devices", "0", "1"], "--devices 0 1"),
     ],
 )
 def test_what_has_no_estimate_is_refused_in_one_line(
@@ -116,7 +119,7 @@ def compiler(monkeypatch):
     versions = {"libtpu": "0.1", "jax": "0.2", "keras": "0.3"}
     monkeypatch.setattr(compile_for_tpu, "versions", lambda: versions)
 
-    def estimate_all(settings, target):
+    def estimate_all(settings, target, split):
         for name in settings.layers:
             yield Estimate(name, *settings.lengths, **{"status": "ok", **fields[name]})
 
@@ -162,6 +165,8 @@ def test_other_shapes_and_measured_times_are_not_compared(compiler, tmp_path, ca
     against = [*arguments, "--against", str(file)]
     assert compile_for_tpu.main([*against, "--heads", "3"]) == 2
     assert "same heads. Received: 3 now, 8 before" in capsys.readouterr().err
+    assert compile_for_tpu.main([*against, "--devices", "1", "2"]) == 2
+    assert "tpu-v5e with --devices [1, 2]" in capsys.readouterr().err
     content = json.loads(file.read_text())
     content["environment"] = {"device": "cpu"}
     file.write_text(json.dumps(content))

@@ -10,4 +10,4 @@ pytestmark = pytest.mark.any_backend
 def test_the_table_is_that_of_the_json():
     text = PAGE.read_text()
     assert page(text) == text
-    assert page(text.replace("| `gated-delta` |", "| `another` |")) == text
+    assert page(text.replace("| `gated-delta` |", "| `another` |", 1)) == text
