@@ -12,6 +12,16 @@ R = V − (φ(K) ∘ exp(G)) S        U = (I + diag(β) P)⁻¹ diag(β) R
 
 and the gradient dU of U, `N = (I + diag(β) P)⁻ᵀ dU` gives the gradients `diag(β) N` of
 R, `−diag(β) N Uᵀ` of P below the diagonal, and the row sums of `N ∘ U / β` of β.
+
+By the compiler's estimate for a TPU v5e, training of a whole layer takes with these
+kernels, by their schedules, and in chunks (causal, 16,384 positions, 8 heads of 128,
+bfloat16, 2026-11-29) 12.7 and 32.7 ms for the gated delta rule, and 7.7 and 17.3 ms for
+retention:
+
+    python -m tools.compile_for_tpu --lengths 16384 --heads 8 --head-dim 128 \\
+        --layers gated-delta gated-delta:chunk_size=256 \\
+        retention retention:chunk_size=256 \\
+        --dtype mixed_bfloat16 --mode train --causal
 """
 
 import dataclasses
