@@ -3,9 +3,11 @@
 Codebooks are `(heads, codes, dim)`. The choice of codes has no gradient.
 """
 
+import functools
+
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
 from keras_efficient_attn.ops.common.chunking import (
     by_head,
     by_position,
@@ -24,8 +26,13 @@ from keras_efficient_attn.ops.common.plan import (
     opaque_on_torch,
     symbolic,
 )
+from keras_efficient_attn.ops.common.rows import take_rows
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.vq_attention.config import make_codebook
+
+if BACKEND == "jax":
+    import jax
+    import jax.numpy as jnp
 
 # Keys per code that k-means++ reads.
 KEYS_PER_CODE = 64
@@ -111,6 +118,10 @@ def log_joint(key, codebook, sigma, log_weights=None):
 
 def look_up(codebook, index):
     """The codes at `index` `(batch, length, heads)`: `(batch, length, heads, dim)`."""
+    if BACKEND == "jax":
+        # Head by head, so that XLA splits the heads over devices.
+        take = functools.partial(jnp.take, axis=0)
+        return jax.vmap(take, in_axes=(0, 2), out_axes=2)(codebook, index)
     heads, codes, dim = codebook.shape
     flat = ops.reshape(codebook, (heads * codes, dim))
     return ops.take(flat, index + codes * ops.arange(heads, dtype="int32"), axis=0)
@@ -137,14 +148,19 @@ def code_statistics(key, index, valid, num_codes):
     heads, dim = key.shape[2:]
     weight = ops.zeros_like(key[..., :1]) + valid[:, :, None, None]
     rows = ops.concatenate([weight, key * weight], axis=-1)
-    # Indices into the codes of all heads, one head after the other.
-    index = index + num_codes * ops.arange(heads, dtype="int32")
-    totals = sum_rows(
-        ops.reshape(rows, (-1, dim + 1)),
-        ops.reshape(index, (-1,)),
-        heads * num_codes,
-    )
-    totals = ops.reshape(totals, (heads, num_codes, dim + 1))
+    if BACKEND == "jax":
+        # Head by head, as in `look_up`.
+        add = jax.vmap(lambda total, i, row: total.at[i].add(row), in_axes=(0, 2, 2))
+        totals = add(jnp.zeros((heads, num_codes, dim + 1), rows.dtype), index, rows)
+    else:
+        # Indices into the codes of all heads, one head after the other.
+        index = index + num_codes * ops.arange(heads, dtype="int32")
+        totals = sum_rows(
+            ops.reshape(rows, (-1, dim + 1)),
+            ops.reshape(index, (-1,)),
+            heads * num_codes,
+        )
+        totals = ops.reshape(totals, (heads, num_codes, dim + 1))
     return totals[..., 0], totals[..., 1:]
 
 
@@ -255,15 +271,14 @@ def random_keys(key, valid, uniforms):
     Returns:
         `(heads, codes, dim)`, and 1 or 0, `(heads, codes)`.
     """
-    heads, dim = key.shape[2:]
-    keys, valid = ops.reshape(key, (-1, heads, dim)), ops.reshape(valid, (-1,))
+    keys, valid = ops.reshape(key, (-1, *key.shape[2:])), ops.reshape(valid, (-1,))
     keys, valid = at_least_one(keys, valid)
-    keys, number = ops.reshape(keys, (-1, dim)), shape_of(valid)[0]
+    number = shape_of(valid)[0]
     place = ops.cast(uniforms * ops.cast(number, uniforms.dtype), "int32")
     # Rounding may exceed the last index.
     place = ops.where(place < number, place, number - 1)
-    head = ops.arange(heads, dtype="int32")[:, None]
-    return ops.take(keys, place * heads + head, axis=0), ops.take(valid, place, axis=0)
+    (chosen,) = take_rows(place, ops.swapaxes(keys, 0, 1))
+    return chosen, ops.take(valid, place, axis=0)
 
 
 @jit_on_jax()

@@ -44,6 +44,17 @@ def collectives(compiled):
     return _transfers(computations, entry)
 
 
+def transfers(compiled):
+    """The set of `(name, sizes)` of all results of collectives in a program."""
+    computations, _ = _computations(compiled.as_text())
+    return {
+        (name, sizes)
+        for lines in computations.values()
+        for name, shapes in filter(None, map(_transfer, lines))
+        for _, sizes in shapes
+    }
+
+
 def count(compiled):
     """How many collectives of each kind a program has."""
     return dict(collections.Counter(name for name, _ in collectives(compiled)))
@@ -81,17 +92,23 @@ def _computations(text):
     return found, entry
 
 
+def _transfer(line):
+    """`(name, shapes)` of the collective in a line, or `None`."""
+    match = COLLECTIVE.search(line)
+    if match is None:
+        return None
+    return match[2], [
+        (dtype, tuple(int(n) for n in dims.split(",") if n))
+        for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", match[1])
+    ]
+
+
 def _transfers(computations, name):
     found = []
     for line in computations[name]:
-        match = COLLECTIVE.search(line)
-        if match:
-            shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-            sizes = [
-                (dtype, tuple(int(n) for n in dims.split(",") if n))
-                for dtype, dims in shapes
-            ]
-            found.append((match[2], sizes))
+        transfer = _transfer(line)
+        if transfer:
+            found.append(transfer)
             # The computation that it calls adds two numbers.
             continue
         called = CALLED.findall(line)
