@@ -43,7 +43,7 @@ def take_rows(index, *sources):
 
 
 def _entries(table, index):
-    return table.at[index].get(mode="promise_in_bounds")
+    return table.at[index].get(mode="clip")
 
 
 class Rows(typing.NamedTuple):
