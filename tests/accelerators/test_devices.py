@@ -25,6 +25,8 @@ pytestmark = [
 # Not the size of another axis.
 LENGTH = 1536
 ROWS, HEADS, DIM = 8, 16, 64
+# Ranks of the projections of decays and gates in two factors.
+NARROW = {"gated-linear": {16}, "kimi-delta": {DIM}}
 LAYERS = [
     "linear",
     "performer",
@@ -69,6 +71,9 @@ def test_devices_run_kernels_for_their_rows_and_heads(layer, devices, monkeypatc
     # The outputs, and the gradients of the inputs: of the query, and of key and value.
     own_rows = ROWS // devices[0], LENGTH, HEADS * DIM
     sums = {("all-reduce", own_rows)} if devices[1] > 1 else set()
+    if layer in NARROW:
+        # The gradients between the two factors of a projection, over the heads.
+        sums |= {("all-reduce", (*own_rows[:2], rank)) for rank in NARROW[layer]}
     if layer == "vq":
         # The errors of the codes, a number for each position.
         sums.add(("all-reduce", own_rows[:2]))
