@@ -5,61 +5,12 @@ import importlib
 from keras_efficient_attn import distribution as distribution
 from keras_efficient_attn import layers as layers
 from keras_efficient_attn import ops as ops
-from keras_efficient_attn.layers import (
-    AdaptiveComputationTime,
-    AdaptiveRNN,
-    AdaptiveSpan,
-    ChunkedFeedForward,
-    ChunkedVocabularyLoss,
-    DeltaAttention,
-    EfficientAttention,
-    FourierAttention,
-    GatedDeltaAttention,
-    GatedLinearAttention,
-    GatedResidual,
-    KimiDeltaAttention,
-    LinearAttention,
-    LocalAttention,
-    PerformerAttention,
-    PositionBiases,
-    ReformerLSHAttention,
-    RelativePositionXL,
-    RetentionAttention,
-    ReversibleBlock,
-    ReversibleStack,
-    SoftmaxAttention,
-    SparseAttention,
-    VQAttention,
-)
+from keras_efficient_attn.layers import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AdaptiveComputationTime",
-    "AdaptiveRNN",
-    "AdaptiveSpan",
-    "ChunkedFeedForward",
-    "ChunkedVocabularyLoss",
-    "DeltaAttention",
-    "EfficientAttention",
-    "GatedDeltaAttention",
-    "GatedLinearAttention",
-    "KimiDeltaAttention",
-    "LinearAttention",
-    "LocalAttention",
-    "FourierAttention",
-    "PerformerAttention",
-    "GatedResidual",
-    "PositionBiases",
-    "ReformerLSHAttention",
-    "RelativePositionXL",
-    "RetentionAttention",
-    "ReversibleBlock",
-    "ReversibleStack",
-    "SoftmaxAttention",
-    "SparseAttention",
-    "VQAttention",
-]
+# The classes of layers; their functions stay in `layers`.
+__all__ = [name for name in layers.__all__ if isinstance(getattr(layers, name), type)]
 
 
 def __getattr__(name):
