@@ -1,7 +1,7 @@
 """Converts a byte model with softmax attention to linear attention, and distils it.
 
     python examples/distill_byte_lm.py
-    python examples/distill_byte_lm.py --attention vq:window=32,assignment=soft
+    python examples/distill_byte_lm.py --attention vq:window=32,codes=soft
     python examples/distill_byte_lm.py --only-teacher
 
 The teacher, a small Llama of bytes with rotary positions, is trained once on the source

@@ -61,7 +61,7 @@ def variants(arguments):
         }
     ways = {"full (softmax)": f"softmax:{ROTARY}"}
     for pattern in arguments.patterns:
-        sparse = f"sparse:pattern={pattern},stride={arguments.stride},{ROTARY},heads="
+        sparse = f"sparse:pattern={pattern},stride={arguments.stride},{ROTARY},factors="
         ways[f"{pattern}, interleaved"] = [f"{sparse}0", f"{sparse}1"]
         ways[f"{pattern}, merged"] = f"{sparse}merged"
         ways[f"{pattern}, split"] = f"{sparse}split"

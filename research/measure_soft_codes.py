@@ -93,17 +93,16 @@ def attention_inputs(model, tokens):
 
 def make_layer(name, codes, seed, arguments):
     """An attention layer with `codes` codes or features for all keys."""
-    from keras_efficient_attn import PerformerAttention, VQAttention
+    from keras_efficient_attn import CodeOptions, PerformerAttention, VQAttention
 
     sizes = arguments.heads, arguments.dim // arguments.heads
     if name == PERFORMER:
         return PerformerAttention(*sizes, num_features=codes, seed=seed)
     options = dict(num_codes=codes, window=None, qk_norm=False, seed=seed)
     if name in (HARD_RANDOM, K_MEANS):
-        return VQAttention(*sizes, codebook_init="random", **options)
-    return VQAttention(
-        *sizes, assignment="soft", learn_sigma=True, learn_weights=True, **options
-    )
+        return VQAttention(*sizes, codes=CodeOptions(init="random"), **options)
+    mixture = CodeOptions("soft", learn_sigma=True, learn_weights=True)
+    return VQAttention(*sizes, codes=mixture, **options)
 
 
 def convert(name, codes, teacher, inputs, seed, arguments):

@@ -393,7 +393,7 @@ def is_near(layer, i, j):
         first = i - i % layer.query_block
         last = first + layer.query_block - 1
         return first - layer.memory <= j <= last + layer.memory
-    steps = grid_steps(layer.grid, layer.query_block, layer.order)
+    steps = grid_steps(layer.grid, layer.query_block, layer.grid_order)
     return all(
         (y // size) * size - halo <= key < (y // size) * size + size + halo
         for y, key, size, halo in zip(
@@ -473,16 +473,16 @@ def vq_heads(layer, query, key, value, query_mask=None, key_mask=None, causal=Fa
     if config.relative_positions:
         u, v = scale * weights["content_bias"], scale * weights["position_bias"]
     sigma, log_weights = None, 0.0
-    if layer.assignment == "soft":
+    if layer.codes.assignment == "soft":
         codes = weights["codes"]
-        sigma = np.exp(weights.get("log_sigma", np.log(layer.codebook_config.sigma)))
+        sigma = np.exp(weights.get("log_sigma", np.log(layer.codes.sigma)))
         sigma = np.broadcast_to(sigma, codes.shape[:2])
         log_weights = weights.get("log_weights", 0.0)
     else:
         codes = weights["sum"] / np.maximum(weights["count"], 1e-2)[..., None]
     query = query + u
     position_query = query - u + v
-    if layer.assignment == "hard":
+    if layer.codes.assignment == "hard":
         query = np.einsum("bthd,hde->bthe", query, weights["query_map"])
         key = np.einsum("bthd,hde->bthe", key, weights["key_map"])
         codes = codes @ weights["key_map"]

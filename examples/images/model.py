@@ -31,7 +31,7 @@ def attention_name(name, images):
     )
     return {
         "local2d": local2d,
-        "local2d-blocks": f"{local2d},order=block",
+        "local2d-blocks": f"{local2d},grid_order=block",
         "local1d": f"local:query_block={columns},memory={columns}",
         "strided": f"sparse:pattern=strided,stride={columns}",
         "fixed": f"sparse:pattern=fixed,stride={columns},summary={max(1, width // 2)}",

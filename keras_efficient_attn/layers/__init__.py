@@ -43,6 +43,7 @@ from keras_efficient_attn.layers.attention.transformer_xl import (
     PositionBiases,
     RelativePositionXL,
 )
+from keras_efficient_attn.layers.attention.vq.codebooks import CodeOptions
 from keras_efficient_attn.layers.attention.vq.layer import VQAttention
 from keras_efficient_attn.layers.feed_forward import (
     ChunkedFeedForward,
@@ -60,6 +61,7 @@ __all__ = [
     "AdaptiveSpan",
     "ChunkedFeedForward",
     "ChunkedVocabularyLoss",
+    "CodeOptions",
     "DeltaAttention",
     "EfficientAttention",
     "LocalAttention",

@@ -27,10 +27,11 @@ class Options:
                 checks[kinds[0]](name, getattr(self, name), optional)
 
     @classmethod
-    def get(cls, identifier):
+    def get(cls, argument, identifier):
         """The options for an argument.
 
         Args:
+            argument: Its name.
             identifier: An instance, the value of its first field, or a dict of fields,
                 such as from `get_config`.
 
@@ -39,16 +40,19 @@ class Options:
         """
         if isinstance(identifier, cls):
             return identifier
-        if not isinstance(identifier, dict):
-            return cls(identifier)
         known = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(identifier, dict):
+            identifier = {known[0]: identifier}
         for name in identifier:
             if name not in known:
                 raise ValueError(
-                    f"{cls.__name__} has only the fields {', '.join(known)}. Received: "
+                    f"`{argument}` has only the fields {', '.join(known)}. Received: "
                     f"{name}={identifier[name]!r}"
                 )
-        return cls(**identifier)
+        try:
+            return cls(**identifier)
+        except ValueError as error:
+            raise ValueError(f"`{argument}`: {error}") from error
 
     def get_config(self):
         """A dict of all fields, for JSON."""

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import keras
 import keras_hub
 
+from keras_efficient_attn.layers.options import Options, check_name
 from keras_efficient_attn.models.backbone_layers import BackboneLayers
 from keras_efficient_attn.models.blocks.attention import (
     attention_spec,
@@ -29,7 +30,6 @@ from keras_efficient_attn.models.files import (
     PresetMixin,
     check_lora_file,
 )
-from keras_efficient_attn.models.options import Options, check_name
 from keras_efficient_attn.models.universal_transformer import (
     RecurrenceOptions,
 )
@@ -478,7 +478,7 @@ class EfficientTransformerBackbone(
 def _normalize(options):
     """Replaces shorthands by options objects, and layers by their configurations."""
     for key, kind in OPTIONS.items():
-        setattr(options, key, kind.get(getattr(options, key)))
+        setattr(options, key, kind.get(key, getattr(options, key)))
     if options.attention is None:
         encoder = ENCODER_ATTENTION
         if options.positions.kind is None:

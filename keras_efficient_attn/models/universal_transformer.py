@@ -7,12 +7,12 @@ from keras import ops
 
 from keras_efficient_attn.layers.adaptive_computation.halting import Halting
 from keras_efficient_attn.layers.arguments import KeepsArguments
+from keras_efficient_attn.layers.options import Options, check_name
 from keras_efficient_attn.models.blocks.positions import sinusoids
 from keras_efficient_attn.models.blocks.transformer_stack import (
     StackResults,
     TransformerStack,
 )
-from keras_efficient_attn.models.options import Options, check_name
 
 KINDS = ("learned", "sinusoidal")
 

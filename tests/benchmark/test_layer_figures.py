@@ -78,15 +78,15 @@ def test_a_window_counts_its_pairs(causal):
     "name",
     [
         "sparse:stride=5",
-        "sparse:stride=5,heads=1",
-        "sparse:stride=5,heads=split",
+        "sparse:stride=5,factors=1",
+        "sparse:stride=5,factors=split",
         "sparse:pattern=fixed,stride=5,summary=2",
-        "sparse:pattern=fixed,stride=5,summary=2,heads=1",
-        "sparse:pattern=fixed,stride=5,summary=2,heads=split",
+        "sparse:pattern=fixed,stride=5,summary=2,factors=1",
+        "sparse:pattern=fixed,stride=5,summary=2,factors=split",
         "local:window=4",
         "local:query_block=5,memory=3",
         "local:query_block=(2,3),memory=(1,2),grid=(3,4)",
-        "local:query_block=(2,3),memory=(1,2),grid=(3,4),order=block",
+        "local:query_block=(2,3),memory=(1,2),grid=(3,4),grid_order=block",
     ],
 )
 def test_patterns_count_their_pairs(name, causal):
@@ -114,7 +114,7 @@ def test_codes_count_their_products(causal):
     codes = 3 * 2 * 16 * HEAD_DIM * HEADS
     values = 2 * 16 * HEAD_DIM * HEADS
     # A soft code is also written; two directions have 1 + 2 + 3 monomials.
-    kinds = {"": 0, ",assignment=soft": values, ",order=2,rank=2": 5 * values}
+    kinds = {"": 0, ",codes=soft": values, ",order=2,rank=2": 5 * values}
     for options, more in kinds.items():
         layer = build(f"vq:num_codes=16,window=4{options}")
         expected = LENGTH * (PROJECTIONS + codes + more) + seen * 2 * 2 * WIDTH

@@ -267,16 +267,18 @@ CASES = [
     ),
     sparse("strided", stride=5, rotary_wavelength=50.0),
     sparse("fixed", pattern="fixed", stride=6, summary=2, variant=True),
-    local("grid", query_block=(3, 2), memory=(2, 1), grid=(6, 7), order="block"),
+    local("grid", query_block=(3, 2), memory=(2, 1), grid=(6, 7), grid_order="block"),
     vq("vq", window=5, relative_positions=True),
     vq(
         "vq-soft",
         variant=True,
         window=None,
-        assignment="soft",
-        sigma=0.7,
-        learn_sigma=True,
-        learn_weights=True,
+        codes={
+            "assignment": "soft",
+            "sigma": 0.7,
+            "learn_sigma": True,
+            "learn_weights": True,
+        },
     ),
     Case(
         "fourier",

@@ -146,7 +146,9 @@ def test_codes_are_drawn_alike():
     """In float16, the numbers of 65,504 keys and more would be infinite."""
 
     def codes():
-        layer = VQAttention(2, 4, num_codes=5, revive_after=1, seed=1, dtype="float32")
+        layer = VQAttention(
+            2, 4, num_codes=5, codes={"revive_after": 1}, seed=1, dtype="float32"
+        )
         x = ops.convert_to_tensor(inputs(length=8))
         layer.build(x.shape, x.shape)
         for weight in layer.trainable_variables:

@@ -16,7 +16,10 @@ LENGTH, STEPS, BATCH = 12, 5, 8
 LEARNING_RATE = 0.02
 # Codes drawn from the first batch would use the first replica's keys only. The large
 # weight makes the commitment a good part of the loss.
-CODES = "vq:window=4,num_codes=4,decay=0.8,codebook_init='random',commitment_weight=0.5"
+CODES = (
+    "vq:window=4,num_codes=4,"
+    "codes={'init':'random','momentum':0.8,'commitment_weight':0.5}"
+)
 REDRAWN = "performer:num_features=16,redraw_interval=2"
 OPTIONS = {
     "vq": CODES,
@@ -29,7 +32,7 @@ OPTIONS = {
 # Every registered layer.
 ATTENTION = [OPTIONS.get(name, name) for name in attention_names()]
 # Codes die after one call without a key.
-REVIVED = ["vq:window=4,num_codes=16,revive_after=1,codebook_init='random'"]
+REVIVED = ["vq:window=4,num_codes=16,codes={'init':'random','revive_after':1}"]
 UNIVERSAL = dict(
     attention=[REDRAWN], recurrence=dict(num_recurrences=2, adaptive_computation={})
 )
@@ -168,7 +171,7 @@ def codes_of(weights):
 
 def check_revived(codes, batches):
     """Codes were revived: without that, training ends with others."""
-    never = REVIVED[0].replace("revive_after=1", "revive_after=None")
+    never = REVIVED[0].replace("'revive_after':1", "'revive_after':None")
     model = make_model([never])
     fit(model, batches)
     other = codes_of(weights_of(model))

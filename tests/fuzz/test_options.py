@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from keras_efficient_attn import (
     AdaptiveSpan,
+    CodeOptions,
     DeltaAttention,
     EfficientAttention,
     FourierAttention,
@@ -124,13 +125,13 @@ OPTIONS = {
         "pattern": choices("strided", "fixed"),
         "stride": integers(1, 4, 20),
         "summary": optional(integers(1, 2)),
-        "heads": (("merged", "split", 0, 1), (2, -1, True, "both", 0.5, None)),
+        "factors": (("merged", "split", 0, 1), (2, -1, True, "both", 0.5, None)),
     },
     LocalAttention: {
         "window": optional(integers(1, 4, 20)),
         "query_block": optional(integers(1, 4, 20)),
         "memory": optional(integers(0, 3, 20, least=0)),
-        "order": choices("raster", "block"),
+        "grid_order": choices("raster", "block"),
         "grid": ((None, (3, 3)), ((0, 3), 9, "x", (3,), (3, 2.5), True)),
     },
     AdaptiveSpan: {
@@ -146,18 +147,26 @@ OPTIONS = {
     VQAttention: {
         "num_codes": integers(1, 4),
         "window": optional(integers(1, 4, 20)),
-        "assignment": choices("hard", "soft"),
+        "codes": (
+            (
+                *("hard", "soft"),
+                CodeOptions(momentum=0.9, revive_after=None, init="random"),
+                {"commitment_weight": 0, "revive_after": 1},
+                CodeOptions("soft", sigma=0.5),
+                {"assignment": "soft", "learn_sigma": True, "learn_weights": True},
+            ),
+            (
+                *("no-such", 3.5, None, [1]),
+                {"no-such": 1},
+                {"momentum": 1.5},
+                {"init": "x"},
+                {"assignment": "soft", "sigma": 0.0},
+            ),
+        ),
         "order": ((0, 2), (1, 3, -1, True, 2.5, "x", None)),
         "rank": optional(integers(1, 3)),
         "quantize_window": flags(),
         "gradient_through_cache": flags(),
-        "sigma": numbers(1, 0.5),
-        "learn_sigma": flags(),
-        "learn_weights": flags(),
-        "decay": ((0.0, 0.9), (-0.1, 1.5, True, "x", None)),
-        "commitment_weight": numbers(0, 0.1, zero=True),
-        "codebook_init": optional(choices("first_batch", "random")),
-        "revive_after": optional(integers(1, 3)),
         "relative_positions": flags(),
         "position_dropout": rates(),
         "qk_norm": flags(),
@@ -207,7 +216,7 @@ UNREAD = {
         *("feature_map", "normalize", "qk_norm", "temperature"),
         *("activation", "output_gate", "output_norm"),
     ),
-    SparseAttention: ("heads",),
+    SparseAttention: ("factors",),
     # A window shorter than the spans cuts them.
     AdaptiveSpan: ("window",),
     SoftmaxAttention: ("kernel",),
@@ -231,8 +240,15 @@ def options_of(layer):
     return kinds
 
 
-def names_one_of(error, names):
-    """Whether the text of an error has one of the names, as an argument."""
+def names_one_of(error, options):
+    """Whether the text of an error has one of the names, as an argument.
+
+    Args:
+        error: What was raised.
+        options: Dict of options. A dict among their values has names as well.
+    """
+    nested = [value for value in options.values() if isinstance(value, dict)]
+    names = {name for names in (options, *nested) for name in names}
     # Keras prints the text in bold.
     text = re.sub(r"\x1b\[\d+m", " ", str(error))
     return any(re.search(rf"`{name}`|\b{name}=", text) for name in names)
@@ -356,7 +372,7 @@ def test_bad_values_are_refused_by_name(layer):
             try:
                 layer(**{"num_heads": 2, "key_dim": 4, **options})
             except (ValueError, TypeError) as error:
-                if not names_one_of(error, [name]):
+                if not names_one_of(error, {name: value}):
                     findings.append(f"{name}={value!r}: {type(error).__name__} {error}")
             except Exception as error:
                 findings.append(f"{name}={value!r}: {type(error).__name__} {error}")

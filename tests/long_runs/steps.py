@@ -22,7 +22,7 @@ def make_performer():
 
 LAYERS = {
     "vq": make_vq,
-    "vq, without revival": lambda: make_vq(revive_after=None),
+    "vq, without revival": lambda: make_vq(codes={"revive_after": None}),
     "performer, redrawn": make_performer,
 }
 

@@ -40,7 +40,7 @@ def variable(layer, name):
 
 
 def test_codes_that_were_idle_for_a_million_steps_move_again():
-    layer = make_vq(revive_after=None, codebook_init="random")
+    layer = make_vq(codes={"revive_after": None, "init": "random"})
     x = np.random.default_rng(0).normal(size=(1, 8, 8)).astype("float32")
     layer.build(x.shape, x.shape)
     sums, count, idle = (variable(layer, n) for n in ("sum", "count", "idle_calls"))

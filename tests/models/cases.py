@@ -129,7 +129,7 @@ CASES = {
 
 # Each task, the name of its backbone, and options.
 IMAGE = dict(
-    attention="local:query_block=(2,2),memory=(1,1),grid=(4,4),order=block",
+    attention="local:query_block=(2,2),memory=(1,1),grid=(4,4),grid_order=block",
     positions=PositionOptions("axial", shape=(4, 4)),
 )
 TASKS = {

@@ -252,12 +252,12 @@ def test_file_comes_back(name, tmp_path):
 @pytest.mark.any_backend
 def test_options_by_shorthand_dict_and_object_are_the_same():
     positions = PositionOptions("sinusoidal")
-    assert PositionOptions.get("sinusoidal") == positions
-    assert PositionOptions.get({"kind": "sinusoidal"}) == positions
-    assert PositionOptions.get(positions) is positions
-    assert hash(PositionOptions.get("sinusoidal")) == hash(positions)
-    assert PositionOptions.get(positions.get_config()) == positions
-    assert PositionOptions.get(None) == PositionOptions()
+    assert PositionOptions.get("positions", "sinusoidal") == positions
+    assert PositionOptions.get("positions", {"kind": "sinusoidal"}) == positions
+    assert PositionOptions.get("positions", positions) is positions
+    assert hash(PositionOptions.get("positions", "sinusoidal")) == hash(positions)
+    assert PositionOptions.get("positions", positions.get_config()) == positions
+    assert PositionOptions.get("positions", None) == PositionOptions()
     # A callable for its name.
     named = FeedForwardOptions("relu")
     assert FeedForwardOptions(keras.activations.relu) == named

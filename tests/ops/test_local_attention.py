@@ -34,9 +34,11 @@ PATTERNS = [
     dict(window=6),
     dict(query_block=3, memory=7),
     dict(query_block=(2, 3), memory=(3, 1), grid=(5, 7)),
-    dict(query_block=(4, 2), memory=(0, 3), grid=(7, 5), order="block"),
+    dict(query_block=(4, 2), memory=(0, 3), grid=(7, 5), grid_order="block"),
 ]
-DEFAULTS = dict(window=None, query_block=None, memory=None, grid=None, order="raster")
+DEFAULTS = dict(
+    window=None, query_block=None, memory=None, grid=None, grid_order="raster"
+)
 
 
 def pattern_id(pattern):
@@ -97,7 +99,7 @@ def test_blocks_look_at_their_memory():
 )
 def test_what_a_pixel_sees_in_an_image(order, expected):
     # The pixel in row 2, column 2 of a 5 x 5 image; its block starts there.
-    pattern = dict(query_block=(2, 2), memory=(2, 2), grid=(5, 5), order=order)
+    pattern = dict(query_block=(2, 2), memory=(2, 2), grid=(5, 5), grid_order=order)
     steps = dense.grid_steps((5, 5), (2, 2), order)
     query = steps.index((2, 2))
     seen = local_pattern(25, causal=True, **pattern)[query]
@@ -317,8 +319,8 @@ def test_memory_grows_with_the_length(causal, backend):
         (dict(query_block=(2, 2), memory=1, grid=(2, 2)), "memory=1"),
         (dict(query_block=(2, 2)), "grid=None"),
         (dict(query_block=(2, 2), grid=(1, 3)), r"query.shape=\(2, 4, 2, 4\)"),
-        (dict(order="diagonal"), "order='diagonal'"),
-        (dict(window=3, order="block"), "order='block'"),
+        (dict(grid_order="diagonal"), "grid_order='diagonal'"),
+        (dict(window=3, grid_order="block"), "grid_order='block'"),
     ],
     ids=str,
 )

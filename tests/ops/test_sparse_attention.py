@@ -89,15 +89,15 @@ DRAWN = {
         ..#..####""",
 }
 PATTERNS = [
-    dict(pattern=pattern, stride=5, summary=summary, heads=heads)
+    dict(pattern=pattern, stride=5, summary=summary, factors=factors)
     for pattern, summary in (("strided", 1), ("fixed", 2))
     # Split heads have one factor each.
-    for heads in ("merged", "split")
+    for factors in ("merged", "split")
 ]
 
 
 def pattern_id(pattern):
-    return f"{pattern['pattern']}-{pattern['heads']}"
+    return f"{pattern['pattern']}-{pattern['factors']}"
 
 
 def draw(text):
@@ -109,10 +109,10 @@ def heads_of(length, dim=4, heads=3, seed=0):
     return random.normal(size=(2, length, heads, dim)).astype("float32")
 
 
-@pytest.mark.parametrize(("pattern", "heads"), DRAWN, ids=str)
-def test_patterns_are_those_drawn_by_hand(pattern, heads):
-    matrix = sparse_pattern(9, pattern, stride=3, heads=heads)
-    np.testing.assert_array_equal(matrix[0], draw(DRAWN[pattern, heads]))
+@pytest.mark.parametrize(("pattern", "factors"), DRAWN, ids=str)
+def test_patterns_are_those_drawn_by_hand(pattern, factors):
+    matrix = sparse_pattern(9, pattern, stride=3, factors=factors)
+    np.testing.assert_array_equal(matrix[0], draw(DRAWN[pattern, factors]))
 
 
 def test_without_causality_patterns_look_both_ways():
@@ -125,16 +125,16 @@ def test_without_causality_patterns_look_both_ways():
 
 def test_heads_have_summaries_of_their_own():
     matrices = sparse_pattern(
-        12, "fixed", stride=6, summary=2, heads=1, num_heads=4, causal=False
+        12, "fixed", stride=6, summary=2, factors=1, num_heads=4, causal=False
     )
     columns = [np.flatnonzero(matrix[0]).tolist() for matrix in matrices]
     assert columns == [[4, 5, 10, 11], [2, 3, 8, 9], [0, 1, 6, 7], [4, 5, 10, 11]]
 
 
 def test_split_heads_take_different_factors():
-    split = sparse_pattern(20, "fixed", stride=5, heads="split", num_heads=3)
+    split = sparse_pattern(20, "fixed", stride=5, factors="split", num_heads=3)
     near, far = (
-        sparse_pattern(20, "fixed", stride=5, heads=factor, num_heads=2)
+        sparse_pattern(20, "fixed", stride=5, factors=factor, num_heads=2)
         for factor in (0, 1)
     )
     np.testing.assert_array_equal(split, np.stack([near[0], near[1], far[0]]))
@@ -149,7 +149,7 @@ def test_every_pair_is_connected_within_p_plus_1_positions(pattern, length):
     np.testing.assert_array_equal(merged @ merged > 0, every)
     # One step through each factor, in alternating layers.
     first, second = (
-        sparse_pattern(length, pattern, stride=4, heads=factor)[0].astype(int)
+        sparse_pattern(length, pattern, stride=4, factors=factor)[0].astype(int)
         for factor in (0, 1)
     )
     product = (first @ second if pattern == "strided" else second @ first) > 0
@@ -208,9 +208,9 @@ def test_reference_and_lengths_that_differ(pattern):
         *PATTERNS,
         # A stride longer than the sequence, each factor separately.
         *(
-            dict(pattern=name, stride=stride, heads=heads)
+            dict(pattern=name, stride=stride, factors=factors)
             for name in ("strided", "fixed")
-            for stride, heads in ((40, "merged"), (5, 0), (5, 1))
+            for stride, factors in ((40, "merged"), (5, 0), (5, 1))
         ),
     ],
     ids=str,
@@ -350,11 +350,11 @@ def test_gradients_drop_the_same_weights():
         (dict(pattern="fixed", summary=True), "summary=True"),
         (dict(pattern="fixed", summary=9), "summary=9, stride=8"),
         (dict(summary=2), "summary=2, pattern='strided'"),
-        (dict(pattern="fixed", summary=2, heads=0), "summary=2, heads=0"),
-        (dict(heads=2), "heads=2"),
-        (dict(heads=1.0), "heads=1.0"),
-        (dict(heads=True), "heads=True"),
-        (dict(heads="split", query=heads_of(4, heads=1)), "num_heads=1"),
+        (dict(pattern="fixed", summary=2, factors=0), "summary=2, factors=0"),
+        (dict(factors=2), "factors=2"),
+        (dict(factors=1.0), "factors=1.0"),
+        (dict(factors=True), "factors=True"),
+        (dict(factors="split", query=heads_of(4, heads=1)), "num_heads=1"),
         (dict(query=heads_of(4)[0]), r"query.shape=\(4, 3, 4\)"),
         (dict(key=heads_of(4, 5)), "agree in heads and dim"),
         (dict(value=heads_of(5)), "agree in batch, length"),

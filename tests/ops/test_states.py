@@ -31,9 +31,9 @@ CASES = {
     ),
     "sparse, of other heads": (
         lambda state: ops.sparse_attention(
-            X, X, X, stride=3, heads=1, causal=True, state=state
+            X, X, X, stride=3, factors=1, causal=True, state=state
         ),
-        ops.sparse_attention_state(*SIZES, 12, stride=3, heads=0),
+        ops.sparse_attention_state(*SIZES, 12, stride=3, factors=0),
     ),
     "sparse, of another pattern": (
         lambda state: ops.sparse_attention(

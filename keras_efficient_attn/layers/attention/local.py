@@ -50,8 +50,8 @@ class LocalAttention(PatternAttention):
         memory: Non-negative integer, or a pair. Defaults to `query_block`.
         grid: Rows and columns of the image, for a pair `query_block`. Defaults to the
             size of a `(batch, rows, columns, dim)` input when the layer is built.
-        order: Order of an image's positions: `"raster"`, row by row (the default), or
-            `"block"`, rectangle by rectangle, row by row within each.
+        grid_order: Order of an image's positions: `"raster"`, row by row (the default),
+            or `"block"`, rectangle by rectangle, row by row within each.
         rotary_wavelength: Longest wavelength of rotary positions, over 2π, such as
             10,000, along the sequence. Defaults to `None`: no positions.
         **kwargs: Further arguments of `keras.layers.MultiHeadAttention`. Its
@@ -97,7 +97,7 @@ class LocalAttention(PatternAttention):
         query_block=None,
         memory=None,
         grid=None,
-        order="raster",
+        grid_order="raster",
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
@@ -107,7 +107,7 @@ class LocalAttention(PatternAttention):
         # The shape of an image may still set the grid.
         if grid is None and self._is_grid:
             grid = (1, 1)
-        LocalConfig(self.window, query_block, memory, grid, order)
+        LocalConfig(self.window, query_block, memory, grid, grid_order)
 
     @property
     def pattern_arguments(self):
@@ -194,7 +194,7 @@ class LocalAttention(PatternAttention):
 
     def _config(self):
         return _local_config(
-            self.window, self.query_block, self.memory, self.grid, self.order
+            self.window, self.query_block, self.memory, self.grid, self.grid_order
         )
 
     @property
@@ -203,7 +203,7 @@ class LocalAttention(PatternAttention):
 
     @property
     def _order(self):
-        return GridOrder(self.grid, self.query_block, self.order == "block")
+        return GridOrder(self.grid, self.query_block, self.grid_order == "block")
 
     def _check_images(self, shapes):
         for name, shape in shapes.items():

@@ -47,10 +47,10 @@ class SparseAttention(PatternAttention):
             as 8 to 32. Each head has its own positions, assigned from the block's end
             to its start. Defaults to `stride / 16`, at least 1, for the fixed pattern
             with a second factor; 1 otherwise.
-        heads: The paper's three ways to use the factors. `"merged"` (the default):
+        factors: The paper's three ways to use the factors. `"merged"` (the default):
             every head sees both factors; a key in both counts once. `"split"`: the
             first half of the heads has factor 0, the others have factor 1. `0` or `1`:
-            all heads have that factor, for layers that alternate: `heads=i % 2` in
+            all heads have that factor, for layers that alternate: `factors=i % 2` in
             layer `i`.
         rotary_wavelength: Longest wavelength of rotary positions, over 2π, such as
             10,000. Defaults to `None`: no positions.
@@ -79,7 +79,7 @@ class SparseAttention(PatternAttention):
     Alternating layers, by name:
 
     >>> from keras_efficient_attn.layers import get_attention
-    >>> names = ["sparse:stride=32,heads=0", "sparse:stride=32,heads=1"]
+    >>> names = ["sparse:stride=32,factors=0", "sparse:stride=32,factors=1"]
     >>> layers = [get_attention(name, num_heads=4, key_dim=16) for name in names]
 
     Reference:
@@ -92,7 +92,7 @@ class SparseAttention(PatternAttention):
         pattern="strided",
         stride=STRIDE,
         summary=None,
-        heads="merged",
+        factors="merged",
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
@@ -107,14 +107,14 @@ class SparseAttention(PatternAttention):
         """The arguments of `ops.sparse_attention` and `ops.sparse_pattern`."""
         summary = self.summary
         if summary is None:
-            summarised = self.pattern == "fixed" and self.heads != 0
+            summarised = self.pattern == "fixed" and self.factors != 0
             known = isinstance(self.stride, int)
             summary = max(1, self.stride // 16) if summarised and known else 1
         return dict(
             pattern=self.pattern,
             stride=self.stride,
             summary=summary,
-            heads=self.heads,
+            factors=self.factors,
         )
 
     @property

@@ -7,8 +7,8 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.arguments import dense_layer
+from keras_efficient_attn.layers.options import Options
 from keras_efficient_attn.layers.quantization import KeepsQuantization
-from keras_efficient_attn.models.options import Options
 from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
 
 

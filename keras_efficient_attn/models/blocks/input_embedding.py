@@ -7,9 +7,9 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.arguments import dense_layer
+from keras_efficient_attn.layers.options import Options, check_name
 from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.models.blocks.positions import PositionOptions
-from keras_efficient_attn.models.options import Options, check_name
 from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.common.rows import RowOrder
 
@@ -173,8 +173,8 @@ class InputEmbedding(KeepsQuantization, keras.layers.Layer):
     ):
         # autocast=False: a state keeps its dtype.
         super().__init__(autocast=False, **kwargs)
-        self.options = EmbeddingOptions.get(embedding)
-        self.position_options = PositionOptions.get(positions)
+        self.options = EmbeddingOptions.get("embedding", embedding)
+        self.position_options = PositionOptions.get("positions", positions)
         self.output_width = output_width or hidden_dim
         sizes = vocabulary_size, hidden_dim
         names = dict(dtype=self.dtype_policy, name="token_embedding")

@@ -8,7 +8,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.models.options import Options
+from keras_efficient_attn.layers.options import Options
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
 from keras_efficient_attn.ops.common.documents import Documents

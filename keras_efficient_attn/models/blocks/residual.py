@@ -6,8 +6,8 @@ from functools import partial
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.options import Options, check_name
 from keras_efficient_attn.layers.residual.gated import GatedResidual
-from keras_efficient_attn.models.options import Options, check_name
 from keras_efficient_attn.ops.common.numerics import mean_of_channels, rms_normalize
 
 NORMS = ("layer_norm", "rms_norm")

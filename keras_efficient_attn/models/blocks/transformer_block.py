@@ -4,12 +4,12 @@ import keras
 
 from keras_efficient_attn.layers.arguments import KeepsArguments
 from keras_efficient_attn.layers.attention.base import EfficientAttention
+from keras_efficient_attn.layers.options import check_name
 from keras_efficient_attn.layers.residual.reversible import Sublayer
 from keras_efficient_attn.models.blocks.convolution import (
     SeparableConvolution,
 )
 from keras_efficient_attn.models.blocks.residual import RESIDUALS
-from keras_efficient_attn.models.options import check_name
 from keras_efficient_attn.ops.common.checks import check_bool, check_positive_number
 
 

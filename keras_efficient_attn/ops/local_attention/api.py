@@ -36,7 +36,7 @@ def local_attention(
     query_block=None,
     memory=None,
     grid=None,
-    order="raster",
+    grid_order="raster",
     causal=False,
     key_mask=None,
     scale=None,
@@ -77,7 +77,7 @@ def local_attention(
         query_block: Positive integer, or a pair of them.
         memory: Non-negative integer, or a pair. Defaults to `query_block`.
         grid: Rows and columns of the image, for a pair `query_block`.
-        order: `"raster"` (row by row, the default) or `"block"` (rectangle by
+        grid_order: `"raster"` (row by row, the default) or `"block"` (rectangle by
             rectangle, row by row in each), for a `grid`.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
         key_mask: Optional boolean `(batch, key_length)`, `True` for keys to attend.
@@ -104,9 +104,9 @@ def local_attention(
         `state`, the pair of that and the state after the last position.
 
     Raises:
-        ValueError: If `window`, `query_block`, `memory`, `grid` and `order` define no
-            pattern, or one for shorter sequences; if shapes do not agree, if a `state`
-            cannot be continued by this call, for an invalid `dropout`, for a
+        ValueError: If `window`, `query_block`, `memory`, `grid` and `grid_order` define
+            no pattern, or one for shorter sequences; if shapes do not agree, if a
+            `state` cannot be continued by this call, for an invalid `dropout`, for a
             `window_bias` without a `window` or of another shape, or if a requested
             kernel cannot run.
 
@@ -121,7 +121,7 @@ def local_attention(
     Reference:
         - [Parmar et al., 2018](https://arxiv.org/abs/1802.05751)
     """
-    config = LocalConfig(window, query_block, memory, grid, order)
+    config = LocalConfig(window, query_block, memory, grid, grid_order)
     inputs = query, key, value, key_mask
     call = SoftmaxCall.checked(
         inputs, causal, scale, state, dropout, implementation, tuple(KERNELS)
@@ -154,7 +154,7 @@ def local_attention_state(
     Args:
         batch_size, num_heads, key_dim, value_dim: Sizes.
         dtype: `"float32"` (the default) or `"float64"`.
-        **pattern: `window`, `query_block`, `memory`, `grid`, `order`, as for
+        **pattern: `window`, `query_block`, `memory`, `grid`, `grid_order`, as for
             `local_attention`.
 
     Returns:
@@ -194,7 +194,7 @@ def local_pattern(length, *, causal=False, **pattern):
     Args:
         length: Number of positions.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
-        **pattern: `window`, `query_block`, `memory`, `grid`, `order`, as for
+        **pattern: `window`, `query_block`, `memory`, `grid`, `grid_order`, as for
             `local_attention`.
 
     Returns:

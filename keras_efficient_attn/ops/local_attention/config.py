@@ -27,7 +27,7 @@ class LocalConfig:
         query_block: Positive integer, or a pair of them.
         memory: Non-negative integer, or a pair. Defaults to `query_block`.
         grid: Rows and columns of the image, for a pair `query_block`.
-        order: `"raster"` (the default) or `"block"`, for a `grid`.
+        grid_order: `"raster"` (the default) or `"block"`, for a `grid`.
 
     Raises:
         ValueError: If the arguments do not define a pattern.
@@ -37,7 +37,7 @@ class LocalConfig:
     query_block: int | tuple | None = None
     memory: int | tuple | None = None
     grid: tuple | None = None
-    order: str = "raster"
+    grid_order: str = "raster"
 
     def __post_init__(self):
         if self.query_block is None:
@@ -54,11 +54,13 @@ class LocalConfig:
                 self._check_grid()
             else:
                 self._check_blocks()
-        if self.order not in ORDERS or (self.order != "raster" and not self.is_grid):
+        if self.grid_order not in ORDERS or (
+            self.grid_order != "raster" and not self.is_grid
+        ):
             raise ValueError(
-                f"`order` must be one of {', '.join(ORDERS)}; 'block' needs a "
-                f"`query_block` of two sizes. Received: order={self.order!r}, "
-                f"query_block={self.query_block!r}"
+                f"`grid_order` must be one of {', '.join(ORDERS)}; 'block' needs a "
+                "`query_block` of two sizes. Received: "
+                f"grid_order={self.grid_order!r}, query_block={self.query_block!r}"
             )
 
     @property
@@ -72,7 +74,11 @@ class LocalConfig:
             return SlidingWindow(self.window, causal)
         if self.is_grid:
             return GridSteps(
-                self.grid, self.query_block, self.memory, self.order == "block", causal
+                self.grid,
+                self.query_block,
+                self.memory,
+                self.grid_order == "block",
+                causal,
             )
         return QueryBlocks(self.query_block, self.memory, causal)
 
@@ -168,7 +174,7 @@ def local_pairs(length, causal, config):
     if not causal:
         down = np.minimum(top + height + above, rows) - first_row
         return int((down * across).sum())
-    if config.order == "raster":
+    if config.grid_order == "raster":
         return int(((row - first_row) * across + column - first + 1).sum())
     done = (np.minimum(top + height, rows) - top) * (left - first)
     own = (row - top) * (right - left) + column - left + 1

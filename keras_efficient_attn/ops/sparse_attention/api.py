@@ -31,7 +31,7 @@ def sparse_attention(
     pattern="strided",
     stride,
     summary=1,
-    heads="merged",
+    factors="merged",
     causal=False,
     key_mask=None,
     scale=None,
@@ -69,7 +69,7 @@ def sparse_attention(
         summary: Positions of each block that all queries see in the fixed pattern.
             Each head has its own positions, assigned from the block's end to its start.
             Defaults to 1.
-        heads: `"merged"` (the default): each head sees both factors; a key in both
+        factors: `"merged"` (the default): each head sees both factors; a key in both
             counts once. `"split"`: the first half of the heads has factor 0, the others
             have factor 1. `0` or `1`: all heads have that factor.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `False`.
@@ -95,9 +95,9 @@ def sparse_attention(
         `state`, `(output, new state)`. Outputs beyond the state's capacity are NaN.
 
     Raises:
-        ValueError: If `pattern`, `stride`, `summary` and `heads` define no pattern, or
-            need more heads; if shapes do not agree, for a `state` of another pattern or
-            without `causal`, or if a requested kernel cannot run.
+        ValueError: If `pattern`, `stride`, `summary` and `factors` define no pattern,
+            or need more heads; if shapes do not agree, for a `state` of another pattern
+            or without `causal`, or if a requested kernel cannot run.
 
     Example:
 
@@ -114,7 +114,7 @@ def sparse_attention(
     call = SoftmaxCall.checked(
         inputs, causal, scale, state, dropout, implementation, tuple(KERNELS)
     )
-    config = SparseConfig(pattern, stride, summary, heads, query.shape[2])
+    config = SparseConfig(pattern, stride, summary, factors, query.shape[2])
     if state is not None:
         room = config.capacity(state["far_key"]) if "far_key" in state else 1
         sizes = (room, key.shape[-1], value.shape[-1])
@@ -132,7 +132,7 @@ def sparse_attention_state(
     pattern="strided",
     stride,
     summary=1,
-    heads="merged",
+    factors="merged",
     dtype="float32",
 ):
     """The state of causal sparse attention before the first position.
@@ -145,7 +145,7 @@ def sparse_attention_state(
         batch_size, num_heads, key_dim, value_dim: Sizes.
         max_length: Capacity of the second factor's cache in positions, rounded up to
             whole blocks; outputs beyond it are NaN.
-        pattern, stride, summary, heads: As for `sparse_attention`.
+        pattern, stride, summary, factors: As for `sparse_attention`.
         dtype: `"float32"` (the default) or `"float64"`.
 
     Returns:
@@ -156,7 +156,7 @@ def sparse_attention_state(
     Raises:
         ValueError: For arguments that define no pattern.
     """
-    config = SparseConfig(pattern, stride, summary, heads, num_heads)
+    config = SparseConfig(pattern, stride, summary, factors, num_heads)
     sizes = (batch_size, max_length, key_dim, value_dim)
     return make_state(sparse_attention_spec(config, *sizes, dtype))
 
@@ -185,7 +185,7 @@ def sparse_pattern(
     *,
     stride,
     summary=1,
-    heads="merged",
+    factors="merged",
     num_heads=None,
     causal=True,
 ):
@@ -193,8 +193,8 @@ def sparse_pattern(
 
     Args:
         length: Number of positions.
-        pattern, stride, summary, heads: As for `sparse_attention`.
-        num_heads: Number of heads. Defaults to 1, and 2 for `heads="split"`.
+        pattern, stride, summary, factors: As for `sparse_attention`.
+        num_heads: Number of heads. Defaults to 1, and 2 for `factors="split"`.
         causal: Whether query `t` sees keys `0..t` only. Defaults to `True`.
 
     Returns:
@@ -215,6 +215,6 @@ def sparse_pattern(
            [0, 0, 1, 1, 1, 1]])
     """
     if num_heads is None:
-        num_heads = 2 if heads == "split" else 1
-    config = SparseConfig(pattern, stride, summary, heads, num_heads)
+        num_heads = 2 if factors == "split" else 1
+    config = SparseConfig(pattern, stride, summary, factors, num_heads)
     return visible_keys(config, length, causal)

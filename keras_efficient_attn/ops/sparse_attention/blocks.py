@@ -70,7 +70,7 @@ def attend_in_blocks(inputs, state, seed, rows, config, options):
             _attend_cache(far[0], cache, state["position"], far_dropout, config)
         )
         new_state |= dict(zip(FAR, cache, strict=True))
-    if config.heads == "merged":
+    if config.factors == "merged":
         output = finish(*merge(parts), True)
     else:
         output = ops.concatenate([finish(*part, True) for part in parts], axis=2)

@@ -14,7 +14,7 @@ from keras_efficient_attn.ops.common.masks import (
 )
 
 PATTERNS = ("strided", "fixed")
-HEADS = ("merged", "split", 0, 1)
+FACTORS = ("merged", "split", 0, 1)
 # Names of the second factor's cache in a state.
 FAR = ("far_key", "far_value", "far_mask")
 
@@ -27,7 +27,7 @@ class SparseConfig:
         pattern: `"strided"` or `"fixed"`.
         stride: Positive integer.
         summary: Positions of a block that all queries see in the fixed pattern.
-        heads: `"merged"`, `"split"`, `0` or `1`.
+        factors: `"merged"`, `"split"`, `0` or `1`.
         num_heads: Number of heads.
 
     Attributes:
@@ -42,7 +42,7 @@ class SparseConfig:
     pattern: str
     stride: int
     summary: int
-    heads: str | int
+    factors: str | int
     num_heads: int
     near_heads: int = dataclasses.field(init=False, compare=False)
     far_heads: int = dataclasses.field(init=False, compare=False)
@@ -65,27 +65,27 @@ class SparseConfig:
                 f"`summary` needs pattern='fixed'. Received: summary={self.summary}, "
                 f"pattern={self.pattern!r}"
             )
-        if isinstance(self.heads, bool | float) or self.heads not in HEADS:
+        if isinstance(self.factors, bool | float) or self.factors not in FACTORS:
             raise ValueError(
-                "`heads` must be 'merged', 'split', 0 or 1. Received: "
-                f"heads={self.heads!r}"
+                "`factors` must be 'merged', 'split', 0 or 1. Received: "
+                f"factors={self.factors!r}"
             )
-        if self.heads == 0 and self.summary != 1:
+        if self.factors == 0 and self.summary != 1:
             raise ValueError(
-                "`summary` has no effect with heads=0, which leaves out the second "
-                f"factor: omit it. Received: summary={self.summary}, heads=0"
+                "`summary` has no effect with factors=0, which leaves out the second "
+                f"factor: omit it. Received: summary={self.summary}, factors=0"
             )
-        if self.heads == "split" and self.num_heads < 2:
+        if self.factors == "split" and self.num_heads < 2:
             raise ValueError(
-                "heads='split' needs two heads at least. Received: "
+                "factors='split' needs two heads at least. Received: "
                 f"num_heads={self.num_heads}"
             )
         near = far = self.num_heads
-        if self.heads == "split":
+        if self.factors == "split":
             near, far = (self.num_heads + 1) // 2, self.num_heads // 2
-        object.__setattr__(self, "near_heads", 0 if self.heads == 1 else near)
-        object.__setattr__(self, "far_heads", 0 if self.heads == 0 else far)
-        object.__setattr__(self, "merges", self.heads == "merged")
+        object.__setattr__(self, "near_heads", 0 if self.factors == 1 else near)
+        object.__setattr__(self, "far_heads", 0 if self.factors == 0 else far)
+        object.__setattr__(self, "merges", self.factors == "merged")
 
     def masks(self, causal):
         """The mask functions of both factors.
@@ -106,7 +106,7 @@ class SparseConfig:
         if fixed and self.far_heads and not self.merges and causal:
             return (
                 "needs causal heads that see the same positions; summaries differ. "
-                f"Received: heads={self.heads!r}"
+                f"Received: factors={self.factors!r}"
             )
         return None
 

@@ -164,14 +164,14 @@ def code_statistics(key, index, valid, num_codes):
     return totals[..., 0], totals[..., 1:]
 
 
-def update_averages(sums, counts, batch_sums, batch_counts, decay):
+def update_averages(sums, counts, batch_sums, batch_counts, momentum):
     """Exponential moving averages of the sums and counts of each code.
 
     Both decay together, so that a code `sum / count` without keys does not move. Below
     a count of `MIN_COUNT`, neither decays.
     """
-    new_counts = decay * counts + (1.0 - decay) * batch_counts
-    new_sums = decay * sums + (1.0 - decay) * batch_sums
+    new_counts = momentum * counts + (1.0 - momentum) * batch_counts
+    new_sums = momentum * sums + (1.0 - momentum) * batch_sums
     kept = new_counts > MIN_COUNT
     return (
         ops.where(kept[..., None], new_sums, sums),

@@ -17,7 +17,7 @@ X = np.random.default_rng(0).normal(size=(4, 6, 4)).astype("float32")
 def built():
     keras.utils.set_random_seed(0)
     layer = VQAttention(
-        2, 4, num_codes=3, window=2, block_length=4, seed=1, codebook_init="random"
+        2, 4, num_codes=3, window=2, block_length=4, seed=1, codes={"init": "random"}
     )
     layer.build(X.shape, X.shape)
     return layer

@@ -15,7 +15,7 @@ BATCH, ROWS, COLUMNS, DIM = 2, 5, 4, 6
 def make(order="raster", **options):
     options = {"grid": (ROWS, COLUMNS), **options}
     layer = LocalAttention(
-        2, 4, query_block=(2, 3), memory=(1, 2), order=order, **options
+        2, 4, query_block=(2, 3), memory=(1, 2), grid_order=order, **options
     )
     return layer
 

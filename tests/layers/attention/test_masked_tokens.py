@@ -27,7 +27,7 @@ LAYERS = {
     ),
     "codes": (VQAttention, dict(num_codes=3, window=None, rotary_wavelength=50)),
     "expanded codes": (VQAttention, dict(num_codes=3, window=2, order=2, rank=2)),
-    "soft codes": (VQAttention, dict(num_codes=3, window=2, assignment="soft")),
+    "soft codes": (VQAttention, dict(num_codes=3, window=2, codes="soft")),
     "codes in the window": (
         VQAttention,
         dict(num_codes=3, window=2, quantize_window=True),

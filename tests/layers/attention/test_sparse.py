@@ -18,14 +18,15 @@ def inputs():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "heads"),
+    ("pattern", "factors"),
     [("strided", 0), ("strided", "split"), ("fixed", 1), ("fixed", "split")],
 )
-def test_scores_stand_where_the_pattern_is(pattern, heads):
-    layer, x = SparseAttention(3, 4, pattern=pattern, stride=5, heads=heads), inputs()
+def test_scores_stand_where_the_pattern_is(pattern, factors):
+    layer = SparseAttention(3, 4, pattern=pattern, stride=5, factors=factors)
+    x = inputs()
     _, scores = layer(x, x, use_causal_mask=True, return_attention_scores=True)
     scores = to_numpy(scores)
-    expected = sparse_pattern(LENGTH, pattern, stride=5, heads=heads, num_heads=3)
+    expected = sparse_pattern(LENGTH, pattern, stride=5, factors=factors, num_heads=3)
     np.testing.assert_array_equal(scores > 0, np.broadcast_to(expected, scores.shape))
     rows = np.broadcast_to(expected.any(-1), scores.shape[:3])
     np.testing.assert_allclose(scores.sum(-1), rows, rtol=1e-5, atol=1e-6)
@@ -47,7 +48,7 @@ def test_summaries_have_a_default():
     fixed = SparseAttention(1, 4, pattern="fixed", stride=64)
     assert fixed.pattern_arguments["summary"] == 4
     assert fixed.get_config()["summary"] is None
-    near = SparseAttention(1, 4, pattern="fixed", stride=64, heads=0)
+    near = SparseAttention(1, 4, pattern="fixed", stride=64, factors=0)
     assert near.pattern_arguments["summary"] == 1
 
 
@@ -90,8 +91,8 @@ def test_keras_remat_changes_nothing():
     [
         ({"pattern": "dense"}, "pattern='dense'"),
         ({"stride": 2.5}, "stride=2.5"),
-        ({"heads": "other"}, "heads='other'"),
-        ({"num_heads": 1, "heads": "split"}, "num_heads=1"),
+        ({"factors": "other"}, "factors='other'"),
+        ({"num_heads": 1, "factors": "split"}, "num_heads=1"),
         ({"rotary_wavelength": -1}, "rotary_wavelength=-1"),
         ({"rotary_wavelength": 10, "key_dim": 3}, "key_dim=3"),
     ],
@@ -104,9 +105,9 @@ def test_errors_name_what_was_received(options, message):
 
 def test_by_name():
     layer = get_attention(
-        "sparse:pattern=fixed,stride=8,heads=1", num_heads=2, key_dim=4
+        "sparse:pattern=fixed,stride=8,factors=1", num_heads=2, key_dim=4
     )
-    assert (layer.pattern, layer.stride, layer.heads) == ("fixed", 8, 1)
+    assert (layer.pattern, layer.stride, layer.factors) == ("fixed", 8, 1)
     local = get_attention(
         "local:query_block=(2,4),memory=(1,1),grid=(6,8)", num_heads=2, key_dim=4
     )

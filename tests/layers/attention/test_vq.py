@@ -1,5 +1,6 @@
 """VQAttention beyond the contract: its codebook and updates."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_efficient_attn import VQAttention
+from keras_efficient_attn import CodeOptions, VQAttention
 from tests import dense
 from tests.autodiff import to_numpy
 from tests.contract.test_saving import assert_same_model
@@ -23,8 +24,11 @@ def inputs(batch=2, length=20, seed=0):
 
 
 def make(**options):
+    """A layer with options of its own and of its codes."""
     arguments = dict(num_codes=CODES, window=3, block_length=8, seed=1)
-    return VQAttention(HEADS, KEY_DIM, **{**arguments, **options})
+    names = {field.name for field in dataclasses.fields(CodeOptions)} & set(options)
+    codes = CodeOptions(**{name: options.pop(name) for name in names})
+    return VQAttention(HEADS, KEY_DIM, codes=codes, **{**arguments, **options})
 
 
 def built(**options):
@@ -57,11 +61,11 @@ def nearest(key, codes):
     return ((key[:, :, :, None] - codes[None, None]) ** 2).sum(-1).argmin(-1)
 
 
-@pytest.mark.parametrize("codebook_init", ["random", "first_batch"])
-def test_training_without_rows_moves_no_code(codebook_init, backend):
+@pytest.mark.parametrize("init", ["random", "first_batch"])
+def test_training_without_rows_moves_no_code(init, backend):
     if backend == "tensorflow":
         pytest.skip("docs/limits.md")
-    layer = built(codebook_init=codebook_init, revive_after=1)
+    layer = built(init=init, revive_after=1)
     before = weights(layer)
     for length in (1, 8):
         x = inputs(batch=0, length=length)
@@ -73,7 +77,7 @@ def test_training_without_rows_moves_no_code(codebook_init, backend):
 
 @pytest.mark.parametrize("fitted", [False, True], ids=["euclidean", "fitted"])
 def test_one_training_call_moves_the_codes_as_by_hand(fitted):
-    layer = built(codebook_init="random", decay=0.75, commitment_weight=0.5)
+    layer = built(init="random", momentum=0.75, commitment_weight=0.5)
     key_map = np.broadcast_to(np.eye(KEY_DIM), (HEADS, KEY_DIM, KEY_DIM))
     if fitted:
         key_map = random_maps(layer)
@@ -82,7 +86,7 @@ def test_one_training_call_moves_the_codes_as_by_hand(fitted):
     output = to_numpy(layer(x, x, key_mask=mask, use_causal_mask=True, training=True))
 
     # The output used the old codes; then they moved.
-    old = built(codebook_init="random", decay=0.75)
+    old = built(init="random", momentum=0.75)
     old.set_weights(layer.get_weights())
     old._codebook.set_weights([before[w.name] for w in layer._codebook.weights])
     expected, _ = dense.layer_output(
@@ -119,7 +123,7 @@ def test_one_training_call_moves_the_codes_as_by_hand(fitted):
     np.testing.assert_allclose(layer.codebook_entropy(), entropy, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"codebook_init": "random"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"init": "random"}], ids=str)
 def test_only_training_moves_the_codes(options):
     layer, x = built(**options), inputs()
     before = weights(layer)
@@ -146,7 +150,7 @@ def test_only_training_moves_the_codes(options):
 
 def test_the_first_training_call_draws_the_codes_from_its_keys():
     # Without decay, the codes would be means; without the new keys, the drawn keys.
-    layer, x = built(decay=0.999999, revive_after=None), inputs()
+    layer, x = built(momentum=0.999999, revive_after=None), inputs()
     mask = np.arange(20)[None] < np.array([[20], [7]])
     layer(x, x, key_mask=mask, training=True)
     key, codes = keys(layer, x)[mask], to_numpy(layer.codebook)
@@ -172,8 +176,8 @@ def test_hidden_keys_are_no_codes():
 
 
 def test_calls_without_a_key_leave_the_draw_as_it_is():
-    layer, x = built(decay=0.5, revive_after=None), inputs()
-    fresh = built(decay=0.5, revive_after=None)
+    layer, x = built(momentum=0.5, revive_after=None), inputs()
+    fresh = built(momentum=0.5, revive_after=None)
     fresh.set_weights(layer.get_weights())
     for _ in range(5):
         layer(x, x, key_mask=np.zeros((2, 20), bool), training=True)
@@ -195,8 +199,7 @@ def test_keys_that_overflow_leave_no_trace_in_the_codes(value, options, revive_a
     mask = np.random.default_rng(1).random(x.shape[:2]) > 0.3
     broken = np.where(mask[..., None], x, value).astype("float32")
     received, expected = (
-        built(codebook_init="random", revive_after=revive_after, **options)
-        for _ in range(2)
+        built(init="random", revive_after=revive_after, **options) for _ in range(2)
     )
     received.set_weights(expected.get_weights())
     for _ in range(3):
@@ -240,7 +243,7 @@ def test_codes_survive_a_step_that_the_optimizer_skips(backend):
 
 
 def test_a_code_without_keys_moves_to_a_key_with_its_sum_and_count():
-    layer, x = built(codebook_init="random", revive_after=3), inputs()
+    layer, x = built(init="random", revive_after=3), inputs()
     far = weights(layer)
     far["sum"][:, 0] = 100.0
     # However much it was used before.
@@ -266,7 +269,7 @@ def test_codes_stay_in_use_where_they_would_die():
 
     def usage(revive_after):
         layer = make(
-            num_codes=16, window=None, decay=0.5, revive_after=revive_after, seed=2
+            num_codes=16, window=None, momentum=0.5, revive_after=revive_after, seed=2
         )
         layer.build((4, 64, DIM), (4, 64, DIM))
         random = np.random.default_rng(0)
@@ -330,7 +333,7 @@ def test_gradient_checkpointing_updates_once():
     def after_a_step(scope):
         keras.utils.set_random_seed(0)
         with scope:
-            layer = make(codebook_init="random", revive_after=None)
+            layer = make(init="random", revive_after=None)
         sequence = keras.Input((20, DIM))
         model = keras.Model(sequence, layer(sequence, sequence))
         model.compile("sgd", "mse", jit_compile=False)
@@ -418,7 +421,7 @@ def test_two_replicas_learn_as_one():
 @pytest.mark.parametrize("causal", [False, True])
 def test_scores_of_a_training_call_are_those_of_its_output(causal):
     """The codes move in each call and are drawn in the first."""
-    layer, x = built(decay=0.5, output_shape=HEADS * KEY_DIM), inputs()
+    layer, x = built(momentum=0.5, output_shape=HEADS * KEY_DIM), inputs()
     dim = HEADS * KEY_DIM
     identity = np.eye(dim).reshape(HEADS, KEY_DIM, dim)
     layer.output_dense.set_weights([identity, np.zeros(dim)])
@@ -557,7 +560,7 @@ def test_configurations_outside_the_contract(causal, options):
         for weight in layer.weights:
             if weight.name == name:
                 weight.assign(np.random.default_rng(3).normal(size=weight.shape))
-    if layer.assignment == "hard":
+    if layer.codes.assignment == "hard":
         random_maps(layer)
     output = to_numpy(layer(x, x, use_causal_mask=causal))
     expected, _ = dense.layer_output(layer, dense.vq_heads, x, x, causal=causal)
@@ -593,12 +596,12 @@ WRONG = [
     (dict(block_length=1.5), "block_length=1.5"),
     (dict(assignment="fuzzy"), "assignment='fuzzy'"),
     (dict(sigma=2.0), "`sigma` does not apply"),
-    (dict(assignment="soft", decay=0.5), "`decay` does not apply"),
+    (dict(assignment="soft", momentum=0.5), "`momentum` does not apply"),
     (dict(assignment="soft", quantize_window=True), "needs hard codes"),
     (dict(assignment="soft", sigma=0.0), "sigma=0.0"),
-    (dict(assignment="soft", codebook_init="first_batch"), "first_batch"),
-    (dict(codebook_init="zeros"), "codebook_init='zeros'"),
-    (dict(decay=1.0), "decay=1.0"),
+    (dict(assignment="soft", init="first_batch"), "first_batch"),
+    (dict(init="zeros"), "init='zeros'"),
+    (dict(momentum=1.0), "momentum=1.0"),
     (dict(commitment_weight=-1.0), "commitment_weight=-1.0"),
     (dict(revive_after=0), "revive_after=0"),
     (dict(quantize_window=True, window=None), "window=None"),

@@ -24,7 +24,13 @@ def attention_branch(i, kind, dropout, dtype):
     layer = {
         "elu": lambda: PerformerAttention(2, 4, feature_map="elu", dtype=dtype),
         "vq": lambda: VQAttention(
-            2, 4, num_codes=3, window=None, commitment_weight=1.0, seed=i, dtype=dtype
+            2,
+            4,
+            num_codes=3,
+            window=None,
+            codes={"commitment_weight": 1.0},
+            seed=i,
+            dtype=dtype,
         ),
         "lsh": lambda: ReformerLSHAttention(
             2,

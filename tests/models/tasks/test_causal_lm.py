@@ -211,7 +211,7 @@ def test_patterns_generate_from_their_caches():
     attention = [
         "sparse:stride=3",
         "sparse:pattern=fixed,stride=4,summary=2",
-        "local:query_block=(2,2),memory=(1,1),grid=(5,4),order=block",
+        "local:query_block=(2,2),memory=(1,1),grid=(5,4),grid_order=block",
     ]
     model, data = (
         make_model("defaults", num_layers=3, attention=attention),

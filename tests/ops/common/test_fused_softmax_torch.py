@@ -46,9 +46,9 @@ LOCAL = {
 }
 SPARSE = {
     "strided": dict(stride=20),
-    "strided-split": dict(stride=20, heads="split"),
+    "strided-split": dict(stride=20, factors="split"),
     "fixed": dict(pattern="fixed", stride=20, summary=3),
-    "fixed-far": dict(pattern="fixed", stride=20, heads=1),
+    "fixed-far": dict(pattern="fixed", stride=20, factors=1),
 }
 PATTERNS = {
     **{name: (local_attention, options) for name, options in LOCAL.items()},

@@ -36,12 +36,12 @@ LOCAL = [
     (dict(query_block=60), False, True),
 ]
 SPARSE = [
-    (dict(pattern="strided", stride=13, heads="split"), True, True),
-    (dict(pattern="strided", stride=13, heads=1), False, False),
+    (dict(pattern="strided", stride=13, factors="split"), True, True),
+    (dict(pattern="strided", stride=13, factors=1), False, False),
     (dict(pattern="fixed", stride=40, summary=3), True, False),
     (dict(pattern="fixed", stride=13), False, True),
-    (dict(pattern="fixed", stride=13, heads="split"), False, True),
-    (dict(pattern="fixed", stride=13, heads=0), True, False),
+    (dict(pattern="fixed", stride=13, factors="split"), False, True),
+    (dict(pattern="fixed", stride=13, factors=0), True, False),
     # Two parts, merged by their log scales.
     (dict(pattern="strided", stride=13), True, True),
     (dict(pattern="strided", stride=13), False, False),
@@ -233,8 +233,8 @@ def test_a_mask_made_in_inference_mode_can_be_used_in_training(backend):
         (local_attention, dict(dropout=(0.5, np.zeros(2))), "takes no `dropout`"),
         (
             sparse_attention,
-            dict(pattern="fixed", stride=4, heads=1, causal=True),
-            "summaries differ. Received: heads=1",
+            dict(pattern="fixed", stride=4, factors=1, causal=True),
+            "summaries differ. Received: factors=1",
         ),
     ],
     ids=["grid", "dropout", "summaries"],

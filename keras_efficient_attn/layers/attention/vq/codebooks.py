@@ -11,15 +11,14 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.layers.arguments import identity
+from keras_efficient_attn.layers.options import Options, check_name
 from keras_efficient_attn.layers.replicas import (
     sum_over_replicas,
     take_first_replica,
 )
 from keras_efficient_attn.ops.common.checks import (
-    check_bool,
     check_positive_int,
     check_positive_number,
-    is_number,
 )
 from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.common.random import uniform
@@ -33,41 +32,59 @@ from keras_efficient_attn.ops.vq_attention.codebook import (
     update_averages,
 )
 
-ASSIGNMENTS = ("hard", "soft")
-CODEBOOK_INITS = ("first_batch", "random")
 # Options of one assignment only.
-HARD_ONLY = ("decay", "commitment_weight", "revive_after")
+HARD_ONLY = ("momentum", "commitment_weight", "revive_after")
 SOFT_ONLY = ("sigma", "learn_sigma", "learn_weights")
 
 
 @dataclasses.dataclass(frozen=True)
-class CodebookConfig:
-    """The codes of each head and their updates: arguments of `VQAttention`.
+class CodeOptions(Options):
+    """How keys are assigned to the codes of `VQAttention`, and how codes are learned.
+
+    Args:
+        assignment: `"hard"` (the default): each key has the code nearest to it, a
+            moving average of such keys. Or `"soft"`: each key has every code with a
+            weight, and codes are trained like other weights.
+        init: `"first_batch"`: by k-means++ from the keys of the first training call,
+            and random until then; the default for hard codes. Or `"random"`, the only
+            choice and the default for soft codes.
+        momentum: Factor of the moving averages of hard codes in each training call.
+            Defaults to 0.99.
+        commitment_weight: Factor of the commitment loss of hard codes in training.
+            Defaults to 1e-4.
+        revive_after: Number of training calls without a key after which a hard code,
+            with its sum and count, moves to a random key of the batch; `None`: never.
+            Defaults to 100.
+        sigma: Width of soft codes, in the units of scaled keys, whose norm is
+            `key_dim^(1/4)`. Defaults to 1.
+        learn_sigma: Whether each soft code learns its own width, starting from `sigma`.
+            Defaults to `False`.
+        learn_weights: Whether each soft code learns its weight in the mixture;
+            otherwise all weights are equal. Defaults to `False`.
 
     Raises:
         ValueError: For options that are invalid, or that the assignment does not use.
+
+    Example:
+
+    >>> from keras_efficient_attn import CodeOptions, VQAttention
+    >>> codes = CodeOptions("soft", learn_sigma=True)
+    >>> layer = VQAttention(num_heads=4, key_dim=32, num_codes=64, codes=codes)
     """
 
-    num_codes: int = 512
     assignment: str = "hard"
+    init: str | None = None
+    momentum: float = 0.99
+    commitment_weight: float = 1e-4
+    revive_after: int | None = 100
     sigma: float = 1.0
     learn_sigma: bool = False
     learn_weights: bool = False
-    decay: float = 0.99
-    commitment_weight: float = 1e-4
-    codebook_init: str | None = None
-    revive_after: int | None = 100
 
     def __post_init__(self):
-        check_bool("learn_sigma", self.learn_sigma)
-        check_bool("learn_weights", self.learn_weights)
-        check_positive_int("num_codes", self.num_codes)
+        super().__post_init__()
+        check_name("assignment", self.assignment, ("hard", "soft"))
         check_positive_int("revive_after", self.revive_after, optional=True)
-        if self.assignment not in ASSIGNMENTS:
-            raise ValueError(
-                f"`assignment` must be one of {', '.join(ASSIGNMENTS)}. Received: "
-                f"assignment={self.assignment!r}"
-            )
         unused = HARD_ONLY if self.is_soft else SOFT_ONLY
         for field in dataclasses.fields(self):
             received = getattr(self, field.name)
@@ -76,28 +93,23 @@ class CodebookConfig:
                     f"`{field.name}` does not apply to assignment={self.assignment!r}. "
                     f"Received: {field.name}={received!r}"
                 )
-        if self.codebook_init not in (None, *CODEBOOK_INITS):
+        if self.init is not None:
+            check_name("init", self.init, ("first_batch", "random"))
+        if self.is_soft and self.init == "first_batch":
             raise ValueError(
-                "`codebook_init` must be None or one of "
-                f"{', '.join(CODEBOOK_INITS)}. Received: "
-                f"codebook_init={self.codebook_init!r}"
-            )
-        if self.is_soft and self.codebook_init == "first_batch":
-            raise ValueError(
-                "Soft codes are trained weights: use codebook_init='random', or "
-                "`calibrate`. Received: codebook_init='first_batch'"
+                "Soft codes are trained weights: use init='random', or `calibrate`. "
+                "Received: init='first_batch'"
             )
         check_positive_number("sigma", self.sigma)
-        if not is_number(self.decay) or not 0 < self.decay < 1:
+        if not 0 < self.momentum < 1:
             raise ValueError(
-                "`decay` must be a number between 0 and 1. Received: "
-                f"decay={self.decay!r}"
+                "`momentum` must be a number between 0 and 1. Received: "
+                f"momentum={self.momentum!r}"
             )
-        weight = self.commitment_weight
-        if not is_number(weight) or not 0 <= weight < math.inf:
+        if not 0 <= self.commitment_weight < math.inf:
             raise ValueError(
                 "`commitment_weight` must be a number of at least 0. Received: "
-                f"commitment_weight={weight!r}"
+                f"commitment_weight={self.commitment_weight!r}"
             )
 
     @property
@@ -124,18 +136,19 @@ class MixtureCodebook(keras.layers.Layer):
 
     Args:
         num_heads, dim: Number of heads and their size.
-        config: `CodebookConfig`, with its `sigma`: the standard deviation of the
+        num_codes: Codes per head.
+        options: `CodeOptions`, with its `sigma`: the standard deviation of the
             Gaussians around the codes.
         seed: Seed of the random codes.
         **kwargs: Arguments of `keras.layers.Layer`.
     """
 
-    def __init__(self, num_heads, dim, config, seed=None, **kwargs):
+    def __init__(self, num_heads, dim, num_codes, options, seed=None, **kwargs):
         super().__init__(**kwargs)
-        self.shape = (num_heads, config.num_codes, dim)
-        self.initial_sigma = config.sigma
-        self.learn_sigma = config.learn_sigma
-        self.learn_weights = config.learn_weights
+        self.shape = (num_heads, num_codes, dim)
+        self.initial_sigma = options.sigma
+        self.learn_sigma = options.learn_sigma
+        self.learn_weights = options.learn_weights
         self.seed = seed
 
     def build(self, input_shape=None):
@@ -213,17 +226,18 @@ class MovingCodebook(keras.layers.Layer):
 
     Args:
         num_heads, dim: Number of heads and their size.
-        config: `CodebookConfig`.
+        num_codes: Codes per head.
+        options: `CodeOptions`.
         seed: Seed of the random codes and of the drawn keys.
         **kwargs: Arguments of `keras.layers.Layer`.
     """
 
-    def __init__(self, num_heads, dim, config, seed=None, **kwargs):
+    def __init__(self, num_heads, dim, num_codes, options, seed=None, **kwargs):
         super().__init__(**kwargs)
-        self.shape = (num_heads, config.num_codes, dim)
-        self.draws_codes = config.codebook_init != "random"
-        self.decay = config.decay
-        self.revive_after = config.revive_after
+        self.shape = (num_heads, num_codes, dim)
+        self.draws_codes = options.init != "random"
+        self.momentum = options.momentum
+        self.revive_after = options.revive_after
         self.seed = seed
 
     def build(self, input_shape=None):
@@ -244,7 +258,7 @@ class MovingCodebook(keras.layers.Layer):
         self._sum = statistic("sum", self.shape, _RandomCodes(self.seed))
         self._count = statistic("count", (heads, codes), "ones")
         # The value of `count` without revivals.
-        one_key = keras.initializers.Constant(1.0 - self.decay)
+        one_key = keras.initializers.Constant(1.0 - self.momentum)
         self._usage = statistic("usage", (heads, codes), one_key)
         # Training calls since each code's last key.
         self._idle = statistic("idle_calls", (heads, codes), "zeros")
@@ -271,7 +285,7 @@ class MovingCodebook(keras.layers.Layer):
         """Sets the codes, each with the statistics of one key."""
         self._sum.assign(codes)
         self._count.assign(np.ones(self._count.shape))
-        self._usage.assign(np.full(self._usage.shape, 1.0 - self.decay))
+        self._usage.assign(np.full(self._usage.shape, 1.0 - self.momentum))
         self._idle.assign(np.zeros(self._idle.shape))
         if self._drawn is not None:
             self._drawn.assign(1.0)
@@ -330,7 +344,7 @@ class MovingCodebook(keras.layers.Layer):
             ops.convert_to_tensor(self._count),
             sums,
             counts,
-            self.decay,
+            self.momentum,
         )
         idle = ops.where(counts > 0, 0.0, ops.convert_to_tensor(self._idle) + 1.0)
         self._error.assign(self._average(self._error, squares))
@@ -344,7 +358,9 @@ class MovingCodebook(keras.layers.Layer):
         self._idle.assign(idle)
 
     def _average(self, weight, new):
-        return self.decay * ops.convert_to_tensor(weight) + (1.0 - self.decay) * new
+        return (
+            self.momentum * ops.convert_to_tensor(weight) + (1.0 - self.momentum) * new
+        )
 
     def _revive(self, sums, counts, dead, key, valid):
         """Moves dead codes to random unmasked keys, with the average count."""

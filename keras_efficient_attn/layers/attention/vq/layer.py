@@ -15,7 +15,7 @@ from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.calibration import calibration_batches
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.layers.attention.vq.codebooks import (
-    CodebookConfig,
+    CodeOptions,
     Coordinates,
     MixtureCodebook,
     MovingCodebook,
@@ -23,6 +23,7 @@ from keras_efficient_attn.layers.attention.vq.codebooks import (
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
+    check_positive_int,
     check_rate,
     check_rotary_wavelength,
 )
@@ -109,7 +110,8 @@ class VQAttention(EfficientAttention):
         window: Number of nearest keys to attend to exactly: a query sees itself and
             `window - 1` earlier keys and, if not causal, as many later ones, by index.
             `None` uses codes for all keys. Defaults to 128.
-        assignment: `"hard"` (the default) or `"soft"`.
+        codes: `"hard"` (the default), `"soft"`, or `CodeOptions`, which also say how
+            codes are learned: decay, commitment, widths and weights.
         order: 0 (the default): a far key has the weight of its code. 2: the weight is
             expanded around the code to second order; needs hard codes.
         rank: With `order=2`, the number of coordinates to expand; of the others only
@@ -119,21 +121,6 @@ class VQAttention(EfficientAttention):
             Defaults to `False`.
         gradient_through_cache: Whether values (with `order=2` keys; for soft codes,
             keys and codes) learn from queries beyond the window. Defaults to `True`.
-        sigma: Width of soft codes, in the units of scaled keys, whose norm is
-            `key_dim^(1/4)`. Defaults to 1.
-        learn_sigma: Whether each soft code learns its own width, starting from `sigma`.
-            Defaults to `False`.
-        learn_weights: Whether each soft code learns its weight in the mixture;
-            otherwise all weights are equal. Defaults to `False`.
-        decay: Decay of the moving averages of hard codes, per training call. Defaults
-            to 0.99.
-        commitment_weight: Factor of the commitment loss in training. Defaults to 1e-4.
-        codebook_init: `"first_batch"`: by k-means++ from the keys of the first training
-            call, and random until then; the default for hard codes. Or `"random"`, the
-            default for soft codes.
-        revive_after: Number of training calls without a key after which a hard code,
-            with its sum and count, moves to a random key of the batch; `None`: never.
-            Defaults to 100.
         relative_positions: Whether logits in the window have a term for the distance,
             as in Transformer-XL, `(q + u)·k + (q + v)·r[t − s]`. Defaults to `False`.
         position_dropout: Rate of dropout on the sinusoids of relative positions.
@@ -162,8 +149,7 @@ class VQAttention(EfficientAttention):
         the new state if they are asked for.
 
     Raises:
-        ValueError: If an argument is invalid, or given for an assignment that does not
-            use it.
+        ValueError: If an argument is invalid, or needs other codes.
 
     Example:
 
@@ -192,18 +178,11 @@ class VQAttention(EfficientAttention):
         *args,
         num_codes=512,
         window=WINDOW,
-        assignment="hard",
+        codes="hard",
         order=0,
         rank=None,
         quantize_window=False,
         gradient_through_cache=True,
-        sigma=1.0,
-        learn_sigma=False,
-        learn_weights=False,
-        decay=0.99,
-        commitment_weight=1e-4,
-        codebook_init=None,
-        revive_after=100,
         relative_positions=False,
         position_dropout=0.0,
         qk_norm=True,
@@ -212,19 +191,10 @@ class VQAttention(EfficientAttention):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.codebook_config = CodebookConfig(
-            num_codes=num_codes,
-            assignment=assignment,
-            sigma=sigma,
-            learn_sigma=learn_sigma,
-            learn_weights=learn_weights,
-            decay=decay,
-            commitment_weight=commitment_weight,
-            codebook_init=codebook_init,
-            revive_after=revive_after,
-        )
+        check_positive_int("num_codes", num_codes)
+        self.num_codes, self.codes = num_codes, CodeOptions.get("codes", codes)
         self.config = VQConfig(
-            soft=self.codebook_config.is_soft,
+            soft=self.codes.is_soft,
             order=order,
             rank=rank,
             window=self._window_or(window, default=WINDOW),
@@ -255,7 +225,7 @@ class VQAttention(EfficientAttention):
     def build(self, query_shape, value_shape, key_shape=None):
         super().build(query_shape, value_shape, key_shape)
         options = dict(seed=self.seed, dtype=self.dtype_policy, name="codebook")
-        arguments = (self._num_heads, self._key_dim, self.codebook_config)
+        arguments = (self._num_heads, self._key_dim, self.num_codes, self.codes)
         if self.config.soft:
             self._codebook = MixtureCodebook(*arguments, **options)
         else:
@@ -283,16 +253,6 @@ class VQAttention(EfficientAttention):
             shape=(self._sinusoid_dim, *heads),
             initializer=self._new_kernel_initializer(),
         )
-
-    @property
-    def num_codes(self):
-        """Number of codes per head."""
-        return self.codebook_config.num_codes
-
-    @property
-    def assignment(self):
-        """`"hard"` or `"soft"`."""
-        return self.codebook_config.assignment
 
     @property
     def window(self):
@@ -420,7 +380,7 @@ class VQAttention(EfficientAttention):
         if learns:
             loss = self._commitment(key, codes, index, valid)
             if not again:
-                if self.codebook_config.commitment_weight:
+                if self.codes.commitment_weight:
                     self.add_loss(loss)
                 self._codebook.update(counted, index, valid, codes)
         if start is not None:
@@ -504,7 +464,7 @@ class VQAttention(EfficientAttention):
         codes count as used.
         """
         self._check_hard("codebook_usage")
-        calls = self.codebook_config.revive_after or CodebookConfig.revive_after
+        calls = self.codes.revive_after or CodeOptions.revive_after
         return float(np.mean(self._codebook.idle_calls() < calls))
 
     def codebook_entropy(self):
@@ -525,12 +485,13 @@ class VQAttention(EfficientAttention):
 
     def get_config(self):
         attention = dataclasses.asdict(self.config)
-        # Implied by the assignment, and not an option of the layer.
+        # Implied by the codes, and not an option of the layer.
         del attention["soft"], attention["kernels"]
         return {
             **super().get_config(),
             **attention,
-            **dataclasses.asdict(self.codebook_config),
+            "num_codes": self.num_codes,
+            "codes": self.codes.get_config(),
             **self._window_config(),
             "position_dropout": self._position_dropout.rate,
         }
@@ -599,13 +560,13 @@ class VQAttention(EfficientAttention):
         errors = ops.sum(ops.square(key - codes), axis=(2, 3)) * valid
         number = ops.sum(valid)
         mean = ops.sum(errors) / ops.where(number > 0, number, 1.0)
-        return self.codebook_config.commitment_weight * mean
+        return self.codes.commitment_weight * mean
 
     def _check_hard(self, method):
         if self.config.soft or not self.built:
             raise ValueError(
                 f"`{method}()` needs a built layer with hard codes. Received: "
-                f"assignment={self.assignment!r}, built={self.built}"
+                f"assignment={self.codes.assignment!r}, built={self.built}"
             )
 
 
