@@ -173,30 +173,47 @@ def summary(rows, costs, short=False):
 
 
 def cost_table(costs):
-    """Milliseconds of each layer, and the peak of memory, by mode and backend."""
-    lines = []
-    for (mode, backend), found in sorted(costs.items()):
-        lengths = sorted(found)
-        for name in found[lengths[0]].contestants():
-            milliseconds = [number(found, name, n, "seconds", 1e3) for n in lengths]
-            memory = number(found, name, lengths[-1], "memory_bytes", 2**-20)
-            lines.append([name, backend, MODES[mode], *milliseconds, memory])
-    if not lines:
-        return "Not measured."
-    header = [f"{length:,}" for length in lengths]
-    return markdown(
-        ["layer", "backend", "ms of", *header, f"MiB at {lengths[-1]:,}"], lines
-    )
+    """Milliseconds of each layer by mode, backend and length, and the peak of memory."""
+    tables = []
+    for mode, title in MODES.items():
+        measured = {b: found for (m, b), found in sorted(costs.items()) if m == mode}
+        if not measured:
+            continue
+        columns = [(b, n) for b in measured for n in sorted(measured[b])]
+        names = dict.fromkeys(
+            name for b, n in columns for name in measured[b][n].contestants()
+        )
+        header = [f"{b} {n:,}" for b, n in columns]
+        header += [f"MiB, {b} {max(measured[b]):,}" for b in measured]
+        lines = []
+        for name in names:
+            cells = [number(measured[b], name, n, "seconds", 1e3) for b, n in columns]
+            cells += [
+                number(found, name, max(found), "memory_bytes", 2**-20)
+                for found in measured.values()
+            ]
+            lines.append([name, *cells])
+        tables.append(f"{title}:\n\n" + markdown(["layer", *header], lines))
+    return "\n\n".join(tables) or "Not measured."
 
 
-MODES = {"train": "a training step", "decode": "a generated token"}
+MODES = {
+    "train": "Milliseconds of a training step",
+    "decode": "Milliseconds of a generated token",
+}
 
 
 def number(found, name, length, field, factor):
     """A cell: a field of a layer's record at a length, times a factor."""
-    (record,) = (r for r in found[length].of(name) if r.length == length)
+    records = [r for r in found[length].of(name) if r.length == length]
+    if not records:
+        return "-"
+    (record,) = records
     value = getattr(record, field)
-    return record.status if value is None else f"{factor * value:.3g}"
+    if value is None:
+        return record.status
+    value *= factor
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def cell(row, part, path, digits, factor):

@@ -45,6 +45,25 @@ def test_num_heads_and_key_dim_are_enough(case):
     assert tuple(layer(x, x, **case.plain).shape) == x.shape
 
 
+class WithoutBuild(keras.Model):
+    """A model whose layer is built by its first call, inside of `evaluate`."""
+
+    def __init__(self, case):
+        super().__init__()
+        self.layer = case.layer(num_heads=2, key_dim=4)
+        self.options = case.plain
+
+    def call(self, x):
+        return self.layer(x, x, **self.options)
+
+
+def test_a_model_that_is_not_built_builds_the_layer(case):
+    model, x = WithoutBuild(case), inputs()
+    model.compile(loss="mse", jit_compile=False)
+    assert np.isfinite(model.evaluate(x, x, verbose=0))
+    assert model.layer.built
+
+
 def test_weights_of_multi_head_attention_load(case):
     theirs, ours = MultiHeadAttention(HEADS, KEY_DIM), case.make()
     for layer in (theirs, ours):

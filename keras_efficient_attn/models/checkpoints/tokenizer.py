@@ -173,6 +173,14 @@ def read_tokenizer(preset, config):
     return None
 
 
+def write_tokenizer(tokenizer, folder):
+    """Writes the file of a tokenizer that `read_tokenizer` made; others have none."""
+    if isinstance(tokenizer, JsonFileTokenizer):
+        tokenizer.save_assets(folder)
+    if isinstance(tokenizer, SentencePieceFileTokenizer):
+        Path(folder, SENTENCE_PIECE).write_bytes(tokenizer.proto)
+
+
 def preprocessor_of(cls, preset, config):
     """A preprocessor with the checkpoint's tokenizer, or `None` if it has none.
 

@@ -9,6 +9,7 @@ from keras_efficient_attn.models.checkpoints.conversion import OVERRIDES
 from keras_efficient_attn.models.checkpoints.tokenizer import (
     preprocessor_of,
     without_tokenizer,
+    write_tokenizer,
 )
 from keras_efficient_attn.models.files import OptionalDocuments, PresetMixin
 from keras_efficient_attn.models.tasks.prompts import (
@@ -63,8 +64,12 @@ class TaskMixin(OptionalDocuments, KeepsQuantization, PresetMixin):
         return cls(backbone=backbone, **kwargs)
 
     def export_to_transformers(self, path, max_shard_size=5_000_000_000):
-        """Writes the model in the format of transformers; as the backbone's."""
+        """Writes the model in the format of transformers; as the backbone's.
+
+        With the tokenizer, if it is from a folder in that format.
+        """
         self.backbone.export_to_transformers(path, max_shard_size)
+        write_tokenizer(getattr(self.preprocessor, "tokenizer", None), path)
 
     def fit(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
         """As `keras.Model.fit`; strings go through the preprocessor."""

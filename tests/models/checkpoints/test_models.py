@@ -321,6 +321,10 @@ def test_generates_text_with_the_tokenizer_of_the_folder(tmp_path):
     again = EfficientCausalLM.from_preset(str(tmp_path / "preset"))
     again.compile(sampler="greedy")
     assert again.generate("the cat sat", max_length=6, stop_token_ids=None) == text
+    model.export_to_transformers(tmp_path / "exported")
+    again = EfficientCausalLM.from_preset(str(tmp_path / "exported"))
+    again.compile(sampler="greedy")
+    assert again.generate("the cat sat", max_length=6, stop_token_ids=None) == text
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer="adam", loss=loss)
     model.fit(["the cat sat on the mat", "the mat sat"], verbose=0)
@@ -348,9 +352,11 @@ def test_generates_text_with_a_sentencepiece_model(tmp_path):
     made = model.generate(text, max_length=16, stop_token_ids=None)
     assert made.startswith(text)
     model.save_to_preset(str(tmp_path / "preset"))
-    again = EfficientCausalLM.from_preset(str(tmp_path / "preset"))
-    again.compile(sampler="greedy")
-    assert again.generate(text, max_length=16, stop_token_ids=None) == made
+    model.export_to_transformers(tmp_path / "exported")
+    for name in ("preset", "exported"):
+        again = EfficientCausalLM.from_preset(str(tmp_path / name))
+        again.compile(sampler="greedy")
+        assert again.generate(text, max_length=16, stop_token_ids=None) == made
 
 
 def test_without_a_tokenizer_it_says_what_is_missing():

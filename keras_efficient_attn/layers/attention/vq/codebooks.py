@@ -122,11 +122,11 @@ class _RandomCodes(keras.initializers.Initializer):
     """Random directions, with the norm of normalised and scaled keys."""
 
     def __init__(self, seed):
-        self.seed = seed
+        self.normal = keras.initializers.RandomNormal(stddev=1.0, seed=seed)
 
     def __call__(self, shape, dtype=None):
         dim = shape[-1]
-        codes = keras.random.normal(shape, dtype="float32", seed=self.seed)
+        codes = self.normal(shape, "float32")
         norm = ops.sqrt(ops.sum(ops.square(codes), axis=-1, keepdims=True))
         return ops.cast(codes / norm * dim**0.25, dtype)
 

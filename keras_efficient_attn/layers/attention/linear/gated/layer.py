@@ -1,6 +1,7 @@
 """The base of the layers whose state decays or is corrected."""
 
 import dataclasses
+import math
 
 import keras
 from keras import ops
@@ -409,20 +410,19 @@ def check_least_log_decay(value):
 
 def log_rates(least, seed):
     """Initializer: logarithms of rates that are uniform from `least` to 16."""
+    rates = keras.initializers.RandomUniform(least, 16.0, seed)
 
     def initialize(shape, dtype=None):
-        rates = keras.random.uniform(shape, least, 16.0, dtype=dtype, seed=seed)
-        return ops.log(rates)
+        return ops.log(rates(shape, dtype))
 
     return initialize
 
 
 def step_biases(seed):
     """Initializer: biases whose `softplus` is log-uniform in `STEPS`."""
+    logarithms = keras.initializers.RandomUniform(*map(math.log, STEPS), seed)
 
     def initialize(shape, dtype=None):
-        least, most = (ops.log(ops.cast(step, dtype)) for step in STEPS)
-        uniform = keras.random.uniform(shape, dtype=dtype, seed=seed)
-        return ops.log(ops.expm1(ops.exp(least + (most - least) * uniform)))
+        return ops.log(ops.expm1(ops.exp(logarithms(shape, dtype))))
 
     return initialize
