@@ -173,7 +173,7 @@ def summary(rows, costs, short=False):
 
 
 def cost_table(costs):
-    """Milliseconds of each layer by mode, backend and length, and the peak of memory."""
+    """Milliseconds of each layer by mode, backend and length; and peaks of memory."""
     tables = []
     for mode, title in MODES.items():
         measured = {b: found for (m, b), found in sorted(costs.items()) if m == mode}

@@ -168,7 +168,7 @@ class FeatureMap:
     ...
     ...     def query_features(self, x, gain):
     ...         return keras.ops.relu(gain * x) + 1e-3, None
-    >>> layer = LinearAttention(2, 8, feature_map="gained_relu")
+    >>> layer = LinearAttention(num_heads=2, key_dim=8, feature_map="gained_relu")
     """
 
     positive = True

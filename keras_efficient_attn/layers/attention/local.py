@@ -79,7 +79,9 @@ class LocalAttention(PatternAttention):
     >>> layer = LocalAttention(num_heads=4, key_dim=16, window=64)
     >>> x = keras.random.normal((2, 1000, 64))
     >>> output = layer(x, x, use_causal_mask=True)
-    >>> layer = LocalAttention(4, 16, query_block=(4, 8), memory=(4, 4))
+    >>> layer = LocalAttention(
+    ...     num_heads=4, key_dim=16, query_block=(4, 8), memory=(4, 4)
+    ... )
     >>> image = keras.random.normal((2, 20, 30, 64))
     >>> layer(image, image, use_causal_mask=True).shape
     (2, 20, 30, 64)

@@ -43,7 +43,9 @@ class PositionBiases(keras.layers.Layer):
 
     >>> from keras_efficient_attn import PositionBiases, RelativePositionXL
     >>> biases = PositionBiases(num_heads=2, key_dim=8)
-    >>> layers = [RelativePositionXL(2, 8, biases=biases) for _ in range(3)]
+    >>> layers = [
+    ...     RelativePositionXL(num_heads=2, key_dim=8, biases=biases) for _ in range(3)
+    ... ]
     """
 
     def __init__(self, num_heads, key_dim, **kwargs):

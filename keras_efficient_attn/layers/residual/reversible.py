@@ -66,7 +66,7 @@ class ReversibleBlock(ReplicaLosses, keras.layers.Layer):
     >>> from keras_efficient_attn import PerformerAttention, ReversibleBlock
     >>> x = keras.Input((None, 16))
     >>> h = keras.layers.LayerNormalization()(x)
-    >>> f = keras.Model(x, PerformerAttention(2, 8)(h, h))
+    >>> f = keras.Model(x, PerformerAttention(num_heads=2, key_dim=8)(h, h))
     >>> g = keras.Sequential(
     ...     [keras.layers.LayerNormalization(), keras.layers.Dense(16)]
     ... )

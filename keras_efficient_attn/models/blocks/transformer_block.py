@@ -67,7 +67,8 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
     >>> import keras
     >>> from keras_efficient_attn import PerformerAttention
     >>> from keras_efficient_attn.models import FeedForward, TransformerBlock
-    >>> block = TransformerBlock(PerformerAttention(2, 8), FeedForward(64))
+    >>> attention = PerformerAttention(num_heads=2, key_dim=8)
+    >>> block = TransformerBlock(attention, FeedForward(64))
     >>> block(keras.random.normal((2, 10, 16))).shape
     (2, 10, 16)
 
