@@ -7,7 +7,6 @@ Writes `docs/guides/NAME.json` and the picture of the guide.
 
 import argparse
 import contextlib
-import datetime
 import io
 import json
 import os
@@ -34,7 +33,7 @@ def main(argv=None):
         run_of = {
             "machine": f"{here['backend']} {here['backend_version']}, "
             f"{here['device']} with {here['cpu_count']} cores, Keras {here['keras']}",
-            "date": datetime.date.today().isoformat(),
+            "date": here["date"],
             "outputs": outputs,
         }
         (GUIDES / f"{name}.json").write_text(json.dumps(run_of, indent=1) + "\n")

@@ -1,5 +1,6 @@
 """A process that measures one contestant: requests and replies are JSON lines."""
 
+import datetime
 import importlib.metadata
 import json
 import os
@@ -122,9 +123,10 @@ def serve(answer):
 
 
 def describe_environment():
-    """Versions and device of this process, as a dict of strings and numbers."""
+    """Versions, device and date of this process, a dict of strings and numbers."""
     backend = BACKEND
     return {
+        "date": datetime.date.today().isoformat(),
         "backend": backend,
         "backend_version": importlib.metadata.version(backend),
         "device": backend_module().device(),

@@ -1,0 +1,91 @@
+"""Writes the tables of the pages in `docs/benchmarks` whose runs lie in the repository.
+
+    python -m tools.benchmark_pages
+
+A place `<!-- run: FILE -->` … `<!-- end -->` of a page gets the table of a file that
+`python -m keras_efficient_attn.benchmark --save FILE` or `tools.compile_for_tpu` wrote.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from keras_efficient_attn.benchmark.records import Record
+from keras_efficient_attn.benchmark.report import format_number
+from keras_efficient_attn.benchmark.settings import MATMUL
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
+PLACE = re.compile(r"(<!-- run: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+UNITS = {"forward": "forward", "train": "a training step", "decode": "a token"}
+
+
+def page(text):
+    """The text of a page, with the tables of now."""
+
+    def fill(place):
+        # Not by `read_json`, which makes the layers, of packages that may be missing.
+        run = json.loads((ROOT / place[2]).read_text())
+        records = [Record(**record) for record in run["records"]]
+        records = [record for record in records if record.contestant != MATMUL]
+        about, settings = run["environment"], run["settings"]
+        if "target" in about:
+            lines = estimates_table(records, about)
+        else:
+            lines = times_table(records, about, settings)
+        return "\n".join([place[1], *lines, "", place[3]])
+
+    return PLACE.sub(fill, text)
+
+
+def estimates_table(records, about):
+    """Lines of Markdown: what a TPU's compiler expects at one length."""
+    yield (
+        f"{about['target']}, libtpu {about['libtpu']}, JAX {about['jax']}, Keras "
+        f"{about['keras']}, {about['date']}; the fastest first."
+    )
+    yield from ("", "| layer | ms | of the peak | MiB |", "|---|---|---|---|")
+    for record in sorted(records, key=lambda record: record.seconds):
+        cells = (
+            milliseconds(record),
+            format_number(record.peak_share, ".0%"),
+            mebibytes(record),
+        )
+        yield f"| `{record.contestant}` | {' | '.join(cells)} |"
+
+
+def times_table(records, about, settings):
+    """Lines of Markdown: milliseconds by length, and memory at the longest."""
+    yield (
+        f"Milliseconds of {UNITS[settings['mode']]}"
+        f"{', causal' if settings['causal'] else ''}; batch {settings['batch']}, "
+        f"{settings['heads']} heads of {settings['head_dim']}, {settings['dtype']}. "
+        f"{about['backend']} {about['backend_version']}, Keras {about['keras']}, "
+        f"{about['cpu_count']} cores of {about['cpu']}, {about['date']}; medians of "
+        f"{settings['repeats']} in turns."
+    )
+    lengths = settings["lengths"]
+    header = ["layer", *(f"{n:,}" for n in lengths), f"MiB at {lengths[-1]:,}"]
+    yield from ("", f"| {' | '.join(header)} |", "|---" * len(header) + "|")
+    for name in dict.fromkeys(record.contestant for record in records):
+        own = {r.length: r for r in records if r.contestant == name}
+        cells = [milliseconds(own[n]) for n in lengths]
+        cells.append(mebibytes(own[lengths[-1]]))
+        yield f"| `{name}` | {' | '.join(cells)} |"
+
+
+def milliseconds(record):
+    if record.seconds is None:
+        return record.status
+    return format_number(record.seconds * 1e3, ".3g")
+
+
+def mebibytes(record):
+    if record.memory_bytes is None:
+        return "-"
+    return format_number(record.memory_bytes / 2**20, ",.0f")
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        path.write_text(page(path.read_text()))
