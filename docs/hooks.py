@@ -1,4 +1,4 @@
-"""Makes pages of the guides, which are scripts in the form of keras.io."""
+"""Makes pages and notebooks of the guides, scripts in the form of keras.io."""
 
 import json
 import re
@@ -16,25 +16,30 @@ def on_files(files, config):
         if file.src_uri.startswith("guides/") and file.src_uri.endswith(".py"):
             kept = Path(file.abs_src_path).with_suffix(".json")
             run = json.loads(kept.read_text()) if kept.exists() else None
-            page = page_of(file.content_string, run)
-            uri = file.src_uri.removesuffix(".py") + ".md"
+            script = file.content_string
             files.remove(file)
-            files.append(File.generated(config, uri, content=page))
+            for ending, content in (
+                (".md", page_of(script, run, f"{file.name}.ipynb")),
+                (".ipynb", json.dumps(notebook_of(script), indent=1)),
+            ):
+                uri = file.src_uri.removesuffix(".py") + ending
+                files.append(File.generated(config, uri, content=content))
         elif file.src_uri.endswith((".py", ".json")):
             files.remove(file)
     return files
 
 
-def page_of(script, run):
+def page_of(script, run, notebook):
     """Markdown of a script: its texts, and its code with what it printed.
 
     Args:
         script: The guide.
         run: Dict of `machine`, `date` and `outputs`, a text for each block of code; or
             `None`, if the guide was not run.
+        notebook: Name of the notebook beside the page.
     """
     title, description = HEADER.match(script).groups()
-    parts = [f"# {title}", description]
+    parts = [f"# {title}", f"{description} ([Notebook]({notebook}).)"]
     outputs = iter(run["outputs"] if run else ())
     for i, piece in enumerate(pieces_of(script)):
         if i % 2:
@@ -46,6 +51,35 @@ def page_of(script, run):
     if run:
         parts.append(f"(Printed on {run['machine']}, {run['date']}.)")
     return "\n\n".join(parts) + "\n"
+
+
+def notebook_of(script):
+    """A Jupyter notebook of a script, as a dict: its texts and its code, not run."""
+    title, description = HEADER.match(script).groups()
+    install = (
+        "%pip install -q 'keras_efficient_attn[examples,jax] @ "
+        "git+https://github.com/OWNER/keras_efficient_attn'\n%env KERAS_BACKEND=jax"
+    )
+    cells = [("markdown", f"# {title}\n\n{description}"), ("code", install)]
+    for i, piece in enumerate(pieces_of(script)):
+        if piece.strip():
+            cells.append(("markdown" if i % 2 else "code", piece.strip()))
+    own = {"code": {"execution_count": None, "outputs": []}, "markdown": {}}
+    return {
+        "nbformat": 4,
+        "nbformat_minor": 5,
+        "metadata": {},
+        "cells": [
+            {
+                "id": f"cell-{i}",
+                "cell_type": kind,
+                "metadata": {},
+                "source": text.splitlines(keepends=True),
+                **own[kind],
+            }
+            for i, (kind, text) in enumerate(cells)
+        ],
+    }
 
 
 def pieces_of(script):

@@ -7,8 +7,9 @@ Description: A causal language model whose next token costs the same after any c
 ## Introduction
 
 A Transformer with softmax attention keeps the keys and values of everything it has read,
-and reads all of them again for each new token. Linear attention sums them into a state of
-constant size. The 10,000th token then costs as much as the 10th.
+and reads all of them again for each new token. The gated delta rule, and linear attention in
+all its forms, sums them into a state of constant size. The 10,000th token then costs as much
+as the 10th.
 
 This guide trains a small byte-level language model on the source of the standard
 library, generates text, and measures both kinds of generation.
@@ -58,13 +59,13 @@ print(f"{len(training)} sequences to train on, {len(validation)} held out")
 ## Build and train the model
 
 `EfficientCausalLM` is a task of KerasHub: `fit` takes strings, and `generate` continues
-them. The two models of this guide differ only in the name of the attention layer. A
-short causal convolution before each attention layer sees the last four bytes, whose order
-linear attention alone is slow to learn.
+them. The two models of this guide differ in the attention and in the positions: the gated
+delta rule, the default of decoders, knows the order of tokens by its decays and its
+convolutions of four positions, and softmax attention by rotation.
 """
 
 
-def build_model(attention):
+def build_model(attention, positions):
     backbone = models.EfficientTransformerBackbone(
         vocabulary_size=256,
         num_layers=2,
@@ -72,8 +73,7 @@ def build_model(attention):
         hidden_dim=128,
         intermediate_dim=256,
         attention=attention,
-        positions="rotary",
-        convolution=4,
+        positions=positions,
     )
     preprocessor = models.EfficientCausalLMPreprocessor(
         models.EfficientByteTokenizer(), sequence_length=SEQUENCE_LENGTH
@@ -92,7 +92,7 @@ def build_model(attention):
     return model
 
 
-model = build_model("linear")
+model = build_model("gated-delta", positions=None)
 history = model.fit(
     training,
     validation_data=(validation,),
@@ -114,8 +114,8 @@ print(model.generate("def ", max_length=160))
 
 Both models continue a prompt. The time to read the prompt is measured separately, with one
 new token, and subtracted. An untrained model takes as long as a trained one, so the model
-with softmax is not trained. Its cache grows with the context; the state of linear
-attention does not.
+with softmax is not trained. Its cache grows with the context; the state of the gated
+delta rule does not.
 """
 
 
@@ -135,10 +135,11 @@ def seconds_per_token(model, context_length):
 
 
 measured = {}
-for name, each in (("linear", model), ("softmax", build_model("softmax"))):
-    measured[name] = [seconds_per_token(each, length) for length in CONTEXT_LENGTHS]
+models_to_time = {"gated-delta": model, "softmax": build_model("softmax", "rotary")}
+for name, timed in models_to_time.items():
+    measured[name] = [seconds_per_token(timed, length) for length in CONTEXT_LENGTHS]
     for length, seconds in zip(CONTEXT_LENGTHS, measured[name]):
-        print(f"{name:8} after {length:5} bytes: {1e6 * seconds:.0f} µs per byte")
+        print(f"{name:11} after {length:5} bytes: {1e6 * seconds:.0f} µs per byte")
 
 plt.figure(figsize=(6, 4))
 for (name, seconds), colour, mark in zip(
@@ -160,7 +161,7 @@ plt.savefig("constant_cost_generation.png", dpi=100, bbox_inches="tight")
 
 The state is all that the model stores of its context:
 `backbone.get_initial_state(batch_size=1)` shows its tensors, and `backbone.stream(tokens,
-state)` reads the next tokens, one or a thousand. Retention, gated linear attention and
-the delta rules (`"retention"`, `"gated-linear"`, `"gated-delta"`) store more in a state of
-the same size, and take a little longer.
+state)` reads the next tokens, one or a thousand. `"linear"`, `"retention"` and
+`"local:window=64"` have states of constant size as well: [Choosing a
+layer](../choosing.md) compares them.
 """
