@@ -40,7 +40,12 @@ def median_and_spread(seconds):
 
 
 def time_functions(
-    functions, *, make_inputs=None, repeats=5, clock=time.perf_counter, finish=None
+    functions,
+    *,
+    make_inputs=None,
+    repeats: int = 5,
+    clock=time.perf_counter,
+    finish=None,
 ):
     """Times functions in turns, so that a slow spell of the machine hits all of them.
 

@@ -68,7 +68,7 @@ class ChunkedFeedForward(KeepsArguments, keras.layers.Layer):
         - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
     """
 
-    def __init__(self, feed_forward, chunk_size=128, **kwargs):
+    def __init__(self, feed_forward, chunk_size: int = 128, **kwargs):
         # autocast=False: the network casts its inputs and weights itself.
         super().__init__(autocast=False, **kwargs)
         if not isinstance(feed_forward, keras.Layer):
@@ -232,8 +232,8 @@ class ChunkedVocabularyLoss(KeepsArguments, keras.layers.Layer):
     def __init__(
         self,
         vocabulary_size,
-        use_bias=True,
-        chunk_size=128,
+        use_bias: bool = True,
+        chunk_size: int = 128,
         ignore_class=None,
         **kwargs,
     ):

@@ -66,7 +66,14 @@ class AuxiliaryLosses(TaskWrapper):
 
     task_argument = "model"
 
-    def __init__(self, model, total_steps, num_targets=2, target_weight=0.5, **kwargs):
+    def __init__(
+        self,
+        model,
+        total_steps,
+        num_targets: int = 2,
+        target_weight: float = 0.5,
+        **kwargs,
+    ):
         super().__init__(**kwargs)
         backbone = getattr(model, "backbone", None)
         if getattr(backbone, "architecture", None) != "decoder":

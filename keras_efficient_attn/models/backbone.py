@@ -180,7 +180,7 @@ class EfficientTransformerBackbone(
         intermediate_dim,
         attention=None,
         head_dim=None,
-        architecture="decoder",
+        architecture: str = "decoder",
         cross_attention="softmax",
         encoder_attention=None,
         residual="pre_norm",
@@ -189,13 +189,13 @@ class EfficientTransformerBackbone(
         recurrence=1,
         convolution=None,
         embedding="tied",
-        use_bias=True,
-        dropout=0.0,
-        takes_documents=False,
+        use_bias: bool = True,
+        dropout: float = 0.0,
+        takes_documents: bool = False,
         transformers_config=None,
         dtype=None,
         name=None,
-        trainable=True,
+        trainable: bool = True,
     ):
         # The arguments that describe the backbone, by name. Without **kwargs, because
         # Keras silently accepts unknown ones.

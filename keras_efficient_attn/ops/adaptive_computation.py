@@ -10,7 +10,13 @@ from keras_efficient_attn.ops.common.plan import symbolic
 
 @symbolic
 def adaptive_computation(
-    step, state, running, max_steps, epsilon=0.01, early_exit=False, dtype="float32"
+    step,
+    state,
+    running,
+    max_steps,
+    epsilon: float = 0.01,
+    early_exit: bool = False,
+    dtype="float32",
 ):
     """Repeats a step until each position has halted; gives the weighted mean state.
 

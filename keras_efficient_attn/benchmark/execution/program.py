@@ -34,7 +34,7 @@ def make_program(function, layer=None, gradients=False, optimizer=None):
     return backend_module().Program(function, trainable, fixed, gradients, optimizer)
 
 
-def compile_function(function, gradients=False):
+def compile_function(function, gradients: bool = False):
     """Compiles a function of tensors as the backend's users would.
 
     `jax.jit`, `tf.function(jit_compile=True)` (falling back to a plain graph where XLA

@@ -191,7 +191,7 @@ class EfficientAttention(
     def __init__(
         self,
         *args,
-        num_key_value_heads=None,
+        num_key_value_heads: int | None = None,
         value_activation=None,
         gate_activation="sigmoid",
         **kwargs,

@@ -145,14 +145,14 @@ class FourierAttention(EfficientAttention):
     def __init__(
         self,
         *args,
-        power=4,
-        radius_per="head",
-        initial_radius=None,
-        linear=False,
-        num_frequencies=None,
-        orthogonal=True,
-        chunk_size=None,
-        implementation=None,
+        power: int = 4,
+        radius_per: str = "head",
+        initial_radius: float | None = None,
+        linear: bool = False,
+        num_frequencies: int | None = None,
+        orthogonal: bool = True,
+        chunk_size: int | None = None,
+        implementation: str | None = None,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)

@@ -95,11 +95,11 @@ class LocalAttention(PatternAttention):
     def __init__(
         self,
         *args,
-        window=None,
+        window: int | None = None,
         query_block=None,
         memory=None,
         grid=None,
-        grid_order="raster",
+        grid_order: str = "raster",
         **kwargs,
     ):
         super().__init__(*args, **kwargs)

@@ -98,11 +98,11 @@ class SoftmaxAttention(EfficientAttention):
     def __init__(
         self,
         *args,
-        rotary_wavelength=None,
-        kernel="dot_product",
+        rotary_wavelength: float | None = None,
+        kernel: str = "dot_product",
         projection_norm=None,
-        projection_norm_epsilon=1e-6,
-        use_output_bias=None,
+        projection_norm_epsilon: float = 1e-6,
+        use_output_bias: bool | None = None,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)

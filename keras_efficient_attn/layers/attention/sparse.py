@@ -89,10 +89,10 @@ class SparseAttention(PatternAttention):
     def __init__(
         self,
         *args,
-        pattern="strided",
+        pattern: str = "strided",
         stride=STRIDE,
-        summary=None,
-        factors="merged",
+        summary: int | None = None,
+        factors: str | int = "merged",
         **kwargs,
     ):
         super().__init__(*args, **kwargs)

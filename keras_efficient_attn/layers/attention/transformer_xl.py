@@ -153,11 +153,11 @@ class RelativePositionXL(EfficientAttention):
     def __init__(
         self,
         *args,
-        memory_length=128,
-        clamp_length=None,
-        same_length=False,
+        memory_length: int = 128,
+        clamp_length: int | None = None,
+        same_length: bool = False,
         biases="own",
-        position_dropout=0.0,
+        position_dropout: float = 0.0,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)

@@ -78,7 +78,7 @@ class ReversibleBlock(ReplicaLosses, keras.layers.Layer):
         - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
     """
 
-    def __init__(self, f, g, reversible=True, **kwargs):
+    def __init__(self, f, g, reversible: bool = True, **kwargs):
         # autocast=False: streams stay float32 under a mixed policy.
         super().__init__(autocast=False, **kwargs)
         for name, layer in (("f", f), ("g", g)):
@@ -199,7 +199,7 @@ class ReversibleStack(ReplicaLosses, keras.layers.Layer):
         - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
     """
 
-    def __init__(self, blocks, merge="mean", reversible=True, **kwargs):
+    def __init__(self, blocks, merge="mean", reversible: bool = True, **kwargs):
         super().__init__(autocast=False, **kwargs)
         self.blocks = list(blocks)
         for block in self.blocks:

@@ -79,7 +79,7 @@ def make_attention(spec, num_heads, key_dim, use_bias, rotary, name, dtype):
     return type(layer).from_config(config)
 
 
-def gated_attention_units(attention, hidden_dim, key_dim=128):
+def gated_attention_units(attention, hidden_dim, key_dim: int = 128):
     """Arguments of `EfficientTransformerBackbone` for blocks of gated attention units.
 
     ```

@@ -63,7 +63,7 @@ class CausalConvolution(KeepsArguments, keras.layers.Layer):
         - [So et al., 2021](https://arxiv.org/abs/2109.08668)
     """
 
-    def __init__(self, kernel_size=4, **kwargs):
+    def __init__(self, kernel_size: int = 4, **kwargs):
         super().__init__(**kwargs)
         check_int("kernel_size", kernel_size, 2)
         self.supports_masking = True
@@ -149,8 +149,8 @@ class SeparableConvolution(KeepsQuantization, keras.layers.Layer):
         hidden_dim,
         kernel_sizes=(3, 5),
         activation="relu",
-        causal=True,
-        use_bias=True,
+        causal: bool = True,
+        use_bias: bool = True,
         **kwargs,
     ):
         super().__init__(**kwargs)

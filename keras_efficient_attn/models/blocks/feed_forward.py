@@ -143,9 +143,9 @@ class FeedForward(KeepsQuantization, keras.layers.Layer):
         self,
         hidden_dim,
         activation="gelu",
-        gated=False,
-        use_bias=True,
-        dropout=0.0,
+        gated: bool = False,
+        use_bias: bool = True,
+        dropout: float = 0.0,
         **kwargs,
     ):
         super().__init__(**kwargs)

@@ -166,7 +166,9 @@ class LearnedPositions(Positions):
         ValueError: If `max_length` is not a positive integer, or an input is longer.
     """
 
-    def __init__(self, max_length, max_offset=0, seed=None, **kwargs):
+    def __init__(
+        self, max_length, max_offset: int = 0, seed: int | None = None, **kwargs
+    ):
         super().__init__(max_offset, seed, **kwargs)
         check_positive_int("max_length", max_length)
         self.max_length = max_length
@@ -216,7 +218,9 @@ class AxialPositions(Positions):
         - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
     """
 
-    def __init__(self, shape, widths=None, max_offset=0, seed=None, **kwargs):
+    def __init__(
+        self, shape, widths=None, max_offset: int = 0, seed: int | None = None, **kwargs
+    ):
         super().__init__(max_offset, seed, **kwargs)
         check_axes(shape, widths)
         self.shape, self.widths = tuple(shape), widths and tuple(widths)

@@ -72,9 +72,9 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
     def __init__(
         self,
         blocks,
-        num_recurrences=1,
+        num_recurrences: int = 1,
         final_norm=None,
-        output_dropout=0.0,
+        output_dropout: float = 0.0,
         streams="mean",
         **kwargs,
     ):

@@ -39,7 +39,7 @@ class EfficientByteTokenizer(keras_hub.tokenizers.ByteTokenizer):
     end_token_id = END
     mask_token_id = MASK
 
-    def __init__(self, lowercase=False, **kwargs):
+    def __init__(self, lowercase: bool = False, **kwargs):
         super().__init__(lowercase=lowercase, **kwargs)
 
     def tokenize(self, inputs):

@@ -49,7 +49,9 @@ class EfficientCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
     backbone_cls = EfficientTransformerBackbone
     tokenizer_cls = EfficientByteTokenizer
 
-    def __init__(self, tokenizer, sequence_length=1024, *, pack=False, **kwargs):
+    def __init__(
+        self, tokenizer, sequence_length: int = 1024, *, pack: bool = False, **kwargs
+    ):
         super().__init__(tokenizer, sequence_length, **kwargs)
         check_bool("pack", pack)
         self.pack = pack

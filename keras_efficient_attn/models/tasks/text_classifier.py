@@ -110,8 +110,8 @@ class EfficientTextClassifier(TaskMixin, keras_hub.models.TextClassifier):
         num_classes,
         preprocessor=None,
         activation=None,
-        dropout=0.0,
-        compile=True,
+        dropout: float = 0.0,
+        compile: bool = True,
         **kwargs,
     ):
         self.set_parts(backbone, preprocessor, "encoder", "decoder")

@@ -28,14 +28,14 @@ def adaptive_span_attention(
     *,
     window,
     ramp=RAMP,
-    include_self=True,
+    include_self: bool = True,
     position_key=None,
-    causal=False,
+    causal: bool = False,
     key_mask=None,
     scale=None,
     state=None,
     dropout=None,
-    implementation=None,
+    implementation: str | None = None,
 ):
     """Softmax attention under a soft mask with a differentiable span.
 

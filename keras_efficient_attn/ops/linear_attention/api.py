@@ -47,13 +47,13 @@ def linear_attention(
     *,
     key_log_weight=None,
     key_mask=None,
-    causal=False,
+    causal: bool = False,
     log_decay=None,
     beta=None,
     state=None,
-    normalize=True,
-    chunk_size=None,
-    implementation=None,
+    normalize: bool = True,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
 ):
     """Attention whose weights are dot products of features, in linear time.
 

@@ -32,17 +32,17 @@ def local_attention(
     key,
     value,
     *,
-    window=None,
+    window: int | None = None,
     query_block=None,
     memory=None,
     grid=None,
-    grid_order="raster",
-    causal=False,
+    grid_order: str = "raster",
+    causal: bool = False,
     key_mask=None,
     scale=None,
     state=None,
     dropout=None,
-    implementation=None,
+    implementation: str | None = None,
     window_bias=None,
 ):
     """Softmax attention to the keys near the query, in linear time and memory.
@@ -188,7 +188,7 @@ def _state_spec(config, batch_size, *sizes_and_dtype):
     return recent_keys_spec(batch_size, reach, *sizes_and_dtype)
 
 
-def local_pattern(length, *, causal=False, **pattern):
+def local_pattern(length, *, causal: bool = False, **pattern):
     """The mask of `local_attention`, for plots and tests.
 
     Args:

@@ -29,14 +29,14 @@ def lsh_attention(
     *,
     num_buckets,
     chunk_size,
-    causal=False,
-    aligned=False,
-    across_buckets=False,
+    causal: bool = False,
+    aligned: bool = False,
+    across_buckets: bool = False,
     key_mask=None,
     state=None,
-    scale=1.0,
+    scale: float = 1.0,
     dropout_mask=None,
-    implementation=None,
+    implementation: str | None = None,
 ):
     """Softmax self-attention within hash buckets.
 

@@ -22,14 +22,14 @@ def relative_attention(
     *,
     content_bias=None,
     position_bias=None,
-    offset=0,
-    window=None,
-    causal=False,
+    offset: int = 0,
+    window: int | None = None,
+    causal: bool = False,
     key_mask=None,
     documents=None,
     scale=None,
     dropout=None,
-    implementation=None,
+    implementation: str | None = None,
 ):
     """Softmax attention with content and position terms.
 

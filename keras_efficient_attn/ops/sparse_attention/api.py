@@ -28,16 +28,16 @@ def sparse_attention(
     key,
     value,
     *,
-    pattern="strided",
+    pattern: str = "strided",
     stride,
-    summary=1,
-    factors="merged",
-    causal=False,
+    summary: int = 1,
+    factors: str | int = "merged",
+    causal: bool = False,
     key_mask=None,
     scale=None,
     state=None,
     dropout=None,
-    implementation=None,
+    implementation: str | None = None,
 ):
     """Softmax attention over a pattern of two factors.
 
@@ -129,10 +129,10 @@ def sparse_attention_state(
     value_dim,
     max_length,
     *,
-    pattern="strided",
+    pattern: str = "strided",
     stride,
-    summary=1,
-    factors="merged",
+    summary: int = 1,
+    factors: str | int = "merged",
     dtype="float32",
 ):
     """The state of causal sparse attention before the first position.
@@ -181,13 +181,13 @@ def sparse_attention_spec(config, batch_size, max_length, key_dim, value_dim, dt
 
 def sparse_pattern(
     length,
-    pattern="strided",
+    pattern: str = "strided",
     *,
     stride,
-    summary=1,
-    factors="merged",
-    num_heads=None,
-    causal=True,
+    summary: int = 1,
+    factors: str | int = "merged",
+    num_heads: int | None = None,
+    causal: bool = True,
 ):
     """The mask of `sparse_attention`, for plots and tests.
 

@@ -132,12 +132,12 @@ class AdaptiveSpan(PatternAttention):
         *args,
         max_span=MAX_SPAN,
         ramp=RAMP,
-        include_self=True,
-        initial_span=0,
+        include_self: bool = True,
+        initial_span: float = 0,
         penalty=PENALTY,
-        dynamic=False,
-        relative_positions=False,
-        window=None,
+        dynamic: bool = False,
+        relative_positions: bool = False,
+        window: int | None = None,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)

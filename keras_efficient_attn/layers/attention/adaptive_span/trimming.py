@@ -60,7 +60,7 @@ class TrimSpans(keras.callbacks.Callback):
     ```
     """
 
-    def __init__(self, every=1000):
+    def __init__(self, every: int = 1000):
         super().__init__()
         check_positive_int("every", every)
         self.every = every

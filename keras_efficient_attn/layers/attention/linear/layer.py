@@ -137,12 +137,12 @@ class LinearAttention(EfficientAttention):
         self,
         *args,
         feature_map="elu",
-        window=None,
-        normalize=True,
-        qk_norm=False,
-        temperature=1.0,
-        rotary_wavelength=None,
-        chunk_size=None,
+        window: int | None = None,
+        normalize: bool = True,
+        qk_norm: bool = False,
+        temperature: float = 1.0,
+        rotary_wavelength: float | None = None,
+        chunk_size: int | None = None,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)

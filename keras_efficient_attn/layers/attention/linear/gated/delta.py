@@ -104,10 +104,10 @@ class DeltaAttention(GatedStateAttention):
     def __init__(
         self,
         *args,
-        max_beta=1.0,
-        use_beta=True,
+        max_beta: float = 1.0,
+        use_beta: bool = True,
         feature_map="unit",
-        convolution=4,
+        convolution: int | None = 4,
         activation="silu",
         **kwargs,
     ):
@@ -312,10 +312,10 @@ class KimiDeltaAttention(DecayingDeltaAttention):
     def __init__(
         self,
         *args,
-        decay_rank=None,
-        least_log_decay=None,
+        decay_rank: int | None = None,
+        least_log_decay: float | None = None,
         output_gate="sigmoid",
-        output_gate_rank=None,
+        output_gate_rank: int | None = None,
         **kwargs,
     ):
         super().__init__(

@@ -104,10 +104,10 @@ class GatedLinearAttention(GatedStateAttention):
     def __init__(
         self,
         *args,
-        decay="vector",
-        decay_rank=16,
-        decay_temperature=16.0,
-        least_log_decay=None,
+        decay: str = "vector",
+        decay_rank: int | None = 16,
+        decay_temperature: float = 16.0,
+        least_log_decay: float | None = None,
         output_gate="silu",
         **kwargs,
     ):

@@ -93,7 +93,7 @@ class RetentionAttention(GatedStateAttention):
         self,
         *args,
         decays=None,
-        rotary_wavelength=10_000.0,
+        rotary_wavelength: float | None = 10_000.0,
         output_norm="group",
         output_gate="silu",
         **kwargs,
