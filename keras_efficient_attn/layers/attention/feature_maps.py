@@ -400,6 +400,14 @@ class PolynomialFeatures(FeatureMap):
     estimates_softmax = True
     can_calibrate = True
 
+    def __post_init__(self):
+        check_positive_int("order", self.order)
+        if self.order % 2:
+            raise ValueError(
+                "`order` must be even: odd orders give negative weights. Received: "
+                f"order={self.order}"
+            )
+
     def feature_dim(self, head_dim):
         return functions.polynomial_dimension(head_dim, self.order)
 

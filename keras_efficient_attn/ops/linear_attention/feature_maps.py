@@ -16,7 +16,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.checks import is_positive_int
+from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.feature_kernels.entrywise import SCALED_WIDTH
 from keras_efficient_attn.ops.common.numerics import (
@@ -320,17 +320,18 @@ def taylor_features(x, order=2):
     """Taylor expansion of the exponential kernel: `φ(q)·φ(k) = Σ_{i≤p} (q·k)^i / i!`.
 
     Has every monomial of degree up to `p` once: `C(head_dim + p, p)` features. An even
-    order is positive everywhere; an odd one is not a kernel.
+    order is positive everywhere; an odd one gives negative weights where `q·k` is far
+    below 0, and layers refuse it.
 
     Args:
         x: `(..., head_dim)`.
-        order: `p`, even. Defaults to 2.
+        order: `p`, a positive integer. Defaults to 2.
 
     Returns:
         Features `(..., C(head_dim + p, p))` and their log scale.
 
     Raises:
-        ValueError: If the order is odd, or there would be too many features to help.
+        ValueError: For another order, or if there would be too many features to help.
 
     Reference:
         - [Arora et al., 2024](https://arxiv.org/abs/2402.18668)
@@ -358,19 +359,15 @@ def polynomial_dimension(head_dim, order):
 
     Args:
         head_dim: Size of the queries and keys.
-        order: Even positive integer.
+        order: Positive integer.
 
     Returns:
         `C(head_dim + order, order)`.
 
     Raises:
-        ValueError: If the order is odd, or there would be too many features to help.
+        ValueError: For another order, or if there would be too many features to help.
     """
-    if not is_positive_int(order) or order % 2:
-        raise ValueError(
-            "`order` must be an even positive integer: odd orders give negative "
-            f"weights. Received: order={order!r}"
-        )
+    check_positive_int("order", order)
     size = math.comb(head_dim + order, order)
     if size > MAX_POLYNOMIAL_FEATURES:
         raise ValueError(
