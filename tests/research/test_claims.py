@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 
+import claim_features
 import claim_gates
 import claim_length
 import claim_rank
@@ -35,6 +36,26 @@ def run(script, arguments, capsys):
     lines = [line for line in lines if line.startswith("| ")]
     header, _, *rows = ([x.strip() for x in line.split("|")[1:-1]] for line in lines)
     return header, rows
+
+
+def test_the_table_of_features_has_the_errors_of_taylors_polynomial(capsys):
+    arguments = "--dim 2 --keys 5 --queries 4 --logits 0.5 --seeds 3"
+    header, rows = run(claim_features, arguments, capsys)
+    random = np.random.default_rng(3)
+    query = (0.5**0.5 / 2**0.25 * random.normal(size=(4, 2))).astype("float32")
+    key = (0.5**0.5 / 2**0.25 * random.normal(size=(5, 2))).astype("float32")
+    value = random.normal(size=(5, 2))
+    logits = query.astype("float64") @ key.T
+
+    def attend(kernel):
+        return kernel / kernel.sum(-1, keepdims=True) @ value
+
+    expected = attend(np.exp(logits))
+    for order, row in enumerate(rows, 1):
+        kernel = sum(logits**i / math.factorial(i) for i in range(order + 1))
+        error = np.linalg.norm(attend(kernel) - expected) / np.linalg.norm(expected)
+        assert row[:2] == [str(order), str(math.comb(2 + order, order))]
+        assert float(row[header.index("Taylor")]) == pytest.approx(error, abs=6e-4)
 
 
 def mean(cell):

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.any_backend
 @pytest.mark.parametrize(
     ("script", "option"),
     [
+        ("claim_features", "--logits"),
         ("claim_gates", "--learning-rates"),
         ("claim_length", "--lengths"),
         ("claim_rank", "--symbols"),
