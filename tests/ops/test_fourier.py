@@ -383,6 +383,19 @@ def squared_bias(radius, power=4):
 
 
 @pytest.mark.any_backend
+@pytest.mark.parametrize("moments", [1, 3])
+def test_the_best_radius_balances_bias_and_variance(moments):
+    """Of `R^−b + R^dim / N`, the bias has b = m + 1 for densities, else 2m + 2."""
+    radii = np.exp(np.linspace(0, 5, 20001))
+    for estimator, order in (("density", moments + 1), ("regression", 2 * moments + 2)):
+        size, dim = 10_000, 2
+        difference = np.abs(radii**-order - radii**dim / size)
+        expected = radii[difference.argmin()]
+        found = fourier.best_radius(size, dim, estimator, moments=moments)
+        np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+@pytest.mark.any_backend
 def test_densities_converge_at_the_rate_of_the_theorem():
     """The squared error, integrated, falls as `N^(-2/3)` in one dimension."""
     random, errors = np.random.default_rng(0), []

@@ -166,17 +166,25 @@ def gaussian_regression(points, samples, targets, sigma):
     return ops.softmax(-squares / (2 * sigma**2), axis=-1) @ targets
 
 
-def best_radius(num_samples, dim, estimator="regression", scale=1.0):
+def best_radius(
+    num_samples: int,
+    dim: int,
+    estimator: str = "regression",
+    scale: float = 1.0,
+    moments: int = 1,
+):
     """The radius at which the bounds of bias and variance balance.
 
     ```
-    density      R = N^(1 / (dim + 2)) / scale,   error N^(−2 / (dim + 2))
-    regression   R = N^(1 / (dim + 4)) / scale,   error N^(−4 / (dim + 4))
+    density      R = N^(1 / (dim + b)) / scale,   error N^(−b / (dim + b)),   b = m + 1
+    regression   the same with b = 2m + 2
     ```
 
-    by the theorems, for powers of at least 4 (density) and 6 (regression). The errors
-    are the mean integrated squared error and the mean squared error at a point. The
-    theorems leave a constant factor of `R` open.
+    by the theorems, for functions `φ` whose moments `∫ φ(sin z / z) zʲ dz` vanish for
+    `j` from 1 to `m`, and which fall fast enough: for powers, `m` is 1, from 4
+    (density) and 6 (regression) on. The errors are the mean integrated squared error
+    and the mean squared error at a point. The theorems leave a constant factor of `R`
+    open.
 
     Args:
         num_samples: `N`.
@@ -184,12 +192,13 @@ def best_radius(num_samples, dim, estimator="regression", scale=1.0):
         estimator: `"density"` or `"regression"`. Defaults to `"regression"`.
         scale: Length over which the density or the function changes; about the standard
             deviation of the samples. Defaults to 1.
+        moments: `m`. Defaults to 1, that of powers.
 
     Returns:
         A float.
 
     Raises:
-        ValueError: For another estimator, or sizes or a scale that are not positive.
+        ValueError: For another estimator, or numbers that are not positive.
 
     Example:
 
@@ -202,7 +211,8 @@ def best_radius(num_samples, dim, estimator="regression", scale=1.0):
     """
     check_positive_int("num_samples", num_samples)
     check_positive_int("dim", dim)
-    orders = {"density": dim + 2, "regression": dim + 4}
+    check_positive_int("moments", moments)
+    orders = {"density": dim + moments + 1, "regression": dim + 2 * (moments + 1)}
     if estimator not in orders:
         raise ValueError(
             f"`estimator` must be one of {', '.join(orders)}. Received: "
