@@ -111,7 +111,7 @@ class VQAttention(EfficientAttention):
             `window - 1` earlier keys and, if not causal, as many later ones, by index.
             `None` uses codes for all keys. Defaults to 128.
         codes: `"hard"` (the default), `"soft"`, or `CodeOptions`, which also say how
-            codes are learned: decay, commitment, widths and weights.
+            codes are learned: momentum, commitment, widths and weights.
         order: 0 (the default): a far key has the weight of its code. 2: the weight is
             expanded around the code to second order; needs hard codes.
         rank: With `order=2`, the number of coordinates to expand; of the others only
