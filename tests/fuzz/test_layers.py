@@ -38,6 +38,7 @@ SAME_LENGTH = r"`query` and `key` must have the same length for a `window`\. Rec
 SAME_VECTORS = (
     r"`query` and `value` must have the same length: queries and keys are the "
 )
+VALUE_HEADS = "`num_value_heads` must be a multiple.*without `num_key_value_heads`"
 SAME_HEADS = (
     r"Queries and keys are the same vectors, and have the same heads\. Received: "
 )
@@ -149,6 +150,8 @@ def refusal(call):
         if call.shared_heads is not None:
             return SAME_HEADS
         return SAME_VECTORS if cross else None
+    if call.shared_heads is not None and "num_value_heads" in call.case.options:
+        return VALUE_HEADS
     windowed = issubclass(call.case.layer, LinearAttention)
     if windowed and call.case.options.get("window") and cross:
         return SAME_LENGTH

@@ -580,7 +580,7 @@ def test_moving_averages_fade_together():
             ops.convert_to_tensor(x.astype("float32"))
             for x in (sums, counts, np.array([[[8.0], [0.0]]]), np.array([[4.0, 0.0]]))
         ),
-        decay=0.75,
+        momentum=0.75,
     )
     # 0.75 · 2 + 0.25 · 8 and 0.75 · 1 + 0.25 · 4; the other count would vanish, so it
     # stays.
