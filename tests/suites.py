@@ -54,6 +54,7 @@ NIGHTLY = (
 KEPT = (
     "distribution/test_in_own_processes.py::test_on_eight_devices[check_model_",
     "distribution/test_in_own_processes.py::test_on_eight_devices[check_sequence_",
+    "contract/test_saving.py::test_saved_model_export[gated-delta]",
     "contract/test_settings.py::test_tasks_and_their_files[classifier]",
     "contract/test_torch_compile.py::test_a_layer_is_one_program[grid]",
     "contract/test_torch_compile.py::test_a_layer_is_one_program[elu]",

@@ -10,7 +10,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 
@@ -79,10 +78,8 @@ def _forward(step, gradient, num_steps, carry, xs, consts):
 def _backward(step, gradient, num_steps, kept, upstream):
     carries, xs, consts, ys = kept
     grad_carry, grad_ys = upstream
-    zeros = [
-        tuple(np.zeros(x.shape, jax.dtypes.float0) for x in group)
-        for group in (xs, consts)
-    ]
+    # Integers have no gradients; JAX makes the zeros, of unknown sizes too (export).
+    zeros = [(None,) * len(group) for group in (xs, consts)]
     if num_steps == 1:
         # `recompute_scan` leaves a single step without a gradient to JAX.
         grads = gradient(carries, xs, consts, ys, grad_carry, grad_ys)
