@@ -29,7 +29,7 @@ from keras_efficient_attn import models
 keras.utils.set_random_seed(0)
 
 LENGTH = 32768
-STEPS = 120
+STEPS = 60
 VALIDATION_ROWS = 8
 TIMED_LENGTHS = [4096, 32768]
 
