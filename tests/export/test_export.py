@@ -10,6 +10,9 @@ from keras import tree
 
 import keras_efficient_attn
 from keras_efficient_attn.layers import attention_names, get_attention
+from keras_efficient_attn.layers.attention.linear.gated.layer import (
+    GatedStateAttention,
+)
 from keras_efficient_attn.layers.attention.registry import attention_class
 from keras_efficient_attn.models import EfficientTransformerBackbone
 from tests.autodiff import to_numpy
@@ -69,17 +72,22 @@ def test_two_free_lengths_on_jax(name, backend):
 
     layer = get_attention(name, num_heads=2, key_dim=8)
     layer.build((None, None, 16), (None, None, 16))
+    causal = isinstance(layer, GatedStateAttention)
+
+    def call(query, key):
+        return layer(query, key, use_causal_mask=causal)
+
     scope = jax.export.SymbolicScope()
     shapes = (
         jax.export.symbolic_shape(shape, scope=scope)
         for shape in ("batch, queries, 16", "batch, keys, 16")
     )
     specs = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
-    exported = jax.export.export(jax.jit(lambda query, key: layer(query, key)))(*specs)
+    exported = jax.export.export(jax.jit(call))(*specs)
     for lengths in ((5, 9), (9, 5)):
         arrays = [np.random.default_rng(0).normal(size=(2, n, 16)) for n in lengths]
         query, key = (x.astype("float32") for x in arrays)
-        received, expected = exported.call(query, key), layer(query, key)
+        received, expected = exported.call(query, key), call(query, key)
         np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-5)
 
 
