@@ -28,7 +28,12 @@ SETTINGS = {
         "CONTEXT_LENGTHS": [4, 8],
         "NEW_TOKENS": 1,
     },
-    "image_attention_axes": {"SIZE": 16, "TRAINING_IMAGES": 64, "EPOCHS": 2},
+    "image_attention_axes": {
+        "SIZE": 16,
+        "TRAINING_IMAGES": 64,
+        "VALIDATION_IMAGES": 32,
+        "EPOCHS": 2,
+    },
     "long_document_classifier": {
         "DOCUMENT_LENGTH": 256,
         "TRAINING_DOCUMENTS": 24,

@@ -29,14 +29,15 @@ from keras_efficient_attn import LocalAttention, PerformerAttention, SoftmaxAtte
 
 keras.utils.set_random_seed(0)
 
-SIZE = 32
+SIZE = 24
 TRAINING_IMAGES = 800
-EPOCHS = 10
+VALIDATION_IMAGES = 200
+EPOCHS = 8
 
 """
 ## Prepare the data
 
-The 8 × 8 digits are enlarged to 32 × 32, which makes 1,024 positions.
+The 8 × 8 digits are enlarged to 24 × 24, which makes 576 positions.
 """
 
 digits = load_digits()
@@ -47,7 +48,8 @@ images = keras.ops.convert_to_numpy(images)
 order = np.random.default_rng(0).permutation(len(images))
 images, labels = images[order], digits.target[order]
 training = images[:TRAINING_IMAGES], labels[:TRAINING_IMAGES]
-validation = images[TRAINING_IMAGES:], labels[TRAINING_IMAGES:]
+end = TRAINING_IMAGES + VALIDATION_IMAGES
+validation = images[TRAINING_IMAGES:end], labels[TRAINING_IMAGES:end]
 print(f"{len(training[0])} images to train on, {len(validation[0])} held out")
 
 """
