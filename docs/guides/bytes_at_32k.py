@@ -8,7 +8,8 @@ Description: A language model that reads whole files, byte by byte, on one machi
 
 Bytes need no tokenizer, and neither do the bases of DNA; but their sequences are long. A file
 of 32,768 bytes has a billion pairs of positions. The gated delta rule does not form them: its
-time and memory grow with the length, and eight times the length costs eight times as much.
+time and memory grow with the length, and eight times the length costs about eight times as
+much.
 
 This guide trains on rows of 32,768 bytes of the standard library's source. For DNA,
 `EfficientByteTokenizer` reads the letters A, C, G, T and N as they are.

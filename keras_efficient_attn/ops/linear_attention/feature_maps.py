@@ -345,7 +345,7 @@ def power_features(x, order=2):
     """The exponential's definition at finite n: `φ(q)·φ(k) = (1 + q·k/n)^n`.
 
     `C(head_dim + n, n)` features, as many as `taylor_features` of the same order,
-    with a smaller error for small logits. Zero at `q·k = −n`. Arguments, returns and
+    with a larger error for small logits. Zero at `q·k = −n`. Arguments, returns and
     errors as for `taylor_features`.
 
     Reference:

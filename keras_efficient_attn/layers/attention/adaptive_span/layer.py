@@ -136,7 +136,7 @@ class AdaptiveSpan(PatternAttention):
         initial_span: float = 0,
         penalty=PENALTY,
         dynamic: bool = False,
-        relative_positions: bool = False,
+        relative_positions: bool | str = False,
         window: int | None = None,
         **kwargs,
     ):
