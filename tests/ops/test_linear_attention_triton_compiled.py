@@ -40,8 +40,7 @@ def test_kernels_fit_the_registers_and_the_shared_memory(tmp_path):
         print(numbers)
         head_dim, features, dtype, _ = numbers["call"]
         if numbers["arch"] in (80, 90) and head_dim == features and dtype == "bfloat16":
-            # Four of a thread's 255 registers, in one kernel of one device.
-            assert numbers["spilled"] <= 16
+            assert numbers["spilled"] == 0
         assert numbers["shared"] <= SHARED_MEMORY[numbers["arch"]]
     compiled = {(numbers["arch"], tuple(numbers["call"])) for numbers in kernels}
     assert compiled == {(arch, call) for arch in SHARED_MEMORY for call in CALLS}

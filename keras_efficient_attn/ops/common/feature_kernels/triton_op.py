@@ -366,6 +366,7 @@ class _Call:
         blocks = triton.cdiv(plan.dim, block)
         if of_log_weights:
             grad_log = self.row(own.x).repeat(blocks, 1, 1, 1)
+        if of_log_weights and own.rows is not None:
             # The registers do not suffice for loads ahead of their use.
             launch = {**launch, "num_stages": 1}
         tensors = states, output, grad_log
