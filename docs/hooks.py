@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 
 HEADER = re.compile(r'\A"""\nTitle: (.*)\nDescription: (.*)\n"""\n')
+# A link to a page, which a notebook makes to the site; its pages are folders.
+PAGE_LINK = re.compile(r"\]\(\.\./([\w/]+)\.md")
 TEXT = re.compile(r'^"""\n(.*?)^"""\n', re.M | re.S)
 
 
@@ -20,7 +22,7 @@ def on_files(files, config):
             files.remove(file)
             for ending, content in (
                 (".md", page_of(script, run, f"{file.name}.ipynb")),
-                (".ipynb", json.dumps(notebook_of(script), indent=1)),
+                (".ipynb", json.dumps(notebook_of(script, config), indent=1)),
             ):
                 uri = file.src_uri.removesuffix(".py") + ending
                 files.append(File.generated(config, uri, content=content))
@@ -53,17 +55,23 @@ def page_of(script, run, notebook):
     return "\n\n".join(parts) + "\n"
 
 
-def notebook_of(script):
-    """A Jupyter notebook of a script, as a dict: its texts and its code, not run."""
+def notebook_of(script, config):
+    """A Jupyter notebook of a script, as a dict: its texts and its code, not run.
+
+    Args:
+        script: The guide.
+        config: Of MkDocs, with `site_url` and `repo_url`.
+    """
     title, description = HEADER.match(script).groups()
     install = (
         "%pip install -q 'keras_efficient_attn[examples,jax] @ "
-        "git+https://github.com/OWNER/keras_efficient_attn'\n%env KERAS_BACKEND=jax"
+        f"git+{config.repo_url}'\n%env KERAS_BACKEND=jax"
     )
     cells = [("markdown", f"# {title}\n\n{description}"), ("code", install)]
     for i, piece in enumerate(pieces_of(script)):
         if piece.strip():
-            cells.append(("markdown" if i % 2 else "code", piece.strip()))
+            text = PAGE_LINK.sub(rf"]({config.site_url}\1/", piece) if i % 2 else piece
+            cells.append(("markdown" if i % 2 else "code", text.strip()))
     own = {"code": {"execution_count": None, "outputs": []}, "markdown": {}}
     return {
         "nbformat": 4,

@@ -6,8 +6,9 @@ Queries and keys are normal, scaled so that their logits have the standard devia
 `--logits`. Each map makes weights of the keys for each query, and rows are divided by
 their sums. The table has the relative error of the outputs for normal values, against
 softmax: mean and standard deviation over the seeds. The maps of Taylor and of (1 +
-x/n)ⁿ have C(d + n, n) features of order n; random maps have as many. Odd orders may
-give negative weights, so that a row's sum may be near 0.
+x/n)ⁿ have C(d + n, n) features of order n; random maps have as many, but hyperbolic
+ones, whose number is even, one fewer where it is odd. Odd orders may give negative
+weights, so that a row's sum may be near 0.
 """
 
 import math

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import pytest
@@ -65,6 +66,12 @@ SETTINGS = {
 }
 
 
+# Of the site, as in `mkdocs.yml`.
+PLACES = SimpleNamespace(
+    site_url="https://site.example/", repo_url="https://code.example/repository"
+)
+
+
 def test_every_guide_has_a_small_setting():
     assert {path.stem for path in GUIDES.glob("*.py")} == set(SETTINGS)
 
@@ -72,13 +79,16 @@ def test_every_guide_has_a_small_setting():
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_notebook_runs_what_the_guide_runs(name):
     script = (GUIDES / f"{name}.py").read_text()
-    notebook = json.loads(json.dumps(hooks.notebook_of(script)))
+    notebook = json.loads(json.dumps(hooks.notebook_of(script, PLACES)))
     code = [
         "".join(cell["source"])
         for cell in notebook["cells"]
         if cell["cell_type"] == "code"
     ]
     without_texts = re.sub(r'(?ms)^"""\n.*?^"""\n', "", script)
+    texts = "".join("".join(cell["source"]) for cell in notebook["cells"])
+    assert "](../" not in texts and "OWNER" not in texts
+    assert f"git+{PLACES.repo_url}'" in code[0]
     lines = "\n".join(code[1:]).splitlines()
     assert [line for line in lines if line] == [
         line for line in without_texts.splitlines() if line
@@ -108,10 +118,7 @@ def test_guides_print_what_their_pages_show(name, tmp_path, monkeypatch):
     assert picture.startswith(b"\x89PNG")
     # The page shows the committed picture by this name.
     assert f"]({name}.png)" in script and (GUIDES / f"{name}.png").exists()
-    kept = GUIDES / f"{name}.json"
-    if not kept.exists():
-        return
-    shown = json.loads(kept.read_text())["outputs"]
+    shown = json.loads((GUIDES / f"{name}.json").read_text())["outputs"]
     blocks = [block for block in hooks.pieces_of(script)[::2] if block.strip()]
     for block, here, there in zip(blocks, printed, shown, strict=True):
         if "generate(" in block or "urlopen(" in block:

@@ -13,12 +13,12 @@ from keras_efficient_attn import layers
 from tests import readme
 
 BACKENDS = {"tensorflow", "jax", "torch"}
-# Bases are exported, but never in saved files.
+# The base of all attention layers is exported, but never in saved files.
 EXPORTED = {
     name
     for name in keras_efficient_attn.__all__
     if issubclass(getattr(keras_efficient_attn, name), keras.layers.Layer)
-} - {"EfficientAttention", "FeatureMap"}
+} - {"EfficientAttention"}
 # Registered, but only made by other layers.
 PARTS = {"Halting", "_ReportingCell"}
 

@@ -8,6 +8,7 @@ A place `<!-- run: FILE -->` … `<!-- end -->` of a page gets the table of a fi
 
 import json
 import re
+import textwrap
 from pathlib import Path
 
 from keras_efficient_attn.benchmark.records import Record
@@ -62,8 +63,9 @@ def times_table(records, about, settings):
         f"{settings['heads']} heads of {settings['head_dim']}, {settings['dtype']}. "
         f"{about['backend']} {about['backend_version']}, Keras {about['keras']}, "
         f"{about['cpu_count']} cores of {about['cpu']}, {about['date']}; medians of "
-        f"{settings['repeats']} in turns."
+        f"{settings['repeats']} in turns:"
     )
+    yield from ("", "```bash", *command(settings), "```")
     lengths = settings["lengths"]
     header = ["layer", *(f"{n:,}" for n in lengths), f"MiB at {lengths[-1]:,}"]
     yield from ("", f"| {' | '.join(header)} |", "|---" * len(header) + "|")
@@ -72,6 +74,22 @@ def times_table(records, about, settings):
         cells = [milliseconds(own[n]) for n in lengths]
         cells.append(mebibytes(own[lengths[-1]]))
         yield f"| `{name}` | {' | '.join(cells)} |"
+
+
+def command(settings):
+    """Lines of the benchmark command with these settings."""
+    flags = [f"--{name}" for name in ("causal", "model") if settings[name]]
+    options = [
+        f"--{name.replace('_', '-')} {settings[name]}"
+        for name in ("backend", "mode", "heads", "head_dim", "repeats", "time_limit")
+    ]
+    options += [
+        f"--{name} {' '.join(map(str, settings[name]))}"
+        for name in ("lengths", "layers")
+    ]
+    words = " ".join(["python -m keras_efficient_attn.benchmark", *flags, *options])
+    lines = textwrap.wrap(words, 84, break_long_words=False, break_on_hyphens=False)
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 
 
 def milliseconds(record):

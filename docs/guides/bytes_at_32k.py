@@ -118,9 +118,7 @@ for length in TIMED_LENGTHS:
 ## Train it
 """
 
-history = model.fit(
-    draw_batches(), steps_per_epoch=max(1, STEPS // 4), epochs=4, verbose=2
-)
+model.fit(draw_batches(), steps_per_epoch=max(1, STEPS // 4), epochs=4, verbose=2)
 
 """
 ## Test it

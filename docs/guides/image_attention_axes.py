@@ -9,10 +9,11 @@ Description: An image classifier whose attention takes images as they are.
 Keras' `MultiHeadAttention` takes `attention_axes`: the axes of its input that are attended
 over. The layers of this package take it as well. An image `(batch, rows, columns, channels)`
 needs no reshaping to a sequence, and its positions may be single pixels or small patches, as
-the cost does not grow with the square of their number.
+the cost of most layers does not grow with the square of their number.
 
-Here a classifier of handwritten digits attends in two ways: over all pixels at once, by linear
-attention, and over pixels nearby, in rectangles. The digits come with scikit-learn, so
+Here a classifier of handwritten digits attends in three ways: over all pixels at once by linear
+attention, over nearby pixels in rectangles, and, to compare, over all pixels by softmax, whose
+cost grows with the square. The digits come with scikit-learn, so
 there is nothing to download.
 
 ## Setup
@@ -55,7 +56,8 @@ print(f"{len(training[0])} images to train on, {len(validation[0])} held out")
 """
 ## Build the models
 
-Each pixel is a position. Learned vectors, one for each row and column, say where it is. `attention_axes=(1, 2)` attends over both axes of the image.
+Each pixel is a position. Learned vectors, one for each row and column, say where it is.
+`attention_axes=(1, 2)` attends over both axes of the image.
 `LocalAttention` takes images without it: a `query_block` of two sizes is a rectangle, and
 `memory` the rows and columns around it that are seen as well.
 """

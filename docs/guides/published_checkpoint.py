@@ -42,13 +42,7 @@ EPOCHS = 6
 FINE_TUNING_TEXTS = 256
 FINE_TUNING_EPOCHS = 4
 
-"""
-## Make a checkpoint
-
-A folder of a published model holds `config.json`, `tokenizer.json` and the weights.
-`load_weights=False` makes a model with random weights from the first two. It is trained on
-the source of the standard library, and written in the published format.
-"""
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def read_texts(pattern, number):
@@ -58,6 +52,14 @@ def read_texts(pattern, number):
     starts = range(0, len(text) - 400, max(400, (len(text) - 400) // number))
     return [text[start : start + 400] for start in starts][:number]
 
+
+"""
+## Make a checkpoint
+
+A folder of a published model holds `config.json`, `tokenizer.json` and the weights.
+`load_weights=False` makes a model with random weights from the first two. It is trained on
+the source of the standard library, and written in the published format.
+"""
 
 general_texts = read_texts("*.py", TEXTS)
 
@@ -88,7 +90,6 @@ config = {
 }
 (CHECKPOINT / "config.json").write_text(json.dumps(config))
 
-loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 new_model = models.EfficientCausalLM.from_preset(str(CHECKPOINT), load_weights=False)
 new_model.preprocessor.sequence_length = SEQUENCE_LENGTH
 new_model.compile(keras.optimizers.Adam(4e-3), loss, weighted_metrics=[])
@@ -148,7 +149,7 @@ The new folder has the format of the published one, so that transformers reads i
 LoRA's updates are merged into the weights.
 """
 
-FINE_TUNED = CHECKPOINT.with_name("fine_tuned")
+FINE_TUNED = Path(tempfile.mkdtemp(), "fine_tuned")
 model.export_to_transformers(str(FINE_TUNED))
 
 """

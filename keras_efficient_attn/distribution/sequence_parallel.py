@@ -159,7 +159,15 @@ class SequenceParallel:
         return ops.cast(output, value.dtype)
 
     def local_attention(
-        self, query, key, value, *, window, causal=False, key_mask=None, scale=None
+        self,
+        query,
+        key,
+        value,
+        *,
+        window,
+        causal: bool = False,
+        key_mask=None,
+        scale: float | None = None,
     ):
         """`keras_efficient_attn.ops.local_attention` over several devices.
 
@@ -191,11 +199,11 @@ class SequenceParallel:
         key_mask=None,
         sigma=None,
         log_weights=None,
-        order=0,
-        rank=None,
-        window=None,
-        quantize_window=False,
-        gradient_through_cache=True,
+        order: int = 0,
+        rank: int | None = None,
+        window: int | None = None,
+        quantize_window: bool = False,
+        gradient_through_cache: bool = True,
     ):
         """Causal `keras_efficient_attn.ops.vq_attention` over several devices.
 

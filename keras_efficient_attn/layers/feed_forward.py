@@ -234,7 +234,7 @@ class ChunkedVocabularyLoss(KeepsArguments, keras.layers.Layer):
         vocabulary_size,
         use_bias: bool = True,
         chunk_size: int = 128,
-        ignore_class=None,
+        ignore_class: int | None = None,
         **kwargs,
     ):
         super().__init__(**kwargs)

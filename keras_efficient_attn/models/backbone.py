@@ -187,7 +187,7 @@ class EfficientTransformerBackbone(
         feed_forward="gelu",
         positions=None,
         recurrence=1,
-        convolution=None,
+        convolution: int | None = None,
         embedding="tied",
         use_bias: bool = True,
         dropout: float = 0.0,

@@ -114,7 +114,7 @@ class UniversalTransformer(TransformerStack):
         blocks,
         num_recurrences,
         positions=None,
-        timestep_embedding="learned",
+        timestep_embedding: str | None = "learned",
         adaptive_computation=None,
         **kwargs,
     ):

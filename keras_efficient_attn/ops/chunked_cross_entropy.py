@@ -15,7 +15,13 @@ from keras_efficient_attn.ops.common.scan import recompute_scan
 @symbolic
 @jit_on_jax("chunk_size", "ignore_class")
 def chunked_cross_entropy(
-    hidden, kernel, bias, labels, *, chunk_size: int = 128, ignore_class=None
+    hidden,
+    kernel,
+    bias,
+    labels,
+    *,
+    chunk_size: int = 128,
+    ignore_class: int | None = None,
 ):
     """`-log softmax(hidden · kernel + bias)[label]`, in slices of the sequence.
 

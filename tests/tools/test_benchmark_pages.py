@@ -26,4 +26,6 @@ def test_the_tables_are_those_of_the_runs(path):
 def test_a_changed_table_is_written_again():
     (path,) = (p for p in PAGES if p.name == "accelerators.md")
     text = path.read_text()
-    assert benchmark_pages.page(text.replace("| `gated-delta` |", "| `x` |", 1)) == text
+    changed = text.replace("| `gated-delta` |", "| `x` |", 1)
+    assert changed != text
+    assert benchmark_pages.page(changed) == text

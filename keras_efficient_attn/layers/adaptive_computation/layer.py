@@ -100,7 +100,7 @@ class AdaptiveComputationTime(ReplicaLosses, keras.layers.Layer):
         halting_bias: float = 1.0,
         input_flag=None,
         early_exit: bool = True,
-        ponder_reduction="mean",
+        ponder_reduction: str = "mean",
         **kwargs,
     ):
         super().__init__(**kwargs)

@@ -159,7 +159,7 @@ class ReformerLSHAttention(EfficientAttention):
         num_local_heads: int = 0,
         dense_length: int | None = None,
         dense_prefix: int | None = None,
-        key_epsilon=NORM_EPSILON,
+        key_epsilon: float = NORM_EPSILON,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)

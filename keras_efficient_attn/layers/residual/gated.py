@@ -73,7 +73,7 @@ class GatedResidual(KeepsArguments, keras.layers.Layer):
         - [Parisotto et al., 2019](https://arxiv.org/abs/1910.06764)
     """
 
-    def __init__(self, gate="gru", bias=BIAS, **kwargs):
+    def __init__(self, gate="gru", bias: float = BIAS, **kwargs):
         super().__init__(**kwargs)
         if gate not in KERNELS:
             raise ValueError(

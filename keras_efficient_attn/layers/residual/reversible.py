@@ -199,7 +199,7 @@ class ReversibleStack(ReplicaLosses, keras.layers.Layer):
         - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
     """
 
-    def __init__(self, blocks, merge="mean", reversible: bool = True, **kwargs):
+    def __init__(self, blocks, merge: str = "mean", reversible: bool = True, **kwargs):
         super().__init__(autocast=False, **kwargs)
         self.blocks = list(blocks)
         for block in self.blocks:

@@ -24,12 +24,12 @@ def fourier_attention(
     value,
     radius,
     *,
-    power=4,
+    power: int = 4,
     key_mask=None,
-    causal=False,
+    causal: bool = False,
     first_position=0,
-    chunk_size=None,
-    implementation=None,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
 ):
     """Attention whose weights are a product of even powers of sin(z)/z.
 

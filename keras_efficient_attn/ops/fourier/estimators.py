@@ -18,7 +18,7 @@ from keras_efficient_attn.ops.fourier.kernel import POWERS, FourierConfig
 from keras_efficient_attn.ops.fourier.tiled import fourier_sums
 
 
-def kernel_integral(power=4):
+def kernel_integral(power: int = 4):
     """`A = ∫ (sin z / z)^power dz` over the real line, in closed form.
 
     ```
@@ -47,7 +47,7 @@ def kernel_integral(power=4):
 
 
 @symbolic
-def fourier_density(points, samples, radius, power=4):
+def fourier_density(points, samples, radius, power: int = 4):
     """The generalised Fourier density estimator.
 
     ```
@@ -94,7 +94,7 @@ def fourier_density(points, samples, radius, power=4):
 
 
 @symbolic
-def fourier_regression(points, samples, targets, radius, power=4):
+def fourier_regression(points, samples, targets, radius, power: int = 4):
     """The generalised Fourier regression estimator, of Nadaraya-Watson form.
 
     ```

@@ -19,7 +19,9 @@ from keras_efficient_attn.ops.common.plan import symbolic
 from keras_efficient_attn.ops.fourier.kernel import check_power
 
 
-def kernel_frequencies(num_frequencies, dim, power=4, orthogonal=True, seed=None):
+def kernel_frequencies(
+    num_frequencies, dim, power: int = 4, orthogonal: bool = True, seed=None
+):
     """Frequencies `ω` for `squared_features`, for queries and keys times the radius.
 
     They are drawn from the kernel's distribution, `E[cos(ω·z)] = Π_d
@@ -79,7 +81,7 @@ def squared_features_size(num_frequencies):
     return num_frequencies * (2 * num_frequencies + 1)
 
 
-def linear_error(radius, dim, num_frequencies, power=4):
+def linear_error(radius, dim, num_frequencies, power: int = 4):
     """Predicted relative error of the linear form's weights.
 
     ```

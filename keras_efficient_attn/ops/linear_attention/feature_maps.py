@@ -38,7 +38,7 @@ MAX_POLYNOMIAL_FEATURES = 16_384
 
 
 @symbolic
-def positive_random_features(x, projection, hyperbolic=False):
+def positive_random_features(x, projection, hyperbolic: bool = False):
     """FAVOR+: positive random features of the exponential kernel.
 
     `φ(x) = exp(ωᵢ·x − ‖x‖²/2) / √m`, so that `E[φ(q)·φ(k)] = exp(q·k)` with relative
@@ -63,7 +63,7 @@ def positive_random_features(x, projection, hyperbolic=False):
 
 
 @symbolic
-def optimal_positive_features(x, projection, shape, hyperbolic=False):
+def optimal_positive_features(x, projection, shape, hyperbolic: bool = False):
     """FAVOR++: positive random features with less variance, given statistics.
 
     `φ(x) = (1 − 4A)^(d/4) exp(A‖ωᵢ‖² + √(1 − 4A) ωᵢ·x − ‖x‖²/2) / √m`. Any `A < 1/8`
@@ -159,7 +159,7 @@ def trigonometric_features(x, projection):
 
 
 @symbolic
-def relu_features(x, projection=None, epsilon=1e-3):
+def relu_features(x, projection=None, epsilon: float = 1e-3):
     """Generalised ReLU attention: `relu(ωᵢ·x) / √m + ε`, or `relu(x) + ε`.
 
     Args:
@@ -219,7 +219,7 @@ def _elu_plus_one(x, log_scale=None):
 
 
 @symbolic
-def unit_features(x, epsilon=NORM_EPSILON):
+def unit_features(x, epsilon: float = NORM_EPSILON):
     """`x / √(‖x‖² + epsilon · head_dim)`, and `None`.
 
     The constant bounds the derivative at zero.
@@ -316,7 +316,7 @@ def learned_exponential_features(x, kernel, bias, norm):
 
 
 @symbolic
-def taylor_features(x, order=2):
+def taylor_features(x, order: int = 2):
     """Taylor expansion of the exponential kernel: `φ(q)·φ(k) = Σ_{i≤p} (q·k)^i / i!`.
 
     Has every monomial of degree up to `p` once: `C(head_dim + p, p)` features. An even
@@ -341,7 +341,7 @@ def taylor_features(x, order=2):
 
 
 @symbolic
-def power_features(x, order=2):
+def power_features(x, order: int = 2):
     """The exponential's definition at finite n: `φ(q)·φ(k) = (1 + q·k/n)^n`.
 
     `C(head_dim + n, n)` features, as many as `taylor_features` of the same order,
@@ -475,7 +475,7 @@ def calibrated_key_features(features, x, center, unseen_variance, *weights):
     return mapped, log_scale + log_weight
 
 
-def calibrated_random_features(x, seen, shape, projection, hyperbolic=False):
+def calibrated_random_features(x, seen, shape, projection, hyperbolic: bool = False):
     """`optimal_positive_features` of the coordinates where `seen` is 1."""
     return optimal_positive_features(x * seen, projection, shape, hyperbolic)
 

@@ -39,7 +39,7 @@ def local_attention(
     grid_order: str = "raster",
     causal: bool = False,
     key_mask=None,
-    scale=None,
+    scale: float | None = None,
     state=None,
     dropout=None,
     implementation: str | None = None,

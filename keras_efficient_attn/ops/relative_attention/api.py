@@ -27,7 +27,7 @@ def relative_attention(
     causal: bool = False,
     key_mask=None,
     documents=None,
-    scale=None,
+    scale: float | None = None,
     dropout=None,
     implementation: str | None = None,
 ):

@@ -34,7 +34,7 @@ def sparse_attention(
     factors: str | int = "merged",
     causal: bool = False,
     key_mask=None,
-    scale=None,
+    scale: float | None = None,
     state=None,
     dropout=None,
     implementation: str | None = None,

@@ -622,5 +622,5 @@ def test_what_makes_no_sense_is_refused(options, message):
 
 
 def test_soft_codes_keep_no_statistics():
-    with pytest.raises(ValueError, match="assignment='soft'"):
+    with pytest.raises(ValueError, match="codes='soft'"):
         built(assignment="soft").codebook_usage()

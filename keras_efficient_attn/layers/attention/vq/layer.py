@@ -80,7 +80,7 @@ class VQAttention(EfficientAttention):
     - **hard** (Transformer-VQ): `p` is 1 for the nearest code; after `calibrate`, by
       the distance as queries see it. Codes are moving averages of the keys nearest to
       them, updated after each training call; keys learn from the window and from a
-      commitment loss, `commitment_weight` times the mean over positions of
+      commitment loss, its `commitment_weight` times the mean over positions of
       `Σ_heads ‖key − code‖²`.
     - **soft**: `p(c | k) = softmax(−‖k − code‖² / 2σ² − key_dim log σ + log weight)`,
       the responsibilities of a Gaussian mixture. Everything is differentiable, and
@@ -149,7 +149,7 @@ class VQAttention(EfficientAttention):
         the new state if they are asked for.
 
     Raises:
-        ValueError: If an argument is invalid, or needs other codes.
+        ValueError: If an argument is invalid, or needs hard codes and they are soft.
 
     Example:
 
@@ -396,7 +396,7 @@ class VQAttention(EfficientAttention):
         """
         return layer_call
 
-    def calibrate(self, data, query=None, iterations=20):
+    def calibrate(self, data, query=None, iterations: int = 20):
         """Fits the codes by k-means to the keys that this layer computes from data.
 
         The layer can then replace trained softmax attention without training. Hard
@@ -566,7 +566,7 @@ class VQAttention(EfficientAttention):
         if self.config.soft or not self.built:
             raise ValueError(
                 f"`{method}()` needs a built layer with hard codes. Received: "
-                f"assignment={self.codes.assignment!r}, built={self.built}"
+                f"codes={self.codes.assignment!r}, built={self.built}"
             )
 
 

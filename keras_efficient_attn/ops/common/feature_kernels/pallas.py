@@ -8,7 +8,7 @@ bfloat16, 2026-11-28) 1.2 and 1.8 ms with elu, 2.2 and 4.8 ms with FAVOR+:
         --layers linear linear:chunk_size=256 performer performer:chunk_size=256 \\
         --dtype mixed_bfloat16 --mode train --causal
 
-Without causality they lost against XLA's products, see `docs/accelerators.md`. On other
+Without causality they lost against XLA's products. On other
 devices Pallas interprets them: the same results, slowly, for tests.
 """
 
