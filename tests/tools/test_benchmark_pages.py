@@ -1,9 +1,11 @@
 """The pages of benchmarks have the tables of the runs in the repository."""
 
 import json
+import shlex
 
 import pytest
 
+from keras_efficient_attn.benchmark import cli
 from tools import benchmark_pages
 
 pytestmark = pytest.mark.any_backend
@@ -21,6 +23,19 @@ def test_the_tables_are_those_of_the_runs(path):
         names = {record["contestant"] for record in run["records"]} - {"matmul"}
         rows = [line for line in mark[0].splitlines() if line.startswith("| `")]
         assert {row.split("`")[1] for row in rows} == names
+
+
+@pytest.mark.parametrize("name", ["fourier-jax", "generation-torch"])
+def test_the_command_of_a_page_has_the_settings_of_the_run(name):
+    path = benchmark_pages.ROOT / "research" / "benchmarks" / f"{name}.json"
+    settings = json.loads(path.read_text())["settings"]
+    text = " ".join(benchmark_pages.command(settings)).replace("\\", "")
+    words = shlex.split(text)
+    assert words[:3] == ["python", "-m", "keras_efficient_attn.benchmark"]
+    found = cli.parse_arguments(words[3:])
+    for option in ("layers", "lengths", "mode", "model", "backend", "time_limit"):
+        expected = settings[option]
+        assert found[option] == expected or list(found[option]) == expected
 
 
 def test_a_changed_table_is_written_again():
