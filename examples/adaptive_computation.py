@@ -21,6 +21,7 @@ from command_line import (
     not_negative,
     positive,
 )
+from tables import show
 
 # The defaults of each task; the size is the number of entries or digits.
 TASKS = {
@@ -55,6 +56,7 @@ def parse_arguments(argv):
     add("--test-sequences", type=positive, default=4096)
     parser.add_seed_and_verbose()
     parser.add_out("runs/adaptive_computation", "the picture")
+    parser.add_save()
     arguments = parser.parse_args(argv)
     if "addition" in arguments.tasks and (arguments.size or 1) > MAX_DIGITS:
         raise UsageError(
@@ -86,27 +88,25 @@ def main(arguments):
             measured = train_and_measure(tasks.TASKS[task], cost, settings, arguments)
             print(f"{measured['accuracy']:.1%} right", flush=True)
             results[task].append((label, measured))
-    for task, measured in results.items():
-        print(f"\n{task} (error in the paper, in percent: {PAPER[task]})")
-        print(table(measured))
+    for task in results:
+        print(f"{task}: error in the paper, in percent: {PAPER[task]}")
+    show(*table(results), arguments)
     write_picture(results, picture)
     print(f"\nAccuracy and steps by difficulty: {picture}")
 
 
-def table(measured):
-    """A table of correct sequences, and of steps and accuracy by difficulty."""
-    difficulties = list(measured[0][1]["by_difficulty"])
-    header = ["ponder cost", "right", "steps"]
-    header += [f"at {difficulty}" for difficulty in difficulties]
-    lines = [header, ["---"] * len(header)]
-    for label, result in measured:
-        cells = [label, f"{result['accuracy']:.1%}", f"{result['mean_steps']:.2f}"]
-        cells += [
-            f"{steps:.2f} ({accuracy:.0%})"
-            for accuracy, steps in result["by_difficulty"].values()
-        ]
-        lines.append(cells)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def table(results):
+    """Header and rows: correct sequences, and steps and accuracy by difficulty."""
+    lines = []
+    for task, measured in results.items():
+        for label, result in measured:
+            by_difficulty = ", ".join(
+                f"{difficulty}: {steps:.2f} ({accuracy:.0%})"
+                for difficulty, (accuracy, steps) in result["by_difficulty"].items()
+            )
+            right, steps = result["accuracy"], result["mean_steps"]
+            lines.append([task, label, f"{right:.1%}", f"{steps:.2f}", by_difficulty])
+    return ["task", "ponder cost", "right", "steps", "by difficulty"], lines
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ layers' states for one row; for softmax, of its cache at the longest length.
 
 Every run, of one attention, width, learning rate and seed, becomes a line of
 `runs.jsonl` in `--out` when it ends; the command, given again, skips those. With
-several `--learning-rates` the tables have the best in validation for each attention and
+several `--learning-rates` the table has the best in validation for each attention and
 width. The tasks are those of Arora et al., 2023 (arXiv 2312.04927), and Grazzi et al.,
 2024 (arXiv 2411.12537).
 """
@@ -39,6 +39,7 @@ from command_line import (
     positive,
     positive_float,
 )
+from tables import show
 
 TASKS = ("recall", "forgetting", "parity", "permutations")
 CONTESTANTS = (
@@ -92,6 +93,7 @@ def parse_arguments(argv):
     add("--verbose", type=int, default=0, help="1: accuracy at each validation")
     add("--plot", type=Path, metavar="FILE", help="of accuracy by bytes, or by length")
     parser.add_out("runs/associative_recall", "runs.jsonl")
+    parser.add_save()
     return check(parser.parse_args(argv))
 
 
@@ -132,10 +134,10 @@ def check(arguments):
 
 @command(parse_arguments)
 def main(arguments):
-    """Runs the trainings that are missing in `runs.jsonl`, and prints the tables."""
+    """Runs the trainings that are missing in `runs.jsonl`, and prints the table."""
     make_folder(arguments.out)
     # Imported here because Keras reads the backend on import.
-    from associations.results import Runs, plot, tables
+    from associations.results import Runs, plot, table
     from associations.training import build_model, run
 
     for attention in arguments.attention:
@@ -149,7 +151,7 @@ def main(arguments):
                     if not runs.find(attention, dim, rate, seed):
                         result = run(attention, dim, rate, seed, arguments)
                         runs.add(attention, dim, rate, seed, result)
-    print("\n" + tables(runs, arguments))
+    show(*table(runs, arguments), arguments)
     if arguments.plot:
         plot(arguments.plot, runs, arguments)
         print(f"Wrote {arguments.plot}")

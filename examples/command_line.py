@@ -87,26 +87,40 @@ class Parser(argparse.ArgumentParser):
             help=f"for {contents}",
         )
 
+    def add_save(self):
+        """Adds `--save`, for `tables.show`."""
+        self.add_argument(
+            "--save",
+            type=Path,
+            metavar="FILE",
+            help="JSON: the table, this command, versions, machine and date",
+        )
+
 
 def command(parse_arguments):
     """Makes a function of parsed arguments the `main(argv=None)` of its script.
 
-    Keras uses `--backend` before the function begins, which then may import it. `main`
-    returns the script's exit status: 0 or what the function returns; after a
-    `UsageError`, which it prints in one line, 2.
+    Keras uses `--backend` before the function begins, which then may import it. The
+    arguments have the words of the command line as `command`. `main` returns the
+    script's exit status: 0 or what the function returns; after a `UsageError`, which it
+    prints in one line, 2.
     """
 
     def decorate(run):
         @functools.wraps(run)
         def main(argv=None):
+            script = Path(inspect.getfile(run))
             try:
                 arguments = parse_arguments(argv)
+                arguments.command = [
+                    f"{script.parent.name}/{script.name}",
+                    *(sys.argv[1:] if argv is None else argv),
+                ]
                 select_backend(arguments.backend)
                 return run(arguments) or 0
             except UsageError as error:
-                script = Path(inspect.getfile(run)).name
                 message = " ".join(str(error).split())
-                print(f"{script}: error: {message}", file=sys.stderr)
+                print(f"{script.name}: error: {message}", file=sys.stderr)
                 return 2
 
         return main

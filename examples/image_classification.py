@@ -22,6 +22,7 @@ from command_line import (
     positive_float,
 )
 from image_classes.data import DATASETS, load
+from tables import mean_and_spread, show
 
 # Of published models; that of DeiT-tiny (Touvron et al., 2021, table 1) sees images of
 # 224 by 224 pixels, in patches of 16.
@@ -47,6 +48,7 @@ def parse_arguments(argv):
     add("--learning-rate", type=positive_float, default=2e-3)
     add("--seeds", type=positive, default=3, help="trainings of each, from --seed on")
     parser.add_seed_and_verbose()
+    parser.add_save()
     parser.add_out("runs/image_classes", "the picture")
     arguments = parser.parse_args(argv)
     if arguments.size is None:
@@ -76,42 +78,34 @@ def main(arguments):
     for name in names:
         print(f"== {name}", flush=True)
         results.append(train_and_measure(name, images, arguments))
-    print(f"\n{table(results, images, arguments)}")
-    write_maps(results, picture)
-    print(f"Attention of a held-out image: {picture}")
-
-
-def table(results, images, arguments):
-    """The comparison, as text."""
-    width = max(len(result["attention"]) for result in results) + 2
-    lines = [
-        f"{'attention':<{width}}{'accuracy':>9}{'± seeds':>9}{'training s':>12}"
-        f"{'parameters':>12}"
-    ]
-    for result in results:
-        accuracies = result["accuracies"]
-        lines.append(
-            f"{result['attention']:<{width}}{accuracies.mean():>9.1%}"
-            f"{accuracies.std():>9.1%}{result['seconds']:>12.1f}"
-            f"{result['parameters']:>12,}"
-        )
-    lines.append("")
-    lines.append("distance between heads, mean over the seeds (variance):")
-    for result in results:
-        # Mean over the seeds; then per layer, and the mean of the layers.
-        layers = result["distances"].mean(0)
-        cells = [f"{mean:.3f} ({variance:.3f})" for mean, variance in layers]
-        mean, variance = layers.mean(0)
-        lines.append(
-            f"{result['attention']:<{width}}layers: {', '.join(cells)}; "
-            f"mean {mean:.3f} ({variance:.3f})"
-        )
-    lines.append(
+    show(*table(results), arguments)
+    print(
         f"{arguments.seeds} seeds of {arguments.epochs} epochs over "
         f"{len(images.train[1]):,} images; {len(images.test[1]):,} held-out images; "
         f"chance {1 / images.classes:.1%}"
     )
-    return "\n".join(lines)
+    write_maps(results, picture)
+    print(f"Attention of a held-out image: {picture}")
+
+
+def table(results):
+    """Header and rows: the comparison; distances are means of layers and seeds."""
+    header = ["attention", "right, %", "distance between heads", "its variance"]
+    header += ["training s", "parameters"]
+    rows = []
+    for result in results:
+        mean, variance = result["distances"].mean((0, 1))
+        rows.append(
+            [
+                result["attention"],
+                mean_and_spread(100 * result["accuracies"], 1),
+                f"{mean:.3f}",
+                f"{variance:.3f}",
+                f"{result['seconds']:.1f}",
+                f"{result['parameters']:,}",
+            ]
+        )
+    return header, rows
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import sys
 from command_line import Parser, UsageError, command, make_folder
 from images.arguments import parse_images
 from images.data import SOURCES, load
+from tables import show
 
 
 def parse_arguments(argv):
@@ -68,7 +69,11 @@ def main(arguments):
         if arguments.samples and data.channels:
             for path in write_pictures(model, name, data, arguments):
                 print(f"wrote {path}")
-    print(f"\n{table(results, data, arguments)}")
+    show(*table(results), arguments)
+    print(
+        f"{arguments.steps} steps of {arguments.batch} images of {data.length} values; "
+        f"{results[0]['images']} held-out images"
+    )
 
 
 def write_pictures(model, name, data, arguments):
@@ -88,20 +93,18 @@ def write_pictures(model, name, data, arguments):
     return paths
 
 
-def table(results, data, arguments):
-    """The comparison, as text."""
-    width = max(len(result["attention"]) for result in results) + 2
-    lines = [f"{'attention':<{width}}{'bits/dim':>9}{'s/step':>9}{'parameters':>12}"]
-    for result in results:
-        lines.append(
-            f"{result['attention']:<{width}}{result['bits']:>9.3f}"
-            f"{result['seconds_per_step']:>9.3f}{result['parameters']:>12,}"
-        )
-    lines.append(
-        f"{arguments.steps} steps of {arguments.batch} images of {data.length} values; "
-        f"{results[0]['images']} held-out images"
-    )
-    return "\n".join(lines)
+def table(results):
+    """Header and rows: the comparison."""
+    rows = [
+        [
+            result["attention"],
+            f"{result['bits']:.3f}",
+            f"{result['seconds_per_step']:.3f}",
+            f"{result['parameters']:,}",
+        ]
+        for result in results
+    ]
+    return ["attention", "bits/dim", "s/step", "parameters"], rows
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import sys
 from command_line import Parser, UsageError, command, make_folder, positive
 from images.arguments import parse_images
 from images.data import load
+from tables import show
 
 
 def parse_arguments(argv):
@@ -59,7 +60,12 @@ def main(arguments):
         print(f"{result['bits']:.3f} bits per dimension", flush=True)
         if arguments.samples:
             print(f"wrote {write_picture(model, name, data, arguments)}")
-    print(f"\n{table(results, data, arguments)}")
+    show(*table(results), arguments)
+    small = f"{data.rows // arguments.factor} x {data.columns // arguments.factor}"
+    print(
+        f"{arguments.steps} steps of {arguments.batch} images, from {small} to "
+        f"{data.rows} x {data.columns} values of {data.levels} levels"
+    )
 
 
 def write_picture(model, name, data, arguments):
@@ -76,25 +82,22 @@ def write_picture(model, name, data, arguments):
     return path
 
 
-def table(results, data, arguments):
-    """The comparison, as text."""
-    width = max(len(result["attention"]) for result in results) + 2
-    lines = [
-        f"{'decoder':<{width}}{'bits/dim':>9}{'another':>9}{'error':>8}{'squares':>9}"
-        f"{'parameters':>12}"
+def table(results):
+    """Header and rows: the comparison."""
+    header = ["decoder", "bits/dim", "another's small image", "error of a sample"]
+    header += ["error of the small image", "parameters"]
+    rows = [
+        [
+            result["attention"],
+            f"{result['bits']:.3f}",
+            f"{result['bits_of_another']:.3f}",
+            f"{result['error']:.2f}",
+            f"{result['squares']:.2f}",
+            f"{result['parameters']:,}",
+        ]
+        for result in results
     ]
-    for result in results:
-        lines.append(
-            f"{result['attention']:<{width}}{result['bits']:>9.3f}"
-            f"{result['bits_of_another']:>9.3f}{result['error']:>8.2f}"
-            f"{result['squares']:>9.2f}{result['parameters']:>12,}"
-        )
-    small = f"{data.rows // arguments.factor} x {data.columns // arguments.factor}"
-    lines.append(
-        f"{arguments.steps} steps of {arguments.batch} images, from {small} to "
-        f"{data.rows} x {data.columns} values of {data.levels} levels"
-    )
-    return "\n".join(lines)
+    return header, rows
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ deviations.
 import sys
 
 from command_line import Parser, UsageError, check_heads, command, natural, positive
-from tables import markdown, mean_and_spread
+from tables import mean_and_spread, show
 
 FULL = "full"
 ALIGNED = {"yes": True, "no": False}
@@ -75,6 +75,7 @@ def parse_arguments(argv):
     add("--test-sequences", type=positive, default=256)
     add("--seeds", nargs="+", type=natural, default=[0])
     parser.add_verbose()
+    parser.add_save()
     arguments = parser.parse_args(argv)
     for option, number in (
         ("--length", arguments.length),
@@ -106,7 +107,7 @@ def main(arguments):
                 for evaluated, accuracy in measured.items():
                     row[evaluated].append(100 * accuracy)
                     print(f"{label(evaluated)}: {100 * accuracy:.1f}", flush=True)
-    print("\n" + table(rows, arguments.evaluate))
+    show(*table(rows, arguments.evaluate), arguments)
 
 
 def label(setting):
@@ -114,7 +115,7 @@ def label(setting):
 
 
 def table(rows, evaluated):
-    """Accuracy in percent, and the paper's in brackets."""
+    """Header and rows: accuracy in percent, and the paper's in brackets."""
     header = ["trained", "aligned", *map(label, evaluated)]
     lines = []
     for (trained, aligned), row in rows.items():
@@ -124,7 +125,7 @@ def table(rows, evaluated):
             known = "" if paper is None else f" ({paper:g})"
             cells.append(f"{mean_and_spread(row[column], 1)}{known}")
         lines.append(cells)
-    return markdown(header, lines)
+    return header, lines
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from command_line import (
     positive,
     positive_float,
 )
+from tables import show
 
 AGENTS = ("gtrxl", "xl", "lstm")
 
@@ -45,6 +46,7 @@ def parse_arguments(argv):
     add("--entropy", type=positive_float, default=0.02, help="weight of the bonus")
     parser.add_seed_and_verbose()
     parser.add_out("runs/rl_memory", "the curves")
+    parser.add_save()
     arguments = parser.parse_args(argv)
     check_heads(arguments.dim, arguments.heads)
     return arguments
@@ -69,7 +71,7 @@ def main(arguments):
             curves[agent].append(learn(agent, seed, arguments))
     write(arguments.out / "curves.csv", curves)
     plot(arguments.out / "curves.png", curves, arguments.corridor, arguments.episodes)
-    print("\n" + table(curves))
+    show(*table(curves), arguments)
     print(f"Wrote curves.csv and curves.png in {arguments.out}")
 
 

@@ -91,9 +91,10 @@ def parse_arguments(argv):
     add("--window-dropout", type=share, default=0.0, help="from 0 to 1")
     parser.add_out("runs/swap", "the new preset, and the plots with their numbers")
     parser.add_seed_and_verbose()
+    parser.add_save()
     arguments = parser.parse_args(argv)
     if arguments.layers and arguments.budget:
-        raise UsageError("--layers and --budget exclude each other")
+        raise UsageError("--layers and --budget are given; give one of them")
     return arguments
 
 

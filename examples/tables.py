@@ -1,6 +1,36 @@
-"""Tables of results, as Markdown."""
+"""Tables of results, as Markdown and as JSON."""
 
+import json
 import statistics
+
+
+def show(header, rows, arguments):
+    """Prints a table, and writes it to the file of `--save`.
+
+    Args:
+        header: The titles of the columns.
+        rows: Lists of cells, numbers or texts.
+        arguments: The parsed arguments, with `save` and `command`.
+    """
+    print("\n" + markdown(header, rows), flush=True)
+    if arguments.save is None:
+        return
+    # It imports Keras, which reads the backend once.
+    from keras_efficient_attn.benchmark.worker import describe_environment
+
+    words = [str(word) for word in arguments.command]
+    if "--save" in words:
+        at = words.index("--save")
+        del words[at : at + 2]
+    record = {
+        "command": ["python", *words],
+        "environment": describe_environment(),
+        "header": [str(title) for title in header],
+        "rows": [[str(cell) for cell in row] for row in rows],
+    }
+    arguments.save.write_text(
+        json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 def mean_and_spread(values, digits):

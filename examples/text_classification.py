@@ -13,6 +13,7 @@ on the same batches, and a table compares accuracy and time.
 import sys
 
 from command_line import Parser, UsageError, command, positive
+from tables import show
 from text_classes.data import csv_file, standard_library
 
 
@@ -28,6 +29,7 @@ def parse_arguments(argv):
     parser.add_training(steps=150, batch=4, learning_rate=2e-3, rows="windows")
     add("--test-windows", type=positive, default=16, help="at most, of each class")
     parser.add_seed_and_verbose()
+    parser.add_save()
     return parser.parse_args(argv)
 
 
@@ -52,27 +54,27 @@ def main(arguments):
     for name in names:
         print(f"\n== {name}", flush=True)
         results.append(train_and_measure(name, texts, arguments))
-    print(f"\n{table(results, len(texts.labels), arguments)}")
-
-
-def table(results, classes, arguments):
-    """The comparison, as text."""
-    width = max(len(result["attention"]) for result in results) + 2
-    lines = [
-        f"{'attention':<{width}}{'accuracy':>9}{'s/step':>9}{'training s':>12}"
-        f"{'parameters':>12}"
-    ]
-    for result in results:
-        lines.append(
-            f"{result['attention']:<{width}}{result['accuracy']:>9.1%}"
-            f"{result['seconds_per_step']:>9.3f}{result['seconds']:>12.1f}"
-            f"{result['parameters']:>12,}"
-        )
-    lines.append(
+    show(*table(results), arguments)
+    print(
         f"{arguments.steps} steps of {arguments.batch} windows of {arguments.length} "
-        f"bytes; {results[0]['windows']} held-out windows; chance {1 / classes:.1%}"
+        f"bytes; {results[0]['windows']} held-out windows; "
+        f"chance {1 / len(texts.labels):.1%}"
     )
-    return "\n".join(lines)
+
+
+def table(results):
+    """Header and rows: the comparison."""
+    rows = [
+        [
+            result["attention"],
+            f"{result['accuracy']:.1%}",
+            f"{result['seconds_per_step']:.3f}",
+            f"{result['seconds']:.1f}",
+            f"{result['parameters']:,}",
+        ]
+        for result in results
+    ]
+    return ["attention", "accuracy", "s/step", "training s", "parameters"], rows
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ symbols, tested at 400).
 import sys
 
 from command_line import Parser, UsageError, command, natural, not_negative, positive
+from tables import show
 
 TASKS = ("copy", "reverse", "addition")
 MODELS = ("vanilla", "universal", "adaptive")
@@ -55,6 +56,7 @@ def parse_arguments(argv):
     parser.add_training(steps=800, batch=64, learning_rate=1e-3)
     add("--test-sequences", type=positive, default=256)
     parser.add_seed_and_verbose()
+    parser.add_save()
     arguments = parser.parse_args(argv)
     if arguments.train_length < 3 or min(arguments.test_lengths) < 3:
         raise UsageError(
@@ -89,7 +91,11 @@ def main(arguments):
             measured = train_and_measure(model, task, arguments)
             results[task, model] = measured
             print(f"{', '.join(cells(measured, arguments))}", flush=True)
-    print("\n" + table(results, arguments))
+    show(*table(results, arguments), arguments)
+    print(
+        "Symbols/sequences right; trained at lengths up to "
+        f"{arguments.train_length}, {arguments.steps} steps of {arguments.batch}."
+    )
 
 
 def cells(measured, arguments):
@@ -100,11 +106,11 @@ def cells(measured, arguments):
 
 
 def table(results, arguments):
-    """Shares of symbols/sequences at each length, and the paper's."""
+    """Header and rows: shares of symbols/sequences by length, and the paper's."""
     header = ["task", "model", "parameters", "steps", "seconds"]
     header += [f"length {length}" for length in arguments.test_lengths]
     header += ["paper, 400"]
-    lines = [header, ["---"] * len(header)]
+    lines = []
     for (task, model), measured in results.items():
         ponder = measured["ponder"]
         steps = [arguments.depth] if ponder is None else ponder.values()
@@ -120,11 +126,7 @@ def table(results, arguments):
                 "" if paper is None else "/".join(f"{share:.2f}" for share in paper),
             ]
         )
-    lines = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return (
-        f"{lines}\nSymbols/sequences right; trained at lengths up to "
-        f"{arguments.train_length}, {arguments.steps} steps of {arguments.batch}."
-    )
+    return header, lines
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 from command_line import Parser, command, natural, positive
+from tables import show
 
 
 def parse_arguments(argv):
@@ -36,6 +37,7 @@ def parse_arguments(argv):
     add("--seeds", nargs="+", type=natural, default=[0])
     add("--test-bytes", type=positive, default=2**17)
     parser.add_verbose()
+    parser.add_save()
     return parser.parse_args(argv)
 
 
@@ -47,13 +49,13 @@ def main(arguments):
 
     header = ["trained", "seed"]
     header += [f"tested {how}, {part}" for how, part in TESTED]
-    rows = [header, ["---"] * len(header)]
+    rows = []
     for seed in arguments.seeds:
         for trained in TRAINED:
             print(f"\n== {trained}, seed {seed}", flush=True)
             results = bits_per_byte(trained, seed, arguments)
-            rows.append([trained, f"{seed}", *(f"{x:.3f}" for x in results)])
-    print("\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows))
+            rows.append([trained, seed, *(f"{x:.3f}" for x in results)])
+    show(header, rows, arguments)
 
 
 if __name__ == "__main__":

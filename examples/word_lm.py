@@ -24,6 +24,7 @@ from command_line import (
     not_negative,
     positive,
 )
+from tables import mean_and_spread, show
 
 
 def parse_arguments(argv):
@@ -47,6 +48,7 @@ def parse_arguments(argv):
     add("--test-words", type=positive, default=20_000, help="of each held-out split")
     add("--seeds", nargs="+", type=natural, default=[0])
     parser.add_verbose()
+    parser.add_save()
     return parser.parse_args(argv)
 
 
@@ -80,8 +82,9 @@ def main(arguments):
         + ", ".join(f"{len(split):,} {name}" for name, split in tokens.items()),
         flush=True,
     )
-    table = []
+    rows = []
     for attention in arguments.attention:
+        results = []
         for seed in arguments.seeds:
             print(f"\n== {attention}, seed {seed}", flush=True)
             keras.utils.set_random_seed(seed)
@@ -98,17 +101,13 @@ def main(arguments):
             ]
             last = len(tokens["test"]) - arguments.length
             starts = np.linspace(0, last, arguments.batch, dtype=int)
-            rows = tokens["test"][starts[:, None] + np.arange(arguments.length)]
-            distance = mean_head_distance(model, rows)
-            table.append((attention, seed, *scored, distance))
-    print(
-        "\n| attention | seed | validation perplexity | test perplexity | distance "
-        "between heads |\n|---|---|---|---|---|"
-    )
-    for attention, seed, validation, test, distance in table:
-        print(
-            f"| {attention} | {seed} | {validation:.1f} | {test:.1f} | {distance:.3f} |"
-        )
+            seen = tokens["test"][starts[:, None] + np.arange(arguments.length)]
+            results.append((*scored, mean_head_distance(model, seen)))
+            print(*(f"{x:.3f}" for x in results[-1]), flush=True)
+        columns = zip(zip(*results, strict=True), (1, 1, 3), strict=True)
+        rows.append([attention, *(mean_and_spread(*column) for column in columns)])
+    header = ["attention", "validation perplexity", "test perplexity"]
+    show([*header, "distance between heads"], rows, arguments)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ the number of segments in between, with a bracket where that reach ends.
 import sys
 
 from command_line import Parser, UsageError, check_heads, command, natural, positive
+from tables import show
 
 
 def sizes(text):
@@ -45,6 +46,7 @@ def parse_arguments(argv):
     parser.add_training(steps=1200, batch=32, learning_rate=3e-3, rows="segments")
     add("--test-documents", type=positive, default=512)
     parser.add_seed_and_verbose()
+    parser.add_save()
     arguments = parser.parse_args(argv)
     check_heads(arguments.dim, arguments.heads)
     for layers, memory in arguments.models:
@@ -68,23 +70,22 @@ def main(arguments):
         print(f"\n== {layers} layers, memory {memory}", flush=True)
         for evaluated, row in accuracies(layers, memory, arguments).items():
             rows[layers, memory, evaluated] = row
-    print("\n" + table(rows, arguments))
+    show(*table(rows, arguments), arguments)
+    print(f"A guess is right in {100 / arguments.symbols:.1f} % of the cases.")
 
 
 def table(rows, arguments):
-    """Accuracy in percent by the segments since the symbol."""
+    """Header and rows: accuracy in percent by the segments since the symbol."""
     header = ["layers", "memory", "in evaluation", "reach"]
     header += [f"{back} back" for back in range(arguments.segments)]
-    lines = [header, ["---"] * len(header)]
+    lines = []
     for (layers, memory, evaluated), row in rows.items():
         reach = layers * evaluated
         cells = [f"{100 * accuracy:.1f}" for accuracy in row]
         if reach // arguments.segment + 1 < len(cells):
             cells[reach // arguments.segment] += " ]"
-        lines.append([*map(str, (layers, memory, evaluated, reach)), *cells])
-    lines = [f"| {' | '.join(line)} |" for line in lines]
-    lines.append(f"A guess is right in {100 / arguments.symbols:.1f} % of the cases.")
-    return "\n".join(lines)
+        lines.append([layers, memory, evaluated, reach, *cells])
+    return header, lines
 
 
 if __name__ == "__main__":

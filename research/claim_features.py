@@ -17,7 +17,7 @@ import sys
 import folders  # noqa: F401
 from claims.arguments import add_seeds
 from command_line import Parser, command, positive, positive_float
-from tables import markdown, mean_and_spread
+from tables import mean_and_spread, show
 
 ORDERS = (1, 2, 3, 4)
 
@@ -30,6 +30,7 @@ def parse_arguments(argv):
     add("--queries", type=positive, default=256)
     add("--logits", type=positive_float, nargs="+", default=[0.5, 1.0, 2.0])
     add_seeds(parser)
+    parser.add_save()
     return parser.parse_args(argv)
 
 
@@ -92,16 +93,15 @@ def measure(order, logits, seed, arguments):
 
 @command(parse_arguments)
 def main(arguments):
-    """Prints a table for each standard deviation of the logits."""
+    """Prints the table."""
+    rows = []
     for logits in arguments.logits:
-        rows = []
         for order in ORDERS:
             found = [measure(order, logits, s, arguments) for s in arguments.seeds]
             features = math.comb(arguments.dim + order, order)
             cells = [mean_and_spread([x[name] for x in found], 3) for name in found[0]]
-            rows.append([order, features, *cells])
-        print(f"\nLogits of standard deviation {logits:g}:\n")
-        print(markdown(["order", "features", *found[0]], rows))
+            rows.append([f"{logits:g}", order, features, *cells])
+    show(["logits", "order", "features", *found[0]], rows, arguments)
 
 
 if __name__ == "__main__":

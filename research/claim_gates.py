@@ -17,7 +17,7 @@ import sys
 import folders  # noqa: F401
 from claims.arguments import add_seeds, parse
 from command_line import Parser, command, positive, positive_float
-from tables import markdown, mean_and_spread
+from tables import mean_and_spread, show
 
 # Names, residuals, biases of their gates, and whether embeddings are scaled and a norm
 # follows the last block.
@@ -49,6 +49,7 @@ def parse_arguments(argv):
     add("--steps", type=positive, default=300, help="of training")
     add("--batch", type=positive, default=32, help="rows of a batch")
     add_seeds(parser)
+    parser.add_save()
     return parse(parser, argv)
 
 
@@ -144,7 +145,7 @@ def main(arguments):
         solved = sum(x >= 90 for x in runs)
         rows.append([kind, *cells, f"{solved} of {len(runs)}"])
     rates = [f"{rate:g}" for rate in arguments.learning_rates]
-    print("\n" + markdown(["model", *rates, "90 % and more"], rows))
+    show(["model", *rates, "90 % and more"], rows, arguments)
     print(f"A guess is right in {100 / arguments.symbols:.1f} % of the cases.")
 
 

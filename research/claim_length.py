@@ -15,7 +15,7 @@ import sys
 import folders  # noqa: F401
 from claims.arguments import add_bytes, parse
 from command_line import Parser, command, positive
-from tables import markdown, mean_and_spread
+from tables import mean_and_spread, show
 
 ATTENTION = [
     "softmax:rotary_wavelength=10000",
@@ -41,6 +41,7 @@ def parse_arguments(argv):
     parser.set_defaults(windows=8)
     parser.add_model_size(dim=48, heads=2, layers=1)
     parser.add_training(steps=250, batch=4, learning_rate=1e-2, rows="rows")
+    parser.add_save()
     arguments = parse(parser, argv)
     arguments.longest = max(arguments.lengths)
     return arguments
@@ -66,7 +67,7 @@ def main(arguments):
                 )
                 print(f"{attention} {seed} {length}: {measured[-1]:.3f}", flush=True)
         rows.append([attention, *(mean_and_spread(x, 3) for x in bits.values())])
-    print("\n" + markdown(["attention", *arguments.lengths], rows))
+    show(["attention", *arguments.lengths], rows, arguments)
 
 
 if __name__ == "__main__":

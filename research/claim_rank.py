@@ -18,7 +18,7 @@ import sys
 import folders  # noqa: F401
 from claims.arguments import add_seeds, parse
 from command_line import Parser, UsageError, command, positive
-from tables import markdown, mean_and_spread
+from tables import mean_and_spread, show
 
 ATTENTION = [
     "softmax",
@@ -46,6 +46,7 @@ def parse_arguments(argv):
     parser.add_model_size(dim=64, heads=4, layers=1)
     parser.add_training(steps=300, batch=16, learning_rate=3e-3, rows="rows")
     add_seeds(parser)
+    parser.add_save()
     arguments = parse(parser, argv)
     if arguments.length % 2:
         raise UsageError(f"--length must be even; received {arguments.length}")
@@ -146,7 +147,7 @@ def main(arguments):
         rows.append([attention, *(mean_and_spread(*column) for column in columns)])
     header = [f"rank, {tolerance:g}" for tolerance in TOLERANCES]
     header += ["right, %", "bits per masked symbol"]
-    print("\n" + markdown(["attention", *header], rows))
+    show(["attention", *header], rows, arguments)
     print(f"A guess is right in {100 / arguments.symbols:.1f} % of the cases.")
 
 

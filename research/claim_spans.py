@@ -6,7 +6,7 @@ A static span belongs to a head; a dynamic one depends on the position too, so t
 head may look far back at a few positions only. Models of `AdaptiveSpan` are trained
 with each of the penalties, and one of the whole span without a mask that is learned.
 The table has bits per byte of held-out text, and the mean span of all heads in
-positions: mean and standard deviation over the seeds.
+positions, also by layer: mean and standard deviation over the seeds.
 """
 
 import sys
@@ -14,7 +14,7 @@ import sys
 import folders  # noqa: F401
 from claims.arguments import add_bytes, parse
 from command_line import Parser, command, not_negative, positive
-from tables import markdown, mean_and_spread
+from tables import mean_and_spread, show
 
 FULL = "none"
 
@@ -28,6 +28,7 @@ def parse_arguments(argv):
     add_bytes(parser, length=256)
     parser.add_model_size(dim=48, heads=4, layers=1)
     parser.add_training(steps=250, batch=4, learning_rate=1e-2, rows="rows")
+    parser.add_save()
     return parse(parser, argv)
 
 
@@ -56,19 +57,21 @@ def main(arguments):
     kinds += [(k, p) for p in arguments.penalties for k in ("static", "dynamic")]
     rows = []
     for kind, penalty in kinds:
-        bits, spans = [], []
+        bits, spans, by_layer = [], [], []
         for seed in arguments.seeds:
             model = make_model(attention(kind, penalty, arguments), seed, arguments)
             train(model, splits["train"], seed, arguments)
             blocks = model.backbone.decoder.blocks
-            spans.append(float(np.mean([block.attention.spans() for block in blocks])))
+            by_layer.append([float(np.mean(b.attention.spans())) for b in blocks])
+            spans.append(float(np.mean(by_layer[-1])))
             sizes = arguments.length, arguments.length
             bits.append(bits_per_byte(model, splits["test"], *sizes, arguments))
             print(kind, penalty, seed, f"{bits[-1]:.3f} {spans[-1]:.1f}", flush=True)
         cells = mean_and_spread(bits, 3), mean_and_spread(spans, 1)
-        rows.append([kind, f"{penalty:g}", *cells])
-    header = ["learned span", "penalty", "bits per byte", "mean span"]
-    print("\n" + markdown(header, rows))
+        layers = (mean_and_spread(x, 0) for x in zip(*by_layer, strict=True))
+        rows.append([kind, f"{penalty:g}", *cells, ", ".join(layers)])
+    header = ["learned span", "penalty", "bits per byte", "mean span", "by layer"]
+    show(header, rows, arguments)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,14 @@ step, after a step on a short sequence (TensorFlow, eager and in a graph). Both 
 are timed in turns.
 """
 
-import argparse
 import os
 import subprocess
 import sys
 import tempfile
+
+import folders  # noqa: F401
+from command_line import Parser, command, positive
+from tables import show
 
 MEBI = 2**20
 KINDS = ("plain", "reversible")
@@ -23,17 +26,16 @@ SHORT = 64
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
-    add("--backend", choices=("tensorflow", "jax", "torch"), default="jax")
     add("--mode", choices=("eager", "graph", "xla"), default="xla", help="TensorFlow")
-    add("--depths", type=int, nargs="+", default=[2, 6, 12, 24])
-    add("--batch", type=int, default=2)
-    add("--length", type=int, default=1024)
-    add("--dim", type=int, default=128)
-    add("--heads", type=int, default=4)
-    add("--repeats", type=int, default=3, help="steps, of which the median counts")
+    add("--depths", type=positive, nargs="+", default=[2, 6, 12, 24])
+    add("--batch", type=positive, default=2)
+    add("--length", type=positive, default=1024)
+    parser.add_model_size(dim=128, heads=4)
+    add("--repeats", type=positive, default=3, help="steps; the median counts")
     add("--memory-of", help="'DEPTH KIND': only print its bytes (TensorFlow)")
+    parser.add_save()
     return parser.parse_args(argv)
 
 
@@ -155,11 +157,11 @@ def on_tensorflow(stack, x, arguments):
     return memory, step
 
 
-def in_a_process(depth, kind, argv):
-    """Bytes, measured in a separate process."""
+def in_a_process(depth, kind, words):
+    """Bytes, measured in a separate process, with these words of the command line."""
     from keras_efficient_attn.benchmark.memory import xla_dump_flags
 
-    command = [sys.executable, __file__, *argv, "--memory-of", f"{depth} {kind}"]
+    command = [sys.executable, __file__, *words, "--memory-of", f"{depth} {kind}"]
     with tempfile.TemporaryDirectory() as folder:
         run = subprocess.run(
             command,
@@ -176,35 +178,38 @@ def in_a_process(depth, kind, argv):
     return int(run.stdout.split()[-1])
 
 
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    arguments = parse_arguments(argv)
-    os.environ["KERAS_BACKEND"] = arguments.backend
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+@command(parse_arguments)
+def main(arguments):
+    """Measures each depth in turn, and prints the table."""
+    # It imports Keras, which reads the backend once.
+    import keras
+
+    from keras_efficient_attn import benchmark
+
+    arguments.backend = keras.backend.backend()
     if arguments.memory_of:
         depth, kind = arguments.memory_of.split()
         memory, _ = prepare(int(depth), kind, arguments)
         print(memory())
         return
-    from keras_efficient_attn import benchmark
-
-    print(f"{arguments.backend}: depth | plain MiB, ms | reversible MiB, ms | time")
+    rows = []
     for depth in arguments.depths:
         memories, steps = [], {}
         for kind in KINDS:
             memory, steps[kind] = prepare(depth, kind, arguments)
             if arguments.backend == "tensorflow":
-                memories.append(in_a_process(depth, kind, argv))
+                memories.append(in_a_process(depth, kind, arguments.command[1:]))
             else:
                 memories.append(memory())
         timings = benchmark.time_functions(steps, repeats=arguments.repeats)
-        cells = [
-            f"{memory / MEBI:.1f}, {1e3 * timings[kind].median:.0f}"
-            for kind, memory in zip(KINDS, memories, strict=True)
-        ]
         ratio = timings["reversible"].median / timings["plain"].median
-        print(" | ".join([f"{depth}", *cells, f"{ratio:.2f}"]), flush=True)
+        mebibytes = [f"{memory / MEBI:.1f}" for memory in memories]
+        milliseconds = [f"{1e3 * timings[kind].median:.0f}" for kind in KINDS]
+        rows.append([depth, *mebibytes, *milliseconds, f"{ratio:.2f}"])
+        print(*rows[-1], flush=True)
+    header = [f"{kind}, {unit}" for unit in ("MiB", "ms") for kind in KINDS]
+    show(["blocks", *header, "time, reversible / plain"], rows, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,7 +16,9 @@ import sys
 
 import folders  # noqa: F401
 from byte_lm.data import batches, load_splits
-from command_line import Parser, command, natural, positive
+from claims.arguments import add_seeds
+from command_line import Parser, command, positive
+from tables import mean_and_spread, show
 
 PERFORMER, SOFT_RANDOM, HARD_RANDOM = "performer", "soft, random", "hard, random"
 K_MEANS, EM, GRADIENT = "hard, k-means", "soft, EM", "soft, gradient"
@@ -27,12 +29,13 @@ def parse_arguments(argv):
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--codes", nargs="+", type=positive, default=[16, 64, 256])
-    add("--seeds", nargs="+", type=natural, default=[0, 1, 2])
+    add_seeds(parser)
     add("--length", type=positive, default=128)
     parser.add_model_size(dim=64, heads=2, layers=2)
     parser.add_training(steps=400, batch=8, learning_rate=3e-3)
     add("--fit-steps", type=positive, default=100, help="of the fit by gradient")
     add("--windows", type=positive, default=32, help="held out, to measure on")
+    parser.add_save()
     return parser.parse_args(argv)
 
 
@@ -181,8 +184,6 @@ def bits_per_byte(model, inputs, targets):
 @command(parse_arguments)
 def main(arguments):
     """Trains, converts and prints the table."""
-    import numpy as np
-
     splits, results = load_splits(), {}
     for seed in arguments.seeds:
         teacher = train(splits, seed, arguments)
@@ -201,13 +202,11 @@ def main(arguments):
                 bits = bits_per_byte(model, test_inputs, targets)
                 results.setdefault((name, codes), []).append((error, bits))
                 print(f"{seed} {name} {codes}: {error:.3f} {bits:.3f}", flush=True)
-    print(f"\n{'keys':<16}{'codes':>6}{'error':>16}{'bits per byte':>18}")
-    for (name, codes), measured in results.items():
-        (error, bits), (spread, bits_spread) = np.mean(measured, 0), np.std(measured, 0)
-        print(
-            f"{name:<16}{codes:>6}{error:>9.3f} ± {spread:.3f}"
-            f"{bits:>10.3f} ± {bits_spread:.3f}"
-        )
+    rows = [
+        [*key, *(mean_and_spread(x, 3) for x in zip(*measured, strict=True))]
+        for key, measured in results.items()
+    ]
+    show(["keys", "codes", "error", "bits per byte"], rows, arguments)
 
 
 if __name__ == "__main__":

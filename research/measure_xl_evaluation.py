@@ -11,6 +11,7 @@ import sys
 
 import folders  # noqa: F401
 from command_line import Parser, check_heads, command, positive
+from tables import show
 
 VOCABULARY = 256
 
@@ -28,6 +29,7 @@ def parse_arguments(argv):
     add("--segment", type=positive, default=64, help="tokens read at once")
     parser.add_model_size(dim=128, heads=4, layers=2)
     add("--repeats", type=positive, default=5)
+    parser.add_save()
     arguments = parser.parse_args(argv)
     check_heads(arguments.dim, arguments.heads)
     return arguments
@@ -93,13 +95,16 @@ def measure(arguments, context):
 @command(parse_arguments)
 def main(arguments):
     """Prints the times per token at each context."""
-    print("context | ms a token, memory | ms a token, sliding | times faster")
+    rows = []
     for context in arguments.contexts:
         timings = measure(arguments, context)
         memory = 1e3 * timings["memory"].median / arguments.segment
         sliding = 1e3 * timings["sliding"].median
-        row = [f"{context}", f"{memory:.3f}", f"{sliding:.3f}"]
-        print(" | ".join([*row, f"{sliding / memory:.0f}"]), flush=True)
+        cells = f"{memory:.3g}", f"{sliding:.3g}", f"{sliding / memory:.0f}"
+        rows.append([f"{context:,}", *cells])
+        print(*rows[-1], flush=True)
+    header = ["ms a token with memory", "ms a token anew", "times as long"]
+    show(["context", *header], rows, arguments)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
     python -m tools.benchmark_pages
 
 A place `<!-- run: FILE -->` … `<!-- end -->` of a page gets the table of a file that
-`python -m keras_efficient_attn.benchmark --save FILE` or `tools.compile_for_tpu` wrote.
+`python -m keras_efficient_attn.benchmark --save FILE`, a script of `examples` or
+`research` with `--save FILE`, or `tools.compile_for_tpu` wrote.
 """
 
 import json
 import re
+import shlex
 import textwrap
 from pathlib import Path
 
@@ -27,9 +29,12 @@ def page(text):
     def fill(place):
         # Not by `read_json`, which makes the layers, of packages that may be missing.
         run = json.loads((ROOT / place[2]).read_text())
+        about = run["environment"]
+        if "header" in run:
+            return "\n".join([place[1], *results_table(run, about), "", place[3]])
         records = [Record(**record) for record in run["records"]]
         records = [record for record in records if record.contestant != MATMUL]
-        about, settings = run["environment"], run["settings"]
+        settings = run["settings"]
         if "target" in about:
             lines = estimates_table(records, about)
         else:
@@ -37,6 +42,24 @@ def page(text):
         return "\n".join([place[1], *lines, "", place[3]])
 
     return PLACE.sub(fill, text)
+
+
+def results_table(run, about):
+    """Lines of Markdown: the table that a script printed."""
+    yield f"{machine(about)}:"
+    yield from ("", "```bash", *wrapped(shlex.join(run["command"])), "```", "")
+    yield f"| {' | '.join(run['header'])} |"
+    yield "|---" * len(run["header"]) + "|"
+    for row in run["rows"]:
+        yield f"| {' | '.join(row)} |"
+
+
+def machine(about):
+    """A backend, Keras, the processor and the date."""
+    return (
+        f"{about['backend']} {about['backend_version']}, Keras {about['keras']}, "
+        f"{about['cpu_count']} cores of {about['cpu']}, {about['date']}"
+    )
 
 
 def estimates_table(records, about):
@@ -61,9 +84,7 @@ def times_table(records, about, settings):
         f"Milliseconds of {UNITS[settings['mode']]}"
         f"{', causal' if settings['causal'] else ''}; batch {settings['batch']}, "
         f"{settings['heads']} heads of {settings['head_dim']}, {settings['dtype']}. "
-        f"{about['backend']} {about['backend_version']}, Keras {about['keras']}, "
-        f"{about['cpu_count']} cores of {about['cpu']}, {about['date']}; medians of "
-        f"{settings['repeats']} in turns:"
+        f"{machine(about)}; medians of {settings['repeats']} in turns:"
     )
     yield from ("", "```bash", *command(settings), "```")
     lengths = settings["lengths"]
@@ -87,7 +108,13 @@ def command(settings):
         f"--{name} {' '.join(map(str, settings[name]))}"
         for name in ("lengths", "layers")
     ]
-    words = " ".join(["python -m keras_efficient_attn.benchmark", *flags, *options])
+    return wrapped(
+        " ".join(["python -m keras_efficient_attn.benchmark", *flags, *options])
+    )
+
+
+def wrapped(words):
+    """Lines of a command, all but the last with a backslash."""
     lines = textwrap.wrap(words, 84, break_long_words=False, break_on_hyphens=False)
     return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 

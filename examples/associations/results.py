@@ -6,6 +6,7 @@ import keras
 import numpy as np
 
 from associations import TRACKING
+from tables import mean_and_spread
 
 # A run counts if these settings match the command and its other four settings are
 # requested.
@@ -97,27 +98,24 @@ def columns(record):
     return sorted(map(int, record["accuracy"]))
 
 
-def tables(runs, arguments):
-    """A table for each width: mean accuracy and standard deviation over the seeds."""
+def table(runs, arguments):
+    """Header and rows: mean accuracy and its deviation over the seeds, by width."""
     asked = "length" if arguments.task in TRACKING else "pairs"
-    parts = []
+    lines = []
     for dim in arguments.dim:
         rows = {
             attention: runs.best(attention, dim, arguments)
             for attention in arguments.attention
         }
         names = columns(next(iter(rows.values()))[0])
-        header = [f"width {dim}", "bytes", "rate"]
+        header = ["attention", "width", "bytes", "rate"]
         header += [f"{asked} {names[0]}", *map(str, names[1:])]
-        lines = [header, ["---"] * len(header)]
         for attention, records in rows.items():
             found = 100 * np.array([accuracy_of(record) for record in records])
-            cells = [f"{attention}", f"{records[0]['state_bytes']:,}"]
+            cells = [attention, dim, f"{records[0]['state_bytes']:,}"]
             cells.append(f"{records[0]['learning_rate']:g}")
-            spread = zip(found.mean(0), found.std(0), strict=True)
-            lines.append([*cells, *(f"{mean:.1f} ± {std:.1f}" for mean, std in spread)])
-        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
-    return "\n\n".join(parts)
+            lines.append([*cells, *(mean_and_spread(x, 1) for x in found.T.tolist())])
+    return header, lines
 
 
 def plot(path, runs, arguments):

@@ -21,8 +21,8 @@ from keras_efficient_attn.layers.attention.registry import parse_attention
 from keras_efficient_attn.models import convert_backbone, distill, swap_report
 from keras_efficient_attn.models.conversion.report import PATHS as PATHS_ALONE
 from keras_efficient_attn.models.conversion.report import WHOLE
+from tables import show
 
-FACTORS = (1, 4, 16)
 PATHS = {WHOLE: lambda sites: contextlib.nullcontext(), **PATHS_ALONE}
 
 
@@ -45,7 +45,7 @@ def run(arguments, splits, teacher):
     keras.utils.set_random_seed(arguments.seed)
     backbone = convert(teacher.backbone, splits, arguments)
     student = keras_hub.models.LlamaCausalLM(backbone, preprocessor=None)
-    lengths = [factor * arguments.length for factor in FACTORS]
+    lengths = [factor * arguments.length for factor in arguments.factors]
     rows = random_rows(splits["test"], arguments)
     prompts = rows[:, : arguments.length]
     expected = measures.continuations(teacher, prompts, arguments.generated)
@@ -60,12 +60,12 @@ def run(arguments, splits, teacher):
         f"{steps / arguments.steps:.1%} of the teacher's {arguments.steps}, in "
         f"{seconds:.0f} s\n"
     )
-    heading = ["bits per byte at", *map(str, lengths), "bytes that agree"]
+    heading = ["bits per byte at", *(f"{n:,}" for n in lengths), "bytes that agree"]
     table = [
-        (name, *("-" if value is None else f"{value:.3f}" for value in values))
+        [name, *("-" if value is None else f"{value:.3f}" for value in values)]
         for name, values in rows_of.items()
     ]
-    print(*align([heading, *table]), sep="\n", flush=True)
+    show(heading, table, arguments)
     inputs = data.model_inputs(prompts)
     print(f"\n{swap_report(teacher, student, inputs)}", flush=True)
     times = generation_times(teacher, student, arguments.time_lengths)

@@ -20,6 +20,7 @@ def parse_images(parser, argv, steps, layers, out):
     add("--samples", type=natural, default=8, help="of each kind; 0 writes none")
     parser.add_out(out, "the PNGs")
     parser.add_seed_and_verbose()
+    parser.add_save()
     arguments = parser.parse_args(argv)
     if not 2 <= arguments.levels <= 256:
         parser.error(f"--levels must be 2 to 256; received {arguments.levels}")

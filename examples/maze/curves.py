@@ -59,10 +59,10 @@ def plot(path, curves, corridor, episodes):
 
 
 def table(curves):
-    """Percentage of episodes that found the goal in the last updates, by run."""
-    lines = ["| agent | mean | by run |", "| --- | --- | --- |"]
+    """Header and rows: percentage of the last episodes that found the goal."""
+    lines = []
     for agent, runs in curves.items():
         last = [100 * smooth(found)[-1] for found in runs]
         each = ", ".join(f"{value:.0f}" for value in last)
-        lines.append(f"| {LABELS[agent]} | {np.mean(last):.0f} | {each} |")
-    return "\n".join(lines)
+        lines.append([LABELS[agent], f"{np.mean(last):.0f}", each])
+    return ["agent", "mean", "by run"], lines

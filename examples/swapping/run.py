@@ -10,7 +10,6 @@ import numpy as np
 
 from command_line import UsageError
 from keras_efficient_attn import VQAttention
-from keras_efficient_attn.benchmark.report import align
 from keras_efficient_attn.layers.attention.registry import parse_attention
 from keras_efficient_attn.models import convert_backbone, distill, swap_report
 from keras_efficient_attn.models.conversion.paths import has_two_paths
@@ -19,6 +18,9 @@ from swapping import original as originals
 from swapping.cost import SOFTMAX, lengthen, measure, seconds_in_turns
 from swapping.plot import plot, plot_accuracy
 from swapping.similarity import cosines, embeddings
+from tables import show
+
+HEADER = ["attention", "cosine", "least", "window only", "linear only", "replaced", "s"]
 
 
 def run(arguments, splits, folder):
@@ -38,10 +40,9 @@ def run(arguments, splits, folder):
         f"{len(expected)} texts of up to {arguments.length} tokens",
         flush=True,
     )
-    converted, paths, longer = None, {}, {}
+    converted, rows, paths, longer = None, {}, {}, {}
     if arguments.compare_length:
         longer[SOFTMAX] = lengthen(backbone, arguments.compare_length)
-    table = Table(arguments.attention)
     for name in arguments.attention:
         started = time.perf_counter()
         made = _convert(backbone, name, fitted, arguments)
@@ -49,54 +50,47 @@ def run(arguments, splits, folder):
         paths[name] = by_path(expected, made, held_out)
         layers = made.attention_layers
         replaced = "all" if layers is None else len(layers)
-        table.add(name, paths[name], replaced, seconds)
+        rows[name] = _row(name, paths[name], replaced, seconds)
         if arguments.compare_length:
             longer[name] = lengthen(made, arguments.compare_length)
         if converted is None:
             converted = made
             _check_transfer(arguments, converted)
 
+    times = {}
     if arguments.compare_length:
-        _compare_times(longer, paths, arguments.compare_length, folder)
+        times = _compare_times(longer, paths, arguments.compare_length, folder)
     print(f"\n== {arguments.attention[0]}\n")
     print(swap_report(backbone, converted, held_out[0]), flush=True)
     if arguments.lengths:
         measure(backbone, converted, arguments.lengths, arguments.time_limit)
     if arguments.steps or arguments.transfer_steps:
         seconds = _distill(original, converted, splits["train"], arguments)
-        print(
-            f"\nafter {arguments.transfer_steps} + {arguments.steps} steps of "
-            "distillation"
-        )
         name = f"{arguments.attention[0]}, distilled"
         paths[name] = by_path(expected, converted, held_out)
-        Table([name]).add(name, paths[name], "", seconds)
+        rows[name] = _row(name, paths[name], "", seconds)
+    show(*_table(rows, times, arguments), arguments)
     (folder / "paths.json").write_text(json.dumps(paths, indent=2) + "\n")
     plot(folder / "paths.png", paths)
     _save(converted, original.preprocessor, held_out, folder)
 
 
-class Table:
-    """Prints a row for each attention, as it is measured.
+def _row(name, paths, replaced, seconds):
+    """The cells of `HEADER` after the name, as texts, which it prints."""
+    mean, least = paths[WHOLE]
+    alone = [f"{paths[path][0]:.4f}" if path in paths else "-" for path in PATHS]
+    cells = [f"{mean:.4f}", f"{least:.4f}", *alone, str(replaced), f"{seconds:.1f}"]
+    print(name, *cells, flush=True)
+    return cells
 
-    Args:
-        names: Names of the rows.
-    """
 
-    def __init__(self, names):
-        self.width = max(map(len, names)) + 2
-        heads = "cosine", "least", "window", "linear", "replaced", "s"
-        self._print("attention", heads)
-
-    def add(self, name, paths, replaced, seconds):
-        """Prints a row: of `by_path`, the layers replaced, and the time it took."""
-        mean, least = paths[WHOLE]
-        alone = [f"{paths[path][0]:.4f}" if path in paths else "-" for path in PATHS]
-        cells = f"{mean:.4f}", f"{least:.4f}", *alone, replaced, f"{seconds:.1f}"
-        self._print(name, cells)
-
-    def _print(self, name, cells):
-        print(f"{name:<{self.width}}", *(f"{cell:>8}" for cell in cells), flush=True)
+def _table(rows, times, arguments):
+    """Header and rows: similarity, and time where it is measured."""
+    if not times:
+        return HEADER, [[name, *row] for name, row in rows.items()]
+    header = [*HEADER, f"ms of {arguments.compare_length:,} tokens", "of softmax"]
+    rows = {SOFTMAX: ["1"] + ["-"] * (len(HEADER) - 2)} | rows
+    return header, [[name, *row, *times.get(name, "--")] for name, row in rows.items()]
 
 
 def by_path(expected, converted, held_out):
@@ -120,18 +114,20 @@ def by_path(expected, converted, held_out):
 
 
 def _compare_times(models, paths, length, folder):
-    """Prints and plots each attention's cosine and time, as a share of softmax's."""
+    """Plots each attention's cosine and time, as a share of softmax's.
+
+    Returns:
+        Dict by attention, also softmax, of two cells: milliseconds and that share.
+    """
     seconds = seconds_in_turns(models, length)
-    softmax = seconds.pop(SOFTMAX)
-    points = {name: (s / softmax, paths[name][WHOLE][0]) for name, s in seconds.items()}
-    rows = [(f"forward, {length} tokens", "ms", "of softmax", "cosine")]
-    rows.append((SOFTMAX, f"{1e3 * softmax:.0f}", "1.00", ""))
-    for name, (share, cosine) in points.items():
-        cells = f"{1e3 * seconds[name]:.0f}", f"{share:.2f}", f"{cosine:.4f}"
-        rows.append((name, *cells))
-    print("", *align(rows), sep="\n", flush=True)
+    softmax = seconds[SOFTMAX]
+    points = {name: (seconds[name] / softmax, paths[name][WHOLE][0]) for name in paths}
     (folder / "accuracy.json").write_text(json.dumps(points, indent=2) + "\n")
     plot_accuracy(folder / "accuracy.png", points, length)
+    return {
+        name: (f"{1e3 * own:.0f}", f"{own / softmax:.2f}")
+        for name, own in seconds.items()
+    }
 
 
 def _distill(original, converted, text, arguments):

@@ -21,3 +21,20 @@ def error_line(capsys):
         return error
 
     return run
+
+
+@pytest.fixture
+def printed_table(capsys):
+    """The cells of the only table that was printed, lists: the header and the rows."""
+
+    def cells():
+        lines = capsys.readouterr().out.splitlines()
+        rows = [
+            [cell.strip() for cell in line.strip("|").split("|")]
+            for line in lines
+            if line.startswith("| ")
+        ]
+        assert set(rows.pop(1)) == {"---"}
+        return rows
+
+    return cells

@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 
@@ -32,20 +34,21 @@ def test_addition_adds():
     np.testing.assert_array_equal(task.weight[0], [0, 1, 1])
 
 
-def test_the_script_prints_its_tables_and_leaves_a_picture(capsys, tmp_path):
+def test_the_script_prints_its_table_and_leaves_a_picture(printed_table, tmp_path):
     arguments = (
         "--tasks addition --ponder-cost 0.01 --size 2 --units 4 --max-steps 2 "
         f"--steps 2 --batch 4 --test-sequences 40 --verbose 0 --out {tmp_path}"
     )
     assert adaptive_computation.main(arguments.split()) == 0
-    printed = capsys.readouterr().out
-    rows = [line for line in printed.splitlines() if line.startswith("| ")]
-    assert rows[0] == "| ponder cost | right | steps | at 1 | at 2 |"
-    names = [row.split(" | ")[0] for row in rows[2:]]
-    assert names == ["| without", "| cost 0.01"]
-    # Without pondering: one step each.
-    assert rows[2].split(" | ")[2] == "1.00"
-    assert 1 <= float(rows[3].split(" | ")[2]) <= 2
+    _, *rows = printed_table()
+    assert [row[:2] for row in rows] == [
+        ["addition", "without"],
+        ["addition", "cost 0.01"],
+    ]
+    # Without pondering: one step each, for numbers of one digit and of two.
+    assert rows[0][3] == "1.00"
+    assert re.fullmatch(r"1: 1\.00 \(\d+%\), 2: 1\.00 \(\d+%\)", rows[0][4])
+    assert 1 <= float(rows[1][3]) <= 2
     assert (tmp_path / "steps.png").stat().st_size > 0
 
 

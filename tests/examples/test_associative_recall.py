@@ -131,7 +131,7 @@ def fake_runs(monkeypatch):
 def table_of(output):
     """The last table's cells, as a dict from the contestant."""
     rows = [line for line in output.splitlines() if line.startswith("| ")]
-    header = max(i for i, row in enumerate(rows) if row.startswith("| width"))
+    header = max(i for i, row in enumerate(rows) if row.startswith("| attention"))
     cells = [row.strip("| ").split(" | ") for row in rows[header:]]
     return {name: others for name, *others in cells if name != "---"}
 
@@ -155,13 +155,13 @@ def test_an_interrupted_sweep_goes_on(fake_runs, tmp_path, capsys):
     assert json.dumps(records[0]) == first and len(records) == 4
     assert picture.read_bytes().startswith(b"\x89PNG")
     table = table_of(output)
-    assert table["width 4"] == ["bytes", "rate", "pairs 1", "2"]
+    assert table["attention"] == ["width", "bytes", "rate", "pairs 1", "2"]
     for attention in ("softmax", "delta"):
         runs = [r for r in records if r["attention"] == attention]
-        assert table[attention][0] == f"{runs[0]['state_bytes']:,}"
-        for cell, pairs in zip(table[attention][2:], ("1", "2"), strict=True):
+        assert table[attention][:2] == ["4", f"{runs[0]['state_bytes']:,}"]
+        for cell, pairs in zip(table[attention][3:], ("1", "2"), strict=True):
             a, b = (100 * run["accuracy"][pairs] for run in runs)
-            assert cell == f"{(a + b) / 2:.1f} ± {abs(a - b) / 2:.1f}"
+            assert cell == f"{(a + b) / 2:.1f} ± {abs(a - b) / 2**0.5:.1f}"
 
 
 def test_training_stops_at_the_accuracy(tmp_path, capsys):
@@ -174,9 +174,9 @@ def test_training_stops_at_the_accuracy(tmp_path, capsys):
     (record,) = map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines())
     assert record["steps_taken"] == 2
     table = table_of(capsys.readouterr().out)
-    assert table["width 4"][2:] == ["length 2", "4", "8", "16"]
-    assert table["linear"][2:] == [
-        f"{100 * value:.1f} ± 0.0" for value in record["accuracy"].values()
+    assert table["attention"][3:] == ["length 2", "4", "8", "16"]
+    assert table["linear"][3:] == [
+        f"{100 * value:.1f}" for value in record["accuracy"].values()
     ]
 
 
@@ -185,10 +185,11 @@ def test_the_rate_with_the_best_validation_counts(fake_runs, tmp_path, capsys):
     # For each seed, 0.1 comes before 0.2.
     assert associative_recall.main([*arguments, "--learning-rates", "0.1", "0.2"]) == 0
     assert table_of(capsys.readouterr().out)["softmax"] == [
+        "4",
         "4,936",
         "0.2",
-        f"{50 * (1 / 3 + 1 / 5):.1f} ± {50 * (1 / 3 - 1 / 5):.1f}",
-        f"{50 * (1 / 4 + 1 / 6):.1f} ± {50 * (1 / 4 - 1 / 6):.1f}",
+        f"{50 * (1 / 3 + 1 / 5):.1f} ± {100 * (1 / 3 - 1 / 5) / 2**0.5:.1f}",
+        f"{50 * (1 / 4 + 1 / 6):.1f} ± {100 * (1 / 4 - 1 / 6) / 2**0.5:.1f}",
     ]
 
 

@@ -40,11 +40,11 @@ def test_inputs_are_the_values_before():
     assert targets.max() < images.levels
 
 
-def test_it_learns_and_draws(tmp_path, capsys):
+def test_it_learns_and_draws(tmp_path, printed_table):
     arguments = [*TINY, "--attention", "local2d", "--out", str(tmp_path)]
     assert image_generation.main(arguments) == 0
-    lines = capsys.readouterr().out.splitlines()
-    (row,) = (line.split() for line in lines if line.startswith("local2d"))
+    _, row = printed_table()
+    assert row[0] == "local2d"
     # Digits are half empty: the distribution of single values has 2.6 bits.
     values = np.bincount(data.digits().test.ravel(), minlength=17) / (297 * 64)
     entropy = -(values * np.log2(np.where(values > 0, values, 1))).sum()

@@ -27,10 +27,10 @@ def test_small_images_are_means_of_squares():
     np.testing.assert_array_equal(upscaling.shrink(large, images, 4), small)
 
 
-def test_the_script_prints_its_table_and_draws(tmp_path, capsys):
+def test_the_script_prints_its_table_and_draws(tmp_path, printed_table):
     assert image_upscaling.main([*TINY, "--out", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    (row,) = (line.split() for line in lines if line.startswith("local2d"))
+    _, row = printed_table()
+    assert row[0] == "local2d"
     # The error of the small images depends on the data only.
     test = data.digits().test[:3].reshape(3, 4, 2, 4, 2).astype("float64")
     means = np.rint(test.mean(axis=(2, 4), keepdims=True))

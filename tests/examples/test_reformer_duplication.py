@@ -24,17 +24,17 @@ def test_sequences_repeat_their_first_half():
     assert np.any(data[1][0] != x)
 
 
-def test_the_script_prints_its_table(capsys):
+def test_the_script_prints_its_table(printed_table):
     arguments = (
         "--train 2 --evaluate full 1 9 --aligned yes no --seeds 0 1 --length 12 "
         "--symbols 3 --bucket-size 4 --buckets 2 --dim 8 --heads 2 --steps 2 --batch 2 "
         "--test-sequences 4 --verbose 0"
     )
     assert reformer_duplication.main(arguments.split()) == 0
-    header, _, *rows = capsys.readouterr().out.strip().splitlines()[-4:]
-    assert header == "| trained | aligned | full | LSH-1 | LSH-9 |"
+    header, *rows = printed_table()
+    assert header == ["trained", "aligned", "full", "LSH-1", "LSH-9"]
     for row, aligned in zip(rows, ("yes", "no"), strict=True):
-        name, kind, *cells = row.strip("| ").split(" | ")
+        name, kind, *cells = row
         assert (name, kind) == ("LSH-2", aligned)
         assert ["(0.8)" in cells[0], "(86.8)" in cells[1], "(" in cells[2]] == [
             True,

@@ -41,11 +41,17 @@ def print_report(capsys):
 @pytest.mark.any_backend
 def test_from_training_to_a_preset(small, tmp_path, capsys):
     out = tmp_path / "new" / "folder"
+    table = tmp_path / "table.json"
     arguments = [*small, "--attention", EXACT, "--out", str(out)]
-    assert swap_attention.main(arguments) == 0
+    assert swap_attention.main([*arguments, "--save", str(table)]) == 0
     rows = print_report(capsys)
+    saved = json.loads(table.read_text())
+    script = "examples/swap_attention.py"
+    assert saved["command"] == ["python", script, *arguments]
+    exact, distilled = saved["rows"]
     # With windows as long as the texts, it is exact.
-    assert rows[EXACT][0][:5] == ["1.0000", "1.0000", "-", "-", "all"]
+    assert exact[:6] == [EXACT, "1.0000", "1.0000", "-", "-", "all"]
+    assert distilled[0] == f"{EXACT}, distilled" and float(distilled[2]) > 0.9
     (cells,) = rows["24"]
     softmax, _, swapped, _, faster = map(float, cells)
     # Times are rounded to tenths of a millisecond, so they may be zero.
@@ -56,8 +62,6 @@ def test_from_training_to_a_preset(small, tmp_path, capsys):
     assert least - 0.01 <= faster <= most + 0.01
     assert rows["48"] == [["-"] * 5]
     assert [cells[1] for cells in rows["-"]] == ["softmax:", "swapped:"]
-    assert rows["after"] == [["0", "+", "2", "steps", "of", "distillation"]]
-    assert float(rows[f"{EXACT},"][0][1]) > 0.9
     assert (out / "paths.png").exists()
     paths = json.loads((out / "paths.json").read_text())
     # A window is the only path that it has.
@@ -73,7 +77,7 @@ def test_from_training_to_a_preset(small, tmp_path, capsys):
 
 
 @pytest.mark.any_backend
-def test_of_a_preset_what_is_left_is_measured(small, tmp_path, capsys):
+def test_of_a_preset_what_is_left_is_measured(small, tmp_path, printed_table):
     backbone = families.make("bert")
     tokenizer = keras_hub.models.BertTokenizer(
         vocabulary=[
@@ -96,25 +100,26 @@ def test_of_a_preset_what_is_left_is_measured(small, tmp_path, capsys):
     arguments += ["--attention", *swaps, "--out", str(tmp_path / "out")]
     arguments += ["--compare-length", "24"]
     assert swap_attention.main(arguments) == 0
-    rows = print_report(capsys)
-    assert rows[EXACT][0][:2] == ["1.0000", "1.0000"]
-    assert 0 < float(rows[COARSE][0][1]) <= float(rows[COARSE][0][0]) < 0.999
-    assert rows[EXACT][0][2:4] == ["-", "-"]
+    header, softmax, *found = printed_table()
+    rows = {name: cells for name, *cells in found}
+    assert list(rows) == swaps
+    assert rows[EXACT][:4] == ["1.0000", "1.0000", "-", "-"]
+    assert 0 < float(rows[COARSE][1]) <= float(rows[COARSE][0]) < 0.999
     # The window alone is what a layer of that window alone gives.
-    assert rows[COARSE][0][2] == rows[NARROW][0][0] != rows[COARSE][0][0]
-    assert rows[COARSE][0][3] not in (rows[COARSE][0][0], rows[COARSE][0][2])
-    assert rows["0"][-1][1:] == ["0.00%", "0.00%"]
-    assert not rows.get("after")
+    assert rows[COARSE][2] == rows[NARROW][0] != rows[COARSE][0]
+    assert rows[COARSE][3] not in (rows[COARSE][0], rows[COARSE][2])
+    assert header[-2:] == ["ms of 24 tokens", "of softmax"]
+    assert softmax[:2] == ["softmax", "1"] and softmax[-1] == "1.00"
     # Each swap's time at 24 tokens, more than the model's positions, and its cosine.
     points = json.loads((tmp_path / "out" / "accuracy.json").read_text())
     for name in swaps:
-        milliseconds, share, cosine = map(float, rows[name][1])
-        assert cosine == float(rows[name][0][0])
-        np.testing.assert_allclose(points[name], (share, cosine), atol=0.006)
-        softmax = float(rows["softmax"][0][0])
+        cosine, *_, milliseconds, share = (cell.strip("-") for cell in rows[name])
+        measured = float(share), float(cosine)
+        np.testing.assert_allclose(points[name], measured, atol=0.006)
         # Both times are rounded to whole milliseconds.
-        assert (milliseconds - 0.5) / (softmax + 0.5) <= share + 0.005
-        assert (milliseconds + 0.5) / max(softmax - 0.5, 1e-3) >= share - 0.005
+        own, other = float(milliseconds), float(softmax[-2])
+        assert (own - 0.5) / (other + 0.5) <= measured[0] + 0.005
+        assert (own + 0.5) / max(other - 0.5, 1e-3) >= measured[0] - 0.005
     assert (tmp_path / "out" / "accuracy.png").exists()
     # The preset includes the tokenizer.
     saved = str(tmp_path / "out" / "preset")
@@ -157,7 +162,7 @@ def test_a_length_that_memory_may_not_hold_is_left_out(monkeypatch):
     ("arguments", "message"),
     [
         (["--preset", "/nowhere"], "--preset /nowhere"),
-        (["--layers", "0", "--budget", "0.1"], "exclude each other"),
+        (["--layers", "0", "--budget", "0.1"], "give one of them"),
         (["--text", "/nowhere"], "no such file"),
         (["--steps", "-1"], "not negative; received '-1'"),
         (["--window-dropout", "2"], "a number from 0 to 1; received '2'"),

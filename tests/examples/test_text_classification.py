@@ -67,15 +67,14 @@ def test_windows_are_pieces_of_the_texts():
     assert labels.tolist() == [0, 0, 1]
 
 
-def test_it_learns_and_compares(table, capsys):
+def test_it_learns_and_compares(table, printed_table):
     arguments = [*TINY, "--csv", str(table), "--attention", "performer:feature_map=elu"]
     assert text_classification.main(arguments) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rows = {line.split()[0]: line.split() for line in lines if "%" in line}
-    for name in ("performer:feature_map=elu", "softmax"):
-        assert rows[name][1] == "100.0%"
-        assert float(rows[name][2]) > 0
-    assert "chance 50.0%" in lines[-1]
+    _, *rows = printed_table()
+    assert [row[0] for row in rows] == ["performer:feature_map=elu", "softmax"]
+    for row in rows:
+        assert row[1] == "100.0%"
+        assert float(row[2]) > 0
 
 
 @pytest.mark.parametrize(

@@ -35,19 +35,14 @@ def test_the_decoder_is_shown_what_came_before():
     np.testing.assert_array_equal(inputs["encoder_padding_mask"], [[1, 1], [1, 0]])
 
 
-def test_the_script_prints_its_table(capsys):
+def test_the_script_prints_its_table(printed_table):
     arguments = (
         "--tasks copy --models vanilla adaptive --train-length 3 --test-lengths 3 5 "
         "--alphabet 3 --depth 1 --dim 16 --heads 2 --steps 2 --batch 2 "
         "--test-sequences 4 --verbose 0"
     )
     assert universal_transformer.main(arguments.split()) == 0
-    printed = capsys.readouterr().out
-    header, _, vanilla, adaptive = (
-        line.strip("| ").split(" | ")
-        for line in printed.splitlines()
-        if line.startswith("| ")
-    )
+    header, vanilla, adaptive = printed_table()
     assert header[-3:] == ["length 3", "length 5", "paper, 400"]
     assert vanilla[:2] == ["copy", "vanilla"] and vanilla[-1] == "0.53/0.03"
     assert adaptive[1] == "adaptive" and vanilla[3] == "1"

@@ -47,14 +47,13 @@ def test_losses_are_those_of_the_whole_text():
     np.testing.assert_array_equal(weights, [16, 16, 16])
 
 
-def test_a_tiny_run(tmp_path, capsys):
+def test_a_tiny_run(tmp_path, printed_table):
     path = tmp_path / "text"
     path.write_bytes(bytes(range(256)) * 40)
     assert vq_recurrence.main([*SMALL.split(), "--text", str(path)]) == 0
-    *_, header, _, first, second = capsys.readouterr().out.strip().splitlines()
-    assert header.count("|") == 7
-    for row, name in ((first, "with its cache"), (second, "without")):
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
+    header, first, second = printed_table()
+    assert len(header) == 6
+    for cells, name in ((first, "with its cache"), (second, "without")):
         assert cells[:2] == [name, "0"]
         # Random weights guess one of 256 bytes.
         assert all(abs(float(cell) - math.log2(256)) < 1 for cell in cells[2:])

@@ -29,18 +29,21 @@ def text(tmp_path_factory):
     return path
 
 
-def run(script, arguments, capsys):
+@pytest.fixture
+def run(printed_table):
     """The header and the rows of the table that a script prints, as lists of cells."""
-    assert script.main(arguments.split()) == 0
-    lines = capsys.readouterr().out.splitlines()
-    lines = [line for line in lines if line.startswith("| ")]
-    header, _, *rows = ([x.strip() for x in line.split("|")[1:-1]] for line in lines)
-    return header, rows
+
+    def run(script, arguments):
+        assert script.main(arguments.split()) == 0
+        header, *rows = printed_table()
+        return header, rows
+
+    return run
 
 
-def test_the_table_of_features_has_the_errors_of_taylors_polynomial(capsys):
+def test_the_table_of_features_has_the_errors_of_taylors_polynomial(run):
     arguments = "--dim 2 --keys 5 --queries 4 --logits 0.5 --seeds 3"
-    header, rows = run(claim_features, arguments, capsys)
+    header, rows = run(claim_features, arguments)
     random = np.random.default_rng(3)
     query = (0.5**0.5 / 2**0.25 * random.normal(size=(4, 2))).astype("float32")
     key = (0.5**0.5 / 2**0.25 * random.normal(size=(5, 2))).astype("float32")
@@ -54,7 +57,7 @@ def test_the_table_of_features_has_the_errors_of_taylors_polynomial(capsys):
     for order, row in enumerate(rows, 1):
         kernel = sum(logits**i / math.factorial(i) for i in range(order + 1))
         error = np.linalg.norm(attend(kernel) - expected) / np.linalg.norm(expected)
-        assert row[:2] == [str(order), str(math.comb(2 + order, order))]
+        assert row[:3] == ["0.5", str(order), str(math.comb(2 + order, order))]
         assert float(row[header.index("Taylor")]) == pytest.approx(error, abs=6e-4)
 
 
@@ -96,11 +99,10 @@ def test_windows_of_all_lengths_score_the_same_bytes():
     np.testing.assert_allclose(measured, np.mean(bits), rtol=1e-5)
 
 
-def test_length(text, capsys):
+def test_length(text, run):
     header, rows = run(
         claim_length,
         f"{SMALL} --text {text} --lengths 8 20 --seeds 0 1 --attention softmax xl",
-        capsys,
     )
     assert header == ["attention", "8", "20"]
     assert [row[0] for row in rows] == ["softmax", "xl"]
@@ -108,12 +110,12 @@ def test_length(text, capsys):
     assert all(abs(mean(cell) - 8) < 1 for row in rows for cell in row[1:])
 
 
-def test_ranks_are_at_most_the_number_of_features(capsys):
+def test_ranks_are_at_most_the_number_of_features(run):
     arguments = (
         "--dim 4 --heads 2 --layers 2 --steps 2 --batch 2 --length 12 --symbols 5 "
         "--test-rows 9 --seeds 0 1 --attention performer:num_features=3 softmax"
     )
-    header, rows = run(claim_rank, arguments, capsys)
+    header, rows = run(claim_rank, arguments)
     assert header[1:3] == ["rank, 1e-05", "rank, 0.01"]
     assert 1 <= mean(rows[0][1]) <= 3 and 1 <= mean(rows[1][1]) <= 12
     assert all(0 <= mean(row[3]) <= 100 for row in rows)
@@ -134,29 +136,34 @@ def test_masked_symbols_are_in_the_other_copy():
     np.testing.assert_array_equal(tokens[kept], np.roll(tokens, 10, axis=1)[kept])
 
 
-def test_spans(text, capsys):
+def test_spans(text, run):
     arguments = f"{SMALL} --text {text} --seeds 0 1 --max-span 8 --ramp 2"
-    header, rows = run(claim_spans, f"{arguments} --penalties 0.1", capsys)
-    assert header == ["learned span", "penalty", "bits per byte", "mean span"]
+    header, rows = run(claim_spans, f"{arguments} --penalties 0.1")
+    assert header[2:] == ["bits per byte", "mean span", "by layer"]
     assert [row[:2] for row in rows] == [
         ["none", "0"],
         ["static", "0.1"],
         ["dynamic", "0.1"],
     ]
     assert mean(rows[0][3]) == 8
+    for row in rows:
+        by_layer = [mean(cell) for cell in row[4].split(", ")]
+        assert len(by_layer) == 2 and abs(np.mean(by_layer) - mean(row[3])) <= 0.5
     assert all(0 < mean(row[3]) < 8 for row in rows[1:])
 
 
 @pytest.mark.parametrize(
     ("claim", "names"),
     [
-        ("auxiliary", ["post_norm, last loss only", "post_norm, auxiliary losses"]),
+        ("auxiliary", ["post_norm, last loss only", "post_norm, two targets"]),
         ("sparse", ["full (softmax)", "fixed, interleaved"]),
+        ("maps", ["elu + 1", "elu + 1, keys of twice the width"]),
+        ("blocks", ["softmax", "one projection for queries and keys"]),
     ],
 )
-def test_variants(claim, names, text, capsys):
+def test_variants(claim, names, text, run):
     arguments = f"{claim} {SMALL} --text {text} --seeds 0 --stride 4"
-    header, rows = run(claim_variants, arguments, capsys)
+    header, rows = run(claim_variants, arguments)
     assert header == ["model", "bits per byte"]
     assert [row[0] for row in rows][:2] == names
     assert all(abs(mean(row[1]) - 8) < 1 for row in rows)
@@ -182,12 +189,12 @@ def test_the_bias_of_the_gates_is_set():
         assert all(np.all(to_numpy(weight.value) == bias) for weight in found)
 
 
-def test_gates(capsys):
+def test_gates(run):
     arguments = (
         "--dim 4 --heads 2 --layers 1 --steps 2 --batch 2 --length 6 --symbols 3 "
         "--learning-rates 1e-3 1e-2 --seeds 0"
     )
-    header, rows = run(claim_gates, arguments, capsys)
+    header, rows = run(claim_gates, arguments)
     assert header == ["model", "0.001", "0.01", "90 % and more"]
     assert [row[0] for row in rows] == list(claim_gates.KINDS)
     assert all(0 <= mean(cell) <= 100 for row in rows for cell in row[1:3])

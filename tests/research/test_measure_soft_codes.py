@@ -88,15 +88,13 @@ def test_performer_is_soft_codes_on_the_queries_and_keys_of_a_trained_model():
     np.testing.assert_allclose(output, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_the_script_prints_its_table(capsys):
+def test_the_script_prints_its_table(printed_table):
     arguments = (
         "--codes 4 --seeds 0 --length 16 --dim 8 --heads 2 --layers 1 --steps 2 "
         "--batch 2 --fit-steps 1 --windows 2"
     )
     assert measure_soft_codes.main(arguments.split()) == 0
-    lines = capsys.readouterr().out.splitlines()
-    table = lines[lines.index("") + 2 :]
-    names = ["softmax", *measure_soft_codes.NAMES]
-    assert [line[:16].strip() for line in table] == names
-    errors = [float(line[22:].split()[0]) for line in table]
+    _, *rows = printed_table()
+    assert [row[0] for row in rows] == ["softmax", *measure_soft_codes.NAMES]
+    errors = [float(row[2]) for row in rows]
     assert errors[0] == 0 and min(errors[1:]) > 0
