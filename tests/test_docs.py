@@ -19,6 +19,7 @@ BLOCK = re.compile(r"```python\n(.*?)```", re.S)
 OUTLINES = {
     "conversion.md": "it needs a trained model and data",
     "distribution.md": "it needs several devices",
+    "export.md": "it needs TensorFlow; tests/export runs it",
 }
 # Small folders in place of checkpoints that are downloaded.
 FOLDERS = DOCS.parent / "tests" / "data" / "checkpoints"

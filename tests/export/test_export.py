@@ -115,6 +115,24 @@ def test_a_token_of_a_causal_model(name, format, tmp_path):
     check(step, inputs, format, tmp_path)
 
 
+@pytest.mark.export
+def test_the_page_serves_what_the_model_generates(tmp_path, monkeypatch, backend):
+    if backend == "torch":
+        pytest.skip("Keras exports no SavedModel of PyTorch")
+    monkeypatch.chdir(tmp_path)
+    scope = {}
+    page = (ROOT / "docs" / "export.md").read_text()
+    for block in re.findall(r"```python\n(.*?)```", page, re.S):
+        exec(compile(block, "export.md", "exec"), scope)
+    backbone, text = scope["backbone"], list(b"def ")
+    while len(text) < len(scope["text"]):
+        tokens = np.array([text], "int32")
+        hidden = backbone({"token_ids": tokens, "padding_mask": np.ones_like(tokens)})
+        logits = to_numpy(backbone.token_embedding(hidden, reverse=True))
+        text.append(int(logits[0, -1].argmax()))
+    assert len(text) == 4 + 21 and scope["text"] == text
+
+
 @pytest.mark.any_backend
 def test_the_page_has_the_table_and_the_versions():
     page = (ROOT / "docs" / "export.md").read_text()
