@@ -6,10 +6,9 @@ Description: A language model that reads whole files, byte by byte, on one machi
 """
 ## Introduction
 
-Bytes need no tokenizer, and neither do the bases of DNA; but their sequences are long. A file
-of 32,768 bytes has a billion pairs of positions. The gated delta rule does not form them: its
-time and memory grow with the length, and eight times the length costs about eight times as
-much.
+Bytes need no tokenizer, and neither do the bases of DNA, but their sequences are long. A
+file of 32,768 bytes has a billion pairs of positions. The gated delta rule does not form
+them: its time and memory grow linearly with the length.
 
 This guide trains on rows of 32,768 bytes of the standard library's source. For DNA,
 `EfficientByteTokenizer` reads the letters A, C, G, T and N as they are.
@@ -37,7 +36,7 @@ TIMED_LENGTHS = [4096, 32768]
 """
 ## Prepare the data
 
-All files are one text. The last rows are held out.
+All files are joined to one text, and its last rows are held out.
 """
 
 paths = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
@@ -63,9 +62,9 @@ def inputs_and_targets(rows):
 """
 ## Build the model
 
-`gated-delta` is the default of decoders. `residual` recomputes the feed-forward networks and
-the attention of a block in the backward pass: with a reversible stack, the activations of one
-block at a time are in memory.
+`gated-delta` is the default of decoders. With `residual="reversible"`, the backward pass
+recomputes the attention and the feed-forward network of each block: only the activations of
+one block at a time are in memory.
 """
 
 
@@ -96,7 +95,7 @@ model = build_model()
 """
 ## Time a step
 
-A step of one row. The first one compiles and does not count.
+A step has one row. The first step compiles, and does not count.
 """
 
 
@@ -123,9 +122,9 @@ model.fit(draw_batches(), steps_per_epoch=max(1, STEPS // 4), epochs=4, verbose=
 """
 ## Test it
 
-Bits per byte of the held-out rows, by the position in the row. A model that uses what it
-read long before has fewer bits further on. Sixty steps are too few for that: here the
-differences are those of the text.
+The test prints bits per byte of the held-out rows, by the position in the row. A model that
+uses distant context has fewer bits at later positions. Sixty steps are too few for that:
+here, the differences come from the text.
 """
 
 inputs, targets = inputs_and_targets(held_out)
@@ -152,7 +151,7 @@ plt.savefig("bytes_at_32k.png", dpi=100, bbox_inches="tight")
 
 ## Conclusion
 
-A row of 32,768 positions is an ordinary training step. For larger vocabularies,
-`ChunkedVocabularyLoss` avoids the logits of the whole row; on several devices,
+A training step can have a row of 32,768 positions. For larger vocabularies,
+`ChunkedVocabularyLoss` avoids the logits of the whole row. On several devices,
 `SequenceParallel` splits a row ([More than one device](../distribution.md)).
 """

@@ -6,13 +6,13 @@ Description: A causal language model whose next token costs the same after any c
 """
 ## Introduction
 
-A Transformer with softmax attention keeps the keys and values of everything it has read,
-and reads all of them again for each new token. The gated delta rule, and linear attention in
-all its forms, sums them into a state of constant size. The 10,000th token then costs as much
-as the 10th.
+A Transformer with softmax attention keeps the keys and values of everything that it has
+read, and reads all of them again for each new token. The gated delta rule, like all linear
+attention, sums them into a state of constant size. The 10,000th token then costs as much as
+the 10th.
 
-This guide trains a small byte-level language model on the source of the standard
-library, generates text, and measures both kinds of generation.
+This guide trains a small byte-level language model on the source of the Python standard
+library, generates text, and measures generation with both kinds of attention.
 
 ## Setup
 """
@@ -41,7 +41,7 @@ NEW_TOKENS = 1024
 """
 ## Prepare the data
 
-The files are cut into consecutive sequences of 256 bytes. The last ones are for
+The files are cut into consecutive sequences of 256 characters. The last sequences are for
 validation.
 """
 
@@ -58,10 +58,10 @@ print(f"{len(training)} sequences to train on, {len(validation)} held out")
 """
 ## Build and train the model
 
-`EfficientCausalLM` is a task of KerasHub: `fit` takes strings, and `generate` continues
-them. The two models of this guide differ in the attention and in the positions: the gated
-delta rule, the default of decoders, knows the order of tokens by its decays and its
-convolutions of four positions, and softmax attention by rotation.
+`EfficientCausalLM` is a KerasHub task: `fit` takes strings, and `generate` continues them.
+The two models of this guide differ in the attention and in the positions. The gated delta
+rule, the default of decoders, gets the order of tokens from its decays and its convolutions
+of four positions. Softmax attention gets it from rotary positions.
 """
 
 
@@ -112,10 +112,10 @@ print(model.generate("def ", max_length=160))
 """
 ## Measure generation
 
-Both models continue a prompt. The time to read the prompt is measured separately, with one
-new token, and subtracted. An untrained model takes as long as a trained one, so the model
-with softmax is not trained. Its cache grows with the context; the state of the gated
-delta rule does not.
+Both models continue a prompt. The time to read the prompt and generate one token is
+measured separately, and subtracted. An untrained model takes as long as a trained one, so
+the model with softmax is not trained. Its cache grows with the context; the state of the
+gated delta rule does not.
 """
 
 
@@ -159,9 +159,9 @@ plt.savefig("constant_cost_generation.png", dpi=100, bbox_inches="tight")
 
 ## Conclusion
 
-The state is all that the model stores of its context:
+The state is all that the model stores from its context:
 `backbone.get_initial_state(batch_size=1)` shows its tensors, and `backbone.stream(tokens,
-state)` reads the next tokens, one or a thousand. `"linear"`, `"retention"` and
+state)` reads any number of further tokens. `"linear"`, `"retention"` and
 `"local:window=64"` have states of constant size as well: [Choosing a
 layer](../choosing.md) compares them.
 """

@@ -6,14 +6,14 @@ Description: An image classifier whose attention takes images as they are.
 """
 ## Introduction
 
-Keras' `MultiHeadAttention` takes `attention_axes`: the axes of its input that are attended
-over. The layers of this package take it as well. An image `(batch, rows, columns, channels)`
-needs no reshaping to a sequence, and its positions may be single pixels or small patches, as
-the cost of most layers does not grow with the square of their number.
+`attention_axes` of Keras' `MultiHeadAttention` names the axes of the input to attend over.
+The layers of this package have this argument as well. An image `(batch, rows, columns,
+channels)` need not be reshaped to a sequence. Its positions may be single pixels or small
+patches, because the cost of most layers does not grow quadratically with their number.
 
-Here a classifier of handwritten digits attends in three ways: over all pixels at once by linear
-attention, over nearby pixels in rectangles, and, to compare, over all pixels by softmax, whose
-cost grows with the square. The digits come with scikit-learn, so
+In this guide, a classifier of handwritten digits attends in three ways: over all pixels
+with linear attention, over nearby pixels in rectangles, and, for comparison, over all
+pixels with softmax, whose cost grows quadratically. The digits come with scikit-learn, so
 there is nothing to download.
 
 ## Setup
@@ -56,10 +56,10 @@ print(f"{len(training[0])} images to train on, {len(validation[0])} held out")
 """
 ## Build the models
 
-Each pixel is a position. Learned vectors, one for each row and column, say where it is.
-`attention_axes=(1, 2)` attends over both axes of the image.
-`LocalAttention` takes images without it: a `query_block` of two sizes is a rectangle, and
-`memory` the rows and columns around it that are seen as well.
+Each pixel is a position. Learned vectors, one for each row and column, encode its place.
+`attention_axes=(1, 2)` attends over both axes of the image. `LocalAttention` takes images
+without this argument: a `query_block` of two sizes is a rectangle, and `memory` is the
+number of rows and columns around it that are visible too.
 """
 
 ATTENTION = {
@@ -137,8 +137,8 @@ plt.savefig("image_attention_axes.png", dpi=100, bbox_inches="tight")
 
 ## Look at the attention
 
-The weights of each pixel over the image, in the last attention layer. All layers return
-them, also those that never form the matrix in training.
+The last attention layer returns its weights: for each pixel, weights over the image. All
+layers can return them, even those that never form this matrix in training.
 """
 
 layer = next(
@@ -151,6 +151,7 @@ print(f"scores: {tuple(scores.shape)}: batch, heads, rows and columns twice")
 """
 ## Conclusion
 
-`attention_axes` works for videos as well: `(1, 2, 3)` attends over frames, rows and columns,
-and `(1,)` over frames alone, for each pixel. Axes that are not named join the batch.
+`attention_axes` works for videos as well: `(1, 2, 3)` attends over frames, rows and
+columns, and `(1,)` over frames only, separately for each pixel. All other axes are treated
+as batch axes.
 """

@@ -1,18 +1,18 @@
 """
 Title: Load, fine-tune and serve a published checkpoint
-Description: A checkpoint in the format of transformers, adapted by LoRA, behind HTTP.
+Description: A checkpoint in the format of transformers, adapted by LoRA, served over HTTP.
 """
 
 """
 ## Introduction
 
-`EfficientCausalLM.from_preset` reads trained models of efficient attention in the format
-of transformers: RetNet, GLA, DeltaNet, Gated DeltaNet, Kimi delta, OLMo Hybrid and
-Reformer. The result is a KerasHub task on TensorFlow, JAX or PyTorch. This guide loads
-one, trains it further on texts of its own, writes it back, and answers requests with it.
+`EfficientCausalLM.from_preset` reads trained models with efficient attention in the format
+of Hugging Face transformers: RetNet, GLA, DeltaNet, Gated DeltaNet, Kimi delta, OLMo Hybrid
+and Reformer. The result is a KerasHub task on TensorFlow, JAX or PyTorch. This guide loads
+a model, fine-tunes it, writes it in the same format, and answers requests with it.
 
-To run without a download, the guide first makes a small checkpoint in the same format.
-With a published one, replace `CHECKPOINT` by its handle, such as
+To avoid a download, the guide first makes a small checkpoint in this format. To use a
+published checkpoint, replace `CHECKPOINT` by its handle, such as
 `"hf://fla-hub/delta_net-1.3B-100B"`, and start at "Load it".
 
 ## Setup
@@ -56,9 +56,10 @@ def read_texts(pattern, number):
 """
 ## Make a checkpoint
 
-A folder of a published model holds `config.json`, `tokenizer.json` and the weights.
-`load_weights=False` makes a model with random weights from the first two. It is trained on
-the source of the standard library, and written in the published format.
+The folder of a published model has `config.json`, `tokenizer.json` and the weights. With
+`load_weights=False`, `from_preset` makes a model with random weights from the first two.
+This model is trained on the source of the standard library, and written in the published
+format.
 """
 
 general_texts = read_texts("*.py", TEXTS)
@@ -100,9 +101,9 @@ print(sorted(path.name for path in CHECKPOINT.iterdir()))
 """
 ## Load it
 
-Tensors are read one by one into the model's variables; `dtype="bfloat16"` halves the
-memory. An option of the configuration that would change the outputs and is not supported is
-an error before any weight is read.
+`from_preset` reads the tensors one by one into the model's variables; `dtype="bfloat16"`
+halves the memory. If the configuration has an unsupported option that would change the
+outputs, an error is raised before any weight is read.
 """
 
 model = models.EfficientCausalLM.from_preset(str(CHECKPOINT))
@@ -113,9 +114,9 @@ print(model.generate("def __init__(self", max_length=48))
 """
 ## Fine-tune it
 
-LoRA adds small matrices to the projections of queries and values and trains only these.
-Here the model learns the style of one package of the library, `unittest`. A third of the
-texts is held out.
+LoRA adds small matrices to the projections of queries and values, and trains only these
+matrices. Here the model learns the style of one package of the library, `unittest`. A third
+of the texts is held out.
 """
 
 own_texts = read_texts("unittest/*.py", FINE_TUNING_TEXTS)
@@ -145,8 +146,8 @@ plt.savefig("published_checkpoint.png", dpi=100, bbox_inches="tight")
 
 ## Write it back
 
-The new folder has the format of the published one, so that transformers reads it as well.
-LoRA's updates are merged into the weights.
+The new folder has the published format, so transformers can read it as well. LoRA's updates
+are merged into the weights.
 """
 
 FINE_TUNED = Path(tempfile.mkdtemp(), "fine_tuned")
@@ -155,9 +156,9 @@ model.export_to_transformers(str(FINE_TUNED))
 """
 ## Serve it
 
-The state of the gated delta rule has a constant size, so that a server needs the same
-memory for a short and for a long conversation. This server is Python's own and answers one
-request at a time.
+The state of the gated delta rule has a constant size, so a server needs the same memory for
+a short and a long conversation. This guide uses the HTTP server of Python's standard
+library, and answers one request at a time.
 """
 
 served = models.EfficientCausalLM.from_preset(str(FINE_TUNED))
@@ -201,6 +202,6 @@ server.server_close()
 ## Conclusion
 
 A published checkpoint becomes a Keras model: `fit`, LoRA, `quantize`, `save` and `generate`
-work as for any other, on three backends. [Published checkpoints](../checkpoints.md) lists
-the models, and [export](../export.md) says how a model runs without Python.
+work as for any other model, on three backends. [Published checkpoints](../checkpoints.md)
+lists the models, and [export](../export.md) explains how to run a model without Python.
 """

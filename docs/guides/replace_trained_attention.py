@@ -6,13 +6,13 @@ Description: A trained BERT gets linear attention, keeps its weights, and is dis
 """
 ## Introduction
 
-A model that was trained with softmax attention need not be trained again to be cheaper on
-long inputs. `convert_backbone` puts another attention layer into a trained backbone of
-KerasHub, with the trained projections; `distill` then trains the new layers to reproduce
-the old ones, without labels.
+A model that was trained with softmax attention can become cheaper on long inputs without
+being trained again from scratch. `convert_backbone` replaces the attention layers of a
+trained KerasHub backbone and keeps the trained projections. `distill` then trains the new
+layers to reproduce the old ones, without labels.
 
-To have a trained model without a download, this guide trains a small BERT first. With
-your own model, start at "Replace the attention".
+To avoid a download, this guide first trains a small BERT. With your own model, start at
+"Replace the attention".
 
 ## Setup
 """
@@ -40,7 +40,7 @@ DISTILLATION_EPOCHS = 2
 """
 ## Prepare the data
 
-A document is a window of 512 bytes of a file of the standard library, its label the
+A document is a window of 512 bytes of a file of the standard library. Its label is the
 file's package. Every fourth file is held out.
 """
 
@@ -113,8 +113,8 @@ classifier.fit(
 """
 ## Replace the attention
 
-The nearest 16 keys keep their exact weights; all others are estimated by 64 learned
-features. The original does not change.
+The nearest 16 keys keep their exact weights; 64 learned features estimate all others. The
+original does not change.
 """
 
 efficient = models.convert_backbone(
@@ -126,8 +126,9 @@ print(models.swap_report(original, efficient, sample))
 """
 ## Distil
 
-Two stages of `fit`: each new layer learns to reproduce the softmax layer's outputs, then
-low-rank changes of the projections align the hidden states. Neither stage needs labels.
+`distill` calls `fit` in two stages. First, each new layer learns to reproduce the outputs
+of its softmax layer. Then low-rank changes of the projections align the hidden states.
+Neither stage needs labels.
 """
 
 
@@ -168,8 +169,9 @@ plt.savefig("replace_trained_attention.png", dpi=100, bbox_inches="tight")
 
 ## Conclusion
 
-The copy takes the inputs and has the weight names of the original; it saves, loads and
-trains like it. Conversion pays from the length at which linear attention overtakes
-softmax on your device: `python -m keras_efficient_attn.benchmark` finds it. The page on
-conversion describes how to choose layers, windows and features.
+The copy has the inputs and the weight names of the original, and saves, loads and trains
+like it. Conversion saves time from the length at which linear attention becomes faster than
+softmax on your device; `python -m keras_efficient_attn.benchmark` finds this length.
+[Converting a trained model](../conversion.md) describes how to choose layers, windows and
+features.
 """

@@ -1,15 +1,15 @@
 """
 Title: Forecast a time series as it arrives
-Description: A model trained on whole series, then run on one value at a time.
+Description: A model is trained on whole series, and then reads one value at a time.
 """
 
 """
 ## Introduction
 
-A model of a sensor is trained on recorded series and used on values that arrive one by one.
-With softmax attention each new value costs a pass over all earlier ones. A layer with a state
-of constant size reads the new value and the state: the cost of a value is the same after a
-day and after a year, and the outputs are those of the whole series.
+A model of a sensor is trained on recorded series, and used on values that arrive one by
+one. With softmax attention, each new value costs a pass over all earlier values. A layer
+with a state of constant size reads only the new value and the state. Its cost per value is
+the same after a day and after a year, and its outputs are those of the whole series.
 
 ## Setup
 """
@@ -33,9 +33,9 @@ STREAM_LENGTH = 2688
 """
 ## Make the data
 
-A series has hourly values: a shape of the day and one of the week, which differ from series
-to series, and noise that lasts for some hours. The model is told which hour and which weekday
-comes next; what they mean for this series it has to read off the values before.
+A series has hourly values: the sum of a daily pattern, a weekly pattern, and noise that
+lasts for some hours. The patterns differ from series to series. The inputs include the next
+hour and weekday; the model has to infer their effect on this series from earlier values.
 """
 
 
@@ -67,8 +67,8 @@ print(f"{len(training)} series to train on, {len(validation)} held out")
 """
 ## Build the model
 
-Without a state, `call` reads whole series, as `fit` needs it. With one, it reads the next
-values, and returns the new state as well. Each attention layer has a state of its own.
+Without states, `call` reads whole series, as `fit` requires. With states, it reads the next
+values, and also returns the new states. Each attention layer has its own state.
 """
 
 
@@ -115,7 +115,8 @@ class Forecaster(keras.Model):
 """
 ## Train it
 
-Two simple forecasts to compare with: the last value, and the value of a week ago.
+The model is compared with two simple forecasts: the last value, and the value of a week
+ago.
 """
 
 model = Forecaster()
@@ -148,9 +149,9 @@ for name, error in errors.items():
 """
 ## Read values as they arrive
 
-The stream is four times as long as the series of training. Each step gets one value and the
-state; the forecast equals that of the whole series, and a step takes as long at the end as at
-the beginning. The steps run one by one, without compilation.
+The stream is four times as long as the training series. Each step reads one value and the
+state. The forecast equals that of the whole series, and a step takes as long at the end as
+at the beginning. The steps run one by one, without compilation.
 """
 
 stream, arrived = inputs_and_targets(make_series(1, STREAM_LENGTH + 1, seed=3))
@@ -185,8 +186,8 @@ plt.savefig("time_series_streaming.png", dpi=100, bbox_inches="tight")
 
 ## Conclusion
 
-Any causal layer with a constant state can stand in for `GatedDeltaAttention` here:
-[State and streaming](../concepts/streaming.md) lists them. `save` keeps the weights;
-the states are plain tensors, one row for each series, so that a server can hold the states of
-many series, and read those with new values in one batch.
+Any causal layer with a state of constant size can replace `GatedDeltaAttention` here:
+[State and streaming](../concepts/streaming.md) lists them. `save` stores the weights. The
+states are plain tensors with one row per series, so a server can hold the states of many
+series, and process all series with new values in one batch.
 """
