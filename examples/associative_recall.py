@@ -109,7 +109,9 @@ def check(arguments):
     check_convolution(arguments.convolution)
     if tracking:
         if arguments.pairs:
-            raise UsageError(f"--pairs: {arguments.task} has none")
+            raise UsageError(
+                f"--pairs does not apply to --task {arguments.task}: leave it out"
+            )
         arguments.pairs, arguments.writes = [], 0
         arguments.vocabulary = TRACKING[arguments.task]
         return arguments
@@ -121,13 +123,14 @@ def check(arguments):
     needed = most * (2 * arguments.writes + 1)
     if needed > arguments.length:
         raise UsageError(
-            f"--pairs {most}, written {arguments.writes} times and asked for, need "
-            f"--length {needed}; received {arguments.length}"
+            f"--length must be at least {needed} for --pairs {most}, each written "
+            f"{arguments.writes} times; received --length {arguments.length}"
         )
     if arguments.vocabulary // 2 <= most * arguments.writes:
         raise UsageError(
-            f"--pairs {most}, written {arguments.writes} times, need --vocabulary "
-            f"{2 * (most * arguments.writes + 1)}; received {arguments.vocabulary}"
+            f"--vocabulary must be at least {2 * (most * arguments.writes + 1)} for "
+            f"--pairs {most}, each written {arguments.writes} times; received "
+            f"--vocabulary {arguments.vocabulary}"
         )
     return arguments
 

@@ -94,7 +94,9 @@ def parse_arguments(argv):
     parser.add_save()
     arguments = parser.parse_args(argv)
     if arguments.layers and arguments.budget:
-        raise UsageError("--layers and --budget are given; give one of them")
+        raise UsageError(
+            "--layers and --budget cannot be used together; give one of them"
+        )
     return arguments
 
 
@@ -104,7 +106,7 @@ def main(arguments):
     make_folder(arguments.out)
     folder = arguments.out
     if any(folder.iterdir()):
-        raise UsageError(f"--out {folder}: holds something; choose another folder")
+        raise UsageError(f"--out {folder} is not empty; choose another folder")
     splits = load_splits(arguments.text)
     # Imported here because Keras reads the backend on import.
     from swapping.run import run

@@ -154,7 +154,7 @@ def compare(arguments):
     for attention in arguments.compare:
         check_attention(attention, arguments.dim, arguments.heads)
         if attention in folders:
-            raise UsageError(f"--compare: {attention} twice")
+            raise UsageError(f"--compare has {attention} twice; give each once")
         # The number distinguishes names that differ in other characters only.
         name = re.sub(r"[^\w+.=-]", "_", attention)
         folders[attention] = arguments.out / f"{len(folders) + 1}-{name}"
@@ -172,7 +172,7 @@ def compare(arguments):
         words = command_line({**vars(arguments), **changed})
         command = [sys.executable, __file__, *words]
         if subprocess.run(command).returncode:
-            raise UsageError(f"--compare: no result from {shlex.join(command)}")
+            raise UsageError(f"--compare: this run failed: {shlex.join(command)}")
         results.append(json.loads((out / "result.json").read_text()))
         curves[attention] = read_curve(out / "curve.csv")
     print("\n" + comparison_table(results))

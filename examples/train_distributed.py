@@ -40,7 +40,10 @@ def parse_arguments(argv):
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(arguments.devices))
     arguments.backend = arguments.backend or "jax"
     if arguments.backend != "jax":
-        raise UsageError(f"--backend {arguments.backend}: this script is for jax")
+        raise UsageError(
+            "--backend must be jax for this script; received --backend "
+            f"{arguments.backend}"
+        )
     return arguments
 
 
@@ -77,7 +80,7 @@ def make_distribution(arguments):
     strategy, devices = arguments.strategy, arguments.devices
     found = keras.distribution.list_devices()
     if len(found) < devices:
-        raise UsageError(f"--devices {devices}: JAX has {len(found)}")
+        raise UsageError(f"--devices {devices}: JAX has only {len(found)}")
     found = found[:devices]
     if strategy == "data":
         return keras.distribution.DataParallel(devices=found), contextlib.nullcontext()

@@ -75,7 +75,8 @@ def main(arguments):
     for name, split in tokens.items():
         if len(split) <= arguments.length:
             raise UsageError(
-                f"--length {arguments.length}: the {name} text has {len(split)} words"
+                f"--length {arguments.length} is too long: the {name} text has "
+                f"{len(split)} words"
             )
     print(
         f"{len(vocabulary):,} words; "

@@ -52,9 +52,8 @@ def parse_arguments(argv):
     for layers, memory in arguments.models:
         if memory % arguments.segment:
             raise UsageError(
-                "--models: a memory must be a multiple of --segment, so that a reach "
-                f"ends between segments; received {layers}x{memory} with --segment "
-                f"{arguments.segment}"
+                "--models: each memory must be a multiple of --segment; received "
+                f"{layers}x{memory} with --segment {arguments.segment}"
             )
     return arguments
 

@@ -61,7 +61,10 @@ def parse_arguments(argv):
     arguments = parser.parse_args(argv)
     check_heads(arguments.dim, arguments.heads)
     if arguments.backend not in (None, "jax"):
-        raise UsageError(f"--backend {arguments.backend}: this script is for jax")
+        raise UsageError(
+            "--backend must be jax for this script; received --backend "
+            f"{arguments.backend}"
+        )
     arguments.backend = "jax"
     return arguments
 

@@ -82,7 +82,9 @@ def changed_sizes(words, sizes):
     for word in words:
         name, _, value = word.partition("=")
         if name not in sizes:
-            raise UsageError(f"--sizes {word}: the names are {', '.join(sizes)}")
+            raise UsageError(
+                f"--sizes {word}: there is no such size; choose from {', '.join(sizes)}"
+            )
         try:
             changed[name] = ast.literal_eval(value)
         except (SyntaxError, ValueError):

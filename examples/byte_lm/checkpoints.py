@@ -91,7 +91,10 @@ class Checkpoints:
                 continue
             check(record)
             return keras.saving.load_model(model_path), record
-        raise UsageError(f"--resume: all checkpoints in {self.folder} are damaged")
+        raise UsageError(
+            f"--resume: all checkpoints in {self.folder} are damaged; start afresh "
+            "with another --out"
+        )
 
     def _write(self, model, record, model_path, record_path):
         self.folder.mkdir(parents=True, exist_ok=True)

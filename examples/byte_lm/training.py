@@ -55,8 +55,9 @@ class Recorder(StepClock):
         if self.on_nan == "stop":
             kept = self.checkpoints.steps()
             raise UsageError(
-                f"step {step} gave NaN or infinity; --resume --on-nan skip goes on "
-                f"from {f'step {kept[0]}' if kept else 'the start'} without its batch"
+                f"step {step} gave NaN or infinity; to go on from "
+                f"{f'step {kept[0]}' if kept else 'the start'} without its batch, add "
+                "--resume --on-nan skip"
             )
         self.record["skipped"].append(step)
         print(f"\nStep {step} gave NaN or infinity: its batch is skipped.", flush=True)
@@ -125,10 +126,10 @@ def check_same(record, fixed):
         if record.get(name) != value:
             option = f"--{name.replace('_', '-')}"
             received = "other text" if name == "text" else value
-            trained = "" if name == "text" else f" {record.get(name)}"
+            trained = "" if name == "text" else f", {record.get(name)}"
             raise UsageError(
-                f"--resume: the run in --out was started with another {option}"
-                f"{trained}; received {received}"
+                f"--resume: {option} must be as in the run in --out{trained}; received "
+                f"{received}"
             )
 
 
@@ -137,8 +138,8 @@ def refuse_used_folder(checkpoints):
     steps = checkpoints.steps()
     if steps:
         raise UsageError(
-            f"{checkpoints.folder} holds a run of {steps[0]} steps: go on with it by "
-            "--resume, or start afresh by --out with another folder"
+            f"{checkpoints.folder} holds a run of {steps[0]} steps: continue it with "
+            "--resume, or start afresh with another folder as --out"
         )
 
 

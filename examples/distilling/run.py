@@ -35,8 +35,9 @@ def check(arguments):
         layer.trainable_variables for layer in layers
     ):
         raise UsageError(
-            f"--transfer-steps {arguments.transfer_steps}: {arguments.attention} has "
-            "no weights of its own to train; its first stage takes 0 steps"
+            f"--transfer-steps must be 0 for --attention {arguments.attention}, which "
+            "has no weights of its own to train; received --transfer-steps "
+            f"{arguments.transfer_steps}"
         )
 
 

@@ -56,8 +56,8 @@ def _check_record(folder, wanted):
     for name, value in wanted.items():
         if record.get(name) != value:
             raise UsageError(
-                f"--teacher {folder}: trained with --{name} {record.get(name)}; "
-                f"received {value}"
+                f"--teacher {folder} was trained with --{name} {record.get(name)}: "
+                f"pass the same, or choose another folder; received --{name} {value}"
             )
 
 

@@ -94,7 +94,10 @@ def photos(size, levels):
                 for j in starts
             ]
     if not pieces["test"]:
-        raise UsageError(f"--size {size}: the photographs hold no such patches")
+        raise UsageError(
+            f"--size {size} is too large: the photographs hold too few patches of this "
+            "size"
+        )
     train, test = (np.stack(pieces[split]) for split in ("train", "test"))
     return Images(train, test, levels, size, size)
 

@@ -57,8 +57,8 @@ def order_of(name, images):
     height, width = rectangle(images)
     if images.rows % height or images.columns % width:
         raise ValueError(
-            f"rectangles of {height} x {width} do not divide the image; received "
-            f"{images.rows} x {images.columns} values"
+            f"rectangles of {height} x {width} values must divide the image; received "
+            f"an image of {images.rows} x {images.columns} values"
         )
     order = order.reshape(images.rows // height, height, -1, width)
     return order.transpose(0, 2, 1, 3).ravel()

@@ -61,7 +61,10 @@ def load(preset, length):
         raise UsageError(f"--preset {preset}: {error}") from error
     most = getattr(backbone, "max_sequence_length", None)
     if most is not None and length > most:
-        raise UsageError(f"--length {length}: {preset} has {most} positions")
+        raise UsageError(
+            f"--length must be at most {most}, the number of positions of {preset}; "
+            f"received --length {length}"
+        )
     # Tokens are rarely longer.
     return Original(backbone, _preprocessor(preset, length), 8 * length)
 
@@ -154,5 +157,5 @@ def _preprocessor(preset, length):
         except Exception as error:
             reasons.append(f"{kind.__name__}: {error}")
     raise UsageError(
-        f"--preset {preset}: no preprocessing of texts found. {'; '.join(reasons)}"
+        f"--preset {preset} has no preprocessor of texts. {'; '.join(reasons)}"
     )

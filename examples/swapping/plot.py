@@ -33,7 +33,7 @@ def plot(path, found):
     axes.set_xlabel("1 - mean cosine to the original's embedding (label: the cosine)")
     axes.legend(fontsize="small")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     pyplot.close(figure)
 
 

@@ -163,8 +163,9 @@ def _check_transfer(arguments, converted):
         layer.trainable_variables for layer in layers
     ):
         raise UsageError(
-            f"--transfer-steps {arguments.transfer_steps}: {arguments.attention[0]} "
-            "has no weights of its own to train; its first stage takes 0 steps"
+            f"--transfer-steps must be 0 for --attention {arguments.attention[0]}, "
+            "which has no weights of its own to train; received --transfer-steps "
+            f"{arguments.transfer_steps}"
         )
 
 

@@ -60,7 +60,9 @@ def standard_library(classes, root=None):
     labels = sorted(name for name, size in sizes.items() if size >= LEAST_BYTES)
     labels = sorted(sorted(labels, key=sizes.get)[-classes:])
     if len(labels) < 2:
-        raise UsageError(f"{root}: fewer than two packages with enough source")
+        raise UsageError(
+            f"{root}: must hold at least two packages with enough source code"
+        )
     return split(labels, [packages[label] for label in labels])
 
 
@@ -82,7 +84,9 @@ def csv_file(path):
         for label in labels
     ]
     if len(labels) < 2 or min(map(len, texts)) < 2:
-        raise UsageError(f"{path}: needs two labels, and two texts of each")
+        raise UsageError(
+            f"{path}: needs at least two labels, and at least two texts of each"
+        )
     return split(labels, texts)
 
 
@@ -97,7 +101,9 @@ def split(labels, texts_by_name):
         test.append([texts[name] for name in order[:count] if texts[name]])
         train.append([texts[name] for name in order[count:] if texts[name]])
     if not (all(train) and all(test)):
-        raise UsageError("a class has no text that is not empty to train or test on")
+        raise UsageError(
+            "each class needs texts that are not empty, to train on and to test on"
+        )
     return Texts(labels, train, test)
 
 

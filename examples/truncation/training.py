@@ -67,8 +67,8 @@ def bits_per_byte(trained, seed, arguments):
     test = documents(splits["test"], starts[: len(starts) // rows * rows], arguments)
     if not test:
         raise UsageError(
-            f"--test-bytes {arguments.test_bytes}: {rows} documents of {size} bytes "
-            "do not fit"
+            f"--test-bytes {arguments.test_bytes}: {most} bytes of test text do not "
+            f"hold {rows} documents of {size} bytes"
         )
     model = TransformerXL(build_model(arguments), rows)
     model.compile(
@@ -99,8 +99,9 @@ def documents(text, starts, arguments):
     size = arguments.document * arguments.segment + 1
     if max(starts, default=0) + size > len(text):
         raise UsageError(
-            f"--document {arguments.document}: segments of {arguments.segment} bytes "
-            f"need more text than {len(text)} bytes"
+            f"--document {arguments.document} is too long: with --segment "
+            f"{arguments.segment}, a document has {size} bytes, and the text "
+            f"{len(text)}"
         )
     return [text[start : start + size] for start in starts]
 

@@ -248,14 +248,14 @@ class SequenceParallel:
         lengths = split[0].shape[1], _key_of(split).shape[1]
         if len(set(lengths)) > 1:
             raise ValueError(
-                "Over several devices, queries and keys must be at the same "
-                f"positions. Received: query length {lengths[0]}, key length "
-                f"{lengths[1]}"
+                "With `SequenceParallel`, queries and keys must have the same length. "
+                f"Received: query length {lengths[0]}, key length {lengths[1]}"
             )
         if self._runner.divides_tensors and lengths[0] % self.num_devices:
             raise ValueError(
-                "The devices of `SequenceParallel` must divide the length. Received: "
-                f"length {lengths[0]}, {self.num_devices} devices"
+                "The sequence length must be a multiple of the number of devices of "
+                f"`SequenceParallel`. Received: length {lengths[0]}, "
+                f"{self.num_devices} devices"
             )
         return self._runner.run(function, split, whole, *static)
 
@@ -271,8 +271,9 @@ class SequenceParallel:
             length //= self.num_devices
         if reach is not None and reach > length:
             raise ValueError(
-                "`window` must not reach beyond the positions of the previous device. "
-                f"Received: a reach of {reach}, with {length} positions per device"
+                "`window` must not reach beyond the positions of the previous device: "
+                "use a smaller window, longer sequences or fewer devices. Received: a "
+                f"reach of {reach}, with {length} positions per device"
             )
 
 
@@ -280,9 +281,9 @@ def check_split_is_causal(causal):
     """Raises `ValueError` for a layer that can be split only with a causal mask."""
     if not causal:
         raise ValueError(
-            "In the scope of `SequenceParallel`, layers with codes, or with a window "
-            "beside features or codes, must be causal: pass use_causal_mask=True. "
-            "Received: use_causal_mask=False"
+            "In the scope of `SequenceParallel`, `VQAttention` and linear attention "
+            "with a `window` must be causal: pass use_causal_mask=True. Received: "
+            "use_causal_mask=False"
         )
 
 

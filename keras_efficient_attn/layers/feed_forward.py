@@ -282,7 +282,7 @@ class ChunkedVocabularyLoss(KeepsArguments, keras.layers.Layer):
         if unknown.any():
             raise ValueError(
                 f"`labels` must be from 0 to {self.vocabulary_size - 1}, or "
-                f"`ignore_class` ({self.ignore_class}). Received: "
+                f"`ignore_class` ({self.ignore_class}). Received: labels with "
                 f"{np.unique(labels[unknown])[:5]}"
             )
 

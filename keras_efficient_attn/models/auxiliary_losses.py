@@ -84,8 +84,8 @@ class AuxiliaryLosses(TaskWrapper):
             )
         if not backbone.decoder.returns_layers:
             raise ValueError(
-                "`model` must have layers with outputs of their own, and not the steps "
-                f"of a UniversalTransformer. Received: model={model!r}"
+                "`model` must have a stack of separate layers: a "
+                f"`UniversalTransformer` is not supported. Received: model={model!r}"
             )
         check_positive_int("total_steps", total_steps)
         check_positive_int("num_targets", num_targets)
@@ -165,8 +165,8 @@ class AuxiliaryLosses(TaskWrapper):
             return super().compute_loss(x, y, y_pred, sample_weight, training)
         if isinstance(y.shape[1], int) and y.shape[1] < self.num_targets:
             raise ValueError(
-                f"Sequences must have `num_targets` ({self.num_targets}) positions or "
-                f"more. Received: y.shape={tuple(y.shape)}"
+                f"Sequences must have at least `num_targets` ({self.num_targets}) "
+                f"positions. Received: y.shape={tuple(y.shape)}"
             )
         loss = super().compute_loss(x, y, y_pred["logits"], sample_weight, training)
         step = ops.convert_to_tensor(self._training_step)

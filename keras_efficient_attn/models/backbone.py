@@ -271,8 +271,8 @@ class EfficientTransformerBackbone(
         limit = self.max_sequence_length
         if limit is not None and (max_length is None or max_length > limit):
             raise ValueError(
-                f"The backbone has {limit} learned positions. Received: "
-                f"max_length={max_length}"
+                f"`max_length` must be given, and at most {limit}, the number of "
+                f"positions of the backbone. Received: max_length={max_length}"
             )
         return {
             "embedding": self.embedding.get_initial_state(batch_size),
@@ -572,13 +572,15 @@ def _check(options):
         )
     if options.head_dim is None and options.hidden_dim % options.num_heads:
         raise ValueError(
-            "`hidden_dim` must be a multiple of `num_heads`, or `head_dim` given. "
-            f"Received: hidden_dim={options.hidden_dim}, "
+            "`hidden_dim` must be a multiple of `num_heads`; otherwise, give "
+            f"`head_dim`. Received: hidden_dim={options.hidden_dim}, "
             f"num_heads={options.num_heads}"
         )
     for name in ("attention", "encoder_attention"):
         if getattr(options, name) == []:
-            raise ValueError(f"`{name}` must name a layer. Received: {name}=[]")
+            raise ValueError(
+                f"`{name}` must have at least one layer. Received: {name}=[]"
+            )
     check_name("architecture", options.architecture, ARCHITECTURES)
     if (
         options.encoder_attention is not None
@@ -597,8 +599,8 @@ def _check(options):
     ):
         raise ValueError(
             "`max_offset` of positions with architecture='encoder_decoder' needs "
-            "each_layer=True: both share one embedding, whose two calls would draw "
-            f"two offsets. Received: max_offset={positions.max_offset!r}"
+            "each_layer=True: encoder and decoder share one embedding, whose two calls "
+            f"would draw two offsets. Received: max_offset={positions.max_offset!r}"
         )
 
 

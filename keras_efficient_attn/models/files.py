@@ -153,7 +153,9 @@ def check_lora_file(filepath):
         stored = os.path.getsize(filepath)
         # Genuine factors are not compressed.
         if size > stored:
-            raise ValueError(f"{size:,} bytes of arrays in {stored:,} of the file")
+            raise ValueError(
+                f"its arrays have {size:,} bytes, more than the {stored:,} of the file"
+            )
     except FileNotFoundError:
         raise
     except (KeyError, OSError, ValueError) as error:
@@ -181,7 +183,7 @@ def _array(file, path):
     parent = file
     for name in path.split("/"):
         if not isinstance(parent.get(name, getlink=True), h5py.HardLink):
-            raise ValueError(f"{path} is not in it, but linked")
+            raise ValueError(f"{path} is a link, and not stored in the file")
         parent = parent[name]
     if not isinstance(parent, h5py.Dataset) or parent.external or parent.is_virtual:
         raise ValueError(f"{path} is not one of its arrays")

@@ -114,9 +114,9 @@ def refuse_other_masks(block):
             if mask is not None and (name != "attention_mask" or mask.shape[-2] != 1):
                 raise ValueError(
                     "Efficient attention cannot apply a mask that differs between "
-                    "queries, but for causality. Pass a mask over keys as "
-                    f"`decoder_padding_mask`. Received: {name}.shape="
-                    f"{tuple(mask.shape)}, in {block.name}"
+                    "queries, other than causality. Pass a mask over keys as "
+                    "`decoder_padding_mask`. Received: "
+                    f"{name}.shape={tuple(mask.shape)}, in {block.name}"
                 )
         return make_mask(*args, **kwargs)
 

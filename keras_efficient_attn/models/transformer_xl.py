@@ -102,8 +102,8 @@ class TransformerXL(TaskWrapper):
             inputs, reset = inputs["token_ids"], inputs.get("reset")
         batch_size, length = shape_of(inputs)
         message = (
-            f"The memory has {self.batch_size} rows, and so must every batch; pass "
-            "`batch_size` to the model for another, or drop_remainder=True to `batch` "
+            f"Every batch must have {self.batch_size} rows, as many as the memory: "
+            "pass another `batch_size` to the model, or drop_remainder=True to `batch` "
             f"of a dataset. Received: a batch of shape {tuple(inputs.shape)}"
         )
         if isinstance(batch_size, int) and batch_size != self.batch_size:
@@ -141,8 +141,8 @@ class TransformerXL(TaskWrapper):
         """
         if shuffle:
             raise ValueError(
-                "The memory comes from the previous batch: data must keep its order. "
-                "Received: shuffle=True"
+                "The memory comes from the previous batch, so data must keep its "
+                "order: pass shuffle=False. Received: shuffle=True"
             )
         self._check_data(x, kwargs.get("batch_size"))
         held_out = kwargs.get("validation_data")
@@ -199,8 +199,9 @@ class TransformerXL(TaskWrapper):
                 received = f"an array of {rows} rows, batch_size={batch_size}"
         if received is not None:
             raise ValueError(
-                f"The memory has {self.batch_size} rows, and so must every batch: pass "
-                f"that `batch_size` and a multiple of it as rows. Received: {received}"
+                f"Every batch must have {self.batch_size} rows, as many as the memory: "
+                f"pass batch_size={self.batch_size}, and data with a multiple of as "
+                f"many rows. Received: {received}"
             )
 
     def _with_resets(self, callbacks):
@@ -316,7 +317,7 @@ class Segments(keras.utils.PyDataset):
             min(self._rows, key=len).extend(segments)
         if not self._rows[0]:
             raise ValueError(
-                "`tokens` must hold two tokens for each row of a batch, at least. "
+                "`tokens` must hold at least two tokens for each row of a batch. "
                 f"Received: {sum(map(len, documents))} tokens for "
                 f"batch_size={batch_size}"
             )

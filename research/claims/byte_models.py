@@ -18,7 +18,8 @@ def load_text(arguments, longest):
     for name, split in splits.items():
         if len(split) <= longest:
             raise UsageError(
-                f"rows of {longest} bytes need more {name} text than {len(split)} bytes"
+                f"--text: the {name} text must be longer than {longest} bytes; "
+                f"received {len(split)} bytes"
             )
     return splits
 

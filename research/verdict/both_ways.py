@@ -43,7 +43,10 @@ def measure(options, seed, sizes):
     model = EfficientMaskedLM(backbone(options, sizes, 256, "encoder", seed))
     text = splits["train"]
     if HIDDEN in text:
-        raise UsageError(f"--sizes text: the byte {HIDDEN} stands for hidden ones")
+        raise UsageError(
+            f"--sizes text: the text must not contain the byte {HIDDEN}, which stands "
+            "for hidden bytes"
+        )
     fit(model, training_batches(text, sizes, seed), sizes)
     bits = {
         str(length): bits_per_byte(model, splits["test"], length, sizes)

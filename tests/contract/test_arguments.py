@@ -113,8 +113,8 @@ def test_rematerialised_layers_know_their_one_sequence(name):
     [
         ("linear:use_gate=false", "`use_gate` must be a boolean.*use_gate='false'"),
         ("linear:use_bias=off", "`use_bias` must be a boolean.*use_bias='off'"),
-        ("linear:use_bias", "an option is `name=value`.*'use_bias'"),
-        ("linear:use_bias=", "an option is `name=value`.*'use_bias='"),
+        ("linear:use_bias", "must have the form `name=value`.*'use_bias'"),
+        ("linear:use_bias=", "must have the form `name=value`.*'use_bias='"),
         ("softmax:flash_attention=yes", "`flash_attention` must be a boolean"),
         ("vq:window=3,window=4", "the option 'window' is given twice"),
     ],

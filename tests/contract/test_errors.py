@@ -180,7 +180,7 @@ def test_document_ids(case):
     with pytest.raises(ValueError, match=r"document_ids.shape=\(2, 36\)"):
         layer(x, x, document_ids=ids[:, 1:], **kind)
     if False in case.causal and not case.shared_key:
-        with pytest.raises(ValueError, match="`document_ids` need a call"):
+        with pytest.raises(ValueError, match="`document_ids` need self-attention"):
             layer(x, inputs(seed=1), document_ids=ids)
 
 

@@ -83,7 +83,7 @@ def script(tmp_path, monkeypatch):
 def test_the_script_stops_or_skips_and_names_the_step(script, capsys):
     assert script() == 2
     error = capsys.readouterr().err
-    assert "step 3 gave NaN" in error and "goes on from step 2" in error
+    assert "step 3 gave NaN" in error and "go on from step 2" in error
     assert Checkpoints(script.out).steps() == [2]
     assert script("--resume", "--on-nan", "skip") == 0
     assert "Step 3 gave NaN" in capsys.readouterr().out

@@ -332,7 +332,7 @@ def test_no_whole_checkpoint_is_an_error(finished, tmp_path):
         (["--dtype", "int7"], "invalid choice: 'int7'"),
         (["--unknown"], "--unknown"),
         (["--compare", "softmax", "nothing"], "identifier='nothing'"),
-        (["--compare", "softmax", "softmax"], "--compare: softmax twice"),
+        (["--compare", "softmax", "softmax"], "--compare has softmax twice"),
     ],
 )
 def test_bad_arguments_get_one_line(options, message, tmp_path, error_line):
@@ -346,13 +346,13 @@ def test_bad_arguments_get_one_line(options, message, tmp_path, error_line):
 
 def test_used_folder_and_other_arguments_are_refused(finished, capsys):
     assert train_byte_lm.main([*TINY, "--out", str(finished)]) == 2
-    assert "holds a run of 24 steps: go on with it by --resume" in (
+    assert "holds a run of 24 steps: continue it with --resume" in (
         capsys.readouterr().err
     )
     changed = [*TINY, "--out", str(finished), "--resume", "--dim", "32"]
     assert train_byte_lm.main(changed) == 2
     error = capsys.readouterr().err
-    assert "another --dim 16; received 32" in error
+    assert "--dim must be as in the run in --out, 16; received 32" in error
     assert error.count("\n") == 1
 
 

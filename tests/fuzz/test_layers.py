@@ -38,9 +38,9 @@ SAME_LENGTH = r"`query` and `key` must have the same length for a `window`\. Rec
 SAME_VECTORS = (
     r"`query` and `value` must have the same length: queries and keys are the "
 )
-VALUE_HEADS = "`num_value_heads` must be a multiple.*without `num_key_value_heads`"
+VALUE_HEADS = "`num_value_heads` must be .*together with `num_key_value_heads`"
 SAME_HEADS = (
-    r"Queries and keys are the same vectors, and have the same heads\. Received: "
+    "does not support `num_key_value_heads`, because its queries and keys are the same"
 )
 
 

@@ -261,7 +261,7 @@ def test_a_last_batch_of_a_dataset_with_fewer_rows_is_refused():
     model.compile(loss=lambda y_true, y_pred: ops.mean(y_pred))
     data = tf.data.Dataset.from_tensor_slices(tokens(LENGTH, rows=3))
     # TensorFlow's error in a graph.
-    with pytest.raises(Exception, match="The memory has 2 rows"):
+    with pytest.raises(Exception, match="must have 2 rows"):
         model.predict(data.batch(2), verbose=0)
     assert len(model.predict(data.batch(2, drop_remainder=True), verbose=0)) == 2
 

@@ -404,7 +404,10 @@ def test_sizes_that_are_not_known(backend):
         ({"log_decay": np.zeros((2, 37, 2, 3))}, "by feature of `key_features`"),
         ({"beta": np.zeros((2, 37, 2, 5))}, r"beta\.shape=\(2, 37, 2, 5\)"),
         ({"causal": False}, "causal=False"),
-        ({"key_log_weight": np.zeros((2, 37, 2))}, "takes no `key_log_weight`"),
+        (
+            {"key_log_weight": np.zeros((2, 37, 2))},
+            "cannot be used together",
+        ),
         ({"implementation": "triton"}, "implementation='triton'"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,

@@ -318,7 +318,7 @@ def test_one_position_and_a_state_need_no_kernel():
     [
         ((1, 4, 2, 8), "float16", {}, "Received: float16"),
         ((1, 4, 2, 257), "float32", {}, "at most 256"),
-        ((0, 4, 2, 8), "float32", {}, "needs a batch"),
+        ((0, 4, 2, 8), "float32", {}, "known in advance"),
         ((1, 4, 2, 8), "float32", {"chunk_size": 2}, "Received: chunk_size=2"),
     ],
     ids=["dtype", "dims", "batch", "chunk_size"],

@@ -272,7 +272,7 @@ def test_state_errors():
         linear_attention(query, key, value, state=state)
     with pytest.raises(ValueError, match="same length"):
         linear_attention(query[:, :9], key, value, causal=True, state=state)
-    with pytest.raises(ValueError, match="takes no `state`"):
+    with pytest.raises(ValueError, match="does not support `state`"):
         linear_attention(
             query, key, value, causal=True, state=state, implementation="reference"
         )

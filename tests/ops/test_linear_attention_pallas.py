@@ -143,7 +143,7 @@ def test_without_a_tpu_chunks_are_chosen():
     [
         ((1, 4, 2, 8), "float16", "Received: float16"),
         ((1, 4, 2, 1025), "float32", "at most 512"),
-        ((0, 4, 2, 8), "float32", "needs a batch"),
+        ((0, 4, 2, 8), "float32", "known in advance"),
     ],
 )
 def test_errors(shape, dtype, message):
@@ -156,7 +156,7 @@ def test_errors(shape, dtype, message):
     ("options", "message"),
     [
         ({"causal": True, "chunk_size": 2}, "Received: chunk_size=2"),
-        ({}, "is causal. Received: causal=False"),
+        ({}, "needs causal=True. Received: causal=False"),
     ],
 )
 def test_what_the_kernel_does_not_take(options, message):
@@ -172,7 +172,7 @@ def test_sizes_have_to_be_known():
     def attend(x):
         return linear_attention(x, x, x, causal=True, implementation="pallas")
 
-    with pytest.raises(ValueError, match="of known sizes"):
+    with pytest.raises(ValueError, match="known in advance"):
         jax.export.export(jax.jit(attend))(x)
 
 

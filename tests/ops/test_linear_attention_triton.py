@@ -265,7 +265,7 @@ def test_a_state_goes_through_the_operation():
     [
         ((1, 4, 2, 8), "float64", "Received: float64"),
         ((1, 4, 2, 1025), "float32", "at most 512"),
-        ((0, 4, 2, 8), "float32", "needs a batch"),
+        ((0, 4, 2, 8), "float32", "known in advance"),
     ],
 )
 def test_errors(shape, dtype, message):
@@ -276,7 +276,7 @@ def test_errors(shape, dtype, message):
 
 def test_what_is_missing_is_named(monkeypatch):
     x = torch.ones(1, 4, 2, 8)
-    with pytest.raises(ValueError, match="is causal. Received: causal=False"):
+    with pytest.raises(ValueError, match="needs causal=True. Received: causal=False"):
         linear_attention(x, x, x, implementation="triton")
     attend = functools.partial(linear_attention, x, x, x, causal=True)
     with pytest.raises(ValueError, match="Received: chunk_size=2"):
@@ -328,7 +328,7 @@ def test_sums_of_flash_linear_attention_are_completed(case, monkeypatch):
         error = (one - other).square().mean() / other.square().mean()
         assert torch.sqrt(error) < tolerance
     weight = np.zeros((2, case.key_length or 20, 2), "float32")
-    with pytest.raises(ValueError, match="takes no `key_log_weight`"):
+    with pytest.raises(ValueError, match="does not support `key_log_weight`"):
         case.fast({**arrays, "log_weight": weight}, mask, "fla")
 
 

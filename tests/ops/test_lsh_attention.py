@@ -218,7 +218,7 @@ def test_pairs_of_a_length_that_a_graph_does_not_know(backend):
     expected = expected_output(query, value, buckets, kept, **options)
     options["num_buckets"] = BUCKETS
     np.testing.assert_allclose(to_numpy(trace(None)), expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="needs a length that is known"):
+    with pytest.raises(ValueError, match="needs inputs of a fixed length"):
         trace("pairs")
 
 
@@ -350,7 +350,7 @@ def test_invalid_arguments():
         lsh_attention(query, value, buckets, implementation="fast", **options)
     with pytest.raises(ValueError, match="causal=True, aligned=False"):
         lsh_attention(query, value, buckets, causal=True, state={}, **options)
-    with pytest.raises(ValueError, match="takes no `state` and no `dropout_mask`"):
+    with pytest.raises(ValueError, match="does not support `state` or `dropout_mask`"):
         lsh_attention(
             query,
             value,
@@ -359,7 +359,7 @@ def test_invalid_arguments():
             dropout_mask=np.ones((BATCH, HEADS, ROUNDS, 3, 6)),
             **options,
         )
-    with pytest.raises(ValueError, match="implementation='pairs'. takes no `state`"):
+    with pytest.raises(ValueError, match="'pairs' does not support `state`"):
         lsh_attention(
             query,
             value,

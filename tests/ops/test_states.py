@@ -71,5 +71,5 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_state_of_another_call_is_refused(case):
     call, state = CASES[case]
-    with pytest.raises(ValueError, match="`state` must be of the same options"):
+    with pytest.raises(ValueError, match="`state` must come from calls"):
         call(state)

@@ -138,9 +138,9 @@ class AdaptiveComputationTime(ReplicaLosses, keras.layers.Layer):
         output_shape = self.step.compute_output_shape(input_shape)
         if tuple(output_shape) != tuple(input_shape):
             raise ValueError(
-                "`step` must return the shape of its input, to be repeated. Received: "
-                f"step={self.step!r}, from {tuple(input_shape)} to "
-                f"{tuple(output_shape)}"
+                "The output of `step` must have the shape of its input, because the "
+                f"step is repeated. Received: step={self.step!r}, from "
+                f"{tuple(input_shape)} to {tuple(output_shape)}"
             )
         self.halting.build(input_shape)
 
@@ -248,9 +248,9 @@ class AdaptiveComputationTime(ReplicaLosses, keras.layers.Layer):
             )
         if training and _has_dropout(self.step):
             raise ValueError(
-                "`keras.layers.RNN` does not prepare the dropout of a cell in a cell: "
-                "use `keras_efficient_attn.AdaptiveRNN`. Received: a `step` with "
-                "dropout"
+                "`keras.layers.RNN` does not support dropout in a cell that is inside "
+                "another cell: use `keras_efficient_attn.AdaptiveRNN`. Received: a "
+                "`step` with dropout"
             )
 
     def compute_output_spec(

@@ -40,8 +40,7 @@ class SequenceAxes:
         if not chosen or repeated or any(not 1 <= axis <= rank - 2 for axis in chosen):
             raise ValueError(
                 "`attention_axes` must be different axes between the batch and the "
-                "features. "
-                f"Received: attention_axes={axes} for inputs of rank {rank}"
+                f"features. Received: attention_axes={axes} for inputs of rank {rank}"
             )
         return cls(rank, chosen)
 

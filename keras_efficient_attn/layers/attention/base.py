@@ -257,13 +257,13 @@ class EfficientAttention(
         """Raises for unsupported arguments of Keras' constructor."""
         if self._sliding_window is not None and not self.takes_sliding_window:
             raise ValueError(
-                f"{type(self).__name__} has no window, and cannot honour "
-                f"`sliding_window`. Received: sliding_window={self._sliding_window}"
+                f"{type(self).__name__} has no window: leave out `sliding_window`. "
+                f"Received: sliding_window={self._sliding_window}"
             )
         if self._flash_attention and not self.takes_flash_attention:
             raise ValueError(
-                f"{type(self).__name__} is not softmax attention and cannot use "
-                f"flash attention. Received: flash_attention={self._flash_attention}"
+                f"{type(self).__name__} is not softmax attention: leave out "
+                f"`flash_attention`. Received: flash_attention={self._flash_attention}"
             )
 
     def _window_or(self, window, default=None):
@@ -278,8 +278,8 @@ class EfficientAttention(
             return window
         if window not in (None, default, sliding):
             raise ValueError(
-                "`sliding_window` is the layer's `window`: give one of them. Received: "
-                f"sliding_window={sliding}, window={window}"
+                "`sliding_window` and `window` mean the same for this layer: give one "
+                f"of them. Received: sliding_window={sliding}, window={window}"
             )
         return sliding
 
@@ -671,8 +671,8 @@ class EfficientAttention(
             check_attention_mask(type(self).__name__, tuple(masks[3].shape), key.shape)
         if state is not None and axes.batch_axes:
             raise ValueError(
-                "`state` needs inputs whose axes between batch and features are all "
-                f"attended to. Received: attention_axes={self._sequence_axes}, "
+                "With `state`, `attention_axes` must have all axes between the batch "
+                f"and the features. Received: attention_axes={self._sequence_axes}, "
                 f"query.shape={tuple(query.shape)}"
             )
         return axes
@@ -687,8 +687,8 @@ class EfficientAttention(
         """
         if options:
             raise TypeError(
-                f"{type(self).__name__} takes no call arguments "
-                f"{', '.join(sorted(options))}."
+                f"{type(self).__name__} does not have the call arguments "
+                f"{', '.join(sorted(options))}: leave them out."
             )
         return {}
 
@@ -717,10 +717,11 @@ class EfficientAttention(
     def get_config(self):
         if self.shares_unsaved:
             raise ValueError(
-                "A configuration cannot say that layers share weights by "
-                "`share_weights_with`: put their blocks into one `TransformerStack`, "
-                "or give layers of Transformer-XL one `PositionBiases` as `biases`; "
-                f"`save_weights` works. Received: {self.path or self.name}"
+                "A layer with weights shared by `share_weights_with` has no "
+                "configuration: put the blocks of the layers into one "
+                "`TransformerStack`, give layers of Transformer-XL one "
+                "`PositionBiases` as `biases`, or save with `save_weights`. Received: "
+                f"{self.path or self.name}"
             )
         config = super().get_config()
         config["attention_axes"] = self._sequence_axes

@@ -26,8 +26,8 @@ def calibration_batches(argument, data):
         mask = np.ones(shape[:2]) if mask is None else ops.convert_to_numpy(mask)
         if len(shape) != 3 or mask.shape != shape[:2]:
             raise ValueError(
-                f"A batch of `{argument}` must be an array (batch, length, dim) or a "
-                "pair of it and a mask (batch, length). Received: shape "
+                f"A batch of `{argument}` must be an array (batch, length, dim), or a "
+                "pair of such an array and a mask (batch, length). Received: shape "
                 f"{shape}, mask of shape {mask.shape}"
             )
         yield x, mask.astype("bool")
@@ -56,6 +56,6 @@ def paired_batches(query, data):
         if queries_batch is None or keys_batch is None:
             raise ValueError(
                 "`query` must have as many batches as `data`. Received: "
-                f"{'more' if keys_batch is None else 'fewer'}"
+                f"{'more' if keys_batch is None else 'fewer'} batches"
             )
         yield queries_batch, keys_batch

@@ -93,8 +93,8 @@ def get(identifier, **options):
         feature_map, known = lambda: identifier, ()
     elif isinstance(identifier, keras.Layer):
         raise ValueError(
-            "`feature_map` must be a name, a `FeatureMap` or a function without "
-            "weights; a map with weights is a `FeatureMap`. Received: "
+            "`feature_map` must be a name, a `FeatureMap` or a function, and not a "
+            "Keras layer: for a map with weights, subclass `FeatureMap`. Received: "
             f"feature_map={identifier}"
         )
     elif callable(identifier):
@@ -120,9 +120,9 @@ def get(identifier, **options):
             hash(value)
         except TypeError as error:
             raise TypeError(
-                f"The arguments of a `FeatureMap` must be hashable, such as tuples: "
-                "equal maps are one object for a compiler. Received: "
-                f"{type(made).__name__} with {field.name}={value!r}"
+                "The arguments of a `FeatureMap` must be hashable: use tuples instead "
+                f"of lists or arrays. Received: {type(made).__name__} with "
+                f"{field.name}={value!r}"
             ) from error
     return made
 
@@ -285,7 +285,8 @@ class RandomFeatures(FeatureMap):
         if (self.num_features or 0) % self.features_per_row:
             raise ValueError(
                 f"`num_features` must be even for feature_map={self.name!r}, which "
-                f"makes two of each row. Received: num_features={self.num_features}"
+                "makes two features of each random vector. Received: "
+                f"num_features={self.num_features}"
             )
         check_bool("orthogonal", self.orthogonal)
         if self.row_norm not in ROW_NORMS:
@@ -699,8 +700,9 @@ class LearnedFeatures(FeatureMap):
         check_positive_int("num_features", self.num_features, optional=True)
         if (self.num_features or 0) % 2:
             raise ValueError(
-                "`num_features` must be even for feature_map='learned', which begins "
-                f"with two of each row. Received: num_features={self.num_features}"
+                "`num_features` must be even for feature_map='learned', which makes "
+                "two features of each vector. Received: "
+                f"num_features={self.num_features}"
             )
 
     def feature_dim(self, head_dim):
@@ -825,9 +827,9 @@ class CalibratedFeatures(FeatureMap):
     def feature_dim(self, head_dim):
         if self.rank is not None and (self.random or self.rank > head_dim):
             raise ValueError(
-                "`rank` is a number of coordinates, at most `key_dim`, for a "
-                f"polynomial feature map. Received: rank={self.rank}, "
-                f"key_dim={head_dim}, feature_map={self.name!r}"
+                "`rank` must be at most `key_dim`, and needs a polynomial feature map, "
+                f"such as 'taylor'. Received: rank={self.rank}, key_dim={head_dim}, "
+                f"feature_map={self.name!r}"
             )
         return self.features.feature_dim(self.rank or head_dim)
 

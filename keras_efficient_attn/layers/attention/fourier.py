@@ -321,9 +321,8 @@ class FourierAttention(EfficientAttention):
     def _check_linear(self):
         if self.implementation is not None:
             raise ValueError(
-                "`implementation` can be chosen for the exact form only: leave it out "
-                "with linear=True. Received: linear=True, "
-                f"implementation={self.implementation!r}"
+                "`implementation` applies to linear=False only: leave it out. "
+                f"Received: linear=True, implementation={self.implementation!r}"
             )
         if self.feature_dim > MAX_POLYNOMIAL_FEATURES:
             raise ValueError(

@@ -70,9 +70,9 @@ def check_document_ids(layer, ids, inputs, causal):
         )
     if not (causal or query is value or query is key):
         raise ValueError(
-            "`document_ids` need a call on one sequence: use_causal_mask=True, or "
-            "`query` as `value` or `key`. Received: use_causal_mask=False and other "
-            "tensors"
+            "`document_ids` need self-attention: pass use_causal_mask=True, or the "
+            "same tensor as `query` and as `value` or `key`. Received: "
+            "use_causal_mask=False and other tensors"
         )
 
 

@@ -313,8 +313,8 @@ class ReformerLSHAttention(EfficientAttention):
             length = shape_of(query)[1]
             if not isinstance(length, int):
                 raise ValueError(
-                    "`dense_length` needs a length that is known when a graph is "
-                    f"traced. Received: dense_length={self.dense_length}, "
+                    "`dense_length` needs inputs of a fixed length: set it in "
+                    f"`keras.Input`. Received: dense_length={self.dense_length}, "
                     f"query.shape={tuple(query.shape)}"
                 )
             if length <= self.dense_length:
@@ -477,17 +477,17 @@ class ReformerLSHAttention(EfficientAttention):
         drops = call.training and self._dropout > 0.0
         if drops or not isinstance(query.shape[1], int):
             raise ValueError(
-                "`document_ids` need a length that is known when a graph is traced, "
-                "and no dropout. Received: "
-                f"dropout={self._dropout}, query.shape={tuple(query.shape)}"
+                "`document_ids` need inputs of a fixed length, and dropout=0 in "
+                f"training. Received: dropout={self._dropout}, "
+                f"query.shape={tuple(query.shape)}"
             )
 
     def _check_streams(self):
         if self.aligned is False or self.dense_length is not None:
             raise ValueError(
-                "A state needs chunks that do not depend on later positions: aligned="
-                "True or None, and no `dense_length`. Received: "
-                f"aligned={self.aligned}, dense_length={self.dense_length}"
+                "A state needs aligned=True or None, and no `dense_length`: otherwise "
+                f"chunks depend on later positions. Received: aligned={self.aligned}, "
+                f"dense_length={self.dense_length}"
             )
 
     def _check_num_hashes(self, num_hashes, state):
@@ -508,8 +508,9 @@ class ReformerLSHAttention(EfficientAttention):
     def _check_arguments(self):
         if self.num_key_value_heads is not None:
             raise ValueError(
-                "Queries and keys are the same vectors, and have the same heads. "
-                f"Received: num_key_value_heads={self.num_key_value_heads}"
+                f"{type(self).__name__} does not support `num_key_value_heads`, "
+                "because its queries and keys are the same vectors. Received: "
+                f"num_key_value_heads={self.num_key_value_heads}"
             )
         optional = ("max_hashes", "dense_length", "dense_prefix")
         for name in ("bucket_size", "num_hashes", *optional):

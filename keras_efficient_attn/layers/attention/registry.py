@@ -129,13 +129,14 @@ def _parse_options(identifier, text, layer_class):
         name, given, value = item.partition("=")
         if not given or not value:
             raise ValueError(
-                f"{identifier}: an option is `name=value`. Received: {item!r}"
+                f"{identifier}: an option must have the form `name=value`. Received: "
+                f"{item!r}"
             )
         if name in options:
             raise ValueError(f"{identifier}: the option {name!r} is given twice")
         if name not in known:
             raise ValueError(
-                f"{identifier}: no option {name!r}; choose from "
+                f"{identifier}: there is no option {name!r}; choose from "
                 f"{', '.join(sorted(known))}"
             )
         try:
@@ -156,6 +157,7 @@ def add_named(classes, name, new):
     known = classes.get(name, new)
     if (known.__module__, known.__qualname__) != (new.__module__, new.__qualname__):
         raise ValueError(
-            f"{name!r} names {known.__name__} already. Received: {new.__name__}"
+            f"The name {name!r} is taken by {known.__name__}: choose another. "
+            f"Received: {new.__name__}"
         )
     classes[name] = new

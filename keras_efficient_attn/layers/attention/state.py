@@ -111,10 +111,9 @@ class StreamingState:
             dtype = keras.backend.standardize_dtype(tensor.dtype)
             if _kind_of(dtype) not in ("floats", _kind_of(spec[name][1])):
                 raise ValueError(
-                    "`state` must have floats, integers and booleans where "
-                    "`get_initial_state` has them. "
-                    f"Received: state[{name!r}].dtype={dtype}, instead of "
-                    f"{spec[name][1]}"
+                    "Tensors of `state` must be floats, integers or booleans as in the "
+                    "dict of `get_initial_state`. Received: "
+                    f"state[{name!r}].dtype={dtype}, instead of {spec[name][1]}"
                 )
             if not may_agree(tensor.shape[:1], query.shape[:1]):
                 raise ValueError(

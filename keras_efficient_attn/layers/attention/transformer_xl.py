@@ -232,7 +232,7 @@ class RelativePositionXL(EfficientAttention):
         """
         if self.built:
             raise ValueError(
-                "The `biases` of another layer must be set before the layer is built. "
+                "`share_weights_with()` must be called before the layer is built. "
                 "Received: built=True"
             )
         self._check_biases(other.biases)
@@ -244,17 +244,17 @@ class RelativePositionXL(EfficientAttention):
         sizes = biases.num_heads, biases.key_dim
         if sizes != (self._num_heads, self._key_dim):
             raise ValueError(
-                "`biases` must have the layer's heads and width "
-                f"{(self._num_heads, self._key_dim)}. Received: "
-                f"num_heads={sizes[0]}, key_dim={sizes[1]}"
+                f"`biases` must have the layer's num_heads={self._num_heads} and "
+                f"key_dim={self._key_dim}. Received: num_heads={sizes[0]}, "
+                f"key_dim={sizes[1]}"
             )
 
     def state_spec(self, batch_size, max_length):
         check_int("max_length", max_length, int(self.same_length))
         if not self.built:
             raise ValueError(
-                "`get_initial_state()` needs a built layer: the memory has its inputs' "
-                "width. Received: built=False"
+                "`get_initial_state()` needs a built layer, because the memory has the "
+                "width of the layer's inputs. Received: built=False"
             )
         rows = (batch_size, max_length)
         return {
@@ -346,7 +346,7 @@ class RelativePositionXL(EfficientAttention):
         if call.state is not None and key is not value:
             raise ValueError(
                 "With `state`, leave out `key`, or pass `value` as `key`: the memory "
-                f"is of one sequence. Received: key.shape={tuple(key.shape)}"
+                f"holds one sequence. Received: key.shape={tuple(key.shape)}"
             )
 
     def get_config(self):

@@ -319,7 +319,7 @@ def _first(f, mask, state, training):
     accepted = inspect.signature(f.call).parameters
     if state is not None and "state" not in accepted:
         raise ValueError(
-            f"`state` was given, but the call of `f` has no such argument. Received: "
+            "`state` needs an `f` whose `call` has an argument `state`. Received: "
             f"f={f}"
         )
 
@@ -421,9 +421,9 @@ def _pure_function(sublayer, trainable, others, chosen):
         foreign = set(scope.state_mapping) - own
         if foreign:
             raise ValueError(
-                "A layer in a reversible stack must have all variables that it "
-                "assigns to among its own, to run a second time from the same state. "
-                f"Received: {sublayer.layers}, which assign to {len(foreign)} more "
+                "A layer in a reversible stack may assign to its own variables only, "
+                "because it runs a second time in the backward pass. Received: "
+                f"{sublayer.layers}, which assign to {len(foreign)} other variables "
                 "(layers with random numbers need a `SeedGenerator` of their own)."
             )
         after = [scope.get_current_value(variable) for variable in others]

@@ -118,8 +118,8 @@ def gated_attention_units(attention, hidden_dim, key_dim: int = 128):
     """
     if not isinstance(attention, str):
         raise TypeError(
-            "`attention` of gated attention units must be a name with options. "
-            f"Received: attention={attention!r}"
+            "`attention` of gated attention units must be a name with options, such as "
+            f"'local:window=64'. Received: attention={attention!r}"
         )
     check_positive_int("hidden_dim", hidden_dim)
     check_positive_int("key_dim", key_dim)

@@ -230,8 +230,8 @@ class InputEmbedding(KeepsQuantization, keras.layers.Layer):
     ):
         if document_ids is not None and self.features:
             raise ValueError(
-                "`features` of tokens would read other documents: leave out `features` "
-                f"or `document_ids`. Received: features={self.features}"
+                "`features` mix the tokens of different documents: leave out "
+                f"`features` or `document_ids`. Received: features={self.features}"
             )
         order = None
         if padding_mask is not None and self._streaming_layers():
@@ -264,9 +264,9 @@ class InputEmbedding(KeepsQuantization, keras.layers.Layer):
     def _check_feature(self, layer, order, options):
         if order is not None and not options:
             raise ValueError(
-                "A state of rows of different lengths needs `features` that support "
-                "masking: set `supports_masking`, and take `mask` in `call`. "
-                f"Received: padding_mask given, features with {layer!r}"
+                "With `state`, rows of different lengths need `features` that support "
+                "masking: set `supports_masking`, and take `mask` in `call`. Received: "
+                f"padding_mask given, features with {layer!r}"
             )
 
     def compute_output_spec(self, token_ids, *args, **kwargs):

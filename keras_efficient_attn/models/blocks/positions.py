@@ -231,8 +231,8 @@ class AxialPositions(Positions):
         widths = self.widths or [dim] * len(self.shape)
         if self.widths and sum(widths) != dim:
             raise ValueError(
-                "`widths` of axial positions must make up the width. Received: "
-                f"widths={self.widths}, width {dim}"
+                "`widths` of axial positions must add up to the width of the inputs. "
+                f"Received: widths={self.widths}, width {dim}"
             )
         self.tables = [
             self.add_weight(
@@ -263,15 +263,15 @@ def check_axes(shape, widths):
             continue
         if not isinstance(sizes, list | tuple) or len(sizes) < 2:
             raise ValueError(
-                f"`{name}` of axial positions must be two integers or more. Received: "
-                f"{name}={sizes!r}"
+                f"`{name}` of axial positions must be a list of at least two positive "
+                f"integers. Received: {name}={sizes!r}"
             )
         for size in sizes:
             check_positive_int(name, size)
     if widths is not None and len(widths) != len(shape):
         raise ValueError(
-            "`widths` of axial positions must be as many as the axes. Received: "
-            f"shape={shape!r}, widths={widths!r}"
+            "`widths` of axial positions must be as many as the sizes in `shape`. "
+            f"Received: shape={shape!r}, widths={widths!r}"
         )
 
 
@@ -286,8 +286,8 @@ def check_length(x, max_length):
     length = x.shape[1]
     if length is not None and length > max_length:
         raise ValueError(
-            f"There are learned positions for {max_length} tokens. Received: length "
-            f"{length}"
+            f"The inputs must have at most {max_length} tokens, the number of learned "
+            f"positions. Received: length {length}"
         )
 
 
@@ -341,9 +341,8 @@ class PositionOptions(Options):
         for name in ("each_layer", "max_offset"):
             if getattr(self, name) and not self.is_added:
                 raise ValueError(
-                    f"`{name}` is not supported for rotary positions and needs "
-                    f"positions that are added. Received: kind={self.kind!r}, "
-                    f"{name}={getattr(self, name)!r}"
+                    f"`{name}` needs kind='sinusoidal', 'learned' or 'axial'. "
+                    f"Received: kind={self.kind!r}, {name}={getattr(self, name)!r}"
                 )
 
     @property

@@ -243,8 +243,8 @@ class ResidualOptions(Options):
             check_name("residual", kind, RESIDUALS)
         if not self.kinds or ("reversible" in self.kinds and len(set(self.kinds)) > 1):
             raise ValueError(
-                "`residual` must name a kind, or several without 'reversible'. "
-                f"Received: residual={self.kind!r}"
+                "`residual` must be one kind or a list of kinds, and 'reversible' "
+                f"cannot be mixed with others. Received: residual={self.kind!r}"
             )
         check_name("streams", self.streams, STREAMS)
         if self.streams != "mean" and "reversible" not in self.kinds:

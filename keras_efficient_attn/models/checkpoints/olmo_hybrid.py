@@ -55,8 +55,8 @@ class OlmoHybrid:
         ]
         if len(kinds) != num_layers or not {LINEAR, FULL} >= set(kinds):
             raise ValueError(
-                f"`layer_types` of config.json must be {num_layers} of {LINEAR!r} and "
-                f"{FULL!r}. Received: layer_types={kinds}"
+                f"`layer_types` of config.json must be a list of {num_layers} names, "
+                f"{LINEAR!r} or {FULL!r}. Received: layer_types={kinds}"
             )
         shared = settings.get("num_key_value_heads", None) or heads
         softmax = SoftmaxAttention(

@@ -174,10 +174,11 @@ class AttentionAdapter(keras.layers.Layer):
             return x
         received = "None" if mask is None else f"shape {tuple(mask.shape)}"
         message = (
-            "Efficient attention of a causal block applies causality and padding only, "
-            "and no other mask that differs between queries. Call the block, or pass "
-            f"`attention_mask` `(batch, length, length)` of these two. Received: "
-            f"attention_mask={received}, in a call of {self.path} by no block"
+            "Efficient attention of a causal block supports the masks of causality and "
+            "padding only, and no other that differs between queries. Call the block "
+            "instead of the layer, or pass an `attention_mask` (batch, length, length) "
+            f"of these two. Received: attention_mask={received}, in a direct call of "
+            f"{self.path}"
         )
         if isinstance(x, keras.KerasTensor):
             raise ValueError(f"{message}, with symbolic inputs")
@@ -230,9 +231,10 @@ class AttentionAdapter(keras.layers.Layer):
     def _refuse_cache(self, cache):
         if cache is not None:
             raise ValueError(
-                f"{self.name} has efficient attention, whose state is no cache of keys "
-                "and values. `generate` of a KerasHub task carries the states. "
-                f"Received: cache.shape={tuple(cache.shape)}"
+                f"{self.name} does not support `cache`: efficient attention has a "
+                "state instead of a cache of keys and values. Call `generate` of a "
+                "KerasHub task, which passes the states on. Received: "
+                f"cache.shape={tuple(cache.shape)}"
             )
 
 
@@ -367,17 +369,17 @@ class Gemma3Adapter(RotaryAdapter):
     def refusal(cls, host):
         if require_from_hub(host, "logit_soft_cap") is not None:
             return (
-                "it caps its logits with a tanh, and no efficient layer does. "
+                "the layer caps its logits with a tanh, and no efficient layer does. "
                 f"Received: logit_soft_cap={host.logit_soft_cap}"
             )
         if not require_from_hub(host, "query_head_dim_normalize"):
             return (
-                "it scales its logits by the model's width instead of the heads'. "
-                "Received: query_head_dim_normalize=False"
+                "the layer scales its logits by the model's width instead of the "
+                "heads'. Received: query_head_dim_normalize=False"
             )
         if getattr(host, "use_bidirectional_attention", False):
             return (
-                "its block is not causal, which the adapter takes it for. Received: "
+                "only causal blocks are supported here. Received: "
                 "use_bidirectional_attention=True"
             )
         return None
@@ -415,9 +417,9 @@ class T5Adapter(AttentionAdapter):
             )
         if site.bias_weights is None:
             raise ValueError(
-                "The first layer of a stack has the bias of its logits, and is not in "
-                "what is converted: convert the whole model. Received: "
-                f"{site.layer.path}"
+                "The first layer of the stack holds the bias of this layer's logits, "
+                "and is not part of what is converted: convert the whole model. "
+                f"Received: {site.layer.path}"
             )
         attention.window_bias = self._bias
         # In a namespace: another layer of the stack owns the variable.
@@ -472,7 +474,7 @@ class T5Adapter(AttentionAdapter):
                 # Blocks after the first do not add causality to their mask.
                 raise ValueError(
                     "Efficient attention cannot apply a mask that differs between "
-                    "queries, but for causality. Pass a mask over keys, `(batch, 1, "
+                    "queries, other than causality. Pass a mask over keys, `(batch, 1, "
                     f"length)`. Received: attention_mask.shape={tuple(mask.shape)}, in "
                     f"{self.path}"
                 )

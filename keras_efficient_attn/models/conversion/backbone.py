@@ -161,7 +161,7 @@ def convert_backbone(
     automatic = isinstance(layers, str) and layers == "auto"
     if automatic and is_pattern(attention):
         raise ValueError(
-            "A pattern as `attention` says which layers it replaces: leave out "
+            "A pattern as `attention` already says which layers it replaces: leave out "
             f"layers='auto'. Received: attention={attention!r}"
         )
     targets = choose_targets(backbone, attention, None if automatic else layers)
@@ -186,7 +186,7 @@ def convert_backbone(
         )
     elif can_fit(adapters):
         warnings.warn(
-            f"{layer_names(adapters)} can be fitted to data, and is not: pass "
+            f"{layer_names(adapters)} can be fitted to data, but was not: pass "
             "`calibrate`, or train the copy.",
             stacklevel=2,
         )
@@ -219,8 +219,10 @@ def _within_budget(targets, inputs, budget):
     """A copy with as many layers replaced as an error budget allows."""
     if targets.shared_stacks:
         raise ValueError(
-            "layers='auto' chooses single layers, and the layers of a stack of "
-            f"{targets.model.name} are replaced together: {targets.shared_stacks}"
+            "layers='auto' chooses single layers, but the layers of a stack of "
+            f"{targets.model.name} must be replaced together: pass their indices as "
+            "`layers`, or None for all. Received: layers='auto', stacks "
+            f"{targets.shared_stacks}"
         )
     whole = make_copy(targets)
     fitted = whole.attention_adapters

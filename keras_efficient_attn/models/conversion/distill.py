@@ -229,8 +229,8 @@ def _check_models(teacher, student):
     old, new = (len(find_sites(backbone_of(m))) for m in (teacher, student))
     if old != new:
         raise ValueError(
-            "`teacher` and `student` must have as many self-attention layers. "
-            f"Received: {old} and {new}"
+            "`teacher` and `student` must have the same number of self-attention "
+            f"layers. Received: {old} and {new}"
         )
 
 

@@ -113,12 +113,13 @@ class DistillationStage(keras.Model):
             damaged = str(error)
         if damaged:
             raise ValueError(
-                f"The checkpoint is damaged ({damaged}): remove the file, and the "
-                f"stage begins again. Received: filepath={filepath}"
+                f"The checkpoint is damaged ({damaged}): remove the file to start the "
+                f"stage again. Received: filepath={filepath}"
             )
         if size > os.path.getsize(filepath):
             raise ValueError(
-                f"`filepath` has members of {size:,} bytes, more than the file. "
+                f"`filepath` has arrays of {size:,} bytes, more than the file, and is "
+                "not from `distill`: remove the file to start the stage again. "
                 f"Received: filepath={filepath}"
             )
         with np.load(filepath, allow_pickle=False) as arrays:
@@ -126,8 +127,9 @@ class DistillationStage(keras.Model):
             shapes = [tuple(variable.shape) for variable in variables]
             if [arrays[name].shape for name in arrays.files] != shapes:
                 raise ValueError(
-                    "The checkpoint is of another student, or of other options: its "
-                    f"arrays have other shapes. Received: filepath={filepath}"
+                    "The checkpoint is of another student, or of other options, as the "
+                    "shapes of its arrays differ: use another file. Received: "
+                    f"filepath={filepath}"
                 )
             for variable, name in zip(variables, arrays.files, strict=True):
                 variable.assign(arrays[name])

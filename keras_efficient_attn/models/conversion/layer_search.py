@@ -96,13 +96,14 @@ def check_budget(layers, budget, calibrate):
     number = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
     if not number or not 0 < budget < math.inf:
         raise ValueError(
-            "layers='auto' needs a `budget`, the largest relative error of a last "
-            f"block, a positive number. Received: budget={budget!r}"
+            "layers='auto' needs a `budget`, a positive number: the largest relative "
+            "error that the output of the last block may have. Received: "
+            f"budget={budget!r}"
         )
     if calibrate is None:
         raise ValueError(
-            "layers='auto' measures errors on the data in `calibrate`. Received: "
-            "calibrate=None"
+            "layers='auto' needs data in `calibrate`, on which it measures errors. "
+            "Received: calibrate=None"
         )
 
 

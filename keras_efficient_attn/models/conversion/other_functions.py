@@ -34,10 +34,11 @@ def warn_of_other_functions(model, sites, adapters):
         sites, adapters = zip(*others, strict=True)
         warnings.warn(
             f"{layer_names(adapters)} with these options does not estimate softmax "
-            "attention: with the weights of a trained layer it computes something "
-            f"else. {_error_on_random_inputs(model, sites, adapters)} On your data, "
-            "`swap_report(original, converted, inputs)` says how far its outputs are; "
-            "`distill` trains the copy. `performer` and `vq` estimate softmax.",
+            "attention: with the weights of a trained layer, its outputs differ from "
+            f"that layer's. {_error_on_random_inputs(model, sites, adapters)} To "
+            "measure the error on your data, call `swap_report(original, converted, "
+            "inputs)`; to train the copy, call `distill`. `performer` and `vq` "
+            "estimate softmax.",
             stacklevel=3,
         )
 
@@ -65,9 +66,9 @@ def _error_on_random_inputs(model, sites, adapters):
         reason = " ".join(str(error).split())
         return f"Its error on random tokens could not be measured: {reason}."
     return (
-        f"On one row of {LENGTH} random tokens, not on data of the model, `attention` "
-        f"of `swap_report` is {', '.join(errors)} (in the first {len(errors)} of "
-        f"{len(sites)} such layers)."
+        f"On one row of {LENGTH} random tokens, not on data of the model, the relative "
+        f"error (`attention` of `swap_report`) is {', '.join(errors)} (in the first "
+        f"{len(errors)} of {len(sites)} such layers)."
     )
 
 
@@ -83,7 +84,8 @@ def random_inputs(model):
     """
     if not isinstance(model, keras.Function):
         raise ValueError(
-            f"the inputs of {model.name} are unknown, as it is no functional model"
+            f"the inputs of {model.name} are unknown, because it is not a functional "
+            "model"
         )
     random = np.random.default_rng(0)
     rows = [

@@ -84,10 +84,10 @@ def replace_attention(model, attention, layers=None, calibrate=None):
         fit(adapters, targets.chosen_sites, records)
     warn_of_other_functions(model, targets.chosen_sites, adapters)
     targets.install(adapters)
-    message = f"{model.name} has to be compiled again."
+    message = f"{model.name} must be compiled again."
     if before is None:
-        message += " It does not survive saving: it, or a layer in it, has no "
-        message += "`get_config`."
+        message += " It cannot be saved and loaded, because it, or a layer in it, has "
+        message += "no `get_config`."
     else:
         record_replacement(model, before, targets)
     warnings.warn(message, stacklevel=2)

@@ -117,8 +117,8 @@ def swap_report(original, converted, inputs):
     old, new = find_sites(original), find_sites(converted)
     if len(old) != len(new):
         raise ValueError(
-            "`original` and `converted` must have as many self-attention layers. "
-            f"Received: {len(old)} and {len(new)}"
+            "`original` and `converted` must have the same number of self-attention "
+            f"layers. Received: {len(old)} and {len(new)}"
         )
     old_attention, old_blocks = _attention_and_blocks(original, old, inputs)
     _, new_blocks = _attention_and_blocks(converted, new, inputs)

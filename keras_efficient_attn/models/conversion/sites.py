@@ -161,9 +161,9 @@ def find_sites(model):
     if not found:
         names = ", ".join(dict.fromkeys(others)) or "none"
         raise ValueError(
-            "There is no self-attention layer that can be replaced: known are "
-            "MultiHeadAttention, CachedMultiHeadAttention, "
-            f"{', '.join(ADAPTERS)}. Found in {model.name}: {names}"
+            "`model` has no self-attention layer that can be replaced. Such layers are "
+            f"MultiHeadAttention, CachedMultiHeadAttention, {', '.join(ADAPTERS)}. "
+            f"Found in {model.name}: {names}"
         )
     around = [_layers_around(layer, parents_of) for layer, _, _ in found]
     number = collections.Counter(id(layer) for layers in around for layer in layers)
@@ -232,9 +232,9 @@ def _is_causal(model, layer, adapter_class, parents):
         unknown = adapter_class.always_causal and kind.__name__ not in CAUSAL_BLOCKS
         if name in REFUSED_BLOCKS or unknown or (decoder and has_own_masks(kind)):
             raise ValueError(
-                "The attention of this model cannot be replaced: its block passes "
-                "masks that differ between queries, or may, and are not causality "
-                f"and padding. Received: {model.name}, with a {kind.__name__}"
+                "The attention of this model cannot be replaced: its block passes, or "
+                "may pass, masks that differ between queries, other than causality. "
+                f"Received: {model.name}, with a {kind.__name__}"
             )
         if (
             kind.__name__ == "Gemma3DecoderBlock"
@@ -242,8 +242,8 @@ def _is_causal(model, layer, adapter_class, parents):
         ):
             raise ValueError(
                 "The attention of this model cannot be replaced: the parts of an image "
-                "see one another, which is no causality. Received: "
-                f"{model.name}, with a vision_encoder"
+                "see each other in both directions, so that it is not causal. "
+                f"Received: {model.name}, with a vision_encoder"
             )
         is_t5_decoder = adapter_class is T5Adapter and require_from_hub(
             parent, "is_decoder"

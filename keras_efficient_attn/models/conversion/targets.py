@@ -141,8 +141,8 @@ def _refusal(layer_class, options, site):
         return refusal
     if site.adapter_class.always_causal and options.get("rotary_wavelength"):
         return (
-            "the model rotates queries and keys itself. Received: "
-            f"rotary_wavelength={options['rotary_wavelength']}"
+            "the model rotates queries and keys itself: leave out `rotary_wavelength`. "
+            f"Received: rotary_wavelength={options['rotary_wavelength']}"
         )
     return None if site.is_converted else site.adapter_class.refusal(site.layer)
 
@@ -167,9 +167,8 @@ class ConversionTargets:
         count = len(self.indices)
         if isinstance(self.attention, list) and len(self.attention) != count:
             raise ValueError(
-                "`attention`, as a list, must have one entry for each layer that is "
-                f"replaced, which are {count}. Received: a list of "
-                f"{len(self.attention)}"
+                f"`attention`, as a list, must have one entry for each of the {count} "
+                f"layers that are replaced. Received: a list of {len(self.attention)}"
             )
         for stack in self.shared_stacks:
             kept = [index for index in stack if index not in self.indices]
@@ -178,7 +177,7 @@ class ConversionTargets:
             ):
                 raise ValueError(
                     "The layers of a stack share the bias of their logits by distance, "
-                    f"and are replaced together: {stack} in {self.model.name}. "
+                    f"and must be replaced together: {stack} in {self.model.name}. "
                     f"Received: layers={self.indices}"
                 )
 
@@ -267,8 +266,8 @@ def choose_targets(model, attention, layers=None):
     if is_pattern(attention):
         if layers is not None:
             raise ValueError(
-                "A pattern says which layers it replaces: `layers` must be None. "
-                f"Received: attention={attention!r}, layers={layers!r}"
+                "A pattern as `attention` already says which layers it replaces: leave "
+                f"out `layers`. Received: attention={attention!r}, layers={layers!r}"
             )
         attention, layers = expand_pattern(attention, len(sites))
     attention = normalize_spec(attention)

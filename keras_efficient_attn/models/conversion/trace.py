@@ -63,8 +63,8 @@ def trace(model, sites, inputs):
     for layer, kept in zip(layers, records, strict=True):
         if not kept:
             raise ValueError(
-                "The model does not call all of its attention layers, and those it "
-                f"does not have nothing to be fitted to. Received: {layer.path}"
+                "The model does not call this attention layer, so that there is no "
+                f"data to fit it to: leave it out of `layers`. Received: {layer.path}"
             )
     return records
 

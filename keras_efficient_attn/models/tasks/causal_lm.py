@@ -226,8 +226,8 @@ class EfficientCausalLM(StreamingMixin, TaskMixin, keras_hub.models.CausalLM):
         stack = self.backbone.decoder
         if not stack.returns_layers or stack.blocks[0].residual == "reversible":
             raise ValueError(
-                "`layer_intercept_fn` needs blocks with activations of their own, "
-                "which reversible and adaptive stacks do not have. Received: "
+                "`layer_intercept_fn` needs a stack with an output per layer, which "
+                "reversible stacks and a `UniversalTransformer` do not have. Received: "
                 f"layer_intercept_fn={layer_intercept_fn!r}"
             )
         mask = ops.cast(inputs["padding_mask"], "bool")

@@ -146,8 +146,8 @@ def _check_operands(query, spans, position_key, window):
     shape = tuple(position_key.shape)
     if len(shape) != 2 or shape[0] < window or shape[1] != query.shape[-1]:
         raise ValueError(
-            "`position_key` must have the shape (distances, dim), with as many "
-            "distances as the window or more, and the dim of `query`. Received: "
+            "`position_key` must have the shape (distances, dim), with at least "
+            "`window` distances, and the dim of `query`. Received: "
             f"position_key.shape={shape}, window={window}, "
             f"query.shape={tuple(query.shape)}"
         )

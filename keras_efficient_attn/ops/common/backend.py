@@ -96,9 +96,9 @@ def private_name_error(library, version, name, works_with):
         works_with: A version of the library that has the function.
     """
     return RuntimeError(
-        f"keras_efficient_attn needs {name}, a private function that {library} "
-        f"{works_with} has, to know that gradient checkpointing reruns a layer. "
-        f"Received: {library} {version}"
+        f"keras_efficient_attn needs {name}, a private function of {library}, to know "
+        f"that gradient checkpointing reruns a layer: install {library} {works_with}, "
+        f"which has it. Received: {library} {version}"
     )
 
 

@@ -218,8 +218,8 @@ def check_implementation(implementation, *fast, limited=(), **refused):
         if received is not None
     ]
     if implementation in ("reference", *limited) and given:
-        names = " and no ".join(f"`{name}`" for name in refused)
+        names = " or ".join(f"`{name}`" for name in refused)
         raise ValueError(
-            f"`implementation={implementation!r}` takes no {names}. Received: "
+            f"implementation={implementation!r} does not support {names}. Received: "
             f"{', '.join(given)}"
         )

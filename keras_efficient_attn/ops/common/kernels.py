@@ -39,7 +39,7 @@ def choose(kernels, named, tensors, obstacle):
         return None
     reason = _obstacle(kernels[name], tensors) or obstacle(name, tensors)
     if named and reason is not None:
-        raise ValueError(f"`implementation={name!r}` {reason}")
+        raise ValueError(f"implementation={name!r} {reason}")
     return name if reason is None else None
 
 
@@ -50,9 +50,9 @@ def _obstacle(kernel, tensors):
     for x in tensors:
         dtype = keras.backend.standardize_dtype(x.dtype)
         if dtype not in kernel.dtypes:
-            return f"computes with {', '.join(kernel.dtypes)}. Received: {dtype}"
+            return f"needs the dtype {' or '.join(kernel.dtypes)}. Received: {dtype}"
     shapes = [tuple(x.shape) for x in tensors]
     sizes = [size for shape in shapes for size in shape]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
-        return f"needs a batch and positions, of known sizes. Received: shapes {shapes}"
+        return f"needs positive sizes, known in advance. Received: shapes {shapes}"
     return None

@@ -32,7 +32,7 @@ def check_state(state, spec):
         may_agree(received[name], shape) for name, shape in expected.items()
     ):
         raise ValueError(
-            "`state` must be of the same options and sizes as the call, with the "
+            "`state` must come from calls with the same options and sizes, with the "
             f"shapes {expected}. Received: a state with the shapes {received}"
         )
 

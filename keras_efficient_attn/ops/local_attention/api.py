@@ -172,13 +172,13 @@ def _check_window_bias(window_bias, query, config, call):
         distances = config.window if call.options.causal else 2 * config.window - 1
     if tuple(window_bias.shape) != (distances, query.shape[2]):
         raise ValueError(
-            "`window_bias` needs a `window`, and a row of heads for each distance in "
-            f"it, ({distances}, {query.shape[2]}). Received: window_bias.shape="
-            f"{tuple(window_bias.shape)}, window={config.window}"
+            "`window_bias` needs a `window`, and must have the shape (distances, "
+            f"heads) = ({distances}, {query.shape[2]}). Received: "
+            f"window_bias.shape={tuple(window_bias.shape)}, window={config.window}"
         )
     if call.implementation in KERNELS:
         raise ValueError(
-            "Kernels do not add a `window_bias`. Received: "
+            "`window_bias` needs implementation=None or 'blocks'. Received: "
             f"implementation={call.implementation!r}"
         )
 

@@ -84,7 +84,7 @@ class LocalConfig:
 
     def kernel_obstacle(self, name, causal):
         """The reason why a kernel cannot compute the pattern, or `None`."""
-        return "takes no `grid`. Received: one" if self.is_grid else None
+        return "does not support `grid`. Received: grid" if self.is_grid else None
 
     def check_length(self, argument, length, received):
         """Raises `ValueError` for more positions than the grid has."""
@@ -92,7 +92,7 @@ class LocalConfig:
             return
         if length > self.grid[0] * self.grid[1]:
             raise ValueError(
-                f"`grid` {self.grid} must hold all positions. Received: "
+                f"`grid` {self.grid} must have a place for each position. Received: "
                 f"{argument}={received}"
             )
 
@@ -115,13 +115,13 @@ class LocalConfig:
             )
         if not is_pair(self.memory, 0):
             raise ValueError(
-                "`memory` must be a pair of integers that are not negative, as "
+                "`memory` must be a pair of integers that are not negative, because "
                 f"`query_block` is a pair. Received: memory={self.memory!r}"
             )
         if not is_pair(self.grid, 1):
             raise ValueError(
-                "`grid` must be the rows and columns of the image, as `query_block` "
-                f"is a pair. Received: grid={self.grid!r}"
+                "`grid` must be a pair, the rows and columns of the image, because "
+                f"`query_block` is a pair. Received: grid={self.grid!r}"
             )
         self._set(
             query_block=tuple(self.query_block),
@@ -137,8 +137,8 @@ class LocalConfig:
             )
         if not is_int(self.memory) or self.memory < 0:
             raise ValueError(
-                "`memory` must be an integer that is not negative, as `query_block` "
-                f"is one. Received: memory={self.memory!r}"
+                "`memory` must be an integer that is not negative, because "
+                f"`query_block` is an integer. Received: memory={self.memory!r}"
             )
         if self.grid is not None:
             raise ValueError(

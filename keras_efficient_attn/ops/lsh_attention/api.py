@@ -109,8 +109,8 @@ def lsh_attention(
     )
     if implementation == "pairs" and not isinstance(query.shape[1], int):
         raise ValueError(
-            "`implementation='pairs'` needs a length that is known when a graph is "
-            f"traced. Received: query.shape={tuple(query.shape)}"
+            "implementation='pairs' needs inputs of a fixed length. Received: "
+            f"query.shape={tuple(query.shape)}"
         )
     sizes = (*buckets.shape[1:3], num_buckets, chunk_size)
     sizes = (*sizes, query.shape[-1], value.shape[-1])

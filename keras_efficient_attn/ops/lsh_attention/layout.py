@@ -298,10 +298,10 @@ class LSHConfig:
         last_code = length + (0 if self.across_buckets else 2 * self.num_buckets)
         if last_key >= 2**31 or last_code > MAX_CODE:
             raise ValueError(
-                "LSH attention sorts by 32-bit keys, and counts in float32: "
-                "⌈`num_buckets` / 2⌉ · (`length` + 1) + `length` must be below 2^31, "
-                "and `length`, plus 2 · `num_buckets` unless `across_buckets`, at most "
-                "2^24. "
-                f"Received: length={length}, num_buckets={self.num_buckets}, "
+                "The length, or `num_buckets`, is too large for LSH attention, which "
+                "sorts by 32-bit keys and counts in float32: ⌈`num_buckets` / 2⌉ · "
+                "(`length` + 1) + `length` must be below 2^31, and `length`, plus 2 · "
+                "`num_buckets` unless `across_buckets`, at most 2^24. Received: "
+                f"length={length}, num_buckets={self.num_buckets}, "
                 f"across_buckets={self.across_buckets}"
             )

@@ -77,7 +77,7 @@ class SparseConfig:
             )
         if self.factors == "split" and self.num_heads < 2:
             raise ValueError(
-                "factors='split' needs two heads at least. Received: "
+                "factors='split' needs at least two heads. Received: "
                 f"num_heads={self.num_heads}"
             )
         near = far = self.num_heads
@@ -105,7 +105,7 @@ class SparseConfig:
         fixed = self.pattern == "fixed"
         if fixed and self.far_heads and not self.merges and causal:
             return (
-                "needs causal heads that see the same positions; summaries differ. "
+                "needs factors='merged' or 0 with pattern='fixed' and a causal call. "
                 f"Received: factors={self.factors!r}"
             )
         return None

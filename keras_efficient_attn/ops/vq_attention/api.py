@@ -227,7 +227,7 @@ def _check_codebook(query, codebook):
     heads_and_dim, codes = tuple(query.shape[2:]), tuple(codebook.shape)
     if len(codes) != 3 or heads_and_dim != (codes[0], codes[2]):
         raise ValueError(
-            "`codebook` must have the shape (heads, codes, dim), with heads and dim of "
-            f"`query`. Received: query.shape={tuple(query.shape)}, "
+            "`codebook` must have the shape (heads, codes, dim), with the heads and "
+            f"the dim of `query`. Received: query.shape={tuple(query.shape)}, "
             f"codebook.shape={codes}"
         )

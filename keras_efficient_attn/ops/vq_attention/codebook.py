@@ -366,7 +366,7 @@ def soft_codes(key, codebook, sigma=None, log_weights=None):
         )
     if tuple(key.shape[2:]) != (codebook.shape[0], codebook.shape[2]):
         raise ValueError(
-            "`codebook` must have heads and dim of `key`. Received: "
+            "`codebook` must have the heads and the dim of `key`. Received: "
             f"codebook.shape={tuple(codebook.shape)}, key.shape={tuple(key.shape)}"
         )
     dtype = accumulator_dtype(key, codebook)

@@ -169,7 +169,7 @@ def test_fit_with_batches_and_sequences_split_is_that_of_one_device():
 def test_what_cannot_be_split_is_refused():
     split, inputs = SequenceParallel(make_mesh()), make_inputs(48)
     odd = make_inputs(46)
-    with pytest.raises(ValueError, match="divide the length.*46, 4 devices"):
+    with pytest.raises(ValueError, match="number of devices.*46, 4 devices"):
         CASES["causal"](split, odd, False)
     with pytest.raises(ValueError, match="`window`.*a reach of 13.*12 positions"):
         split.local_attention(

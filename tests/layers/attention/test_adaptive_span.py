@@ -353,7 +353,7 @@ def test_what_has_no_meaning_is_refused():
         AdaptiveSpan(2, 4).trim()
     with pytest.raises(ValueError, match="every=0"):
         TrimSpans(every=0)
-    with pytest.raises(ValueError, match="and the first must not be built"):
+    with pytest.raises(ValueError, match="needs a layer that is not built"):
         make().share_weights_with(make())
 
 

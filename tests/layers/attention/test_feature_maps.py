@@ -269,10 +269,10 @@ def test_a_map_from_outside_learns_and_is_saved(tmp_path, backend):
         (lambda: feature_maps.get("favor+", num_features=0), "num_features=0"),
         (lambda: feature_maps.get("relu", orthogonal=False), "orthogonal=False"),
         (lambda: feature_maps.get(GainedRelu(), order=2), "order=2"),
-        (lambda: feature_maps.get(keras.layers.Dense(2)), "without weights"),
+        (lambda: feature_maps.get(keras.layers.Dense(2)), "not a Keras layer"),
         (
             lambda: register_feature_map("elu")(GainedRelu),
-            "'elu' names EluFeatures already",
+            "'elu' is taken by EluFeatures",
         ),
     ],
 )

@@ -191,10 +191,10 @@ def test_projected_maps_equal_the_definition(kind):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(num_value_heads=3), "`num_value_heads` must be a multiple.*=3"),
+        (dict(num_value_heads=3), "`num_value_heads` must be None or a multiple.*=3"),
         (
             dict(num_value_heads=4, num_key_value_heads=1),
-            "`num_value_heads` must be a multiple.*num_key_value_heads=1",
+            "`num_value_heads` must be None or a multiple.*num_key_value_heads=1",
         ),
         (dict(least_log_decay=1.0), "`least_log_decay` must be a number below 0.*=1.0"),
         (dict(output_norm_epsilon=0), "`output_norm_epsilon` must be a positive.*=0"),

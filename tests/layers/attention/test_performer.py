@@ -353,7 +353,7 @@ def test_memory_of_the_compiled_program_is_linear_in_the_length(backend):
         ({"rotary_wavelength": 10.0, "key_dim": 5}, "key_dim=5"),
         ({"chunk_size": 1.5}, "chunk_size=1.5"),
         ({"orthogonal": False, "feature_map": "elu"}, "orthogonal=False"),
-        ({"feature_map": keras.layers.Dense(3)}, "without weights"),
+        ({"feature_map": keras.layers.Dense(3)}, "not a Keras layer"),
     ],
     ids=str,
 )

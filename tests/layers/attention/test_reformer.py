@@ -237,5 +237,5 @@ def test_invalid_calls():
     with pytest.raises(ValueError, match=r"key\.shape=\(2, 21, 3\)"):
         ReformerLSHAttention(**SMALL)(x, x, x[..., :3])
     for options in ({"aligned": False}, {"dense_length": 5}):
-        with pytest.raises(ValueError, match="A state needs chunks"):
+        with pytest.raises(ValueError, match="A state needs aligned=True"):
             built(x, **options).get_initial_state(2)

@@ -101,7 +101,7 @@ def test_the_operation_checks_it():
     for wrong, message in (
         (dict(window=WINDOW, causal=False), r"\(5, 2\).*\(3, 2\)"),
         (dict(query_block=4), "needs a `window`"),
-        (dict(window=WINDOW, implementation="splash"), "Kernels do not"),
+        (dict(window=WINDOW, implementation="splash"), "needs implementation=None"),
     ):
         with pytest.raises(ValueError, match=message):
             local_attention(x, x, x, **{**options, **wrong})

@@ -504,7 +504,7 @@ def test_masks_and_states_reach_f():
     changed = np.where(kept[..., None], x, 7).astype("float32")
     outputs = [to_numpy(stack(array, mask=kept)) for array in (x, changed)]
     np.testing.assert_allclose(outputs[0][kept], outputs[1][kept], rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="no such argument"):
+    with pytest.raises(ValueError, match="has an argument `state`"):
         make_stack(1)(x, state=state)
 
 

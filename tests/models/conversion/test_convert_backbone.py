@@ -188,7 +188,7 @@ def test_each_layer_may_have_another_attention(tmp_path):
     families.assert_same_outputs(alone[least], chosen, data)
 
     for layers, count in ((None, 2), ([1], 1)):
-        with pytest.raises(ValueError, match=f"which are {count}. .* list of 3"):
+        with pytest.raises(ValueError, match=f"each of the {count} .* list of 3"):
             convert_backbone(backbone, ["local"] * 3, layers)
     patterns = {
         "none of the 2": {"full": 1},

@@ -290,5 +290,5 @@ def test_what_others_wrapped_stays_wrapped():
 @pytest.mark.any_backend
 def test_a_cache_of_keys_and_values_is_refused():
     task = make_task("gpt2", PERFORMER, num_layers=1)
-    with pytest.raises(ValueError, match="no cache of keys and values"):
+    with pytest.raises(ValueError, match="instead of a cache of keys and values"):
         task._build_cache(ops.ones((1, 4), "int32"))

@@ -47,7 +47,7 @@ def test_convert_backbone(name):
 
 def figures(message):
     """The errors that a warning gives, as strings."""
-    return re.search(r"`swap_report` is ([^(]*) \(", message)[1].split(", ")
+    return re.search(r"`swap_report`\) is ([^(]*) \(", message)[1].split(", ")
 
 
 def expected_figures(report):

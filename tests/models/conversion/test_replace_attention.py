@@ -101,7 +101,7 @@ def test_attributes_lists_dicts_and_graphs():
     model = make_model()
     before = ops.convert_to_numpy(model([x, mask]))
     variables = model.weights
-    with pytest.warns(UserWarning, match="has to be compiled again"):
+    with pytest.warns(UserWarning, match="must be compiled again"):
         replaced = replace_attention(model, "local:window=8")
     assert len(replaced) == 4
     assert [id(v) for v in model.weights] == [id(v) for v in variables]
@@ -176,7 +176,7 @@ def test_a_block_and_a_subclassed_model_load(tmp_path):
         after = ops.convert_to_numpy(loaded(x))
         np.testing.assert_allclose(after, expected, atol=1e-6 * np.max(abs(expected)))
     hidden = keras.Sequential([keras.Input((None, 8)), Holder(LAYER(2, 4), False)])
-    with pytest.warns(UserWarning, match="does not survive saving.*no `get_config`"):
+    with pytest.warns(UserWarning, match="cannot be saved and loaded.*no `get_config`"):
         replace_attention(hidden, "local:window=2")
 
 

@@ -252,9 +252,9 @@ class AdaptiveSpan(PatternAttention):
         )
         if not mine[0] or mine != theirs or self.built:
             raise ValueError(
-                "Layers that share a table of positions need the same "
-                "`relative_positions`, `max_span` and `key_dim`, and the first must "
-                f"not be built. Received: {mine} and {theirs}, built={self.built}"
+                "`share_weights_with()` needs a layer that is not built, and two "
+                "layers of the same `relative_positions`, `max_span` and `key_dim`. "
+                f"Received: {mine} and {theirs}, built={self.built}"
             )
         if other._position_keys is None:
             other._make_position_keys()
@@ -342,19 +342,18 @@ class AdaptiveSpan(PatternAttention):
                 f"({self.max_span}), or None. Received: window={self.window!r}"
             )
         limits = {
-            "ramp": ("positive", lambda x: 0 < x < math.inf),
+            "ramp": ("a positive number", lambda x: 0 < x < math.inf),
             "initial_span": (
-                f"from 0 to `max_span` ({self.max_span})",
+                f"a number from 0 to `max_span` ({self.max_span})",
                 lambda x: 0 <= x <= self.max_span,
             ),
-            "penalty": ("of at least 0", lambda x: 0 <= x < math.inf),
+            "penalty": ("a number of at least 0", lambda x: 0 <= x < math.inf),
         }
         for argument, (kind, holds) in limits.items():
             received = getattr(self, argument)
             if not is_number(received) or not holds(received):
                 raise ValueError(
-                    f"`{argument}` must be a number, {kind}. Received: "
-                    f"{argument}={received!r}"
+                    f"`{argument}` must be {kind}. Received: {argument}={received!r}"
                 )
         check_bool("include_self", self.include_self)
         check_bool("dynamic", self.dynamic)

@@ -126,7 +126,8 @@ class PerformerAttention(LinearAttention):
         check_positive_int("redraw_interval", redraw_interval, optional=True)
         if redraw_interval is not None and not used_map.random:
             raise ValueError(
-                f"feature_map={used_map.name!r} has no projection to redraw. Received: "
+                f"feature_map={used_map.name!r} has no random projection to redraw: "
+                "leave out `redraw_interval`. Received: "
                 f"redraw_interval={redraw_interval}"
             )
         if calibrated and not self.normalize:

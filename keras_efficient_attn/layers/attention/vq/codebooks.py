@@ -97,8 +97,8 @@ class CodeOptions(Options):
             check_name("init", self.init, ("first_batch", "random"))
         if self.is_soft and self.init == "first_batch":
             raise ValueError(
-                "Soft codes are trained weights: use init='random', or `calibrate`. "
-                "Received: init='first_batch'"
+                "init='first_batch' does not apply to assignment='soft': use "
+                "init='random', or call `calibrate`. Received: init='first_batch'"
             )
         check_positive_number("sigma", self.sigma)
         if not 0 < self.momentum < 1:

@@ -114,15 +114,15 @@ def _obstacle(name, tensors, config, most_dim, most_features):
     """The reason why a kernel cannot compute a call, or `None`."""
     query, _, value, *_ = tensors
     if not config.causal:
-        return "is causal. Received: causal=False"
+        return "needs causal=True. Received: causal=False"
     if config.chunk_size is not None:
-        return f"takes no `chunk_size`. Received: chunk_size={config.chunk_size}"
+        return f"needs chunk_size=None. Received: chunk_size={config.chunk_size}"
     dims = {"head_dim": query.shape[-1], "value_dim": value.shape[-1]}
     if max(dims.values()) > most_dim:
-        return f"holds heads of at most {most_dim}. Received: {dims}"
+        return f"needs heads of at most {most_dim}. Received: {dims}"
     if config.num_features > most_features:
         received = config.num_features
-        return f"holds at most {most_features} features. Received: {received}"
+        return f"needs at most {most_features} features. Received: {received}"
     return None if name == "pallas" else _torch_obstacle(name, query, config)
 
 
@@ -136,12 +136,12 @@ def _gated_obstacle(name, tensors, config):
     _, _, value, *_ = tensors
     dtype = keras.backend.standardize_dtype(value.dtype)
     if dtype == "float32":
-        return "multiplies bfloat16 or float16. Received: `value` of float32"
+        return "needs bfloat16 or float16. Received: `value` of float32"
     if config.output != "sum":
-        return "takes no `normalize`. Received: normalize=True"
+        return "needs normalize=False. Received: normalize=True"
     dims = {"features": config.num_features, "value_dim": value.shape[-1]}
     if any(dim % FLA_DIM_UNIT for dim in dims.values()):
-        return f"needs heads of multiples of {FLA_DIM_UNIT}. Received: {dims}"
+        return f"needs multiples of {FLA_DIM_UNIT} as sizes. Received: {dims}"
     return None
 
 

@@ -18,7 +18,10 @@ def linear_attention(
     from fla.ops.simple_gla import chunk_simple_gla
 
     if key_log_weight is not None:
-        raise ValueError("`implementation='fla'` takes no `key_log_weight`")
+        raise ValueError(
+            "implementation='fla' does not support `key_log_weight`: leave out one of "
+            "them"
+        )
     if key_mask is not None:
         kept = ops.cast(key_mask, "bool")[..., None, None]
         key, value = (ops.where(kept, x, 0.0) for x in (key, value))
@@ -64,8 +67,8 @@ def _features(x, function, map_weights, dtype):
     features, log_scale = function(x.float().transpose(1, 2)[:, :, None], *weights)
     if log_scale is not None:
         raise ValueError(
-            "`implementation='fla'` takes feature maps without a log scale, such as "
-            "elu + 1 of heads of at least 16. Received: a map with one, of heads of "
-            f"{x.shape[-1]}"
+            "implementation='fla' needs a feature map without a log scale, such as "
+            "'elu' with heads of at least 16. Received: a map with a log scale, and "
+            f"heads of {x.shape[-1]}"
         )
     return features[:, :, 0].transpose(1, 2).to(dtype)

@@ -95,7 +95,7 @@ def _call_obstacle(call):
         ("document_ids", call.rows.documents is not None),
     ):
         if given:
-            return f"takes no `{argument}`. Received: one"
+            return f"does not support `{argument}`. Received: {argument}"
     return None
 
 

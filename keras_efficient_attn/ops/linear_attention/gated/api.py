@@ -156,4 +156,6 @@ def check_rates(log_decay, beta, key_features, causal, key_log_weight):
         if not causal:
             raise ValueError(f"`{name}` needs causal=True. Received: causal={causal}")
         if key_log_weight is not None:
-            raise ValueError(f"`{name}` takes no `key_log_weight`. Received: one")
+            raise ValueError(
+                f"`{name}` and `key_log_weight` cannot be used together. Received: both"
+            )

@@ -108,7 +108,7 @@ class GatedStateAttention(LinearAttention):
             )
         if not self.feature_map.causal:
             raise ValueError(
-                f"{type(self).__name__} is causal, and the feature map must be. "
+                f"{type(self).__name__} needs a causal `feature_map`, such as 'elu'. "
                 f"Received: feature_map={self.feature_map.name!r}"
             )
         if output_gate is None and (output_gate_rank is not None or output_gate_bias):
@@ -140,9 +140,9 @@ class GatedStateAttention(LinearAttention):
     def _check_call(self, query, value, key, call):
         if not call.causal:
             raise ValueError(
-                f"{type(self).__name__} is a recurrence and sees no later keys: call "
-                "it with use_causal_mask=True, and take another layer for an encoder. "
-                "Received: use_causal_mask=False"
+                f"{type(self).__name__} is always causal: call it with "
+                "use_causal_mask=True, or use another layer in an encoder. Received: "
+                "use_causal_mask=False"
             )
 
     @property
@@ -333,10 +333,10 @@ def _check_value_heads(num_heads, num_value_heads, others):
         or shared is not None
     ):
         raise ValueError(
-            "`num_value_heads` must be a multiple of `num_heads`, without "
-            "`num_key_value_heads`, or None. Received: num_value_heads="
-            f"{num_value_heads!r}, num_heads={num_heads!r}, num_key_value_heads="
-            f"{shared!r}"
+            "`num_value_heads` must be None or a multiple of `num_heads`, and cannot "
+            "be used together with `num_key_value_heads`. Received: "
+            f"num_value_heads={num_value_heads!r}, num_heads={num_heads!r}, "
+            f"num_key_value_heads={shared!r}"
         )
 
 
