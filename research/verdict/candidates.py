@@ -73,7 +73,7 @@ CANDIDATES = {
     "linear, Hedgehog": Candidate(
         "linear:feature_map=hedgehog",
         **LINEAR,
-        small="linear:feature_map=hedgehog,key_dim=16",
+        small="linear:feature_map=hedgehog,key_dim=16,value_dim=32",
     ),
     "linear, learned and window": Candidate(
         "linear:feature_map=learned,window=64",
