@@ -56,9 +56,10 @@ def results_table(run, about):
 
 def machine(about):
     """A backend, Keras, the processor and the date."""
+    cores = "1 core" if about["cpu_count"] == 1 else f"{about['cpu_count']} cores"
     return (
         f"{about['backend']} {about['backend_version']}, Keras {about['keras']}, "
-        f"{about['cpu_count']} cores of {about['cpu']}, {about['date']}"
+        f"{cores} of {about['cpu']}, {about['date']}"
     )
 
 

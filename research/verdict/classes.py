@@ -14,8 +14,8 @@ SIZES = {
     "heads": 4,
     "dim": 64,
     "learning_rate": 2e-3,
-    "listops": {"steps": 1500, "batch": 8, "length": 1000, "test_rows": 500},
-    "packages": {"steps": 300, "batch": 4, "length": 4096, "test_windows": 32},
+    "listops": {"steps": 1500, "batch": 4, "length": 1000, "test_rows": 500},
+    "packages": {"steps": 300, "batch": 2, "length": 4096, "test_windows": 32},
     "classes": 8,
 }
 # The rows of ListOps for the test are drawn with it; training has seeds of two numbers.
