@@ -91,7 +91,8 @@ def collect(folder):
     return dict(sorted(rows.items(), key=lambda row: bits(row[1], 1024))), costs
 
 
-# Titles of the columns of each part: where the value is, digits, and a factor.
+# Titles of the columns of each part: where the value is, digits, and a factor. `None`
+# digits: it does not depend on the seed.
 COLUMNS = {
     "language": {
         "bits per byte at 1,024": (("bits_per_byte", "1024"), 3, 1),
@@ -103,7 +104,7 @@ COLUMNS = {
         "in a row of 256, %": (("long_recall", "accuracy", "20"), 1, 100),
         "parity at 8 times, %": (("parity", "accuracy", "256"), 1, 100),
         "permutations, %": (("permutations", "accuracy", "256"), 1, 100),
-        "bytes of state": (("recall", "state_bytes"), 0, 1),
+        "bytes of state": (("recall", "state_bytes"), None, 1),
     },
     "both_ways": {
         "bits per hidden byte at 256": (("bits_per_byte", "256"), 3, 1),
@@ -219,7 +220,9 @@ def number(found, name, length, field, factor):
 def cell(row, part, path, digits, factor):
     """A cell: mean and deviation over the seeds of the value below these keys."""
     values = [factor * at(result, path) for result in row.get(part, [])]
-    return mean_and_spread(values, digits) if values else "-"
+    if not values:
+        return "-"
+    return f"{values[0]:,}" if digits is None else mean_and_spread(values, digits)
 
 
 def yes(condition):
@@ -291,15 +294,29 @@ def draw(rows, costs, path):
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for (name, convolution), row in rows.items():
-        x, y = relative(name, costs, "train"), bits(row, LONG)
-        if not convolution or x is None or y == math.inf:
-            continue
+    points = {
+        name: (relative(name, costs, "train"), bits(row, LONG))
+        for (name, convolution), row in rows.items()
+        if convolution
+    }
+    points = {n: (x, y) for n, (x, y) in points.items() if x and y < math.inf}
+    middle = statistics.median(y for _, y in points.values())
+    for name, (x, y) in points.items():
         axes.plot(x, y, "o", color=GREY if name == "softmax" else BLUE)
+        # Names of lower points hang below them.
+        up = y >= middle
         axes.annotate(
-            name, (x, y), xytext=(5, 3), textcoords="offset points", fontsize=8
+            name,
+            (x, y),
+            xytext=(4, 4 if up else -4),
+            textcoords="offset points",
+            verticalalignment="bottom" if up else "top",
+            rotation=35 if up else -35,
+            fontsize=8,
         )
     axes.set_xscale("log")
+    # Room for the names.
+    axes.margins(x=0.2, y=0.4)
     axes.set_xlabel(
         f"training step at {COST_LENGTH:,} positions, softmax attention = 1"
     )
