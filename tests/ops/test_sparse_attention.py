@@ -365,7 +365,7 @@ def test_gradients_drop_the_same_weights():
         (dict(dropout=(True, (1.0, 2.0))), "dropout=.True"),
         (
             dict(implementation="reference", dropout=(0.5, (1.0, 2.0))),
-            "no `dropout`. Received: dropout",
+            "or `dropout`. Received: dropout",
         ),
         (dict(state={}), "causal=False"),
         (dict(state={}, causal=True, query=heads_of(1)), "same length"),
