@@ -19,15 +19,15 @@ def show(header, rows, arguments):
     from keras_efficient_attn.benchmark.worker import describe_environment
 
     words = [str(word) for word in arguments.command]
-    if "--save" in words:
-        at = words.index("--save")
-        del words[at : at + 2]
+    save = str(arguments.save)
+    words = [w for w in words if w not in ("--save", save, f"--save={save}")]
     record = {
         "command": ["python", *words],
         "environment": describe_environment(),
         "header": [str(title) for title in header],
         "rows": [[str(cell) for cell in row] for row in rows],
     }
+    arguments.save.parent.mkdir(parents=True, exist_ok=True)
     arguments.save.write_text(
         json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
     )

@@ -66,7 +66,7 @@ SETTINGS = {
 }
 
 
-# Of the site, as in `mkdocs.yml`.
+# The two addresses that `mkdocs.yml` gives to hooks.
 PLACES = SimpleNamespace(
     site_url="https://site.example/", repo_url="https://code.example/repository"
 )

@@ -90,7 +90,8 @@ def _table(rows, times, arguments):
         return HEADER, [[name, *row] for name, row in rows.items()]
     header = [*HEADER, f"ms of {arguments.compare_length:,} tokens", "of softmax"]
     rows = {SOFTMAX: ["1"] + ["-"] * (len(HEADER) - 2)} | rows
-    return header, [[name, *row, *times.get(name, "--")] for name, row in rows.items()]
+    none = "-", "-"
+    return header, [[name, *row, *times.get(name, none)] for name, row in rows.items()]
 
 
 def by_path(expected, converted, held_out):

@@ -25,13 +25,16 @@ def error_line(capsys):
 
 @pytest.fixture
 def printed_table(capsys):
-    """The cells of the only table that was printed, lists: the header and the rows."""
+    """The cells of the only table that was printed, lists: the header and the rows.
 
-    def cells():
-        lines = capsys.readouterr().out.splitlines()
+    Without `printed`, what was printed since the last call counts.
+    """
+
+    def cells(printed=None):
+        printed = capsys.readouterr().out if printed is None else printed
         rows = [
             [cell.strip() for cell in line.strip("|").split("|")]
-            for line in lines
+            for line in printed.splitlines()
             if line.startswith("| ")
         ]
         assert set(rows.pop(1)) == {"---"}

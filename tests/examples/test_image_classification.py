@@ -52,12 +52,14 @@ def test_deit_tiny_has_the_parameters_of_the_paper():
     assert (arguments.layers, arguments.dim, arguments.patch) == (1, 192, 16)
 
 
-def test_it_learns_and_compares(tmp_path, printed_table):
+def test_it_learns_and_compares(tmp_path, printed_table, capsys):
     assert image_classification.main([*TINY, "--out", str(tmp_path)]) == 0
-    header, *rows = printed_table()
+    printed = capsys.readouterr().out
+    header, *rows = printed_table(printed)
     assert header[1] == "right, %"
     assert [row[0] for row in rows] == ["fourier", "softmax"]
     assert all(float(row[1].split()[0]) > 50 for row in rows)
+    assert "chance 10.0%" in printed
     assert (tmp_path / "attention.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -41,7 +41,7 @@ def print_report(capsys):
 @pytest.mark.any_backend
 def test_from_training_to_a_preset(small, tmp_path, capsys):
     out = tmp_path / "new" / "folder"
-    table = tmp_path / "table.json"
+    table = tmp_path / "tables" / "table.json"
     arguments = [*small, "--attention", EXACT, "--out", str(out)]
     assert swap_attention.main([*arguments, "--save", str(table)]) == 0
     rows = print_report(capsys)
@@ -77,7 +77,7 @@ def test_from_training_to_a_preset(small, tmp_path, capsys):
 
 
 @pytest.mark.any_backend
-def test_of_a_preset_what_is_left_is_measured(small, tmp_path, printed_table):
+def test_of_a_preset_what_is_left_is_measured(small, tmp_path, printed_table, capsys):
     backbone = families.make("bert")
     tokenizer = keras_hub.models.BertTokenizer(
         vocabulary=[
@@ -100,9 +100,16 @@ def test_of_a_preset_what_is_left_is_measured(small, tmp_path, printed_table):
     arguments += ["--attention", *swaps, "--out", str(tmp_path / "out")]
     arguments += ["--compare-length", "24"]
     assert swap_attention.main(arguments) == 0
-    header, softmax, *found = printed_table()
+    printed = capsys.readouterr().out
+    header, softmax, *found = printed_table(printed)
     rows = {name: cells for name, *cells in found}
     assert list(rows) == swaps
+    # The report of the exact swap.
+    assert any(
+        line.split()[:1] == ["0"] and line.split()[-2:] == ["0.00%", "0.00%"]
+        for line in printed.splitlines()
+    )
+    assert "distilled" not in printed
     assert rows[EXACT][:4] == ["1.0000", "1.0000", "-", "-"]
     assert 0 < float(rows[COARSE][1]) <= float(rows[COARSE][0]) < 0.999
     # The window alone is what a layer of that window alone gives.

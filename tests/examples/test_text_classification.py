@@ -67,14 +67,16 @@ def test_windows_are_pieces_of_the_texts():
     assert labels.tolist() == [0, 0, 1]
 
 
-def test_it_learns_and_compares(table, printed_table):
+def test_it_learns_and_compares(table, printed_table, capsys):
     arguments = [*TINY, "--csv", str(table), "--attention", "performer:feature_map=elu"]
     assert text_classification.main(arguments) == 0
-    _, *rows = printed_table()
+    printed = capsys.readouterr().out
+    _, *rows = printed_table(printed)
     assert [row[0] for row in rows] == ["performer:feature_map=elu", "softmax"]
     for row in rows:
         assert row[1] == "100.0%"
         assert float(row[2]) > 0
+    assert "chance 50.0%" in printed.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -99,11 +99,13 @@ def test_heads_that_repeat_each_other_have_no_distance():
     assert mean_head_distance(model, rows) < 1e-6
 
 
-def test_it_learns_and_compares(files, printed_table):
+def test_it_learns_and_compares(files, printed_table, capsys):
     arguments = ["--attention", "fourier", "softmax", *SMALL.split()]
     arguments += ["--text", *map(str, files)]
     assert word_lm.main(arguments) == 0
-    _, *rows = printed_table()
+    printed = capsys.readouterr().out
+    _, *rows = printed_table(printed)
+    assert "6 words; 362 train, 120 validation, 120 test" in printed
     assert [row[0] for row in rows] == ["fourier", "softmax"]
     for row in rows:
         # Six words guessed at random have 6; those that the word before tells, 1.

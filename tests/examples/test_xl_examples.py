@@ -30,13 +30,14 @@ def test_a_document_has_one_symbol_in_its_first_segment():
             np.testing.assert_array_equal(weights[row], np.arange(12) >= place)
 
 
-def test_the_recall_table_marks_the_reach(printed_table):
+def test_the_recall_table_marks_the_reach(printed_table, capsys):
     arguments = (
         "--models 1x4 --segment 4 --segments 3 --symbols 2 --dim 4 --heads 1 "
         "--batch 2 --steps 3 --test-documents 2 --verbose 0"
     )
     assert xl_recall.main(arguments.split()) == 0
-    header, *cells = printed_table()
+    printed = capsys.readouterr().out
+    header, *cells = printed_table(printed)
     assert header[:4] == ["layers", "memory", "in evaluation", "reach"]
     assert header[4:] == ["0 back", "1 back", "2 back"]
     sizes = [["1", "4", "4", "4"], ["1", "4", "8", "8"]]
@@ -46,6 +47,7 @@ def test_the_recall_table_marks_the_reach(printed_table):
         # The whole document is within reach.
         [False, False, False],
     ]
+    assert "50.0 %" in printed.splitlines()[-1]
 
 
 def test_the_maze_rewards_the_side_of_the_sign():
