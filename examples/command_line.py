@@ -100,10 +100,10 @@ class Parser(argparse.ArgumentParser):
 def command(parse_arguments):
     """Makes a function of parsed arguments the `main(argv=None)` of its script.
 
-    Keras uses `--backend` before the function begins, which then may import it. The
-    arguments have the words of the command line as `command`. `main` returns the
-    script's exit status: 0 or what the function returns; after a `UsageError`, which it
-    prints in one line, 2.
+    Keras uses `--backend` before the function begins, which then may import it. With
+    `--save` among its options, the arguments have the words of the command line as
+    `command`. `main` returns the script's exit status: 0 or what the function returns;
+    after a `UsageError`, which it prints in one line, 2.
     """
 
     def decorate(run):
@@ -112,10 +112,11 @@ def command(parse_arguments):
             script = Path(inspect.getfile(run))
             try:
                 arguments = parse_arguments(argv)
-                arguments.command = [
-                    f"{script.parent.name}/{script.name}",
-                    *(sys.argv[1:] if argv is None else argv),
-                ]
+                if "save" in arguments:
+                    arguments.command = [
+                        f"{script.parent.name}/{script.name}",
+                        *(sys.argv[1:] if argv is None else argv),
+                    ]
                 select_backend(arguments.backend)
                 return run(arguments) or 0
             except UsageError as error:

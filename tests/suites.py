@@ -41,7 +41,6 @@ NIGHTLY = (
     "ops/test_fourier.py::test_densities",
     "ops/test_fourier.py::test_regressions",
     # Training beyond one smoke of each script.
-    "examples/test_train_byte_lm.py::test_compare",
     "examples/test_train_byte_lm.py::test_layers_with_decays",
     "models/conversion/test_distill.py::test_stages",
     "models/conversion/test_distill.py::test_a_run_goes_on",
