@@ -290,10 +290,11 @@ def rates(layer, weights, x):
         logits = through(weights, "decay", x).reshape(shape)
         logits = logits + weights["decay_bias"].reshape(shape[2:])
         least = layer.least_log_decay
+        rate = np.exp(weights.get("log_rate", 0.0)).reshape(-1, 1)
         if "log_rate" in weights and least is not None:
-            log_decay = least * sigmoid(np.exp(weights["log_rate"]) * logits)
+            log_decay = least * sigmoid(rate * logits)
         elif "log_rate" in weights:
-            log_decay = -np.exp(weights["log_rate"]) * np.logaddexp(0, logits)
+            log_decay = -rate * np.logaddexp(0, logits)
         else:
             log_decay = -np.logaddexp(0, -logits) / layer.decay_temperature
             log_decay = np.maximum(log_decay, -np.inf if least is None else least)
@@ -308,7 +309,9 @@ def through(weights, name, x):
     """`x` through a projection of full or low rank."""
     if f"{name}_low_rank/kernel" in weights:
         x = x @ weights[f"{name}_low_rank/kernel"]
-    return x @ weights[f"{name}/kernel"] + weights.get(f"{name}/bias", 0.0)
+    return np.tensordot(x, weights[f"{name}/kernel"], 1) + weights.get(
+        f"{name}/bias", 0.0
+    )
 
 
 def short_convolution(x, kernel, mask):

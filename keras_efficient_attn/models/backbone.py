@@ -411,11 +411,14 @@ class EfficientTransformerBackbone(
                 model_axis,
             ),
             # Heads, which are independent between the projections.
-            f"{ATTENTION}/(query|gate)/kernel": (data_axis, model_axis, None),
+            f"{ATTENTION}/(query|gate|output_gate)/kernel": (
+                data_axis,
+                model_axis,
+                None,
+            ),
             f"{ATTENTION}/(key|value)/kernel": (data_axis, shared_axis, None),
             f"{ATTENTION}/(decay|beta)/kernel": (None, shared_axis),
             f"{ATTENTION}/attention_output/kernel": (model_axis, None, data_axis),
-            f"{ATTENTION}/output_gate/kernel": (data_axis, model_axis),
             f"{ATTENTION}/(query|key)_feature_kernel": (model_axis, None, None),
             f"{ATTENTION}/rotations": (None, model_axis, None, None),
             f"{ATTENTION}/position(_kernel)?": (None, model_axis, None),

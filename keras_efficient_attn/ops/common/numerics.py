@@ -145,10 +145,28 @@ def inner_products(first, second):
     return ops.sum(first * second, axis=-1, keepdims=True)
 
 
+def norm_of_heads(x, gain, epsilon, centered):
+    """`gain (x − μ) / √(mean of (x − μ)² + epsilon)` along the last axis.
+
+    In the dtype of accumulators. Vectors of 0 have no direction: their gradients are
+    0: behind a norm of queries, the derivatives of the two norms at 0 would multiply.
+
+    Args:
+        x: `(..., heads, dim)`.
+        gain: `(heads, dim)`, `(dim,)` or `None`.
+        epsilon: Positive number.
+        centered: Whether μ is the mean of the vector; it is 0 otherwise.
+    """
+    x = ops.cast(x, accumulator_dtype(x))
+    if centered:
+        x = x - mean_of_channels(x)
+    power = ops.sum(ops.square(x), axis=-1, keepdims=True) / x.shape[-1]
+    x = x * (ops.sign(power) * ops.rsqrt(power + epsilon))
+    return x if gain is None else x * ops.cast(gain, x.dtype)
+
+
 # `x * factor` for factors `(..., 1)`, whose gradient is an `inner_products`.
 scale_vectors = ops.multiply
-# `x * gain` for gains of the last axes.
-scale_channels = ops.multiply
 if BACKEND == "jax":
     import jax
 
@@ -162,16 +180,36 @@ if BACKEND == "jax":
         return grad * factor, inner_products(x, grad)
 
     scale_vectors.defvjp(_scale_forward, _scale_backward)
-    scale_channels = jax.custom_vjp(jax.numpy.multiply)
+    # XLA passes over the heads more often for the derivative of each step.
+    norm_of_heads = jax.custom_vjp(norm_of_heads, nondiff_argnums=(2, 3))
 
-    def _channels_backward(kept, grad):
-        x, gain = kept
+    def _norm_forward(x, gain, epsilon, centered):
+        wide = x.astype(accumulator_dtype(x))
+        mean = mean_of_channels(wide) if centered else None
+        wide = wide - mean if centered else wide
+        power = mean_of_channels(jax.numpy.square(wide))
+        inverse = jax.numpy.sign(power) * jax.lax.rsqrt(power + epsilon)
+        y = wide * inverse
+        y = y if gain is None else y * gain.astype(y.dtype)
+        return y, (x, gain, mean, inverse)
+
+    def _norm_backward(epsilon, centered, kept, grad):
+        x, gain, mean, inverse = kept
         # Otherwise XLA computes both anew in a slow sum.
         x, grad = jax.lax.optimization_barrier((x, grad))
-        axes = tuple(range(x.ndim - gain.ndim))
-        return grad * gain, (x * grad).sum(axes)
+        wide = x.astype(grad.dtype)
+        y = (wide - mean if centered else wide) * inverse
+        grad_gain = None
+        if gain is not None:
+            axes = tuple(range(x.ndim - gain.ndim))
+            grad_gain = (grad * y).sum(axes).astype(gain.dtype)
+            grad = grad * gain.astype(grad.dtype)
+        grad_x = grad - y * inner_products(grad, y) / x.shape[-1]
+        if centered:
+            grad_x = grad_x - mean_of_channels(grad)
+        return (grad_x * inverse).astype(x.dtype), grad_gain
 
-    scale_channels.defvjp(_scale_forward, _channels_backward)
+    norm_of_heads.defvjp(_norm_forward, _norm_backward)
 
 
 # Added to the mean square of a vector that is divided by its norm. Its root bounds the

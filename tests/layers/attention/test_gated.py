@@ -102,8 +102,8 @@ def test_decays_begin_as_the_authors_have_them(layer_class, least):
     layer = layer_class(heads, 1, seed=1)
     layer.build(x.shape, x.shape)
     log_decay, beta = map(to_numpy, layer._rates(ops.convert_to_tensor(x)))
-    rates = np.exp(to_numpy(layer._log_rate)[:, 0])
-    steps = np.log1p(np.exp(to_numpy(layer._decay_bias)[:, 0]))
+    rates = np.exp(to_numpy(layer._log_rate).ravel())
+    steps = np.log1p(np.exp(to_numpy(layer._decay_bias).ravel()))
     # Rates are uniform from the least to 16, steps in the logarithm: their quantiles.
     quantiles = np.linspace(0, 1, 9)[1:-1]
     expected = least + (16 - least) * quantiles

@@ -130,7 +130,7 @@ class DeltaAttention(GatedStateAttention):
         heads = self._key_value_heads
         if self.use_beta:
             self._beta_layers = build_projection(
-                self, "beta", input_dim, heads, deviation=GATE_DEVIATION
+                self, "beta", input_dim, (heads,), deviation=GATE_DEVIATION
             )
 
     def _rates(self, key):
@@ -168,33 +168,31 @@ class DecayingDeltaAttention(DeltaAttention):
     least_rate = 1.0
     least_log_decay = None
 
-    def _build_decays(self, input_dim, features, rank=None):
+    def _build_decays(self, input_dim, shape, rank=None):
         """Creates W, A and b.
 
         Args:
             input_dim: Width of the inputs.
-            features: Decays per head.
+            shape: Of the decays at a position: `(heads,)` or `(heads, features)`.
             rank: Rank of W; `None` for full rank.
         """
-        heads = self._key_value_heads
         self._decay_layers = build_projection(
-            self, "decay", input_dim, heads * features, rank, GATE_DEVIATION
+            self, "decay", input_dim, shape, rank, GATE_DEVIATION
         )
         self._log_rate = self.add_weight(
             name="log_rate",
-            shape=(heads, 1),
+            shape=(shape[0], *(1 for _ in shape[1:])),
             initializer=log_rates(self.least_rate, self._seed_of(3)),
         )
         self._decay_bias = self.add_weight(
             name="decay_bias",
-            shape=(heads, features),
+            shape=shape,
             initializer=step_biases(self._seed_of(4)),
         )
 
     def _log_decay(self, key):
         logits = apply_projections(self._decay_layers, key)
         logits = ops.cast(logits, accumulator_dtype(logits))
-        logits = ops.reshape(logits, (*shape_of(key)[:2], *self._decay_bias.shape))
         logits = logits + ops.cast(self._decay_bias, logits.dtype)
         rate = ops.exp(ops.cast(self._log_rate, logits.dtype))
         if self.least_log_decay is not None:
@@ -255,7 +253,7 @@ class GatedDeltaAttention(DecayingDeltaAttention):
 
     def _build_rates(self, input_dim):
         super()._build_rates(input_dim)
-        self._build_decays(input_dim, 1)
+        self._build_decays(input_dim, (self._key_value_heads,))
 
 
 @register_attention("kimi-delta")
@@ -332,4 +330,4 @@ class KimiDeltaAttention(DecayingDeltaAttention):
     def _build_rates(self, input_dim):
         super()._build_rates(input_dim)
         rank = self.decay_rank or self._key_dim
-        self._build_decays(input_dim, self.feature_dim, rank)
+        self._build_decays(input_dim, (self._key_value_heads, self.feature_dim), rank)

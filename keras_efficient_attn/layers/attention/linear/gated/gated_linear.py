@@ -11,7 +11,6 @@ from keras_efficient_attn.layers.attention.linear.gated.layer import (
     check_least_log_decay,
 )
 from keras_efficient_attn.layers.attention.registry import register_attention
-from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_positive_int,
     check_positive_number,
@@ -120,14 +119,14 @@ class GatedLinearAttention(GatedStateAttention):
         self.keep(locals(), omit=("output_gate",))
 
     def _build_rates(self, input_dim):
-        units = self._key_value_heads
+        shape = (self._key_value_heads,)
         if self.decay == "vector":
-            units *= self.feature_dim
+            shape = (*shape, self.feature_dim)
         self._decay_layers = build_projection(
-            self, "decay", input_dim, units, self.decay_rank, GATE_DEVIATION
+            self, "decay", input_dim, shape, self.decay_rank, GATE_DEVIATION
         )
         self._decay_bias = self.add_weight(
-            name="decay_bias", shape=(units,), initializer="zeros"
+            name="decay_bias", shape=shape, initializer="zeros"
         )
 
     def _rates(self, key):
@@ -137,9 +136,6 @@ class GatedLinearAttention(GatedStateAttention):
         log_decay = ops.log_sigmoid(logits) / self.decay_temperature
         if self.least_log_decay is not None:
             log_decay = at_least(log_decay, self.least_log_decay)
-        if self.decay == "vector":
-            shape = (*shape_of(key)[:2], self._key_value_heads, self.feature_dim)
-            log_decay = ops.reshape(log_decay, shape)
         if self.num_key_value_heads is not None:
             log_decay = self._for_query_heads(log_decay)
         return log_decay, None

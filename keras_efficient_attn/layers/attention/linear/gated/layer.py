@@ -9,7 +9,6 @@ from keras import ops
 from keras_efficient_attn.distribution.linear import gated_attention
 from keras_efficient_attn.layers.arguments import activation_of
 from keras_efficient_attn.layers.attention.linear.layer import LinearAttention
-from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
     check_int,
@@ -22,9 +21,7 @@ from keras_efficient_attn.ops.common.convolution import causal_convolution
 from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.numerics import (
     accumulator_dtype,
-    mean_of_channels,
-    scale_channels,
-    scale_vectors,
+    norm_of_heads,
 )
 from keras_efficient_attn.ops.linear_attention.gated.api import (
     gated_attention_with_feature_maps,
@@ -200,7 +197,7 @@ class GatedStateAttention(LinearAttention):
                 self,
                 "output_gate",
                 query_shape[-1],
-                self._num_heads * self._value_dim,
+                (self._num_heads, self._value_dim),
                 self._gate_rank,
                 use_bias=self.output_gate_bias,
             )
@@ -293,22 +290,15 @@ class GatedStateAttention(LinearAttention):
 
     def _project(self, heads, gate_input, query_mask):
         if self.output_norm is not None:
-            heads = ops.cast(heads, accumulator_dtype(heads))
-            if self.output_norm == "group":
-                heads = heads - mean_of_channels(heads)
-            power = mean_of_channels(ops.square(heads))
-            # Heads of 0 have no direction: behind a norm of queries, the derivatives of
-            # the two norms at 0 would multiply.
-            inverse = ops.sign(power) * ops.rsqrt(power + self.output_norm_epsilon)
-            heads = scale_vectors(heads, inverse)
-            if self._norm_scale is not None:
-                gain = ops.cast(self._norm_scale, heads.dtype)
-                heads = scale_channels(heads, gain)
+            gain = self._norm_scale
+            gain = None if gain is None else ops.convert_to_tensor(gain)
+            centered = self.output_norm == "group"
+            heads = norm_of_heads(heads, gain, self.output_norm_epsilon, centered)
         if self.output_gate is not None:
             gate = self.output_gate(
                 apply_projections(self._output_gate_layers, gate_input)
             )
-            heads = ops.cast(heads, gate.dtype) * ops.reshape(gate, shape_of(heads))
+            heads = ops.cast(heads, gate.dtype) * gate
         return super()._project(heads, gate_input, query_mask)
 
     def get_config(self):
@@ -353,7 +343,7 @@ GATE_DEVIATION = 0.02
 
 
 def build_projection(
-    layer, name, input_dim, units, rank=None, deviation=None, use_bias=False
+    layer, name, input_dim, outputs, rank=None, deviation=None, use_bias=False
 ):
     """Built projections, one after the other.
 
@@ -361,21 +351,22 @@ def build_projection(
         layer: The attention layer that will own the projections.
         name: Prefix of their names.
         input_dim: Width of the inputs.
-        units: Width of the outputs.
+        outputs: Shape of the outputs at a position: `(heads,)` or `(heads, features)`.
         rank: Width between two layers; `None` for one layer.
         deviation: Standard deviation of their kernels at first; `None` for the layer's
             initializer.
         use_bias: Whether the last has a bias.
     """
-    widths = [units] if rank is None else [rank, units]
+    shapes = [outputs] if rank is None else [(rank,), outputs]
     layers = []
-    for index, width in enumerate(widths):
-        suffix = "" if index + 1 == len(widths) else "_low_rank"
+    for index, shape in enumerate(shapes):
+        suffix = "" if index + 1 == len(shapes) else "_low_rank"
+        axes = "de"[: len(shape)]
         # Not `Dense`, which casts float64 to float32 on PyTorch.
         dense = keras.layers.EinsumDense(
-            "abc,cd->abd",
-            output_shape=(None, width),
-            bias_axes="d" if use_bias and not suffix else None,
+            f"abc,c{axes}->ab{axes}",
+            output_shape=(None, *shape),
+            bias_axes=axes if use_bias and not suffix else None,
             kernel_initializer=(
                 layer._new_kernel_initializer()
                 if deviation is None
@@ -387,7 +378,7 @@ def build_projection(
             name=name + suffix,
         )
         dense.build((None, None, input_dim))
-        input_dim = width
+        input_dim = shape[0]
         layers.append(dense)
     return layers
 
