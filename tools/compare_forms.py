@@ -24,42 +24,62 @@ from keras_efficient_attn.ops.fourier import tiled
 from keras_efficient_attn.ops.fourier.kernel import Kernel
 from keras_efficient_attn.ops.fourier.kernels import sines
 from keras_efficient_attn.ops.linear_attention import causal_chunks, chunked
+from keras_efficient_attn.ops.lsh_attention import pairs
+from keras_efficient_attn.ops.vq_attention import windowed
+
+NO_FUSED_MODULE = {"fused_module": lambda *args: None}
 
 
 def portable_chunks():
     """What `ops.linear_attention.chunked` uses without `causal_chunks_torch`."""
-    return chunked, {"Chunks": causal_chunks.Chunks, "by_head": chunking.by_head}
+    names = {"Chunks": causal_chunks.Chunks, "by_head": chunking.by_head}
+    return {chunked: names}
 
 
 def portable_softmax():
-    """What `ops.common.block_softmax` uses without `fused_softmax_torch`."""
-    return block_softmax, {"fused_module": lambda *args: None}
+    """What operations use without `fused_softmax_torch`."""
+    return dict.fromkeys((block_softmax, windowed, pairs), NO_FUSED_MODULE)
+
+
+def portable_codes():
+    """What `ops.vq_attention.windowed` uses without `blocks_torch`."""
+    return {windowed: NO_FUSED_MODULE}
 
 
 def portable_sines():
     """What `ops.fourier.tiled` uses without `fourier.kernels.torch_eager`."""
     kernel = Kernel(sines.prepare, sines.log_kernel, sines.log_kernel_gradient)
     step = functools.cache(tiled._step.__wrapped__)
-    return tiled, {"_kernel": lambda config: kernel, "_step": step}
+    return {tiled: {"_kernel": lambda config: kernel, "_step": step}}
 
 
 # For each form: the portable one in its place, and the layers that use it.
 FORMS = {
     "causal_chunks_torch": (portable_chunks, ("linear", "performer")),
     "torch_eager": (portable_sines, ("fourier",)),
-    "fused_softmax_torch": (portable_softmax, ("local", "sparse", "vq")),
+    "fused_softmax_torch": (portable_softmax, ("local", "sparse", "vq", "reformer")),
+    "blocks_torch": (portable_codes, ("vq",)),
 }
 
 
 @contextlib.contextmanager
-def replaced(module, names):
-    """Context in which names of a module have other values."""
-    before = {name: getattr(module, name) for name in names}
-    vars(module).update(names)
+def replaced(names_of):
+    """Context in which names of modules have other values.
+
+    Args:
+        names_of: Dict of modules to dicts of names to values.
+    """
+    before = {
+        module: {name: getattr(module, name) for name in names}
+        for module, names in names_of.items()
+    }
     try:
+        for module, names in names_of.items():
+            vars(module).update(names)
         yield
     finally:
-        vars(module).update(before)
+        for module, names in before.items():
+            vars(module).update(names)
 
 
 def train(layer, x):
@@ -73,12 +93,12 @@ def compare(form, name, length, arguments):
     """Medians of the seconds with the form, and with the portable one."""
     layer = get_attention(name, num_heads=4, key_dim=64)
     x = torch.randn(1, length, 256, requires_grad=True)
-    module, names = FORMS[form][0]()
+    portable = FORMS[form][0]()
     seconds = {True: [], False: []}
     # The first pair includes what is made once.
     for repeat in range(arguments.repeats + 1):
         for special in (True, False):
-            context = contextlib.nullcontext() if special else replaced(module, names)
+            context = contextlib.nullcontext() if special else replaced(portable)
             with context:
                 taken = train(layer, x)
             if repeat:

@@ -14,7 +14,12 @@ from keras_efficient_attn.ops.common.checks import (
 from keras_efficient_attn.ops.common.feature_kernels.choice import features_config
 from keras_efficient_attn.ops.linear_attention.gated.api import check_rates
 from keras_efficient_attn.ops.vq_attention.codebook import nearest_codes
-from keras_efficient_attn.ops.vq_attention.config import Keys, VQConfig, make_codebook
+from keras_efficient_attn.ops.vq_attention.config import (
+    Keys,
+    VQConfig,
+    check_codebook,
+    make_codebook,
+)
 
 # The scopes that are active; layers split their sequences by the last. A list, because
 # `torch.compile` traces no context variables.
@@ -220,6 +225,7 @@ class SequenceParallel:
             ValueError: As `local_attention`.
         """
         check_heads(query, key, value, key_mask)
+        check_codebook(query, codebook)
         config = VQConfig(
             soft=sigma is not None,
             order=order,

@@ -2,6 +2,7 @@
 
 import functools
 
+import keras
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
@@ -46,6 +47,8 @@ def chunked_cross_entropy(
     """
     check_positive_int("chunk_size", chunk_size)
     dtype = accumulator_dtype(hidden, kernel)
+    common = keras.backend.result_type(hidden.dtype, kernel.dtype)
+    hidden, kernel = ops.cast(hidden, common), ops.cast(kernel, common)
     length = shape_of(hidden)[1]
     if isinstance(length, int):
         chunk_size = max(1, min(chunk_size, length))

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
+from keras_efficient_attn import AdaptiveSpan, PerformerAttention, VQAttention
 from tests.autodiff import compile_step, gradient_function, to_numpy
 from tests.contract.cases import DIM, LENGTH
 
@@ -139,3 +140,23 @@ def test_a_segment_says_whether_its_document_goes_on(causal_case):
     for document, (row, positions) in enumerate(places_of(ids, mask)):
         wanted = expected[document, : len(positions)]
         np.testing.assert_allclose(output[row, positions], wanted, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        VQAttention(2, 4, num_codes=4),
+        AdaptiveSpan(2, 4, max_span=8, penalty=0.1),
+        PerformerAttention(2, 4, redraw_interval=3),
+    ],
+    ids=["vq", "adaptive-span", "performer"],
+)
+def test_layers_that_learn_in_their_calls_do_not_learn_by_document(layer):
+    x, ids, _ = packed_inputs(5)
+    x, ids = np.nan_to_num(x), ids - ids[:, :1]
+    layer.build(x.shape, x.shape)
+    arguments = dict(use_causal_mask=True, state=layer.get_initial_state(len(x)))
+    layer(x, x, document_ids=ids, training=False, **arguments)
+    layer(x, x, training=True, **arguments)
+    with pytest.raises(ValueError, match="once for each document.*Received"):
+        layer(x, x, document_ids=ids, training=True, **arguments)

@@ -154,6 +154,24 @@ def test_second_derivatives_are_those_of_the_definition(backend):
     assert abs(received - expected) < 0.01 * abs(expected)
 
 
+def test_masked_keys_are_not_read_by_gradients():
+    query, key, value, mask = draw()
+    kept, radius = mask[..., None, None], np.full((2, 1), 0.7, "float32")
+    for implementation in ("tiled", "reference"):
+        slopes = []
+        for hidden in (0.0, np.nan):
+            keys, values = (np.where(kept, x, hidden) for x in (key, value))
+            options = dict(key_mask=mask, implementation=implementation)
+
+            def loss(query, radius, keys=keys, values=values, options=options):
+                arguments = query, keys, values, radius
+                return ops.sum(fourier.fourier_attention(*arguments, **options))
+
+            slopes.append(gradients(loss, query, radius))
+        for clean, poisoned in zip(*slopes, strict=True):
+            np.testing.assert_array_equal(poisoned, clean)
+
+
 def test_multiples_of_pi_have_no_weight_and_no_slope():
     """Query 0 against keys at nπ, in one dimension: the first and the last count."""
     power = 2

@@ -200,6 +200,22 @@ def test_gradients_of_values_of_an_unknown_size(backend):
     np.testing.assert_allclose(traced(query, key, value), expected, atol=1e-4)
 
 
+def test_masked_keys_are_not_read_by_gradients():
+    query, key, value, _, mask = draw()
+    kept = mask[..., None, None]
+    for implementation in ("chunked", "reference"):
+        slopes = []
+        for hidden in (0.0, np.nan):
+            keys, values = (np.where(kept, x, hidden) for x in (key, value))
+            arguments = dict(key_mask=mask, implementation=implementation)
+
+            def loss(query, keys=keys, values=values, arguments=arguments):
+                return ops.sum(linear_attention(query, keys, values, **arguments))
+
+            slopes += gradients(loss, query)
+        np.testing.assert_array_equal(*slopes)
+
+
 def test_masked_values_are_not_read():
     query, key, value, _, mask = draw()
     poisoned = np.where(mask[..., None, None], value, np.nan)

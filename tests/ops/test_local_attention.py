@@ -150,6 +150,32 @@ def test_windows_wider_than_a_block():
         )
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_beyond_the_sequence_costs_no_more(causal, backend):
+    x = heads_of(256)
+    logits = np.einsum("bthd,bshd->bhts", *[x.astype("float64")] * 2) / 2
+    logits[..., ~reference(dict(window=256), 256, causal)] = -np.inf
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    received = local_attention(x, x, x, window=4096, causal=causal)
+    expected = np.einsum("bhts,bshd->bthd", weights, x)
+    np.testing.assert_allclose(to_numpy(received), expected, rtol=1e-4, atol=1e-5)
+    if backend != "jax":
+        return
+    import jax
+
+    # Without dropout, a causal window has another form.
+    options = dict(causal=causal, dropout=(0.5, np.ones(2, "float32")))
+
+    def operations(window):
+        def attend(x):
+            return local_attention(x, x, x, window=window, **options)
+
+        return jax.jit(attend).lower(x).compile().cost_analysis()["flops"]
+
+    assert operations(4096) <= 1.01 * operations(256)
+
+
 def test_a_window_of_one_copies_the_values():
     x = heads_of(9)
     output = to_numpy(local_attention(x, x, x, window=1))

@@ -20,7 +20,7 @@ def test_both_forms_compute_the_same(form):
     for name in layers:
         layer = get_attention(name, num_heads=2, key_dim=8, seed=1)
         with_form = to_numpy(layer(x, x, use_causal_mask=True))
-        with compare_forms.replaced(*portable()):
+        with compare_forms.replaced(portable()):
             without = to_numpy(layer(x, x, use_causal_mask=True))
         np.testing.assert_allclose(with_form, without, rtol=1e-4, atol=1e-5)
 

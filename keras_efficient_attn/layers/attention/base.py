@@ -309,6 +309,11 @@ class EfficientAttention(
         return wide_dtype(self.compute_dtype)
 
     @property
+    def _learns(self):
+        """Whether a training call itself changes weights, or adds a loss."""
+        return False
+
+    @property
     def gate_dense(self):
         """The projection of the gate, or `None` without `use_gate`."""
         return self._gate_dense if self._use_gate else None
@@ -401,8 +406,11 @@ class EfficientAttention(
         """A function that runs `call` on these arguments and keeps no activations.
 
         One tensor that is passed twice stays one inside, and Python's values stay what
-        they are, where JAX would trace them.
+        they are, where JAX would trace them. A layer that learns in its calls runs as
+        always: a second run would count twice.
         """
+        if self._learns:
+            return layer_call
         given = {**dict(enumerate(args)), **kwargs}
         tensors = {id(x): x for x in given.values() if ops.is_tensor(x)}
 

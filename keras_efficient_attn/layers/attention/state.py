@@ -143,7 +143,16 @@ class StreamingState:
             ids: `document_ids`.
             call: `AttentionCall`.
             options: Dict of the layer's own call arguments.
+
+        Raises:
+            ValueError: In training, for a layer that learns in its calls.
         """
+        if call.training and self._learns:
+            raise ValueError(
+                "A training call with `state` and `document_ids` would update the "
+                "layer once for each document. Train on rows without a `state`, or on "
+                "segments of one document each. Received: training=True"
+            )
         number = document_numbers(ids)
         exists = None
         for mask in (call.query_mask, call.key_mask):

@@ -73,7 +73,7 @@ def adaptive_span_attention(
             beyond a shorter window are dropped, and keys that a shorter window did not
             keep remain unseen.
         dropout: Optional `(rate, seed)` of dropout on the normalised weights, with
-            floats `(2,)` from `weight_dropout.dropout_seed`.
+            floats `(2,)` from `ops.common.random.dropout_seed`.
         implementation: `"blocks"`, or `"reference"`, the formula, which takes no
             `state` and no `dropout`. Defaults to `None`: a kernel on a TPU, or on
             several under a `keras.distribution`, for a `window` of at most 2,049 (1,025

@@ -272,15 +272,18 @@ def attend_near(
         places = [] if documents is None else [documents.position, documents.number]
         return fused.attend("band", query, key, value, valid, places, mask_fn)
     before, after, period = mask_fn.before, mask_fn.after, mask_fn.period
+    length = shape_of(query)[1]
     if documents is not None:
         # Documents begin anywhere in a period.
         before, after = (reach + period - 1 for reach in (before, after))
     if relative is None:
+        if isinstance(length, int):
+            # There are no keys farther away.
+            before, after = (min(n, max(0, length - 1)) for n in (before, after))
         # Whole vectors of keys: products with 127 are slower than with 128.
         before, after = (-(-reach // 16) * 16 for reach in (before, after))
     block = max(block_sizes().block, before, after) // period * period
     block = max(period, block)
-    length = shape_of(query)[1]
     if isinstance(length, int):
         block = min(block, chunk_count(length, period) * period)
     alone = isinstance(length, int) and length <= block

@@ -3,6 +3,7 @@
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.numerics import sine, where
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide
 
@@ -15,6 +16,8 @@ def fourier_attention(
     Arguments and shapes are as for `ops.fourier_attention`. All pairs of queries and
     keys with all their dimensions are formed, in the dtype of the input.
     """
+    key, value = hide_masked(key, key_mask), hide_masked(value, key_mask)
+    radius, query, key = map(ops.convert_to_tensor, (radius, query, key))
     z = radius * (query[:, :, None] - key[:, None])
     zero = z == 0.0
     z = ops.where(zero, 1.0, z)
@@ -25,7 +28,6 @@ def fourier_attention(
     if key_mask is not None:
         kept = ops.cast(key_mask, "bool")
         logs = where(kept[:, None, None, :], logs, LOG_ZERO)
-        value = ops.where(kept[..., None, None], value, ops.zeros_like(value))
     if causal:
         first = ops.reshape(ops.cast(first_position, "int32"), (-1, 1, 1, 1))
         rows = first + ops.arange(shape_of(query)[1], dtype="int32")[:, None]

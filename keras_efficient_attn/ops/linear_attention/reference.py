@@ -3,6 +3,7 @@
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.numerics import where
 from keras_efficient_attn.ops.common.online_softmax import (
     LOG_ZERO,
@@ -19,12 +20,13 @@ def reference_attention(inputs, key_log_weight, causal, normalize):
     formed, in the dtype of the input.
     """
     query_features, key_features, value, key_mask = inputs
+    key_features = hide_masked(key_features, key_mask)
+    value = hide_masked(value, key_mask)
     weights = ops.einsum("bthm,bshm->bhts", query_features, key_features)
     allowed = ops.ones_like(weights, dtype="bool")
     if key_mask is not None:
         kept = ops.cast(key_mask, "bool")
         allowed = allowed & kept[:, None, None, :]
-        value = ops.where(kept[..., None, None], value, ops.zeros_like(value))
     if causal:
         rows = ops.arange(shape_of(query_features)[1])[:, None]
         columns = ops.arange(shape_of(key_features)[1])[None, :]

@@ -86,7 +86,7 @@ def local_attention(
         state: Optional state from `local_attention_state` or an earlier call: the
             earlier keys that a query can see. Needs `causal=True` and equal lengths.
         dropout: Optional `(rate, seed)` of dropout on the normalised weights, with
-            floats `(2,)` from `weight_dropout.dropout_seed`.
+            floats `(2,)` from `ops.common.random.dropout_seed`.
         implementation: `"blocks"`, for every backend and device; `"splash"`, JAX's
             splash attention for TPUs, or `"flex"`, PyTorch's FlexAttention for CUDA:
             both without `grid`, `state` and `dropout`, and for static sizes; or

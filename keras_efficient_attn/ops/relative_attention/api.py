@@ -67,7 +67,7 @@ def relative_attention(
             key_length)`: queries see the keys with the same number.
         scale: Factor of the products. Defaults to `1 / √dim`.
         dropout: Optional `(rate, seed)` of dropout on the normalised weights, with
-            floats `(2,)` from `weight_dropout.dropout_seed`.
+            floats `(2,)` from `ops.common.random.dropout_seed`.
         implementation: `"blocks"` (the default) or `"reference"`, the formula with a
             vector per pair, without `dropout`.
 

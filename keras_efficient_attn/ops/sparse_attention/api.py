@@ -79,7 +79,7 @@ def sparse_attention(
         state: Optional state from `sparse_attention_state`, of the same pattern, or
             from an earlier call; for `causal=True` and as many queries as keys.
         dropout: Optional `(rate, seed)` of dropout on the normalised weights, with
-            floats `(2,)` from `weight_dropout.dropout_seed`; each factor has its own
+            floats `(2,)` from `ops.common.random.dropout_seed`; each factor has its own
             random bits.
         implementation: `"blocks"`, for every backend and device; `"splash"`, JAX's
             splash attention for TPUs, or `"flex"`, PyTorch's FlexAttention for CUDA:

@@ -7,7 +7,6 @@ from keras_efficient_attn.ops.common.checks import (
     check_implementation,
     check_streaming,
 )
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.plan import symbolic
 from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.vq_attention import reference
@@ -16,6 +15,7 @@ from keras_efficient_attn.ops.vq_attention.config import (
     Keys,
     Positions,
     VQConfig,
+    check_codebook,
     make_codebook,
     state_spec,
 )
@@ -134,7 +134,7 @@ def vq_attention(
         - [Lingle, 2023](https://arxiv.org/abs/2309.16354), Transformer-VQ
     """
     check_heads(query, key, value, key_mask)
-    _check_codebook(query, codebook)
+    check_codebook(query, codebook)
     config = VQConfig(
         soft=sigma is not None,
         order=order,
@@ -167,8 +167,7 @@ def vq_attention(
         return reference.vq_attention(query, keys, codebook, config, causal, positions)
     index = None
     if sigma is None:
-        dtype = accumulator_dtype(query, key, value)
-        index = nearest_codes(ops.cast(key, dtype), ops.cast(codebook.codes, dtype))
+        index = nearest_codes(key, codebook.codes)
     keys = Keys(key, value, key_mask, index)
     output, new_state = attend_to_keys_and_codes(
         query, keys, codebook, config, causal, positions, state
@@ -220,14 +219,4 @@ def _check_positions(query, positions, window, causal):
             "`position_query` and `position_key` must be given together, with the "
             f"shapes {expected[0]} and {expected[1]}. Received: the shapes "
             f"{list(received)}"
-        )
-
-
-def _check_codebook(query, codebook):
-    heads_and_dim, codes = tuple(query.shape[2:]), tuple(codebook.shape)
-    if len(codes) != 3 or heads_and_dim != (codes[0], codes[2]):
-        raise ValueError(
-            "`codebook` must have the shape (heads, codes, dim), with the heads and "
-            f"the dim of `query`. Received: query.shape={tuple(query.shape)}, "
-            f"codebook.shape={codes}"
         )

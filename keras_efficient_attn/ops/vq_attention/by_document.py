@@ -15,6 +15,7 @@ from keras_efficient_attn.ops.common.chunking import (
     chunk_layout,
     pad_to,
 )
+from keras_efficient_attn.ops.common.online_softmax import merge
 from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.vq_attention.blocks import (
@@ -69,22 +70,28 @@ def attend_by_document(query, keys, codebook, config, causal, documents):
 
 @functools.cache
 def _step(window, causal, rank):
+    # The expansion has a mean of the keys of a code, earlier and later ones apart.
+    two_sided = rank is not None and window and not causal
+
     def step(carry, x, consts):
         query, position, number = x
         codes, *block, key_position, key_number = consts
-        distance = position[:, :, None] - key_position[:, None]
-        if not causal:
-            distance = ops.abs(distance)
-        seen = ops.logical_and(
-            distance >= window, number[:, :, None] == key_number[:, None]
-        )
         query = by_head(query, shape_of(query)[1])
-        seen = ops.cast(seen, query.dtype)[:, None, None]
-        if rank is not None:
-            part = read(query, codes, None, rank, block, seen)
-        else:
-            logits = query @ ops.swapaxes(codes[:, None], -1, -2)
-            part = read_mixture(logits, *block, seen=seen)
-        return carry, tuple(by_position(t) for t in part)
+        same = number[:, :, None] == key_number[:, None]
+        distance = position[:, :, None] - key_position[:, None]
+        distances = [distance if causal else ops.abs(distance)]
+        if two_sided:
+            distances = [distance, -distance]
+        parts = []
+        for distance in distances:
+            seen = ops.logical_and(distance >= window, same)
+            seen = ops.cast(seen, query.dtype)[:, None, None]
+            if rank is not None:
+                part = read(query, codes, None, rank, block, seen)
+            else:
+                logits = query @ ops.swapaxes(codes[:, None], -1, -2)
+                part = read_mixture(logits, *block, seen=seen)
+            parts.append(tuple(by_position(t) for t in part))
+        return carry, tuple(merge(parts) if two_sided else parts[0])
 
     return step

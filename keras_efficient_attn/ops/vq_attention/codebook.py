@@ -44,6 +44,8 @@ MIN_COUNT = 1e-2
 def nearest_codes(key, codebook, metric=None):
     """The index of the nearest code of each key, which minimises `‖key − code‖`.
 
+    Distances are in the dtype of accumulators.
+
     Args:
         key: `(batch, length, heads, dim)`.
         codebook: `(heads, codes, dim)`.
@@ -52,7 +54,8 @@ def nearest_codes(key, codebook, metric=None):
     Returns:
         int32 `(batch, length, heads)`.
     """
-    key, codebook = ops.stop_gradient(key), ops.stop_gradient(codebook)
+    dtype = accumulator_dtype(key, codebook)
+    key, codebook = (ops.stop_gradient(ops.cast(t, dtype)) for t in (key, codebook))
     weighed = codebook if metric is None else codebook @ ops.stop_gradient(metric)
     heads, codes = codebook.shape[:2]
     length = shape_of(key)[1]

@@ -269,3 +269,14 @@ def cache_shapes(batch, heads, codes, key_dim, value_dim, config):
     features = num_features(rank)
     shapes = (*sizes, features, value_dim), (*sizes, features)
     return shapes if rank == key_dim else (*shapes, (*sizes, key_dim - rank))
+
+
+def check_codebook(query, codebook):
+    """Raises `ValueError` for a codebook whose heads or dim are not the query's."""
+    heads_and_dim, codes = tuple(query.shape[2:]), tuple(codebook.shape)
+    if len(codes) != 3 or heads_and_dim != (codes[0], codes[2]):
+        raise ValueError(
+            "`codebook` must have the shape (heads, codes, dim), with the heads and "
+            f"the dim of `query`. Received: query.shape={tuple(query.shape)}, "
+            f"codebook.shape={codes}"
+        )

@@ -33,6 +33,7 @@ def vq_attention(query, keys, codebook, config, causal, positions=None):
         nearest = ops.argmin(distances, axis=-1)
         codes = ops.arange(codebook.shape[1], dtype="int32")
         log_p = ops.where(ops.cast(nearest, "int32")[..., None] == codes, 0.0, -1e30)
+        log_p = ops.cast(log_p, distances.dtype)
     else:
         log_p = -distances / (2.0 * ops.square(sigma)) - key.shape[-1] * ops.log(sigma)
         if log_weights is not None:

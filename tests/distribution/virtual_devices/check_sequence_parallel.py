@@ -51,6 +51,20 @@ def test_values_and_gradients_are_those_of_one_device(name):
         np.testing.assert_allclose(gradients[key], gradient, rtol=1e-4, atol=atol)
 
 
+def test_codes_of_half_precision_are_those_of_one_device():
+    random = np.random.default_rng(0)
+    x = jax.numpy.asarray(random.normal(size=(2, 48, 2, 4)), "bfloat16")
+    # Their numbers are more than bfloat16 can tell apart.
+    codes = jax.numpy.asarray(random.normal(size=(2, 600, 4)), "bfloat16")
+    expected = ops.vq_attention(x, x, x, codes, causal=True)
+    received = SequenceParallel(make_mesh()).vq_attention(x, x, x, codes)
+    assert received.dtype == expected.dtype
+    received, expected = (np.asarray(t, "float32") for t in (received, expected))
+    np.testing.assert_allclose(received, expected, rtol=0.01, atol=0.01)
+    with pytest.raises(ValueError, match="`codebook` must have the shape"):
+        SequenceParallel(make_mesh()).vq_attention(x, x, x, codes[:1])
+
+
 @pytest.mark.parametrize("name", ["causal", "gated delta", "window", "expanded codes"])
 def test_bytes_that_travel_do_not_depend_on_the_length(name):
     split = SequenceParallel(make_mesh((1, 4)))

@@ -293,6 +293,26 @@ def test_redraw_counts_training_calls_and_survives_saving(tmp_path):
     assert not np.array_equal(current(), before)
 
 
+def test_gradient_checkpointing_draws_once():
+    x = np.random.default_rng(0).normal(size=(2, 5, 6)).astype("float32")
+
+    def after_steps(scope):
+        keras.utils.set_random_seed(0)
+        with scope:
+            layer = PerformerAttention(1, 4, num_features=8, redraw_interval=3, seed=0)
+        sequence = keras.Input((None, 6))
+        model = keras.Model(sequence, layer(sequence, sequence))
+        model.compile("sgd", "mse", jit_compile=False)
+        for _ in range(4):
+            model.train_on_batch(x, x)
+        return layer.get_weights()
+
+    plain = after_steps(keras.RematScope(mode=None))
+    checkpointed = after_steps(keras.RematScope(mode="full"))
+    for received, expected in zip(checkpointed, plain, strict=True):
+        np.testing.assert_allclose(received, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_redraw_inside_a_compiled_fit(backend):
     layer = PerformerAttention(1, 4, num_features=8, redraw_interval=3, seed=0)
     sequence = keras.Input((None, 6))

@@ -327,6 +327,17 @@ def test_fit_draws_once_moves_and_goes_on_after_reload(tmp_path, backend):
         )
 
 
+def test_expanded_codes_of_a_document_are_those_of_its_row_alone():
+    x = inputs()
+    layer = VQAttention(2, 4, num_codes=4, window=3, order=2, rank=2, seed=3)
+    expected = [to_numpy(layer(part, part)) for part in (x[:, :13], x[:, 13:])]
+    ids = np.repeat([[0] * 13 + [1] * 7], len(x), axis=0).astype("int32")
+    received = to_numpy(layer(x, x, document_ids=ids))
+    np.testing.assert_allclose(
+        received, np.concatenate(expected, axis=1), rtol=1e-4, atol=1e-5
+    )
+
+
 def test_gradient_checkpointing_updates_once():
     x = inputs()
 

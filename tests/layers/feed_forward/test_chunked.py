@@ -56,6 +56,18 @@ def test_a_network_with_integer_variables_has_gradients():
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_hidden_states_and_kernel_may_have_different_dtypes():
+    x = inputs()
+    kernel = np.random.default_rng(1).normal(size=(DIM, CLASSES)).astype("float32")
+    labels = np.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) % CLASSES
+    halves = ops.cast(x, "bfloat16")
+    logits = to_numpy(ops.cast(halves, "float32")).astype("float64") @ kernel
+    expected = np.log(np.exp(logits).sum(-1))
+    expected -= np.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    received = chunked_cross_entropy(halves, kernel, None, labels, chunk_size=4)
+    np.testing.assert_allclose(to_numpy(received), expected, rtol=1e-5)
+
+
 UNITS = 40
 
 

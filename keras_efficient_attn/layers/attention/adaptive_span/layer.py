@@ -269,17 +269,15 @@ class AdaptiveSpan(PatternAttention):
         config = _span_config(self.window, self.ramp, self.include_self)
         return softmax.attend(config, FORMS, call.options["spans"], position_key)
 
-    def rematerialized_call(self, layer_call, *args, **kwargs):
-        """Runs `call` without rematerialising, which would add the penalty twice.
-
-        The attention recomputes itself block by block in any case.
-        """
-        return layer_call
+    @property
+    def _learns(self):
+        return self.dynamic or bool(self.penalty)
 
     def _prepare_inputs(self, query, value, key, call):
         spans = self._spans(query, call.query_mask)
         # A batch without rows has no spans to learn from.
-        if call.training and not is_replay() and query.shape[0] != 0:
+        learns = call.training and self._learns and not is_replay()
+        if learns and query.shape[0] != 0:
             self._learn_from(spans, call.query_mask)
         return query, value, key, dataclasses.replace(call, options={"spans": spans})
 

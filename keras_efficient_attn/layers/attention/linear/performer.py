@@ -16,6 +16,7 @@ from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.layers.replicas import take_first_replica
 from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, conditional
+from keras_efficient_attn.ops.reversible.remembered import is_replay
 
 
 @register_attention("performer")
@@ -51,7 +52,8 @@ class PerformerAttention(LinearAttention):
         row_norm: `"chi"` (unbiased, the default) or `"sqrt_dim"`.
         redraw_interval: Training calls between redraws of the projection. A weight
             counts the calls; the count is frozen at inference and when the layer is not
-            trainable. Defaults to `None`: never.
+            trainable. A rerun by gradient checkpointing does not count. Defaults to
+            `None`: never.
         calibrated: Whether the features estimate the kernel centred at the means of
             queries and keys, in coordinates (and, for random features, with a shape)
             that `calibrate` fits to data, so that the layer can replace trained softmax
@@ -224,13 +226,17 @@ class PerformerAttention(LinearAttention):
         return self._calibration.assign(moments, self.feature_dim, rank)
 
     def _map_inputs(self, query, key, call):
-        if self.redraw_interval is not None and call.training and self.trainable:
+        if call.training and self._learns and not is_replay():
             self._redraw_if_due()
         if not self.calibrated:
             return super()._map_inputs(query, key, call)
         query, key = self._calibration.coordinates(query, key)
         query, key, weights = super()._map_inputs(query, key, call)
         return query, key, self._calibration.map_weights(query) + weights
+
+    @property
+    def _learns(self):
+        return self.redraw_interval is not None and self.trainable
 
     @property
     def _projection(self):

@@ -389,13 +389,6 @@ class VQAttention(EfficientAttention):
             heads = self._dropout_layer(heads, training=call.training)
         return heads, new_state
 
-    def rematerialized_call(self, layer_call, *args, **kwargs):
-        """Runs `call` without rematerialising, which would update the codebook twice.
-
-        The attention recomputes itself block by block in any case.
-        """
-        return layer_call
-
     def calibrate(self, data, query=None, iterations: int = 20):
         """Fits the codes by k-means to the keys that this layer computes from data.
 
@@ -544,7 +537,6 @@ class VQAttention(EfficientAttention):
 
     @property
     def _learns(self):
-        """Whether a training call updates the codes."""
         return self.trainable and not self.config.soft
 
     def _scores(self, query, key, value, call):

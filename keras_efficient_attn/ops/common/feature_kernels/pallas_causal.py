@@ -1,11 +1,11 @@
 """Causal linear attention in Pallas kernels, forward and backward.
 
-The formulae are those of `causal_step`. A program iterates over the chunks of a head
-and keeps the state in scratch memory. The backward pass needs no saved states. One
-kernel runs forwards again for the gradients of queries, which read the state before
-their chunk. Another runs backwards for the gradients of keys and values, with the
-gradient of the state after their chunk. Only rows pass between them, a few numbers per
-query.
+The formulae are those of `linear_attention.chunked`. A program iterates over the
+chunks of a head and keeps the state in scratch memory. The backward pass needs no saved
+states. One kernel runs forwards again for the gradients of queries, which read the
+state before their chunk. Another runs backwards for the gradients of keys and values,
+with the gradient of the state after their chunk. Only rows pass between them, a few
+numbers per query.
 """
 
 import functools

@@ -37,14 +37,6 @@ class AllKeys:
         return ((0, self.keys - 1),)
 
 
-def sees(pattern, i, j):
-    """Whether query `i` sees key `j`."""
-    seen = j < 0
-    for first, last in pattern.intervals(i):
-        seen = seen | ((j >= first) & (j <= last))
-    return seen
-
-
 def sequences(step, *tensors):
     """`(batch, length, ...)` as `(batch · step, length / step, ...)`; keeps `None`.
 
