@@ -59,9 +59,11 @@ class OptionalDocuments:
     def __call__(self, inputs, *args, **kwargs):
         return super().__call__(self._with_all_names(inputs), *args, **kwargs)
 
-    def call(self, inputs, *args, **kwargs):
-        # A trainer on JAX calls this directly.
-        return super().call(self._with_all_names(inputs), *args, **kwargs)
+    def call(self, inputs, training=None, mask=None, **kwargs):
+        # A trainer on JAX calls this directly. Trainers look for `training` in the
+        # signature, and otherwise train as if they did not.
+        inputs = self._with_all_names(inputs)
+        return super().call(inputs, training=training, mask=mask, **kwargs)
 
 
 class PresetMixin:
@@ -132,7 +134,8 @@ def _quantized_dtype(path):
     file = Path(path, "config.json")
     if not file.exists():
         return {}
-    dtype = json.loads(file.read_text())["config"].get("dtype")
+    # Files of other libraries have no "config": KerasHub says what is wrong.
+    dtype = json.loads(file.read_text()).get("config", {}).get("dtype")
     if isinstance(dtype, dict) and dtype["class_name"] == "DTypePolicyMap":
         return {"dtype": dtype}
     return {}
