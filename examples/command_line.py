@@ -100,10 +100,11 @@ class Parser(argparse.ArgumentParser):
 def command(parse_arguments):
     """Makes a function of parsed arguments the `main(argv=None)` of its script.
 
-    Keras uses `--backend` before the function begins, which then may import it. With
-    `--save` among its options, the arguments have the words of the command line as
-    `command`. `main` returns the script's exit status: 0 or what the function returns;
-    after a `UsageError`, which it prints in one line, 2.
+    Keras uses `--backend` before the function begins, which then may import it, and the
+    folders of `--save` and `--plot` exist. With `--save` among its options, the
+    arguments have the words of the command line as `command`. `main` returns the
+    script's exit status: 0 or what the function returns; after a `UsageError`, which it
+    prints in one line, 2.
     """
 
     def decorate(run):
@@ -117,6 +118,10 @@ def command(parse_arguments):
                         f"{script.parent.name}/{script.name}",
                         *(sys.argv[1:] if argv is None else argv),
                     ]
+                for option in ("save", "plot"):
+                    file = getattr(arguments, option, None)
+                    if file is not None:
+                        make_folder(Path(file).parent, f"--{option}")
                 select_backend(arguments.backend)
                 return run(arguments) or 0
             except UsageError as error:
@@ -144,12 +149,12 @@ def select_backend(backend):
     os.environ["KERAS_BACKEND"] = backend
 
 
-def make_folder(folder):
-    """Makes the folder of `--out`, or raises `UsageError`."""
+def make_folder(folder, option="--out"):
+    """Makes the folder of an option, or raises `UsageError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--out {folder}: {error.strerror}") from error
+        raise UsageError(f"{option}: folder {folder}: {error.strerror}") from error
 
 
 def check_heads(dim, heads):

@@ -96,7 +96,7 @@ def parse_arguments(argv):
 @command(parse_arguments)
 def main(arguments):
     """Trains or loads the teacher, distils the student, and compares the two."""
-    make_folder(arguments.teacher)
+    make_folder(arguments.teacher, "--teacher")
     make_folder(arguments.out)
     splits = load_splits(arguments.text)
     longest = max(

@@ -27,7 +27,6 @@ def show(header, rows, arguments):
         "header": [str(title) for title in header],
         "rows": [[str(cell) for cell in row] for row in rows],
     }
-    arguments.save.parent.mkdir(parents=True, exist_ok=True)
     arguments.save.write_text(
         json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
     )

@@ -551,7 +551,10 @@ def main(argv=None):
         return 0
     if not BACKENDS:
         return cli.refuse("measure_gpu", "neither PyTorch nor JAX is installed")
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    try:
+        cli.make_folder(arguments.out, "--out")
+    except cli.UsageError as error:
+        return cli.refuse("measure_gpu", error)
     deadline = (arguments.since or time.time()) + 60 * arguments.minutes
     # Whatever hangs is interrupted.
     for number in (signal.SIGALRM, signal.SIGTERM):

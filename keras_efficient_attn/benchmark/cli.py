@@ -150,7 +150,7 @@ def main(argv=None):
         settings = make_settings(arguments)
         before = prepare_files(settings, save, against)
         if out is not None:
-            make_folder(out)
+            make_folder(out, "--out")
     except ValueError as error:
         return refuse("benchmark", error)
     # However the run ends, its measurements are shown and written.
@@ -189,16 +189,16 @@ def prepare_files(settings, save, against):
         before = read_json(against)
         time_ratios(Comparison(settings, [], {}), before)
     if save is not None:
-        make_folder(save.parent)
+        make_folder(save.parent, "--save")
     return before
 
 
-def make_folder(out):
-    """Makes the folder of `--out`, or raises `UsageError`."""
+def make_folder(folder, option):
+    """Makes the folder of an option, such as `"--out"`, or raises `UsageError`."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--out {out}: {error.strerror}") from error
+        raise UsageError(f"{option}: folder {folder}: {error.strerror}") from error
 
 
 def refuse(command, error):

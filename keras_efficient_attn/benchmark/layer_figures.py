@@ -1,15 +1,21 @@
 """Figures of a layer beside its time: useful operations, and the error of an estimate.
 
 A multiplication and an addition are two operations. A layer counts those between its
-projections (`EfficientAttention.operations`); the projections are counted here, with
-`2 · dim · width` per position for each (query, key, value, output, and the gate if
-any), where `width` is heads times head size. Products inside chunks, padding and
+projections (`EfficientAttention.operations`). The projections are counted here, with
+`2 · inputs · outputs` per position for each: query, key, value and output, and what the
+layer has of gates, decays and β, of which one of low rank is two projections. So are
+short convolutions, with `2 · size` per channel. Products inside chunks, padding and
 recomputation depend on the implementation and are not counted. A backward pass counts
 twice the forward pass.
 """
 
+import math
+
+import keras
 import numpy as np
 from keras import ops
+
+from keras_efficient_attn.layers.keras_internals import flat_layers, own_variables
 
 BACKWARD = 2
 SAMPLED_QUERIES = 64
@@ -78,13 +84,18 @@ def error_against_softmax(layer, x, output, causal):
 
 
 def _projections(layer):
-    projections = [layer.query_dense, layer.value_dense, layer.output_dense]
-    if layer.key_dense is not layer.query_dense:
-        projections.append(layer.key_dense)
-    if layer.gate_dense is not None:
-        projections.append(layer.gate_dense)
-    shapes = [projection.kernel.shape for projection in projections]
-    return 2 * sum(shape[0] * shape[1] * shape[2] for shape in shapes)
+    """Operations of one position in projections and short convolutions."""
+    kernels = [
+        part.kernel
+        for part in flat_layers(layer)
+        if isinstance(part, keras.layers.EinsumDense)
+    ]
+    kernels += [
+        weight
+        for weight in own_variables(layer)
+        if weight.name.endswith("_convolution_kernel")
+    ]
+    return 2 * sum(math.prod(kernel.shape) for kernel in kernels)
 
 
 def _project(dense, x):

@@ -99,6 +99,23 @@ def build_layer(layer, shape, dtype):
         layer.build(shape)
 
 
+def spec_with_state(output, state):
+    """What a symbolic call returns: `output`, or `(output, state)` with a state.
+
+    The new state has the shapes and dtypes of the state that the call received.
+
+    Args:
+        output: `KerasTensor`, or a nest of them.
+        state: The call's `state`, a nest of tensors, or `None`.
+    """
+    if state is None:
+        return output
+    # New tensors: Keras notes in each output which layer it is from.
+    return output, keras.tree.map_structure(
+        lambda x: keras.KerasTensor(x.shape, dtype=x.dtype), state
+    )
+
+
 def add_counter(layer, name):
     """A weight of a layer that counts its calls, from 0 on."""
     return layer.add_weight(

@@ -1,5 +1,7 @@
 """Auxiliary losses for training deep character models."""
 
+import typing
+
 import keras
 from keras import ops
 
@@ -9,6 +11,22 @@ from keras_efficient_attn.models.blocks.residual import get_norm
 from keras_efficient_attn.models.tasks.task import TaskWrapper
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
+from keras_efficient_attn.ops.common.documents import document_numbers
+
+
+class Targets(typing.NamedTuple):
+    """What the layers predict.
+
+    Attributes:
+        tokens: Integers `(batch, length)`: the next token of each position.
+        weight: `(batch, length)`, the `sample_weight`; or `None`.
+        document: Integers `(batch, length)`: the number of each position's document in
+            its row; `None` for one document in each row.
+    """
+
+    tokens: object
+    weight: object
+    document: object
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -24,8 +42,9 @@ class AuxiliaryLosses(TaskWrapper):
     predicting the `k`-th token after a position through its own output projection.
     `CE[n, 1]` is the loss that this model is compiled with, on the model's own logits.
     The layers' losses stop in order, the lowest first; all except the last stop in the
-    first half of training. Positions without a `k`-th token in the targets are ignored;
-    `sample_weight` counts as in Keras' losses.
+    first half of training. Positions without a `k`-th token in the targets are ignored,
+    as at the end of a row and, with `document_ids`, of a document. `sample_weight`,
+    `(batch, length)` or `(batch, 1)`, counts as in Keras' losses.
 
     The additional projections are used in training only: `evaluate` and `predict` use
     `model`, whose weights are trained in place. A loss that has stopped still costs its
@@ -41,14 +60,16 @@ class AuxiliaryLosses(TaskWrapper):
         **kwargs: Arguments of `keras.Model`.
 
     Call arguments:
-        inputs: As for `model`.
+        inputs: As for `model`, with `document_ids` if its backbone takes documents.
 
     Returns:
         The logits of `model`; in training, a dict with these as `"logits"` and with
         `"layers"`, a list of `(batch, length, hidden_dim)`.
 
     Raises:
-        ValueError: For an unsupported value of an argument above.
+        ValueError: For an unsupported value of an argument above; from `fit` and
+            `evaluate`, for a `sample_weight` of another shape; in training, for fewer
+            positions than `num_targets`.
 
     Example:
 
@@ -100,12 +121,14 @@ class AuxiliaryLosses(TaskWrapper):
         self.target_weight = target_weight
         self._training_step = add_counter(self, "training_step")
         stack = backbone.decoder
-        self._num_layers = len(stack.blocks) * stack.num_recurrences
+        blocks = stack.blocks * stack.num_recurrences
+        self._num_layers = len(blocks)
         layers = range(1, self._num_layers + 1)
-        self.norms = []
-        if stack.final_norm is not None:
-            # Otherwise each layer ends with its own norm.
-            self.norms = [self._make_norm(layer, stack) for layer in layers[:-1]]
+        # `None` after a block that ends with its own norm. The stack norms the last.
+        self.norms = [
+            self._make_norm(layer, block) if stack.needs_norm(block) else None
+            for layer, block in enumerate(blocks[:-1], 1)
+        ]
         self.heads = [
             self._make_head(layer, target)
             for layer in layers
@@ -114,16 +137,16 @@ class AuxiliaryLosses(TaskWrapper):
         ]
         self.built = True
 
-    def _make_norm(self, layer, stack):
-        block = stack.blocks[0]
+    def _make_norm(self, layer, block):
+        backbone = self.model.backbone
         norm = get_norm(
             block.norm,
             block.norm_epsilon,
             block.use_bias,
-            dtype=stack.dtype_policy,
+            dtype=backbone.decoder.dtype_policy,
             name=f"norm_{layer}",
         )
-        norm.build(self.model.backbone.output.shape)
+        norm.build(backbone.output.shape)
         return norm
 
     def _make_head(self, layer, target):
@@ -145,22 +168,30 @@ class AuxiliaryLosses(TaskWrapper):
         if not training:
             return self.model(inputs, training=training)
         backbone = self.model.backbone
-        mask = inputs["padding_mask"]
-        x = backbone.embedding(
-            inputs["token_ids"], padding_mask=mask, training=training
-        )
-        x, layers = backbone.decoder(
-            x,
-            padding_mask=mask,
-            return_layers=True,
-            training=training,
-        )
+        rows = {
+            "padding_mask": inputs["padding_mask"],
+            "document_ids": self._document_ids(inputs),
+        }
+        x = backbone.embedding(inputs["token_ids"], **rows, training=training)
+        x, layers = backbone.decoder(x, **rows, return_layers=True, training=training)
         logits = backbone.token_embedding(x, reverse=True)
         return {"logits": logits, "layers": [*layers[:-1], x]}
+
+    def _document_ids(self, inputs):
+        """The `document_ids`, or `None`: a model that takes none ignores them."""
+        if "document_ids" not in self.model.backbone.input:
+            return None
+        return inputs.get("document_ids")
 
     def compute_loss(
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True
     ):
+        if sample_weight is not None and len(sample_weight.shape) != 2:
+            raise ValueError(
+                "`sample_weight` must be (batch, length), or (batch, 1): pass weights "
+                "of rows as `weights[:, None]`. Received: "
+                f"sample_weight.shape={tuple(sample_weight.shape)}"
+            )
         if not isinstance(y_pred, dict):
             return super().compute_loss(x, y, y_pred, sample_weight, training)
         if isinstance(y.shape[1], int) and y.shape[1] < self.num_targets:
@@ -169,17 +200,16 @@ class AuxiliaryLosses(TaskWrapper):
                 f"positions. Received: y.shape={tuple(y.shape)}"
             )
         loss = super().compute_loss(x, y, y_pred["logits"], sample_weight, training)
+        targets = self._targets(x, y, sample_weight)
         step = ops.convert_to_tensor(self._training_step)
         heads = iter(self.heads)
         for i, hidden in enumerate(y_pred["layers"]):
             last = i == self._num_layers - 1
-            if self.norms and not last:
+            if not last and self.norms[i] is not None:
                 hidden = self.norms[i](hidden)
             layer_loss = 0.0
             for shift in range(1 if last else 0, self.num_targets):
-                target_loss = self._target_loss(
-                    hidden, next(heads), y, shift, sample_weight
-                )
+                target_loss = self._target_loss(hidden, next(heads), targets, shift)
                 layer_loss += (self.target_weight if shift else 1.0) * target_loss
             if not last:
                 layer_loss = ops.where(step < self.stops()[i], layer_loss, 0.0)
@@ -188,15 +218,26 @@ class AuxiliaryLosses(TaskWrapper):
             self._training_step.assign(step + 1)
         return loss
 
-    def _target_loss(self, hidden, head, y, shift, sample_weight):
-        """The mean over the positions whose target, `shift` after the next, exists."""
-        length = shape_of(y)[1] - shift
-        losses = head(hidden[:, :length], y[:, shift:])
+    def _targets(self, inputs, tokens, sample_weight):
+        ids, weight = self._document_ids(inputs), None
         if sample_weight is not None:
-            weight = ops.cast(sample_weight, losses.dtype)
+            weight = ops.broadcast_to(sample_weight, shape_of(tokens))
+        return Targets(tokens, weight, None if ids is None else document_numbers(ids))
+
+    def _target_loss(self, hidden, head, targets, shift):
+        """The mean over the positions whose target, `shift` after the next, exists."""
+        tokens, weight, document = targets
+        length = shape_of(tokens)[1] - shift
+        losses = head(hidden[:, :length], tokens[:, shift:])
+        if weight is not None:
+            weight = ops.cast(weight, losses.dtype)
             real = ops.cast(weight[:, :length] > 0, losses.dtype)
             losses = losses * weight[:, shift:] * real
-        return ops.mean(losses)
+        if document is None:
+            return ops.mean(losses)
+        same = ops.equal(document[:, :length], document[:, shift:])
+        same = ops.cast(same, losses.dtype)
+        return ops.sum(losses * same) / ops.maximum(ops.sum(same), 1.0)
 
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         logits = y_pred["logits"] if isinstance(y_pred, dict) else y_pred

@@ -419,7 +419,6 @@ class EfficientTransformerBackbone(
             f"{ATTENTION}/(key|value)/kernel": (data_axis, shared_axis, None),
             f"{ATTENTION}/(decay|beta)/kernel": (None, shared_axis),
             f"{ATTENTION}/attention_output/kernel": (model_axis, None, data_axis),
-            f"{ATTENTION}/(query|key)_feature_kernel": (model_axis, None, None),
             f"{ATTENTION}/rotations": (None, model_axis, None, None),
             f"{ATTENTION}/position(_kernel)?": (None, model_axis, None),
             f"{ATTENTION}/codebook/(sum|last_codes|codes)": (model_axis, None, None),

@@ -83,8 +83,8 @@ class UniversalTransformer(TransformerStack):
 
     Raises:
         ValueError: For an argument out of range, blocks with `residual="reversible"`,
-            or a call with `return_ponder` without `adaptive_computation`, or with
-            `return_layers` and `adaptive_computation`.
+            or a call with `return_ponder` without `adaptive_computation` or with
+            `state`, or with `return_layers` and `adaptive_computation` or `state`.
 
     Example:
 
@@ -119,7 +119,7 @@ class UniversalTransformer(TransformerStack):
         **kwargs,
     ):
         super().__init__(blocks, num_recurrences, **kwargs)
-        if self.blocks[0].residual == "reversible":
+        if self.is_reversible:
             raise ValueError(
                 "Timesteps and adaptive computation cannot be used with "
                 "residual='reversible'. Received: residual='reversible'"
@@ -157,11 +157,6 @@ class UniversalTransformer(TransformerStack):
         return state
 
     def _recur(self, x, inputs, state, training, keep_layers):
-        if keep_layers and self.halting is not None:
-            raise ValueError(
-                "`return_layers` needs adaptive_computation=None. Received: "
-                f"adaptive_computation={self.adaptive_computation!r}"
-            )
         signal, new_state, layers = None, {}, []
         if self.positions is not None:
             signal, positions_state = self.positions.signal(
@@ -203,12 +198,6 @@ class UniversalTransformer(TransformerStack):
         if self.halting.ponder_cost and state is None:
             self.add_loss(self.halting.cost(ponder, running))
         return ops.cast(output, self.compute_dtype), StackResults(new_state, [], ponder)
-
-    def compute_output_spec(self, x, *args, return_ponder=False, **kwargs):
-        output = super().compute_output_spec(x)
-        if not return_ponder:
-            return output
-        return output, self.halting.specification(x.shape[:2])
 
     def get_config(self):
         return {

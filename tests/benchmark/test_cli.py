@@ -133,7 +133,8 @@ def test_pictures_need_matplotlib_and_nothing_else_does(
         (["--backend", "theano"], "theano"),
         (["--repeats", "-1"], "--repeats"),
         (["--time-limit", "0"], "--time-limit"),
-        (["--out", __file__], "--out"),
+        (["--out", __file__], f"--out: folder {__file__}: "),
+        (["--save", f"{__file__}/a.json"], f"--save: folder {__file__}: "),
         (["--no-such-option"], "--no-such-option"),
     ],
 )

@@ -174,6 +174,56 @@ def test_gated_layers_have_one_more_projection(name):
     assert decode_operations(gated, BATCH, LENGTH) == count + more
 
 
+# Sizes of the projections besides query, key, value and output, of each layer's decays,
+# β and output gate.
+FULL, PER_HEAD = WIDTH * WIDTH, WIDTH * HEADS
+
+
+def low_rank(rank, outputs=WIDTH):
+    return WIDTH * rank + rank * outputs
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("retention:output_gate=None", []),
+        ("retention", [FULL]),
+        ("retention:output_gate=silu,output_gate_rank=3", [low_rank(3)]),
+        ("retention:use_gate=True", [FULL, FULL]),
+        ("gated-linear:output_gate=None,decay=scalar", [low_rank(16, HEADS)]),
+        ("gated-linear:decay=scalar,decay_rank=None", [PER_HEAD, FULL]),
+        ("gated-linear", [low_rank(16), FULL]),
+        ("gated-linear:decay_rank=4", [low_rank(4), FULL]),
+        ("delta:convolution=None", [PER_HEAD]),
+        ("delta:convolution=None,use_beta=False", []),
+        ("gated-delta:convolution=None", [PER_HEAD, PER_HEAD, FULL]),
+        ("gated-delta:convolution=None,output_gate=None", [PER_HEAD, PER_HEAD]),
+        # Decays and the output gate have the rank of a head.
+        ("kimi-delta:convolution=None", [PER_HEAD, low_rank(8), low_rank(8)]),
+    ],
+)
+def test_layers_with_decays_count_all_projections(name, sizes):
+    layer = build(name)
+    per_position = PROJECTIONS + 2 * sum(sizes)
+    # The state is summed and read once per position and head; a delta rule also reads
+    # what it corrects.
+    products = 3 if "delta" in name else 2
+    expected = BATCH * (per_position + HEADS * products * 2 * HEAD_DIM * HEAD_DIM)
+    assert layer_operations(layer, BATCH, LENGTH, True) == LENGTH * expected
+    assert decode_operations(layer, BATCH, LENGTH) == expected
+
+
+@pytest.mark.parametrize("name", ["delta", "gated-delta", "kimi-delta"])
+def test_short_convolutions_count_their_positions(name):
+    without, convolved = build(f"{name}:convolution=None"), build(name)
+    # Four positions of queries, keys and values.
+    more = BATCH * 3 * 2 * 4 * WIDTH
+    count = layer_operations(without, BATCH, LENGTH, True)
+    assert layer_operations(convolved, BATCH, LENGTH, True) == count + LENGTH * more
+    count = decode_operations(without, BATCH, LENGTH)
+    assert decode_operations(convolved, BATCH, LENGTH) == count + more
+
+
 def test_a_calibrated_layer_counts_its_coordinates():
     plain, calibrated = (
         build(f"performer:feature_map=taylor,calibrated={calibrated}")

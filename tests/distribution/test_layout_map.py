@@ -5,7 +5,8 @@ import keras_hub
 import numpy as np
 import pytest
 
-from keras_efficient_attn.layers import attention_names
+from keras_efficient_attn import LinearAttention, PerformerAttention, RetentionAttention
+from keras_efficient_attn.layers import attention_names, feature_maps
 from keras_efficient_attn.models import (
     EfficientTransformerBackbone,
     convert_backbone,
@@ -24,14 +25,17 @@ def make_backbone(attention="linear", **options):
 
 
 def check(backbone, layout_map, large):
-    """Each weight has at most one layout, of its rank; large weights have one."""
+    """Each weight has at most one layout, of its axes; large weights have one.
+
+    JAX does not split the axes after those of a layout.
+    """
     for weight in backbone.weights:
         # It raises for a path that matches two patterns.
         layout = layout_map[weight.path]
         if layout is None:
             assert np.prod(weight.shape) < large, weight.path
         else:
-            assert len(layout.axes) == len(weight.shape), weight.path
+            assert len(layout.axes) <= len(weight.shape), weight.path
             assert "model" in layout.axes, weight.path
 
 
@@ -46,6 +50,35 @@ def test_every_large_weight_of_every_attention_is_split_once(name):
     backbone = make_backbone(options.get(name, name))
     layout_map = backbone.get_layout_map(make_mesh())
     check(backbone, layout_map, large=32 * 32)
+
+
+def layers_with_features():
+    """A layer for each feature map, with each set of weights that it can have."""
+    made = [
+        LinearAttention(4, 8, feature_map=name)
+        for name in feature_maps.names()
+        # It has no causal form, and the weights of the other random maps.
+        if name not in ("projected", "favor++")
+    ]
+    made += [
+        kind(4, 8, feature_map=feature_maps.get("projected", kind=weights))
+        for kind in (LinearAttention, RetentionAttention)
+        for weights in ("product", "hedgehog", "relu", "dpfp")
+    ]
+    made += [
+        PerformerAttention(4, 8, feature_map=name, calibrated=True)
+        for name in ("favor+", "hyperbolic", "taylor", "power")
+    ]
+    return made
+
+
+@pytest.mark.parametrize(
+    "layer", layers_with_features(), ids=lambda layer: str(layer.feature_map)
+)
+def test_weights_of_feature_maps_have_the_axes_of_their_layout(layer):
+    backbone = make_backbone(layer)
+    # Random numbers that heads share are replicated.
+    check(backbone, backbone.get_layout_map(make_mesh()), large=256 * 8 + 1)
 
 
 @pytest.mark.parametrize(

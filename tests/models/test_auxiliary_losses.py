@@ -14,16 +14,17 @@ from tests.autodiff import to_numpy
 from tests.models.cases import inputs, make_backbone, randomize
 
 
-def make(residual="pre_norm", num_layers=3, **options):
+def make(residual="pre_norm", num_layers=3, backbone=(), **options):
     backbone = make_backbone(
         "defaults",
         attention="softmax",
         num_layers=num_layers,
         residual=ResidualOptions(residual, norm="rms_norm"),
+        **dict(backbone),
     )
     options = {"total_steps": 13, "num_targets": 2, "target_weight": 0.25, **options}
     training = AuxiliaryLosses(EfficientCausalLM(backbone), **options)
-    for part in (*training.norms, *training.heads):
+    for part in (*filter(None, training.norms), *training.heads):
         randomize(part, seed=1)
     return training
 
@@ -50,27 +51,41 @@ def cross_entropy(logits, labels):
     return -np.take_along_axis(logits, labels[..., None], -1)[..., 0]
 
 
-def losses_of_layers(training, x, y, weights):
-    """`L[l]` of every layer, without the compiled loss of the last."""
-    backbone, result = training.model.backbone, []
+def position_losses(training, x, y, weights):
+    """The weighted losses of all positions, by layer and distance of the target."""
+    backbone, result = training.model.backbone, {}
     hidden = backbone.embedding(x["token_ids"])
-    heads = iter(training.heads)
+    heads, last = iter(training.heads), len(backbone.decoder.blocks) - 1
     for i, block in enumerate(backbone.decoder.blocks):
         hidden = block(hidden, padding_mask=x["padding_mask"])
-        final = i == len(backbone.decoder.blocks) - 1
-        norm = backbone.decoder.final_norm if final else training.norms[i]
         normed = to_numpy(hidden).astype("float64")
-        mean_square = (normed**2).mean(-1, keepdims=True)
-        scale = to_numpy(norm.weights[0])
-        normed = normed / np.sqrt(mean_square + norm.epsilon) * scale
-        total = 0.0
-        for shift in range(final, training.num_targets):
+        norm = backbone.decoder.final_norm if i == last else training.norms[i]
+        if norm is not None:
+            mean_square = (normed**2).mean(-1, keepdims=True)
+            scale = to_numpy(norm.weights[0])
+            normed = normed / np.sqrt(mean_square + norm.epsilon) * scale
+        for shift in range(i == last, training.num_targets):
             kernel, bias = (to_numpy(w) for w in next(heads).weights)
-            length = y.shape[1] - shift
+            length = max(y.shape[1] - shift, 0)
             losses = cross_entropy(normed[:, :length] @ kernel + bias, y[:, shift:])
-            losses = losses * weights[:, shift:] * (weights[:, :length] > 0)
-            total += (training.target_weight if shift else 1.0) * losses.mean()
-        result.append(total)
+            result[i, shift] = (
+                losses * weights[:, shift:] * (weights[:, :length] > 0)
+            ).ravel()
+    return result
+
+
+def losses_of_layers(training, *rows):
+    """`L[l]` of every layer, without the compiled loss of the last.
+
+    Args:
+        training: `AuxiliaryLosses`.
+        *rows: Tuples `(x, y, weights)` of sequences that are computed by themselves.
+    """
+    parts = [position_losses(training, *row) for row in rows]
+    result = [0.0] * len(training.model.backbone.decoder.blocks)
+    for i, shift in parts[0]:
+        mean = np.concatenate([part[i, shift] for part in parts]).mean()
+        result[i] += (training.target_weight if shift else 1.0) * mean
     return result
 
 
@@ -78,7 +93,7 @@ def test_losses_and_schedule_are_those_of_the_formula():
     training = make_compiled(make())
     x, y, weights = batch()
     plain = training.evaluate(x, y, sample_weight=weights, verbose=0)
-    of_layers = losses_of_layers(training, x, y, weights)
+    of_layers = losses_of_layers(training, (x, y, weights))
     # Layer l stops after l / 2n of 13 steps, n = 3: 2.17 and 4.33.
     assert training.stops() == (3, 5)
     received = training.fit(x, y, sample_weight=weights, epochs=6, verbose=0)
@@ -87,6 +102,75 @@ def test_losses_and_schedule_are_those_of_the_formula():
         expected += of_layers[0] * (step < 13 * 1 / 6)
         expected += of_layers[1] * (step < 13 * 2 / 6)
         assert abs(loss - expected) < 1e-4 * expected, step
+
+
+def test_a_weight_of_a_row_is_that_of_its_positions():
+    training = make_compiled(make(num_layers=1))
+    x, y, _ = batch()
+    weights = np.array([[0.5], [2.0]])
+    plain = training.evaluate(x, y, sample_weight=weights, verbose=0)
+    by_position = np.broadcast_to(weights, y.shape)
+    (expected,) = losses_of_layers(training, (x, y, by_position))
+    received = training.fit(x, y, sample_weight=weights, verbose=0).history["loss"]
+    np.testing.assert_allclose(received, [plain + expected], rtol=1e-4)
+
+
+def test_documents_are_what_they_are_alone():
+    documents = {"takes_documents": True, "positions": "sinusoidal"}
+    training = make_compiled(make(num_layers=2, num_targets=3, backbone=documents))
+    x, y, weights = batch()
+    x["padding_mask"] = np.ones_like(x["padding_mask"])
+    weights = np.maximum(weights, 0.25)
+    # The second row has the id 3 twice; one document is shorter than the targets.
+    names, lengths = [(0, 1), (3, 4, 3)], [(6, 7), (5, 1, 7)]
+    ids = [np.repeat(*row) for row in zip(names, lengths, strict=True)]
+    x["document_ids"] = np.stack(ids).astype("int32")
+    plain = training.evaluate(x, y, sample_weight=weights, verbose=0)
+    alone = []
+    for row, sizes in enumerate(lengths):
+        for stop, size in zip(np.cumsum(sizes), sizes, strict=True):
+            own = slice(row, row + 1), slice(stop - size, stop)
+            inputs = {name: x[name][own] for name in ("token_ids", "padding_mask")}
+            alone.append((inputs, y[own], weights[own]))
+    of_layers = losses_of_layers(training, *alone)
+    received = training.fit(x, y, sample_weight=weights, verbose=0).history["loss"]
+    np.testing.assert_allclose(received, [plain + sum(of_layers)], rtol=1e-4)
+
+
+def test_documents_of_one_token_have_no_second_target():
+    training = make_compiled(
+        make(num_layers=1, backbone={"takes_documents": True}, num_targets=2)
+    )
+    x, y, weights = batch()
+    x["document_ids"] = np.arange(y.size, dtype="int32").reshape(y.shape)
+    plain = training.evaluate(x, y, sample_weight=weights, verbose=0)
+    received = training.fit(x, y, sample_weight=weights, verbose=0).history["loss"]
+    np.testing.assert_allclose(received, [plain], rtol=1e-5)
+
+
+@pytest.mark.any_backend
+def test_a_model_that_takes_no_documents_ignores_them():
+    training, (x, _, _) = make(num_layers=1), batch()
+    ids = np.arange(x["token_ids"].size).reshape(x["token_ids"].shape)
+    received = training({**x, "document_ids": ids}, training=True)
+    np.testing.assert_array_equal(
+        to_numpy(received["logits"]), to_numpy(training.model(x))
+    )
+
+
+@pytest.mark.parametrize(
+    "kinds", [("post_norm", "pre_norm"), ("pre_norm", "post_norm")], ids=str
+)
+def test_each_layer_has_the_norm_of_its_own_residual(kinds):
+    training = make_compiled(make(kinds, num_layers=2))
+    x, y, weights = batch()
+    plain = training.evaluate(x, y, sample_weight=weights, verbose=0)
+    normed = [kind == "pre_norm" for kind in kinds]
+    norms = [training.norms[0], training.model.backbone.decoder.final_norm]
+    assert [norm is not None for norm in norms] == normed
+    of_layers = losses_of_layers(training, (x, y, weights))
+    received = training.fit(x, y, sample_weight=weights, verbose=0).history["loss"]
+    np.testing.assert_allclose(received, [plain + sum(of_layers)], rtol=1e-4)
 
 
 def test_all_of_it_is_saved_and_the_model_learns(tmp_path):
@@ -151,3 +235,10 @@ def test_models_of_another_kind_are_refused():
 def test_sequences_have_a_position_for_each_target():
     with pytest.raises(ValueError, match=r"y\.shape=\(2, 1\)"):
         make().compute_loss(None, np.zeros((2, 1)), {})
+
+
+@pytest.mark.any_backend
+def test_weights_of_rows_have_two_axes():
+    training, (x, y, _) = make_compiled(make(num_layers=1)), batch()
+    with pytest.raises(ValueError, match=r"weights\[:, None\].*\.shape=\(2,\)"):
+        training.train_on_batch(x, y, np.ones(2))

@@ -271,6 +271,13 @@ def test_tables_of_a_file(tmp_path, workers, capsys):
 
 
 @pytest.mark.any_backend
+def test_a_folder_that_cannot_be_made_gets_one_line(capsys):
+    assert measure_gpu.main(["--out", f"{__file__}/gpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"measure_gpu: error: --out: folder {__file__}/gpu: ")
+    assert error.count("\n") == 1
+
+
 def test_the_command_runs_to_the_end_on_a_cpu(tmp_path):
     if importlib.util.find_spec("torch") is None:
         pytest.skip("needs a backend that it measures")

@@ -7,7 +7,11 @@ import itertools
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.arguments import build_layer, serialize_shared
+from keras_efficient_attn.layers.arguments import (
+    build_layer,
+    serialize_shared,
+    spec_with_state,
+)
 from keras_efficient_attn.layers.replicas import ReplicaLosses
 from keras_efficient_attn.ops.common.checks import check_bool
 from keras_efficient_attn.ops.common.numerics import wide_dtype
@@ -109,7 +113,7 @@ class ReversibleBlock(ReplicaLosses, keras.layers.Layer):
         outputs = tuple(
             keras.KerasTensor(x.shape, dtype=stream_dtype(self)) for x in inputs
         )
-        return outputs if state is None else (outputs, state)
+        return spec_with_state(outputs, state)
 
     def get_config(self):
         return {
@@ -255,7 +259,7 @@ class ReversibleStack(ReplicaLosses, keras.layers.Layer):
     def compute_output_spec(self, x, mask=None, state=None, training=None):
         dim = x.shape[-1] * (2 if self.merge == "concatenate" else 1)
         output = keras.KerasTensor((*x.shape[:-1], dim), dtype=self.compute_dtype)
-        return output if state is None else (output, state)
+        return spec_with_state(output, state)
 
     def get_config(self):
         unique = []

@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.arguments import KeepsArguments
+from keras_efficient_attn.layers.arguments import KeepsArguments, spec_with_state
 from keras_efficient_attn.layers.attention.masks import zero_masked
 from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.models.blocks.feed_forward import (
@@ -96,6 +96,10 @@ class CausalConvolution(KeepsArguments, keras.layers.Layer):
 
     def compute_output_shape(self, input_shape):
         return input_shape
+
+    def compute_output_spec(self, x, mask=None, state=None, document_ids=None):
+        output = keras.KerasTensor(x.shape, dtype=self.compute_dtype)
+        return spec_with_state(output, state)
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -229,6 +233,10 @@ class SeparableConvolution(KeepsQuantization, keras.layers.Layer):
 
     def compute_output_shape(self, x_shape):
         return x_shape
+
+    def compute_output_spec(self, x, mask=None, state=None, document_ids=None):
+        output = keras.KerasTensor(x.shape, dtype=self.compute_dtype)
+        return spec_with_state(output, state)
 
     def get_config(self):
         return {

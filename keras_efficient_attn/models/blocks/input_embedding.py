@@ -6,7 +6,7 @@ import math
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.arguments import dense_layer
+from keras_efficient_attn.layers.arguments import dense_layer, spec_with_state
 from keras_efficient_attn.layers.options import Options, check_name
 from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.models.blocks.positions import PositionOptions
@@ -269,9 +269,17 @@ class InputEmbedding(KeepsQuantization, keras.layers.Layer):
                 f"padding_mask given, features with {layer!r}"
             )
 
-    def compute_output_spec(self, token_ids, *args, **kwargs):
+    def compute_output_spec(
+        self,
+        token_ids,
+        padding_mask=None,
+        state=None,
+        training=None,
+        document_ids=None,
+    ):
         shape = (*token_ids.shape, self.token_embedding.output_dim)
-        return keras.KerasTensor(shape, dtype=self.compute_dtype)
+        output = keras.KerasTensor(shape, dtype=self.compute_dtype)
+        return spec_with_state(output, state)
 
     def _streaming_layers(self):
         """Names of states and their layers, in call order."""

@@ -8,6 +8,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.layers.arguments import spec_with_state
 from keras_efficient_attn.layers.options import Options
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
@@ -112,6 +113,12 @@ class Positions(keras.layers.Layer):
 
     def compute_output_shape(self, input_shape):
         return input_shape
+
+    def compute_output_spec(
+        self, x, mask=None, state=None, training=None, document_ids=None
+    ):
+        output = keras.KerasTensor(x.shape, dtype=self.compute_dtype)
+        return spec_with_state(output, state)
 
     def get_config(self):
         config = super().get_config()

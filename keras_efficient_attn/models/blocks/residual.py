@@ -215,8 +215,8 @@ class ResidualOptions(Options):
             its gate, in training (stochastic depth, [Huang et al.,
             2016](https://arxiv.org/abs/1603.09382)). Defaults to 0.
         final_norm: Whether a norm follows the last block. Defaults to `None`: what the
-            kind's paper has, which is one except for `"post_norm"`, `"reordered"` and
-            the gated kinds.
+            paper of that block's kind has, which is one except for `"post_norm"`,
+            `"reordered"` and the gated kinds.
         output_dropout: Rate of dropout on the output of the last block, after that
             norm. Defaults to 0.
         streams: What becomes of the two streams of `"reversible"` at the end: their

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_efficient_attn.layers.arguments import KeepsArguments
+from keras_efficient_attn.layers.arguments import KeepsArguments, spec_with_state
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.options import check_name
 from keras_efficient_attn.layers.residual.reversible import Sublayer
@@ -327,8 +327,18 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
             training=training,
         )
 
-    def compute_output_spec(self, x, *args, **kwargs):
-        return keras.KerasTensor(x.shape, dtype=self.compute_dtype)
+    def compute_output_spec(
+        self,
+        x,
+        padding_mask=None,
+        memory=None,
+        memory_padding_mask=None,
+        state=None,
+        training=None,
+        document_ids=None,
+    ):
+        output = keras.KerasTensor(x.shape, dtype=self.compute_dtype)
+        return spec_with_state(output, state)
 
     def get_config(self):
         layers = ("attention", "feed_forward", "cross_attention")

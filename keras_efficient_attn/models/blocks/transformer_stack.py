@@ -5,13 +5,15 @@ import typing
 import keras
 from keras import ops
 
+from keras_efficient_attn.layers.arguments import spec_with_state
+from keras_efficient_attn.layers.options import check_name
 from keras_efficient_attn.layers.replicas import ReplicaLosses
 from keras_efficient_attn.layers.residual.reversible import (
     plain_residuals,
     reversible_residuals,
     stream_dtype,
 )
-from keras_efficient_attn.models.blocks.residual import get_norm
+from keras_efficient_attn.models.blocks.residual import STREAMS, get_norm
 from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
 
 
@@ -41,14 +43,16 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
     layers with `biases="shared"` share these weights.
 
     Args:
-        blocks: List of `TransformerBlock`, of the same `residual` and `norm`.
+        blocks: List of `TransformerBlock`, at least one. Either all of them have
+            `residual="reversible"`, or none.
         num_recurrences: How often the blocks are applied, with the same weights.
             Defaults to 1.
-        final_norm: Whether a norm follows the last block. Defaults to `None`: what the
-            paper of the blocks' residuals has, see `ResidualOptions`.
+        final_norm: Whether a norm follows the last block, of the same kind as that
+            block's. Defaults to `None`: what the paper of that block's residual has,
+            see `ResidualOptions`.
         output_dropout: Rate of dropout on the output. Defaults to 0.
-        streams: `"mean"` (the default) or `"concatenated"`: the output of reversible
-            residuals.
+        streams: `"mean"` (the default) or `"concatenated"`, twice as wide: the output
+            of reversible residuals. Others have one stream, and only `"mean"`.
         **kwargs: Those of `keras.layers.Layer`.
 
     Call arguments:
@@ -58,11 +62,14 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
             keeps the activations of each application's ends. Defaults to `False`.
 
     Returns:
-        A tensor of the shape of `x`; `(output, state)` with `state`; `(output, layers)`
-        with `return_layers`, a list.
+        A tensor of the shape of `x`, or twice as wide with concatenated `streams`;
+        `(output, state)` with `state`; `(output, layers)` with `return_layers`, a list.
 
     Raises:
-        ValueError: If `num_recurrences` is not a positive integer.
+        ValueError: If `num_recurrences` is not a positive integer, there are no blocks,
+            only some of them are `"reversible"`, or `streams` is unknown or
+            `"concatenated"` for other residuals; on a call, for `return_layers` with
+            `state`.
 
     Reference:
         - [Dehghani et al., 2019](https://arxiv.org/abs/1807.03819), on recurrence in
@@ -83,6 +90,7 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
         check_positive_int("num_recurrences", num_recurrences)
         check_bool("final_norm", final_norm, optional=True)
         self.blocks = list(blocks)
+        _check_residuals(self.blocks, streams)
         self.num_recurrences = num_recurrences
         # Set by `UniversalTransformer` only.
         self.adaptive_computation = self.halting = None
@@ -93,17 +101,26 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
         self.output_dropout = keras.layers.Dropout(
             output_dropout, dtype=self.dtype_policy, name="output_dropout"
         )
-        first = self.blocks[0]
-        if final_norm is None:
-            final_norm = first.attention_residual.final_norm
-        if final_norm:
+        last = self.blocks[-1]
+        if self.needs_norm(last):
             self.final_norm = get_norm(
-                first.norm,
-                first.norm_epsilon,
-                first.use_bias,
+                last.norm,
+                last.norm_epsilon,
+                last.use_bias,
                 dtype=self.dtype_policy,
                 name="final_norm",
             )
+
+    def needs_norm(self, block):
+        """Whether a norm follows this block where its output is the stack's."""
+        if self.has_final_norm is None:
+            return block.attention_residual.final_norm
+        return self.has_final_norm
+
+    @property
+    def is_reversible(self):
+        """Whether the blocks update two streams."""
+        return self.blocks[0].residual == "reversible"
 
     @property
     def returns_layers(self):
@@ -135,22 +152,14 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
         training=None,
         document_ids=None,
     ):
-        if return_ponder and (self.halting is None or state is not None):
-            raise ValueError(
-                "`return_ponder` needs `adaptive_computation` and a call without "
-                "`state`. Received: "
-                f"adaptive_computation={self.adaptive_computation!r}, state given: "
-                f"{state is not None}"
-            )
+        self._check_returns(state, return_layers, return_ponder)
         inputs = dict(
             padding_mask=padding_mask,
             memory=memory,
             memory_padding_mask=memory_padding_mask,
             document_ids=document_ids,
         )
-        apply = self._recur
-        if self.blocks[0].residual == "reversible":
-            apply = self._apply_reversibly
+        apply = self._apply_reversibly if self.is_reversible else self._recur
         x, results = apply(x, inputs, state, training, return_layers)
         x = x if self.final_norm is None else self.final_norm(x)
         x = self.output_dropout(x, training=training)
@@ -159,6 +168,27 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
         if return_ponder:
             return x, results.ponder
         return x if state is None else (x, results.state)
+
+    def _check_returns(self, state, return_layers, return_ponder):
+        """Raises `ValueError` for results that one call cannot return."""
+        if return_layers and state is not None:
+            raise ValueError(
+                "`return_layers` needs a call without `state`: read the sequence in "
+                "one call, or leave out `return_layers`. Received: return_layers=True, "
+                "state given: True"
+            )
+        if return_layers and self.halting is not None:
+            raise ValueError(
+                "`return_layers` needs adaptive_computation=None. Received: "
+                f"adaptive_computation={self.adaptive_computation!r}"
+            )
+        if return_ponder and (self.halting is None or state is not None):
+            raise ValueError(
+                "`return_ponder` needs `adaptive_computation` and a call without "
+                "`state`. Received: "
+                f"adaptive_computation={self.adaptive_computation!r}, state given: "
+                f"{state is not None}"
+            )
 
     def _recur(self, x, inputs, state, training, keep_layers):
         """All applications of the blocks: the output, and `StackResults`.
@@ -232,9 +262,29 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
     def _output_width(self, width):
         return width if self.streams == "mean" else 2 * width
 
-    def compute_output_spec(self, x, *args, **kwargs):
+    def compute_output_spec(
+        self,
+        x,
+        padding_mask=None,
+        memory=None,
+        memory_padding_mask=None,
+        state=None,
+        return_layers=False,
+        return_ponder=False,
+        training=None,
+        document_ids=None,
+    ):
+        self._check_returns(state, return_layers, return_ponder)
         shape = (*x.shape[:-1], self._output_width(x.shape[-1]))
-        return keras.KerasTensor(shape, dtype=self.compute_dtype)
+        output = keras.KerasTensor(shape, dtype=self.compute_dtype)
+        if return_layers:
+            wide = self.is_reversible
+            dtype = stream_dtype(self) if wide else self.compute_dtype
+            applications = range(self.num_recurrences * len(self.blocks))
+            return output, [keras.KerasTensor(shape, dtype) for _ in applications]
+        if return_ponder:
+            return output, self.halting.specification(x.shape[:2])
+        return spec_with_state(output, state)
 
     def _applications(self):
         """Names and blocks, in the order of computation."""
@@ -270,6 +320,22 @@ def _unbuilt(config):
         for name, value in config.items()
         if name != "build_config"
     }
+
+
+def _check_residuals(blocks, streams):
+    """Raises `ValueError` for residuals that a stack cannot have."""
+    kinds = list(dict.fromkeys(block.residual for block in blocks))
+    if not kinds or ("reversible" in kinds and len(kinds) > 1):
+        raise ValueError(
+            "`blocks` must be at least one block, and 'reversible' residuals cannot be "
+            f"mixed with others. Received: {len(blocks)} blocks, with residuals {kinds}"
+        )
+    check_name("streams", streams, STREAMS)
+    if streams != "mean" and kinds != ["reversible"]:
+        raise ValueError(
+            "`streams='concatenated'` needs blocks with residual='reversible', which "
+            f"have two streams. Received: streams={streams!r}, residual={kinds[0]!r}"
+        )
 
 
 def _share_weights(blocks):

@@ -255,6 +255,16 @@ class EfficientBackbone(PicklesAsFile, KeepsQuantization, PresetMixin):
         self.attention = targets.attention
         self.attention_layers = attention_layers
 
+    @classmethod
+    def from_checkpoint(cls, preset, config, load_weights, **kwargs):
+        """Raises `ValueError`: a checkpoint of transformers has stock attention."""
+        raise ValueError(
+            f"{cls.__name__} loads what `save_to_preset` wrote, and no checkpoint of "
+            "transformers: load that by `keras_hub.models.Backbone.from_preset`, and "
+            "pass the backbone to `convert_backbone` with an `attention`. Received: "
+            f"preset={preset!r}, with model_type={config['model_type']!r}"
+        )
+
     @property
     def attention_adapters(self):
         """The `AttentionAdapter`s, in the order of the model."""

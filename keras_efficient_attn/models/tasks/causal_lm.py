@@ -224,7 +224,7 @@ class EfficientCausalLM(StreamingMixin, TaskMixin, keras_hub.models.CausalLM):
     def _intercept(self, inputs, layer_intercept_fn):
         """The backbone's output, with a function applied to all activations."""
         stack = self.backbone.decoder
-        if not stack.returns_layers or stack.blocks[0].residual == "reversible":
+        if not stack.returns_layers or stack.is_reversible:
             raise ValueError(
                 "`layer_intercept_fn` needs a stack with an output per layer, which "
                 "reversible stacks and a `UniversalTransformer` do not have. Received: "

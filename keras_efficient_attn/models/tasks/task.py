@@ -103,7 +103,7 @@ class TaskMixin(OptionalDocuments, KeepsQuantization, PresetMixin):
             return None
         stack = self.backbone.decoder or self.backbone.encoder
         blocks = stack.blocks
-        if not stack.returns_layers or stack.blocks[0].residual == "reversible":
+        if not stack.returns_layers or stack.is_reversible:
             blocks = [stack]
         return {
             # KerasHub's own has the embedding of tokens, without positions.

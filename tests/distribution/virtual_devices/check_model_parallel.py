@@ -6,7 +6,9 @@ import keras_hub
 import numpy as np
 import pytest
 
+from keras_efficient_attn import LinearAttention
 from keras_efficient_attn.distribution import SequenceParallel
+from keras_efficient_attn.layers import feature_maps
 from keras_efficient_attn.models import (
     EfficientTransformerBackbone,
     convert_backbone,
@@ -80,7 +82,16 @@ def compile_values(backbone, inputs):
 
 
 @pytest.mark.parametrize(
-    "attention", ["vq:window=8,num_codes=16", "gated-delta", "softmax"]
+    "attention",
+    [
+        "vq:window=8,num_codes=16",
+        "gated-delta",
+        "softmax",
+        "linear:feature_map=hedgehog",
+        # Its heads share matrices.
+        LinearAttention(4, 8, feature_map=feature_maps.get("projected")),
+    ],
+    ids=str,
 )
 def test_outputs_and_gradients_are_those_of_one_device(attention):
     # The order of sums differs: in float32, layers would enlarge what that rounds.

@@ -508,6 +508,27 @@ def test_masks_and_states_reach_f():
         make_stack(1)(x, state=state)
 
 
+def test_a_functional_model_has_the_state_of_its_stack():
+    blocks = [ReversibleBlock(Streaming(), network(i, 0.0, None)) for i in range(2)]
+    stack, x = build(ReversibleStack(blocks, merge="concatenate")), inputs()
+    state = stack.get_initial_state(BATCH)
+    state = keras.tree.map_structure(ops.ones_like, state)
+    symbolic = keras.tree.map_structure(
+        lambda x: keras.Input(
+            batch_shape=tuple(x.shape), dtype=keras.backend.standardize_dtype(x.dtype)
+        ),
+        (ops.convert_to_tensor(x), state),
+    )
+    outputs = stack(symbolic[0], state=symbolic[1])
+    model = keras.Model(keras.tree.flatten(symbolic), outputs)
+    received = model(keras.tree.flatten((ops.convert_to_tensor(x), state)))
+    expected = stack(x, state=state)
+    keras.tree.assert_same_structure(received, expected)
+    results = map(keras.tree.flatten, (received, expected))
+    for new, old in zip(*results, strict=True):
+        np.testing.assert_allclose(to_numpy(new), to_numpy(old), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_the_mask_of_an_embedding_reaches_all_blocks(training):
     # Padding comes first: attention is causal.

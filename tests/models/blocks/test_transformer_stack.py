@@ -1,5 +1,6 @@
 """A `TransformerStack` by itself."""
 
+import keras
 import numpy as np
 import pytest
 
@@ -9,8 +10,26 @@ from keras_efficient_attn import (
     RelativePositionXL,
     SoftmaxAttention,
 )
-from keras_efficient_attn.models import FeedForward, TransformerBlock, TransformerStack
+from keras_efficient_attn.models import (
+    CausalConvolution,
+    FeedForward,
+    SeparableConvolution,
+    SinusoidalPositions,
+    TransformerBlock,
+    TransformerStack,
+    UniversalTransformer,
+)
+from keras_efficient_attn.models.blocks.input_embedding import InputEmbedding
 from tests.autodiff import to_numpy
+
+
+def block(residual="pre_norm", **options):
+    attention = LinearAttention(2, 4)
+    return TransformerBlock(attention, FeedForward(8), residual=residual, **options)
+
+
+def rows(length=5):
+    return np.random.default_rng(0).normal(size=(2, length, 8)).astype("float32")
 
 
 def reversible_block():
@@ -74,3 +93,160 @@ def test_output_dropout_acts_on_the_last_output():
     assert abs(kept.mean() - 0.75) < 5 * np.sqrt(0.75 * 0.25 / kept.size)
     again = TransformerStack.from_config(stack.get_config())
     assert again.output_dropout.rate == rate
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize(
+    ("residuals", "streams", "message"),
+    [
+        (["pre_norm"], "concatenated", "streams='concatenated', residual='pre_norm'"),
+        (["reversible"], "sum", "`streams` must be one of .*streams='sum'"),
+        (["pre_norm"], "sum", "`streams` must be one of .*streams='sum'"),
+        (["reversible", "pre_norm"], "mean", r"\['reversible', 'pre_norm'\]"),
+        (["pre_norm", "reversible"], "mean", r"\['pre_norm', 'reversible'\]"),
+        ([], "mean", "`blocks` must be at least one block.* 0 blocks"),
+    ],
+    ids=str,
+)
+def test_residuals_that_a_stack_cannot_have_are_refused(residuals, streams, message):
+    with pytest.raises(ValueError, match=message):
+        TransformerStack([block(residual) for residual in residuals], streams=streams)
+    with pytest.raises(ValueError, match=message):
+        UniversalTransformer([block(kind) for kind in residuals], 2, streams=streams)
+
+
+def normalised(x, epsilon=1e-5):
+    x = x - x.mean(-1, keepdims=True)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "normed"),
+    [
+        (("post_norm", "pre_norm"), True),
+        (("pre_norm", "post_norm"), False),
+        (("post_norm", "update_norm", "reordered"), False),
+    ],
+    ids=str,
+)
+def test_the_last_block_decides_on_the_final_norm(kinds, normed):
+    stack = TransformerStack([block(kind) for kind in kinds])
+    output, layers = stack(rows(), return_layers=True)
+    expected = to_numpy(layers[-1])
+    expected = normalised(expected) if normed else expected
+    np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_final_norm_is_of_the_last_blocks_kind():
+    blocks = [block(), block(norm="rms_norm", norm_epsilon=0.5)]
+    output, layers = TransformerStack(blocks)(rows(), return_layers=True)
+    x = to_numpy(layers[-1])
+    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.5)
+    np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize("kind", ["pre_norm", "reversible"])
+def test_layers_and_a_state_are_not_returned_together(kind):
+    stack = TransformerStack([block(kind)])
+    stack(rows())
+    state = stack.get_initial_state(2)
+    for x in (rows(), keras.Input((5, 8), batch_size=2)):
+        with pytest.raises(ValueError, match="`return_layers`.*state given: True"):
+            stack(x, state=state, return_layers=True)
+
+
+def symbolic(tensors):
+    return keras.tree.map_structure(
+        lambda x: keras.Input(
+            batch_shape=tuple(x.shape), dtype=keras.backend.standardize_dtype(x.dtype)
+        ),
+        tensors,
+    )
+
+
+def check_symbolic_call(layer, x, state=None, **options):
+    """A Functional model with the layer returns what the layer returns."""
+    x = keras.ops.convert_to_tensor(x)
+    tensors = {} if state is None else {"state": state}
+    inputs = symbolic((x, tensors))
+    outputs = layer(inputs[0], **inputs[1], **options)
+    received = keras.Model(keras.tree.flatten(inputs), outputs)(
+        keras.tree.flatten((x, tensors))
+    )
+    expected = layer(x, **tensors, **options)
+    keras.tree.assert_same_structure(outputs, expected)
+    keras.tree.assert_same_structure(received, expected)
+    for spec, new, old in zip(
+        *map(keras.tree.flatten, (outputs, received, expected)), strict=True
+    ):
+        assert spec.shape == tuple(old.shape)
+        assert spec.dtype == keras.backend.standardize_dtype(old.dtype)
+        np.testing.assert_allclose(to_numpy(new), to_numpy(old), rtol=1e-5, atol=1e-6)
+
+
+def reversible_stack():
+    return TransformerStack(
+        [block("reversible"), block("reversible")], streams="concatenated"
+    )
+
+
+def universal_stack(**options):
+    return UniversalTransformer(
+        [block("post_norm")], 2, positions=SinusoidalPositions(), **options
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TransformerStack([block(), block()], num_recurrences=2),
+        reversible_stack,
+        universal_stack,
+        lambda: block(convolution=CausalConvolution(), positions=SinusoidalPositions()),
+        CausalConvolution,
+        lambda: SeparableConvolution(8),
+        SinusoidalPositions,
+    ],
+    ids=[
+        "stack",
+        "reversible",
+        "universal",
+        "block",
+        "convolution",
+        "separable",
+        "positions",
+    ],
+)
+def test_symbolic_calls_with_a_state_return_one(make):
+    layer = make()
+    layer(rows())
+    check_symbolic_call(layer, rows(), layer.get_initial_state(2))
+
+
+def test_symbolic_embeddings_with_a_state_return_one():
+    layer = InputEmbedding(11, 8, positions="sinusoidal")
+    tokens = np.arange(10, dtype="int32").reshape(2, 5)
+    layer(tokens)
+    check_symbolic_call(layer, tokens, layer.get_initial_state(2))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TransformerStack([block(), block()], num_recurrences=2),
+        reversible_stack,
+        universal_stack,
+    ],
+    ids=["stack", "reversible", "universal"],
+)
+def test_symbolic_calls_return_layers(make):
+    check_symbolic_call(make(), rows(), return_layers=True)
+
+
+def test_symbolic_calls_return_ponder():
+    layer = universal_stack(adaptive_computation={})
+    check_symbolic_call(layer, rows(), return_ponder=True)
+    for options in ({"return_layers": True}, {"return_ponder": True, "state": {}}):
+        with pytest.raises(ValueError, match="adaptive_computation"):
+            layer(keras.Input((5, 8)), **options)

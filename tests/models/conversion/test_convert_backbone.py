@@ -1,6 +1,7 @@
 """Conversion: unchanged parts, changed parts and errors."""
 
 import gc
+import json
 import subprocess
 import sys
 
@@ -266,6 +267,41 @@ def test_quantisation_stays_and_can_be_added(name, tmp_path, monkeypatch):
     late.save_to_preset(tmp_path / "preset")
     loaded = type(late).from_preset(str(tmp_path / "preset"))
     families.assert_same_outputs(early, loaded, data)
+
+
+@pytest.mark.any_backend
+def test_a_checkpoint_of_transformers_is_read_before_it_is_converted(tmp_path):
+    config = dict(
+        model_type="llama",
+        vocab_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        hidden_size=16,
+        intermediate_size=32,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        tie_word_embeddings=False,
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = efficient_backbone(keras_hub.models.LlamaBackbone)
+    with pytest.raises(ValueError, match="`convert_backbone`.*model_type='llama'"):
+        made.from_preset(str(tmp_path), load_weights=False)
+    stock = keras_hub.models.Backbone.from_preset(str(tmp_path), load_weights=False)
+    assert len(families.efficient_layers(convert_backbone(stock, families.LOCAL))) == 1
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize("config", [{"architecture": "resnet18"}, {"other": 1}])
+def test_files_of_other_libraries_are_refused_by_keras_hub(config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = efficient_backbone(keras_hub.models.ViTBackbone)
+    with pytest.raises(ValueError) as stock:
+        keras_hub.models.ViTBackbone.from_preset(str(tmp_path))
+    with pytest.raises(ValueError) as received:
+        made.from_preset(str(tmp_path))
+    expected = str(stock.value).replace("ViTBackbone", "EfficientViTBackbone")
+    assert str(received.value) == expected
 
 
 FRESH_PROCESS = """
