@@ -132,6 +132,8 @@ def normalised(x, epsilon=1e-5):
 def test_the_last_block_decides_on_the_final_norm(kinds, normed):
     stack = TransformerStack([block(kind) for kind in kinds])
     output, layers = stack(rows(), return_layers=True)
+    # A second norm after a norm would change little.
+    assert (stack.final_norm is not None) == normed
     expected = to_numpy(layers[-1])
     expected = normalised(expected) if normed else expected
     np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
