@@ -222,7 +222,7 @@ class SequenceParallel:
             `(batch, length, heads, value_dim)` in the dtype of `value`.
 
         Raises:
-            ValueError: As `local_attention`.
+            ValueError: As `local_attention`, and for a codebook that does not fit.
         """
         check_heads(query, key, value, key_mask)
         check_codebook(query, codebook)
