@@ -250,9 +250,9 @@ def projected(feature_map, weights, query, key):
     rows = []
     for side, x in (("query", query), ("key", key)):
         own = {
-            name.removeprefix(f"{side}_feature_"): w
+            name.removeprefix(f"{side}_projected_"): w
             for name, w in weights.items()
-            if name.startswith(f"{side}_feature_")
+            if name.startswith(f"{side}_projected_")
         }
         if feature_map.kind == "product":
             y = x @ own["kernel"] + own["bias"]
@@ -286,8 +286,11 @@ def rates(layer, weights, x):
         beta = np.repeat(beta, groups, axis=2)
     elif hasattr(layer, "max_beta"):
         beta = np.full((*x.shape[:2], heads), layer.max_beta)
-    if "decay/kernel" in weights:
-        logits = through(weights, "decay", x).reshape(shape)
+    decays = [
+        name for name in ("decay", "feature_decay") if f"{name}/kernel" in weights
+    ]
+    if decays:
+        logits = through(weights, *decays, x).reshape(shape)
         logits = logits + weights["decay_bias"].reshape(shape[2:])
         least = layer.least_log_decay
         rate = np.exp(weights.get("log_rate", 0.0)).reshape(-1, 1)

@@ -25,17 +25,14 @@ def make_backbone(attention="linear", **options):
 
 
 def check(backbone, layout_map, large):
-    """Each weight has at most one layout, of its axes; large weights have one.
-
-    JAX does not split the axes after those of a layout.
-    """
+    """Each weight has at most one layout, of its rank; large weights have one."""
     for weight in backbone.weights:
         # It raises for a path that matches two patterns.
         layout = layout_map[weight.path]
         if layout is None:
             assert np.prod(weight.shape) < large, weight.path
         else:
-            assert len(layout.axes) <= len(weight.shape), weight.path
+            assert len(layout.axes) == len(weight.shape), weight.path
             assert "model" in layout.axes, weight.path
 
 

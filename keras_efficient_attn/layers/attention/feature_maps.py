@@ -638,7 +638,7 @@ class ProjectedFeatures(FeatureMap):
             ):
                 for name in names:
                     weight = layer.add_weight(
-                        name=f"{side}_feature_{name}",
+                        name=f"{side}_projected_{name}",
                         shape=shape,
                         initializer=initializer,
                         autocast=False,

@@ -9,6 +9,7 @@ from keras_efficient_attn.layers.attention.linear.gated.layer import (
     apply_projections,
     build_projection,
     check_least_log_decay,
+    decay_name,
     log_rates,
     step_biases,
 )
@@ -177,7 +178,7 @@ class DecayingDeltaAttention(DeltaAttention):
             rank: Rank of W; `None` for full rank.
         """
         self._decay_layers = build_projection(
-            self, "decay", input_dim, shape, rank, GATE_DEVIATION
+            self, decay_name(shape), input_dim, shape, rank, GATE_DEVIATION
         )
         self._log_rate = self.add_weight(
             name="log_rate",

@@ -9,6 +9,7 @@ from keras_efficient_attn.layers.attention.linear.gated.layer import (
     apply_projections,
     build_projection,
     check_least_log_decay,
+    decay_name,
 )
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.common.checks import (
@@ -123,7 +124,7 @@ class GatedLinearAttention(GatedStateAttention):
         if self.decay == "vector":
             shape = (*shape, self.feature_dim)
         self._decay_layers = build_projection(
-            self, "decay", input_dim, shape, self.decay_rank, GATE_DEVIATION
+            self, decay_name(shape), input_dim, shape, self.decay_rank, GATE_DEVIATION
         )
         self._decay_bias = self.add_weight(
             name="decay_bias", shape=shape, initializer="zeros"

@@ -383,6 +383,15 @@ def build_projection(
     return layers
 
 
+def decay_name(shape):
+    """The name of the projection to decays of this shape, by which weights are split.
+
+    Args:
+        shape: `(heads,)` or `(heads, features)`.
+    """
+    return "decay" if len(shape) == 1 else "feature_decay"
+
+
 def apply_projections(layers, x):
     """`x` through all layers."""
     for layer in layers:
