@@ -206,6 +206,24 @@ def test_expanded_keys_learn_as_the_definition_says(name, causal):
         )
 
 
+def test_the_definition_computes_in_float64():
+    random = np.random.default_rng(0)
+    query, key, value = random.normal(size=(3, 2, 9, 2, 4))
+    codes = random.normal(size=(2, 5, 4))
+    tensors = (
+        ops.convert_to_tensor(x, dtype="float64") for x in (query, key, value, codes)
+    )
+    received = vq_attention(*tensors, implementation="reference")
+    # Each key has the weight of its nearest code.
+    squares = ((key[..., None, :] - codes) ** 2).sum(-1)
+    nearest = squares.argmin(-1)
+    stand_in = np.stack([codes[h][nearest[..., h]] for h in range(2)], axis=2)
+    weights = np.exp(np.einsum("bthd,bshd->bhts", query, stand_in))
+    expected = np.einsum("bhts,bshd->bthd", weights, value)
+    expected /= weights.sum(-1).transpose(0, 2, 1)[..., None]
+    np.testing.assert_allclose(to_numpy(received), expected, rtol=1e-5)
+
+
 def test_one_expanded_code_at_zero_is_taylor_attention():
     query, key, value, codes, mask = draw()
     output = vq_attention(
