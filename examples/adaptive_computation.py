@@ -7,21 +7,23 @@ Smaller versions of the tasks of Graves, 2016: whether an odd number of a vector
 entries is 1, in one position; and running sums of numbers, digit by digit. Each RNN
 trains without adaptive computation time and with it, for each ponder cost. A table
 shows the accuracy on newly drawn sequences (8 entries make 510 vectors, all of which
-occur in training) and the steps by difficulty (number of entries or digits). A plot of
-both is written to `--out`.
+occur in training) and the steps by difficulty (number of entries or digits), means over
+`--seeds`. A plot of both is written to `--out`.
 """
 
+import statistics
 import sys
 
 from command_line import (
     Parser,
     UsageError,
     command,
+    each_seed,
     make_folder,
     not_negative,
     positive,
 )
-from tables import show
+from tables import mean_and_spread, show
 
 # The defaults of each task; the size is the number of entries or digits.
 TASKS = {
@@ -54,7 +56,8 @@ def parse_arguments(argv):
     add("--halting-bias", type=float, default=1.0)
     parser.add_training(steps=None, batch=64, learning_rate=None)
     add("--test-sequences", type=positive, default=4096)
-    parser.add_seed_and_verbose()
+    parser.add_seeds()
+    parser.add_verbose()
     parser.add_out("runs/adaptive_computation", "the picture")
     parser.add_save()
     arguments = parser.parse_args(argv)
@@ -85,14 +88,37 @@ def main(arguments):
         for cost in (None, *arguments.ponder_cost):
             label = "without" if cost is None else f"cost {cost:g}"
             print(f"== {task}, {settings['cell']} cell, {label}", flush=True)
-            measured = train_and_measure(tasks.TASKS[task], cost, settings, arguments)
-            print(f"{measured['accuracy']:.1%} right", flush=True)
-            results[task].append((label, measured))
+            measured = []
+            for each in each_seed(arguments):
+                found = train_and_measure(tasks.TASKS[task], cost, settings, each)
+                print(f"seed {each.seed}: {found['accuracy']:.1%} right", flush=True)
+                measured.append(found)
+            results[task].append((label, mean_of(measured)))
     for task in results:
         print(f"{task}: error in the paper, in percent: {PAPER[task]}")
     show(*table(results), arguments)
     write_picture(results, picture)
     print(f"\nAccuracy and steps by difficulty: {picture}")
+
+
+def mean_of(measured):
+    """What `train_and_measure` gave for each seed, in one.
+
+    Returns:
+        Dict of `right`, in percent, and `steps`, both as texts, and `by_difficulty`.
+    """
+    difficulties = [each["by_difficulty"] for each in measured]
+    return {
+        "right": mean_and_spread([100 * each["accuracy"] for each in measured], 1),
+        "steps": mean_and_spread([each["mean_steps"] for each in measured], 2),
+        "by_difficulty": {
+            difficulty: [
+                statistics.fmean(each[difficulty][i] for each in difficulties)
+                for i in range(2)
+            ]
+            for difficulty in difficulties[0]
+        },
+    }
 
 
 def table(results):
@@ -104,9 +130,8 @@ def table(results):
                 f"{difficulty}: {steps:.2f} ({accuracy:.0%})"
                 for difficulty, (accuracy, steps) in result["by_difficulty"].items()
             )
-            right, steps = result["accuracy"], result["mean_steps"]
-            lines.append([task, label, f"{right:.1%}", f"{steps:.2f}", by_difficulty])
-    return ["task", "ponder cost", "right", "steps", "by difficulty"], lines
+            lines.append([task, label, result["right"], result["steps"], by_difficulty])
+    return ["task", "ponder cost", "right, %", "steps", "by difficulty"], lines
 
 
 if __name__ == "__main__":

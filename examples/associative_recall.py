@@ -86,7 +86,7 @@ def parse_arguments(argv):
     add("--steps", type=positive, default=1000, help="of training, at most")
     add("--batch", type=positive, default=16, help="sequences of a batch")
     add("--learning-rates", nargs="+", type=positive_float, default=[5e-3])
-    add("--seeds", nargs="+", type=natural, default=[0, 1, 2])
+    parser.add_seeds((0, 1, 2))
     add("--stop-at", type=positive_float, default=0.99, help="least accuracy")
     add("--validate-every", type=positive, default=100, help="steps")
     add("--test-sequences", type=positive, default=256)

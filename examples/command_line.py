@@ -66,6 +66,16 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--seed", type=natural, default=0)
         self.add_verbose()
 
+    def add_seeds(self, default=(0,)):
+        """Adds `--seeds`, for `each_seed` and `tables.mean_and_spread`."""
+        self.add_argument(
+            "--seeds",
+            nargs="+",
+            type=natural,
+            default=list(default),
+            help="a training of each for each seed; several give mean and deviation",
+        )
+
     def add_verbose(self):
         """Adds `--verbose`, by default a bar on a terminal and lines elsewhere."""
         self.add_argument(
@@ -132,6 +142,12 @@ def command(parse_arguments):
         return main
 
     return decorate
+
+
+def each_seed(arguments):
+    """The arguments once for each of `--seeds`, with it as `seed`."""
+    for seed in arguments.seeds:
+        yield argparse.Namespace(**vars(arguments), seed=seed)
 
 
 def show_progress():

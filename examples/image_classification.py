@@ -46,8 +46,8 @@ def parse_arguments(argv):
     add("--epochs", type=positive, default=20)
     add("--batch", type=positive, default=64, help="images of a batch")
     add("--learning-rate", type=positive_float, default=2e-3)
-    add("--seeds", type=positive, default=3, help="trainings of each, from --seed on")
-    parser.add_seed_and_verbose()
+    parser.add_seeds((0, 1, 2))
+    parser.add_verbose()
     parser.add_save()
     parser.add_out("runs/image_classes", "the picture")
     arguments = parser.parse_args(argv)
@@ -80,7 +80,7 @@ def main(arguments):
         results.append(train_and_measure(name, images, arguments))
     show(*table(results), arguments)
     print(
-        f"{arguments.seeds} seeds of {arguments.epochs} epochs over "
+        f"{len(arguments.seeds)} seeds of {arguments.epochs} epochs over "
         f"{len(images.train[1]):,} images; {len(images.test[1]):,} held-out images; "
         f"chance {1 / images.classes:.1%}"
     )
@@ -89,18 +89,18 @@ def main(arguments):
 
 
 def table(results):
-    """Header and rows: the comparison; distances are means of layers and seeds."""
+    """Header and rows: the comparison over the seeds; distances are means of layers."""
     header = ["attention", "right, %", "distance between heads", "its variance"]
     header += ["training s", "parameters"]
     rows = []
     for result in results:
-        mean, variance = result["distances"].mean((0, 1))
+        distances, variances = result["distances"].mean(1).T
         rows.append(
             [
                 result["attention"],
                 mean_and_spread(100 * result["accuracies"], 1),
-                f"{mean:.3f}",
-                f"{variance:.3f}",
+                mean_and_spread(distances, 3),
+                mean_and_spread(variances, 3),
                 f"{result['seconds']:.1f}",
                 f"{result['parameters']:,}",
             ]

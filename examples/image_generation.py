@@ -19,12 +19,13 @@ the length of a row as stride), softmax; or any layer of this package with optio
 its constructor.
 """
 
+import statistics
 import sys
 
-from command_line import Parser, UsageError, command, make_folder
+from command_line import Parser, UsageError, command, each_seed, make_folder
 from images.arguments import parse_images
 from images.data import SOURCES, load
-from tables import show
+from tables import mean_and_spread, show
 
 
 def parse_arguments(argv):
@@ -44,7 +45,7 @@ def main(arguments):
     """Trains each attention, prints the comparison and writes the images."""
     if arguments.samples:
         make_folder(arguments.out)
-    data = load(arguments.data, arguments.size, arguments.levels, arguments.seed)
+    data = load(arguments.data, arguments.size, arguments.levels, arguments.seeds[0])
     # Imported here because Keras reads the backend on import.
     from images.model import make_model, order_of, train_and_measure
 
@@ -60,19 +61,21 @@ def main(arguments):
         f"values, {data.levels} levels",
         flush=True,
     )
-    results = []
+    results = {}
     for name in names:
-        print(f"\n== {name}", flush=True)
-        model, result = train_and_measure(name, data, arguments)
-        results.append(result)
-        print(f"{result['bits']:.3f} bits per dimension", flush=True)
+        results[name] = []
+        for each in each_seed(arguments):
+            print(f"\n== {name}, seed {each.seed}", flush=True)
+            model, result = train_and_measure(name, data, each)
+            results[name].append(result)
+            print(f"{result['bits']:.3f} bits per dimension", flush=True)
         if arguments.samples and data.channels:
-            for path in write_pictures(model, name, data, arguments):
+            for path in write_pictures(model, name, data, each):
                 print(f"wrote {path}")
     show(*table(results), arguments)
     print(
         f"{arguments.steps} steps of {arguments.batch} images of {data.length} values; "
-        f"{results[0]['images']} held-out images"
+        f"{result['images']} held-out images"
     )
 
 
@@ -94,15 +97,15 @@ def write_pictures(model, name, data, arguments):
 
 
 def table(results):
-    """Header and rows: the comparison."""
+    """Header and rows: the comparison, over the seeds."""
     rows = [
         [
-            result["attention"],
-            f"{result['bits']:.3f}",
-            f"{result['seconds_per_step']:.3f}",
-            f"{result['parameters']:,}",
+            name,
+            mean_and_spread([result["bits"] for result in seeds], 3),
+            f"{statistics.median(each['seconds_per_step'] for each in seeds):.3f}",
+            f"{seeds[0]['parameters']:,}",
         ]
-        for result in results
+        for name, seeds in results.items()
     ]
     return ["attention", "bits/dim", "s/step", "parameters"], rows
 

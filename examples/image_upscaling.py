@@ -17,10 +17,17 @@ For names of attention see examples/image_generation.py.
 
 import sys
 
-from command_line import Parser, UsageError, command, make_folder, positive
+from command_line import (
+    Parser,
+    UsageError,
+    command,
+    each_seed,
+    make_folder,
+    positive,
+)
 from images.arguments import parse_images
 from images.data import load
-from tables import show
+from tables import mean_and_spread, show
 
 
 def parse_arguments(argv):
@@ -41,7 +48,7 @@ def main(arguments):
     """Trains each decoder, prints the comparison and writes the images."""
     if arguments.samples:
         make_folder(arguments.out)
-    data = load(arguments.data, arguments.size, arguments.levels, arguments.seed)
+    data = load(arguments.data, arguments.size, arguments.levels, arguments.seeds[0])
     # Imported here because Keras reads the backend on import.
     from images.upscaling import make_model, shrink, train_and_measure
 
@@ -52,14 +59,16 @@ def main(arguments):
             make_model(name, data, arguments)
         except ValueError as error:
             raise UsageError(f"--attention {name}: {error}") from error
-    results = []
+    results = {}
     for name in names:
-        print(f"== {name}", flush=True)
-        model, result = train_and_measure(name, data, arguments)
-        results.append(result)
-        print(f"{result['bits']:.3f} bits per dimension", flush=True)
+        results[name] = []
+        for each in each_seed(arguments):
+            print(f"== {name}, seed {each.seed}", flush=True)
+            model, result = train_and_measure(name, data, each)
+            results[name].append(result)
+            print(f"{result['bits']:.3f} bits per dimension", flush=True)
         if arguments.samples:
-            print(f"wrote {write_picture(model, name, data, arguments)}")
+            print(f"wrote {write_picture(model, name, data, each)}")
     show(*table(results), arguments)
     small = f"{data.rows // arguments.factor} x {data.columns // arguments.factor}"
     print(
@@ -83,19 +92,18 @@ def write_picture(model, name, data, arguments):
 
 
 def table(results):
-    """Header and rows: the comparison."""
+    """Header and rows: the comparison, over the seeds."""
     header = ["decoder", "bits/dim", "another's small image", "error of a sample"]
     header += ["error of the small image", "parameters"]
+    digits = {"bits": 3, "bits_of_another": 3, "error": 2}
     rows = [
         [
-            result["attention"],
-            f"{result['bits']:.3f}",
-            f"{result['bits_of_another']:.3f}",
-            f"{result['error']:.2f}",
-            f"{result['squares']:.2f}",
-            f"{result['parameters']:,}",
+            name,
+            *(mean_and_spread([each[k] for each in seeds], digits[k]) for k in digits),
+            f"{seeds[0]['squares']:.2f}",
+            f"{seeds[0]['parameters']:,}",
         ]
-        for result in results
+        for name, seeds in results.items()
     ]
     return header, rows
 

@@ -18,7 +18,7 @@ deviations.
 
 import sys
 
-from command_line import Parser, UsageError, check_heads, command, natural, positive
+from command_line import Parser, UsageError, check_heads, command, positive
 from tables import mean_and_spread, show
 
 FULL = "full"
@@ -73,7 +73,7 @@ def parse_arguments(argv):
     parser.add_model_size(dim=64, heads=4)
     parser.add_training(steps=800, batch=16, learning_rate=3e-3)
     add("--test-sequences", type=positive, default=256)
-    add("--seeds", nargs="+", type=natural, default=[0])
+    parser.add_seeds()
     parser.add_verbose()
     parser.add_save()
     arguments = parser.parse_args(argv)

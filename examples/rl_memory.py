@@ -1,7 +1,7 @@
 """GTrXL against an LSTM and an ungated Transformer-XL, in a maze that needs memory.
 
     python examples/rl_memory.py
-    python examples/rl_memory.py --agents gtrxl lstm --corridor 20 --seeds 5
+    python examples/rl_memory.py --agents gtrxl lstm --corridor 20 --seeds 0 1 2 3 4
 
 The T-maze of Bakker, 2001: the first observation shows whether the goal is on the left
 or the right of the junction at the corridor's other end; the whole corridor looks the
@@ -37,14 +37,14 @@ def parse_arguments(argv):
         help="xl: Transformer-XL as published, with sums and the norm after them",
     )
     add("--corridor", type=positive, default=10, help="cells up to the junction")
-    add("--seeds", type=positive, default=3, help="runs of each agent")
     add("--updates", type=positive, default=250)
     add("--episodes", type=positive, default=32, help="episodes in an update")
     parser.add_model_size(dim=32, heads=2, layers=2)
     add("--learning-rate", type=positive_float, default=1e-3)
     add("--discount", type=positive_float, default=0.98)
     add("--entropy", type=positive_float, default=0.02, help="weight of the bonus")
-    parser.add_seed_and_verbose()
+    parser.add_seeds((0, 1, 2))
+    parser.add_verbose()
     parser.add_out("runs/rl_memory", "the curves")
     parser.add_save()
     arguments = parser.parse_args(argv)
@@ -67,7 +67,7 @@ def main(arguments):
     curves = {}
     for agent in arguments.agents:
         curves[agent] = []
-        for seed in range(arguments.seed, arguments.seed + arguments.seeds):
+        for seed in arguments.seeds:
             curves[agent].append(learn(agent, seed, arguments))
     write(arguments.out / "curves.csv", curves)
     plot(arguments.out / "curves.png", curves, arguments.corridor, arguments.episodes)

@@ -8,14 +8,23 @@ Trains on short sequences and tests on longer ones: a Universal Transformer, one
 adaptive computation time, and a vanilla Transformer of as many parameters, encoder and
 decoder each. All add positions in each layer, with random offsets in training, so that
 training covers the positions of the longer sequences. The table has the share of
-correctly generated symbols and whole sequences, next to the paper's (trained at 40
-symbols, tested at 400).
+correctly generated symbols and whole sequences, with several `--seeds` their means and
+standard deviations, next to the paper's (trained at 40 symbols, tested at 400).
 """
 
+import statistics
 import sys
 
-from command_line import Parser, UsageError, command, natural, not_negative, positive
-from tables import show
+from command_line import (
+    Parser,
+    UsageError,
+    command,
+    each_seed,
+    natural,
+    not_negative,
+    positive,
+)
+from tables import mean_and_spread, show
 
 TASKS = ("copy", "reverse", "addition")
 MODELS = ("vanilla", "universal", "adaptive")
@@ -55,7 +64,8 @@ def parse_arguments(argv):
     add("--halting-bias", type=float, default=-1.0)
     parser.add_training(steps=800, batch=64, learning_rate=1e-3)
     add("--test-sequences", type=positive, default=256)
-    parser.add_seed_and_verbose()
+    parser.add_seeds()
+    parser.add_verbose()
     parser.add_save()
     arguments = parser.parse_args(argv)
     if arguments.train_length < 3 or min(arguments.test_lengths) < 3:
@@ -87,10 +97,12 @@ def main(arguments):
     results = {}
     for task in arguments.tasks:
         for model in arguments.models:
-            print(f"== {task}, {model}", flush=True)
-            measured = train_and_measure(model, task, arguments)
-            results[task, model] = measured
-            print(f"{', '.join(cells(measured, arguments))}", flush=True)
+            results[task, model] = []
+            for each in each_seed(arguments):
+                print(f"== {task}, {model}, seed {each.seed}", flush=True)
+                results[task, model].append(train_and_measure(model, task, each))
+                shown = cells(results[task, model][-1:], arguments)
+                print(", ".join(shown), flush=True)
     show(*table(results, arguments), arguments)
     print(
         "Symbols/sequences right; trained at lengths up to "
@@ -99,10 +111,12 @@ def main(arguments):
 
 
 def cells(measured, arguments):
-    return [
-        "/".join(f"{share:.2f}" for share in measured["accuracy"][length])
+    """Shares of symbols/sequences at each length, over the seeds."""
+    shares = [
+        zip(*(each["accuracy"][length] for each in measured), strict=True)
         for length in arguments.test_lengths
     ]
+    return ["/".join(mean_and_spread(part, 2) for part in parts) for parts in shares]
 
 
 def table(results, arguments):
@@ -112,16 +126,18 @@ def table(results, arguments):
     header += ["paper, 400"]
     lines = []
     for (task, model), measured in results.items():
-        ponder = measured["ponder"]
-        steps = [arguments.depth] if ponder is None else ponder.values()
+        steps = [[arguments.depth]]
+        if measured[0]["ponder"] is not None:
+            ponders = [each["ponder"].values() for each in measured]
+            steps = zip(*ponders, strict=True)
         paper = PAPER.get((task, model))
         lines.append(
             [
                 task,
                 model,
-                f"{measured['parameters']:,}",
-                "/".join(f"{step:.3g}" for step in steps),
-                f"{measured['seconds']:.0f}",
+                f"{measured[0]['parameters']:,}",
+                "/".join(f"{statistics.fmean(part):.3g}" for part in steps),
+                f"{statistics.fmean(each['seconds'] for each in measured):.0f}",
                 *cells(measured, arguments),
                 "" if paper is None else "/".join(f"{share:.2f}" for share in paper),
             ]

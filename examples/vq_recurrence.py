@@ -18,8 +18,8 @@ The text is the Python standard library's source, or `--text`.
 import sys
 from pathlib import Path
 
-from command_line import Parser, command, natural, positive
-from tables import show
+from command_line import Parser, command, positive
+from tables import mean_and_spread, show
 
 
 def parse_arguments(argv):
@@ -34,7 +34,7 @@ def parse_arguments(argv):
     add("--dim", type=positive, default=96, help="width")
     add("--key-dim", type=positive, default=48)
     parser.add_training(steps=600, batch=16, learning_rate=2e-3, rows="segments")
-    add("--seeds", nargs="+", type=natural, default=[0])
+    parser.add_seeds()
     add("--test-bytes", type=positive, default=2**17)
     parser.add_verbose()
     parser.add_save()
@@ -47,14 +47,16 @@ def main(arguments):
     # Imported here because Keras reads the backend on import.
     from truncation.training import TESTED, TRAINED, bits_per_byte
 
-    header = ["trained", "seed"]
-    header += [f"tested {how}, {part}" for how, part in TESTED]
-    rows = []
+    header = ["trained", *(f"tested {how}, {part}" for how, part in TESTED)]
+    results = {trained: [] for trained in TRAINED}
     for seed in arguments.seeds:
         for trained in TRAINED:
             print(f"\n== {trained}, seed {seed}", flush=True)
-            results = bits_per_byte(trained, seed, arguments)
-            rows.append([trained, seed, *(f"{x:.3f}" for x in results)])
+            results[trained].append(bits_per_byte(trained, seed, arguments))
+    rows = [
+        [trained, *(mean_and_spread(x, 3) for x in zip(*seeds, strict=True))]
+        for trained, seeds in results.items()
+    ]
     show(header, rows, arguments)
 
 

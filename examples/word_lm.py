@@ -20,7 +20,6 @@ from command_line import (
     Parser,
     UsageError,
     command,
-    natural,
     not_negative,
     positive,
 )
@@ -46,7 +45,7 @@ def parse_arguments(argv):
     add("--dropout", type=not_negative, default=0.1)
     parser.add_training(steps=300, batch=8, learning_rate=2e-3, rows="rows")
     add("--test-words", type=positive, default=20_000, help="of each held-out split")
-    add("--seeds", nargs="+", type=natural, default=[0])
+    parser.add_seeds()
     parser.add_verbose()
     parser.add_save()
     return parser.parse_args(argv)

@@ -8,13 +8,21 @@ The model must predict the symbol at every later position. Gradients never cross
 of a segment. Each layer reaches one memory further back than the layer below: a model
 of `layers` layers with a memory of `memory` positions knows symbols up to `layers *
 memory` positions before its segment, and guesses beyond. The table has the accuracy by
-the number of segments in between, with a bracket where that reach ends.
+the number of segments in between, over `--seeds`, with a bracket where that reach ends.
 """
 
 import sys
 
-from command_line import Parser, UsageError, check_heads, command, natural, positive
-from tables import show
+from command_line import (
+    Parser,
+    UsageError,
+    check_heads,
+    command,
+    each_seed,
+    natural,
+    positive,
+)
+from tables import mean_and_spread, show
 
 
 def sizes(text):
@@ -45,7 +53,8 @@ def parse_arguments(argv):
     parser.add_model_size(dim=32, heads=2)
     parser.add_training(steps=1200, batch=32, learning_rate=3e-3, rows="segments")
     add("--test-documents", type=positive, default=512)
-    parser.add_seed_and_verbose()
+    parser.add_seeds()
+    parser.add_verbose()
     parser.add_save()
     arguments = parser.parse_args(argv)
     check_heads(arguments.dim, arguments.heads)
@@ -67,20 +76,30 @@ def main(arguments):
     rows = {}
     for layers, memory in arguments.models:
         print(f"\n== {layers} layers, memory {memory}", flush=True)
-        for evaluated, row in accuracies(layers, memory, arguments).items():
-            rows[layers, memory, evaluated] = row
+        for each in each_seed(arguments):
+            for evaluated, row in accuracies(layers, memory, each).items():
+                rows.setdefault((layers, memory, evaluated), []).append(row)
     show(*table(rows, arguments), arguments)
     print(f"A guess is right in {100 / arguments.symbols:.1f} % of the cases.")
 
 
 def table(rows, arguments):
-    """Header and rows: accuracy in percent by the segments since the symbol."""
+    """Header and rows: accuracy in percent by the segments since the symbol.
+
+    Args:
+        rows: Dict from layers, memory and memory in evaluation to `accuracies` of each
+            seed.
+        arguments: The parsed command line.
+    """
     header = ["layers", "memory", "in evaluation", "reach"]
     header += [f"{back} back" for back in range(arguments.segments)]
     lines = []
-    for (layers, memory, evaluated), row in rows.items():
+    for (layers, memory, evaluated), found in rows.items():
         reach = layers * evaluated
-        cells = [f"{100 * accuracy:.1f}" for accuracy in row]
+        cells = [
+            mean_and_spread([100 * accuracy for accuracy in seeds], 1)
+            for seeds in zip(*found, strict=True)
+        ]
         if reach // arguments.segment + 1 < len(cells):
             cells[reach // arguments.segment] += " ]"
         lines.append([layers, memory, evaluated, reach, *cells])

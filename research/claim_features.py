@@ -15,7 +15,7 @@ import math
 import sys
 
 import folders  # noqa: F401
-from claims.arguments import add_seeds
+from claims.arguments import SEEDS
 from command_line import Parser, command, positive, positive_float
 from tables import mean_and_spread, show
 
@@ -29,7 +29,7 @@ def parse_arguments(argv):
     add("--keys", type=positive, default=256)
     add("--queries", type=positive, default=256)
     add("--logits", type=positive_float, nargs="+", default=[0.5, 1.0, 2.0])
-    add_seeds(parser)
+    parser.add_seeds(SEEDS)
     parser.add_save()
     return parser.parse_args(argv)
 

@@ -15,7 +15,7 @@ deviation over the seeds, and how many of all runs reach 90 %.
 import sys
 
 import folders  # noqa: F401
-from claims.arguments import add_seeds, parse
+from claims.arguments import SEEDS, parse
 from command_line import Parser, command, positive, positive_float
 from tables import mean_and_spread, show
 
@@ -48,7 +48,7 @@ def parse_arguments(argv):
     parser.add_model_size(dim=32, heads=2, layers=2)
     add("--steps", type=positive, default=300, help="of training")
     add("--batch", type=positive, default=32, help="rows of a batch")
-    add_seeds(parser)
+    parser.add_seeds(SEEDS)
     parser.add_save()
     return parse(parser, argv)
 

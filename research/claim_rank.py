@@ -16,7 +16,7 @@ import math
 import sys
 
 import folders  # noqa: F401
-from claims.arguments import add_seeds, parse
+from claims.arguments import SEEDS, parse
 from command_line import Parser, UsageError, command, positive
 from tables import mean_and_spread, show
 
@@ -45,7 +45,7 @@ def parse_arguments(argv):
     add("--test-rows", type=positive, default=256)
     parser.add_model_size(dim=64, heads=4, layers=1)
     parser.add_training(steps=300, batch=16, learning_rate=3e-3, rows="rows")
-    add_seeds(parser)
+    parser.add_seeds(SEEDS)
     parser.add_save()
     arguments = parse(parser, argv)
     if arguments.length % 2:

@@ -16,7 +16,7 @@ import sys
 
 import folders  # noqa: F401
 from byte_lm.data import batches, load_splits
-from claims.arguments import add_seeds
+from claims.arguments import SEEDS
 from command_line import Parser, command, positive
 from tables import mean_and_spread, show
 
@@ -29,7 +29,7 @@ def parse_arguments(argv):
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--codes", nargs="+", type=positive, default=[16, 64, 256])
-    add_seeds(parser)
+    parser.add_seeds(SEEDS)
     add("--length", type=positive, default=128)
     parser.add_model_size(dim=64, heads=2, layers=2)
     parser.add_training(steps=400, batch=8, learning_rate=3e-3)

@@ -16,7 +16,7 @@ import importlib
 import sys
 
 import folders  # noqa: F401
-from claims.arguments import add_seeds
+from claims.arguments import SEEDS
 from command_line import Parser, UsageError, command, make_folder
 from verdict.candidates import CANDIDATES, PARTS
 from verdict.runs import RESULTS, Runs
@@ -33,7 +33,7 @@ def parse_arguments(argv):
         default="both",
         help="of 4 before the attention",
     )
-    add_seeds(parser)
+    parser.add_seeds(SEEDS)
     add(
         "--sizes",
         nargs="+",

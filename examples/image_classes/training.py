@@ -22,7 +22,7 @@ def train_and_measure(attention, images, arguments):
     """
     accuracies, distances = [], []
     seconds = 0.0
-    for seed in range(arguments.seed, arguments.seed + arguments.seeds):
+    for seed in arguments.seeds:
         keras.utils.set_random_seed(seed)
         train_images, labels = images.train
         model = build_model(

@@ -19,7 +19,8 @@ def parse_images(parser, argv, steps, layers, out):
     add("--test-images", type=positive, default=200, help="at most")
     add("--samples", type=natural, default=8, help="of each kind; 0 writes none")
     parser.add_out(out, "the PNGs")
-    parser.add_seed_and_verbose()
+    parser.add_seeds()
+    parser.add_verbose()
     parser.add_save()
     arguments = parser.parse_args(argv)
     if not 2 <= arguments.levels <= 256:

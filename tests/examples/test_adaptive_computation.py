@@ -34,21 +34,30 @@ def test_addition_adds():
     np.testing.assert_array_equal(task.weight[0], [0, 1, 1])
 
 
-def test_the_script_prints_its_table_and_leaves_a_picture(printed_table, tmp_path):
+def test_the_script_prints_its_table_and_leaves_a_picture(
+    printed_table, tmp_path, capsys
+):
     arguments = (
         "--tasks addition --ponder-cost 0.01 --size 2 --units 4 --max-steps 2 "
-        f"--steps 2 --batch 4 --test-sequences 40 --verbose 0 --out {tmp_path}"
+        "--steps 2 --batch 4 --test-sequences 40 --verbose 0 --seeds 0 1 "
+        f"--out {tmp_path}"
     )
     assert adaptive_computation.main(arguments.split()) == 0
-    _, *rows = printed_table()
+    printed = capsys.readouterr().out
+    _, *rows = printed_table(printed)
     assert [row[:2] for row in rows] == [
         ["addition", "without"],
         ["addition", "cost 0.01"],
     ]
     # Without pondering: one step each, for numbers of one digit and of two.
-    assert rows[0][3] == "1.00"
+    assert rows[0][3] == "1.00 ± 0.00"
     assert re.fullmatch(r"1: 1\.00 \(\d+%\), 2: 1\.00 \(\d+%\)", rows[0][4])
-    assert 1 <= float(rows[1][3]) <= 2
+    assert 1 <= float(rows[1][3].split()[0]) <= 2
+    shares = [float(x) for x in re.findall(r"seed \d: ([\d.]+)% right", printed)]
+    for row, seeds in zip(rows, np.reshape(shares, (2, 2)), strict=True):
+        mean, deviation = (float(x) for x in row[2].split(" ± "))
+        assert mean == pytest.approx(seeds.mean(), abs=0.11)
+        assert deviation == pytest.approx(seeds.std(ddof=1), abs=0.15)
     assert (tmp_path / "steps.png").stat().st_size > 0
 
 

@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 
@@ -39,7 +41,7 @@ def test_the_script_prints_its_table(printed_table):
     arguments = (
         "--tasks copy --models vanilla adaptive --train-length 3 --test-lengths 3 5 "
         "--alphabet 3 --depth 1 --dim 16 --heads 2 --steps 2 --batch 2 "
-        "--test-sequences 4 --verbose 0"
+        "--test-sequences 4 --verbose 0 --seeds 0 1"
     )
     assert universal_transformer.main(arguments.split()) == 0
     header, vanilla, adaptive = printed_table()
@@ -47,6 +49,8 @@ def test_the_script_prints_its_table(printed_table):
     assert vanilla[:2] == ["copy", "vanilla"] and vanilla[-1] == "0.53/0.03"
     assert adaptive[1] == "adaptive" and vanilla[3] == "1"
     assert adaptive[3] == "1/1"
+    share = r"\d\.\d\d ± \d\.\d\d"
+    assert re.fullmatch(f"{share}/{share}", vanilla[-2])
 
 
 @pytest.mark.parametrize(

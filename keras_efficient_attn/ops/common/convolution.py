@@ -4,10 +4,13 @@ import functools
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import shape_of
+from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
 from keras_efficient_attn.ops.common.numerics import pad
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.common.state import keep_last
+
+if BACKEND == "torch":
+    import torch
 
 
 def depthwise(x, kernel, before=0, after=0, documents=None):
@@ -35,44 +38,79 @@ def depthwise(x, kernel, before=0, after=0, documents=None):
 def _depthwise(size, before, after):
     """`(step, gradient)` for `recompute_scan`, which takes one step.
 
-    XLA's derivative of the slices and of their sums takes six times as long. Here both
-    are slices of a padded tensor, which XLA reads where the step before wrote it.
+    XLA's derivative of the slices and of their sums takes six times as long. Here the
+    gradient of `x` is a convolution, too.
     """
-
-    def of_document(x, i, position, later):
-        """`(batch, length, ...)`, 0 where the tap `i` reads another document."""
-        if i == before:
-            return x
-        near = later >= i - before if i > before else position >= before - i
-        near = ops.reshape(near, (*shape_of(near), *[1] * (len(x.shape) - 2)))
-        return ops.where(near, x, ops.zeros_like(x))
 
     def step(carry, xs, consts):
         (x, *places), (kernel,) = xs, consts
-        length = shape_of(x)[1] + before + after - size + 1
-        tail = [(0, 0)] * (len(x.shape) - 2)
-        padded = pad(x, [(0, 0), (before, after), *tail])
-        taps = (padded[:, i : i + length] for i in range(size))
-        if places:
-            taps = (of_document(x, i, *places) for i, x in enumerate(taps))
-        return (), (sum(kernel[i] * x for i, x in enumerate(taps)),)
+        return (), (_convolve(x, kernel, before, after, places),)
 
     def gradient(carry, xs, consts, y, grad_carry, grad_y):
         (x, *places), (kernel,), (grad,) = xs, consts, grad_y
-        length, given = shape_of(grad)[1], shape_of(x)[1]
-        tail = [(0, 0)] * (len(x.shape) - 2)
-        padded = pad(x, [(0, 0), (before, after), *tail])
-        around = [(0, 0), (size - 1 - before, size - 1 - after), *tail]
-        grad_x, grad_kernel = 0.0, []
+        around = size - 1 - before, size - 1 - after
+        grad_x = _convolve(grad, ops.flip(kernel, axis=0), *around, places)
+        grad_kernel = []
         for i in range(size):
-            own = of_document(grad, i, *places) if places else grad
-            spread = pad(own, around)[:, size - 1 - i :][:, :given]
-            grad_x = grad_x + kernel[i] * spread
-            grad_kernel.append(ops.sum(padded[:, i : i + length] * own, axis=(0, 1)))
+            own = _of_document(grad, i - before, places)
+            read, own = _meeting(x, own, i, before, after)
+            grad_kernel.append(ops.sum(read * own, axis=(0, 1)))
         places = map(ops.zeros_like, places)
         return (), (grad_x, *places), (ops.stack(grad_kernel),)
 
     return step, gradient
+
+
+def _convolve(x, kernel, before, after, places):
+    """`depthwise`; `places` are positions in documents from both ends, or empty."""
+    size = kernel.shape[0]
+    if BACKEND == "torch" and not places and x.device.type == "cpu":
+        if x.dtype in (torch.float32, torch.bfloat16):
+            return _convolve_by_channel(x, kernel, before, after)
+    length = shape_of(x)[1] + before + after - size + 1
+    padded = pad(x, [(0, 0), (before, after), *[(0, 0)] * (len(x.shape) - 2)])
+    taps = (padded[:, i : i + length] for i in range(size))
+    taps = (_of_document(tap, i - before, places) for i, tap in enumerate(taps))
+    return sum(kernel[i] * tap for i, tap in enumerate(taps))
+
+
+def _convolve_by_channel(x, kernel, before, after):
+    """By PyTorch's convolution of images, which does not store each tap's products."""
+    size, length = kernel.shape[0], x.shape[1] + before + after - kernel.shape[0] + 1
+    around = max(before, after)
+    # Channels last in memory, as oneDNN reads them fastest.
+    image = x.reshape(*x.shape[:2], -1).transpose(1, 2)[:, :, None]
+    weight = kernel.reshape(size, -1).t()[:, None, None]
+    y = torch.nn.functional.conv2d(
+        image, weight, padding=(0, around), groups=len(weight)
+    )
+    y = y[:, :, 0, around - before :][..., :length].transpose(1, 2)
+    return y.reshape(*y.shape[:2], *x.shape[2:])
+
+
+def _meeting(x, y, i, before, after):
+    """The positions of `x` that tap `i` reads, and those of `y` that it reads them for.
+
+    All that there are, or for unknown lengths all of `y` and zeros around `x`.
+    """
+    length, given = shape_of(y)[1], shape_of(x)[1]
+    if not (isinstance(length, int) and isinstance(given, int)):
+        tail = [(0, 0)] * (len(x.shape) - 2)
+        return pad(x, [(0, 0), (before, after), *tail])[:, i : i + length], y
+    offset = i - before
+    first = max(0, -offset)
+    last = max(first, min(length, given - offset))
+    return x[:, first + offset : last + offset], y[:, first:last]
+
+
+def _of_document(x, offset, places):
+    """`(batch, length, ...)`, 0 where `offset` positions on is another document."""
+    if offset == 0 or not places:
+        return x
+    position, later = places
+    near = later >= offset if offset > 0 else position >= -offset
+    near = ops.reshape(near, (*shape_of(near), *[1] * (len(x.shape) - 2)))
+    return ops.where(near, x, ops.zeros_like(x))
 
 
 def causal_convolution(x, kernel, past=None, lengths=None, documents=None):
