@@ -64,21 +64,16 @@ def _depthwise(size, before, after):
 def _convolve(x, kernel, before, after, places):
     """`depthwise`; `places` are positions in documents from both ends, or empty."""
     size = kernel.shape[0]
-    if BACKEND == "torch" and not places and x.device.type == "cpu":
-        if x.dtype in (torch.float32, torch.bfloat16):
-            return _convolve_by_channel(x, kernel, before, after)
     length = shape_of(x)[1] + before + after - size + 1
-    padded = pad(x, [(0, 0), (before, after), *[(0, 0)] * (len(x.shape) - 2)])
-    taps = (padded[:, i : i + length] for i in range(size))
-    taps = (_of_document(tap, i - before, places) for i, tap in enumerate(taps))
-    return sum(kernel[i] * tap for i, tap in enumerate(taps))
-
-
-def _convolve_by_channel(x, kernel, before, after):
-    """By PyTorch's convolution of images, which does not store each tap's products."""
-    size, length = kernel.shape[0], x.shape[1] + before + after - kernel.shape[0] + 1
+    own = places or BACKEND != "torch" or x.device.type != "cpu"
+    if own or x.dtype not in (torch.float32, torch.bfloat16):
+        padded = pad(x, [(0, 0), (before, after), *[(0, 0)] * (len(x.shape) - 2)])
+        taps = (padded[:, i : i + length] for i in range(size))
+        taps = (_of_document(tap, i - before, places) for i, tap in enumerate(taps))
+        return sum(kernel[i] * tap for i, tap in enumerate(taps))
+    # PyTorch's convolution of images does not store each tap's products. Its channels
+    # are last in memory, as oneDNN reads them fastest.
     around = max(before, after)
-    # Channels last in memory, as oneDNN reads them fastest.
     image = x.reshape(*x.shape[:2], -1).transpose(1, 2)[:, :, None]
     weight = kernel.reshape(size, -1).t()[:, None, None]
     y = torch.nn.functional.conv2d(
