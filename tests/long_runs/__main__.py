@@ -16,6 +16,9 @@ from pathlib import Path
 from tests.long_runs.steps import LAYERS, summarize
 from tests.long_runs.streams import CASES, measure, write_reference
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+from tables import show  # noqa: E402
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -25,7 +28,9 @@ def main():
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--reference", metavar="FOLDER", help="keeps the reference")
     parser.add_argument("--only-reference", action="store_true")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="the table, as JSON")
     arguments = parser.parse_args()
+    arguments.command = ["-m", "tests.long_runs", *sys.argv[1:]]
     if arguments.only_reference:
         for name in arguments.cases:
             write_reference(CASES[name], arguments.positions, arguments.reference)
@@ -41,17 +46,16 @@ def main():
             command += ["--reference", str(folder), "--cases", *missing]
             environment = {**os.environ, "KERAS_BACKEND": "torch"}
             subprocess.run(command, env=environment, check=True)
-        print("| case | dtype | first | last | largest | state bytes | MiB more |")
-        print("|---|---|---|---|---|---|---|")
+        rows = []
         for name in arguments.cases:
             for dtype in ("float32", "mixed_bfloat16"):
                 row = measure(CASES[name], dtype, folder, arguments.segment)
-                print(
-                    f"| {name} | {dtype} | {row['first']:.1e} | {row['last']:.1e} | "
-                    f"{row['largest']:.1e} | {row['state_bytes']:,} | "
-                    f"{row['growth_mib']:.1f} |",
-                    flush=True,
-                )
+                errors = [f"{row[key]:.1e}" for key in ("first", "last", "largest")]
+                sizes = f"{row['state_bytes']:,}", f"{row['growth_mib']:.1f}"
+                rows.append([name, dtype, *errors, *sizes])
+                print(*rows[-1], flush=True)
+        header = ["case", "dtype", "first", "last", "largest"]
+        show([*header, "state bytes", "MiB more"], rows, arguments)
     for name in LAYERS if arguments.steps else ():
         print(f"{name}: {summarize(name, arguments.steps)}", flush=True)
 
