@@ -6,7 +6,8 @@ the backend's own loop; the backward pass keeps only the carry at each step and
 runs the step again.
 
 `recompute_scan(step, carry, xs, consts=(), gradient=None, num_steps=None,
-step_size=None)` runs `step` over parts of `xs`, recomputing it for gradients:
+step_size=None, reverse=False)` runs `step` over parts of `xs`, recomputing it for
+gradients:
 
 ```
 for i in range(num_steps):
@@ -35,6 +36,8 @@ Args:
         shape `(batch, num_steps * size, ...)`, without transposing.
     step_size: The `size`, if equal for all of `xs`. Required if `num_steps` is not
         known statically and `size` is.
+    reverse: Whether the last step along a leading axis comes first. Outputs keep their
+        places.
 
 Returns:
     `(carry, ys)`: the last carry, and the outputs; stacked on a new leading axis

@@ -14,16 +14,25 @@ from jax import lax
 
 
 @functools.partial(
-    jax.jit, static_argnames=("step", "gradient", "num_steps", "step_size")
+    jax.jit, static_argnames=("step", "gradient", "num_steps", "step_size", "reverse")
 )
 def recompute_scan(
-    step, carry, xs, consts=(), gradient=None, num_steps=None, step_size=None
+    step,
+    carry,
+    xs,
+    consts=(),
+    gradient=None,
+    num_steps=None,
+    step_size=None,
+    reverse=False,
 ):
     if num_steps is None:
         # Inside scan the loop body is a separate computation, so no barrier is needed
         # to keep XLA from merging the forward and the recomputed step.
         step = jax.checkpoint(step, prevent_cse=False)
-        return lax.scan(lambda carry, x: step(carry, x, consts), carry, xs)
+        return lax.scan(
+            lambda carry, x: step(carry, x, consts), carry, xs, reverse=reverse
+        )
     if not isinstance(num_steps, int):
         # With a symbolic length (export), only the row-wise scan works.
         xs = tuple(_as_rows(x, num_steps, step_size) for x in xs)

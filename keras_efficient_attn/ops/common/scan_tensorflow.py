@@ -13,11 +13,21 @@ from keras_efficient_attn.ops.common.backend import shape_of
 
 
 def recompute_scan(
-    step, carry, xs, consts=(), gradient=None, num_steps=None, step_size=None
+    step,
+    carry,
+    xs,
+    consts=(),
+    gradient=None,
+    num_steps=None,
+    step_size=None,
+    reverse=False,
 ):
     step_gradient = _automatic(step) if gradient is None else gradient
     carry_size, xs_size = len(carry), len(xs)
-    steps = _Rows(xs[0]) if num_steps is None else _Positions(num_steps, step_size)
+    if num_steps is None:
+        steps = _Rows(xs[0], reverse)
+    else:
+        steps = _Positions(num_steps, step_size)
 
     @tf.custom_gradient
     def scan(*arguments):
@@ -93,8 +103,13 @@ def _automatic(step):
 class _Rows:
     """Steps that each take a row of the leading axis."""
 
-    def __init__(self, x):
+    def __init__(self, x, reverse):
         self.number = tf.shape(x)[0] if x.shape[0] is None else x.shape[0]
+        self._reverse = reverse
+
+    def place(self, i):
+        """The row of the step that comes after `i` others."""
+        return self.number - 1 - i if self._reverse else i
 
     def cutter(self, tensors):
         """A function from the step number to the step's inputs."""
@@ -114,6 +129,9 @@ class _Positions:
     def __init__(self, num_steps, step_size):
         self.number = num_steps
         self._size = step_size
+
+    def place(self, i):
+        return i
 
     def cutter(self, tensors):
         if isinstance(self.number, int) and self.number == 1:
@@ -161,8 +179,9 @@ def _forward(step, carry, xs, consts, steps):
         carries, ys = [], []
         for i in range(int(steps.number)):
             carries.append(carry)
-            carry, y = step(carry, cut(i), consts)
+            carry, y = step(carry, cut(steps.place(i)), consts)
             ys.append(y)
+        ys = [ys[steps.place(i)] for i in range(int(steps.number))]
         ys = tuple(map(tf.stack, zip(*ys, strict=True)))
         return carry, steps.join(ys), tuple(map(tf.stack, zip(*carries, strict=True)))
     # Only the shapes of the outputs are needed before the loop.
@@ -173,9 +192,10 @@ def _forward(step, carry, xs, consts, steps):
     _, y = traced.structured_outputs
 
     def body(i, carry, carry_arrays, y_arrays):
-        carry_arrays = _write(carry_arrays, i, carry)
-        new_carry, y = step(carry, cut(i), consts)
-        return i + 1, _like(carry, new_carry), carry_arrays, _write(y_arrays, i, y)
+        carry_arrays, place = _write(carry_arrays, i, carry), steps.place(i)
+        new_carry, y = step(carry, cut(place), consts)
+        y_arrays = _write(y_arrays, place, y)
+        return i + 1, _like(carry, new_carry), carry_arrays, y_arrays
 
     _, final_carry, carry_arrays, y_arrays = tf.while_loop(
         lambda i, *_: i < steps.number,
@@ -194,9 +214,9 @@ def _backward(step_gradient, carries, xs, consts, ys, grad_carry, grad_ys, steps
     cut, cut_y, cut_gradient = map(steps.cutter, (xs, ys, grad_ys))
 
     def pull_step(i, grad_carry):
-        return step_gradient(
-            _row(carries, i), cut(i), consts, cut_y(i), grad_carry, cut_gradient(i)
-        )
+        place = steps.place(i)
+        x, y, grad_y = cut(place), cut_y(place), cut_gradient(place)
+        return step_gradient(_row(carries, i), x, consts, y, grad_carry, grad_y)
 
     if isinstance(steps.number, int) and steps.number == 1:
         grad_carry, grad_x, grad_consts = pull_step(0, grad_carry)
@@ -212,7 +232,7 @@ def _backward(step_gradient, carries, xs, consts, ys, grad_carry, grad_ys, steps
             i - 1,
             _like(first_carry, grad_carry),
             _like(consts, grad_consts),
-            _write(x_arrays, i, grad_x),
+            _write(x_arrays, steps.place(i), grad_x),
         )
 
     _, grad_carry, grad_consts, x_arrays = tf.while_loop(

@@ -12,9 +12,16 @@ from keras_efficient_attn.ops.common.derivatives_torch import (
 
 
 def recompute_scan(
-    step, carry, xs, consts=(), gradient=None, num_steps=None, step_size=None
+    step,
+    carry,
+    xs,
+    consts=(),
+    gradient=None,
+    num_steps=None,
+    step_size=None,
+    reverse=False,
 ):
-    steps = _Rows(len(xs[0])) if num_steps is None else _Positions(num_steps)
+    steps = _Rows(len(xs[0]), reverse) if num_steps is None else _Positions(num_steps)
     transform = private_torch.function_transform
     if transform and not torch.compiler.is_compiling() and transform() is not None:
         return _loop_with_autograd(step, carry, xs, consts, steps)
@@ -99,13 +106,15 @@ class _Rows:
 
     Attributes:
         number: Of steps.
+        order: In which steps run.
         cuts_rows: Whether a step's tensors have an axis less than all of them.
     """
 
     cuts_rows = True
 
-    def __init__(self, number):
+    def __init__(self, number, reverse=False):
         self.number = number
+        self.order = range(number)[:: -1 if reverse else 1]
 
     def cut(self, tensors):
         """The tensors of each step; there may be no steps."""
@@ -159,17 +168,17 @@ class _Outputs:
 
 def _loop_with_autograd(step, carry, xs, consts, steps):
     """The loop, recorded by PyTorch's autograd."""
-    rows = []
-    for x in steps.cut(xs):
-        carry, y = step(carry, x, consts)
-        rows.append(y)
-    return carry, tuple(map(steps.join, zip(*rows, strict=True)))
+    rows, inputs = {}, steps.cut(xs)
+    for i in steps.order:
+        carry, rows[i] = step(carry, inputs[i], consts)
+    in_place = (rows[i] for i in range(steps.number))
+    return carry, tuple(map(steps.join, zip(*in_place, strict=True)))
 
 
 def _loop(step, carry, xs, consts, steps):
-    ys = _Outputs(steps)
-    for i, x in enumerate(steps.cut(xs)):
-        carry, y = step(carry, x, consts)
+    ys, inputs = _Outputs(steps), steps.cut(xs)
+    for i in steps.order:
+        carry, y = step(carry, inputs[i], consts)
         ys.write(i, y)
     return carry, ys.whole
 
@@ -191,11 +200,11 @@ class _Scan(torch.autograd.Function):
         carry = tensors[:carry_size]
         xs = tensors[carry_size : carry_size + xs_size]
         consts = tensors[carry_size + xs_size :]
-        carries, ys = [], _Outputs(steps)
+        carries, ys, inputs = [], _Outputs(steps), steps.cut(xs)
         with torch.autocast(xs[0].device.type, enabled=False):
-            for i, x in enumerate(steps.cut(xs)):
+            for i in steps.order:
                 carries.append(carry)
-                carry, y = step(carry, x, consts)
+                carry, y = step(carry, inputs[i], consts)
                 ys.write(i, y)
         ys = ys.whole
         ctx.step_gradient, ctx.steps = step_gradient, steps
@@ -216,11 +225,11 @@ class _Scan(torch.autograd.Function):
         carries = [tuple(next(saved) for _ in range(carry_size)) for _ in inputs[0]]
         grad_consts = tuple(torch.zeros_like(tensor) for tensor in consts)
         grad_xs = _Outputs(ctx.steps)
-        for i in reversed(range(len(carries))):
+        for i in reversed(ctx.steps.order):
             x, y, grad_y = (tensors[i] for tensors in inputs)
             with torch.autocast(xs[0].device.type, enabled=False):
                 grad_carry, grad_x, grad_const = ctx.step_gradient(
-                    carries[i], x, consts, y, grad_carry, grad_y
+                    carries.pop(), x, consts, y, grad_carry, grad_y
                 )
             grad_xs.write(i, grad_x)
             grad_consts = tuple(

@@ -52,8 +52,13 @@ def gradient_by_autodiff(*arguments):
     return pull((*carry_gradient, None, *y_gradient))
 
 
-def run_scan(total, a, b, scale, gradient=None):
-    return recompute_scan(step, (total,), (a, b), (scale,), gradient)
+def run_scan(total, a, b, scale, gradient=None, reverse=False):
+    arguments = step, (total,), (a, b), (scale,), gradient
+    return recompute_scan(*arguments, reverse=reverse)
+
+
+def run_backwards(*arguments):
+    return run_scan(*arguments, reverse=True)
 
 
 def run_loop(total, a, b, scale):
@@ -66,12 +71,21 @@ def run_loop(total, a, b, scale):
     return total, np.stack(ys), np.stack(sums)
 
 
+def run_loop_backwards(total, a, b, scale):
+    total, ys, sums = run_loop(total, a[::-1], b[::-1], scale)
+    return total, ys[::-1], sums[::-1]
+
+
+DIRECTIONS = [(run_scan, run_loop), (run_backwards, run_loop_backwards)]
+
+
+@pytest.mark.parametrize(("scan", "loop"), DIRECTIONS)
 @pytest.mark.parametrize("steps", [1, STEPS])
-def test_values(steps):
+def test_values(steps, scan, loop):
     total, a, b, scale = arrays()
     values = (total, a[:steps], b[:steps], scale)
-    (last,), (ys, sums) = run_scan(*(ops.convert_to_tensor(x) for x in values))
-    expected = run_loop(*(x.astype("float64") for x in values))
+    (last,), (ys, sums) = scan(*(ops.convert_to_tensor(x) for x in values))
+    expected = loop(*(x.astype("float64") for x in values))
     for ours, theirs in zip((last, ys, sums), expected, strict=True):
         np.testing.assert_allclose(to_numpy(ours), theirs, rtol=1e-5, atol=1e-6)
 
@@ -99,9 +113,10 @@ def check_slopes(scan, loop, gradient, values):
         assert abs((slopes * direction).sum() - slope) < 1e-3 * (1 + abs(slope))
 
 
+@pytest.mark.parametrize(("scan", "loop"), DIRECTIONS)
 @pytest.mark.parametrize("gradient", [None, step_gradient, gradient_by_autodiff])
-def test_gradients_are_the_slopes_of_the_loop(gradient):
-    check_slopes(run_scan, run_loop, gradient, arrays())
+def test_gradients_are_the_slopes_of_the_loop(gradient, scan, loop):
+    check_slopes(scan, loop, gradient, arrays())
 
 
 def test_a_gradient_by_hand_is_the_one_that_runs(backend):

@@ -225,12 +225,9 @@ class _Chunks:
         grad_rest = ops.swapaxes(self.scores, -1, -2) @ grad_output
         grad_before = ops.swapaxes(self.far_query, -1, -2) @ grad_output
         tensors = grad_before, grad_rest, self.far_key, self.reader, self.end
-        xs = (ops.transpose(x, CHUNKS_FIRST) for x in tensors if x is not None)
-        xs = tuple(ops.flip(x, axis=0) for x in xs)
-        (grad_state,), rows = recompute_scan(step, (grad_carry,), xs)
-        grad_after, *rows = (
-            ops.transpose(ops.flip(row, axis=0), HEADS_FIRST) for row in rows
-        )
+        xs = tuple(ops.transpose(x, CHUNKS_FIRST) for x in tensors if x is not None)
+        (grad_state,), rows = recompute_scan(step, (grad_carry,), xs, reverse=True)
+        grad_after, *rows = (ops.transpose(row, HEADS_FIRST) for row in rows)
         grad_rest = rows[0] if rows else grad_rest + self.far_key @ grad_after
         grad_far_key = ops.swapaxes(rest, -1, -2) @ ops.swapaxes(grad_after, -1, -2)
         grad_end = None
