@@ -7,6 +7,10 @@ import pytest
 from keras import ops
 
 from keras_efficient_attn.ops import linear_attention, linear_attention_state
+from keras_efficient_attn.ops.common.feature_kernels.choice import features_config
+from keras_efficient_attn.ops.linear_attention.gated.api import (
+    gated_attention_with_feature_maps,
+)
 from tests.autodiff import gradient_function, gradients, to_numpy
 from tests.ops.pieces import SIZES, TOLERANCE, read_in_pieces
 
@@ -419,3 +423,44 @@ def test_errors(changes, message):
     tensors = [arguments.pop(name) for name in names[:3]]
     with pytest.raises(ValueError, match=message):
         linear_attention(*tensors, **arguments)
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize("normalize", [False, True], ids=["sum", "normalized"])
+@pytest.mark.parametrize("lengths", [(1, 1), (37, 37), (300, 300), (9, 37)], ids=str)
+def test_a_decay_of_all_positions(lengths, normalize, corrects):
+    """A decay of each head, without an axis of positions, is that of all of them."""
+    if normalize and corrects:
+        pytest.skip("normalizers may be near zero")
+    query, *rest = draw((None, corrects), max(lengths))
+    keys = [x if x is None else x[:, : lengths[1]] for x in rest]
+    tensors = [query[:, : lengths[0]], *keys[:2]]
+    beta, log_decay = keys[3], np.array([-0.9, -0.01], "float32")
+    everywhere = np.broadcast_to(log_decay, keys[0].shape[:3])
+    cotangent = np.sin(np.arange(tensors[0][..., 0].size * VALUE_DIM))
+    cotangent = cotangent.reshape(*tensors[0].shape[:3], VALUE_DIM).astype("float32")
+    options = dict(causal=True, normalize=normalize, chunk_size=8)
+    config = features_config(FEATURES, **options)
+
+    def heads(*arrays):
+        beta = arrays[3] if corrects else None
+        rates = ops.convert_to_tensor(log_decay), beta
+        return gated_attention_with_feature_maps(arrays[:3], rates, config)[0]
+
+    def loss(*arrays):
+        return ops.sum(ops.multiply(heads(*arrays), cotangent))
+
+    def wanted_loss(*arrays):
+        rates = ops.convert_to_tensor(everywhere), arrays[3] if corrects else None
+        options = dict(normalize=normalize, implementation="reference")
+        output = attend(*arrays[:3], *rates, **options)
+        return ops.sum(ops.multiply(output, cotangent))
+
+    arrays = [*tensors, *([] if beta is None else [beta])]
+    correct, _ = recurrence(*tensors, everywhere, beta, normalize=normalize)
+    received = heads(*map(ops.convert_to_tensor, arrays))
+    np.testing.assert_allclose(to_numpy(received), correct, **TOLERANCE)
+    pairs = zip(gradients(loss, *arrays), gradients(wanted_loss, *arrays), strict=True)
+    for ours, theirs in pairs:
+        limit = 1e-4 * np.abs(theirs).max() + 1e-6
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=limit)

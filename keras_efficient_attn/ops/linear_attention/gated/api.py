@@ -41,6 +41,7 @@ def gated_attention_with_feature_maps(
     Args:
         tensors: `(query, key, value)`, each `(batch, length, heads, dim)`.
         rates: `(log_decay, beta)`, as for `linear_attention`; each may be `None`.
+            Decays of all positions may be `(heads,)`, and get no gradient.
         config: `LinearAttentionConfig`, causal, of maps without log scales.
         map_weights: Tuple of tensors that the feature maps read.
         key_mask, state: As for `linear_attention`.
@@ -65,6 +66,9 @@ def gated_attention_with_feature_maps(
         # An additional entry 1, which sums up the weights, and is 0 for missing keys.
         value = ops.concatenate([value, ops.ones_like(value[..., :1])], axis=-1)
     operand = standardize_dtype(value.dtype)
+    others = kernel, key_mask, state, documents
+    if any(x is not None for x in others):
+        rates = at_positions(rates, key)
     tensors, rates = _prepare(query, key, value, key_mask, rates)
     if state is None:
         columns = value_dim + normalized
@@ -113,6 +117,14 @@ def reference(inputs, rates, normalize):
     return reference_gated_attention(tensors, rates, normalize)
 
 
+def at_positions(rates, key):
+    """Rates with a decay for each position of `key`, for `(heads,)` too."""
+    log_decay, beta = rates
+    if log_decay is not None and len(log_decay.shape) == 1:
+        log_decay = ops.broadcast_to(log_decay, shape_of(key)[:3])
+    return log_decay, beta
+
+
 def _prepare(query, key, value, key_mask, rates):
     """Tensors of the query's length, and rates `(batch, length, heads, ...)`.
 
@@ -120,7 +132,8 @@ def _prepare(query, key, value, key_mask, rates):
     """
     dtype = accumulator_dtype(query, key, value)
     rates = [
-        x if x is None or len(x.shape) == 4 else ops.expand_dims(x, -1) for x in rates
+        ops.expand_dims(x, -1) if x is not None and len(x.shape) == 3 else x
+        for x in rates
     ]
     same = query.shape[1] is not None and query.shape[1] == key.shape[1]
     keys = []
@@ -128,7 +141,8 @@ def _prepare(query, key, value, key_mask, rates):
         if x is not None:
             x = x if key_mask is None else hide_masked(x, key_mask)
             x = ops.cast(x, dtype)
-            x = x if same else fit_length(x, shape_of(query)[1])
+            fits = same or len(x.shape) == 1
+            x = x if fits else fit_length(x, shape_of(query)[1])
         keys.append(x)
     key, value, log_decay, beta = keys
     if log_decay is not None:

@@ -60,7 +60,9 @@ def chunked_gated_attention(tensors, rates, state, map_weights, config, position
         tensors: `(query, key, value)`, equally long, zero for keys that do not exist;
             with normalized outputs, values have an additional entry 1.
         rates: `(log_decay, beta)`, each `None` or `(batch, length, heads, 1)`; decays
-            may have as many entries as features. Zero for keys that do not exist.
+            may have as many entries as features. Zero for keys that do not exist. Or a
+            decay `(heads,)` of all positions, which gets no gradient; without
+            `position`, and the state that is returned is then that of no position.
         state: `(batch, heads, features, value_dim)`.
         map_weights: Tuple of tensors.
         config: `LinearAttentionConfig`.
@@ -76,18 +78,22 @@ def chunked_gated_attention(tensors, rates, state, map_weights, config, position
     # A matrix row, features and values. The step has several of each, but smaller steps
     # were slower, especially on PyTorch.
     floats = config.chunk_length + features + (value_dim or features)
-    if rates[0] is not None and rates[0].shape[-1] != 1:
+    log_decay, beta = rates
+    fixed = log_decay is not None and len(log_decay.shape) == 1
+    if fixed:
+        map_weights, log_decay = (*map_weights, log_decay), None
+    if log_decay is not None and log_decay.shape[-1] != 1:
         floats += 4 * features
     floats *= heads
     size, chunks, groups = chunk_layout(
         length, config.chunk_length, query.shape[0], floats
     )
-    xs = query, key, value, *rates, position
+    xs = query, key, value, log_decay, beta, position
+    given = (x is not None for x in xs[3:])
     xs = tuple(x for x in xs if x is not None)
     if not (isinstance(length, int) and groups * chunks * size == length):
         xs = tuple(pad_to(x, groups * chunks * size) for x in xs)
-    given = (x is not None for x in (*rates, position))
-    step, gradient = _group_step(config, size, *given)
+    step, gradient = _group_step(config, size, fixed, *given)
     (state,), (output,) = recompute_scan(
         step, (state,), xs, map_weights, gradient, num_steps=groups
     )
@@ -96,35 +102,53 @@ def chunked_gated_attention(tensors, rates, state, map_weights, config, position
 
 # Bounded: users may create functions.
 @functools.lru_cache(256)
-def _group_step(config, size, has_decay, has_beta, by_document):
+def _group_step(config, size, fixed, has_decay, has_beta, by_document):
     """`(step, gradient)` for `recompute_scan`.
 
     The carry is the state; `x` is `(query, key, value)`, the given rates, and
-    `by_document` the position in the document; the constants are the maps' weights.
+    `by_document` the position in the document; the constants are the maps' weights and,
+    if it is `fixed`, the decay.
 
     Args:
         config: `LinearAttentionConfig`.
         size: Positions per chunk.
-        has_decay, has_beta: Which rates are given.
+        fixed: Whether the decay is that of all positions, `(heads,)`.
+        has_decay, has_beta: Which rates of positions are given.
         by_document: Whether the state begins anew with each document.
     """
     normalized = config.output == "normalized"
 
-    def prepare(x, map_weights, masks=None):
+    def fixed_decay(consts, dtype):
+        """`(1, heads, 1, 1, 1)`."""
+        log_decay = ops.cast(ops.stop_gradient(consts[-1]), dtype)
+        return ops.reshape(log_decay, (1, -1, 1, 1, 1))
+
+    def share_kept(state, consts):
+        """The share of the state that a chunk keeps by a fixed decay."""
+        if not fixed:
+            return ()
+        return (ops.exp(size * fixed_decay(consts, state.dtype)[:, :, 0]),)
+
+    def prepare(x, consts, masks=None):
         dtype = accumulator_dtype(*x)
         query, key, value, *rates = (by_head(ops.cast(t, dtype), size) for t in x)
+        map_weights = consts[:-1] if fixed else consts
         query, key = map_features(config, query, key, map_weights)
         log_decay = rates.pop(0) if has_decay else None
+        if fixed:
+            log_decay = fixed_decay(consts, dtype) + ops.zeros((size, 1), dtype)
         lefts = [query, key] if has_beta else [query]
         near = None if masks is None else masks.near
         scores, *overlaps = _decayed_products(lefts, key, log_decay, near)
         far_query, far_key, reader, end = query, key, key, None
-        if has_decay:
-            scale = scale_vectors if log_decay.shape[-1] == 1 else ops.multiply
+        if log_decay is not None:
+            alone = has_decay and log_decay.shape[-1] == 1
+            scale = scale_vectors if alone else ops.multiply
             factor = ops.exp(running_sums(log_decay))
             far_query = scale(query, factor)
             far_key = scale(key, ops.exp(running_sums(log_decay, after=True)))
-            end = ops.swapaxes(factor[:, :, :, -1:], -1, -2)
+            if has_decay:
+                end = ops.swapaxes(factor[:, :, :, -1:], -1, -2)
             reader = scale(key, factor)
         if masks is not None:
             reads, last, goes_on = (
@@ -144,33 +168,34 @@ def _group_step(config, size, has_decay, has_beta, by_document):
         overlaps = scale_vectors(ops.tril(overlaps, k=-1), beta)
         return far_query, far_key, value, scores, end, reader, overlaps, beta
 
-    def step(carry, x, map_weights):
+    def step(carry, x, consts):
         masks = None
         if by_document:
             x, masks = x[:-1], ChunkMasks.of(x[-1], size)
-        chunks = _Chunks(*carry, *prepare(x, map_weights, masks))
+        kept = share_kept(*carry, consts)
+        chunks = _Chunks(kept, *carry, *prepare(x, consts, masks))
         output = chunks.output()
         if normalized:
             output = divide(output[..., :-1], output[..., -1])
         return (chunks.carry,), (by_position(output),)
 
-    def gradient(carry, x, map_weights, y, carry_gradient, y_gradient):
+    def gradient(carry, x, consts, y, carry_gradient, y_gradient):
         own, prepare_own = x, prepare
         if by_document:
             masks = ChunkMasks.of(x[-1], size)
             own, prepare_own = x[:-1], functools.partial(prepare, masks=masks)
-        prepared, pull = vector_jacobian_product(prepare_own, (own, map_weights))
-        chunks = _Chunks(*carry, *prepared)
+        prepared, pull = vector_jacobian_product(prepare_own, (own, consts))
+        chunks = _Chunks(share_kept(*carry, consts), *carry, *prepared)
         grad_output = by_head(y_gradient[0], size)
         if normalized:
             inverse = reciprocal(chunks.output()[..., -1:])
             along = inner_products(grad_output, by_head(y[0], size))
             grad_output = ops.concatenate([grad_output, -along], axis=-1) * inverse
         grad_state, grad_prepared = chunks.gradient(grad_output, *carry_gradient)
-        grad_x, grad_weights = pull(grad_prepared)
+        grad_x, grad_consts = pull(grad_prepared)
         # Positions are integers.
         grad_x = *grad_x, *map(ops.zeros_like, x[len(own) :])
-        return (grad_state,), grad_x, grad_weights
+        return (grad_state,), grad_x, grad_consts
 
     return step, gradient
 
@@ -187,6 +212,7 @@ class _Chunks:
 
     def __init__(
         self,
+        kept,
         state,
         far_query,
         far_key,
@@ -197,6 +223,7 @@ class _Chunks:
         overlaps=None,
         beta=None,
     ):
+        self.kept = kept
         self.far_query, self.reader, self.end, self.beta = far_query, reader, end, beta
         self._scores, self._far_key = scores, far_key
         if beta is not None:
@@ -208,7 +235,7 @@ class _Chunks:
         step = _state_step(beta is not None, end is not None)
         tensors = value, far_key, reader, end
         xs = tuple(ops.transpose(x, CHUNKS_FIRST) for x in tensors if x is not None)
-        (self.carry,), rows = recompute_scan(step, (state,), xs)
+        (self.carry,), rows = recompute_scan(step, (state,), xs, kept)
         self.before, *rest = (ops.transpose(row, HEADS_FIRST) for row in rows)
         self.rest = rest[0] if rest else value
 
@@ -226,7 +253,9 @@ class _Chunks:
         grad_before = ops.swapaxes(self.far_query, -1, -2) @ grad_output
         tensors = grad_before, grad_rest, self.far_key, self.reader, self.end
         xs = tuple(ops.transpose(x, CHUNKS_FIRST) for x in tensors if x is not None)
-        (grad_state,), rows = recompute_scan(step, (grad_carry,), xs, reverse=True)
+        (grad_state,), rows = recompute_scan(
+            step, (grad_carry,), xs, self.kept, reverse=True
+        )
         grad_after, *rows = (ops.transpose(row, HEADS_FIRST) for row in rows)
         grad_rest = rows[0] if rows else grad_rest + self.far_key @ grad_after
         grad_far_key = ops.swapaxes(rest, -1, -2) @ ops.swapaxes(grad_after, -1, -2)
@@ -265,11 +294,16 @@ class _Chunks:
 
 @functools.cache
 def _state_step(reads, decays):
-    """Maps the state before a chunk to the state after it."""
+    """Maps the state before a chunk to the state after it.
 
-    def step(carry, x, _):
+    The only constant, if any, is the share that all chunks keep.
+    """
+
+    def step(carry, x, consts):
         (state,), (rest, far_key, *x) = carry, x
-        kept = state * x[-1] if decays else state
+        kept = state
+        for share in x[-1:] if decays else consts:
+            kept = kept * share
         if reads:
             rest = rest - x[0] @ state
         after = kept + ops.swapaxes(far_key, -1, -2) @ rest
@@ -282,14 +316,16 @@ def _state_step(reads, decays):
 def _state_gradient_step(reads, decays):
     """Maps the gradient of the state after a chunk to the gradient before it."""
 
-    def step(carry, x, _):
+    def step(carry, x, consts):
         (after,), (before, rest, far_key, *x) = carry, x
         y = (after,)
         if reads:
             rest = rest + far_key @ after
             before = before - ops.swapaxes(x[0], -1, -2) @ rest
             y = after, rest
-        return (before + (after * x[-1] if decays else after),), y
+        for share in x[-1:] if decays else consts:
+            after = after * share
+        return (before + after,), y
 
     return step
 

@@ -24,6 +24,7 @@ from keras_efficient_attn.ops.common.numerics import (
     norm_of_heads,
 )
 from keras_efficient_attn.ops.linear_attention.gated.api import (
+    at_positions,
     gated_attention_with_feature_maps,
 )
 
@@ -210,7 +211,8 @@ class GatedStateAttention(LinearAttention):
         """`(log_decay, beta)` of the key inputs `(batch, length, input_dim)`.
 
         Each is `None` or `(batch, length, heads)`; decays may be `(batch, length,
-        heads, features)`. In the accumulator's dtype: gates need at least float32.
+        heads, features)`, or `(heads,)` without gradient. In the accumulator's dtype:
+        gates need at least float32.
         """
         raise NotImplementedError
 
@@ -275,7 +277,7 @@ class GatedStateAttention(LinearAttention):
                 tensors, rates, config, **options
             )
         else:
-            tensors = *tensors, options["key_mask"], rates
+            tensors = *tensors, options["key_mask"], at_positions(rates, key)
             weights, state = options["map_weights"], None
             heads = call.split.run(gated_attention, tensors, weights, config)
         if not self.normalize:

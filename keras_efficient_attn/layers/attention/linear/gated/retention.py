@@ -7,7 +7,6 @@ from keras import ops
 
 from keras_efficient_attn.layers.attention.linear.gated.layer import GatedStateAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
-from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import is_number
 
 
@@ -126,6 +125,4 @@ class RetentionAttention(GatedStateAttention):
             logs = [math.log1p(-(2.0 ** (-5 - h))) for h in range(self._num_heads)]
         else:
             logs = [math.log(decay) for decay in self.decays]
-        logs = ops.convert_to_tensor(logs, self.state_dtype)
-        shape = (*shape_of(key)[:2], self._num_heads)
-        return ops.broadcast_to(logs, shape), None
+        return ops.convert_to_tensor(logs, self.state_dtype), None
