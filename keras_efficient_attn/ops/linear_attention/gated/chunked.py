@@ -125,8 +125,6 @@ def _group_step(config, size, fixed, has_decay, has_beta, by_document):
 
     def share_kept(state, consts):
         """The share of the state that a chunk keeps by a fixed decay."""
-        if not fixed:
-            return ()
         return (ops.exp(size * fixed_decay(consts, state.dtype)[:, :, 0]),)
 
     def prepare(x, consts, masks=None):
@@ -172,7 +170,7 @@ def _group_step(config, size, fixed, has_decay, has_beta, by_document):
         masks = None
         if by_document:
             x, masks = x[:-1], ChunkMasks.of(x[-1], size)
-        kept = share_kept(*carry, consts)
+        kept = share_kept(*carry, consts) if fixed else ()
         chunks = _Chunks(kept, *carry, *prepare(x, consts, masks))
         output = chunks.output()
         if normalized:
@@ -185,7 +183,8 @@ def _group_step(config, size, fixed, has_decay, has_beta, by_document):
             masks = ChunkMasks.of(x[-1], size)
             own, prepare_own = x[:-1], functools.partial(prepare, masks=masks)
         prepared, pull = vector_jacobian_product(prepare_own, (own, consts))
-        chunks = _Chunks(share_kept(*carry, consts), *carry, *prepared)
+        kept = share_kept(*carry, consts) if fixed else ()
+        chunks = _Chunks(kept, *carry, *prepared)
         grad_output = by_head(y_gradient[0], size)
         if normalized:
             inverse = reciprocal(chunks.output()[..., -1:])
