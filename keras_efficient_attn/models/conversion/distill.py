@@ -25,6 +25,7 @@ from keras_efficient_attn.models.conversion.trace import batches
 from keras_efficient_attn.ops.common.checks import (
     check_int,
     check_positive_int,
+    check_positive_number,
 )
 
 WARM_UP = 1 / 20
@@ -83,8 +84,8 @@ def distill(
             in one generator.
         transfer_epochs: Epochs of the first stage; 0 leaves it out. Defaults to 1.
         epochs: Epochs of the second stage; 0 leaves it out. Defaults to 1.
-        steps_per_epoch: Steps of an epoch, which data without a length needs.
-            Defaults to `None`: all of the data.
+        steps_per_epoch: Steps of an epoch, which data without a length needs, and
+            which must be the length of other data. Defaults to `None`: all of it.
         transfer_learning_rate: The largest rate of the first stage. Defaults to 1e-2.
         learning_rate: The largest rate of the second stage. Defaults to 1e-3.
         lora_rank: Rank of the changes of the projections; `enable_lora` of the
@@ -106,8 +107,8 @@ def distill(
     Raises:
         ValueError: If the student is not converted, or its layers, or its kind, are
             not those of the teacher; if an argument is out of range; if data
-            without a length comes without `steps_per_epoch`; or if a checkpoint is
-            damaged, or not of this student.
+            without a length comes without `steps_per_epoch`, or other data with
+            another number; or if a checkpoint is damaged, or not of this student.
 
     Example:
 
@@ -138,6 +139,8 @@ def distill(
             f"window_dropout={window_dropout!r}"
         )
     check_positive_int("lora_rank", lora_rank, optional=True)
+    check_positive_number("transfer_learning_rate", transfer_learning_rate)
+    check_positive_number("learning_rate", learning_rate)
     adapters = backbone_of(student).attention_adapters
     if isinstance(data, dict | list | tuple) or hasattr(data, "shape"):
         data = BatchList(batches(data, "data"))
@@ -261,15 +264,24 @@ def _fit(stage, data, epochs, callbacks, options):
 
 
 def _steps_per_epoch(data, steps_per_epoch):
-    if steps_per_epoch is not None:
-        return steps_per_epoch
+    check_positive_int("steps_per_epoch", steps_per_epoch, optional=True)
     try:
-        return len(data)
+        length = len(data)
     except TypeError:
+        length = None
+    if length is None and steps_per_epoch is None:
         raise ValueError(
             "`data` without a length needs `steps_per_epoch`. Received: "
             f"data={data!r}, steps_per_epoch=None"
-        ) from None
+        )
+    if None not in (length, steps_per_epoch) and length != steps_per_epoch:
+        # Keras would end an epoch early, and begin the next in the middle of the data.
+        raise ValueError(
+            "`steps_per_epoch` must be None or the number of batches of `data`; pass a "
+            "generator to read as many as you like. Received: "
+            f"steps_per_epoch={steps_per_epoch}, {length} batches"
+        )
+    return steps_per_epoch or length
 
 
 def _optimizer(learning_rate, steps):

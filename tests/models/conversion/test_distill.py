@@ -287,7 +287,10 @@ def test_refusals():
         ((teacher, student, data), dict(epochs=-1), "epochs=-1"),
         ((teacher, student, data), dict(lora_rank=0), "lora_rank=0"),
         ((teacher, student, data), dict(window_dropout=2), "window_dropout=2"),
+        ((teacher, student, data), dict(learning_rate=-1.0), "learning_rate=-1.0"),
         ((teacher, student, iter([data])), {}, "steps_per_epoch=None"),
+        ((teacher, student, [data]), dict(steps_per_epoch=2), "2, 1 batches"),
+        ((teacher, student, [data]), dict(steps_per_epoch=0), "steps_per_epoch=0"),
     ):
         with pytest.raises(ValueError, match=message):
             distill(*arguments, **options)
