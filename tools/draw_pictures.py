@@ -25,19 +25,16 @@ PATTERNS = {
 }
 # Questions with their answers: another question, or what to use.
 DECISION = [
-    ("Is there a trained softmax model?", "convert_backbone\nperformer or vq, window"),
+    ("Is there a trained softmax model?", "convert_backbone:\nvq or performer, window"),
+    ("Is it an image, or rows\nof one length?", "local: one size or two;\nsparse"),
     ("Does it read both ways?", "local, rotary positions\n(the default of encoders)"),
     (
-        "Is it an image, or rows\nof one length?",
-        "local: a block of\ntwo sizes; sparse",
-    ),
-    (
-        "Must it recall many\nkeys from far away?",
+        "Must it find a few\ndistant keys exactly?",
         "delta, or softmax\nin some blocks",
     ),
     ("Is recall needed at all?", "gated-delta\n(the default of decoders)"),
 ]
-OTHERWISE = "retention with a\nconvolution: the cheapest"
+OTHERWISE = "retention with\na convolution: cheaper"
 
 
 def figure(width, height):
