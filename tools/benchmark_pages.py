@@ -15,7 +15,7 @@ from pathlib import Path
 
 from keras_efficient_attn.benchmark.records import Record
 from keras_efficient_attn.benchmark.report import format_number
-from keras_efficient_attn.benchmark.settings import MATMUL
+from keras_efficient_attn.benchmark.settings import MATMUL, Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
@@ -104,6 +104,11 @@ def command(settings):
     options = [
         f"--{name.replace('_', '-')} {settings[name]}"
         for name in ("backend", "mode", "heads", "head_dim", "repeats", "time_limit")
+    ]
+    options += [
+        f"--{name} {settings[name]}"
+        for name in ("batch", "dtype")
+        if settings[name] != getattr(Settings, name)
     ]
     options += [
         f"--{name} {' '.join(map(str, settings[name]))}"

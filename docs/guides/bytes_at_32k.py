@@ -151,7 +151,7 @@ plt.savefig("bytes_at_32k.png", dpi=100, bbox_inches="tight")
 
 ## Conclusion
 
-A training step can have a row of 32,768 positions. For larger vocabularies,
+A training step takes a row of 32,768 positions whole. For larger vocabularies,
 `ChunkedVocabularyLoss` avoids the logits of the whole row. On several devices,
 `SequenceParallel` splits a row ([More than one device](../distribution.md)).
 """

@@ -203,5 +203,6 @@ server.server_close()
 
 A published checkpoint becomes a Keras model: `fit`, LoRA, `quantize`, `save` and `generate`
 work as for any other model, on three backends. [Published checkpoints](../checkpoints.md)
-lists the models, and [export](../export.md) explains how to run a model without Python.
+lists the models, and [export](../export.md) explains how to run a model without
+Keras and this package.
 """

@@ -150,8 +150,8 @@ for name, error in errors.items():
 ## Read values as they arrive
 
 The stream is four times as long as the training series. Each step reads one value and the
-state. The forecast equals that of the whole series, and a step takes as long at the end as
-at the beginning. The steps run one by one, without compilation.
+state. The forecast equals that of the whole series, and a step takes about as long at the
+end as at the beginning. The steps run one by one, without compilation.
 """
 
 stream, arrived = inputs_and_targets(make_series(1, STREAM_LENGTH + 1, seed=3))
