@@ -25,7 +25,7 @@ FIXED = (
     "validate_every",
     "test_sequences",
 )
-MARKERS = "osv^D<>PX*"
+MARKERS = "osv^D<>PX*h"
 
 
 class Runs:
