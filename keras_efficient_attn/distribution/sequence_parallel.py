@@ -12,6 +12,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_positive_int,
 )
 from keras_efficient_attn.ops.common.feature_kernels.choice import features_config
+from keras_efficient_attn.ops.linear_attention.api import check_key_log_weight
 from keras_efficient_attn.ops.linear_attention.gated.api import check_rates
 from keras_efficient_attn.ops.vq_attention.codebook import nearest_codes
 from keras_efficient_attn.ops.vq_attention.config import (
@@ -19,6 +20,7 @@ from keras_efficient_attn.ops.vq_attention.config import (
     VQConfig,
     check_codebook,
     make_codebook,
+    map_tensors,
 )
 
 # The scopes that are active; layers split their sequences by the last. A list, because
@@ -55,7 +57,8 @@ class SequenceParallel:
 
     Raises:
         ValueError: On TensorFlow; for an axis that the mesh lacks; if PyTorch has no
-            process group; or for an argument of another backend.
+            process group; in a process outside of `group`; or for an argument of
+            another backend.
         TypeError: If `device_mesh` is not a mesh.
 
     Example:
@@ -132,7 +135,9 @@ class SequenceParallel:
         key_log_weight=None,
         log_decay=None,
         beta=None,
-        **options,
+        causal: bool = False,
+        normalize: bool = True,
+        chunk_size: int | None = None,
     ):
         """`keras_efficient_attn.ops.linear_attention` over several devices.
 
@@ -140,7 +145,7 @@ class SequenceParallel:
             query_features, key_features, value: As for the operation, with as many
                 queries as keys.
             key_mask, key_log_weight, log_decay, beta: As for the operation.
-            **options: `causal`, `normalize` and `chunk_size`, as for the operation.
+            causal, normalize, chunk_size: As for the operation.
 
         Returns:
             `(batch, length, heads, value_dim)` in the dtype of `value`.
@@ -149,11 +154,20 @@ class SequenceParallel:
             ValueError: If shapes do not agree, or the devices do not divide the
                 length.
         """
-        tensors = query_features, key_features, value
+        tensors = _as_tensors(query_features, key_features, value)
+        _, key_features, value = tensors
+        key_mask, key_log_weight, *rates = _as_tensors(
+            key_mask, key_log_weight, log_decay, beta
+        )
         check_heads(*tensors, key_mask, names=("query_features", "key_features"))
+        check_key_log_weight(key_log_weight, key_features)
         check_float_dtype("value", value)
-        config = features_config(key_features.shape[-1], **options)
-        rates = log_decay, beta
+        config = features_config(
+            key_features.shape[-1],
+            causal=causal,
+            normalize=normalize,
+            chunk_size=chunk_size,
+        )
         if any(rate is not None for rate in rates):
             check_rates(*rates, key_features, config.causal, key_log_weight)
             split = *tensors, key_mask, rates
@@ -189,9 +203,9 @@ class SequenceParallel:
                 the next device.
         """
         check_positive_int("window", window)
-        check_heads(query, key, value, key_mask)
-        self.check_window(query, window - 1)
-        split = query, key, value, key_mask
+        split = _as_tensors(query, key, value, key_mask)
+        check_heads(*split)
+        self.check_window(split[0], window - 1)
         return self.run(windows.local_attention, split, (), window, causal, scale)
 
     def vq_attention(
@@ -224,6 +238,9 @@ class SequenceParallel:
         Raises:
             ValueError: As `local_attention`, and for a codebook that does not fit.
         """
+        query, key, value, key_mask, codebook = _as_tensors(
+            query, key, value, key_mask, codebook
+        )
         check_heads(query, key, value, key_mask)
         check_codebook(query, codebook)
         config = VQConfig(
@@ -291,6 +308,11 @@ def check_split_is_causal(causal):
             "with a `window` must be causal: pass use_causal_mask=True. Received: "
             "use_causal_mask=False"
         )
+
+
+def _as_tensors(*arrays):
+    """Tensors, of arrays that may be `None`."""
+    return map_tensors(ops.convert_to_tensor, arrays)
 
 
 def _key_of(split):

@@ -30,6 +30,10 @@ def make_inputs(length, seed=0):
     }
 
 
+# Shapes of `key_log_weight` that do not fit `make_inputs(8)`.
+WRONG_WEIGHTS = (2, 8), (2, 8, 1), (1, 8, 2), (2, 7, 2), (2, 8, 2, 1)
+
+
 def positive(x):
     return K.elu(x) + 1
 

@@ -13,12 +13,21 @@ class Devices:
 
     Args:
         group: `torch.distributed.ProcessGroup`, or `None` for all processes.
+
+    Raises:
+        ValueError: If the process is not in the group.
     """
 
     def __init__(self, group):
         self.group = group
         self.size = distributed.get_world_size(group)
         self.rank = distributed.get_rank(group)
+        if self.rank < 0:
+            raise ValueError(
+                "`group` must contain this process: make `SequenceParallel` in the "
+                "processes of the group only. Received: a group without process "
+                f"{distributed.get_rank()}"
+            )
 
     def before(self, x):
         """Booleans `(size,)`, where `x` is: which processes have earlier positions."""
@@ -38,9 +47,11 @@ class Devices:
 
     def shift(self, x, step):
         """The tensor of the process `step` before this one, or zeros."""
+        # Processes exchange contiguous memory; `zeros_like` keeps the strides of `x`.
+        x = x.contiguous()
         received, operations = torch.zeros_like(x), []
         for peer, send, tensor in (
-            (self.rank + step, distributed.isend, x.contiguous()),
+            (self.rank + step, distributed.isend, x),
             (self.rank - step, distributed.irecv, received),
         ):
             if 0 <= peer < self.size:
@@ -57,7 +68,7 @@ class Runner:
 
     Args:
         device_mesh: `None`.
-        axis_name: Ignored: a group has one axis.
+        axis_name: The default of `SequenceParallel`: a group has one axis.
         group: `torch.distributed.ProcessGroup`, or `None` for all processes.
     """
 
@@ -66,6 +77,11 @@ class Runner:
             raise ValueError(
                 "`device_mesh` is an argument for JAX; on PyTorch pass a `group` of "
                 f"processes. Received: device_mesh={device_mesh!r}"
+            )
+        if axis_name != "sequence":
+            raise ValueError(
+                "`axis_name` is an argument for JAX; on PyTorch leave it out, because "
+                f"a `group` has one axis. Received: axis_name={axis_name!r}"
             )
         if not (distributed.is_available() and distributed.is_initialized()):
             raise ValueError(
@@ -86,8 +102,10 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(context, x, devices):
         context.devices = devices
+        # As in `shift`.
+        x = x.contiguous()
         tensors = [torch.empty_like(x) for _ in range(devices.size)]
-        distributed.all_gather(tensors, x.contiguous(), group=devices.group)
+        distributed.all_gather(tensors, x, group=devices.group)
         return torch.stack(tensors)
 
     @staticmethod

@@ -56,8 +56,8 @@ class Family:
     def arguments(self, config):
         """The arguments of `EfficientTransformerBackbone` for a configuration."""
         settings = Settings(config, WITHOUT_EFFECT)
-        width = settings.get("hidden_size", self.hidden_size)
-        num_layers = settings.get("num_hidden_layers", self.num_layers)
+        width = settings.size("hidden_size", self.hidden_size)
+        num_layers = settings.size("num_hidden_layers", self.num_layers)
         epsilon = _epsilon(settings)
         layer = self.attention(settings, width)
         softmax = _softmax_layers(settings, width, num_layers)
@@ -201,8 +201,8 @@ def _softmax_layers(settings, width, num_layers):
     given = settings.get("attn", None) or []
     layers = {}
     for spec in [given] if isinstance(given, dict) else given:
-        own = Settings({"model_type": "attn", **spec})
-        heads = own.get("num_heads", None)
+        own = Settings({"model_type": "attn", **spec}, entry="attn")
+        heads = own.size("num_heads", None)
         shared = own.get("num_kv_heads", None) or heads
         layer = SoftmaxAttention(
             heads,
@@ -213,7 +213,8 @@ def _softmax_layers(settings, width, num_layers):
             rotary_wavelength=own.get("rope_theta", 10000.0),
             sliding_window=own.get("window_size", None),
         )
-        for number in own.get("layers", ()):
+        numbers = own.get("layers", ())
+        for number in numbers if isinstance(numbers, list | tuple) else [None]:
             if number not in range(num_layers) or number in layers:
                 raise ValueError(
                     "`layers` of `attn` in config.json must name each layer once, from "
@@ -235,7 +236,7 @@ def _short_convolution(settings, default):
 
 def _sizes(settings, width, heads, expand_k, expand_v):
     """Heads, sizes of keys and values, and heads of keys, of `expand_k` and so on."""
-    heads = settings.get("num_heads", heads)
+    heads = settings.size("num_heads", heads)
     sizes = {
         name: round(width * settings.get(expand, default) / heads)
         for name, expand, default in (
@@ -267,8 +268,8 @@ def _norm(settings):
 
 def _delta_options(settings, width, heads, head_dim, expand_v):
     """Arguments that the gated forms of the delta rule share."""
-    dim = settings.get("head_dim", head_dim)
-    heads = settings.get("num_heads", heads)
+    dim = settings.size("head_dim", head_dim)
+    heads = settings.size("num_heads", heads)
     values = settings.get("num_v_heads", None)
     return dict(
         num_heads=heads,

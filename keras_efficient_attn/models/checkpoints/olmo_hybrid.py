@@ -43,12 +43,12 @@ class OlmoHybrid:
     def arguments(self, config):
         """The arguments of `EfficientTransformerBackbone` for a configuration."""
         settings = Settings(config, WITHOUT_EFFECT)
-        width = settings.get("hidden_size", 3840)
-        heads = settings.get("num_attention_heads", 30)
+        width = settings.size("hidden_size", 3840)
+        heads = settings.size("num_attention_heads", 30)
         epsilon = settings.get("rms_norm_eps", 1e-6)
         activation = settings.activation("hidden_act", "silu")
         bias = settings.get("attention_bias", False)
-        num_layers = settings.get("num_hidden_layers", 32)
+        num_layers = settings.size("num_hidden_layers", 32)
         kinds = settings.get("layer_types", None) or [
             FULL if i % 4 == 3 or num_layers < 4 and i + 1 == num_layers else LINEAR
             for i in range(num_layers)

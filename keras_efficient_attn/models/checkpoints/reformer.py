@@ -34,9 +34,9 @@ class Reformer:
         settings = Settings(config, WITHOUT_EFFECT)
         settings.only("is_decoder", False, (True,))
         settings.only("tie_word_embeddings", False, (False,))
-        width = settings.get("hidden_size", 256)
-        heads = settings.get("num_attention_heads", 12)
-        length = settings.get("max_position_embeddings", 4096)
+        width = settings.size("hidden_size", 256)
+        heads = settings.size("num_attention_heads", 12)
+        length = settings.size("max_position_embeddings", 4096)
         kinds = settings.get("attn_layers", ["local", "lsh"] * 3)
         sizes = dict(
             num_heads=heads,
@@ -154,7 +154,7 @@ def _positions(settings, length):
 
 
 def _hashed(settings, sizes, length):
-    chunk = settings.get("lsh_attn_chunk_length", 64)
+    chunk = settings.size("lsh_attn_chunk_length", 64)
     settings.only("lsh_num_chunks_before", 1, (1,))
     settings.only("lsh_num_chunks_after", 0, (0,))
     buckets = settings.get("num_buckets", None)

@@ -1,5 +1,7 @@
 """The options of a `config.json`: each is used, without effect, or refused."""
 
+from keras_efficient_attn.ops.common.checks import check_positive_int
+
 # Options of any configuration that do not change the logits: kinds of files, tokens,
 # training, and defaults of transformers' `generate`.
 WITHOUT_EFFECT = """
@@ -39,12 +41,14 @@ class Settings:
     """Reads a configuration, and knows in the end what was not read.
 
     Args:
-        config: Dict from `config.json`.
+        config: Dict from `config.json`, or one in it.
         without_effect: Names of options that do not change the logits.
+        entry: The name of the dict in `config.json`, if it is in it.
     """
 
-    def __init__(self, config, without_effect=()):
+    def __init__(self, config, without_effect=(), entry=None):
         self._config = config
+        self._prefix = "" if entry is None else f"{entry}."
         self._read = {*WITHOUT_EFFECT, *without_effect}
         for name, value in FIXED.items():
             self.only(name, value, (value, None))
@@ -53,6 +57,16 @@ class Settings:
         """The value of an option; `default` where the configuration has none."""
         self._read.add(name)
         return self._config.get(name, default)
+
+    def size(self, name, default):
+        """The value of an option that is a positive integer.
+
+        Raises:
+            ValueError: For another value.
+        """
+        value = self.get(name, default)
+        check_positive_int(f"{self._prefix}{name}", value)
+        return value
 
     def only(self, name, default, allowed):
         """The value of an option of which some values are known.

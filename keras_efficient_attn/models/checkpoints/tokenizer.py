@@ -1,5 +1,6 @@
 """The tokenizer of a checkpoint: `tokenizer.json`, or a SentencePiece model."""
 
+import numbers
 from pathlib import Path
 
 import keras
@@ -85,8 +86,8 @@ class JsonFileTokenizer(SpecialTokens, keras_hub.tokenizers.Tokenizer):
 
     @property
     def begins_texts(self):
-        """Whether the file puts a token before every text."""
-        return len(self._tokenizer.encode("").ids) > 0
+        """Whether the file puts the start token before every text."""
+        return self._tokenizer.encode("").ids[:1] == [self.start_token_id]
 
     def tokenize(self, inputs):
         if hasattr(inputs, "graph") and not hasattr(inputs, "numpy"):
@@ -125,7 +126,7 @@ class JsonFileTokenizer(SpecialTokens, keras_hub.tokenizers.Tokenizer):
         inputs = inputs.to_list() if hasattr(inputs, "to_list") else inputs
         if not isinstance(inputs, list):
             inputs = np.asarray(inputs).tolist()
-        if inputs and isinstance(inputs[0], int):
+        if inputs and isinstance(inputs[0], numbers.Integral):
             return self._tokenizer.decode(inputs)
         return self._tokenizer.decode_batch(inputs)
 
@@ -192,10 +193,12 @@ def preprocessor_of(cls, preset, config):
     tokenizer = read_tokenizer(preset, config)
     if tokenizer is None:
         return None
-    begins = getattr(tokenizer, "begins_texts", True)
+    if not getattr(tokenizer, "begins_texts", True):
+        # KerasHub's `generate` adds a start token wherever the tokenizer has one.
+        tokenizer.start_token_id = None
     return cls(
         tokenizer,
-        add_start_token=begins and tokenizer.start_token_id is not None,
+        add_start_token=tokenizer.start_token_id is not None,
         add_end_token=tokenizer.end_token_id is not None,
     )
 

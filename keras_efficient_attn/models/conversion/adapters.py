@@ -246,6 +246,17 @@ class MultiHeadAdapter(AttentionAdapter):
         self.supports_masking = True
 
     @classmethod
+    def refusal(cls, host):
+        shape = host.get_build_config()["shapes_dict"]["query_shape"]
+        if len(shape) != 3:
+            return (
+                "efficient attention reads one sequence in each row, (batch, length, "
+                "dim), and the model gives the layer inputs with other axes. Received: "
+                f"query shape {tuple(shape)}"
+            )
+        return None
+
+    @classmethod
     def geometry(cls, host):
         layer = host.attention if isinstance(host, AttentionAdapter) else host
         host_config = layer.get_config()

@@ -73,13 +73,15 @@ def convert_backbone(
     KerasHub's `CachedMultiHeadAttention` (BERT, RoBERTa, DistilBERT, ELECTRA, GPT-2,
     OPT, BART, Whisper, ViT, DINOv2 and others), or that of Llama, Qwen 2.5 and 3,
     Phi-3, Mistral, Mixtral, the first Gemma, Gemma 3 without images, or T5.
-    Five things to know:
+    Six things to know:
 
     - Cross-attention stays as it is, and so does what reads the outputs.
     - A sliding window of the original (Mistral, Mixtral, Qwen) is not kept: the new
       layer sees what its own options, such as `window`, say.
     - T5's bias by distance counts in the `window` of the new layers, which need one,
       and not beyond. The layers of its encoder, or decoder, are replaced together.
+    - With rotary positions, padding between tokens does not count as distance; in the
+      original it does. Padding at either end makes no difference.
     - The new layers read only padding and causality from masks. A decoder block that is
       called with a `decoder_attention_mask` raises `ValueError`, in eager and in
       compiled calls. A causal attention layer that nothing around it calls compares

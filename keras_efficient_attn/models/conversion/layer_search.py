@@ -85,7 +85,7 @@ def _block_error(targets, converted, inputs):
 
 def check_budget(layers, budget, calibrate):
     """Raises `ValueError` if `budget` and `layers` do not go together."""
-    if layers != "auto":
+    if not (isinstance(layers, str) and layers == "auto"):
         if budget is not None:
             raise ValueError(
                 f"`budget` needs layers='auto'. Received: layers={layers!r}, "

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+import numbers
 
 import keras
 
@@ -287,14 +288,17 @@ def _check_layers(layers, count):
     if layers is None:
         return None
     try:
-        indices = sorted(set(layers))
+        indices = list(layers)
     except TypeError:
         indices = [None]
     if not indices or not all(
-        isinstance(index, int) and 0 <= index < count for index in indices
+        isinstance(index, numbers.Integral)
+        and not isinstance(index, bool)
+        and 0 <= index < count
+        for index in indices
     ):
         raise ValueError(
             "`layers` must be None or the indices of self-attention layers, from 0 to "
             f"{count - 1}. Received: layers={layers!r}"
         )
-    return indices
+    return sorted({int(index) for index in indices})

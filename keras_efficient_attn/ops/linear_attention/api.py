@@ -149,16 +149,9 @@ def linear_attention(
     """
     inputs = query_features, key_features, value, key_mask
     check_heads(*inputs, names=("query_features", "key_features"))
-    weights = None
     if key_log_weight is not None:
         key_log_weight = ops.convert_to_tensor(key_log_weight)
-        weights = tuple(key_log_weight.shape)
-    if weights is not None and not may_agree(weights, key_features.shape[:3]):
-        raise ValueError(
-            "`key_log_weight` must have the shape (batch, key_length, heads) of "
-            f"`key_features`. Received: key_log_weight.shape={weights}, "
-            f"key_features.shape={tuple(key_features.shape)}"
-        )
+    check_key_log_weight(key_log_weight, key_features)
     check_float_dtype("value", value)
     check_implementation(implementation, *IMPLEMENTATIONS, state=state)
     check_streaming(query_features, key_features, causal, state)
@@ -338,6 +331,19 @@ def linear_attention_state_spec(
         "normalizer": ((*heads, num_features), dtype),
         "log_scale": (heads, dtype, LOG_ZERO),
     }
+
+
+def check_key_log_weight(key_log_weight, key_features):
+    """Raises `ValueError` unless it is `None` or has one weight per key and head."""
+    if key_log_weight is None:
+        return
+    if not may_agree(key_log_weight.shape, key_features.shape[:3]):
+        raise ValueError(
+            "`key_log_weight` must have the shape (batch, key_length, heads) of "
+            "`key_features`. Received: "
+            f"key_log_weight.shape={tuple(key_log_weight.shape)}, "
+            f"key_features.shape={tuple(key_features.shape)}"
+        )
 
 
 def _identity(features):

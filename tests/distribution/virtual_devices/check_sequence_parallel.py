@@ -1,5 +1,7 @@
 """Sequences split over devices, against one device."""
 
+import re
+
 import jax
 import keras
 import numpy as np
@@ -9,7 +11,7 @@ from keras_efficient_attn import ops
 from keras_efficient_attn.distribution import SequenceParallel
 from keras_efficient_attn.layers import get_attention
 from keras_efficient_attn.models import EfficientTransformerBackbone
-from tests.distribution.sequence_cases import CASES, make_inputs
+from tests.distribution.sequence_cases import CASES, WRONG_WEIGHTS, make_inputs
 from tests.distribution.virtual_devices.programs import (
     collectives,
     count,
@@ -178,6 +180,13 @@ def test_fit_with_batches_and_sequences_split_is_that_of_one_device():
     # Adam divides by gradients that may be rounding errors; codes and counts are sums.
     for a, b in zip(weights, expected_weights, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("shape", WRONG_WEIGHTS, ids=str)
+def test_log_weights_of_another_shape_are_refused(shape):
+    x = {**make_inputs(8), "key_log_weight": np.zeros(shape, "float32")}
+    with pytest.raises(ValueError, match=f"`key_log_weight`.*{re.escape(str(shape))}"):
+        CASES["weighted"](SequenceParallel(make_mesh()), x, False)
 
 
 def test_what_cannot_be_split_is_refused():

@@ -185,6 +185,13 @@ def changed(tmp_path, name, **options):
         ("reformer_lsh", dict(lsh_num_chunks_before=2), "`lsh_num_chunks_before`.*=2"),
         ("reformer_lsh", dict(is_decoder=False), "`is_decoder`.*=False"),
         ("gla", dict(model_type="mamba"), "`model_type`.*'mamba'"),
+        ("gla", dict(attn={"layers": [0]}), "`attn.num_heads`.*=None"),
+        ("gla", dict(attn={"num_heads": 2, "layers": 0}), "`layers` of `attn`.*=0"),
+        ("gla", dict(num_heads=0), "`num_heads`.*=0"),
+        ("gla", dict(hidden_size="16"), "`hidden_size`.*'16'"),
+        ("gated_deltanet", dict(head_dim=None), "`head_dim`.*=None"),
+        ("olmo_hybrid", dict(num_attention_heads=0), "`num_attention_heads`.*=0"),
+        ("reformer_lsh", dict(lsh_attn_chunk_length=0), "`lsh_attn_chunk_length`.*=0"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else None,
 )
@@ -291,7 +298,7 @@ def test_as_the_published_class(tmp_path):
 WORDS = ["<unk>", "<s>", "</s>", "the", "cat", "sat", "on", "mat"]
 
 
-def with_tokenizer(tmp_path):
+def with_tokenizer(tmp_path, template="<s> $A"):
     tokenizers = pytest.importorskip("tokenizers")
     folder = changed(tmp_path, "gla")
     vocabulary = {word: index for index, word in enumerate(WORDS)}
@@ -300,7 +307,7 @@ def with_tokenizer(tmp_path):
     )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
+        single=template, special_tokens=[("<s>", 1), ("</s>", 2)]
     )
     tokenizer.save(f"{folder}/tokenizer.json")
     return folder
@@ -328,6 +335,32 @@ def test_generates_text_with_the_tokenizer_of_the_folder(tmp_path):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer="adam", loss=loss)
     model.fit(["the cat sat on the mat", "the mat sat"], verbose=0)
+
+
+@pytest.mark.any_backend
+@pytest.mark.parametrize("template", ["$A", "$A </s>", "<s> $A", "<s> $A </s>"])
+def test_texts_begin_as_the_file_says(template, tmp_path):
+    folder = with_tokenizer(tmp_path, template)
+    file = pytest.importorskip("tokenizers").Tokenizer.from_file(
+        f"{folder}/tokenizer.json"
+    )
+    preprocessor = EfficientCausalLM.from_preset(folder).preprocessor
+    expected = [token for token in file.encode("the cat").ids if token != 2]
+    for made in (
+        preprocessor.generate_preprocess(["the cat"], 6),
+        preprocessor(["the cat"], sequence_length=6)[0],
+    ):
+        tokens = np.asarray(made["token_ids"])[0]
+        assert [token for token in tokens if token not in (0, 2)] == expected
+
+
+@pytest.mark.any_backend
+def test_texts_of_numpy_integers(tmp_path):
+    folder = with_tokenizer(tmp_path)
+    tokenizer = EfficientCausalLM.from_preset(folder).preprocessor.tokenizer
+    ids = np.array([3, 4, 5])
+    assert tokenizer.detokenize(list(ids)) == tokenizer.detokenize(ids) == "the cat sat"
+    assert tokenizer.detokenize([list(ids), [3]]) == ["the cat sat", "the"]
 
 
 def test_generates_text_with_a_sentencepiece_model(tmp_path):

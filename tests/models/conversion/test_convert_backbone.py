@@ -209,6 +209,14 @@ def test_each_layer_may_have_another_attention(tmp_path):
         convert_backbone(backbone, ["local", 3])
 
 
+@pytest.mark.any_backend
+@pytest.mark.parametrize("layers", [np.array([1]), [np.int64(1)]], ids=str)
+def test_indices_may_be_numpy_integers(layers):
+    efficient = convert_backbone(families.make("distil_bert"), families.LOCAL, layers)
+    assert json.loads(json.dumps(efficient.get_config()))["attention_layers"] == [1]
+    assert [site.is_converted for site in efficient.attention_sites] == [False, True]
+
+
 @pytest.mark.parametrize("name", ["distil_bert", "llama"])
 def test_precision_stays(name):
     _, _, exact = families.FAMILIES[name]
@@ -420,6 +428,8 @@ def test_refusals():
         (bert, families.LOCAL, [1], r"from 0 to 0.*layers=\[1\]"),
         (bert, families.LOCAL, 1, "layers=1"),
         (bert, families.LOCAL, [], r"layers=\[\]"),
+        (bert, families.LOCAL, [False], r"indices.*layers=\[False\]"),
+        (bert, families.LOCAL, np.array([True]), r"layers=array\(\[ True\]\)"),
         (gpt2, "performer:feature_map=favor++", None, "no causal form"),
         (llama, "local:rotary_wavelength=50", None, "rotates .* itself"),
         (efficient, families.LOCAL, None, "converted already"),

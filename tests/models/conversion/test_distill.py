@@ -82,6 +82,21 @@ def test_a_dropped_window_leaves_the_estimate_of_all_keys():
     assert [layer.window for layer in families.efficient_layers(student)] == [2, 2]
 
 
+@pytest.mark.any_backend
+def test_a_window_of_codes_is_not_dropped():
+    teacher = families.make("distil_bert")
+    data = families.inputs(teacher)
+    options = "vq:num_codes=3,window=2,quantize_window=True"
+    student = convert_backbone(teacher, options, calibrate=data)
+    report = swap_report(teacher, student, data)
+    hidden = np.mean([layer.residual**2 for layer in report.layers])
+    expected = hidden + output_error(teacher, student, data)
+    assert expected > 1e-3
+    found = losses(teacher, student, data, **STILL)
+    assert found["states"] == pytest.approx([expected], rel=1e-3)
+    assert [error.path for error in report.paths] == ["as it is"]
+
+
 def test_stages_train_what_they_should(tmp_path):
     teacher = families.make("distil_bert")
     data = [families.inputs(teacher, seed) for seed in range(3)]

@@ -204,6 +204,13 @@ def test_refusals_leave_the_model_as_it_is():
     with pytest.raises(ValueError, match="does not hold its attention"):
         replace_attention(hidden, "local")
     assert not families.efficient_layers(hidden)
+    for axes in (None, 2):
+        inputs = keras.Input((3, 4, 8))
+        attended = LAYER(2, 4, attention_axes=axes)(inputs, inputs)
+        grid = keras.Model(inputs, attended)
+        with pytest.raises(ValueError, match=r"one sequence.*\(None, 3, 4, 8\)"):
+            replace_attention(grid, "local")
+        assert not families.efficient_layers(grid)
     dense = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     with pytest.raises(ValueError, match="no self-attention layer.*: none"):
         replace_attention(dense, "local")

@@ -290,8 +290,10 @@ class VQAttention(EfficientAttention):
 
     @property
     def estimates_beyond_window(self):
-        # Relative positions apply to distances in the window.
-        return self.window is not None and not self.config.relative_positions
+        # Relative positions are distances in the window. With `quantize_window`, keys
+        # there are codes, too.
+        one_path = self.config.relative_positions or self.config.quantize_window
+        return self.window is not None and not one_path
 
     @property
     def takes_window_bias(self):
