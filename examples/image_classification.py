@@ -17,9 +17,9 @@ from command_line import (
     Parser,
     command,
     make_folder,
-    not_negative,
     positive,
     positive_float,
+    rate,
 )
 from image_classes.data import DATASETS, load
 from tables import mean_and_spread, show
@@ -42,7 +42,7 @@ def parse_arguments(argv):
         choices=SIZES,
         help="of a published model: its --patch, --dim, --heads and --layers",
     )
-    add("--dropout", type=not_negative, default=0.1)
+    add("--dropout", type=rate, default=0.1)
     add("--epochs", type=positive, default=20)
     add("--batch", type=positive, default=64, help="images of a batch")
     add("--learning-rate", type=positive_float, default=2e-3)
@@ -101,7 +101,7 @@ def table(results):
                 mean_and_spread(100 * result["accuracies"], 1),
                 mean_and_spread(distances, 3),
                 mean_and_spread(variances, 3),
-                f"{result['seconds']:.1f}",
+                mean_and_spread(result["seconds"], 1),
                 f"{result['parameters']:,}",
             ]
         )

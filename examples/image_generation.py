@@ -5,8 +5,8 @@
     python examples/image_generation.py --data cifar10 --attention strided
 
 Each attention trains on the same images, and a table compares bits per dimension on
-held-out images. Samples, and completions of the upper half of held-out images, are
-written as PNG.
+held-out images. Samples, and completions of held-out images from the first half of
+their pixels in the model's order, mostly the upper half, are written as PNG.
 
 The images are scikit-learn's handwritten digits, patches of its two photographs, or
 CIFAR-10, which is downloaded. `--data periodic` and `--data text` show which sparse
@@ -89,10 +89,10 @@ def write_pictures(model, name, data, arguments):
         arguments.out / f"{stem}_{kind}.png" for kind in ("samples", "completions")
     ]
     originals = data.test[: arguments.samples]
-    upper = originals[:, : data.length // 2]
     rest = data, order_of(name, data), arguments.seed
-    write(paths[0], [complete(model, upper[:, :0], *rest)], data)
-    write(paths[1], [originals, complete(model, upper, *rest)], data)
+    write(paths[0], [complete(model, originals, 0, *rest)], data)
+    half = data.length // 2
+    write(paths[1], [originals, complete(model, originals, half, *rest)], data)
     return paths
 
 

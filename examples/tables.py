@@ -19,8 +19,11 @@ def show(header, rows, arguments):
     from keras_efficient_attn.benchmark.worker import describe_environment
 
     words = [str(word) for word in arguments.command]
-    save = str(arguments.save)
-    words = [w for w in words if w not in ("--save", save, f"--save={save}")]
+    words = [
+        word
+        for last, word in zip(["", *words[:-1]], words, strict=True)
+        if "--save" not in (last, word) and not word.startswith("--save=")
+    ]
     record = {
         "command": ["python", *words],
         "environment": describe_environment(),

@@ -20,8 +20,8 @@ from command_line import (
     Parser,
     UsageError,
     command,
-    not_negative,
     positive,
+    rate,
 )
 from tables import mean_and_spread, show
 
@@ -42,7 +42,7 @@ def parse_arguments(argv):
     add("--stride", type=positive, default=32, help="words from window to window")
     add("--chunk", type=positive, default=64, help="positions of a slice of softmax")
     parser.add_model_size(dim=64, heads=4, layers=2)
-    add("--dropout", type=not_negative, default=0.1)
+    add("--dropout", type=rate, default=0.1)
     parser.add_training(steps=300, batch=8, learning_rate=2e-3, rows="rows")
     add("--test-words", type=positive, default=20_000, help="of each held-out split")
     parser.add_seeds()

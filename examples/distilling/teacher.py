@@ -12,7 +12,8 @@ from command_line import UsageError
 NUM_BYTES = 256
 FILE, RECORD = "teacher.keras", "teacher.json"
 # The arguments that make the teacher; `--text` besides.
-SIZES = ("length", "steps", "dim", "layers", "heads")
+ARGUMENTS = ("length", "steps", "dim", "layers", "heads")
+ARGUMENTS += ("batch", "learning_rate", "seed")
 
 
 def load_or_train(arguments, splits):
@@ -29,7 +30,7 @@ def load_or_train(arguments, splits):
         UsageError: If the teacher there was trained with other arguments.
     """
     folder = arguments.teacher
-    wanted = {name: getattr(arguments, name) for name in SIZES}
+    wanted = {name: getattr(arguments, name) for name in ARGUMENTS}
     text = arguments.text
     wanted["text"] = None if text is None else str(Path(text).resolve())
     if (folder / FILE).exists():
@@ -54,10 +55,16 @@ def _check_record(folder, wanted):
             f"cannot be read ({error}); choose another folder"
         ) from error
     for name, value in wanted.items():
-        if record.get(name) != value:
+        option = f"--{name.replace('_', '-')}"
+        if name not in record:
             raise UsageError(
-                f"--teacher {folder} was trained with --{name} {record.get(name)}: "
-                f"pass the same, or choose another folder; received --{name} {value}"
+                f"--teacher {folder}: {RECORD} does not say with which {option} the "
+                "teacher was trained; choose another folder"
+            )
+        if record[name] != value:
+            raise UsageError(
+                f"--teacher {folder} was trained with {option} {record[name]}: "
+                f"pass the same, or choose another folder; received {option} {value}"
             )
 
 

@@ -15,13 +15,12 @@ def train_and_measure(attention, images, arguments):
     """Trains one model for each seed.
 
     Returns:
-        Dict of the attention's name, `accuracies` on the held-out images and
-        `distances` (`(seeds, layers, 2)`, `head_distances` of each), one per seed; the
-        number of `parameters`, `seconds` of all training, and the last model's `maps`
-        of the first held-out image, `(heads, tokens, tokens)` per layer.
+        Dict of the attention's name, `accuracies` on the held-out images, `distances`
+        (`(seeds, layers, 2)`, `head_distances` of each) and `seconds` of training, one
+        per seed; the number of `parameters`, and the last model's `maps` of the first
+        held-out image, `(heads, tokens, tokens)` per layer.
     """
-    accuracies, distances = [], []
-    seconds = 0.0
+    accuracies, distances, seconds = [], [], []
     for seed in arguments.seeds:
         keras.utils.set_random_seed(seed)
         train_images, labels = images.train
@@ -36,7 +35,7 @@ def train_and_measure(attention, images, arguments):
             epochs=arguments.epochs,
             verbose=arguments.verbose,
         )
-        seconds += time.perf_counter() - start
+        seconds.append(time.perf_counter() - start)
         test = model.evaluate(*images.test, verbose=0, return_dict=True)
         accuracies.append(test["accuracy"])
         maps = attention_maps(model, images.test[0][:LOOKED_AT])

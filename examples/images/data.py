@@ -138,8 +138,11 @@ def text(size):
 
 
 def quantise(x, levels):
-    """Brightness from 0 to 255 as levels."""
-    return (np.asarray(x) * levels // 256).astype("uint8")
+    """Brightness from 0 to 255 as levels, of which there are at most 256."""
+    x = np.asarray(x)
+    # Of 8 bits, products with the number of levels would overflow; of 16, none does.
+    x = x.astype(np.promote_types(x.dtype, "uint16"))
+    return (x * levels // 256).astype("uint8")
 
 
 def batches(images, batch, seed):

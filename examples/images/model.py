@@ -146,13 +146,14 @@ def train_and_measure(name, images, arguments):
     }
 
 
-def complete(model, beginnings, images, order, seed):
-    """Completes images from given beginnings, value by value.
+def complete(model, originals, given, images, order, seed):
+    """Completes images from their first values, value by value.
 
     Args:
         model: From `train_and_measure`.
-        beginnings: Integers `(batch, given)`, the first values in the model's order;
-            with none given, whole images are sampled.
+        originals: Integers `(batch, rows · columns)`, row by row.
+        given: Number of values of each image that are given, the first ones in the
+            model's order; with 0, whole images are sampled.
         images: The `Images` that the model was trained on.
         order: From `order_of`.
         seed: Seed of the samples.
@@ -162,9 +163,9 @@ def complete(model, beginnings, images, order, seed):
     """
     sampler = keras_hub.samplers.RandomSampler(seed=seed)
     model.compile(sampler=sampler)
-    batch, given = beginnings.shape
-    tokens = np.full((batch, images.length + 1), images.levels, "int32")
-    tokens[:, 1 : 1 + given] = beginnings[:, order[:given]]
+    shape = len(originals), images.length + 1
+    tokens = np.full(shape, images.levels, "int32")
+    tokens[:, 1 : 1 + given] = originals[:, order[:given]]
     mask = np.zeros_like(tokens)
     mask[:, : 1 + given] = 1
     generated = model.generate(

@@ -108,7 +108,13 @@ def run(settings, progress=None, start_worker=WorkerProcess, clock=time.perf_cou
             points = [
                 _Point(name, length, settings, ended.get(name)) for name in contestants
             ]
-            _race(points, settings, start_worker, clock, bar, environment)
+            try:
+                _race(points, settings, start_worker, clock, bar, environment)
+            except KeyboardInterrupt:
+                for point in points:
+                    point.interrupt()
+                records += _records(points, settings)
+                raise
             records += _records(points, settings)
             for point in points:
                 if point.over_limit or point.status in ENDS_THE_RACE:
@@ -141,9 +147,8 @@ def _race(points, settings, start_worker, clock, bar, environment):
             step()
             return seconds
 
-        samples = take_turns(points, settings.repeats, sample)
+        take_turns(points, settings.repeats, sample)
         for point in points:
-            point.seconds = samples[point]
             point.check()
             # Count the turns that it missed as well.
             step(settings.repeats - point.turns + 1)
@@ -162,7 +167,7 @@ class _Point:
         self.worker = self.environment = None
         self.prepared, self.checked = {}, {}
         self.seconds, self.turns = [], 0
-        self.over_limit = False
+        self.over_limit = self._settled = False
         self._task = settings.task(name, length)
         self._limit = self._remaining = settings.time_limit
 
@@ -186,17 +191,15 @@ class _Point:
             self.over_limit |= self._remaining <= 0
             return None
         reply = self._request({"do": "repeat", "turn": self.turns - 1})
-        return reply and reply["seconds"] / self.prepared["steps"]
+        if reply is None:
+            return None
+        self.seconds.append(reply["seconds"] / self.prepared["steps"])
+        return self.seconds[-1]
 
     def check(self):
         """Measures the error and completes the status."""
         asked = self._task["contestant"] != MATMUL
-        if self.over_limit and self.seconds:
-            self.status = OK
-            self.detail = f"{len(self.seconds)} repeats within {self._limit:g} s"
-        elif self.over_limit:
-            self.status = TIME_OUT
-            self.detail = f"no repeat within {self._limit:g} s"
+        self._settle()
         if self.status == OK and self.worker is not None and asked:
             self._remaining = self._limit
             timing = self.status, self.detail, self.over_limit
@@ -204,12 +207,35 @@ class _Point:
             if not self.checked:
                 said = f"check: {self.status}"
                 self.status, self.detail, self.over_limit = timing
-                self.detail = f"{self.detail}; {said}".removeprefix("; ")
+                self._add_detail(said)
+
+    def interrupt(self):
+        """Completes the status of a race that ended early."""
+        self._settle()
+        if self.status == OK and self.seconds:
+            self._add_detail(f"interrupted after {len(self.seconds)} repeats")
+        elif self.status == OK:
+            self.status, self.detail = SKIPPED, "interrupted"
 
     def close(self):
         if self.worker is not None:
             self.worker.close()
             self.worker = None
+
+    def _settle(self):
+        """Completes the status of the turns, once."""
+        if self._settled:
+            return
+        self._settled = True
+        if self.over_limit and self.seconds:
+            self.status = OK
+            self.detail = f"{len(self.seconds)} repeats within {self._limit:g} s"
+        elif self.over_limit:
+            self.status = TIME_OUT
+            self.detail = f"no repeat within {self._limit:g} s"
+
+    def _add_detail(self, text):
+        self.detail = f"{self.detail}; {text}".removeprefix("; ")
 
     def _request(self, message):
         start = self._clock()

@@ -43,7 +43,7 @@ def xla_dump_flags(folder):
 
 
 def temporary_bytes():
-    """Bytes of temporaries of the program that has needed most so far.
+    """Bytes of temporaries of the program that XLA compiled last.
 
     Returns:
         Bytes, or `None` if XLA has compiled nothing or writes nothing.
@@ -52,8 +52,10 @@ def temporary_bytes():
     if folder is None:
         return None
     programs = Path(folder[1]).glob("*buffer-assignment.txt")
-    sizes = [sum(map(int, _TEMPORARY.findall(path.read_text()))) for path in programs]
-    return max(sizes, default=None)
+    last = max(programs, key=lambda path: path.stat().st_mtime_ns, default=None)
+    if last is None:
+        return None
+    return sum(map(int, _TEMPORARY.findall(last.read_text())))
 
 
 def _reset_peak():

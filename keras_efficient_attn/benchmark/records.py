@@ -151,8 +151,8 @@ SHAPE = ("heads", "head_dim", "batch", "dtype", "mode", "causal", "backend", "mo
 def time_ratios(comparison, before):
     """How many times as long contestants take as in an earlier run.
 
-    Seconds count in those of the run's matmul of the same length, if both runs have
-    it, so that a slower machine makes no contestant slower.
+    Seconds count in those of an operation of the run's matmul at the same length, if
+    both runs have it, so that a slower machine makes no contestant slower.
 
     Args:
         comparison: `Comparison`.
@@ -171,17 +171,27 @@ def time_ratios(comparison, before):
                 f"The runs to compare must have the same {name}. Received: {new!r} "
                 f"now, {old!r} before"
             )
-    speeds = [run.series(MATMUL, "seconds") for run in (comparison, before)]
+    units = [_matmul_seconds(run) for run in (comparison, before)]
     ratios = {}
     for contestant in comparison.contestants():
         old = before.series(contestant, "seconds")
         for length, seconds in comparison.series(contestant, "seconds").items():
             if length in old:
-                new_speed, old_speed = (speed.get(length) for speed in speeds)
-                both = new_speed and old_speed
-                speed = new_speed / old_speed if both else 1.0
-                ratios[contestant, length] = seconds / old[length] / speed
+                new_unit, old_unit = (unit.get(length) for unit in units)
+                both = new_unit and old_unit
+                unit = new_unit / old_unit if both else 1.0
+                ratios[contestant, length] = seconds / old[length] / unit
     return ratios
+
+
+def _matmul_seconds(comparison):
+    """Seconds of a multiplication and addition of the matmul, by length."""
+    # The tokens of a square matmul are its rows.
+    speeds = comparison.series(MATMUL, "tokens_per_second")
+    return {
+        length: seconds / (seconds * speeds[length]) ** 3
+        for length, seconds in comparison.series(MATMUL, "seconds").items()
+    }
 
 
 def log_log_slope(series):

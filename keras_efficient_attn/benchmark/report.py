@@ -254,7 +254,9 @@ def _notes(comparison):
     for record in peaks:
         yield f"no share of peak at {record.length}: matmul: {record.status}"
     if not comparison.complete:
-        yield "Interrupted: longer lengths are missing."
+        shown = {record.length for record in comparison.records}
+        missing = len(shown) < len(settings.lengths)
+        yield f"Interrupted{': longer lengths are missing' if missing else ''}."
 
 
 def format_number(number, how):

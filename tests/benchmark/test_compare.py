@@ -169,7 +169,58 @@ def test_an_interrupt_keeps_the_lengths_that_are_done():
         {SOFTMAX: fail(KeyboardInterrupt(), beyond=100), ELU: lambda n: 1.0}
     )
     assert not comparison.complete
-    assert {record.length for record in comparison.records} == {100}
+    for name in ("matmul", SOFTMAX, ELU):
+        assert statuses(comparison, name) == ["ok", "skipped"]
+        assert comparison.of(name)[1].detail == "interrupted"
+
+
+@pytest.mark.parametrize(("length", "missing"), [(200, True), (400, False)])
+def test_an_interrupt_keeps_what_its_length_has_measured(length, missing):
+    calls = []
+
+    def softmax(n):
+        calls.append(n)
+        # The first call, two turns, and a third in which the user stops.
+        if calls.count(length) == 4:
+            raise KeyboardInterrupt
+        return 3.0 * n / 100
+
+    reply = {"status": "unsupported", "detail": "no such form"}
+    behaviour = {SOFTMAX: softmax, ELU: lambda n: 1.0, FAVOR: lambda n: reply}
+    comparison, _ = race(behaviour, layers=(ELU, SOFTMAX, FAVOR))
+    assert not comparison.complete
+    elu, last = comparison.of(ELU)[-1], comparison.of(SOFTMAX)[-1]
+    assert (last.length, last.status, last.repeats) == (length, "ok", 2)
+    assert last.seconds == pytest.approx(3.0 * length / 100)
+    assert last.detail == "interrupted after 2 repeats"
+    assert (elu.repeats, elu.error) == (3, None)
+    # The matmul has 100 operations a token in 0.5 s, the layers have as many.
+    assert last.peak_share == pytest.approx(0.5 / last.seconds)
+    assert statuses(comparison, FAVOR)[-1] == "unsupported"
+    comparison.environment.clear()
+    assert ("longer lengths are missing" in table(comparison)) is missing
+    assert "Interrupted" in table(comparison)
+
+
+def test_an_interrupt_keeps_a_contestant_over_its_limit():
+    def elu(n):
+        # Softmax is over its limit after its first call and a turn.
+        if log.count(("repeat", ELU, 100)) == 3:
+            raise KeyboardInterrupt
+        return 1.0
+
+    clock, log = FakeClock(), []
+    behaviour = {"matmul": lambda n: 0.5, SOFTMAX: lambda n: 4.0, ELU: elu}
+    comparison = benchmark.compare(
+        [SOFTMAX, ELU],
+        [100],
+        time_limit=7.0,
+        start_worker=lambda backend: FakeWorker(backend, behaviour, clock, log),
+        clock=clock,
+    )
+    (record,) = comparison.of(SOFTMAX)
+    assert (record.status, record.repeats) == ("ok", 1)
+    assert record.detail == "1 repeats within 7 s; interrupted after 1 repeats"
 
 
 def test_lengths_are_sorted_and_causality_follows_the_mode():

@@ -49,6 +49,15 @@ def test_gradients_are_those_of_every_argument():
         np.testing.assert_allclose(to_numpy(result), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_compiled_function_accepts_several_shapes_and_types():
+    program = compile_function(lambda pair: pair["x"] * pair["x"] + pair["y"])
+    for shape, dtype in (((3,), "float32"), ((2, 4), "float32"), ((3,), "int32")) * 2:
+        pair = {"x": 3 * ops.ones(shape, dtype), "y": ops.ones(shape, dtype)}
+        result = program(pair)
+        assert keras.backend.standardize_dtype(result.dtype) == dtype
+        np.testing.assert_array_equal(to_numpy(result), np.full(shape, 10))
+
+
 @pytest.mark.parametrize("contestant", ["softmax", ELU])
 def test_training_gives_the_gradients_of_the_input_and_every_weight(contestant):
     workload = build_workload(task(contestant, mode="train", causal=True))

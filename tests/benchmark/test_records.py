@@ -2,7 +2,9 @@ import math
 
 import pytest
 
-from keras_efficient_attn.benchmark import crossover, log_log_slope
+from keras_efficient_attn.benchmark import Record, crossover, log_log_slope
+from keras_efficient_attn.benchmark.records import Comparison, time_ratios
+from keras_efficient_attn.benchmark.settings import MATMUL, Settings
 
 pytestmark = pytest.mark.any_backend
 
@@ -39,3 +41,24 @@ def test_crossover_is_the_last_one_and_needs_common_lengths():
     twice = {1: 0.5, 2: 2.0, 4: 0.5, 8: 0.25, 16: 0.1}
     assert float(crossover(ones, twice)) == pytest.approx(math.sqrt(8), abs=0.5)
     assert crossover({1: 1.0}, {2: 1.0}) is None
+
+
+def run_with_matmul(rows, matmul_seconds, seconds):
+    """A run of softmax on a machine of a certain speed."""
+    speed = {"seconds": matmul_seconds, "tokens_per_second": rows / matmul_seconds}
+    records = [
+        Record(MATMUL, "jax", "forward", 100, "ok", **speed),
+        Record("softmax", "jax", "forward", 100, "ok", seconds=seconds),
+    ]
+    return Comparison(Settings(backend="jax", matmul_size=rows), records, {})
+
+
+@pytest.mark.parametrize("rows", [1024, 2048])
+def test_times_count_in_operations_of_the_matmul(rows):
+    # Both machines do 2 * 1024**3 operations in 0.1 s; the second time is 1.5 times.
+    before = run_with_matmul(1024, 0.1, seconds=2.0)
+    now = run_with_matmul(rows, 0.1 * (rows / 1024) ** 3, seconds=3.0)
+    assert time_ratios(now, before) == {("softmax", 100): pytest.approx(1.5)}
+    # A machine of half the speed.
+    slow = run_with_matmul(rows, 0.2 * (rows / 1024) ** 3, seconds=4.0)
+    assert time_ratios(slow, before) == {("softmax", 100): pytest.approx(1.0)}

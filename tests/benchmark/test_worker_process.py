@@ -7,7 +7,11 @@ import keras
 import pytest
 
 from keras_efficient_attn.benchmark import Record, worker_process
-from keras_efficient_attn.benchmark.memory import peak_increase
+from keras_efficient_attn.benchmark.memory import (
+    peak_increase,
+    temporary_bytes,
+    xla_dump_flags,
+)
 from keras_efficient_attn.benchmark.records import describe_failure
 from keras_efficient_attn.benchmark.settings import MATMUL, Settings
 from keras_efficient_attn.benchmark.worker_process import (
@@ -57,6 +61,12 @@ def test_a_worker_measures_in_a_process_of_its_own():
         if prepared["execution"] == "XLA":
             assert prepared["memory_kind"] == "XLA temporaries"
             assert 1 <= prepared["memory_bytes"] / (2 * 256**2 * 4) < 5
+        # Reading the prompt needs its projections; a step afterwards does not.
+        options |= dict(layers=["performer:feature_map=elu"], mode="decode")
+        task = Settings(**options).task("performer:feature_map=elu", 256)
+        prepared = worker.request({"do": "prepare", "task": task}, 60)
+        if prepared["execution"] == "XLA":
+            assert 0 < prepared["memory_bytes"] < 256 * 8 * 4
         # A failure is a reply; the worker stays alive, with nothing to repeat.
         bad = {**task, "contestant": "no such layer"}
         reply = worker.request({"do": "prepare", "task": bad}, 60)
@@ -120,6 +130,23 @@ def test_resident_increase_is_that_of_the_call():
     # Again, although the process already reached this peak.
     assert 0.95 * size < peak_increase(lambda: b"x" * size) < 2 * size
     assert peak_increase(lambda: None) < size / 8
+
+
+def test_temporaries_are_those_of_the_program_compiled_last(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert temporary_bytes() is None
+    monkeypatch.setenv("XLA_FLAGS", xla_dump_flags(tmp_path))
+    assert temporary_bytes() is None
+    line = "allocation {}: size {}, {}:\n"
+    for age, name, sizes in ((2, "a", (4000, 96)), (1, "b", (500, 12))):
+        file = tmp_path / f"module_{name}.cpu-buffer-assignment.txt"
+        file.write_text(
+            line.format(0, 70_000, "parameter 0, shape |f32[8]|")
+            + line.format(1, sizes[0], "preallocated-temp")
+            + line.format(2, sizes[1], "preallocated-temp")
+        )
+        os.utime(file, (1e9 - age, 1e9 - age))
+        assert temporary_bytes() == sum(sizes)
 
 
 def test_records_are_plain():

@@ -49,6 +49,9 @@ def test_teacher_is_kept_and_student_measured(tmp_path, capsys):
         ("dim", 16, 32),
         ("layers", 1, 2),
         ("heads", 2, 4),
+        ("batch", 2, 4),
+        ("learning-rate", 0.004, 0.01),
+        ("seed", 0, 1),
     ):
         assert distill_byte_lm.main([*arguments, f"--{option}", str(new)]) == 2
         message = f"trained with --{option} {old}: pass the same"
@@ -58,6 +61,12 @@ def test_teacher_is_kept_and_student_measured(tmp_path, capsys):
     assert distill_byte_lm.main([*arguments, "--text", str(other)]) == 2
     assert "trained with --text" in capsys.readouterr().err
     record = tmp_path / "teacher" / "teacher.json"
+    said = json.loads(record.read_text())
+    del said["batch"]
+    record.write_text(json.dumps(said))
+    assert distill_byte_lm.main(arguments) == 2
+    message = "teacher.json does not say with which --batch the teacher was trained"
+    assert message in capsys.readouterr().err
     record.unlink()
     assert distill_byte_lm.main(arguments) == 2
     assert "teacher.json" in capsys.readouterr().err

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -61,6 +63,23 @@ def test_it_learns_and_compares(tmp_path, printed_table, capsys):
     assert all(float(row[1].split()[0]) > 50 for row in rows)
     assert "chance 10.0%" in printed
     assert (tmp_path / "attention.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_seconds_of_training_are_the_mean_over_the_seeds(monkeypatch):
+    from image_classes import training
+
+    # Each training takes two seconds, but the last one four.
+    times = iter([0, 2, 10, 12, 20, 24])
+    clock = SimpleNamespace(perf_counter=lambda: next(times))
+    monkeypatch.setattr(training, "time", clock)
+    arguments = [*TINY, "--seeds", "0", "1", "2", "--epochs", "1"]
+    arguments += ["--batch", "512"]
+    arguments = image_classification.parse_arguments(arguments)
+    arguments.steps = 1
+    result = training.train_and_measure("fourier", data.digits(), arguments)
+    header, (row,) = image_classification.table([result])
+    # The mean of 2, 2 and 4, and the deviation of a sample.
+    assert row[header.index("training s")] == "2.7 ± 1.2"
 
 
 @pytest.mark.parametrize(

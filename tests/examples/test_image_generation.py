@@ -25,6 +25,21 @@ def test_photographs_are_cut_without_overlap_between_the_splits():
     np.testing.assert_array_equal(coarse.test, images.test // 32)
 
 
+def test_brightness_of_eight_bits_is_divided_into_levels(monkeypatch):
+    import keras
+
+    values = np.arange(2 * 32 * 32 * 3).astype("uint8").reshape(2, 32, 32, 3)
+    split = values, np.zeros((2, 1))
+    monkeypatch.setattr(keras.datasets.cifar10, "load_data", lambda: (split, split))
+    for levels in (2, 32, 255, 256):
+        images = data.cifar10(levels)
+        expected = [value * levels // 256 for value in values.ravel().tolist()]
+        assert images.train.dtype == "uint8" and images.length == 32 * 96
+        assert images.test.ravel().tolist() == expected
+    # Means of channels are no integers.
+    assert data.quantise(np.array([127.5, 128.0]), 2).tolist() == [0, 1]
+
+
 def test_synthetic_rows_repeat_the_one_above():
     images = data.periodic(8, 16, seed=1)
     pixels = images.train.reshape(-1, 8, 8)
@@ -68,29 +83,52 @@ def test_images_grow_rectangle_by_rectangle_as_the_layer_has_it():
     np.testing.assert_array_equal(np.ravel(image), order)
 
 
+class Counts:
+    """A model that generates 1, 2, 3, … after the given values."""
+
+    def compile(self, sampler):
+        pass
+
+    def generate(self, inputs, stop_token_ids):
+        tokens, mask = inputs["token_ids"], inputs["padding_mask"]
+        new = np.where(mask == 1, tokens, 1 + np.arange(tokens.shape[1]))
+        return {"token_ids": new}
+
+
 def test_what_is_given_stays_where_it_is():
     from images import model
-
-    class Counts:
-        """Generates 1, 2, 3, … after the given values."""
-
-        def compile(self, sampler):
-            pass
-
-        def generate(self, inputs, stop_token_ids):
-            tokens, mask = inputs["token_ids"], inputs["padding_mask"]
-            new = np.where(mask == 1, tokens, 1 + np.arange(tokens.shape[1]))
-            return {"token_ids": new}
 
     images = data.digits()
     images.levels = 100
     order = model.order_of("local2d-blocks", images)
-    given = images.test[:2, :32]
-    completed = model.complete(Counts(), given, images, order, seed=0)
-    np.testing.assert_array_equal(completed[:, :32], given)
+    originals = images.test[:2]
+    completed = model.complete(Counts(), originals, 32, images, order, seed=0)
+    np.testing.assert_array_equal(completed[:, :32], originals[:, :32])
     # The first rectangle of the lower half is the 33rd to 36th value that is drawn.
     lower = completed.reshape(2, 8, 8)[:, 4:]
     np.testing.assert_array_equal(lower[0, :2, :2], [[34, 35], [36, 37]])
+
+
+@pytest.mark.parametrize(("size", "block"), [(10, 2), (15, 3)])
+def test_half_of_an_odd_number_of_block_rows_is_given(size, block):
+    from images import model
+
+    images = data.periodic(size, 16, seed=0)
+    images.levels = 1000
+    originals = images.test[:1]
+    order = model.order_of("local2d-blocks", images)
+    given = size**2 // 2
+    completed = model.complete(Counts(), originals, given, images, order, seed=0)
+    # Five rows of five blocks: two and a half are given, to half a block.
+    whole, half = 2 * block, 2 * block
+    pixels, original = (x.reshape(size, size) for x in (completed, originals))
+    np.testing.assert_array_equal(pixels[:whole], original[:whole])
+    np.testing.assert_array_equal(
+        pixels[whole : whole + block, :half], original[whole : whole + block, :half]
+    )
+    kept = pixels < given
+    assert kept.sum() == given
+    np.testing.assert_array_equal(pixels[kept], original[kept])
 
 
 @pytest.mark.parametrize(

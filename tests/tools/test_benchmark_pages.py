@@ -1,11 +1,13 @@
 """The pages of benchmarks have the tables of the runs in the repository."""
 
+import dataclasses
 import json
 import shlex
 
 import pytest
 
 from keras_efficient_attn.benchmark import cli
+from keras_efficient_attn.benchmark.settings import Settings
 from tools import benchmark_pages
 
 pytestmark = pytest.mark.any_backend
@@ -42,6 +44,16 @@ def test_the_command_of_a_page_has_the_settings_of_the_run(name):
     for option in ("layers", "lengths", "mode", "model", "backend", "time_limit"):
         expected = settings[option]
         assert found[option] == expected or list(found[option]) == expected
+
+
+def test_the_command_of_a_page_has_the_batch_and_type_of_the_run():
+    settings = dataclasses.asdict(Settings(lengths=(8,), backend="jax"))
+    assert "--batch" not in " ".join(benchmark_pages.command(settings))
+    settings.update(batch=4, dtype="bfloat16")
+    text = " ".join(benchmark_pages.command(settings)).replace("\\", "")
+    found = cli.parse_arguments(shlex.split(text)[3:])
+    assert (found["batch"], found["dtype"]) == (4, "bfloat16")
+    assert (found["lengths"], tuple(found["layers"])) == ([8], settings["layers"])
 
 
 def test_a_changed_table_is_written_again():

@@ -1,6 +1,7 @@
 """JAX: XLA compiles ahead of the call and reports what it allocates."""
 
 import jax
+import jax.numpy as jnp
 import keras
 
 from keras_efficient_attn.benchmark.execution import is_float
@@ -23,12 +24,16 @@ class Program:
         if optimizer is not None:
             self._assigned = self._trainable + self._fixed + self._slots
         self._jitted = jax.jit(self._differentiate if gradients else self._forward)
-        self._compiled = None
+        # Compiled programs by the shapes and types of inputs; the last one called.
+        self._programs, self._compiled = {}, None
 
     def __call__(self, *inputs):
         arguments = self._arguments(inputs)
-        if self._compiled is None:
-            self._compiled = self._jitted.lower(*arguments).compile()
+        leaves, structure = jax.tree.flatten(inputs)
+        key = structure, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        if key not in self._programs:
+            self._programs[key] = self._jitted.lower(*arguments).compile()
+        self._compiled = self._programs[key]
         outputs, updated = self._compiled(*arguments)
         for variable, value in zip(self._assigned, updated, strict=True):
             variable.assign(value)
@@ -50,12 +55,12 @@ class Program:
 
     @property
     def temporary_bytes(self):
-        """Bytes that the compiled program allocates beside inputs and outputs."""
+        """Bytes that the last program called allocates beside inputs and outputs."""
         return int(self._compiled.memory_analysis().temp_size_in_bytes)
 
     @property
     def total_bytes(self):
-        """Bytes that the compiled program occupies on the device while it runs."""
+        """Bytes that the last program called occupies on the device while it runs."""
         analysis = self._compiled.memory_analysis()
         return int(
             analysis.temp_size_in_bytes
