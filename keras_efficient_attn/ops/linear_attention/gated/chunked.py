@@ -60,9 +60,9 @@ def chunked_gated_attention(tensors, rates, state, map_weights, config, position
         tensors: `(query, key, value)`, equally long, zero for keys that do not exist;
             with normalized outputs, values have an additional entry 1.
         rates: `(log_decay, beta)`, each `None` or `(batch, length, heads, 1)`; decays
-            may have as many entries as features. Zero for keys that do not exist. Or a
-            decay `(heads,)` of all positions, which gets no gradient; without
-            `position`, and the state that is returned is then that of no position.
+            may have as many entries as features. Zero for keys that do not exist. Or,
+            without `position`, a decay `(heads,)` of all positions, which gets no
+            gradient; the returned state is then of no use, as it decays in padding.
         state: `(batch, heads, features, value_dim)`.
         map_weights: Tuple of tensors.
         config: `LinearAttentionConfig`.
@@ -147,7 +147,7 @@ def _group_step(config, size, fixed, has_decay, has_beta, by_document):
             far_key = scale(key, ops.exp(running_sums(log_decay, after=True)))
             if has_decay:
                 end = ops.swapaxes(factor[:, :, :, -1:], -1, -2)
-            reader = scale(key, factor)
+            reader = scale(key, factor) if has_beta else key
         if masks is not None:
             reads, last, goes_on = (
                 ops.cast(x, dtype)[..., None]
