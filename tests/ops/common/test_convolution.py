@@ -84,6 +84,13 @@ def test_dtypes(dtype, error):
     np.testing.assert_allclose(output, expected(x, kernel, 3, 0), rtol=error, atol=1e-9)
 
 
+@pytest.mark.parametrize("shape", [(0, 5, 3), (2, 0, 3)])
+def test_nothing_gives_nothing(shape):
+    x, kernel = np.zeros(shape, "float32"), np.ones((4, 3), "float32")
+    output = causal_convolution(*map(ops.convert_to_tensor, (x, kernel)))[0]
+    assert tuple(output.shape) == shape
+
+
 def test_a_segment_continues_the_one_before():
     random = np.random.default_rng(2)
     x, kernel = random.normal(size=(2, 11, 3)), random.normal(size=(4, 3))
