@@ -102,7 +102,7 @@ def main(arguments):
 
 
 def mean_of(measured):
-    """What `train_and_measure` gave for each seed, in one.
+    """Combines the results of `train_and_measure` for each seed.
 
     Returns:
         Dict of `right`, in percent, and `steps`, both as texts, and `by_difficulty`.

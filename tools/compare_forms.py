@@ -19,7 +19,7 @@ os.environ["KERAS_BACKEND"] = "torch"
 import torch
 
 from keras_efficient_attn.layers import get_attention
-from keras_efficient_attn.ops.common import block_softmax, chunking
+from keras_efficient_attn.ops.common import block_softmax, chunking, convolution
 from keras_efficient_attn.ops.fourier import tiled
 from keras_efficient_attn.ops.fourier.kernel import Kernel
 from keras_efficient_attn.ops.fourier.kernels import sines
@@ -53,12 +53,18 @@ def portable_sines():
     return {tiled: {"_kernel": lambda config: kernel, "_step": step}}
 
 
+def portable_convolution():
+    """What `ops.common.convolution` uses without PyTorch's convolution."""
+    return {convolution: {"BACKEND": "portable"}}
+
+
 # For each form: the portable one in its place, and the layers that use it.
 FORMS = {
     "causal_chunks_torch": (portable_chunks, ("linear", "performer")),
     "torch_eager": (portable_sines, ("fourier",)),
     "fused_softmax_torch": (portable_softmax, ("local", "sparse", "vq", "reformer")),
     "blocks_torch": (portable_codes, ("vq",)),
+    "convolution": (portable_convolution, ("delta", "gated-delta", "kimi-delta")),
 }
 
 

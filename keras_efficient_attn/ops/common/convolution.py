@@ -62,7 +62,11 @@ def _depthwise(size, before, after):
 
 
 def _convolve(x, kernel, before, after, places):
-    """`depthwise`; `places` are positions in documents from both ends, or empty."""
+    """`depthwise`; `places` are positions in documents from both ends, or empty.
+
+    With PyTorch's convolution, a training step of `DeltaAttention` at 8,192 positions
+    takes 0.87 of its time: `python -m tools.compare_forms convolution`.
+    """
     size = kernel.shape[0]
     length = shape_of(x)[1] + before + after - size + 1
     own = places or BACKEND != "torch" or x.device.type != "cpu"

@@ -30,16 +30,16 @@ def expected(x, kernel, before, after, ids=None):
 
 def derivatives(x, kernel, grad, *options):
     """The gradients of `Σ grad y`, which is linear in `x` and in `kernel`."""
-    of_x, of_kernel = np.zeros(x.shape), np.zeros(kernel.shape)
+    grad_x, grad_kernel = np.zeros(x.shape), np.zeros(kernel.shape)
     for s in range(x.shape[1]):
         one = np.zeros(x.shape)
         one[:, s] = 1
-        of_x[:, s] = (expected(one, kernel, *options) * grad).sum(1)
+        grad_x[:, s] = (expected(one, kernel, *options) * grad).sum(1)
     for i in range(len(kernel)):
         one = np.zeros(kernel.shape)
         one[i] = 1
-        of_kernel[i] = (expected(x, one, *options) * grad).sum((0, 1))
-    return of_x, of_kernel
+        grad_kernel[i] = (expected(x, one, *options) * grad).sum((0, 1))
+    return grad_x, grad_kernel
 
 
 @pytest.mark.parametrize("documents", [False, True])
