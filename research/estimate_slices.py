@@ -20,6 +20,7 @@ from pathlib import Path
 
 import folders  # noqa: F401
 from command_line import Parser, UsageError, check_heads, command, positive
+from tables import show
 from tools.tpu_estimate import (
     ENVIRONMENT,
     SCHEDULE_OPTIONS,
@@ -58,6 +59,7 @@ def parse_arguments(argv):
     parser.add_model_size(dim=1024, heads=16, layers=12)
     add("--residual", default="reversible", help="reversible keeps no activations")
     add("--plot", metavar="FILE", help="of memory and time by the number of chips")
+    parser.add_save()
     arguments = parser.parse_args(argv)
     check_heads(arguments.dim, arguments.heads)
     if arguments.backend not in (None, "jax"):
@@ -144,7 +146,7 @@ def describe_batch(rows, length, mesh):
 
 
 def estimate(model, arguments, size, strategy, schedules):
-    """A row of the table, without its label.
+    """The numbers of a row of the table, a dict.
 
     `schedules` is the `pathlib.Path` in which the compiler writes those of kernels.
     """
@@ -186,7 +188,8 @@ def estimate(model, arguments, size, strategy, schedules):
         "temporaries": memory.temp_size_in_bytes / 2**20,
         "collectives": ", ".join(
             f"{found.count(name)} {name}" for name in COLLECTIVES if name in found
-        ),
+        )
+        or "none",
         "seconds": time.perf_counter() - start,
     }
 
@@ -222,6 +225,33 @@ def main(arguments):
     import jax
 
     model = make_model(arguments)
+    rows = []
+    points = {strategy: [] for strategy in arguments.strategies}
+    for size in arguments.slices:
+        for strategy in arguments.strategies:
+            shape = PRODUCTS[size] if strategy == "product" else MESHES[size][strategy]
+            if arguments.heads % shape[1]:
+                print(f"{size}, {strategy}: {shape[1]} chips do not divide --heads")
+                continue
+            try:
+                row = estimate(model, arguments, size, strategy, Path(folder.name))
+            except jax.errors.JaxRuntimeError as error:
+                print(f"{size}, {strategy}: {str(error)[:300]}", flush=True)
+                continue
+            rows.append(
+                [
+                    size,
+                    strategy,
+                    " × ".join(map(str, shape)),
+                    f"{row['state']:,.0f}",
+                    f"{row['temporaries']:,.0f}",
+                    row["collectives"],
+                    f"{row['milliseconds']:,.0f}",
+                    f"{row['seconds']:.0f}",
+                ]
+            )
+            print(*rows[-1], flush=True)
+            points[strategy].append((math.prod(shape), row))
     columns = (
         "v5e",
         "split",
@@ -232,28 +262,7 @@ def main(arguments):
         "computing, ms",
         "compiled in s",
     )
-    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    points = {strategy: [] for strategy in arguments.strategies}
-    for size in arguments.slices:
-        for strategy in arguments.strategies:
-            shape = PRODUCTS[size] if strategy == "product" else MESHES[size][strategy]
-            head = f"| {size} | {strategy} | {' × '.join(map(str, shape))} |"
-            if arguments.heads % shape[1]:
-                print(head, f"{shape[1]} chips do not divide --heads |", flush=True)
-                continue
-            try:
-                row = estimate(model, arguments, size, strategy, Path(folder.name))
-            except jax.errors.JaxRuntimeError as error:
-                print(head, f"{str(error)[:300]} |", flush=True)
-                continue
-            print(
-                head,
-                f"{row['state']:,.0f} | {row['temporaries']:,.0f} | "
-                f"{row['collectives'] or 'none'} | {row['milliseconds']:,.0f} | "
-                f"{row['seconds']:.0f} |",
-                flush=True,
-            )
-            points[strategy].append((math.prod(shape), row))
+    show(columns, rows, arguments)
     if arguments.plot:
         plot(points, arguments.plot)
 

@@ -65,8 +65,10 @@ def machine(about):
 
 def estimates_table(records, about):
     """Lines of Markdown: what a TPU's compiler expects at one length."""
+    split = about.get("devices")
+    chips = f", {split[0]} × {split[1]} chips (rows × heads)" if split else ""
     yield (
-        f"{about['target']}, libtpu {about['libtpu']}, JAX {about['jax']}, Keras "
+        f"{about['target']}{chips}, libtpu {about['libtpu']}, JAX {about['jax']}, Keras "
         f"{about['keras']}, {about['date']}; the fastest first."
     )
     yield from ("", "| layer | ms | of the peak | MiB |", "|---|---|---|---|")

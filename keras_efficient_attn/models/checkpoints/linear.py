@@ -64,7 +64,7 @@ class Family:
         attention = layer
         if softmax:
             attention = [softmax.get(i, layer) for i in range(num_layers)]
-        ratio = settings.get("hidden_ratio", self.hidden_ratio) or 4
+        ratio = settings.factor("hidden_ratio", self.hidden_ratio, optional=True) or 4
         intermediate = settings.get("intermediate_size", None)
         if intermediate is None:
             # The next multiple of 256.
@@ -238,7 +238,7 @@ def _sizes(settings, width, heads, expand_k, expand_v):
     """Heads, sizes of keys and values, and heads of keys, of `expand_k` and so on."""
     heads = settings.size("num_heads", heads)
     sizes = {
-        name: round(width * settings.get(expand, default) / heads)
+        name: round(width * settings.factor(expand, default) / heads)
         for name, expand, default in (
             ("key_dim", "expand_k", expand_k),
             ("value_dim", "expand_v", expand_v),
@@ -275,7 +275,7 @@ def _delta_options(settings, width, heads, head_dim, expand_v):
         num_heads=heads,
         num_value_heads=None if values in (None, heads) else values,
         key_dim=dim,
-        value_dim=int(dim * settings.get("expand_v", expand_v)),
+        value_dim=int(dim * settings.factor("expand_v", expand_v)),
         max_beta=2.0 if settings.get("allow_neg_eigval", False) else 1.0,
         convolution=_short_convolution(settings, True),
         feature_map=unit_features(dim),

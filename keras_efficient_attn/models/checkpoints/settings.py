@@ -1,6 +1,9 @@
 """The options of a `config.json`: each is used, without effect, or refused."""
 
-from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.checks import (
+    check_positive_int,
+    check_positive_number,
+)
 
 # Options of any configuration that do not change the logits: kinds of files, tokens,
 # training, and defaults of transformers' `generate`.
@@ -66,6 +69,16 @@ class Settings:
         """
         value = self.get(name, default)
         check_positive_int(f"{self._prefix}{name}", value)
+        return value
+
+    def factor(self, name, default, optional=False):
+        """The value of an option that is a positive number, or `None` if `optional`.
+
+        Raises:
+            ValueError: For another value.
+        """
+        value = self.get(name, default)
+        check_positive_number(f"{self._prefix}{name}", value, optional)
         return value
 
     def only(self, name, default, allowed):

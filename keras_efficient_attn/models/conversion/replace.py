@@ -44,7 +44,9 @@ def replace_attention(model, attention, layers=None, calibrate=None):
     writes the configuration from before, and what was replaced. That holds for the
     model that is passed, or a model around it, and not for a layer or block of it that
     is saved alone. A model without `get_config`, which Keras cannot load either, does
-    not. `trainable` of its layers is saved as it was before.
+    not. `trainable` of its layers is saved as it was before. `keras.models.clone_model`
+    makes the attention from before; `type(model).from_config(model.get_config())` the
+    new one.
 
     Args:
         model: A built model or layer.

@@ -39,15 +39,16 @@ class LayerError:
         path: Path of the attention layer.
         replaced: Whether it is an efficient layer.
         attention: Error of its output on the original's inputs: the effect of this
-            layer alone.
+            layer alone. `None` if the original does not call the layer.
         residual: Error of its block's output in the converted model: the effect of all
-            layers up to this one. `None` if the layer is in no block, or in several.
+            layers up to this one. `None` if the layer is in no block, or in several,
+            or not called.
     """
 
     index: int
     path: str
     replaced: bool
-    attention: float
+    attention: float | None
     residual: float | None
 
 
@@ -68,8 +69,8 @@ class SwapReport:
         width = max(len("layer"), *(len(layer.path) for layer in self.layers))
         lines = [f"{'':>3} {'layer':<{width}} {'attention':>10} {'residual':>10}"]
         for layer in self.layers:
-            attention = f"{layer.attention:.2%}" if layer.replaced else "softmax"
-            residual = "-" if layer.residual is None else f"{layer.residual:.2%}"
+            attention = _percent(layer.attention) if layer.replaced else "softmax"
+            residual = _percent(layer.residual)
             lines.append(
                 f"{layer.index:>3} {layer.path:<{width}} {attention:>10} {residual:>10}"
             )
@@ -125,22 +126,22 @@ def swap_report(original, converted, inputs):
     errors = []
     for index, (old_site, site) in enumerate(zip(old, new, strict=True)):
         calls = old_attention[index]
-        residual = None
-        if site.in_one_block:
+        attention = residual = None
+        if calls:
+            attention = attention_error(old_site, site.layer, calls)
+        if calls and site.in_one_block:
             valid = [valid_positions(old_site, call) for call in calls]
             residual = relative_error(old_blocks[index], new_blocks[index], valid)
         errors.append(
-            LayerError(
-                index,
-                site.layer.path,
-                site.is_converted,
-                attention_error(old_site, site.layer, calls),
-                residual,
-            )
+            LayerError(index, site.layer.path, site.is_converted, attention, residual)
         )
     calls = old_attention[-1]
     last = valid_positions(old[-1], calls[-1]) if calls else None
     return SwapReport(errors, _path_errors(original, converted, new, inputs, last))
+
+
+def _percent(error):
+    return "-" if error is None else f"{error:.2%}"
 
 
 def _attention_and_blocks(model, sites, inputs):

@@ -2,12 +2,17 @@
 
 import warnings
 
+import keras
 import keras_hub
 import numpy as np
 import pytest
 from keras import ops
 
-from keras_efficient_attn.models import convert_backbone, swap_report
+from keras_efficient_attn.models import (
+    convert_backbone,
+    replace_attention,
+    swap_report,
+)
 from tests.models.conversion import families
 
 INEXACT = "local:window=2"
@@ -58,6 +63,35 @@ def test_a_family_with_other_call_arguments():
     (old,), (new,) = families.outputs(backbone, data), families.outputs(efficient, data)
     assert layer.attention > 0.01 and layer.residual > 0.01
     assert np.max(abs(new - old)) > 0.01
+
+
+class OneOfTwo(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.used = keras.layers.MultiHeadAttention(2, 4)
+        self.idle = keras.layers.MultiHeadAttention(2, 4)
+
+    def build(self, shape):
+        self.used.build(shape, shape)
+        self.idle.build(shape, shape)
+
+    def call(self, inputs):
+        return self.used(inputs, inputs)
+
+
+@pytest.mark.any_backend
+@pytest.mark.filterwarnings("ignore:one_of_two")
+def test_a_layer_that_is_not_called_has_no_error():
+    data = np.random.default_rng(0).normal(size=(1, 8, 6)).astype("float32")
+    original, replaced = OneOfTwo(), OneOfTwo()
+    original(data), replaced(data)
+    replaced.set_weights(original.get_weights())
+    replace_attention(replaced, INEXACT)
+    report = swap_report(original, replaced, data)
+    used, idle = report.layers
+    assert used.attention > 0.01
+    assert (idle.replaced, idle.attention, idle.residual) == (True, None, None)
+    assert str(report).splitlines()[2].split()[2:] == ["-", "-"]
 
 
 @pytest.mark.any_backend
